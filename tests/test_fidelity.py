@@ -56,6 +56,9 @@ def test_shifted_logits_are_the_same_distribution_and_close_ones_give_half_the_v
     noise = 1e-4 * torch.randn(70, 500, generator=torch.Generator().manual_seed(1)).double()
     y = torch.arange(70)
     equal, close = divergence.compare(z, torch.stack([z.double() + 3, z.double() + noise]), y)
+    padded = torch.tensor([[1.0, 2.0, -torch.inf, 0.0]])
+    (same,) = divergence.compare(padded, padded[None], torch.tensor([1]))
+    assert same.kl.item() == 0 == same.log_ratio.item()
     assert equal.kl.abs().max() < 1e-15 and equal.same.all() and equal.log_ratio.abs().max() < 1e-14
     p = z.double().softmax(-1)
     variance = (p * noise**2).sum(-1) - (p * noise).sum(-1) ** 2
@@ -311,6 +314,7 @@ def test_through_the_cache_every_token_is_read_as_stored_and_selection_is_refuse
     assert (
         main([*words, "method=snapkv"]) == 2 and "has no prompt that snapkv could compress" in capsys.readouterr().err
     )
+    assert main([*words, "method=nvfp4"]) == 2 and "no prompt on which nvfp4 could settle" in capsys.readouterr().err
     assert main(["run", "fidelity=through_cache", "dataset=tiny"]) == 2
     assert "take dataset=fidelity/wikitext2" in capsys.readouterr().err
     assert main(["run", "fidelity=maybe"]) == 2 and "true, false, or through_cache" in capsys.readouterr().err

@@ -54,11 +54,13 @@ def compare(full: Tensor, rows: Tensor, targets: Tensor) -> list[Divergence]:
 
 def _compare_block(full: Tensor, rows: Tensor, targets: Tensor) -> list[Divergence]:
     logits, y = full.double(), targets[:, None]
-    p = logits.softmax(dim=-1)
+    p, masked = logits.softmax(dim=-1), logits.isneginf()  # models mask ids that pad their vocabulary
     p_true, choice = p.gather(1, y)[:, 0], full.argmax(dim=-1)
     compared = []
     for row in rows:
         x = row.double() - logits
+        if masked.any():
+            x.masked_fill_(masked & row.isneginf(), 0)
         mean = (p * x).sum(dim=-1)
         x_true = x.gather(1, y)[:, 0]
         kl = (p * x.sub_(mean[:, None]).expm1_()).sum(dim=-1).log1p()

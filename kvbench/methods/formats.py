@@ -47,6 +47,7 @@ class StorageFormat(Quantiser):
     def check(self) -> None:
         super().check()
         self.require_layers("exact_layers")
+        self.require("values", self.values is None or self.only != "keys", "null where only=keys")
         self.require("code_prefill", not (self.code_prefill and self.exact_layers), "false beside exact_layers")
 
     def check_layers(self, n_layers: int) -> None:

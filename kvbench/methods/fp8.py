@@ -28,6 +28,10 @@ class Fp8(StorageFormat):
     scale: str = knob("one", one_of(*SCALES))
     headroom: str = knob("none", one_of("none", "vllm"))
 
+    def check(self) -> None:
+        super().check()
+        self.require("headroom", self.headroom == "none" or self.scale != "one", "none where scale=one")
+
     def codecs(self) -> tuple[Codec, Codec]:
         codec = Fp8Codec(kind=self.type, scale=self.scale)
         return (replace(codec, reach=200.0), replace(codec, reach=100.0)) if self.headroom == "vllm" else (codec, codec)

@@ -40,6 +40,7 @@ class TurboQuant(StorageFormat):
     def check(self) -> None:
         super().check()
         self.require("variant", self.variant == "engine" or self.codes != "k8v4", "engine where codes=k8v4")
+        self.require("rotate", self.rotate is None or self.codes != "k8v4", "null where codes=k8v4, whose keys are fp8")
 
     def codecs(self) -> tuple[Codec, Codec]:
         key_bits, value_bits = CODES[self.codes]

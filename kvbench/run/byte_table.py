@@ -224,7 +224,8 @@ def notes(rows: Sequence[Line], told: Sequence[Pair]) -> list[str]:
         "cache's own greedy answer, [95 % interval over prompts]; same choice and perplexity ratio on the reference. "
         f"Scores are means over a dataset's tasks, n = {asked} examples in all. {'; '.join(counts)}.",
         f"Of {len(told)} pairs within blocks {sum(p.apart for p in told)} are told apart by KL (95 % interval of the "
-        f"paired log ratio of means), {sum(p.scored_apart for p in told)} by the scores (of their paired difference), "
+        "paired log ratio of means, not corrected for their number), "
+        f"{sum(p.scored_apart for p in told)} by the scores (of their paired difference), "
         f"{sum(p.apart and not p.scored_apart for p in told)} by KL alone. Where KL tells them apart the nearer one "
         f"has the higher score in {sum((p.points or 0) > 0 for p in scored)}, the lower in "
         f"{sum((p.points or 0) < 0 for p in scored)} (told apart by the scores, too: "

@@ -191,6 +191,11 @@ def _check_through_cache(dataset: str, knobs: Mapping[str, Any], chains: Sequenc
             f"fidelity={THROUGH_CACHE} reads windows of a text, not dataset={dataset}: take dataset=fidelity/wikitext2"
         )
     for config in chains:
+        if any(getattr(stage, "frozen_bytes", 0) for stage in config.chain.stages):
+            raise UsageError(
+                f"fidelity={THROUGH_CACHE} has no prompt on which {config.chain.name} could settle its scales: take a "
+                "format with a scale for each token or block, or fidelity=true"
+            )
         if any(stage.role != "quantise" for stage in config.chain.stages):
             raise UsageError(
                 f"fidelity={THROUGH_CACHE} has no prompt that {config.chain.name} could compress: it compares storage "

@@ -213,6 +213,9 @@ def test_llama_cpps_names_say_the_rotation():
     [
         ({"method": "int8", "symmetric": False, "round": "trunc"}, "round='trunc' is not possible: nearest where"),
         ({"method": "turboquant", "codes": "k8v4", "variant": "prod"}, "engine where codes=k8v4"),
+        ({"method": "turboquant", "codes": "k8v4", "rotate": "haar"}, "null where codes=k8v4"),
+        ({"method": "fp8", "headroom": "vllm"}, "none where scale=one"),
+        ({"method": "int4", "only": "keys", "values": "q8_0"}, "null where only=keys"),
         ({"method": "fp8", "values": "q9"}, "values='q9' is not possible"),
         ({"method": "q4_0", "group": 5}, "an even whole number of channels"),
         ({"method": "tova+fp8", "decode": "exact"}, "keeps some tokens exact beside packed ones"),
