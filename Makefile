@@ -8,7 +8,7 @@ KILLS ?= 100
 DATA ?= $(or $(KVBENCH_DATA),data)
 REAL ?= smollm2-135m-q4_1
 
-.PHONY: help run run-real test test-fast test-peers torture check smoke bench-overhead bench-tables bench-memory bench-resident bench-bytes bench-time bench-decode bench-tiny verify-tables verify-docs docs card tables tables-real tables-quick tables-bytes claims claims-real report audit clean
+.PHONY: help run run-real test test-fast test-peers torture check smoke bench-overhead bench-tables bench-memory bench-resident bench-bytes bench-time bench-decode bench-tiny leaderboard verify-tables verify-docs docs card tables tables-real tables-quick tables-bytes claims claims-real report audit clean
 
 help:  ## what there is to make
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 18
@@ -87,6 +87,9 @@ tables-quick: $(VENV)/.ready  ## one paper's table on the tiny model, in a minut
 tables-bytes: $(VENV)/.ready  ## what each cache format and each byte keeps, on both models (DATA=folder); two hours
 	KVBENCH_DATA=$(DATA) $(PY) scripts/byte_tables.py
 
+leaderboard: $(VENV)/.ready  ## RULER on a pretrained model, the question withheld (DATA=folder with paul_graham; results/leaderboard); hours
+	KVBENCH_DATA=$(DATA) $(PY) scripts/leaderboard.py
+
 claims: $(VENV)/.ready  ## what the papers claim, tested on the tiny model (results/claims)
 	$(PY) scripts/paper_claims.py
 
@@ -95,7 +98,7 @@ claims-real: $(VENV)/.ready  ## what the papers claim, tested on a pretrained mo
 	KVBENCH_DATA=$(DATA) $(PY) scripts/paper_claims.py --model $(REAL)
 
 report: $(VENV)/.ready  ## everything on one HTML page, report.html
-	$(PY) -m kvbench report
+	$(PY) -m kvbench report also=results/leaderboard
 
 audit: $(VENV)/.ready  ## where the papers' printed numbers contradict themselves
 	$(PY) -m kvbench audit all

@@ -20,3 +20,16 @@ document.querySelectorAll("article table:not([class])").forEach((table) => {
     head.addEventListener("keydown", (event) => event.key === "Enter" && sort());
   });
 });
+// A long table gets a field that hides the rows without its words.
+document.querySelectorAll("article table:not([class])").forEach((table) => {
+  const rows = [...table.tBodies[0].rows];
+  if (rows.length < 20) return;
+  const field = document.createElement("input");
+  Object.assign(field, { type: "search", placeholder: "Rows with these words", className: "filter" });
+  field.setAttribute("aria-label", field.placeholder);
+  field.addEventListener("input", () => {
+    const words = field.value.toLowerCase().split(/\s+/).filter(Boolean);
+    rows.forEach((row) => (row.hidden = !words.every((word) => row.textContent.toLowerCase().includes(word))));
+  });
+  table.before(field);
+});

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's options."""
-    parser.add_argument("table", help="paper/number, a paper, all, formats or bytes")
+    parser.add_argument("table", help="paper/number, a paper, all, formats, bytes or leaderboard")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="model=, limit=, results=, ...")
     parser.add_argument("--show", default="both", help="both, ours, published or delta (default both)")
     parser.add_argument("--format", default="text", help="text, md, csv, latex or html (default text)")
@@ -41,6 +41,8 @@ def main(args: argparse.Namespace) -> int:
     options = pairs(args.overrides)
     if args.table in byte_table.ROWS:
         return _byte_table(args.table, options, args)
+    if args.table == "leaderboard":
+        return _leaderboard(options, args)
     refuse_fixed(options, "the paper's table")
     model = options.pop("model", "")
     tables = table_spec.find(args.table)
@@ -102,6 +104,34 @@ def _byte_table(name: str, options: dict[str, str], args: argparse.Namespace) ->
         below = [report.settings, *byte_table.notes(rows, told), *report.notes]
         print(writers.compose([byte_table.sheet(rows)], below, args.format), end="")
     return 1 if any(c.status in ("refused", "failed") for c in report.cells) else 0
+
+
+def _leaderboard(options: dict[str, str], args: argparse.Namespace) -> int:
+    """Measure RULER with the question withheld, and print the leaderboard. Return the exit status."""
+    from kvbench.cli.run import print_plans, stopping
+    from kvbench.run import experiment, leaderboard
+    from kvbench.tables import writers
+
+    if args.trace:
+        raise UsageError("--trace is of papers' tables, not of leaderboard: kvbench show CELL prints stored answers")
+    model = options.pop("model", "") or "tiny"
+    runs = leaderboard.prepare(model, options)
+    if args.plan:
+        return print_plans(runs, as_json=args.json)
+    if not args.stored:
+        with stopping(runs, ["table", "leaderboard", *args.overrides]) as stop:
+            for run in runs:
+                experiment.fill(run, quiet=args.json)
+        if stop.status is not None:
+            return stop.status
+    found = leaderboard.entries(runs)
+    if args.json:
+        print(json.dumps(leaderboard.records(found, model, None), indent=1, ensure_ascii=False))
+    else:
+        reports = [experiment.report(run) for run in runs]
+        below = [reports[0].settings, *leaderboard.notes(found), *reports[0].notes]
+        print(writers.compose(leaderboard.sheets(found), below, args.format), end="")
+    return 0
 
 
 def _one(table: Any, model: str, overrides: list[str], args: argparse.Namespace) -> int | View:

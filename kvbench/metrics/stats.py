@@ -125,6 +125,26 @@ def stratified_ci(
     return _constant(min(most, max(0.0, low)), sum(map(len, strata)), (0.0, most))
 
 
+def mean_over_tasks(tasks: Sequence[Scores], bounds: Bounds = (0.0, 1.0)) -> tuple[float, Interval | None]:
+    """Return the mean of the tasks' mean scores, and its 95 % interval, for few examples a task.
+
+    Examples are resampled within each task, and a resample's distance from the task's mean is stretched by
+    sqrt(n / (n - 1)), which n examples would understate otherwise (the rescaled bootstrap, Rao and Wu 1988). None below
+    FEWEST examples in all, and where a task has one. Scores lie within ``bounds``.
+    """
+    values = [_finite(scores) for scores in tasks]
+    point = float(np.mean([v.mean() for v in values]))
+    if sum(map(len, values)) < FEWEST or min(map(len, values)) < 2:
+        return point, None
+    stretched = [
+        v.mean() + (_resampled(v, seed) - v.mean()) * (len(v) / (len(v) - 1)) ** 0.5 for seed, v in enumerate(values)
+    ]
+    low, high = (float(x) for x in np.quantile(np.mean(stretched, axis=0), [(1 - LEVEL) / 2, (1 + LEVEL) / 2]))
+    if high - low <= 1e-9:  # less is rounding: all resamples are equal
+        return point, _constant(min(max(point, bounds[0]), bounds[1]), sum(map(len, values)), bounds)
+    return point, (max(low, bounds[0]), min(high, bounds[1]))
+
+
 def at_floor(full: Scores, chance: float = 0.0) -> bool:
     """Tell whether the full cache's scores are less than FLOOR above ``chance``, or their interval reaches it."""
     values = _finite(full)

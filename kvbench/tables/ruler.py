@@ -34,7 +34,7 @@ def sheets(report: Report) -> list[Table]:
         shown = [*by_length, *(over_lengths(by_length) if len(lengths) > 1 else ())]
         rows.append((row.method.replace(" ", "\n"), *(f"{score:.1f}" for score in shown)))
     heads = ("method", *map(str, lengths), *(MEANS if len(lengths) > 1 else ()))
-    return [Table(heads, tuple(rows), headings={0: _name(tasks)})] if rows else []
+    return [Table(heads, tuple(rows), headings={0: _heading(tasks)})] if rows else []
 
 
 def _places(report: Report) -> dict[tuple[str, int], int]:
@@ -47,10 +47,20 @@ def _places(report: Report) -> dict[tuple[str, int], int]:
     return places
 
 
-def _name(tasks: list[str]) -> str:
+def _heading(tasks: list[str]) -> str:
+    """Return what the mean over these tasks by length is called, and which are missing."""
+    name = mean_name(tasks)
+    missing = {
+        f"ruler-{ALL}": ": mean of all tasks",
+        f"ruler-{WITHOUT_QA}": f": mean of all tasks but {' and '.join(QA)}",
+    }
+    return f"{name}{missing.get(name, '')}, by length"
+
+
+def mean_name(tasks: list[str]) -> str:
     """Return what a mean over these tasks is called: RULER's own name only for all of them."""
     if len(tasks) == ALL:
-        return f"ruler-{ALL}: mean of all tasks, by length"
+        return f"ruler-{ALL}"
     if len(tasks) == WITHOUT_QA and not any(qa in tasks for qa in QA):
-        return f"ruler-{WITHOUT_QA}: mean of all tasks but {' and '.join(QA)}, by length"
-    return f"mean of {', '.join(tasks)}, by length"
+        return f"ruler-{WITHOUT_QA}"
+    return f"mean of {', '.join(tasks)}"

@@ -1,0 +1,207 @@
+"""RULER with the question withheld: methods by budget, beside the same methods that see the question."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+from kvbench.metrics.stats import Interval, mean_over_tasks
+from kvbench.run import config, experiment, words
+from kvbench.run.report import Report, ReportRow
+from kvbench.run.results import CellSummary, share
+from kvbench.run.run_plan import RunPlan
+from kvbench.tables.ruler import mean_name
+from kvbench.tables.table import Table
+
+DEFAULTS: Mapping[str, str] = {
+    "dataset": "ruler",
+    "lengths": "1024",
+    "preset": "kvpress",
+    "method": "random,keynorm,streamingllm,snapkv,pyramidkv,adakv,expectedattention",
+    "kv_ratio": "0.75,0.5,0.25,0.125",
+    "limit": "8",
+}
+"""What is measured unless a key says otherwise: kvpress's protocol, at the ratios of its leaderboard."""
+SEEN = "snapkv,keynorm"
+"""The methods that are measured with the question in sight, too (``seen=``)."""
+Answers = Mapping[str, Mapping[str, float]]
+
+
+@dataclass(frozen=True)
+class Standing:
+    """One method at one budget under one protocol.
+
+    withheld: whether the question came after the compression.
+    prompt: how prompts were made, as ``labels.fields`` says it.
+    answers: the scores in [0, 1] by task and example.
+    score, ci: the mean over tasks in per cent; the interval is of ``mean_over_tasks``.
+    behind, behind_ci: its mean paired difference to the full cache, in points.
+    kept, bytes: after the prompt, in per cent of the full cache's, bytes at 16 bits.
+    compress_ms, decode_ms: means a prompt and a token.
+    """
+
+    method: str
+    withheld: bool
+    prompt: object
+    answers: Answers
+    score: float
+    ci: Interval | None
+    behind: float
+    behind_ci: Interval | None
+    kept: float
+    bytes: float | None
+    compress_ms: float
+    decode_ms: float
+
+    @property
+    def n(self) -> int:
+        """The number of prompts."""
+        return sum(map(len, self.answers.values()))
+
+    @property
+    def tasks(self) -> list[str]:
+        """The names of RULER's tasks without their lengths, each once."""
+        return list(dict.fromkeys(task.split("/")[1] for task in self.answers))
+
+
+def prepare(model: str, options: Mapping[str, str]) -> list[RunPlan]:
+    """Plan the run with the question withheld, and the one of the methods of ``seen=`` that see it (none: leave out).
+
+    Raises UsageError for what `run` does not take.
+    """
+    given = {"model": model, **DEFAULTS, **options}
+    seen = given.pop("seen", SEEN)
+    requests = [given] + ([{**given, "method": seen, "query_aware": "true"}] if seen != "none" else [])
+    plans = []
+    for keys in requests:
+        (request,) = words.read([f"{key}={value}" for key, value in keys.items()]).runs
+        plans.append(experiment.prepare(config.parse(request)))
+    return plans
+
+
+def entries(runs: Sequence[RunPlan]) -> list[Standing]:
+    """Return what is measured, the best score of each protocol first; rows that lack a task are left out."""
+    found = []
+    for run in runs:
+        report = experiment.report(run)
+        full = _answers(run, 0)
+        for i, row in enumerate(report.rows):
+            answers = _answers(run, i)
+            if answers and answers.keys() == full.keys():
+                found.append(_entry(report, row, answers, full))
+    return sorted(found, key=lambda e: (not e.withheld, -e.score, e.kept))
+
+
+def _answers(run: RunPlan, row: int) -> Answers:
+    """Return the stored scores of a row by task and example."""
+    by_task = {}
+    for group in run.groups:
+        samples, ids = run.store.samples(group.cells[row].id), {e.id for e in group.examples}
+        scores = {i: s.score for i, s in samples.items() if i in ids and s.score is not None}
+        if scores:
+            by_task[group.task.id] = scores
+    return by_task
+
+
+def _entry(report: Report, row: ReportRow, answers: Answers, full: Answers) -> Standing:
+    summaries = [cell.summary for cell in row.cells if cell.summary is not None]
+    score, ci = mean_over_tasks([[*scores.values()] for scores in answers.values()])
+    behind, behind_ci = difference(answers, full) if row is not report.rows[0] else (0.0, None)
+    settings = next(cell.settings for cell in row.cells if cell.summary is not None)
+    return Standing(
+        row.method,
+        not settings["query_aware"],
+        settings["prompt"],
+        answers,
+        100 * score,
+        _percent(ci),
+        behind,
+        behind_ci,
+        100 * _weighted(summaries, "kept") / _weighted(summaries, "prompt_tokens"),
+        share(*(_weighted(summaries, field) for field in ("payload16", "overhead16", "full16"))),
+        1000 * fmean(s.timing.compress_s for s in summaries),
+        1000 * fmean(s.timing.decode_s_per_token for s in summaries),
+    )
+
+
+def _weighted(summaries: Iterable[CellSummary], field: str) -> float:
+    return sum(s.n * getattr(s, field) for s in summaries)
+
+
+def difference(a: Answers, b: Answers) -> tuple[float, Interval | None]:
+    """Return the mean difference a - b in points over the examples that both have, a mean over tasks, and its interval.
+
+    Raises ValueError where they share none.
+    """
+    common = {task: sorted(a[task].keys() & b[task].keys()) for task in a.keys() & b.keys()}
+    pairs = [[a[task][i] - b[task][i] for i in ids] for task, ids in sorted(common.items()) if ids]
+    mean, ci = mean_over_tasks(pairs, (-1.0, 1.0))
+    return 100 * mean, _percent(ci)
+
+
+def _percent(ci: Interval | None) -> Interval | None:
+    return None if ci is None else (100 * ci[0], 100 * ci[1])
+
+
+def sheets(found: Sequence[Standing]) -> list[Table]:
+    """Return the table of methods with the question withheld, and the one of what withholding it costs."""
+    withheld = [e for e in found if e.withheld]
+    if not withheld:
+        return []
+    heads = ("method", mean_name(withheld[0].tasks), "Δ full", "kept %", "bytes %", "compress\nms", "ms/token")
+    rows = [
+        (
+            *(e.method.replace(" ", "\n", 1), f"{e.score:.1f}{_shown(e.ci, '.0f')}"),
+            "" if e.method == "full" else f"{e.behind:+.1f}{_shown(e.behind_ci, '+.0f')}",
+            *(f"{e.kept:.1f}", "—" if e.bytes is None else f"{e.bytes:.1f}"),
+            *(f"{e.compress_ms:.0f}", f"{e.decode_ms:.1f}"),
+        )
+        for e in withheld
+    ]
+    return [Table(heads, tuple(rows), headings={0: "question withheld"}), *_costs(found)]
+
+
+def _costs(found: Sequence[Standing]) -> list[Table]:
+    seen = {e.method: e for e in found if not e.withheld}
+    both = [(e, seen[e.method]) for e in found if e.withheld and e.method in seen]
+    rows = []
+    for withheld, visible in both:
+        cost, ci = difference(withheld.answers, visible.answers)
+        scores = (f"{e.score:.1f}{_shown(e.ci, '.0f')}" for e in (visible, withheld))
+        rows.append((withheld.method.replace(" ", "\n", 1), *scores, f"{cost:+.1f}{_shown(ci, '+.0f')}"))
+    heads = ("method", "seen", "withheld", "withheld - seen")
+    return [Table(heads, tuple(rows), headings={0: "what withholding the question costs"})] if rows else []
+
+
+def _shown(ci: Interval | None, form: str) -> str:
+    return "" if ci is None else f"\n[{ci[0]:{form}}, {ci[1]:{form}}]".replace("-", "−")
+
+
+def notes(found: Sequence[Standing]) -> list[str]:
+    """Return what stands below the tables."""
+    counts = sorted({len(scores) for e in found for scores in e.answers.values()})
+    n = "–".join(str(c) for c in dict.fromkeys((counts[0], counts[-1]))) if counts else "0"
+    return [
+        f"n = {n} prompts a task and length. Scores are means over tasks, with 95 % intervals of the rescaled "
+        "bootstrap within tasks; differences are paired by prompt. kept, bytes: after the prompt, in per cent of the "
+        "full cache's, bytes at 16 bits. The question and the beginning of the answer are read after the compression "
+        "and kept whole."
+    ]
+
+
+def records(found: Sequence[Standing], model: str, commit: str | None) -> list[dict[str, Any]]:
+    """Return a line of the open format (run/open_results.py) for each entry, its mean over tasks."""
+    return [
+        {
+            **{"model": model, "method": e.method, "dataset": mean_name(e.tasks)},
+            **{"metric": "string_match_all", "score": e.score, "interval": e.ci, "n": e.n},
+            "protocol": {"query_aware": not e.withheld, "prompt": e.prompt},
+            **{"delta_full": e.behind, "delta_full_interval": e.behind_ci},
+            **{"kept_percent": e.kept, "percent_of_full": e.bytes},
+            "seconds": {"compress_s": e.compress_ms / 1000, "decode_s_per_token": e.decode_ms / 1000},
+            "commit": commit,
+        }
+        for e in found
+    ]

@@ -1,0 +1,97 @@
+"""Write the leaderboard of RULER on SmolLM2 with its samples and results.jsonl, or make it again from the samples.
+
+python scripts/leaderboard.py                measure what is missing (--limit prompts a task), write the files
+python scripts/leaderboard.py --stored       write what is measured so far
+python scripts/leaderboard.py --verify       fail if the committed files differ from what the samples give
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+from kvbench.errors import KvbenchError, UsageError
+from kvbench.run import archive, experiment, leaderboard, open_results
+from kvbench.run.run_plan import RunPlan
+from kvbench.run.store import ResultStore
+from kvbench.tables import writers
+
+FOLDER = Path(__file__).resolve().parent.parent / "results" / "leaderboard"
+SAMPLES = FOLDER / "samples.jsonl.gz"
+MODEL = "smollm2-135m-q4_1"
+COMMITTED = {"limit": "8"}
+"""What the committed leaderboard is planned with; cells show how many prompts of these are measured."""
+
+
+def rendered(runs: list[RunPlan]) -> dict[str, str]:
+    """Return the text of each file by name."""
+    found = leaderboard.entries(runs)
+    report = experiment.report(runs[0])
+    cells = [c for run in runs for g in run.groups for c in g.cells]
+    records = [record for c in cells if (record := runs[0].store.cell(c.id)) is not None]
+    commits = sorted({str(facts["commit"]) for record in records for facts in record.provenance})
+    heading = f"# RULER, the question withheld\n\n`python -m kvbench table leaderboard model={MODEL}`\n\n"
+    below = [report.settings, *leaderboard.notes(found), *report.notes]
+    lines = leaderboard.records(found, MODEL, ", ".join(commits))
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / open_results.NAME
+        open_results.write(lines, path)
+        text = path.read_text(encoding="utf-8")
+    table = heading + writers.compose(leaderboard.sheets(found), below, "md")
+    return {"leaderboard.md": table, open_results.NAME: text}
+
+
+def write(runs: list[RunPlan]) -> None:
+    """Write the files and the samples of what is stored."""
+    cells = {c.id for run in runs for g in run.groups for c in g.cells if run.store.samples(c.id)}
+    archive.pack(runs[0].store, cells, SAMPLES)
+    for name, text in rendered(runs).items():
+        (FOLDER / name).write_text(text, encoding="utf-8")
+        print(FOLDER / name)
+
+
+def verify() -> int:
+    """Return 1 if a committed file differs from what the samples give; a model that is not here is no error."""
+    with tempfile.TemporaryDirectory() as folder:
+        archive.unpack(SAMPLES, ResultStore(Path(folder)))
+        try:
+            files = rendered(leaderboard.prepare(MODEL, {**COMMITTED, "results": folder}))
+        except UsageError as error:
+            if os.environ.get("KVBENCH_REQUIRE_MODELS") == "1":
+                raise
+            print(f"kvbench: the leaderboard is not verified: {error}", file=sys.stderr)
+            return 0
+    wrong = [name for name, text in files.items() if (FOLDER / name).read_text(encoding="utf-8") != text]
+    for name in wrong:
+        print(f"kvbench: results/leaderboard/{name} differs from its samples; scripts/leaderboard.py", file=sys.stderr)
+    return 1 if wrong else 0
+
+
+def main() -> int:
+    """Measure, write or verify; return the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--verify", action="store_true", help="make the files from samples and compare")
+    parser.add_argument("--stored", action="store_true", help="measure nothing")
+    parser.add_argument("--limit", default=COMMITTED["limit"], help="prompts a task to measure, now")
+    parser.add_argument("--results", default="results", help="folder of measured cells")
+    args = parser.parse_args()
+    try:
+        if args.verify:
+            return verify()
+        if SAMPLES.exists():  # what is committed is not measured again
+            archive.unpack(SAMPLES, ResultStore(Path(args.results)))
+        if not args.stored:
+            for run in leaderboard.prepare(MODEL, {"limit": args.limit, "results": args.results}):
+                experiment.fill(run)
+        write(leaderboard.prepare(MODEL, {**COMMITTED, "results": args.results}))
+    except KvbenchError as error:
+        print(f"kvbench: {error}", file=sys.stderr)
+        return error.status
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
