@@ -69,6 +69,13 @@ def test_the_readmes_python_example_runs(capsys):
     assert "471" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("page", ["api.md", "inside.md"])
+def test_the_python_of_a_page_runs(page):
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    blocks = re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    exec(compile("".join(blocks), page, "exec"), {"__name__": "page"})
+
+
 def test_the_readmes_table_is_what_the_committed_samples_give():
     table = block("`limit=` and other tasks give more.")
     assert table == (ROOT / "results" / "run-real.txt").read_text(encoding="utf-8")
