@@ -12,6 +12,7 @@ from transformers import GenerationConfig, TextGenerationPipeline, TextIteratorS
 
 import kvbench
 from kvbench.engine import hf_cache
+from kvbench.engine.likelihood import forced_logits, teacher_force
 from kvbench.errors import KvbenchError, Refused, UsageError
 from kvbench.methods.chain import Chain
 from kvbench.methods.keynorm import KeyNorm
@@ -235,3 +236,26 @@ def test_logits_that_are_not_finite_end_the_answer(monkeypatch):
     monkeypatch.setattr(hf_cache, "step", lambda *a: torch.full((1, 1, 128), torch.nan))
     with kvbench.cache(LLAMA, "snapkv", kv_ratio=0.5) as cache, pytest.raises(KvbenchError, match="are not finite"):
         answer(LLAMA, IDS, cache, 4)
+
+
+@pytest.mark.parametrize("method", ["full", "h2o", "kivi"])
+def test_forced_logits_are_those_that_predict_each_token(method):
+    (cache,) = kvbench.prefill(LLAMA, IDS, [method], **METHODS[method])
+    tokens = prompt(20, 8)
+    (forced,) = teacher_force(LLAMA, [cache], tokens, 1)
+    losses = -forced_logits(LLAMA, cache, tokens).log_softmax(dim=-1).gather(1, tokens[:, None])[:, 0]
+    torch.testing.assert_close(losses, forced.losses, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("method", ["snapkv+think", "h2o"])
+def test_a_question_can_be_withheld_from_the_compression(method):
+    (context,) = kvbench.prefill(LLAMA, IDS, [method], **METHODS[method])
+    question = prompt(12, 4)
+    (want,) = kvbench.generate(LLAMA, [kvbench.extend(LLAMA, context, question)], 6)
+    with kvbench.cache(LLAMA, method, **METHODS[method]) as cache:
+        cache.read(IDS)
+        assert answer(LLAMA, torch.cat([IDS, question]), cache, 6) == want
+        with pytest.raises(UsageError, match="leave at token"):
+            cache.read(question)
+    with pytest.raises(UsageError, match="is closed"):
+        cache.read(IDS)

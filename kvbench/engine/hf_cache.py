@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from types import MethodType
 from typing import Any
@@ -82,6 +82,24 @@ class TransformersCache(HFCache):
             del _OPEN[model]
             former = vars(model).pop("generate").former
             vars(model).update({} if former is None else {"generate": former})
+
+    def read(self, input_ids: Tensor | Sequence[int]) -> None:
+        """Read a prompt, or the text so far and more behind it, without an answer: the next turn's text is withheld."""
+        with TURN:
+            model = self.model()
+            assert model is not None
+            self.take(model, _new_ids(model, self, input_ids))
+
+    def take(self, model: PreTrainedModel, new_ids: Tensor) -> Tensor:
+        """Read a prompt [n] and audit what is kept of it, or the text behind it. Return the logits [V] that follow."""
+        if self.state is None:
+            (state,) = prefill_chains(model, new_ids, [self.chain])
+            with contained(self.chain.name, self.chain.foreign):
+                self.measured = audit(state, *_shape(model))
+        else:
+            state = extend_cache(model, self.state, new_ids)
+        self.state, self.ids = state, torch.cat([self.ids, new_ids.cpu()])
+        return state.logits
 
     def nbytes(self) -> int:
         """Return the bytes of keys, values and their overhead after the last turn."""
@@ -156,20 +174,8 @@ class GeneratedTurn:
         if self.has_read:
             self._decode(input_ids)
         else:
-            self._read()
+            self.logits, self.has_read = self.cache.take(self.model, self.new_ids), True
         return CausalLMOutputWithPast(logits=self.logits[None, None], past_key_values=self.cache)
-
-    def _read(self) -> None:
-        """Read the prompt and audit what is kept of it, or extend that by the text behind it."""
-        cache, model = self.cache, self.model
-        if cache.state is None:
-            (state,) = prefill_chains(model, self.new_ids, [cache.chain])
-            with contained(cache.chain.name, cache.chain.foreign):
-                cache.measured = audit(state, *_shape(model))
-        else:
-            state = extend_cache(model, cache.state, self.new_ids)
-        cache.state, cache.ids, self.logits = state, torch.cat([cache.ids, self.new_ids.cpu()]), state.logits
-        self.has_read = True
 
     def _decode(self, input_ids: Tensor) -> None:
         """Feed one token [1, 1] to the decode batch. A full batch is settled first, and a larger one follows it."""
@@ -223,12 +229,10 @@ def _serving(cls: type[Any], former: Callable[..., Any] | None) -> Callable[...,
         if not isinstance(cache, TransformersCache):
             return call()
         with TURN:
-            ids = kwargs.get("input_ids") if inputs is None else inputs
-            configs = (*args[:1], kwargs.get("generation_config"), self.generation_config)
-            sizes = [kwargs.get("max_new_tokens"), *(getattr(c, "max_new_tokens", None) for c in configs)]
-            limit = next((size for size in sizes if size), ROOM)
-            # the last token of an answer is not fed
-            turn = GeneratedTurn(cache, self, _new_ids(self, cache, ids), max(limit - 1, 1))
+            new_ids = _new_ids(self, cache, kwargs.get("input_ids") if inputs is None else inputs)
+            turn = GeneratedTurn(
+                cache, self, new_ids, _room(cache, new_ids, [*args[:1], self.generation_config], kwargs)
+            )
             with turn.contexts, _forwarding(self, turn):
                 result = call()
                 turn.settle()
@@ -270,6 +274,14 @@ def _new_ids(model: PreTrainedModel, cache: TransformersCache, input_ids: Any) -
             "it, or another prompt a cache of its own (cache.reset() empties this one)"
         )
     return ids[len(read) :]
+
+
+def _room(cache: TransformersCache, new_ids: Tensor, configs: Sequence[Any], options: Mapping[str, Any]) -> int:
+    """Return how many tokens of an answer are to be fed, which are all but its last; ROOM where nothing says so."""
+    length = options.get("max_length")
+    sizes = [options.get("max_new_tokens"), length and length - len(cache.ids) - len(new_ids)]
+    sizes += [getattr(config, "max_new_tokens", None) for config in (options.get("generation_config"), *configs)]
+    return max(next((size for size in sizes if size), ROOM) - 1, 1)
 
 
 def _shape(model: PreTrainedModel) -> tuple[int, int, torch.dtype]:
