@@ -49,7 +49,12 @@ class KvbenchLM(HFLM):  # type: ignore[misc]
     """
 
     def __init__(
-        self, pretrained: Any, method: str = "full", preset: str | None = None, separator: str = "", **options: Any
+        self,
+        pretrained: Any,
+        method: api.Entry = "full",
+        preset: str | None = None,
+        separator: str = "",
+        **options: Any,
     ) -> None:
         kept = {name: value for name, value in options.items() if name in OPTIONS}
         if kept.setdefault("batch_size", 1) not in (1, "1"):

@@ -148,6 +148,7 @@ NOT_SERVED = {
     "take tokens back": {"prompt_lookup_num_tokens": 3},
     "here are 16 tokens for 40": {"prefill_chunk_size": 16},
     "here are 41 tokens for 1": {"use_cache": False},
+    "give no position_ids": {"position_ids": torch.arange(40)[None] * 2},
     "without padding": {"attention_mask": torch.tensor([[0] + [1] * 39])},
     "input_ids is NoneType": {"inputs": None, "inputs_embeds": torch.zeros(1, 5, 64)},
     "no embeddings or attentions": {"output_hidden_states": True, "return_dict_in_generate": True},
@@ -259,3 +260,11 @@ def test_a_question_can_be_withheld_from_the_compression(method):
             cache.read(question)
     with pytest.raises(UsageError, match="is closed"):
         cache.read(IDS)
+
+
+def test_an_answer_ends_where_the_models_positions_do():
+    model, ids = build("opt"), prompt(500)
+    with kvbench.cache(model, "full") as cache:
+        assert len(answer(model, ids, cache, 12)) == 12
+        with pytest.raises(UsageError, match="512 learned positions"):
+            answer(model, torch.cat([cache.ids, prompt(1)]), cache, 2)

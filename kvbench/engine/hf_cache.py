@@ -35,8 +35,8 @@ from kvbench.methods.foreign import contained
 from kvbench.methods.prompt_cache import Cache
 from kvbench.models.interface import TURN, attached
 
-ROOM = 256  # new tokens that a decode batch has room for where max_new_tokens is not given
-READS = "reads one prompt whole, then one token a step"
+ROOM = 20  # tokens of an answer where nothing says so, as in generate; a longer one gets more room
+READS = "reads one prompt whole, then one token a step"  # why something is refused
 
 
 class TransformersCache(HFCache):
@@ -87,8 +87,9 @@ class TransformersCache(HFCache):
         """Read a prompt, or the text so far and more behind it, without an answer: the next turn's text is withheld."""
         with TURN:
             model = self.model()
+            new_ids = _new_ids(model, self, input_ids)
             assert model is not None
-            self.take(model, _new_ids(model, self, input_ids))
+            self.take(model, new_ids)
 
     def take(self, model: PreTrainedModel, new_ids: Tensor) -> Tensor:
         """Read a prompt [n] and audit what is kept of it, or the text behind it. Return the logits [V] that follow."""
@@ -147,6 +148,7 @@ class GeneratedTurn:
         self,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
         output_attentions: bool = False,
         output_hidden_states: bool = False,
         **kwargs: Any,
@@ -159,18 +161,20 @@ class GeneratedTurn:
             )
         if input_ids is None or output_attentions or output_hidden_states:
             raise UsageError(f"a kvbench cache {READS}: input_ids come in, logits go out, no embeddings or attentions")
-        rows, tokens = input_ids.shape
-        if rows > 1:
+        if len(input_ids) > 1:
             raise UsageError(
-                f"a kvbench cache {READS}, and here are {rows} rows: num_beams and num_return_sequences above 1 are "
-                "not served"
+                f"a kvbench cache {READS}, and here are {len(input_ids)} rows: num_beams and num_return_sequences "
+                "above 1 are not served"
             )
-        expected = 1 if self.has_read else len(self.new_ids)
-        if tokens != expected:
+        tokens, start = input_ids.shape[1], len(self.cache.ids) + len(self.fed)
+        expected = input_ids[0, :1] if self.has_read else self.new_ids
+        if input_ids[0].tolist() != expected.tolist():
             raise UsageError(
-                f"a kvbench cache {READS}, and here are {tokens} tokens for {expected}: assisted decoding, "
-                "prefill_chunk_size and use_cache=False are not served"
+                f"a kvbench cache {READS}, and here are {tokens} tokens for {len(expected)}: assisted decoding, "
+                "prefill_chunk_size, token_healing and use_cache=False are not served"
             )
+        if position_ids is not None and position_ids.flatten().tolist() != [*range(start, start + tokens)]:
+            raise UsageError(f"a kvbench cache {READS}, at positions 0, 1, 2 and on: give no position_ids")
         if self.has_read:
             self._decode(input_ids)
         else:
@@ -184,9 +188,9 @@ class GeneratedTurn:
             self.settle()
             self.room *= 2
         assert cache.state is not None
+        check_continuation(model, cache.state, len(self.fed) + 1)
         with contained(chain.name, chain.foreign), torch.no_grad():
             if not self.batch:
-                check_continuation(model, cache.state, self.room)
                 self.contexts.enter_context(adapted(model, chain))
                 self.contexts.enter_context(attached(model))
                 self.batch = build(model, [cache.state], self.room)
@@ -259,9 +263,9 @@ def _forwarding(model: PreTrainedModel, turn: GeneratedTurn) -> Iterator[None]:
         vars(model).update({} if own is None else {"forward": own})
 
 
-def _new_ids(model: PreTrainedModel, cache: TransformersCache, input_ids: Any) -> Tensor:
+def _new_ids(model: PreTrainedModel | None, cache: TransformersCache, input_ids: Any) -> Tensor:
     """Return the tokens [n] of one prompt that the cache has not read. Raises UsageError for another model or text."""
-    if cache not in _OPEN.get(model, ()):
+    if model is None or cache not in _OPEN.get(model, ()):
         raise UsageError("this cache was made for another model object, or is closed: kvbench.cache(model, ...)")
     ids = as_prompt(model, input_ids)
     read = cache.ids.to(ids.device)
