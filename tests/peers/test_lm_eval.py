@@ -89,7 +89,6 @@ def test_the_full_cache_has_every_digit_of_lm_evals_own_model(loaded, tasks):
     theirs = evaluated(HFLM(pretrained=model, tokenizer=tokenizer), tasks, *names)
     ours = evaluated(KvbenchLM(pretrained=SMOL, device="cpu"), tasks, *names)
     scores = theirs["results"]["animals_generate"]["exact_match,none"], theirs["results"]["animals_choose"]["acc,none"]
-    print(scores, [s["filtered_resps"] for s in theirs["samples"][names[0]]])
     assert all(0 < score < 1 for score in scores)
     assert ours["results"] == theirs["results"] and ours["n-samples"] == theirs["n-samples"]
     for name in names:
