@@ -29,12 +29,12 @@ test: $(VENV)/.ready  ## all tests, one process a core
 test-fast: $(VENV)/.ready  ## tests of single parts: no whole runs, processes or pictures
 	$(PY) -m pytest -n logical --dist worksteal -m "not e2e"
 
-test-peers: .venv-peers/.ready  ## the same tokens as kvpress, in an environment of its own
+test-peers: .venv-peers/.ready  ## the same tokens as kvpress and scores as lm-eval, in an environment of its own
 	.venv-peers/bin/python -m pytest tests/peers
 
 .venv-peers/.ready: pyproject.toml
 	$(PYTHON) -m venv .venv-peers
-	.venv-peers/bin/python -m pip install --quiet --disable-pip-version-check -e '.[dev,peers]' torch==2.13.0
+	.venv-peers/bin/python -m pip install --quiet --disable-pip-version-check -e '.[dev,peers,lm-eval]' torch==2.13.0
 	@touch $@
 
 torture: $(VENV)/.ready  ## 100 kills and one full disk: nothing lost, nothing doubled; fewer with KILLS=10

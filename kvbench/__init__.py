@@ -6,18 +6,30 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvbench.api import calibrate, extend, generate, prefill
-    from kvbench.cache.segment import LayerCache
+    from kvbench.api import cache, calibrate, extend, generate, prefill
+    from kvbench.kv.segment import LayerCache
     from kvbench.methods.prompt_cache import Cache
     from kvbench.models.load import load_model
     from kvbench.run.compare import compare
     from kvbench.run.listing import results
 
-__all__ = ["Cache", "LayerCache", "calibrate", "compare", "extend", "generate", "load_model", "prefill", "results"]
+__all__ = [
+    "Cache",
+    "LayerCache",
+    "cache",
+    "calibrate",
+    "compare",
+    "extend",
+    "generate",
+    "load_model",
+    "prefill",
+    "results",
+]
 
 _HOMES = {
     "Cache": "kvbench.methods.prompt_cache",
-    "LayerCache": "kvbench.cache.segment",
+    "LayerCache": "kvbench.kv.segment",
+    "cache": "kvbench.api",
     "calibrate": "kvbench.api",
     "compare": "kvbench.run.compare",
     "extend": "kvbench.api",

@@ -9,7 +9,6 @@ answers = kvbench.generate(model, [full, small], max_new_tokens=8)
 from __future__ import annotations
 
 import functools
-import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -22,14 +21,16 @@ from transformers import PreTrainedModel
 from kvbench.conf import check, entries, is_whole
 from kvbench.engine import decode
 from kvbench.engine.calibration.session import Session
+from kvbench.engine.hf_cache import TransformersCache
 from kvbench.engine.memory import is_out_of_memory
 from kvbench.engine.prefill import as_prompt, prefill_chains
-from kvbench.engine.weights_digest import weights_of
+from kvbench.engine.weights_digest import check_calibrated, weights_of
 from kvbench.errors import KvbenchError, UsageError, headline
 from kvbench.methods.chain import Chain
 from kvbench.methods.prompt_cache import Cache
 from kvbench.methods.resolve import chains_of
 from kvbench.models import traits
+from kvbench.models.interface import TURN
 from kvbench.models.load import EMBEDDED
 from kvbench.run import presets
 
@@ -38,16 +39,13 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-_TURN = threading.RLock()
-
-
 def _in_turn(function: Callable[P, R]) -> Callable[P, R]:
     """Return the function so that calls from several threads run one after another: each sets the model's attention."""
 
     @functools.wraps(function)
     def in_turn(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
-            with _TURN:
+            with TURN:
                 return function(*args, **kwargs)
         except Exception as error:
             if is_out_of_memory(error):
@@ -200,3 +198,21 @@ def extend(model: PreTrainedModel, cache: Cache, input_ids: Tensor | Sequence[in
     if not isinstance(cache, Cache):
         raise UsageError(f"cache={cache!r} is not possible: one of those that prefill returned")
     return decode.extend_cache(model, cache, input_ids)
+
+
+@_in_turn
+def cache(model: PreTrainedModel, method: Entry, preset: str | None = None, **knobs: Any) -> TransformersCache:
+    """Return an empty cache of ``method`` for transformers' own ``model.generate(ids, past_key_values=cache)``.
+
+    The prompt is read, compressed and audited as by ``prefill``, and greedy answers equal those of ``generate``. A call
+    with the text so far and more behind it is the next turn. Until the cache is closed, the model's ``generate`` looks
+    for it; ``with kvbench.cache(...) as cache`` closes it. Raises UsageError for batches, beams, assisted decoding,
+    another model, and another prompt; the arguments are those of ``prefill``.
+    """
+    model_traits = traits.of_model(model)
+    if model_traits.note:
+        warnings.warn(model_traits.note, stacklevel=3)
+    (chain,) = _chains(model, [method], preset, knobs)
+    chain.check_model(model_traits)
+    check_calibrated(chain, model)
+    return TransformersCache(model, chain)

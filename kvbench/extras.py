@@ -15,6 +15,7 @@ EXTRAS = {
     "hydra_plugins.hydra_submitit_launcher": "slurm",
     "jieba": "zh",
     "kvpress": "peers",
+    "lm_eval": "lm-eval",
     "matplotlib": "plots",
     "pandas": "plots",
     "punkt": "data",

@@ -13,9 +13,9 @@ from statistics import fmean
 import pytest
 from packaging.specifiers import SpecifierSet
 
-from kvbench.cache.model_shape import Shape
 from kvbench.cli.main import HELP
 from kvbench.conf import conf_dir
+from kvbench.kv.model_shape import Shape
 from kvbench.metrics import METRICS
 from kvbench.run import config, presets
 from kvbench.run import words as words_of
@@ -67,6 +67,13 @@ def test_a_folder_of_methods_that_is_not_there_is_named(tmp_path):
 def test_the_readmes_python_example_runs(capsys):
     exec(compile(block("## Python"), "README.md", "exec"), {"__name__": "readme"})
     assert "471" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("page", ["api.md", "inside.md"])
+def test_the_python_of_a_page_runs(page):
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    blocks = re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    exec(compile("".join(blocks), page, "exec"), {"__name__": "page"})
 
 
 def test_the_readmes_table_is_what_the_committed_samples_give():

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvbench.engine.batch import Answer, DecodeBatch
+from kvbench.engine.decode_layer import RowLayer
 from kvbench.engine.finite import no_answer
 from kvbench.engine.patches import adapted, by_batch
 from kvbench.engine.prefill import as_prompt, check_capacity, check_window
@@ -56,8 +57,13 @@ def extend_cache(model: PreTrainedModel, cache: Cache, input_ids: Tensor | Seque
             piece = ids[start : start + size]
             positions = torch.arange(cache.seen + start, cache.seen + start + len(piece), device=ids.device)
             logits = step(model, batch, piece[None], positions[None])
+    return settled(cache, batch, logits[0, -1])
+
+
+def settled(cache: Cache, batch: Sequence[RowLayer], logits: Tensor) -> Cache:
+    """Return ``cache`` with the tokens that have come to ``batch`` of this one row; ``logits`` [V] follow them."""
     layers = [row_layer.continued(layer) for layer, row_layer in zip(cache.layers, batch, strict=True)]
-    return replace(cache, layers=tuple(layers), logits=logits[0, -1].clone())
+    return replace(cache, layers=tuple(layers), logits=logits.clone())
 
 
 def check_continuation(model: PreTrainedModel, cache: Cache, new_tokens: int) -> None:

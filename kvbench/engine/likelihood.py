@@ -95,6 +95,15 @@ def _diverge(
     return [results[r] for r in range(1, len(rows))]
 
 
+def forced_logits(model: PreTrainedModel, cache: Cache, tokens: Tensor | Sequence[int]) -> Tensor:
+    """Return the logits [T, V] by which the cache predicts each of ``tokens`` [T], as they are fed after it."""
+    ids = as_prompt(model, tokens)
+    logits = [cache.logits[None]]
+    chunk = 1 if cache.chain.evicts else len(ids)
+    _force(model, [cache], ids, chunk, lambda start, chunk_logits: logits.append(chunk_logits[0]), alone=True)
+    return torch.cat(logits)
+
+
 def _continuation(model: PreTrainedModel, caches: Sequence[Cache], tokens: Tensor) -> Tensor:
     if len({c.seen for c in caches}) > 1:
         raise UsageError("teacher forcing continues caches that have read equally many tokens")

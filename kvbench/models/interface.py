@@ -6,6 +6,7 @@ so the function dispatches on them and is the same for Llama, Mistral, Qwen2, GP
 
 from __future__ import annotations
 
+import threading
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,13 +19,15 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.cache_utils import CacheLayerMixin
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from kvbench.cache.observation import AttentionCall
 from kvbench.errors import UsageError
+from kvbench.kv.observation import AttentionCall
 
 NAME = "kvbench"
 UNSERVED = ("softcap", "s_aux", "sinks", "position_bias", "attention_bias", "head_mask")
 """Arguments that models pass to an attention function and this one does not compute."""
 TENSOR_PARTS = ("shape", "transpose", "view", "reshape", "repeat", "expand", "permute", "contiguous")
+TURN = threading.RLock()
+"""Held by the thread that has set a model's attention."""
 ELSEWHERE = "this model's attention reads its keys and values outside the attention function: kvbench cannot run it"
 
 

@@ -181,3 +181,13 @@ def test_perplexity_is_a_plain_loops(loaded, tmp_path, capsys):
             logits = model(window).logits[0, 127:-1].double()
         losses.append(torch.nn.functional.cross_entropy(logits, window[0, 128:]))
     assert row["cells"][0]["score"] == pytest.approx(math.exp(sum(losses) / 3), rel=1e-4)
+
+
+@pytest.mark.parametrize("method", ["snapkv+think", "h2o"])
+def test_transformers_own_generate_answers_from_a_cache_as_kvbench_does(loaded, method):
+    model, tokenizer = loaded
+    ids = tokenizer("The quick brown fox jumps over the lazy dog. " * 8 + QUESTIONS[0], return_tensors="pt").input_ids
+    (want,) = kvbench.generate(model, kvbench.prefill(model, ids, [method], kv_ratio=0.5), 12)
+    with kvbench.cache(model, method, kv_ratio=0.5) as cache:
+        out = model.generate(ids, past_key_values=cache, max_new_tokens=12, do_sample=False, eos_token_id=None)
+    assert out[0, ids.shape[1] :].tolist() == want

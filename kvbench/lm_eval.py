@@ -1,0 +1,177 @@
+"""A model of lm-evaluation-harness that answers from compressed caches: ``--model kvbench``.
+
+lm-eval finds models in its own registry alone, so ``python -m kvbench.lm_eval`` is its command line with this one
+registered; in Python, importing this module is enough. Loading, tokenisation, truncation, stopping and scoring are
+those of its ``hf`` model (github.com/EleutherAI/lm-evaluation-harness lm_eval/models/huggingface.py); only the cache
+is kvbench's, so that ``method=full`` gives the scores of ``hf``.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from statistics import fmean
+from typing import Any
+
+import torch
+
+from kvbench import api
+from kvbench.audit.prompt_audit import MeasuredBytes
+from kvbench.conf import entries
+from kvbench.engine.hf_cache import TransformersCache
+from kvbench.engine.likelihood import forced_logits
+from kvbench.errors import KvbenchError, UsageError, say
+from kvbench.extras import missing
+from kvbench.models.load import load_model
+
+try:
+    from lm_eval.__main__ import cli_evaluate
+    from lm_eval.api.registry import register_model
+    from lm_eval.models.huggingface import HFLM
+except ModuleNotFoundError:
+    raise missing("lm_eval", "kvbench.lm_eval") from None
+
+OPTIONS = frozenset(inspect.signature(HFLM.__init__).parameters) - {"self", "kwargs"}
+"""Arguments of lm-eval's hf model; all others are knobs of the method."""
+
+
+@register_model("kvbench")
+class KvbenchLM(HFLM):  # type: ignore[misc]
+    """lm-eval's ``hf`` model with the prompt's cache compressed by ``method``.
+
+    pretrained: a model of kvbench by name (``tiny``, one that ``model fetch`` converted), or whatever ``hf`` takes.
+    preset: a paper of conf/preset; ``options`` are those of ``hf``, and the method's knobs (``kv_ratio=0.25``).
+    separator: what begins the question. The prompt is compressed up to its last occurrence, and the question read
+    behind it exactly, so that the method cannot see it; without a separator all of the prompt is compressed.
+    """
+
+    def __init__(
+        self,
+        pretrained: Any,
+        method: api.Entry = "full",
+        preset: str | None = None,
+        separator: str = "",
+        **options: Any,
+    ) -> None:
+        kept = {name: value for name, value in options.items() if name in OPTIONS}
+        if kept.setdefault("batch_size", 1) not in (1, "1"):
+            raise UsageError(
+                f"batch_size={kept['batch_size']} is not possible: a kvbench cache is one prompt's, give 1"
+            )
+        if pretrained in entries("model"):
+            # lm-eval's device is cuda:0 unless it is given, and its hf model takes the CPU where there is none
+            device = kept.get("device", "auto") if torch.cuda.is_available() else "cpu"
+            pretrained, kept["tokenizer"] = load_model(pretrained, device, kept.get("dtype", "auto"))
+        super().__init__(pretrained=pretrained, **kept)
+        knobs = {name: value for name, value in options.items() if name not in OPTIONS}
+        with api.cache(self.model, method, preset, **knobs) as cache:
+            self.chain = cache.chain
+        self.separator, self.task = separator, ""
+        self.measured: dict[str, list[MeasuredBytes]] = {}
+
+    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+        return self._by_task(super().generate_until, requests, disable_tqdm)
+
+    def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        return self._by_task(super().loglikelihood, requests, disable_tqdm)
+
+    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
+        raise UsageError(
+            f"task {requests[0].task_name}: the likelihood of a whole text (loglikelihood_rolling) has no prompt to be "
+            "compressed, and would not be the method's; kvbench run dataset=wikitext2 measures it behind a prompt"
+        )
+
+    def get_model_info(self) -> dict[str, Any]:
+        """Return what lm-eval's report says of the model, with the method and the mean bytes of each task's prompts."""
+        tasks = {}
+        for name, caches in self.measured.items():
+            means = {
+                key: fmean(getattr(c, key) for c in caches) for key in ("payload", "overhead", "full_bytes", "kept")
+            }
+            tasks[name] = {"prompts": len(caches), **means}
+            share = (means["payload"] + means["overhead"]) / means["full_bytes"]
+            say(f"{name}: {self.chain.name} holds {share:.1%} of the bytes of the full cache, {len(caches)} prompts")
+        return {**super().get_model_info(), "kvbench": {"chain": self.chain.identity(), "tasks": tasks}}
+
+    def _by_task(self, run: Callable[..., list[Any]], requests: Sequence[Any], disable_tqdm: bool) -> list[Any]:
+        """Return the results of ``run`` for all requests in order, run task by task so that bytes are told apart."""
+        results: dict[int, Any] = {}
+        for self.task in dict.fromkeys(r.task_name for r in requests):
+            places = [i for i, r in enumerate(requests) if r.task_name == self.task]
+            results.update(zip(places, run([requests[i] for i in places], disable_tqdm=disable_tqdm), strict=True))
+        return [results[i] for i in range(len(requests))]
+
+    def _model_generate(self, context: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Answer one prompt [1, n] as ``hf`` does, from a compressed cache."""
+        with self._cache(context[0]) as cache:
+            return super()._model_generate(context, *args, past_key_values=cache, **kwargs)
+
+    def _loglikelihood_tokens(self, requests: Sequence[Any], **kwargs: Any) -> list[tuple[float, bool]]:
+        """Return (log-likelihood, whether it is the greedy answer) of each (texts, context ids, continuation ids).
+
+        A context is compressed once for all its continuations, which are forced.
+        """
+        results: dict[int, tuple[float, bool]] = {}
+        by_context: dict[tuple[int, ...], list[int]] = {}
+        for i, ((context, _), ids, forced) in enumerate(requests):
+            # as hf cuts them: the last token is predicted but not read
+            start = max(0, len(ids) + len(forced) - self.max_length - 1)
+            if not context or start >= len(ids):
+                raise UsageError(
+                    f"task {self.task}: no context stands before {requests[i][0][1][:40]!r}, so that there is nothing "
+                    "to compress and its likelihood would not be the method's"
+                )
+            by_context.setdefault(tuple(ids[start:]), []).append(i)
+        for ids, places in by_context.items():
+            with self._cache(torch.tensor(ids)) as cache:
+                cache.read(ids)
+                assert cache.state is not None
+                for i in places:
+                    forced = torch.tensor(requests[i][2], device=self.device)
+                    logp = forced_logits(self.model, cache.state, forced).log_softmax(dim=-1, dtype=self.softmax_dtype)
+                    greedy = bool((logp.argmax(dim=-1) == forced).all())
+                    results[i] = float(logp.gather(1, forced[:, None]).sum()), greedy
+                    self.cache_hook.add_partial("loglikelihood", requests[i][0], results[i])
+        return [results[i] for i in range(len(requests))]
+
+    @contextmanager
+    def _cache(self, ids: torch.Tensor) -> Iterator[TransformersCache]:
+        """Open a cache for a prompt [n], which has read what comes before the question if there is a separator."""
+        with TransformersCache(self.model, self.chain) as cache:
+            if self.separator:
+                cache.read(ids[: self._before_question(ids)])
+            yield cache
+            assert cache.measured is not None
+            self.measured.setdefault(self.task, []).append(cache.measured)
+
+    def _before_question(self, ids: torch.Tensor) -> int:
+        """Return how many tokens of a prompt [n] end before the separator's last occurrence."""
+
+        def characters(n: int) -> int:
+            return len(self.tokenizer.decode(ids[:n], clean_up_tokenization_spaces=False))
+
+        at = self.tokenizer.decode(ids, clean_up_tokenization_spaces=False).rfind(self.separator)
+        count = bisect_right(range(len(ids) + 1), at, key=characters) - 1
+        if count < 1:
+            raise UsageError(
+                f"separator={self.separator!r} begins no question behind a context in a prompt of task {self.task}: "
+                "nothing would be compressed"
+            )
+        return count
+
+
+def main() -> int:
+    """Run lm-eval's command line. Return the exit status; what kvbench refuses is one message."""
+    try:
+        cli_evaluate()
+    except KvbenchError as error:
+        say(str(error))
+        return error.status
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
