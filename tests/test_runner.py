@@ -18,7 +18,7 @@ from kvbench.cli.main import main
 from kvbench.engine import batch, likelihood
 from kvbench.methods.h2o import H2O
 from kvbench.methods.snapkv import SnapKV
-from kvbench.run import experiment, host, runner
+from kvbench.run import asking, experiment, host, runner
 from kvbench.run.store import ResultStore
 
 pytestmark = pytest.mark.e2e("runs whole command lines")
@@ -128,8 +128,8 @@ def test_memory_that_other_rows_hold_is_waited_for(tmp_path, capsys, monkeypatch
     want = undisturbed(*arguments)
     short = []
 
-    def only_when_no_row_waits(name):
-        original = getattr(runner, name)
+    def only_when_no_row_waits(home, name):
+        original = getattr(home, name)
 
         def work(*args, **options):
             if any(len(q) for q in queues):
@@ -137,12 +137,12 @@ def test_memory_that_other_rows_hold_is_waited_for(tmp_path, capsys, monkeypatch
                 raise torch.OutOfMemoryError("CUDA out of memory")
             return original(*args, **options)
 
-        monkeypatch.setattr(runner, name, work)
+        monkeypatch.setattr(home, name, work)
 
     queues, queue = [], runner.DecodeQueue
     monkeypatch.setattr(runner, "DecodeQueue", lambda *a: queues.append(queue(*a)) or queues[-1])
-    only_when_no_row_waits("prefill_chains")
-    only_when_no_row_waits("extend_cache")
+    only_when_no_row_waits(runner, "prefill_chains")
+    only_when_no_row_waits(asking, "extend_caches")
     assert run_json(capsys, *arguments, f"results={tmp_path / 'b'}")[0] == 0
     assert "prefill_chains" in short and metrics_of(tmp_path / "b") == want
 

@@ -151,18 +151,18 @@ def test_turns_equal_a_loop_that_feeds_one_cache_token_by_token(turns, new, othe
 @pytest.mark.parametrize("turns", ["isolated", "own"])
 def test_memory_that_other_questions_hold_is_waited_for_and_a_failure_costs_one_cell(turns, tmp_path, monkeypatch):
     _, want = measured(tmp_path / "a", ROWS, f"turns={turns}", "max_new_tokens=6", methods=["snapkv", "h2o"])
-    queues, queue, extend, short = [], runner.DecodeQueue, asking.extend_cache, []
+    queues, queue, extend, short = [], runner.DecodeQueue, asking.extend_caches, []
     monkeypatch.setattr(runner, "DecodeQueue", lambda *a: queues.append(queue(*a)) or queues[-1])
 
-    def extend_cache(model, cache, ids):
-        if cache.chain.name == "h2o":
+    def extend_caches(model, caches, ids):
+        if any(cache.chain.name == "h2o" for cache in caches):
             raise ValueError("cannot be read")
         if any(len(q.waiting) > 1 for q in queues):
             short.append(1)
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return extend(model, cache, ids)
+        return extend(model, caches, ids)
 
-    monkeypatch.setattr(asking, "extend_cache", extend_cache)
+    monkeypatch.setattr(asking, "extend_caches", extend_caches)
     run, samples = measured(tmp_path / "b", ROWS, f"turns={turns}", "max_new_tokens=6", methods=["snapkv", "h2o"])
     assert short and not samples.pop("h2o") and want.pop("h2o")
     for label, of_method in want.items():

@@ -22,6 +22,8 @@ from kvbench.methods.foreign import contained
 from kvbench.methods.prompt_cache import Cache
 from kvbench.models.interface import attached
 
+EXTENDED_BYTES = 2**30  # of caches that read more tokens in one batch, which copies them
+
 
 def generate_rows(model: PreTrainedModel, caches: Sequence[Cache], endings: Sequence[Ending]) -> list[Answer]:
     """Return the answer of each cache until its own ending, in order.
@@ -41,28 +43,59 @@ def generate_rows(model: PreTrainedModel, caches: Sequence[Cache], endings: Sequ
 
 
 def extend_cache(model: PreTrainedModel, cache: Cache, input_ids: Tensor | Sequence[int]) -> Cache:
-    """Return a new cache that has also read ``input_ids`` [T] behind the compressed prompt.
+    """Return a new cache that has also read ``input_ids`` [T] behind its prompt, as ``extend_caches`` does."""
+    return extend_caches(model, [cache], input_ids)[0]
+
+
+def extend_caches(model: PreTrainedModel, caches: Sequence[Cache], input_ids: Tensor | Sequence[int]) -> list[Cache]:
+    """Return new caches that have also read ``input_ids`` [T] behind their compressed prompts, in order.
 
     The new tokens are kept exactly as they are, unless the chain packs or evicts while decoding. Then they are stored
-    one by one, as the tokens of an answer are.
+    one by one, as the tokens of an answer are. Caches whose chains change the model alike are rows of one batch, as
+    many as EXTENDED_BYTES allow.
     """
     ids = as_prompt(model, input_ids)
-    check_continuation(model, cache, ids.shape[0])
-    # methods that evict or pack while decoding do so after every token
-    size = 1 if cache.chain.evicts or cache.chain.coder else len(ids)
-    walls = contained(cache.chain.name, cache.chain.foreign)
-    with walls, torch.no_grad(), adapted(model, cache.chain), attached(model):
-        batch = build(model, [cache], ids.shape[0])
+    for cache in caches:
+        check_continuation(model, cache, len(ids))
+    extended: dict[int, Cache] = {}
+    for rows in by_batch(caches):
+        # methods that evict or pack while decoding do so after every token
+        one_by_one = [r for r in rows if caches[r].chain.evicts or caches[r].chain.coder]
+        for alike, size in ((one_by_one, 1), ([r for r in rows if r not in one_by_one], len(ids))):
+            for part in _parts(caches, alike):
+                extended.update(zip(part, _extend(model, [caches[r] for r in part], ids, size), strict=True))
+    return [extended[r] for r in range(len(caches))]
+
+
+def _parts(caches: Sequence[Cache], rows: Sequence[int]) -> list[list[int]]:
+    """Return ``rows`` in parts of at most EXTENDED_BYTES, or of one row."""
+    parts: list[list[int]] = []
+    held = 0
+    for row in rows:
+        held += caches[row].nbytes()
+        if not parts or held > EXTENDED_BYTES:
+            parts.append([])
+            held = caches[row].nbytes()
+        parts[-1].append(row)
+    return parts
+
+
+def _extend(model: PreTrainedModel, caches: Sequence[Cache], ids: Tensor, size: int) -> list[Cache]:
+    """Return the caches of one batch after ``ids`` [T], which are read ``size`` at a time."""
+    chain = caches[0].chain
+    seen = torch.tensor([c.seen for c in caches], device=ids.device)[:, None]
+    with contained(chain.name, chain.foreign), torch.no_grad(), adapted(model, chain), attached(model):
+        batch = build(model, caches, len(ids))
         for start in range(0, len(ids), size):
             piece = ids[start : start + size]
-            positions = torch.arange(cache.seen + start, cache.seen + start + len(piece), device=ids.device)
-            logits = step(model, batch, piece[None], positions[None])
-    return settled(cache, batch, logits[0, -1])
+            positions = seen + torch.arange(start, start + len(piece), device=ids.device)
+            logits = step(model, batch, piece.expand(len(caches), -1), positions)
+    return [settled(cache, batch, logits[i, -1], i) for i, cache in enumerate(caches)]
 
 
-def settled(cache: Cache, batch: Sequence[RowLayer], logits: Tensor) -> Cache:
-    """Return ``cache`` with the tokens that have come to ``batch`` of this one row; ``logits`` [V] follow them."""
-    layers = [row_layer.continued(layer) for layer, row_layer in zip(cache.layers, batch, strict=True)]
+def settled(cache: Cache, batch: Sequence[RowLayer], logits: Tensor, row: int = 0) -> Cache:
+    """Return ``cache`` with the tokens that have come to its row of ``batch``; ``logits`` [V] follow them."""
+    layers = [row_layer.continued(layer, row) for layer, row_layer in zip(cache.layers, batch, strict=True)]
     return replace(cache, layers=tuple(layers), logits=logits.clone())
 
 

@@ -89,15 +89,15 @@ class RowLayer(KvbenchLayer):
             if len(index):
                 self.formats.append((staying, stored))
 
-    def continued(self, cache: LayerCache) -> LayerCache:
-        """Return ``cache``, from which the only row was loaded, with the tokens added since."""
+    def continued(self, cache: LayerCache, row: int = 0) -> LayerCache:
+        """Return ``cache``, from which a row was loaded, with the tokens added since."""
         seen = cache.seen + self.used
-        first_entries, stored = self.formats[0]
-        if first_entries.heads is None:
-            return replace(cache, segments=stored.segments(0, cache), seen=seen)
         heads = {}
         for entries, stored in self.formats:
-            for u, head in enumerate([] if entries.heads is None else entries.heads.tolist()):
+            for u in (entries.rows == row).nonzero().flatten().tolist():
+                if entries.heads is None:
+                    return replace(cache, segments=stored.segments(u, cache), seen=seen)
+                head = int(entries.heads[u])
                 (heads[head],) = stored.segments(u, head_of(cache, head, entries.stored))
         (old,) = cache.segments
         return replace(cache, segments=(joined(old, [heads[h] for h in range(len(heads))]),), seen=seen)

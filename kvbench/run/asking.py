@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from statistics import fmean
 
 from kvbench.engine.batch import Answer
-from kvbench.engine.decode import extend_cache
+from kvbench.engine.decode import extend_cache, extend_caches
+from kvbench.example import Example
 from kvbench.methods.prompt_cache import Cache
 from kvbench.metrics import score
 from kvbench.run.host import Host
+from kvbench.run.plan import Cell
 from kvbench.run.queue import QueuedRow
 from kvbench.run.results import Sample, Timing
 from kvbench.run.turns import TurnAnswer
@@ -36,14 +39,20 @@ class Asking:
         """True if questions do not see each other."""
         return self.row.cell.task.turns == "isolated"
 
-    def ask(self, turn: int) -> QueuedRow:
-        """Return the row that answers a question, behind the reference of the one before where these are given."""
-        ids = self.encoded.questions[turn]
-        if turn and self.row.cell.task.turns == "gold":
-            ids = self.encoded.references[turn - 1] + ids
-        cache = extend_cache(self.host.model, self.cache, ids)
-        ending = self.host.ending(self.row.cell.task, self.row.example.asked(turn))
-        return replace(self.row, cache=cache, ending=ending, turn=turn)
+    @property
+    def cell(self) -> Cell:
+        """The cell that the context is measured for."""
+        return self.row.cell
+
+    @property
+    def example(self) -> Example:
+        """The context with its questions."""
+        return self.row.example
+
+    def ids(self, turn: int) -> Sequence[int]:
+        """Return the tokens of a question, behind the reference of the one before where these are given."""
+        before = self.encoded.references[turn - 1] if turn and self.cell.task.turns == "gold" else []
+        return [*before, *self.encoded.questions[turn]]
 
     def record(self, row: QueuedRow, answer: Answer, text: str, value: float | None, peak: int) -> Sample | None:
         """Record the answer to a row's question. Return the context's sample once all of them are answered."""
@@ -87,6 +96,25 @@ class Asking:
             return answer.tokens[:-1] if ended else answer.tokens
         end = getattr(self.host.tokenizer, "eos_token_id", None)
         return answer.tokens if ended or end is None else [*answer.tokens, int(end)]
+
+
+def ask(askings: Sequence[Asking], turn: int) -> list[QueuedRow]:
+    """Return the rows that answer a question of one context, which its caches read together."""
+    if not askings:
+        return []
+    host, ids = askings[0].host, askings[0].ids(turn)
+    caches = extend_caches(host.model, [a.cache for a in askings], ids)
+    endings = [host.ending(a.cell.task, a.example.asked(turn)) for a in askings]
+    return [
+        replace(a.row, cache=cache, ending=ending, turn=turn)
+        for a, cache, ending in zip(askings, caches, endings, strict=True)
+    ]
+
+
+def extended(rows: Sequence[QueuedRow], host: Host, ids: Sequence[int]) -> list[QueuedRow]:
+    """Return rows of one prompt whose caches have also read ``ids``, the withheld question."""
+    caches = extend_caches(host.model, [row.cache for row in rows], ids)
+    return [replace(row, cache=cache) for row, cache in zip(rows, caches, strict=True)]
 
 
 def sample_of(row: QueuedRow, answer: Answer, text: str, value: float | None, decode_peak: int) -> Sample:

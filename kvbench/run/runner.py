@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,7 +14,6 @@ import torch
 from kvbench.audit.decode_audit import check_bytes, check_peak
 from kvbench.audit.prompt_audit import audit
 from kvbench.engine.batch import Answer
-from kvbench.engine.decode import extend_cache
 from kvbench.engine.finite import no_answer
 from kvbench.engine.memory import is_out_of_memory, release
 from kvbench.engine.model_state import state_of
@@ -26,7 +25,7 @@ from kvbench.methods.prompt_cache import Cache
 from kvbench.metrics import score
 from kvbench.models.interface import attached
 from kvbench.run import forced
-from kvbench.run.asking import Asking, sample_of
+from kvbench.run.asking import Asking, ask, extended, sample_of
 from kvbench.run.host import Host
 from kvbench.run.listener import Listeners
 from kvbench.run.plan import Cell, Group, pending, with_full
@@ -40,6 +39,7 @@ from kvbench.tasks.turns import EncodedTurns
 
 REASON_LENGTH = 300
 Result = TypeVar("Result")
+Item = TypeVar("Item", QueuedRow, Asking)
 
 
 @dataclass
@@ -88,8 +88,8 @@ class GroupRun:
             for cell in cells:
                 self.fail(cell, error, example)
             return
-        cells = self._fitting(cells, len(example.tokens) or len(encoded) + example.max_new_tokens, example)
-        cells = with_full(cells)
+        tokens = len(example.tokens) or len(encoded) + example.max_new_tokens
+        cells = with_full(self._fitting(cells, tokens, example))
         rows = []
         for cell, cache in self._caches(encoded, cells):
             try:
@@ -98,15 +98,14 @@ class GroupRun:
                 with contained(cell.chain.name, cell.chain.foreign):
                     cell.check_knobs()
                     measured = audit(cache, *self.host.shape())
-                if encoded.question:
-                    cache = self._with_room(partial(extend_cache, self.host.model, cache, encoded.question))
-                rows.append(
-                    QueuedRow(cell, example, cache, measured, encoded.cut, self.host.ending(cell.task, example))
-                )
+                stop = self.host.ending(cell.task, example)
+                rows.append(QueuedRow(cell, example, cache, measured, encoded.cut, stop))
             except Refused as reason:
                 self.refuse(cell, str(reason), example)
             except Exception as error:
                 self.fail(cell, error, example)
+        if encoded.question:
+            rows = self._together(rows, partial(extended, host=self.host, ids=encoded.question))
         self.check_model(cells, example)
         full = next((r.cache for r in rows if not r.cell.chain.stages), None) if cells[0].fidelity else None
         rows = [r for r in rows if not r.cell.hidden]
@@ -115,35 +114,36 @@ class GroupRun:
         if example.tokens:
             self.force(example, rows, full)
         elif isinstance(encoded, EncodedTurns):
-            self.ask([Asking(self.host, row, encoded, row.cache) for row in rows])
+            # those that see no other can be asked at once
+            turns = range(len(encoded.questions) if cells[0].task.turns == "isolated" else 1)
+            self.ask([Asking(self.host, row, encoded, row.cache) for row in rows], turns)
         else:
-            # rows decoded to make room for one cache may have failed the cell of another
-            active = self.active([r.cell for r in rows])
-            for row in rows:
-                if row.cell in active:
+            for row in rows:  # of which those decoded to make room may have failed the cell of another
+                if self.active([row.cell]):
                     self.queue.add(row)
 
-    def ask(self, askings: Sequence[Asking]) -> None:
-        """Queue the first question of each compressed context, or all of them where they are isolated."""
-        for asking in askings:
-            self.asking[asking.row.cell.id, asking.row.example.id] = asking
-        count = max((len(a.encoded.questions) if a.isolated else 1 for a in askings), default=0)
-        for turn in range(count):
-            for asking in askings:
-                while not self.queue.takes(1):
-                    self.finish()
-                self.ask_one(asking, turn)
+    def ask(self, askings: Sequence[Asking], turns: Iterable[int]) -> None:
+        """Queue questions of one context, compressed by several methods."""
+        self.asking |= {(a.cell.id, a.example.id): a for a in askings}
+        for turn in turns:
+            while not self.queue.takes(len(askings)):
+                self.finish()
+            for row in self._together([a for a in askings if self.active([a.cell])], partial(ask, turn=turn)):
+                self.queue.add(row)
 
-    def ask_one(self, asking: Asking, turn: int) -> None:
-        """Queue one question of a compressed context."""
-        cell, example = asking.row.cell, asking.row.example
-        try:
-            if self.active([cell]):
-                self.queue.add(self._with_room(partial(asking.ask, turn)))
-        except Refused as reason:
-            self.refuse(cell, str(reason), example)
-        except Exception as error:
-            self.fail(cell, error, example)
+    def _together(
+        self, items: Sequence[Item], work: Callable[[Sequence[Item]], Sequence[QueuedRow]]
+    ) -> list[QueuedRow]:
+        """Return what ``work`` makes of all items at once. One that fails alone loses its cell."""
+        done = []
+        for item, outcome in in_parts(items, lambda part: self._with_room(partial(work, part))):
+            if isinstance(outcome, Refused):
+                self.refuse(item.cell, str(outcome), item.example)
+            elif isinstance(outcome, Exception):
+                self.fail(item.cell, outcome, item.example)
+            else:
+                done.append(outcome)
+        return done
 
     def _with_room(self, work: Callable[[], Result]) -> Result:
         """Return the result of ``work``. If memory runs out, decode the rows that are queued and call it again."""
@@ -214,9 +214,9 @@ class GroupRun:
         for row, outcome in outcomes:
             if isinstance(outcome, Exception):
                 self.fail(row.cell, outcome, example)
-                continue
-            value, answer, scored_row = outcome
-            self.add(scored_row, answer, "", value)
+            else:
+                value, answer, scored_row = outcome
+                self.add(scored_row, answer, "", value)
 
     def finish(self) -> None:
         """Decode until some rows have ended, and score and store those."""
@@ -263,7 +263,7 @@ class GroupRun:
             return
         if sample is None:
             if not asking.isolated:
-                self.ask_one(asking, len(asking.answered))
+                self.ask([asking], [len(asking.answered)])
             return
         self.asking.pop((cell.id, example.id), None)
         self.store.clear_refusal(cell.id, example.id)

@@ -140,8 +140,8 @@ class ExactRows(Format):
         return sizes
 
     def segments(self, u: int, cache: LayerCache) -> tuple[Segment, ...]:
-        k, v = self.tail()
-        return ops.append(cache, k[u], v[u]).segments
+        k, v = (t[u].clone() for t in self.tail())  # alone in its storage: the tail is of all rows
+        return ops.append(cache, k, v).segments
 
 
 def _batch_segments(entries: Sequence[Entry], positions: bool) -> list[RowSegment | Ragged]:

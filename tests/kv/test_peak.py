@@ -11,12 +11,13 @@ from families import build, heads_of, prompt
 import kvbench
 from kvbench.audit.decode_audit import Stored, check_bytes, check_peak
 from kvbench.audit.prompt_audit import Refused
-from kvbench.engine.decode import Ending, extend_cache, generate_rows
+from kvbench.engine.decode import Ending, extend_cache, extend_caches, generate_rows
 from kvbench.engine.decode_layer import RowLayer, allocated
 from kvbench.engine.likelihood import teacher_force
 from kvbench.engine.patches import adapted
 from kvbench.engine.step import build as build_batch
 from kvbench.engine.step import step
+from kvbench.kv.segment import storage_bytes
 from kvbench.methods.cake import Cake
 from kvbench.methods.chain import Chain
 from kvbench.methods.evicting import EvictingSelector
@@ -242,3 +243,22 @@ def test_a_batch_allocates_what_it_stores_and_never_the_models_weights(method):
 def feed(model, batch, rows):
     with torch.no_grad(), attached(model):
         step(model, batch, torch.ones(len(rows), 1, dtype=torch.int64), torch.tensor([[r.seen] for r in rows]))
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_neox"])
+def test_caches_that_read_more_together_are_as_each_alone(family):
+    model, more = build(family), prompt(6, 9)
+    rows = kvbench.prefill(
+        model, prompt(33, 1), [*METHODS, "kivi", {"method": "q4_0", "group": 16}, {"method": "uncomp-stage"}]
+    )
+    together = extend_caches(model, rows, more)
+    assert extend_caches(model, [], more) == []
+    for row, cache in zip(rows, together, strict=True):
+        alone = extend_cache(model, row, more)
+        assert torch.allclose(cache.logits, alone.logits, atol=1e-4), row.chain.name
+        assert cache.nbytes() == alone.nbytes() and cache.seen == alone.seen
+        for mine, its in zip(cache.layers, alone.layers, strict=True):
+            assert [p.tolist() for p in mine.kept_positions()] == [p.tolist() for p in its.kept_positions()]
+            # no row keeps the storage of others alive
+            held = sum(t.nbytes for t in mine.tensors())
+            assert storage_bytes(mine.tensors()) <= storage_bytes(its.tensors()) <= held
