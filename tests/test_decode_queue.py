@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from families import FAMILIES, build, heads_of, prompt
+from families import FAMILIES, LOCALS, WHOLE, build, heads_of, prompt
 from methods.test_properties import CHAINS, SMALL, configured, prefill, supported
 
 from kvbench.audit.prompt_audit import audit
@@ -51,7 +51,7 @@ def drained(queue):
     return collected, sizes
 
 
-@pytest.mark.parametrize(("family", "per"), [*((f, "kv_head") for f in FAMILIES), ("qwen2", "query_head")])
+@pytest.mark.parametrize(("family", "per"), [*((f, "kv_head") for f in WHOLE + LOCALS), ("qwen2", "query_head")])
 def test_rows_that_enter_and_leave_answer_as_alone(family, per, monkeypatch):
     chains = CHAINS if family == "llama" else CHAINS[FAMILIES.index(family) % 3 :: 3]
     model, rows = rows_of(family, [c for c in chains if supported(c, family)], per=per)

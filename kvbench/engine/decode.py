@@ -11,8 +11,9 @@ from transformers import PreTrainedModel
 
 from kvbench.engine.batch import Answer, DecodeBatch
 from kvbench.engine.finite import no_answer
+from kvbench.engine.limits import check_capacity, check_turn, check_window
 from kvbench.engine.patches import adapted, by_batch
-from kvbench.engine.prefill import as_prompt, check_capacity, check_window
+from kvbench.engine.prefill import as_prompt
 from kvbench.engine.step import build, step
 from kvbench.engine.stopping import Ending as Ending
 from kvbench.engine.stopping import sample as sample
@@ -51,13 +52,15 @@ def extend_cache(model: PreTrainedModel, cache: Cache, input_ids: Tensor | Seque
     size = 1 if cache.chain.evicts or cache.chain.coder else len(ids)
     walls = contained(cache.chain.name, cache.chain.foreign)
     with walls, torch.no_grad(), adapted(model, cache.chain), attached(model):
-        batch = build(model, [cache], ids.shape[0])
+        batch = build(model, [cache], len(ids), size)
         for start in range(0, len(ids), size):
             piece = ids[start : start + size]
             positions = torch.arange(cache.seen + start, cache.seen + start + len(piece), device=ids.device)
             logits = step(model, batch, piece[None], positions[None])
-    layers = [row_layer.continued(layer) for layer, row_layer in zip(cache.layers, batch, strict=True)]
-    return replace(cache, layers=tuple(layers), logits=logits[0, -1].clone())
+    of_kind = {False: iter(cache.layers), True: iter(cache.local)}
+    continued = [(layer.local, layer.continued(next(of_kind[layer.local]))) for layer in batch]
+    layers, local = (tuple(layer for is_local, layer in continued if is_local == kind) for kind in (False, True))
+    return replace(cache, layers=layers, local=local, logits=logits[0, -1].clone())
 
 
 def check_continuation(model: PreTrainedModel, cache: Cache, new_tokens: int) -> None:
@@ -66,3 +69,4 @@ def check_continuation(model: PreTrainedModel, cache: Cache, new_tokens: int) ->
         raise UsageError("this cache was made by another model object; prefill the prompt with this one")
     check_capacity(model, cache.seen + new_tokens)
     check_window(model, cache.seen + new_tokens, [cache.chain])
+    check_turn(model, cache.seen, cache.seen + new_tokens)

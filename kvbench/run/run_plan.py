@@ -50,9 +50,9 @@ class RunPlan:
 
     def advice(self) -> list[str]:
         """Return notes on settings known to be untested, pointless or harmful, before any prompt is read."""
-        untested = traits.of_config(self.source.config).note
+        model = traits.of_config(self.source.config)
         prompts = about_prompts(self.cfg.prompt, [g.task for g in self.groups], self.tokenizer)
-        notes = [untested] if untested else []
+        notes = [note for note in (model.note, model.shape.note) if note]
         if self.cfg.calibration_text and not any(self.session.requests(e.chain) for e in self.cfg.chains):
             notes.append("calibration_text= is not read: no method of this run is calibrated.")
         return [*notes, *prompts]
