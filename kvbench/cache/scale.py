@@ -5,18 +5,20 @@ from __future__ import annotations
 from torch import Tensor
 
 
-class Scale(float):
+class CappedScale(float):
     """The factor of q.k under a cap on logits (Gemma 2, arXiv 2408.00118, section 2).
 
     It is a float, so that it takes the road of every other factor, through statistics and storage formats, to where
     logits are made. ``capped`` of them is the one place that reads the cap.
     """
 
-    cap: float | None = None
+    cap: float
 
     @classmethod
-    def under(cls, factor: float, cap: float | None) -> Scale:
-        """Return ``factor`` with a cap above 0, or None for no cap."""
+    def of(cls, factor: float, cap: float | None) -> float:
+        """Return ``factor`` under a cap above 0, or as it is if that is None."""
+        if cap is None:
+            return factor
         scale = cls(factor)
         scale.cap = cap
         return scale
@@ -24,7 +26,7 @@ class Scale(float):
 
 def cap_of(scale: float) -> float | None:
     """Return the cap on the logits that ``scale`` gives, or None."""
-    return scale.cap if isinstance(scale, Scale) else None
+    return scale.cap if isinstance(scale, CappedScale) else None
 
 
 def capped(logits: Tensor, scale: float) -> Tensor:

@@ -20,7 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvbench.cache.model_shape import local_layers
 from kvbench.cache.observation import AttentionCall
-from kvbench.cache.scale import Scale
+from kvbench.cache.scale import CappedScale
 from kvbench.errors import UsageError
 
 NAME = "kvbench"
@@ -96,7 +96,7 @@ def attention(
     elif attention_mask is not None or unserved:
         demands = " and ".join(unserved) or "a mask of its own"
         raise UsageError(f"{type(module).__name__} asks for {demands}, which kvbench does not compute")
-    scale = Scale.under(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap)
+    scale = CappedScale.of(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap)
     window = sliding_window if sliding_window is not None and key.seen > sliding_window else None
     return key.attend(query, scale, window).transpose(1, 2), None
 
