@@ -19,7 +19,6 @@ from kvbench.cache import exact_attention
 from kvbench.cache.model_shape import Shape, from_config, from_entry
 from kvbench.cache.packed import quantise_tokens
 from kvbench.cache.scale import CappedScale, capped
-from kvbench.conf import entries
 from kvbench.engine.step import build as batch_of
 from kvbench.errors import UsageError
 from kvbench.methods.chai import merge_clusters
@@ -248,8 +247,3 @@ def test_the_language_model_of_a_larger_one_runs_once_it_is_saved_as_its_own(tmp
     (cache,) = kvbench.prefill(model, prompt(40), ["full"])
     with torch.no_grad():
         torch.testing.assert_close(cache.logits, larger(prompt(40)[None]).logits[0, -1], atol=1e-4, rtol=1e-4)
-
-
-@pytest.mark.parametrize("name", [n for n, e in entries("model").items() if e.get("shape")])
-def test_the_entries_of_conf_state_a_shape(name):
-    assert from_entry(entries("model")[name]["shape"]).all_layers > 0
