@@ -2,7 +2,8 @@
 
 import copy
 import shutil
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import method_reference as ref
 import pytest
@@ -17,11 +18,14 @@ from kvbench.audit.prompt_audit import Refused, audit
 from kvbench.bench import layers as bench_layers
 from kvbench.cache import exact_attention
 from kvbench.cache.model_shape import Shape, from_config, from_entry
+from kvbench.cache.observation import Needs
 from kvbench.cache.packed import quantise_tokens
 from kvbench.cache.scale import CappedScale, capped
 from kvbench.engine.step import build as batch_of
 from kvbench.errors import UsageError
+from kvbench.methods.base import Selector
 from kvbench.methods.chai import merge_clusters
+from kvbench.methods.chain import Chain
 from kvbench.methods.resolve import chain_of
 from kvbench.models import embedded, traits
 from kvbench.storage import attend as storage_attend
@@ -169,6 +173,19 @@ def test_methods_that_reach_into_local_layers_are_refused(family):
             UsageError, match=f"{method} does not support the model family '{family}'.*layers are local"
         ):
             chain_of(method).check_model(model)
+    with pytest.raises(UsageError, match="layers are local, and it reaches into those"):
+        Chain((ReadsModules(kv_size=8),)).check_model(model)
+    Chain((ReadsModules(kv_size=8),)).check_model(traits.of_model(build("qwen3")))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadsModules(Selector):
+    """A stage as kvpress's presses are: it reads attention modules."""
+
+    id: ClassVar[str] = "readsmodules"
+
+    def needs(self, n):
+        return Needs(call=True)
 
 
 def test_a_cap_on_logits_decides_answers_and_no_kernel_takes_them(monkeypatch):
