@@ -108,7 +108,7 @@ class GroupRun:
             except Exception as error:
                 self.fail(cell, error, example)
         self.check_model(cells, example)
-        full = next((r.cache for r in rows if not r.cell.chain.stages), None) if cells[0].fidelity else None
+        full = next((r.cache for r in rows if not r.cell.chain.stages), None) if cells and cells[0].fidelity else None
         rows = [r for r in rows if not r.cell.hidden]
         if full is not None and rows:
             rows = self.compare(example, rows, full)

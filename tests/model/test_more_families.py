@@ -1,9 +1,11 @@
 """Today's families on small random models: the full cache answers as transformers does, and methods pass the audit."""
 
+import shutil
 from contextlib import nullcontext
 
 import pytest
 import torch
+from runs import run_json
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import kvbench
@@ -11,6 +13,7 @@ from kvbench.audit.prompt_audit import audit
 from kvbench.engine.likelihood import teacher_force
 from kvbench.engine.patches import by_batch
 from kvbench.errors import UsageError
+from kvbench.models import embedded
 from kvbench.models.traits import TESTED, of_model
 
 SMALL = {
@@ -117,6 +120,23 @@ def test_a_rotation_that_would_change_in_the_middle_of_an_answer_is_refused():
         kvbench.extend(model, cache, prompt()[0, :20])
     with pytest.raises(UsageError, match=r"25 \+ 20"):
         teacher_force(model, [cache], prompt()[0, :20], 20)
+
+
+def test_a_run_refuses_prompts_whose_answers_would_cross_it_and_answers_the_others(tmp_path, capsys):
+    folder = tmp_path / "phi3"
+    turn = {"original_max_position_embeddings": 140, "rope_theta": 10_000.0}
+    config = {**SMALL, "vocab_size": 1024, "max_position_embeddings": 512, "sliding_window": None}
+    scaled = {"rope_parameters": LONG | turn, "original_max_position_embeddings": 140}
+    AutoConfig.for_model("phi3", **config, **scaled).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(embedded.path() / name, folder)
+    arguments = [f"model={folder}", "weights=random", "dataset=tiny/needle", "limit=1", "method=snapkv"]
+    status, report = run_json(capsys, *arguments, "length=64,140,256", f"results={tmp_path / 'r'}")
+    cells = {(row["method"].split()[0], c["task"]): c for row in report["rows"] for c in row["cells"]}
+    refused = {task for (_, task), c in cells.items() if c["status"] == "refused"}
+    assert status == 1 and len(cells) == 6 and len(refused) == 1
+    assert all("LongRoPE" in c["reason"] for (_, task), c in cells.items() if task in refused)
+    assert all(c["n"] == 1 for (_, task), c in cells.items() if task not in refused)
 
 
 def test_prompts_of_both_rotations_are_no_rows_of_one_batch():
