@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import torch
-from families import COMMON, GQA, build, prompt
+from families import COMMON, FAMILIES, GQA, build, prompt
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import kvbench
@@ -203,6 +203,7 @@ def test_what_a_model_asks_of_attention_beyond_scale_and_window_is_refused(asked
 
 
 def test_the_note_on_an_untested_family_is_a_warning_and_is_given_for_no_tested_one(recwarn):
+    assert set(traits.TESTED) == set(FAMILIES)
     assert traits.of_model(build("llama")).note is None
     kvbench.prefill(build("qwen3"), prompt(10), ["full"])
     assert not [w for w in recwarn if "Untested" in str(w.message)]

@@ -21,6 +21,7 @@ from kvbench.cache.model_shape import Shape, from_config, from_entry
 from kvbench.cache.observation import Needs
 from kvbench.cache.packed import quantise_tokens
 from kvbench.cache.scale import CappedScale, capped
+from kvbench.engine.likelihood import teacher_force
 from kvbench.engine.step import build as batch_of
 from kvbench.errors import UsageError
 from kvbench.methods.base import Selector
@@ -100,6 +101,19 @@ def test_a_decode_batch_holds_a_window_of_each_local_layer_and_no_more(family):
             assert rows.k.shape[2] == rows.v.shape[2] == WINDOW
             assert rows.tokens().tolist() == [10, WINDOW]
             assert layer.payload() == [tokens * 2 * 2 * 16 * 4 for tokens in (10, WINDOW)]
+
+
+@pytest.mark.parametrize("family", LOCALS)
+def test_a_text_forced_in_chunks_has_the_losses_of_its_tokens_one_by_one(family):
+    model, ids, rest = build(family), prompt(50), prompt(60, 4)
+    caches = kvbench.prefill(model, ids, ["full", {"method": "h2o", "kv_size": 500, "window": 8}])
+    with torch.no_grad():
+        logp = model(torch.cat([ids, rest])[None]).logits[0, len(ids) - 1 : -1].log_softmax(dim=-1)
+    wanted = -logp.gather(1, rest[:, None])[:, 0]
+    for chunk in (1, 40):
+        for forced in teacher_force(model, caches, rest, chunk):
+            torch.testing.assert_close(forced.losses, wanted, atol=1e-4, rtol=1e-4)
+            assert forced.held == [109] * 3  # the last token is predicted, and never read
 
 
 def test_methods_number_the_layers_that_they_compress():
