@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from transformers import PreTrainedModel
 
-from kvbench.cache.model_shape import from_config
+from kvbench.cache.model_shape import from_config, local_layers
 from kvbench.engine import memory, precision
 from kvbench.engine.calibration.session import DEFAULT_FOLDER, Session
 from kvbench.example import Example
@@ -222,13 +222,17 @@ def check_model(cfg: RunConfig, source: load.ModelSource) -> None:
 
 
 def identify(cfg: RunConfig, source: load.ModelSource, device: torch.device) -> dict[str, Any]:
-    """Return the facts about the model that are part of a cell's identity."""
+    """Return the facts about the model that are part of a cell's identity.
+
+    ``local`` is one of them only where local layers pass through: once methods compressed these, too.
+    """
     return {
         "fingerprint": source.fingerprint,
         "weights": cfg.model.weights,
         "attention": cfg.model.attention,
         "rope_scaling": cfg.model.rope_scaling,
         "dtype": str(load.resolve_dtype(cfg.model, device, source.config)).removeprefix("torch."),
+        **({"local": "passed through"} if local_layers(source.config) else {}),
     }
 
 

@@ -1,6 +1,7 @@
 """Models with local layers (Gemma 2 and 3): these hold their window, methods compress the others, caps are kept."""
 
 import copy
+import json
 import shutil
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -9,7 +10,7 @@ import method_reference as ref
 import pytest
 import torch
 from families import COMMON, CONFIGS, LOCALS, build, prompt
-from runs import run_json
+from runs import prepare, run_json
 from transformers import AutoConfig, AutoModelForCausalLM, Gemma3Config, Gemma3ForConditionalGeneration
 
 import kvbench
@@ -174,6 +175,12 @@ def test_a_run_says_which_layers_pass_through_and_stores_bytes_of_all(tmp_path, 
     status, report = run_json(capsys, *arguments, "kv_size=20", "window=8", f"results={tmp_path / 'r'}")
     assert status == 0 and note in report["notes"]
     full, small = (row["cells"][0] for row in report["rows"])
+    # their cells are told from those of the days when methods compressed all layers; other models' ids stay
+    (identity,) = {
+        json.loads(p.read_text())["identity"]["model"]["local"] for p in tmp_path.glob("r/cells/*/cell.json")
+    }
+    assert identity == "passed through"
+    assert "local" not in prepare("model=tiny", "dataset=tiny/needle").groups[0].cells[0].identity["model"]
     local = 2 * 2 * 2 * 16 * WINDOW * 4
     assert small["kept"] == 20 and small["payload"] == 3 * 2 * 2 * 20 * 16 * 4 + local
     assert full["full_bytes"] == full["payload"] == 3 * 2 * 2 * full["prompt_tokens"] * 16 * 4 + local
