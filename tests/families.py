@@ -7,8 +7,8 @@ from functools import cache
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from kvbench.cache.model_shape import Shape, from_config
 from kvbench.engine.decode import generate_rows
+from kvbench.kv.model_shape import Shape, from_config
 from kvbench.models.traits import ModelTraits
 
 GQA = {"num_attention_heads": 4, "num_key_value_heads": 2}

@@ -19,13 +19,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache as HFCache
 
-from kvbench.cache import ops
-from kvbench.cache.exact_attention import attend_rows, attend_with_lse, column_sums
-from kvbench.cache.model_shape import from_config, local_layers
-from kvbench.cache.observation import AttentionCall, Needs, Observation
-from kvbench.cache.packed import quantise_zero_point
-from kvbench.cache.scale import cap_of
-from kvbench.cache.segment import LayerCache, per_head
 from kvbench.engine.finite import check_finite
 from kvbench.engine.handed import Handed
 from kvbench.engine.layer_by_layer import CompressedLayers
@@ -33,6 +26,13 @@ from kvbench.engine.limits import beyond_turn, check_capacity, check_window
 from kvbench.engine.patches import adapted
 from kvbench.engine.weights_digest import check_calibrated
 from kvbench.errors import UsageError, headline
+from kvbench.kv import ops
+from kvbench.kv.exact_attention import attend_rows, attend_with_lse, column_sums
+from kvbench.kv.model_shape import from_config, local_layers
+from kvbench.kv.observation import AttentionCall, Needs, Observation
+from kvbench.kv.packed import quantise_zero_point
+from kvbench.kv.scale import cap_of
+from kvbench.kv.segment import LayerCache, per_head
 from kvbench.methods.base import Stage
 from kvbench.methods.chain import Chain
 from kvbench.methods.foreign import contained

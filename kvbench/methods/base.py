@@ -14,10 +14,10 @@ from typing import Any, ClassVar, Literal
 import torch
 from transformers import PreTrainedModel
 
-from kvbench.cache import ops
-from kvbench.cache.observation import Needs, Observation
-from kvbench.cache.segment import LayerCache
 from kvbench.errors import Refused, UsageError
+from kvbench.kv import ops
+from kvbench.kv.observation import Needs, Observation
+from kvbench.kv.segment import LayerCache
 from kvbench.methods.contract import Block as Block
 from kvbench.methods.contract import Capacity as Capacity
 from kvbench.methods.contract import Expected as Expected

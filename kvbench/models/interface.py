@@ -18,10 +18,10 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.cache_utils import CacheLayerMixin
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from kvbench.cache.model_shape import local_layers
-from kvbench.cache.observation import AttentionCall
-from kvbench.cache.scale import CappedScale
 from kvbench.errors import UsageError
+from kvbench.kv.model_shape import local_layers
+from kvbench.kv.observation import AttentionCall
+from kvbench.kv.scale import CappedScale
 
 NAME = "kvbench"
 UNSERVED = ("s_aux", "sinks", "position_bias", "attention_bias", "head_mask")

@@ -11,8 +11,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache as HFCache
 
-from kvbench.cache.exact_attention import attend_rows
 from kvbench.errors import UsageError
+from kvbench.kv.exact_attention import attend_rows
 from kvbench.models.interface import KvbenchLayer, attached, attention_modules
 from kvbench.storage.roles import Rotary
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvbench.cache.scale import cap_of, capped
+from kvbench.kv.scale import cap_of, capped
 from kvbench.storage import kernels
 from kvbench.storage.roles import Masker
 from kvbench.storage.row_segments import Ragged, RowSegment, Shared

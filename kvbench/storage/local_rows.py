@@ -10,7 +10,7 @@ from collections.abc import Hashable, Sequence
 import torch
 from torch import Tensor
 
-from kvbench.cache.segment import LayerCache, Segment
+from kvbench.kv.segment import LayerCache, Segment
 from kvbench.storage.attend import Estimate, logits, masked_softmax, weigh
 from kvbench.storage.format import Format, Room, StoredRow
 from kvbench.storage.row_segments import per_place

@@ -15,10 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvbench.cache.packed import Packed
-from kvbench.cache.partly_packed import Codes, Residual, batched
-from kvbench.cache.scale import cap_of, capped
-from kvbench.cache.segment import LayerCache, Segment
+from kvbench.kv.packed import Packed
+from kvbench.kv.partly_packed import Codes, Residual, batched
+from kvbench.kv.scale import cap_of, capped
+from kvbench.kv.segment import LayerCache, Segment
 from kvbench.storage import kernels
 from kvbench.storage.attend import Estimate, as_they_are, logits, masked_softmax, spread, summed, weigh
 from kvbench.storage.format import Format, Room, StoredRow

@@ -12,9 +12,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvbench.cache.packed import Packed
-from kvbench.cache.partly_packed import Residual
-from kvbench.cache.segment import LayerCache
+from kvbench.kv.packed import Packed
+from kvbench.kv.partly_packed import Residual
+from kvbench.kv.segment import LayerCache
 
 
 class Masker:

@@ -17,14 +17,14 @@ import kvbench
 from kvbench.audit.accounting import bytes_declared
 from kvbench.audit.prompt_audit import Refused, audit
 from kvbench.bench import layers as bench_layers
-from kvbench.cache import exact_attention
-from kvbench.cache.model_shape import Shape, from_config, from_entry
-from kvbench.cache.observation import Needs
-from kvbench.cache.packed import quantise_tokens
-from kvbench.cache.scale import CappedScale, capped
 from kvbench.engine.likelihood import teacher_force
 from kvbench.engine.step import build as batch_of
 from kvbench.errors import UsageError
+from kvbench.kv import exact_attention
+from kvbench.kv.model_shape import Shape, from_config, from_entry
+from kvbench.kv.observation import Needs
+from kvbench.kv.packed import quantise_tokens
+from kvbench.kv.scale import CappedScale, capped
 from kvbench.methods.base import Selector
 from kvbench.methods.chai import merge_clusters
 from kvbench.methods.chain import Chain

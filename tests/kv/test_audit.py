@@ -10,8 +10,8 @@ from families import FAMILIES, build, prompt
 import kvbench
 from kvbench.audit.accounting import bytes_declared
 from kvbench.audit.prompt_audit import Refused, audit
-from kvbench.cache.model_shape import from_config
-from kvbench.cache.segment import Segment
+from kvbench.kv.model_shape import from_config
+from kvbench.kv.segment import Segment
 from kvbench.methods.base import Selector
 from kvbench.methods.chain import Chain
 
@@ -117,7 +117,7 @@ class Repeats(Selector):
     id: ClassVar[str] = "repeats"
 
     def compress(self, cache, obs):
-        from kvbench.cache import ops
+        from kvbench.kv import ops
 
         k = self.budget(obs.n, obs.layer, obs.n_layers)
         return ops.select(cache, torch.zeros(cache.heads, k, dtype=torch.int64))

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvbench.cache.scale import cap_of, capped
-from kvbench.cache.segment import per_head
+from kvbench.kv.scale import cap_of, capped
+from kvbench.kv.segment import per_head
 
 BLOCK_BYTES = 16 * 2**20
 CACHED_BYTES = 2**20  # of one CPU thread

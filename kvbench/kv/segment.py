@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from kvbench.cache.packed import Packed
-from kvbench.cache.partly_packed import Codes, Values
+from kvbench.kv.packed import Packed
+from kvbench.kv.partly_packed import Codes, Values
 
 
 @dataclass(frozen=True)
