@@ -5,21 +5,7 @@ from __future__ import annotations
 from functools import cache
 
 import torch
-from transformers import (
-    GPTNeoXConfig,
-    GPTNeoXForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    OPTConfig,
-    OPTForCausalLM,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from kvbench.engine.decode import generate_rows
 from kvbench.kv.model_shape import Shape, from_config
@@ -27,9 +13,33 @@ from kvbench.models.traits import ModelTraits
 
 GQA = {"num_attention_heads": 4, "num_key_value_heads": 2}
 COMMON = {"vocab_size": 128, "hidden_size": 64, "num_hidden_layers": 3, "bos_token_id": 1, "eos_token_id": 2}
-FAMILIES = ("llama", "mistral", "qwen2", "gpt_neox", "opt", "qwen3")
-LINEAR = tuple(f for f in FAMILIES if f != "qwen3")
-"""Families whose keys are a projection, rotated: low-rank methods refuse the others."""
+MLP = {**GQA, "intermediate_size": 96}
+LOCAL = {**MLP, "head_dim": 16, "sliding_window": 24, "query_pre_attn_scalar": 16, "tie_word_embeddings": False}
+S, F = "sliding_attention", "full_attention"
+CONFIGS = {
+    "llama": {**MLP, "head_dim": 16},
+    "mistral": {**MLP, "sliding_window": 4096},
+    "qwen2": MLP,
+    "gpt_neox": {"num_attention_heads": 4, "intermediate_size": 96},
+    "opt": {
+        **{"num_attention_heads": 4, "ffn_dim": 96, "max_position_embeddings": 512},
+        **{"word_embed_proj_dim": 64, "pad_token_id": 0},
+    },
+    "qwen3": {**MLP, "head_dim": 16},
+    "gemma2": {**LOCAL, "num_hidden_layers": 4, "layer_types": [F, S, F, F], "attn_logit_softcapping": 8.0},
+    "gemma3_text": {**LOCAL, "num_hidden_layers": 5, "layer_types": [S, F, S, F, F]},
+    "phi3": {**MLP, "pad_token_id": 0, "sliding_window": None},
+    "qwen3_moe": {**MLP, "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    "smollm3": {**MLP, "pad_token_id": 0, "no_rope_layers": [1, 0, 1]},
+    "mixtral": {**MLP, "sliding_window": None, "num_local_experts": 4},
+}
+FAMILIES = tuple(CONFIGS)
+WHOLE = FAMILIES[:6]
+"""Families that run every test of families; the others run those of ``tests/methods/test_properties.py`` and a few."""
+LOCALS = ("gemma2", "gemma3_text")
+"""Families with local layers."""
+LINEAR = ("llama", "mistral", "qwen2", "gpt_neox", "opt")
+"""Families whose keys are a projection, rotated: low-rank methods refuse most others."""
 SMALL_BLOCKS = {method: {"group": 16} for method in ("q8_0", "q4_0", "mxfp4")}
 """Knobs of formats whose usual block is wider than a head of these models."""
 
@@ -38,26 +48,17 @@ SMALL_BLOCKS = {method: {"group": 16} for method in ("q8_0", "q4_0", "mxfp4")}
 def build(family: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """A random model; the same weights every time. Weights are scaled up so that attention is far from uniform."""
     torch.manual_seed(FAMILIES.index(family))
-    if family == "llama":
-        model = LlamaForCausalLM(LlamaConfig(**COMMON, **GQA, intermediate_size=96, head_dim=16))
-    elif family == "mistral":
-        model = MistralForCausalLM(MistralConfig(**COMMON, **GQA, intermediate_size=96, sliding_window=4096))
-    elif family == "qwen2":
-        model = Qwen2ForCausalLM(Qwen2Config(**COMMON, **GQA, intermediate_size=96))
-    elif family == "qwen3":
-        model = Qwen3ForCausalLM(Qwen3Config(**COMMON, **GQA, intermediate_size=96, head_dim=16))
-    elif family == "gpt_neox":
-        config = {**COMMON, "num_attention_heads": 4, "intermediate_size": 96}
-        model = GPTNeoXForCausalLM(GPTNeoXConfig(**config))
-    else:
-        config = {**COMMON, "num_attention_heads": 4, "ffn_dim": 96, "max_position_embeddings": 512}
-        model = OPTForCausalLM(OPTConfig(**config, word_embed_proj_dim=64, pad_token_id=0))
+    config = {**COMMON, **CONFIGS[family]}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **config))
     with torch.no_grad():
         for name, p in model.named_parameters():
             if name.endswith(("q_norm.weight", "k_norm.weight")):
                 p.uniform_(0.5, 1.5)
             if p.dim() == 2:
-                p.normal_(std=0.35 if any(k in name for k in ("q_proj", "k_proj", "query_key_value")) else 0.15)
+                queries_and_keys = any(k in name for k in ("q_proj", "k_proj", "query_key_value", "qkv_proj"))
+                p.normal_(std=0.35 if queries_and_keys else 0.15)
+            elif p.dim() == 3:  # all experts of a layer
+                p.normal_(std=0.08)
     return model.to(dtype).eval()
 
 

@@ -1,10 +1,11 @@
 """Rows that enter and leave a running batch answer as each alone, whatever fails beside them."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
-from families import FAMILIES, build, heads_of, prompt
+from families import FAMILIES, LOCALS, WHOLE, build, heads_of, prompt
 from methods.test_properties import CHAINS, SMALL, configured, prefill, supported
 
 from kvbench.audit.prompt_audit import audit
@@ -51,7 +52,7 @@ def drained(queue):
     return collected, sizes
 
 
-@pytest.mark.parametrize(("family", "per"), [*((f, "kv_head") for f in FAMILIES), ("qwen2", "query_head")])
+@pytest.mark.parametrize(("family", "per"), [*((f, "kv_head") for f in WHOLE + LOCALS), ("qwen2", "query_head")])
 def test_rows_that_enter_and_leave_answer_as_alone(family, per, monkeypatch):
     chains = CHAINS if family == "llama" else CHAINS[FAMILIES.index(family) % 3 :: 3]
     model, rows = rows_of(family, [c for c in chains if supported(c, family)], per=per)
@@ -168,3 +169,19 @@ def test_parts_shrink_until_what_fails_is_alone():
     assert [(i, x) for i, x in actual if i != 5] == [(i, 10 * i) for i in range(8) if i != 5]
     assert str(dict(actual)[5]) == "five"
     assert calls[:3] == [list(range(8)), [0, 1, 2, 3], [0, 1]]
+
+
+def test_rows_of_both_rotations_of_a_model_are_never_decoded_together(monkeypatch):
+    """Under LongRoPE a step rotates all of its rows alike (tests/model/test_more_families.py has such a model)."""
+    model, rows = rows_of("llama", ["snapkv", "think", "tova"])
+    rows = [replace(r, cache=replace(r.cache, long=i % 3 == 0)) for i, r in enumerate(rows)]
+    want, queue, kinds = [alone(model, r) for r in rows], DecodeQueue(model, 24, ROOMY), []
+    original = batch.DecodeBatch._step
+    monkeypatch.setattr(
+        batch.DecodeBatch, "_step", lambda b: kinds.append({r.cache.long for r in b.rows}) or original(b)
+    )
+    for row in rows:
+        queue.add(row)
+    answers, _ = drained(queue)
+    assert [answers[r].tokens for r in rows] == want
+    assert {frozenset(k) for k in kinds} == {frozenset([True]), frozenset([False])}

@@ -7,13 +7,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
-from kvbench.kv.model_shape import Shape
+from kvbench.kv.model_shape import POSITION_BYTES, Shape
 from kvbench.kv.segment import LayerCache, storage_bytes
 from kvbench.methods.base import Block, Expected
 from kvbench.methods.chain import Chain
 from kvbench.methods.pruner import ChannelPruner
 
-POSITION_BYTES = COUNT_BYTES = 4
+COUNT_BYTES = 4
 HEAD_ID_BYTES = 2
 HALF = 2
 """The bytes of an element at 16 bits. Shares are of the full cache at this width, also if a run used another: of an
@@ -87,7 +87,7 @@ def bytes_held(layer: LayerCache) -> HeldBytes:
 class DeclaredBytes:
     """The bytes that a chain declares after a prompt, over all layers.
 
-    tokens: the mean number of tokens per stored head.
+    tokens: the mean number of tokens per stored head, of the layers that it compresses.
     payload: the bytes of keys and values.
     overhead: the bytes of all else, such as positions.
     even: True if the data decide how tokens are spread over heads or layers. They are then taken as spread evenly,
@@ -110,7 +110,7 @@ def bytes_declared(chain: Chain, shape: Shape, n: int, itemsize: int) -> Declare
     if counts is None:
         return None
     heads = chain.heads(shape.kv_heads, shape.query_heads)
-    payload = overhead = tokens = 0
+    payload, overhead, tokens = shape.local_bytes(n, itemsize), shape.local_overhead(n), 0
     for (expected, sizes, rows, alike), layers in counts.items():
         blocks = [chain.layout(size, shape.head_dim, itemsize, alike) for size in sizes]
         keeps_all = min(sizes) >= rows
@@ -205,7 +205,8 @@ def nominal_payload(chain: Chain, shape: Shape, n: int, itemsize: int) -> float 
     if counts is None:
         return None
     heads = {(k, i): _nominal_head(chain, k, shape.head_dim, itemsize, i) for _, sizes, _, i in counts for k in sizes}
-    return sum(layers * sum(heads[k, i] for k in sizes) for (_, sizes, _, i), layers in counts.items())
+    compressed = sum(layers * sum(heads[k, i] for k in sizes) for (_, sizes, _, i), layers in counts.items())
+    return compressed + shape.local_bytes(n, itemsize)
 
 
 def _nominal_head(chain: Chain, slots: int, head_dim: int, itemsize: int, layer: int) -> float:

@@ -9,6 +9,7 @@ import torch
 
 from kvbench.audit.accounting import HALF, overhead_bytes
 from kvbench.errors import Refused as Refused
+from kvbench.kv.model_shape import POSITION_BYTES
 from kvbench.kv.ops import key_heads
 from kvbench.kv.segment import LayerCache, storage_bytes
 from kvbench.methods.base import Block
@@ -21,7 +22,7 @@ class MeasuredBytes:
     """The measurements of one audited cache; bytes are those of storages.
 
     full_bytes: the bytes of the prompt's full cache.
-    kept: the mean number of tokens held, over layers and heads.
+    kept: the mean number of tokens held, over heads and the layers that methods compress; bytes are of all layers.
     nominal: the budget that the user gave, in tokens; None for a method without one.
     payload_kv_head, payload_query_head: the payload under both kinds of ``per``. It is measured for the heads stored;
     for the other kind it is the mean bytes of a stored head times the heads of that kind. Latents count alike in both.
@@ -85,20 +86,43 @@ def audit(cache: Cache, kv_heads: int, head_dim: int, dtype: torch.dtype) -> Mea
         raise Refused(f"{chain.name}: keeps {tokens} tokens over all layers and heads, declared were {declared}")
     if cache.mismatch:
         raise Refused(f"{chain.name}: {cache.mismatch}")
-    entries = 2 * n_layers * kv_heads * n * head_dim  # numbers of the full cache
+    entries = 2 * n_layers * kv_heads * n * head_dim  # numbers of the full cache, local layers aside
+    local, local_overhead = _local_layers(cache, kv_heads, head_dim, itemsize, storages)
+    per_kv_head = payload if chain.lowrank else round(payload * n_layers * kv_heads / head_count)
+    per_query_head = payload if chain.lowrank else round(payload * query_heads / head_count)
     return MeasuredBytes(
         n=n,
         kept=tokens / head_count,
         nominal=chain.nominal(n),
-        payload=payload,
-        overhead=overhead,
-        full_bytes=entries * itemsize,
-        payload_kv_head=payload if chain.lowrank else round(payload * n_layers * kv_heads / head_count),
-        payload_query_head=payload if chain.lowrank else round(payload * query_heads / head_count),
-        payload16=payload16,
-        overhead16=overhead16,
-        full16=entries * HALF,
+        payload=payload + local * itemsize,
+        overhead=overhead + local_overhead,
+        full_bytes=(entries + local) * itemsize,
+        payload_kv_head=per_kv_head + local * itemsize,
+        payload_query_head=per_query_head + local * itemsize,
+        payload16=payload16 + local * HALF,
+        overhead16=overhead16 + local_overhead,
+        full16=(entries + local) * HALF,
     )
+
+
+def _local_layers(cache: Cache, kv_heads: int, head_dim: int, itemsize: int, storages: set[int]) -> tuple[int, int]:
+    """Return (numbers of keys and values, overhead bytes) that local layers hold.
+
+    Raises Refused unless each holds the last tokens of its window, and nothing else.
+    """
+    numbers = overhead = 0
+    for i, layer in enumerate(cache.local):
+        counts = check_positions("the model", layer, i, cache.prompt_tokens, kv_heads)
+        check_storages("the model", layer, i, storages)
+        tokens = min(cache.prompt_tokens, layer.window or 0)
+        held = 2 * kv_heads * tokens * head_dim
+        if set(counts) != {tokens} or layer.nbytes() != held * itemsize + POSITION_BYTES * tokens:
+            raise Refused(
+                f"local layer {i} holds {layer.nbytes()} bytes for {_list(counts)} tokens per head, its window of "
+                f"{layer.window} has {tokens}"
+            )
+        numbers, overhead = numbers + held, overhead + POSITION_BYTES * tokens
+    return numbers, overhead
 
 
 def _check_counts(chain: Chain, layer: LayerCache, index: int, n: int, n_layers: int, counts: list[int]) -> None:

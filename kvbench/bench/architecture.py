@@ -25,7 +25,7 @@ def model_config(cfg: ModelConfig) -> PretrainedConfig:
     family = settings.pop("model_type", None)
     if family not in CONFIG_MAPPING:
         raise UsageError(f"model.architecture.model_type={family!r} is not possible: transformers has no such family")
-    size_settings: dict[str, Any] = {"num_hidden_layers": shape.layers, "num_attention_heads": shape.query_heads}
+    size_settings: dict[str, Any] = {"num_hidden_layers": shape.all_layers, "num_attention_heads": shape.query_heads}
     if "rope_theta" not in settings:  # learned positions
         return load.scaled(cfg, AutoConfig.for_model(family, **size_settings, **settings))
     theta = settings.pop("rope_theta")

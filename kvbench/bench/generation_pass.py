@@ -86,7 +86,7 @@ def run(
         clock.wait()
         prompts_s = time.perf_counter() - began
         prefill_attention_s = clock.attention_seconds()
-        cache_bytes = sum(bytes_held(layer).total for c in caches for layer in c.layers)
+        cache_bytes = sum(bytes_held(layer).total for c in caches for layer in (*c.layers, *c.local))
         prefill, compress = sum(c.prefill_s for c in caches), sum(c.compress_s for c in caches)
         stretches = windows(new - 1, sample) if sample is not None and moves(caches) else None
         with adapted(model, chain), attached(model):

@@ -22,7 +22,7 @@ from kvbench.methods.chain import Chain
 class MeasuredLayers:
     """The bytes held over all layers, and those of the formulas for the tokens kept.
 
-    tokens: tokens per stored head, on average.
+    tokens: tokens per stored head, on average, of the layers that methods compress.
     made: how many layers were built. Each other layer promises the same as one of them and counts as that one.
     total16: the bytes by formula at 16 bits.
     """
@@ -139,6 +139,12 @@ def measure(chain: Chain, shape: Shape, n: int, dtype: torch.dtype) -> MeasuredL
         blocks = [chain.layout(k, shape.head_dim, HALF, i) for k in counts]
         total16 += count * (payload_formula(layer, blocks) + overhead_formula(layer, blocks))
         tokens += count * sum(counts)
+    if shape.local_layers:
+        local = ops.local(*_dense(shape.kv_heads, n, shape.head_dim, dtype), shape.window, shape.query_heads)
+        total += bytes_held(local).times(shape.local_layers)
+        payload += shape.local_bytes(n, dtype.itemsize)
+        overhead += shape.local_overhead(n)
+        total16 += shape.local_bytes(n, HALF) + shape.local_overhead(n)
     return MeasuredLayers(
         held=total,
         payload_formula=payload,

@@ -14,7 +14,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from importlib import import_module
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
@@ -89,7 +89,7 @@ def _fill(model: PreTrainedModel, chain: Chain, workload: Workload, prompt: Tens
     """Allocate the memory of ``workload``. ``prompt`` [n] is read twice, and its cache copied for the other rows."""
     assert workload.batch is not None
     (cache,) = prefill_chains(model, prompt, [chain])
-    caches = [replace(cache, layers=copy.deepcopy(cache.layers)) for _ in range(workload.batch - 1)]
+    caches = [copy.deepcopy(cache) for _ in range(workload.batch - 1)]
     del cache
     caches += prefill_chains(model, prompt, [chain])
     with adapted(model, chain), attached(model):

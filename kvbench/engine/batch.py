@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvbench.audit.decode_audit import Stored
-from kvbench.engine.decode_layer import RowLayer, allocated
+from kvbench.engine.decode_layer import RowLayer, allocated, compressed
 from kvbench.engine.patches import adapted
 from kvbench.engine.step import build, step
 from kvbench.engine.stopping import Ending, sample, without
@@ -184,9 +184,9 @@ class DecodeBatch(Generic[Key]):
         ended = [(i, r) for i, r in enumerate(self.rows) if r.over and r.held is None]
         if not ended:
             return []
-        peaks = by_layer([layer.held() for layer in self.layers], self.next.device).T.tolist()
-        payload = list(zip(*(layer.payload() for layer in self.layers), strict=True))
-        factor = allocated(self.layers) / max(1, sum(map(sum, payload)))
+        peaks = by_layer([layer.held() for layer in compressed(self.layers)], self.next.device).T.tolist()
+        payload = list(zip(*(layer.payload() for layer in compressed(self.layers)), strict=True))
+        factor = allocated(self.layers) / max(1, sum(sum(layer.payload()) for layer in self.layers))
         for i, row in ended:
             row.held, row.stored, row.factor = peaks[i], Stored(row.fed, payload[i]), factor
         entered, going = Counter(r.entry for r in self.rows), Counter(r.entry for r in self.rows if not r.over)

@@ -12,8 +12,9 @@ from transformers import PreTrainedModel
 from kvbench.engine.batch import Answer, DecodeBatch
 from kvbench.engine.decode_layer import RowLayer
 from kvbench.engine.finite import no_answer
+from kvbench.engine.limits import check_capacity, check_turn, check_window
 from kvbench.engine.patches import adapted, by_batch
-from kvbench.engine.prefill import as_prompt, check_capacity, check_window
+from kvbench.engine.prefill import as_prompt
 from kvbench.engine.step import build, step
 from kvbench.engine.stopping import Ending as Ending
 from kvbench.engine.stopping import sample as sample
@@ -85,7 +86,7 @@ def _extend(model: PreTrainedModel, caches: Sequence[Cache], ids: Tensor, size: 
     chain = caches[0].chain
     seen = torch.tensor([c.seen for c in caches], device=ids.device)[:, None]
     with contained(chain.name, chain.foreign), torch.no_grad(), adapted(model, chain), attached(model):
-        batch = build(model, caches, len(ids))
+        batch = build(model, caches, len(ids), size)
         for start in range(0, len(ids), size):
             piece = ids[start : start + size]
             positions = seen + torch.arange(start, start + len(piece), device=ids.device)
@@ -95,8 +96,10 @@ def _extend(model: PreTrainedModel, caches: Sequence[Cache], ids: Tensor, size: 
 
 def settled(cache: Cache, batch: Sequence[RowLayer], logits: Tensor, row: int = 0) -> Cache:
     """Return ``cache`` with the tokens that have come to its row of ``batch``; ``logits`` [V] follow them."""
-    layers = [row_layer.continued(layer, row) for layer, row_layer in zip(cache.layers, batch, strict=True)]
-    return replace(cache, layers=tuple(layers), logits=logits.clone())
+    of_kind = {False: iter(cache.layers), True: iter(cache.local)}
+    continued = [(layer.local, layer.continued(next(of_kind[layer.local]), row)) for layer in batch]
+    layers, local = (tuple(layer for is_local, layer in continued if is_local == kind) for kind in (False, True))
+    return replace(cache, layers=layers, local=local, logits=logits.clone())
 
 
 def check_continuation(model: PreTrainedModel, cache: Cache, new_tokens: int) -> None:
@@ -105,3 +108,4 @@ def check_continuation(model: PreTrainedModel, cache: Cache, new_tokens: int) ->
         raise UsageError("this cache was made by another model object; prefill the prompt with this one")
     check_capacity(model, cache.seen + new_tokens)
     check_window(model, cache.seen + new_tokens, [cache.chain])
+    check_turn(model, cache.seen, cache.seen + new_tokens)

@@ -24,6 +24,7 @@ class RowLayer(KvbenchLayer):
     None if no row's method masks.
     next: [B], the position of each row's next token.
     used: how many tokens have come since the layer was built.
+    local: whether the layer holds a window that methods leave alone.
     """
 
     def __init__(self, rows: Sequence[StoredRow], room: Room) -> None:
@@ -31,7 +32,7 @@ class RowLayer(KvbenchLayer):
         self.formats = registry.load(rows, room)
         self.next = torch.tensor([row.cache.seen for row in rows], device=rows[0].cache.segments[0].k.device)
         self.seen, self.used = max(row.cache.seen for row in rows), 0
-        self.lift = rows[0].lift
+        self.lift, self.local = rows[0].lift, rows[0].cache.window is not None
         self.attended: Tensor | None = None
 
     def add(self, k: Tensor, v: Tensor) -> None:
@@ -101,6 +102,11 @@ class RowLayer(KvbenchLayer):
                 (heads[head],) = stored.segments(u, head_of(cache, head, entries.stored))
         (old,) = cache.segments
         return replace(cache, segments=(joined(old, [heads[h] for h in range(len(heads))]),), seen=seen)
+
+
+def compressed(layers: Sequence[RowLayer]) -> list[RowLayer]:
+    """Return the layers of a decode batch that methods compress: those of ``Cache.layers``, in order."""
+    return [layer for layer in layers if not layer.local]
 
 
 def allocated(layers: Sequence[RowLayer]) -> int:

@@ -23,7 +23,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from kvbench.audit.decode_audit import Stored, check_bytes, check_peak
 from kvbench.audit.prompt_audit import MeasuredBytes, audit
 from kvbench.engine.decode import check_continuation, extend_cache, settled
-from kvbench.engine.decode_layer import RowLayer
+from kvbench.engine.decode_layer import RowLayer, compressed
 from kvbench.engine.finite import no_answer
 from kvbench.engine.patches import adapted
 from kvbench.engine.prefill import as_prompt, prefill_chains
@@ -206,8 +206,8 @@ class GeneratedTurn:
         cache, batch = self.cache, self.batch
         if batch:
             assert cache.state is not None
-            check_peak(cache.state, [int(layer.held()) for layer in batch], len(self.fed))
-            stored = Stored(len(self.fed), [size for layer in batch for size in layer.payload()])
+            check_peak(cache.state, [int(layer.held()) for layer in compressed(batch)], len(self.fed))
+            stored = Stored(len(self.fed), [size for layer in compressed(batch) for size in layer.payload()])
             check_bytes(cache.state, stored, *_shape(self.model))
             cache.state = settled(cache.state, batch, self.logits)
             cache.ids = torch.cat([cache.ids, *self.fed])

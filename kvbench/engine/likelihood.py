@@ -10,7 +10,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvbench.audit.decode_audit import Stored
+from kvbench.engine.decode_layer import compressed
 from kvbench.engine.divergence import Divergence, compare, exact_head, nudged
+from kvbench.engine.limits import check_turn
 from kvbench.engine.patches import adapted, by_batch
 from kvbench.engine.prefill import as_prompt
 from kvbench.engine.step import build, step
@@ -107,6 +109,7 @@ def forced_logits(model: PreTrainedModel, cache: Cache, tokens: Tensor | Sequenc
 def _continuation(model: PreTrainedModel, caches: Sequence[Cache], tokens: Tensor) -> Tensor:
     if len({c.seen for c in caches}) > 1:
         raise UsageError("teacher forcing continues caches that have read equally many tokens")
+    check_turn(model, caches[0].seen, caches[0].seen + len(tokens))
     return as_prompt(model, tokens)
 
 
@@ -135,8 +138,8 @@ def _force(
             logits = step(model, batch, chunk_ids.expand(rows, -1), positions.expand(rows, -1), whole=True)
             losses.append(_loss(logits, ids[start + 1 : start + 1 + len(chunk_ids)]))
             on_logits(start, logits)
-    most_tokens = torch.stack([layer.held() for layer in batch]).T.tolist()
-    payload = zip(*(layer.payload() for layer in batch), strict=True)
+    most_tokens = torch.stack([layer.held() for layer in compressed(batch)]).T.tolist()
+    payload = zip(*(layer.payload() for layer in compressed(batch)), strict=True)
     columns = zip(torch.cat(losses, dim=1).cpu(), most_tokens, payload, strict=True)
     return [Forced(loss, held, Stored(batch[0].used, row)) for loss, held, row in columns]
 

@@ -21,8 +21,8 @@ def adapted(model: PreTrainedModel, chain: Chain) -> Iterator[None]:
 
 
 def by_batch(caches: Sequence[Cache]) -> list[list[int]]:
-    """Return the indices of caches in groups of equal ``Chain.batch_key``, which can be rows of one batch."""
+    """Return the indices of caches in groups of equal ``batch_key``, which can be rows of one batch."""
     groups: dict[object, list[int]] = {}
     for i, cache in enumerate(caches):
-        groups.setdefault(cache.chain.batch_key, []).append(i)
+        groups.setdefault(cache.batch_key, []).append(i)
     return list(groups.values())

@@ -22,14 +22,16 @@ from transformers.cache_utils import Cache as HFCache
 from kvbench.engine.finite import check_finite
 from kvbench.engine.handed import Handed
 from kvbench.engine.layer_by_layer import CompressedLayers
+from kvbench.engine.limits import beyond_turn, check_capacity, check_window
 from kvbench.engine.patches import adapted
 from kvbench.engine.weights_digest import check_calibrated
 from kvbench.errors import UsageError, headline
 from kvbench.kv import ops
 from kvbench.kv.exact_attention import attend_rows, attend_with_lse, column_sums
-from kvbench.kv.model_shape import from_config
+from kvbench.kv.model_shape import from_config, local_layers
 from kvbench.kv.observation import AttentionCall, Needs, Observation
 from kvbench.kv.packed import quantise_zero_point
+from kvbench.kv.scale import cap_of
 from kvbench.kv.segment import LayerCache, per_head
 from kvbench.methods.base import Stage
 from kvbench.methods.chain import Chain
@@ -44,7 +46,6 @@ from kvbench.models.interface import (
     call_hooks,
     layer_hooks,
     row_hooks,
-    sliding_window,
     synchronise,
 )
 from kvbench.models.lowrank import lifts
@@ -102,7 +103,7 @@ class PromptLayer(KvbenchLayer):
             # each head attends by its leading head's query and key, over its own values
             keys, values = per_head(keys, len(q))[leads], per_head(values, len(q))
             q = q[leads]
-        if self.plain or window is not None:
+        if self.plain or window is not None or cap_of(scale) is not None:
             return attend_rows(q, keys, values, scale, window)[None]
         gqa = q.shape[0] != keys.shape[0]
         return F.scaled_dot_product_attention(
@@ -132,21 +133,25 @@ def observe(
     on_layer: OnLayer,
     plain: bool = False,
     chain: Chain | None = None,
+    on_local: Callable[[LayerCache], None] = lambda layer: None,
 ) -> tuple[Tensor, dict[int, float]]:
-    """Read ``input_ids`` [n] once and hand every finished layer to ``on_layer``.
+    """Read ``input_ids`` [n] once and hand every finished layer to ``on_layer``, and local ones to ``on_local``.
 
     Returns the next token's logits [V] and the seconds that column sums took, by bit width of the keys. ``plain``
     attends by fp32 softmax rows instead of PyTorch's fused attention. The prompt is computed under ``chain``: its
-    stages may read other keys and values than are stored, drop hidden states, or let heads share logits.
+    stages may read other keys and values than are stored, drop hidden states, or let heads share logits. None of this
+    concerns local layers: the others are numbered as if there were no local ones.
     """
     shape = from_config(model.config)
-    n_layers = shape.layers
+    n_layers, local = shape.layers, local_layers(model.config)
+    number = {layer: i for i, layer in enumerate(i for i in range(shape.all_layers) if i not in local)}
     chain = chain or Chain()
     n = input_ids.shape[0]
     read = chain.read if any(type(s).read is not Stage.read for s in chain.stages) else None
     sharer = chain.sharer
     shares = [partial(sharer.leads, n=n, layer=i, n_layers=n_layers) if sharer else None for i in range(n_layers)]
-    layers = [PromptLayer(needs, plain, read, share) for share in shares]
+    compressed = [PromptLayer(needs, plain, read, share) for share in shares]
+    layers = [PromptLayer(Needs(), plain) if i in local else compressed[number[i]] for i in range(shape.all_layers)]
     rows: list[Rows | None] = [None] * (n_layers + 1)  # tokens that each layer reads; None: all
     prompt = zlib.crc32(input_ids.to("cpu", torch.int64).numpy().tobytes())
 
@@ -164,14 +169,19 @@ def observe(
                 f"layer {index} caches keys {tuple(k.shape)} and values {tuple(v.shape)} where config.json says "
                 f"{expected_shape}: kvbench cannot run this model"
             )
-        own_rows = rows[index]
+        if index in local:
+            layer.observed = {}
+            on_local(ops.local(k, v, shape.window, shape.query_heads))
+            return
+        place = number[index]
+        own_rows = rows[place]
         observation = Observation(
-            layer=index,
+            layer=place,
             n_layers=n_layers,
             n=k.shape[1],
             prompt=prompt,
             hidden=hidden[0].clone() if needs.hidden else None,
-            latents=(lifted[index].k.take(), lifted[index].v.take()) if lifted else None,
+            latents=(lifted[place].k.take(), lifted[place].v.take()) if lifted else None,
             inv_freq=inv_freq,
             length=n,
             positions=None if own_rows is None else own_rows.positions,
@@ -180,7 +190,7 @@ def observe(
         )
         layer.observed = {}
         try:
-            rows[index + 1] = _next_rows(chain, observation, k)
+            rows[place + 1] = _next_rows(chain, observation, k)
             on_layer(observation, k, v)
         except Exception:
             check_finite(chain, "keys or values", k, v)  # no stage is at fault where these are not finite
@@ -196,7 +206,7 @@ def observe(
             use_cache=True,
             logits_to_keep=1,
         )
-    seconds = {bits: sum(layer.colsums_s[bits] for layer in layers) for bits in layers[0].colsums_s}
+    seconds = {bits: sum(layer.colsums_s[bits] for layer in compressed) for bits in compressed[0].colsums_s}
     return out.logits[0, -1].clone(), seconds
 
 
@@ -232,27 +242,6 @@ def prefill_chains(
     return [caches[i] for i in range(len(chains))]
 
 
-def check_capacity(model: PreTrainedModel, tokens: int) -> None:
-    """Raise UsageError where a text of ``tokens`` runs past a learned position table (OPT)."""
-    limit = getattr(model.config, "max_position_embeddings", None)
-    if limit is not None and tokens > limit and traits.learned_positions(model):
-        raise UsageError(
-            f"prompt + new tokens = {tokens} exceed the model's {limit} learned positions: "
-            "shorten the prompt or lower max_new_tokens"
-        )
-
-
-def check_window(model: PreTrainedModel, tokens: int, chains: Sequence[Chain]) -> None:
-    """Raise UsageError if a text of ``tokens`` outgrows the model's sliding window and is to be compressed."""
-    window = sliding_window(model.config)
-    compressing = [c.name for c in chains if c.stages]
-    if window is not None and tokens > window and compressing:
-        raise UsageError(
-            f"the model attends a sliding window of {window} tokens and prompt + new tokens are {tokens}: beyond the "
-            f"window only method=full runs, not {', '.join(compressing)}"
-        )
-
-
 def _shared_pass(model: PreTrainedModel, ids: Tensor, chains: Sequence[Chain], plain: bool) -> list[Cache]:
     """Return one cache per chain from one prefill, for chains under which the prompt is computed alike."""
     n = ids.shape[0]
@@ -281,7 +270,8 @@ def _shared_pass(model: PreTrainedModel, ids: Tensor, chains: Sequence[Chain], p
     total = [0.0]
     with _clock(ids.device, total, 0):
         # chains of one prefill key compute the prompt alike
-        logits, colsums_s = observe(model, ids, needs, on_layer, plain, chains[0])
+        local: list[LayerCache] = []  # which all chains share
+        logits, colsums_s = observe(model, ids, needs, on_layer, plain, chains[0], local.append)
         check_finite(chains[0], "logits", logits)
     # the forward pass alone: without compression, checks and column sums, which chains pay for themselves
     forward = max(total[0] - sum(spent) - sum(colsums_s.values()), 0.0)
@@ -290,7 +280,8 @@ def _shared_pass(model: PreTrainedModel, ids: Tensor, chains: Sequence[Chain], p
     for chain, compressed, seconds in zip(chains, layers, spent[:-1], strict=True):
         wants = chain.needs(n)
         seconds += sum(colsums_s[bits] for bits in {*wants.colsums_bits, *([EXACT] if wants.colsums else [])})
-        caches.append(Cache(tuple(compressed.caches), logits, chain, n, forward, seconds, owner, compressed.mismatch))
+        parts = tuple(compressed.caches), logits, chain, n, forward, seconds, owner, compressed.mismatch, tuple(local)
+        caches.append(Cache(*parts, long=beyond_turn(model, n)))
     return caches
 
 

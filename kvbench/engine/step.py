@@ -11,6 +11,7 @@ from transformers.cache_utils import Cache as HFCache
 
 from kvbench.engine.decode_layer import RowLayer
 from kvbench.errors import UsageError
+from kvbench.kv.model_shape import local_layers
 from kvbench.methods.prompt_cache import Cache
 from kvbench.models.interface import KvbenchLayer, sliding_window
 from kvbench.models.lowrank import lifts
@@ -24,7 +25,7 @@ def build(
     """Build the decode batch of ``caches``: one RowLayer per model layer, with room for ``capacity`` new tokens.
 
     At most ``at_once`` of them come in one step, under ``alone`` as if each came in a step of its own. The model must
-    stay as the chains adapt it while the batch is used.
+    stay as the chains adapt it while the batch is used. Methods know the layers by their numbers without local ones.
     Layers with no other reference, as where ``caches`` is ``given_up``, are freed one by one once the batch holds them,
     so that memory never holds all of them twice.
     """
@@ -35,11 +36,15 @@ def build(
     chains = [(c.chain, c.chain.evictor) for c in rows]
     lifted = lifts(model)
     rotary = rotation(model) if any(e is not None and e.rolled for _, e in chains) else None
-    columns = deque([c.layers[i] for c in rows] for i in range(len(rows[0].layers)))
+    compressed, local = ([*zip(*layers, strict=True)] for layers in ([c.layers for c in rows], [c.local for c in rows]))
     del rows
+    columns = deque(enumerate(compressed))
+    for i, column in zip(sorted(local_layers(model.config)), local, strict=True):
+        columns.insert(i, (i, column))
+    del compressed, local
     layers: list[RowLayer] = []
     while columns:
-        i = len(layers)
+        i, column = columns.popleft()
         stored = [
             StoredRow(
                 cache=cache,
@@ -50,10 +55,10 @@ def build(
                 lift=lifted[i] if lifted else None,
                 rotary=rotary,
             )
-            for cache, (chain, evictor) in zip(columns.popleft(), chains, strict=True)
+            for cache, (chain, evictor) in zip(column, chains, strict=True)
         ]
         layers.append(RowLayer(stored, room))
-        del stored
+        del stored, column
     return layers
 
 

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvbench.kv.scale import cap_of, capped
 from kvbench.kv.segment import per_head
 
 BLOCK_BYTES = 16 * 2**20
@@ -23,7 +24,7 @@ def causal_softmax(query: Tensor, keys: Tensor, scale: float, window: int | None
     hk, m, _ = keys.shape
     # logits = scale * q k^T; the query heads of a group share one product with their kv head
     scaled = (query.float() * scale).reshape(hk, hq // hk * w, d)
-    logits = (scaled @ keys.float().transpose(1, 2)).view(hq, w, m)
+    logits = capped(scaled @ keys.float().transpose(1, 2), scale).view(hq, w, m)
     # query i is token m - w + i: it sees no later key, and under a window none that is too far behind
     ones = torch.ones(w, m, dtype=torch.bool, device=logits.device)
     hidden = ones.triu(m - w + 1)
@@ -73,7 +74,8 @@ def column_sums(
         kv_slice = slice(first, first + heads)
         for start in range(0, n, size):
             end = min(n, start + size)
-            rows = (q[kv_slice, :, start:end].flatten(1, 2) @ k[kv_slice, :, :end]).view(-1, group, end - start, end)
+            rows = capped(q[kv_slice, :, start:end].flatten(1, 2) @ k[kv_slice, :, :end], scale)
+            rows = rows.view(-1, group, end - start, end)
             if future is None:
                 # exp(logit - lse) is the softmax itself; tril clears the keys behind each query
                 rows.exp_()[..., start:].tril_()
@@ -90,10 +92,11 @@ def column_sums(
 def attend_with_lse(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor] | None:
     """Return causal attention [Hq, n, D] and each row's log-sum-exp [Hq, n], by PyTorch's fused function for CPUs.
 
-    query [Hq, n, D]; keys and values [Hk, n, D]; fp32. None where PyTorch has no such function for them.
+    query [Hq, n, D]; keys and values [Hk, n, D]; fp32. None where PyTorch has no such function for them, and none
+    caps logits.
     """
     fused = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
-    if fused is None or query.is_cuda or query.dtype != torch.float32:
+    if fused is None or query.is_cuda or query.dtype != torch.float32 or cap_of(scale) is not None:
         return None
     k, v = (per_head(x, len(query)) for x in (keys, values))
     out, lse = fused(query[None], k[None], v[None], 0.0, True, scale=scale)

@@ -3,54 +3,106 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any
 
 from kvbench.errors import UsageError
 
+POSITION_BYTES = 4
+
 
 @dataclass(frozen=True)
 class Shape:
-    """Layers, heads (Hq query heads in groups over Hk kv heads) and head dimension D."""
+    """Layers, heads (Hq query heads in groups over Hk kv heads) and head dimension D.
+
+    layers: the layers that methods compress. They attend all tokens, or all of the model's layers slide.
+    local_layers: the layers beside them that attend only the last ``window`` tokens, hold no others, and pass through.
+    """
 
     layers: int
     query_heads: int
     kv_heads: int
     head_dim: int
+    local_layers: int = 0
+    window: int = 0
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise UsageError(f"model.shape.{name}={value!r} is not possible: a whole number, 1 or more")
+            least = int(name not in ("local_layers", "window") or bool(self.local_layers or self.window))
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise UsageError(f"model.shape.{name}={value!r} is not possible: a whole number, {least} or more")
         if self.query_heads % self.kv_heads:
             raise UsageError(
                 f"model.shape.query_heads={self.query_heads} is not possible: a multiple of kv_heads={self.kv_heads}"
             )
 
+    @property
+    def all_layers(self) -> int:
+        """The layers of the model, local ones included."""
+        return self.layers + self.local_layers
+
     def full_bytes(self, tokens: int, itemsize: int, heads: int | None = None) -> int:
-        """Return the bytes of all keys and values of ``tokens``, stored under ``heads``, by default the kv heads."""
-        return 2 * self.layers * (heads or self.kv_heads) * tokens * self.head_dim * itemsize
+        """Return the bytes of all keys and values of ``tokens``, stored under ``heads``, by default the kv heads.
+
+        Local layers hold those of their window, under the kv heads.
+        """
+        compressed = 2 * self.layers * (heads or self.kv_heads) * tokens * self.head_dim * itemsize
+        return compressed + self.local_bytes(tokens, itemsize)
+
+    def local_bytes(self, tokens: int, itemsize: int) -> int:
+        """Return the bytes of the keys and values that local layers hold of ``tokens``."""
+        return 2 * self.local_layers * self.kv_heads * min(tokens, self.window) * self.head_dim * itemsize
+
+    def local_overhead(self, tokens: int) -> int:
+        """Return the bytes of the positions that local layers hold of ``tokens``."""
+        return self.local_layers * min(tokens, self.window) * POSITION_BYTES
+
+    @property
+    def note(self) -> str | None:
+        """A note on local layers, for readers of a run's results; None for a model without them."""
+        if not self.local_layers:
+            return None
+        return (
+            f"{self.local_layers} of {self.all_layers} layers are local (window {self.window}) and pass through: "
+            f"methods, budgets and tokens kept are of the other {self.layers}, bytes of all layers."
+        )
 
     def __str__(self) -> str:
+        local = f" and {self.local_layers} local ones (window {self.window})" if self.local_layers else ""
         return (
-            f"{self.layers} layers, {self.query_heads} query and {self.kv_heads} kv heads of dimension {self.head_dim}"
+            f"{self.layers} layers{local}, {self.query_heads} query and {self.kv_heads} kv heads of dimension "
+            f"{self.head_dim}"
         )
 
 
 def from_entry(entry: Mapping[str, Any]) -> Shape:
     """Return the shape written in an entry of conf/model. Raises UsageError if a part of it is missing."""
     names = [f.name for f in fields(Shape)]
-    if set(entry) != set(names):
-        raise UsageError(f"model.shape={dict(entry)} is not possible: a mapping with {', '.join(names)}, all of them")
+    needed = [f.name for f in fields(Shape) if f.default is MISSING]
+    if not set(needed) <= set(entry) <= set(names):
+        raise UsageError(
+            f"model.shape={dict(entry)} is not possible: a mapping with {', '.join(needed)}, all of them, and with "
+            "local_layers and window where the model has local layers"
+        )
     return Shape(**entry)
+
+
+def local_layers(config: Any) -> frozenset[int]:
+    """Return the layers that attend a sliding window beside others that attend all tokens; none if all are alike."""
+    kinds = list(getattr(config, "layer_types", None) or ())
+    if getattr(config, "sliding_window", None) is None or len(set(kinds)) < 2:
+        return frozenset()
+    return frozenset(i for i, kind in enumerate(kinds) if kind == "sliding_attention")
 
 
 def from_config(config: Any) -> Shape:
     """Return the shape of a checkpoint by its Hugging Face configuration."""
-    heads = int(config.num_attention_heads)
+    heads, local = int(config.num_attention_heads), len(local_layers(config))
     return Shape(
-        layers=int(config.num_hidden_layers),
+        layers=int(config.num_hidden_layers) - local,
         query_heads=heads,
         kv_heads=int(getattr(config, "num_key_value_heads", None) or heads),
         head_dim=int(getattr(config, "head_dim", None) or config.hidden_size // heads),
+        local_layers=local,
+        window=int(config.sliding_window) if local else 0,
     )

@@ -27,6 +27,15 @@ def dense(
     return LayerCache((Segment(k, v, positions.to(torch.int32)[None]),), n, heads, query_heads, prompt=n)
 
 
+def local(k: Tensor, v: Tensor, window: int, query_heads: int) -> LayerCache:
+    """Return the cache of a local layer: the last ``window`` tokens of k, v [Hk, n, D]."""
+    n = k.shape[1]
+    first = max(0, n - window)
+    positions = torch.arange(first, n, dtype=torch.int32, device=k.device)[None]
+    held = Segment(k[:, first:].clone(), v[:, first:].clone(), positions)
+    return LayerCache((held,), n, len(k), query_heads, prompt=n, window=window)
+
+
 def only_segment(cache: LayerCache) -> Segment:
     """Return the single segment that selection works on. Raises ValueError if another stage has split the cache."""
     if len(cache.segments) != 1:

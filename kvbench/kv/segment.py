@@ -116,7 +116,8 @@ class LayerCache:
     under ``per=query_head``), ``query_heads`` is Hq. ``weight`` is this layer's weight for a stage that divides one
     budget over all layers; None: the layer takes no part. ``decided`` are the prompt's tokens that each stored head
     keeps, recorded by stages whose count depends on the data. ``prompt`` is the prompt's length when it was compressed,
-    to which budgets refer for the whole generation (0: all that was read).
+    to which budgets refer for the whole generation (0: all that was read). ``window`` marks a local layer: it holds the
+    last ``window`` tokens read, no method compresses it, and it holds no others while decoding.
     """
 
     segments: tuple[Segment, ...]
@@ -127,6 +128,7 @@ class LayerCache:
     decided: tuple[int, ...] | None = None
     prompt: int = 0
     copy_from: Tensor | None = None  # [Hq] int16: the head whose attention output each head has; None: all their own
+    window: int | None = None
 
     def __repr__(self) -> str:
         return f"<LayerCache: {self.tokens} of {self.seen} tokens, {self.heads} heads, {self.nbytes() / 2**10:.1f} KiB>"

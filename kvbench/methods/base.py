@@ -45,6 +45,7 @@ class Stage(Knobs):
     role: ClassVar[Role]
     revision: ClassVar[int] = 1
     rotates: ClassVar[bool] = False  # True: it rotates queries or keys to other positions
+    uncapped: ClassVar[bool] = False  # True: its formula holds only where no model caps logits
     rebalances: ClassVar[bool] = False  # True: budgets depend on all layers, see ``rebalance``
     adapts: ClassVar[bool] = False  # True: the model itself is changed, see ``adapt``
     changes: ClassVar[str] = ""  # why keys or values that it stores exactly are not the prompt's (it merges them, say)
@@ -244,10 +245,8 @@ class Selector(TokenSelector):
             return Capacity(min(self.kv_size, n), sinks, window)
         exact = (self.kv_ratio or DEFAULT_RATIO) * n
         tokens = max(2, round(exact) if self.kv_round else int(exact + 1e-9))  # 1e-9: a product meant to be whole is
-        if tokens >= n:
-            return Capacity(n, sinks, window)
-        if tokens > sinks + window:
-            return Capacity(tokens, sinks, window)
+        if tokens >= n or tokens > sinks + window:
+            return Capacity(min(tokens, n), sinks, window)
         return Capacity(tokens, min(sinks, tokens // 2), min(window, tokens // 2), shrunk=True)
 
     def nominal(self, n: int) -> int | None:

@@ -15,6 +15,7 @@ from kvbench.conf import is_whole
 from kvbench.kv import ops
 from kvbench.kv.model_shape import from_config
 from kvbench.kv.observation import Needs, Observation
+from kvbench.kv.scale import capped
 from kvbench.kv.segment import LayerCache
 from kvbench.methods.knobs import Rule, at_least, knob, one_of
 from kvbench.methods.prefill_changing import HeadSharer
@@ -142,7 +143,8 @@ def merge_clusters(
     that the result is the same on all devices.
     """
     q, k = (t.detach().to("cpu", torch.float64).contiguous() for t in (first_q, first_k))
-    maps = (q @ k.repeat_interleave(len(q) // len(k), dim=0).transpose(1, 2) * scale).softmax(dim=-1).flatten(1)
+    logits = q @ k.repeat_interleave(len(q) // len(k), dim=0).transpose(1, 2) * scale
+    maps = capped(logits, scale).softmax(dim=-1).flatten(1)
     unit = maps / maps.norm(dim=1, keepdim=True)
     # distance = 1 - cosine
     distance = (1 - unit @ unit.T).clamp(min=0).fill_diagonal_(torch.inf)

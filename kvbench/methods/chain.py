@@ -212,8 +212,7 @@ class Chain:
             raise UsageError(f"method {self.name}: positions=rolled needs rotary positions, {model.unrolled}")
         for stage in self.stages:
             stage.check_heads(self.heads(model.shape.kv_heads, model.shape.query_heads), model.shape.query_heads)
-            reason = model.mixed if stage.role == "lowrank" else model.unrolled if stage.rotates else None
-            if reason is not None:
+            if (reason := _unsupported(stage, model)) is not None:
                 raise UsageError(f"method {stage.id} does not support the model family {model.family!r}: {reason}")
 
     def provenance(self) -> dict[str, Any]:
@@ -285,3 +284,13 @@ class Chain:
     def identity(self) -> dict[str, Any]:
         """Return everything that decides what the chain computes: its stages in order, and heads."""
         return {"stages": [s.identity() for s in self.stages], "per": self.per if self.stages else "kv_head"}
+
+
+def _unsupported(stage: Stage, model: ModelTraits) -> str | None:
+    """Return why a stage cannot run on any model with these traits, or None."""
+    reads_modules = stage.needs(1).call
+    if model.shape.local_layers and (stage.adapts or stage.role == "hidden" or reads_modules):
+        return f"{model.shape.local_layers} of its {model.shape.all_layers} layers are local, and it reaches into those"
+    if model.capped and (stage.uncapped or reads_modules):
+        return "it caps attention logits (softcapping), which the method's formula does not"
+    return model.mixed if stage.role == "lowrank" else model.unrolled if stage.rotates else None

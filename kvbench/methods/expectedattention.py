@@ -27,6 +27,7 @@ class ExpectedAttention(Selector):
 
     id: ClassVar[str] = "expectedattention"
     rotates: ClassVar[bool] = True
+    uncapped: ClassVar[bool] = True  # E[exp(q.k)] of normal q has this form for q.k itself
 
     sinks: int = knob(4, at_least(0, "tokens"))
     future: int = knob(512, Rule("1 to 100000 positions", lambda count: 1 <= count <= 100_000))

@@ -80,7 +80,6 @@ class LowRankStage(Stage):
 
     @contextmanager
     def adapt(self, model: PreTrainedModel) -> Iterator[None]:
-        lowrank.check_rotation(model, self.id)
         remembered, key = _factored.setdefault(model, OrderedDict()), (self, model.device, model.dtype)
         if key not in remembered:
             remembered[key] = self.factors(model)

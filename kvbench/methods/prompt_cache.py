@@ -24,6 +24,9 @@ class Cache:
 
     prefill_s: the seconds of the prompt's forward pass without compression, which all chains of that pass share.
     compress_s: the seconds of this chain alone, with the statistics that it needs.
+    layers: the layers that methods compress, all but the local ones.
+    local: the layers that attend a window beside others that do not, as the model itself holds them.
+    long: whether the prompt was rotated as long texts are, in a model that rotates them otherwise (LongRoPE).
     model: the model that read the prompt.
     mismatch: where the cache differs from the prompt, as found while the prompt's own keys and values were at hand.
     """
@@ -36,6 +39,8 @@ class Cache:
     compress_s: float = 0.0
     model: weakref.ref[Any] | None = field(default=None, compare=False, repr=False)
     mismatch: str = ""
+    local: tuple[LayerCache, ...] = ()
+    long: bool = False
 
     def __repr__(self) -> str:
         knobs = [(k, v) for stage in self.chain.stages for k, v in stage.knobs().items()]
@@ -47,7 +52,8 @@ class Cache:
         return replace(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Cache:
-        return replace(self, layers=deepcopy(self.layers, memo), logits=self.logits.clone())
+        layers, local = deepcopy((self.layers, self.local), memo)
+        return replace(self, layers=layers, local=local, logits=self.logits.clone())
 
     def __reduce__(self) -> str:
         raise TypeError(
@@ -60,6 +66,11 @@ class Cache:
         """The number of tokens read so far, hence the position of the next one."""
         return self.layers[0].seen
 
+    @property
+    def batch_key(self) -> object:
+        """The key of the decode batch: the chain's, and the rotation, which all rows of a step have in common."""
+        return self.chain.batch_key, self.long
+
     def nbytes(self) -> int:
         """Return the bytes of the storages held for keys, values and their overhead, each storage once."""
-        return storage_bytes(t for layer in self.layers for t in layer.tensors())
+        return storage_bytes(t for layer in (*self.layers, *self.local) for t in layer.tensors())

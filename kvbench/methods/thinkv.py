@@ -9,6 +9,7 @@ import torch
 
 from kvbench.kv import ops
 from kvbench.kv.observation import Observation
+from kvbench.kv.scale import capped
 from kvbench.kv.segment import LayerCache
 from kvbench.methods.knobs import knob
 from kvbench.methods.pruner import head_lengths, padded, removed
@@ -41,7 +42,8 @@ class ThinkV(Think):
         query_positions = obs.token_positions(keys.device)[obs.n - q.shape[1] :]
         visible = (positions[:, None] <= query_positions[:, None]) & filled[:, None]  # [H, w, L]
         # A = softmax(q k^T) over the tokens seen
-        logits = (q.float() * obs.scale).reshape(heads, -1, q.shape[2]) @ keys.float().transpose(1, 2)
+        scaled = (q.float() * obs.scale).reshape(heads, -1, q.shape[2])
+        logits = capped(scaled @ keys.float().transpose(1, 2), obs.scale)
         probs = logits.view(heads, -1, *visible.shape[1:]).masked_fill(~visible[:, None], -torch.inf).softmax(dim=-1)
         # also clears the rows of queries that see no retained token
         probs = probs.masked_fill(~(visible & counted[:, None])[:, None], 0)

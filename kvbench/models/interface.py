@@ -20,10 +20,12 @@ from transformers.cache_utils import CacheLayerMixin
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvbench.errors import UsageError
+from kvbench.kv.model_shape import local_layers
 from kvbench.kv.observation import AttentionCall
+from kvbench.kv.scale import CappedScale
 
 NAME = "kvbench"
-UNSERVED = ("softcap", "s_aux", "sinks", "position_bias", "attention_bias", "head_mask")
+UNSERVED = ("s_aux", "sinks", "position_bias", "attention_bias", "head_mask")
 """Arguments that models pass to an attention function and this one does not compute."""
 TENSOR_PARTS = ("shape", "transpose", "view", "reshape", "repeat", "expand", "permute", "contiguous")
 TURN = threading.RLock()
@@ -85,6 +87,7 @@ def attention(
     attention_mask: WindowMask | None,
     scaling: float | None = None,
     sliding_window: int | None = None,
+    softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Return (attention [B, T, Hq, D] of query [B, Hq, T, D], None), as transformers' attention functions do."""
@@ -96,17 +99,17 @@ def attention(
     elif attention_mask is not None or unserved:
         demands = " and ".join(unserved) or "a mask of its own"
         raise UsageError(f"{type(module).__name__} asks for {demands}, which kvbench does not compute")
-    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    scale = CappedScale.of(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap)
     window = sliding_window if sliding_window is not None and key.seen > sliding_window else None
     return key.attend(query, scale, window).transpose(1, 2), None
 
 
 def sliding_window(config: Any) -> int | None:
-    """Return the model's sliding window in tokens; None if no layer has one."""
+    """Return the sliding window in tokens of a model all of whose layers slide; None for all others."""
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None)
     slides = getattr(config, "use_sliding_window", True) if kinds is None else "sliding_attention" in kinds
-    return int(window) if window is not None and slides else None
+    return int(window) if window is not None and slides and not local_layers(config) else None
 
 
 @dataclass(frozen=True)

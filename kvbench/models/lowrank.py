@@ -16,11 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from kvbench.errors import UsageError
 from kvbench.models.factors import Factors
 from kvbench.models.interface import attention_modules
-
-MOVING = ("dynamic", "longrope")  # rotary types whose frequencies depend on the length read so far
 
 
 @dataclass(frozen=True)
@@ -190,13 +187,3 @@ def lifts(model: PreTrainedModel) -> list[LatentLift]:
             heads = getattr(model.config, "num_key_value_heads", None) or model.config.num_attention_heads
             layer_lifts.append(LatentLift(k, v, turn, int(heads)))
     return layer_lifts
-
-
-def check_rotation(model: PreTrainedModel, method: str) -> None:
-    """Raise UsageError for rotary frequencies that change with the length of the text."""
-    kind = (getattr(model.config, "rope_parameters", None) or {}).get("rope_type", "default")
-    if kind in MOVING:
-        raise UsageError(
-            f"method {method} rotates keys anew at every step, and this model's rotary positions ({kind}) change with "
-            "the length of the text: keys would not be those that the prompt was read with"
-        )

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache as HFCache
 
 from kvbench.errors import UsageError
+from kvbench.kv.exact_attention import attend_rows
 from kvbench.models.interface import KvbenchLayer, attached, attention_modules
 from kvbench.storage.roles import Rotary
 
@@ -37,8 +37,7 @@ class ProbeLayer(KvbenchLayer):
 
     def attend(self, query: Tensor, scale: float, window: int | None) -> Tensor:
         self.query = query
-        grouped = query.shape[1] != self.k.shape[1]
-        return F.scaled_dot_product_attention(query, self.k, self.v, is_causal=True, scale=scale, enable_gqa=grouped)
+        return attend_rows(query[0], self.k[0], self.v[0], scale, window)[None]
 
 
 _PROBED: WeakKeyDictionary[PreTrainedModel, Probe] = WeakKeyDictionary()

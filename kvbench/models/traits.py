@@ -21,8 +21,22 @@ from kvbench.kv.model_shape import Shape, from_config
 from kvbench.models import probe
 from kvbench.models.interface import attention_modules
 
-TESTED = ("gpt_neox", "llama", "mistral", "opt", "qwen2", "qwen3")
+TESTED = (
+    "gemma2",
+    "gemma3_text",
+    "gpt_neox",
+    "llama",
+    "mistral",
+    "mixtral",
+    "opt",
+    "phi3",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "smollm3",
+)
 MOST_LAYERS = 4096  # building a million would take hours
+MOVING = ("dynamic", "longrope")  # rotary types whose frequencies depend on the length read so far
 LAYER_TYPES = ("full_attention", "sliding_attention")
 PLAIN_PARTS = ("q_proj", "k_proj", "v_proj", "o_proj", "out_proj", "dense", "query_key_value", "rotary_emb", "q_norm")
 """Children of an attention module through which its keys and values do not pass on the way to the cache."""
@@ -34,12 +48,14 @@ class ModelTraits:
 
     unrolled: why cached keys cannot be rotated to other positions, or None.
     mixed: why keys and values are not linear in what their layer reads, as low-rank methods need, or None.
+    capped: whether attention logits are capped (softcapping).
     """
 
     family: str
     shape: Shape
     unrolled: str | None
     mixed: str | None
+    capped: bool = False
 
     @property
     def note(self) -> str | None:
@@ -79,7 +95,8 @@ def of_model(model: PreTrainedModel) -> ModelTraits:
     if family not in TESTED and model.device.type != "meta":
         result = probe.probe(model)
         unrolled, mixed = unrolled or result.unrolled, mixed or result.mixed
-    return ModelTraits(family, from_config(model.config), unrolled, mixed)
+    capped = getattr(model.config, "attn_logit_softcapping", None) is not None
+    return ModelTraits(family, from_config(model.config), unrolled, mixed, capped)
 
 
 _KNOWN: dict[str, ModelTraits] = {}
@@ -105,14 +122,19 @@ def of_config(config: Any) -> ModelTraits:
 def check_served(model: PreTrainedModel) -> None:
     """Raise UsageError with the reason for a model whose cache or attention kvbench does not compute."""
     config, modules = model.config, attention_modules(model)
+    text = config.get_text_config()
     layers = getattr(config, "num_hidden_layers", 0)
     kinds = sorted(set(getattr(config, "layer_types", None) or ()) - set(LAYER_TYPES))
     arguments = inspect.signature(model.forward).parameters
     reasons = {
-        "it reads through cross-attention": config.is_encoder_decoder or len(modules) > layers,
-        "its language model is a part of a larger model": config.get_text_config() is not config,
+        "it reads through cross-attention": config.is_encoder_decoder,
+        f"its language model, of the type {text.model_type}, is a part of a larger model: save that part as a model "
+        "of its own and give its folder (docs/own.md says how)": text is not config,
+        "it has more attention modules than layers (cross-attention)": len(modules) > layers,
         "it caches latents instead of keys and values (latent attention)": getattr(config, "kv_lora_rank", None),
-        f"it has layers of the type {', '.join(kinds)}": kinds,
+        f"it has layers of the type {', '.join(kinds)}, and only {' and '.join(LAYER_TYPES)} run (state-space and "
+        "other recurrent layers cache no keys)": kinds,
+        "its layers have heads of different sizes": _varies(config),
         f"{len(modules)} of its {layers} layers have attention (state-space or recurrent layers have no keys)": (
             [m.layer_idx for m in modules] != list(range(layers))
         ),
@@ -121,13 +143,21 @@ def check_served(model: PreTrainedModel) -> None:
             hasattr(sys.modules.get(type(m).__module__), "ALL_ATTENTION_FUNCTIONS") for m in modules
         ),
         "it takes no position ids": "position_ids" not in arguments,
-        "it caps attention logits (softcapping)": getattr(config, "attn_logit_softcapping", None),
         "its attention has sinks that are no tokens": any(hasattr(m, "sinks") for m in modules),
         "its attention is not causal": any(getattr(m, "is_causal", True) is False for m in modules),
     }
     reason = next((text for text, applies in reasons.items() if applies), None)
     if reason is not None:
         raise _refused(config, reason)
+
+
+def _varies(config: Any) -> bool:
+    """Tell whether a configuration has no one head dimension: transformers then raises an error for whoever asks."""
+    try:
+        getattr(config, "head_dim", None)
+    except RuntimeError:
+        return True
+    return False
 
 
 def _refused(config: Any, reason: str) -> UsageError:
@@ -139,8 +169,20 @@ def learned_positions(model: PreTrainedModel) -> bool:
     return not any(name.endswith("inv_freq") for name, _ in model.named_buffers())
 
 
+def rope_type(config: Any) -> str:
+    """Return the kind of a model's rotary positions: ``default`` where they are not scaled, or differ by layer."""
+    return str((getattr(config, "rope_parameters", None) or {}).get("rope_type", "default"))
+
+
+def turning_point(config: Any) -> int | None:
+    """Return the most tokens of a text that LongRoPE rotates by its short factors; None for another rotation."""
+    return int(config.rope_parameters["original_max_position_embeddings"]) if rope_type(config) == "longrope" else None
+
+
 def _unrolled(model: PreTrainedModel) -> str | None:
     modules = attention_modules(model)
+    if (kind := rope_type(model.config)) in MOVING:
+        return f"its rotary positions ({kind}) change with the length of the text"
     if sum(hasattr(m, "inv_freq") for m in model.modules()) != 1:
         return "its layers rotate keys in different ways"
     if not all(getattr(m, "use_rope", True) for m in modules):

@@ -97,9 +97,9 @@ def estimate(
     # twice: the cache and its copy in the decode batch
     costs = {i: 2 * cache_bytes(c.chain, shape, n, itemsize) + tail for i, c in cells.items()}
     observed = _observation_bytes(needs, shape, n, itemsize, hidden_size)
-    layer = shape.full_bytes(n, itemsize) // shape.layers + observed
+    dense = (shape.full_bytes(n, itemsize) - shape.local_bytes(n, itemsize)) // shape.layers
     answers = sum(len(some) for some in todo.values())
-    return Estimate(n, costs, layer, min(rows, answers), _seconds_left(todo, samples))
+    return Estimate(n, costs, dense + observed, min(rows, answers), _seconds_left(todo, samples))
 
 
 def cache_bytes(chain: Chain, shape: Shape, n: int, itemsize: int) -> int:

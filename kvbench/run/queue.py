@@ -136,9 +136,9 @@ class DecodeQueue:
             return
         if len(self.running) > ENTER_SHARE * self.most_rows or cost > ENTER_SHARE * self.most_bytes:
             return
-        kind = (self.running or self.waiting)[0].cache.chain.batch_key
+        kind = (self.running or self.waiting)[0].cache.batch_key
         entering: list[QueuedRow] = []
-        for row in [r for r in self.waiting if r.cache.chain.batch_key == kind]:
+        for row in [r for r in self.waiting if r.cache.batch_key == kind]:
             count = len(self.running) + len(entering)
             cost += row.cost
             if count and (count >= self.most_rows or cost > self.most_bytes):

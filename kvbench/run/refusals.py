@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvbench.engine.prefill import check_window
+from kvbench.engine.limits import check_turn, check_window
 from kvbench.errors import KvbenchError, UsageError
 from kvbench.example import Example
 from kvbench.run.host import Host
 from kvbench.run.plan import Cell
+from kvbench.tasks.prompt import Encoded
 
 
 class ModelChanged(KvbenchError):
@@ -23,13 +24,14 @@ class ModelChanged(KvbenchError):
         self.cells = {c.id for c in cells}
 
 
-def unfit(host: Host, cell: Cell, tokens: int, example: Example) -> str | None:
-    """Return why a cell cannot run a text of ``tokens``, or None if it can.
+def unfit(host: Host, cell: Cell, encoded: Encoded, example: Example) -> str | None:
+    """Return why a cell cannot run an example, whose prefill reads ``encoded``, or None if it can.
 
     Beyond a sliding window only the full cache can run. Beyond the model's context, texts to be scored
     (``example.tokens``) need rolled positions; prompts to be answered were cut to the context already.
     """
     selector = cell.chain.selector
+    tokens = len(example.tokens) or len(encoded) + example.max_new_tokens
     exceeds_context = bool(example.tokens) and host.context is not None and tokens > host.context
     if exceeds_context and not (selector and selector.rolled):
         return (
@@ -38,6 +40,7 @@ def unfit(host: Host, cell: Cell, tokens: int, example: Example) -> str | None:
         )
     try:
         check_window(host.model, tokens, [cell.chain])
+        check_turn(host.model, len(encoded.ids), tokens)
     except UsageError as error:
         return str(error)
     return None

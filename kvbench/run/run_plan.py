@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from kvbench.engine import memory, precision
 from kvbench.engine.calibration.session import DEFAULT_FOLDER, Session
 from kvbench.example import Example
-from kvbench.kv.model_shape import from_config
+from kvbench.kv.model_shape import from_config, local_layers
 from kvbench.models import load, traits
 from kvbench.run import equal_memory
 from kvbench.run.advice import about_prompts
@@ -50,9 +50,9 @@ class RunPlan:
 
     def advice(self) -> list[str]:
         """Return notes on settings known to be untested, pointless or harmful, before any prompt is read."""
-        untested = traits.of_config(self.source.config).note
+        model = traits.of_config(self.source.config)
         prompts = about_prompts(self.cfg.prompt, [g.task for g in self.groups], self.tokenizer)
-        notes = [untested] if untested else []
+        notes = [note for note in (model.note, model.shape.note) if note]
         if self.cfg.calibration_text and not any(self.session.requests(e.chain) for e in self.cfg.chains):
             notes.append("calibration_text= is not read: no method of this run is calibrated.")
         return [*notes, *prompts]
@@ -222,13 +222,17 @@ def check_model(cfg: RunConfig, source: load.ModelSource) -> None:
 
 
 def identify(cfg: RunConfig, source: load.ModelSource, device: torch.device) -> dict[str, Any]:
-    """Return the facts about the model that are part of a cell's identity."""
+    """Return the facts about the model that are part of a cell's identity.
+
+    ``local`` is one of them only where local layers pass through: once methods compressed these, too.
+    """
     return {
         "fingerprint": source.fingerprint,
         "weights": cfg.model.weights,
         "attention": cfg.model.attention,
         "rope_scaling": cfg.model.rope_scaling,
         "dtype": str(load.resolve_dtype(cfg.model, device, source.config)).removeprefix("torch."),
+        **({"local": "passed through"} if local_layers(source.config) else {}),
     }
 
 

@@ -15,9 +15,10 @@ from kvbench.audit.decode_audit import check_bytes, check_peak
 from kvbench.audit.prompt_audit import audit
 from kvbench.engine.batch import Answer
 from kvbench.engine.finite import no_answer
+from kvbench.engine.limits import check_capacity
 from kvbench.engine.memory import is_out_of_memory, release
 from kvbench.engine.model_state import state_of
-from kvbench.engine.prefill import check_capacity, prefill_chains
+from kvbench.engine.prefill import prefill_chains
 from kvbench.errors import KvbenchError, Refused, ending, say
 from kvbench.example import Example
 from kvbench.methods.foreign import contained
@@ -88,8 +89,7 @@ class GroupRun:
             for cell in cells:
                 self.fail(cell, error, example)
             return
-        tokens = len(example.tokens) or len(encoded) + example.max_new_tokens
-        cells = with_full(self._fitting(cells, tokens, example))
+        cells = with_full(self._fitting(cells, encoded, example))
         rows = []
         for cell, cache in self._caches(encoded, cells):
             try:
@@ -107,7 +107,7 @@ class GroupRun:
         if encoded.question:
             rows = self._together(rows, partial(extended, host=self.host, ids=encoded.question))
         self.check_model(cells, example)
-        full = next((r.cache for r in rows if not r.cell.chain.stages), None) if cells[0].fidelity else None
+        full = next((r.cache for r in rows if not r.cell.chain.stages), None) if cells and cells[0].fidelity else None
         rows = [r for r in rows if not r.cell.hidden]
         if full is not None and rows:
             rows = self.compare(example, rows, full)
@@ -306,10 +306,10 @@ class GroupRun:
         say(f"{cell.label} on {cell.column} failed: {self.failed[cell.id]}; see {trace}")
         self.drop(cell)
 
-    def _fitting(self, cells: Sequence[Cell], tokens: int, example: Example) -> list[Cell]:
-        """Return the cells that can run a text of ``tokens``, and refuse the others."""
+    def _fitting(self, cells: Sequence[Cell], encoded: Encoded, example: Example) -> list[Cell]:
+        """Return the cells that can run an example, and refuse the others."""
         for cell in cells:
-            if reason := unfit(self.host, cell, tokens, example):
+            if reason := unfit(self.host, cell, encoded, example):
                 self.refuse(cell, reason, example)
         return [c for c in cells if c.id not in self.refused]
 

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvbench.kv.scale import cap_of, capped
 from kvbench.storage import kernels
 from kvbench.storage.roles import Masker
 from kvbench.storage.row_segments import Ragged, RowSegment, Shared
@@ -34,7 +35,7 @@ def logits(query: Tensor, keys: Tensor, scale: float, channels: Tensor | None = 
         q = torch.gather(q, 3, channels[:, :, None].expand(-1, -1, q.shape[2], -1))
     k = keys.transpose(2, 3)
     products = q @ k if is_fp32 else summed(q.flatten(0, 1), k.flatten(0, 1)) * scale
-    return products.reshape(b, hq, t, keys.shape[2])
+    return capped(products, scale).reshape(b, hq, t, keys.shape[2])
 
 
 def summed(a: Tensor, b: Tensor) -> Tensor:
@@ -95,10 +96,11 @@ def attend(
     A ``masker`` restricts exact attention to the tokens it picks.
     The attention is [B, Hq, T, D] in the query's dtype; the tokens attended are [B] with a masker, else None.
     """
-    if masker is None and floor is None and (out := kernels.attend(query, segments, tail, scale)) is not None:
+    plain = masker is None and floor is None and cap_of(scale) is None
+    if plain and (out := kernels.attend(query, segments, tail, scale)) is not None:
         return out, None
     padded = [s.padded() for s in segments]
-    if masker is None and floor is None and query.device.type == "cpu" and query.dtype != torch.float32:
+    if plain and query.device.type == "cpu" and query.dtype != torch.float32:
         out = _fused(query, padded, tail, scale)
         if out is not None:
             return out, None

@@ -16,6 +16,7 @@ from torch import Tensor
 from kvbench.kv.ops import only_segment, select
 from kvbench.kv.packed import Packed
 from kvbench.kv.partly_packed import Values, batched, each, parts, write
+from kvbench.kv.scale import capped
 from kvbench.kv.segment import LayerCache, Segment, per_head
 from kvbench.storage.attend import Estimate, as_they_are, logits, spread, weigh
 from kvbench.storage.packed_rows import packed_logits, packed_weigh
@@ -143,16 +144,17 @@ class Thin:
         see, kept, others, order = read or as_they_are, self.k.kept, self.k.others, self.k.order
         if order is None or others is None:
             return logits(query, see(kept), scale)
-        channels = kept.shape[3]
-        scores = logits(query, see(kept), scale, order[..., :channels])
+        # the cap is on the sum of both parts
+        channels, factor = kept.shape[3], float(scale)
+        scores = logits(query, see(kept), factor, order[..., :channels])
         if read is None:
-            more = logits(query, others, scale, order[..., channels:])
+            more = logits(query, others, factor, order[..., channels:])
         else:
             # a stand-in is made of a whole key: its logit replaces that of the kept channels alone
-            stand_ins = logits(query, read(self.k.together(self.slot)), scale, order)
+            stand_ins = logits(query, read(self.k.together(self.slot)), factor, order)
             more = stand_ins - scores.gather(3, _of_queries(self.slot, query))
         more = more.masked_fill(~_of_queries(self.whole, query), 0)
-        return scores.scatter_add(3, _of_queries(self.slot, query), more)
+        return capped(scores.scatter_add(3, _of_queries(self.slot, query), more), scale)
 
     def weigh(self, probs: Tensor) -> Tensor:
         kept, others, order = self.v.kept, self.v.others, self.v.order

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from kvbench.kv.packed import Packed
 from kvbench.kv.partly_packed import Codes, Residual, batched
+from kvbench.kv.scale import cap_of, capped
 from kvbench.kv.segment import LayerCache, Segment
 from kvbench.storage import kernels
 from kvbench.storage.attend import Estimate, as_they_are, logits, masked_softmax, spread, summed, weigh
@@ -231,7 +232,7 @@ class PackedRows(Format):
         If the packer does not pack ``after_step``, ``add`` has packed them already.
         """
         out = None
-        if self.masker is None and self.k.seen is None:
+        if self.masker is None and self.k.seen is None and cap_of(scale) is None:
             # where kernels serve, one call replaces dozens of small operations
             out = kernels.attend_packed(query, scale, self.k, self.v)
         if out is None:
@@ -320,7 +321,7 @@ def packed_logits(query: Tensor, keys: Packed, scale: float, channels: Tensor | 
     flat, scores = q.flatten(0, 1), query.new_empty(u * h, hq // h * t, length, dtype=torch.float32)
     for heads, tokens, part in unpacked(keys, query.dtype, rotation is not None):
         scores[heads, :, tokens] = summed(flat[heads], estimate(part).transpose(1, 2))
-    return (scores if is_fp32 else scores.mul_(scale)).view(u, hq, t, length)
+    return capped(scores if is_fp32 else scores.mul_(scale), scale).view(u, hq, t, length)
 
 
 def packed_weigh(probs: Tensor, values: Packed) -> Tensor:

@@ -9,9 +9,10 @@ from kvbench.storage.evicting_rows import EvictingRows
 from kvbench.storage.exact_rows import ExactRows
 from kvbench.storage.format import Format, Room, StoredRow
 from kvbench.storage.latent_rows import LatentRows
+from kvbench.storage.local_rows import LocalRows
 from kvbench.storage.packed_rows import PackedRows
 
-FORMATS: tuple[type[Format], ...] = (EvictingRows, LatentRows, PackedRows, ExactRows)
+FORMATS: tuple[type[Format], ...] = (LocalRows, EvictingRows, LatentRows, PackedRows, ExactRows)
 """The formats in order of preference: a row is stored in the first that takes it."""
 
 

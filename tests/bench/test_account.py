@@ -102,6 +102,7 @@ def test_every_model_states_a_shape(name):
         "smollm2-135m": 22.5, "smollm2-360m": 40, "smollm2-1.7b": 192, "tinyllama-1.1b": 22,
         "qwen3-0.6b": 112, "qwen3-4b": 144, "qwen3-8b": 144, "llama3.1-8b": 128, "llama3.2-3b": 112, "phi4": 200,
         "mistral-nemo": 160, "smollm3-3b": 72, "mixtral-8x7b": 128, "qwen3-30b-a3b": 96,
+        "gemma-2-2b": 104, "gemma-2-9b": 336, "gemma-3-1b": 26, "gemma-3-270m": 18, "phi3-mini": 384,
     }  # fmt: skip
     want = per_token[max((k for k in per_token if name.startswith(k)), key=len)]
     assert shape.full_bytes(1, 2) == want * 1024

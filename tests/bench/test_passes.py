@@ -15,6 +15,7 @@ from kvbench.engine.prefill import prefill_chains
 from kvbench.engine.step import build, step
 from kvbench.engine.stopping import Ending
 from kvbench.errors import UsageError
+from kvbench.kv.model_shape import from_config, from_entry
 from kvbench.models.interface import attached
 from kvbench.run import config
 
@@ -35,6 +36,11 @@ SIZES = {  # parameters as their makers publish them
     "llama3.1-8b-instruct": 8030261248,
     "llama3.2-3b-instruct": 3212749824,
     "mistral-nemo-instruct": 12247782400,
+    "gemma-2-2b-it": 2614341888,
+    "gemma-2-9b-it": 9241705984,
+    "gemma-3-1b-it": 999885952,
+    "gemma-3-270m-it": 268098176,
+    "phi3-mini-4k-instruct": 3821079552,
 }
 
 
@@ -56,6 +62,7 @@ def chains(*methods, **knobs):
 def test_random_weights_have_the_published_number_of_parameters(name, parameters):
     built = architecture.build(parsed(f"model={name}").model, torch.device("meta"))
     assert sum(p.numel() for p in built.parameters()) == parameters
+    assert from_config(built.config) == from_entry(parsed(f"model={name}").model.shape)
     assert architecture.build(parsed(f"model={name}").model, torch.device("meta"), 2).config.num_hidden_layers == 2
 
 

@@ -7,7 +7,7 @@ import weakref
 import numpy as np
 import pytest
 import torch
-from families import FAMILIES, build, prompt
+from families import WHOLE, build, prompt
 from transformers import AttentionInterface
 
 from kvbench.engine.prefill import observer
@@ -100,7 +100,7 @@ def measure(model, windows, top, tick=lambda: None):
     return entropy.measure_entropy(CalibrationRun(model, windows, recipe, tick, observer(model)))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", WHOLE)
 def test_measure_equals_a_slow_computation_over_captured_queries(family):
     model, top = build(family), 6
     windows = [prompt(24, seed) for seed in range(3)]

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import torch
-from families import FAMILIES, build, prompt
+from families import LOCALS, WHOLE, build, prompt
 from runs import prepare, run_json
 
 import kvbench
@@ -121,7 +121,7 @@ def test_impossible_requests_say_why(line, tmp_path, capsys, monkeypatch):
     assert BAD[line] in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", WHOLE + LOCALS)
 def test_the_python_interface_calibrates_any_model(family, tmp_path, letters):
     model = build(family)
     knobs = {"kv_size": 16, "samples": 2, "tokens": 40, "folder": tmp_path / "kept", "text": letters}

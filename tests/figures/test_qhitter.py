@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from families import FAMILIES
+from families import WHOLE
 from figures.readings import activations, reading
 
 from kvbench.errors import UsageError
@@ -123,7 +123,7 @@ def test_prompts_without_a_critical_token_are_refused():
         qhitter.shifts(reading(lengths=(4,)))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", WHOLE)
 def test_all_families(family):
     data = qhitter.shifts(reading(family, bits=(8,)))
     assert len(data) == 2 * 3 * 4 and data["overlap"].between(0, 1).all()

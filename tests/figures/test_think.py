@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from families import FAMILIES
+from families import WHOLE
 from figures.readings import activations, reading
 
 from kvbench.papers.figures import think
@@ -88,7 +88,7 @@ def test_the_findings():
     )
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", WHOLE)
 def test_all_families(family):
     assert np.isfinite(think.magnitudes(reading(family))["magnitude"]).all()
     data = think.energies(reading(family))

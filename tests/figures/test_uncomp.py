@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from families import FAMILIES, build, hooks
+from families import WHOLE, build, hooks
 from figures.readings import activations, reading
 
 from kvbench.errors import UsageError
@@ -119,7 +119,7 @@ def test_findings_say_what_the_data_say():
     assert "Steps of 2 in which it rises: 1. Samples of 2 in which every step rises: 1." in text
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", WHOLE)
 def test_all_families(family):
     source = reading(family)
     heads = build(family).config.num_attention_heads

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from families import FAMILIES
+from families import WHOLE
 from figures.readings import activations, reading
 
 from kvbench.errors import UsageError
@@ -67,7 +67,7 @@ def test_heads_that_are_not_there():
         vatp.value_norms(reading(heads=(4,)))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", WHOLE)
 def test_all_families(family):
     data = vatp.value_norms(reading(family))
     assert np.isfinite(data["value"]).all()

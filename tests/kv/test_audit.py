@@ -8,7 +8,9 @@ import torch
 from families import FAMILIES, build, prompt
 
 import kvbench
+from kvbench.audit.accounting import bytes_declared
 from kvbench.audit.prompt_audit import Refused, audit
+from kvbench.kv.model_shape import from_config
 from kvbench.kv.segment import Segment
 from kvbench.methods.base import Selector
 from kvbench.methods.chain import Chain
@@ -19,6 +21,9 @@ def heads_of(model):
     heads = getattr(c, "num_key_value_heads", None) or c.num_attention_heads
     dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
     return heads, dim
+
+
+LOCAL_LAYERS = {"gemma2": 1, "gemma3_text": 2}
 
 
 def measured(model, cache):
@@ -36,13 +41,20 @@ def test_bytes_equal_the_spec_formula(family, per):
     m = measured(model, cache)
     h = model.config.num_attention_heads if per == "query_head" else kv
     t = d - int(0.4 * d)
-    assert m.payload == layers * 4 * h * ((size - recent) * t + recent * d + size * d)
-    assert m.overhead == layers * (4 * h * size + 2 * h * t)
+    # a local layer holds its window of 24 tokens under the kv heads, whatever ``per`` says, and their positions once
+    held = LOCAL_LAYERS.get(family, 0) * 24
+    local = held * 2 * kv * d * 4
+    assert m.payload == layers * 4 * h * ((size - recent) * t + recent * d + size * d) + local
+    assert m.overhead == layers * (4 * h * size + 2 * h * t) + held * 4
     assert m.payload + m.overhead == cache.nbytes()
-    assert m.full_bytes == layers * 2 * kv * n * d * 4
+    assert m.full_bytes == layers * 2 * kv * n * d * 4 + local
+    assert (2 * m.payload16, 2 * m.full16, m.overhead16) == (m.payload, m.full_bytes, m.overhead)
     assert m.kept == m.nominal == size
     one = layers * 4 * ((size - recent) * t + recent * d + size * d)
-    assert (m.payload_kv_head, m.payload_query_head) == (kv * one, model.config.num_attention_heads * one)
+    query_heads = model.config.num_attention_heads
+    assert (m.payload_kv_head, m.payload_query_head) == (kv * one + local, query_heads * one + local)
+    declared = bytes_declared(cache.chain, from_config(model.config), n, 4)
+    assert (declared.payload, declared.overhead, declared.tokens) == (m.payload, m.overhead, size)
 
 
 @pytest.mark.parametrize("per", ["kv_head", "query_head"])

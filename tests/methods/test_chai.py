@@ -6,7 +6,7 @@ from dataclasses import replace
 import prefill_reference as slow
 import pytest
 import torch
-from families import FAMILIES, build, heads_of, prompt
+from families import WHOLE, build, heads_of, prompt
 from grids import grid
 
 import kvbench
@@ -97,7 +97,7 @@ def first_maps(model, window):
     return collected
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", WHOLE)
 def test_distances_are_the_mean_over_windows_of_slow_merges(family):
     model, windows = build(family), [prompt(12, 50 + i) for i in range(4)]
     (cache,) = kvbench.prefill(model, windows[0], [calibrated(model, windows, share=0.6)])
@@ -150,7 +150,7 @@ def test_calibrated_counts_are_not_guessed_and_need_five_tokens():
     assert Chai().recipe() is None
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", WHOLE)
 @pytest.mark.parametrize("per", ["kv_head", "query_head"])
 @pytest.mark.parametrize("clusters", [[2, 3, 1], [4, 1, 2]])
 def test_prompt_and_decoding_are_those_of_a_slow_reference(family, per, clusters):
@@ -172,7 +172,7 @@ def test_prompt_and_decoding_are_those_of_a_slow_reference(family, per, clusters
         assert all(s.k.shape[0] <= layer.segments[0].k.shape[0] for s in layer.segments[1:])
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", WHOLE)
 @pytest.mark.parametrize("per", ["kv_head", "query_head"])
 def test_bytes_are_those_of_the_leading_heads_keys_and_of_all_values(family, per):
     model, n = build(family), 40

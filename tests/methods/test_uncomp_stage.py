@@ -7,7 +7,7 @@ import prefill_reference as slow
 import pytest
 import torch
 from calibrations import ready
-from families import FAMILIES, build, heads_of, hooks, prompt
+from families import WHOLE, build, heads_of, hooks, prompt
 from grids import grid
 
 import kvbench
@@ -127,7 +127,7 @@ def test_ties_go_to_the_lower_index_and_the_last_tokens_stay_whatever_they_recei
     assert stage.keep_hidden(keys, seen).tolist() == [5, 6, 7, 9, 10, 11]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", WHOLE)
 @pytest.mark.parametrize("knobs", [{}, {"starts": [0, 1], "least": 0.3, "last": 2, "window": 5}])
 def test_prompt_and_decoding_are_those_of_a_slow_reference(family, knobs):
     model, n, new = build(family), 50, prompt(4, 9)
@@ -143,7 +143,7 @@ def test_prompt_and_decoding_are_those_of_a_slow_reference(family, knobs):
         torch.testing.assert_close(cache.logits, wanted[n + t], atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", WHOLE)
 def test_later_layers_compute_fewer_rows_and_the_final_token_is_always_among_them(family):
     model, n = build(family), 64
     rows = []
@@ -333,7 +333,7 @@ def test_chains_that_cannot_be_are_refused(method, why):
         chain_of(method)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", WHOLE)
 def test_hooks_go_even_if_a_layer_fails(family, monkeypatch):
     model = build(family)
     there = hooks(model)

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import torch
-from families import COMMON, GQA, build, prompt
+from families import COMMON, FAMILIES, GQA, build, prompt
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import kvbench
@@ -21,13 +21,16 @@ MIXED = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attenti
 NORM = "k_norm stands between"
 TURN = "rotates keys by another rule"
 OWN = "no projections of their own"
+LOCAL = "of its 3 layers are local"
 # family: config, why keys are not rotated anew, why low-rank methods do not run ("" where they are and do)
 SERVED = {
     "qwen3": (WIDE, "", NORM),
+    "qwen3_moe": ({**WIDE, "num_experts": 4, "num_experts_per_tok": 2}, "", NORM),
+    "gemma2": ({**WIDE, "attn_logit_softcapping": 8.0, "query_pre_attn_scalar": 24}, "softcapping", LOCAL),
     "phi": ({**COMMON, "num_attention_heads": 4, "intermediate_size": 96}, "", ""),
     "phi3": (SMALL, "", OWN),
     "gemma": (WIDE, "", ""),
-    "gemma3_text": (WIDE, "different ways", NORM),
+    "gemma3_text": ({**WIDE, "query_pre_attn_scalar": 24}, "different ways", NORM),
     "gpt2": ({**COMMON, "num_attention_heads": 4}, "learns its positions", OWN),
     "olmo": (SMALL, "", ""),
     "olmo2": (SMALL, "", NORM),
@@ -47,12 +50,21 @@ REFUSED = {
     "falcon": ({}, "attention interface"),
     "gptj": ({"n_layer": 2}, "attention interface"),
     "bloom": ({}, "attention interface"),
-    "gemma2": ({}, "softcapping"),
     "gpt_oss": ({}, "sinks"),
+    "deepseek_v2": ({"num_hidden_layers": 2}, "latent attention"),
     "deepseek_v3": ({"num_hidden_layers": 2}, "latent attention"),
-    "mamba": ({"num_hidden_layers": 2}, "linear_attention"),
+    "mamba": ({"num_hidden_layers": 2}, "linear_attention.*recurrent layers cache no keys"),
     "rwkv": ({"num_hidden_layers": 2}, "0 of its 2 layers have attention"),
-    "jamba": ({"num_hidden_layers": 8}, "linear_attention"),
+    "jamba": ({"num_hidden_layers": 8}, "linear_attention.*recurrent"),
+    "zamba": ({}, "hybrid, linear_attention.*recurrent"),
+    "zamba2": ({}, "hybrid, linear_attention.*recurrent"),
+    "nemotron_h": ({}, "linear_attention, mlp, moe.*recurrent"),
+    "falcon_h1": ({}, "hybrid.*recurrent"),
+    "bamba": ({"num_hidden_layers": 4}, "linear_attention.*recurrent"),
+    "qwen3_next": ({"num_hidden_layers": 4}, "linear_attention.*recurrent"),
+    "gemma3": ({}, "gemma3_text, is a part of a larger model: save that part"),
+    "gemma3n_text": ({}, "shares keys and values between layers"),
+    "gemma4_text": ({}, "heads of different sizes"),
     "llama4_text": ({"num_hidden_layers": 4}, "chunked_attention"),
     "bert": ({"num_hidden_layers": 2}, "not causal"),
     "bart": ({"is_encoder_decoder": True}, "cross-attention"),
@@ -98,7 +110,8 @@ def test_methods_that_would_compute_something_else_are_refused_with_the_reason(f
     config, unrolled, mixed = SERVED[family]
     traits_found = traits.of_config(AutoConfig.for_model(family, **config))
     for entry, reason in (
-        ({"method": "streamingllm", "mode": "rolled"}, unrolled),
+        # a cap on logits is no matter of the rotation
+        ({"method": "streamingllm", "mode": "rolled"}, unrolled if unrolled != "softcapping" else ""),
         ({"method": "expectedattention"}, unrolled),
         ({"method": "palu"}, mixed),
         ({"method": "asvd"}, mixed),
@@ -122,10 +135,11 @@ def test_what_cannot_be_right_is_refused_before_its_weights_are_read(family):
 @pytest.mark.parametrize("family", ["gemma3_text", "olmo3", "smollm3"])
 def test_layers_with_and_without_a_window_answer_as_the_model_itself(family):
     model, ids = model_of(family, **MIXED), prompt(30)
-    (cache,) = kvbench.prefill(model, ids, ["full"])
-    assert kvbench.generate(model, [cache], 10) == [reference(model, ids)]
-    with pytest.raises(UsageError, match="sliding window of 8 tokens"):
-        kvbench.prefill(model, ids, ["snapkv"])
+    full, complete, small = kvbench.prefill(
+        model, ids, ["full", {"method": "snapkv", "kv_ratio": 1.0}, {"method": "snapkv", "kv_size": 8, "window": 4}]
+    )
+    assert kvbench.generate(model, [full, complete], 10) == [reference(model, ids)] * 2
+    assert (len(small.layers), [layer.tokens for layer in (*small.layers, *small.local)]) == (1, [8, 8, 8])
 
 
 @pytest.mark.filterwarnings("ignore:Untested family")
@@ -179,7 +193,7 @@ def test_logits_of_another_attention_than_the_models_own_are_refused(monkeypatch
         kvbench.prefill(model, prompt(10), ["full"])
 
 
-@pytest.mark.parametrize("asked", ["softcap", "s_aux"])
+@pytest.mark.parametrize("asked", ["s_aux", "position_bias"])
 def test_what_a_model_asks_of_attention_beyond_scale_and_window_is_refused(asked):
     from kvbench.models.interface import attention
     from kvbench.models.probe import ProbeLayer
@@ -189,11 +203,12 @@ def test_what_a_model_asks_of_attention_beyond_scale_and_window_is_refused(asked
 
 
 def test_the_note_on_an_untested_family_is_a_warning_and_is_given_for_no_tested_one(recwarn):
+    assert set(traits.TESTED) == set(FAMILIES)
     assert traits.of_model(build("llama")).note is None
     kvbench.prefill(build("qwen3"), prompt(10), ["full"])
     assert not [w for w in recwarn if "Untested" in str(w.message)]
-    with pytest.warns(UserWarning, match="Untested family 'phi3'"):
-        kvbench.prefill(model_of("phi3"), prompt(10), ["full"])
+    with pytest.warns(UserWarning, match="Untested family 'phi'"):
+        kvbench.prefill(model_of("phi"), prompt(10), ["full"])
     with attached(build("llama")):
         assert traits.of_model(build("llama")).family == "llama"
 

@@ -1,14 +1,19 @@
 """Today's families on small random models: the full cache answers as transformers does, and methods pass the audit."""
 
+import shutil
 from contextlib import nullcontext
 
 import pytest
 import torch
+from runs import run_json
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import kvbench
 from kvbench.audit.prompt_audit import audit
+from kvbench.engine.likelihood import teacher_force
+from kvbench.engine.patches import by_batch
 from kvbench.errors import UsageError
+from kvbench.models import embedded
 from kvbench.models.traits import TESTED, of_model
 
 SMALL = {
@@ -25,7 +30,6 @@ SMALL = {
 SCALED = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LONG = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
 ORIGINAL = {"rope_theta": 10_000.0, "original_max_position_embeddings": 32}
-WINDOW = {"head_dim": 16, "sliding_window": 24, "query_pre_attn_scalar": 16}
 FAMILIES = {
     "llama 3.1, past its original context": (
         "llama",
@@ -75,9 +79,10 @@ def prompt():
     return torch.randint(5, 120, (1, N), generator=torch.Generator().manual_seed(1))
 
 
-def answer_of(model, ids):
+def answer_of(model, ids, new=NEW):
     """What transformers answers with its own cache."""
-    return model.generate(ids, max_new_tokens=NEW, do_sample=False, eos_token_id=None, pad_token_id=0)[0, N:].tolist()
+    out = model.generate(ids, max_new_tokens=new, do_sample=False, eos_token_id=None, pad_token_id=0)
+    return out[0, ids.shape[1] :].tolist()
 
 
 def entry(written):
@@ -103,15 +108,48 @@ def test_the_full_cache_answers_as_transformers_does_and_methods_keep_their_prom
     assert all(len(answer) == NEW for answer in answers)
 
 
-def test_local_layers_bound_what_runs_and_capped_logits_are_refused():
-    gemma3 = build("gemma3_text", **WINDOW, layer_types=["sliding_attention", "full_attention"] * 2)
-    ids = prompt()
-    wanted = gemma3.generate(ids, max_new_tokens=NEW, do_sample=False, eos_token_id=None, pad_token_id=0)[
-        0, N:
-    ].tolist()
-    (full,) = kvbench.prefill(gemma3, ids, ["full"])
-    assert kvbench.generate(gemma3, [full], NEW) == [wanted]
-    with pytest.raises(UsageError, match="beyond the window only method=full runs"):
-        kvbench.prefill(gemma3, ids, ["snapkv"], kv_size=24, window=8)
-    with pytest.raises(UsageError, match=r"it caps attention logits \(softcapping\)"):
-        kvbench.prefill(build("gemma2", **WINDOW), ids, ["full"])
+def test_a_rotation_that_would_change_in_the_middle_of_an_answer_is_refused():
+    family, more = FAMILIES["phi3 128k, past its original context"]
+    model = build(family, **more)
+    short = prompt()[0, :25]
+    (cache,) = kvbench.prefill(model, short, ["full"])
+    assert kvbench.generate(model, [cache], 7) == [answer_of(model, short[None], 7)]
+    with pytest.raises(UsageError, match=r"more than 32 tokens .*LongRoPE.* 25 \+ 8: .*in the middle of the answer"):
+        kvbench.generate(model, [cache], 8)
+    with pytest.raises(UsageError, match=r"25 \+ 20"):
+        kvbench.extend(model, cache, prompt()[0, :20])
+    with pytest.raises(UsageError, match=r"25 \+ 20"):
+        teacher_force(model, [cache], prompt()[0, :20], 20)
+
+
+def test_a_run_refuses_prompts_whose_answers_would_cross_it_and_answers_the_others(tmp_path, capsys):
+    folder = tmp_path / "phi3"
+    turn = {"original_max_position_embeddings": 140, "rope_theta": 10_000.0}
+    config = {**SMALL, "vocab_size": 1024, "max_position_embeddings": 512, "sliding_window": None}
+    scaled = {"rope_parameters": LONG | turn, "original_max_position_embeddings": 140}
+    AutoConfig.for_model("phi3", **config, **scaled).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(embedded.path() / name, folder)
+    arguments = [f"model={folder}", "weights=random", "dataset=tiny/needle", "limit=1", "method=snapkv"]
+    status, report = run_json(capsys, *arguments, "length=64,140,256", f"results={tmp_path / 'r'}")
+    cells = {(row["method"].split()[0], c["task"]): c for row in report["rows"] for c in row["cells"]}
+    refused = {task for (_, task), c in cells.items() if c["status"] == "refused"}
+    assert status == 1 and len(cells) == 6 and len(refused) == 1
+    assert all("LongRoPE" in c["reason"] for (_, task), c in cells.items() if task in refused)
+    assert all(c["n"] == 1 for (_, task), c in cells.items() if task not in refused)
+
+
+def test_prompts_of_both_rotations_are_no_rows_of_one_batch():
+    family, more = FAMILIES["phi3 128k, past its original context"]
+    model = build(family, **more)
+    caches = [c for n in (20, 60) for c in kvbench.prefill(model, prompt()[0, :n], ["full", "think"])]
+    assert by_batch(caches) == [[0, 1], [2, 3]]
+    alone = [kvbench.generate(model, [c], 8)[0] for c in caches]
+    assert kvbench.generate(model, caches, 8) == alone
+    assert alone[0] == answer_of(model, prompt()[:, :20], 8) and alone[2] == answer_of(model, prompt(), 8)
+
+
+def test_no_method_rotates_keys_of_a_model_whose_rotation_depends_on_the_length():
+    family, more = FAMILIES["phi3 128k, past its original context"]
+    with pytest.raises(UsageError, match=r"rotary positions \(longrope\) change with the length"):
+        kvbench.prefill(build(family, **more), prompt(), [{"method": "streamingllm", "mode": "rolled"}])

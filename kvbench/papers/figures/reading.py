@@ -9,7 +9,8 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvbench.engine.prefill import as_prompt, check_capacity, observe
+from kvbench.engine.limits import check_capacity
+from kvbench.engine.prefill import as_prompt, observe
 from kvbench.errors import UsageError
 from kvbench.kv.model_shape import Shape, from_config
 from kvbench.kv.observation import Needs, Observation

@@ -1,0 +1,50 @@
+"""The lengths of texts that a model or a method does not read, with the reasons."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from transformers import PreTrainedModel
+
+from kvbench.errors import UsageError
+from kvbench.methods.chain import Chain
+from kvbench.models import traits
+from kvbench.models.interface import sliding_window
+
+
+def check_capacity(model: PreTrainedModel, tokens: int) -> None:
+    """Raise UsageError where a text of ``tokens`` runs past a learned position table (OPT)."""
+    limit = getattr(model.config, "max_position_embeddings", None)
+    if limit is not None and tokens > limit and traits.learned_positions(model):
+        raise UsageError(
+            f"prompt + new tokens = {tokens} exceed the model's {limit} learned positions: "
+            "shorten the prompt or lower max_new_tokens"
+        )
+
+
+def check_window(model: PreTrainedModel, tokens: int, chains: Sequence[Chain]) -> None:
+    """Raise UsageError if a text of ``tokens`` outgrows the model's sliding window and is to be compressed."""
+    window = sliding_window(model.config)
+    compressing = [c.name for c in chains if c.stages]
+    if window is not None and tokens > window and compressing:
+        raise UsageError(
+            f"the model attends a sliding window of {window} tokens and prompt + new tokens are {tokens}: beyond the "
+            f"window only method=full runs, not {', '.join(compressing)}"
+        )
+
+
+def check_turn(model: PreTrainedModel, read: int, tokens: int) -> None:
+    """Raise UsageError where the rotation of keys changes between the first ``read`` of a text's tokens and its end."""
+    if beyond_turn(model, tokens) and not beyond_turn(model, read):
+        turn = traits.turning_point(model.config)
+        raise UsageError(
+            f"the model rotates texts of more than {turn} tokens by other frequencies (LongRoPE), and prompt + new "
+            f"tokens are {read} + {tokens - read}: the rotation would change in the middle of the answer. Shorten the "
+            f"prompt or lower max_new_tokens to stay within {turn}, or give a prompt longer than that"
+        )
+
+
+def beyond_turn(model: PreTrainedModel, tokens: int) -> bool:
+    """Tell whether a text of ``tokens`` is rotated by the frequencies of long texts; False for most models."""
+    turn = traits.turning_point(model.config)
+    return turn is not None and tokens > turn

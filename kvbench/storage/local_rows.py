@@ -1,0 +1,87 @@
+"""Rows of a local layer, which attends only the last tokens: a ring of slots, each new token in the oldest one's place.
+
+Shapes: U rows, S slots, Hq query heads, Hk kv heads, T new tokens, D head dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+import torch
+from torch import Tensor
+
+from kvbench.kv.segment import LayerCache, Segment
+from kvbench.storage.attend import Estimate, logits, masked_softmax, weigh
+from kvbench.storage.format import Format, Room, StoredRow
+from kvbench.storage.row_segments import per_place
+
+
+class LocalRows(Format):
+    """Rows of any methods, which leave local layers alone. The token at position p is in slot p mod S."""
+
+    takes_ragged = True
+    moves = "it has local layers, whose windows move"
+
+    def __init__(self, rows: Sequence[StoredRow], room: Room) -> None:
+        caches = [row.cache for row in rows]
+        assert caches[0].window is not None
+        self.window = caches[0].window
+        # the first of several tokens that come at once still sees the whole window before it
+        slots = min(self.window + room.at_once - 1, max(c.seen for c in caches) + room.tokens)
+        segments = [c.segments[0] for c in caches]
+        self.k, self.v = (t.new_zeros(len(rows), t.shape[0], slots, t.shape[2]) for t in (segments[0].k, segments[0].v))
+        # a free slot stands before everything that the first token sees
+        self.positions = torch.full((len(rows), slots), -self.window, dtype=torch.int64, device=self.k.device)
+        for u, s in enumerate(segments):
+            self._write(torch.tensor([u], device=self.k.device), s.k[None], s.v[None], s.positions.long())
+        self.newest = self.positions[:, -1:]  # [U, T]
+
+    @classmethod
+    def takes(cls, row: StoredRow) -> bool:
+        return row.cache.window is not None
+
+    @classmethod
+    def key(cls, row: StoredRow) -> Hashable:
+        return row.cache.window
+
+    def _write(self, rows: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> None:
+        """Put tokens k, v [U', Hk, T, D] at ``positions`` [U', T] into their slots of ``rows`` [U']."""
+        at = rows[:, None], positions % self.positions.shape[1]
+        self.positions[at] = positions
+        for ring, new in ((self.k, k), (self.v, v)):
+            ring.transpose(1, 2)[at] = new.transpose(1, 2)
+
+    def add(self, k: Tensor, v: Tensor, positions: Tensor) -> None:
+        self._write(torch.arange(len(k), device=k.device), k, v, positions)
+        self.newest = positions
+
+    def attend(self, query: Tensor, scale: float, window: int | None) -> Tensor:
+        held, now = self.positions[:, None], self.newest[:, :, None]
+        hidden = ((held > now) | (held <= now - self.window))[:, None]  # [U, 1, T, S]
+
+        def logits_of(estimate: Estimate) -> Tensor:
+            return logits(query, estimate(self.k), scale).masked_fill(hidden, -torch.inf)
+
+        return masked_softmax(logits_of, lambda probs: weigh(probs, self.v), query.dtype, None)[0]
+
+    def keep(self, at: Tensor) -> None:
+        self.k, self.v = self.k[at], self.v[at]
+        self.positions, self.newest = self.positions[at], self.newest[at]
+
+    def _held(self) -> Tensor:
+        """Return a mask [U, S] of the slots within the window of the newest token."""
+        newest = self.positions.amax(dim=1, keepdim=True)
+        return (self.positions > newest - self.window) & (self.positions >= 0)
+
+    def tokens(self) -> Tensor:
+        return self._held().sum(dim=1)
+
+    def payload(self) -> list[int]:
+        token = sum(per_place(t, t.shape[0] * t.shape[2]) for t in (self.k, self.v))
+        return [n * token for n in self.tokens().tolist()]
+
+    def segments(self, u: int, cache: LayerCache) -> tuple[Segment, ...]:
+        slots = self._held()[u].nonzero()[:, 0]
+        slots = slots[self.positions[u, slots].argsort()]
+        positions = self.positions[u, slots].to(torch.int32)[None]
+        return (Segment(self.k[u][:, slots], self.v[u][:, slots], positions),)
