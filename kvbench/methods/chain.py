@@ -29,7 +29,7 @@ from kvbench.methods.evicting import EvictingSelector, Modified
 from kvbench.methods.foreign import code_of
 from kvbench.methods.legal_sets import check_chain, check_set
 from kvbench.methods.lowrank import LowRankStage
-from kvbench.methods.prefill_changing import HeadSharer, HiddenPruner
+from kvbench.methods.prefill_changing import BlockReader, HeadSharer, HiddenPruner
 from kvbench.methods.pruner import ChannelPruner
 from kvbench.methods.quantiser import Quantiser
 from kvbench.models.traits import ModelTraits
@@ -109,6 +109,11 @@ class Chain:
     def sharer(self) -> HeadSharer | None:
         """The stage under which query heads share logits."""
         return next((s for s in self.stages if isinstance(s, HeadSharer)), None)
+
+    @property
+    def block_reader(self) -> BlockReader | None:
+        """The stage that may have the prompt read in blocks."""
+        return next((s for s in self.stages if isinstance(s, BlockReader)), None)
 
     def leading_heads(self, n: int, layer: int, n_layers: int, query_heads: int, kv_heads: int) -> int:
         """Return how many query heads of a layer have their logits computed, for a prompt of n tokens."""

@@ -85,6 +85,7 @@ _PARTLY_EXACT = (
     "exact_layers, or "
 )
 _GROUPED = ", and {b} packs tokens together, of which some leave before the others; "
+_WHOLE = "{b} leaves later layers only some of the tokens that {a} as set here cuts into whole chunks: use variant=fill"
 
 ALWAYS = (
     Conflict(kind("selector", packs=True), kind("prune", "quantise"), _OWNER),
@@ -103,6 +104,7 @@ AS_SET = (
     Conflict(EVICTS, kind("mask"), _EVICTING + ", and {b} masks caches that only grow; " + _ONLY_AFTER),
     Conflict(EVICTS, kind("quantise"), _EVICTING + _TWO_WIDTHS + _ONLY_AFTER, beside="prune"),
     Conflict(kind("prune"), PACKS_HALF, _HALF_PRUNED),
+    Conflict(kind("selector", whole=True), kind("hidden"), _WHOLE),
     Conflict(EVICTS, PACKS_HALF, _EVICTING + ", from a cache of one format: leave out method.{b}.only={only}"),
 )
 """Conflicts of stages as their knobs are set."""

@@ -63,6 +63,32 @@ def test_tova(model, removed):
     assert ours(model, prompt(N), entry) == theirs(model, prompt(N), kvpress.TOVAPress(removed))
 
 
+@pytest.mark.parametrize("removed", [0.3, 0.75])
+def test_keydiff(model, removed):
+    entry = {"method": "keydiff", "kv_size": int(N * (1 - removed))}
+    assert ours(model, prompt(N), entry) == theirs(model, prompt(N), kvpress.KeyDiffPress(removed))
+
+
+@pytest.mark.parametrize("block", [16, 128])
+@pytest.mark.parametrize("removed", [0.3, 0.75])
+def test_keydiff_in_blocks(model, removed, block):
+    entry = {"method": "keydiff", "kv_size": int(N * (1 - removed)), "variant": "block", "block": block}
+    press = kvpress.BlockPress(kvpress.KeyDiffPress(removed), block_size=block)
+    model.set_attn_implementation("sdpa")
+    assert ours(model, prompt(N), entry) == theirs(model, prompt(N), press)
+
+
+@pytest.mark.parametrize("removed", [0.3, 0.5, 0.75])
+@pytest.mark.parametrize("chunk", [20, 13])  # 13: the last chunk has 3 tokens
+def test_chunkkv_with_kvpresss_count_of_chunks(model, removed, chunk):
+    press = kvpress.ChunkKVPress(kvpress.SnapKVPress(removed, window_size=16, kernel_size=5), chunk_length=chunk)
+    knobs = {"window": 16, "kernel": 5, "pooling": "avg", "chunk": chunk, "variant": "code"}
+    model.set_attn_implementation("sdpa")
+    for budget in ({"kv_size": int(N * (1 - removed))}, {"kv_ratio": 1 - removed}):
+        entry = {"method": "chunkkv", **budget, **knobs}
+        assert ours(model, prompt(N), entry) == theirs(model, prompt(N), press)
+
+
 def test_pyramidkv_keeps_snapkvs_tokens_at_each_layers_size(model):
     press = kvpress.PyramidKVPress(0.4, window_size=8, kernel_size=5)
     peer_tokens = theirs(model, prompt(N), press)
