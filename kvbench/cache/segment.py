@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from kvbench.cache.observation import Observation
 from kvbench.cache.packed import Packed
 from kvbench.cache.partly_packed import Codes, Values
 
@@ -116,7 +117,8 @@ class LayerCache:
     under ``per=query_head``), ``query_heads`` is Hq. ``weight`` is this layer's weight for a stage that divides one
     budget over all layers; None: the layer takes no part. ``decided`` are the prompt's tokens that each stored head
     keeps, recorded by stages whose count depends on the data. ``prompt`` is the prompt's length when it was compressed,
-    to which budgets refer for the whole generation (0: all that was read).
+    to which budgets refer for the whole generation (0: all that was read). ``observed`` is what a method reads that
+    chooses again while decoding, with the last queries.
     """
 
     segments: tuple[Segment, ...]
@@ -127,6 +129,7 @@ class LayerCache:
     decided: tuple[int, ...] | None = None
     prompt: int = 0
     copy_from: Tensor | None = None  # [Hq] int16: the head whose attention output each head has; None: all their own
+    observed: Observation | None = None
 
     def __repr__(self) -> str:
         return f"<LayerCache: {self.tokens} of {self.seen} tokens, {self.heads} heads, {self.nbytes() / 2**10:.1f} KiB>"
@@ -171,8 +174,14 @@ class LayerCache:
     def tensors(self) -> Iterator[Tensor]:
         """Yield every tensor of the layer, payload and overhead."""
         yield from (t for s in self.segments for t in (*s.payload(), *s.overhead()))
+        yield from self.of_layer()
+
+    def of_layer(self) -> Iterator[Tensor]:
+        """Yield the tensors of the layer that belong to no segment, all of them overhead."""
         if self.copy_from is not None:
             yield self.copy_from
+        if self.observed is not None and self.observed.last_q is not None:
+            yield self.observed.last_q
 
 
 def per_head(t: Tensor, heads: int) -> Tensor:

@@ -94,7 +94,7 @@ class RowLayer(KvbenchLayer):
         seen = cache.seen + self.used
         first_entries, stored = self.formats[0]
         if first_entries.heads is None:
-            return replace(cache, segments=stored.segments(0, cache), seen=seen)
+            return replace(cache, segments=stored.segments(0, cache), seen=seen, observed=stored.observation(0))
         heads = {}
         for entries, stored in self.formats:
             for u, head in enumerate([] if entries.heads is None else entries.heads.tolist()):

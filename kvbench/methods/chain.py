@@ -25,6 +25,7 @@ from kvbench.methods.base import (
     protect,
     sinks_of,
 )
+from kvbench.methods.decode_budget import DecodeBudget
 from kvbench.methods.evicting import EvictingSelector, Modified
 from kvbench.methods.foreign import code_of
 from kvbench.methods.legal_sets import check_chain, check_set
@@ -122,7 +123,7 @@ class Chain:
     @property
     def evicts(self) -> bool:
         """True if the chain evicts tokens while decoding."""
-        return self.selector is not None and self.selector.evicts
+        return self.evictor is not None
 
     @property
     def selector(self) -> TokenSelector | None:
@@ -159,6 +160,8 @@ class Chain:
     def evictor(self) -> Evictor | None:
         """The evictor that decides over slots while decoding; None for a chain whose cache grows."""
         selector = self.selector
+        if isinstance(selector, Selector) and selector.decode_budget is not None and selector.decode_every is not None:
+            return DecodeBudget(selector.while_decoding(), self.modifiers, selector.decode_every, self.quantiser)
         if not isinstance(selector, EvictingSelector) or not selector.evicts:
             return None
         packer = self.quantiser or selector.packer
@@ -246,10 +249,15 @@ class Chain:
                 blocks = stage.packed_layout(blocks, head_dim, itemsize, self.packed_pruner, layer)
             else:
                 blocks = stage.layout(blocks, head_dim, itemsize)
-            if isinstance(stage, Modifier) and self.evicts:
+            if isinstance(stage, Modifier) and self.selector is not None and self.selector.evicts:
                 state = stage.slot_bytes(itemsize)
                 blocks = [replace(b, slot_overhead=b.slot_overhead + state) for b in blocks]
         return blocks
+
+    def observed_bytes(self, n: int, query_heads: int, head_dim: int, itemsize: int) -> int:
+        """Return the bytes of the queries that a layer keeps of a prompt of n tokens, to choose again by them."""
+        kept = self.evictor.queries if self.evictor is not None else 0
+        return query_heads * min(kept, n) * head_dim * itemsize
 
     def expected_sum(self, n: int, n_layers: int, heads: int) -> int | None:
         """Return the tokens of all layers and heads after prefill; None where ``expected`` of each layer says all."""
@@ -269,7 +277,10 @@ class Chain:
             cache = self.run(stage, cache, obs)
             if stage.rebalances:
                 (cache,) = stage.rebalance([cache], 1)
-        return ops.expand(cache)
+        cache, evictor = ops.expand(cache), self.evictor
+        if evictor is None or not evictor.every:
+            return cache
+        return replace(cache, observed=obs.for_decoding(evictor.queries))
 
     def run(self, stage: Stage, cache: LayerCache, obs: Observation) -> LayerCache:
         """Return the layer's cache after one stage.

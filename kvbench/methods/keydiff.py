@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -36,6 +36,9 @@ class KeyDiff(Selector, BlockReader):
     @property
     def prefill_key(self) -> str:
         return f"keydiff.{self.revision}({self.knobs()})" if self.variant == "paper" else ""
+
+    def while_decoding(self) -> Selector:
+        return super(KeyDiff, replace(self, variant="once")).while_decoding()  # tokens held and new ones together
 
     def scores(self, cache: LayerCache, obs: Observation, capacity: Capacity) -> torch.Tensor:
         keys = ops.only_segment(cache).k

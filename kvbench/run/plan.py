@@ -238,6 +238,12 @@ def _check_chunks(task: Task, chains: Sequence[Chain]) -> None:
                     f"{task.id}: chunk={meta['chunk']} tokens at once do not fit into the budget of {budget} that "
                     f"{chain.name} holds after a prefix of {meta['prefix']}: lower chunk="
                 )
+        every = chain.evictor.every if chain.evictor is not None else 0
+        if every % int(meta["chunk"]):
+            raise UsageError(
+                f"{task.id}: chunk={meta['chunk']} does not divide decode_every={every} of {chain.name}, which chooses "
+                "again between two chunks: lower chunk="
+            )
 
 
 def with_baseline(chains: Sequence[ChainConfig], baseline: bool) -> list[ChainConfig]:
