@@ -116,7 +116,8 @@ def bytes_declared(chain: Chain, shape: Shape, n: int, itemsize: int) -> Declare
         blocks = [chain.layout(size, shape.head_dim, itemsize, alike) for size in sizes]
         keeps_all = min(sizes) >= rows
         # heads are ragged where they are said to differ, or only a sum over them is fixed
-        open_sizes = expected.low != expected.high and expected.total is not None
+        summed = expected.total is not None or (chain.selector is not None and chain.selector.ragged)
+        open_sizes = expected.low != expected.high and summed
         ragged = not keeps_all and (open_sizes or len(set(expected.low)) > 1)
         shared = not ragged and (chain.selector is None or chain.selector.shared or keeps_all)
         # a ragged segment has the lengths of its heads; a packed one the counts of its keys and values, too

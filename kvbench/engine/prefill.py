@@ -11,6 +11,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,6 +27,7 @@ from kvbench.engine.handed import Handed
 from kvbench.engine.layer_by_layer import CompressedLayers
 from kvbench.engine.patches import adapted
 from kvbench.engine.prompt_layer import EXACT, PromptLayer
+from kvbench.engine.replay import longest_pass, replay
 from kvbench.engine.weights_digest import check_calibrated
 from kvbench.errors import UsageError, headline
 from kvbench.methods.base import Stage
@@ -33,6 +35,7 @@ from kvbench.methods.chain import Chain
 from kvbench.methods.foreign import contained
 from kvbench.methods.prompt_cache import Cache
 from kvbench.methods.recipe import Observe
+from kvbench.methods.replaying import Replay
 from kvbench.models import traits
 from kvbench.models.interface import (
     Rows,
@@ -141,11 +144,20 @@ def _next_rows(chain: Chain, obs: Observation, keys: Tensor) -> Rows | None:
 
 
 def prefill_chains(
-    model: PreTrainedModel, input_ids: Tensor, chains: Sequence[Chain], plain: bool = False
+    model: PreTrainedModel, input_ids: Tensor, chains: Sequence[Chain], plain: bool = False, tokenizer: Any = None
 ) -> list[Cache]:
-    """Return one cache per chain, in order, from one pass over ``input_ids`` [n] per distinct ``prefill_key``."""
+    """Return one cache per chain, in order, from one pass over ``input_ids`` [n] per distinct ``prefill_key``.
+
+    ``tokenizer`` is the model's, for methods that put words of their own into further passes.
+    """
     ids = as_prompt(model, input_ids)
     check_window(model, ids.shape[0], chains)
+    for chain in chains:
+        plan = chain.replayer.replay(len(ids)) if chain.replayer else None
+        if plan is not None:
+            read = len(ids) + longest_pass(plan, len(ids), tokenizer)
+            check_window(model, read, [chain])
+            check_capacity(model, read)
     model_traits = traits.of_model(model)
     check_capacity(model, ids.shape[0])
     for chain in chains:
@@ -156,7 +168,7 @@ def prefill_chains(
         members = [i for i, chain in enumerate(chains) if chain.prefill_key == key]
         foreign = [chains[i].name for i in members if chains[i].foreign]
         with contained(", ".join(foreign), bool(foreign)), adapted(model, chains[members[0]]):
-            shared = _shared_pass(model, ids, [chains[i] for i in members], plain)
+            shared = _shared_pass(model, ids, [chains[i] for i in members], plain, tokenizer)
         caches.update(zip(members, shared, strict=True))
     return [caches[i] for i in range(len(chains))]
 
@@ -182,7 +194,9 @@ def check_window(model: PreTrainedModel, tokens: int, chains: Sequence[Chain]) -
         )
 
 
-def _shared_pass(model: PreTrainedModel, ids: Tensor, chains: Sequence[Chain], plain: bool) -> list[Cache]:
+def _shared_pass(
+    model: PreTrainedModel, ids: Tensor, chains: Sequence[Chain], plain: bool, tokenizer: Any
+) -> list[Cache]:
     """Return one cache per chain from one prefill, for chains under which the prompt is computed alike."""
     n = ids.shape[0]
     needs = Needs.union(chain.needs(n) for chain in chains)
@@ -214,6 +228,7 @@ def _shared_pass(model: PreTrainedModel, ids: Tensor, chains: Sequence[Chain], p
         check_finite(chains[0], "logits", logits)
     # the forward pass alone: without compression, checks and column sums, which chains pay for themselves
     forward = max(total[0] - sum(spent) - sum(colsums_s.values()), 0.0)
+    _replay(model, ids, layers, tokenizer, spent)
     owner = weakref.ref(model)
     caches = []
     for chain, compressed, seconds in zip(chains, layers, spent[:-1], strict=True):
@@ -221,6 +236,22 @@ def _shared_pass(model: PreTrainedModel, ids: Tensor, chains: Sequence[Chain], p
         seconds += sum(colsums_s[bits] for bits in {*wants.colsums_bits, *([EXACT] if wants.colsums else [])})
         caches.append(Cache(tuple(compressed.caches), logits, chain, n, forward, seconds, owner, compressed.mismatch))
     return caches
+
+
+def _replay(
+    model: PreTrainedModel, ids: Tensor, layers: Sequence[CompressedLayers], tokenizer: Any, spent: list[float]
+) -> None:
+    """Read the prompt again for the chains that score by it. Equal passes are made once, in the first chain's time."""
+    received: dict[Replay, list[Tensor]] = {}
+    for i, compressed in enumerate(layers):
+        selector = compressed.chain.replayer
+        if selector is None:
+            continue
+        with _clock(ids.device, spent, i):
+            plan = selector.replay(len(ids))
+            if plan is not None and plan not in received:
+                received[plan] = replay(model, ids, compressed.caches, plan, tokenizer)
+            compressed.replayed(None if plan is None else received[plan])
 
 
 @contextmanager

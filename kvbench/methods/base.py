@@ -41,6 +41,7 @@ class TokenSelector(Stage):
     role: ClassVar[Role] = "selector"
     shared: ClassVar[bool] = False  # True: all heads keep the same tokens
     packs: ClassVar[bool] = False  # True: it packs what it keeps, and nothing else can
+    ragged: ClassVar[bool] = False  # True: heads differ also where only a sum over layers is declared
 
     frozen_layers: tuple[int, ...] = ()
 

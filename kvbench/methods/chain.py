@@ -33,6 +33,7 @@ from kvbench.methods.lowrank import LowRankStage
 from kvbench.methods.prefill_changing import BlockReader, HeadSharer, HiddenPruner
 from kvbench.methods.pruner import ChannelPruner
 from kvbench.methods.quantiser import Quantiser
+from kvbench.methods.replaying import ReplayingSelector
 from kvbench.models.traits import ModelTraits
 from kvbench.storage.roles import Coder, Evictor
 
@@ -166,6 +167,11 @@ class Chain:
             return None
         packer = self.quantiser or selector.packer
         return Modified(selector, self.modifiers, packer) if self.modifiers or self.quantiser else selector
+
+    @property
+    def replayer(self) -> ReplayingSelector | None:
+        """The selector whose scores need further passes over the prompt."""
+        return self.selector if isinstance(self.selector, ReplayingSelector) else None
 
     @property
     def masks(self) -> bool:

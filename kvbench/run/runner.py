@@ -179,7 +179,9 @@ class GroupRun:
         def prefill_together(part_cells: Sequence[Cell]) -> list[Cache]:
             chains = [c.chain for c in part_cells]
             try:
-                return self._with_room(lambda: prefill_chains(self.host.model, ids, chains, self.host.plain))
+                return self._with_room(
+                    lambda: prefill_chains(self.host.model, ids, chains, self.host.plain, self.host.tokenizer)
+                )
             except Exception as error:
                 if is_out_of_memory(error):
                     self.most_cells = max(1, len(part_cells) // 2)

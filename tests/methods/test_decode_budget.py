@@ -37,6 +37,7 @@ NOT = {
     "adakv": "follows from the data",
     "cake": "by itself",
     "expectedattention": "reads all queries",
+    "kvzip": "over layers",
     "qhitter": "by itself",
     "scissorhands": "by itself",
     "tova": "by itself",
