@@ -194,7 +194,7 @@ class GroupRun:
     def compare(self, example: Example, rows: Sequence[QueuedRow], full: Cache) -> list[QueuedRow]:
         """Return the rows with their divergences from the full cache on texts that the prompt is continued with."""
         try:
-            texts = forced.texts_of(self.host, example, full)
+            texts = forced.texts_of(self.host, example, full, int(rows[0].cell.identity["fidelity"]["tokens"]))
         except Exception as error:
             for row in rows:
                 self.fail(row.cell, error, example)

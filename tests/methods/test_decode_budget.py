@@ -1,5 +1,7 @@
 """A budget while decoding: selectors are asked again after every so many tokens, over what they hold."""
 
+import json
+
 import method_reference as ref
 import pytest
 import torch
@@ -12,6 +14,7 @@ import kvbench
 from kvbench.audit.accounting import bytes_after_decoding
 from kvbench.audit.decode_audit import check_bytes, check_peak
 from kvbench.audit.prompt_audit import audit
+from kvbench.cli.main import main
 from kvbench.engine.decode import Ending, generate_rows
 from kvbench.engine.decode_layer import allocated
 from kvbench.engine.step import build as batch_of
@@ -221,6 +224,34 @@ def test_tokens_and_bytes_after_every_step_are_those_of_the_formula(chain):
     assert choices == 2 * ((NEW - 1) // EVERY)
 
 
+@pytest.mark.parametrize("chain", ["snapkv+think", "keynorm+thinkv", "snapkv+fp8", "snapkv"])
+def test_what_is_chosen_from_are_the_keys_and_values_held(chain):
+    """Read back from slots: all channels that are there, zeros for those that are gone."""
+    model = build("llama")
+    (cache,) = kvbench.prefill(model, prompt(N), [entry(chain)])
+    batch = batch_of(model, [cache], NEW)
+    for _ in range(EVERY + 3):
+        batch[0].add(*torch.randn(2, 1, 2, 1, 16).unbind())
+        batch[0].attend(torch.randn(1, 4, 1, 16), 0.25, None)
+    ((_, rows),) = batch[0].formats
+    stored = dict(zip(("k", "v"), rows.store.exact(0), strict=True))
+    thin = 0
+    for h in range(2):
+        slot = {p: s for s, p in enumerate(rows.positions[0, h].tolist()) if rows.valid[0, h, s]}
+        for segment in rows.segments(0, cache.layers[0]):
+            part = segment.head(h)
+            tokens = [slot[p] for p in part.positions[0].tolist()]
+            for name, values, channels in (("k", part.k, part.key_channels), ("v", part.v, part.value_channels)):
+                if part.codes is not None:
+                    values = getattr(part.codes, name).dequantise(torch.float32)
+                expected = torch.zeros(len(tokens), 16)
+                kept = torch.arange(16) if channels is None else channels[0].long()
+                expected[:, kept] = values[0]
+                thin += len(tokens) * (channels is not None)
+                assert torch.equal(stored[name][h, tokens], expected)
+    assert (thin > 0) == ("think" in chain)
+
+
 def test_memory_is_flat():
     """An answer of 2,000 tokens has the storage of one of 60, and holds budget + every tokens at most."""
     model, sizes = build("llama"), []
@@ -269,3 +300,48 @@ def test_scores_that_are_no_numbers_are_refused_while_decoding_too():
     with pytest.raises(Refused, match="hold NaN in layer 0"):
         kvbench.generate(model, [cache], NEW)
     assert isinstance(Nan(kv_size=4).capacity(9), Capacity)
+
+
+@pytest.mark.e2e("measures")
+def test_a_run_shows_divergence_over_a_long_answer_its_length_and_the_most_held(tmp_path, capsys):
+    words = ["method=snapkv,keynorm", "kv_size=64", "decode_budget=48", "decode_every=16", "fidelity=300", "limit=1"]
+    data = ["dataset=fidelity/tiny", "length=160", "forced=290", f"results={tmp_path}"]
+    assert main(["run", *words, *data]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert (
+        "Tokens of an answer, mean, and the most that a head held meanwhile: full 290.0 (at most 449 held), snapkv"
+        in out
+    )
+    assert out.count("290.0 (at most 80 held)") == 2
+    assert main(["run", *words, *data, "--json"]) == 0
+    _, *rows = json.loads(capsys.readouterr().out)["rows"]
+    for row in rows:
+        (cell,) = row["cells"]
+        assert (cell["decode_peak"], cell["new_tokens"]) == (64 + 16, 290)
+        assert cell["fidelity"]["reference"]["n_tokens"] == 289
+    chunked = ["dataset=tiny_stream", "method=snapkv", "decode_budget=64", "decode_every=10", "limit=1"]
+    assert main(["run", *chunked, "chunk=4", f"results={tmp_path}"]) == 2
+    assert "chunk=4 does not divide decode_every=10 of snapkv" in " ".join(capsys.readouterr().err.split())
+    for wrong in ("fidelity=1", "fidelity=2.5"):
+        assert main(["run", *chunked, wrong]) == 2
+        assert "the most tokens of a text (2 or more)" in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.e2e("measures")
+def test_fidelity_says_how_long_its_texts_are(tmp_path, capsys):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"prompt": "the magic number of paris is", "answers": ["paris " * 400]}) + "\n")
+    words = [
+        "dataset=file",
+        f"path={rows}",
+        "metric=f1",
+        "max_new_tokens=2",
+        "method=full",
+        f"results={tmp_path / 'r'}",
+    ]
+    tokens = {}
+    for most in ("true", "100"):
+        assert main(["run", *words, f"fidelity={most}", "--json"]) == 0
+        (row,) = json.loads(capsys.readouterr().out)["rows"]
+        tokens[most] = row["cells"][0]["fidelity"]["reference"]["n_tokens"]
+    assert tokens == {"true": 255, "100": 99}
