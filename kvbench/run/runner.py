@@ -177,11 +177,9 @@ class GroupRun:
         ids = torch.tensor(prompt)
 
         def prefill_together(part_cells: Sequence[Cell]) -> list[Cache]:
-            chains = [c.chain for c in part_cells]
+            host, chains = self.host, [c.chain for c in part_cells]
             try:
-                return self._with_room(
-                    lambda: prefill_chains(self.host.model, ids, chains, self.host.plain, self.host.tokenizer)
-                )
+                return self._with_room(lambda: prefill_chains(host.model, ids, chains, host.plain, host.tokenizer))
             except Exception as error:
                 if is_out_of_memory(error):
                     self.most_cells = max(1, len(part_cells) // 2)
