@@ -53,8 +53,9 @@ class RecentQueries:
         self.known = [min(self.size, known + query.shape[2]) for known in self.known]
         if self.ring is not None:
             t = min(query.shape[2], self.size)
-            places = torch.stack([self._places(u, t) for u in range(len(self.seen))])[:, None, :, None]
-            self.ring.scatter_(2, places.expand(-1, *query.shape[1:2], -1, query.shape[3]), query[:, :, -t:])
+            places = torch.tensor([[p % self.size for p in range(seen - t, seen)] for seen in self.seen])
+            index = places.to(query.device)[:, None, :, None].expand(-1, query.shape[1], -1, query.shape[3])
+            self.ring.scatter_(2, index, query[:, :, -t:])
 
     def observation(self, u: int, positions: Tensor | None) -> Observation:
         """Return what the method of row ``u`` reads of tokens at ``positions`` [H, m], ascending; None: of a prompt."""
