@@ -27,6 +27,7 @@ class KVzip(ReplayingSelector):
 
     level ``pair``: the best of all N = L H n pairs of keys and values, whatever their layers and heads.
     level ``layer``: each layer keeps as many (kvpress's ``layerwise``); ``uniform``: each head.
+    level ``head``: the floor(r L H) heads with the highest score of any token keep all, others the first tokens only.
     count ``exact``: floor(r N) pairs, the first tokens among them; r = C / n where the budget is in tokens.
     count ``paper``: as the released code, pairs strictly above that of rank max(floor(r N') - 1, 0), with ties all
         lost, of the N' pairs behind the first tokens, which are not counted.
@@ -40,7 +41,7 @@ class KVzip(ReplayingSelector):
     sinks: int = knob(4, at_least(1, "tokens"))
     chunk: int = knob(2048, at_least(1, "tokens"))
     instruction: str = knob("none", one_of("none", "plain", "chat"))
-    level: str = knob("pair", one_of("pair", "layer", "uniform"))
+    level: str = knob("pair", one_of("pair", "layer", "uniform", "head"))
     count: str = knob("exact", one_of("exact", "paper", "code"))
 
     def check(self) -> None:
@@ -73,10 +74,13 @@ class KVzip(ReplayingSelector):
     def expected_sum(self, n: int, n_layers: int, heads: int) -> int | None:
         frozen = sum(i < n_layers for i in self.frozen_layers)
         sharing = n_layers - frozen
-        if self.capacity(n).tokens >= n or self.level != "pair" or not sharing or self.count == "paper":
+        if self.capacity(n).tokens >= n or not sharing or self.count == "paper":
             return None
         least = sharing * heads * self.capacity(n).sinks
-        return frozen * heads * n + max(self.kept_of(sharing * heads * n, n), least)
+        if self.level == "head":
+            whole = self.kept_of(sharing * heads, n)
+            return frozen * heads * n + least + whole * (n - self.capacity(n).sinks)
+        return None if self.level != "pair" else frozen * heads * n + max(self.kept_of(sharing * heads * n, n), least)
 
     def compress(self, cache: LayerCache, obs: Observation) -> LayerCache:
         return cache
@@ -103,6 +107,10 @@ class KVzip(ReplayingSelector):
         if self.count == "paper":
             ranked = scores[..., capacity.sinks :].flatten().sort(descending=True).values
             return scores > ranked[max(self.kept_of(len(ranked), n) - 1, 0)]
+        if self.level == "head":
+            best = scores[..., capacity.sinks :].amax(dim=-1).flatten().sort(descending=True, stable=True).indices
+            whole = torch.zeros_like(best, dtype=torch.bool).scatter_(0, best[: self.kept_of(len(best), n)], True)
+            return whole.view(layers, heads, 1) | scores.isposinf()
         # the pairs that compete with each other, one row for each budget
         rows = {"pair": 1, "layer": layers, "uniform": layers * heads}[self.level]
         competing = scores.view(rows, -1)

@@ -138,6 +138,20 @@ def test_counts_by_hand():
     assert KVzip(kv_ratio=0.5, count="code").kept_of(21, 21) == 11 and KVzip(kv_ratio=0.5).kept_of(21, 21) == 10
 
 
+def test_whole_heads_by_hand():
+    """Of four heads half stay: those with the highest single score, the others hold their first token alone."""
+    scores = torch.tensor([[[9.0, 1, 2, 0], [0, 0, 0, 5]], [[0, 4, 4, 4], [0, 3, 0, 6]]])
+    kept = KVzip(kv_ratio=0.5, sinks=1, level="head").kept(scores, Capacity(2, 1, 0))
+    assert kept.sum(dim=-1).tolist() == [[1, 4], [1, 4]] and kept[..., 0].all()
+    model = build("llama")
+    (cache,) = kvbench.prefill(model, prompt(70), [{"method": "kvzip", "kv_size": 24, "level": "head"}])
+    audit(cache, *heads_of(model), model.dtype)
+    assert sorted(len(head) for layer in cache.layers for head in ref.kept(layer)) == [4, 4, 4, 4, 70, 70]
+    declared = bytes_declared(cache.chain, from_config(model.config), 70, 4)
+    assert declared.tokens == (2 * 70 + 4 * 4) / 6
+    assert len(kvbench.generate(model, [cache], 5)[0]) == 5
+
+
 def test_ties_go_to_the_lower_layer_head_and_position_and_first_tokens_stay():
     scores = torch.zeros(2, 2, 6)
     scores[1, 1, 5] = 1.0
@@ -203,7 +217,7 @@ def test_it_stands_before_pruners_quantisers_and_masks(family, per):
 
 
 def test_impossible_requests_are_refused():
-    for knob, value in (("sinks", 0), ("chunk", 0), ("level", "head"), ("count", "all"), ("instruction", "yes")):
+    for knob, value in (("sinks", 0), ("chunk", 0), ("level", "token"), ("count", "all"), ("instruction", "yes")):
         with pytest.raises(UsageError, match=rf"method\.kvzip\.{knob}"):
             chain_of({"method": "kvzip", knob: value})
     with pytest.raises(UsageError, match=r"kvzip\.count='paper' is not possible: exact, unless level=pair"):
