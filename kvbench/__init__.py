@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvbench.api import calibrate, extend, generate, prefill
-    from kvbench.cache.segment import LayerCache
+    from kvbench.kv.segment import LayerCache
     from kvbench.methods.prompt_cache import Cache
     from kvbench.models.load import load_model
     from kvbench.run.compare import compare
@@ -17,7 +17,7 @@ __all__ = ["Cache", "LayerCache", "calibrate", "compare", "extend", "generate", 
 
 _HOMES = {
     "Cache": "kvbench.methods.prompt_cache",
-    "LayerCache": "kvbench.cache.segment",
+    "LayerCache": "kvbench.kv.segment",
     "calibrate": "kvbench.api",
     "compare": "kvbench.run.compare",
     "extend": "kvbench.api",

@@ -6,12 +6,12 @@ import math
 import numpy as np
 import torch
 
-from kvbench.cache.codecs.blocks import Blocks
-from kvbench.cache.codecs.floating import Fp8Codec
-from kvbench.cache.codecs.integer import CentredInt8, MinMaxInteger, SymmetricInteger, ZeroPointInt4
-from kvbench.cache.codecs.lloyd_max import LloydMax, sketch
-from kvbench.cache.codecs.microscaled import MicroscaledFp4
-from kvbench.cache.rotation import basis
+from kvbench.kv.codecs.blocks import Blocks
+from kvbench.kv.codecs.floating import Fp8Codec
+from kvbench.kv.codecs.integer import CentredInt8, MinMaxInteger, SymmetricInteger, ZeroPointInt4
+from kvbench.kv.codecs.lloyd_max import LloydMax, sketch
+from kvbench.kv.codecs.microscaled import MicroscaledFp4
+from kvbench.kv.rotation import basis
 
 CASES = (
     Fp8Codec(),

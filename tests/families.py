@@ -21,8 +21,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from kvbench.cache.model_shape import Shape, from_config
 from kvbench.engine.decode import generate_rows
+from kvbench.kv.model_shape import Shape, from_config
 from kvbench.models.traits import ModelTraits
 
 GQA = {"num_attention_heads": 4, "num_key_value_heads": 2}

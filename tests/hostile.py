@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from kvbench.cache import ops
-from kvbench.cache.observation import Needs
+from kvbench.kv import ops
+from kvbench.kv.observation import Needs
 from kvbench.methods.base import Selector
 from kvbench.methods.keynorm import KeyNorm
 

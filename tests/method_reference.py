@@ -12,10 +12,10 @@ import math
 import numpy as np
 import torch
 
-from kvbench.cache import ops
-from kvbench.cache.exact_attention import column_sums
-from kvbench.cache.observation import Observation
-from kvbench.cache.segment import LayerCache
+from kvbench.kv import ops
+from kvbench.kv.exact_attention import column_sums
+from kvbench.kv.observation import Observation
+from kvbench.kv.segment import LayerCache
 
 
 def grid(*shape: int, seed: int = 0) -> torch.Tensor:

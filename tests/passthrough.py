@@ -7,7 +7,7 @@ from functools import cache
 import pytest
 import torch
 
-from kvbench.cache.packed import MinMax
+from kvbench.kv.packed import MinMax
 from kvbench.methods import registry
 from kvbench.methods.quantiser import Quantiser
 

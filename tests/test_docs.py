@@ -13,9 +13,9 @@ from statistics import fmean
 import pytest
 from packaging.specifiers import SpecifierSet
 
-from kvbench.cache.model_shape import Shape
 from kvbench.cli.main import HELP
 from kvbench.conf import conf_dir
+from kvbench.kv.model_shape import Shape
 from kvbench.metrics import METRICS
 from kvbench.run import config, presets
 from kvbench.run import words as words_of

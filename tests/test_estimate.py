@@ -2,8 +2,8 @@
 
 from types import SimpleNamespace
 
-from kvbench.cache.model_shape import Shape
 from kvbench.example import Example
+from kvbench.kv.model_shape import Shape
 from kvbench.methods.resolve import chain_of
 from kvbench.run.estimate import estimate
 from kvbench.run.plan import Cell, Group

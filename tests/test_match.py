@@ -6,9 +6,9 @@ import pytest
 from runs import SMALL, prepare, run_json
 
 from kvbench.audit import accounting
-from kvbench.cache.model_shape import Shape
 from kvbench.cli.main import main
 from kvbench.errors import UsageError
+from kvbench.kv.model_shape import Shape
 from kvbench.methods.resolve import chain_of
 from kvbench.run import config, equal_memory, words
 

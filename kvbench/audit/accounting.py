@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
-from kvbench.cache.model_shape import Shape
-from kvbench.cache.segment import LayerCache, storage_bytes
+from kvbench.kv.model_shape import Shape
+from kvbench.kv.segment import LayerCache, storage_bytes
 from kvbench.methods.base import Block, Expected
 from kvbench.methods.chain import Chain
 from kvbench.methods.pruner import ChannelPruner

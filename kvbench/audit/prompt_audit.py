@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 
 from kvbench.audit.accounting import HALF, overhead_bytes
-from kvbench.cache.ops import key_heads
-from kvbench.cache.segment import LayerCache, storage_bytes
 from kvbench.errors import Refused as Refused
+from kvbench.kv.ops import key_heads
+from kvbench.kv.segment import LayerCache, storage_bytes
 from kvbench.methods.base import Block
 from kvbench.methods.chain import Chain
 from kvbench.methods.prompt_cache import Cache

@@ -28,8 +28,8 @@ from kvbench.bench.clock import Clock
 from kvbench.bench.layers import random_layer
 from kvbench.bench.ratio import compared_methods, options
 from kvbench.bench.roofline import copy_bandwidth
-from kvbench.cache.model_shape import Shape
 from kvbench.engine.decode_layer import RowLayer
+from kvbench.kv.model_shape import Shape
 from kvbench.methods.resolve import chain_of
 from kvbench.storage import kernels
 from kvbench.storage.format import Room, StoredRow

@@ -10,11 +10,11 @@ import torch
 
 from kvbench.audit.accounting import HALF, HeldBytes, bytes_held
 from kvbench.audit.prompt_audit import check_positions, check_storages, overhead_formula, payload_formula
-from kvbench.cache import ops
-from kvbench.cache.model_shape import Shape
-from kvbench.cache.observation import Observation
-from kvbench.cache.segment import LayerCache
 from kvbench.engine.layer_by_layer import CompressedLayers
+from kvbench.kv import ops
+from kvbench.kv.model_shape import Shape
+from kvbench.kv.observation import Observation
+from kvbench.kv.segment import LayerCache
 from kvbench.methods.chain import Chain
 
 

@@ -10,9 +10,9 @@ import torch
 
 from kvbench.audit.accounting import HALF, bytes_declared
 from kvbench.bench.layers import MeasuredLayers, measure, working_bytes
-from kvbench.cache.model_shape import Shape
 from kvbench.engine.memory import free_bytes
 from kvbench.errors import KvbenchError, UsageError, say
+from kvbench.kv.model_shape import Shape
 from kvbench.methods import registry
 from kvbench.methods.base import Modifier
 from kvbench.methods.resolve import ChainConfig

@@ -15,9 +15,9 @@ from kvbench.bench.peers import PEERS, Peer, find
 from kvbench.bench.records import NOT_RUN
 from kvbench.bench.timing import Entrant, Settings, row_key, settled, why_not
 from kvbench.bench.workload import Workload, parse
-from kvbench.cache.model_shape import Shape, from_config, from_entry
 from kvbench.conf import top_level
 from kvbench.errors import UsageError, say, unknown
+from kvbench.kv.model_shape import Shape, from_config, from_entry
 from kvbench.methods.chain import Chain
 from kvbench.methods.resolve import ChainConfig
 from kvbench.models import load

@@ -23,8 +23,8 @@ from kvbench.audit.accounting import bytes_held
 from kvbench.bench.layers import all_layers
 from kvbench.bench.memory import MIB, in_use
 from kvbench.bench.ratio import compared_methods, in_process, options
-from kvbench.cache.model_shape import Shape
 from kvbench.engine.memory import free_bytes
+from kvbench.kv.model_shape import Shape
 from kvbench.methods.resolve import chain_of
 
 LIMIT = 0.05

@@ -9,8 +9,8 @@ import torch
 from transformers import PreTrainedModel
 
 from kvbench.bench.architecture import step_weight_bytes
-from kvbench.cache.model_shape import from_config
 from kvbench.engine.memory import release
+from kvbench.kv.model_shape import from_config
 from kvbench.models.interface import synchronise
 
 COPIED = {"cuda": 2**30, "cpu": 2**28}

@@ -9,8 +9,8 @@ from statistics import fmean
 import torch
 from transformers import PreTrainedModel
 
-from kvbench.cache.model_shape import from_config
 from kvbench.engine.decode_layer import RowLayer
+from kvbench.kv.model_shape import from_config
 from kvbench.methods.prompt_cache import Cache
 from kvbench.storage.evicting_rows import EvictingRows
 from kvbench.storage.packed_rows import PackedRows

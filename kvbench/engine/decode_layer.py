@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvbench.cache.segment import LayerCache, storage_bytes
+from kvbench.kv.segment import LayerCache, storage_bytes
 from kvbench.models.interface import KvbenchLayer
 from kvbench.storage import registry
 from kvbench.storage.entries import attend_groups, head_of, joined, mean_by_row
@@ -117,5 +117,5 @@ def _behind(x: Any) -> Iterator[Tensor]:
             yield from _behind(item)
     elif isinstance(x, Mapping):
         yield from _behind(list(x.values()))
-    elif type(x).__module__.startswith(("kvbench.cache.", "kvbench.storage.")):
+    elif type(x).__module__.startswith(("kvbench.kv.", "kvbench.storage.")):
         yield from _behind(list(vars(x).values()))

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from kvbench.cache.segment import Segment
 from kvbench.errors import UsageError
+from kvbench.kv.segment import Segment
 from kvbench.methods.prompt_cache import Cache
 
 BLOCK = 64

@@ -9,10 +9,10 @@ from typing import Any
 
 from torch import Tensor
 
-from kvbench.cache.content import same_bits
-from kvbench.cache.observation import Observation
-from kvbench.cache.segment import LayerCache
 from kvbench.errors import Refused
+from kvbench.kv.content import same_bits
+from kvbench.kv.observation import Observation
+from kvbench.kv.segment import LayerCache
 from kvbench.methods.chain import Chain
 
 

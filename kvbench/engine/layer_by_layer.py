@@ -7,10 +7,10 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from kvbench.cache import ops
-from kvbench.cache.content import find_mismatch
-from kvbench.cache.observation import Needs, Observation
-from kvbench.cache.segment import LayerCache, Segment
+from kvbench.kv import ops
+from kvbench.kv.content import find_mismatch
+from kvbench.kv.observation import Needs, Observation
+from kvbench.kv.segment import LayerCache, Segment
 from kvbench.methods.chain import Chain
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from transformers import PreTrainedModel
 
-from kvbench.cache.content import INTEGER_VIEWS
+from kvbench.kv.content import INTEGER_VIEWS
 
 STRIDE = 61
 """Every so many elements of weights and buffers are summed up: that takes less time than one token."""

@@ -18,10 +18,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache as HFCache
 
-from kvbench.cache import ops
-from kvbench.cache.model_shape import from_config
-from kvbench.cache.observation import AttentionCall, Needs, Observation
-from kvbench.cache.segment import LayerCache
 from kvbench.engine.finite import check_finite
 from kvbench.engine.handed import Handed
 from kvbench.engine.layer_by_layer import CompressedLayers
@@ -30,6 +26,10 @@ from kvbench.engine.prompt_layer import EXACT, PromptLayer
 from kvbench.engine.replay import longest_pass, replay
 from kvbench.engine.weights_digest import check_calibrated
 from kvbench.errors import UsageError, headline
+from kvbench.kv import ops
+from kvbench.kv.model_shape import from_config
+from kvbench.kv.observation import AttentionCall, Needs, Observation
+from kvbench.kv.segment import LayerCache
 from kvbench.methods.base import Stage
 from kvbench.methods.chain import Chain
 from kvbench.methods.foreign import contained

@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvbench.cache.exact_attention import attend_in_blocks, attend_rows, attend_with_lse, column_sums
-from kvbench.cache.observation import Needs
-from kvbench.cache.packed import quantise_zero_point
-from kvbench.cache.segment import per_head
+from kvbench.kv.exact_attention import attend_in_blocks, attend_rows, attend_with_lse, column_sums
+from kvbench.kv.observation import Needs
+from kvbench.kv.packed import quantise_zero_point
+from kvbench.kv.segment import per_head
 from kvbench.models.interface import KvbenchLayer, synchronise
 
 EXACT = 0  # the bit width under which column sums over unquantised keys are recorded

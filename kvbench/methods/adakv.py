@@ -7,9 +7,9 @@ from typing import ClassVar
 
 import torch
 
-from kvbench.cache import ops
-from kvbench.cache.apportion import round_shares
-from kvbench.cache.segment import LayerCache
+from kvbench.kv import ops
+from kvbench.kv.apportion import round_shares
+from kvbench.kv.segment import LayerCache
 from kvbench.methods.base import Expected, top_indices
 from kvbench.methods.knobs import Rule, knob, one_of
 from kvbench.methods.snapkv import SnapKV

@@ -12,10 +12,10 @@ from typing import ClassVar
 
 import torch
 
-from kvbench.cache import ops
-from kvbench.cache.observation import Observation
-from kvbench.cache.segment import LayerCache
 from kvbench.errors import Refused, UsageError
+from kvbench.kv import ops
+from kvbench.kv.observation import Observation
+from kvbench.kv.segment import LayerCache
 from kvbench.methods.contract import Block as Block
 from kvbench.methods.contract import Capacity as Capacity
 from kvbench.methods.contract import Expected as Expected

@@ -9,10 +9,10 @@ from typing import ClassVar
 
 import torch
 
-from kvbench.cache import ops
-from kvbench.cache.apportion import proportional_shares, round_shares
-from kvbench.cache.observation import Needs, Observation
-from kvbench.cache.segment import LayerCache
+from kvbench.kv import ops
+from kvbench.kv.apportion import proportional_shares, round_shares
+from kvbench.kv.observation import Needs, Observation
+from kvbench.kv.segment import LayerCache
 from kvbench.methods.base import Expected, top_indices
 from kvbench.methods.evicting import EvictingSelector
 from kvbench.methods.knobs import ODD, Rule, at_least, knob

@@ -11,11 +11,11 @@ from typing import ClassVar
 
 import torch
 
-from kvbench.cache import ops
-from kvbench.cache.model_shape import from_config
-from kvbench.cache.observation import Needs, Observation
-from kvbench.cache.segment import LayerCache
 from kvbench.conf import is_whole
+from kvbench.kv import ops
+from kvbench.kv.model_shape import from_config
+from kvbench.kv.observation import Needs, Observation
+from kvbench.kv.segment import LayerCache
 from kvbench.methods.knobs import Rule, at_least, knob, one_of
 from kvbench.methods.prefill_changing import HeadSharer
 from kvbench.methods.recipe import CalibrationRun, Recipe

@@ -8,10 +8,10 @@ from typing import Any, Literal
 
 import torch
 
-from kvbench.cache import ops
-from kvbench.cache.observation import Needs, Observation
-from kvbench.cache.segment import LayerCache
 from kvbench.errors import UsageError
+from kvbench.kv import ops
+from kvbench.kv.observation import Needs, Observation
+from kvbench.kv.segment import LayerCache
 from kvbench.methods.base import (
     Block,
     Capacity,

@@ -9,9 +9,9 @@ from typing import ClassVar
 import torch
 import torch.nn.functional as F
 
-from kvbench.cache import ops
-from kvbench.cache.observation import Observation
-from kvbench.cache.segment import LayerCache
+from kvbench.kv import ops
+from kvbench.kv.observation import Observation
+from kvbench.kv.segment import LayerCache
 from kvbench.methods.base import Capacity, Expected, top_indices
 from kvbench.methods.knobs import ODD, at_least, knob, one_of
 from kvbench.methods.snapkv import SnapKV

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvbench.cache.observation import Observation
-from kvbench.cache.segment import LayerCache
+from kvbench.kv.observation import Observation
+from kvbench.kv.segment import LayerCache
 from kvbench.methods.base import Modifier, Selector
 from kvbench.storage.roles import Evictor, Packer
 

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvbench.cache.model_shape import from_config
-from kvbench.cache.observation import Needs, Observation
+from kvbench.kv.model_shape import from_config
+from kvbench.kv.observation import Needs, Observation
 from kvbench.methods.recipe import CalibrationRun, Recipe
 
 EPSILON = 1.0

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from kvbench.cache.segment import LayerCache
+from kvbench.kv.segment import LayerCache
 from kvbench.methods.base import Block, Modifier, Selector, sinks_of
 from kvbench.methods.contract import protect
 from kvbench.storage.roles import Evictor, Packer, Slots

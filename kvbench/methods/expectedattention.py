@@ -7,9 +7,9 @@ from typing import ClassVar
 
 import torch
 
-from kvbench.cache import ops
-from kvbench.cache.observation import Needs, Observation
-from kvbench.cache.segment import LayerCache, per_head
+from kvbench.kv import ops
+from kvbench.kv.observation import Needs, Observation
+from kvbench.kv.segment import LayerCache, per_head
 from kvbench.methods.base import Capacity, Selector
 from kvbench.methods.knobs import Rule, at_least, knob
 from kvbench.methods.statistics import at_heads, group_mean

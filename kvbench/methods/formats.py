@@ -7,12 +7,12 @@ from typing import ClassVar, Literal
 
 import torch
 
-from kvbench.cache.codecs import NAMED
-from kvbench.cache.coded import FROZEN_BYTES, Codec
-from kvbench.cache.packed import Packed
-from kvbench.cache.partly_packed import Residual
-from kvbench.cache.rotation import ROTATIONS
 from kvbench.errors import UsageError
+from kvbench.kv.codecs import NAMED
+from kvbench.kv.coded import FROZEN_BYTES, Codec
+from kvbench.kv.packed import Packed
+from kvbench.kv.partly_packed import Residual
+from kvbench.kv.rotation import ROTATIONS
 from kvbench.methods.knobs import Rule, at_least, knob, one_of
 from kvbench.methods.quantiser import Quantiser
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from kvbench.cache.codecs.floating import SCALES, TYPES, Fp8Codec
-from kvbench.cache.coded import Codec
+from kvbench.kv.codecs.floating import SCALES, TYPES, Fp8Codec
+from kvbench.kv.coded import Codec
 from kvbench.methods.formats import StorageFormat
 from kvbench.methods.knobs import knob, one_of
 

@@ -8,9 +8,9 @@ from typing import ClassVar
 
 import torch
 
-from kvbench.cache.observation import Needs, Observation
-from kvbench.cache.packed import quantise_zero_point
-from kvbench.cache.segment import LayerCache
+from kvbench.kv.observation import Needs, Observation
+from kvbench.kv.packed import quantise_zero_point
+from kvbench.kv.segment import LayerCache
 from kvbench.methods.base import Capacity
 from kvbench.methods.evicting import EvictingSelector
 from kvbench.methods.knobs import Rule, at_least, knob, one_of

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kvbench.cache.codecs.integer import SymmetricInteger, ZeroPointInt4
-from kvbench.cache.coded import Codec
+from kvbench.kv.codecs.integer import SymmetricInteger, ZeroPointInt4
+from kvbench.kv.coded import Codec
 from kvbench.methods.formats import ROTATE, StorageFormat
 from kvbench.methods.knobs import knob
 

@@ -6,8 +6,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kvbench.cache.codecs.integer import CentredInt8, SymmetricInteger
-from kvbench.cache.coded import Codec
+from kvbench.kv.codecs.integer import CentredInt8, SymmetricInteger
+from kvbench.kv.coded import Codec
 from kvbench.methods.formats import ROTATE, StorageFormat
 from kvbench.methods.knobs import knob, one_of
 

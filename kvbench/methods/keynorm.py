@@ -7,9 +7,9 @@ from typing import ClassVar
 
 import torch
 
-from kvbench.cache import ops
-from kvbench.cache.observation import Observation
-from kvbench.cache.segment import LayerCache
+from kvbench.kv import ops
+from kvbench.kv.observation import Observation
+from kvbench.kv.segment import LayerCache
 from kvbench.methods.base import Capacity, Selector
 from kvbench.methods.knobs import at_least, knob
 from kvbench.methods.statistics import at_heads

@@ -7,8 +7,8 @@ from typing import ClassVar
 
 import torch
 
-from kvbench.cache.packed import Packed, quantise_channels, quantise_tokens, run_bytes
-from kvbench.cache.partly_packed import Residual
+from kvbench.kv.packed import Packed, quantise_channels, quantise_tokens, run_bytes
+from kvbench.kv.partly_packed import Residual
 from kvbench.methods.knobs import CODE_BITS, at_least, knob
 from kvbench.methods.quantiser import Quantiser
 

@@ -18,12 +18,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from kvbench.cache import ops
-from kvbench.cache.content import rows_kept
-from kvbench.cache.exact_attention import causal_softmax
-from kvbench.cache.observation import Needs, Observation
-from kvbench.cache.segment import LayerCache
 from kvbench.errors import KvbenchError, Refused, UsageError, headline
+from kvbench.kv import ops
+from kvbench.kv.content import rows_kept
+from kvbench.kv.exact_attention import causal_softmax
+from kvbench.kv.observation import Needs, Observation
+from kvbench.kv.segment import LayerCache
 from kvbench.methods.base import Capacity, Expected, Selector, top_indices
 from kvbench.methods.kvpress_package import (
     BY_LAYER,

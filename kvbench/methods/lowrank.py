@@ -13,9 +13,9 @@ from typing import ClassVar
 import torch
 from transformers import PreTrainedModel
 
-from kvbench.cache import ops
-from kvbench.cache.observation import Observation
-from kvbench.cache.segment import LayerCache
+from kvbench.kv import ops
+from kvbench.kv.observation import Observation
+from kvbench.kv.segment import LayerCache
 from kvbench.methods.base import Role, Stage
 from kvbench.methods.knobs import Rule, at_least, knob
 from kvbench.models import lowrank

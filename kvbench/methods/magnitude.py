@@ -7,8 +7,8 @@ from typing import ClassVar
 
 import torch
 
-from kvbench.cache.observation import Observation
-from kvbench.cache.segment import LayerCache
+from kvbench.kv.observation import Observation
+from kvbench.kv.segment import LayerCache
 from kvbench.methods.pruner import ChannelPruner
 
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kvbench.cache.codecs.microscaled import MicroscaledFp4
-from kvbench.cache.coded import Codec
+from kvbench.kv.codecs.microscaled import MicroscaledFp4
+from kvbench.kv.coded import Codec
 from kvbench.methods.formats import ROTATE, StorageFormat
 from kvbench.methods.knobs import knob, one_of
 from kvbench.methods.q8_0 import EVEN

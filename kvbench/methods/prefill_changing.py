@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import torch
 
-from kvbench.cache.observation import Observation
+from kvbench.kv.observation import Observation
 from kvbench.methods.base import Role, Stage
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from kvbench.cache.segment import LayerCache, storage_bytes
+from kvbench.kv.segment import LayerCache, storage_bytes
 from kvbench.methods.chain import Chain
 
 SHOWN = ("kv_size", "kv_ratio", "ratio", "bits")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from kvbench.cache.codecs.blocks import Blocks
-from kvbench.cache.coded import Codec
+from kvbench.kv.codecs.blocks import Blocks
+from kvbench.kv.coded import Codec
 from kvbench.methods.formats import ROTATE, StorageFormat
 from kvbench.methods.knobs import Rule, knob
 

@@ -12,10 +12,10 @@ from typing import ClassVar
 
 import torch
 
-from kvbench.cache import ops
-from kvbench.cache.observation import Needs, Observation
-from kvbench.cache.packed import Packed, quantise_zero_point, run_bytes
-from kvbench.cache.segment import LayerCache, per_head
+from kvbench.kv import ops
+from kvbench.kv.observation import Needs, Observation
+from kvbench.kv.packed import Packed, quantise_zero_point, run_bytes
+from kvbench.kv.segment import LayerCache, per_head
 from kvbench.methods.base import Block, Capacity, Modifier
 from kvbench.methods.evicting import EvictingSelector
 from kvbench.methods.knobs import CODE_BITS, Rule, knob, one_of

@@ -9,11 +9,11 @@ from typing import ClassVar, Literal
 
 import torch
 
-from kvbench.cache import ops
-from kvbench.cache.observation import Observation
-from kvbench.cache.packed import Packed
-from kvbench.cache.partly_packed import Codes, Residual, encode, side_by_side
-from kvbench.cache.segment import LayerCache, Segment
+from kvbench.kv import ops
+from kvbench.kv.observation import Observation
+from kvbench.kv.packed import Packed
+from kvbench.kv.partly_packed import Codes, Residual, encode, side_by_side
+from kvbench.kv.segment import LayerCache, Segment
 from kvbench.methods.base import Block, Role, Stage
 from kvbench.methods.knobs import knob, one_of
 from kvbench.methods.pruner import ChannelPruner

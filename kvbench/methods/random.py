@@ -11,8 +11,8 @@ from typing import ClassVar
 
 import torch
 
-from kvbench.cache.observation import Observation
-from kvbench.cache.segment import LayerCache
+from kvbench.kv.observation import Observation
+from kvbench.kv.segment import LayerCache
 from kvbench.methods.base import Capacity, Selector
 from kvbench.methods.knobs import at_least, knob
 

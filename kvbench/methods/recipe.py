@@ -11,8 +11,8 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvbench.cache.observation import Needs, Observation
 from kvbench.errors import UsageError
+from kvbench.kv.observation import Needs, Observation
 
 LONGEST = 4096
 

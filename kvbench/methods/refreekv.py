@@ -10,9 +10,9 @@ from typing import ClassVar
 
 import torch
 
-from kvbench.cache import ops
-from kvbench.cache.observation import Needs, Observation
-from kvbench.cache.segment import LayerCache
+from kvbench.kv import ops
+from kvbench.kv.observation import Needs, Observation
+from kvbench.kv.segment import LayerCache
 from kvbench.methods.base import Expected, TokenSelector
 from kvbench.methods.knobs import Rule, at_least, knob, one_of
 from kvbench.methods.statistics import group_mean, window_sums

@@ -7,8 +7,8 @@ from typing import ClassVar
 
 import torch
 
-from kvbench.cache.observation import Needs, Observation
-from kvbench.cache.segment import LayerCache
+from kvbench.kv.observation import Needs, Observation
+from kvbench.kv.segment import LayerCache
 from kvbench.methods.base import Capacity, Selector
 from kvbench.methods.knobs import ODD, at_least, knob, one_of
 from kvbench.methods.statistics import group_mean, pool, window_rows

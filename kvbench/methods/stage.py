@@ -10,9 +10,9 @@ from typing import Any, ClassVar, Literal
 import torch
 from transformers import PreTrainedModel
 
-from kvbench.cache.observation import Needs, Observation
-from kvbench.cache.segment import LayerCache
 from kvbench.errors import UsageError
+from kvbench.kv.observation import Needs, Observation
+from kvbench.kv.segment import LayerCache
 from kvbench.methods.contract import Block, Expected
 from kvbench.methods.foreign import code_of
 from kvbench.methods.knobs import Knobs

@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping
 import torch
 import torch.nn.functional as F
 
-from kvbench.cache import ops
-from kvbench.cache.exact_attention import causal_softmax
-from kvbench.cache.observation import Observation
-from kvbench.cache.segment import LayerCache, per_head
 from kvbench.errors import Refused
+from kvbench.kv import ops
+from kvbench.kv.exact_attention import causal_softmax
+from kvbench.kv.observation import Observation
+from kvbench.kv.segment import LayerCache, per_head
 from kvbench.storage.roles import Slots
 
 

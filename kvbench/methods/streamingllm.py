@@ -8,8 +8,8 @@ from typing import ClassVar
 
 import torch
 
-from kvbench.cache.observation import Observation
-from kvbench.cache.segment import LayerCache
+from kvbench.kv.observation import Observation
+from kvbench.kv.segment import LayerCache
 from kvbench.methods.base import Capacity
 from kvbench.methods.evicting import EvictingSelector
 from kvbench.methods.knobs import at_least, knob, one_of

@@ -7,9 +7,9 @@ from typing import ClassVar
 
 import torch
 
-from kvbench.cache import ops
-from kvbench.cache.observation import Observation
-from kvbench.cache.segment import LayerCache
+from kvbench.kv import ops
+from kvbench.kv.observation import Observation
+from kvbench.kv.segment import LayerCache
 from kvbench.methods.knobs import knob
 from kvbench.methods.pruner import head_lengths, padded, removed
 from kvbench.methods.think import Think

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kvbench.cache.codecs.floating import Fp8Codec
-from kvbench.cache.codecs.integer import MinMaxInteger
-from kvbench.cache.codecs.lloyd_max import LloydMax
-from kvbench.cache.coded import Codec
+from kvbench.kv.codecs.floating import Fp8Codec
+from kvbench.kv.codecs.integer import MinMaxInteger
+from kvbench.kv.codecs.lloyd_max import LloydMax
+from kvbench.kv.coded import Codec
 from kvbench.methods.formats import ROTATE, StorageFormat
 from kvbench.methods.knobs import knob, one_of
 

@@ -9,9 +9,9 @@ from typing import ClassVar
 import torch
 import torch.nn.functional as F
 
-from kvbench.cache import ops
-from kvbench.cache.observation import Needs, Observation
-from kvbench.cache.segment import LayerCache, per_head
+from kvbench.kv import ops
+from kvbench.kv.observation import Needs, Observation
+from kvbench.kv.segment import LayerCache, per_head
 from kvbench.methods.base import Capacity, Expected
 from kvbench.methods.entropy import assign, entropy_recipe, measure_entropy
 from kvbench.methods.evicting import NO_LIMIT, EvictingSelector

@@ -8,9 +8,9 @@ from typing import ClassVar
 
 import torch
 
-from kvbench.cache.exact_attention import causal_softmax
-from kvbench.cache.observation import Needs, Observation
 from kvbench.conf import is_whole
+from kvbench.kv.exact_attention import causal_softmax
+from kvbench.kv.observation import Needs, Observation
 from kvbench.methods.base import top_indices
 from kvbench.methods.entropy import entropy_recipe, erank_drops, measure_entropy
 from kvbench.methods.knobs import Rule, at_least, knob, one_of

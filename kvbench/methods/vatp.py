@@ -8,9 +8,9 @@ from typing import ClassVar
 
 import torch
 
-from kvbench.cache import ops
-from kvbench.cache.observation import Observation
-from kvbench.cache.segment import LayerCache, per_head
+from kvbench.kv import ops
+from kvbench.kv.observation import Observation
+from kvbench.kv.segment import LayerCache, per_head
 from kvbench.methods.base import Modifier
 from kvbench.methods.knobs import at_least, knob, one_of
 from kvbench.methods.statistics import at_heads

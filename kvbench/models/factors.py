@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvbench.cache.apportion import proportional_shares, round_shares
+from kvbench.kv.apportion import proportional_shares, round_shares
 
 JITTER = (0.0, *(10.0**-e for e in range(10, 1, -1)))
 STEPS = 16  # of a group's rank where ``multiple`` is not given: 32 of 512

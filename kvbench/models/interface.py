@@ -18,8 +18,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.cache_utils import CacheLayerMixin
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from kvbench.cache.observation import AttentionCall
 from kvbench.errors import UsageError
+from kvbench.kv.observation import AttentionCall
 
 NAME = "kvbench"
 UNSERVED = ("softcap", "s_aux", "sinks", "position_bias", "attention_bias", "head_mask")

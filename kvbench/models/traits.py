@@ -16,8 +16,8 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from kvbench.cache.model_shape import Shape, from_config
 from kvbench.errors import UsageError
+from kvbench.kv.model_shape import Shape, from_config
 from kvbench.models import probe
 from kvbench.models.interface import attention_modules
 

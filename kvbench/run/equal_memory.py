@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from kvbench.audit.accounting import HALF, bytes_declared, nominal_payload
-from kvbench.cache.model_shape import Shape
 from kvbench.errors import UsageError, unknown
+from kvbench.kv.model_shape import Shape
 from kvbench.methods import registry
 from kvbench.methods.base import Selector
 from kvbench.methods.chain import Chain

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 
 from kvbench.audit.accounting import bytes_declared
-from kvbench.cache.model_shape import Shape
-from kvbench.cache.observation import Needs
 from kvbench.example import Example
+from kvbench.kv.model_shape import Shape
+from kvbench.kv.observation import Needs
 from kvbench.methods.chain import Chain
 from kvbench.run.plan import Cell, Group
 from kvbench.run.results import Sample

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 import torch
 from transformers import PreTrainedModel
 
-from kvbench.cache.model_shape import from_config
 from kvbench.engine.memory import GIB
 from kvbench.engine.stopping import Ending
 from kvbench.example import Example
+from kvbench.kv.model_shape import from_config
 from kvbench.run.config import Sampling
 from kvbench.tasks.base import Task, Tokenizer
 from kvbench.tasks.prompt import Encoded, PromptPolicy, encode

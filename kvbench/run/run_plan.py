@@ -10,10 +10,10 @@ from typing import Any, cast
 import torch
 from transformers import PreTrainedModel
 
-from kvbench.cache.model_shape import from_config
 from kvbench.engine import memory, precision
 from kvbench.engine.calibration.session import DEFAULT_FOLDER, Session
 from kvbench.example import Example
+from kvbench.kv.model_shape import from_config
 from kvbench.models import load, traits
 from kvbench.run import equal_memory
 from kvbench.run.advice import about_prompts

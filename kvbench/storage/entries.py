@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kvbench.cache.partly_packed import Codes, side_by_side
-from kvbench.cache.segment import LayerCache, Segment
+from kvbench.kv.partly_packed import Codes, side_by_side
+from kvbench.kv.segment import LayerCache, Segment
 from kvbench.storage.format import StoredRow
 
 PADDING_LIMIT = 1.25  # longest over shortest entry of a group

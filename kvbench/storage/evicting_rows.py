@@ -14,10 +14,10 @@ from collections.abc import Hashable, Sequence
 import torch
 from torch import Tensor
 
-from kvbench.cache.observation import Observation
-from kvbench.cache.ops import only_segment, order_by_position
-from kvbench.cache.segment import LayerCache, Segment
 from kvbench.errors import UsageError
+from kvbench.kv.observation import Observation
+from kvbench.kv.ops import only_segment, order_by_position
+from kvbench.kv.segment import LayerCache, Segment
 from kvbench.storage.attend import rounded
 from kvbench.storage.evicting_store import OneFormat, Read, Thin, one_by_one
 from kvbench.storage.format import Format, Room, StoredRow

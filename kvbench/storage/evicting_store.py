@@ -13,10 +13,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from kvbench.cache.ops import only_segment, select
-from kvbench.cache.packed import Packed
-from kvbench.cache.partly_packed import Values, batched, each, parts, write
-from kvbench.cache.segment import LayerCache, Segment, per_head
+from kvbench.kv.ops import only_segment, select
+from kvbench.kv.packed import Packed
+from kvbench.kv.partly_packed import Values, batched, each, parts, write
+from kvbench.kv.segment import LayerCache, Segment, per_head
 from kvbench.storage.attend import Estimate, as_they_are, logits, spread, weigh
 from kvbench.storage.packed_rows import packed_logits, packed_weigh
 from kvbench.storage.roles import Packer

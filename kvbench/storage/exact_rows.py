@@ -12,8 +12,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from kvbench.cache import ops
-from kvbench.cache.segment import LayerCache, Segment
+from kvbench.kv import ops
+from kvbench.kv.segment import LayerCache, Segment
 from kvbench.storage import kernels
 from kvbench.storage.attend import attend
 from kvbench.storage.entries import Entries, Entry, attend_groups, grouped, mean_by_row

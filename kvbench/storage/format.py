@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 from torch import Tensor
 
-from kvbench.cache.observation import Observation
-from kvbench.cache.segment import LayerCache, Segment
+from kvbench.kv.observation import Observation
+from kvbench.kv.segment import LayerCache, Segment
 from kvbench.storage.roles import Coder, Evictor, Masker, Rotary
 from kvbench.storage.row_segments import format_of
 

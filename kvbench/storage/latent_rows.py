@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from kvbench.cache.segment import LayerCache, Segment
+from kvbench.kv.segment import LayerCache, Segment
 from kvbench.storage.attend import Estimate, logits, masked_softmax, weigh
 from kvbench.storage.format import Format, Room, StoredRow
 from kvbench.storage.row_segments import per_place

@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvbench.cache.packed import Packed
-from kvbench.cache.partly_packed import Codes, Residual, batched
-from kvbench.cache.segment import LayerCache, Segment
+from kvbench.kv.packed import Packed
+from kvbench.kv.partly_packed import Codes, Residual, batched
+from kvbench.kv.segment import LayerCache, Segment
 from kvbench.storage import kernels
 from kvbench.storage.attend import Estimate, as_they_are, logits, masked_softmax, spread, summed, weigh
 from kvbench.storage.format import Format, Room, StoredRow

@@ -11,9 +11,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from kvbench.cache.observation import Observation
-from kvbench.cache.segment import LayerCache
 from kvbench.errors import UsageError
+from kvbench.kv.observation import Observation
+from kvbench.kv.segment import LayerCache
 
 
 class RecentQueries:

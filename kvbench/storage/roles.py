@@ -12,10 +12,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvbench.cache.observation import Observation
-from kvbench.cache.packed import Packed
-from kvbench.cache.partly_packed import Residual
-from kvbench.cache.segment import LayerCache
+from kvbench.kv.observation import Observation
+from kvbench.kv.packed import Packed
+from kvbench.kv.partly_packed import Residual
+from kvbench.kv.segment import LayerCache
 
 
 class Masker:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvbench.cache.segment import Segment
+from kvbench.kv.segment import Segment
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import pytest
 
 from kvbench.bench import resident
 from kvbench.bench.ratio import in_process
-from kvbench.cache.model_shape import Shape
+from kvbench.kv.model_shape import Shape
 
 pytestmark = pytest.mark.e2e("measures processes")
 

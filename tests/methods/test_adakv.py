@@ -12,9 +12,9 @@ from grids import grid
 
 import kvbench
 from kvbench.audit.prompt_audit import Refused, audit
-from kvbench.cache import ops
-from kvbench.cache.segment import Segment
 from kvbench.errors import UsageError
+from kvbench.kv import ops
+from kvbench.kv.segment import Segment
 from kvbench.methods import registry
 from kvbench.methods.adakv import AdaKV
 from kvbench.methods.chain import Chain

@@ -4,10 +4,10 @@ import method_reference as ref
 import pytest
 import torch
 
-from kvbench.cache.packed import unpack
-from kvbench.cache.segment import storage_bytes
 from kvbench.engine.decode_layer import RowLayer
 from kvbench.errors import UsageError
+from kvbench.kv.packed import unpack
+from kvbench.kv.segment import storage_bytes
 from kvbench.methods.flexgen import FlexGen
 from kvbench.methods.resolve import chain_of
 from kvbench.storage.format import Room, StoredRow

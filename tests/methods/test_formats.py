@@ -12,11 +12,11 @@ import kvbench
 from kvbench.audit.accounting import bytes_after_decoding, bytes_declared
 from kvbench.audit.prompt_audit import audit
 from kvbench.bench.layers import measure
-from kvbench.cache.codecs import NAMED
-from kvbench.cache.model_shape import from_config
-from kvbench.cache.segment import storage_bytes
 from kvbench.engine.decode_layer import RowLayer
 from kvbench.errors import UsageError
+from kvbench.kv.codecs import NAMED
+from kvbench.kv.model_shape import from_config
+from kvbench.kv.segment import storage_bytes
 from kvbench.methods.resolve import chain_of
 from kvbench.storage.format import Room, StoredRow
 

@@ -10,11 +10,11 @@ from families import build, prompt
 
 import kvbench
 from kvbench.audit.prompt_audit import audit
-from kvbench.cache import ops
-from kvbench.cache.observation import Needs, Observation
 from kvbench.engine.step import build as build_batch
 from kvbench.engine.step import step
 from kvbench.errors import UsageError
+from kvbench.kv import ops
+from kvbench.kv.observation import Needs, Observation
 from kvbench.methods.base import Capacity
 from kvbench.methods.h2o import H2O
 from kvbench.methods.resolve import chain_of

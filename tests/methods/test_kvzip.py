@@ -13,9 +13,9 @@ from transformers import AttentionInterface, DynamicCache
 import kvbench
 from kvbench.audit.accounting import bytes_declared
 from kvbench.audit.prompt_audit import audit
-from kvbench.cache.model_shape import from_config
 from kvbench.engine import replay
 from kvbench.errors import UsageError
+from kvbench.kv.model_shape import from_config
 from kvbench.methods.base import Capacity
 from kvbench.methods.kvzip import KVzip
 from kvbench.methods.resolve import chain_of

@@ -7,11 +7,11 @@ import pytest
 import torch
 from families import FAMILIES, build, prompt
 
-from kvbench.cache.exact_attention import causal_softmax, column_sums, row_blocks
-from kvbench.cache.model_shape import Shape
-from kvbench.cache.observation import Needs
-from kvbench.cache.segment import storage_bytes
 from kvbench.engine.prefill import observe
+from kvbench.kv.exact_attention import causal_softmax, column_sums, row_blocks
+from kvbench.kv.model_shape import Shape
+from kvbench.kv.observation import Needs
+from kvbench.kv.segment import storage_bytes
 
 
 def observed(family, n, needs, dtype=torch.float32):

@@ -12,12 +12,12 @@ from grids import grid
 
 import kvbench
 from kvbench.audit.prompt_audit import audit
-from kvbench.cache import ops
-from kvbench.cache.observation import Needs, Observation
-from kvbench.cache.segment import storage_bytes
 from kvbench.engine.step import build as build_batch
 from kvbench.engine.step import step
 from kvbench.errors import UsageError
+from kvbench.kv import ops
+from kvbench.kv.observation import Needs, Observation
+from kvbench.kv.segment import storage_bytes
 from kvbench.methods.qhitter import QHitter
 from kvbench.methods.resolve import chain_of
 from kvbench.models.interface import attached
@@ -281,7 +281,7 @@ def test_bytes_held_are_those_of_the_formula_before_and_after_decoding(bits):
 
 
 def test_slots_hold_codes_and_never_the_whole_cache_dequantised(monkeypatch):
-    from kvbench.cache import packed
+    from kvbench.kv import packed
 
     model, largest = build("llama"), []
     (cache,) = kvbench.prefill(model, prompt(50, 3), [{"method": "qhitter", "kv_size": 40}])

@@ -5,9 +5,9 @@ import pytest
 import torch
 
 import kvbench
-from kvbench.cache.segment import storage_bytes
 from kvbench.engine.decode_layer import RowLayer
 from kvbench.errors import UsageError
+from kvbench.kv.segment import storage_bytes
 from kvbench.methods.resolve import chain_of
 from kvbench.storage.format import Room, StoredRow
 

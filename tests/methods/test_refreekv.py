@@ -12,9 +12,9 @@ from grids import grid
 
 import kvbench
 from kvbench.audit.prompt_audit import Refused, audit
-from kvbench.cache import ops
-from kvbench.cache.observation import Needs
 from kvbench.errors import UsageError
+from kvbench.kv import ops
+from kvbench.kv.observation import Needs
 from kvbench.methods.base import Capacity
 from kvbench.methods.refreekv import ReFreeKV
 from kvbench.methods.resolve import chain_of

@@ -8,8 +8,8 @@ from families import build, prompt
 
 import kvbench
 from kvbench.audit.prompt_audit import audit
-from kvbench.cache.observation import Needs
 from kvbench.errors import UsageError
+from kvbench.kv.observation import Needs
 from kvbench.methods.h2o import H2O
 from kvbench.methods.resolve import chain_of
 from kvbench.methods.scissorhands import Scissorhands

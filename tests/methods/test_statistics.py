@@ -4,9 +4,9 @@ import method_reference as ref
 import pytest
 import torch
 
-from kvbench.cache.exact_attention import attend_with_lse, causal_softmax, column_sums
-from kvbench.cache.observation import Observation
-from kvbench.cache.segment import per_head
+from kvbench.kv.exact_attention import attend_with_lse, causal_softmax, column_sums
+from kvbench.kv.observation import Observation
+from kvbench.kv.segment import per_head
 from kvbench.methods.statistics import pool, window_rows
 
 N, SCALE = 50, 0.5

@@ -7,8 +7,8 @@ import pytest
 import torch
 from storage_reference import value_scores
 
-from kvbench.cache.segment import storage_bytes
 from kvbench.errors import UsageError
+from kvbench.kv.segment import storage_bytes
 from kvbench.methods.resolve import chain_of, chains_of
 from kvbench.methods.think import Think
 from kvbench.methods.thinkv import ThinkV

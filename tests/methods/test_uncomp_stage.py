@@ -12,8 +12,8 @@ from grids import grid
 
 import kvbench
 from kvbench.audit.prompt_audit import audit
-from kvbench.cache.observation import Observation
 from kvbench.errors import UsageError
+from kvbench.kv.observation import Observation
 from kvbench.methods import registry
 from kvbench.methods.base import Selector, TokenSelector
 from kvbench.methods.recipe import Calibration, digest
@@ -244,7 +244,7 @@ def test_snapkv_behind_the_stage_scores_what_the_layer_read():
     chain = chain_of(behind("snapkv"))
     where = torch.arange(0, 80, 2)
     dense, obs = ref.make_layer(q, k, layer=1, length=80, positions=where)
-    stored = kvbench.cache.ops.dense(k, dense.segments[0].v, heads=2, query_heads=4, positions=where, length=80)
+    stored = kvbench.kv.ops.dense(k, dense.segments[0].v, heads=2, query_heads=4, positions=where, length=80)
     wanted = ref.snapkv(ref.attention(q, k), 2, 20, 4, 7, "max")
     assert ref.kept(chain.compress(stored, obs)) == [[2 * j for j in head] for head in wanted]
 
@@ -257,7 +257,7 @@ def test_value_channels_behind_the_stage_are_those_of_the_tokens_that_the_layer_
     chain = chain_of({"method": "thinkv", "ratio": 0.0, "value_ratio": 0.5, "recent": 4, "per": per})
     dense, obs = ref.make_layer(q, k, v, per=per)
     _, later = ref.make_layer(q, k, v, per=per, layer=1, length=90, positions=where)
-    gaps = kvbench.cache.ops.dense(k, v, heads=dense.heads, query_heads=4, positions=where, length=90)
+    gaps = kvbench.kv.ops.dense(k, v, heads=dense.heads, query_heads=4, positions=where, length=90)
     a, b = (chain.compress(*x).segments[0].value_channels for x in ((dense, obs), (gaps, later)))
     assert torch.equal(a, b)
 
@@ -271,7 +271,7 @@ def test_expected_attention_behind_the_stage_undoes_the_rotation_of_the_true_pos
     dense, obs = ref.make_layer(q, k, v, inv_freq=freq)
     where = torch.arange(30) * 2
     _, later = ref.make_layer(q, k, v, layer=1, length=60, positions=where, inv_freq=freq / 2)
-    gaps = kvbench.cache.ops.dense(k, v, heads=2, query_heads=4, positions=where, length=60)
+    gaps = kvbench.kv.ops.dense(k, v, heads=2, query_heads=4, positions=where, length=60)
     wanted = [[2 * j for j in head] for head in ref.kept(chain.compress(dense, obs))]
     assert ref.kept(chain.compress(gaps, later)) == wanted
 
@@ -319,7 +319,7 @@ def test_a_scissorhands_ring_behind_the_stage_loses_no_row():
     q, k = ref.grid(2, 30, 8, seed=1), ref.grid(2, 30, 8, seed=2)
     where = torch.tensor([*range(0, 40, 2), *range(40, 50)])
     _, obs = ref.make_layer(q, k, layer=1, length=50, positions=where)
-    stored = kvbench.cache.ops.dense(k, k, heads=2, query_heads=2, positions=where, length=50)
+    stored = kvbench.kv.ops.dense(k, k, heads=2, query_heads=2, positions=where, length=50)
     chain = chain_of({"method": "scissorhands", "kv_size": 20, "window": 16, "recent": 4, "variant": "paper"})
     wanted = ref.scissorhands(ref.attention(q, k), 2, 20, 16, 4, "paper")
     assert ref.kept(chain.compress(stored, obs)) == [[int(where[j]) for j in head] for head in wanted]

@@ -8,10 +8,10 @@ import torch
 from families import build, generated, prompt
 
 import kvbench
-from kvbench.cache.segment import LayerCache, Segment
 from kvbench.engine import step as stepping
 from kvbench.engine.decode import Ending
 from kvbench.engine.decode_layer import RowLayer
+from kvbench.kv.segment import LayerCache, Segment
 from kvbench.methods.twilight import Twilight
 from kvbench.storage.format import Room, StoredRow
 

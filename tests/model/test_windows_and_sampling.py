@@ -6,10 +6,10 @@ from families import build, generated, prompt
 from transformers import MistralConfig, MistralForCausalLM
 
 import kvbench
-from kvbench.cache.exact_attention import attend_rows
 from kvbench.engine.decode import Ending, sample
 from kvbench.engine.prefill import prefill_chains
 from kvbench.errors import UsageError
+from kvbench.kv.exact_attention import attend_rows
 from kvbench.methods.chain import Chain
 
 
@@ -61,7 +61,7 @@ def test_plain_attention_gives_the_same_answers():
 
 
 def test_attend_rows_in_many_blocks_equals_a_dense_softmax(monkeypatch):
-    from kvbench.cache import exact_attention
+    from kvbench.kv import exact_attention
 
     torch.manual_seed(0)
     q, k, v = torch.randn(4, 50, 8), torch.randn(2, 50, 8), torch.randn(2, 50, 8)

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from kvbench.bench import records, request
-from kvbench.cache.model_shape import Shape
 from kvbench.cli.main import main
+from kvbench.kv.model_shape import Shape
 from kvbench.papers.measured import coverage, grid, our_table
 from kvbench.papers.measured.cell_view import view
 from kvbench.papers.report import tables as html_tables

@@ -13,7 +13,7 @@ from families import build
 from kvpress_reference import N, prompt, theirs
 
 import kvbench
-from kvbench.cache.observation import Needs
+from kvbench.kv.observation import Needs
 from kvbench.methods.base import Stage, top_indices
 from kvbench.methods.chain import Chain
 

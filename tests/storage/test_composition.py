@@ -10,9 +10,9 @@ from grids import grid
 
 import kvbench
 from kvbench.audit.prompt_audit import audit
-from kvbench.cache.segment import storage_bytes
 from kvbench.cli.main import main
 from kvbench.errors import UsageError
+from kvbench.kv.segment import storage_bytes
 from kvbench.methods import registry
 from kvbench.methods.resolve import chain_of
 

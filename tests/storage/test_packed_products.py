@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kvbench.cache.packed import BITS, quantise_channels, quantise_tokens, quantise_zero_point
+from kvbench.kv.packed import BITS, quantise_channels, quantise_tokens, quantise_zero_point
 from kvbench.storage.attend import as_they_are
 from kvbench.storage.packed_rows import packed_logits, packed_weigh
 

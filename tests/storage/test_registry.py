@@ -4,8 +4,8 @@ import pytest
 import torch
 import worked
 
-from kvbench.cache.segment import LayerCache, Segment
 from kvbench.engine.decode_layer import RowLayer, allocated
+from kvbench.kv.segment import LayerCache, Segment
 from kvbench.storage import registry
 from kvbench.storage.format import Room, StoredRow
 

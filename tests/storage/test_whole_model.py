@@ -13,9 +13,9 @@ from transformers import AttentionInterface
 import kvbench
 from kvbench.audit.decode_audit import check_peak
 from kvbench.audit.prompt_audit import audit
-from kvbench.cache.segment import storage_bytes
 from kvbench.engine.decode import Ending, generate_rows
 from kvbench.engine.likelihood import teacher_force
+from kvbench.kv.segment import storage_bytes
 
 pytestmark = pytest.mark.e2e("whole models decode, every chain")
 

@@ -13,8 +13,8 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from kvbench.cache.observation import Needs, Observation
-from kvbench.cache.packed import quantise_zero_point
+from kvbench.kv.observation import Needs, Observation
+from kvbench.kv.packed import quantise_zero_point
 from kvbench.methods.base import Role, Stage
 from kvbench.methods.chain import Chain
 from kvbench.methods.statistics import top_indices

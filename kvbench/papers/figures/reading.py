@@ -9,10 +9,10 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvbench.cache.model_shape import Shape, from_config
-from kvbench.cache.observation import Needs, Observation
 from kvbench.engine.prefill import as_prompt, check_capacity, observe
 from kvbench.errors import UsageError
+from kvbench.kv.model_shape import Shape, from_config
+from kvbench.kv.observation import Needs, Observation
 from kvbench.methods.chain import Chain
 from kvbench.models.interface import sliding_window
 

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from kvbench.audit.accounting import bytes_declared
-from kvbench.cache.exact_attention import causal_softmax
-from kvbench.cache.model_shape import from_entry
-from kvbench.cache.observation import Needs, Observation
 from kvbench.conf import entries
+from kvbench.kv.exact_attention import causal_softmax
+from kvbench.kv.model_shape import from_entry
+from kvbench.kv.observation import Needs, Observation
 from kvbench.methods.resolve import chain_of
 from kvbench.papers.figures.figure import Code, Fact, percent
 from kvbench.papers.figures.measured import MeasuredFigure

@@ -15,7 +15,7 @@ import pandas as pd
 import torch
 from torch import Tensor, nn
 
-from kvbench.cache.observation import Needs, Observation
+from kvbench.kv.observation import Needs, Observation
 from kvbench.methods.entropy import entropy, layer_groups, spectrum
 from kvbench.models.interface import decoder_layers
 from kvbench.papers.figures.figure import Code, Fact

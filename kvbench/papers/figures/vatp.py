@@ -9,9 +9,9 @@ import numpy as np
 import pandas as pd
 from torch import Tensor
 
-from kvbench.cache.exact_attention import causal_softmax
-from kvbench.cache.observation import Needs, Observation
-from kvbench.cache.segment import per_head
+from kvbench.kv.exact_attention import causal_softmax
+from kvbench.kv.observation import Needs, Observation
+from kvbench.kv.segment import per_head
 from kvbench.papers.figures.figure import Code, Fact, percent
 from kvbench.papers.figures.reading import Prompt, Reading
 

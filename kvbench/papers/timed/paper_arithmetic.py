@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from kvbench.audit.accounting import bytes_declared, nominal_payload
-from kvbench.cache.model_shape import Shape
 from kvbench.errors import unknown
+from kvbench.kv.model_shape import Shape
 from kvbench.methods.chain import Chain
 from kvbench.methods.resolve import chain_of
 from kvbench.papers.spec.published import load_table

@@ -16,8 +16,8 @@ import torch
 
 from kvbench.bench import records, request
 from kvbench.bench.records import Row
-from kvbench.cache.model_shape import Shape
 from kvbench.errors import UsageError, unknown
+from kvbench.kv.model_shape import Shape
 from kvbench.papers.spec import stand_ins
 from kvbench.papers.spec.published import Published, model_id
 from kvbench.papers.spec.table_spec import TableSpec

@@ -1,7 +1,7 @@
 """Attention over packed tokens and a ring of exact ones: codes are decoded where they are used.
 
 Keys are packed by channel over groups of tokens (KIVI, arXiv 2402.02750) or by token, values by token (FlexGen, arXiv
-2303.06865), in the layout of kvbench.cache.packed. Keys and values are packed at different moments: a token may be
+2303.06865), in the layout of kvbench.kv.packed. Keys and values are packed at different moments: a token may be
 packed as one and exact as the other. A program reads one split of one stored head for all of that head's queries.
 Shapes: U rows, Hq query heads, H stored heads, T new tokens, R = Hq / H * T queries of a stored head.
 """
@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvbench.cache.packed import MinMax, Packed
+from kvbench.kv.packed import MinMax, Packed
 from kvbench.storage.kernels.softmax import Parts, Splits, begun, finished, places, power, product_type, softmax_step
 
 if TYPE_CHECKING:

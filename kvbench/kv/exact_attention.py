@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvbench.cache.segment import per_head
+from kvbench.kv.segment import per_head
 
 BLOCK_BYTES = 16 * 2**20
 CACHED_BYTES = 2**20  # of one CPU thread

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from kvbench.cache.codecs.blocks import Blocks
-from kvbench.cache.codecs.floating import Fp8Codec
-from kvbench.cache.codecs.integer import CentredInt8, MinMaxInteger, SymmetricInteger, ZeroPointInt4
-from kvbench.cache.codecs.lloyd_max import LloydMax
-from kvbench.cache.codecs.microscaled import MicroscaledFp4
-from kvbench.cache.coded import Codec
+from kvbench.kv.codecs.blocks import Blocks
+from kvbench.kv.codecs.floating import Fp8Codec
+from kvbench.kv.codecs.integer import CentredInt8, MinMaxInteger, SymmetricInteger, ZeroPointInt4
+from kvbench.kv.codecs.lloyd_max import LloydMax
+from kvbench.kv.codecs.microscaled import MicroscaledFp4
+from kvbench.kv.coded import Codec
 
 NAMED: Mapping[str, Codec] = {
     "fp8_e4m3": Fp8Codec(),

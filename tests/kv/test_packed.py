@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kvbench.cache.packed import (
+from kvbench.kv.packed import (
     BITS,
     Packed,
     packed_bytes,
@@ -14,7 +14,7 @@ from kvbench.cache.packed import (
     quantise_zero_point,
     run_bytes,
 )
-from kvbench.cache.segment import storage_bytes
+from kvbench.kv.segment import storage_bytes
 
 
 def random(*shape, seed=0, dtype=torch.float32):

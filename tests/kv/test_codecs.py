@@ -6,16 +6,16 @@ import codec_reference as ref
 import pytest
 import torch
 
-from kvbench.cache.codecs import NAMED
-from kvbench.cache.codecs.blocks import Blocks
-from kvbench.cache.codecs.floating import Fp8Codec
-from kvbench.cache.codecs.integer import CentredInt8, MinMaxInteger, SymmetricInteger, ZeroPointInt4
-from kvbench.cache.codecs.lloyd_max import POSITIVE, LloydMax
-from kvbench.cache.codecs.microscaled import MicroscaledFp4
-from kvbench.cache.coded import pack_bits, unpack_bits
-from kvbench.cache.packed import unpack
-from kvbench.cache.rotation import basis, width
 from kvbench.errors import KvbenchError
+from kvbench.kv.codecs import NAMED
+from kvbench.kv.codecs.blocks import Blocks
+from kvbench.kv.codecs.floating import Fp8Codec
+from kvbench.kv.codecs.integer import CentredInt8, MinMaxInteger, SymmetricInteger, ZeroPointInt4
+from kvbench.kv.codecs.lloyd_max import POSITIVE, LloydMax
+from kvbench.kv.codecs.microscaled import MicroscaledFp4
+from kvbench.kv.coded import pack_bits, unpack_bits
+from kvbench.kv.packed import unpack
+from kvbench.kv.rotation import basis, width
 
 ODD, EVEN = (0.3, -1.2, 2.4, 0.9), (0.315, -1.205, 2.54, 0.935)
 HALF_STEP = 2**-11  # of a number: the rounding of fp16

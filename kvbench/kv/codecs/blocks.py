@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvbench.cache.coded import Codec, in_blocks
-from kvbench.cache.packed import pack, unpack
+from kvbench.kv.coded import Codec, in_blocks
+from kvbench.kv.packed import pack, unpack
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,6 @@
 """Keys or values stored in a format, each token of a head by itself: a codec makes named tensors of them, and back.
 
-A codec is pure: it knows one tensor, no cache and no method. ``kvbench.cache.codecs`` has one file a family of formats.
+A codec is pure: it knows one tensor, no cache and no method. ``kvbench.kv.codecs`` has one file a family of formats.
 Shapes: H heads, L tokens, C channels (D, or T after pruning), C' channels that are coded (C, or C and padding).
 """
 
@@ -14,9 +14,9 @@ from typing import ClassVar, Literal, Self
 import torch
 from torch import Tensor
 
-from kvbench.cache.packed import Packed
-from kvbench.cache.rotation import basis, width
 from kvbench.errors import KvbenchError
+from kvbench.kv.packed import Packed
+from kvbench.kv.rotation import basis, width
 
 FROZEN_BYTES = 4  # of a head: a scale that was settled once, fp32
 

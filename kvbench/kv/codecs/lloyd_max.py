@@ -14,8 +14,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from kvbench.cache.coded import Codec, bit_bytes, pack_bits, unpack_bits
-from kvbench.cache.rotation import SEED
+from kvbench.kv.coded import Codec, bit_bytes, pack_bits, unpack_bits
+from kvbench.kv.rotation import SEED
 
 POSITIVE = {
     1: (0.797885,),

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvbench.cache.coded import Codec
+from kvbench.kv.coded import Codec
 
 TYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 SCALES = ("one", "tensor", "head", "token_head")

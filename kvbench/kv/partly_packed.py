@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kvbench.cache.packed import Packed
+from kvbench.kv.packed import Packed
 
 FOREVER = 2**62  # tokens: more than any cache sees
 Values = Tensor | Packed  # keys or values in one storage format

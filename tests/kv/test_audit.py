@@ -9,7 +9,7 @@ from families import FAMILIES, build, prompt
 
 import kvbench
 from kvbench.audit.prompt_audit import Refused, audit
-from kvbench.cache.segment import Segment
+from kvbench.kv.segment import Segment
 from kvbench.methods.base import Selector
 from kvbench.methods.chain import Chain
 
@@ -105,7 +105,7 @@ class Repeats(Selector):
     id: ClassVar[str] = "repeats"
 
     def compress(self, cache, obs):
-        from kvbench.cache import ops
+        from kvbench.kv import ops
 
         k = self.budget(obs.n, obs.layer, obs.n_layers)
         return ops.select(cache, torch.zeros(cache.heads, k, dtype=torch.int64))

@@ -12,8 +12,8 @@ import pytest
 import torch
 from grids import grid
 
-from kvbench.cache.segment import Segment
 from kvbench.errors import UsageError
+from kvbench.kv.segment import Segment
 from kvbench.run.provenance import provenance
 from kvbench.storage import kernels
 from kvbench.storage.kernels import SWITCH

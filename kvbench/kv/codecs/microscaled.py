@@ -14,7 +14,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from kvbench.cache.coded import Codec, bit_bytes, in_blocks, pack_bits, unpack_bits
+from kvbench.kv.coded import Codec, bit_bytes, in_blocks, pack_bits, unpack_bits
 
 LEVELS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)

@@ -10,8 +10,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from kvbench.cache.partly_packed import each
-from kvbench.cache.segment import LayerCache, Segment, per_head
+from kvbench.kv.partly_packed import each
+from kvbench.kv.segment import LayerCache, Segment, per_head
 
 
 def dense(

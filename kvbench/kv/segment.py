@@ -12,9 +12,9 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from kvbench.cache.observation import Observation
-from kvbench.cache.packed import Packed
-from kvbench.cache.partly_packed import Codes, Values
+from kvbench.kv.observation import Observation
+from kvbench.kv.packed import Packed
+from kvbench.kv.partly_packed import Codes, Values
 
 
 @dataclass(frozen=True)

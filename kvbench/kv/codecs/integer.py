@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvbench.cache.coded import Codec, bit_bytes, pack_bits, unpack_bits
+from kvbench.kv.coded import Codec, bit_bytes, pack_bits, unpack_bits
 
 LEAST_SCALE = 1e-6
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 from grids import grid
 
-from kvbench.cache.packed import (
+from kvbench.errors import KvbenchError
+from kvbench.kv.packed import (
     BITS,
     pack,
     packed_bytes,
@@ -15,8 +16,7 @@ from kvbench.cache.packed import (
     quantise_zero_point,
     unpack,
 )
-from kvbench.cache.segment import storage_bytes
-from kvbench.errors import KvbenchError
+from kvbench.kv.segment import storage_bytes
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvbench.cache.ops import key_heads
-from kvbench.cache.segment import LayerCache, Segment
+from kvbench.kv.ops import key_heads
+from kvbench.kv.segment import LayerCache, Segment
 
 INTEGER_VIEWS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """The integer type by bytes of an element, under which tensors are compared by their bits."""

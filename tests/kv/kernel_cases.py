@@ -7,11 +7,11 @@ from families import build
 
 import kvbench
 from kvbench.bench import decode
-from kvbench.cache.packed import BITS, quantise_channels, quantise_tokens, quantise_zero_point
-from kvbench.cache.partly_packed import Codes, Residual
-from kvbench.cache.segment import LayerCache, Segment
 from kvbench.engine.cuda_graph import StillLayer
 from kvbench.engine.decode_layer import RowLayer
+from kvbench.kv.packed import BITS, quantise_channels, quantise_tokens, quantise_zero_point
+from kvbench.kv.partly_packed import Codes, Residual
+from kvbench.kv.segment import LayerCache, Segment
 from kvbench.storage import kernels
 from kvbench.storage.attend import attend
 from kvbench.storage.format import Room, StoredRow
