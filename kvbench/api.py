@@ -61,6 +61,7 @@ def prefill(
     input_ids: Tensor | Sequence[int],
     methods: Sequence[Entry],
     preset: str | None = None,
+    tokenizer: Any = None,
     **knobs: Any,
 ) -> list[Cache]:
     """Read one prompt once and keep what each method keeps of it.
@@ -69,8 +70,9 @@ def prefill(
     ``"snapkv+think"``, a dict such as ``{"method": "snapkv", "kv_size": 512}``, or a Chain. ``knobs`` are defaults
     for all entries that own them (``kv_ratio=0.5``, ``per="query_head"``, ``**{"snapkv.window": 16}``); a knob that
     no entry owns is an error. ``preset`` names a paper of conf/preset whose knobs and ``per`` stand in for the plain
-    defaults (the prompt is yours); what it sets for one model alone is found by the model's hub id. Returns one cache
-    per entry, in order. The model's own attention setting is restored.
+    defaults (the prompt is yours); what it sets for one model alone is found by the model's hub id. ``tokenizer`` is
+    for methods with words of their own (``kvzip instruction=plain``). Returns one cache per entry, in order. The
+    model's own attention setting is restored.
     """
     if isinstance(methods, str) or not isinstance(methods, Sequence):
         raise UsageError(f"methods={methods!r} is not possible: a list of entries, as ['full', 'snapkv+think']")
@@ -80,7 +82,7 @@ def prefill(
     chains = _chains(model, methods, preset, knobs)
     ids = as_prompt(model, input_ids)
     _warn_beyond_context(model, len(ids))
-    return prefill_chains(model, ids, chains)
+    return prefill_chains(model, ids, chains, tokenizer=tokenizer)
 
 
 def _chains(

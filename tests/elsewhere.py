@@ -10,7 +10,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map
 
-from kvbench.engine import prefill
+from kvbench.engine import prefill, prompt_layer
 from kvbench.models import interface
 from kvbench.storage import kernels
 
@@ -125,6 +125,7 @@ def pretended():
         patch.object(torch.cuda, "_lazy_init", lambda: None),
         patch.object(interface, "synchronise", lambda device: None),
         patch.object(prefill, "synchronise", lambda device: None),
+        patch.object(prompt_layer, "synchronise", lambda device: None),
         patch.object(kernels, "serves", lambda device: False),
         patch.object(torch, "bmm", _product),
         operations,

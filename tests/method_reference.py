@@ -286,3 +286,38 @@ def expectedattention(q, k, v, heads: int, size: int, sinks: int, future: int, c
             scores = [s * math.sqrt(dot(x, x)) for s, x in zip(scores, values, strict=True)]
         result.append([*range(sinks), *(sinks + j for j in top(scores, size - sinks))])
     return result
+
+
+def keydiff(k: torch.Tensor, heads: int, size: int, variant: str = "once", block: int = 128) -> list[list[int]]:
+    result = []
+    for keys in k.double().tolist():
+
+        def best(held, keys=keys):
+            unit = [[x / math.hypot(*keys[j]) for x in keys[j]] for j in held]
+            anchor = [sum(column) / len(held) for column in zip(*unit, strict=True)]
+            scores = [-sum(a * b for a, b in zip(u, anchor, strict=True)) / math.hypot(*anchor) for u in unit]
+            return [held[i] for i in top([round(s, 9) for s in scores], size)]
+
+        n = len(keys)
+        held = list(range(n if variant == "once" else size if variant == "block" else 0))
+        for start in range(len(held), n, block):
+            held = best(held + list(range(start, min(start + block, n))))
+        result.append(best(held))
+    return [result[h // (heads // len(result))] for h in range(heads)]
+
+
+def chunkkv(attn, heads, size, window, kernel, pooling, chunk, variant) -> list[list[int]]:
+    n = len(attn[0])
+    tokens = [sum(column) for column in zip(*pooled_window(attn, heads, window, kernel, pooling), strict=True)]
+    if variant == "code":
+        tokens += [heads * max(max(s) for s in pooled_window(attn, heads, window, kernel, pooling))] * window
+    chunks = [list(range(i, min(i + chunk, len(tokens)))) for i in range(0, len(tokens), chunk)]
+    scores = [sum(tokens[j] for j in c) / (1 if variant == "paper" else len(c)) for c in chunks]
+    ranked = sorted(range(len(chunks)), key=lambda c: (-round(scores[c], 9), c))
+    tail = list(range(len(tokens), n))
+    if variant == "fill":
+        kept_tokens = [j for c in ranked for j in chunks[c]][: size - window]
+    else:
+        count = (size - window) // chunk if variant == "paper" else max(1, size * len(chunks) // n)
+        kept_tokens = [j for c in ranked[:count] for j in chunks[c]]
+    return [sorted(kept_tokens + tail)] * heads

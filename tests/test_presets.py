@@ -18,7 +18,17 @@ pytestmark = pytest.mark.e2e("composes every preset for every model")
 
 PAPERS = ("kvpress", "qhitter", "refreekv", "think", "uncomp", "vatp")
 CHAINS = {
-    "kvpress": ("snapkv", "adakv", "streamingllm", "keynorm", "random", "expectedattention"),
+    "kvpress": (
+        "snapkv",
+        "adakv",
+        "streamingllm",
+        "keynorm",
+        "random",
+        "expectedattention",
+        "keydiff",
+        "chunkkv",
+        "kvzip",
+    ),
     "qhitter": ("full", "h2o", "qhitter", "streamingllm"),
     "refreekv": ("refreekv", "h2o", "snapkv", "pyramidkv", "streamingllm", "cake", "twilight"),
     "think": ("h2o", "snapkv", "h2o+think", "snapkv+think", "think", "snapkv+thinkv", "h2o+l1", "snapkv+l2"),

@@ -12,12 +12,12 @@ import pytest
 import torch
 import worked
 import yaml
+from families import build
 
-import kvbench.methods
+import kvbench
 from kvbench import metrics
 from kvbench.cli.main import main
 from kvbench.methods import registry
-from kvbench.methods.resolve import chain_of
 from kvbench.papers.figures import measured
 from kvbench.papers.figures import registry as registry_of_figures
 
@@ -25,37 +25,41 @@ CACHES = registry.available, registry.defaults, registry._modules
 
 
 @pytest.fixture
-def keydiff(tmp_path, monkeypatch):
+def towards(tmp_path, monkeypatch):
     """The selector of the page, as if its file lay in kvbench/methods."""
     monkeypatch.setattr(kvbench.methods, "__path__", [*kvbench.methods.__path__, str(tmp_path)])
-    (tmp_path / "keydiff.py").write_text(worked.block("kvbench/methods/keydiff.py"))
+    (tmp_path / "towards.py").write_text(worked.block("kvbench/methods/towards.py"))
     for known in CACHES:
         known.cache_clear()
     yield
     monkeypatch.undo()
-    sys.modules.pop("kvbench.methods.keydiff", None)
+    sys.modules.pop("kvbench.methods.towards", None)
     for known in CACHES:
         known.cache_clear()
 
 
-def test_a_selector_is_one_file(keydiff, tmp_path, capsys):
-    words = ["method=keydiff,keydiff+think", "kv_size=64", "keydiff.recent=4", "dataset=tiny/needle", "limit=2"]
+def test_a_selector_is_one_file(towards, tmp_path, capsys):
+    words = ["method=towards,towards+think", "kv_size=64", "towards.recent=4", "dataset=tiny/needle", "limit=2"]
     assert main(["run", *words, f"results={tmp_path / 'r'}", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     cells = {row["method"]: row["cells"][0] for row in report["rows"]}
     assert {c["status"] for c in cells.values()} == {"measured"}
-    assert cells["keydiff kv_size=64 recent=4"]["kept"] == 64
+    assert cells["towards kv_size=64 recent=4"]["kept"] == 64
 
 
-def test_it_keeps_the_keys_that_differ_most_from_their_mean(keydiff):
-    (stage,) = chain_of({"method": "keydiff", "kv_size": 2}).stages
-    keys = torch.tensor([[[1.0, 0.0], [2.0, 0.1], [0.0, 1.0], [1.0, 0.05]]])
-    unit = keys / keys.norm(dim=-1, keepdim=True)
-    wanted = -torch.nn.functional.cosine_similarity(keys, unit.mean(dim=1, keepdim=True), dim=-1)
-    segment = type("Segment", (), {"k": keys})()
-    cache = type("Cache", (), {"segments": (segment,), "heads": 1})()
-    torch.testing.assert_close(stage.scores(cache, None, None), wanted)
-    assert wanted[0].argmax() == 2
+def test_it_keeps_the_tokens_of_keydiff(towards):
+    model, ids = build("llama"), torch.randperm(100, generator=torch.Generator().manual_seed(0)) + 3
+    ours, keydiff = kvbench.prefill(model, ids, ["towards", "keydiff"], kv_size=20)
+    for a, b in zip(ours.layers, keydiff.layers, strict=True):
+        assert torch.equal(a.segments[0].positions, b.segments[0].positions)
+
+
+def test_the_files_of_the_two_methods_are_there():
+    (table,) = re.findall(r"^\| formula, .*?\n\n", worked.PAGE.read_text("utf-8"), re.MULTILINE | re.DOTALL)
+    root = worked.PAGE.parent
+    paths = re.findall(r"`((?:methods|conf|tests|docs)/[\w/]+\.\w+|CHANGELOG\.md)`", table)
+    assert len(paths) == 10
+    assert all((root / p).exists() or (root / "kvbench" / p).exists() for p in paths)
 
 
 def test_a_family_that_nobody_tested_runs_with_a_note(capsys):

@@ -80,7 +80,8 @@ def bytes_held(layer: LayerCache) -> HeldBytes:
             ids=ids,
             state=state,
         )
-    return total
+    last_q = None if layer.observed is None else layer.observed.last_q
+    return total if last_q is None else total + HeldBytes(state=storage_bytes([last_q]))
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,8 @@ def bytes_declared(chain: Chain, shape: Shape, n: int, itemsize: int) -> Declare
         blocks = [chain.layout(size, shape.head_dim, itemsize, alike) for size in sizes]
         keeps_all = min(sizes) >= rows
         # heads are ragged where they are said to differ, or only a sum over them is fixed
-        open_sizes = expected.low != expected.high and expected.total is not None
+        summed = expected.total is not None or (chain.selector is not None and chain.selector.ragged)
+        open_sizes = expected.low != expected.high and summed
         ragged = not keeps_all and (open_sizes or len(set(expected.low)) > 1)
         shared = not ragged and (chain.selector is None or chain.selector.shared or keeps_all)
         # a ragged segment has the lengths of its heads; a packed one the counts of its keys and values, too
@@ -123,6 +125,7 @@ def bytes_declared(chain: Chain, shape: Shape, n: int, itemsize: int) -> Declare
         payload += layers * payload_bytes(blocks)
         overhead += layers * overhead_bytes(blocks, shared, count_tensors)
         tokens += layers * sum(sizes)
+    overhead += shape.layers * chain.observed_bytes(n, shape.query_heads, shape.head_dim, itemsize)
     if chain.sharer is not None:
         keyless = heads_without_keys(chain, shape, n)
         if keyless is None:
@@ -251,8 +254,7 @@ def bytes_after_decoding(
             total = sum(size * count for size, count in copies) + new * new_token
         return total, total
     pruner = next((s for s in chain.stages if isinstance(s, ChannelPruner)), None)
-    budgets = evictor.head_budgets(layer, index)
-    ends = [min(budget, c + new) if new else c for budget, c in zip(budgets, counts, strict=True)]
+    ends, _ = evictor.tokens_after(layer, index, new)
     if pruner is None:
         return formula(ends), formula(ends)
     if layer.segments[0].key_channels is None and layer.segments[0].value_channels is None:

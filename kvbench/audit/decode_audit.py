@@ -33,13 +33,15 @@ def check_peak(cache: Cache, held: Sequence[int], fed: int) -> int:
     fed: the number of new tokens.
 
     A cache that grows may hold its earlier tokens and the new ones. A cache that evicts may hold its selector's
-    ``decode_budget``, which is a sum over layers if the method divides its budget among them by the data.
+    ``decode_limit``, which is a sum over layers if the method divides its budget among them by the data.
     """
     chain, total = cache.chain, None
     limits = [layer.tokens + fed for layer in cache.layers]
-    selector = chain.selector
-    if isinstance(selector, EvictingSelector) and selector.evicts:
-        budgets = [selector.decode_budget(cache.prompt_tokens, i) for i in range(len(limits))]
+    selector, evictor = chain.selector, chain.evictor
+    if evictor is not None and evictor.every:
+        limits = [max(evictor.tokens_after(layer, i, fed)[1]) for i, layer in enumerate(cache.layers)]
+    elif isinstance(selector, EvictingSelector) and selector.evicts:
+        budgets = [selector.decode_limit(cache.prompt_tokens, i) for i in range(len(limits))]
         if chain.rebalancer is None:
             limits = [min(limit, b) for limit, b in zip(limits, budgets, strict=True)]
         else:

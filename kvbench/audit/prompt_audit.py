@@ -67,15 +67,15 @@ def audit(cache: Cache, kv_heads: int, head_dim: int, dtype: torch.dtype) -> Mea
                 f"{chain.name}: layer {i} holds {payload_held} payload bytes for {_list(counts)} tokens per head, "
                 f"the formula says {payload_formula(layer, blocks):g}"
             )
-        if overhead_held != overhead_formula(layer, blocks):
-            raise Refused(
-                f"{chain.name}: layer {i} holds {overhead_held} overhead bytes, declared "
-                f"{overhead_formula(layer, blocks)}"
-            )
+        declared_overhead = overhead_formula(layer, blocks) + chain.observed_bytes(
+            n, layer.query_heads, head_dim, itemsize
+        )
+        if overhead_held != declared_overhead:
+            raise Refused(f"{chain.name}: layer {i} holds {overhead_held} overhead bytes, declared {declared_overhead}")
         # the same tokens at 16 bits
         blocks16 = _blocks(chain, counts, head_dim, HALF, i)
         payload16 += payload_formula(layer, blocks16)
-        overhead16 += overhead_formula(layer, blocks16)
+        overhead16 += overhead_formula(layer, blocks16) + chain.observed_bytes(n, layer.query_heads, head_dim, HALF)
         payload += payload_held
         overhead += overhead_held
         tokens += sum(counts)
@@ -221,8 +221,8 @@ def check_storages(name: str, layer: LayerCache, index: int, seen: set[int]) -> 
 
 
 def _described(layer: LayerCache) -> Iterator[tuple[str, torch.Tensor]]:
-    if layer.copy_from is not None:
-        yield "the tensor of heads that copy others", layer.copy_from
+    for t in layer.of_layer():
+        yield "a tensor of the layer (heads that copy others, last queries)", t
     for i, s in enumerate(layer.segments):
         for t in s.payload():
             yield f"a payload tensor of segment {i}", t

@@ -96,6 +96,10 @@ def all_layers(chain: Chain, shape: Shape, n: int, dtype: torch.dtype) -> list[L
     for i in range(shape.layers):
         obs, dense = random_layer(chain, shape, n, dtype, i)
         layers.add(dense, obs)
+    if chain.replayer is not None:
+        g = torch.Generator().manual_seed(1)
+        received = [torch.rand(shape.query_heads, n, generator=g) for _ in range(shape.layers)]
+        layers.replayed(received if chain.replayer.replay(n) else None)
     return layers.caches
 
 
@@ -135,9 +139,11 @@ def measure(chain: Chain, shape: Shape, n: int, dtype: torch.dtype) -> MeasuredL
         blocks = [chain.layout(k, shape.head_dim, dtype.itemsize, i) for k in counts]
         total += bytes_held(layer).times(count)
         payload += count * payload_formula(layer, blocks)
-        overhead += count * overhead_formula(layer, blocks)
+        observed = chain.observed_bytes(n, shape.query_heads, shape.head_dim, dtype.itemsize)
+        overhead += count * (overhead_formula(layer, blocks) + observed)
         blocks = [chain.layout(k, shape.head_dim, HALF, i) for k in counts]
-        total16 += count * (payload_formula(layer, blocks) + overhead_formula(layer, blocks))
+        observed = chain.observed_bytes(n, shape.query_heads, shape.head_dim, HALF)
+        total16 += count * (payload_formula(layer, blocks) + overhead_formula(layer, blocks) + observed)
         tokens += count * sum(counts)
     if shape.local_layers:
         local = ops.local(*_dense(shape.kv_heads, n, shape.head_dim, dtype), shape.window, shape.query_heads)

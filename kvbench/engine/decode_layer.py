@@ -97,7 +97,7 @@ class RowLayer(KvbenchLayer):
         for entries, stored in self.formats:
             for u in (entries.rows == row).nonzero().flatten().tolist():
                 if entries.heads is None:
-                    return replace(cache, segments=stored.segments(u, cache), seen=seen)
+                    return replace(cache, segments=stored.segments(u, cache), seen=seen, observed=stored.observation(u))
                 head = int(entries.heads[u])
                 (heads[head],) = stored.segments(u, head_of(cache, head, entries.stored))
         (old,) = cache.segments

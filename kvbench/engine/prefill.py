@@ -14,7 +14,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache as HFCache
@@ -24,23 +23,22 @@ from kvbench.engine.handed import Handed
 from kvbench.engine.layer_by_layer import CompressedLayers
 from kvbench.engine.limits import beyond_turn, check_capacity, check_window
 from kvbench.engine.patches import adapted
+from kvbench.engine.prompt_layer import EXACT, PromptLayer
+from kvbench.engine.replay import longest_pass, replay
 from kvbench.engine.weights_digest import check_calibrated
 from kvbench.errors import UsageError, headline
 from kvbench.kv import ops
-from kvbench.kv.exact_attention import attend_rows, attend_with_lse, column_sums
 from kvbench.kv.model_shape import from_config, local_layers
 from kvbench.kv.observation import AttentionCall, Needs, Observation
-from kvbench.kv.packed import quantise_zero_point
-from kvbench.kv.scale import cap_of
-from kvbench.kv.segment import LayerCache, per_head
+from kvbench.kv.segment import LayerCache
 from kvbench.methods.base import Stage
 from kvbench.methods.chain import Chain
 from kvbench.methods.foreign import contained
 from kvbench.methods.prompt_cache import Cache
 from kvbench.methods.recipe import Observe
+from kvbench.methods.replaying import Replay
 from kvbench.models import traits
 from kvbench.models.interface import (
-    KvbenchLayer,
     Rows,
     attached,
     call_hooks,
@@ -50,80 +48,7 @@ from kvbench.models.interface import (
 )
 from kvbench.models.lowrank import lifts
 
-EXACT = 0  # the bit width under which column sums over unquantised keys are recorded
-GROUPED_BY = 5  # first tokens by which heads are grouped
 OnLayer = Callable[[Observation, Tensor, Tensor], None]
-Read = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-Share = Callable[..., Tensor | None]
-
-
-class PromptLayer(KvbenchLayer):
-    """One layer while the prompt is read: causal attention, and the statistics that stages need.
-
-    Attention is over the keys and values that ``read`` makes of the layer's own; None: the layer's own. ``share``
-    is ``HeadSharer.leads`` of the layer, which returns the query head whose logits each head takes.
-    """
-
-    def __init__(self, needs: Needs, plain: bool = False, read: Read | None = None, share: Share | None = None) -> None:
-        super().__init__()
-        self.needs, self.plain, self.read, self.share = needs, plain, read, share
-        self.observed: dict[str, Any] = {}  # fields of Observation
-        self.colsums_s: dict[int, float] = {}  # seconds by bit width of the keys, EXACT for those as they are
-
-    def add(self, k: Tensor, v: Tensor) -> None:
-        self.keys, self.values, self.seen = k, v, k.shape[2]
-
-    def attend(self, query: Tensor, scale: float, window: int | None) -> Tensor:
-        assert self.keys is not None and self.values is not None
-        q, observed = query[0], self.observed
-        observed["scale"] = scale
-        if self.needs.last_q:
-            observed["last_q"] = q[:, -min(self.needs.last_q, q.shape[1]) :].clone()
-        if self.needs.first_q:
-            observed["first_q"] = q[:, : min(self.needs.first_q, q.shape[1])].clone()
-        keys, values = self.keys[0], self.values[0]
-        if self.read is not None:
-            keys, values = self.read(keys, values)
-            observed["read_k"] = keys
-        # where column sums are needed, fused attention gives the log-sum-exp of each row with its output
-        fused = not self.plain and window is None and self.share is None and self.needs.colsums
-        with_lse = attend_with_lse(q, keys, values, scale) if fused else None
-        if self.needs.colsums:
-            observed["colsums"] = self._column_sums(q, keys, EXACT, None if with_lse is None else with_lse[1])
-        observed["colsums_q"] = {}
-        for bits in sorted(self.needs.colsums_bits):
-            quantised = quantise_zero_point(keys, bits).dequantise(torch.float32)
-            observed["colsums_q"][bits] = self._column_sums(q, quantised, bits)
-        if with_lse is not None:
-            return with_lse[0][None]
-        leads = None
-        if self.share is not None:
-            leads = self.share(q[:, :GROUPED_BY], keys[:, :GROUPED_BY], scale=scale)
-        if leads is not None:
-            # each head attends by its leading head's query and key, over its own values
-            keys, values = per_head(keys, len(q))[leads], per_head(values, len(q))
-            q = q[leads]
-        if self.plain or window is not None or cap_of(scale) is not None:
-            return attend_rows(q, keys, values, scale, window)[None]
-        gqa = q.shape[0] != keys.shape[0]
-        return F.scaled_dot_product_attention(
-            q[None], keys[None], values[None], is_causal=True, scale=scale, enable_gqa=gqa
-        )
-
-    def _column_sums(self, query: Tensor, keys: Tensor, bits: int, lse: Tensor | None = None) -> Tensor:
-        synchronise(query.device)
-        start = time.perf_counter()
-        sums = column_sums(query, keys, self.observed["scale"], lse=lse)
-        synchronise(query.device)
-        self.colsums_s[bits] = time.perf_counter() - start
-        return sums
-
-    def take(self) -> tuple[Tensor, Tensor]:
-        """Return the dense keys and values [Hk, n, D], each alone in its storage; the layer drops them."""
-        assert self.keys is not None and self.values is not None
-        k, v = _alone(self.keys[0]), _alone(self.values[0])
-        self.keys = self.values = None
-        return k, v
 
 
 def observe(
@@ -150,7 +75,13 @@ def observe(
     read = chain.read if any(type(s).read is not Stage.read for s in chain.stages) else None
     sharer = chain.sharer
     shares = [partial(sharer.leads, n=n, layer=i, n_layers=n_layers) if sharer else None for i in range(n_layers)]
-    compressed = [PromptLayer(needs, plain, read, share) for share in shares]
+    heads = chain.heads(shape.kv_heads, shape.query_heads)
+    reader = chain.block_reader
+    blocks = [
+        partial(reader.blocks, n=n, layer=i, n_layers=n_layers, heads=heads) if reader else None
+        for i in range(n_layers)
+    ]
+    compressed = [PromptLayer(needs, plain, read, *hooks) for hooks in zip(shares, blocks, strict=True)]
     layers = [PromptLayer(Needs(), plain) if i in local else compressed[number[i]] for i in range(shape.all_layers)]
     rows: list[Rows | None] = [None] * (n_layers + 1)  # tokens that each layer reads; None: all
     prompt = zlib.crc32(input_ids.to("cpu", torch.int64).numpy().tobytes())
@@ -222,11 +153,20 @@ def _next_rows(chain: Chain, obs: Observation, keys: Tensor) -> Rows | None:
 
 
 def prefill_chains(
-    model: PreTrainedModel, input_ids: Tensor, chains: Sequence[Chain], plain: bool = False
+    model: PreTrainedModel, input_ids: Tensor, chains: Sequence[Chain], plain: bool = False, tokenizer: Any = None
 ) -> list[Cache]:
-    """Return one cache per chain, in order, from one pass over ``input_ids`` [n] per distinct ``prefill_key``."""
+    """Return one cache per chain, in order, from one pass over ``input_ids`` [n] per distinct ``prefill_key``.
+
+    ``tokenizer`` is the model's, for methods that put words of their own into further passes.
+    """
     ids = as_prompt(model, input_ids)
     check_window(model, ids.shape[0], chains)
+    for chain in chains:
+        plan = chain.replayer.replay(len(ids)) if chain.replayer else None
+        if plan is not None:
+            read = len(ids) + longest_pass(plan, len(ids), tokenizer)
+            check_window(model, read, [chain])
+            check_capacity(model, read)
     model_traits = traits.of_model(model)
     check_capacity(model, ids.shape[0])
     for chain in chains:
@@ -237,12 +177,14 @@ def prefill_chains(
         members = [i for i, chain in enumerate(chains) if chain.prefill_key == key]
         foreign = [chains[i].name for i in members if chains[i].foreign]
         with contained(", ".join(foreign), bool(foreign)), adapted(model, chains[members[0]]):
-            shared = _shared_pass(model, ids, [chains[i] for i in members], plain)
+            shared = _shared_pass(model, ids, [chains[i] for i in members], plain, tokenizer)
         caches.update(zip(members, shared, strict=True))
     return [caches[i] for i in range(len(chains))]
 
 
-def _shared_pass(model: PreTrainedModel, ids: Tensor, chains: Sequence[Chain], plain: bool) -> list[Cache]:
+def _shared_pass(
+    model: PreTrainedModel, ids: Tensor, chains: Sequence[Chain], plain: bool, tokenizer: Any
+) -> list[Cache]:
     """Return one cache per chain from one prefill, for chains under which the prompt is computed alike."""
     n = ids.shape[0]
     needs = Needs.union(chain.needs(n) for chain in chains)
@@ -275,6 +217,7 @@ def _shared_pass(model: PreTrainedModel, ids: Tensor, chains: Sequence[Chain], p
         check_finite(chains[0], "logits", logits)
     # the forward pass alone: without compression, checks and column sums, which chains pay for themselves
     forward = max(total[0] - sum(spent) - sum(colsums_s.values()), 0.0)
+    _replay(model, ids, layers, tokenizer, spent)
     owner = weakref.ref(model)
     caches = []
     for chain, compressed, seconds in zip(chains, layers, spent[:-1], strict=True):
@@ -283,6 +226,22 @@ def _shared_pass(model: PreTrainedModel, ids: Tensor, chains: Sequence[Chain], p
         parts = tuple(compressed.caches), logits, chain, n, forward, seconds, owner, compressed.mismatch, tuple(local)
         caches.append(Cache(*parts, long=beyond_turn(model, n)))
     return caches
+
+
+def _replay(
+    model: PreTrainedModel, ids: Tensor, layers: Sequence[CompressedLayers], tokenizer: Any, spent: list[float]
+) -> None:
+    """Read the prompt again for the chains that score by it. Equal passes are made once, in the first chain's time."""
+    received: dict[Replay, list[Tensor]] = {}
+    for i, compressed in enumerate(layers):
+        selector = compressed.chain.replayer
+        if selector is None:
+            continue
+        with _clock(ids.device, spent, i):
+            plan = selector.replay(len(ids))
+            if plan is not None and plan not in received:
+                received[plan] = replay(model, ids, compressed.caches, plan, tokenizer)
+            compressed.replayed(None if plan is None else received[plan])
 
 
 @contextmanager
@@ -323,10 +282,3 @@ def as_prompt(model: PreTrainedModel, input_ids: Tensor | Sequence[int]) -> Tens
     if limit is not None and (int(ids.min()) < 0 or int(ids.max()) >= limit):
         raise UsageError(f"input_ids holds ids outside the model's vocabulary of {limit}")
     return ids.to(model.device, torch.int64)
-
-
-def _alone(t: Tensor) -> Tensor:
-    """Return t [H, n, D] contiguous and alone in its storage (fused projections return views of a larger one)."""
-    if t.is_contiguous() and t.untyped_storage().nbytes() == t.nbytes:
-        return t
-    return t.clone(memory_format=torch.contiguous_format)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -112,4 +112,22 @@ def attend_rows(query: Tensor, keys: Tensor, values: Tensor, scale: float, windo
     for start, end, rows in row_blocks(query, keys, scale, window):
         block = rows.reshape(hk, hq // hk * (end - start), end) @ v[:, :end]
         out[:, start:end] = block.reshape(hq, end - start, d).to(query.dtype)
+    return out
+
+
+def attend_in_blocks(
+    query: Tensor, keys: Tensor, values: Tensor, scale: float, blocks: Sequence[tuple[int, Tensor]]
+) -> Tensor:
+    """Return attention [Hq, n, D] where each block attends itself, causally, and the tokens held before it.
+
+    ``blocks`` are (first token, tokens [Hk, m] held before it), in order. Otherwise as ``attend_rows``.
+    """
+    out = torch.empty_like(query)
+    ends = [*(start for start, _ in blocks[1:]), query.shape[1]]
+    for (start, held), end in zip(blocks, ends, strict=True):
+        new = torch.arange(start, end, device=query.device).expand(len(held), -1)
+        index = torch.cat([held, new], dim=1)[..., None].expand(-1, -1, query.shape[2])
+        rows = causal_softmax(query[:, start:end], keys.gather(1, index), scale)
+        block = rows.view(len(held), -1, rows.shape[2]) @ values.gather(1, index).float()
+        out[:, start:end] = block.view(query.shape[0], end - start, -1).to(query.dtype)
     return out

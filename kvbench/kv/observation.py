@@ -76,6 +76,7 @@ class Observation:
     ``length``, to which budgets refer; ``positions`` then names the tokens read, and all fields are in their order.
     scale: the factor of q.k, 1.0 where the model scales its queries itself.
     prompt: the CRC-32 of the token ids. It makes random draws differ between prompts, but never between runs.
+    partial: whether ``last_q`` may hold fewer queries than a stage asks for, as the tokens of older ones are gone.
     """
 
     layer: int
@@ -94,6 +95,7 @@ class Observation:
     length: int = 0  # tokens of the prompt; 0: n
     positions: Tensor | None = None  # [n] int64, ascending; None: 0 .. n - 1
     call: AttentionCall | None = None
+    partial: bool = False
     scratch: dict[object, Any] = field(default_factory=dict, compare=False, repr=False)  # see ``once``
 
     def once(self, key: object, compute: Callable[[], Result]) -> Result:
@@ -121,12 +123,18 @@ class Observation:
         """The number of tokens of the prompt, whether or not this layer read them."""
         return self.length or self.n
 
+    def for_decoding(self, queries: int) -> Observation:
+        """Return the part that a method keeps which chooses again while decoding: the last ``queries``."""
+        last_q = self.queries(queries).clone() if queries else None
+        kept = {"layer": self.layer, "n_layers": self.n_layers, "scale": self.scale, "prompt": self.prompt}
+        return Observation(n=self.n, last_q=last_q, partial=True, **kept)  # type: ignore[arg-type]
+
     def token_positions(self, device: torch.device) -> Tensor:
         """Return the positions [n] of the tokens that this layer read."""
         return torch.arange(self.n, device=device) if self.positions is None else self.positions.to(device)
 
     def queries(self, w: int) -> Tensor:
         """Return the last ``min(w, n)`` queries [Hq, w, D]. Raises ValueError if no stage declared such a need."""
-        if self.last_q is None or self.last_q.shape[1] < min(w, self.n):
+        if self.last_q is None or (self.last_q.shape[1] < min(w, self.n) and not self.partial):
             raise ValueError(f"a stage reads the last {w} queries without declaring them in its needs")
         return self.last_q[:, -min(w, self.n) :]

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from kvbench.kv.observation import Observation
 from kvbench.kv.packed import Packed
 from kvbench.kv.partly_packed import Codes, Values
 
@@ -118,6 +119,7 @@ class LayerCache:
     keeps, recorded by stages whose count depends on the data. ``prompt`` is the prompt's length when it was compressed,
     to which budgets refer for the whole generation (0: all that was read). ``window`` marks a local layer: it holds the
     last ``window`` tokens read, no method compresses it, and it holds no others while decoding.
+    ``observed`` is what a method reads that chooses again while decoding, with the last queries.
     """
 
     segments: tuple[Segment, ...]
@@ -129,6 +131,7 @@ class LayerCache:
     prompt: int = 0
     copy_from: Tensor | None = None  # [Hq] int16: the head whose attention output each head has; None: all their own
     window: int | None = None
+    observed: Observation | None = None
 
     def __repr__(self) -> str:
         return f"<LayerCache: {self.tokens} of {self.seen} tokens, {self.heads} heads, {self.nbytes() / 2**10:.1f} KiB>"
@@ -173,8 +176,14 @@ class LayerCache:
     def tensors(self) -> Iterator[Tensor]:
         """Yield every tensor of the layer, payload and overhead."""
         yield from (t for s in self.segments for t in (*s.payload(), *s.overhead()))
+        yield from self.of_layer()
+
+    def of_layer(self) -> Iterator[Tensor]:
+        """Yield the tensors of the layer that belong to no segment, all of them overhead."""
         if self.copy_from is not None:
             yield self.copy_from
+        if self.observed is not None and self.observed.last_q is not None:
+            yield self.observed.last_q
 
 
 def per_head(t: Tensor, heads: int) -> Tensor:

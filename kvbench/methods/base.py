@@ -7,146 +7,28 @@ to both. Stages never see other prompts, other rows or the model.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
-from transformers import PreTrainedModel
 
 from kvbench.errors import Refused, UsageError
 from kvbench.kv import ops
-from kvbench.kv.observation import Needs, Observation
+from kvbench.kv.observation import Observation
 from kvbench.kv.segment import LayerCache
 from kvbench.methods.contract import Block as Block
 from kvbench.methods.contract import Capacity as Capacity
 from kvbench.methods.contract import Expected as Expected
 from kvbench.methods.contract import protect as protect
-from kvbench.methods.foreign import code_of
-from kvbench.methods.knobs import Knobs
-from kvbench.methods.recipe import Calibration, CalibrationRun, Recipe
+from kvbench.methods.knobs import at_least, knob
+from kvbench.methods.stage import Role as Role
+from kvbench.methods.stage import Stage as Stage
 from kvbench.methods.statistics import check_shape
 from kvbench.methods.statistics import top_indices as top_indices
 from kvbench.storage.roles import Masker, Slots
 
-Role = Literal["hidden", "lowrank", "selector", "modifier", "prune", "quantise", "mask", "share"]
 DEFAULT_RATIO = 0.25
-
-
-@dataclass(frozen=True, kw_only=True)
-class Stage(Knobs):
-    """One step of a method. Subclasses are frozen dataclasses whose fields are the knobs that users type.
-
-    conf/method explains them; docstrings say more of those that change the formula.
-
-    Fields with ``metadata={"knob": False}`` are no knobs: a stage's calibration is bound to it, see ``recipe``.
-    """
-
-    role: ClassVar[Role]
-    revision: ClassVar[int] = 1
-    rotates: ClassVar[bool] = False  # True: it rotates queries or keys to other positions
-    uncapped: ClassVar[bool] = False  # True: its formula holds only where no model caps logits
-    rebalances: ClassVar[bool] = False  # True: budgets depend on all layers, see ``rebalance``
-    adapts: ClassVar[bool] = False  # True: the model itself is changed, see ``adapt``
-    changes: ClassVar[str] = ""  # why keys or values that it stores exactly are not the prompt's (it merges them, say)
-
-    calibration: Calibration | None = field(default=None, repr=False, metadata={"knob": False})
-
-    def adapt(self, model: PreTrainedModel) -> AbstractContextManager[None]:
-        """Change the model for prefill and decoding; on exit it is restored, whatever happens."""
-        return nullcontext()
-
-    def recipe(self) -> Recipe | None:
-        """Return what must be measured of a model, over a text, before the stage can run, or None if nothing."""
-        return None
-
-    def calibrate(self, run: CalibrationRun) -> dict[str, torch.Tensor]:
-        """Return what ``recipe`` asks for, measured on the model and text of ``run``: tensors by name.
-
-        Memory must not depend on the number of samples. Raises UsageError where ``recipe.check`` does.
-        """
-        raise TypeError(f"{type(self).__name__} does not say how it is calibrated")
-
-    def calibration_bytes(self, model: PreTrainedModel) -> tuple[int, int]:
-        """Return (bytes in memory beside the model, bytes on disk) that measuring takes; (0, 0) if next to none."""
-        return 0, 0
-
-    def calibration_steps(self, model: PreTrainedModel) -> int:
-        """Return how many ticks ``calibrate`` makes after the windows are read."""
-        return 0
-
-    def calibrated(self, data: Calibration) -> Stage:
-        """Return the stage with the result of ``calibrate`` bound to it."""
-        return replace(self, calibration=data)
-
-    def identity(self) -> dict[str, Any]:
-        """Return everything that decides the stage's results, with the hash of its code where that is not kvbench's.
-
-        Knobs that are not set are left out, so that a new optional knob leaves earlier results valid.
-        """
-        code = code_of(self)
-        knobs = {k: v for k, v in self.knobs().items() if v is not None}
-        return {"id": self.id, "revision": self.revision, **({"code": code} if code else {}), "knobs": knobs}
-
-    def measured(self, what: str, knob: str = "it") -> Mapping[str, torch.Tensor]:
-        """Return the tensors of the stage's calibration, from which ``what`` follows. Raises UsageError without it."""
-        if self.calibration is None:
-            raise UsageError(
-                f"method {self.id} was not calibrated, and {what}, hence its bytes, follow from that: leave {knob} out "
-                "where no model is read (match=, bench), or see kvbench.calibrate"
-            )
-        return self.calibration.tensors
-
-    @property
-    def unbound(self) -> bool:
-        """True if the stage needs a calibration and has none."""
-        return self.recipe() is not None and self.calibration is None
-
-    def check_layers(self, n_layers: int) -> None:
-        """Raise UsageError for a model of ``n_layers`` if the knobs name other layers, or none for some of them."""
-
-    def check_heads(self, stored: int, query_heads: int) -> None:
-        """Raise UsageError for a model of ``query_heads`` and ``stored`` heads that the stage cannot run on."""
-
-    @property
-    def prefill_key(self) -> str:
-        """All that changes how the prompt is computed, such as ``read`` and ``adapt``; '' if it is computed exactly."""
-        return ""
-
-    def read(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (keys, values) [Hk, n, D] that the prompt's own attention reads in place of k and v.
-
-        k and v are stored all the same.
-        """
-        return k, v
-
-    def needs(self, n: int) -> Needs:
-        """Return what the stage reads of each layer of a prompt of n tokens."""
-        return Needs()
-
-    def expected(self, n: int, layer: int, n_layers: int, heads: int) -> Expected | None:
-        """Return how many tokens each stored head holds after prefill; None if the stage does not choose tokens."""
-        return None
-
-    def expected_sum(self, n: int, n_layers: int, heads: int) -> int | None:
-        """Return the tokens of all layers and heads after prefill; None where ``expected`` of each layer says all."""
-        return None
-
-    def layout(self, blocks: list[Block], head_dim: int, itemsize: int) -> list[Block]:
-        """Return the blocks that the stage makes of ``blocks``. The bytes that a head holds must equal their sum."""
-        return blocks
-
-    def compress(self, cache: LayerCache, obs: Observation) -> LayerCache:
-        """Return the cache of one finished layer after this stage."""
-        return cache
-
-    def rebalance(self, caches: Sequence[LayerCache], n_layers: int) -> list[LayerCache]:
-        """Trim layers 0 .. len(caches) - 1 of ``n_layers`` to the tokens that they can still hope to keep.
-
-        Called as each layer is finished, so that none waits dense for the last; the last call decides. One call at the
-        end must give the same.
-        """
-        return list(caches)
+DECODE_EVERY = 128  # new tokens between two choices while decoding, where a decode_budget alone is given
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,6 +41,7 @@ class TokenSelector(Stage):
     role: ClassVar[Role] = "selector"
     shared: ClassVar[bool] = False  # True: all heads keep the same tokens
     packs: ClassVar[bool] = False  # True: it packs what it keeps, and nothing else can
+    ragged: ClassVar[bool] = False  # True: heads differ also where only a sum over layers is declared
 
     frozen_layers: tuple[int, ...] = ()
 
@@ -198,11 +81,16 @@ class Selector(TokenSelector):
     kv_size: tokens kept per stored head, window and sinks included; more than sinks and window together.
     kv_ratio: fraction of the prompt kept, floor(ratio * n) tokens. It is 0.25 if neither knob is given.
     kv_round: whether that product is rounded to the nearest number of tokens (halves to even) instead of down.
+    decode_budget: tokens held per stored head while decoding, too: the selector chooses again among all that are held,
+        prompt and new ones. Without it only the prompt is chosen from, unless the selector evicts by itself.
+    decode_every: new tokens between two such choices.
     """
 
     kv_size: int | None = None
     kv_ratio: float | None = None
     kv_round: bool | None = None
+    decode_budget: int | None = knob(None, at_least(1, "tokens", null=True))
+    decode_every: int | None = knob(None, at_least(1, "tokens", null=True))
 
     def check(self) -> None:
         super().check()
@@ -219,6 +107,18 @@ class Selector(TokenSelector):
             self.require("kv_size", self.kv_size > sinks + window, f"a whole number of tokens above {least}")
         if self.kv_ratio is not None:
             self.require("kv_ratio", 0 < self.kv_ratio <= 1, "a fraction of the prompt kept, above 0 and at most 1")
+        if self.decode_budget is not None:
+            least = f"{sinks + window} (sinks {sinks} + window {window})"
+            self.require(
+                "decode_budget", self.decode_budget > sinks + window, f"a whole number of tokens above {least}"
+            )
+            object.__setattr__(self, "decode_every", self.decode_every or DECODE_EVERY)
+        given = self.decode_every is None or self.decode_budget is not None
+        self.require("decode_every", given, "given together with decode_budget")
+
+    def while_decoding(self) -> Selector:
+        """Return the selector that chooses again while decoding, with ``decode_budget`` as its only budget."""
+        return replace(self, kv_size=self.decode_budget, kv_ratio=None, decode_budget=None, decode_every=None)
 
     def require_one_budget(self, knob: str) -> None:
         """Raise UsageError if kv_size or kv_ratio is set beside ``knob``, which is a budget of its own."""

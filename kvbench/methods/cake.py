@@ -130,9 +130,9 @@ class Cake(EvictingSelector):
         state = {name: t for name, t in segment.state.items() if name != "score"}
         return replace(cache, segments=(replace(segment, state=state),), decided=(segment.tokens,) * cache.heads)
 
-    def decode_budget(self, n: int, layer: int) -> int:
+    def decode_limit(self, n: int, layer: int) -> int:
         if layer in self.frozen_layers or not self.keeps_all(n, layer):
-            return super().decode_budget(n, layer)
+            return super().decode_limit(n, layer)
         return self.trigger(n)
 
     def layer_budget(self, cache: LayerCache, layer: int) -> int:

@@ -25,13 +25,15 @@ from kvbench.methods.base import (
     protect,
     sinks_of,
 )
+from kvbench.methods.decode_budget import DecodeBudget
 from kvbench.methods.evicting import EvictingSelector, Modified
 from kvbench.methods.foreign import code_of
 from kvbench.methods.legal_sets import check_chain, check_set
 from kvbench.methods.lowrank import LowRankStage
-from kvbench.methods.prefill_changing import HeadSharer, HiddenPruner
+from kvbench.methods.prefill_changing import BlockReader, HeadSharer, HiddenPruner
 from kvbench.methods.pruner import ChannelPruner
 from kvbench.methods.quantiser import Quantiser
+from kvbench.methods.replaying import ReplayingSelector
 from kvbench.models.traits import ModelTraits
 from kvbench.storage.roles import Coder, Evictor
 
@@ -110,6 +112,11 @@ class Chain:
         """The stage under which query heads share logits."""
         return next((s for s in self.stages if isinstance(s, HeadSharer)), None)
 
+    @property
+    def block_reader(self) -> BlockReader | None:
+        """The stage that may have the prompt read in blocks."""
+        return next((s for s in self.stages if isinstance(s, BlockReader)), None)
+
     def leading_heads(self, n: int, layer: int, n_layers: int, query_heads: int, kv_heads: int) -> int:
         """Return how many query heads of a layer have their logits computed, for a prompt of n tokens."""
         return self.sharer.leading_heads(n, layer, n_layers, query_heads, kv_heads) if self.sharer else query_heads
@@ -117,7 +124,7 @@ class Chain:
     @property
     def evicts(self) -> bool:
         """True if the chain evicts tokens while decoding."""
-        return self.selector is not None and self.selector.evicts
+        return self.evictor is not None
 
     @property
     def selector(self) -> TokenSelector | None:
@@ -154,10 +161,17 @@ class Chain:
     def evictor(self) -> Evictor | None:
         """The evictor that decides over slots while decoding; None for a chain whose cache grows."""
         selector = self.selector
+        if isinstance(selector, Selector) and selector.decode_budget is not None and selector.decode_every is not None:
+            return DecodeBudget(selector.while_decoding(), self.modifiers, selector.decode_every, self.quantiser)
         if not isinstance(selector, EvictingSelector) or not selector.evicts:
             return None
         packer = self.quantiser or selector.packer
         return Modified(selector, self.modifiers, packer) if self.modifiers or self.quantiser else selector
+
+    @property
+    def replayer(self) -> ReplayingSelector | None:
+        """The selector whose scores need further passes over the prompt."""
+        return self.selector if isinstance(self.selector, ReplayingSelector) else None
 
     @property
     def masks(self) -> bool:
@@ -240,10 +254,15 @@ class Chain:
                 blocks = stage.packed_layout(blocks, head_dim, itemsize, self.packed_pruner, layer)
             else:
                 blocks = stage.layout(blocks, head_dim, itemsize)
-            if isinstance(stage, Modifier) and self.evicts:
+            if isinstance(stage, Modifier) and self.selector is not None and self.selector.evicts:
                 state = stage.slot_bytes(itemsize)
                 blocks = [replace(b, slot_overhead=b.slot_overhead + state) for b in blocks]
         return blocks
+
+    def observed_bytes(self, n: int, query_heads: int, head_dim: int, itemsize: int) -> int:
+        """Return the bytes of the queries that a layer keeps of a prompt of n tokens, to choose again by them."""
+        kept = self.evictor.queries if self.evictor is not None else 0
+        return query_heads * min(kept, n) * head_dim * itemsize
 
     def expected_sum(self, n: int, n_layers: int, heads: int) -> int | None:
         """Return the tokens of all layers and heads after prefill; None where ``expected`` of each layer says all."""
@@ -263,7 +282,10 @@ class Chain:
             cache = self.run(stage, cache, obs)
             if stage.rebalances:
                 (cache,) = stage.rebalance([cache], 1)
-        return ops.expand(cache)
+        cache, evictor = ops.expand(cache), self.evictor
+        if evictor is None or not evictor.every:
+            return cache
+        return replace(cache, observed=obs.for_decoding(evictor.queries))
 
     def run(self, stage: Stage, cache: LayerCache, obs: Observation) -> LayerCache:
         """Return the layer's cache after one stage.
@@ -288,7 +310,7 @@ class Chain:
 
 def _unsupported(stage: Stage, model: ModelTraits) -> str | None:
     """Return why a stage cannot run on any model with these traits, or None."""
-    reads_modules = stage.needs(1).call
+    reads_modules = stage.needs(1).call or isinstance(stage, ReplayingSelector)
     if model.shape.local_layers and (stage.adapts or stage.role == "hidden" or reads_modules):
         return f"{model.shape.local_layers} of its {model.shape.all_layers} layers are local, and it reaches into those"
     if model.capped and (stage.uncapped or reads_modules):

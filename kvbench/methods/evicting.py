@@ -63,7 +63,7 @@ class EvictingSelector(Selector, Evictor):
         """Return the budget of a whole generation: ``kv_size`` itself, also after a prompt of fewer tokens n."""
         return self.kv_size if self.kv_size is not None else super().capacity(n).tokens
 
-    def decode_budget(self, n: int, layer: int) -> int:
+    def decode_limit(self, n: int, layer: int) -> int:
         """Return how many tokens a head may hold while decoding after a prompt of n tokens."""
         return NO_LIMIT if layer in self.frozen_layers else self.competing(n) + self.spare
 
@@ -81,11 +81,11 @@ class EvictingSelector(Selector, Evictor):
 
     def max_chunk(self, n: int) -> int:
         """Return how many tokens every head can take in one step after a prompt of n tokens."""
-        return self.decode_budget(n, 0)
+        return self.decode_limit(n, 0)
 
     def layer_budget(self, cache: LayerCache, layer: int) -> int:
         """Return the most tokens that a head of this layer may hold while decoding."""
-        return self.decode_budget(cache.prompt_tokens, layer)
+        return self.decode_limit(cache.prompt_tokens, layer)
 
     def head_budgets(self, cache: LayerCache, layer: int) -> Sequence[int]:
         return [self.layer_budget(cache, layer)] * cache.heads

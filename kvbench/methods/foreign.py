@@ -29,11 +29,11 @@ PACKAGE = "kvbench.methods"
 OWN = frozenset(
     re.findall(
         r"\w+",
-        """adakv asvd base cake chai chain contract entropy evicting expectedattention flexgen foreign
-        formats fp8 h2o int4 int8 keynorm kivi knobs kvpress kvpress_package legal_sets loading lowrank
-        magnitude mxfp4 nvfp4 palu prefill_changing prompt_cache pruner pyramidkv q4_0 q8_0 qhitter
-        quantiser random recipe refreekv registry resolve scissorhands snapkv statistics streamingllm think
-        thinkv tova turboquant twilight uncomp uncomp_stage vatp""",
+        """adakv asvd base cake chai chain chunkkv contract decode_budget entropy evicting expectedattention
+        flexgen foreign formats fp8 h2o int4 int8 keydiff keynorm kivi knobs kvpress kvpress_package kvzip
+        legal_sets loading lowrank magnitude mxfp4 nvfp4 palu prefill_changing prompt_cache pruner pyramidkv
+        q4_0 q8_0 qhitter quantiser random recipe refreekv registry replaying resolve scissorhands snapkv
+        stage statistics streamingllm think thinkv tova turboquant twilight uncomp uncomp_stage vatp""",
     )
 )
 """The modules of kvbench.methods that are kvbench's own."""

@@ -28,4 +28,8 @@ class KeyNorm(Selector):
 
     def scores(self, cache: LayerCache, obs: Observation, capacity: Capacity) -> torch.Tensor:
         norms = obs.once(KeyNorm, lambda: ops.only_segment(cache).k.float().norm(dim=-1))  # ||k_j||_2
+        if obs.partial:
+            # keys of one token have equal norms in the first layer, but for rounding, which differs between batches
+            mantissa, exponent = torch.frexp(norms)
+            norms = torch.ldexp((mantissa * 2**12).round() / 2**12, exponent)
         return at_heads(-norms, cache.heads)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from kvbench.errors import UsageError
 from kvbench.methods.base import Role, Selector, Stage
+from kvbench.methods.decode_budget import refusal
 
 if TYPE_CHECKING:
     from kvbench.methods.chain import Chain
@@ -50,11 +51,18 @@ def kind(*roles: Role, **flags: bool) -> Kind:
     )
 
 
-EVICTS, ROLLS = kind("selector", evicts=True), kind("selector", evicts=True, rolled=True)
+AGAIN, ROLLS = kind("selector", decode_budget=True), kind("selector", evicts=True, rolled=True)
 PACKS_TOGETHER, PACKS_HALF = kind("quantise", by_token=False), kind("quantise", only=True)
+
+
+def EVICTS(stage: Stage) -> bool:
+    """Tell whether the stage evicts tokens while decoding, by itself or under a ``decode_budget``."""
+    return AGAIN(stage) or kind("selector", evicts=True)(stage)
+
+
 _EVICTING = "{a} evicts tokens while decoding as set here"
 _ROLLED = "method.{a}.{rolled} turns stored keys to new positions at every step, and {b} stores them "
-_ONLY_AFTER = "use a variant that evicts only after the prompt"
+_ONLY_AFTER = "use a variant that evicts only after the prompt, without decode_budget"
 _OWNER = (
     "{owner} owns its quantiser, which packs every token that it keeps; {b} has nothing left to store: use h2o+{b}, or "
     "{owner} alone"
@@ -85,6 +93,11 @@ _PARTLY_EXACT = (
     "exact_layers, or "
 )
 _GROUPED = ", and {b} packs tokens together, of which some leave before the others; "
+_MISSING = (
+    "{a} chooses again while decoding, by the last queries, and {b} leaves later layers without some of the last "
+    "tokens: leave out decode_budget"
+)
+_WHOLE = "{b} leaves later layers only some of the tokens that {a} as set here cuts into whole chunks: use variant=fill"
 
 ALWAYS = (
     Conflict(kind("selector", packs=True), kind("prune", "quantise"), _OWNER),
@@ -103,6 +116,8 @@ AS_SET = (
     Conflict(EVICTS, kind("mask"), _EVICTING + ", and {b} masks caches that only grow; " + _ONLY_AFTER),
     Conflict(EVICTS, kind("quantise"), _EVICTING + _TWO_WIDTHS + _ONLY_AFTER, beside="prune"),
     Conflict(kind("prune"), PACKS_HALF, _HALF_PRUNED),
+    Conflict(kind("selector", whole=True), kind("hidden"), _WHOLE),
+    Conflict(AGAIN, kind("hidden"), _MISSING),
     Conflict(EVICTS, PACKS_HALF, _EVICTING + ", from a cache of one format: leave out method.{b}.only={only}"),
 )
 """Conflicts of stages as their knobs are set."""
@@ -133,6 +148,9 @@ def check_set(stages: Sequence[Stage]) -> None:
 def check_chain(chain: Chain) -> None:
     """Raise UsageError, with the reason, for a chain whose stages cannot stand together as their knobs are set."""
     selector = chain.selector
+    if isinstance(selector, Selector) and selector.decode_budget is not None:
+        reason = refusal(selector)
+        selector.require("decode_budget", not reason, f"not for {selector.id} as set here, as {reason}")
     if isinstance(selector, Selector) and selector.kv_size is not None:
         capacity = selector.capacity(2**31)
         room = capacity.tokens - capacity.window

@@ -1,4 +1,4 @@
-"""Stages that change how the prompt is computed: fewer tokens in later layers, or heads that share logits."""
+"""Stages that change how the prompt is computed: fewer tokens in later layers, in blocks, or with shared logits."""
 
 from __future__ import annotations
 
@@ -62,3 +62,17 @@ class HeadSharer(AlteredPrefill):
         layer attends.
         """
         raise TypeError(f"{type(self).__name__} does not say which heads lead")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockReader(Stage):
+    """A stage that may have the prompt read in blocks, each of which sees only what was kept of those before it."""
+
+    def blocks(
+        self, keys: torch.Tensor, n: int, layer: int, n_layers: int, heads: int
+    ) -> list[tuple[int, torch.Tensor]]:
+        """Return (first token, tokens [Hk, m] held before it) of each block; [] where all is read at once.
+
+        keys [Hk, n, D] are those of one layer, whose result is stored under ``heads`` heads.
+        """
+        raise TypeError(f"{type(self).__name__} does not say what its blocks hold")

@@ -193,7 +193,7 @@ class UNCompGroup(EvictingSelector):
         sources[deleted] = cosine[deleted].sort(dim=-1, descending=True, stable=True).indices[:, 0]
         return sources.to(torch.int16)
 
-    def decode_budget(self, n: int, layer: int) -> int:
+    def decode_limit(self, n: int, layer: int) -> int:
         if layer in self.frozen_layers:
             return NO_LIMIT
         high, _, mean = self.extremes(n)

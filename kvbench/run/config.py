@@ -100,7 +100,7 @@ class RunConfig:
     prompt: PromptPolicy = identity(default_factory=PromptPolicy)
     sampling: Sampling = identity(default_factory=Sampling)
     max_length: int | None = identity(default=None)
-    fidelity: bool | str = identity(default=False)
+    fidelity: bool | int | str = identity(default=False)
     baseline: bool = runtime(default=True)
     limit: int | None = runtime(default=None)
     results: str = runtime(default="results")
@@ -125,8 +125,11 @@ class RunConfig:
         return self.model.name if self.model.name != "hf" else self.model.path
 
     def __post_init__(self) -> None:
-        modes = self.fidelity is True or self.fidelity is False or self.fidelity == THROUGH_CACHE
-        check("fidelity", self.fidelity, modes, f"true, false, or {THROUGH_CACHE}")
+        tokens = is_whole(self.fidelity) and not isinstance(self.fidelity, str) and self.fidelity >= 2
+        modes = isinstance(self.fidelity, bool) or self.fidelity == THROUGH_CACHE or tokens
+        check(
+            "fidelity", self.fidelity, modes, f"true, false, the most tokens of a text (2 or more), or {THROUGH_CACHE}"
+        )
         for name in ("baseline", "mix"):
             check(name, getattr(self, name), isinstance(getattr(self, name), bool), "true or false")
         for name in ("max_length", "limit", "batch_rows", "threads"):

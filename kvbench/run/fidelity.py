@@ -13,8 +13,15 @@ from numpy.typing import NDArray
 from kvbench.metrics import stats
 
 TOKENS = 256
-"""The most tokens of a text that is forced on an answer's cache."""
+"""The most tokens of a text that is forced on an answer's cache, unless ``fidelity=`` says another number."""
 IDENTITY: Mapping[str, object] = {"tokens": TOKENS, "revision": 1}
+
+
+def fidelity_identity(asked: bool | int | str) -> dict[str, object]:
+    """Return what decides the texts compared under ``fidelity=``, which may say their most tokens."""
+    return {**IDENTITY, **({"tokens": asked} if isinstance(asked, int) and not isinstance(asked, bool) else {})}
+
+
 KINDS = ("reference", "greedy")
 """The texts compared on: the reference that the data give, and the full cache's own greedy answer."""
 ABOVE_FLOOR = 3.0

@@ -72,17 +72,17 @@ def compare(
     return in_parts(rows, compare_together) if rows else []
 
 
-def texts_of(host: Host, example: Example, full: Cache) -> dict[str, list[int]]:
+def texts_of(host: Host, example: Example, full: Cache, most: int = TOKENS) -> dict[str, list[int]]:
     """Return the texts to compare on by kind, without those of one token, whose prediction the prompt has made.
 
     ``reference`` is the first reference of an example with answers, ``greedy`` the full cache's own likeliest answer.
-    Texts have at most TOKENS tokens.
+    Texts have at most ``most`` tokens.
     """
     texts = {}
     if example.answers and not example.tokens:
-        texts["reference"] = host.tokenizer.encode(f" {example.answers[0]}", add_special_tokens=False)[:TOKENS]
+        texts["reference"] = host.tokenizer.encode(f" {example.answers[0]}", add_special_tokens=False)[:most]
     if "scored_from" not in example.meta:
-        ending = Ending(min(TOKENS, example.max_new_tokens), host.stop)
+        ending = Ending(min(most, example.max_new_tokens), host.stop)
         texts["greedy"] = generate_rows(host.model, [full], [ending])[0].tokens
     return {kind: tokens for kind, tokens in texts.items() if len(tokens) > 1}
 

@@ -16,7 +16,7 @@ from kvbench.methods.evicting import EvictingSelector
 from kvbench.methods.resolve import ChainConfig
 from kvbench.metrics import check_installed, metric
 from kvbench.run.config import THROUGH_CACHE, RunConfig
-from kvbench.run.fidelity import IDENTITY
+from kvbench.run.fidelity import fidelity_identity
 from kvbench.tasks.base import UNCUT, Task, Tokenizer, load_tasks
 from kvbench.tasks.prompt import check
 
@@ -169,7 +169,7 @@ def build_groups(
                 "decoding": {} if likelihood else decoding,
                 "metric": {"name": task.metric, "revision": metric(task.metric).revision},
                 **({"turns": task.turns} if task.turns else {}),
-                **({"fidelity": dict(IDENTITY)} if cfg.fidelity or task.fidelity else {}),
+                **({"fidelity": fidelity_identity(cfg.fidelity)} if cfg.fidelity or task.fidelity else {}),
             }
             cells = tuple(Cell({**base, "chain": identify(c.chain)}, c.chain, c.label, task, column) for c in chains)
             if task.turns and "fidelity" in base:
@@ -238,6 +238,12 @@ def _check_chunks(task: Task, chains: Sequence[Chain]) -> None:
                     f"{task.id}: chunk={meta['chunk']} tokens at once do not fit into the budget of {budget} that "
                     f"{chain.name} holds after a prefix of {meta['prefix']}: lower chunk="
                 )
+        every = chain.evictor.every if chain.evictor is not None else 0
+        if every % int(meta["chunk"]):
+            raise UsageError(
+                f"{task.id}: chunk={meta['chunk']} does not divide decode_every={every} of {chain.name}, which chooses "
+                "again between two chunks: lower chunk="
+            )
 
 
 def with_baseline(chains: Sequence[ChainConfig], baseline: bool) -> list[ChainConfig]:

@@ -225,6 +225,7 @@ class BucketScore:
 class CellSummary(ScoreSummary):
     """The means over a cell's samples; ``cut`` and ``shrunk`` are counts, ``decode_peak`` is a maximum.
 
+    new_tokens: the length of answers.
     questions: the scores by question, where contexts have several.
     """
 
@@ -246,6 +247,7 @@ class CellSummary(ScoreSummary):
     attended: float | None
     buckets: Mapping[str, BucketScore]
     timing: MeanTiming
+    new_tokens: float | None = None
     fidelity: Mapping[str, FidelitySummary] = field(default_factory=dict)
     questions: TurnsSummary | None = None
 

@@ -177,9 +177,9 @@ class GroupRun:
         ids = torch.tensor(prompt)
 
         def prefill_together(part_cells: Sequence[Cell]) -> list[Cache]:
-            chains = [c.chain for c in part_cells]
+            host, chains = self.host, [c.chain for c in part_cells]
             try:
-                return self._with_room(lambda: prefill_chains(self.host.model, ids, chains, self.host.plain))
+                return self._with_room(lambda: prefill_chains(host.model, ids, chains, host.plain, host.tokenizer))
             except Exception as error:
                 if is_out_of_memory(error):
                     self.most_cells = max(1, len(part_cells) // 2)
@@ -192,7 +192,7 @@ class GroupRun:
     def compare(self, example: Example, rows: Sequence[QueuedRow], full: Cache) -> list[QueuedRow]:
         """Return the rows with their divergences from the full cache on texts that the prompt is continued with."""
         try:
-            texts = forced.texts_of(self.host, example, full)
+            texts = forced.texts_of(self.host, example, full, int(rows[0].cell.identity["fidelity"]["tokens"]))
         except Exception as error:
             for row in rows:
                 self.fail(row.cell, error, example)

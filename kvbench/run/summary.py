@@ -72,6 +72,7 @@ def summarise(samples: Sequence[Sample], name: str, of: int) -> CellSummary:
             decode_s_per_token=sum(s.timing.decode_s for s in samples) / max(1, sum(s.new_tokens for s in samples)),
             batch_factor=fmean(factors) if factors else None,
         ),
+        new_tokens=fmean(s.new_tokens for s in samples),
         fidelity=_fidelity(samples),
         questions=summarise_turns(_contexts(samples), name, [s.payload + s.overhead for s in samples]),
     )
@@ -112,6 +113,9 @@ def collect(groups: Sequence[Group], store: ResultStore) -> Report:
     )
     notes = about_floors([c.task for c in columns if c.floor], len(columns)) if len(rows) > 1 else []
     notes += [*_about_unscored(rows), *_about_batches(rows)]
+    # what a budget while decoding does shows over a long answer, and in when it ends
+    if any(c.chain.evictor is not None and c.chain.evictor.every for g in groups for c in g.cells):
+        notes += _about_lengths(rows)
     return Report("", "", columns, tuple(rows), tuple(notes), str(store.root), apart=_apart(groups, store))
 
 
@@ -151,6 +155,22 @@ def _about_batches(rows: Sequence[ReportRow]) -> list[str]:
         f"While decoding, a batch took {min(factors):.1f} to {max(factors):.1f} times the key and value bytes of its "
         "rows (padding, free slots, positions, room for the answer); bytes in tables are those of tokens."
     ]
+
+
+def _about_lengths(rows: Sequence[ReportRow]) -> list[str]:
+    """Return the note on how long each method's answers are, and how many tokens a head held at most."""
+    lengths = []
+    for row in rows:
+        summaries = [c.summary for c in row.cells if c.summary is not None]
+        if summaries:
+            tokens = sum((s.new_tokens or 0) * s.n for s in summaries) / sum(s.n for s in summaries)
+            peak = max(s.decode_peak or 0 for s in summaries)
+            lengths.append(f"{row.method} {tokens:.1f} (at most {peak} held)")
+    return (
+        [f"Tokens of an answer, mean, and the most that a head held meanwhile: {', '.join(lengths)}."]
+        if lengths
+        else []
+    )
 
 
 def measured(group: Group, cell: Cell, store: ResultStore) -> CellResult:

@@ -1,8 +1,9 @@
 """Rows whose method evicts while decoding: a fixed number of slots per head, reused as tokens come and go.
 
 Each step first evicts the tokens of the lowest keep-scores, then writes the new tokens into the free slots, attends,
-and lets the method fold the attention into its running state. Memory is flat: only new tokens are written, and no
-other is moved. The keys and values of the slots, and their attention, are in storage.evicting_store.
+and lets the method fold the attention into its running state; under a ``decode_budget`` the method chooses again after
+every so many tokens instead. Memory is flat: only new tokens are written, and no other is moved. The keys and values of
+the slots, and their attention, are in storage.evicting_store.
 Shapes: B rows, H stored heads, S slots, T new tokens.
 """
 
@@ -14,11 +15,13 @@ import torch
 from torch import Tensor
 
 from kvbench.errors import UsageError
-from kvbench.kv.ops import order_by_position
+from kvbench.kv.observation import Observation
+from kvbench.kv.ops import only_segment, order_by_position
 from kvbench.kv.segment import LayerCache, Segment
 from kvbench.storage.attend import rounded
 from kvbench.storage.evicting_store import OneFormat, Read, Thin, one_by_one
 from kvbench.storage.format import Format, Room, StoredRow
+from kvbench.storage.recent_queries import RecentQueries
 from kvbench.storage.roles import Rotary, Slots
 from kvbench.storage.row_segments import format_of
 
@@ -37,8 +40,12 @@ class EvictingRows(Format):
         b, h = len(caches), first.heads
         device = first.positions.device
         self.evictor, self.rotary = evictor, rows[0].rotary if evictor.rolled else None
-        shares = [evictor.head_budgets(row.cache, row.layer) for row in rows]
-        budgets = [[min(s, c.seen + room.tokens) for s in share] for share, c in zip(shares, caches, strict=True)]
+        if evictor.every:
+            budgets = [evictor.tokens_after(row.cache, row.layer, room.tokens)[1] for row in rows]
+        else:
+            shares = [evictor.head_budgets(row.cache, row.layer) for row in rows]
+            budgets = [[min(s, c.seen + room.tokens) for s in share] for share, c in zip(shares, caches, strict=True)]
+        self.recent = RecentQueries(caches, evictor.queries) if evictor.every else None
         self.budget = torch.tensor(budgets, device=device)[:, :, None]
         self.most = torch.tensor([c.tokens for c in caches], device=device)
         # a prompt that was kept whole may be more than a head holds from now on
@@ -107,9 +114,13 @@ class EvictingRows(Format):
         if t > least:
             raise UsageError(f"{t} tokens at once do not fit into a budget of {least}: lower chunk=")
         self.newest = positions
-        # the best ``budget - t`` stay; a head that is not stored keeps none
-        scores = self.evictor.keep_scores(self.view(positions[:, -1])).expand_as(self.valid)
-        self.valid &= ranks(scores, self.positions, self.valid) < (self.budget - t).clamp(min=0)
+        if self.recent is not None:
+            for u in self.recent.due(t, self.evictor.every):
+                self.valid[u] = self._chosen(u, self.recent)
+        else:
+            # the best ``budget - t`` stay; a head that is not stored keeps none
+            scores = self.evictor.keep_scores(self.view(positions[:, -1])).expand_as(self.valid)
+            self.valid &= ranks(scores, self.positions, self.valid) < (self.budget - t).clamp(min=0)
         free = (~self.valid).int().sort(dim=-1, descending=True, stable=True).indices[..., :t]
         new_k, new_v = (x.repeat_interleave(h // x.shape[1], dim=1) for x in (k, v))
         self.store.add(free, new_k, new_v, self.valid)
@@ -122,9 +133,25 @@ class EvictingRows(Format):
             self.state[name] = s.scatter(2, index, torch.zeros_like(index, dtype=s.dtype) if new is None else new)
         self.most = torch.maximum(self.most, self.held().amax(dim=1))
 
+    def _chosen(self, u: int, recent: RecentQueries) -> Tensor:
+        """Return which slots [H, S] of row ``u`` its method keeps, which chooses among those in use."""
+        held = self.valid[u]
+        # all heads hold equally many
+        order = order_by_position(self.positions[u], held)[:, : int(held[0].sum())]
+        k, v, positions = (
+            t.gather(1, order.reshape(*order.shape, *[1] * (t.dim() - 2)).expand(*order.shape, *t.shape[2:]))
+            for t in (*self.store.exact(u), self.positions[u])
+        )
+        segment = Segment(k, v, positions, state={"slot": order})
+        cache = LayerCache((segment,), recent.seen[u], len(held), recent.query_heads, prompt=int(self.n[u]))
+        chosen = self.evictor.choose_again(cache, recent.observation(u, positions))
+        return torch.zeros_like(held).scatter_(1, only_segment(chosen).state["slot"], True)
+
     def attend(self, query: Tensor, scale: float, window: int | None) -> Tensor:
         """Return attention as ``Format.attend`` does, and let the method fold the weights into its state."""
         query_positions = self.newest
+        if self.recent is not None:
+            self.recent.add(query)
         read: Read = None
         if self.rotary is not None:
             query, read = self._rolled(query, query_positions, self.rotary)
@@ -166,6 +193,8 @@ class EvictingRows(Format):
         return probs if self.stand_ins is None else probs.nan_to_num(nan=0.0)
 
     def keep(self, at: Tensor) -> None:
+        if self.recent is not None:
+            self.recent.keep(at)
         self.budget, self.n, self.most, self.newest = self.budget[at], self.n[at], self.most[at], self.newest[at]
         self.stand_ins = None if self.stand_ins is None else self.stand_ins[at]
         self.counts = {name: t[at] for name, t in self.counts.items()}
@@ -183,6 +212,9 @@ class EvictingRows(Format):
     def held(self) -> Tensor:
         """Return the number of tokens of each row and head [B, H]."""
         return self.valid.sum(dim=-1)
+
+    def observation(self, u: int) -> Observation | None:
+        return None if self.recent is None else self.recent.observation(u, None)
 
     def segments(self, u: int, cache: LayerCache) -> tuple[Segment, ...]:
         """Return one row's segments, each ascending in position, and ragged if its heads hold different numbers."""

@@ -88,6 +88,12 @@ class OneFormat:
         slot = _bytes_of_slot(*parts(self.k), *parts(self.v))
         return [n * slot for n in held.sum(dim=(1, 2)).tolist()]
 
+    def exact(self, row: int) -> tuple[Tensor, Tensor]:
+        """Return the keys and values [H, S, D] of one row's slots, as they are read."""
+        k, v = (x[row] for x in (self.k, self.v))
+        k, v = (x.dequantise(self.none.dtype) if isinstance(x, Packed) else x for x in (k, v))
+        return k, v
+
     def segments(self, row: int, slots: Segment, held: Tensor) -> tuple[Segment, ...]:
         """Return one row's segments, each ascending in position, and ragged if its heads hold different numbers.
 
@@ -175,6 +181,9 @@ class Thin:
         thin = _bytes_of_slot(self.k.kept, self.v.kept)
         return [n * thin + w * others for n, w in zip(held.sum(dim=(1, 2)).tolist(), whole, strict=True)]
 
+    def exact(self, row: int) -> tuple[Tensor, Tensor]:
+        return self.k.exact(row, self.slot, self.whole), self.v.exact(row, self.slot, self.whole)
+
     def segments(self, row: int, slots: Segment, held: Tensor) -> tuple[Segment, ...]:
         slot, whole = self.slot[row], self.whole[row] & held.gather(1, self.slot[row])
         thin = held & ~torch.zeros_like(held, dtype=torch.int32).scatter_add(1, slot, whole.int()).bool()
@@ -239,6 +248,21 @@ class StoredPart:
         if self.order is None:
             return tokens
         return torch.empty_like(tokens).scatter_(3, self.order[:, :, None].expand_as(tokens), tokens)
+
+    def exact(self, row: int, slot: Tensor, whole: Tensor) -> Tensor:
+        """Return the tokens [H, S, D] of one row's slots, with zeros for channels that are gone.
+
+        ``slot`` and ``whole`` [B, H, W] are those of ``Thin``.
+        """
+        kept = self.kept[row]
+        if self.channels is None or self.order is None:
+            return kept
+        h, size = kept.shape[:2]
+        tokens = kept.new_zeros(h, size + 1, self.order.shape[2])  # the last slot takes places not in use
+        index = self.channels[row][:, None].expand(-1, size, -1)
+        tokens[:, :size].scatter_(2, index, kept)
+        places = slot[row].masked_fill(~whole[row], size)[..., None].expand(-1, -1, tokens.shape[2])
+        return tokens.scatter_(1, places, self.in_order(slot)[row])[:, :size]
 
     def ids(self, row: int) -> Tensor | None:
         """Return the channels kept in one row [H, C], in a segment's dtype."""

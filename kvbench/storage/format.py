@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from torch import Tensor
 
+from kvbench.kv.observation import Observation
 from kvbench.kv.segment import LayerCache, Segment
 from kvbench.storage.roles import Coder, Evictor, Masker, Rotary
 from kvbench.storage.row_segments import format_of
@@ -102,6 +103,10 @@ class Format(ABC):
         An entry counts the bytes of one token times its own tokens. Padding to the longest entry, free slots and room
         for tokens to come are not counted: they belong to the batch.
         """
+
+    def observation(self, u: int) -> Observation | None:
+        """Return what the method of entry ``u`` reads that chooses again while decoding; None for others."""
+        return None
 
     @abstractmethod
     def segments(self, u: int, cache: LayerCache) -> tuple[Segment, ...]:

@@ -12,6 +12,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from kvbench.kv.observation import Observation
 from kvbench.kv.packed import Packed
 from kvbench.kv.partly_packed import Residual
 from kvbench.kv.segment import LayerCache
@@ -95,6 +96,30 @@ class Evictor:
     def head_budgets(self, cache: LayerCache, layer: int) -> Sequence[int]:
         """Return how many tokens each stored head goes on holding; a head with 0 copies another's output."""
         raise TypeError(f"{type(self).__name__} does not say how many tokens its heads hold while decoding")
+
+    @property
+    def every(self) -> int:
+        """After how many new tokens ``choose_again`` is asked; 0: ``keep_scores`` evicts tokens at every step."""
+        return 0
+
+    @property
+    def queries(self) -> int:
+        """How many of the last queries ``choose_again`` reads."""
+        return 0
+
+    def choose_again(self, cache: LayerCache, obs: Observation) -> LayerCache:
+        """Return what stays of a layer's tokens.
+
+        ``cache`` holds all of them in one exact segment [H, m, ...] with a state ``slot``, which is selected with them.
+        """
+        raise TypeError(f"{type(self).__name__} does not say what it chooses while decoding")
+
+    def tokens_after(self, cache: LayerCache, layer: int, new: int) -> tuple[list[int], list[int]]:
+        """Return how many tokens each stored head holds after ``new`` more, and the most that it then has held."""
+        counts = [len(p) for p in cache.kept_positions()]
+        budgets = self.head_budgets(cache, layer)
+        after = [min(b, c + new) if new else c for b, c in zip(budgets, counts, strict=True)]
+        return after, [max(pair) for pair in zip(after, counts, strict=True)]
 
     def token_counts(self, n: int) -> Mapping[str, int]:
         """Return {name: number of tokens} for a prompt of n tokens, which ``keep_scores`` reads as ``Slots.counts``."""

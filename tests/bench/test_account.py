@@ -32,7 +32,10 @@ def test_layers_of_every_method_hold_what_the_formula_says(method, n, per):
         # where heads are grouped, the prompt decides in which groups one leads
         assert chain.name == "refreekv" or (chain.name, per) == ("chai", "kv_head")
     else:
-        assert (declared.tokens, declared.payload, declared.overhead) == (
+        # heads that hold equally many by chance need no lengths
+        built = layers.compressed(chain, SHAPE, n, torch.float16) if chain.replayer else []
+        equal = sum(4 * layer.heads for _, layer, _ in built if layer.segments[0].lengths is None)
+        assert (declared.tokens, declared.payload, declared.overhead - equal) == (
             measured.tokens,
             measured.held.payload,
             measured.held.overhead,
@@ -67,6 +70,15 @@ def test_a_layer_that_reads_no_more_than_its_budget_is_not_taken_for_one_that_ch
     # the last layer stores positions once for all heads
     assert [layer.segments[0].positions.shape[0] for layer in cache.layers] == [2, 2, 1]
     assert measured.agrees and measured.held.total == declared.total == cache.nbytes()
+
+
+def test_the_last_queries_that_a_decode_budget_needs_are_counted():
+    chain = chain_of("snapkv", {"kv_size": 64, "decode_budget": 64})
+    plain = layers.measure(chain_of("snapkv", {"kv_size": 64}), SHAPE, 300, torch.float16)
+    measured = layers.measure(chain, SHAPE, 300, torch.float16)
+    assert measured.agrees and measured.off == 0
+    assert measured.held.state == 4 * 4 * 32 * 32 * 2  # layers, query heads, queries, channels, bytes
+    assert measured.held.total - measured.held.state == plain.held.total
 
 
 def test_parts_are_told_apart():

@@ -131,7 +131,7 @@ def test_uncomps_baseline_keeps_few_heavy_hitters(size, parts):
     stage = H2O(variant="uncomp", kv_size=size)
     assert stage.parts(5000) == parts
     assert stage.capacity(5000) == Capacity(sum(parts), 0, parts[1])
-    assert stage.decode_budget(5000, 0) == sum(parts) and stage.evicts
+    assert stage.decode_limit(5000, 0) == sum(parts) and stage.evicts
 
 
 def test_uncomps_baseline_by_hand():

@@ -40,7 +40,7 @@ def at(x, positions, heads):
 # spec 5, Q-Hitter: n=1000
 def test_sizes_are_rounded_down_one_by_one():
     assert QHitter(**RATIOS).parts(1000) == (70, 79, 50)
-    assert QHitter(**RATIOS).decode_budget(1000, 0) == QHitter(**RATIOS).nominal(1000) == 199
+    assert QHitter(**RATIOS).decode_limit(1000, 0) == QHitter(**RATIOS).nominal(1000) == 199
     assert QHitter(variant="paper", **RATIOS).parts(1000) == (0, 150, 50)
     assert QHitter(first_ratio=0.0, **RATIOS).parts(1000) == (0, 150, 50)
 

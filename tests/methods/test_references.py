@@ -31,6 +31,12 @@ SELECTORS = [
     ("keynorm", {"protect_recent": 0}),
     ("keynorm", {"protect_recent": 4}),
     ("streamingllm", {"sinks": 4}),
+    ("keydiff", {}),
+    ("keydiff", {"variant": "block", "block": 4}),
+    ("keydiff", {"variant": "paper", "block": 4}),
+    ("chunkkv", {"window": 4, "kernel": 1, "pooling": "avg", "chunk": 3, "variant": "fill"}),
+    ("chunkkv", {"window": 4, "kernel": 3, "pooling": "avg", "chunk": 5, "variant": "paper"}),
+    ("chunkkv", {"window": 4, "kernel": 3, "pooling": "avg", "chunk": 3, "variant": "code"}),
 ]
 EXACT = [s for s in SELECTORS if s[0] in ("snapkv", "h2o") and "score_bits" not in s[1]]
 PRUNERS = [("think", {"observed": 5}), ("l1", {}), ("l2", {})]
@@ -47,8 +53,8 @@ def tensors(shape, data):
 
 
 def expected_tokens(method, knobs, q, k, heads):
-    if method == "keynorm":
-        return ref.keynorm(k, heads, SIZE, **knobs)
+    if method in ("keynorm", "keydiff"):
+        return getattr(ref, method)(k, heads, SIZE, **knobs)
     if method == "streamingllm":
         return ref.streamingllm(N, heads, SIZE, **knobs)
     bits = knobs.get("score_bits")

@@ -22,7 +22,7 @@ def test_the_papers_budget_by_hand():
     stage = Scissorhands(half_ratio=0.25)
     assert (stage.capacity(1000).tokens, stage.capacity(1000).window) == (500, 10)
     assert stage.capacity(1003).tokens == 500
-    assert stage.decode_budget(1003, 0) == 500
+    assert stage.decode_limit(1003, 0) == 500
     assert Scissorhands(kv_ratio=0.5).capacity(1003).tokens == 501
 
 
@@ -149,7 +149,7 @@ def test_the_newest_tokens_stay_for_the_whole_answer_whatever_the_prompts_length
     recent = stage.token_counts(n)["recent"]
     for layer in longer.layers:
         for positions in ref.kept(layer):
-            assert len(positions) == min(stage.decode_budget(n, 0), n + 16)
+            assert len(positions) == min(stage.decode_limit(n, 0), n + 16)
             assert positions[-recent:] == list(range(n + 16 - recent, n + 16))
 
 

@@ -1,6 +1,7 @@
 """On a device of its own, such as a GPU: nothing stays behind on the CPU, and a recorded step waits for nothing."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -22,6 +23,11 @@ from kvbench.models.interface import attached
 pytestmark = pytest.mark.e2e("every method decodes")
 
 CHAINS = ["snapkv+think", "adakv+think", "adakv+kivi", "think+kivi", "h2o+think variant=orig", "scissorhands+vatp"]
+CHAINS += [
+    "keydiff variant=paper block=16",
+    "snapkv+think decode_budget=36 decode_every=1",
+    "chunkkv variant=code reuse=2",
+]
 N, NEW = 60, 40
 
 
@@ -39,7 +45,14 @@ def parsed(written):
     method, *knobs = written.split()
     sized = any("kv_size" in registry.knob_names(m) for m in method.split("+"))
     size = {"kv_size": 40} if sized else {}
-    return chain_of({"method": method, **SMALL_BLOCKS.get(method, {}), **size, **dict(k.split("=") for k in knobs)})
+    return chain_of(
+        {
+            "method": method,
+            **SMALL_BLOCKS.get(method, {}),
+            **size,
+            **{k: int(v) if v.isdigit() else v for k, v in map(partial(str.split, sep="="), knobs)},
+        }
+    )
 
 
 def answered(model, chains):

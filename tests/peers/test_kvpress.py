@@ -63,6 +63,32 @@ def test_tova(model, removed):
     assert ours(model, prompt(N), entry) == theirs(model, prompt(N), kvpress.TOVAPress(removed))
 
 
+@pytest.mark.parametrize("removed", [0.3, 0.75])
+def test_keydiff(model, removed):
+    entry = {"method": "keydiff", "kv_size": int(N * (1 - removed))}
+    assert ours(model, prompt(N), entry) == theirs(model, prompt(N), kvpress.KeyDiffPress(removed))
+
+
+@pytest.mark.parametrize("block", [16, 128])
+@pytest.mark.parametrize("removed", [0.3, 0.75])
+def test_keydiff_in_blocks(model, removed, block):
+    entry = {"method": "keydiff", "kv_size": int(N * (1 - removed)), "variant": "block", "block": block}
+    press = kvpress.BlockPress(kvpress.KeyDiffPress(removed), block_size=block)
+    model.set_attn_implementation("sdpa")
+    assert ours(model, prompt(N), entry) == theirs(model, prompt(N), press)
+
+
+@pytest.mark.parametrize("removed", [0.3, 0.5, 0.75])
+@pytest.mark.parametrize("chunk", [20, 13])  # 13: the last chunk has 3 tokens
+def test_chunkkv_with_kvpresss_count_of_chunks(model, removed, chunk):
+    press = kvpress.ChunkKVPress(kvpress.SnapKVPress(removed, window_size=16, kernel_size=5), chunk_length=chunk)
+    knobs = {"window": 16, "kernel": 5, "pooling": "avg", "chunk": chunk, "variant": "code"}
+    model.set_attn_implementation("sdpa")
+    for budget in ({"kv_size": int(N * (1 - removed))}, {"kv_ratio": 1 - removed}):
+        entry = {"method": "chunkkv", **budget, **knobs}
+        assert ours(model, prompt(N), entry) == theirs(model, prompt(N), press)
+
+
 def test_pyramidkv_keeps_snapkvs_tokens_at_each_layers_size(model):
     press = kvpress.PyramidKVPress(0.4, window_size=8, kernel_size=5)
     peer_tokens = theirs(model, prompt(N), press)
@@ -92,6 +118,43 @@ def test_adakv_with_its_safe_floor(model, removed, floor):
         layer.self_attn.masked_key_indices = None
     knobs = {"window": 16, "kernel": 5, "pooling": "avg", "floor": floor, "floor_rule": "safe"}
     assert ours(model, prompt(N), {"method": "adakv", "kv_size": int(N * (1 - removed)), **knobs}) == kept_tokens
+
+
+class Letters:
+    """A tokenizer of letters, for models that have none."""
+
+    def __init__(self, chat_template):
+        self.chat_template = chat_template
+
+    def encode(self, text, add_special_tokens, return_tensors=None):
+        ids = [3 + ord(letter) % 120 for letter in text]
+        return ids if return_tensors is None else torch.tensor([ids])
+
+    def apply_chat_template(self, messages, add_generation_prompt, tokenize, enable_thinking):
+        return f"{messages[0]['content']}</u><a>"  # nothing before the text, as the prompts here have no header
+
+
+@pytest.mark.parametrize("removed", [0.3, 0.5, 0.75])
+@pytest.mark.parametrize(("chunk", "instruction", "layerwise"), [(2048, "plain", 0), (50, "plain", 1), (50, "chat", 0)])
+def test_kvzip(model, monkeypatch, removed, chunk, instruction, layerwise):
+    """kvpress masks what KVzip drops. It has its tokenizer from the model's path."""
+    model.set_attn_implementation("sdpa")
+    letters = Letters("there is one" if instruction == "chat" else None)
+    monkeypatch.setattr("kvpress.presses.kvzip_press.AutoTokenizer.from_pretrained", lambda path: letters)
+    press = kvpress.KVzipPress(removed, layerwise=bool(layerwise), chunk_size=chunk)
+    cache, kept_tokens = DynamicCache(), []
+    with torch.no_grad(), press(model):
+        model(prompt(N)[None], past_key_values=cache)
+    for layer in model.model.layers:
+        kept = torch.ones(model.config.num_key_value_heads, N, dtype=torch.bool)
+        kept[layer.self_attn.masked_key_indices[1:]] = False
+        kept_tokens.append([head.nonzero()[:, 0].tolist() for head in kept])
+        layer.self_attn.masked_key_indices = None
+    # kvpress counts pairs as floats: a whole number of them that is removed is one that is kept
+    knobs = {"chunk": chunk, "instruction": instruction, "level": "layer" if layerwise else "pair"}
+    entry = {"method": "kvzip", "kv_ratio": 1 - removed, **knobs, **({} if layerwise else {"count": "code"})}
+    (ours_cache,) = kvbench.prefill(model, prompt(N), [entry], tokenizer=letters)
+    assert [[p.tolist() for p in layer.kept_positions()] for layer in ours_cache.layers] == kept_tokens
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,6 +27,7 @@ def loaded(smol):
         ({"method": "snapkv", **SNAPKV}, kvpress.SnapKVPress(0.75, window_size=64, kernel_size=5)),
         ({"method": "streamingllm", "sinks": 4}, kvpress.StreamingLLMPress(0.75, n_sink=4)),
         ({"method": "tova"}, kvpress.TOVAPress(0.75)),
+        ({"method": "keydiff"}, kvpress.KeyDiffPress(0.75)),
     ],
     ids=lambda x: x["method"] if isinstance(x, dict) else "",
 )
@@ -45,6 +46,16 @@ def test_keynorm_but_for_equal_tokens_of_layer_0(loaded):
     assert our_tokens[1:] == peer_tokens[1:]
     for a, b in zip(our_tokens[0], peer_tokens[0], strict=True):
         assert sorted(ids[a].tolist()) == sorted(ids[b].tolist())
+
+
+def test_chunkkv_at_kvpresss_settings(loaded):
+    model, ids = loaded
+    press = kvpress.ChunkKVPress(kvpress.SnapKVPress(0.75, window_size=64, kernel_size=5), chunk_length=20)
+    entry = {"method": "chunkkv", "kv_ratio": 0.25, "chunk": 20, "variant": "code", **SNAPKV}
+    model.set_attn_implementation("sdpa")
+    peer_tokens = theirs(model, ids, press)
+    model.set_attn_implementation("eager")
+    assert ours(model, ids, entry) == peer_tokens
 
 
 def test_pyramidkv_at_each_layers_size(loaded):

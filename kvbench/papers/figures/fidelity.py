@@ -91,7 +91,7 @@ def by_layer(measured: MeasuredFigure) -> pd.DataFrame:
             for example in group.examples:
                 encoded = host.encode(example, group.task)
                 ids = torch.tensor([*encoded.ids, *encoded.question])
-                full, *caches = prefill_chains(model, ids, [Chain(), *ran.chains], host.plain)
+                full, *caches = prefill_chains(model, ids, [Chain(), *ran.chains], host.plain, host.tokenizer)
                 texts = texts_of(host, example, full)
                 if example.tokens:
                     texts["reference"] = [*example.tokens[len(ids) :]]

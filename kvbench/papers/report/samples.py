@@ -44,7 +44,7 @@ def _example(host: Any, prepared: RunPlan, group: Group, example: Example) -> di
     cells = [c for c in group.cells if example.id in prepared.store.samples(c.id)]
     caches: list[Cache | None] = [None] * len(cells)
     with suppress(UsageError):  # a chain that cannot read this prompt
-        caches = list(prefill_chains(host.model, ids, [c.chain for c in cells], host.plain))
+        caches = list(prefill_chains(host.model, ids, [c.chain for c in cells], host.plain, host.tokenizer))
     for cell, cache in zip(cells, caches, strict=True):
         line = prepared.store.samples(cell.id)[example.id]
         kept = "" if cache is None else "".join(map(str, shades(cache).tolist()))

@@ -1,0 +1,111 @@
+"""One layer of the model while a prompt is read."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvbench.kv.exact_attention import attend_in_blocks, attend_rows, attend_with_lse, column_sums
+from kvbench.kv.observation import Needs
+from kvbench.kv.packed import quantise_zero_point
+from kvbench.kv.scale import cap_of
+from kvbench.kv.segment import per_head
+from kvbench.models.interface import KvbenchLayer, synchronise
+
+EXACT = 0  # the bit width under which column sums over unquantised keys are recorded
+GROUPED_BY = 5  # first tokens by which heads are grouped
+Read = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+Share = Callable[..., Tensor | None]
+Blocks = Callable[[Tensor], list[tuple[int, Tensor]]]
+
+
+class PromptLayer(KvbenchLayer):
+    """One layer while the prompt is read: causal attention, and the statistics that stages need.
+
+    Attention is over the keys and values that ``read`` makes of the layer's own; None: the layer's own. ``share``
+    is ``HeadSharer.leads`` of the layer, which returns the query head whose logits each head takes, and ``blocks``
+    ``BlockReader.blocks`` of its keys.
+    """
+
+    def __init__(
+        self,
+        needs: Needs,
+        plain: bool = False,
+        read: Read | None = None,
+        share: Share | None = None,
+        blocks: Blocks | None = None,
+    ) -> None:
+        super().__init__()
+        self.needs, self.plain, self.read, self.share, self.blocks = needs, plain, read, share, blocks
+        self.observed: dict[str, Any] = {}  # fields of Observation
+        self.colsums_s: dict[int, float] = {}  # seconds by bit width of the keys, EXACT for those as they are
+
+    def add(self, k: Tensor, v: Tensor) -> None:
+        self.keys, self.values, self.seen = k, v, k.shape[2]
+
+    def attend(self, query: Tensor, scale: float, window: int | None) -> Tensor:
+        assert self.keys is not None and self.values is not None
+        q, observed = query[0], self.observed
+        observed["scale"] = scale
+        if self.needs.last_q:
+            observed["last_q"] = q[:, -min(self.needs.last_q, q.shape[1]) :].clone()
+        if self.needs.first_q:
+            observed["first_q"] = q[:, : min(self.needs.first_q, q.shape[1])].clone()
+        keys, values = self.keys[0], self.values[0]
+        if self.read is not None:
+            keys, values = self.read(keys, values)
+            observed["read_k"] = keys
+        blocks = self.blocks(self.keys[0]) if self.blocks is not None else []
+        # where column sums are needed, fused attention gives the log-sum-exp of each row with its output
+        fused = not (self.plain or blocks) and window is None and self.share is None and self.needs.colsums
+        with_lse = attend_with_lse(q, keys, values, scale) if fused else None
+        if self.needs.colsums:
+            observed["colsums"] = self._column_sums(q, keys, EXACT, None if with_lse is None else with_lse[1])
+        observed["colsums_q"] = {}
+        for bits in sorted(self.needs.colsums_bits):
+            quantised = quantise_zero_point(keys, bits).dequantise(torch.float32)
+            observed["colsums_q"][bits] = self._column_sums(q, quantised, bits)
+        if with_lse is not None:
+            return with_lse[0][None]
+        if blocks:
+            return attend_in_blocks(q, keys, values, scale, blocks)[None]
+        leads = None
+        if self.share is not None:
+            leads = self.share(q[:, :GROUPED_BY], keys[:, :GROUPED_BY], scale=scale)
+        if leads is not None:
+            # each head attends by its leading head's query and key, over its own values
+            keys, values = per_head(keys, len(q))[leads], per_head(values, len(q))
+            q = q[leads]
+        if self.plain or window is not None or cap_of(scale) is not None:
+            return attend_rows(q, keys, values, scale, window)[None]
+        gqa = q.shape[0] != keys.shape[0]
+        return F.scaled_dot_product_attention(
+            q[None], keys[None], values[None], is_causal=True, scale=scale, enable_gqa=gqa
+        )
+
+    def _column_sums(self, query: Tensor, keys: Tensor, bits: int, lse: Tensor | None = None) -> Tensor:
+        synchronise(query.device)
+        start = time.perf_counter()
+        sums = column_sums(query, keys, self.observed["scale"], lse=lse)
+        synchronise(query.device)
+        self.colsums_s[bits] = time.perf_counter() - start
+        return sums
+
+    def take(self) -> tuple[Tensor, Tensor]:
+        """Return the dense keys and values [Hk, n, D], each alone in its storage; the layer drops them."""
+        assert self.keys is not None and self.values is not None
+        k, v = _alone(self.keys[0]), _alone(self.values[0])
+        self.keys = self.values = None
+        return k, v
+
+
+def _alone(t: Tensor) -> Tensor:
+    """Return t [H, n, D] contiguous and alone in its storage (fused projections return views of a larger one)."""
+    if t.is_contiguous() and t.untyped_storage().nbytes() == t.nbytes:
+        return t
+    return t.clone(memory_format=torch.contiguous_format)

@@ -1,0 +1,121 @@
+"""ChunkKV: keep whole chunks of neighbouring tokens by the attention that they receive (arXiv 2502.00299)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+
+from kvbench.kv import ops
+from kvbench.kv.observation import Observation
+from kvbench.kv.segment import LayerCache
+from kvbench.methods.base import Capacity, Expected, top_indices
+from kvbench.methods.knobs import ODD, at_least, knob, one_of
+from kvbench.methods.snapkv import SnapKV
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChunkKV(SnapKV):
+    """Score of a chunk = mean of its tokens' SnapKV scores over all heads, which keep the same chunks.
+
+    variant ``fill``: the last ``window`` tokens and the best chunks before them; the next best gives its first tokens,
+        so that exactly C stay.
+    variant ``paper``: floor((C - w) / chunk) whole chunks and the window; a shorter last chunk counts as one, and its
+        score is a sum, not a mean.
+    variant ``code``: chunks of the whole prompt, max(1, floor(chunks * C / n)) of them, as kvpress keeps. The window's
+        tokens have the highest score of all instead of a place of their own.
+    reuse: groups of so many neighbouring layers keep the chunks of their first.
+
+    A prompt shorter than a chunk is chosen by single tokens.
+    """
+
+    id: ClassVar[str] = "chunkkv"
+    shared: ClassVar[bool] = True
+
+    chunk: int = knob(10, at_least(1, "tokens"))
+    kernel: int = knob(1, ODD)
+    variant: str = knob("fill", one_of("fill", "paper", "code"))
+    reuse: int = knob(1, at_least(1, "layers"))
+
+    @property
+    def rebalances(self) -> bool:  # type: ignore[override]
+        return self.reuse > 1
+
+    @property
+    def whole(self) -> bool:
+        """True if only whole chunks stay."""
+        return self.variant != "fill"
+
+    def window_size(self) -> int:
+        return 0 if self.variant == "code" else self.window
+
+    def length(self, n: int) -> int:
+        """Return the tokens of a chunk of a prompt of n."""
+        return self.chunk if n >= self.chunk else 1
+
+    def chunks(self, n: int) -> tuple[int, int]:
+        """Return how many of how many chunks stay, where only whole ones do."""
+        capacity, length = self.capacity(n), self.length(n)
+        if self.variant == "paper":
+            return (capacity.tokens - capacity.window) // length, -(-(n - capacity.window) // length)
+        total = -(-n // length)
+        share = capacity.tokens / n if self.kv_ratio is None else self.kv_ratio
+        return max(1, int(share * total + 1e-9)), total  # 1e-9: a product that should be whole
+
+    def expected(self, n: int, layer: int, n_layers: int, heads: int) -> Expected | None:
+        if not self.whole or self.budget(n, layer, n_layers) >= n:
+            return super().expected(n, layer, n_layers, heads)
+        (count, total), window, length = self.chunks(n), self.capacity(n).window, self.length(n)
+        if not count or (n - window) % length == 0:
+            return Expected.exactly(window + count * length, heads)
+        missing = total * length - (n - window)  # tokens that the last chunk is short of
+        least, most = (max(0, count * length - short) for short in (missing, missing * (count == total)))
+        return Expected((window + least,) * heads, (window + most,) * heads)
+
+    def scores(self, cache: LayerCache, obs: Observation, capacity: Capacity) -> torch.Tensor:
+        window = min(self.window, obs.n - 1) if self.variant == "code" else capacity.window
+        received = super().scores(cache, obs, replace(capacity, window=window))
+        end = obs.n - window
+        if self.variant == "code":
+            received = received.clone()
+            received[:, end:] = received.max()
+            end = obs.n
+        length = self.length(obs.prompt_tokens)
+        tokens = received[:, :end].mean(dim=0)
+        sums = F.pad(tokens, (0, -end % length)).view(-1, length).sum(dim=1)
+        sizes = torch.full_like(sums, length)
+        if self.variant != "paper":
+            sizes[-1] -= -end % length
+        return F.pad((sums / sizes).repeat_interleave(length)[:end], (0, obs.n - end))[None]
+
+    def pick(self, cache: LayerCache, scores: torch.Tensor, budget: int) -> LayerCache:
+        if not self.whole:
+            return super().pick(cache, scores, budget)
+        n, window = scores.shape[1], int(scores[0].isposinf().sum())
+        length, (count, _) = self.length(n), self.chunks(n)
+        best = top_indices(scores[:, : n - window : length], count)[0]
+        chunk_of = torch.arange(n, device=scores.device) // length
+        staying = torch.isin(chunk_of, best)
+        staying[n - window :] = True
+        index = staying.nonzero()[:, 0]
+        return replace(ops.select(cache, index[None]), decided=(len(index),) * cache.heads)
+
+    def compress(self, cache: LayerCache, obs: Observation) -> LayerCache:
+        return cache if self._leader(obs.layer) != obs.layer else super().compress(cache, obs)
+
+    def _leader(self, layer: int) -> int:
+        """Return the layer whose chunks this layer keeps."""
+        group = range(layer - layer % self.reuse, layer)
+        return layer if layer in self.frozen_layers else next((i for i in group if i not in self.frozen_layers), layer)
+
+    def rebalance(self, caches: Sequence[LayerCache], n_layers: int) -> list[LayerCache]:
+        trimmed = list(caches)
+        for i, cache in enumerate(caches):
+            leader = caches[self._leader(i)]
+            if cache.tokens > leader.tokens:
+                index = ops.only_segment(leader).positions.long()
+                trimmed[i] = replace(ops.select(cache, index), decided=leader.decided)
+        return trimmed
