@@ -29,6 +29,7 @@ from kvbench.methods.base import Selector
 from kvbench.methods.chain import Chain
 from kvbench.methods.formats import StorageFormat
 from kvbench.methods.knobs import is_knob
+from kvbench.methods.replaying import ReplayingSelector
 from kvbench.methods.resolve import chain_of
 
 METHODS = tuple(m for m in registry.available() if m != "full")
@@ -133,16 +134,20 @@ REFUSES = {
     "qwen3_moe": ("lowrank",),
     "phi3": ("lowrank",),
     "smollm3": ("lowrank", "rotates"),
-    "gemma2": ("lowrank", "hidden", "rotates"),
-    "gemma3_text": ("lowrank", "hidden", "rotates"),
+    "gemma2": ("lowrank", "hidden", "rotates", "replays"),
+    "gemma3_text": ("lowrank", "hidden", "rotates", "replays"),
 }
-"""Roles of the stages that a family refuses, and ``rotates`` (tests/model/test_capabilities.py has the reasons)."""
+"""Roles of the stages that a family refuses, ``rotates`` and ``replays`` (tests/model/test_capabilities.py has the reasons)."""
 
 
 def supported(chain, family):
     stages = [STAGES[m] for m in chain.split("+")]
+    refuses = REFUSES.get(family, ())
     return not any(
-        s.role in REFUSES.get(family, ()) or (s.rotates and "rotates" in REFUSES.get(family, ())) for s in stages
+        s.role in refuses
+        or (s.rotates and "rotates" in refuses)
+        or (isinstance(s, ReplayingSelector) and "replays" in refuses)
+        for s in stages
     )
 
 
