@@ -137,7 +137,7 @@ REFUSES = {
     "gemma2": ("lowrank", "hidden", "rotates", "replays"),
     "gemma3_text": ("lowrank", "hidden", "rotates", "replays"),
 }
-"""Roles of the stages that a family refuses, ``rotates`` and ``replays`` (tests/model/test_capabilities.py has the reasons)."""
+"""Roles of stages that a family refuses, ``rotates`` and ``replays`` (reasons: tests/model/test_capabilities.py)."""
 
 
 def supported(chain, family):
