@@ -106,6 +106,7 @@ audit: $(VENV)/.ready  ## where the papers' printed numbers contradict themselve
 verify-tables: $(VENV)/.ready  ## re-render the committed tables from their samples alone
 	$(PY) scripts/tiny_table.py --verify
 	$(PY) scripts/byte_tables.py --verify
+	$(PY) scripts/leaderboard.py --verify
 	$(PY) scripts/paper_tables.py --verify
 	$(PY) scripts/paper_claims.py --verify
 

@@ -135,8 +135,7 @@ def difference(a: Answers, b: Answers) -> tuple[float, Interval | None]:
 
     Raises ValueError where they share none.
     """
-    common = {task: sorted(a[task].keys() & b[task].keys()) for task in a.keys() & b.keys()}
-    pairs = [[a[task][i] - b[task][i] for i in ids] for task, ids in sorted(common.items()) if ids]
+    pairs = [[x - b[task][i] for i, x in sorted(own.items())] for task, own in sorted(_common(a, b).items())]
     mean, ci = mean_over_tasks(pairs, (-1.0, 1.0))
     return 100 * mean, _percent(ci)
 
@@ -153,8 +152,8 @@ def sheets(found: Sequence[Standing]) -> list[Table]:
     heads = ("method", mean_name(withheld[0].tasks), "Δ full", "kept %", "bytes %", "compress\nms", "ms/token")
     rows = [
         (
-            *(e.method.replace(" ", "\n", 1), f"{e.score:.1f}{_shown(e.ci, '.0f')}"),
-            "" if e.method == "full" else f"{e.behind:+.1f}{_shown(e.behind_ci, '+.0f')}",
+            *(e.method.replace(" ", "\n", 1), _shown(e.score, e.ci)),
+            "" if e.method == "full" else _shown(e.behind, e.behind_ci, "+"),
             *(f"{e.kept:.1f}", "—" if e.bytes is None else f"{e.bytes:.1f}"),
             *(f"{e.compress_ms:.0f}", f"{e.decode_ms:.1f}"),
         )
@@ -166,17 +165,27 @@ def sheets(found: Sequence[Standing]) -> list[Table]:
 def _costs(found: Sequence[Standing]) -> list[Table]:
     seen = {e.method: e for e in found if not e.withheld}
     both = [(e, seen[e.method]) for e in found if e.withheld and e.method in seen]
+    both = [(a, b) for a, b in both if _common(a.answers, b.answers)]
     rows = []
     for withheld, visible in both:
-        cost, ci = difference(withheld.answers, visible.answers)
-        scores = (f"{e.score:.1f}{_shown(e.ci, '.0f')}" for e in (visible, withheld))
-        rows.append((withheld.method.replace(" ", "\n", 1), *scores, f"{cost:+.1f}{_shown(ci, '+.0f')}"))
-    heads = ("method", "seen", "withheld", "withheld - seen")
+        shared = [_common(a.answers, b.answers) for a, b in ((visible, withheld), (withheld, visible))]
+        scores = (mean_over_tasks([[*scores.values()] for scores in answers.values()]) for answers in shared)
+        cost = difference(withheld.answers, visible.answers)
+        shown = (_shown(100 * mean, _percent(ci)) for mean, ci in scores)
+        rows.append((withheld.method.replace(" ", "\n", 1), *shown, _shown(*cost, "+")))
+    heads = ("method", "seen", "withheld", "withheld − seen")
     return [Table(heads, tuple(rows), headings={0: "what withholding the question costs"})] if rows else []
 
 
-def _shown(ci: Interval | None, form: str) -> str:
-    return "" if ci is None else f"\n[{ci[0]:{form}}, {ci[1]:{form}}]".replace("-", "−")
+def _common(a: Answers, b: Answers) -> Answers:
+    """Return the answers of ``a`` to prompts that ``b`` answers, too."""
+    common = {task: {i: x for i, x in scores.items() if i in b.get(task, {})} for task, scores in a.items()}
+    return {task: scores for task, scores in common.items() if scores}
+
+
+def _shown(value: float, ci: Interval | None, sign: str = "") -> str:
+    interval = "" if ci is None else f"\n[{ci[0]:{sign}.0f}, {ci[1]:{sign}.0f}]"
+    return f"{value:{sign}.1f}{interval}".replace("-", "−")
 
 
 def notes(found: Sequence[Standing]) -> list[str]:
