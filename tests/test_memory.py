@@ -5,9 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from families import FAMILIES, build
+from families import COMMON, FAMILIES, GQA, build, prompt
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from kvbench.engine import memory
+import kvbench
+from kvbench.engine import likelihood, memory
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 
@@ -45,3 +47,23 @@ def test_shares_are_those_of_the_attention_layers(family):
 def test_free_memory_of_the_machine_is_a_part_of_all_of_it():
     total = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemTotal:"))
     assert 0 < memory.free_bytes(CPU) < int(total.split()[1]) * 1024
+
+
+@pytest.mark.e2e("600 steps of a wide vocabulary")
+def test_a_long_comparison_takes_no_more_memory_than_a_short_one(monkeypatch):
+    """What is kept of each step must not split the heap, or every step's logits need memory of their own."""
+    torch.manual_seed(0)
+    sizes = {**COMMON, **GQA, "vocab_size": 40_000, "num_hidden_layers": 1, "intermediate_size": 32}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, head_dim=16)).eval()
+    entry = {"method": "h2o", "variant": "orig", "kv_size": 16}
+    full, cache = kvbench.prefill(model, prompt(30), ["full", entry])
+    resident, step = [], likelihood.step
+
+    def watched(*arguments, **knobs):
+        resident.append(int(Path("/proc/self/statm").read_text().split()[1]) * 4096)
+        return step(*arguments, **knobs)
+
+    monkeypatch.setattr(likelihood, "step", watched)
+    likelihood.diverge(model, full, [cache], prompt(600, 3))
+    assert len(resident) > 599
+    assert resident[598] - resident[100] < 100 * 2**20  # 500 steps of 2 MB of logits

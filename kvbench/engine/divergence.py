@@ -35,6 +35,22 @@ class Divergence:
     same: Tensor
 
     @classmethod
+    def empty(cls, tokens: int) -> Divergence:
+        """Return room for so many positions, which ``put`` fills.
+
+        Results of single steps, kept between the logits of one step and the next, would split the heap: each step's
+        logits would then need memory of their own.
+        """
+        kl, log_ratio, shift = torch.empty(3, tokens, dtype=torch.float64)
+        return cls(kl, log_ratio, shift, torch.empty(tokens, dtype=torch.bool))
+
+    def put(self, start: int, part: Divergence) -> None:
+        """Write the positions of ``part`` behind the first ``start``."""
+        for name in self.__dataclass_fields__:
+            values = getattr(part, name)
+            getattr(self, name)[start : start + len(values)] = values
+
+    @classmethod
     def joined(cls, parts: Sequence[Divergence]) -> Divergence:
         """Return the positions of all parts, one after the other."""
         names = cls.__dataclass_fields__

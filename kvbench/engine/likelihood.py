@@ -80,20 +80,20 @@ def _diverge(
     references: dict[int, Tensor] = {}
     results: dict[int, Forced] = {}
     for group in groups:
-        divergences: list[list[Divergence]] = [[] for _ in group]
+        divergences = [Divergence.empty(len(ids) - 1) for _ in group]
 
-        def compare_chunk(start: int, logits: Tensor, divergences: list[list[Divergence]] = divergences) -> None:
+        def compare_chunk(start: int, logits: Tensor, divergences: list[Divergence] = divergences) -> None:
             reference = references.get(start, logits[0])
             if len(groups) > 1:
                 references[start] = reference
             targets = ids[start + 1 : start + 1 + len(reference)]
-            for parts, divergence in zip(divergences, compare(reference, logits, targets), strict=True):
-                parts.append(divergence)
+            for divergence, part in zip(divergences, compare(reference, logits, targets), strict=True):
+                divergence.put(start, part)
 
         with exact_head(model):
             forced = _force(model, [rows[r] for r in group], ids, chunk, compare_chunk, alone=True)
-        joined = (replace(f, divergence=Divergence.joined(d)) for f, d in zip(forced, divergences, strict=True))
-        results.update(zip(group, joined, strict=True))
+        compared = (replace(f, divergence=d) for f, d in zip(forced, divergences, strict=True))
+        results.update(zip(group, compared, strict=True))
     return [results[r] for r in range(1, len(rows))]
 
 
@@ -128,7 +128,8 @@ def _force(
     """
     chain, prompt_tokens = caches[0].chain, caches[0].seen
     # the first token is predicted by the prompt's own logits
-    losses = [_loss(torch.stack([c.logits for c in caches])[:, None], ids[:1])]
+    losses = torch.empty(len(caches), len(ids), device=ids.device)
+    losses[:, :1] = _loss(torch.stack([c.logits for c in caches])[:, None], ids[:1])
     with contained(chain.name, chain.foreign), adapted(model, chain), torch.no_grad(), attached(model):
         batch = build(model, caches, len(ids), chunk, alone)
         for start in range(0, len(ids) - 1, chunk):
@@ -136,11 +137,12 @@ def _force(
             positions = torch.arange(prompt_tokens + start, prompt_tokens + start + len(chunk_ids), device=ids.device)
             rows = len(caches)
             logits = step(model, batch, chunk_ids.expand(rows, -1), positions.expand(rows, -1), whole=True)
-            losses.append(_loss(logits, ids[start + 1 : start + 1 + len(chunk_ids)]))
+            scored = slice(start + 1, start + 1 + len(chunk_ids))
+            losses[:, scored] = _loss(logits, ids[scored])
             on_logits(start, logits)
     most_tokens = torch.stack([layer.held() for layer in compressed(batch)]).T.tolist()
     payload = zip(*(layer.payload() for layer in compressed(batch)), strict=True)
-    columns = zip(torch.cat(losses, dim=1).cpu(), most_tokens, payload, strict=True)
+    columns = zip(losses.cpu(), most_tokens, payload, strict=True)
     return [Forced(loss, held, Stored(batch[0].used, row)) for loss, held, row in columns]
 
 

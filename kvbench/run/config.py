@@ -127,9 +127,7 @@ class RunConfig:
     def __post_init__(self) -> None:
         tokens = is_whole(self.fidelity) and not isinstance(self.fidelity, str) and self.fidelity >= 2
         modes = isinstance(self.fidelity, bool) or self.fidelity == THROUGH_CACHE or tokens
-        check(
-            "fidelity", self.fidelity, modes, f"true, false, the most tokens of a text (2 or more), or {THROUGH_CACHE}"
-        )
+        check("fidelity", self.fidelity, modes, f"a number of tokens (2 or more), true, false, or {THROUGH_CACHE}")
         for name in ("baseline", "mix"):
             check(name, getattr(self, name), isinstance(getattr(self, name), bool), "true or false")
         for name in ("max_length", "limit", "batch_rows", "threads"):

@@ -26,7 +26,7 @@ SMALL = {"kv_size": 20, "snapkv.window": 4, "window": 4, "recent": 4, "T": 0.6, 
 SELECTORS = [
     m
     for m in registry.available()
-    if m not in ("full", "cake") and isinstance(registry.make_stage(m, registry.defaults(m)), TokenSelector)
+    if m not in ("full", "cake", "kvzip") and isinstance(registry.make_stage(m, registry.defaults(m)), TokenSelector)
 ]
 
 
