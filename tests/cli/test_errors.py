@@ -20,7 +20,8 @@ BAD = {
     "run method=snapkv window_size=16": "kvpress's window_size is window= here",
     "run method=ObservedAttentionPress": "unknown method 'ObservedAttentionPress': it is method=h2o here",
     "run method=snapkv,streaming_llm": "it is method=streamingllm here",
-    "run method=KVzipPress": "kvbench has no KVzipPress, a press of kvpress. Available: adakv",
+    "run method=LagKVPress": "kvbench has no LagKVPress, a press of kvpress. Available: adakv",
+    "run method=KVzipPress": "it is method=kvzip here",
     "run ratio=1.2": "method.think.ratio=1.2 is not possible: a fraction",
     # the reason comes before any word on knobs that two of the stages own
     "run method=h2o+quant+kivi bits=4": "owns its quantiser, which packs every token that it keeps; kivi has nothing",
