@@ -6,7 +6,7 @@ import method_reference as ref
 import pytest
 import torch
 from calibrations import ready
-from families import FAMILIES, build, heads_of, prompt
+from families import FAMILIES, LOCALS, build, heads_of, prompt
 from grids import grid
 from transformers import AttentionInterface, DynamicCache
 
@@ -198,7 +198,11 @@ def test_passes_are_shared_and_count_as_time_of_compression(monkeypatch):
 
 @pytest.mark.e2e("every partner in every family")
 @grid(
-    ("family", "per"), [("llama", "kv_head"), *((f, ("query_head", "kv_head")[i % 2]) for i, f in enumerate(FAMILIES))]
+    ("family", "per"),
+    [
+        ("llama", "kv_head"),
+        *((f, ("query_head", "kv_head")[i % 2]) for i, f in enumerate(FAMILIES) if f not in LOCALS),
+    ],
 )
 def test_it_stands_before_pruners_quantisers_and_masks(family, per):
     model = build(family)
@@ -229,3 +233,9 @@ def test_impossible_requests_are_refused():
     # 400 tokens and as many read again are more than the 512 that the model has positions for
     with pytest.raises(UsageError, match="= 808 exceed the model's 512 learned positions"):
         kvbench.prefill(build("opt"), prompt(400), ["kvzip"])
+
+
+@pytest.mark.parametrize("family", LOCALS)
+def test_a_prompt_is_not_read_again_where_layers_are_local(family):
+    with pytest.raises(UsageError, match="layers are local"):
+        kvbench.prefill(build(family), prompt(33), ["kvzip"])

@@ -75,9 +75,9 @@ def test_only_chains_that_read_alike_share_a_prefill(monkeypatch):
     model, ids, passes = build("llama"), prompt(40, 6), []
     real = prefill._shared_pass
 
-    def counted(model, ids, chains, plain):
+    def counted(model, ids, chains, *options):
         passes.append([c.name for c in chains])
-        return real(model, ids, chains, plain)
+        return real(model, ids, chains, *options)
 
     monkeypatch.setattr(prefill, "_shared_pass", counted)
     entries = [
