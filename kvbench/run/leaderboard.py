@@ -99,7 +99,8 @@ def _answers(run: RunPlan, row: int) -> Answers:
     by_task = {}
     for group in run.groups:
         samples, ids = run.store.samples(group.cells[row].id), {e.id for e in group.examples}
-        scores = {i: s.score for i, s in samples.items() if i in ids and s.score is not None}
+        # sorted: resamples depend on the order
+        scores = {i: s.score for i, s in sorted(samples.items()) if i in ids and s.score is not None}
         if scores:
             by_task[group.task.id] = scores
     return by_task
