@@ -56,16 +56,14 @@ class KvbenchLM(HFLM):  # type: ignore[misc]
         separator: str = "",
         **options: Any,
     ) -> None:
-        kept = {name: value for name, value in options.items() if name in OPTIONS}
-        if kept.setdefault("batch_size", 1) not in (1, "1"):
-            raise UsageError(
-                f"batch_size={kept['batch_size']} is not possible: a kvbench cache is one prompt's, give 1"
-            )
+        own = {name: value for name, value in options.items() if name in OPTIONS}
+        if own.setdefault("batch_size", 1) not in (1, "1"):
+            raise UsageError(f"batch_size={own['batch_size']} is not possible: a kvbench cache is one prompt's, give 1")
         if pretrained in entries("model"):
             # lm-eval's device is cuda:0 unless it is given, and its hf model takes the CPU where there is none
-            device = kept.get("device", "auto") if torch.cuda.is_available() else "cpu"
-            pretrained, kept["tokenizer"] = load_model(pretrained, device, kept.get("dtype", "auto"))
-        super().__init__(pretrained=pretrained, **kept)
+            device = own.get("device", "auto") if torch.cuda.is_available() else "cpu"
+            pretrained, own["tokenizer"] = load_model(pretrained, device, own.get("dtype", "auto"))
+        super().__init__(pretrained=pretrained, **own)
         knobs = {name: value for name, value in options.items() if name not in OPTIONS}
         with api.cache(self.model, method, preset, **knobs) as cache:
             self.chain = cache.chain

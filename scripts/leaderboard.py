@@ -23,25 +23,21 @@ FOLDER = Path(__file__).resolve().parent.parent / "results" / "leaderboard"
 SAMPLES = FOLDER / "samples.jsonl.gz"
 MODEL = "smollm2-135m-q4_1"
 COMMITTED = {"limit": "8"}
-"""What the committed leaderboard is planned with; cells show how many prompts of these are measured."""
+"""The prompts a task that the committed leaderboard has at most; its tables say how many are measured."""
 
 
 def rendered(runs: list[RunPlan]) -> dict[str, str]:
     """Return the text of each file by name."""
-    found = leaderboard.entries(runs)
-    report = experiment.report(runs[0])
+    reports = [experiment.report(run) for run in runs]
+    standings = leaderboard.standings(runs, reports)
     cells = [c for run in runs for g in run.groups for c in g.cells]
     records = [record for c in cells if (record := runs[0].store.cell(c.id)) is not None]
     commits = sorted({str(facts["commit"]) for record in records for facts in record.provenance})
     heading = f"# RULER, the question withheld\n\n`python -m kvbench table leaderboard model={MODEL}`\n\n"
-    below = [report.settings, *leaderboard.notes(found), *report.notes]
-    lines = leaderboard.records(found, MODEL, ", ".join(commits))
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / open_results.NAME
-        open_results.write(lines, path)
-        text = path.read_text(encoding="utf-8")
-    table = heading + writers.compose(leaderboard.sheets(found), below, "md")
-    return {"leaderboard.md": table, open_results.NAME: text}
+    below = [reports[0].settings, *leaderboard.notes(standings), *reports[0].notes]
+    table = heading + writers.compose(leaderboard.sheets(standings), below, "md")
+    lines = leaderboard.records(standings, MODEL, ", ".join(commits))
+    return {"leaderboard.md": table, open_results.NAME: open_results.text(lines)}
 
 
 def write(runs: list[RunPlan]) -> None:
@@ -54,11 +50,15 @@ def write(runs: list[RunPlan]) -> None:
 
 
 def verify() -> int:
-    """Return 1 if a committed file differs from what the samples give; a model that is not here is no error."""
+    """Return 1 if a committed file differs from what the samples give; a model or text not here is no error."""
     with tempfile.TemporaryDirectory() as folder:
-        archive.unpack(SAMPLES, ResultStore(Path(folder)))
+        measured = archive.unpack(SAMPLES, ResultStore(Path(folder)))
         try:
-            files = rendered(leaderboard.prepare(MODEL, {**COMMITTED, "results": folder}))
+            runs = leaderboard.prepare(MODEL, {**COMMITTED, "results": folder})
+            planned = {c.id for run in runs for g in run.groups for c in g.cells}
+            if not measured.keys() <= planned and os.environ.get("KVBENCH_REQUIRE_DATA") != "1":
+                raise UsageError("texts of its tasks are not below the data folder (KVBENCH_DATA)")
+            files = rendered(runs)
         except UsageError as error:
             if os.environ.get("KVBENCH_REQUIRE_MODELS") == "1":
                 raise

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from families import FAMILIES, LOCALS, WHOLE, build, heads_of, prompt
-from methods.test_properties import CHAINS, SMALL, configured, prefill, supported
+from law_matrix import CHAINS, SMALL, configured, prefill, supported
 
 from kvbench.audit.prompt_audit import audit
 from kvbench.engine import batch

@@ -9,6 +9,7 @@ import pytest
 from kvbench.cli.main import main
 from kvbench.metrics import stats
 from kvbench.run import leaderboard, open_results
+from kvbench.run.run_plan import RunPlan
 
 
 def test_a_mean_over_tasks_and_its_interval_by_hand():
@@ -55,13 +56,13 @@ def entry(method, withheld, score, kept):
 
 
 def test_the_tables_show_each_protocol_and_what_withholding_costs():
-    found = [entry("full", True, 80, 100), entry("snapkv", True, 20, 25), entry("snapkv", False, 70, 25)]
-    board, costs = leaderboard.sheets(found)
+    standings = [entry("full", True, 80, 100), entry("snapkv", True, 20, 25), entry("snapkv", False, 70, 25)]
+    board, costs = leaderboard.sheets(standings)
     assert [row[0] for row in board.rows] == ["full", "snapkv"] and board.headers[1] == "mean of vt"
     (row,) = costs.rows
     assert [cell.split("\n")[0] for cell in row] == ["snapkv", "70.0", "20.0", "−50.0"]
-    assert leaderboard.sheets(found[2:]) == []
-    assert "n = 4 prompts" in leaderboard.notes(found)[0]
+    assert leaderboard.sheets(standings[2:]) == []
+    assert "n = 4 prompts" in leaderboard.notes(standings)[0]
 
 
 def test_its_lines_are_of_the_open_format(tmp_path):
@@ -87,11 +88,11 @@ def test_the_command_measures_both_protocols(capsys, tmp_path):
     assert main(["table", "leaderboard", "--plan", *small, "prompt=plain", f"results={tmp_path}"]) == 0
 
 
-def test_a_row_that_lacks_a_task_is_left_out(monkeypatch):
+def test_answers_are_those_of_the_examples_of_this_run():
     group = SimpleNamespace(
         task=SimpleNamespace(id="t"), examples=[SimpleNamespace(id="1")], cells=[SimpleNamespace(id=i) for i in "ab"]
     )
     stored = {"a": {"1": SimpleNamespace(score=1.0)}, "b": {"2": SimpleNamespace(score=1.0)}}
-    run = SimpleNamespace(groups=[group], store=SimpleNamespace(samples=stored.get))
-    assert leaderboard._answers(run, 0) == {"t": {"1": 1.0}}
-    assert leaderboard._answers(run, 1) == {}
+    run = RunPlan(None, None, None, (group,), None, "float32", SimpleNamespace(samples=stored.get), None)
+    assert run.answers(0) == {"t": {"1": 1.0}}
+    assert run.answers(1) == {}

@@ -34,15 +34,13 @@ def main(args: argparse.Namespace) -> int:
     from kvbench.papers.measured import grid, page
     from kvbench.papers.spec import table_spec
     from kvbench.papers.timed import timings
-    from kvbench.run import byte_table
+    from kvbench.run import byte_table, leaderboard
 
     for name, value, allowed in (("--show", args.show, grid.SHOWS), ("--format", args.format, page.FORMATS)):
         one_of(f"value of {name}", allowed, value)
     options = pairs(args.overrides)
-    if args.table in byte_table.ROWS:
-        return _byte_table(args.table, options, args)
-    if args.table == "leaderboard":
-        return _leaderboard(options, args)
+    if args.table in (*byte_table.ROWS, leaderboard.NAME):
+        return _own(args.table, options, args)
     refuse_fixed(options, "the paper's table")
     model = options.pop("model", "")
     tables = table_spec.find(args.table)
@@ -79,59 +77,43 @@ def main(args: argparse.Namespace) -> int:
     return 1 if wrong else 0
 
 
-def _byte_table(name: str, options: dict[str, str], args: argparse.Namespace) -> int:
-    """Measure a table of what bytes keep, and print it. Return the exit status."""
+def _own(name: str, options: dict[str, str], args: argparse.Namespace) -> int:
+    """Measure a table that no paper prints, and print it. Return the exit status."""
     from kvbench.cli.run import print_plans, stopping
-    from kvbench.run import byte_table, experiment
+    from kvbench.run import byte_table, experiment, leaderboard
     from kvbench.tables import writers
 
     if args.trace:
         raise UsageError(f"--trace is of papers' tables, not of {name}: kvbench show CELL prints stored answers")
-    run = byte_table.prepare(name, options.pop("model", "") or "tiny", options)
-    if args.plan:
-        return print_plans([run], as_json=args.json)
-    if not args.stored:
-        with stopping([run], ["table", name, *args.overrides]) as stop:
-            experiment.fill(run, quiet=args.json)
-        if stop.status is not None:
-            return stop.status
-    report = experiment.report(run)
-    rows = byte_table.lines(name, run, report)
-    told = byte_table.pairs(rows)
-    if args.json:
-        print(json.dumps({"rows": [r.record() for r in rows], "pairs": [vars(p) for p in told]}, indent=1))
-    else:
-        below = [report.settings, *byte_table.notes(rows, told), *report.notes]
-        print(writers.compose([byte_table.sheet(rows)], below, args.format), end="")
-    return 1 if any(c.status in ("refused", "failed") for c in report.cells) else 0
-
-
-def _leaderboard(options: dict[str, str], args: argparse.Namespace) -> int:
-    """Measure RULER with the question withheld, and print the leaderboard. Return the exit status."""
-    from kvbench.cli.run import print_plans, stopping
-    from kvbench.run import experiment, leaderboard
-    from kvbench.tables import writers
-
-    if args.trace:
-        raise UsageError("--trace is of papers' tables, not of leaderboard: kvbench show CELL prints stored answers")
     model = options.pop("model", "") or "tiny"
-    runs = leaderboard.prepare(model, options)
+    if name in byte_table.ROWS:
+        runs = [byte_table.prepare(name, model, options)]
+    else:
+        runs = leaderboard.prepare(model, options)
     if args.plan:
         return print_plans(runs, as_json=args.json)
     if not args.stored:
-        with stopping(runs, ["table", "leaderboard", *args.overrides]) as stop:
+        with stopping(runs, ["table", name, *args.overrides]) as stop:
             for run in runs:
                 experiment.fill(run, quiet=args.json)
         if stop.status is not None:
             return stop.status
-    found = leaderboard.entries(runs)
-    if args.json:
-        print(json.dumps(leaderboard.records(found, model, None), indent=1, ensure_ascii=False))
+    reports = [experiment.report(run) for run in runs]
+    plain: Any
+    if name == leaderboard.NAME:
+        standings = leaderboard.standings(runs, reports)
+        plain = leaderboard.records(standings, model, None)
+        sheets, notes = leaderboard.sheets(standings), leaderboard.notes(standings)
     else:
-        reports = [experiment.report(run) for run in runs]
-        below = [reports[0].settings, *leaderboard.notes(found), *reports[0].notes]
-        print(writers.compose(leaderboard.sheets(found), below, args.format), end="")
-    return 0
+        rows = byte_table.lines(name, runs[0], reports[0])
+        told = byte_table.pairs(rows)
+        plain = {"rows": [r.record() for r in rows], "pairs": [vars(p) for p in told]}
+        sheets, notes = [byte_table.sheet(rows)], byte_table.notes(rows, told)
+    if args.json:
+        print(json.dumps(plain, indent=1, ensure_ascii=False))
+    else:
+        print(writers.compose(sheets, [reports[0].settings, *notes, *reports[0].notes], args.format), end="")
+    return 1 if any(c.status in ("refused", "failed") for report in reports for c in report.cells) else 0
 
 
 def _one(table: Any, model: str, overrides: list[str], args: argparse.Namespace) -> int | View:

@@ -71,12 +71,12 @@ def extend_caches(model: PreTrainedModel, caches: Sequence[Cache], input_ids: Te
 def _parts(caches: Sequence[Cache], rows: Sequence[int]) -> list[list[int]]:
     """Return ``rows`` in parts of at most EXTENDED_BYTES, or of one row."""
     parts: list[list[int]] = []
-    held = 0
+    part_bytes = 0
     for row in rows:
-        held += caches[row].nbytes()
-        if not parts or held > EXTENDED_BYTES:
+        part_bytes += caches[row].nbytes()
+        if not parts or part_bytes > EXTENDED_BYTES:
             parts.append([])
-            held = caches[row].nbytes()
+            part_bytes = caches[row].nbytes()
         parts[-1].append(row)
     return parts
 

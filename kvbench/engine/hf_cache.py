@@ -29,11 +29,10 @@ from kvbench.engine.patches import adapted
 from kvbench.engine.prefill import as_prompt, prefill_chains
 from kvbench.engine.step import build, step
 from kvbench.errors import UsageError
-from kvbench.kv.model_shape import from_config
 from kvbench.methods.chain import Chain
 from kvbench.methods.foreign import contained
 from kvbench.methods.prompt_cache import Cache
-from kvbench.models.interface import TURN, attached
+from kvbench.models.interface import TURN, attached, cache_shape
 
 ROOM = 20  # tokens of an answer where nothing says so, as in generate; a longer one gets more room
 READS = "reads one prompt whole, then one token a step"  # why something is refused
@@ -96,7 +95,7 @@ class TransformersCache(HFCache):
         if self.state is None:
             (state,) = prefill_chains(model, new_ids, [self.chain])
             with contained(self.chain.name, self.chain.foreign):
-                self.measured = audit(state, *_shape(model))
+                self.measured = audit(state, *cache_shape(model))
         else:
             state = extend_cache(model, self.state, new_ids)
         self.state, self.ids = state, torch.cat([self.ids, new_ids.cpu()])
@@ -208,7 +207,7 @@ class GeneratedTurn:
             assert cache.state is not None
             check_peak(cache.state, [int(layer.held()) for layer in compressed(batch)], len(self.fed))
             stored = Stored(len(self.fed), [size for layer in compressed(batch) for size in layer.payload()])
-            check_bytes(cache.state, stored, *_shape(self.model))
+            check_bytes(cache.state, stored, *cache_shape(self.model))
             cache.state = settled(cache.state, batch, self.logits)
             cache.ids = torch.cat([cache.ids, *self.fed])
         self.batch, self.fed = [], []
@@ -286,9 +285,3 @@ def _room(cache: TransformersCache, new_ids: Tensor, configs: Sequence[Any], opt
     sizes = [options.get("max_new_tokens"), length and length - len(cache.ids) - len(new_ids)]
     sizes += [getattr(config, "max_new_tokens", None) for config in (options.get("generation_config"), *configs)]
     return max(next((size for size in sizes if size), ROOM) - 1, 1)
-
-
-def _shape(model: PreTrainedModel) -> tuple[int, int, torch.dtype]:
-    """Return (kv heads, head dimension, dtype) of the model's cache."""
-    shape = from_config(model.config)
-    return shape.kv_heads, shape.head_dim, model.dtype

@@ -20,7 +20,7 @@ from transformers.cache_utils import CacheLayerMixin
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvbench.errors import UsageError
-from kvbench.kv.model_shape import local_layers
+from kvbench.kv.model_shape import from_config, local_layers
 from kvbench.kv.observation import AttentionCall
 from kvbench.kv.scale import CappedScale
 
@@ -257,6 +257,12 @@ def attention_modules(model: PreTrainedModel) -> list[nn.Module]:
         if type(m).__name__.endswith("Attention") and isinstance(getattr(m, "layer_idx", None), int)
     ]
     return sorted(modules, key=lambda m: int(m.layer_idx))  # type: ignore[arg-type]
+
+
+def cache_shape(model: PreTrainedModel) -> tuple[int, int, torch.dtype]:
+    """Return (kv heads, head dimension, dtype) of the model's cache."""
+    shape = from_config(model.config)
+    return shape.kv_heads, shape.head_dim, model.dtype
 
 
 def synchronise(device: torch.device) -> None:

@@ -16,7 +16,7 @@ from kvbench.errors import UsageError
 from kvbench.methods.chain import Chain
 from kvbench.methods.resolve import ChainConfig, resolve
 from kvbench.metrics.stats import Interval, stratified_ci
-from kvbench.run import config, experiment, words
+from kvbench.run import config, experiment
 from kvbench.run.fidelity import KINDS, FidelitySummary, TextFidelity, log_ratio_of_means, summarise_texts
 from kvbench.run.plan import Cell, Group
 from kvbench.run.report import CellResult, Report
@@ -40,6 +40,7 @@ class Line:
     fidelity, scores: divergences by kind of text, mean scores by dataset.
     texts: by kind, the divergences of each prompt by task and example.
     answers: by task, the scores of its examples.
+    times: mean milliseconds to compress a prompt, and to decode a token.
     """
 
     label: str
@@ -49,6 +50,7 @@ class Line:
     texts: Mapping[str, Mapping[str, TextFidelity]]
     scores: Mapping[str, float]
     answers: Mapping[str, Mapping[str, float]]
+    times: tuple[float, float]
 
     def record(self) -> dict[str, object]:
         """Return the row as ``--json`` prints it."""
@@ -64,12 +66,12 @@ def prepare(name: str, model: str, options: Mapping[str, str]) -> RunPlan:
     for key in options:
         if key in FIXED:
             raise UsageError(f"{key}={options[key]} is not possible here: table {name} says it. Use `run` instead")
-    given = {"model": model, "dataset": DATASETS.get(model, DATASETS[""]), "limit": "8", **options}
+    keys = {"model": model, "dataset": DATASETS.get(model, DATASETS[""]), "limit": "8", **options}
     # long texts are compared with the full cache anyway; answers are only where there are none
-    compared = [] if "fidelity" in given["dataset"] else ["fidelity=true"]
-    (request,) = words.read([f"{key}={value}" for key, value in given.items()] + ["method=full", *compared]).runs
+    compared = [] if "fidelity" in keys["dataset"] else ["fidelity=true"]
+    cfg = config.read([*(f"{key}={value}" for key, value in keys.items()), "method=full", *compared])
     chains = {c.chain: c for _, c in chains_of(name)}
-    return experiment.prepare(replace(config.parse(request), chains=tuple(chains.values())))
+    return experiment.prepare(replace(cfg, chains=tuple(chains.values())))
 
 
 def chains_of(name: str) -> list[tuple[str, ChainConfig]]:
@@ -87,8 +89,8 @@ def lines(name: str, run: RunPlan, report: Report) -> list[Line]:
     """Return the rows of a table from what is stored, the full cache first; rows of which nothing is are left out."""
     by_chain = {c.chain: i for i, c in enumerate(run.groups[0].cells)}
     rows = [("", ChainConfig(Chain(), "full")), *chains_of(name)]
-    found = (_line(config.label, block, run, report, by_chain[config.chain]) for block, config in rows)
-    return [line for line in found if line is not None]
+    measured = (_line(cfg.label, block, run, report, by_chain[cfg.chain]) for block, cfg in rows)
+    return [line for line in measured if line is not None]
 
 
 def _line(label: str, block: str, run: RunPlan, report: Report, row: int) -> Line | None:
@@ -98,15 +100,14 @@ def _line(label: str, block: str, run: RunPlan, report: Report, row: int) -> Lin
         return None
     texts = {kind: _texts(run, measured, kind) for kind in KINDS}
     summaries = {kind: summarise_texts([*some.values()]) for kind, some in texts.items()}
-    held = [r.summary for _, _, r in measured if r.summary is not None]
-    totals = [sum(s.n * getattr(s, field) for s in held) for field in ("payload16", "overhead16", "full16")]
+    cell_summaries = [r.summary for _, _, r in measured if r.summary is not None]
+    totals = [sum(s.n * getattr(s, field) for s in cell_summaries) for field in ("payload16", "overhead16", "full16")]
     by_dataset: dict[str, list[float]] = {}
-    answers: dict[str, dict[str, float]] = {}
-    for group, cell, result in measured:
+    scored: set[str] = set()
+    for group, _, result in measured:
         if not group.task.fidelity and result.summary is not None and result.summary.score is not None:
             by_dataset.setdefault(group.task.id.partition("/")[0], []).append(result.summary.score)
-            samples, ids = run.store.samples(cell.id), {e.id for e in group.examples}
-            answers[group.task.id] = {i: s.score for i, s in samples.items() if i in ids and s.score is not None}
+            scored.add(group.task.id)
     return Line(
         label,
         block,
@@ -114,7 +115,11 @@ def _line(label: str, block: str, run: RunPlan, report: Report, row: int) -> Lin
         {kind: summary for kind, summary in summaries.items() if summary is not None},
         texts,
         {dataset: fmean(scores) for dataset, scores in by_dataset.items()},
-        answers,
+        {task: scores for task, scores in run.answers(row).items() if task in scored},
+        (
+            1000 * fmean(s.timing.compress_s for s in cell_summaries),
+            1000 * fmean(s.timing.decode_s_per_token for s in cell_summaries),
+        ),
     )
 
 
@@ -124,9 +129,8 @@ def _texts(run: RunPlan, measured: Sequence[tuple[Group, Cell, CellResult]], kin
     texts: dict[str, TextFidelity] = {}
     for group, cell, _ in measured:
         if group.task.fidelity or not only_long:
-            ids = {e.id for e in group.examples}
-            samples = {i: s.fidelity for i, s in run.store.samples(cell.id).items() if i in ids and s.fidelity}
-            texts |= {f"{group.task.id} {i}": some[kind] for i, some in samples.items() if kind in some}
+            compared = {i: sample.fidelity or {} for i, sample in run.samples(group, cell).items()}
+            texts |= {f"{group.task.id} {i}": by_kind[kind] for i, by_kind in compared.items() if kind in by_kind}
     return texts
 
 

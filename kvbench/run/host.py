@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from kvbench.engine.memory import GIB
 from kvbench.engine.stopping import Ending
 from kvbench.example import Example
-from kvbench.kv.model_shape import from_config
+from kvbench.models.interface import cache_shape
 from kvbench.run.config import Sampling
 from kvbench.tasks.base import Task, Tokenizer
 from kvbench.tasks.prompt import Encoded, PromptPolicy, encode
@@ -58,8 +58,7 @@ class Host:
 
     def shape(self) -> tuple[int, int, torch.dtype]:
         """Return (kv heads, head dimension, dtype) of the model's cache."""
-        shape = from_config(self.model.config)
-        return shape.kv_heads, shape.head_dim, self.model.dtype
+        return cache_shape(self.model)
 
     @property
     def most_rows(self) -> int:

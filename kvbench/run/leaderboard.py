@@ -8,13 +8,14 @@ from statistics import fmean
 from typing import Any
 
 from kvbench.metrics.stats import Interval, mean_over_tasks
-from kvbench.run import config, experiment, words
+from kvbench.run import config, experiment
 from kvbench.run.report import Report, ReportRow
 from kvbench.run.results import CellSummary, share
 from kvbench.run.run_plan import RunPlan
 from kvbench.tables.ruler import mean_name
 from kvbench.tables.table import Table
 
+NAME = "leaderboard"
 DEFAULTS: Mapping[str, str] = {
     "dataset": "ruler",
     "lengths": "1024",
@@ -23,7 +24,7 @@ DEFAULTS: Mapping[str, str] = {
     "kv_ratio": "0.75,0.5,0.25,0.125",
     "limit": "8",
 }
-"""What is measured unless a key says otherwise: kvpress's protocol, at the ratios of its leaderboard."""
+"""The keys of `run` behind the leaderboard: kvpress's protocol, at the ratios of kvpress's leaderboard."""
 SEEN = "snapkv,keynorm"
 """The methods that are measured with the question in sight, too (``seen=``)."""
 Answers = Mapping[str, Mapping[str, float]]
@@ -71,42 +72,25 @@ def prepare(model: str, options: Mapping[str, str]) -> list[RunPlan]:
 
     Raises UsageError for what `run` does not take.
     """
-    given = {"model": model, **DEFAULTS, **options}
-    seen = given.pop("seen", SEEN)
-    requests = [given] + ([{**given, "method": seen, "query_aware": "true"}] if seen != "none" else [])
-    plans = []
-    for keys in requests:
-        (request,) = words.read([f"{key}={value}" for key, value in keys.items()]).runs
-        plans.append(experiment.prepare(config.parse(request)))
-    return plans
+    keys = {"model": model, **DEFAULTS, **options}
+    seen = keys.pop("seen", SEEN)
+    requests = [keys] + ([{**keys, "method": seen, "query_aware": "true"}] if seen != "none" else [])
+    return [experiment.prepare(config.read([f"{k}={v}" for k, v in wanted.items()])) for wanted in requests]
 
 
-def entries(runs: Sequence[RunPlan]) -> list[Standing]:
+def standings(runs: Sequence[RunPlan], reports: Sequence[Report]) -> list[Standing]:
     """Return what is measured, the best score of each protocol first; rows that lack a task are left out."""
-    found = []
-    for run in runs:
-        report = experiment.report(run)
-        full = _answers(run, 0)
+    measured = []
+    for run, report in zip(runs, reports, strict=True):
+        full = run.answers(0)
         for i, row in enumerate(report.rows):
-            answers = _answers(run, i)
+            answers = run.answers(i)
             if answers and answers.keys() == full.keys():
-                found.append(_entry(report, row, answers, full))
-    return sorted(found, key=lambda e: (not e.withheld, -e.score, e.kept))
+                measured.append(_standing(report, row, answers, full))
+    return sorted(measured, key=lambda e: (not e.withheld, -e.score, e.kept))
 
 
-def _answers(run: RunPlan, row: int) -> Answers:
-    """Return the stored scores of a row by task and example."""
-    by_task = {}
-    for group in run.groups:
-        samples, ids = run.store.samples(group.cells[row].id), {e.id for e in group.examples}
-        # sorted: resamples depend on the order
-        scores = {i: s.score for i, s in sorted(samples.items()) if i in ids and s.score is not None}
-        if scores:
-            by_task[group.task.id] = scores
-    return by_task
-
-
-def _entry(report: Report, row: ReportRow, answers: Answers, full: Answers) -> Standing:
+def _standing(report: Report, row: ReportRow, answers: Answers, full: Answers) -> Standing:
     summaries = [cell.summary for cell in row.cells if cell.summary is not None]
     score, ci = mean_over_tasks([[*scores.values()] for scores in answers.values()])
     behind, behind_ci = difference(answers, full) if row is not report.rows[0] else (0.0, None)
@@ -117,7 +101,7 @@ def _entry(report: Report, row: ReportRow, answers: Answers, full: Answers) -> S
         settings["prompt"],
         answers,
         100 * score,
-        _percent(ci),
+        percent(ci),
         behind,
         behind_ci,
         100 * _weighted(summaries, "kept") / _weighted(summaries, "prompt_tokens"),
@@ -138,42 +122,43 @@ def difference(a: Answers, b: Answers) -> tuple[float, Interval | None]:
     """
     pairs = [[x - b[task][i] for i, x in sorted(own.items())] for task, own in sorted(_common(a, b).items())]
     mean, ci = mean_over_tasks(pairs, (-1.0, 1.0))
-    return 100 * mean, _percent(ci)
+    return 100 * mean, percent(ci)
 
 
-def _percent(ci: Interval | None) -> Interval | None:
+def percent(ci: Interval | None) -> Interval | None:
+    """Return an interval of fractions in per cent."""
     return None if ci is None else (100 * ci[0], 100 * ci[1])
 
 
-def sheets(found: Sequence[Standing]) -> list[Table]:
+def sheets(standings: Sequence[Standing]) -> list[Table]:
     """Return the table of methods with the question withheld, and the one of what withholding it costs."""
-    withheld = [e for e in found if e.withheld]
+    withheld = [e for e in standings if e.withheld]
     if not withheld:
         return []
     heads = ("method", mean_name(withheld[0].tasks), "Δ full", "kept %", "bytes %", "compress\nms", "ms/token")
     rows = [
         (
-            *(e.method.replace(" ", "\n", 1), _shown(e.score, e.ci)),
-            "" if e.method == "full" else _shown(e.behind, e.behind_ci, "+"),
+            *(e.method.replace(" ", "\n", 1), with_interval(e.score, e.ci)),
+            "" if e.method == "full" else with_interval(e.behind, e.behind_ci, "+"),
             *(f"{e.kept:.1f}", "—" if e.bytes is None else f"{e.bytes:.1f}"),
             *(f"{e.compress_ms:.0f}", f"{e.decode_ms:.1f}"),
         )
         for e in withheld
     ]
-    return [Table(heads, tuple(rows), headings={0: "question withheld"}), *_costs(found)]
+    return [Table(heads, tuple(rows), headings={0: "question withheld"}), *_costs(standings)]
 
 
-def _costs(found: Sequence[Standing]) -> list[Table]:
-    seen = {e.method: e for e in found if not e.withheld}
-    both = [(e, seen[e.method]) for e in found if e.withheld and e.method in seen]
+def _costs(standings: Sequence[Standing]) -> list[Table]:
+    seen = {e.method: e for e in standings if not e.withheld}
+    both = [(e, seen[e.method]) for e in standings if e.withheld and e.method in seen]
     both = [(a, b) for a, b in both if _common(a.answers, b.answers)]
     rows = []
     for withheld, visible in both:
         shared = [_common(a.answers, b.answers) for a, b in ((visible, withheld), (withheld, visible))]
         scores = (mean_over_tasks([[*scores.values()] for scores in answers.values()]) for answers in shared)
         cost = difference(withheld.answers, visible.answers)
-        shown = (_shown(100 * mean, _percent(ci)) for mean, ci in scores)
-        rows.append((withheld.method.replace(" ", "\n", 1), *shown, _shown(*cost, "+")))
+        means = (with_interval(100 * mean, percent(ci)) for mean, ci in scores)
+        rows.append((withheld.method.replace(" ", "\n", 1), *means, with_interval(*cost, "+")))
     heads = ("method", "seen", "withheld", "withheld − seen")
     return [Table(heads, tuple(rows), headings={0: "what withholding the question costs"})] if rows else []
 
@@ -184,14 +169,15 @@ def _common(a: Answers, b: Answers) -> Answers:
     return {task: scores for task, scores in common.items() if scores}
 
 
-def _shown(value: float, ci: Interval | None, sign: str = "") -> str:
+def with_interval(value: float, ci: Interval | None, sign: str = "") -> str:
+    """Return a value with its interval below it; ``sign`` "+" shows the sign of positive ones."""
     interval = "" if ci is None else f"\n[{ci[0]:{sign}.0f}, {ci[1]:{sign}.0f}]"
     return f"{value:{sign}.1f}{interval}".replace("-", "−")
 
 
-def notes(found: Sequence[Standing]) -> list[str]:
+def notes(standings: Sequence[Standing]) -> list[str]:
     """Return what stands below the tables."""
-    counts = sorted({len(scores) for e in found for scores in e.answers.values()})
+    counts = sorted({len(scores) for e in standings for scores in e.answers.values()})
     n = "–".join(str(c) for c in dict.fromkeys((counts[0], counts[-1]))) if counts else "0"
     return [
         f"n = {n} prompts a task and length. Scores are means over tasks, with 95 % intervals of the rescaled "
@@ -201,7 +187,7 @@ def notes(found: Sequence[Standing]) -> list[str]:
     ]
 
 
-def records(found: Sequence[Standing], model: str, commit: str | None) -> list[dict[str, Any]]:
+def records(standings: Sequence[Standing], model: str, commit: str | None) -> list[dict[str, Any]]:
     """Return a line of the open format (run/open_results.py) for each entry, its mean over tasks."""
     return [
         {
@@ -213,5 +199,5 @@ def records(found: Sequence[Standing], model: str, commit: str | None) -> list[d
             "seconds": {"compress_s": e.compress_ms / 1000, "decode_s_per_token": e.decode_ms / 1000},
             "commit": commit,
         }
-        for e in found
+        for e in standings
     ]

@@ -60,12 +60,17 @@ def records(store: ResultStore, filters: Mapping[str, str] | None = None) -> lis
     return lines
 
 
+def text(lines: Iterable[Mapping[str, Any]]) -> str:
+    """Return the lines that have a score as the text of a file."""
+    return "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines if line["score"] is not None)
+
+
 def write(lines: Iterable[Mapping[str, Any]], path: Path) -> int:
     """Write the lines that have a score to a file. Return how many."""
-    texts = [json.dumps(line, ensure_ascii=False) + "\n" for line in lines if line["score"] is not None]
+    written = text(lines)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(texts), encoding="utf-8")
-    return len(texts)
+    path.write_text(written, encoding="utf-8")
+    return written.count("\n")
 
 
 def read(place: Path) -> list[dict[str, Any]]:

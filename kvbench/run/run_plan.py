@@ -21,7 +21,7 @@ from kvbench.run.config import RunConfig
 from kvbench.run.estimate import Estimate, estimate
 from kvbench.run.host import default_rows, encode_prompt
 from kvbench.run.plan import Cell, Group, GroupPlan, GroupTodo, Plan, build_groups, pending
-from kvbench.run.results import CellRecord
+from kvbench.run.results import CellRecord, Sample
 from kvbench.run.store import ResultStore
 from kvbench.tasks.base import Tokenizer
 from kvbench.tasks.source import data_root
@@ -129,6 +129,22 @@ class RunPlan:
         rows = self.cfg.batch_rows or default_rows(device)
         shape, hidden = from_config(config), int(config.hidden_size)
         return estimate(group, self.left(group), samples, shape, dtype.itemsize, hidden, rows, tokens)
+
+    def samples(self, group: Group, cell: Cell) -> dict[str, Sample]:
+        """Return what is stored of a cell by example, of this run's examples alone."""
+        ids = {e.id for e in group.examples}
+        return {i: sample for i, sample in self.store.samples(cell.id).items() if i in ids}
+
+    def answers(self, row: int) -> dict[str, dict[str, float]]:
+        """Return the stored scores in [0, 1] of the cells at index ``row``, by task and example."""
+        by_task = {}
+        for group in self.groups:
+            # sorted: resamples depend on the order
+            samples = sorted(self.samples(group, group.cells[row]).items())
+            scores = {i: sample.score for i, sample in samples if sample.score is not None}
+            if scores:
+                by_task[group.task.id] = scores
+        return by_task
 
     def records(self) -> list[CellRecord]:
         """Return the records of this run's cells that have an answer in the store."""

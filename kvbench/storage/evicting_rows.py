@@ -19,7 +19,7 @@ from kvbench.kv.observation import Observation
 from kvbench.kv.ops import only_segment, order_by_position
 from kvbench.kv.segment import LayerCache, Segment
 from kvbench.storage.attend import rounded
-from kvbench.storage.evicting_store import OneFormat, Read, Thin, one_by_one
+from kvbench.storage.evicting_store import OneFormat, Read, Thin, at_slots, one_by_one, slot_index
 from kvbench.storage.format import Format, Room, StoredRow
 from kvbench.storage.recent_queries import RecentQueries
 from kvbench.storage.roles import Rotary, Slots
@@ -128,24 +128,21 @@ class EvictingRows(Format):
         self.valid.scatter_(2, free, stored.expand_as(free))
         initial = self.evictor.new_token_state(new_k, new_v)
         for name, s in self.state.items():
-            index = free.reshape(*free.shape, *([1] * (s.dim() - 3))).expand(*free.shape, *s.shape[3:])
+            index = slot_index(free, s)
             new = initial.get(name)
             self.state[name] = s.scatter(2, index, torch.zeros_like(index, dtype=s.dtype) if new is None else new)
         self.most = torch.maximum(self.most, self.held().amax(dim=1))
 
     def _chosen(self, u: int, recent: RecentQueries) -> Tensor:
         """Return which slots [H, S] of row ``u`` its method keeps, which chooses among those in use."""
-        held = self.valid[u]
+        in_use = self.valid[u]
         # all heads hold equally many
-        order = order_by_position(self.positions[u], held)[:, : int(held[0].sum())]
-        k, v, positions = (
-            t.gather(1, order.reshape(*order.shape, *[1] * (t.dim() - 2)).expand(*order.shape, *t.shape[2:]))
-            for t in (*self.store.exact(u), self.positions[u])
-        )
+        order = order_by_position(self.positions[u], in_use)[:, : int(in_use[0].sum())]
+        k, v, positions = (at_slots(t, order) for t in (*self.store.exact(u), self.positions[u]))
         segment = Segment(k, v, positions, state={"slot": order})
-        cache = LayerCache((segment,), recent.seen[u], len(held), recent.query_heads, prompt=int(self.n[u]))
+        cache = LayerCache((segment,), recent.seen[u], len(in_use), recent.query_heads, prompt=int(self.n[u]))
         chosen = self.evictor.choose_again(cache, recent.observation(u, positions))
-        return torch.zeros_like(held).scatter_(1, only_segment(chosen).state["slot"], True)
+        return torch.zeros_like(in_use).scatter_(1, only_segment(chosen).state["slot"], True)
 
     def attend(self, query: Tensor, scale: float, window: int | None) -> Tensor:
         """Return attention as ``Format.attend`` does, and let the method fold the weights into its state."""

@@ -188,15 +188,12 @@ class Thin:
         slot, whole = self.slot[row], self.whole[row] & held.gather(1, self.slot[row])
         thin = held & ~torch.zeros_like(held, dtype=torch.int32).scatter_add(1, slot, whole.int()).bool()
 
-        def of_places(t: Tensor) -> Tensor:
-            return t.gather(1, slot.reshape(*slot.shape, *[1] * (t.dim() - 2)).expand(*slot.shape, *t.shape[2:]))
-
         dense = replace(
             slots,
             k=self.k.in_order(self.slot)[row],
             v=self.v.in_order(self.slot)[row],
-            positions=of_places(slots.positions),
-            state={name: of_places(t) for name, t in slots.state.items()},
+            positions=at_slots(slots.positions, slot),
+            state={name: at_slots(t, slot) for name, t in slots.state.items()},
         )
         segments = [ascending(dense, whole)]
         if bool(thin.any()):
@@ -279,6 +276,17 @@ class StoredPart:
 def one_by_one(t: Tensor, segment: Segment) -> Tensor:
     """Return a segment's tensor t, [H or 1, L, ...] or ragged [1, N, ...], as [N, ...], one head after the other."""
     return t[0] if segment.lengths is not None else per_head(t, segment.heads).flatten(0, 1)
+
+
+def slot_index(slots: Tensor, t: Tensor) -> Tensor:
+    """Return ``slots`` [..., L] as the index that gathers or scatters their parts of t [..., S, ...]."""
+    beyond = t.shape[slots.dim() :]
+    return slots.reshape(*slots.shape, *[1] * len(beyond)).expand(*slots.shape, *beyond)
+
+
+def at_slots(t: Tensor, slots: Tensor) -> Tensor:
+    """Return what t [H, S, ...] has in ``slots`` [H, L]: [H, L, ...]."""
+    return t.gather(1, slot_index(slots, t))
 
 
 def ascending(slots: Segment, held: Tensor) -> Segment:

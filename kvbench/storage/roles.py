@@ -104,7 +104,7 @@ class Evictor:
 
     @property
     def queries(self) -> int:
-        """How many of the last queries ``choose_again`` reads."""
+        """The number of last queries that ``choose_again`` reads."""
         return 0
 
     def choose_again(self, cache: LayerCache, obs: Observation) -> LayerCache:

@@ -32,8 +32,7 @@ def _cells(measured: MeasuredFigure) -> Iterator[tuple[Point, Group, list[Sample
     """Yield each measured cell but the full cache's, with the samples of this run."""
     for ran in measured.ran:
         for point, group, cell in ran.cells():
-            ids = {e.id for e in group.examples}
-            samples = [s for i, s in ran.run.store.samples(cell.id).items() if i in ids]
+            samples = [*ran.run.samples(group, cell).values()]
             if point.series != FULL and samples and ran.run.store.refusal(cell.id) is None:
                 yield point, group, samples
 

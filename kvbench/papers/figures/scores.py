@@ -133,8 +133,7 @@ def needle_maps(measured: MeasuredFigure) -> pd.DataFrame:
     points: dict[str, list[tuple[float, float, float]]] = {}
     for ran in measured.ran:
         for point, group, cell in ran.cells():
-            ids = {e.id for e in group.examples}
-            samples = [s for i, s in ran.run.store.samples(cell.id).items() if i in ids]
+            samples = [*ran.run.samples(group, cell).values()]
             if group.task.category == "needle" and samples and ran.run.store.refusal(cell.id) is None:
                 points.setdefault(point.series, []).extend(heatmap.points(samples, metric(group.task.metric).show))
     rows = [(name, *row) for name, series_points in points.items() for row in heatmap.heat_map(series_points).rows()]
