@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's options."""
-    parser.add_argument("table", help="paper/number, a paper, all, formats, bytes or leaderboard")
+    parser.add_argument("table", help="paper/number, a paper, all, formats, bytes, ranking or leaderboard")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="model=, limit=, results=, ...")
     parser.add_argument("--show", default="both", help="both, ours, published or delta (default both)")
     parser.add_argument("--format", default="text", help="text, md, csv, latex or html (default text)")
@@ -34,12 +34,12 @@ def main(args: argparse.Namespace) -> int:
     from kvbench.papers.measured import grid, page
     from kvbench.papers.spec import table_spec
     from kvbench.papers.timed import timings
-    from kvbench.run import byte_table, leaderboard
+    from kvbench.run import byte_table, leaderboard, ranking
 
     for name, value, allowed in (("--show", args.show, grid.SHOWS), ("--format", args.format, page.FORMATS)):
         one_of(f"value of {name}", allowed, value)
     options = pairs(args.overrides)
-    if args.table in (*byte_table.ROWS, leaderboard.NAME):
+    if args.table in (*byte_table.ROWS, ranking.NAME, leaderboard.NAME):
         return _own(args.table, options, args)
     refuse_fixed(options, "the paper's table")
     model = options.pop("model", "")
@@ -80,7 +80,7 @@ def main(args: argparse.Namespace) -> int:
 def _own(name: str, options: dict[str, str], args: argparse.Namespace) -> int:
     """Measure a table that no paper prints, and print it. Return the exit status."""
     from kvbench.cli.run import print_plans, stopping
-    from kvbench.run import byte_table, experiment, leaderboard
+    from kvbench.run import byte_table, experiment, leaderboard, ranking
     from kvbench.tables import writers
 
     if args.trace:
@@ -89,7 +89,7 @@ def _own(name: str, options: dict[str, str], args: argparse.Namespace) -> int:
     if name in byte_table.ROWS:
         runs = [byte_table.prepare(name, model, options)]
     else:
-        runs = leaderboard.prepare(model, options)
+        runs = (leaderboard if name == leaderboard.NAME else ranking).prepare(model, options)
     if args.plan:
         return print_plans(runs, as_json=args.json)
     if not args.stored:
@@ -104,6 +104,11 @@ def _own(name: str, options: dict[str, str], args: argparse.Namespace) -> int:
         standings = leaderboard.standings(runs, reports)
         plain = leaderboard.records(standings, model, None)
         sheets, notes = leaderboard.sheets(standings), leaderboard.notes(standings)
+    elif name == ranking.NAME:
+        columns = ranking.columns(model, runs, reports)
+        opposed = ranking.disagreements(columns)
+        plain = ranking.records(columns, opposed)
+        sheets, notes = ranking.sheets(columns), ranking.notes(columns, opposed)
     else:
         rows = byte_table.lines(name, runs[0], reports[0])
         told = byte_table.pairs(rows)

@@ -1,0 +1,241 @@
+"""All methods at about equal bytes, ranked by divergence and by scores with the question seen and withheld."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations, groupby
+from statistics import fmean
+from typing import Any
+
+from kvbench.errors import UsageError
+from kvbench.metrics.stats import Interval, mean_over_tasks
+from kvbench.run import byte_table, config, experiment
+from kvbench.run.byte_table import Line
+from kvbench.run.fidelity import KINDS, log_ratio_of_means
+from kvbench.run.leaderboard import difference, percent, with_interval
+from kvbench.run.report import Report
+from kvbench.run.run_plan import RunPlan
+from kvbench.tables.table import Table
+
+NAME, ROWS = "ranking", "bytes"
+DIVERGENCE = "KL, nats"
+LONGBENCH = {
+    "dataset": ",".join(f"longbench_mini/{t}" for t in ("multifieldqa_en", "2wikimqa", "triviaqa", "samsum")),
+    **{"prompt": "longbench", "max_length": "2000", "template": "skip"},
+}
+SEEN, WITHHELD = {"query_aware": "true"}, {"query_aware": "false"}
+RULER = {"dataset": "ruler", "lengths": "1024", "limit": "3"}
+MEASURES: Mapping[str, Mapping[str, str]] = {
+    DIVERGENCE: {"dataset": "fidelity/essays"},
+    "LongBench\nseen": {**LONGBENCH, **SEEN},
+    "LongBench\nwithheld": {**LONGBENCH, **WITHHELD},
+    "RULER\nseen": {**RULER, **SEEN},
+    "RULER\nwithheld": {**RULER, **WITHHELD},
+}
+"""The keys of `run` behind each column; ``limit`` is 8 where it says nothing."""
+TINY: Mapping[str, Mapping[str, str]] = {
+    DIVERGENCE: {"dataset": "fidelity/tiny"},
+    "tiny\nseen": {"dataset": "tiny/needle,tiny/listing", **SEEN},
+    "tiny\nwithheld": {"dataset": "tiny/needle,tiny/listing", **WITHHELD},
+}
+"""The columns of the tiny model, which cannot read real texts."""
+FIXED = ("method", "dataset", "preset", "match", "reference", "fidelity", "baseline", "prompt", "query_aware")
+"""Keys of `run` that the ranking decides itself."""
+
+
+@dataclass(frozen=True)
+class Measure:
+    """What one measure says of the rows.
+
+    lines: by label, what is measured.
+    values: by label, the mean divergence in nats or the mean score over tasks in per cent, with its 95 % interval.
+    """
+
+    name: str
+    lines: Mapping[str, Line]
+    values: Mapping[str, tuple[float, Interval | None]]
+
+    @property
+    def ranks(self) -> dict[str, float]:
+        """The rank of each row but the full cache's, 1 the best; equal values share the mean of their ranks."""
+        sign = 1 if self.name == DIVERGENCE else -1
+        values = {label: sign * value for label, (value, _) in self.values.items() if label != "full"}
+        ordered = sorted(values.values())
+        return {label: ordered.index(v) + (ordered.count(v) + 1) / 2 for label, v in values.items()}
+
+    def better(self, a: str, b: str) -> int:
+        """Return 1 where the paired interval says that ``a`` is better than ``b``, -1 the other way, else 0."""
+        one, other = self.lines[a], self.lines[b]
+        if self.name == DIVERGENCE:
+            texts, others = (line.texts[KINDS[0]] for line in (other, one))
+            common = sorted(texts.keys() & others.keys())
+            _, ci = log_ratio_of_means([texts[t] for t in common], [others[t] for t in common])
+        else:
+            _, ci = difference(one.answers, other.answers)
+        return 0 if ci is None else int(ci[0] > 0) - int(ci[1] < 0)
+
+
+@dataclass(frozen=True)
+class Disagreement:
+    """Two rows of which the measure ``before`` says that the first is better, and ``behind`` that the second is."""
+
+    first: str
+    second: str
+    before: str
+    behind: str
+
+
+def prepare(model: str, options: Mapping[str, str]) -> list[RunPlan]:
+    """Plan the run behind each column. Raises UsageError for a key that it does not take."""
+    for key in options:
+        if key in FIXED:
+            raise UsageError(f"{key}={options[key]} is not possible here: table {NAME} says it. Use `run` instead")
+    chains = tuple({c.chain: c for _, c in byte_table.chains_of(ROWS)}.values())
+    runs = []
+    for keys in _measures(model).values():
+        words = {"model": model, "method": "full", "limit": "8", **keys, **options}
+        cfg = config.read([f"{key}={value}" for key, value in words.items()])
+        runs.append(experiment.prepare(replace(cfg, chains=chains)))
+    return runs
+
+
+def _measures(model: str) -> Mapping[str, Mapping[str, str]]:
+    return TINY if model == "tiny" else MEASURES
+
+
+def columns(model: str, runs: Sequence[RunPlan], reports: Sequence[Report]) -> list[Measure]:
+    """Return the columns of which something is measured, from what is stored; rows that lack a task are left out."""
+    measured = []
+    for name, run, report in zip(_measures(model), runs, reports, strict=True):
+        lines = {line.label: line for line in byte_table.lines(ROWS, run, report)}
+        values: dict[str, tuple[float, Interval | None]] = {}
+        for label, line in lines.items():
+            if name == DIVERGENCE and KINDS[0] in line.fidelity:
+                values[label] = line.fidelity[KINDS[0]].kl_mean, line.fidelity[KINDS[0]].ci
+            elif line.answers and line.answers.keys() == lines["full"].answers.keys():
+                mean, ci = mean_over_tasks([[*scores.values()] for scores in line.answers.values()])
+                values[label] = 100 * mean, percent(ci)
+        if values:
+            measured.append(Measure(name, lines, values))
+    return measured
+
+
+def sheets(ranked: Sequence[Measure]) -> list[Table]:
+    """Return the table of values, the best mean rank first, the table of ranks, and that of how alike the ranks are."""
+    labels = [*dict.fromkeys(label for column in ranked for label in column.values)]
+    ranks = {label: [c.ranks.get(label) for c in ranked] for label in labels}
+    means = {label: fmean(known) if (known := [r for r in ranks[label] if r]) else 0.0 for label in labels}
+    labels.sort(key=means.__getitem__)
+    heads = ("method", "bytes\n%", *(c.name for c in ranked), "compress\nms", "ms/\ntoken")
+    rows = [(_two_lines(label), *_row(label, ranked)) for label in labels]
+    places = [
+        (_two_lines(label), *("—" if r is None else f"{r:g}" for r in ranks[label]), f"{means[label]:.1f}")
+        for label in labels
+        if label != "full"
+    ]
+    names = tuple(c.name for c in ranked)
+    return [
+        Table(heads, tuple(rows), headings={0: "at about a quarter of the bytes"}),
+        Table(("method", *names, "mean rank"), tuple(places), headings={0: "ranks"}),
+        Table(("", *names), tuple(_alike(c, ranked) for c in ranked), headings={0: "rank correlation (Kendall's tau)"}),
+    ]
+
+
+def _row(label: str, ranked: Sequence[Measure]) -> list[str]:
+    line = next(c.lines[label] for c in ranked if label in c.lines)
+    times = [c.lines[label].times for c in ranked if label in c.lines]
+    compress, decode = (fmean(t[i] for t in times) for i in (0, 1))
+    values = [_value(c, *c.values[label]) if label in c.values else "—" for c in ranked]
+    return ["—" if line.bytes is None else f"{line.bytes:.1f}", *values, f"{compress:.0f}", f"{decode:.0f}"]
+
+
+def _value(column: Measure, value: float, ci: Interval | None) -> str:
+    if column.name != DIVERGENCE:
+        return with_interval(value, ci)
+    return f"{value:.3g}" + ("" if ci is None else f"\n[{ci[0]:.2g}, {ci[1]:.2g}]")
+
+
+def _two_lines(label: str) -> str:
+    return label.replace(" ", "\n", 1)
+
+
+def _alike(column: Measure, ranked: Sequence[Measure]) -> tuple[str, ...]:
+    return (column.name.replace("\n", " "), *(_tau(column, other) for other in ranked))
+
+
+def _tau(a: Measure, b: Measure) -> str:
+    value = tau(a.ranks, b.ranks)
+    return "—" if value is None else f"{value:.2f}"
+
+
+def tau(a: Mapping[str, float], b: Mapping[str, float]) -> float | None:
+    """Return Kendall's tau-b of two rankings over what both rank; None where either has no order."""
+    pairs = [*combinations(sorted(a.keys() & b.keys()), 2)]
+    signs = [(_sign(a[x] - a[y]), _sign(b[x] - b[y])) for x, y in pairs]
+    ordered = [sum(s[i] != 0 for s in signs) for i in (0, 1)]
+    return sum(s * t for s, t in signs) / (ordered[0] * ordered[1]) ** 0.5 if all(ordered) else None
+
+
+def _sign(x: float) -> int:
+    return (x > 0) - (x < 0)
+
+
+def disagreements(ranked: Sequence[Measure]) -> list[Disagreement]:
+    """Return the pairs of rows that two measures tell apart, each the other way round."""
+    opposed = []
+    labels = [label for label in dict.fromkeys(x for c in ranked for x in c.values) if label != "full"]
+    for a, b in combinations(labels, 2):
+        told = {c.name: c.better(a, b) for c in ranked if a in c.values and b in c.values}
+        for one, other in combinations(told, 2):
+            if told[one] * told[other] < 0:
+                first, second = (a, b) if told[one] > 0 else (b, a)
+                opposed.append(Disagreement(first, second, one, other))
+    return opposed
+
+
+def notes(ranked: Sequence[Measure], opposed: Sequence[Disagreement]) -> list[str]:
+    """Return what stands below the tables: what is shown, and where measures disagree."""
+    below = [
+        "Bytes after the prompt, in per cent of the full cache's at 16 bits. KL: mean divergence of the next-token "
+        "distribution from the full cache's, on the text's own continuation. Scores: means over tasks in per cent; "
+        "seen: the question is part of the prompt that is compressed; withheld: it comes after. [95 % intervals] over "
+        "prompts. Times are means over all columns.",
+        "; ".join(f"{c.name}: {_counts(c)}".replace("\n", " ") for c in ranked) + ".",
+    ]
+    for (one, other), group in groupby(sorted(opposed, key=_measures_of), _measures_of):
+        pairs = (f"{d.first} before {d.second}" for d in group)
+        below.append(f"Told apart by {one}, and the other way round by {other}: {'; '.join(pairs)}.".replace("\n", " "))
+    if not opposed:
+        below.append("No two measures tell a pair of methods apart in opposite ways.")
+    return below
+
+
+def _measures_of(opposed: Disagreement) -> tuple[str, str]:
+    return opposed.before, opposed.behind
+
+
+def _counts(column: Measure) -> str:
+    lines = column.lines.values()
+    if column.name == DIVERGENCE:
+        counts = sorted({len(line.texts[KINDS[0]]) for line in lines})
+    else:
+        counts = sorted({len(scores) for line in lines for scores in line.answers.values()})
+    n = "–".join(str(c) for c in dict.fromkeys((counts[0], counts[-1])))
+    return f"n = {n} texts" if column.name == DIVERGENCE else f"n = {n} prompts a task"
+
+
+def records(ranked: Sequence[Measure], opposed: Sequence[Disagreement]) -> dict[str, Any]:
+    """Return the ranking as ``--json`` prints it."""
+    return {
+        "columns": [
+            {
+                "measure": c.name.replace("\n", " "),
+                "rows": [
+                    {"method": x, "value": v, "ci": ci, "rank": c.ranks.get(x)} for x, (v, ci) in c.values.items()
+                ],
+            }
+            for c in ranked
+        ],
+        "disagreements": [vars(d) for d in opposed],
+    }
