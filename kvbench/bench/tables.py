@@ -6,10 +6,12 @@ prompt of 4k tokens, 32 new ones. Every ratio is of times measured in this run, 
 given by --peers, on the same checkpoint, tokens and threads. Part overhead, on two tasks of the tiny suite: the full
 cache through kvbench (audit, scoring, storing included) over a bare ``model.generate`` loop, and full and snapkv+think
 together over full alone. Part fidelity, on a pretrained model: comparing 20 rows with the full cache on long texts,
-over reading the prompts by the bare model and one pass over each forced text by each row alone.
+over reading the prompts by the bare model and one pass over each forced text by each row alone. Part questions, on
+XQuAD: answering all questions of an article from branches of its compressed caches, over answering each behind a prompt
+of its own, both without the time of reading and compressing prompts.
 
     python -m kvbench.bench.tables [--part a b peers memory overhead] [--repeats 2] [--threads 2] [--peers PYTHON]
-    python -m kvbench.bench.tables --part fidelity --examples 20 [--model MODEL]
+    python -m kvbench.bench.tables --part fidelity questions --examples 20 [--model MODEL]
 """
 
 from __future__ import annotations
@@ -49,6 +51,9 @@ METHODS = "full,streamingllm,snapkv,keynorm,h2o,snapkv+think"
 BUDGETS = (0.5, 0.25, 0.125, 0.0625)
 N, NEW = 4096, 32
 AT_ONCE, OVER_PEERS, FULL_ALONE, MEMORY, BARE, TOGETHER, FIDELITY = 8.0, 10.0, 1.05, 2.0, 1.10, 1.60, 2.5
+QUESTIONS = 1.2
+ASKED = "method=snapkv,streamingllm,keynorm,expectedattention,h2o,adakv,pyramidkv kv_ratio=0.25"
+"""With the full cache, the 8 methods of part questions."""
 COMPARED = (
     "method=snapkv,streamingllm,keynorm,expectedattention,snapkv+think,tova kv_ratio=0.5,0.25 ratio=0.4",
     "method=kivi bits=2,4,8 group=32 residual=32",
@@ -70,13 +75,24 @@ def loaded(run: RunPlan) -> Host:
 
 def through_kvbench(host: Host, run: RunPlan) -> float:
     """Return the seconds that kvbench takes for the whole run, from an empty store."""
+    return sum(parts_of(host, run))
+
+
+def parts_of(host: Host, run: RunPlan) -> tuple[float, float]:
+    """Return the seconds of a run from an empty store: for reading and compressing prompts, and for all else."""
     with tempfile.TemporaryDirectory() as folder:
         store = ResultStore(Path(folder))
         facts = provenance(host.model, torch.get_num_threads())
         start = time.perf_counter()
         for group in run.groups:
             run_group(host, group, store, facts)
-        return time.perf_counter() - start
+        whole = time.perf_counter() - start
+        reading = 0.0
+        for group in run.groups:
+            times = [[s.timing for s in store.samples(cell.id).values()] for cell in group.cells]
+            # rows share the pass over a prompt
+            reading += sum(t.prefill_s for t in times[0]) + sum(t.compress_s for cell in times for t in cell)
+        return reading, whole - reading
 
 
 def bare_generate(host: Host, prompt: Sequence[int], new: int, **how: Any) -> torch.Tensor:
@@ -241,6 +257,26 @@ def fidelity(model: str, examples: int) -> bool:
     return compare("divergences / prompts and texts once", [ours], [sum(times.values())], FIDELITY, least=False)
 
 
+def questions(model: str, repeats: int) -> bool:
+    """Compare one article's questions with independent ones. Return True if the ratio keeps to its limit."""
+    run = planned(f"model={model}", "dataset=xquad", "limit=1", *ASKED.split())
+    host, (group,) = loaded(run), run.groups
+    (article,) = group.examples
+    task = replace(group.task, turns="", query_aware=False)
+    prompts = tuple(article.asked(turn) for turn in range(len(article.turns)))
+    cells = tuple(replace(cell, task=task) for cell in group.cells)
+    alone = replace(run, groups=(replace(group, task=task, cells=cells, examples=prompts),))
+    parts: dict[str, list[tuple[float, float]]] = {"branches": [], "prompts": []}
+    for _ in range(repeats):
+        parts["branches"].append(parts_of(host, run))
+        parts["prompts"].append(parts_of(host, alone))
+    read = {name: statistics.median(reading for reading, _ in turns) for name, turns in parts.items()}
+    print(f"  {len(prompts)} questions x {len(cells)} methods")
+    print(f"  reading and compressing: {read['branches']:.1f} s once, {read['prompts']:.1f} s for each question")
+    branches, own = ([rest for _, rest in turns] for turns in parts.values())
+    return compare("questions on one cache / questions behind own prompts", branches, own, QUESTIONS, least=False)
+
+
 def memory(threads: int) -> bool:
     """Compare the peak memory of all rows with that of the full row alone. Return True if it keeps to its limit.
 
@@ -255,11 +291,11 @@ def memory(threads: int) -> bool:
 def main() -> int:
     """Print the ratios. Return exit status 1 if one misses its limit, else 0."""
     parser = options(__doc__, repeats=2, threads=2)
-    parts = ("a", "b", "peers", "memory")
-    help_text = "peers: of (b), over kvpress alone (default: all but overhead and fidelity)"
-    parser.add_argument("--part", nargs="+", choices=(*parts, "overhead", "fidelity"), default=parts, help=help_text)
+    parts, others = ("a", "b", "peers", "memory"), ("overhead", "fidelity", "questions")
+    help_text = f"peers: of (b), over kvpress alone (default: all but {', '.join(others)})"
+    parser.add_argument("--part", nargs="+", choices=(*parts, *others), default=parts, help=help_text)
     parser.add_argument("--examples", type=int, default=4, help="prompts per task")
-    parser.add_argument("--model", default="smollm2-135m-q4_1", help="of fidelity")
+    parser.add_argument("--model", default="smollm2-135m-q4_1", help="of fidelity and questions")
     parser.add_argument("--peers", help="a Python in which kvpress is installed (make .venv-peers/.ready)")
     parser.add_argument("--resident", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -292,6 +328,9 @@ def main() -> int:
         if "fidelity" in args.part:
             print(f"fidelity of {args.model}")
             ok &= fidelity(args.model, args.examples)
+        if "questions" in args.part:
+            print(f"questions to {args.model}")
+            ok &= questions(args.model, args.repeats)
     return 0 if ok else 1
 
 
