@@ -1,4 +1,4 @@
-"""Write the tables of formats and of what a byte buys with their samples, or re-render them from the samples alone.
+"""Write the tables of formats, bytes and ranks with their samples, or re-render them from the samples alone.
 
 python scripts/byte_tables.py                measure what is missing, write results/tiny/formats.md and the others
 python scripts/byte_tables.py --stored       write what is measured so far
@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 
 from kvbench.errors import KvbenchError, UsageError
-from kvbench.run import archive, byte_table, experiment
+from kvbench.run import archive, byte_table, experiment, ranking
 from kvbench.run.run_plan import RunPlan
 from kvbench.run.store import ResultStore
 from kvbench.tables import writers
@@ -28,36 +28,44 @@ TABLES = {
     "tiny/bytes": "dataset=fidelity/tiny,tiny limit=8",
     "tables/formats": f"dataset=fidelity/essays,needle,{QA} prompt=longbench max_length=2000 limit=10",
     "tables/bytes": f"dataset=fidelity/essays,{MINI} prompt=longbench max_length=2000 limit=13",
+    "tables/ranking": "",
 }
 """What each table is measured on, by its name below results."""
 
 
-def prepare(table: str, results: str) -> RunPlan:
-    """Return the run behind a table, with its results in ``results``."""
+def prepare(table: str, results: str) -> list[RunPlan]:
+    """Return the runs behind a table, with their results in ``results``."""
     folder, _, name = table.partition("/")
-    options = dict(word.split("=", 1) for word in TABLES[table].split())
-    return byte_table.prepare(name, "tiny" if folder == "tiny" else PRETRAINED, {**options, "results": results})
+    options = dict(word.split("=", 1) for word in TABLES[table].split()) | {"results": results}
+    if name == ranking.NAME:
+        return ranking.prepare(PRETRAINED, options)
+    return [byte_table.prepare(name, "tiny" if folder == "tiny" else PRETRAINED, options)]
 
 
-def rendered(run: RunPlan, table: str) -> str:
+def rendered(runs: list[RunPlan], table: str) -> str:
     """Return the table as Markdown, with the command that makes it."""
     folder, _, name = table.partition("/")
-    report = experiment.report(run)
-    rows = byte_table.lines(name, run, report)
-    below = [report.settings, *byte_table.notes(rows, byte_table.pairs(rows))]
+    reports = [experiment.report(run) for run in runs]
+    if name == ranking.NAME:
+        title, measures = ranking.TITLE, ranking.measures(PRETRAINED, runs, reports)
+        sheets, notes = ranking.sheets(measures), ranking.notes(measures, ranking.disagreements(measures))
+    else:
+        title, rows = byte_table.ROWS[name]["title"], byte_table.lines(name, runs[0], reports[0])
+        sheets, notes = [byte_table.sheet(rows)], byte_table.notes(rows, byte_table.pairs(rows))
     model = "" if folder == "tiny" else f" model={PRETRAINED}"
-    heading = f"# {byte_table.ROWS[name]['title']}\n\n`python -m kvbench table {name}{model} {TABLES[table]}`\n\n"
-    return heading + writers.compose([byte_table.sheet(rows)], below, "md")
+    command = f"python -m kvbench table {name}{model} {TABLES[table]}".strip()
+    return f"# {title}\n\n`{command}`\n\n" + writers.compose(sheets, [reports[0].settings, *notes], "md")
 
 
 def write(table: str, results: str, measure: bool) -> None:
     """Write the table and its samples from what is measured, which ``measure`` completes first."""
-    run = prepare(table, results)
-    if measure:
+    runs = prepare(table, results)
+    for run in runs if measure else ():
         experiment.fill(run)
-    path = ROWS / f"{table}.samples.jsonl.gz"
-    archive.pack(run.store, {c.id for g in run.groups for c in g.cells if run.store.samples(c.id)}, path)
-    (ROWS / f"{table}.md").write_text(rendered(run, table), encoding="utf-8")
+    store = runs[0].store
+    cells = {c.id for run in runs for g in run.groups for c in g.cells if store.samples(c.id)}
+    archive.pack(store, cells, ROWS / f"{table}.samples.jsonl.gz")
+    (ROWS / f"{table}.md").write_text(rendered(runs, table), encoding="utf-8")
     print(ROWS / f"{table}.md")
 
 

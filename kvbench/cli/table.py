@@ -105,10 +105,10 @@ def _own(name: str, options: dict[str, str], args: argparse.Namespace) -> int:
         plain = leaderboard.records(standings, model, None)
         sheets, notes = leaderboard.sheets(standings), leaderboard.notes(standings)
     elif name == ranking.NAME:
-        columns = ranking.columns(model, runs, reports)
-        opposed = ranking.disagreements(columns)
-        plain = ranking.records(columns, opposed)
-        sheets, notes = ranking.sheets(columns), ranking.notes(columns, opposed)
+        measures = ranking.measures(model, runs, reports)
+        opposed = ranking.disagreements(measures)
+        plain = ranking.records(measures, opposed)
+        sheets, notes = ranking.sheets(measures), ranking.notes(measures, opposed)
     else:
         rows = byte_table.lines(name, runs[0], reports[0])
         told = byte_table.pairs(rows)

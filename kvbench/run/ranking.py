@@ -19,6 +19,7 @@ from kvbench.run.run_plan import RunPlan
 from kvbench.tables.table import Table
 
 NAME, ROWS = "ranking", "bytes"
+TITLE = "methods at a quarter of the bytes, ranked"
 DIVERGENCE = "KL, nats"
 LONGBENCH = {
     "dataset": ",".join(f"longbench_mini/{t}" for t in ("multifieldqa_en", "2wikimqa", "triviaqa", "samsum")),
@@ -93,21 +94,21 @@ def prepare(model: str, options: Mapping[str, str]) -> list[RunPlan]:
             raise UsageError(f"{key}={options[key]} is not possible here: table {NAME} says it. Use `run` instead")
     chains = tuple({c.chain: c for _, c in byte_table.chains_of(ROWS)}.values())
     runs = []
-    for keys in _measures(model).values():
+    for keys in _keys(model).values():
         words = {"model": model, "method": "full", "limit": "8", **keys, **options}
         cfg = config.read([f"{key}={value}" for key, value in words.items()])
         runs.append(experiment.prepare(replace(cfg, chains=chains)))
     return runs
 
 
-def _measures(model: str) -> Mapping[str, Mapping[str, str]]:
+def _keys(model: str) -> Mapping[str, Mapping[str, str]]:
     return TINY if model == "tiny" else MEASURES
 
 
-def columns(model: str, runs: Sequence[RunPlan], reports: Sequence[Report]) -> list[Measure]:
+def measures(model: str, runs: Sequence[RunPlan], reports: Sequence[Report]) -> list[Measure]:
     """Return the columns of which something is measured, from what is stored; rows that lack a task are left out."""
     measured = []
-    for name, run, report in zip(_measures(model), runs, reports, strict=True):
+    for name, run, report in zip(_keys(model), runs, reports, strict=True):
         lines = {line.label: line for line in byte_table.lines(ROWS, run, report)}
         values: dict[str, tuple[float, Interval | None]] = {}
         for label, line in lines.items():
@@ -121,37 +122,37 @@ def columns(model: str, runs: Sequence[RunPlan], reports: Sequence[Report]) -> l
     return measured
 
 
-def sheets(ranked: Sequence[Measure]) -> list[Table]:
+def sheets(measures: Sequence[Measure]) -> list[Table]:
     """Return the table of values, the best mean rank first, the table of ranks, and that of how alike the ranks are."""
-    labels = [*dict.fromkeys(label for column in ranked for label in column.values)]
-    ranks = {label: [c.ranks.get(label) for c in ranked] for label in labels}
+    labels = [*dict.fromkeys(label for c in measures for label in c.values)]
+    ranks = {label: [c.ranks.get(label) for c in measures] for label in labels}
     means = {label: fmean(known) if (known := [r for r in ranks[label] if r]) else 0.0 for label in labels}
     labels.sort(key=means.__getitem__)
-    heads = ("method", "bytes\n%", *(c.name for c in ranked), "compress\nms", "ms/\ntoken")
-    rows = [(_two_lines(label), *_row(label, ranked)) for label in labels]
+    heads = ("method", "bytes\n%", *(c.name for c in measures), "compress\nms", "ms/\ntoken")
+    rows = [(_two_lines(label), *_row(label, measures)) for label in labels]
     places = [
         (_two_lines(label), *("—" if r is None else f"{r:g}" for r in ranks[label]), f"{means[label]:.1f}")
         for label in labels
         if label != "full"
     ]
-    names = tuple(c.name for c in ranked)
+    names = tuple(c.name for c in measures)
     return [
         Table(heads, tuple(rows), headings={0: "at about a quarter of the bytes"}),
         Table(("method", *names, "mean rank"), tuple(places), headings={0: "ranks"}),
-        Table(("", *names), tuple(_alike(c, ranked) for c in ranked), headings={0: "rank correlation (Kendall's tau)"}),
+        Table(("", *names), tuple(_alike(c, measures) for c in measures), headings={0: "Kendall's tau of the ranks"}),
     ]
 
 
-def _row(label: str, ranked: Sequence[Measure]) -> list[str]:
-    line = next(c.lines[label] for c in ranked if label in c.lines)
-    times = [c.lines[label].times for c in ranked if label in c.lines]
+def _row(label: str, measures: Sequence[Measure]) -> list[str]:
+    line = next(c.lines[label] for c in measures if label in c.lines)
+    times = [c.lines[label].times for c in measures if label in c.lines]
     compress, decode = (fmean(t[i] for t in times) for i in (0, 1))
-    values = [_value(c, *c.values[label]) if label in c.values else "—" for c in ranked]
+    values = [_value(c, *c.values[label]) if label in c.values else "—" for c in measures]
     return ["—" if line.bytes is None else f"{line.bytes:.1f}", *values, f"{compress:.0f}", f"{decode:.0f}"]
 
 
-def _value(column: Measure, value: float, ci: Interval | None) -> str:
-    if column.name != DIVERGENCE:
+def _value(measure: Measure, value: float, ci: Interval | None) -> str:
+    if measure.name != DIVERGENCE:
         return with_interval(value, ci)
     return f"{value:.3g}" + ("" if ci is None else f"\n[{ci[0]:.2g}, {ci[1]:.2g}]")
 
@@ -160,8 +161,8 @@ def _two_lines(label: str) -> str:
     return label.replace(" ", "\n", 1)
 
 
-def _alike(column: Measure, ranked: Sequence[Measure]) -> tuple[str, ...]:
-    return (column.name.replace("\n", " "), *(_tau(column, other) for other in ranked))
+def _alike(measure: Measure, measures: Sequence[Measure]) -> tuple[str, ...]:
+    return (measure.name.replace("\n", " "), *(_tau(measure, other) for other in measures))
 
 
 def _tau(a: Measure, b: Measure) -> str:
@@ -181,12 +182,12 @@ def _sign(x: float) -> int:
     return (x > 0) - (x < 0)
 
 
-def disagreements(ranked: Sequence[Measure]) -> list[Disagreement]:
+def disagreements(measures: Sequence[Measure]) -> list[Disagreement]:
     """Return the pairs of rows that two measures tell apart, each the other way round."""
     opposed = []
-    labels = [label for label in dict.fromkeys(x for c in ranked for x in c.values) if label != "full"]
+    labels = [label for label in dict.fromkeys(x for c in measures for x in c.values) if label != "full"]
     for a, b in combinations(labels, 2):
-        told = {c.name: c.better(a, b) for c in ranked if a in c.values and b in c.values}
+        told = {c.name: c.better(a, b) for c in measures if a in c.values and b in c.values}
         for one, other in combinations(told, 2):
             if told[one] * told[other] < 0:
                 first, second = (a, b) if told[one] > 0 else (b, a)
@@ -194,18 +195,19 @@ def disagreements(ranked: Sequence[Measure]) -> list[Disagreement]:
     return opposed
 
 
-def notes(ranked: Sequence[Measure], opposed: Sequence[Disagreement]) -> list[str]:
+def notes(measures: Sequence[Measure], opposed: Sequence[Disagreement]) -> list[str]:
     """Return what stands below the tables: what is shown, and where measures disagree."""
     below = [
         "Bytes after the prompt, in per cent of the full cache's at 16 bits. KL: mean divergence of the next-token "
         "distribution from the full cache's, on the text's own continuation. Scores: means over tasks in per cent; "
         "seen: the question is part of the prompt that is compressed; withheld: it comes after. [95 % intervals] over "
-        "prompts. Times are means over all columns.",
-        "; ".join(f"{c.name}: {_counts(c)}".replace("\n", " ") for c in ranked) + ".",
+        "prompts. Times are means over all columns. Rows are told apart by the interval of their paired difference "
+        "(KL: of the ratio), not corrected for the number of pairs.",
+        "; ".join(f"{c.name}: {_counts(c)}".replace("\n", " ") for c in measures) + ".",
     ]
     for (one, other), group in groupby(sorted(opposed, key=_measures_of), _measures_of):
-        pairs = (f"{d.first} before {d.second}" for d in group)
-        below.append(f"Told apart by {one}, and the other way round by {other}: {'; '.join(pairs)}.".replace("\n", " "))
+        rows = "; ".join(f"{d.first} before {d.second}" for d in group)
+        below.append(f"Told apart by {one}, and the other way round by {other}: {rows}.".replace("\n", " "))
     if not opposed:
         below.append("No two measures tell a pair of methods apart in opposite ways.")
     return below
@@ -215,27 +217,27 @@ def _measures_of(opposed: Disagreement) -> tuple[str, str]:
     return opposed.before, opposed.behind
 
 
-def _counts(column: Measure) -> str:
-    lines = column.lines.values()
-    if column.name == DIVERGENCE:
+def _counts(measure: Measure) -> str:
+    lines = measure.lines.values()
+    if measure.name == DIVERGENCE:
         counts = sorted({len(line.texts[KINDS[0]]) for line in lines})
     else:
         counts = sorted({len(scores) for line in lines for scores in line.answers.values()})
     n = "–".join(str(c) for c in dict.fromkeys((counts[0], counts[-1])))
-    return f"n = {n} texts" if column.name == DIVERGENCE else f"n = {n} prompts a task"
+    return f"n = {n} texts" if measure.name == DIVERGENCE else f"n = {n} prompts a task"
 
 
-def records(ranked: Sequence[Measure], opposed: Sequence[Disagreement]) -> dict[str, Any]:
+def records(measures: Sequence[Measure], opposed: Sequence[Disagreement]) -> dict[str, Any]:
     """Return the ranking as ``--json`` prints it."""
     return {
-        "columns": [
+        "measures": [
             {
                 "measure": c.name.replace("\n", " "),
                 "rows": [
                     {"method": x, "value": v, "ci": ci, "rank": c.ranks.get(x)} for x, (v, ci) in c.values.items()
                 ],
             }
-            for c in ranked
+            for c in measures
         ],
         "disagreements": [vars(d) for d in opposed],
     }
