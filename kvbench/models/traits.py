@@ -127,7 +127,9 @@ def check_served(model: PreTrainedModel) -> None:
     kinds = sorted(set(getattr(config, "layer_types", None) or ()) - set(LAYER_TYPES))
     arguments = inspect.signature(model.forward).parameters
     reasons = {
-        "it reads through cross-attention": config.is_encoder_decoder,
+        "it reads through cross-attention": (
+            config.is_encoder_decoder or getattr(config, "cross_attention_layers", None)
+        ),
         f"its language model, of the type {text.model_type}, is a part of a larger model: save that part as a model "
         "of its own and give its folder (docs/own.md says how)": text is not config,
         "it has more attention modules than layers (cross-attention)": len(modules) > layers,

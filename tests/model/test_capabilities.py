@@ -6,7 +6,8 @@ import shutil
 import pytest
 import torch
 from families import COMMON, FAMILIES, GQA, build, prompt
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, MllamaForCausalLM
+from transformers.models.mllama.configuration_mllama import MllamaTextConfig
 
 import kvbench
 from kvbench.cli.main import main
@@ -129,6 +130,14 @@ def test_what_cannot_be_right_is_refused_before_its_weights_are_read(family):
     changes, reason = REFUSED[family]
     with pytest.raises(UsageError, match=f"{family}.*{reason}"):
         traits.of_config(AutoConfig.for_model(family, **changes))
+
+
+def test_a_model_object_with_layers_of_cross_attention_is_refused():
+    config = MllamaTextConfig(**SMALL, cross_attention_layers=[2])
+    with torch.device("meta"):
+        model = MllamaForCausalLM(config)
+    with pytest.raises(UsageError, match="cross-attention"):
+        traits.of_model(model)
 
 
 @pytest.mark.filterwarnings("ignore:Untested family")
