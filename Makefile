@@ -5,10 +5,13 @@ PY := $(VENV)/bin/python
 ARGS ?= method=snapkv+think ratio=0.4
 KILLS ?= 100
 
+# threads that spin while they wait slow a shared machine down (make bench-shared)
+export OMP_WAIT_POLICY ?= PASSIVE
+
 DATA ?= $(or $(KVBENCH_DATA),data)
 REAL ?= smollm2-135m-q4_1
 
-.PHONY: help run run-real test test-fast test-peers torture check smoke bench-overhead bench-tables bench-memory bench-resident bench-bytes bench-time bench-decode bench-tiny leaderboard verify-tables verify-docs docs card tables tables-real tables-quick tables-bytes claims claims-real report audit clean
+.PHONY: help run run-real test test-fast test-peers torture check smoke bench-overhead bench-tables bench-memory bench-resident bench-shared bench-bytes bench-time bench-decode bench-tiny leaderboard verify-tables verify-docs docs card tables tables-real tables-quick tables-bytes claims claims-real report audit clean
 
 help:  ## what there is to make
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 18
@@ -61,6 +64,9 @@ bench-memory: $(VENV)/.ready  ## memory of a long prefill (H2O over SnapKV) and 
 
 bench-resident: $(VENV)/.ready  ## resident memory of 64 caches of 4k tokens, against the accounted bytes
 	$(PY) -m kvbench.bench.resident
+
+bench-shared: $(VENV)/.ready  ## a table beside a busy process over the same alone, and what passive waiting costs
+	$(PY) -m kvbench.bench.shared
 
 bench-bytes: $(VENV)/.ready  ## bytes of every method beside its formula; another model with BENCH="model=llama2-7b n=4096"
 	$(PY) -m kvbench bench memory $(BENCH)

@@ -66,14 +66,16 @@ def verdict(what: str, ratio: float, ok: bool, terms: str) -> bool:
 
 
 def in_process(
-    module: str, *arguments: object, python: str = sys.executable, env: Mapping[str, str] | None = None
+    module: str, *arguments: object, python: str = sys.executable, env: Mapping[str, str | None] | None = None
 ) -> Any:
     """Run the benchmark ``module`` in a process of its own, and return the JSON on the last line that it prints.
 
-    Raises subprocess.CalledProcessError if it fails, and passes on its standard error.
+    ``env`` are changes to the environment; None takes a variable out. Raises subprocess.CalledProcessError if it
+    fails, and passes on its standard error.
     """
+    changed = {name: value for name, value in {**os.environ, **(env or {})}.items() if value is not None}
     command = [python, "-m", f"kvbench.bench.{module}", *map(str, arguments)]
-    result = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, **(env or {})})
+    result = subprocess.run(command, capture_output=True, text=True, check=False, env=changed)
     if result.returncode:
         print(result.stderr, end="", file=sys.stderr)
         result.check_returncode()

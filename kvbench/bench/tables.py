@@ -129,8 +129,11 @@ def row(host: Host, run: RunPlan, label: str) -> float:
     return through_kvbench(replace(host, batch_rows=1), replace(run, groups=groups))
 
 
-def random_llama(folder: Path, methods: str = METHODS) -> tuple[Host, RunPlan]:
-    """Return (host, run) of case (b). Its checkpoint and prompt are written to ``folder``; no token ends an answer."""
+def random_llama(folder: Path, methods: str = METHODS, tokens: int = N) -> tuple[Host, RunPlan]:
+    """Return (host, run) of case (b), with a prompt of ``tokens``. No token ends an answer.
+
+    Checkpoint and prompt are written to ``folder``.
+    """
     tiny = load.EMBEDDED / "tiny"
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(tiny / name, folder / name)
@@ -142,15 +145,15 @@ def random_llama(folder: Path, methods: str = METHODS) -> tuple[Host, RunPlan]:
         num_hidden_layers=8,
         num_attention_heads=8,
         num_key_value_heads=4,
-        max_position_embeddings=2 * N,
+        max_position_embeddings=2 * tokens,
     )
     LlamaForCausalLM(shape).save_pretrained(folder)
     words = ["the", "cold", "river", "shines", "slowly", "over", "an", "old", "stone", "bridge", "near", "town"]
-    order = torch.randint(len(words), (2 * N,), generator=torch.Generator().manual_seed(0)).tolist()
+    order = torch.randint(len(words), (2 * tokens,), generator=torch.Generator().manual_seed(0)).tolist()
     prompt = {"id": "0", "prompt": " ".join(words[i] for i in order), "answers": ["none"]}
     path = folder / "prompts.jsonl"
     path.write_text(json.dumps(prompt) + "\n")
-    named = [f"model={folder}", "dataset=file", f"path={path}", f"max_new_tokens={NEW}", f"max_length={N}"]
+    named = [f"model={folder}", "dataset=file", f"path={path}", f"max_new_tokens={NEW}", f"max_length={tokens}"]
     host, run = table(*named, methods=methods)
     return replace(host, stop=frozenset()), run
 
