@@ -5,8 +5,8 @@ PY := $(VENV)/bin/python
 ARGS ?= method=snapkv+think ratio=0.4
 KILLS ?= 100
 
-# threads that spin while they wait slow a shared machine down (make bench-shared)
-export OMP_WAIT_POLICY ?= PASSIVE
+# threads that spin long while they wait slow a shared machine down (make bench-shared)
+export GOMP_SPINCOUNT ?= 1000
 
 DATA ?= $(or $(KVBENCH_DATA),data)
 REAL ?= smollm2-135m-q4_1
@@ -65,7 +65,7 @@ bench-memory: $(VENV)/.ready  ## memory of a long prefill (H2O over SnapKV) and 
 bench-resident: $(VENV)/.ready  ## resident memory of 64 caches of 4k tokens, against the accounted bytes
 	$(PY) -m kvbench.bench.resident
 
-bench-shared: $(VENV)/.ready  ## a table beside a busy process over the same alone, and what passive waiting costs
+bench-shared: $(VENV)/.ready  ## a table beside a busy process over the same alone, and what waiting so costs alone
 	$(PY) -m kvbench.bench.shared
 
 bench-bytes: $(VENV)/.ready  ## bytes of every method beside its formula; another model with BENCH="model=llama2-7b n=4096"
