@@ -22,11 +22,14 @@ NAME, ROWS = "ranking", "bytes"
 TITLE = "methods at a quarter of the bytes, ranked"
 DIVERGENCE = "KL, nats"
 LONGBENCH = {
-    "dataset": ",".join(f"longbench_mini/{t}" for t in ("multifieldqa_en", "2wikimqa", "triviaqa", "samsum")),
+    "dataset": ",".join(f"longbench_mini/{t}" for t in ("multifieldqa_en", "2wikimqa", "triviaqa")),
     **{"prompt": "longbench", "max_length": "2000", "template": "skip"},
 }
 SEEN, WITHHELD = {"query_aware": "true"}, {"query_aware": "false"}
-RULER = {"dataset": "ruler", "lengths": "1024", "limit": "3"}
+RULER = {
+    "dataset": ",".join(f"ruler/{t}" for t in ("niah_single_2", "niah_multikey_1", "niah_multivalue", "vt", "fwe")),
+    **{"lengths": "1024", "limit": "3"},
+}
 MEASURES: Mapping[str, Mapping[str, str]] = {
     DIVERGENCE: {"dataset": "fidelity/essays"},
     "LongBench\nseen": {**LONGBENCH, **SEEN},
