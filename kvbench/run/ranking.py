@@ -109,7 +109,7 @@ def _keys(model: str) -> Mapping[str, Mapping[str, str]]:
 
 
 def measures(model: str, runs: Sequence[RunPlan], reports: Sequence[Report]) -> list[Measure]:
-    """Return the columns of which something is measured, from what is stored; rows that lack a task are left out."""
+    """Return the columns from what is stored; rows that lack a task are left out."""
     measured = []
     for name, run, report in zip(_keys(model), runs, reports, strict=True):
         lines = {line.label: line for line in byte_table.lines(ROWS, run, report)}
@@ -120,13 +120,13 @@ def measures(model: str, runs: Sequence[RunPlan], reports: Sequence[Report]) -> 
             elif line.answers and line.answers.keys() == lines["full"].answers.keys():
                 mean, ci = mean_over_tasks([[*scores.values()] for scores in line.answers.values()])
                 values[label] = 100 * mean, percent(ci)
-        if values:
-            measured.append(Measure(name, lines, values))
+        measured.append(Measure(name, lines, values))
     return measured
 
 
 def sheets(measures: Sequence[Measure]) -> list[Table]:
     """Return the table of values, the best mean rank first, the table of ranks, and that of how alike the ranks are."""
+    measures = [c for c in measures if c.values]
     labels = [*dict.fromkeys(label for c in measures for label in c.values)]
     ranks = {label: [c.ranks.get(label) for c in measures] for label in labels}
     means = {label: fmean(known) if (known := [r for r in ranks[label] if r]) else 0.0 for label in labels}
@@ -185,6 +185,12 @@ def _sign(x: float) -> int:
     return (x > 0) - (x < 0)
 
 
+def told_apart(measure: Measure) -> str:
+    """Return how many pairs of rows a measure tells apart, as "measure n of m"."""
+    pairs = [*combinations([label for label in measure.values if label != "full"], 2)]
+    return f"{measure.name} {sum(measure.better(a, b) != 0 for a, b in pairs)} of {len(pairs)}"
+
+
 def disagreements(measures: Sequence[Measure]) -> list[Disagreement]:
     """Return the pairs of rows that two measures tell apart, each the other way round."""
     opposed = []
@@ -207,6 +213,7 @@ def notes(measures: Sequence[Measure], opposed: Sequence[Disagreement]) -> list[
         "prompts. Times are means over all columns. Rows are told apart by the interval of their paired difference "
         "(KL: of the ratio), not corrected for the number of pairs.",
         "; ".join(f"{c.name}: {_counts(c)}".replace("\n", " ") for c in measures) + ".",
+        f"Pairs told apart: {'; '.join(told_apart(c) for c in measures if c.values)}.".replace("\n", " "),
     ]
     for (one, other), group in groupby(sorted(opposed, key=_measures_of), _measures_of):
         rows = "; ".join(f"{d.first} before {d.second}" for d in group)
@@ -221,6 +228,8 @@ def _measures_of(opposed: Disagreement) -> tuple[str, str]:
 
 
 def _counts(measure: Measure) -> str:
+    if not measure.values:
+        return "not measured yet"
     lines = measure.lines.values()
     if measure.name == DIVERGENCE:
         counts = sorted({len(line.texts[KINDS[0]]) for line in lines})
