@@ -47,14 +47,17 @@ def rendered(runs: list[RunPlan], table: str) -> str:
     folder, _, name = table.partition("/")
     reports = [experiment.report(run) for run in runs]
     if name == ranking.NAME:
-        title, measures = ranking.TITLE, ranking.measures(PRETRAINED, runs, reports)
+        measures = ranking.measures(PRETRAINED, runs, reports)
         sheets, notes = ranking.sheets(measures), ranking.notes(measures, ranking.disagreements(measures))
     else:
-        title, rows = byte_table.ROWS[name]["title"], byte_table.lines(name, runs[0], reports[0])
+        rows = byte_table.lines(name, runs[0], reports[0])
         sheets, notes = [byte_table.sheet(rows)], byte_table.notes(rows, byte_table.pairs(rows))
     model = "" if folder == "tiny" else f" model={PRETRAINED}"
     command = f"python -m kvbench table {name}{model} {TABLES[table]}".strip()
-    return f"# {title}\n\n`{command}`\n\n" + writers.compose(sheets, [reports[0].settings, *notes], "md")
+    heading = f"# {byte_table.ROWS[name]['title']}\n\n`{command}`\n\n"
+    return heading + writers.compose(
+        sheets, [reports[0].settings, *notes], "md"
+    )
 
 
 def write(table: str, results: str, measure: bool) -> None:

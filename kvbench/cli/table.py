@@ -34,12 +34,12 @@ def main(args: argparse.Namespace) -> int:
     from kvbench.papers.measured import grid, page
     from kvbench.papers.spec import table_spec
     from kvbench.papers.timed import timings
-    from kvbench.run import byte_table, leaderboard, ranking
+    from kvbench.run import byte_table, leaderboard
 
     for name, value, allowed in (("--show", args.show, grid.SHOWS), ("--format", args.format, page.FORMATS)):
         one_of(f"value of {name}", allowed, value)
     options = pairs(args.overrides)
-    if args.table in (*byte_table.ROWS, ranking.NAME, leaderboard.NAME):
+    if args.table in (*byte_table.ROWS, leaderboard.NAME):
         return _own(args.table, options, args)
     refuse_fixed(options, "the paper's table")
     model = options.pop("model", "")
@@ -86,10 +86,10 @@ def _own(name: str, options: dict[str, str], args: argparse.Namespace) -> int:
     if args.trace:
         raise UsageError(f"--trace is of papers' tables, not of {name}: kvbench show CELL prints stored answers")
     model = options.pop("model", "") or "tiny"
-    if name in byte_table.ROWS:
-        runs = [byte_table.prepare(name, model, options)]
-    else:
+    if name in (leaderboard.NAME, ranking.NAME):
         runs = (leaderboard if name == leaderboard.NAME else ranking).prepare(model, options)
+    else:
+        runs = [byte_table.prepare(name, model, options)]
     if args.plan:
         return print_plans(runs, as_json=args.json)
     if not args.stored:

@@ -76,7 +76,7 @@ def prepare(name: str, model: str, options: Mapping[str, str]) -> RunPlan:
 
 def chains_of(name: str) -> list[tuple[str, ChainConfig]]:
     """Return (block, chain) of each row of a table."""
-    chains = []
+    chains = chains_of(ROWS[name]["extends"]) if "extends" in ROWS[name] else []
     for block, rows in ROWS[name]["blocks"].items():
         for row in rows:
             knobs = {key: value for key, value in row.items() if key not in ("method", "label")}
@@ -222,11 +222,13 @@ def notes(rows: Sequence[Line], told: Sequence[Pair]) -> list[str]:
     counts = [f"n = {f.n} texts, {f.n_tokens} tokens ({kind})" for kind, f in rows[-1].fidelity.items()] if rows else []
     asked = sum(map(len, rows[-1].answers.values())) if rows else 0
     scored = [p for p in told if p.apart and p.points is not None]
+    floors = [f.floor for line in rows for f in line.fidelity.values()]
+    floor = f" The floor is at most {max(floors):.1g} nats." if floors else ""
     lines_below = [
         "Bytes after the prompt, in per cent of the full cache's at 16 bits. KL: mean divergence of the next-token "
         "distribution from the full cache's in nats, on the text's own continuation (reference) and on the full "
         "cache's own greedy answer, [95 % interval over prompts]; same choice and perplexity ratio on the reference. "
-        f"Scores are means over a dataset's tasks, n = {asked} examples in all. {'; '.join(counts)}.",
+        f"Scores are means over a dataset's tasks, n = {asked} examples in all. {'; '.join(counts)}.{floor}",
         f"Of {len(told)} pairs within blocks {sum(p.apart for p in told)} are told apart by KL (95 % interval of the "
         "paired log ratio of means, not corrected for their number), "
         f"{sum(p.scored_apart for p in told)} by the scores (of their paired difference), "

@@ -18,8 +18,7 @@ from kvbench.run.report import Report
 from kvbench.run.run_plan import RunPlan
 from kvbench.tables.table import Table
 
-NAME, ROWS = "ranking", "bytes"
-TITLE = "methods at a quarter of the bytes, ranked"
+NAME = "ranking"
 DIVERGENCE = "KL, nats"
 LONGBENCH = {
     "dataset": ",".join(f"longbench_mini/{t}" for t in ("multifieldqa_en", "2wikimqa")),
@@ -95,7 +94,7 @@ def prepare(model: str, options: Mapping[str, str]) -> list[RunPlan]:
     for key in options:
         if key in FIXED:
             raise UsageError(f"{key}={options[key]} is not possible here: table {NAME} says it. Use `run` instead")
-    chains = tuple({c.chain: c for _, c in byte_table.chains_of(ROWS)}.values())
+    chains = tuple({c.chain: c for _, c in byte_table.chains_of(NAME)}.values())
     runs = []
     for keys in _keys(model).values():
         words = {"model": model, "method": "full", "limit": "8", **keys, **options}
@@ -112,7 +111,7 @@ def measures(model: str, runs: Sequence[RunPlan], reports: Sequence[Report]) -> 
     """Return the columns from what is stored; rows that lack a task are left out."""
     measured = []
     for name, run, report in zip(_keys(model), runs, reports, strict=True):
-        lines = {line.label: line for line in byte_table.lines(ROWS, run, report)}
+        lines = {line.label: line for line in byte_table.lines(NAME, run, report)}
         values: dict[str, tuple[float, Interval | None]] = {}
         for label, line in lines.items():
             if name == DIVERGENCE and KINDS[0] in line.fidelity:

@@ -145,7 +145,7 @@ def sheet(ledgers: Sequence[Mapping[str, Any]]) -> Table:
             cells[0] += "\n" + fill(text, SAYS, break_on_hyphens=False)
         for v in (verdicts.get(first["id"]) for verdicts in by_id):
             side = f" ({v['side']} in the mean)" if v is not None and v["side"] else ""
-            cells.append("—" if v is None else f"{v['verdict']}{side}\n{evidence(v)}{_in_nats(v)}")
+            cells.append("—" if v is None else f"{v['verdict']}{side}\n{evidence(v)}{in_nats(v)}")
         rows.append(tuple(cells))
     heads = (f"{content['model']}{', a stand-in' if content['stand_in'] else ''}: points" for content in ledgers)
     headers = ("what the paper says, and what is tested", *heads)
@@ -174,7 +174,7 @@ def evidence(v: Mapping[str, Any]) -> str:
     return "\n".join(lines).replace("-", "−")
 
 
-def _in_nats(v: Mapping[str, Any]) -> str:
+def in_nats(v: Mapping[str, Any]) -> str:
     """Return the verdict by divergences, below that by scores; '' where they were not measured."""
     nats = v.get("fidelity")
     if nats is None:

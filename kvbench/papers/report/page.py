@@ -143,7 +143,8 @@ def ledger(content: Mapping[str, Any]) -> str:
     for v in content["verdicts"]:
         tested = v["tested"] + (f" Ran: {'; '.join(v['ran'])}." if v["ran"] else "")
         quote = f"“{v['quote']}” ({v['paper']}, {v['where']})"
-        body.append((v["id"], quote, tested, v["verdict"], claim_runner.evidence(v), v["reason"]))
+        points = claim_runner.evidence(v) + claim_runner.in_nats(v)
+        body.append((v["id"], quote, tested, v["verdict"], points, v["reason"]))
     kinds = [f"verdict-{v['verdict'].split()[0]}" for v in content["verdicts"]]
     head = ("claim", "what the paper says", "what is tested", "verdict", "points", "why")
     title = f"{content['model']}{', a stand-in' if content['stand_in'] else ''}"
