@@ -49,6 +49,15 @@ def test_kendalls_tau_by_hand(other, expected):
     assert ranking.tau({"a": 1, "b": 2, "c": 3, "d": 4}, other) == (expected and pytest.approx(expected))
 
 
+def test_rows_are_compared_on_the_prompts_that_all_of_them_have():
+    long, short = line("a", [0.1, 0.3, 5.0], [1, 0, 1]), line("b", [0.2, 0.4], [0, 1])
+    a, b = ranking.on_common_prompts([long, short])
+    assert [*a.texts["reference"]] == [*b.texts["reference"]] == ["0", "1"]
+    assert a.fidelity["reference"].kl_mean == pytest.approx(0.2) and b.fidelity["reference"].n == 2
+    assert a.answers == {"qa": {"0": 1, "1": 0}} and b.answers == {"qa": {"0": 0, "1": 1}}
+    assert ranking.on_common_prompts([]) == []
+
+
 def test_measures_disagree_only_where_both_tell_a_pair_apart():
     by_kl = column(ranking.DIVERGENCE, {"a": NEAR, "b": FAR})
     same, opposite, equal = (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, groupby
 from statistics import fmean
@@ -12,7 +12,7 @@ from kvbench.errors import UsageError
 from kvbench.metrics.stats import Interval, mean_over_tasks
 from kvbench.run import byte_table, config, experiment
 from kvbench.run.byte_table import Line
-from kvbench.run.fidelity import KINDS, log_ratio_of_means
+from kvbench.run.fidelity import KINDS, log_ratio_of_means, summarise_texts
 from kvbench.run.leaderboard import difference, percent, with_interval
 from kvbench.run.report import Report
 from kvbench.run.run_plan import RunPlan
@@ -108,19 +108,41 @@ def _keys(model: str) -> Mapping[str, Mapping[str, str]]:
 
 
 def measures(model: str, runs: Sequence[RunPlan], reports: Sequence[Report]) -> list[Measure]:
-    """Return the columns from what is stored; rows that lack a task are left out."""
+    """Return the columns from what is stored, over the prompts that all rows have, without rows that lack a task."""
     measured = []
     for name, run, report in zip(_keys(model), runs, reports, strict=True):
-        lines = {line.label: line for line in byte_table.lines(NAME, run, report)}
+        lines = byte_table.lines(NAME, run, report)
+        whole = [
+            x for x in lines if x.answers.keys() == lines[0].answers.keys() and x.texts.keys() == lines[0].texts.keys()
+        ]
         values: dict[str, tuple[float, Interval | None]] = {}
-        for label, line in lines.items():
+        alike = on_common_prompts(whole)
+        for line in alike:
             if name == DIVERGENCE and KINDS[0] in line.fidelity:
-                values[label] = line.fidelity[KINDS[0]].kl_mean, line.fidelity[KINDS[0]].ci
-            elif line.answers and line.answers.keys() == lines["full"].answers.keys():
+                values[line.label] = line.fidelity[KINDS[0]].kl_mean, line.fidelity[KINDS[0]].ci
+            elif line.answers:
                 mean, ci = mean_over_tasks([[*scores.values()] for scores in line.answers.values()])
-                values[label] = 100 * mean, percent(ci)
-        measured.append(Measure(name, lines, values))
+                values[line.label] = 100 * mean, percent(ci)
+        measured.append(Measure(name, {line.label: line for line in alike}, values))
     return measured
+
+
+def on_common_prompts(lines: Sequence[Line]) -> list[Line]:
+    """Return the rows with the divergences and scores of the prompts alone that all of them have."""
+
+    def common(of: Callable[[Line], Mapping[str, Mapping[str, Any]]]) -> dict[str, set[str]]:
+        return {key: set.intersection(*(set(of(x)[key]) for x in lines)) for key in of(lines[0])} if lines else {}
+
+    prompts, answered = common(lambda x: x.texts), common(lambda x: x.answers)
+    alike = []
+    for line in lines:
+        texts = {kind: {i: t for i, t in some.items() if i in prompts[kind]} for kind, some in line.texts.items()}
+        answers = {task: {i: x for i, x in some.items() if i in answered[task]} for task, some in line.answers.items()}
+        summaries = {kind: summarise_texts([*some.values()]) for kind, some in texts.items()}
+        far = {kind: summary for kind, summary in summaries.items() if summary is not None}
+        some = {task: scores for task, scores in answers.items() if scores}
+        alike.append(replace(line, texts=texts, answers=some, fidelity=far))
+    return alike
 
 
 def sheets(measures: Sequence[Measure]) -> list[Table]:
@@ -209,7 +231,7 @@ def notes(measures: Sequence[Measure], opposed: Sequence[Disagreement]) -> list[
         "Bytes after the prompt, in per cent of the full cache's at 16 bits. KL: mean divergence of the next-token "
         "distribution from the full cache's, on the text's own continuation. Scores: means over tasks in per cent; "
         "seen: the question is part of the prompt that is compressed; withheld: it comes after. [95 % intervals] over "
-        "prompts. Times are means over all columns. Rows are told apart by the interval of their paired difference "
+        "prompts, which are the same for all rows. Times are means over all columns. Rows are told apart by the interval of their paired difference "
         "(KL: of the ratio), not corrected for the number of pairs.",
         "; ".join(f"{c.name}: {_counts(c)}".replace("\n", " ") for c in measures) + ".",
         f"Pairs told apart: {'; '.join(told_apart(c) for c in measures if c.values)}.".replace("\n", " "),
