@@ -320,7 +320,7 @@ def test_through_the_cache_every_token_is_read_as_stored_and_selection_is_refuse
     assert main(["run", "fidelity=maybe"]) == 2 and "true, false, or through_cache" in capsys.readouterr().err
 
 
-def test_claims_are_told_in_nats_beside_points():
+def test_claims_are_toldin_nats_beside_points():
     def sample(**texts):
         return SimpleNamespace(fidelity={kind: text(kl) for kind, kl in texts.items()} or None)
 
@@ -335,8 +335,8 @@ def test_claims_are_told_in_nats_beside_points():
     differences = claims._paired(store, [asked], in_nats=True)  # nearer is better; a prompt counts for one nat at most
     assert differences.tolist() == [[pytest.approx(0.8)], [pytest.approx(-0.1)]]
     verdict = {"verdict": "undecided", "side": "", "mean": 35.0, "ci": [-20.0, 90.0], "p_for": 0.4, "p_against": 1.0}
-    assert claim_runner._in_nats({"fidelity": verdict}) == "\nin nats: undecided\n+0.350 [−0.200, 0.900], p 0.4"
-    assert claim_runner._in_nats({}) == ""
+    assert claim_runner.in_nats({"fidelity": verdict}) == "\nin nats: undecided\n+0.350 [−0.200, 0.900], p 0.4"
+    assert claim_runner.in_nats({}) == ""
 
 
 @pytest.mark.e2e("measures a table")

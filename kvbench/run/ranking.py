@@ -231,8 +231,8 @@ def notes(measures: Sequence[Measure], opposed: Sequence[Disagreement]) -> list[
         "Bytes after the prompt, in per cent of the full cache's at 16 bits. KL: mean divergence of the next-token "
         "distribution from the full cache's, on the text's own continuation. Scores: means over tasks in per cent; "
         "seen: the question is part of the prompt that is compressed; withheld: it comes after. [95 % intervals] over "
-        "prompts, which are the same for all rows. Times are means over all columns. Rows are told apart by the interval of their paired difference "
-        "(KL: of the ratio), not corrected for the number of pairs.",
+        "prompts, which are the same for all rows. Times are means over all columns. Rows are told apart by the "
+        "interval of their paired difference (KL: of the ratio), not corrected for the number of pairs.",
         "; ".join(f"{c.name}: {_counts(c)}".replace("\n", " ") for c in measures) + ".",
         f"Pairs told apart: {'; '.join(told_apart(c) for c in measures if c.values)}.".replace("\n", " "),
     ]
