@@ -55,9 +55,7 @@ def rendered(runs: list[RunPlan], table: str) -> str:
     model = "" if folder == "tiny" else f" model={PRETRAINED}"
     command = f"python -m kvbench table {name}{model} {TABLES[table]}".strip()
     heading = f"# {byte_table.ROWS[name]['title']}\n\n`{command}`\n\n"
-    return heading + writers.compose(
-        sheets, [reports[0].settings, *notes], "md"
-    )
+    return heading + writers.compose(sheets, [*dict.fromkeys(r.settings for r in reports), *notes], "md")
 
 
 def write(table: str, results: str, measure: bool) -> None:

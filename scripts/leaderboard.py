@@ -11,6 +11,7 @@ import argparse
 import os
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 from kvbench.errors import KvbenchError, UsageError
@@ -34,7 +35,7 @@ def rendered(runs: list[RunPlan]) -> dict[str, str]:
     records = [record for c in cells if (record := runs[0].store.cell(c.id)) is not None]
     commits = sorted({str(facts["commit"]) for record in records for facts in record.provenance})
     heading = f"# RULER, the question withheld\n\n`python -m kvbench table leaderboard model={MODEL}`\n\n"
-    below = [reports[0].settings, *leaderboard.notes(standings), *reports[0].notes]
+    below = [*dict.fromkeys(r.settings for r in reports), *leaderboard.notes(standings), *reports[0].notes]
     table = heading + writers.compose(leaderboard.sheets(standings), below, "md")
     lines = leaderboard.records(standings, MODEL, ", ".join(commits))
     return {"leaderboard.md": table, open_results.NAME: open_results.text(lines)}
@@ -49,16 +50,21 @@ def write(runs: list[RunPlan]) -> None:
         print(FOLDER / name)
 
 
+def planned(measured: Mapping[str, object], results: str) -> list[RunPlan]:
+    """Return the runs behind the files. Raises an error if they lack cells of ``measured``: texts are not here."""
+    runs = leaderboard.prepare(MODEL, {**COMMITTED, "results": results})
+    if not measured.keys() <= {c.id for run in runs for g in run.groups for c in g.cells}:
+        kind = KvbenchError if os.environ.get("KVBENCH_REQUIRE_DATA") == "1" else UsageError
+        raise kind("texts of its tasks are not below the data folder (KVBENCH_DATA)")
+    return runs
+
+
 def verify() -> int:
     """Return 1 if a committed file differs from what the samples give; a model or text not here is no error."""
     with tempfile.TemporaryDirectory() as folder:
         measured = archive.unpack(SAMPLES, ResultStore(Path(folder)))
         try:
-            runs = leaderboard.prepare(MODEL, {**COMMITTED, "results": folder})
-            planned = {c.id for run in runs for g in run.groups for c in g.cells}
-            if not measured.keys() <= planned and os.environ.get("KVBENCH_REQUIRE_DATA") != "1":
-                raise UsageError("texts of its tasks are not below the data folder (KVBENCH_DATA)")
-            files = rendered(runs)
+            files = rendered(planned(measured, folder))
         except UsageError as error:
             if os.environ.get("KVBENCH_REQUIRE_MODELS") == "1":
                 raise
@@ -81,12 +87,13 @@ def main() -> int:
     try:
         if args.verify:
             return verify()
-        if SAMPLES.exists():  # what is committed is not measured again
-            archive.unpack(SAMPLES, ResultStore(Path(args.results)))
+        # what is committed is not measured again
+        measured = archive.unpack(SAMPLES, ResultStore(Path(args.results))) if SAMPLES.exists() else {}
+        runs = planned(measured, args.results)
         if not args.stored:
             for run in leaderboard.prepare(MODEL, {"limit": args.limit, "results": args.results}):
                 experiment.fill(run)
-        write(leaderboard.prepare(MODEL, {**COMMITTED, "results": args.results}))
+        write(runs)
     except KvbenchError as error:
         print(f"kvbench: {error}", file=sys.stderr)
         return error.status

@@ -117,7 +117,8 @@ def _own(name: str, options: dict[str, str], args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(plain, indent=1, ensure_ascii=False))
     else:
-        print(writers.compose(sheets, [reports[0].settings, *notes, *reports[0].notes], args.format), end="")
+        settings = dict.fromkeys(report.settings for report in reports)
+        print(writers.compose(sheets, [*settings, *notes, *reports[0].notes], args.format), end="")
     return 1 if any(c.status in ("refused", "failed") for report in reports for c in report.cells) else 0
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations, groupby
+from itertools import combinations, groupby, pairwise
 from statistics import fmean
 from typing import Any
 
@@ -160,9 +160,16 @@ def sheets(measures: Sequence[Measure]) -> list[Table]:
         if label != "full"
     ]
     names = tuple(c.name for c in measures)
+    both = [(a, b) for a, b in pairwise(measures) if a.name.endswith("\nseen") and b.name.endswith("\nwithheld")]
+    costs = tuple((_two_lines(label), *(_cost(label, *pair) for pair in both)) for label in labels if label != "full")
     return [
         Table(heads, tuple(rows), headings={0: "at about a quarter of the bytes"}),
         Table(("method", *names, "mean rank"), tuple(places), headings={0: "ranks"}),
+        Table(
+            ("method", *(a.name.removesuffix("\nseen") for a, _ in both)),
+            costs,
+            headings={0: "what withholding the question costs: withheld − seen, paired"},
+        ),
         Table(("", *names), tuple(_alike(c, measures) for c in measures), headings={0: "Kendall's tau of the ranks"}),
     ]
 
@@ -179,6 +186,12 @@ def _value(measure: Measure, value: float, ci: Interval | None) -> str:
     if measure.name != DIVERGENCE:
         return with_interval(value, ci)
     return f"{value:.3g}" + ("" if ci is None else f"\n[{ci[0]:.2g}, {ci[1]:.2g}]")
+
+
+def _cost(label: str, seen: Measure, withheld: Measure) -> str:
+    if label not in seen.values or label not in withheld.values:
+        return "—"
+    return with_interval(*difference(withheld.lines[label].answers, seen.lines[label].answers), "+")
 
 
 def _two_lines(label: str) -> str:
@@ -237,7 +250,10 @@ def notes(measures: Sequence[Measure], opposed: Sequence[Disagreement]) -> list[
         f"Pairs told apart: {'; '.join(told_apart(c) for c in measures if c.values)}.".replace("\n", " "),
     ]
     for (one, other), group in groupby(sorted(opposed, key=_measures_of), _measures_of):
-        rows = "; ".join(f"{d.first} before {d.second}" for d in group)
+        by_second: dict[str, list[str]] = {}
+        for d in group:
+            by_second.setdefault(d.second, []).append(d.first)
+        rows = "; ".join(f"{', '.join(firsts)} before {second}" for second, firsts in by_second.items())
         below.append(f"Told apart by {one}, and the other way round by {other}: {rows}.".replace("\n", " "))
     if not opposed:
         below.append("No two measures tell a pair of methods apart in opposite ways.")
