@@ -3,6 +3,7 @@
 import json
 import math
 from copy import deepcopy
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -218,6 +219,19 @@ def test_summaries_pool_tokens_and_resample_prompts():
     assert longer.ci == pytest.approx(s.ci) and longer.kl_p99 is not None and longer.kl_p999 is None
 
 
+def test_windows_of_one_document_are_drawn_together():
+    """Each prompt twice is no more evidence: the interval stays; apart it would be narrower by the root of two."""
+    prompts = [replace(text([0.1 * i, 0.3], "10"), document=f"d{i}") for i in range(10)]
+    once, twice = summarise_texts(prompts), summarise_texts([*prompts, *prompts])
+    assert (twice.n, twice.n_tokens) == (20, 40) and twice.kl_mean == pytest.approx(once.kl_mean)
+    assert twice.ci == pytest.approx(once.ci)
+    apart = summarise_texts([*(replace(p, document="") for p in prompts * 2)])
+    assert np.diff(apart.ci) < 0.8 * np.diff(once.ci)
+    theirs = [replace(p, kl=(x, 0.2)) for p, x in zip(prompts, np.linspace(0.1, 2, 10), strict=True)]
+    assert log_ratio_of_means([*prompts] * 2, theirs * 2)[1] == pytest.approx(log_ratio_of_means(prompts, theirs)[1])
+    assert "document" not in text([0.1]).record() and TextFidelity.read(prompts[1].record()) == prompts[1]
+
+
 def test_methods_are_compared_by_the_log_ratio_of_their_means_over_paired_prompts():
     theirs = [text([x, x]) for x in np.linspace(0.1, 2, 12)]
     ours = [text([2 * t.kl[0], 2 * t.kl[1]]) for t in theirs]
@@ -248,6 +262,8 @@ def test_windows_are_the_beginnings_of_documents_or_llama_cpps(tmp_path, tokeniz
     llama = texts.FidelityKnobs(windows="llamacpp", length=None, forced=50)
     (task,) = texts.load("fidelity", tokenizer, files, ["essays"], llama)
     assert {len(e.tokens) for e in task.examples} == {512} and task.examples[0].meta["divisor"] == 255
+    first = len(tokenizer.encode((folder / "a.txt").read_text()))
+    assert 512 < first < 1024 and [e.meta["document"] for e in task.examples] == ["a", "a", "c"]
     with pytest.raises(UsageError, match="less than two windows of 4096"):
         texts.load(
             "fidelity", tokenizer, files, ["essays"], texts.FidelityKnobs(windows="llamacpp", length=4096, forced=50)

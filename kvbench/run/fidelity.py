@@ -40,6 +40,7 @@ class TextFidelity:
     shift: the sum of ``(q(y) - p(y))^2``.
     loss: the sum of ``-ln q(y)``.
     floor: the mean divergence that one unit in the last place of one element of each first key makes.
+    document: what the text is one of several windows of; '' for a text of its own.
     """
 
     kl: tuple[float, ...]
@@ -48,11 +49,16 @@ class TextFidelity:
     shift: float
     loss: float
     floor: float
+    document: str = ""
 
     @classmethod
     def read(cls, record: Mapping[str, Any]) -> TextFidelity:
         """Return the fidelity in the JSON of a stored sample."""
         return cls(**{**record, "kl": tuple(record["kl"])})
+
+    def record(self) -> dict[str, Any]:
+        """Return the fidelity as a stored sample's JSON has it."""
+        return {name: value for name, value in vars(self).items() if name != "document" or value}
 
     @property
     def sums(self) -> tuple[float, float, float, float]:
@@ -62,7 +68,7 @@ class TextFidelity:
 
 @dataclass(frozen=True)
 class FidelitySummary:
-    """The fidelity of a cell on one kind of text, pooled over its scored tokens; intervals resample prompts.
+    """The fidelity of a cell on one kind of text, pooled over its tokens; intervals resample prompts or documents.
 
     n, n_tokens: the prompts with such a text, and their scored tokens.
     kl_*: the divergence from the full cache in nats; percentiles are None on too few tokens.
@@ -100,8 +106,10 @@ def summarise_texts(texts: Sequence[TextFidelity]) -> FidelitySummary | None:
     sums = np.array([t.sums for t in texts])
     tokens, total, same, log_ratio = sums.sum(0).tolist()
 
+    clusters = _by_document(sums, texts)
+
     def interval(column: int) -> stats.Interval | None:
-        return stats.stratified_ci([sums], lambda means: means[0][:, column] / means[0][:, 0], None)
+        return stats.stratified_ci([clusters], lambda means: means[0][:, column] / means[0][:, 0], None)
 
     def percentile(name: str) -> float | None:
         at, fewest = FOR_PERCENTILE[name]
@@ -128,6 +136,15 @@ def summarise_texts(texts: Sequence[TextFidelity]) -> FidelitySummary | None:
     )
 
 
+def _by_document(sums: NDArray[np.float64], texts: Sequence[TextFidelity]) -> NDArray[np.float64]:
+    """Return the sums [texts, ...] added up over windows of one document, which are alike and are drawn together."""
+    places: dict[object, int] = {}
+    rows = [places.setdefault(text.document or i, len(places)) for i, text in enumerate(texts)]
+    clusters = np.zeros((len(places), *sums.shape[1:]))
+    np.add.at(clusters, rows, sums)
+    return clusters
+
+
 def log_ratio_of_means(
     ours: Sequence[TextFidelity], theirs: Sequence[TextFidelity]
 ) -> tuple[float, stats.Interval | None]:
@@ -137,4 +154,5 @@ def log_ratio_of_means(
     def ratio(means: Sequence[NDArray[np.float64]]) -> NDArray[np.float64]:
         return np.log(means[0][:, 0]) - np.log(means[0][:, 1])
 
-    return float(ratio([sums.mean(0, keepdims=True)])[0]), stats.stratified_ci([sums], ratio, None)
+    clusters = _by_document(sums, ours)
+    return float(ratio([sums.mean(0, keepdims=True)])[0]), stats.stratified_ci([clusters], ratio, None)

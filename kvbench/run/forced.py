@@ -39,7 +39,10 @@ def score_text(
         else:
             forced, floor = diverge(host.model, full, caches, rest)
             records = [
-                {**(r.fidelity or {}), "reference": _record(f, floor, _first(example))}
+                {
+                    **(r.fidelity or {}),
+                    "reference": _record(f, floor, _first(example), str(example.meta.get("document", ""))),
+                }
                 for r, f in zip(part, forced, strict=True)
             ]
             compared = [replace(row, fidelity=record) for row, record in zip(part, records, strict=True)]
@@ -66,7 +69,7 @@ def compare(
         for kind, tokens in texts.items():
             forced, floor = diverge(host.model, full, caches, torch.tensor(tokens))
             for record, result in zip(records, forced, strict=True):
-                record[kind] = _record(result, floor, 0)
+                record[kind] = _record(result, floor)
         return [replace(row, fidelity=record) for row, record in zip(part, records, strict=True)]
 
     return in_parts(rows, compare_together) if rows else []
@@ -92,7 +95,7 @@ def _first(example: Example) -> int:
     return max(0, int(example.meta.get("scored_from", 0)) - int(example.meta["prefix"]))
 
 
-def _record(forced: Forced, floor: Divergence, first: int) -> TextFidelity:
+def _record(forced: Forced, floor: Divergence, first: int = 0, document: str = "") -> TextFidelity:
     divergence = forced.divergence
     assert divergence is not None
     return TextFidelity(
@@ -102,4 +105,5 @@ def _record(forced: Forced, floor: Divergence, first: int) -> TextFidelity:
         shift=float(divergence.shift[first:].square().sum()),
         loss=float(forced.losses[first + 1 :].double().sum()),
         floor=float(floor.kl[first:].mean()),
+        document=document,
     )

@@ -102,7 +102,7 @@ class Sample:
         """Return the sample as the JSON to store."""
         known = {name: getattr(self, name) for name in _field_names(Sample)}
         if self.fidelity is not None:
-            known["fidelity"] = {kind: asdict(text) for kind, text in self.fidelity.items()}
+            known["fidelity"] = {kind: text.record() for kind, text in self.fidelity.items()}
         if self.turns is not None:
             known["turns"] = [asdict(turn) for turn in self.turns]
         known["timing"] = {k: v for k, v in asdict(self.timing).items() if v is not None}

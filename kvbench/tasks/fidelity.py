@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import json
 import re
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import accumulate, islice
 from types import MappingProxyType
 from typing import Any
 
@@ -93,11 +94,15 @@ def _first_windows(
 def _llamacpp_windows(
     prefix: str, tokenizer: Any, documents: Sequence[tuple[str, str]], length: int, tokens: int
 ) -> Iterator[Example]:
-    """Yield all windows of ``length`` tokens of the joined documents; the first half of each is not counted."""
+    """Yield all windows of ``length`` tokens of the joined documents; the first half of each is not counted.
+
+    A window's document is the one that it begins in.
+    """
     ids = tokenizer.encode("".join(text for _, text in documents), add_special_tokens=False)
     if len(ids) < 2 * length:
         raise UsageError(f"{prefix}: {len(ids)} tokens, less than two windows of {length}: lower length=")
     middle = length // 2
+    ends = [*accumulate(len(tokenizer.encode(text, add_special_tokens=False)) for _, text in documents)]
     meta = {
         **{"window": length, "prefix": 1, "chunk": 1, "unit": "token"},
         **{"divisor": float(length - 1 - middle), "scored_from": middle},
@@ -106,7 +111,9 @@ def _llamacpp_windows(
         window = ids[i * length : (i + 1) * length]
         if tokenizer.bos_token_id is not None:
             window[0] = tokenizer.bos_token_id
-        yield Example(f"{prefix}-llamacpp-{length}-{i:06d}", "", (), length - 1, tokens=tuple(window), meta=meta)
+        document = documents[min(bisect_right(ends, i * length), len(documents) - 1)][0]
+        place = {**meta, "document": document}
+        yield Example(f"{prefix}-llamacpp-{length}-{i:06d}", "", (), length - 1, tokens=tuple(window), meta=place)
 
 
 def _tiny(files: Files) -> Documents:

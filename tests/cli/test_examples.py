@@ -34,6 +34,7 @@ ELSEWHERE = {
     r"^report": "measures the tiny suite; tests/html/test_page.py",
     r"^calibrate method=uncomp-group$": "a hundred windows; the shorter example runs here",
     r"^table leaderboard": "reads a chat template and real essays; tests/test_leaderboard.py",
+    r"^table ranking": "reads a chat template, real essays and LongBench; tests/test_ranking.py",
     r"^calibrate .*model=FOLDER": "reads a checkpoint's own text; tests/calibration/test_runs.py",
     r"^export kvpress dataset=ruler": "needs measured cells of RULER; tests/test_export.py",
     r"^plot (?!list|--from-csv)": "measures the model, or draws what runs did; tests/cli/test_plot.py, tests/figures",
