@@ -336,7 +336,7 @@ def test_through_the_cache_every_token_is_read_as_stored_and_selection_is_refuse
     assert main(["run", "fidelity=maybe"]) == 2 and "true, false, or through_cache" in capsys.readouterr().err
 
 
-def test_claims_are_toldin_nats_beside_points():
+def test_claims_are_told_in_nats_beside_points():
     def sample(**texts):
         return SimpleNamespace(fidelity={kind: text(kl) for kind, kl in texts.items()} or None)
 
@@ -348,10 +348,19 @@ def test_claims_are_toldin_nats_beside_points():
     near, far = SimpleNamespace(id="near"), SimpleNamespace(id="far")
     group = SimpleNamespace(examples=[SimpleNamespace(id=i) for i in "abc"])
     asked = claims.Asked(group, ((near, far),))
-    differences = claims._paired(store, [asked], in_nats=True)  # nearer is better; a prompt counts for one nat at most
-    assert differences.tolist() == [[pytest.approx(0.8)], [pytest.approx(-0.1)]]
-    verdict = {"verdict": "undecided", "side": "", "mean": 35.0, "ci": [-20.0, 90.0], "p_for": 0.4, "p_against": 1.0}
-    assert claim_runner.in_nats({"fidelity": verdict}) == "\nin nats: undecided\n+0.350 [−0.200, 0.900], p 0.4"
+    # of a loss in nats, one at most; of a gain each prompt counts alike, whatever its size
+    assert claims._paired(store, [asked], "no_worse").tolist() == [[pytest.approx(0.8)], [pytest.approx(-0.1)]]
+    assert claims._paired(store, [asked], "better").tolist() == [
+        [pytest.approx(2.8 / 3.2)],
+        [pytest.approx(-0.1 / 0.9)],
+    ]
+    stored["near"]["b"].fidelity["reference"] = stored["far"]["b"].fidelity["reference"] = text([0.0])
+    assert claims._paired(store, [asked], "better")[1] == 0  # both at the floor
+    nats = {"verdict": "undecided", "side": "", "mean": 35.0, "ci": [-20.0, 90.0], "p_for": 0.4, "p_against": 1.0}
+    told = claim_runner.in_nats({"test": "no_worse", "fidelity": nats})
+    assert told == "\nin nats: undecided\n+0.350 [−0.200, 0.900], margin 0.1, p 0.4"
+    told = claim_runner.in_nats({"test": "better", "fidelity": nats})
+    assert told == "\nin nats: undecided\n+35.0 % [−20.0, 90.0], p 0.4"
     assert claim_runner.in_nats({}) == ""
 
 

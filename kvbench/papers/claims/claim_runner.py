@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from textwrap import fill
 from typing import Any
@@ -30,9 +31,10 @@ MARKS = {"supported": "✓", "contradicted": "✗", "mixed": "±", "fragile": "~
 
 
 IN_NATS = (
-    "In nats: the same claim by the mean divergence from the full cache, on the full cache's own greedy answers; above "
-    "0 the claim's method is nearer to it. A prompt counts for at most 1 nat, a margin of one point is 0.01 nats, and "
-    "the correction is over these tests alone. The two verdicts answer different questions."
+    "In nats: the same claim by each prompt's divergence from the full cache, on the full cache's own greedy answer; "
+    "above 0 the claim's method is nearer to it. Gains are the difference over the sum of both, in per cent; "
+    f"losses are nats, at most 1 a prompt, with a margin of {claims.NATS:g} nats. The correction is over these tests "
+    "alone. The two verdicts answer different questions."
 )
 
 
@@ -58,6 +60,8 @@ def settle(prepared: Mapping[str, Sequence[OurTable]], model: str, in_nats: bool
     ``in_nats``: by divergences from the full cache in place of scores, under a correction of their own.
     """
     ledger = [c for paper in prepared for c in claims.load(paper)]
+    if in_nats:
+        ledger = [replace(c, margin=100 * claims.NATS) for c in ledger]
     tested = [c for c in ledger if c.test != "elsewhere"]
     evidence_by_id = {c.id: claims.evidence(c, prepared[c.paper], in_nats=in_nats) for c in tested}
     others: dict[str, Evidence] = {}
@@ -182,9 +186,13 @@ def in_nats(v: Mapping[str, Any]) -> str:
     side = f" ({nats['side']} in the mean)" if nats["side"] else ""
     if nats["mean"] is None:
         return f"\nin nats: {nats['verdict']}"
-    low, high = (x / 100 for x in nats["ci"])
-    numbers = f"{nats['mean'] / 100:+.3f} [{low:.3f}, {high:.3f}], p {min(nats['p_for'], nats['p_against']):.2g}"
-    return f"\nin nats: {nats['verdict']}{side}\n{numbers}".replace("-", "−")
+    low, high = nats["ci"]
+    if v["test"] == "better":
+        numbers = f"{nats['mean']:+.1f} % [{low:.1f}, {high:.1f}]"
+    else:
+        numbers = f"{nats['mean'] / 100:+.3f} [{low / 100:.3f}, {high / 100:.3f}], margin {claims.NATS:g}"
+    p = min(nats["p_for"], nats["p_against"])
+    return f"\nin nats: {nats['verdict']}{side}\n{numbers}, p {p:.2g}".replace("-", "−")
 
 
 def notes(content: Mapping[str, Any]) -> list[str]:

@@ -36,6 +36,8 @@ MIXED, FRAGILE = "mixed", "fragile"
 NOT_DECIDABLE, FLOOR, ELSEWHERE = "not decidable here", "at the floor", "not testable here"
 UNMEASURED = "not measured yet"
 VERDICTS = (SUPPORTED, CONTRADICTED, MIXED, FRAGILE, UNDECIDED, NOT_DECIDABLE, FLOOR, UNMEASURED, ELSEWHERE)
+NATS = 0.1
+"""Mean divergence in nats that a claim of losing nothing may add: its margin where it is told in nats."""
 SAME = 1e-9
 """Points by which two means are one."""
 AS_PRINTED = "windows=paper"
@@ -197,7 +199,7 @@ def evidence(
 ) -> Evidence:
     """Collect the paired differences of all examples that all sides of a claim have in ``tables``.
 
-    ``in_nats``: of divergences from the full cache in place of scores; there no full cache is at a floor.
+    ``in_nats``: of divergences from the full cache in place of scores (``nearer``); no full cache is at a floor.
     """
     ours = next(t for t in tables if {c.dataset for c in t.declared.scores} == set(claim.columns))
     lines = {line.row.name: line for line in ours.lines}
@@ -228,7 +230,7 @@ def evidence(
         return Evidence(reason=refused)
     floors = [name for name, ways in by_task.values() if not in_nats and all(a.floored(store) for a in ways)]
     decidable = {name: ways for name, ways in by_task.values() if name not in floors}
-    differences = {name: _paired(store, ways, in_nats) for name, ways in decidable.items()}
+    differences = {name: _paired(store, ways, claim.test if in_nats else "") for name, ways in decidable.items()}
     waiting = [name for name, d in differences.items() if not len(d)]
     reasons = [f"{name}: the full cache is at the floor" for name in floors]
     reasons += [f"{name}: not measured yet" for name in waiting]
@@ -257,26 +259,38 @@ class Asked:
 
 
 def divergences(store: ResultStore, group: Group, cell: Cell) -> dict[str, float]:
-    """Return by example the mean divergence in nats, at most 1, on the full cache's greedy answer if there is one."""
+    """Return by example the mean divergence in nats, its floor at least, on the full cache's own answer if compared."""
     samples = {i: s.fidelity for i, s in store.samples(cell.id).items() if s.fidelity}
     texts = {i: texts.get("greedy") or texts["reference"] for i, texts in samples.items()}
-    return {e.id: min(1.0, float(np.mean(texts[e.id].kl))) for e in group.examples if e.id in texts}
+    return {e.id: max(float(np.mean(texts[e.id].kl)), texts[e.id].floor) for e in group.examples if e.id in texts}
 
 
-def _paired(store: ResultStore, asked: Sequence[Asked], in_nats: bool = False) -> Differences:
+def nearer(test: str, x: float, y: float) -> float:
+    """Return how much nearer to the full cache a divergence ``x`` is than ``y``, from -1 to 1.
+
+    A claim of a gain: ``(y - x) / (y + x)``, as prompts differ by orders of magnitude and are to count alike. A claim
+    of losing nothing: ``y - x`` in nats, each one nat at most.
+    """
+    return (y - x) / (y + x) if test == "better" else min(1.0, y) - min(1.0, x)
+
+
+def _paired(store: ResultStore, asked: Sequence[Asked], in_nats: str = "") -> Differences:
     """Return differences [examples, pairs] over the examples that all cells of a way have, the mean over ways.
 
-    Less is better of log losses and divergences. No difference counts for more than 1, a nat.
+    Less is better of log losses. No difference counts for more than 1, a nat. ``in_nats``: the test of divergences.
     """
     ways: dict[str, list[list[float]]] = {}
     read = divergences if in_nats else scores
     for a in asked:
-        sign = -1.0 if in_nats or metric(a.group.task.metric).shown is not None else 1.0
+        sign = -1.0 if not in_nats and metric(a.group.task.metric).shown is not None else 1.0
+
+        def difference(x: float, y: float, sign: float = sign) -> float:
+            return nearer(in_nats, x, y) if in_nats else min(1.0, max(-1.0, sign * (x - y)))
+
         by_pair = [[read(store, a.group, cell) for cell in pair] for pair in a.pairs]
         for e in a.group.examples:
             if all(e.id in s for pair in by_pair for s in pair):
-                differences = [min(1.0, max(-1.0, sign * (x[e.id] - y[e.id]))) for x, y in by_pair]
-                ways.setdefault(e.id, []).append(differences)
+                ways.setdefault(e.id, []).append([difference(x[e.id], y[e.id]) for x, y in by_pair])
     return stats.by_example(ways, len(asked[0].pairs))
 
 
