@@ -1,5 +1,7 @@
 """Rows that enter and leave a running batch answer as each alone, whatever fails beside them."""
 
+import weakref
+from copy import deepcopy
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -8,6 +10,8 @@ import torch
 from families import FAMILIES, LOCALS, WHOLE, build, heads_of, prompt
 from law_matrix import CHAINS, SMALL, configured, prefill, supported
 
+from kvbench.audit.accounting import bytes_after_decoding
+from kvbench.audit.decode_audit import check_peak
 from kvbench.audit.prompt_audit import audit
 from kvbench.engine import batch
 from kvbench.engine.decode import Ending, generate_rows
@@ -91,6 +95,56 @@ def test_the_limit_of_bytes_holds_and_one_row_always_runs():
         assert {row: answer.tokens for row, answer in collected.items()} == {row: alone(model, row) for row in rows}
 
 
+@pytest.mark.parametrize("chain", CHAINS)
+def test_a_caches_shapes_pass_the_checks_of_its_answer(chain):
+    """What is checked once an answer has ended reads no number of a cache, which has been given up by then."""
+    model, rows = rows_of("llama", [chain], prompts=((70, 1),))
+    (row,) = rows
+    shapes = row.cache.shapes()
+    assert shapes.nbytes() <= row.cache.nbytes() and shapes.seen == row.cache.seen
+    assert [layer.tokens for layer in shapes.layers] == [layer.tokens for layer in row.cache.layers]
+    for new in (0, 1, 30):
+        for i, (whole, left) in enumerate(zip(row.cache.layers, shapes.layers, strict=True)):
+            limits = [
+                bytes_after_decoding(row.cache.chain, layer, i, new, *heads_of(model), model.dtype.itemsize)
+                for layer in (whole, left)
+            ]
+            assert limits[0] == limits[1]
+        held = [0] * len(shapes.layers)
+        assert check_peak(shapes, held, new) == check_peak(row.cache, held, new)
+
+
+@pytest.mark.parametrize("error", [None, OUT_OF_MEMORY[0], ValueError("one of them breaks it")], ids=str)
+def test_caches_are_given_up_to_the_batch_and_made_again_where_it_fails(error, monkeypatch, capsys):
+    model, rows = some_rows()
+    want, original, remade, alive = [alone(model, row) for row in rows], batch.step, [], []
+    caches = {(r.cell.id, r.example.id): deepcopy(r.cache) for r in rows}
+    # those of think are alone in their format, of 70 and of 47 tokens: the batch attends the cache itself
+    watched = [weakref.ref(s.segments[0].v) for r in rows if r.cell.id != "think" for s in r.cache.layers]
+
+    def remake(gone):
+        remade.extend((r.cell.id, r.example.id) for r in gone)
+        return [(r, replace(r, cache=deepcopy(caches[r.cell.id, r.example.id]), given_up=False)) for r in gone]
+
+    def step(m, layers, tokens, positions):
+        alive.append((len(tokens), sum(w() is not None for w in watched)))
+        if error is not None and len(tokens) > 4 and len(alive) == 3:
+            raise error
+        return original(m, layers, tokens, positions)
+
+    monkeypatch.setattr(batch, "step", step)
+    queue = DecodeQueue(model, 24, ROOMY, remake)
+    order = [(r.cell.id, r.example.id) for r in rows]
+    for row in rows:
+        queue.add(row)
+    del row, rows
+    answers, _ = drained(queue)
+    answers = {(r.cell.id, r.example.id): a.tokens for r, a in answers.items()}
+    assert [answers[key] for key in order] == want
+    assert alive[0][1] == 0, "a cache is kept beside the batch that holds it"
+    assert bool(remade) == (error is not None) and len(remade) == len(set(remade))
+
+
 @pytest.mark.parametrize("error", OUT_OF_MEMORY, ids=["gpu", "cpu"])
 def test_out_of_memory_halves_the_batch_and_every_row_answers_once(error, monkeypatch, capsys):
     model, rows = some_rows()
@@ -141,9 +195,10 @@ def test_only_the_row_that_breaks_its_batch_has_failed(monkeypatch):
     bad = next(r for r in rows if r.cell.id == "think" and r.ending.limit > 2)
 
     def build_batch(m, caches, *a):
-        if any(c is bad.cache for c in caches):
+        entering = list(caches)
+        if any(c is bad.cache for c in entering):
             raise ValueError("this method cannot decode")
-        return original(m, caches, *a)
+        return original(m, entering, *a)
 
     monkeypatch.setattr(batch, "build", build_batch)
     queue = DecodeQueue(model, 12, ROOMY)
@@ -178,7 +233,7 @@ def test_rows_of_both_rotations_of_a_model_are_never_decoded_together(monkeypatc
     want, queue, kinds = [alone(model, r) for r in rows], DecodeQueue(model, 24, ROOMY), []
     original = batch.DecodeBatch._step
     monkeypatch.setattr(
-        batch.DecodeBatch, "_step", lambda b: kinds.append({r.cache.long for r in b.rows}) or original(b)
+        batch.DecodeBatch, "_step", lambda b: kinds.append({r.key.cache.long for r in b.rows}) or original(b)
     )
     for row in rows:
         queue.add(row)

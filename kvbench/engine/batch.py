@@ -19,9 +19,10 @@ from transformers import PreTrainedModel
 from kvbench.audit.decode_audit import Stored
 from kvbench.engine.decode_layer import RowLayer, allocated, compressed
 from kvbench.engine.patches import adapted
-from kvbench.engine.step import build, step
+from kvbench.engine.step import build, given_up, step
 from kvbench.engine.stopping import Ending, sample, without
 from kvbench.errors import UsageError
+from kvbench.methods.chain import Chain
 from kvbench.methods.foreign import contained
 from kvbench.methods.prompt_cache import Cache
 from kvbench.models.interface import attached
@@ -51,8 +52,9 @@ class AnsweringRow(Generic[Key]):
     """A row that is being answered."""
 
     key: Key
-    cache: Cache
+    chain: Chain
     ending: Ending
+    cache: Cache | None = None  # until the batch holds it
     tokens: list[int] = field(default_factory=list)
     draw: torch.Generator | None = None
     tally: list[Tensor] = field(default_factory=list)
@@ -69,6 +71,12 @@ class AnsweringRow(Generic[Key]):
     def over(self) -> bool:
         return not self.finite or self.ending.over(self.tokens)
 
+    def give_up(self) -> Cache:
+        """Return the cache, which is not kept here from now on."""
+        cache, self.cache = self.cache, None
+        assert cache is not None
+        return cache
+
     def answer(self) -> Answer:
         assert self.held is not None
         attended = float(torch.stack(self.tally).mean()) if self.tally else None
@@ -84,8 +92,9 @@ class DecodeBatch(Generic[Key]):
     """Rows of chains that change the model alike, by the caller's keys. Its length is the number of unfinished rows.
 
     Rows that entered together are stored together. A row that has ended is fed on until ENDED_SHARE of the rows that
-    entered with it have ended; then these leave at once. After any exception of ``advance`` the batch is unusable, and
-    its rows must begin again from their caches in another batch.
+    entered with it have ended; then these leave at once. A cache is let go once the batch holds it: those that nobody
+    else holds are freed layer by layer. After any exception of ``advance`` the batch is unusable, and its rows must
+    begin again from their caches in another batch.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -103,7 +112,7 @@ class DecodeBatch(Generic[Key]):
     @property
     def adapts(self) -> bool:
         """True if the model is changed for these rows. It stays so until all have ended, and no row can enter."""
-        return any(r.cache.chain.adaptation for r in (*self.entering, *self.rows))
+        return any(r.chain.adaptation for r in (*self.entering, *self.rows))
 
     @property
     def open(self) -> bool:
@@ -116,13 +125,13 @@ class DecodeBatch(Generic[Key]):
             raise UsageError("no rows can enter this batch now")
         for key, cache, ending in rows:
             draw = torch.Generator().manual_seed(ending.seed) if ending.temperature else None
-            self.entering.append(AnsweringRow(key, cache, ending, draw=draw))
+            self.entering.append(AnsweringRow(key, cache.chain, ending, cache, draw=draw))
 
     def advance(self) -> list[tuple[Key, Answer]]:
         """Step until a row ends, or until all do if the model is adapted to them; return (key, answer) of each."""
         ended: list[AnsweringRow[Key]] = []
         until_all_end = self.adapts
-        chain = next((r.cache.chain for r in (*self.entering, *self.rows)), None)
+        chain = next((r.chain for r in (*self.entering, *self.rows)), None)
         if chain is None:
             return []
         walls = contained(chain.name, chain.foreign)  # such rows run alone, see Chain.batch_key
@@ -144,22 +153,25 @@ class DecodeBatch(Generic[Key]):
 
     def _begin(self, rows: list[AnsweringRow[Key]]) -> list[AnsweringRow[Key]]:
         """Choose the first token of each entering row; return the rows whose answer ends with it and never decode."""
-        tokens = _choose(torch.stack([r.cache.logits for r in rows]), rows)
-        for row in rows:
+        caches = [r.give_up() for r in rows]
+        tokens = _choose(torch.stack([c.logits for c in caches]), rows)
+        for i, row in enumerate(rows):
             row.entry = self.entries
             if row.over:
-                row.held = [layer.tokens for layer in row.cache.layers]
+                row.held = [layer.tokens for layer in caches[i].layers]
         self.entries += 1
         going = [i for i, r in enumerate(rows) if not r.over]
+        caches = [caches[i] for i in going]
         if going:
             entering = [rows[i] for i in going]
-            layers = build(self.model, [r.cache for r in entering], max(r.ending.limit for r in entering) - 1)
+            seen = [c.seen for c in caches]
+            layers = build(self.model, given_up(caches), max(r.ending.limit for r in entering) - 1)
             for layer, entering_layer in zip(self.layers, layers if self.rows else (), strict=True):
                 layer.join(entering_layer)
             self.layers = self.layers or layers
             # the last token of an answer is never fed: of ``limit`` tokens, the one before it is the last that is
-            ends = [r.cache.seen + max(r.ending.limit - 2, 0) for r in entering]
-            columns = torch.tensor([going, [r.cache.seen for r in entering], ends], device=tokens.device)
+            ends = [n + max(r.ending.limit - 2, 0) for n, r in zip(seen, entering, strict=True)]
+            columns = torch.tensor([going, seen, ends], device=tokens.device)
             columns[0] = tokens[columns[0]]  # from indices to the tokens there
             self.next = torch.cat([self.next.to(tokens.device), columns], dim=1)
             self.rows = [*self.rows, *entering]
@@ -173,7 +185,7 @@ class DecodeBatch(Generic[Key]):
         mean_attended = by_layer(attended, logits.device).nanmean(dim=0) if attended else None
         for i, row in enumerate(self.rows):
             row.fed += 1
-            if mean_attended is not None and row.cache.chain.masks and not row.over:
+            if mean_attended is not None and row.chain.masks and not row.over:
                 row.tally.append(mean_attended[i])
         # a row that has ended never goes past its own last position
         self.next = torch.stack([_choose(logits, self.rows), torch.minimum(positions + 1, ends), ends])

@@ -25,6 +25,7 @@ class RowLayer(KvbenchLayer):
     next: [B], the position of each row's next token.
     used: how many tokens have come since the layer was built.
     local: whether the layer holds a window that methods leave alone.
+    sources: of each row the head [Hq] whose output each query head takes; None if all take their own.
     """
 
     def __init__(self, rows: Sequence[StoredRow], room: Room) -> None:
@@ -33,6 +34,8 @@ class RowLayer(KvbenchLayer):
         self.next = torch.tensor([row.cache.seen for row in rows], device=rows[0].cache.segments[0].k.device)
         self.seen, self.used = max(row.cache.seen for row in rows), 0
         self.lift, self.local = rows[0].lift, rows[0].cache.window is not None
+        sources = [row.cache.copy_from for row in rows]
+        self.sources = [None if s is None else s.long() for s in sources]
         self.attended: Tensor | None = None
 
     def add(self, k: Tensor, v: Tensor) -> None:
@@ -55,10 +58,14 @@ class RowLayer(KvbenchLayer):
         self.formats = [(entries.behind(0), stored) for entries, stored in self.formats]
         self.formats += [(entries.behind(offset), stored) for entries, stored in other.formats]
         self.next, self.seen = torch.cat([self.next, other.next]), max(self.seen, other.seen)
+        self.sources += other.sources
 
     def attend(self, query: Tensor, scale: float, window: int | None) -> Tensor:
         parts = [(entries, partial(rows.attend, scale=scale, window=window)) for entries, rows in self.formats]
         out = attend_groups(query, parts)
+        for b, source in enumerate(self.sources):
+            if source is not None:
+                out[b] = out[b, source]
         self.attended = mean_by_row([(entries, rows.attended) for entries, rows in self.formats], len(query))
         return out
 
@@ -82,6 +89,7 @@ class RowLayer(KvbenchLayer):
         rows = rows.to(self.next.device)
         self.next = self.next[rows]
         places = {row: place for place, row in enumerate(rows.tolist())}
+        self.sources = [self.sources[row] for row in places]
         formats, self.formats = self.formats, []
         for entries, stored in formats:
             index, staying = entries.keep(places)
@@ -101,7 +109,9 @@ class RowLayer(KvbenchLayer):
                 head = int(entries.heads[u])
                 (heads[head],) = stored.segments(u, head_of(cache, head, entries.stored))
         (old,) = cache.segments
-        return replace(cache, segments=(joined(old, [heads[h] for h in range(len(heads))]),), seen=seen)
+        # a head that is not stored has no entry, and nothing
+        parts = [heads[h] if h in heads else old.head(h) for h in range(old.heads)]
+        return replace(cache, segments=(joined(old, parts),), seen=seen)
 
 
 def compressed(layers: Sequence[RowLayer]) -> list[RowLayer]:

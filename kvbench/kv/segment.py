@@ -91,6 +91,13 @@ class Segment:
         counts = (None, None) if self.lengths is None else (self.lengths.clone(), self.lengths.clone())
         return replace(self, k=no_k, v=no_v, codes=Codes(k, v, *counts))
 
+    def shapes(self) -> Segment:
+        """Return the segment without its numbers: its tensors have shapes and no storage, but for counts by head."""
+        codes = self.codes and replace(self.codes, k=self.codes.k.map(_shape), v=self.codes.v.map(_shape))
+        latents = self.latents and (_shape(self.latents[0]), _shape(self.latents[1]))
+        k, v, positions = _shape(self.k), _shape(self.v), _shape(self.positions)
+        return replace(self, k=k, v=v, positions=positions, state={}, codes=codes, latents=latents)
+
     def payload(self) -> Iterator[Tensor]:
         """Yield the tensors that hold keys and values as stored."""
         yield self.k
@@ -169,6 +176,11 @@ class LayerCache:
         parts = [per_head(s.positions, heads) for s in self.segments]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
+    def shapes(self) -> LayerCache:
+        """Return the layer without its numbers, which says what it holds and cannot be attended."""
+        observed = self.observed and replace(self.observed, last_q=None)
+        return replace(self, segments=tuple(s.shapes() for s in self.segments), observed=observed)
+
     def nbytes(self) -> int:
         """Return the bytes of the storages that this layer keeps alive, payload and overhead."""
         return storage_bytes(self.tensors())
@@ -186,6 +198,11 @@ class LayerCache:
             yield self.observed.last_q
 
 
+def _shape(t: Tensor) -> Tensor:
+    """Return a tensor of the same shape and dtype without storage."""
+    return torch.empty_like(t, device="meta")
+
+
 def per_head(t: Tensor, heads: int) -> Tensor:
     """Repeat each row of t [H', ...] for the heads that share it -> [heads, ...]; H' must divide ``heads``."""
     return t if t.shape[0] == heads else t.repeat_interleave(heads // t.shape[0], dim=0)
@@ -196,5 +213,5 @@ def storage_bytes(tensors: Iterable[Tensor]) -> int:
     storages = {}
     for t in tensors:
         storage = t.untyped_storage()
-        storages[storage.data_ptr() if storage.nbytes() else id(storage)] = storage.nbytes()
+        storages[storage.data_ptr() or storage._cdata] = storage.nbytes()  # those without memory have no address
     return sum(storages.values())

@@ -71,6 +71,11 @@ class Cache:
         """The key of the decode batch: the chain's, and the rotation, which all rows of a step have in common."""
         return self.chain.batch_key, self.long
 
+    def shapes(self) -> Cache:
+        """Return the cache without its numbers, for what is to be checked once its storage is given up."""
+        layers, local = (tuple(layer.shapes() for layer in some) for some in (self.layers, self.local))
+        return replace(self, layers=layers, local=local, logits=self.logits[:0].clone())
+
     def nbytes(self) -> int:
         """Return the bytes of the storages held for keys, values and their overhead, each storage once."""
         return storage_bytes(t for layer in (*self.layers, *self.local) for t in layer.tensors())

@@ -6,16 +6,20 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from statistics import fmean
 
+import torch
+
 from kvbench.engine.batch import Answer
 from kvbench.engine.decode import extend_cache, extend_caches
+from kvbench.engine.prefill import prefill_chains
 from kvbench.example import Example
 from kvbench.methods.prompt_cache import Cache
 from kvbench.metrics import score
 from kvbench.run.host import Host
 from kvbench.run.plan import Cell
-from kvbench.run.queue import QueuedRow
+from kvbench.run.queue import QueuedRow, in_parts
 from kvbench.run.results import Sample, Timing
 from kvbench.run.turns import TurnAnswer
+from kvbench.tasks.prompt import Encoded
 from kvbench.tasks.turns import EncodedTurns
 
 
@@ -115,6 +119,25 @@ def extended(rows: Sequence[QueuedRow], host: Host, ids: Sequence[int]) -> list[
     """Return rows of one prompt whose caches have also read ``ids``, the withheld question."""
     caches = extend_caches(host.model, [row.cache for row in rows], ids)
     return [replace(row, cache=cache) for row, cache in zip(rows, caches, strict=True)]
+
+
+def remade(host: Host, rows: Sequence[QueuedRow]) -> list[tuple[QueuedRow, QueuedRow | Exception]]:
+    """Return each row with its cache, which was given up, made anew from its prompt, or with the exception."""
+    by_prompt: dict[str, list[QueuedRow]] = {}
+    for row in rows:
+        by_prompt.setdefault(row.example.id, []).append(row)
+    outcomes: list[tuple[QueuedRow, QueuedRow | Exception]] = []
+    for alike in by_prompt.values():
+        encoded = host.encode(alike[0].example, alike[0].cell.task)
+
+        def read(part: Sequence[QueuedRow], encoded: Encoded = encoded) -> list[QueuedRow]:
+            chains = [r.cell.chain for r in part]
+            caches = prefill_chains(host.model, torch.tensor(encoded.ids), chains, host.plain, host.tokenizer)
+            again = [replace(r, cache=cache, given_up=False) for r, cache in zip(part, caches, strict=True)]
+            return extended(again, host, encoded.question) if encoded.question else again
+
+        outcomes += in_parts(alike, read)
+    return outcomes
 
 
 def sample_of(row: QueuedRow, answer: Answer, text: str, value: float | None, decode_peak: int) -> Sample:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from transformers import PreTrainedModel
@@ -32,6 +32,7 @@ class QueuedRow:
     cut: the tokens cut out of the prompt.
     fidelity: the cache beside the full one by kind of text, once they were compared.
     turn: which of a context's questions it answers; None for a prompt with one.
+    given_up: whether a batch took the cache over, of which only shapes are left.
     """
 
     cell: Cell
@@ -42,6 +43,7 @@ class QueuedRow:
     ending: Ending
     fidelity: Mapping[str, TextFidelity] | None = None
     turn: int | None = None
+    given_up: bool = False
 
     @property
     def asked(self) -> Example:
@@ -50,12 +52,17 @@ class QueuedRow:
 
     @property
     def cost(self) -> int:
-        """Return the bytes that decoding takes: the cache, its copy in the batch, and the new tokens held exact."""
-        cache_bytes = self.measured.payload + self.measured.overhead
-        return 2 * cache_bytes + self.measured.full_bytes * self.ending.limit // max(1, self.measured.n)
+        """Return the bytes that decoding takes: the cache, a copy where others keep it, and the new tokens."""
+        cache_bytes = (1 if self.turn is None else 2) * (self.measured.payload + self.measured.overhead)
+        return cache_bytes + self.measured.full_bytes * self.ending.limit // max(1, self.measured.n)
+
+    def giving_up(self) -> QueuedRow:
+        """Return the row without its cache's numbers. A question's row keeps them: others follow or branch from it."""
+        return self if self.turn is not None else replace(self, cache=self.cache.shapes(), given_up=True)
 
 
 Outcome = tuple[QueuedRow, Answer | Exception]
+Remake = Callable[[Sequence[QueuedRow]], Sequence[tuple[QueuedRow, QueuedRow | Exception]]]
 
 
 class DecodeQueue:
@@ -63,10 +70,13 @@ class DecodeQueue:
 
     The order and ``most_rows`` decide what runs beside what. Out of memory halves ``most_rows``; rows that were running
     begin again from their caches, so that none is lost or answered twice.
+
+    remake: reads prompts again, so that a cache that a batch holds need not be kept beside it: it returns each row with
+    its cache, or the exception. Without it caches are kept.
     """
 
-    def __init__(self, model: PreTrainedModel, most_rows: int, most_bytes: int) -> None:
-        self.model, self.most_rows, self.most_bytes = model, most_rows, most_bytes
+    def __init__(self, model: PreTrainedModel, most_rows: int, most_bytes: int, remake: Remake | None = None) -> None:
+        self.model, self.most_rows, self.most_bytes, self.remake = model, most_rows, most_bytes, remake
         self.waiting: list[QueuedRow] = []
         self.running: list[QueuedRow] = []
         self.apart: list[QueuedRow] = []  # rows of a failed batch, run one by one to show which fails
@@ -101,12 +111,12 @@ class DecodeQueue:
         if self.apart:
             row = self.apart.pop(0)
             batch: DecodeBatch[QueuedRow] = DecodeBatch(self.model)
-            batch.enter([(row, row.cache, row.ending)])
             try:
-                return list(batch.advance())
+                return self._enter(batch, [row])[1] or list(batch.advance())
             except Exception as error:
                 return [(row, error)]
-        self._admit()
+        if lost := self._admit():
+            return lost
         failure: Exception | None = None
         try:
             answers = self._batch.advance()
@@ -129,13 +139,16 @@ class DecodeQueue:
             self.apart = rows
         return []
 
-    def _admit(self) -> None:
-        """Move waiting rows into the batch while it has room: rows for which the model is adapted in the same way."""
+    def _admit(self) -> list[Outcome]:
+        """Move waiting rows into the batch while it has room: rows for which the model is adapted in the same way.
+
+        Return (row, exception) of those whose caches could not be made again.
+        """
         cost = sum(r.cost for r in self.running)
         if not self.waiting or not self._batch.open:
-            return
+            return []
         if len(self.running) > ENTER_SHARE * self.most_rows or cost > ENTER_SHARE * self.most_bytes:
-            return
+            return []
         kind = (self.running or self.waiting)[0].cache.batch_key
         entering: list[QueuedRow] = []
         for row in [r for r in self.waiting if r.cache.batch_key == kind]:
@@ -144,10 +157,25 @@ class DecodeQueue:
             if count and (count >= self.most_rows or cost > self.most_bytes):
                 break
             entering.append(row)
-        if entering:
-            self._batch.enter([(r, r.cache, r.ending) for r in entering])
-            self.running += entering
-            self.waiting = [r for r in self.waiting if r not in entering]
+        self.waiting = [r for r in self.waiting if r not in entering]
+        entered, lost = self._enter(self._batch, entering)
+        self.running += entered
+        return lost
+
+    def _enter(self, batch: DecodeBatch[QueuedRow], rows: Sequence[QueuedRow]) -> tuple[list[QueuedRow], list[Outcome]]:
+        """Enter rows into a batch, which takes their caches over. Return them, and those whose caches are lost."""
+        lost: list[Outcome] = []
+        remade = {}
+        if self.remake is not None and (gone := [r for r in rows if r.given_up]):
+            for row, outcome in self.remake(gone):
+                if isinstance(outcome, Exception):
+                    lost.append((row, outcome))
+                else:
+                    remade[row] = outcome
+        whole = [remade.get(r, r) for r in rows if r in remade or not r.given_up]
+        entered = whole if self.remake is None else [r.giving_up() for r in whole]
+        batch.enter([(key, r.cache, r.ending) for key, r in zip(entered, whole, strict=True)])
+        return entered, lost
 
 
 def in_parts(

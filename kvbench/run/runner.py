@@ -26,7 +26,7 @@ from kvbench.methods.prompt_cache import Cache
 from kvbench.metrics import score
 from kvbench.models.interface import attached
 from kvbench.run import forced
-from kvbench.run.asking import Asking, ask, extended, sample_of
+from kvbench.run.asking import Asking, ask, extended, remade, sample_of
 from kvbench.run.host import Host
 from kvbench.run.listener import Listeners
 from kvbench.run.plan import Cell, Group, pending, with_full
@@ -59,7 +59,7 @@ class GroupRun:
 
     def __post_init__(self) -> None:
         self.model_before = state_of(self.host.model) if self.foreign else None
-        self.queue = DecodeQueue(self.host.model, self.host.most_rows, self.host.memory)
+        self.queue = DecodeQueue(self.host.model, self.host.most_rows, self.host.memory, partial(remade, self.host))
         self.asking: dict[tuple[str, str], Asking] = {}  # by the ids of cell and example
         self.context: tuple[Sequence[int], dict[Any, Cache]] = ((), {})  # the last one's ids and caches
 

@@ -27,14 +27,18 @@ class Entry:
     head: int | None = None
     stored: int = 0
 
-    def by_head(self) -> list[Entry]:
-        """Return the entry itself, or one entry per head if its heads hold different numbers of tokens."""
-        segments = self.row.cache.segments
-        if all(s.lengths is None for s in segments):
+    def by_head(self, sizes: Sequence[int] | None = None) -> list[Entry]:
+        """Return the entry itself, or one entry per head if its heads hold different numbers of tokens.
+
+        sizes: how many tokens each head goes on holding, where that differs; one with 0 has no entry.
+        """
+        segments, row = self.row.cache.segments, self.row
+        if sizes is None and all(s.lengths is None for s in segments):
             return [self]
         stored = max(s.heads for s in segments)
-        heads = (head_of(self.row.cache, h, stored) for h in range(stored))
-        return [Entry(self.index, replace(self.row, cache=c), h, stored) for h, c in enumerate(heads)]
+        by_head: Sequence[int | None] = sizes or [None] * stored
+        rows = [replace(row, cache=head_of(row.cache, h, stored), size=size) for h, size in enumerate(by_head)]
+        return [Entry(self.index, head, h, stored) for h, head in enumerate(rows) if head.size != 0]
 
 
 @dataclass(frozen=True)
@@ -99,23 +103,26 @@ def grouped(
 ) -> Iterator[list[Entry]]:
     """Yield groups of entries whose rows have the same ``key`` and number of stored heads, in the order of the batch.
 
-    Unless ``any_length``, groups are split so that no entry is longer than PADDING_LIMIT times the shortest.
+    Groups are split so that no entry is longer than PADDING_LIMIT times the shortest, by what single heads go on
+    holding where that differs. ``any_length``: not by what entries hold now.
     """
     by_key: dict[Hashable, list[Entry]] = {}
     for entry in entries:
         by_key.setdefault((key(entry.row), entry.stored), []).append(entry)
     for alike in by_key.values():
-        alike.sort(key=lambda e: sum(s.tokens for s in e.row.cache.segments))
+        alike.sort(key=lambda e: e.row.size or sum(s.tokens for s in e.row.cache.segments))
         groups: list[list[Entry]] = [[]]
         for entry in alike:
-            if groups[-1] and not any_length and _longer(entry, groups[-1][0]):
+            if groups[-1] and (entry.row.size or not any_length) and _longer(entry, groups[-1][0]):
                 groups.append([])
             groups[-1].append(entry)
         yield from (sorted(group, key=lambda e: (e.index, e.head or 0)) for group in groups)
 
 
 def _longer(entry: Entry, shortest: Entry) -> bool:
-    """Return True if a segment is more than PADDING_LIMIT times as long as that of the shortest entry."""
+    """Return True if a segment is more than PADDING_LIMIT times as long as that of the shortest entry, or will be."""
+    if entry.row.size and shortest.row.size:
+        return entry.row.size > PADDING_LIMIT * shortest.row.size
     pairs = zip(entry.row.cache.segments, shortest.row.cache.segments, strict=True)
     return any(s.lengths is None and s.tokens > PADDING_LIMIT * max(short.tokens, 1) for s, short in pairs)
 
@@ -159,7 +166,8 @@ def joined(old: Segment, heads: Sequence[Segment]) -> Segment:
     """Return the ragged segment ``old`` with its heads replaced by ``heads``, which may have grown."""
     k, v, positions = (torch.cat([getattr(s, name) for s in heads], dim=1) for name in ("k", "v", "positions"))
     lengths = torch.tensor([s.tokens for s in heads], dtype=torch.int32, device=positions.device)
-    ragged = replace(old, k=k, v=v, positions=positions, lengths=lengths)
+    state = {name: torch.cat([s.state[name] for s in heads], dim=1) for name in heads[0].state}
+    ragged = replace(old, k=k, v=v, positions=positions, lengths=lengths, state=state)
     codes = [s.codes for s in heads if s.codes is not None]
     if not codes:
         return ragged

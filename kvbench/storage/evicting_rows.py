@@ -40,7 +40,9 @@ class EvictingRows(Format):
         b, h = len(caches), first.heads
         device = first.positions.device
         self.evictor, self.rotary = evictor, rows[0].rotary if evictor.rolled else None
-        if evictor.every:
+        if rows[0].size is not None:
+            budgets = [[min(row.size or 0, row.cache.seen + room.tokens)] for row in rows]
+        elif evictor.every:
             budgets = [evictor.tokens_after(row.cache, row.layer, room.tokens)[1] for row in rows]
         else:
             shares = [evictor.head_budgets(row.cache, row.layer) for row in rows]
@@ -50,7 +52,6 @@ class EvictingRows(Format):
         self.most = torch.tensor([c.tokens for c in caches], device=device)
         # a prompt that was kept whole may be more than a head holds from now on
         size = max(int(self.budget.max()), *(c.tokens for c in caches))
-        self.stand_ins = _stand_ins(caches, device)
         self.n = torch.tensor([c.prompt_tokens for c in caches], device=device)[:, None, None]
         counts = [evictor.token_counts(c.prompt_tokens) for c in caches]
         self.counts = {
@@ -79,6 +80,14 @@ class EvictingRows(Format):
     @classmethod
     def key(cls, row: StoredRow) -> Hashable:
         return (row.evictor, *(format_of(s) for s in row.cache.segments))
+
+    @classmethod
+    def head_sizes(cls, row: StoredRow) -> Sequence[int] | None:
+        # what is thin has segments of two kinds, which are not joined again head by head
+        if row.evictor is None or row.evictor.every or any(s.key_channels is not None for s in row.cache.segments):
+            return None
+        budgets = row.evictor.head_budgets(row.cache, row.layer)
+        return budgets if len(set(budgets)) > 1 else None
 
     def _whole_tokens(self, segments: Sequence[Sequence[Segment]], room: int) -> int:
         """Return the most tokens with all channels that a head holds until ``room`` more tokens have come."""
@@ -109,8 +118,7 @@ class EvictingRows(Format):
         """Make room for new tokens, then write them into free slots."""
         b, h, _ = self.valid.shape
         t = k.shape[2]
-        stored = self.budget > 0
-        least = int(self.budget[stored].min())
+        least = int(self.budget.min())
         if t > least:
             raise UsageError(f"{t} tokens at once do not fit into a budget of {least}: lower chunk=")
         self.newest = positions
@@ -118,14 +126,15 @@ class EvictingRows(Format):
             for u in self.recent.due(t, self.evictor.every):
                 self.valid[u] = self._chosen(u, self.recent)
         else:
-            # the best ``budget - t`` stay; a head that is not stored keeps none
+            # the best ``budget - t`` stay
             scores = self.evictor.keep_scores(self.view(positions[:, -1])).expand_as(self.valid)
-            self.valid &= ranks(scores, self.positions, self.valid) < (self.budget - t).clamp(min=0)
-        free = (~self.valid).int().sort(dim=-1, descending=True, stable=True).indices[..., :t]
+            self.valid &= ranks(scores, self.positions, self.valid) < self.budget - t
+        # alone in its storage: the store keeps it until the next step
+        free = (~self.valid).int().sort(dim=-1, descending=True, stable=True).indices[..., :t].clone()
         new_k, new_v = (x.repeat_interleave(h // x.shape[1], dim=1) for x in (k, v))
         self.store.add(free, new_k, new_v, self.valid)
         self.positions.scatter_(2, free, positions[:, None].expand(b, h, t).to(torch.int32))
-        self.valid.scatter_(2, free, stored.expand_as(free))
+        self.valid.scatter_(2, free, True)
         initial = self.evictor.new_token_state(new_k, new_v)
         for name, s in self.state.items():
             index = slot_index(free, s)
@@ -158,8 +167,6 @@ class EvictingRows(Format):
             turn, estimate = read or (lambda keys: keys), self.evictor.estimate
             probs = self._probs(query.float(), scale, query_positions, lambda keys: estimate(turn(keys)))
         self.state = {**self.state, **self.evictor.fold(self.view(query_positions[:, -1]), probs)}
-        if self.stand_ins is not None:
-            out = out.gather(1, self.stand_ins[:, :, None, None].expand_as(out))
         return out
 
     def _rolled(self, query: Tensor, query_positions: Tensor, rotary: Rotary) -> tuple[Tensor, Read]:
@@ -185,15 +192,12 @@ class EvictingRows(Format):
         hidden = ~self.valid[:, :, None, None] | (token_at > query_at)
         if self.unattended is not None:
             hidden |= token_at == query_at - self.unattended[..., None, None]
-        probs = part.masked_fill(hidden, -torch.inf).view(b, hq, t, -1).float().softmax(dim=-1)
-        # all tokens of a head that is not stored are hidden: its softmax is NaN
-        return probs if self.stand_ins is None else probs.nan_to_num(nan=0.0)
+        return part.masked_fill(hidden, -torch.inf).view(b, hq, t, -1).float().softmax(dim=-1)
 
     def keep(self, at: Tensor) -> None:
         if self.recent is not None:
             self.recent.keep(at)
         self.budget, self.n, self.most, self.newest = self.budget[at], self.n[at], self.most[at], self.newest[at]
-        self.stand_ins = None if self.stand_ins is None else self.stand_ins[at]
         self.counts = {name: t[at] for name, t in self.counts.items()}
         self.unattended = None if self.unattended is None else self.unattended[at]
         self.store.keep(at)
@@ -231,11 +235,3 @@ def ranks(scores: Tensor, positions: Tensor, among: Tensor) -> Tensor:
     order = by_position.gather(-1, order)
     ranking = torch.arange(order.shape[-1], device=order.device).expand_as(order)
     return torch.empty_like(order).scatter_(-1, order, ranking)
-
-
-def _stand_ins(caches: Sequence[LayerCache], device: torch.device) -> Tensor | None:
-    """Return the head [B, Hq] whose attention output each query head takes; None if all take their own."""
-    if all(c.copy_from is None for c in caches):
-        return None
-    heads = torch.arange(caches[0].query_heads, device=device)
-    return torch.stack([heads if c.copy_from is None else c.copy_from.long() for c in caches])

@@ -18,7 +18,7 @@ from kvbench.storage import kernels
 from kvbench.storage.attend import attend
 from kvbench.storage.entries import Entries, Entry, attend_groups, grouped, mean_by_row
 from kvbench.storage.format import Format, Room, StoredRow
-from kvbench.storage.row_segments import Ragged, RowSegment, flat, per_place, stack
+from kvbench.storage.row_segments import Ragged, RowSegment, flat, grown, per_place, roomy, stack
 
 
 @dataclass
@@ -55,7 +55,8 @@ class ExactRows(Format):
         ]
         self.starts = torch.tensor([row.cache.seen for row in rows], device=device)
         self.most = torch.tensor([row.cache.tokens for row in rows], device=device)
-        self.keys: Tensor | None = None  # [B, Hk, capacity, D] once a token has come
+        self.longest = max(row.cache.tokens for row in rows)
+        self.keys: Tensor | None = None  # [B, Hk, at most capacity, D] once a token has come
         self.values: Tensor | None = None
         self.used, self.new = 0, 0
         segments = [s for g in self.groups for s in g.segments]
@@ -75,15 +76,22 @@ class ExactRows(Format):
         return (row.masker,)
 
     def add(self, k: Tensor, v: Tensor, positions: Tensor) -> None:
-        keys, values = self.room(k, v)
+        keys, values = self.room(k, v, k.shape[2])
         span = slice(self.used, self.used + k.shape[2])
         keys[:, :, span], values[:, :, span] = k, v
         self.grow(k.shape[2])
 
-    def room(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the tail's buffers (keys, values) [B, Hk, capacity, D]. The first call makes them to fit k and v."""
+    def room(self, k: Tensor, v: Tensor, tokens: int | None = None) -> tuple[Tensor, Tensor]:
+        """Return the tail's buffers (keys, values) [B, Hk, ., D], with room for ``tokens`` more; None: for all to come.
+
+        They are made to fit k and v, and grow by a share of the tokens held.
+        """
+        least = self.capacity if tokens is None else self.used + tokens
         if self.keys is None or self.values is None:
-            self.keys, self.values = (x.new_empty(*x.shape[:2], self.capacity, x.shape[3]) for x in (k, v))
+            self.keys, self.values = (x.new_empty(*x.shape[:2], 0, x.shape[3]) for x in (k, v))
+        if self.keys.shape[2] < least:
+            size = least if tokens is None else roomy(least, self.longest + self.used, self.capacity)
+            self.keys, self.values = grown(self.keys, size), grown(self.values, size)
         return self.keys, self.values
 
     def grow(self, tokens: int) -> None:

@@ -33,6 +33,7 @@ class StoredRow:
     evictor: Evictor | None = None
     lift: LatentLift | None = None  # where projections are low-rank
     rotary: Rotary | None = None  # the model's, where it has one
+    size: int | None = None  # of a single head: how many tokens it goes on holding, where heads differ in that
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +77,11 @@ class Format(ABC):
     def key(cls, row: StoredRow) -> Hashable:
         """Return the key by which rows are grouped: rows with equal keys are stored and attended together."""
         return (row.masker, *(format_of(s) for s in row.cache.segments))
+
+    @classmethod
+    def head_sizes(cls, row: StoredRow) -> Sequence[int] | None:
+        """Return how many tokens each head goes on holding where heads are stored by these sizes; None where not."""
+        return None
 
     @abstractmethod
     def add(self, k: Tensor, v: Tensor, positions: Tensor) -> None:

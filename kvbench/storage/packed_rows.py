@@ -22,7 +22,7 @@ from kvbench.kv.segment import LayerCache, Segment
 from kvbench.storage import kernels
 from kvbench.storage.attend import Estimate, as_they_are, logits, masked_softmax, spread, summed, weigh
 from kvbench.storage.format import Format, Room, StoredRow
-from kvbench.storage.row_segments import beside, per_place
+from kvbench.storage.row_segments import beside, grown, per_place, roomy
 
 
 class PackedHalf:
@@ -43,8 +43,9 @@ class PackedHalf:
         self.packed = [p.shape[1] for p in packed]
         self.total = [p.shape[1] + r.shape[1] for p, r in zip(packed, rest, strict=True)]
         most_exact_now = max(r.shape[1] for r in rest)
-        most = max([residual.packed(t + room.tokens) for t in self.total] if grows else self.packed) // self.step
-        self.codes = batched(packed, lambda t: t.new_zeros(len(packed), t.shape[0], max(most, 1), *t.shape[2:]))
+        self.most = max([residual.packed(t + room.tokens) for t in self.total] if grows else self.packed) // self.step
+        size = max(max(self.packed) // self.step, 1)
+        self.codes = batched(packed, lambda t: t.new_zeros(len(packed), t.shape[0], size, *t.shape[2:]))
         # a residual of everything would be endless: no ring needs more slots than tokens can come
         most_exact = min(residual.most, max(self.total) + room.tokens) if grows else most_exact_now + room.tokens
         slots = max(most_exact, most_exact_now) + room.at_once
@@ -118,6 +119,7 @@ class PackedHalf:
             if channels is not None:
                 x = x.gather(3, channels[:, :, None].expand(-1, -1, block, -1))
             coded = self.codes.more(x, self.pack, due if len(due) < len(self.total) else None)
+            self._reserve((max(self.packed[u] for u in due) + block) // self.step)
             for codes, new in zip(self.codes.payload(), coded.payload(), strict=True):
                 if span is not None:
                     codes[:, :, first : first + new.shape[2]] = new
@@ -125,6 +127,13 @@ class PackedHalf:
                     codes[rows, :, groups] = new.transpose(1, 2)
             for u in due:
                 self.packed[u] += block
+
+    def _reserve(self, groups: int) -> None:
+        """Make room for codes of ``groups`` times ``step`` tokens."""
+        payload = [*self.codes.payload()]
+        if payload[0].shape[2] < groups:
+            size = roomy(groups, max(self.total) // self.step, self.most)
+            self.codes = self.codes.holding([grown(t, size) for t in payload], self.codes.frozen)
 
     def _due(self) -> Sequence[int]:
         """Return the rows from which at least a unit of tokens has left the residual."""
@@ -141,6 +150,7 @@ class PackedHalf:
         self.total = [n + tokens for n in self.total]
         if self.grows:
             self.packed = [max(p, self.residual.packed(n)) for p, n in zip(self.packed, self.total, strict=True)]
+        self._reserve(max(self.packed) // self.step)
         for t in self.codes.tokens(first, max(self.packed)).payload():
             if t.is_floating_point():
                 t.uniform_(0.01, 0.1)

@@ -26,8 +26,12 @@ def load(rows: Sequence[StoredRow], room: Room) -> list[tuple[Entries, Format]]:
         by_format.setdefault(next(f for f in FORMATS if f.takes(row)), []).append(Entry(i, row))
     loaded = []
     for kind, entries in by_format.items():
-        if not kind.takes_ragged:
-            entries = [part for e in entries for part in e.by_head()]
+        sizes = [kind.head_sizes(e.row) for e in entries]
+        entries = [
+            part
+            for e, size in zip(entries, sizes, strict=True)
+            for part in ([e] if kind.takes_ragged and size is None else e.by_head(size))
+        ]
         for group in grouped(entries, kind.key, any_length=kind.takes_ragged):
             loaded.append((Entries.of(group, len(rows)), kind([e.row for e in group], room)))
     return loaded

@@ -15,6 +15,9 @@ from torch import Tensor
 
 from kvbench.kv.segment import Segment
 
+GROWTH = 16  # storage that is full grows by this part of the tokens held
+FEWEST = 8  # tokens that it grows by at least
+
 
 @dataclass(frozen=True)
 class Shared:
@@ -134,6 +137,21 @@ class Ragged:
         """Return the bytes of keys and values of each row."""
         token = sum(per_place(t, len(t)) for t in (self.k, self.v))
         return [tokens * token for tokens in self.lengths.sum(dim=1).tolist()]
+
+
+def roomy(least: int, held: int, most: int) -> int:
+    """Return for how many tokens to make room where ``least`` must fit, rows hold ``held``, and ``most`` may come.
+
+    Storage that grows by a share of what is held is never far above it, and copied a bounded number of times.
+    """
+    return max(least, min(most, least + max(held // GROWTH, FEWEST)))
+
+
+def grown(t: Tensor, size: int) -> Tensor:
+    """Return [B, H, size, ...] that begins with t [B, H, ., ...]; the rest is 0, as a weight of 0 times NaN is NaN."""
+    new = t.new_zeros(*t.shape[:2], size, *t.shape[3:])
+    new[:, :, : t.shape[2]] = t
+    return new
 
 
 def per_place(t: Tensor, places: int) -> int:

@@ -216,7 +216,7 @@ def test_storage_that_costs_more_than_declared_is_refused(method, monkeypatch):
 
 
 def test_what_a_batch_allocates_is_its_padding_its_tail_and_little_else():
-    """Two full rows of 20 and 24 tokens, room for 11 more: both padded to 24, and a tail of 11 once a token is fed."""
+    """Two full rows of 20 and 24 tokens, room for 11 more: both padded to 24, and a tail that grows from 9 to 11."""
     model = build("llama")
     rows = [kvbench.prefill(model, prompt(n, n), ["full"])[0] for n in (20, 24)]
     kv_heads, head_dim = heads_of(model)
@@ -226,6 +226,9 @@ def test_what_a_batch_allocates_is_its_padding_its_tail_and_little_else():
     assert 0 <= allocated(batch) - layers * 2 * 24 * token < layers * 2 * 24 * kv_heads * 16
     before = allocated(batch)
     feed(model, batch, rows)
+    assert 0 <= allocated(batch) - before - layers * 2 * 9 * token < 64 * layers
+    for i in range(10):
+        feed(model, batch, rows, 1 + i)
     assert 0 <= allocated(batch) - before - layers * 2 * 11 * token < 64 * layers
 
 
@@ -240,9 +243,9 @@ def test_a_batch_allocates_what_it_stores_and_never_the_models_weights(method):
     assert payload <= allocated(batch) < 4 * payload
 
 
-def feed(model, batch, rows):
+def feed(model, batch, rows, fed=0):
     with torch.no_grad(), attached(model):
-        step(model, batch, torch.ones(len(rows), 1, dtype=torch.int64), torch.tensor([[r.seen] for r in rows]))
+        step(model, batch, torch.ones(len(rows), 1, dtype=torch.int64), torch.tensor([[r.seen + fed] for r in rows]))
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt_neox"])
