@@ -4,6 +4,7 @@ python scripts/paper_claims.py                             on tiny: measure what
 python scripts/paper_claims.py --model smollm2-135m-q4_1   on a pretrained model, with the papers' data
 python scripts/paper_claims.py --pack                      write what is measured so far, measure nothing
 python scripts/paper_claims.py --verify                    fail if a committed ledger differs from what its samples give
+python scripts/paper_claims.py --nats [--pack]             the claims of NATS on the pretrained model, in nats, too
 
 results/claims.md has all ledgers side by side, those of pretrained models first.
 """
@@ -16,6 +17,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,15 +31,25 @@ from kvbench.run import archive, experiment
 from kvbench.run.store import ResultStore
 from kvbench.tables import writers
 
-
-def samples(goal: Target) -> Path:
-    """Return the path of the committed samples behind a model's ledger."""
-    return ROWS / claim_runner.FOLDER / f"{goal.model}.samples.jsonl.gz"
+NATS = ("think", "vatp")
+"""The papers whose claims are also tested by divergence from the full cache, on one prompt of each task."""
 
 
-def content(goal: Target, results: str, packed: Path | None = None) -> dict[str, Any]:
+def ledgers(model: str) -> list[tuple[Target, tuple[str, ...]]]:
+    """Return what is measured for each committed ledger of a model, and the papers whose claims are in it."""
+    ledger = (target(model), claims.papers())
+    nats = (replace(target(model), arguments=("fidelity=true", "limit=1")), NATS)
+    return [ledger, nats] if model == PRETRAINED else [ledger]
+
+
+def samples(goal: Target, papers: Sequence[str]) -> Path:
+    """Return the path of the committed samples behind a ledger."""
+    return claim_runner.place(goal.model, ROWS, papers).with_suffix(".samples.jsonl.gz")
+
+
+def content(goal: Target, papers: Sequence[str], results: str, packed: Path | None = None) -> dict[str, Any]:
     """Return the ledger of what is measured in ``results``, and pack its samples into the file ``packed`` if given."""
-    prepared = claim_runner.prepare(claims.papers(), goal.model, [f"results={results}", *goal.arguments])
+    prepared = claim_runner.prepare(papers, goal.model, [f"results={results}", *goal.arguments])
     if packed is not None:
         runs = [row_run.run for rows in prepared.values() for row_run in rows if row_run.run is not None]
         for run in runs:
@@ -49,31 +61,31 @@ def content(goal: Target, results: str, packed: Path | None = None) -> dict[str,
 
 def page() -> str:
     """Return all committed ledgers side by side, as Markdown."""
-    ledgers = claim_runner.read(ROWS)
-    if not ledgers:
+    written = claim_runner.read(ROWS)
+    if not written:
         raise UsageError(f"{ROWS / claim_runner.FOLDER} has no ledger: make claims writes one")
-    lines = [note for one in ledgers for note in (*claim_runner.notes(one), *claim_runner.reasons(one))]
-    return writers.compose([claim_runner.sheet(ledgers)], list(dict.fromkeys(lines)), "md")
+    lines = [note for one in written for note in (*claim_runner.notes(one), *claim_runner.reasons(one))]
+    return writers.compose([claim_runner.sheet(written)], list(dict.fromkeys(lines)), "md")
 
 
-def write(goal: Target, results: str) -> None:
-    """Write a model's ledger, its samples, and the page of all ledgers."""
-    claim_runner.write(content(goal, results, samples(goal)), ROWS, claims.papers())
+def write(goal: Target, papers: Sequence[str], results: str) -> None:
+    """Write a ledger, its samples, and the page of all ledgers."""
+    claim_runner.write(content(goal, papers, results, samples(goal, papers)), ROWS, papers)
     (ROWS / "claims.md").write_text(page(), encoding="utf-8")
 
 
-def verified(goal: Target) -> bool:
+def verified(goal: Target, papers: Sequence[str]) -> bool:
     """Tell whether a committed ledger is what its samples give.
 
     A model that is not here is reported and is no error, unless KVBENCH_REQUIRE_MODELS is 1.
     """
-    path = claim_runner.place(goal.model, ROWS, claims.papers())
+    path = claim_runner.place(goal.model, ROWS, papers)
     if not path.exists():
         return True
     try:
         with tempfile.TemporaryDirectory() as folder:
-            archive.unpack(samples(goal), ResultStore(Path(folder)))
-            return bool(content(goal, folder) == json.loads(path.read_text(encoding="utf-8")))
+            archive.unpack(samples(goal, papers), ResultStore(Path(folder)))
+            return bool(content(goal, papers, folder) == json.loads(path.read_text(encoding="utf-8")))
     except UsageError as error:
         if goal.model == stand_ins.MODEL or os.environ.get("KVBENCH_REQUIRE_MODELS") == "1":
             raise
@@ -83,29 +95,32 @@ def verified(goal: Target) -> bool:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure or verify a ledger; return the exit status."""
-    args = shards.arguments(__doc__).parse_args(arguments)
+    parser = shards.arguments(__doc__)
+    parser.add_argument("--nats", action="store_true", help="the claims of NATS by divergence, too")
+    args = parser.parse_args(arguments)
     return shards.ended(lambda: _do(args))
 
 
 def _do(args: argparse.Namespace) -> int:
     if args.verify:
         models = [args.model] if args.model else [PRETRAINED, stand_ins.MODEL]
-        wrong = [m for m in models if not verified(target(m))]
+        wrong = [m for m in models if not all(verified(*ledger) for ledger in ledgers(m))]
         claims_page = ROWS / "claims.md"
         if not wrong and (not claims_page.exists() or page() != claims_page.read_text(encoding="utf-8")):
             wrong = [claims_page.name]
         if wrong:
             print(f"kvbench: {', '.join(wrong)}: the ledger differs from its samples; make claims", file=sys.stderr)
         return 1 if wrong else 0
-    goal = target(args.model or stand_ins.MODEL)
-    if samples(goal).exists():
-        archive.unpack(samples(goal), ResultStore(Path(args.results)))
+    goal, papers = ledgers(PRETRAINED)[1] if args.nats else ledgers(args.model or stand_ins.MODEL)[0]
+    if samples(goal, papers).exists():
+        archive.unpack(samples(goal, papers), ResultStore(Path(args.results)))
     if not args.pack:
-        restore(goal.tables(["all"]), goal, args.results)  # many rows of claims are rows of tables
-        shares = [(p, ((f"claims/{p}",), goal.model, args.results, goal.arguments)) for p in claims.papers()]
-        rounds = shards.ROUNDS if goal.scored else (None,)
-        shards.measure(shares, rounds, args.workers, lambda: write(goal, args.results))
-    write(goal, args.results)
+        if not args.nats:
+            restore(goal.tables(["all"]), goal, args.results)  # many rows of claims are rows of tables
+        shares = [(p, ((f"claims/{p}",), goal.model, args.results, goal.arguments)) for p in papers]
+        rounds = (1,) if args.nats else shards.ROUNDS if goal.scored else (None,)
+        shards.measure(shares, rounds, args.workers, lambda: write(goal, papers, args.results))
+    write(goal, papers, args.results)
     return 0
 
 

@@ -1,11 +1,16 @@
 """Resident memory of many caches held at once, against the accounted bytes, each method in a process of its own.
 
     python -m kvbench.bench.resident [--caches 64] [--tokens 4096] [--only kivi]
+    python -m kvbench.bench.resident --decode 256 [--caches 64] [--tokens 1024] [--only kivi]
 
 Caches are made of random layers by the real stages, in fp16 (full: 2 GiB in all), and stay alive while the process
 is measured; as many processes run at once as processors and memory allow. A method's ratio is what its process grew by
 over what the full cache's process grew by; it must be that of the accounted bytes (payload and overhead) within 5 %.
 The status is 1 if one is not.
+
+With ``--decode`` as many rows decode in one batch, which takes the caches over. What the process grew by is compared
+with what was accounted at the largest moment: bytes after the prompt and of the new tokens, and where tokens are packed
+or evicted those of the moment that takes most. It must be that within 10 %.
 """
 
 from __future__ import annotations
@@ -13,8 +18,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -23,19 +29,26 @@ from kvbench.audit.accounting import bytes_held
 from kvbench.bench.layers import all_layers
 from kvbench.bench.memory import MIB, in_use
 from kvbench.bench.ratio import compared_methods, in_process, options
+from kvbench.engine.decode_layer import RowLayer
 from kvbench.engine.memory import free_bytes
 from kvbench.kv.model_shape import Shape
 from kvbench.methods.resolve import chain_of
+from kvbench.storage.format import Room, StoredRow
+from kvbench.storage.roles import Rotary
 
 LIMIT = 0.05
 WARM = 4
 SHAPE = Shape(layers=2, query_heads=32, kv_heads=8, head_dim=128)
+DECODED = Shape(layers=2, query_heads=8, kv_heads=2, head_dim=128)
+DECODE_LIMIT = 1.10
 WHY = """\
 As large as 64 full caches fit into 2 GiB. A process pays more than a tensor's bytes: large ones are
 rounded up to pages (4 KiB) of a mapping of their own, small ones share pages with what was freed
 before. That is a share of a small tensor that shows, and next to nothing of a large one.
 """
 METHODS = compared_methods("resident")
+EVICTING = {name: {**m, "kv_ratio": 0.125} for name, m in compared_methods("memory").items() if name not in METHODS}
+DECODING = {**METHODS, **EVICTING}
 # large tensors in mappings of their own, which are given back when freed, and cost a page more each; small ones packed
 ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "262144", "MALLOC_TRIM_THRESHOLD_": "0", "MALLOC_ARENA_MAX": "1"}
 
@@ -50,6 +63,67 @@ def hold(name: str, caches: int, tokens: int) -> dict[str, float]:
     grown = in_use() - baseline
     assert len(first) == WARM
     return {"grown": grown, "accounted": sum(bytes_held(layer).total for cache in held_caches for layer in cache)}
+
+
+def decode(name: str, rows: int, tokens: int, new: int) -> dict[str, float]:
+    """Return what this process grew by once ``rows`` rows of one batch have read ``new`` tokens, and what is accounted.
+
+    What is accounted is that of the step that holds most.
+    """
+    chain = chain_of(DECODING[name])
+    build = partial(all_layers, chain, DECODED, tokens, torch.float16)
+    rotary = Rotary(1e4 ** (-torch.arange(0, DECODED.head_dim, 2) / DECODED.head_dim))
+
+    def batch_of(count: int) -> list[RowLayer]:
+        caches = [build() for _ in range(count)]
+        layers = []
+        for i in range(DECODED.layers):
+            stored = StoredRow(
+                cache=caches[0].pop(0),
+                layer=i,
+                masker=chain.masker(i),
+                coder=chain.coder_at(i),
+                evictor=chain.evictor,
+                rotary=rotary if chain.evictor is not None and chain.evictor.rolled else None,
+            )
+            column = [stored, *(replace(stored, cache=cache.pop(0)) for cache in caches[1:])]
+            layers.append(RowLayer(column, Room(tokens=new)))
+            del column, stored
+        return layers
+
+    def feed(layers: Sequence[RowLayer], count: int) -> int:
+        """Read one token in every row; return the bytes of keys and values held then."""
+        shape = (count, DECODED.kv_heads, 1, DECODED.head_dim)
+        for layer in layers:
+            layer.add(torch.randn(shape, dtype=torch.float16), torch.randn(shape, dtype=torch.float16))
+            if chain.evictor is not None or chain.coder is not None:
+                query = torch.randn(count, DECODED.query_heads, 1, DECODED.head_dim, dtype=torch.float16)
+                layer.attend(query, DECODED.head_dim**-0.5, None)
+        return sum(sum(layer.payload()) for layer in layers)
+
+    template = build()
+    warm = batch_of(WARM)
+    feed(warm, WARM)
+    baseline = in_use()
+    layers = batch_of(rows)
+    payloads = [feed(layers, rows) for _ in range(new)]
+    grown = in_use() - baseline
+    # rows hold the same random numbers: the last state of one stands for all
+    held = rows * sum(bytes_held(layer.continued(cache)).total for layer, cache in zip(layers, template, strict=True))
+    return {"grown": grown, "accounted": held + max(payloads) - payloads[-1]}
+
+
+def report_decoding(results: Iterable[tuple[str, dict[str, float]]]) -> int:
+    """Print each method's resident memory over what is accounted. Return 1 if one is off by over DECODE_LIMIT."""
+    status = 0
+    print(f"{'':26}{'resident MiB':>14}{'accounted MiB':>15}{'ratio':>8}")
+    for name, result in results:
+        ratio = result["grown"] / result["accounted"]
+        missed = ratio > DECODE_LIMIT
+        status |= missed
+        row = f"{result['grown'] / MIB:14.1f}{result['accounted'] / MIB:15.1f}{ratio:8.2f}"
+        print(f"{name:26}{row}{'  MISSED' if missed else '  ok'}", flush=True)
+    return int(status)
 
 
 def report(results: Iterable[tuple[str, dict[str, float]]]) -> int:
@@ -80,14 +154,27 @@ def main() -> int:
     """Measure and print. Return exit status 1 if resident memory differs from the accounts, else 0."""
     parser = options(__doc__)
     parser.add_argument("--caches", type=int, default=64, help="caches held at once (default 64)")
-    parser.add_argument("--tokens", type=int, default=4096, help="tokens of each prompt (default 4096)")
+    parser.add_argument("--tokens", type=int, help="tokens of each prompt (default 4096, with --decode 1024)")
+    parser.add_argument("--decode", type=int, default=0, help="new tokens of each row; 0: hold prompts alone")
     parser.add_argument("--only", default="", help="methods whose name contains this, besides full")
-    parser.add_argument("--one", choices=METHODS, help=argparse.SUPPRESS)
+    parser.add_argument("--one", choices=DECODING, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    args.tokens = args.tokens or (1024 if args.decode else 4096)
     if args.one:
         torch.set_num_threads(1)
-        print(json.dumps(hold(args.one, args.caches, args.tokens)))
+        decoding = partial(decode, args.one, args.caches, args.tokens, args.decode)
+        print(json.dumps(decoding() if args.decode else hold(args.one, args.caches, args.tokens)))
         return 0
+    if args.decode:
+        print(f"{args.caches} rows of {args.tokens} tokens decode {args.decode} more: {DECODED}, float16", flush=True)
+        sizes = ["--caches", args.caches, "--tokens", args.tokens, "--decode", args.decode]
+        names = [m for m in DECODING if m == "full" or args.only in m]
+
+        def run(name: str) -> dict[str, float]:
+            return dict(in_process("resident", "--one", name, *sizes, env=ALLOCATOR))
+
+        with ThreadPoolExecutor(_at_once(args.caches, args.tokens)) as pool:
+            return report_decoding(zip(names, pool.map(run, names), strict=True))
     names = [m for m in METHODS if m == "full" or args.only in m]
     print(f"{args.caches} caches of {args.tokens} tokens each: {SHAPE}, float16")
     print(WHY, flush=True)

@@ -34,7 +34,7 @@ def test_ids_and_papers():
     measured = [f"qhitter/fig{n}" for n in (5, 7, 8, 9, 10)]
     measured += ["refreekv/fig2", "refreekv/fig3", "vatp/fig3", "think/fig3a", "think/fig3b"]
     measured += ["results/pareto", "results/budget", "needle/heatmap"]
-    measured += ["fidelity/budget", "fidelity/layers", "fidelity/positions"]
+    measured += ["fidelity/budget", "fidelity/layers", "fidelity/positions", "fidelity/answers"]
     assert sorted(registry.FIGURES) == sorted([*wanted, *measured])
     assert [f.id for f in registry.of(["think", "think/fig5"])] == [f"think/fig{n}" for n in ("3a", "3b", "4", "5")]
     assert len(registry.of(["all"])) == len(registry.FIGURES)

@@ -151,7 +151,11 @@ def sheet(ledgers: Sequence[Mapping[str, Any]]) -> Table:
             side = f" ({v['side']} in the mean)" if v is not None and v["side"] else ""
             cells.append("—" if v is None else f"{v['verdict']}{side}\n{evidence(v)}{in_nats(v)}")
         rows.append(tuple(cells))
-    heads = (f"{content['model']}{', a stand-in' if content['stand_in'] else ''}: points" for content in ledgers)
+    heads = (
+        f"{content['model']}{', a stand-in' if content['stand_in'] else ''}: points"
+        + (" and nats" if any("fidelity" in v for v in content["verdicts"]) else "")
+        for content in ledgers
+    )
     headers = ("what the paper says, and what is tested", *heads)
     return Table(headers, tuple(rows), left=len(headers), ruled=True)
 

@@ -22,7 +22,7 @@ from kvbench.run.results import Sample, share
 
 TEXTS = {"reference": "reference text", "greedy": "full cache's answer"}
 ALL = "all layers"
-SMOOTH = 8
+SMOOTH, SMOOTH_LONG = 8, 32
 """Positions of which the mean is drawn."""
 ROWS = 16
 """Caches with one layer compressed that are compared at once."""
@@ -62,22 +62,26 @@ def _numbers(summary: FidelitySummary) -> dict[str, float]:
     return {"kl": summary.kl_mean, "low": low, "high": high, "floor": summary.floor, "n": summary.n}
 
 
-def by_position(measured: MeasuredFigure) -> pd.DataFrame:
-    """Return the mean divergence over prompts at each run of SMOOTH positions after the prompt."""
+def by_position(measured: MeasuredFigure, smooth: int = SMOOTH) -> pd.DataFrame:
+    """Return the mean divergence over prompts at each run of ``smooth`` positions after the prompt.
+
+    held: the most tokens that a head held by the end of the texts, prompt and continuation.
+    """
     rows = []
     for point, group, samples in _cells(measured):
         for kind, text in TEXTS.items():
             texts = [s.fidelity[kind] for s in samples if s.fidelity and kind in s.fidelity]
-            place = {"series": point.series, "task": group.task.id, "text": text, "n": len(texts)}
-            rows += [{**place, "position": at, "kl": mean} for at, mean in _runs(texts)]
+            held = max((s.decode_peak or 0 for s in samples), default=0)
+            place = {"series": point.series, "task": group.task.id, "text": text, "n": len(texts), "held": held}
+            rows += [{**place, "position": at, "kl": mean} for at, mean in _runs(texts, smooth)]
     return pd.DataFrame(rows)
 
 
-def _runs(texts: Sequence[TextFidelity]) -> Iterator[tuple[float, float]]:
+def _runs(texts: Sequence[TextFidelity], smooth: int) -> Iterator[tuple[float, float]]:
     """Yield the middle and the mean divergence of each run of positions that some text reaches."""
-    for start in range(0, max((len(t.kl) for t in texts), default=0), SMOOTH):
-        values = [x for t in texts for x in t.kl[start : start + SMOOTH]]
-        yield start + (SMOOTH + 1) / 2, sum(values) / len(values)
+    for start in range(0, max((len(t.kl) for t in texts), default=0), smooth):
+        values = [x for t in texts for x in t.kl[start : start + smooth]]
+        yield start + (smooth + 1) / 2, sum(values) / len(values)
 
 
 def by_layer(measured: MeasuredFigure) -> pd.DataFrame:
@@ -148,7 +152,24 @@ def position_facts(data: pd.DataFrame) -> Iterator[Fact]:
         yield Fact(f"Nats over the {label} {SMOOTH} positions", rows.set_index(["text", "series"])["kl"], "{:.3g}")
 
 
+def by_long_position(measured: MeasuredFigure) -> pd.DataFrame:
+    """Return what ``by_position`` does on the texts' own continuations, over longer runs."""
+    data = by_position(measured, SMOOTH_LONG)
+    return data[data["text"] == TEXTS["reference"]].reset_index(drop=True)
+
+
+def answer_facts(data: pd.DataFrame) -> Iterator[Fact]:
+    """Yield the divergence over four parts of the continuation, and the most tokens that a head held."""
+    quarter = pd.cut(data["position"], 4, labels=["first", "second", "third", "last"])
+    for label, rows in data.groupby(quarter, observed=True):
+        means = rows.groupby("series", sort=False)["kl"].mean()
+        yield Fact(f"Nats over the {label} quarter", means, "{:.3g}")
+    yield Fact("Tokens held at most", data.groupby("series", sort=False)["held"].max(), "{:.0f}")
+    yield Fact("Texts", f"n = {int(data['n'].min())} to {int(data['n'].max())}")
+
+
 CODE = {
+    "fidelity/answers": Code(by_long_position, answer_facts),
     "fidelity/budget": Code(by_budget, budget_facts),
     "fidelity/positions": Code(by_position, position_facts),
     "fidelity/layers": Code(by_layer, layer_facts, single_layers),
