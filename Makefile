@@ -62,8 +62,9 @@ bench-memory: $(VENV)/.ready  ## memory of a long prefill (H2O over SnapKV) and 
 	$(PY) -m kvbench.bench.memory prefill
 	$(PY) -m kvbench.bench.memory decode
 
-bench-resident: $(VENV)/.ready  ## resident memory of 64 caches of 4k tokens, against the accounted bytes
+bench-resident: $(VENV)/.ready  ## resident memory of 64 caches, and of 64 rows while they decode 256 tokens, against the accounted bytes
 	$(PY) -m kvbench.bench.resident
+	$(PY) -m kvbench.bench.resident --decode 256
 
 bench-shared: $(VENV)/.ready  ## a table beside a busy process over the same alone, and what waiting so costs alone
 	$(PY) -m kvbench.bench.shared

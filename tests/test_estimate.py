@@ -23,7 +23,7 @@ def cell(method, name):
 def made(*methods, rows=48, samples=None):
     cells = tuple(cell(m, str(i)) for i, m in enumerate(methods))
     examples = tuple(Example(str(i), "x" * i, ("a",), NEW) for i in range(4))
-    group = Group(SimpleNamespace(examples=examples), "task", cells, examples)
+    group = Group(SimpleNamespace(examples=examples, turns=""), "task", cells, examples)
     todo = {e.id: list(cells) for e in examples}
     inputs = {c.id: (samples or {}).get(c.label, {}) for c in cells}
     # the longest prompt has 100 tokens, each shorter one 1 fewer
@@ -35,8 +35,8 @@ def test_bytes_of_a_cell_are_cache_and_copy_and_tail():
     assert actual.prompt_tokens == N
     positions = 2 * 4 * N
     tail = DENSE * NEW // N
-    assert actual.cells[group.cells[0].id] == 2 * (DENSE + positions) + tail
-    assert actual.cells[group.cells[1].id] == 2 * (DENSE + positions) * 20 // N + tail
+    assert actual.cells[group.cells[0].id] == DENSE + positions + tail
+    assert actual.cells[group.cells[1].id] == (DENSE + positions) * 20 // N + tail
     assert actual.layer == DENSE // 2
     each = sum(actual.cells.values())
     # 8 answers are left: 4 prompts at once, if there is room
@@ -47,7 +47,7 @@ def test_bytes_of_a_cell_are_cache_and_copy_and_tail():
 
 def test_what_is_not_calibrated_yet_counts_as_the_full_cache():
     group, actual = made({"method": "palu"}, {"method": "snapkv+palu", "kv_size": 40})
-    assert {actual.cells[c.id] for c in group.cells} == {2 * DENSE + DENSE * NEW // N}
+    assert {actual.cells[c.id] for c in group.cells} == {DENSE + DENSE * NEW // N}
 
 
 def test_observations_count_with_the_layer():

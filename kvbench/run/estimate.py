@@ -94,8 +94,9 @@ def estimate(
     for cell in cells.values():
         needs = needs | cell.chain.needs(n)
     tail = shape.full_bytes(new, itemsize)
-    # twice: the cache and its copy in the decode batch
-    costs = {i: 2 * cache_bytes(c.chain, shape, n, itemsize) + tail for i, c in cells.items()}
+    # questions of one context branch from a cache, which stays beside its copy in the decode batch
+    copies = 2 if group.task.turns else 1
+    costs = {i: copies * cache_bytes(c.chain, shape, n, itemsize) + tail for i, c in cells.items()}
     observed = _observation_bytes(needs, shape, n, itemsize, hidden_size)
     dense = (shape.full_bytes(n, itemsize) - shape.local_bytes(n, itemsize)) // shape.layers
     answers = sum(len(some) for some in todo.values())

@@ -70,3 +70,19 @@ def test_a_process_holds_what_is_accounted():
     with ThreadPoolExecutor() as pool:
         actual = pool.map(lambda n: in_process("resident", "--one", n, *sizes, env=resident.ALLOCATOR), names)
         assert resident.report(zip(names, actual, strict=True)) == 0
+
+
+@pytest.mark.parametrize("name", resident.DECODING)
+def test_rows_that_decode_allocate_what_is_accounted(name, monkeypatch):
+    """To a tenth; of 48 tokens a ring is a large part, and a thin cache behind H2O has places for whole tokens to come."""
+    monkeypatch.setattr(resident, "DECODED", Shape(layers=2, query_heads=4, kv_heads=2, head_dim=128))
+    monkeypatch.setattr(resident, "WARM", 1)
+    actual = resident.decode(name, 2, 384, 160)
+    most = {"h2o orig+think 12.5 %": 1.3, "snapkv+kivi 12.5 %": 1.15, "snapkv+think+kivi 12.5 %": 1.15}.get(name, 1.1)
+    assert 0.9 < actual["allocated"] / actual["accounted"] < most
+
+
+def test_resident_memory_of_rows_that_decode_is_judged(capsys):
+    rows = [(name, {"grown": x, "allocated": 1.0, "accounted": 1.0}) for name, x in (("full", 1.05), ("snapkv", 1.2))]
+    assert resident.report_decoding(rows[:1]) == 0 and resident.report_decoding(rows) == 1
+    assert capsys.readouterr().out.count("MISSED") == 1
