@@ -1,5 +1,6 @@
 """Divergence from the full cache: by hand, against dense fp64, its floor, its laws, and end to end."""
 
+import csv
 import json
 import math
 from copy import deepcopy
@@ -20,7 +21,7 @@ from kvbench.engine import divergence
 from kvbench.engine.likelihood import diverge, teacher_force
 from kvbench.errors import UsageError
 from kvbench.papers.claims import claim_runner, claims
-from kvbench.run import byte_table
+from kvbench.run import byte_table, wandb_logger
 from kvbench.run.fidelity import TextFidelity, log_ratio_of_means, summarise_texts
 from kvbench.tasks import fidelity as texts
 from kvbench.tasks.source import Files
@@ -217,6 +218,24 @@ def test_summaries_pool_tokens_and_resample_prompts():
     # an interval is of prompts: longer texts of the same kind do not narrow it
     longer = summarise_texts([text([0.1 * i, 0.3] * 100, "10") for i in range(10)])
     assert longer.ci == pytest.approx(s.ci) and longer.kl_p99 is not None and longer.kl_p999 is None
+
+
+@pytest.mark.e2e("measures a run")
+def test_csv_and_dashboards_have_the_numbers_of_json(tmp_path, capsys):
+    words = ["run", "dataset=fidelity/tiny", "method=snapkv", "kv_ratio=0.5", "length=64", "forced=8", "limit=8"]
+    words += [f"results={tmp_path}"]
+    assert main([*words, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)["rows"][1]["cells"][0]["fidelity"]
+    assert main([*words, "--format", "csv"]) == 0
+    row = [*csv.DictReader(capsys.readouterr().out.splitlines())][1]
+    for kind in ("reference", "greedy"):
+        numbers = {name: float(row[f"{kind}_{name}"]) for name in ("kl_mean", "top1", "ppl_ratio", "floor", "n_tokens")}
+        assert numbers == {name: told[kind][name] for name in numbers}
+        assert [float(row[f"{kind}_kl_{end}"]) for end in ("low", "high")] == told[kind]["ci"]
+    assert [float(row[f"reference_ppl_ratio_{end}"]) for end in ("low", "high")] == told["reference"]["ppl_ratio_ci"]
+    flat = wandb_logger.flat_names({"fidelity": told})
+    assert flat["fidelity/reference/kl_mean"] == told["reference"]["kl_mean"]
+    assert flat["fidelity/reference/ci_low"] == told["reference"]["ci"][0]
 
 
 def test_windows_of_one_document_are_drawn_together():

@@ -21,8 +21,12 @@ CSV_FIELDS = (
     "kl_p999",
     "kl_max",
     "top1",
+    "top1_low",
+    "top1_high",
     "shift_rms",
     "ppl_ratio",
+    "ppl_ratio_low",
+    "ppl_ratio_high",
     "floor",
     "n_tokens",
 )
@@ -68,8 +72,17 @@ def _with_interval(text: str, ci: tuple[float, float] | None, style: str) -> str
 def record(cell: CellResult) -> dict[str, object]:
     """Return the divergences of one cell by kind of text and name of CSV_FIELDS."""
     texts = cell.summary.fidelity if cell.summary is not None else {}
-    ends = {kind: {"kl_low": s.ci[0], "kl_high": s.ci[1]} for kind, s in texts.items() if s.ci is not None}
-    values = {kind: {**vars(summary), **ends.get(kind, {})} for kind, summary in texts.items()}
+
+    def ends(s: FidelitySummary) -> dict[str, float]:
+        intervals = {"kl": s.ci, "top1": s.top1_ci, "ppl_ratio": s.ppl_ratio_ci}
+        return {
+            f"{name}_{end}": x
+            for name, ci in intervals.items()
+            if ci
+            for end, x in zip(("low", "high"), ci, strict=True)
+        }
+
+    values = {kind: {**vars(summary), **ends(summary)} for kind, summary in texts.items()}
     return {f"{kind}_{name}": value[name] for kind, value in values.items() for name in CSV_FIELDS if name in value}
 
 
