@@ -220,7 +220,7 @@ def test_memory_for_nothing_fails_the_cells_with_the_reason(tmp_path, capsys, mo
 
 def test_a_limit_on_memory_splits_the_group_and_changes_no_answer(tmp_path, capsys):
     want = undisturbed(*SMALL, METHODS)
-    limit = "memory=0.004"
+    limit = "memory=0.0025"
     assert main(["run", *SMALL, METHODS, limit, f"results={tmp_path / 'b'}", "--plan", "--json"]) == 0
     (plan,) = json.loads(capsys.readouterr().out)
     assert not any(group["too_large"] for group in plan["groups"])
@@ -231,7 +231,7 @@ def test_a_limit_on_memory_splits_the_group_and_changes_no_answer(tmp_path, caps
         assert group["prefills"] + group["prefills_saved"] == group["answers_to_do"]
     assert main(["run", *SMALL, METHODS, limit, f"results={tmp_path / 'b'}", "--plan"]) == 0
     text = capsys.readouterr().out
-    assert "3 parts, of which each reads the prompts" in text and "limit=2" in text
+    assert "2 parts, of which each reads the prompts" in text and "limit=2" in text
     assert "not within" not in text
     assert all(len(line) <= 100 for line in text.splitlines())
     assert main(["run", *SMALL, METHODS, "memory=0.00001", f"results={tmp_path / 'b'}", "--plan"]) == 0
