@@ -184,7 +184,7 @@ def test_processes_find_what_fits_and_die_alone():
 
 
 def test_out_of_memory_in_one_row_is_its_result(model):
-    """Really out of memory: the caches of 64 rows of 256 tokens take 96 MiB, and as much in their batch, those of 16 6 MiB."""
+    """Really out of memory: 64 rows of 256 tokens take 96 MiB, and as much in their batch; of 16 tokens 6 MiB."""
     arguments = settings(limit=0.15, warmup=0)
     arguments = replace(
         arguments, overrides=(*arguments.overrides, "method=streamingllm", "method.streamingllm.kv_size=16")
