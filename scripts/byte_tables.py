@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 
 from kvbench.errors import KvbenchError, UsageError
-from kvbench.run import archive, byte_table, experiment, ranking
+from kvbench.run import archive, byte_table, experiment, own_tables
 from kvbench.run.run_plan import RunPlan
 from kvbench.run.store import ResultStore
 from kvbench.tables import writers
@@ -28,6 +28,8 @@ TABLES = {
     "tiny/bytes": "dataset=fidelity/tiny,tiny limit=8",
     "tables/formats": f"dataset=fidelity/essays,needle,{QA} prompt=longbench max_length=2000 limit=10",
     "tables/bytes": f"dataset=fidelity/essays,{MINI} prompt=longbench max_length=2000 limit=13",
+    "tiny/through_cache": "limit=16 length=256",
+    "tables/through_cache": "limit=24",
     "tables/ranking": "",
 }
 """What each table is measured on, by its name below results."""
@@ -37,25 +39,18 @@ def prepare(table: str, results: str) -> list[RunPlan]:
     """Return the runs behind a table, with their results in ``results``."""
     folder, _, name = table.partition("/")
     options = dict(word.split("=", 1) for word in TABLES[table].split()) | {"results": results}
-    if name == ranking.NAME:
-        return ranking.prepare(PRETRAINED, options)
-    return [byte_table.prepare(name, "tiny" if folder == "tiny" else PRETRAINED, options)]
+    return own_tables.prepare(name, "tiny" if folder == "tiny" else PRETRAINED, options)
 
 
 def rendered(runs: list[RunPlan], table: str) -> str:
     """Return the table as Markdown, with the command that makes it."""
     folder, _, name = table.partition("/")
     reports = [experiment.report(run) for run in runs]
-    if name == ranking.NAME:
-        measures = ranking.measures(PRETRAINED, runs, reports)
-        sheets, notes = ranking.sheets(measures), ranking.notes(measures, ranking.disagreements(measures))
-    else:
-        rows = byte_table.lines(name, runs[0], reports[0])
-        sheets, notes = [byte_table.sheet(rows)], byte_table.notes(rows, byte_table.pairs(rows))
+    own = own_tables.read(name, "tiny" if folder == "tiny" else PRETRAINED, runs, reports)
     model = "" if folder == "tiny" else f" model={PRETRAINED}"
     command = f"python -m kvbench table {name}{model} {TABLES[table]}".strip()
     heading = f"# {byte_table.ROWS[name]['title']}\n\n`{command}`\n\n"
-    return heading + writers.compose(sheets, [*dict.fromkeys(r.settings for r in reports), *notes], "md")
+    return heading + writers.compose(own.sheets, [*dict.fromkeys(r.settings for r in reports), *own.notes], "md")
 
 
 def write(table: str, results: str, measure: bool) -> None:

@@ -21,7 +21,7 @@ from kvbench.engine import divergence
 from kvbench.engine.likelihood import diverge, teacher_force
 from kvbench.errors import UsageError
 from kvbench.papers.claims import claim_runner, claims
-from kvbench.run import byte_table, wandb_logger
+from kvbench.run import byte_table, forced, wandb_logger
 from kvbench.run.fidelity import TextFidelity, log_ratio_of_means, summarise_texts
 from kvbench.tasks import fidelity as texts
 from kvbench.tasks.source import Files
@@ -282,7 +282,16 @@ def test_windows_are_the_beginnings_of_documents_or_llama_cpps(tmp_path, tokeniz
     (task,) = texts.load("fidelity", tokenizer, files, ["essays"], llama)
     assert {len(e.tokens) for e in task.examples} == {512} and task.examples[0].meta["divisor"] == 255
     first = len(tokenizer.encode((folder / "a.txt").read_text()))
-    assert 512 < first < 1024 and [e.meta["document"] for e in task.examples] == ["a", "a", "c"]
+    assert 512 < first < 1024 and [e.meta["document"] for e in task.examples] == ["a", "c", "a"]
+    # the same windows and counted predictions, the first half read at once; documents take turns
+    halves = texts.FidelityKnobs(windows="halves", length=None, forced=50)
+    (half,) = texts.load("fidelity", tokenizer, files, ["essays"], halves)
+    assert [(e.id, e.tokens) for e in half.examples] == [(e.id, e.tokens) for e in task.examples]
+    for one, other in zip(half.examples, task.examples, strict=True):
+        assert (one.meta["prefix"], other.meta["prefix"]) == (256, 1)
+        # the first token that is fed is predicted by the prompt, the next 255 count
+        assert (one.max_new_tokens - 1, other.max_new_tokens - 1 - forced._first(other)) == (255, 255)
+        assert forced._first(one) == 0
     with pytest.raises(UsageError, match="less than two windows of 4096"):
         texts.load(
             "fidelity", tokenizer, files, ["essays"], texts.FidelityKnobs(windows="llamacpp", length=4096, forced=50)
@@ -395,8 +404,29 @@ def test_the_table_of_formats_orders_them_by_what_their_bytes_keep(tmp_path, cap
     kl = {name: row["fidelity"]["reference"]["kl_mean"] for name, row in rows.items()}
     assert kl["full"] == 0 < kl["KIVI, 8 bits"] < kl["KIVI, 4 bits"] < kl["KIVI, 2 bits"]
     assert rows["KIVI, 2 bits"]["bytes_percent"] < rows["KIVI, 8 bits"]["bytes_percent"] < 100
-    assert set(rows["full"]["scores"]) == {"tiny"} and all(p["log_ratio"] <= 0 for p in content["pairs"])
+    assert set(rows["full"]["scores"]) == {"tiny"} == set(rows["full"]["score_intervals"]) and all(p["log_ratio"] <= 0 for p in content["pairs"])
     assert main([*words, "--stored", "--format", "md"]) == 0
     out = capsys.readouterr().out
     assert "told apart" in out and "KIVI, 2 bits" in out
+    assert "n = tiny 2 examples" in out
     assert main(["table", "bytes", "method=h2o"]) == 2 and "table bytes says it" in capsys.readouterr().err
+
+
+@pytest.mark.e2e("measures a table")
+def test_formats_lose_more_when_the_prompt_is_read_through_them(tmp_path, capsys, monkeypatch):
+    rows = [{"method": "q4_0"}, {"method": "int4", "rotate": "none"}]
+    monkeypatch.setitem(byte_table.ROWS, "through_cache", {"blocks": {"4 bits": rows}})
+    words = ["table", "through_cache", "limit=9", "length=256", f"results={tmp_path}"]
+    assert main([*words, "--json"]) == 0
+    content = json.loads(capsys.readouterr().out)["rows"]
+    assert [row["label"] for row in content] == ["q4_0", "int4 rotate=none"]
+    for row in content:
+        assert row["exact"]["n_tokens"] == row["through_cache"]["n_tokens"] == 9 * 127
+        assert row["exact"]["kl_mean"] < row["through_cache"]["kl_mean"]
+        ratio = np.log(row["through_cache"]["kl_mean"] / row["exact"]["kl_mean"])
+        assert row["log_ratio"] == pytest.approx(ratio, abs=1e-6) and row["ci"][0] < ratio < row["ci"][1]
+    assert main([*words, "--stored"]) == 0
+    out = capsys.readouterr().out
+    assert "n = 9 windows, 1143 tokens" in out and max(map(len, out.splitlines())) <= 100
+    assert main(["table", "through_cache", "fidelity=true"]) == 2
+    assert "table through_cache says it" in capsys.readouterr().err

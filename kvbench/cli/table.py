@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's options."""
-    parser.add_argument("table", help="paper/number, a paper, all, formats, bytes, ranking or leaderboard")
+    parser.add_argument(
+        "table", help="paper/number, a paper, all, formats, bytes, through_cache, ranking or leaderboard"
+    )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="model=, limit=, results=, ...")
     parser.add_argument("--show", default="both", help="both, ours, published or delta (default both)")
     parser.add_argument("--format", default="text", help="text, md, csv, latex or html (default text)")
@@ -34,12 +36,12 @@ def main(args: argparse.Namespace) -> int:
     from kvbench.papers.measured import grid, page
     from kvbench.papers.spec import table_spec
     from kvbench.papers.timed import timings
-    from kvbench.run import byte_table, leaderboard
+    from kvbench.run import own_tables
 
     for name, value, allowed in (("--show", args.show, grid.SHOWS), ("--format", args.format, page.FORMATS)):
         one_of(f"value of {name}", allowed, value)
     options = pairs(args.overrides)
-    if args.table in (*byte_table.ROWS, leaderboard.NAME):
+    if args.table in own_tables.NAMES:
         return _own(args.table, options, args)
     refuse_fixed(options, "the paper's table")
     model = options.pop("model", "")
@@ -80,16 +82,13 @@ def main(args: argparse.Namespace) -> int:
 def _own(name: str, options: dict[str, str], args: argparse.Namespace) -> int:
     """Measure a table that no paper prints, and print it. Return the exit status."""
     from kvbench.cli.run import print_plans, stopping
-    from kvbench.run import byte_table, experiment, leaderboard, ranking
+    from kvbench.run import experiment, own_tables
     from kvbench.tables import writers
 
     if args.trace:
         raise UsageError(f"--trace is of papers' tables, not of {name}: kvbench show CELL prints stored answers")
     model = options.pop("model", "") or "tiny"
-    if name in (leaderboard.NAME, ranking.NAME):
-        runs = (leaderboard if name == leaderboard.NAME else ranking).prepare(model, options)
-    else:
-        runs = [byte_table.prepare(name, model, options)]
+    runs = own_tables.prepare(name, model, options)
     if args.plan:
         return print_plans(runs, as_json=args.json)
     if not args.stored:
@@ -99,26 +98,12 @@ def _own(name: str, options: dict[str, str], args: argparse.Namespace) -> int:
         if stop.status is not None:
             return stop.status
     reports = [experiment.report(run) for run in runs]
-    plain: Any
-    if name == leaderboard.NAME:
-        standings = leaderboard.standings(runs, reports)
-        plain = leaderboard.records(standings, model, None)
-        sheets, notes = leaderboard.sheets(standings), leaderboard.notes(standings)
-    elif name == ranking.NAME:
-        measures = ranking.measures(model, runs, reports)
-        opposed = ranking.disagreements(measures)
-        plain = ranking.records(measures, opposed)
-        sheets, notes = ranking.sheets(measures), ranking.notes(measures, opposed)
-    else:
-        rows = byte_table.lines(name, runs[0], reports[0])
-        told = byte_table.pairs(rows)
-        plain = {"rows": [r.record() for r in rows], "pairs": [vars(p) for p in told]}
-        sheets, notes = [byte_table.sheet(rows)], byte_table.notes(rows, told)
+    table = own_tables.read(name, model, runs, reports)
     if args.json:
-        print(json.dumps(plain, indent=1, ensure_ascii=False))
+        print(json.dumps(table.plain, indent=1, ensure_ascii=False))
     else:
         settings = dict.fromkeys(report.settings for report in reports)
-        print(writers.compose(sheets, [*settings, *notes, *reports[0].notes], args.format), end="")
+        print(writers.compose(table.sheets, [*settings, *table.notes, *reports[0].notes], args.format), end="")
     return 1 if any(c.status in ("refused", "failed") for report in reports for c in report.cells) else 0
 
 

@@ -15,9 +15,10 @@ from kvbench.conf import read_yaml
 from kvbench.errors import UsageError
 from kvbench.methods.chain import Chain
 from kvbench.methods.resolve import ChainConfig, resolve
-from kvbench.metrics.stats import Interval, stratified_ci
+from kvbench.metrics.stats import Interval, mean_over_tasks, stratified_ci
 from kvbench.run import config, experiment
 from kvbench.run.fidelity import KINDS, FidelitySummary, TextFidelity, log_ratio_of_means, summarise_texts
+from kvbench.run.leaderboard import percent, with_interval
 from kvbench.run.plan import Cell, Group
 from kvbench.run.report import CellResult, Report
 from kvbench.run.results import share
@@ -58,17 +59,26 @@ class Line:
         return {
             **{"label": self.label, "block": self.block, "bytes_percent": self.bytes},
             **{"fidelity": divergences, "scores": dict(self.scores)},
+            "score_intervals": {dataset: self.interval(dataset) for dataset in self.scores},
         }
 
+    def of(self, dataset: str) -> list[list[float]]:
+        """Return the scores of each task of a dataset."""
+        return [[*scores.values()] for task, scores in self.answers.items() if _dataset(task) == dataset]
 
-def prepare(name: str, model: str, options: Mapping[str, str]) -> RunPlan:
+    def interval(self, dataset: str) -> Interval | None:
+        """Return the 95 % interval of a dataset's score in per cent."""
+        return percent(mean_over_tasks(self.of(dataset))[1])
+
+
+def prepare(name: str, model: str, options: Mapping[str, str], fidelity: str = "true") -> RunPlan:
     """Plan the run behind a table. Raises UsageError for a key that it does not take."""
     for key in options:
         if key in FIXED:
             raise UsageError(f"{key}={options[key]} is not possible here: table {name} says it. Use `run` instead")
     keys = {"model": model, "dataset": DATASETS.get(model, DATASETS[""]), "limit": "8", **options}
     # long texts are compared with the full cache anyway; answers are only where there are none
-    compared = [] if "fidelity" in keys["dataset"] else ["fidelity=true"]
+    compared = [] if "fidelity" in keys["dataset"] and fidelity == "true" else [f"fidelity={fidelity}"]
     cfg = config.read([*(f"{key}={value}" for key, value in keys.items()), "method=full", *compared])
     chains = {c.chain: c for _, c in chains_of(name)}
     return experiment.prepare(replace(cfg, chains=tuple(chains.values())))
@@ -106,7 +116,7 @@ def _line(label: str, block: str, run: RunPlan, report: Report, row: int) -> Lin
     scored: set[str] = set()
     for group, _, result in measured:
         if not group.task.fidelity and result.summary is not None and result.summary.score is not None:
-            by_dataset.setdefault(group.task.id.partition("/")[0], []).append(result.summary.score)
+            by_dataset.setdefault(_dataset(group.task.id), []).append(result.summary.score)
             scored.add(group.task.id)
     return Line(
         label,
@@ -121,6 +131,10 @@ def _line(label: str, block: str, run: RunPlan, report: Report, row: int) -> Lin
             1000 * fmean(s.timing.decode_s_per_token for s in cell_summaries),
         ),
     )
+
+
+def _dataset(task: str) -> str:
+    return task.partition("/")[0]
 
 
 def _texts(run: RunPlan, measured: Sequence[tuple[Group, Cell, CellResult]], kind: str) -> dict[str, TextFidelity]:
@@ -138,11 +152,12 @@ def sheet(rows: Sequence[Line]) -> Table:
     """Return the table of the rows, a block for each heading."""
     datasets = list(dict.fromkeys(d for line in rows for d in line.scores))
     heads = ("method", "bytes\n%", "KL,\nreference", "KL,\nanswer", "same\nchoice %", "perplexity\nratio", *datasets)
-    headings: dict[int, str] = {}
-    for i, line in enumerate(rows):
-        if not i or line.block != rows[i - 1].block:
-            headings[i] = line.block
-    return Table(heads, tuple(_texts_of(line, datasets) for line in rows), headings=headings)
+    return Table(heads, tuple(_texts_of(line, datasets) for line in rows), headings=headings(rows))
+
+
+def headings(rows: Sequence[Line]) -> dict[int, str]:
+    """Return each block's name by the number of its first row."""
+    return {i: line.block for i, line in enumerate(rows) if not i or line.block != rows[i - 1].block}
 
 
 def _texts_of(line: Line, datasets: Sequence[str]) -> tuple[str, ...]:
@@ -151,19 +166,30 @@ def _texts_of(line: Line, datasets: Sequence[str]) -> tuple[str, ...]:
     return (
         line.label.replace(" ", "\n", 1),
         "—" if line.bytes is None else f"{line.bytes:.1f}",
-        *(_nats(summary) for summary in (reference, greedy)),
-        "—" if any_kind is None else f"{any_kind.top1:.1f}",
-        "—" if any_kind is None else f"{any_kind.ppl_ratio:.4f}",
-        *("—" if d not in line.scores else f"{line.scores[d]:.1f}" for d in datasets),
+        *(nats(summary) for summary in (reference, greedy)),
+        same_choice(any_kind),
+        "—" if any_kind is None else f"{any_kind.ppl_ratio:.4f}" + below(any_kind.ppl_ratio_ci, ".4f"),
+        *("—" if d not in line.scores else with_interval(line.scores[d], line.interval(d)) for d in datasets),
     )
 
 
-def _nats(summary: FidelitySummary | None) -> str:
+def nats(summary: FidelitySummary | None) -> str:
+    """Return the text of a mean divergence, with its interval below it."""
     if summary is None:
         return "—"
     if summary.at_floor:
         return "0" if not summary.kl_max else "≤ floor"
-    return f"{summary.kl_mean:.3g}" + ("" if summary.ci is None else f"\n[{summary.ci[0]:.2g}, {summary.ci[1]:.2g}]")
+    return f"{summary.kl_mean:.3g}" + below(summary.ci, ".2g")
+
+
+def same_choice(summary: FidelitySummary | None) -> str:
+    """Return the text of equal first choices in per cent, with the interval below it."""
+    return "—" if summary is None else f"{summary.top1:.1f}" + below(summary.top1_ci, ".1f")
+
+
+def below(ci: Interval | None, form: str) -> str:
+    """Return the text of an interval on a line of its own."""
+    return "" if ci is None else f"\n[{ci[0]:{form}}, {ci[1]:{form}}]"
 
 
 @dataclass(frozen=True)
@@ -220,15 +246,15 @@ def _points(a: Line, b: Line) -> tuple[float | None, Interval | None]:
 def notes(rows: Sequence[Line], told: Sequence[Pair]) -> list[str]:
     """Return what stands below a table: what is shown, and which rows are told apart by divergence and by scores."""
     counts = [f"n = {f.n} texts, {f.n_tokens} tokens ({kind})" for kind, f in rows[-1].fidelity.items()] if rows else []
-    asked = sum(map(len, rows[-1].answers.values())) if rows else 0
+    asked = [f"{d} {sum(map(len, rows[-1].of(d)))}" for d in rows[-1].scores] if rows else []
     scored = [p for p in told if p.apart and p.points is not None]
     floors = [f.floor for line in rows for f in line.fidelity.values()]
     floor = f" The floor is at most {max(floors):.1g} nats." if floors else ""
     lines_below = [
         "Bytes after the prompt, in per cent of the full cache's at 16 bits. KL: mean divergence of the next-token "
         "distribution from the full cache's in nats, on the text's own continuation (reference) and on the full "
-        "cache's own greedy answer, [95 % interval over prompts]; same choice and perplexity ratio on the reference. "
-        f"Scores are means over a dataset's tasks, n = {asked} examples in all. {'; '.join(counts)}.{floor}",
+        "cache's own greedy answer; same choice and perplexity ratio on the reference. [95 % intervals over prompts.] "
+        f"Scores are means over a dataset's tasks, n = {', '.join(asked) or 0} examples. {'; '.join(counts)}.{floor}",
         f"Of {len(told)} pairs within blocks {sum(p.apart for p in told)} are told apart by KL (95 % interval of the "
         "paired log ratio of means, not corrected for their number), "
         f"{sum(p.scored_apart for p in told)} by the scores (of their paired difference), "

@@ -27,7 +27,7 @@ REQUIRED: Mapping[str, type | tuple[type, ...]] = {
 }
 """What each line has: model, method with its budget and knobs, task, mean score and its number of examples."""
 
-DISTANCES = ("kl_mean", "top1", "ppl_ratio")
+DISTANCES = ("kl_mean", "ci", "top1", "ppl_ratio", "floor", "at_floor")
 
 
 def records(store: ResultStore, filters: Mapping[str, str] | None = None) -> list[dict[str, Any]]:

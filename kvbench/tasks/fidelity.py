@@ -2,7 +2,8 @@
 
 The first ``length`` tokens of a document are read and compressed, the next ``forced`` are fed to all and compared.
 Windows of llama.cpp's perplexity tool instead cut a whole text, with BOS over the first token of each, and count the
-predictions from the middle of a window on (github.com/ggml-org/llama.cpp, tools/perplexity).
+predictions from the middle of a window on (github.com/ggml-org/llama.cpp, tools/perplexity). ``halves`` are the same
+windows and predictions with the first half read exactly.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, islice
 from types import MappingProxyType
 from typing import Any
@@ -23,7 +25,7 @@ from kvbench.tasks.base import Task, read_text
 from kvbench.tasks.knobs import whole
 from kvbench.tasks.source import Files
 
-LENGTHS: Mapping[str, int] = MappingProxyType({"prefix": 2048, "llamacpp": 512})
+LENGTHS: Mapping[str, int] = MappingProxyType({"prefix": 2048, "llamacpp": 512, "halves": 512})
 TINY_LENGTH = 512
 TINY_PROMPT = 128
 WIKITEXT = "wikitext2/test.txt"
@@ -53,10 +55,10 @@ def load(dataset: str, tokenizer: Any, files: Files, selection: Sequence[str], k
         raise unknown(f"value of dataset.{dataset}.windows", knobs.windows, LENGTHS)
     whole(dataset, "forced", knobs.forced, 2, 1_000_000)
     if knobs.length is not None:
-        whole(dataset, "length", knobs.length, 4 if knobs.windows == "llamacpp" else 1, 10_000_000)
+        whole(dataset, "length", knobs.length, 1 if knobs.windows == "prefix" else 4, 10_000_000)
     if tokenizer is None:
         raise UsageError(f"dataset {dataset} is cut to a number of tokens: it needs a model with a tokenizer")
-    cut = _llamacpp_windows if knobs.windows == "llamacpp" else _first_windows
+    cut = _first_windows if knobs.windows == "prefix" else partial(_llamacpp_windows, knobs.windows == "halves")
     tasks = []
     for name in selection or TEXTS:
         if name not in TEXTS:
@@ -92,28 +94,31 @@ def _first_windows(
 
 
 def _llamacpp_windows(
-    prefix: str, tokenizer: Any, documents: Sequence[tuple[str, str]], length: int, tokens: int
+    halves: bool, prefix: str, tokenizer: Any, documents: Sequence[tuple[str, str]], length: int, tokens: int
 ) -> Iterator[Example]:
     """Yield all windows of ``length`` tokens of the joined documents; the first half of each is not counted.
 
-    A window's document is the one that it begins in.
+    Of ``halves`` it is read at once, else only the first token is. A window's document is the one that it begins in.
+    Documents take turns, that a few windows are of many.
     """
     ids = tokenizer.encode("".join(text for _, text in documents), add_special_tokens=False)
     if len(ids) < 2 * length:
         raise UsageError(f"{prefix}: {len(ids)} tokens, less than two windows of {length}: lower length=")
     middle = length // 2
+    begin = middle if halves else 1
     ends = [*accumulate(len(tokenizer.encode(text, add_special_tokens=False)) for _, text in documents)]
     meta = {
-        **{"window": length, "prefix": 1, "chunk": 1, "unit": "token"},
-        **{"divisor": float(length - 1 - middle), "scored_from": middle},
+        **{"window": length, "prefix": begin, "chunk": 1, "unit": "token"},
+        **{"divisor": float(length - middle - (not halves)), "scored_from": middle},
     }
-    for i in range(len(ids) // length):
+    documents_of = [min(bisect_right(ends, i * length), len(documents) - 1) for i in range(len(ids) // length)]
+    turns = [i - documents_of.index(place) for i, place in enumerate(documents_of)]
+    for i in sorted(range(len(turns)), key=turns.__getitem__):
         window = ids[i * length : (i + 1) * length]
         if tokenizer.bos_token_id is not None:
             window[0] = tokenizer.bos_token_id
-        document = documents[min(bisect_right(ends, i * length), len(documents) - 1)][0]
-        place = {**meta, "document": document}
-        yield Example(f"{prefix}-llamacpp-{length}-{i:06d}", "", (), length - 1, tokens=tuple(window), meta=place)
+        place = {**meta, "document": documents[documents_of[i]][0]}
+        yield Example(f"{prefix}-llamacpp-{length}-{i:06d}", "", (), length - begin, tokens=tuple(window), meta=place)
 
 
 def _tiny(files: Files) -> Documents:

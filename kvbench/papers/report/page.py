@@ -130,11 +130,17 @@ class ReportPage:
 def _flat(run: Mapping[str, Any]) -> dict[str, Any]:
     """Return a line of the open format by RUN_COLUMNS, with its numbers as they are printed."""
     seen = (run.get("protocol") or {}).get("query_aware")
-    far = {f"kl_{kind}": some.get("kl_mean") for kind, some in (run.get("fidelity") or {}).items()}
+    far = {f"kl_{kind}": _nats(some) for kind, some in (run.get("fidelity") or {}).items()}
     values = {**run, **far, "question": None if seen is None else "seen" if seen else "withheld"}
     forms = {"score": "{:.1f}", "interval": "[{0[0]:.0f}, {0[1]:.0f}]", "bytes": "{:,.0f}", "percent_of_full": "{:.1f}"}
-    forms |= {"kl_reference": "{:.3g}", "kl_greedy": "{:.3g}"}
     return values | {key: form.format(values[key]) for key, form in forms.items() if values.get(key) is not None}
+
+
+def _nats(far: Mapping[str, Any]) -> str | None:
+    if far.get("kl_mean") is None:
+        return None
+    ci = " [{:.2g}, {:.2g}]".format(*far["ci"]) if far.get("ci") else ""
+    return "≤ floor" if far.get("at_floor") else f"{far['kl_mean']:.3g}{ci}"
 
 
 def ledger(content: Mapping[str, Any]) -> str:
