@@ -21,7 +21,7 @@ from kvbench.engine import divergence
 from kvbench.engine.likelihood import diverge, teacher_force
 from kvbench.errors import UsageError
 from kvbench.papers.claims import claim_runner, claims
-from kvbench.run import byte_table, forced, wandb_logger
+from kvbench.run import byte_table, wandb_logger
 from kvbench.run.fidelity import TextFidelity, log_ratio_of_means, summarise_texts
 from kvbench.tasks import fidelity as texts
 from kvbench.tasks.source import Files
@@ -289,9 +289,9 @@ def test_windows_are_the_beginnings_of_documents_or_llama_cpps(tmp_path, tokeniz
     assert [(e.id, e.tokens) for e in half.examples] == [(e.id, e.tokens) for e in task.examples]
     for one, other in zip(half.examples, task.examples, strict=True):
         assert (one.meta["prefix"], other.meta["prefix"]) == (256, 1)
-        # the first token that is fed is predicted by the prompt, the next 255 count
-        assert (one.max_new_tokens - 1, other.max_new_tokens - 1 - forced._first(other)) == (255, 255)
-        assert forced._first(one) == 0
+        # the first token that is fed is predicted by the prompt; from the middle on 255 count
+        assert (one.max_new_tokens, other.max_new_tokens) == (256, 511)
+        assert one.meta["scored_from"] == other.meta["scored_from"] == 256
     with pytest.raises(UsageError, match="less than two windows of 4096"):
         texts.load(
             "fidelity", tokenizer, files, ["essays"], texts.FidelityKnobs(windows="llamacpp", length=4096, forced=50)
@@ -404,7 +404,8 @@ def test_the_table_of_formats_orders_them_by_what_their_bytes_keep(tmp_path, cap
     kl = {name: row["fidelity"]["reference"]["kl_mean"] for name, row in rows.items()}
     assert kl["full"] == 0 < kl["KIVI, 8 bits"] < kl["KIVI, 4 bits"] < kl["KIVI, 2 bits"]
     assert rows["KIVI, 2 bits"]["bytes_percent"] < rows["KIVI, 8 bits"]["bytes_percent"] < 100
-    assert set(rows["full"]["scores"]) == {"tiny"} == set(rows["full"]["score_intervals"]) and all(p["log_ratio"] <= 0 for p in content["pairs"])
+    assert set(rows["full"]["scores"]) == {"tiny"} == set(rows["full"]["score_intervals"])
+    assert all(p["log_ratio"] <= 0 for p in content["pairs"])
     assert main([*words, "--stored", "--format", "md"]) == 0
     out = capsys.readouterr().out
     assert "told apart" in out and "KIVI, 2 bits" in out
