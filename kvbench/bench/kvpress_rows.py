@@ -1,4 +1,4 @@
-"""The rows of kvbench.bench.tables through kvpress, one by one: seconds by row, as JSON on the last line.
+"""The rows of kvbench.bench.tables and real_table through kvpress one by one: seconds by row, as JSON, the last line.
 
 Run in an environment that has kvpress, which pins older transformers than kvbench's own has.
 """
@@ -19,21 +19,22 @@ from kvbench.bench.ratio import options, seconds
 THINK = 0.4
 
 
-def presses(budgets: list[float]) -> dict[str, Any]:
-    """Return kvpress's press for each row of the table, by the row's label; None for the full cache."""
+def press_of(row: str) -> Any:
+    """Return kvpress's press for a row, a method with the part of the tokens that it keeps; None for the full cache."""
     import kvpress
 
-    result: dict[str, Any] = {"full": None}
-    for budget in budgets:
-        removed = 1 - budget
-        think = kvpress.ThinKPress(key_channel_compression_ratio=THINK, window_size=32)
-        result[f"streamingllm {budget}"] = kvpress.StreamingLLMPress(removed, n_sink=4)
-        result[f"snapkv {budget}"] = kvpress.SnapKVPress(removed, window_size=32, kernel_size=7)
-        result[f"keynorm {budget}"] = kvpress.KnormPress(removed)
-        result[f"h2o {budget}"] = kvpress.ObservedAttentionPress(removed)
+    method, _, budget = row.partition(" ")
+    if method == "full":
+        return None
+    removed = 1 - float(budget)
+    if method in ("snapkv", "snapkv+think"):
         snapkv = kvpress.SnapKVPress(removed, window_size=32, kernel_size=7)
-        result[f"snapkv+think {budget}"] = kvpress.ComposedPress([snapkv, think])
-    return result
+        think = kvpress.ThinKPress(key_channel_compression_ratio=THINK, window_size=32)
+        return kvpress.ComposedPress([snapkv, think]) if method == "snapkv+think" else snapkv
+    if method == "streamingllm":
+        return kvpress.StreamingLLMPress(removed, n_sink=4)
+    classes = {"keynorm": "KnormPress", "h2o": "ObservedAttentionPress", "expectedattention": "ExpectedAttentionPress"}
+    return getattr(kvpress, classes[method])(removed)
 
 
 def answer(model: Any, press: Any, ids: torch.Tensor, new: int) -> None:
@@ -56,21 +57,21 @@ def answer(model: Any, press: Any, ids: torch.Tensor, new: int) -> None:
 
 
 def main() -> None:
-    """Read the checkpoint and the prompts of a folder and print the seconds of every row over all prompts."""
+    """Read the checkpoint and the prompts and print the seconds of every row over all prompts."""
     parser = options(__doc__, threads=1)
-    parser.add_argument("folder", type=Path)
+    parser.add_argument("folder", type=Path, help="the checkpoint")
+    parser.add_argument("--prompts", type=Path, required=True, help='a line of JSON each, {"prompt": ...}')
     parser.add_argument("--n", type=int, required=True)
     parser.add_argument("--new", type=int, required=True)
-    parser.add_argument("--budgets", type=float, nargs="+", required=True)
+    parser.add_argument("--rows", nargs="+", required=True, help='"full", "snapkv 0.5", ...')
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     model = AutoModelForCausalLM.from_pretrained(args.folder, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(args.folder)
-    texts = [json.loads(line)["prompt"] for line in (args.folder / "prompts.jsonl").read_text().splitlines()]
+    texts = [json.loads(line)["prompt"] for line in args.prompts.read_text(encoding="utf-8").splitlines()]
     prompts = [torch.tensor(tokenizer.encode(text)[: args.n]) for text in texts]
     seconds_by_row = {
-        row: sum(seconds(partial(answer, model, press, ids, args.new)) for ids in prompts)
-        for row, press in presses(args.budgets).items()
+        row: sum(seconds(partial(answer, model, press_of(row), ids, args.new)) for ids in prompts) for row in args.rows
     }
     print(json.dumps(seconds_by_row))
 

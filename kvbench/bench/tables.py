@@ -44,6 +44,7 @@ from kvbench.run.experiment import RunPlan
 from kvbench.run.forced import texts_of
 from kvbench.run.host import Host
 from kvbench.run.provenance import provenance
+from kvbench.run.results import Sample
 from kvbench.run.runner import run_group
 from kvbench.run.store import ResultStore
 
@@ -80,6 +81,15 @@ def through_kvbench(host: Host, run: RunPlan) -> float:
 
 def parts_of(host: Host, run: RunPlan) -> tuple[float, float]:
     """Return the seconds of a run from an empty store: for reading and compressing prompts, and for all else."""
+    whole, cells = measured(host, run)
+    # all rows of a prompt share its pass, and questions withheld from one context its caches, too
+    passes = {s.timing.prefill_s for samples in cells for s in samples}
+    reading = sum(passes) + sum(sum({s.timing.compress_s for s in samples}) for samples in cells)
+    return reading, whole - reading
+
+
+def measured(host: Host, run: RunPlan) -> tuple[float, list[list[Sample]]]:
+    """Return the seconds of a run from an empty store, and the samples of each cell."""
     with tempfile.TemporaryDirectory() as folder:
         store = ResultStore(Path(folder))
         facts = provenance(host.model, torch.get_num_threads())
@@ -87,11 +97,7 @@ def parts_of(host: Host, run: RunPlan) -> tuple[float, float]:
         for group in run.groups:
             run_group(host, group, store, facts)
         whole = time.perf_counter() - start
-        cells = [[s.timing for s in store.samples(c.id).values()] for g in run.groups for c in g.cells]
-        # all rows of a prompt share its pass, and questions withheld from one context its caches, too
-        passes = {t.prefill_s for times in cells for t in times}
-        reading = sum(passes) + sum(sum({t.compress_s for t in times}) for times in cells)
-        return reading, whole - reading
+        return whole, [[*store.samples(c.id).values()] for g in run.groups for c in g.cells]
 
 
 def bare_generate(host: Host, prompt: Sequence[int], new: int, **how: Any) -> torch.Tensor:
@@ -181,7 +187,8 @@ def table_against_rows(host: Host, run: RunPlan, repeats: int) -> bool:
 
 def against_peers(host: Host, run: RunPlan, folder: Path, python: str, repeats: int, threads: int) -> bool:
     """Compare our whole table with kvpress over the rows that it has. Return True if the ratio keeps to its limit."""
-    sizes = ["--n", N, "--new", NEW, "--threads", threads, "--budgets", *BUDGETS]
+    rows = ["full", *(f"{method} {budget}" for budget in BUDGETS for method in METHODS.split(",")[1:])]
+    sizes = ["--prompts", folder / "prompts.jsonl", "--n", N, "--new", NEW, "--threads", threads, "--rows", *rows]
     ours, theirs, others = [], [], []
     by_row: dict[str, float] = {}
     for _ in range(repeats):

@@ -30,7 +30,7 @@ def _tables(device: torch.device) -> tuple[Tensor, Tensor]:
 
 def e2m1(x: Tensor, ties_up: bool = False) -> Tensor:
     """Return the codes of x, bit 3 the sign. Ties go to the even code, or to the larger magnitude."""
-    borders, magnitude = _tables(x.device)[1], x.abs()
+    borders, magnitude = _tables(x.device)[1], x.abs().contiguous()
     upper = torch.bucketize(magnitude, borders, right=True)
     if not ties_up:
         lower = torch.bucketize(magnitude, borders)
