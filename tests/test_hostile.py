@@ -25,7 +25,7 @@ from kvbench.methods.snapkv import SnapKV
 from kvbench.models import load
 from kvbench.run import experiment
 from kvbench.run.plan import Cell
-from kvbench.run.runner import run_group
+from kvbench.run.runner import run_groups
 from kvbench.run.store import ResultStore
 
 pytestmark = pytest.mark.e2e("runs hostile methods end to end")
@@ -46,7 +46,7 @@ def bench(tmp_path_factory):
         if chain is not None:
             identity = {**full.identity, "chain": chain.identity()}
             cells = (full, Cell(identity, chain, chain.name, full.task, full.column), snapkv)
-        run_group(host, replace(group, cells=cells), store, {"device": "cpu", "torch": "2"})
+        run_groups(host, [replace(group, cells=cells)], store, {"device": "cpu", "torch": "2"})
         lines, reasons = {}, {}
         for cell in cells:
             samples = store.lines(cell.id)

@@ -19,7 +19,7 @@ from kvbench.files import line_of, parse_line
 from kvbench.methods.base import Selector
 from kvbench.methods.chain import Chain
 from kvbench.methods.resolve import ChainConfig
-from kvbench.run import config, experiment, runner
+from kvbench.run import config, experiment, reading
 from kvbench.run.store import ResultStore
 
 pytestmark = pytest.mark.e2e("runs whole command lines")
@@ -29,9 +29,9 @@ def test_second_run_measures_nothing_and_a_new_method_reads_only_for_itself(tmp_
     arguments = [*SMALL, f"results={tmp_path}"]
     first = run_json(capsys, *arguments, "method=snapkv")[1]
     calls = []
-    original = runner.prefill_chains
+    original = reading.prefill_chains
     monkeypatch.setattr(
-        runner, "prefill_chains", lambda m, i, c, *a: calls.append([x.name for x in c]) or original(m, i, c, *a)
+        reading, "prefill_chains", lambda m, i, c, *a: calls.append([x.name for x in c]) or original(m, i, c, *a)
     )
     again = run_json(capsys, *arguments, "method=snapkv")[1]
     assert calls == []
@@ -286,19 +286,30 @@ def test_withheld_question_is_read_after_compression(dataset, tmp_path, capsys):
 
 def test_both_protocols_stand_in_one_table_with_the_ids_that_each_has_alone(tmp_path, capsys, monkeypatch):
     read = []
-    prefill = runner.prefill_chains
-    monkeypatch.setattr(runner, "prefill_chains", lambda *a: read.append(len(a[1])) or prefill(*a))
-    small = ["dataset=tiny/needle", "length=256", "examples=2", "method=snapkv", f"results={tmp_path}"]
+    prefill = reading.prefill_chains
+    monkeypatch.setattr(reading, "prefill_chains", lambda *a: read.append(len(a[1])) or prefill(*a))
+    small = ["dataset=tiny/needle", "length=256", "examples=2", "method=snapkv,h2o,keydiff", f"results={tmp_path}"]
+    assert main(["run", *small, "query_aware=true,false", "--plan", "--json"]) == 0
+    (plan,) = json.loads(capsys.readouterr().out)
+    assert [(g["prefills"], g["prefills_saved"]) for g in plan["groups"]] == [(2, 6), (0, 8)]
     status, both = run_json(capsys, *small, "query_aware=true,false")
     assert status == 0
     assert [c["task"] for c in both["columns"]] == [f"tiny/needle query_aware={x}" for x in ("true", "false")]
     assert "question withheld in tiny query_aware=false." in both["settings"]
-    # whole prompts, then contexts: what methods observe of the two differs, so neither pass stands in for the other
-    assert read[:2] == [256, 256] and len(read) == 4 and max(read[2:]) < 256
+    assert read == [256, 256]  # whole prompts, whose passes give the caches of their contexts, too
+    store = ResultStore(tmp_path)
     for i, value in enumerate(("true", "false")):
-        alone = run_json(capsys, *small, f"query_aware={value}")[1]
-        assert [r["cells"][0]["cell"] for r in alone["rows"]] == [r["cells"][i]["cell"] for r in both["rows"]]
-    assert len(read) == 4
+        apart = [*small[:-1], f"results={tmp_path / value}", f"query_aware={value}"]
+        alone = run_json(capsys, *apart)[1]
+        cells = [r["cells"][i]["cell"] for r in both["rows"]]
+        assert [r["cells"][0]["cell"] for r in alone["rows"]] == cells
+        for cell in cells:
+            ours, theirs = (
+                [(s.prediction, s.n, s.kept, s.payload, s.overhead, s.score) for s in found.samples(cell).values()]
+                for found in (store, ResultStore(tmp_path / value))
+            )
+            assert ours == theirs
+    assert len(read) == 6
     run = prepare(
         "dataset=kv_retrieval,tiny/needle", "records=8", "contexts=1", "questions=2", "query_aware=true,false"
     )

@@ -45,7 +45,7 @@ from kvbench.run.forced import texts_of
 from kvbench.run.host import Host
 from kvbench.run.provenance import provenance
 from kvbench.run.results import Sample
-from kvbench.run.runner import run_group
+from kvbench.run.runner import run_groups
 from kvbench.run.store import ResultStore
 
 METHODS = "full,streamingllm,snapkv,keynorm,h2o,snapkv+think"
@@ -95,7 +95,7 @@ def measured(host: Host, run: RunPlan) -> tuple[float, list[list[Sample]]]:
         facts = provenance(host.model, torch.get_num_threads())
         start = time.perf_counter()
         for group in run.groups:
-            run_group(host, group, store, facts)
+            run_groups(host, [group], store, facts)
         whole = time.perf_counter() - start
         return whole, [[*store.samples(c.id).values()] for g in run.groups for c in g.cells]
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 import time
 import weakref
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from kvbench.engine.handed import Handed
 from kvbench.engine.layer_by_layer import CompressedLayers
 from kvbench.engine.limits import beyond_turn, check_capacity, check_window
 from kvbench.engine.patches import adapted
-from kvbench.engine.prompt_layer import EXACT, PromptLayer
+from kvbench.engine.prompt_layer import EXACT, PromptLayer, alone
 from kvbench.engine.replay import longest_pass, replay
 from kvbench.engine.weights_digest import check_calibrated
 from kvbench.errors import UsageError, headline
@@ -58,14 +59,17 @@ def observe(
     on_layer: OnLayer,
     plain: bool = False,
     chain: Chain | None = None,
-    on_local: Callable[[LayerCache], None] = lambda layer: None,
-) -> tuple[Tensor, dict[int, float]]:
+    on_local: Callable[[LayerCache, int], None] = lambda layer, n: None,
+    parts: Mapping[int, Needs] = MappingProxyType({}),
+) -> tuple[dict[int, Tensor], dict[tuple[int, int], float]]:
     """Read ``input_ids`` [n] once and hand every finished layer to ``on_layer``, and local ones to ``on_local``.
 
-    Returns the next token's logits [V] and the seconds that column sums took, by bit width of the keys. ``plain``
-    attends by fp32 softmax rows instead of PyTorch's fused attention. The prompt is computed under ``chain``: its
-    stages may read other keys and values than are stored, drop hidden states, or let heads share logits. None of this
-    concerns local layers: the others are numbered as if there were no local ones.
+    Returns the next token's logits [V] by the number of tokens read, and the seconds that column sums took, by that
+    number and the bit width of the keys. ``plain`` attends by fp32 softmax rows instead of PyTorch's fused attention.
+    The prompt is computed under ``chain``: its stages may read other keys and values than are stored, drop hidden
+    states, or let heads share logits. None of this concerns local layers: the others are numbered as if there were no
+    local ones. Layers of the first tokens alone are handed on, too, for each number of tokens in ``parts``, with what
+    it needs: later tokens change nothing of earlier ones. Nothing but plain attention may compute these.
     """
     shape = from_config(model.config)
     n_layers, local = shape.layers, local_layers(model.config)
@@ -81,10 +85,11 @@ def observe(
         partial(reader.blocks, n=n, layer=i, n_layers=n_layers, heads=heads) if reader else None
         for i in range(n_layers)
     ]
-    compressed = [PromptLayer(needs, plain, read, *hooks) for hooks in zip(shares, blocks, strict=True)]
-    layers = [PromptLayer(Needs(), plain) if i in local else compressed[number[i]] for i in range(shape.all_layers)]
+    wanted = {**parts, n: needs}
+    compressed = [PromptLayer(wanted, plain, read, *hooks) for hooks in zip(shares, blocks, strict=True)]
+    layers = [PromptLayer({}, plain) if i in local else compressed[number[i]] for i in range(shape.all_layers)]
     rows: list[Rows | None] = [None] * (n_layers + 1)  # tokens that each layer reads; None: all
-    prompt = zlib.crc32(input_ids.to("cpu", torch.int64).numpy().tobytes())
+    tokens = input_ids.to("cpu", torch.int64).numpy()
 
     lifted = lifts(model)
     inv_freq = next((m.get_buffer("inv_freq") for m in model.modules() if hasattr(m, "inv_freq")), None)
@@ -101,31 +106,35 @@ def observe(
                 f"{expected_shape}: kvbench cannot run this model"
             )
         if index in local:
-            layer.observed = {}
-            on_local(ops.local(k, v, shape.window, shape.query_heads))
+            for length in wanted:
+                on_local(ops.local(alone(k[:, :length]), alone(v[:, :length]), shape.window, shape.query_heads), length)
             return
         place = number[index]
         own_rows = rows[place]
-        observation = Observation(
-            layer=place,
-            n_layers=n_layers,
-            n=k.shape[1],
-            prompt=prompt,
-            hidden=hidden[0].clone() if needs.hidden else None,
-            latents=(lifted[place].k.take(), lifted[place].v.take()) if lifted else None,
-            inv_freq=inv_freq,
-            length=n,
-            positions=None if own_rows is None else own_rows.positions,
-            call=calls.pop(index, None),
-            **layer.observed,
-        )
-        layer.observed = {}
-        try:
-            rows[place + 1] = _next_rows(chain, observation, k)
-            on_layer(observation, k, v)
-        except Exception:
-            check_finite(chain, "keys or values", k, v)  # no stage is at fault where these are not finite
-            raise
+        call = calls.pop(index, None)
+        # those of parts first: the last is of all tokens that this layer read
+        for length, needed in wanted.items():
+            part_k, part_v = alone(k[:, :length]), alone(v[:, :length])
+            observation = Observation(
+                layer=place,
+                n_layers=n_layers,
+                n=part_k.shape[1],
+                prompt=zlib.crc32(tokens[:length].tobytes()),
+                hidden=hidden[0, :length].clone() if needed.hidden else None,
+                latents=(lifted[place].k.take(), lifted[place].v.take()) if lifted else None,
+                inv_freq=inv_freq,
+                length=length,
+                positions=None if own_rows is None else own_rows.positions,
+                call=call if needed.call else None,
+                **layer.observed.pop(length),
+            )
+            try:
+                if length == n:
+                    rows[place + 1] = _next_rows(chain, observation, k)
+                on_layer(observation, part_k, part_v)
+            except Exception:
+                check_finite(chain, "keys or values", k, v)  # no stage is at fault where these are not finite
+                raise
 
     dropping = row_hooks(model, rows.__getitem__) if chain.hidden else nullcontext()
     noting = call_hooks(model, calls) if needs.call else nullcontext()
@@ -135,10 +144,10 @@ def observe(
             position_ids=torch.arange(n, device=input_ids.device)[None],
             past_key_values=HFCache(layers=list(layers)),
             use_cache=True,
-            logits_to_keep=1,
+            logits_to_keep=torch.tensor([length - 1 for length in wanted]) if parts else 1,
         )
-    seconds = {bits: sum(layer.colsums_s[bits] for layer in compressed) for bits in compressed[0].colsums_s}
-    return out.logits[0, -1].clone(), seconds
+    seconds = {place: sum(layer.colsums_s[place] for layer in compressed) for place in compressed[0].colsums_s}
+    return {length: logits.clone() for length, logits in zip(wanted, out.logits[0], strict=True)}, seconds
 
 
 def _next_rows(chain: Chain, obs: Observation, keys: Tensor) -> Rows | None:
@@ -153,18 +162,25 @@ def _next_rows(chain: Chain, obs: Observation, keys: Tensor) -> Rows | None:
 
 
 def prefill_chains(
-    model: PreTrainedModel, input_ids: Tensor, chains: Sequence[Chain], plain: bool = False, tokenizer: Any = None
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    chains: Sequence[Chain],
+    plain: bool = False,
+    tokenizer: Any = None,
+    lengths: Sequence[int] | None = None,
 ) -> list[Cache]:
     """Return one cache per chain, in order, from one pass over ``input_ids`` [n] per distinct ``prefill_key``.
 
-    ``tokenizer`` is the model's, for methods that put words of their own into further passes.
+    ``tokenizer`` is the model's, for methods that put words of their own into further passes. With ``lengths`` a
+    chain's cache is of that many first tokens, from the same pass where the chain changes nothing of it.
     """
     ids = as_prompt(model, input_ids)
-    check_window(model, ids.shape[0], chains)
-    for chain in chains:
-        plan = chain.replayer.replay(len(ids)) if chain.replayer else None
+    lengths = lengths or [len(ids)] * len(chains)
+    for chain, n in zip(chains, lengths, strict=True):
+        check_window(model, n, [chain])
+        plan = chain.replayer.replay(n) if chain.replayer else None
         if plan is not None:
-            read = len(ids) + longest_pass(plan, len(ids), tokenizer)
+            read = n + longest_pass(plan, n, tokenizer)
             check_window(model, read, [chain])
             check_capacity(model, read)
     model_traits = traits.of_model(model)
@@ -172,22 +188,27 @@ def prefill_chains(
     for chain in chains:
         chain.check_model(model_traits)
         check_calibrated(chain, model)
+    passes: dict[tuple[str, int], list[int]] = {}
+    for i, (chain, n) in enumerate(zip(chains, lengths, strict=True)):
+        apart = bool(chain.prefill_key or chain.replayer or chain.foreign or chain.needs(n).call)
+        passes.setdefault((chain.prefill_key, n if apart else len(ids)), []).append(i)
     caches: dict[int, Cache] = {}
-    for key in dict.fromkeys(chain.prefill_key for chain in chains):
-        members = [i for i, chain in enumerate(chains) if chain.prefill_key == key]
+    for members in passes.values():
         foreign = [chains[i].name for i in members if chains[i].foreign]
-        with contained(", ".join(foreign), bool(foreign)), adapted(model, chains[members[0]]):
-            shared = _shared_pass(model, ids, [chains[i] for i in members], plain, tokenizer)
+        own, of = [chains[i] for i in members], [lengths[i] for i in members]
+        with contained(", ".join(foreign), bool(foreign)), adapted(model, own[0]):
+            shared = _shared_pass(model, ids[: max(of)], own, of, plain, tokenizer)
         caches.update(zip(members, shared, strict=True))
     return [caches[i] for i in range(len(chains))]
 
 
 def _shared_pass(
-    model: PreTrainedModel, ids: Tensor, chains: Sequence[Chain], plain: bool, tokenizer: Any
+    model: PreTrainedModel, ids: Tensor, chains: Sequence[Chain], lengths: Sequence[int], plain: bool, tokenizer: Any
 ) -> list[Cache]:
     """Return one cache per chain from one prefill, for chains under which the prompt is computed alike."""
-    n = ids.shape[0]
-    needs = Needs.union(chain.needs(n) for chain in chains)
+    members = [*zip(chains, lengths, strict=True)]
+    needs = {n: Needs.union(chain.needs(n) for chain, own in members if own == n) for n in sorted({*lengths})}
+    whole = needs.pop(len(ids))
     layers = [CompressedLayers(chain) for chain in chains]
     spent = [0.0] * (len(chains) + 1)  # seconds of each chain, and of copies and checks
     query_heads = int(model.config.num_attention_heads)
@@ -197,7 +218,9 @@ def _shared_pass(
             positions, length = obs.positions, obs.prompt_tokens
             return ops.dense(k, v, heads=heads, query_heads=query_heads, positions=positions, length=length)
 
-        for i, chain in enumerate(chains):
+        for i, (chain, n) in enumerate(members):
+            if n != obs.length:
+                continue
             heads = chain.heads(k.shape[0], query_heads)
             # the dense cache is shared by all chains, and counted for none of them
             with _clock(k.device, spent, -1):
@@ -212,19 +235,24 @@ def _shared_pass(
     total = [0.0]
     with _clock(ids.device, total, 0):
         # chains of one prefill key compute the prompt alike
-        local: list[LayerCache] = []  # which all chains share
-        logits, colsums_s = observe(model, ids, needs, on_layer, plain, chains[0], local.append)
-        check_finite(chains[0], "logits", logits)
+        local: dict[int, list[LayerCache]] = {}  # which all chains share, by the number of tokens
+
+        def on_local(layer: LayerCache, n: int) -> None:
+            local.setdefault(n, []).append(layer)
+
+        logits, colsums_s = observe(model, ids, whole, on_layer, plain, chains[0], on_local, needs)
+        for part in logits.values():
+            check_finite(chains[0], "logits", part)
     # the forward pass alone: without compression, checks and column sums, which chains pay for themselves
     forward = max(total[0] - sum(spent) - sum(colsums_s.values()), 0.0)
     _replay(model, ids, layers, tokenizer, spent)
     owner = weakref.ref(model)
     caches = []
-    for chain, compressed, seconds in zip(chains, layers, spent[:-1], strict=True):
+    for (chain, n), compressed, seconds in zip(members, layers, spent[:-1], strict=True):
         wants = chain.needs(n)
-        seconds += sum(colsums_s[bits] for bits in {*wants.colsums_bits, *([EXACT] if wants.colsums else [])})
-        parts = tuple(compressed.caches), logits, chain, n, forward, seconds, owner, compressed.mismatch, tuple(local)
-        caches.append(Cache(*parts, long=beyond_turn(model, n)))
+        seconds += sum(colsums_s[n, bits] for bits in {*wants.colsums_bits, *([EXACT] if wants.colsums else [])})
+        found = tuple(compressed.caches), logits[n], chain, n, forward, seconds, owner, compressed.mismatch
+        caches.append(Cache(*found, tuple(local.get(n, ())), long=beyond_turn(model, n)))
     return caches
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -30,11 +30,13 @@ class PromptLayer(KvbenchLayer):
     Attention is over the keys and values that ``read`` makes of the layer's own; None: the layer's own. ``share``
     is ``HeadSharer.leads`` of the layer, which returns the query head whose logits each head takes, and ``blocks``
     ``BlockReader.blocks`` of its keys.
+
+    needs: the statistics that are wanted of the first tokens of the prompt, by their number.
     """
 
     def __init__(
         self,
-        needs: Needs,
+        needs: Mapping[int, Needs],
         plain: bool = False,
         read: Read | None = None,
         share: Share | None = None,
@@ -42,34 +44,30 @@ class PromptLayer(KvbenchLayer):
     ) -> None:
         super().__init__()
         self.needs, self.plain, self.read, self.share, self.blocks = needs, plain, read, share, blocks
-        self.observed: dict[str, Any] = {}  # fields of Observation
-        self.colsums_s: dict[int, float] = {}  # seconds by bit width of the keys, EXACT for those as they are
+        self.observed: dict[int, dict[str, Any]] = {}  # fields of Observation, by the number of tokens
+        # seconds by number of tokens and bit width of the keys, EXACT for those as they are
+        self.colsums_s: dict[tuple[int, int], float] = {}
 
     def add(self, k: Tensor, v: Tensor) -> None:
         self.keys, self.values, self.seen = k, v, k.shape[2]
 
     def attend(self, query: Tensor, scale: float, window: int | None) -> Tensor:
         assert self.keys is not None and self.values is not None
-        q, observed = query[0], self.observed
-        observed["scale"] = scale
-        if self.needs.last_q:
-            observed["last_q"] = q[:, -min(self.needs.last_q, q.shape[1]) :].clone()
-        if self.needs.first_q:
-            observed["first_q"] = q[:, : min(self.needs.first_q, q.shape[1])].clone()
-        keys, values = self.keys[0], self.values[0]
+        q, keys, values = query[0], self.keys[0], self.values[0]
+        read_k = None
         if self.read is not None:
             keys, values = self.read(keys, values)
-            observed["read_k"] = keys
+            read_k = keys
         blocks = self.blocks(self.keys[0]) if self.blocks is not None else []
         # where column sums are needed, fused attention gives the log-sum-exp of each row with its output
-        fused = not (self.plain or blocks) and window is None and self.share is None and self.needs.colsums
+        colsums = any(needs.colsums for needs in self.needs.values())
+        fused = not (self.plain or blocks) and window is None and self.share is None and colsums
         with_lse = attend_with_lse(q, keys, values, scale) if fused else None
-        if self.needs.colsums:
-            observed["colsums"] = self._column_sums(q, keys, EXACT, None if with_lse is None else with_lse[1])
-        observed["colsums_q"] = {}
-        for bits in sorted(self.needs.colsums_bits):
-            quantised = quantise_zero_point(keys, bits).dequantise(torch.float32)
-            observed["colsums_q"][bits] = self._column_sums(q, quantised, bits)
+        for n, needs in self.needs.items():
+            lse = None if with_lse is None else with_lse[1][:, :n]
+            self.observed[n] = {"scale": scale, **self._statistics(n, needs, q[:, :n], keys[:, :n], scale, lse)}
+            if read_k is not None:
+                self.observed[n]["read_k"] = read_k[:, :n]
         if with_lse is not None:
             return with_lse[0][None]
         if blocks:
@@ -88,23 +86,42 @@ class PromptLayer(KvbenchLayer):
             q[None], keys[None], values[None], is_causal=True, scale=scale, enable_gqa=gqa
         )
 
-    def _column_sums(self, query: Tensor, keys: Tensor, bits: int, lse: Tensor | None = None) -> Tensor:
+    def _statistics(
+        self, n: int, needs: Needs, q: Tensor, keys: Tensor, scale: float, lse: Tensor | None
+    ) -> dict[str, Any]:
+        """Return what is needed of the first n tokens, by the names of Observation's fields."""
+        found: dict[str, Any] = {}
+        if needs.last_q:
+            found["last_q"] = q[:, -min(needs.last_q, q.shape[1]) :].clone()
+        if needs.first_q:
+            found["first_q"] = q[:, : min(needs.first_q, q.shape[1])].clone()
+        if needs.colsums:
+            found["colsums"] = self._column_sums(q, keys, scale, (n, EXACT), lse)
+        found["colsums_q"] = {}
+        for bits in sorted(needs.colsums_bits):
+            quantised = quantise_zero_point(keys, bits).dequantise(torch.float32)
+            found["colsums_q"][bits] = self._column_sums(q, quantised, scale, (n, bits))
+        return found
+
+    def _column_sums(
+        self, query: Tensor, keys: Tensor, scale: float, place: tuple[int, int], lse: Tensor | None = None
+    ) -> Tensor:
         synchronise(query.device)
         start = time.perf_counter()
-        sums = column_sums(query, keys, self.observed["scale"], lse=lse)
+        sums = column_sums(query, keys, scale, lse=lse)
         synchronise(query.device)
-        self.colsums_s[bits] = time.perf_counter() - start
+        self.colsums_s[place] = time.perf_counter() - start
         return sums
 
     def take(self) -> tuple[Tensor, Tensor]:
         """Return the dense keys and values [Hk, n, D], each alone in its storage; the layer drops them."""
         assert self.keys is not None and self.values is not None
-        k, v = _alone(self.keys[0]), _alone(self.values[0])
+        k, v = alone(self.keys[0]), alone(self.values[0])
         self.keys = self.values = None
         return k, v
 
 
-def _alone(t: Tensor) -> Tensor:
+def alone(t: Tensor) -> Tensor:
     """Return t [H, n, D] contiguous and alone in its storage (fused projections return views of a larger one)."""
     if t.is_contiguous() and t.untyped_storage().nbytes() == t.nbytes:
         return t

@@ -19,7 +19,7 @@ from kvbench.run.config import RunConfig
 from kvbench.run.display import Display
 from kvbench.run.host import Host
 from kvbench.run.listener import Listener, Listeners
-from kvbench.run.plan import Group
+from kvbench.run.plan import Group, pairs
 from kvbench.run.provenance import local_changes, provenance
 from kvbench.run.refusals import ModelChanged
 from kvbench.run.report import Report
@@ -27,7 +27,7 @@ from kvbench.run.results import CellRecord, Facts
 from kvbench.run.run_plan import RunPlan as RunPlan
 from kvbench.run.run_plan import check_model, context_of, identify, open_session, threads
 from kvbench.run.run_plan import prepare as prepare
-from kvbench.run.runner import run_group
+from kvbench.run.runner import run_groups
 from kvbench.run.summary import collect, summarise
 from kvbench.tasks.base import Tokenizer
 from kvbench.tasks.spread import left_out
@@ -75,7 +75,7 @@ def fill(prepared: RunPlan, quiet: bool = False, listeners: Sequence[Listener] =
         broadcast.begin(prepared)
         for group in _measure_groups(prepared, quiet, broadcast):
             _settle_group(prepared, group, broadcast)
-            unfinished.pop(0)
+            unfinished = [g for g in unfinished if g.column != group.column]
     except BaseException as error:
         for group in unfinished:
             _settle_group(prepared, group, broadcast, error)
@@ -97,7 +97,10 @@ def settle(prepared: RunPlan, listeners: Sequence[Listener] = ()) -> Report:
 
 
 def _measure_groups(prepared: RunPlan, quiet: bool, broadcast: Listeners) -> Iterator[Group]:
-    """Measure the groups one after another, in parts that fit into memory. Yield each group once it is measured."""
+    """Measure the groups one after another, in parts that fit into memory. Yield each group once it is measured.
+
+    One prompt with its question in view and withheld is read once, where both fit into memory whole.
+    """
     cfg, groups = prepared.cfg, prepared.groups
     if not any(t.answers_to_do for t in prepared.todo()):
         yield from groups
@@ -108,10 +111,12 @@ def _measure_groups(prepared: RunPlan, quiet: bool, broadcast: Listeners) -> Ite
     facts = {**provenance(model, threads), "model": cfg.model_name, **_rounding_fact(host, groups)}
     if not quiet and str(facts["commit"]).endswith("+"):
         say(f"the code has local changes (commit {facts['commit']}): cells say so")
-    for group in prepared.bound(model, quiet):
-        for part in prepared.estimate(group).parts(group, host.memory):
-            host = _run_part(prepared, host, part, facts, broadcast)
-        yield group
+    for pair in pairs(prepared.bound(model, quiet)):
+        split = [prepared.estimate(group).parts(group, host.memory) for group in pair]
+        whole = [[part for parts in split for part in parts]] if all(len(parts) == 1 for parts in split) else []
+        for together in whole or [[part] for parts in split for part in parts]:
+            host = _run_parts(prepared, host, together, facts, broadcast)
+        yield from pair
 
 
 def _rounding_fact(host: Host, groups: Sequence[Group]) -> Facts:
@@ -125,15 +130,15 @@ def _rounding_fact(host: Host, groups: Sequence[Group]) -> Facts:
     return {} if comparison is None else {"rounding": comparison}
 
 
-def _run_part(prepared: RunPlan, host: Host, part: Group, facts: Facts, broadcast: Listeners) -> Host:
-    """Measure one part. If methods change the model, load it again and go on without them. Return the last host."""
+def _run_parts(prepared: RunPlan, host: Host, parts: Sequence[Group], facts: Facts, broadcast: Listeners) -> Host:
+    """Measure parts together. If methods change the model, load it again, go on without them. Return the last host."""
     cfg = prepared.cfg
     while True:
         try:
-            run_group(host, part, prepared.store, facts, cfg.shard, cfg.mix, broadcast)
+            run_groups(host, parts, prepared.store, facts, cfg.shard, cfg.mix, broadcast)
             return host
         except ModelChanged as changed:
-            part = replace(part, cells=tuple(c for c in part.cells if c.id not in changed.cells))
+            parts = [replace(p, cells=tuple(c for c in p.cells if c.id not in changed.cells)) for p in parts]
             if prepared.model is not None:
                 raise KvbenchError(f"{changed}: load it again, and leave out what changes it") from None
             say(f"{changed}: it is read again for the others")

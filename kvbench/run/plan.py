@@ -262,6 +262,21 @@ def with_full(cells: Sequence[Cell]) -> list[Cell]:
     return [*cells, replace(cells[0], chain=Chain(), label="full", hidden=True)]
 
 
+def pairs(groups: Sequence[Group]) -> list[tuple[Group, ...]]:
+    """Return the groups, those of one task with its question in view and withheld as one pair, in that order."""
+    by_task: dict[tuple[str, int], dict[bool, Group]] = {}
+    for group in groups:
+        alike = [key for key in by_task if key[0] == group.task.id]
+        # other knobs may give a task several groups of one kind: each begins another pair
+        key = next((key for key in alike if _withholds(group) not in by_task[key]), (group.task.id, len(alike)))
+        by_task.setdefault(key, {})[_withholds(group)] = group
+    return [tuple(pair[kind] for kind in sorted(pair)) for pair in by_task.values()]
+
+
+def _withholds(group: Group) -> bool:
+    return not group.task.query_aware
+
+
 def pending(group: Group, done: Mapping[str, Sequence[str]]) -> dict[str, list[Cell]]:
     """Return the cells that still need each example, by example id, without examples that no cell needs.
 

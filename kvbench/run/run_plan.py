@@ -20,7 +20,7 @@ from kvbench.run.advice import about_prompts
 from kvbench.run.config import RunConfig
 from kvbench.run.estimate import Estimate, estimate
 from kvbench.run.host import default_rows, encode_prompt
-from kvbench.run.plan import Cell, Group, GroupPlan, GroupTodo, Plan, build_groups, pending
+from kvbench.run.plan import Cell, Group, GroupPlan, GroupTodo, Plan, build_groups, pairs, pending
 from kvbench.run.results import CellRecord, Sample
 from kvbench.run.store import ResultStore
 from kvbench.tasks.base import Tokenizer
@@ -66,11 +66,14 @@ class RunPlan:
         weights = int(memory.USED_SHARE * load.weight_bytes(self.source))
         cache_memory = limit if self.cfg.memory is not None else max(0, limit - weights)
         device = load.resolve_device(self.cfg.device)
+        estimates = {g.column: self.estimate(g) for g in self.groups}
+        parts_of = {g.column: estimates[g.column].parts(g, cache_memory) for g in self.groups}
+        whole = [pair for pair in pairs(self.groups) if all(len(parts_of[g.column]) == 1 for g in pair)]
+        shared = {withheld.column: self._shared(seen, withheld) for seen, *rest in whole for withheld in rest}
         groups = []
         for group, todo in zip(self.groups, self.todo(), strict=True):
-            group_estimate = self.estimate(group)
-            parts = group_estimate.parts(group, cache_memory)
-            extra_prefills = self._prefills(group, parts) - todo.prefills
+            group_estimate, parts = estimates[group.column], parts_of[group.column]
+            extra_prefills = self._prefills(group, parts) - todo.prefills - shared.get(group.column, 0)
             todo = replace(
                 todo, prefills=todo.prefills + extra_prefills, prefills_saved=todo.prefills_saved - extra_prefills
             )
@@ -111,6 +114,12 @@ class RunPlan:
             for cells in self.left(group).values()
             for ids in part_ids
         )
+
+    def _shared(self, seen: Group, withheld: Group) -> int:
+        """Return how many contexts are read by the passes over the prompts with their questions in view."""
+        left = self.left(seen)
+        contexts = (cells for i, cells in self.left(withheld).items() if i in left)
+        return sum(any(not c.chain.prefill_key for c in cells) for cells in contexts)
 
     def estimate(self, group: Group) -> Estimate:
         """Return the estimate of the memory and time that the group's remaining work takes."""

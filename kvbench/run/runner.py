@@ -1,15 +1,14 @@
-"""Measure one group of cells: read each prompt once, compress by every method, audit, decode, score and store."""
+"""Measure groups of cells: read each prompt once, compress by every method, audit, decode, score and store."""
 
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
-
-import torch
+from itertools import zip_longest
+from typing import TypeVar
 
 from kvbench.audit.decode_audit import check_bytes, check_peak
 from kvbench.audit.prompt_audit import audit
@@ -18,7 +17,6 @@ from kvbench.engine.finite import no_answer
 from kvbench.engine.limits import check_capacity
 from kvbench.engine.memory import is_out_of_memory, release
 from kvbench.engine.model_state import state_of
-from kvbench.engine.prefill import prefill_chains
 from kvbench.errors import KvbenchError, Refused, ending, say
 from kvbench.example import Example
 from kvbench.methods.foreign import contained
@@ -31,6 +29,7 @@ from kvbench.run.host import Host
 from kvbench.run.listener import Listeners
 from kvbench.run.plan import Cell, Group, pending, with_full
 from kvbench.run.queue import DecodeQueue, QueuedRow, in_parts
+from kvbench.run.reading import PromptReader, Work
 from kvbench.run.refusals import ModelChanged, unfit
 from kvbench.run.results import Facts, Sample
 from kvbench.run.store import ResultStore
@@ -45,7 +44,7 @@ Item = TypeVar("Item", QueuedRow, Asking)
 
 @dataclass
 class GroupRun:
-    """The state of one group while it is measured."""
+    """The state of a group, or of several in turns, while they are measured."""
 
     host: Host
     store: ResultStore
@@ -54,24 +53,23 @@ class GroupRun:
     shard: int = 0
     refused: dict[str, str] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
-    most_cells: int | None = None  # of one prefill, once that ran out of memory
     foreign: Sequence[Cell] = ()  # those whose code is not kvbench's own
 
     def __post_init__(self) -> None:
         self.model_before = state_of(self.host.model) if self.foreign else None
         self.queue = DecodeQueue(self.host.model, self.host.most_rows, self.host.memory, partial(remade, self.host))
         self.asking: dict[tuple[str, str], Asking] = {}  # by the ids of cell and example
-        self.context: tuple[Sequence[int], dict[Any, Cache]] = ((), {})  # the last one's ids and caches
+        self.reader = PromptReader(self.host, self._with_room)
 
-    def run(self, examples: Sequence[Example], todo: Mapping[str, Sequence[Cell]]) -> None:
-        """Answer every example for its cells. An error of one cell takes only that cell out of the run."""
-        for example in examples:
-            cells = self.active(todo.get(example.id, ()))
+    def run(self, work: Sequence[Work]) -> None:
+        """Answer examples, each for its cells. An error of one cell takes only that cell out of the run."""
+        for i, (example, wanted) in enumerate(work):
+            cells = self.active(wanted)
             while not self.queue.takes(len(cells)):
                 self.finish()
                 cells = self.active(cells)
             if cells:
-                self.read(example, cells)
+                self.read(example, cells, *((e, self.active(c)) for e, c in work[i + 1 : i + 2]))
         while len(self.queue):
             self.finish()
 
@@ -79,8 +77,11 @@ class GroupRun:
         """Return the cells that are neither refused nor failed."""
         return [c for c in cells if c.id not in self.refused and c.id not in self.failed]
 
-    def read(self, example: Example, cells: Sequence[Cell]) -> None:
-        """Prefill one prompt for its cells and audit their caches. Queue them to be decoded, or score a text now."""
+    def read(self, example: Example, cells: Sequence[Cell], following: Work | None = None) -> None:
+        """Prefill one prompt for its cells and audit their caches. Queue them to be decoded, or score a text now.
+
+        ``following`` is what is read next, which may share the pass.
+        """
         self.listeners.reading(cells[0].column)
         try:
             encoded = self.host.encode(example, cells[0].task)
@@ -91,7 +92,7 @@ class GroupRun:
             return
         cells = with_full(self._fitting(cells, encoded, example))
         rows = []
-        for cell, cache in self._caches(encoded, cells):
+        for cell, cache in self.reader.caches(example, encoded, cells, following):
             try:
                 if isinstance(cache, Exception):
                     raise cache
@@ -150,44 +151,13 @@ class GroupRun:
         try:
             return work()
         except Exception as error:
-            if not (is_out_of_memory(error) and (len(self.queue) or self.context[1])):
+            if not (is_out_of_memory(error) and (len(self.queue) or self.reader.holds)):
                 raise
-        self.context = (), {}
+        self.reader.forget()
         release()
         while len(self.queue):
             self.finish()
         return work()
-
-    def _caches(self, encoded: Encoded, cells: Sequence[Cell]) -> list[tuple[Cell, Cache | Exception]]:
-        """Return (cell, cache) for each cell, or (cell, exception) if its prefill failed.
-
-        Where questions are withheld, examples that follow each other with equal contexts share their caches.
-        """
-        ids, known = self.context
-        self.context = (), {}  # freed before others come
-        caches: dict[Any, Cache | Exception] = {**known} if encoded.question and ids == encoded.ids else {}
-        del known
-        missing = [c for c in cells if (c.id, c.hidden) not in caches]
-        caches.update(((c.id, c.hidden), cache) for c, cache in self._prefill(encoded.ids, missing))
-        if encoded.question:
-            self.context = encoded.ids, {key: x for key, x in caches.items() if isinstance(x, Cache)}
-        return [(c, caches[c.id, c.hidden]) for c in cells]
-
-    def _prefill(self, prompt: Sequence[int], cells: Sequence[Cell]) -> list[tuple[Cell, Cache | Exception]]:
-        ids = torch.tensor(prompt)
-
-        def prefill_together(part_cells: Sequence[Cell]) -> list[Cache]:
-            host, chains = self.host, [c.chain for c in part_cells]
-            try:
-                return self._with_room(lambda: prefill_chains(host.model, ids, chains, host.plain, host.tokenizer))
-            except Exception as error:
-                if is_out_of_memory(error):
-                    self.most_cells = max(1, len(part_cells) // 2)
-                raise
-
-        most_cells = self.most_cells or max(1, len(cells))
-        parts = [cells[i : i + most_cells] for i in range(0, len(cells), most_cells)]
-        return [outcome for part in parts for outcome in in_parts(part, prefill_together)]
 
     def compare(self, example: Example, rows: Sequence[QueuedRow], full: Cache) -> list[QueuedRow]:
         """Return the rows with their divergences from the full cache on texts that the prompt is continued with."""
@@ -314,24 +284,28 @@ class GroupRun:
         return [c for c in cells if c.id not in self.refused]
 
 
-def run_group(
+def run_groups(
     host: Host,
-    group: Group,
+    groups: Sequence[Group],
     store: ResultStore,
     provenance: Facts,
     shard: int = 0,
     mix: bool = False,
     listeners: Listeners | None = None,
 ) -> None:
-    """Measure the examples of one group that have no answer yet.
+    """Measure the examples of one group that have no answer yet, or of several in turns, that share their prompts.
 
     Whatever ends it early (an interrupt, a full disk), finished examples stay and are not run again. A cell that fails
     is marked as failed in the store.
     """
-    todo = pending(group, {c.id: list(store.lines(c.id)) for c in group.cells})
-    if not todo:
+    todo = [pending(g, {c.id: list(store.lines(c.id)) for c in g.cells}) for g in groups]
+    cells = [
+        c for g, left in zip(groups, todo, strict=True) for c in g.cells if any(c in some for some in left.values())
+    ]
+    if not cells:
         return
-    cells = [c for c in group.cells if any(c in some for some in todo.values())]
+    turns = zip_longest(*(g.examples for g in groups))
+    work = [(e, left[e.id]) for turn in turns for e, left in zip(turn, todo, strict=True) if e and e.id in left]
     with ExitStack() as stack:
         writers = {}
         for cell in cells:
@@ -342,9 +316,10 @@ def run_group(
         run = GroupRun(host, store, writers, listeners or Listeners(), shard, foreign=foreign)
         stack.enter_context(attached(host.model))
         try:
-            run.run(group.examples, todo)
+            run.run(work)
         except BaseException as error:
-            unfinished = pending(group, {c.id: list(store.lines(c.id)) for c in cells})
-            for cell in run.active([c for c in cells if any(c in some for some in unfinished.values())]):
+            left = [pending(g, {c.id: list(store.lines(c.id)) for c in cells if c in g.cells}) for g in groups]
+            unfinished = {c.id for some in left for waiting in some.values() for c in waiting}
+            for cell in run.active([c for c in cells if c.id in unfinished]):
                 store.mark(cell, "interrupted", ending(error))
             raise

@@ -7,11 +7,13 @@ import pytest
 import torch
 from families import FAMILIES, build, prompt
 
+from kvbench.engine import prefill
 from kvbench.engine.prefill import observe
 from kvbench.kv.exact_attention import causal_softmax, column_sums, row_blocks
 from kvbench.kv.model_shape import Shape
 from kvbench.kv.observation import Needs
 from kvbench.kv.segment import storage_bytes
+from kvbench.methods.resolve import chain_of
 
 
 def observed(family, n, needs, dtype=torch.float32):
@@ -80,3 +82,38 @@ def test_column_sums_never_hold_more_than_a_block_of_rows(monkeypatch):
     assert max(seen) <= limit and len(seen) == 2 * math.ceil(n / 14)
     torch.testing.assert_close(sums.sum(dim=1), torch.full((hq,), float(n)))
     assert [(a, b) for a, b, _ in row_blocks(q, k, 0.5, block_bytes=limit)][-1] == (294, 300)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_neox", "gemma3_text"])
+def test_caches_of_the_first_tokens_come_from_the_pass_over_all(family, monkeypatch):
+    model, ids = build(family), prompt(61, 3)
+    names = [
+        "full",
+        "snapkv",
+        "h2o",
+        "expectedattention",
+        "cake",
+        "keydiff",
+        "kivi",
+        "snapkv+think",
+        "qhitter",
+        "kvzip",
+    ]
+    budget = {"kv_ratio": 0.5}
+    if family == "gemma3_text":  # local layers, which not every method runs beside
+        names = [name for name in names if name not in ("expectedattention", "kvzip")]
+    chains = [chain_of(name, {} if name in ("full", "kivi") else budget) for name in names]
+    passes = []
+    plain = prefill._shared_pass
+    monkeypatch.setattr(prefill, "_shared_pass", lambda m, i, c, *rest: passes.append(len(c)) or plain(m, i, c, *rest))
+    both = prefill.prefill_chains(model, ids, [*chains, *chains], lengths=[61] * len(chains) + [40] * len(chains))
+    shared = passes[0]
+    assert shared > len(chains)  # those that compute the prompt their own way, or read it again, are read apart
+    alone = [*prefill.prefill_chains(model, ids, chains), *prefill.prefill_chains(model, ids[:40], chains)]
+    for ours, theirs in zip(both, alone, strict=True):
+        assert ours.prompt_tokens == theirs.prompt_tokens and ours.mismatch == theirs.mismatch == ""
+        torch.testing.assert_close(ours.logits, theirs.logits, rtol=1e-4, atol=1e-5)
+        for one, other in zip((*ours.layers, *ours.local), (*theirs.layers, *theirs.local), strict=True):
+            for a, b in zip(one.tensors(), other.tensors(), strict=True):
+                assert a.untyped_storage().nbytes() == b.untyped_storage().nbytes()
+                torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
