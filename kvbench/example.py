@@ -9,10 +9,11 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Turn:
-    """One of several questions that are asked of one context, with its references."""
+    """One of several questions that are asked of one context, with its references and the beginning of its answer."""
 
     question: str
     answers: tuple[str, ...]
+    prefix: str = ""
 
 
 @dataclass(frozen=True)
@@ -43,5 +44,6 @@ class Example:
     def asked(self, turn: int) -> Example:
         """Return one of the context's questions as a prompt of its own."""
         question, answers = self.turns[turn].question, self.turns[turn].answers
-        name, prompt = f"{self.id}#{turn + 1}", self.prompt + question
-        return replace(self, id=name, prompt=prompt, question=question, answers=answers, turns=())
+        name, prompt, begun = f"{self.id}#{turn + 1}", self.prompt + question, self.turns[turn].prefix
+        own = replace(self, id=name, prompt=prompt, question=question, answers=answers, turns=())
+        return replace(own, answer_prefix=begun) if begun else own

@@ -125,6 +125,9 @@ class Task:
         for example in self.examples:
             # without fields that only some datasets have, so that the others keep their ids
             content = {k: v for k, v in asdict(example).items() if k not in ("turns", "answer_prefix") or v}
+            for turn in content.get("turns", ()):
+                if not turn["prefix"]:
+                    del turn["prefix"]
             digest.update(json.dumps(content, sort_keys=True, default=str).encode())
         return digest.hexdigest()
 

@@ -48,9 +48,10 @@ def encode_turns(
     ids, questions = _ids(tokenizer, example, policy, templated)
     isolated, references = task.turns == "isolated", []
     between = policy.between(tokenizer) if templated and not isolated else ""
-    end = (_frame(tokenizer, policy, "")[1] if templated else "") + example.answer_prefix
+    frame = _frame(tokenizer, policy, "")[1] if templated else ""
     for i, turn in enumerate(example.turns):
         if i and not isolated:
+            end = frame + example.asked(i).answer_prefix
             text = between + (turn.question.lstrip() if between else turn.question) + end
             questions[i] = tuple(plain_ids(tokenizer, text))
         space = "" if templated or turn.question[-1:].isspace() else " "
@@ -87,15 +88,16 @@ def _ids(
     """
     alone = []
     for i, turn in enumerate(example.turns):
-        prompt = example.asked(i).prompt
-        text = (policy.render(tokenizer, prompt) if templated else prompt) + example.answer_prefix
+        asked = example.asked(i)
+        text = (policy.render(tokenizer, asked.prompt) if templated else asked.prompt) + asked.answer_prefix
         ids = list(tokenizer.encode(text)) if policy.bos and not templated else plain_ids(tokenizer, text)
         alone.append(part(tokenizer, ids, text, turn.question, 0))
     if len({encoded.ids for encoded in alone}) == 1:
         return alone[0].ids, [encoded.question for encoded in alone]
     start, end = _frame(tokenizer, policy, example.prompt) if templated else (example.prompt, "")
     ids = list(tokenizer.encode(start)) if policy.bos and not templated else plain_ids(tokenizer, start)
-    return ids, [tuple(plain_ids(tokenizer, turn.question + end + example.answer_prefix)) for turn in example.turns]
+    questions = [example.asked(i) for i in range(len(example.turns))]
+    return ids, [tuple(plain_ids(tokenizer, one.question + end + one.answer_prefix)) for one in questions]
 
 
 def _frame(tokenizer: Any, policy: PromptPolicy, prompt: str) -> tuple[str, str]:

@@ -17,7 +17,9 @@ from kvbench.errors import UsageError
 from kvbench.models import embedded
 from kvbench.tables import ruler as tables
 from kvbench.tasks.base import load_tasks
+from kvbench.tasks.prompt import PromptPolicy
 from kvbench.tasks.ruler import words
+from kvbench.tasks.turns import encode_turns
 
 ENTRY = yaml.safe_load((Path(__file__).parents[2] / "conf/dataset/ruler.yaml").read_text())["ruler"]
 COMMON = "twine calendar angel loan curse raccoon accord koala contact scenario"
@@ -316,3 +318,31 @@ def test_a_run_withholds_the_question(capsys, tmp_path):
     assert all(c["task"] == "ruler/niah_single_1/1024" and c["n"] == 2 for c in cells)
     assert main(["run", arguments[0], "lengths=6000", "examples=1", "--plan"]) == 2
     assert "could cut what is asked for: lower lengths=" in capsys.readouterr().err
+
+
+def test_many_questions_are_all_keys_of_one_haystack():
+    (whole,) = load("niah_multikey_2", lengths=1024, examples=2)
+    (many,) = load("niah_multikey_2@many", lengths=1024, examples=2, questions=200)
+    assert "niah_multikey_2@many asks for every key and is part of no mean called RULER" in many.note
+    for one, context in zip(whole.examples, many.examples, strict=True):
+        assert context.prompt + one.question == one.prompt and not context.answers
+        asked = [context.asked(i) for i in range(len(context.turns))]
+        assert len(asked) == 84 == len({e.question for e in asked})
+        # RULER's own question is one of them, with the beginning of its answer
+        (own,) = [e for e in asked if e.question == one.question]
+        assert (own.prompt, own.answers, own.answer_prefix) == (one.prompt, one.answers, one.answer_prefix)
+        for e in asked:
+            key = re.search(r"number for (\S+) mentioned", e.question)[1]
+            assert key in e.answer_prefix
+            assert e.answers == tuple(re.findall(f"for {key} is: (\\d+)[.]", context.prompt))
+    (some,) = load("niah_multikey_3@many", lengths=1024, examples=1, turns="gold")
+    assert len(some.examples[0].turns) == 25 and some.turns == "gold"
+
+
+def test_each_question_of_a_context_is_read_with_the_beginning_of_its_own_answer():
+    tokenizer = Whitespace()
+    (task,) = load("niah_multikey_3@many", lengths=1024, examples=1)
+    example = task.examples[0]
+    encoded = encode_turns(tokenizer, example, task, PromptPolicy(query_aware=False), None)
+    for turn, ids in zip(example.turns, encoded.questions, strict=True):
+        assert list(ids) == (turn.question + turn.prefix).split()

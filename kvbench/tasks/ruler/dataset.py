@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 from itertools import islice, product
 from pathlib import Path
+from random import Random
 from types import MappingProxyType
 
 from kvbench.errors import UsageError, unknown
-from kvbench.example import Example
+from kvbench.example import Example, Turn
 from kvbench.tasks.base import Task, Tokenizer, read_text
 from kvbench.tasks.knobs import one_of, whole
 from kvbench.tasks.ruler import counting, documents, niah, tracing
@@ -41,11 +42,16 @@ READERS: Mapping[str, tuple[str, Callable[[Path], documents.Library]]] = Mapping
         "qa_1@xquad": ("xquad.en.json", documents.squad),
     }
 )
+MANY = "@many"
+"""Ends the name of a task that asks for the value of every key of its haystack, one question each."""
+SUBSTITUTES = ("qa_1@xquad", *(f"niah_multikey_{i}{MANY}" for i in (1, 2, 3)))
 NEW_TOKENS: Mapping[str, int] = MappingProxyType(
-    {**dict.fromkeys(NEEDLES, 128), "vt": 30, "cwe": 120, "fwe": 50, **dict.fromkeys(READERS, 32)}
+    {
+        **{**dict.fromkeys(NEEDLES, 128), "vt": 30, "cwe": 120, "fwe": 50, **dict.fromkeys(READERS, 32)},
+        **dict.fromkeys(SUBSTITUTES[1:], 128),
+    }
 )
 """The tasks in RULER's order, then substitutes; each with the new tokens of its answers."""
-SUBSTITUTES = ("qa_1@xquad",)
 FILLED = 0.9
 
 
@@ -101,7 +107,8 @@ def load(
     lacking = [f"{name} ({reason})" for name, reason in reasons.items() if reason]
     if lacking and selected:
         raise UsageError(f"dataset {dataset}: these tasks cannot be generated: {'; '.join(lacking)}")
-    substitutes = [f"{n} has questions of other data and is part of no mean called RULER" for n in names if "@" in n]
+    kinds = {n: "asks for every key" if n.endswith(MANY) else "has questions of other data" for n in names if "@" in n}
+    substitutes = [f"{name} {kind} and is part of no mean called RULER" for name, kind in kinds.items()]
     # a prompt that fits is counted once more, for what is recorded of it
     count = lru_cache(maxsize=2)(partial(_count, tokenizer))
     budget = partial(LengthBudget, seed=knobs.seed, count=count, measure=partial(_measure, count, render))
@@ -149,7 +156,7 @@ def _unfilled(tasks: Sequence[Task], revision: str) -> str:
 def _examples(sources: Sources, name: str, budget: LengthBudget, examples: int) -> Iterator[Example]:
     """Yield the first ``examples`` prompts of one task and length."""
     for i, prompt in enumerate(islice(sources.prompts(name, budget), examples)):
-        yield Example(
+        example = Example(
             id=f"{name}-{budget.length}-{i}",
             prompt=prompt.context + prompt.question,
             answers=prompt.answers,
@@ -158,6 +165,11 @@ def _examples(sources: Sources, name: str, budget: LengthBudget, examples: int) 
             answer_prefix=prompt.prefix,
             meta={"length": budget.length, "tokens": budget.measure(prompt), **prompt.facts},
         )
+        if name.endswith(MANY):
+            turns = [Turn(question, answers, prefix) for question, prefix, answers in prompt.others]
+            Random(f"{budget.seed} {i}").shuffle(turns)  # the order says nothing of the place
+            example = replace(example, prompt=prompt.context, answers=(), question="", turns=tuple(turns))
+        yield example
 
 
 def _count(tokenizer: Tokenizer, text: str) -> int:
@@ -180,7 +192,7 @@ class Sources:
 
     def lack(self, task: str) -> str:
         """Return why a task cannot be generated, '' if it can."""
-        if self.revision != "2025" and task not in NEEDLES:
+        if self.revision != "2025" and task.removesuffix(MANY) not in NEEDLES:
             return f"its form of revision {self.revision} could not be verified"
         if task in READERS and not self._path(READERS[task][0]):
             instead = f"; {task}@xquad stands in its place, if named" if f"{task}@xquad" in READERS else ""
@@ -192,9 +204,9 @@ class Sources:
 
     def prompts(self, name: str, budget: LengthBudget) -> Iterator[RulerPrompt]:
         """Return the generator of a task's prompts."""
-        if name in NEEDLES:
+        if (needles := NEEDLES.get(name.removesuffix(MANY))) is not None:
             essays = self.essays if self.in_essays(name) else None
-            return niah.prompts(budget, NEEDLES[name], self.keys, essays, self.revision)
+            return niah.prompts(budget, needles, self.keys, essays, self.revision)
         if name in READERS:
             file, read = READERS[name]
             return documents.prompts(budget, read(self.files.path(file)))
@@ -207,7 +219,7 @@ class Sources:
         if task in READERS:
             return f"; {READERS[task][0]}"
         essays = f"; {len(self._essay_files())} files of essays, sentences by Punkt" if self.in_essays(task) else ""
-        return f"; words of wonderwords {VERSION}{essays}" if task in NEEDLES or task == "cwe" else ""
+        return f"; words of wonderwords {VERSION}{essays}" if task.removesuffix(MANY) in (*NEEDLES, "cwe") else ""
 
     @cached_property
     def keys(self) -> KeyWords:
@@ -220,7 +232,8 @@ class Sources:
 
     def in_essays(self, task: str) -> bool:
         """Tell if a task hides its needles in essays."""
-        return task in NEEDLES and NEEDLES[task].haystack == "essay"
+        needles = NEEDLES.get(task.removesuffix(MANY))
+        return needles is not None and needles.haystack == "essay"
 
     def _essay_files(self) -> list[Path]:
         folder = Path(self.haystack).expanduser() if self.haystack else self._path(ESSAYS)

@@ -21,6 +21,7 @@ class RulerPrompt:
     question: what is asked, with the line that asks it.
     prefix: the beginning of the answer, which the model continues.
     facts: what reports may use of it, such as its size.
+    others: what else could be asked of the context, as (question, beginning of the answer, references).
     short: whether the haystack ended before the size was reached.
     """
 
@@ -30,6 +31,7 @@ class RulerPrompt:
     answers: tuple[str, ...]
     facts: Mapping[str, Any] = field(default_factory=dict)
     short: bool = False
+    others: tuple[tuple[str, str, tuple[str, ...]], ...] = ()
 
 
 Draw = Callable[[int], RulerPrompt]

@@ -64,6 +64,7 @@ def _draw(
         return str(uuid.UUID(int=rng.getrandbits(128), version=4))
 
     sentence = NEEDLE.replace("{types}", f"{needles.value}s")
+    told: dict[str, list[str]] = {}  # the values of each key in the haystack
     values: dict[int, list[str]] = {}
     keys, hidden = [], []
     for i in range(needles.keys):
@@ -76,13 +77,18 @@ def _draw(
     else:
         lines = [NOISE] * size
         if needles.haystack == "needle":
-            lines = [sentence.format(key=draw(needles.key), value=draw(needles.value)) for _ in range(size)]
+            pairs = [(draw(needles.key), draw(needles.value)) for _ in range(size)]
+            lines = [sentence.format(key=key, value=value) for key, value in pairs]
+            for key, value in pairs:
+                told.setdefault(key, []).append(value)
         places = sorted(rng.sample(range(size), len(hidden)), reverse=True)
         for place, needle in zip(places, hidden, strict=True):
             lines.insert(place, needle)
         context = "\n".join(lines)
     asked = rng.sample(range(needles.keys), needles.asked)
     answers = tuple(value for i in asked for value in values[i])
+    for key, found in zip(keys, values.values(), strict=True):
+        told.setdefault(key, []).extend(found)
     queries = [keys[i] for i in asked]
     query = f"{', '.join(queries[:-1])}, and {queries[-1]}" if len(queries) > 1 else queries[0]
     one = needles.asked * needles.values == 1
@@ -95,6 +101,12 @@ def _draw(
         answers=answers,
         facts={"size": size, "depth": round(100 * opening.index(answers[0]) / len(opening), 1)},
         short=essays is not None and size > len(essays),
+        others=tuple(
+            (QUESTION.format(**{**wording, "query": key}), PREFIX.format(**{**wording, "query": key}), tuple(found))
+            for key, found in told.items()
+        )
+        if one
+        else (),
     )
 
 
