@@ -43,7 +43,9 @@ class ExpectedAttention(Selector):
 
     def scores(self, cache: LayerCache, obs: Observation, capacity: Capacity) -> torch.Tensor:
         segment, first = ops.only_segment(cache), capacity.sinks
-        mean, cov = self._expected_query(obs, first)
+        # the same for all budgets
+        key = ("expected query", first, self.future)
+        mean, cov = obs.once(key, lambda: self._expected_query(obs, first))
         keys = per_head(segment.k[:, first:].float(), obs.queries(1).shape[0])
         # log E[exp(q.k)] = mean.k + k^T cov k / 2, with scale * q in place of q
         logits = (keys @ mean[:, :, None])[..., 0] * obs.scale
@@ -65,10 +67,8 @@ class ExpectedAttention(Selector):
         mean = unrotated.mean(dim=1)
         centred = unrotated - mean[:, None]
         cov = centred.transpose(1, 2) @ centred / centred.shape[1]
-        n = obs.prompt_tokens
-        future = torch.arange(n, n + self.future, device=q.device)[:, None].expand(-1, q.shape[2])
-        unit = torch.eye(q.shape[2], device=q.device).expand(self.future, -1, -1)
+        future = torch.arange(obs.prompt_tokens, obs.prompt_tokens + self.future, device=q.device)
         # R, the average rotation of future positions: row i is where it takes axis i. Mean and covariance become
         # mean R and R^T cov R
-        rotation = rotary.turn(unit, 0, future).mean(dim=0)
+        rotation = rotary.mean_turn(torch.eye(q.shape[2], device=q.device), future)
         return mean @ rotation, rotation.T @ cov @ rotation

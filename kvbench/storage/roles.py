@@ -163,16 +163,27 @@ class Rotary:
         Both angles are rounded to fp32 as the model rounds them, and their difference taken in fp64: at positions of
         many thousands an angle of the difference alone would not undo what the model did.
         """
-        r = 2 * self.inv_freq.shape[0]
-        inv_freq = self.inv_freq.to(x.device, torch.float32)
+        return self._rotated(x, *self._cos_sin(start, end, x.device))
+
+    def mean_turn(self, x: Tensor, positions: Tensor) -> Tensor:
+        """Return the mean of x [..., D] rotated from position 0 to each of ``positions`` [p]."""
+        cos, sin = self._cos_sin(0, positions, x.device)
+        return self._rotated(x, cos.mean(dim=0), sin.mean(dim=0))
+
+    def _cos_sin(self, start: Tensor | int, end: Tensor | int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return cosine and sine [..., r] of the angles from ``start`` to ``end``."""
+        inv_freq = self.inv_freq.to(device, torch.float32)
 
         def angles(position: Tensor | int) -> Tensor:
-            return (torch.as_tensor(position, device=x.device)[..., None].float() * inv_freq).double()
+            return (torch.as_tensor(position, device=device)[..., None].float() * inv_freq).double()
 
         difference = angles(end) - angles(start)
         cos, sin = (torch.cat([t.float()] * 2, dim=-1) for t in (difference.cos(), difference.sin()))
-        part = x[..., :r].float()
+        return cos, sin
+
+    def _rotated(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        part, rest = x[..., : cos.shape[-1]].float(), x[..., cos.shape[-1] :]
         a, b = part.chunk(2, dim=-1)
         # x cos + rot(x) sin, where rot(a, b) = (-b, a)
         rotated = part * cos + torch.cat((-b, a), dim=-1) * sin
-        return torch.cat((rotated.to(x.dtype), x[..., r:]), dim=-1)
+        return torch.cat((rotated.to(x.dtype), rest), dim=-1)
