@@ -4,7 +4,8 @@ import subprocess
 
 import pytest
 
-from kvbench.bench import ratio
+from kvbench.bench import growth, ratio, real_table
+from kvbench.bench.ratio import in_process
 
 pytestmark = pytest.mark.e2e("starts processes")
 
@@ -41,3 +42,28 @@ def test_a_process_that_fails_says_why(capsys):
     with pytest.raises(subprocess.CalledProcessError):
         ratio.in_process("memory", "nothing")
     assert "invalid choice: 'nothing'" in capsys.readouterr().err
+
+
+def test_growth_is_the_slope_between_the_logarithms_of_the_last_three_points():
+    assert growth.exponent([1, 2, 4, 8], [9, 3, 12, 48]) == pytest.approx(2)
+    assert growth.exponent([1, 10, 100], [5, 5, 5]) == pytest.approx(0)
+
+
+def test_a_point_of_growth_measures_a_run_of_so_many_rows(tmp_path):
+    assert len(growth.planned(*growth.arguments("methods", 12, tmp_path)).groups[0].cells) == 12
+    (group,) = growth.planned(*growth.arguments("prompts", 3, tmp_path)).groups
+    assert len(group.examples) == 3 and len(group.cells) == 5
+    measured = in_process("growth", "--curve", "new", "--point", 2, "--threads", 1)
+    assert measured["seconds"] > 0 and measured["memory"] > 0
+
+
+def test_rows_of_the_real_table_are_24_on_whole_essays(tmp_path):
+    (tmp_path / "state_union").mkdir()
+    (tmp_path / "state_union" / "a.txt").write_text("The state of the union is strong. " * 400)
+    host, run = real_table.table("tiny", str(tmp_path), tmp_path, 256, 1)
+    (group,) = run.groups
+    assert len({c.id for c in group.cells}) == len(group.cells) == 24 and not host.stop
+    assert group.cells[0].label == "full" and {len(host.encode(e, group.task).ids) for e in group.examples} == {256}
+    # every row of kvpress's is one of ours
+    assert len(real_table.PEERS) == 22 and real_table.peer_rows(host.model.config, 256) == [*real_table.PEERS]
+    assert real_table.bound(host, run) > 0
