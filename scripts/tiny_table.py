@@ -1,24 +1,26 @@
-"""Measure the committed tables of the tiny suite, or re-render them from their samples alone.
+"""Measure the committed tables of the tiny suite and of long answers, or re-render them from their samples alone.
 
 python scripts/tiny_table.py            measure what is missing, write results/tiny/<id>.md and its samples
+python scripts/tiny_table.py answers    the same of answers of 2,000 tokens on SmolLM2 (results/tables): half an hour
 python scripts/tiny_table.py --verify   fail if a committed table differs from what its samples give
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
 
-from kvbench.errors import KvbenchError
+from kvbench.errors import KvbenchError, UsageError
 from kvbench.run import archive, config, experiment
 from kvbench.run.experiment import RunPlan
 from kvbench.run.store import ResultStore
 from kvbench.tables import render
 
-FOLDER = Path(__file__).resolve().parent.parent / "results" / "tiny"
+ROWS = Path(__file__).resolve().parent.parent / "results"
 BUDGETS = "kv_ratio=0.5,0.25,0.125"
 TABLES = {
     "tiny-selection": ["method=random,streamingllm,keynorm,h2o,snapkv", BUDGETS],
@@ -78,7 +80,26 @@ TABLES = {
         "samples=32",
         "limit=10",
     ],
+    "answers": [
+        "model=smollm2-135m-q4_1",
+        "dataset=longbench_mini/gov_report",
+        "prompt=longbench",
+        "template=on",
+        "max_length=1500",
+        "max_new_tokens=2000",
+        "method=snapkv,keydiff,streamingllm",
+        "kv_size=256",
+        "decode_budget=256",
+        "decode_every=64",
+        "limit=8",
+    ],
 }
+TINY = [name for name in TABLES if name.startswith("tiny-")]
+
+
+def path(table: str, ending: str) -> Path:
+    """Return a committed file of a table."""
+    return ROWS / ("tiny" if table in TINY else "tables") / f"{table}{ending}"
 
 
 def prepare(table: str, results: str) -> RunPlan:
@@ -97,30 +118,38 @@ def measure(table: str, results: str) -> None:
     prepared = prepare(table, results)
     experiment.measure(prepared)
     cells = [c.id for g in prepared.groups for c in g.cells]
-    archive.pack(prepared.store, cells, FOLDER / f"{table}.samples.jsonl.gz")
-    (FOLDER / f"{table}.md").write_text(rendered(prepared, table), encoding="utf-8")
+    archive.pack(prepared.store, cells, path(table, ".samples.jsonl.gz"))
+    path(table, ".md").write_text(rendered(prepared, table), encoding="utf-8")
 
 
 def verify(table: str) -> bool:
-    """Tell whether the committed table is what its samples give."""
+    """Tell whether the committed table is what its samples give; a model or text that is not here is no error."""
     with tempfile.TemporaryDirectory() as folder:
-        archive.unpack(FOLDER / f"{table}.samples.jsonl.gz", ResultStore(Path(folder)))
-        return rendered(prepare(table, folder), table) == (FOLDER / f"{table}.md").read_text(encoding="utf-8")
+        archive.unpack(path(table, ".samples.jsonl.gz"), ResultStore(Path(folder)))
+        try:
+            return rendered(prepare(table, folder), table) == path(table, ".md").read_text(encoding="utf-8")
+        except UsageError as error:
+            if table in TINY or os.environ.get("KVBENCH_REQUIRE_MODELS") == "1":
+                raise
+            print(f"kvbench: {table} is not verified: {error}", file=sys.stderr)
+            return True
 
 
 def main() -> int:
     """Measure or verify the tables that are named, or all; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("tables", nargs="*", choices=[[], *TABLES], help="which (default: all)")
+    parser.add_argument(
+        "tables", nargs="*", choices=[[], *TABLES], help="which (default: the tiny ones; --verify: all)"
+    )
     parser.add_argument("--verify", action="store_true", help="re-render from samples and compare")
     parser.add_argument("--results", default="results", help="folder of measured cells")
     args = parser.parse_args()
     wrong = []
     try:
-        for table in args.tables or TABLES:
+        for table in args.tables or (TABLES if args.verify else TINY):
             if not args.verify:
                 measure(table, args.results)
-                print(f"{FOLDER / table}.md")
+                print(path(table, ".md"))
             elif not verify(table):
                 wrong.append(table)
     except KvbenchError as error:
