@@ -29,11 +29,11 @@ uncomp3   | 1 | $UNCOMP workloads=3500+64x1 repeats=5
 uncomp3   | 1 | $BASELINES workloads=3500+64x1 repeats=5
 vatp4     | 4 | $VATP workloads=4096+128x12 repeats=2
 think11   | 4 | model=llama2-7b $KIVI workloads=160+338xmax memory_limit=30 repeats=2 generate=sampled steps=16
-uncomp10  | 3 | $UNCOMP workloads=3712+384x1,3712+384x4,3712+384x8 repeats=1 generate=sampled steps=16
+uncomp10  | 2 | $UNCOMP workloads=3712+384x1,3712+384x4,3712+384x8 repeats=1 generate=sampled steps=16
 targets   | 3 | $LONG method=snapkv,think kv_size=1024 workloads=16384+64x8,16384+64x1 repeats=2
 qhitter2  | 3 | $QHITTER workloads=512+32x16 repeats=1 peers=dynamic,offload,deepspeed,flexgen
 refreekv10| 2 | $REFREEKV method=refreekv peers=accelerate workloads=512+512x8,512+512x16,2048+2048x16,4096+4096x8 repeats=1 generate=sampled steps=16
-formats   | 3 | model=llama2-7b method=fp8,int8,int4,q8_0,q4_0,turboquant,nvfp4 workloads=4096+64x8 repeats=2 generate=sampled steps=16
+formats   | 1 | model=llama2-7b method=fp8,q8_0,q4_0,turboquant workloads=4096+64x8 repeats=1 generate=sampled steps=16
 think3b   | 3 | model=llama2-7b-chat method=kivi,kivi+think ratio=0.4 bits=2,4 workloads=160+338x32,160+338x64,160+338x128 repeats=1 generate=sampled steps=16
 refreekv3 | 2 | $REFREEKV method=refreekv,h2o,streamingllm,snapkv kv_ratio=0.5 workloads=7500+32x1,7500+128x1 repeats=3
 check     | 1 | model=llama2-7b method=kivi bits=4 workloads=160+338x16 repeats=1 generate=sampled steps=16 check=true
