@@ -3,6 +3,8 @@
     python -m kvbench.bench.memory prefill [--tokens 16384]     peak of H2O's prefill over SnapKV's (at most 1.30x)
     python -m kvbench.bench.memory decode [--new 2000]          tokens and memory over a long answer (at most 2 MiB
                                                                 more, and the budget, where tokens are evicted)
+    python -m kvbench.bench.memory long [--lengths 8192 32768]  peak of every method by the prompt's length (at most
+                                                                1.30x the full cache's), beside the bare model's
 
 Peaks are the growth of a process above its loaded model: CUDA's allocator on a GPU, resident memory on a CPU.
 """
@@ -13,15 +15,22 @@ import argparse
 import ctypes
 import gc
 import json
+import os
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvbench import api
 from kvbench.bench.ratio import compared_methods, in_process, options, verdict
+from kvbench.engine import prefill
 from kvbench.engine.memory import process_memory
 from kvbench.engine.step import build, step
+from kvbench.methods import registry
 from kvbench.models.interface import attached
 from kvbench.storage.evicting_rows import EvictingRows
 
@@ -32,14 +41,30 @@ SIZE = 256
 PROMPT = 512
 PREFILL = ("snapkv", "h2o", "streamingllm")
 DECODE = compared_methods("memory")
+LONG_SIZE = 1024
+BARE, WHOLE = "bare model", "full, MLPs whole"
+IN_COMPANY = {"vatp": {"method": "h2o+vatp"}, "uncomp-group": {"method": "uncomp-group", "grouping": "random"}}
+CALIBRATED = ("asvd", "palu")  # they project the keys and values of a model that they were calibrated on
+MLP = {"hidden_size": 512, "intermediate_size": 1792, "num_key_value_heads": 2}  # as wide to heads as Llama 3's
 
 
-def model() -> LlamaForCausalLM:
+def long_entries() -> dict[str, dict[str, Any]]:
+    """Return an entry of every method for the benchmark of long prompts, at LONG_SIZE tokens where it has a budget."""
+    entries = {}
+    for name in registry.available():
+        if name not in CALIBRATED:
+            entry = IN_COMPANY.get(name, {"method": name})
+            budget = any("kv_size" in registry.defaults(part) for part in entry["method"].split("+"))
+            entries[name] = {**entry, **({"kv_size": LONG_SIZE} if budget else {})}
+    return entries
+
+
+def model(**sizes: int) -> LlamaForCausalLM:
     """Return a Llama of 2 layers with grouped heads: small weights, so that caches and scratch memory stand out."""
     torch.manual_seed(0)
     heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}
-    sizes = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2}
-    config = LlamaConfig(**sizes, **heads, max_position_embeddings=65536)  # type: ignore[arg-type]
+    small = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2}
+    config = LlamaConfig(**{**heads, **small, **sizes}, max_position_embeddings=2**20)  # type: ignore[arg-type]
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         return LlamaForCausalLM(config).eval()
 
@@ -71,6 +96,30 @@ def prefill_peak(method: str, tokens: int) -> dict[str, float]:
     (cache,) = api.prefill(llama, prompt(tokens), [method], kv_size=512)
     peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else process_memory("VmHWM")
     return {"peak": peak - loaded, "cache": cache.nbytes()}
+
+
+def long_peak(name: str, tokens: int, threads: int) -> dict[str, float]:
+    """Return the peak growth of this process and the seconds while it reads ``tokens``, and the bytes of the cache."""
+    torch.set_num_threads(threads)
+    llama = model(**MLP)
+    if name == WHOLE:
+        prefill.LONG = tokens
+    entry = {"method": "full"} if name == WHOLE else long_entries().get(name)
+
+    def read(ids: torch.Tensor) -> int:
+        if entry is None:
+            with torch.no_grad():
+                caches = llama(ids[None], use_cache=True, logits_to_keep=1).past_key_values
+            return sum(layer.keys.nbytes + layer.values.nbytes for layer in caches.layers)
+        return api.prefill(llama, ids, [entry])[0].nbytes()
+
+    read(prompt(2 * LONG_SIZE))
+    loaded = in_use()
+    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM, the peak of resident memory
+    start = time.perf_counter()
+    held = read(prompt(tokens))
+    seconds = time.perf_counter() - start
+    return {"peak": process_memory("VmHWM") - loaded, "cache": held, "seconds": seconds}
 
 
 def decode_growth(name: str, new: int) -> dict[str, float]:
@@ -112,6 +161,35 @@ def prefill_report(tokens: int) -> int:
     return 0 if verdict("h2o / snapkv", ratio, ratio <= LIMIT, f"at most {LIMIT:.2f}x") else 1
 
 
+def long_report(lengths: Sequence[int], only: Sequence[str], threads: int) -> int:
+    """Print each method's peaks by length. Return exit status 1 if the longest is too far above the full cache's."""
+    chosen = [name for name in long_entries() if name != "full" and (not only or name in only)]
+    rows = [BARE, WHOLE, "full", *chosen]
+    print(f"2 layers of {MLP}, 8 query heads of dimension 64, fp32, {threads} threads a process")
+    print(f"budgets of {LONG_SIZE} tokens; not here: {' and '.join(CALIBRATED)}, which need a calibrated model")
+    heads = [f"MiB at {n}" for n in lengths]
+    print(f"{'':20}{''.join(f'{head:>16}' for head in heads)}{'KiB a token':>13}{'cache MiB':>11}{'s':>9}")
+
+    def measure(name: str) -> list[dict[str, float]]:
+        return [in_process("memory", "one", "long", name, n, "--threads", threads) for n in lengths]
+
+    status, peaks = 0, {}
+    with ThreadPoolExecutor(max(1, len(os.sched_getaffinity(0)) // threads)) as pool:
+        for name, found in zip(rows, pool.map(measure, rows), strict=True):
+            first, last = found[0]["peak"], found[-1]["peak"]
+            peaks[name] = last
+            slope = (last - first) / max(1, lengths[-1] - lengths[0]) / 1024
+            missed = name in chosen and last > LIMIT * peaks["full"]
+            status |= missed
+            mark = "  MISSED" if missed else "  ok" if name in chosen else ""
+            columns = "".join(f"{row['peak'] / MIB:16.1f}" for row in found)
+            rest = f"{slope:13.2f}{found[-1]['cache'] / MIB:11.1f}{found[-1]['seconds']:9.1f}"
+            print(f"{name:20}{columns}{rest}{mark}", flush=True)
+    for above in (BARE, WHOLE):
+        print(f"  {above} / full at {lengths[-1]} tokens: {peaks[above] / peaks['full']:.2f}x")
+    return int(status)
+
+
 def decode_report(new: int) -> int:
     """Print each method's tokens and growth over ``new`` tokens. Return 1 if an evicting one exceeds a limit."""
     limit = f"at most {SIZE} tokens and {GROWTH_LIMIT / MIB:.0f} MiB"
@@ -133,13 +211,21 @@ def decode_report(new: int) -> int:
 def main() -> int:
     """Print the measurements. Return exit status 1 if one is above its limit, else 0."""
     parser = options(__doc__)
-    parser.add_argument("what", choices=("prefill", "decode", "one"))
+    parser.add_argument("what", choices=("prefill", "decode", "long", "one"))
     parser.add_argument("rest", nargs="*", help=argparse.SUPPRESS)
     parser.add_argument("--tokens", type=int, default=16384, help="prompt of the prefill benchmark")
     parser.add_argument("--new", type=int, default=2000, help="tokens of the decode benchmark")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[8192, 32768], help="prompts of the long benchmark")
+    parser.add_argument("--only", nargs="+", default=[], help="its methods, besides full")
+    parser.add_argument("--threads", type=int, default=1, help="its threads for each process")
     args = parser.parse_args()
+    if args.what == "long":
+        return long_report(args.lengths, args.only, args.threads)
     if args.what == "one":
         kind, name, number = args.rest
+        if kind == "long":
+            print(json.dumps(long_peak(name, int(number), args.threads)))
+            return 0
         print(json.dumps((prefill_peak if kind == "prefill" else decode_growth)(name, int(number))))
         return 0
     return prefill_report(args.tokens) if args.what == "prefill" else decode_report(args.new)

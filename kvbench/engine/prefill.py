@@ -44,12 +44,16 @@ from kvbench.models.interface import (
     attached,
     call_hooks,
     layer_hooks,
+    mlps_in_parts,
     row_hooks,
     synchronise,
 )
 from kvbench.models.lowrank import lifts
 
 OnLayer = Callable[[Observation, Tensor, Tensor], None]
+LONG = 8192
+"""Tokens of a prompt from which on MLPs compute ``MLP_TOKENS`` at a time. No digit of shorter ones depends on it."""
+MLP_TOKENS = 2048
 
 
 def observe(
@@ -138,7 +142,8 @@ def observe(
 
     dropping = row_hooks(model, rows.__getitem__) if chain.hidden else nullcontext()
     noting = call_hooks(model, calls) if needs.call else nullcontext()
-    with torch.no_grad(), attached(model), layer_hooks(model, finished), dropping, noting:
+    inner = mlps_in_parts(model, MLP_TOKENS) if n > LONG else nullcontext()
+    with torch.no_grad(), attached(model), layer_hooks(model, finished), dropping, noting, inner:
         out = model(
             input_ids=input_ids[None],
             position_ids=torch.arange(n, device=input_ids.device)[None],

@@ -221,6 +221,41 @@ def row_hooks(model: PreTrainedModel, rows: Callable[[int], Rows | None]) -> Ite
             handle.remove()
 
 
+@contextmanager
+def mlps_in_parts(model: PreTrainedModel, size: int) -> Iterator[None]:
+    """Compute each layer's MLP over ``size`` tokens at a time, so that a long prompt holds its inner states for a part.
+
+    They are a Llama's largest tensors. An MLP that returns more than a tensor stays as it is. Restored on exit.
+    """
+
+    def in_parts(forward: Callable[..., Any]) -> Callable[..., Any]:
+        def parts(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+            if args or kwargs or hidden.dim() != 3 or hidden.shape[1] <= size:
+                return forward(hidden, *args, **kwargs)
+            first = forward(hidden[:, :size])
+            if not isinstance(first, Tensor):
+                return forward(hidden)
+            out = first.new_empty(*hidden.shape[:2], first.shape[-1])
+            out[:, :size] = first
+            for start in range(size, hidden.shape[1], size):
+                out[:, start : start + size] = forward(hidden[:, start : start + size])
+            return out
+
+        return parts
+
+    mlps = [mlp for layer in decoder_layers(model) if isinstance(mlp := getattr(layer, "mlp", None), nn.Module)]
+    previous = [mlp.__dict__.get("forward") for mlp in mlps]
+    for mlp in mlps:
+        mlp.forward = in_parts(mlp.forward)
+    try:
+        yield
+    finally:
+        for mlp, forward in zip(mlps, previous, strict=True):
+            del mlp.forward
+            if forward is not None:
+                mlp.forward = forward
+
+
 @dataclass(frozen=True)
 class Rows:
     """The tokens that a layer reads.

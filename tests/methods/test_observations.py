@@ -117,3 +117,32 @@ def test_caches_of_the_first_tokens_come_from_the_pass_over_all(family, monkeypa
             for a, b in zip(one.tensors(), other.tensors(), strict=True):
                 assert a.untyped_storage().nbytes() == b.untyped_storage().nbytes()
                 torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_mlps_of_a_long_prompt_compute_a_part_of_its_tokens_at_a_time(family, monkeypatch):
+    """The same keys, values and logits, from inner states of 16 tokens; OPT has no module that is an MLP."""
+    model, n = build(family), 50
+    linear = [m for name, m in model.named_modules() if ".mlp." in name and isinstance(m, torch.nn.Linear)]
+    rows = []
+    handles = [m.register_forward_pre_hook(lambda m, args: rows.append(args[0].shape[-2])) for m in linear]
+
+    def read():
+        rows.clear()
+        layers = []
+        logits, _ = observe(model, prompt(n, 3), Needs(), lambda o, k, v: layers.append((k, v)))
+        return logits[n], layers
+
+    try:
+        expected, whole = read()
+        assert set(rows) <= {n}
+        monkeypatch.setattr(prefill, "LONG", n - 1)
+        monkeypatch.setattr(prefill, "MLP_TOKENS", 16)
+        actual, parts = read()
+        assert set(rows) == ({16, n % 16} if linear else set())
+        assert not any("forward" in vars(m) for m in model.modules())
+    finally:
+        for handle in handles:
+            handle.remove()
+    torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(parts, whole, atol=1e-4, rtol=1e-4)
