@@ -11,7 +11,7 @@ export GOMP_SPINCOUNT ?= 1000
 DATA ?= $(or $(KVBENCH_DATA),data)
 REAL ?= smollm2-135m-q4_1
 
-.PHONY: help run run-real test test-fast test-peers torture check smoke bench-overhead bench-tables bench-memory bench-resident bench-shared bench-growth bench-bytes bench-time bench-decode bench-tiny leaderboard verify-tables verify-docs docs card tables tables-real tables-quick tables-bytes claims claims-real report audit clean
+.PHONY: help run run-real test test-fast test-peers torture check smoke bench-overhead bench-tables bench-memory bench-resident bench-shared bench-reading bench-growth bench-bytes bench-time bench-decode bench-tiny leaderboard verify-tables verify-docs docs card tables tables-real tables-quick tables-bytes claims claims-real report audit clean
 
 help:  ## what there is to make
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 18
@@ -59,9 +59,10 @@ bench-tables: $(VENV)/.ready .venv-peers/.ready  ## a whole table at once, over 
 	$(PY) -m kvbench.bench.tables --peers .venv-peers/bin/python
 	KVBENCH_DATA=$(DATA) $(PY) -m kvbench.bench.real_table --peers .venv-peers/bin/python
 
-bench-memory: $(VENV)/.ready  ## memory of a long prefill (H2O over SnapKV) and of a long answer
+bench-memory: $(VENV)/.ready  ## memory of a long prefill (H2O over SnapKV; every method by length) and of a long answer
 	$(PY) -m kvbench.bench.memory prefill
 	$(PY) -m kvbench.bench.memory decode
+	$(PY) -m kvbench.bench.memory long
 
 bench-resident: $(VENV)/.ready  ## resident memory of 64 caches, and of 64 rows while they decode 256 tokens, against the accounted bytes
 	$(PY) -m kvbench.bench.resident
@@ -69,6 +70,9 @@ bench-resident: $(VENV)/.ready  ## resident memory of 64 caches, and of 64 rows 
 
 bench-shared: $(VENV)/.ready  ## a table beside a busy process over the same alone, and what waiting so costs alone
 	$(PY) -m kvbench.bench.shared
+
+bench-reading: $(VENV)/.ready  ## what statistics add to the pass over a prompt; bfloat16, several prompts at once
+	$(PY) -m kvbench.bench.reading
 
 bench-growth: $(VENV)/.ready  ## how time and memory of a run grow with methods, prompts, their length and new tokens
 	$(PY) -m kvbench.bench.growth

@@ -1,8 +1,9 @@
 """Write the leaderboard of RULER on SmolLM2 with its samples and results.jsonl, or make it again from the samples.
 
 python scripts/leaderboard.py                measure what is missing (--limit prompts a task), write the files
+python scripts/leaderboard.py --length 2048  the same of prompts of that length, in a folder of its own
 python scripts/leaderboard.py --stored       write what is measured so far
-python scripts/leaderboard.py --verify       fail if the committed files differ from what the samples give
+python scripts/leaderboard.py --verify       fail if committed files, of any length, differ from what the samples give
 """
 
 from __future__ import annotations
@@ -21,58 +22,65 @@ from kvbench.run.store import ResultStore
 from kvbench.tables import writers
 
 FOLDER = Path(__file__).resolve().parent.parent / "results" / "leaderboard"
-SAMPLES = FOLDER / "samples.jsonl.gz"
+BOARDS = {"1024": FOLDER, "2048": FOLDER / "2048"}
+"""The folder of each committed leaderboard, by the length of its prompts in tokens."""
+SAMPLES = "samples.jsonl.gz"
 MODEL = "smollm2-135m-q4_1"
 COMMITTED = {"limit": "8"}
 """The prompts a task that the committed leaderboard has at most; its tables say how many are measured."""
 
 
-def rendered(runs: list[RunPlan]) -> dict[str, str]:
+def rendered(runs: list[RunPlan], length: str) -> dict[str, str]:
     """Return the text of each file by name."""
     reports = [experiment.report(run) for run in runs]
     standings = leaderboard.standings(runs, reports)
     cells = [c for run in runs for g in run.groups for c in g.cells]
     records = [record for c in cells if (record := runs[0].store.cell(c.id)) is not None]
     commits = sorted({str(facts["commit"]) for record in records for facts in record.provenance})
-    heading = f"# RULER, the question withheld\n\n`python -m kvbench table leaderboard model={MODEL}`\n\n"
+    key = "" if length == leaderboard.DEFAULTS["lengths"] else f" lengths={length}"
+    heading = f"# RULER, the question withheld\n\n`python -m kvbench table leaderboard model={MODEL}{key}`\n\n"
     below = [*dict.fromkeys(r.settings for r in reports), *leaderboard.notes(standings), *reports[0].notes]
     table = heading + writers.compose(leaderboard.sheets(standings), below, "md")
     lines = leaderboard.records(standings, MODEL, ", ".join(commits))
     return {"leaderboard.md": table, open_results.NAME: open_results.text(lines)}
 
 
-def write(runs: list[RunPlan]) -> None:
+def write(runs: list[RunPlan], length: str) -> None:
     """Write the files and the samples of what is stored."""
+    folder = BOARDS[length]
+    folder.mkdir(exist_ok=True)
     cells = {c.id for run in runs for g in run.groups for c in g.cells if run.store.samples(c.id)}
-    archive.pack(runs[0].store, cells, SAMPLES)
-    for name, text in rendered(runs).items():
-        (FOLDER / name).write_text(text, encoding="utf-8")
-        print(FOLDER / name)
+    archive.pack(runs[0].store, cells, folder / SAMPLES)
+    for name, text in rendered(runs, length).items():
+        (folder / name).write_text(text, encoding="utf-8")
+        print(folder / name)
 
 
-def planned(measured: Mapping[str, object], results: str) -> list[RunPlan]:
+def planned(measured: Mapping[str, object], results: str, length: str) -> list[RunPlan]:
     """Return the runs behind the files. Raises an error if they lack cells of ``measured``: texts are not here."""
-    runs = leaderboard.prepare(MODEL, {**COMMITTED, "results": results})
+    runs = leaderboard.prepare(MODEL, {**COMMITTED, "lengths": length, "results": results})
     if not measured.keys() <= {c.id for run in runs for g in run.groups for c in g.cells}:
         kind = KvbenchError if os.environ.get("KVBENCH_REQUIRE_DATA") == "1" else UsageError
         raise kind("texts of its tasks are not below the data folder (KVBENCH_DATA)")
     return runs
 
 
-def verify() -> int:
+def verify(length: str) -> int:
     """Return 1 if a committed file differs from what the samples give; a model or text not here is no error."""
+    board = BOARDS[length]
     with tempfile.TemporaryDirectory() as folder:
-        measured = archive.unpack(SAMPLES, ResultStore(Path(folder)))
+        measured = archive.unpack(board / SAMPLES, ResultStore(Path(folder)))
         try:
-            files = rendered(planned(measured, folder))
+            files = rendered(planned(measured, folder, length), length)
         except UsageError as error:
             if os.environ.get("KVBENCH_REQUIRE_MODELS") == "1":
                 raise
             print(f"kvbench: the leaderboard is not verified: {error}", file=sys.stderr)
             return 0
-    wrong = [name for name, text in files.items() if (FOLDER / name).read_text(encoding="utf-8") != text]
-    for name in wrong:
-        print(f"kvbench: results/leaderboard/{name} differs from its samples; scripts/leaderboard.py", file=sys.stderr)
+    wrong = [board / name for name, text in files.items() if (board / name).read_text(encoding="utf-8") != text]
+    for path in wrong:
+        shown = path.relative_to(FOLDER.parent.parent)
+        print(f"kvbench: {shown} differs from its samples; scripts/leaderboard.py --length {length}", file=sys.stderr)
     return 1 if wrong else 0
 
 
@@ -81,19 +89,22 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--verify", action="store_true", help="make the files from samples and compare")
     parser.add_argument("--stored", action="store_true", help="measure nothing")
+    parser.add_argument("--length", choices=BOARDS, default=leaderboard.DEFAULTS["lengths"], help="tokens of a prompt")
     parser.add_argument("--limit", default=COMMITTED["limit"], help="prompts a task to measure, now")
     parser.add_argument("--results", default="results", help="folder of measured cells")
     args = parser.parse_args()
     try:
         if args.verify:
-            return verify()
+            return max(verify(length) for length, board in BOARDS.items() if (board / SAMPLES).exists())
         # what is committed is not measured again
-        measured = archive.unpack(SAMPLES, ResultStore(Path(args.results))) if SAMPLES.exists() else {}
-        runs = planned(measured, args.results)
+        samples = BOARDS[args.length] / SAMPLES
+        measured = archive.unpack(samples, ResultStore(Path(args.results))) if samples.exists() else {}
+        runs = planned(measured, args.results, args.length)
         if not args.stored:
-            for run in leaderboard.prepare(MODEL, {"limit": args.limit, "results": args.results}):
+            options = {"limit": args.limit, "lengths": args.length, "results": args.results}
+            for run in leaderboard.prepare(MODEL, options):
                 experiment.fill(run)
-        write(runs)
+        write(runs, args.length)
     except KvbenchError as error:
         print(f"kvbench: {error}", file=sys.stderr)
         return error.status

@@ -45,3 +45,37 @@ def test_every_method_that_evicts_while_decoding_is_measured():
     measured = {m for name, e in memory.DECODE.items() for m in e["method"].split("+") if name != "full"}
     assert evicting <= measured
     assert all(chain_of({**e, "kv_size": memory.SIZE}).evicts for n, e in memory.DECODE.items() if n != "full")
+
+
+def test_long_prompts_are_measured_under_every_method_and_the_bare_model(monkeypatch):
+    from kvbench.methods import registry
+    from kvbench.methods.resolve import chain_of
+
+    entries = memory.long_entries()
+    assert entries.keys() == set(registry.available()) - {"asvd", "palu"}
+    assert all(chain_of(entry) for entry in entries.values())
+    monkeypatch.setattr(memory.prefill, "LONG", memory.prefill.LONG)  # which the benchmark's processes change
+    held = {name: memory.long_peak(name, 2500, 1) for name in (memory.BARE, memory.WHOLE, "full", "snapkv")}
+    full = 2 * 2 * 2 * 64 * 4 * 2500  # keys and values of 2 layers, 2 heads of dimension 64, fp32
+    assert [round(held[name]["cache"] / full, 2) for name in held] == [1.0, 1.0, 1.0, round(1024 / 2500, 2)]
+    assert all(m["peak"] > 0 and m["seconds"] > 0 for m in held.values())
+
+
+@pytest.mark.parametrize(("peak", "status"), [(1.2, 0), (1.4, 1)])
+def test_a_method_far_above_the_full_cache_fails_the_benchmark(peak, status, monkeypatch, capsys):
+    def measured(module, one, long, name, tokens, *threads):
+        return {"peak": (peak if name == "snapkv" else 1.0) * 2**10 * tokens, "cache": 2**20, "seconds": 1.0}
+
+    monkeypatch.setattr(memory, "in_process", measured)
+    assert memory.long_report([1024, 3072], ["snapkv"], 1) == status
+    lines = capsys.readouterr().out.splitlines()
+    assert next(line for line in lines if line.startswith("full   ")).split() == [
+        "full",
+        "1.0",
+        "3.0",
+        "1.00",
+        "1.0",
+        "1.0",
+    ]
+    assert next(line for line in lines if line.startswith("snapkv")).split()[-1] == ("MISSED" if status else "ok")
+    assert "bare model / full at 3072 tokens: 1.00x" in lines[-2]

@@ -1,0 +1,30 @@
+"""The benchmark of reading: its verdict on a method's own time, and that it runs."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from kvbench.bench import reading
+from kvbench.bench.tables import loaded, planned
+
+pytestmark = pytest.mark.e2e("runs benchmarks")
+
+
+@pytest.mark.parametrize(("slow", "ok"), [(0.5, True), (1.1, False)])
+def test_a_method_that_takes_over_a_tenth_of_the_pass_misses_its_aim(slow, ok, monkeypatch, capsys):
+    caches = [SimpleNamespace(prefill_s=10.0, compress_s=slow if name == "cake" else 0.1) for name in reading.METHODS]
+    monkeypatch.setattr(reading, "prefill_chains", lambda model, ids, chains: caches)
+    assert reading.statistics(None, torch.arange(8), 3) == ok
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines() if "MISSED" in line] == ["cake"] * (not ok)
+
+
+def test_both_kinds_of_numbers_and_prompts_at_once_are_timed(capsys):
+    models = [
+        loaded(planned("model=tiny", f"model.dtype={kind}", "dataset=tiny")).model for kind in ("float32", "bfloat16")
+    ]
+    assert [model.dtype for model in models] == [torch.float32, torch.bfloat16]
+    reading.passes(models, torch.arange(10, 60), 1)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(": ")[0] for line in lines] == ["  bfloat16 / float32", "  4 at once / one by one"]
+    assert all(float(line.split(": ")[1].rstrip("x")) > 0 for line in lines)
