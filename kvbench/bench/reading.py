@@ -9,7 +9,7 @@ of one length at once over four passes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from statistics import median
 
@@ -56,7 +56,7 @@ def passes(models: Sequence[PreTrainedModel], ids: torch.Tensor, repeats: int) -
         with torch.no_grad():
             exact(ids.expand(rows, -1), logits_to_keep=1)
 
-    runs = {
+    runs: dict[str, Callable[[], object]] = {
         "float32": partial(prefill_chains, exact, ids, [Chain()]),
         "bfloat16": partial(prefill_chains, rounded, ids, [Chain()]),
         "one": partial(bare, 1),
