@@ -6,7 +6,7 @@ ARGS ?= method=snapkv+think ratio=0.4
 KILLS ?= 100
 
 # threads that spin long while they wait slow a shared machine down (make bench-shared)
-export GOMP_SPINCOUNT ?= 1000
+export GOMP_SPINCOUNT ?= 2000
 
 DATA ?= $(or $(KVBENCH_DATA),data)
 REAL ?= smollm2-135m-q4_1

@@ -24,7 +24,7 @@ from kvbench.bench.ratio import in_process, in_turns, median_ratio, options, ver
 from kvbench.bench.tables import random_llama, through_kvbench
 
 SHARED, ALONE = 2.0, 1.1
-SPINS = {"long": None, "short": "1000"}
+SPINS = {"long": None, "short": "2000"}
 """Values of GOMP_SPINCOUNT: OpenMP's own, some milliseconds, and that of kvbench's command line."""
 
 

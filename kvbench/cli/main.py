@@ -41,7 +41,7 @@ def folded(text: str) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one verb. Return the exit status: 0 done, 1 failed, 2 a request that cannot be carried out."""
     # before torch is imported: threads that spin long while they wait take a shared machine's time from each other
-    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+    os.environ.setdefault("GOMP_SPINCOUNT", "2000")
     parser = argparse.ArgumentParser(
         prog="python -m kvbench",
         description="Measure KV-cache compression on real models, with the bytes really held.",

@@ -81,6 +81,15 @@ class Entries:
             return self.of_rows(x)
         return x[self.rows, self.heads // (self.stored // x.shape[1])][:, None]
 
+    def put(self, x: Tensor, part: Tensor) -> None:
+        """Write the part [U, Hq, T, ...], or [U, group, T, ...] of single heads, to its places in x [B, Hq, T, ...]."""
+        if self.everything:
+            x.copy_(part)
+        elif self.heads is None:
+            x[self.rows] = part
+        else:
+            x.unflatten(1, (self.stored, -1))[self.rows, self.heads] = part
+
     def behind(self, rows: int) -> Entries:
         """Return the same entries in a larger batch, behind ``rows`` other rows."""
         return replace(self, rows=self.rows + rows, everything=False)
@@ -133,11 +142,7 @@ def attend_groups(query: Tensor, groups: Sequence[tuple[Entries, Callable[[Tenso
         return groups[0][1](query)
     out = torch.empty_like(query)
     for entries, attend in groups:
-        group_out = attend(entries.query(query))
-        if entries.heads is None:
-            out[entries.rows] = group_out
-        else:
-            out.unflatten(1, (entries.stored, -1))[entries.rows, entries.heads] = group_out
+        entries.put(out, attend(entries.query(query)))
     return out
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvbench.kv import ops
 from kvbench.kv.segment import LayerCache, Segment
-from kvbench.storage import kernels
+from kvbench.storage import kernels, split
 from kvbench.storage.attend import attend
 from kvbench.storage.entries import Entries, Entry, attend_groups, grouped, mean_by_row
 from kvbench.storage.format import Format, Room, StoredRow
@@ -60,6 +60,7 @@ class ExactRows(Format):
         self.values: Tensor | None = None
         self.used, self.new = 0, 0
         segments = [s for g in self.groups for s in g.segments]
+        self.splits = self.masker is None and not any(s.shared is not None for s in segments)
         if self.masker is not None:
             self.moves = "it decides in each step what is attended"
         elif any(s.shared is not None for s in segments):
@@ -104,6 +105,8 @@ class ExactRows(Format):
         return self.keys[:, :, : self.used], self.values[:, :, : self.used]
 
     def attend(self, query: Tensor, scale: float, window: int | None) -> Tensor:
+        if self.splits and window is None and split.serves(query, scale) and not kernels.serves(query.device):
+            return self._in_parts(query, scale)
         floor = None
         if window is not None and self.windowed:
             newest = torch.arange(self.used - self.new, self.used, device=query.device)
@@ -120,6 +123,16 @@ class ExactRows(Format):
         out = self.in_groups(query, of_group)
         self.attended = mean_by_row([(g.entries, g.attended) for g in self.groups], len(self.starts))
         return out
+
+    def _in_parts(self, query: Tensor, scale: float) -> Tensor:
+        """Return attention as ``attend`` does: over the tail of all rows at once, merged with that over segments."""
+        tail = split.causal(query, *self.tail(), scale)
+        out, lse = torch.empty_like(query), torch.empty_like(query[..., 0])
+        for group in self.groups:
+            part = split.over(group.entries.query(query), group.segments, scale)
+            group.entries.put(out, part.out)
+            group.entries.put(lse, part.lse)
+        return split.merged(split.Part(out, lse), tail)
 
     def in_groups(self, query: Tensor, attend: Callable[[ExactGroup, Tensor], Tensor]) -> Tensor:
         """Return the outputs [B, Hq, T, D] of ``attend`` for each group and its share of query [B, Hq, T, D]."""

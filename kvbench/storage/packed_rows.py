@@ -7,7 +7,7 @@ Shapes: U rows (or single ragged heads), H stored heads, T new tokens, S slots o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -17,11 +17,12 @@ from torch import Tensor
 
 from kvbench.kv.packed import Packed
 from kvbench.kv.partly_packed import Codes, Residual, batched
-from kvbench.kv.scale import cap_of, capped
+from kvbench.kv.scale import cap_of
 from kvbench.kv.segment import LayerCache, Segment
 from kvbench.storage import kernels
-from kvbench.storage.attend import Estimate, as_they_are, logits, masked_softmax, spread, summed, weigh
+from kvbench.storage.attend import Estimate, logits, masked_softmax, spread, weigh
 from kvbench.storage.format import Format, Room, StoredRow
+from kvbench.storage.packed_products import packed_logits, packed_weigh
 from kvbench.storage.row_segments import beside, grown, per_place, roomy
 
 
@@ -93,6 +94,18 @@ class PackedHalf:
         # the newest token t with t mod S = slot
         token = total - 1 - (total - 1 - slot) % self.slots
         return token.masked_fill((token < packed) | (token < 0), max(self.total))
+
+    @property
+    def alike(self) -> bool:
+        """True if all rows hold as many tokens, packed and in all, and every query sees the same ones as packed."""
+        return self.seen is None and len(set(self.total)) == len(set(self.packed)) == 1
+
+    def exact(self) -> Tensor:
+        """Return the exact tokens [U, H, L - Lq, D] in their order, of rows that are ``alike``."""
+        start, count = self.packed[0] % self.slots, self.total[0] - self.packed[0]
+        tokens = self.ring[:, :, start : start + count]
+        missing = count - tokens.shape[2]  # they begin again at the first slot
+        return torch.cat([tokens, self.ring[:, :, :missing]], dim=2) if missing else tokens
 
     def old(self) -> Packed:
         """Return a view of the packed tokens [U, H, L, C]; behind a shorter row's last one they are undefined."""
@@ -254,6 +267,8 @@ class PackedRows(Format):
     def _logits(self, query: Tensor, scale: float, estimate: Estimate) -> Tensor:
         """Return logits [U, Hq, T, L] fp32 in token order; -inf where there is no token or it comes later."""
         store, t = self.k, query.shape[2]
+        if store.alike:
+            return self._logits_alike(query, scale, estimate)
         longest = max(store.total)
         # one column more than there are tokens: empty ring slots write theirs there
         scores = query.new_full((*query.shape[:3], longest + 1), -torch.inf, dtype=torch.float32)
@@ -269,9 +284,28 @@ class PackedRows(Format):
         hidden = torch.arange(longest, device=query.device) > last[:, None, :, None]
         return scores[..., :longest].masked_fill(hidden, -torch.inf)
 
+    def _logits_alike(self, query: Tensor, scale: float, estimate: Estimate) -> Tensor:
+        """Return logits as ``_logits`` does, of rows that are alike: their tokens are in order already."""
+        store, t = self.k, query.shape[2]
+        scores = logits(query, estimate(store.exact()), scale).float()
+        if store.packed[0]:
+            packed = packed_logits(query, store.old(), scale, store.channels, estimate)
+            scores = torch.cat([packed, scores], dim=3)
+        if t > 1:  # the new tokens are the last, and see each other causally
+            future = torch.ones(t, t, dtype=torch.bool, device=query.device).triu(1)
+            scores[..., -t:].masked_fill_(future, -torch.inf)
+        return scores
+
     def _weigh(self, probs: Tensor) -> Tensor:
         """Return values [U, Hq, T, D] weighted by probs [U, Hq, T, L]."""
         store = self.v
+        if store.alike:
+            most = store.packed[0]
+            out = weigh(probs[..., most:], store.exact())
+            if most:
+                part = packed_weigh(probs[..., :most], store.old())
+                out = out + (part if store.channels is None else spread(part, store.channels, out.shape[3]))
+            return out
         where = store.columns()[:, None, None].expand(*probs.shape[:3], -1)
         packed = store.numbers(store.packed)[:, None, None, None] if store.seen is None else store.seen
         coded = torch.arange(probs.shape[3], device=probs.device) < packed
@@ -299,49 +333,3 @@ class PackedRows(Format):
         new = torch.arange(cache.seen, cache.seen + self.k.total[u] - cache.tokens, dtype=torch.int32, device=k.device)
         positions = torch.cat([old.positions, new.expand(old.positions.shape[0], -1)], dim=1)
         return (replace(old, k=k, v=v, positions=positions, codes=Codes(k_codes, v_codes)),)
-
-
-def unpacked(packed: Packed, dtype: torch.dtype, rotated: bool) -> Iterator[tuple[slice, slice, Tensor]]:
-    """Yield (heads, tokens, numbers) of the blocks of ``packed``; each block overwrites the one before it.
-
-    The numbers are in the basis of ``packed.rotation`` if ``rotated``, else as they were before packing.
-    """
-    scratch: Tensor | None = None
-    for heads, tokens, part in packed.blocks():
-        if scratch is None or scratch.numel() < part.shape.numel():
-            scratch = torch.empty(part.shape.numel(), device=packed.device)
-        yield heads, tokens, part.rotated(dtype, scratch) if rotated else part.dequantise(dtype, scratch)
-
-
-def packed_logits(query: Tensor, keys: Packed, scale: float, channels: Tensor | None, estimate: Estimate) -> Tensor:
-    """Return the scaled logits [U, Hq, T, L] fp32 of query [U, Hq, T, D] and packed keys [U, H, L, C], block by block.
-
-    Keys are rounded to the query's dtype, logits are not: see attend.logits.
-    """
-    u, hq, t, _ = query.shape
-    h, length = keys.shape[1:3]
-    is_fp32 = query.dtype == torch.float32
-    q = (query * scale if is_fp32 else query).reshape(u, h, hq // h * t, -1)
-    if channels is not None:
-        q = q.gather(3, channels[:, :, None].expand(-1, -1, q.shape[2], -1))
-    # the query enters the basis of the keys once; stand-ins are made of keys as they were
-    rotation = keys.rotation if estimate is as_they_are else None
-    if rotation is not None:
-        q = (q.float() @ rotation).to(q.dtype)
-    flat, scores = q.flatten(0, 1), query.new_empty(u * h, hq // h * t, length, dtype=torch.float32)
-    for heads, tokens, part in unpacked(keys, query.dtype, rotation is not None):
-        scores[heads, :, tokens] = summed(flat[heads], estimate(part).transpose(1, 2))
-    return capped(scores if is_fp32 else scores.mul_(scale), scale).view(u, hq, t, length)
-
-
-def packed_weigh(probs: Tensor, values: Packed) -> Tensor:
-    """Return packed values [U, H, L, C] weighted by probs [U, Hq, T, L]: [U, Hq, T, C] fp32, block by block."""
-    u, hq, t, length = probs.shape
-    rotation = values.rotation
-    h, c = values.shape[1], values.shape[3] if rotation is None else rotation.shape[1]
-    flat = probs.reshape(u * h, hq // h * t, length)
-    out = flat.new_zeros(u * h, hq // h * t, c, dtype=torch.float32)
-    for heads, tokens, part in unpacked(values, probs.dtype, rotation is not None):
-        out[heads] += weigh(flat[heads, None, :, tokens], part[:, None])[:, 0]
-    # the output leaves the basis of the values
-    return (out if rotation is None else out @ rotation.T).view(u, hq, t, -1)

@@ -32,7 +32,7 @@ from kvbench.methods.resolve import chain_of
 from kvbench.models import embedded, traits
 from kvbench.storage import attend as storage_attend
 from kvbench.storage import kernels
-from kvbench.storage.packed_rows import packed_logits
+from kvbench.storage.packed_products import packed_logits
 
 WINDOW = 24
 PLACES = {"gemma2": [1], "gemma3_text": [0, 2]}

@@ -128,6 +128,21 @@ def test_rows_of_unequal_lengths_read_what_the_reference_reads(name, per, shape)
     assert ("kivi" not in name and "flexgen" not in name) or min(packed) >= 16, "nothing was packed while decoding"
 
 
+PACKED = [name for name in CHAINS if "kivi" in name or "flexgen" in name]
+
+
+@pytest.mark.parametrize("chunk", [1, 3])
+@pytest.mark.parametrize("name", PACKED)
+def test_rows_that_are_alike_read_what_the_reference_reads(name, chunk):
+    """Their tokens need no sorting; over prompts shorter and longer than a residual, and steps that wrap its ring."""
+    for n in (3, 61):
+        rows = [Row(name, "kv_head", "gqa", n, seed=10 * i) for i in range(2)]
+        layer = batch(rows, STEPS, at_once=chunk)
+        halves = [half for _, stored in layer.formats for half in (stored.k, stored.v)]
+        assert name.startswith(("adakv", "refreekv")) or all(half.alike for half in halves)
+        feed(layer, rows, "gqa", STEPS // chunk, chunk)
+
+
 @pytest.mark.parametrize(("shape", "per"), [("gqa", "kv_head"), ("gqa", "query_head"), ("mqa", "kv_head")])
 def test_all_chains_in_one_batch_while_rows_leave(shape, per):
     # every chain twice, so that a group of rows loses one of its own

@@ -1,0 +1,93 @@
+"""Decode attention on a CPU over parts of the tokens, merged by their log-sum-exps as in flash-decoding.
+
+A part is one call of PyTorch's fused function, which reads keys and values once and keeps no weights; the query heads
+of a group read their keys together, as if they were that many queries. Numbers are fp32.
+Shapes: U entries, Hq query heads, H stored heads, T new tokens, L slots, D head dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvbench.kv.scale import cap_of
+from kvbench.storage.attend import logits, spread, weigh
+from kvbench.storage.row_segments import Ragged, RowSegment
+
+_FUSED = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
+
+
+class Part(NamedTuple):
+    """Attention over some of the tokens."""
+
+    out: Tensor  # [U, Hq, T, D]
+    lse: Tensor  # [U, Hq, T], the logarithm of the sum of exp(logit); -inf over no token
+
+
+def serves(query: Tensor, scale: float) -> bool:
+    """Return True if queries on this device and of this dtype are attended part by part. No cap on logits is."""
+    return _FUSED is not None and query.device.type == "cpu" and query.dtype == torch.float32 and cap_of(scale) is None
+
+
+def attend(query: Tensor, keys: Tensor, values: Tensor, scale: float, hidden: Tensor | None = None) -> Part:
+    """Return the attention of query [U, Hq, T, D] over at least one token, keys and values [U, H, L, D].
+
+    ``hidden`` [U or 1, H or 1, T or 1, L] is True where a query must not look.
+    """
+    u, hq, t, d = query.shape
+    h, length = keys.shape[1:3]
+    # the query heads of a group as queries of their kv head: token j of head i is query i T + j
+    q, mask = query.reshape(u, h, hq // h * t, d), None
+    if hidden is not None:
+        rows = hidden if hidden.shape[2] == 1 else hidden.repeat(1, 1, hq // h, 1)
+        mask = torch.zeros(rows.shape).masked_fill_(rows, -torch.inf).expand(u, -1, q.shape[2], length)
+    assert _FUSED is not None
+    out, lse = _FUSED(q, keys, values, 0.0, False, attn_mask=mask, scale=scale)
+    if hidden is not None and t > 0:
+        # the fused function returns 0 for both over no token
+        lse = lse.masked_fill(hidden.all(dim=-1).repeat(1, 1, q.shape[2] // hidden.shape[2]), -torch.inf)
+    return Part(out.reshape(u, hq, t, -1), lse.reshape(u, hq, t))
+
+
+def causal(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Part:
+    """Return the attention of the newest T of L tokens, which see each other causally, over all of them."""
+    t, length = query.shape[2], keys.shape[2]
+    future = torch.ones(1, 1, t, length, dtype=torch.bool).triu(length - t + 1) if t > 1 else None
+    return attend(query, keys, values, scale, future)
+
+
+def over(query: Tensor, segments: Sequence[RowSegment | Ragged], scale: float) -> Part:
+    """Return the attention over stored segments, of which none shares logits."""
+    parts = [_segment(query, s.padded(), scale) for s in segments if s.longest]
+    if not parts:
+        return Part(torch.zeros_like(query), query.new_full(query.shape[:3], -torch.inf))
+    first, *others = parts
+    for part in others:
+        first = Part(merged(first, part), torch.logaddexp(first.lse, part.lse))
+    return first
+
+
+def merged(a: Part, b: Part) -> Tensor:
+    """Return the attention [U, Hq, T, D] over the tokens of both parts, of which b has at least one."""
+    # out = (e^a.lse a.out + e^b.lse b.out) / (e^a.lse + e^b.lse) = b.out + sigmoid(a.lse - b.lse) (a.out - b.out)
+    # A row must not depend on its place in a batch: vector and scalar code agree in fp64 once rounded, and in single
+    # sums and products.
+    weight = torch.sigmoid((a.lse - b.lse).double()).to(a.out.dtype)
+    return (a.out - b.out).mul_(weight[..., None]).add_(b.out)
+
+
+def _segment(query: Tensor, s: RowSegment, scale: float) -> Part:
+    hidden = None if s.valid is None else ~s.valid[:, :, None]
+    if s.key_channels is None and s.value_channels is None:
+        return attend(query, s.k, s.v, scale, hidden)
+    scores = logits(query, s.k, scale, s.key_channels)
+    if hidden is not None:
+        by_head = scores.unflatten(1, (hidden.shape[1], -1))
+        scores = by_head.masked_fill(hidden[:, :, None], -torch.inf).flatten(1, 2)
+    lse = scores.logsumexp(dim=-1)
+    # over no token the weights are 0, not the NaN of -inf - -inf
+    out = weigh((scores - lse.clamp(min=torch.finfo(lse.dtype).min)[..., None]).exp_(), s.v)
+    return Part(out if s.value_channels is None else spread(out, s.value_channels, query.shape[3]), lse)

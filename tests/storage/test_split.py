@@ -1,0 +1,77 @@
+"""Attention part by part equals one softmax over all tokens."""
+
+import torch
+from grids import grid
+
+from kvbench.kv.packed import BLOCK
+from kvbench.kv.scale import CappedScale
+from kvbench.storage import attend, packed_products, split
+from kvbench.storage.row_segments import RowSegment
+
+D, SCALE = 16, 0.3
+
+
+def random(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def segment(u, h, length, lengths=None, key_channels=None, value_channels=None, seed=1):
+    valid = None if lengths is None else (torch.arange(length) < torch.tensor(lengths)[:, None])[:, None]
+    chosen = [
+        None
+        if c is None
+        else torch.stack([random(h, D, seed=s).argsort(dim=-1)[:, :c].sort().values for s in range(u)])
+        for c in (key_channels, value_channels)
+    ]
+    k, v = random(u, h, length, key_channels or D, seed=seed), random(u, h, length, value_channels or D, seed=seed + 1)
+    return RowSegment(k, v, valid, *chosen)
+
+
+SEGMENTS = {
+    "one": lambda u: [segment(u, 2, 40)],
+    "of every query head": lambda u: [segment(u, 6, 40)],
+    "padded": lambda u: [segment(u, 2, 40, [40, 33, 0][:u])],
+    "thin": lambda u: [segment(u, 2, 30, key_channels=9), segment(u, 2, 7, seed=5)],
+    "thin both, padded": lambda u: [
+        segment(u, 2, 30, [30, 0, 25][:u], 9, 5),
+        segment(u, 2, 7, [7, 7, 0][:u], seed=5),
+    ],
+    "none": lambda u: [segment(u, 2, 0)],
+}
+
+
+def in_parts(query, segments, tail):
+    return split.merged(split.over(query, segments, SCALE), split.causal(query, *tail, SCALE))
+
+
+@grid("name", SEGMENTS)
+@grid("new", (1, 3))
+@grid("u", (1, 3))
+def test_parts_merge_to_one_softmax(name, new, u):
+    query, segments = random(u, 6, new, D, seed=8), SEGMENTS[name](u)
+    tail = random(u, 2, 5, D, seed=9), random(u, 2, 5, D, seed=10)
+    want, _ = attend.attend(query, segments, tail, SCALE)
+    torch.testing.assert_close(in_parts(query, segments, tail), want, atol=2e-6, rtol=1e-5)
+
+
+def test_a_row_does_not_depend_on_its_place_in_a_batch():
+    query, (s,) = random(3, 6, 1, D, seed=8), SEGMENTS["one"](3)
+    tail = random(3, 2, 5, D, seed=9), random(3, 2, 5, D, seed=10)
+    together = in_parts(query, [s], tail)
+    for u in range(3):
+        alone = in_parts(query[u : u + 1], [s.rows(torch.tensor([u]))], (tail[0][u : u + 1], tail[1][u : u + 1]))
+        assert torch.equal(alone[0], together[u])
+
+
+def test_what_is_attended_otherwise():
+    query = random(1, 2, 1, D)
+    assert split.serves(query, SCALE)
+    assert not split.serves(query.bfloat16(), SCALE)
+    assert not split.serves(query, CappedScale.of(SCALE, 30.0))
+
+
+def test_scratch_memory_is_kept_between_calls():
+    cpu = torch.device("cpu")
+    first = packed_products._scratch(1000, cpu)
+    assert packed_products._scratch(500, cpu).data_ptr() == first.data_ptr()
+    assert packed_products._scratch(BLOCK + 1, cpu).data_ptr() != first.data_ptr()
