@@ -194,7 +194,7 @@ def against_peers(host: Host, run: RunPlan, folder: Path, python: str, repeats: 
     for _ in range(repeats):
         ours.append(through_kvbench(host, run))
         try:
-            by_row = in_process("kvpress_rows", folder, *sizes, python=python)
+            by_row = in_process("kvpress_rows", folder, *sizes, python=python, env={"GOMP_SPINCOUNT": None})
         except subprocess.CalledProcessError as error:
             print(f"  kvpress could not be measured: {(error.stderr.strip().splitlines() or ['?'])[-1]}")
             return False
