@@ -16,6 +16,7 @@ from kvbench.methods.prompt_cache import Cache
 from kvbench.models.interface import KvbenchLayer, sliding_window
 from kvbench.models.lowrank import lifts
 from kvbench.storage.format import Room, StoredRow
+from kvbench.storage.packed_products import scratch_kept
 from kvbench.storage.roles import Rotary
 
 
@@ -85,11 +86,12 @@ def step(
 
     With ``whole``, return the logits [B, T, V] after each token.
     """
-    out = model(
-        input_ids=tokens,
-        position_ids=positions,
-        past_key_values=HFCache(layers=list(batch)),
-        use_cache=True,
-        logits_to_keep=0 if whole else 1,  # 0: all
-    )
+    with scratch_kept():
+        out = model(
+            input_ids=tokens,
+            position_ids=positions,
+            past_key_values=HFCache(layers=list(batch)),
+            use_cache=True,
+            logits_to_keep=0 if whole else 1,  # 0: all
+        )
     return out.logits

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
-from kvbench.kv.packed import BLOCK, Packed
+from kvbench.kv.packed import Packed
 from kvbench.kv.scale import capped
 from kvbench.storage.attend import Estimate, as_they_are, summed, weigh
 
@@ -62,14 +63,24 @@ def packed_weigh(probs: Tensor, values: Packed) -> Tensor:
     return (out if rotation is None else out @ rotation.T).view(u, hq, t, -1)
 
 
-def _scratch(size: int, device: torch.device) -> Tensor:
-    """Return fp32 memory of ``size`` elements; on a CPU the same for every call of a thread, up to one block.
+@contextmanager
+def scratch_kept() -> Iterator[None]:
+    """Let products on a CPU use the same scratch memory meanwhile, and give it back at the end.
 
-    Fresh memory costs a CPU more than what is computed in it.
+    Fresh memory costs a CPU more than what is computed in it: a step of a model has two products a layer.
     """
-    if device.type != "cpu" or size > BLOCK:
-        return torch.empty(size, device=device)
+    _kept.scratch = torch.empty(0)
+    try:
+        yield
+    finally:
+        _kept.scratch = None
+
+
+def _scratch(size: int, device: torch.device) -> Tensor:
+    """Return fp32 memory of ``size`` elements, which the next call may return again."""
     kept: Tensor | None = getattr(_kept, "scratch", None)
-    if kept is None or kept.numel() < size:
+    if kept is None or device.type != "cpu":
+        return torch.empty(size, device=device)
+    if kept.numel() < size:
         kept = _kept.scratch = torch.empty(size)
     return kept[:size]

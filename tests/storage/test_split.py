@@ -3,7 +3,6 @@
 import torch
 from grids import grid
 
-from kvbench.kv.packed import BLOCK
 from kvbench.kv.scale import CappedScale
 from kvbench.storage import attend, packed_products, split
 from kvbench.storage.row_segments import RowSegment
@@ -70,8 +69,10 @@ def test_what_is_attended_otherwise():
     assert not split.serves(query, CappedScale.of(SCALE, 30.0))
 
 
-def test_scratch_memory_is_kept_between_calls():
+def test_scratch_memory_is_kept_within_a_step_alone():
     cpu = torch.device("cpu")
-    first = packed_products._scratch(1000, cpu)
-    assert packed_products._scratch(500, cpu).data_ptr() == first.data_ptr()
-    assert packed_products._scratch(BLOCK + 1, cpu).data_ptr() != first.data_ptr()
+    with packed_products.scratch_kept():
+        first = packed_products._scratch(1000, cpu)
+        assert packed_products._scratch(500, cpu).data_ptr() == first.data_ptr()
+        assert packed_products._scratch(2000, cpu).data_ptr() != first.data_ptr()
+    assert packed_products._scratch(500, cpu).untyped_storage().nbytes() == 2000
