@@ -113,7 +113,7 @@ claims-real: $(VENV)/.ready  ## what the papers claim, tested on a pretrained mo
 	KVBENCH_DATA=$(DATA) $(PY) scripts/paper_claims.py --model $(REAL)
 
 report: $(VENV)/.ready  ## everything on one HTML page, report.html
-	$(PY) -m kvbench report also=results/leaderboard
+	$(PY) -m kvbench report also=results/leaderboard,results/leaderboard/2048
 
 audit: $(VENV)/.ready  ## where the papers' printed numbers contradict themselves
 	$(PY) -m kvbench audit all
