@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +14,8 @@ from kvbench.kv.segment import per_head
 
 BLOCK_BYTES = 16 * 2**20
 CACHED_BYTES = 2**20  # of one CPU thread
+FUSED: Any = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
+"""PyTorch's attention for CPUs that returns (outputs, log-sum-exps), or None."""
 
 
 def causal_softmax(query: Tensor, keys: Tensor, scale: float, window: int | None = None) -> Tensor:
@@ -89,17 +92,21 @@ def column_sums(
     return sums.view(hq, n)
 
 
+def fusible(query: Tensor, scale: float) -> bool:
+    """Return True if FUSED serves queries on this device and of this dtype; it caps no logits."""
+    return FUSED is not None and query.device.type == "cpu" and query.dtype == torch.float32 and cap_of(scale) is None
+
+
 def attend_with_lse(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor] | None:
     """Return causal attention [Hq, n, D] and each row's log-sum-exp [Hq, n], by PyTorch's fused function for CPUs.
 
     query [Hq, n, D]; keys and values [Hk, n, D]; fp32. None where PyTorch has no such function for them, and none
     caps logits.
     """
-    fused = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
-    if fused is None or query.is_cuda or query.dtype != torch.float32 or cap_of(scale) is not None:
+    if not fusible(query, scale):
         return None
     k, v = (per_head(x, len(query)) for x in (keys, values))
-    out, lse = fused(query[None], k[None], v[None], 0.0, True, scale=scale)
+    out, lse = FUSED(query[None], k[None], v[None], 0.0, True, scale=scale)
     return out[0], lse[0]
 
 

@@ -199,8 +199,7 @@ def _all_logits(
         else:
             part = logits(query, estimate(s.k), scale, s.key_channels)
         if s.valid is not None:
-            by_head = part.unflatten(1, (s.valid.shape[1], -1))
-            part = by_head.masked_fill(~s.valid[:, :, None, None], -torch.inf).flatten(1, 2)
+            part = hide_free(part, s.valid)
         if floor is not None:
             assert s.positions is not None
             part = _hide_before(part, s.positions, floor)
@@ -218,6 +217,12 @@ def _all_logits(
         assert tail_start is not None
         part = _hide_before(part, (tail_start[:, None] + torch.arange(t_all, device=part.device))[:, None], floor)
     return torch.cat([*parts, part], dim=-1)
+
+
+def hide_free(part: Tensor, valid: Tensor) -> Tensor:
+    """Return logits [B, Hq, T, L], -inf in slots that are not ``valid`` [B, H or 1, L]."""
+    by_head = part.unflatten(1, (valid.shape[1], -1))
+    return by_head.masked_fill(~valid[:, :, None, None], -torch.inf).flatten(1, 2)
 
 
 def _hide_before(part: Tensor, positions: Tensor, floor: Tensor) -> Tensor:

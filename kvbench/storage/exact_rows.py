@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kvbench.kv import ops
+from kvbench.kv.exact_attention import fusible
 from kvbench.kv.segment import LayerCache, Segment
 from kvbench.storage import kernels, split
 from kvbench.storage.attend import attend
@@ -105,7 +106,7 @@ class ExactRows(Format):
         return self.keys[:, :, : self.used], self.values[:, :, : self.used]
 
     def attend(self, query: Tensor, scale: float, window: int | None) -> Tensor:
-        if self.splits and window is None and split.serves(query, scale) and not kernels.serves(query.device):
+        if self.splits and window is None and fusible(query, scale) and not kernels.serves(query.device):
             return self._in_parts(query, scale)
         floor = None
         if window is not None and self.windowed:

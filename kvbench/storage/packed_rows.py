@@ -299,21 +299,17 @@ class PackedRows(Format):
     def _weigh(self, probs: Tensor) -> Tensor:
         """Return values [U, Hq, T, D] weighted by probs [U, Hq, T, L]."""
         store = self.v
-        if store.alike:
-            most = store.packed[0]
-            out = weigh(probs[..., most:], store.exact())
-            if most:
-                part = packed_weigh(probs[..., :most], store.old())
-                out = out + (part if store.channels is None else spread(part, store.channels, out.shape[3]))
-            return out
-        where = store.columns()[:, None, None].expand(*probs.shape[:3], -1)
-        packed = store.numbers(store.packed)[:, None, None, None] if store.seen is None else store.seen
-        coded = torch.arange(probs.shape[3], device=probs.device) < packed
-        exact = probs if store.seen is None else probs.masked_fill(coded, 0)
-        out = weigh(F.pad(exact, (0, 1)).gather(3, where), store.ring)
         most = max(store.packed)
-        if most:
+        if store.alike:
+            out, old = weigh(probs[..., most:], store.exact()), probs[..., :most]
+        else:
+            where = store.columns()[:, None, None].expand(*probs.shape[:3], -1)
+            packed = store.numbers(store.packed)[:, None, None, None] if store.seen is None else store.seen
+            coded = torch.arange(probs.shape[3], device=probs.device) < packed
+            exact = probs if store.seen is None else probs.masked_fill(coded, 0)
+            out = weigh(F.pad(exact, (0, 1)).gather(3, where), store.ring)
             old = probs[..., :most].masked_fill(~coded[..., :most], 0)
+        if most:
             part = packed_weigh(old, store.old())
             out = out + (part if store.channels is None else spread(part, store.channels, out.shape[3]))
         return out

@@ -13,11 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvbench.kv.scale import cap_of
-from kvbench.storage.attend import logits, spread, weigh
+from kvbench.kv.exact_attention import FUSED
+from kvbench.storage.attend import hide_free, logits, spread, weigh
 from kvbench.storage.row_segments import Ragged, RowSegment
-
-_FUSED = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
 
 
 class Part(NamedTuple):
@@ -25,11 +23,6 @@ class Part(NamedTuple):
 
     out: Tensor  # [U, Hq, T, D]
     lse: Tensor  # [U, Hq, T], the logarithm of the sum of exp(logit); -inf over no token
-
-
-def serves(query: Tensor, scale: float) -> bool:
-    """Return True if queries on this device and of this dtype are attended part by part. No cap on logits is."""
-    return _FUSED is not None and query.device.type == "cpu" and query.dtype == torch.float32 and cap_of(scale) is None
 
 
 def attend(query: Tensor, keys: Tensor, values: Tensor, scale: float, hidden: Tensor | None = None) -> Part:
@@ -44,9 +37,8 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, scale: float, hidden: Te
     if hidden is not None:
         rows = hidden if hidden.shape[2] == 1 else hidden.repeat(1, 1, hq // h, 1)
         mask = torch.zeros(rows.shape).masked_fill_(rows, -torch.inf).expand(u, -1, q.shape[2], length)
-    assert _FUSED is not None
-    out, lse = _FUSED(q, keys, values, 0.0, False, attn_mask=mask, scale=scale)
-    if hidden is not None and t > 0:
+    out, lse = FUSED(q, keys, values, 0.0, False, attn_mask=mask, scale=scale)
+    if hidden is not None:
         # the fused function returns 0 for both over no token
         lse = lse.masked_fill(hidden.all(dim=-1).repeat(1, 1, q.shape[2] // hidden.shape[2]), -torch.inf)
     return Part(out.reshape(u, hq, t, -1), lse.reshape(u, hq, t))
@@ -80,13 +72,11 @@ def merged(a: Part, b: Part) -> Tensor:
 
 
 def _segment(query: Tensor, s: RowSegment, scale: float) -> Part:
-    hidden = None if s.valid is None else ~s.valid[:, :, None]
     if s.key_channels is None and s.value_channels is None:
-        return attend(query, s.k, s.v, scale, hidden)
+        return attend(query, s.k, s.v, scale, None if s.valid is None else ~s.valid[:, :, None])
     scores = logits(query, s.k, scale, s.key_channels)
-    if hidden is not None:
-        by_head = scores.unflatten(1, (hidden.shape[1], -1))
-        scores = by_head.masked_fill(hidden[:, :, None], -torch.inf).flatten(1, 2)
+    if s.valid is not None:
+        scores = hide_free(scores, s.valid)
     lse = scores.logsumexp(dim=-1)
     # over no token the weights are 0, not the NaN of -inf - -inf
     out = weigh((scores - lse.clamp(min=torch.finfo(lse.dtype).min)[..., None]).exp_(), s.v)

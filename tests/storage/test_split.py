@@ -3,6 +3,7 @@
 import torch
 from grids import grid
 
+from kvbench.kv.exact_attention import fusible
 from kvbench.kv.scale import CappedScale
 from kvbench.storage import attend, packed_products, split
 from kvbench.storage.row_segments import RowSegment
@@ -64,9 +65,9 @@ def test_a_row_does_not_depend_on_its_place_in_a_batch():
 
 def test_what_is_attended_otherwise():
     query = random(1, 2, 1, D)
-    assert split.serves(query, SCALE)
-    assert not split.serves(query.bfloat16(), SCALE)
-    assert not split.serves(query, CappedScale.of(SCALE, 30.0))
+    assert fusible(query, SCALE)
+    assert not fusible(query.bfloat16(), SCALE)
+    assert not fusible(query, CappedScale.of(SCALE, 30.0))
 
 
 def test_scratch_memory_is_kept_within_a_step_alone():
