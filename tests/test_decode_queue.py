@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from families import FAMILIES, LOCALS, WHOLE, build, heads_of, prompt
+from families import FAMILIES, LOCALS, WHOLE, build, heads_of, prompt, rounds_alike
 from law_matrix import CHAINS, SMALL, configured, prefill, supported
 
 from kvbench.audit.accounting import bytes_after_decoding
@@ -76,8 +76,9 @@ def test_rows_that_enter_and_leave_answer_as_alone(family, per, monkeypatch):
         assert apart.held == answer.held and answer.rows <= 24, row.cell.id
         if apart.tokens != answer.tokens:
             flipped.append(row)
-    # some processors round products of one row and of many differently, and a code that is near a border may flip then
-    assert len(flipped) <= 1 and all(row.cache.chain.coder is not None for row in flipped), flipped
+    # where products of one row and of many round differently, a code that is near a border may flip
+    allowed = 0 if rounds_alike(model, 1, max(sizes)) else 1
+    assert len(flipped) <= allowed and all(row.cache.chain.coder is not None for row in flipped), flipped
 
 
 def some_rows():
