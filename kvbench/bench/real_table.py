@@ -24,9 +24,9 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
-from kvbench.bench.ratio import in_process, options, seconds
+from kvbench.bench.ratio import options, seconds
 from kvbench.bench.roofline import copy_bandwidth
-from kvbench.bench.tables import bare_generate, compare, loaded, measured, planned, through_kvbench
+from kvbench.bench.tables import bare_generate, compare, kvpress_seconds, loaded, measured, planned, through_kvbench
 from kvbench.engine.prefill import prefill_chains
 from kvbench.run.experiment import RunPlan
 from kvbench.run.host import Host
@@ -145,9 +145,7 @@ def main() -> int:
                 rows = peer_rows(host.model.config, length)
                 sizes = ["--prompts", Path(name) / "prompts.jsonl", "--n", length, "--new", NEW, "--rows", *rows]
                 sizes += ["--threads", args.threads]
-                # kvpress's threads wait as OpenMP has them wait, ours as kvbench's command line does under make
-                env = {"GOMP_SPINCOUNT": None}
-                peers = partial(in_process, "kvpress_rows", run.source.location, *sizes, python=args.peers, env=env)
+                peers = partial(kvpress_seconds, args.peers, run.source.location, *sizes)
             ok &= measure(host, run, peers, args.repeats)
     return 0 if ok else 1
 

@@ -185,6 +185,15 @@ def table_against_rows(host: Host, run: RunPlan, repeats: int) -> bool:
     return compare("one by one / at once", one_by_one, together, AT_ONCE)
 
 
+def kvpress_seconds(python: str, *arguments: object) -> dict[str, float]:
+    """Return the seconds of each of kvpress's rows, measured by ``python``.
+
+    Its threads wait as OpenMP has them wait, ours as kvbench's command line does.
+    """
+    seconds: dict[str, float] = in_process("kvpress_rows", *arguments, python=python, env={"GOMP_SPINCOUNT": None})
+    return seconds
+
+
 def against_peers(host: Host, run: RunPlan, folder: Path, python: str, repeats: int, threads: int) -> bool:
     """Compare our whole table with kvpress over the rows that it has. Return True if the ratio keeps to its limit."""
     rows = ["full", *(f"{method} {budget}" for budget in BUDGETS for method in METHODS.split(",")[1:])]
@@ -194,7 +203,7 @@ def against_peers(host: Host, run: RunPlan, folder: Path, python: str, repeats: 
     for _ in range(repeats):
         ours.append(through_kvbench(host, run))
         try:
-            by_row = in_process("kvpress_rows", folder, *sizes, python=python, env={"GOMP_SPINCOUNT": None})
+            by_row = kvpress_seconds(python, folder, *sizes)
         except subprocess.CalledProcessError as error:
             print(f"  kvpress could not be measured: {(error.stderr.strip().splitlines() or ['?'])[-1]}")
             return False
