@@ -80,3 +80,12 @@ def in_process(
         print(result.stderr, end="", file=sys.stderr)
         result.check_returncode()
     return json.loads(result.stdout.splitlines()[-1])
+
+
+def kvpress_seconds(python: str, *arguments: object) -> dict[str, float]:
+    """Return the seconds of each of kvpress's rows, measured by ``python``.
+
+    Its threads wait as OpenMP has them wait, ours as kvbench's command line does.
+    """
+    by_row: dict[str, float] = in_process("kvpress_rows", *arguments, python=python, env={"GOMP_SPINCOUNT": None})
+    return by_row

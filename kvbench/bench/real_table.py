@@ -24,9 +24,9 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
-from kvbench.bench.ratio import options, seconds
+from kvbench.bench.ratio import kvpress_seconds, options, seconds
 from kvbench.bench.roofline import copy_bandwidth
-from kvbench.bench.tables import bare_generate, compare, kvpress_seconds, loaded, measured, planned, through_kvbench
+from kvbench.bench.tables import bare_generate, compare, loaded, measured, planned, through_kvbench
 from kvbench.engine.prefill import prefill_chains
 from kvbench.run.experiment import RunPlan
 from kvbench.run.host import Host

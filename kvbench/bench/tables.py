@@ -34,7 +34,7 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from kvbench.bench.ratio import in_process, in_turns, median_ratio, options, seconds, verdict
+from kvbench.bench.ratio import in_process, in_turns, kvpress_seconds, median_ratio, options, seconds, verdict
 from kvbench.engine.likelihood import teacher_force
 from kvbench.engine.memory import process_memory
 from kvbench.engine.prefill import prefill_chains
@@ -183,15 +183,6 @@ def table_against_rows(host: Host, run: RunPlan, repeats: int) -> bool:
     together = [statistics.fmean(times[name][i] for name in steps if name not in rows) for i in range(repeats)]
     print(f"  {len(rows)} rows x {sum(len(g.examples) for g in run.groups)} prompts")
     return compare("one by one / at once", one_by_one, together, AT_ONCE)
-
-
-def kvpress_seconds(python: str, *arguments: object) -> dict[str, float]:
-    """Return the seconds of each of kvpress's rows, measured by ``python``.
-
-    Its threads wait as OpenMP has them wait, ours as kvbench's command line does.
-    """
-    seconds: dict[str, float] = in_process("kvpress_rows", *arguments, python=python, env={"GOMP_SPINCOUNT": None})
-    return seconds
 
 
 def against_peers(host: Host, run: RunPlan, folder: Path, python: str, repeats: int, threads: int) -> bool:

@@ -16,7 +16,6 @@ from kvbench.methods.prompt_cache import Cache
 from kvbench.models.interface import KvbenchLayer, sliding_window
 from kvbench.models.lowrank import lifts
 from kvbench.storage.format import Room, StoredRow
-from kvbench.storage.packed_products import scratch_kept
 from kvbench.storage.roles import Rotary
 
 
@@ -86,12 +85,11 @@ def step(
 
     With ``whole``, return the logits [B, T, V] after each token.
     """
-    with scratch_kept():
-        out = model(
-            input_ids=tokens,
-            position_ids=positions,
-            past_key_values=HFCache(layers=list(batch)),
-            use_cache=True,
-            logits_to_keep=0 if whole else 1,  # 0: all
-        )
+    out = model(
+        input_ids=tokens,
+        position_ids=positions,
+        past_key_values=HFCache(layers=list(batch)),
+        use_cache=True,
+        logits_to_keep=0 if whole else 1,  # 0: all
+    )
     return out.logits

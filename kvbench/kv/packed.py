@@ -11,7 +11,6 @@ as their lower 2 bits in that layout, then their upper bit in that layout: ceil(
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -60,13 +59,10 @@ def pack(codes: Tensor, bits: int, dim: int = -1) -> Tensor:
     return packed[0] if len(packed) == 1 else torch.cat(packed, dim)
 
 
-def unpack(packed: Tensor, bits: int, m: int, dim: int = -1, scratch: Tensor | None = None) -> Tensor:
-    """Return the m codes [..., m] uint8 that ``pack`` put into bytes along ``dim``; of 8-bit codes a view.
-
-    With ``scratch``, fp32 memory of at least as many elements, codes are written there, as fp32.
-    """
+def unpack(packed: Tensor, bits: int, m: int, dim: int = -1) -> Tensor:
+    """Return the m codes [..., m] uint8 that ``pack`` put into bytes along ``dim``; of 8-bit codes a view."""
     if bits == 8:
-        return packed if scratch is None else scratch[: packed.numel()].view(packed.shape).copy_(packed)
+        return packed
     codes, start, below = None, 0, 0
     for part in _parts(bits):
         per = 8 // part
@@ -74,21 +70,15 @@ def unpack(packed: Tensor, bits: int, m: int, dim: int = -1, scratch: Tensor | N
         byte = packed.narrow(dim, start, width)
         shape = list(packed.shape)
         shape[dim : packed.dim() + dim + 1] = [per, width]
-        room = math.prod(shape)
-        fp32 = scratch is not None and scratch.numel() >= room and len(_parts(bits)) == 1
-        out = scratch[:room].view(shape) if scratch is not None and fp32 else packed.new_empty(shape)
-        piece = torch.empty_like(byte, memory_format=torch.contiguous_format)
+        out = packed.new_empty(shape)
         for i in range(per):
             # shifted in one contiguous run, then placed: masking in short strided runs takes several times as long
-            torch.bitwise_right_shift(byte, i * part, out=piece)
-            out.select(dim - 1, i).copy_(piece if i == per - 1 else piece.bitwise_and_(2**part - 1))
+            out.select(dim - 1, i).copy_((byte >> (i * part)) & (2**part - 1))
         piece = out.flatten(packed.dim() + dim, packed.dim() + dim + 1).narrow(dim, 0, m)
         codes = piece if codes is None else codes | (piece << below)
         start, below = start + width, below + part
     assert codes is not None
-    if scratch is None or codes.dtype == torch.float32:
-        return codes
-    return scratch[: codes.numel()].view(codes.shape).copy_(codes)
+    return codes
 
 
 class Packed(ABC):
@@ -253,11 +243,14 @@ class MinMax(Packed):
     def dequantise(self, dtype: torch.dtype, scratch: Tensor | None = None) -> Tensor:
         scale, low = self.scale.float(), self.minimum()
 
+        def to_fp32(codes: Tensor) -> Tensor:
+            return codes.float() if scratch is None else scratch[: codes.numel()].view(codes.shape).copy_(codes)
+
         if self.axis == "channel":
-            x = unpack(self.codes, self.bits, self.size, dim=-2, scratch=scratch).float()
+            x = to_fp32(unpack(self.codes, self.bits, self.size, dim=-2))
             x.mul_(scale[..., None, :]).add_(low[..., None, :])  # value = scale * code + minimum
             return x.flatten(-3, -2).to(dtype)
-        x = unpack(self.codes, self.bits, self.size, scratch=scratch).float()
+        x = to_fp32(unpack(self.codes, self.bits, self.size))
         full = self.size // self.group  # the last group may be shorter, and is scaled by itself
         for part, s, m in (
             (x[..., : full * self.group].unflatten(-1, (-1, self.group)), scale[..., :full], low[..., :full]),
