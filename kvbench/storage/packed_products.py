@@ -5,9 +5,7 @@ Shapes: U rows, Hq query heads, H stored heads, T new tokens, L packed tokens, C
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -16,16 +14,16 @@ from kvbench.kv.packed import Packed
 from kvbench.kv.scale import capped
 from kvbench.storage.attend import Estimate, as_they_are, summed, weigh
 
-_kept = threading.local()
-
 
 def unpacked(packed: Packed, dtype: torch.dtype, rotated: bool) -> Iterator[tuple[slice, slice, Tensor]]:
     """Yield (heads, tokens, numbers) of the blocks of ``packed``; each block overwrites the one before it.
 
     The numbers are in the basis of ``packed.rotation`` if ``rotated``, else as they were before packing.
     """
+    scratch: Tensor | None = None
     for heads, tokens, part in packed.blocks():
-        scratch = _scratch(part.shape.numel(), packed.device)
+        if scratch is None or scratch.numel() < part.shape.numel():
+            scratch = torch.empty(part.shape.numel(), device=packed.device)
         yield heads, tokens, part.rotated(dtype, scratch) if rotated else part.dequantise(dtype, scratch)
 
 
@@ -61,26 +59,3 @@ def packed_weigh(probs: Tensor, values: Packed) -> Tensor:
         out[heads] += weigh(flat[heads, None, :, tokens], part[:, None])[:, 0]
     # the output leaves the basis of the values
     return (out if rotation is None else out @ rotation.T).view(u, hq, t, -1)
-
-
-@contextmanager
-def scratch_kept() -> Iterator[None]:
-    """Let products on a CPU use the same scratch memory meanwhile, and give it back at the end.
-
-    Fresh memory costs a CPU more than what is computed in it: a step of a model has two products a layer.
-    """
-    _kept.scratch = torch.empty(0)
-    try:
-        yield
-    finally:
-        _kept.scratch = None
-
-
-def _scratch(size: int, device: torch.device) -> Tensor:
-    """Return fp32 memory of ``size`` elements, which the next call may return again."""
-    kept: Tensor | None = getattr(_kept, "scratch", None)
-    if kept is None or device.type != "cpu":
-        return torch.empty(size, device=device)
-    if kept.numel() < size:
-        kept = _kept.scratch = torch.empty(size)
-    return kept[:size]

@@ -5,7 +5,7 @@ from grids import grid
 
 from kvbench.kv.exact_attention import fusible
 from kvbench.kv.scale import CappedScale
-from kvbench.storage import attend, packed_products, split
+from kvbench.storage import attend, split
 from kvbench.storage.row_segments import RowSegment
 
 D, SCALE = 16, 0.3
@@ -17,12 +17,8 @@ def random(*shape, seed=0):
 
 def segment(u, h, length, lengths=None, key_channels=None, value_channels=None, seed=1):
     valid = None if lengths is None else (torch.arange(length) < torch.tensor(lengths)[:, None])[:, None]
-    chosen = [
-        None
-        if c is None
-        else torch.stack([random(h, D, seed=s).argsort(dim=-1)[:, :c].sort().values for s in range(u)])
-        for c in (key_channels, value_channels)
-    ]
+    orders = torch.stack([random(h, D, seed=s).argsort(dim=-1) for s in range(u)])
+    chosen = [None if c is None else orders[..., :c].sort().values for c in (key_channels, value_channels)]
     k, v = random(u, h, length, key_channels or D, seed=seed), random(u, h, length, value_channels or D, seed=seed + 1)
     return RowSegment(k, v, valid, *chosen)
 
@@ -68,12 +64,3 @@ def test_what_is_attended_otherwise():
     assert fusible(query, SCALE)
     assert not fusible(query.bfloat16(), SCALE)
     assert not fusible(query, CappedScale.of(SCALE, 30.0))
-
-
-def test_scratch_memory_is_kept_within_a_step_alone():
-    cpu = torch.device("cpu")
-    with packed_products.scratch_kept():
-        first = packed_products._scratch(1000, cpu)
-        assert packed_products._scratch(500, cpu).data_ptr() == first.data_ptr()
-        assert packed_products._scratch(2000, cpu).data_ptr() != first.data_ptr()
-    assert packed_products._scratch(500, cpu).untyped_storage().nbytes() == 2000
