@@ -23,6 +23,7 @@ from kvbench.audit.prompt_audit import MeasuredBytes
 from kvbench.conf import entries
 from kvbench.engine.hf_cache import TransformersCache
 from kvbench.engine.likelihood import forced_logits
+from kvbench.engine.shared_prefix import SharedPrefix
 from kvbench.errors import KvbenchError, UsageError, say
 from kvbench.extras import missing
 from kvbench.models.load import load_model
@@ -46,6 +47,8 @@ class KvbenchLM(HFLM):  # type: ignore[misc]
     preset: a paper of conf/preset; ``options`` are those of ``hf``, and the method's knobs (``kv_ratio=0.25``).
     separator: what begins the question. The prompt is compressed up to its last occurrence, and the question read
     behind it exactly, so that the method cannot see it; without a separator all of the prompt is compressed.
+    shared_prefix: prompts are read in pieces of as many tokens, and those with which a prompt begins as the one before
+    (few-shot examples) are not read again.
     """
 
     def __init__(
@@ -54,6 +57,7 @@ class KvbenchLM(HFLM):  # type: ignore[misc]
         method: api.Entry = "full",
         preset: str | None = None,
         separator: str = "",
+        shared_prefix: int | None = None,
         **options: Any,
     ) -> None:
         own = {name: value for name, value in options.items() if name in OPTIONS}
@@ -68,6 +72,7 @@ class KvbenchLM(HFLM):  # type: ignore[misc]
         with api.cache(self.model, method, preset, **knobs) as cache:
             self.chain = cache.chain
         self.separator, self.task = separator, ""
+        self.prefix = None if shared_prefix is None else SharedPrefix(self.model, shared_prefix)
         self.measured: dict[str, list[MeasuredBytes]] = {}
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
@@ -138,7 +143,7 @@ class KvbenchLM(HFLM):  # type: ignore[misc]
     @contextmanager
     def _cache(self, ids: torch.Tensor) -> Iterator[TransformersCache]:
         """Open a cache for a prompt [n], which has read what comes before the question if there is a separator."""
-        with TransformersCache(self.model, self.chain) as cache:
+        with TransformersCache(self.model, self.chain, self.prefix) as cache:
             if self.separator:
                 cache.read(ids[: self._before_question(ids)])
             yield cache

@@ -14,12 +14,14 @@ import pytest
 from runs import SMALL, metrics_of, prepare, run_json
 
 from kvbench.cli.main import main
+from kvbench.engine import shared_prefix
 from kvbench.errors import KvbenchError, UsageError
 from kvbench.files import line_of, parse_line
 from kvbench.methods.base import Selector
 from kvbench.methods.chain import Chain
 from kvbench.methods.resolve import ChainConfig
-from kvbench.run import config, experiment, reading
+from kvbench.run import config, experiment
+from kvbench.run import host as run_host
 from kvbench.run.store import ResultStore
 
 pytestmark = pytest.mark.e2e("runs whole command lines")
@@ -29,15 +31,38 @@ def test_second_run_measures_nothing_and_a_new_method_reads_only_for_itself(tmp_
     arguments = [*SMALL, f"results={tmp_path}"]
     first = run_json(capsys, *arguments, "method=snapkv")[1]
     calls = []
-    original = reading.prefill_chains
+    original = run_host.prefill_chains
     monkeypatch.setattr(
-        reading, "prefill_chains", lambda m, i, c, *a: calls.append([x.name for x in c]) or original(m, i, c, *a)
+        run_host, "prefill_chains", lambda m, i, c, *a: calls.append([x.name for x in c]) or original(m, i, c, *a)
     )
     again = run_json(capsys, *arguments, "method=snapkv")[1]
     assert calls == []
     assert again == first
     run_json(capsys, *arguments, "method=snapkv,think")
     assert calls == [["think"]] * 12
+
+
+def test_beginnings_that_prompts_share_are_read_once_and_change_no_score(tmp_path, capsys, monkeypatch):
+    """Prompts of sixteen examples and a question, as few-shot prompts are: the examples are read with the first."""
+    shots = "".join(f"Key k{i}: the number is {i * 37 % 100}. " for i in range(16))
+    rows = [
+        {"id": str(i), "prompt": f"{shots}Key k{i}: the number is", "answers": [f"{i * 37 % 100}"]} for i in range(6)
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    arguments = ["dataset=file", f"path={tmp_path / 'rows.jsonl'}", "method=h2o", "kv_ratio=0.9", "max_new_tokens=4"]
+    run_json(capsys, *arguments, f"results={tmp_path / 'a'}")
+    read, original = [], shared_prefix.observe
+    monkeypatch.setattr(
+        shared_prefix, "observe", lambda model, ids, *a, **k: read.append(len(ids)) or original(model, ids, *a, **k)
+    )
+    arguments.append(f"results={tmp_path / 'b'}")
+    assert run_json(capsys, *arguments, "shared_prefix=32")[0] == 0
+    assert len(read) > 4 and read == [*range(32, read[-1] + 1, 32)]
+    assert metrics_of(tmp_path / "b") == metrics_of(tmp_path / "a")
+    for path in (tmp_path / "b").glob("cells/*/cell.json"):
+        assert json.loads(path.read_text())["provenance"][0]["batch"]["shared_prefix"] == 32
+    assert main(["run", *arguments, "shared_prefix=8"]) == 2
+    assert "shared_prefix=8 is not possible: null, or tokens that are read" in capsys.readouterr().err
 
 
 def test_killed_run_completes_to_the_same_metrics(tmp_path, capsys):
@@ -233,7 +258,7 @@ def test_identity_changes_with_what_is_measured_and_only_then(tmp_path):
         return [c.id for g in prepare(*SMALL, f"results={tmp_path}", *overrides).groups for c in g.cells]
 
     base = ids()
-    assert ids("limit=2", "batch_rows=3", "threads=1", "mix=true") == base
+    assert ids("limit=2", "batch_rows=3", "threads=1", "mix=true", "shared_prefix=32") == base
     for change in ("ratio=0.5", "dtype=bfloat16", "per=query_head", "max_length=200", "kv_size=40"):
         assert ids(change) != base, change
 
@@ -286,8 +311,8 @@ def test_withheld_question_is_read_after_compression(dataset, tmp_path, capsys):
 
 def test_both_protocols_stand_in_one_table_with_the_ids_that_each_has_alone(tmp_path, capsys, monkeypatch):
     read = []
-    prefill = reading.prefill_chains
-    monkeypatch.setattr(reading, "prefill_chains", lambda *a: read.append(len(a[1])) or prefill(*a))
+    prefill = run_host.prefill_chains
+    monkeypatch.setattr(run_host, "prefill_chains", lambda *a: read.append(len(a[1])) or prefill(*a))
     small = ["dataset=tiny/needle", "length=256", "examples=2", "method=snapkv,h2o,keydiff", f"results={tmp_path}"]
     assert main(["run", *small, "query_aware=true,false", "--plan", "--json"]) == 0
     (plan,) = json.loads(capsys.readouterr().out)

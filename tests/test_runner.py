@@ -18,7 +18,7 @@ from kvbench.cli.main import main
 from kvbench.engine import batch, likelihood
 from kvbench.methods.h2o import H2O
 from kvbench.methods.snapkv import SnapKV
-from kvbench.run import asking, experiment, host, reading, runner
+from kvbench.run import asking, experiment, host, runner
 from kvbench.run.store import ResultStore
 
 pytestmark = pytest.mark.e2e("runs whole command lines")
@@ -98,7 +98,7 @@ def test_a_method_that_fails_while_decoding_is_found_among_the_rows_of_its_batch
 
 def test_out_of_memory_in_prefill_and_decode_loses_and_doubles_nothing(tmp_path, capsys, monkeypatch):
     want = undisturbed(*SMALL, METHODS)
-    prefill, step, short = reading.prefill_chains, batch.step, []
+    prefill, step, short = host.prefill_chains, batch.step, []
 
     def prefill_chains(model, ids, chains, *a):
         if len(chains) > 2:
@@ -112,7 +112,7 @@ def test_out_of_memory_in_prefill_and_decode_loses_and_doubles_nothing(tmp_path,
             raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
         return step(model, layers, tokens, positions)
 
-    monkeypatch.setattr(reading, "prefill_chains", prefill_chains)
+    monkeypatch.setattr(host, "prefill_chains", prefill_chains)
     monkeypatch.setattr(batch, "step", limited)
     arguments = [*SMALL, METHODS, f"results={tmp_path / 'b'}"]
     assert run_json(capsys, *arguments)[0] == 0
@@ -141,7 +141,7 @@ def test_memory_that_other_rows_hold_is_waited_for(tmp_path, capsys, monkeypatch
 
     queues, queue = [], runner.DecodeQueue
     monkeypatch.setattr(runner, "DecodeQueue", lambda *a: queues.append(queue(*a)) or queues[-1])
-    only_when_no_row_waits(reading, "prefill_chains")
+    only_when_no_row_waits(host, "prefill_chains")
     only_when_no_row_waits(asking, "extend_caches")
     assert run_json(capsys, *arguments, f"results={tmp_path / 'b'}")[0] == 0
     assert "prefill_chains" in short and metrics_of(tmp_path / "b") == want

@@ -10,7 +10,8 @@ import kvbench
 from kvbench.cli.main import main
 from kvbench.errors import UsageError
 from kvbench.methods.snapkv import SnapKV
-from kvbench.run import asking, experiment, reading, runner
+from kvbench.run import asking, experiment, runner
+from kvbench.run import host as run_host
 from kvbench.run.turns import TurnAnswer, fall_beside, summarise_turns
 from kvbench.tables import turns as turns_table
 
@@ -59,8 +60,8 @@ def measured(folder, rows, *words, methods=METHODS):
 def counted(monkeypatch):
     """Return the lists that grow by one with every prompt read and with every compression of SnapKV's first layer."""
     prefills, compressions = [], []
-    prefill, compress = reading.prefill_chains, SnapKV.compress
-    monkeypatch.setattr(reading, "prefill_chains", lambda *a: prefills.append(len(a[2])) or prefill(*a))
+    prefill, compress = run_host.prefill_chains, SnapKV.compress
+    monkeypatch.setattr(run_host, "prefill_chains", lambda *a: prefills.append(len(a[2])) or prefill(*a))
     monkeypatch.setattr(
         SnapKV,
         "compress",

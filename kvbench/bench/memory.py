@@ -27,7 +27,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvbench import api
 from kvbench.bench.ratio import compared_methods, in_process, options, verdict
-from kvbench.engine import prefill
+from kvbench.engine import prompt_pass
 from kvbench.engine.memory import process_memory
 from kvbench.engine.step import build, step
 from kvbench.methods import registry
@@ -103,7 +103,7 @@ def long_peak(name: str, tokens: int, threads: int) -> dict[str, float]:
     torch.set_num_threads(threads)
     llama = model(**MLP)
     if name == WHOLE:
-        prefill.LONG = tokens
+        prompt_pass.LONG = tokens
     entry = {"method": "full"} if name == WHOLE else long_entries().get(name)
 
     def read(ids: torch.Tensor) -> int:

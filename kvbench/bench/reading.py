@@ -4,7 +4,8 @@
 
 Per length, medians over repeats in turns: the seconds of each method's statistics and choice over those of the pass,
 at a quarter of the tokens (at most 0.10); the pass in bfloat16 over float32; the pass of a bare model over four prompts
-of one length at once over four passes.
+of one length at once over four passes. Then eight prompts that begin alike, each read whole, over the same with their
+beginning read once.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from transformers import PreTrainedModel
 from kvbench.bench.ratio import in_turns, median_ratio, options, seconds, verdict
 from kvbench.bench.tables import loaded, planned
 from kvbench.engine.prefill import prefill_chains
+from kvbench.engine.shared_prefix import SharedPrefix
 from kvbench.methods.chain import Chain
 from kvbench.methods.resolve import chain_of
 
@@ -36,6 +38,7 @@ METHODS = (
     "h2o",
 )
 TOGETHER = 4
+ALIKE = {"prompts": 8, "tokens": 1024, "first": 896, "pieces": 128}
 
 
 def statistics(model: PreTrainedModel, ids: torch.Tensor, repeats: int) -> bool:
@@ -67,6 +70,24 @@ def passes(models: Sequence[PreTrainedModel], ids: torch.Tensor, repeats: int) -
     print(f"  {TOGETHER} at once / one by one: {median_ratio(times['together'], times['one']) / TOGETHER:.2f}x")
 
 
+def beginnings(model: PreTrainedModel, repeats: int) -> None:
+    """Print what prompts that begin alike cost when each is read whole over reading their beginning once."""
+    chains = [chain_of({"method": name}) for name in ("full", "snapkv")]
+    generator = torch.Generator().manual_seed(0)
+    words = int(model.config.vocab_size)
+    first = torch.randint(words, (ALIKE["first"],), generator=generator)
+    rest = torch.randint(words, (ALIKE["prompts"], ALIKE["tokens"] - ALIKE["first"]), generator=generator)
+
+    def read(share: bool) -> None:
+        prefix = SharedPrefix(model, ALIKE["pieces"]) if share else None
+        for own in rest:
+            prefill_chains(model, torch.cat([first, own]), chains, prefix=prefix)
+
+    times = in_turns({name: partial(seconds, partial(read, name == "once")) for name in ("whole", "once")}, repeats)
+    what = "{prompts} prompts of {tokens} tokens, of which {first} are alike, whole / shared_prefix={pieces}"
+    print(f"{what.format(**ALIKE)}: {median_ratio(times['whole'], times['once']):.2f}x")
+
+
 def main() -> int:
     """Print the ratios. Return exit status 1 if one misses its limit, else 0."""
     parser = options(__doc__, repeats=3, threads=2)
@@ -82,6 +103,7 @@ def main() -> int:
         print(f"{args.model}, {length} tokens, {args.threads} threads, {args.repeats} repeats")
         ok &= statistics(models[0], ids, args.repeats)
         passes(models, ids, args.repeats)
+    beginnings(models[0], args.repeats)
     return 0 if ok else 1
 
 

@@ -27,6 +27,7 @@ from kvbench.engine.decode_layer import RowLayer, compressed
 from kvbench.engine.finite import no_answer
 from kvbench.engine.patches import adapted
 from kvbench.engine.prefill import as_prompt, prefill_chains
+from kvbench.engine.shared_prefix import SharedPrefix
 from kvbench.engine.step import build, step
 from kvbench.errors import UsageError
 from kvbench.methods.chain import Chain
@@ -44,11 +45,12 @@ class TransformersCache(HFCache):
     state: what is kept of the text read so far, as ``prefill`` returns it; None before the first prompt.
     ids: the tokens read so far [n]. The last token of an answer is read with the next turn.
     measured: the audited tokens and bytes of the compressed prompt.
+    prefix: the first tokens of the prompt read last, if prompts that begin alike share them.
     """
 
-    def __init__(self, model: PreTrainedModel, chain: Chain) -> None:
+    def __init__(self, model: PreTrainedModel, chain: Chain, prefix: SharedPrefix | None = None) -> None:
         super().__init__(layers=[])
-        self.chain, self.model = chain, weakref.ref(model)
+        self.chain, self.model, self.prefix = chain, weakref.ref(model), prefix
         self.reset()
         if model not in _OPEN:
             _OPEN[model] = weakref.WeakSet()
@@ -93,7 +95,7 @@ class TransformersCache(HFCache):
     def take(self, model: PreTrainedModel, new_ids: Tensor) -> Tensor:
         """Read a prompt [n] and audit what is kept of it, or the text behind it. Return the logits [V] that follow."""
         if self.state is None:
-            (state,) = prefill_chains(model, new_ids, [self.chain])
+            (state,) = prefill_chains(model, new_ids, [self.chain], prefix=self.prefix)
             with contained(self.chain.name, self.chain.foreign):
                 self.measured = audit(state, *cache_shape(model))
         else:

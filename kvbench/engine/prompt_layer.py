@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
 
 from kvbench.kv.exact_attention import attend_in_blocks, attend_rows, attend_with_lse, column_sums
 from kvbench.kv.observation import Needs
@@ -24,6 +26,22 @@ Share = Callable[..., Tensor | None]
 Blocks = Callable[[Tensor], list[tuple[int, Tensor]]]
 
 
+@dataclass(frozen=True)
+class LayerStart:
+    """A layer of the first p tokens of a prompt, which were read before the others, with what stages need of them.
+
+    queries: in order, up to the last of them.
+    colsums: by the bit width of the keys, EXACT for those as they are.
+    """
+
+    keys: Tensor  # [Hk, p, D]
+    values: Tensor  # [Hk, p, D]
+    hidden: Tensor | None  # [p, d], input of the attention module
+    first_q: Tensor | None  # [Hq, w0, D], all that are wanted
+    queries: tuple[Tensor, ...]  # [Hq, w, D] each
+    colsums: Mapping[int, Tensor]  # [Hq, p]
+
+
 class PromptLayer(KvbenchLayer):
     """One layer while the prompt is read: causal attention, and the statistics that stages need.
 
@@ -32,6 +50,7 @@ class PromptLayer(KvbenchLayer):
     ``BlockReader.blocks`` of its keys.
 
     needs: the statistics that are wanted of the first tokens of the prompt, by their number.
+    start: the tokens that were read before; the others follow them.
     """
 
     def __init__(
@@ -41,14 +60,19 @@ class PromptLayer(KvbenchLayer):
         read: Read | None = None,
         share: Share | None = None,
         blocks: Blocks | None = None,
+        start: LayerStart | None = None,
     ) -> None:
         super().__init__()
+        self.start = start
+        self.seen = 0 if start is None else start.keys.shape[1]
         self.needs, self.plain, self.read, self.share, self.blocks = needs, plain, read, share, blocks
         self.observed: dict[int, dict[str, Any]] = {}  # fields of Observation, by the number of tokens
         # seconds by number of tokens and bit width of the keys, EXACT for those as they are
         self.colsums_s: dict[tuple[int, int], float] = {}
 
     def add(self, k: Tensor, v: Tensor) -> None:
+        if self.start is not None:
+            k, v = torch.cat([self.start.keys[None], k], 2), torch.cat([self.start.values[None], v], 2)
         self.keys, self.values, self.seen = k, v, k.shape[2]
 
     def attend(self, query: Tensor, scale: float, window: int | None) -> Tensor:
@@ -59,13 +83,15 @@ class PromptLayer(KvbenchLayer):
             keys, values = self.read(keys, values)
             read_k = keys
         blocks = self.blocks(self.keys[0]) if self.blocks is not None else []
+        before = keys.shape[1] - q.shape[1]
         # where column sums are needed, fused attention gives the log-sum-exp of each row with its output
-        colsums = any(needs.colsums for needs in self.needs.values())
-        fused = not (self.plain or blocks) and window is None and self.share is None and colsums
+        wanted = bool(before) or any(needs.colsums for needs in self.needs.values())
+        fused = not (self.plain or blocks) and window is None and self.share is None and wanted
         with_lse = attend_with_lse(q, keys, values, scale) if fused else None
         for n, needs in self.needs.items():
-            lse = None if with_lse is None else with_lse[1][:, :n]
-            self.observed[n] = {"scale": scale, **self._statistics(n, needs, q[:, :n], keys[:, :n], scale, lse)}
+            lse = None if with_lse is None else with_lse[1][:, : n - before]
+            found = self._statistics(n, needs, q[:, : n - before], keys[:, :n], scale, lse)
+            self.observed[n] = {"scale": scale, **found}
             if read_k is not None:
                 self.observed[n]["read_k"] = read_k[:, :n]
         if with_lse is not None:
@@ -81,20 +107,29 @@ class PromptLayer(KvbenchLayer):
             q = q[leads]
         if self.plain or window is not None or cap_of(scale) is not None:
             return attend_rows(q, keys, values, scale, window)[None]
-        gqa = q.shape[0] != keys.shape[0]
         return F.scaled_dot_product_attention(
-            q[None], keys[None], values[None], is_causal=True, scale=scale, enable_gqa=gqa
+            q[None],
+            keys[None],
+            values[None],
+            attn_mask=causal_lower_right(q.shape[1], keys.shape[1]) if before else None,
+            is_causal=not before,
+            scale=scale,
+            enable_gqa=q.shape[0] != keys.shape[0],
         )
 
     def _statistics(
         self, n: int, needs: Needs, q: Tensor, keys: Tensor, scale: float, lse: Tensor | None
     ) -> dict[str, Any]:
-        """Return what is needed of the first n tokens, by the names of Observation's fields."""
+        """Return what is needed of the first n tokens, by the names of Observation's fields.
+
+        q [Hq, w, D] are the queries that are read now, the last w of them.
+        """
         found: dict[str, Any] = {}
         if needs.last_q:
-            found["last_q"] = q[:, -min(needs.last_q, q.shape[1]) :].clone()
+            earlier = self.start.queries if self.start is not None and q.shape[1] < needs.last_q else ()
+            found["last_q"] = torch.cat([*earlier, q], dim=1)[:, -needs.last_q :].clone()
         if needs.first_q:
-            found["first_q"] = q[:, : min(needs.first_q, q.shape[1])].clone()
+            found["first_q"] = q[:, : needs.first_q].clone() if self.start is None else self.start.first_q
         if needs.colsums:
             found["colsums"] = self._column_sums(q, keys, scale, (n, EXACT), lse)
         found["colsums_q"] = {}
@@ -109,15 +144,23 @@ class PromptLayer(KvbenchLayer):
         synchronise(query.device)
         start = time.perf_counter()
         sums = column_sums(query, keys, scale, lse=lse)
+        if self.start is not None:
+            earlier = self.start.colsums[place[1]]
+            sums[:, : earlier.shape[1]] += earlier
         synchronise(query.device)
         self.colsums_s[place] = time.perf_counter() - start
         return sums
+
+    def states(self, hidden: Tensor) -> Tensor:
+        """Return the hidden states [n, d] of all tokens where stages need them, of which ``hidden`` [w, d] came now."""
+        earlier = None if self.start is None else self.start.hidden
+        return hidden if earlier is None else torch.cat([earlier, hidden])
 
     def take(self) -> tuple[Tensor, Tensor]:
         """Return the dense keys and values [Hk, n, D], each alone in its storage; the layer drops them."""
         assert self.keys is not None and self.values is not None
         k, v = alone(self.keys[0]), alone(self.values[0])
-        self.keys = self.values = None
+        self.keys = self.values = self.start = None
         return k, v
 
 

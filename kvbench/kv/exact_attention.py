@@ -42,54 +42,61 @@ def causal_softmax(query: Tensor, keys: Tensor, scale: float, window: int | None
 def row_blocks(
     query: Tensor, keys: Tensor, scale: float, window: int | None = None, block_bytes: int = BLOCK_BYTES
 ) -> Iterator[tuple[int, int, Tensor]]:
-    """Yield (start, end, attention rows [Hq, end - start, end]) for query [Hq, n, D] and keys [Hk, n, D]."""
-    hq, n, _ = query.shape
+    """Yield (start, end, attention rows [Hq, end - start, m - w + end]) of queries ``start`` to ``end`` - 1.
+
+    query [Hq, w, D] are the last w of m tokens, keys [Hk, m, D].
+    """
+    hq, w, _ = query.shape
     k = keys.float()
-    block = max(1, block_bytes // (4 * hq * n))
-    for start in range(0, n, block):
-        end = min(n, start + block)
-        yield start, end, causal_softmax(query[:, start:end], k[:, :end], scale, window)
+    m = k.shape[1]
+    block = max(1, block_bytes // (4 * hq * m))
+    for start in range(0, w, block):
+        end = min(w, start + block)
+        yield start, end, causal_softmax(query[:, start:end], k[:, : m - w + end], scale, window)
 
 
 def column_sums(
     query: Tensor, keys: Tensor, scale: float, block_bytes: int | None = None, lse: Tensor | None = None
 ) -> Tensor:
-    """Return the attention [Hq, n] that each token receives from all queries, in fp32.
+    """Return the attention [Hq, m] that each token receives from all queries, in fp32.
 
-    It is the sum of the causal softmax over query rows: query [Hq, n, D], keys [Hk, n, D]. ``lse`` [Hq, n], the
-    logarithm of each row's sum of exponentials, saves passes where attention itself has computed it. A CPU goes through
-    the rows in blocks of ``block_bytes`` that stay in its cache, as many kv heads at a time as it has threads.
+    It is the sum of the causal softmax over query rows: query [Hq, w, D] of the last w of m tokens, keys [Hk, m, D].
+    ``lse`` [Hq, w], the logarithm of each row's sum of exponentials, saves passes where attention itself has computed
+    it. A CPU goes through the rows in blocks of ``block_bytes`` that stay in its cache, as many kv heads at a time as
+    it has threads.
     """
-    hq, n = query.shape[:2]
-    hk, group = keys.shape[0], hq // keys.shape[0]
+    hq, w = query.shape[:2]
+    hk, m = keys.shape[:2]
+    group, before = hq // hk, m - w
     heads = hk if query.is_cuda else min(hk, torch.get_num_threads())
     block_bytes = block_bytes or (BLOCK_BYTES if query.is_cuda else heads * CACHED_BYTES)
-    size = max(1, min(n, block_bytes // (4 * heads * group * n)))
+    size = max(1, min(w, block_bytes // (4 * heads * group * m)))
     q = query.float() * scale
     k = keys.float()
     if lse is not None:  # one more channel subtracts lse from every logit within the product
         q, k = torch.cat([q, -lse[..., None]], dim=-1), F.pad(k, (0, 1), value=1.0)
-    q = q.view(hk, group, n, -1)
+    q = q.view(hk, group, w, -1)
     k = k.transpose(1, 2).contiguous()
     future = torch.ones(size, size, dtype=torch.bool, device=q.device).triu(1) if lse is None else None
-    sums = q.new_zeros(hk, group, n)
+    sums = q.new_zeros(hk, group, m)
     for first in range(0, hk, heads):
         kv_slice = slice(first, first + heads)
-        for start in range(0, n, size):
-            end = min(n, start + size)
-            rows = capped(q[kv_slice, :, start:end].flatten(1, 2) @ k[kv_slice, :, :end], scale)
-            rows = rows.view(-1, group, end - start, end)
+        for start in range(0, w, size):
+            end = min(w, start + size)
+            seen = before + end
+            rows = capped(q[kv_slice, :, start:end].flatten(1, 2) @ k[kv_slice, :, :seen], scale)
+            rows = rows.view(-1, group, end - start, seen)
             if future is None:
                 # exp(logit - lse) is the softmax itself; tril clears the keys behind each query
-                rows.exp_()[..., start:].tril_()
-                sums[kv_slice, :, :end] += rows.sum(dim=2)
+                rows.exp_()[..., before + start :].tril_()
+                sums[kv_slice, :, :seen] += rows.sum(dim=2)
                 continue
-            rows[..., start:].masked_fill_(future[: end - start, : end - start], -torch.inf)
+            rows[..., before + start :].masked_fill_(future[: end - start, : end - start], -torch.inf)
             rows.sub_(rows.amax(dim=-1, keepdim=True)).exp_()
             # sum over rows i of e[i, j] / (sum over j of e[i, j]), as one product
             inverse = rows.sum(dim=-1, keepdim=True).reciprocal_().transpose(2, 3)
-            sums[kv_slice, :, :end] += (inverse @ rows)[:, :, 0]
-    return sums.view(hq, n)
+            sums[kv_slice, :, :seen] += (inverse @ rows)[:, :, 0]
+    return sums.view(hq, m)
 
 
 def fusible(query: Tensor, scale: float) -> bool:
@@ -98,26 +105,33 @@ def fusible(query: Tensor, scale: float) -> bool:
 
 
 def attend_with_lse(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor] | None:
-    """Return causal attention [Hq, n, D] and each row's log-sum-exp [Hq, n], by PyTorch's fused function for CPUs.
+    """Return causal attention [Hq, w, D] and each row's log-sum-exp [Hq, w], by PyTorch's fused function for CPUs.
 
-    query [Hq, n, D]; keys and values [Hk, n, D]; fp32. None where PyTorch has no such function for them, and none
-    caps logits.
+    query [Hq, w, D] of the last w of m tokens; keys and values [Hk, m, D]; fp32. None where PyTorch has no such
+    function for them, and none caps logits.
     """
     if not fusible(query, scale):
         return None
     k, v = (per_head(x, len(query)) for x in (keys, values))
-    out, lse = FUSED(query[None], k[None], v[None], 0.0, True, scale=scale)
+    w, m = query.shape[1], keys.shape[1]
+    # is_causal would align the first query with the first key
+    future = None if w == m else query.new_full((w, m), -torch.inf).triu_(m - w + 1)
+    out, lse = FUSED(query[None], k[None], v[None], 0.0, w == m, attn_mask=future, scale=scale)
     return out[0], lse[0]
 
 
 def attend_rows(query: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None = None) -> Tensor:
-    """Return causal attention [Hq, n, D] by fp32 softmax rows, in the query's dtype: keys and values [Hk, n, D]."""
+    """Return causal attention [Hq, w, D] by fp32 softmax rows, in the query's dtype: keys and values [Hk, m, D].
+
+    query [Hq, w, D] are the last w of m tokens.
+    """
     hq, _, d = query.shape
     hk = values.shape[0]
     v = values.float()
     out = torch.empty_like(query)
     for start, end, rows in row_blocks(query, keys, scale, window):
-        block = rows.reshape(hk, hq // hk * (end - start), end) @ v[:, :end]
+        seen = rows.shape[2]
+        block = rows.reshape(hk, hq // hk * (end - start), seen) @ v[:, :seen]
         out[:, start:end] = block.reshape(hq, end - start, d).to(query.dtype)
     return out
 

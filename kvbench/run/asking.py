@@ -6,11 +6,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from statistics import fmean
 
-import torch
-
 from kvbench.engine.batch import Answer
 from kvbench.engine.decode import extend_cache, extend_caches
-from kvbench.engine.prefill import prefill_chains
 from kvbench.example import Example
 from kvbench.methods.prompt_cache import Cache
 from kvbench.metrics import score
@@ -132,7 +129,7 @@ def remade(host: Host, rows: Sequence[QueuedRow]) -> list[tuple[QueuedRow, Queue
 
         def read(part: Sequence[QueuedRow], encoded: Encoded = encoded) -> list[QueuedRow]:
             chains = [r.cell.chain for r in part]
-            caches = prefill_chains(host.model, torch.tensor(encoded.ids), chains, host.plain, host.tokenizer)
+            caches = host.prefill(encoded.ids, chains)
             again = [replace(r, cache=cache, given_up=False) for r, cache in zip(part, caches, strict=True)]
             return extended(again, host, encoded.question) if encoded.question else again
 

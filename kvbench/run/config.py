@@ -17,6 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from kvbench.conf import check, conf_dir, entries, identity, is_whole, runtime, whole_config
+from kvbench.engine.shared_prefix import check_size
 from kvbench.errors import UsageError, unknown
 from kvbench.methods import registry
 from kvbench.methods.resolve import ChainConfig, entries_of, grids, resolve
@@ -105,6 +106,7 @@ class RunConfig:
     limit: int | None = runtime(default=None)
     results: str = runtime(default="results")
     batch_rows: int | None = runtime(default=None)
+    shared_prefix: int | None = runtime(default=None)
     memory: float | None = runtime(default=None)
     threads: int | None = runtime(default=None)
     device: str = runtime(default="auto")
@@ -133,6 +135,7 @@ class RunConfig:
         for name in ("max_length", "limit", "batch_rows", "threads"):
             value = getattr(self, name)
             check(name, value, value is None or (is_whole(value) and value >= 1), "a whole number, 1 or more")
+        check_size(self.shared_prefix)
         enough = self.threads is None or self.threads <= MAX_THREADS
         check("threads", self.threads, enough, f"auto, or 1 to {MAX_THREADS}")
         size = self.memory is None or (_is_number(self.memory) and self.memory > 0)

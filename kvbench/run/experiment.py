@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from kvbench.conf import check, entries
 from kvbench.engine import memory, precision
+from kvbench.engine.shared_prefix import SharedPrefix
 from kvbench.errors import KvbenchError, UsageError, ending, say
 from kvbench.models import load
 from kvbench.run import presets
@@ -171,6 +172,7 @@ def _settle_group(prepared: RunPlan, group: Group, broadcast: Listeners, error: 
 def make_host(prepared: RunPlan, model: PreTrainedModel) -> Host:
     """Return the host of this run: the loaded model with its settings for prompts and answers."""
     cfg = prepared.cfg
+    plain = cfg.model.attention == "eager"
     return Host(
         model=model,
         tokenizer=prepared.tokenizer,
@@ -179,8 +181,9 @@ def make_host(prepared: RunPlan, model: PreTrainedModel) -> Host:
         context=prepared.context,
         sampling=cfg.sampling,
         batch_rows=cfg.batch_rows,
-        plain=cfg.model.attention == "eager",
+        plain=plain,
         memory=memory.cache_limit(cfg.memory, memory.device_shares(model)),
+        prefix=None if cfg.shared_prefix is None else SharedPrefix(model, cfg.shared_prefix, plain),
     )
 
 

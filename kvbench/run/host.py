@@ -10,8 +10,12 @@ import torch
 from transformers import PreTrainedModel
 
 from kvbench.engine.memory import GIB
+from kvbench.engine.prefill import prefill_chains
+from kvbench.engine.shared_prefix import SharedPrefix
 from kvbench.engine.stopping import Ending
 from kvbench.example import Example
+from kvbench.methods.chain import Chain
+from kvbench.methods.prompt_cache import Cache
 from kvbench.models.interface import cache_shape
 from kvbench.run.config import Sampling
 from kvbench.tasks.base import Task, Tokenizer
@@ -44,6 +48,7 @@ class Host:
     batch_rows: the most rows decoded together; None for the device's default.
     plain: whether prompts are read with eager attention.
     memory: the bytes that the caches of a decode batch may take.
+    prefix: the first tokens of the prompt read last, if prompts that begin alike share them.
     """
 
     model: PreTrainedModel
@@ -55,6 +60,7 @@ class Host:
     batch_rows: int | None = None
     plain: bool = False
     memory: int = 2 * GIB
+    prefix: SharedPrefix | None = None
 
     def shape(self) -> tuple[int, int, torch.dtype]:
         """Return (kv heads, head dimension, dtype) of the model's cache."""
@@ -70,6 +76,11 @@ class Host:
         if example.tokens:
             return Encoded(example.tokens[: int(example.meta["prefix"])], (), 0)
         return encode_prompt(self.tokenizer, example, task, self.policy, self.context)
+
+    def prefill(self, ids: Sequence[int], chains: Sequence[Chain], lengths: Sequence[int] | None = None) -> list[Cache]:
+        """Return a prompt's cache under each chain, of its first ``lengths`` tokens; see ``prefill_chains``."""
+        words = self.plain, self.tokenizer, lengths, self.prefix
+        return prefill_chains(self.model, torch.tensor(ids), chains, *words)
 
     def ending(self, task: Task, example: Example) -> Ending:
         """Return how the tokens of an answer are drawn and when it ends. The seed depends on the example alone."""
@@ -89,5 +100,7 @@ class Host:
         return frozenset(self.tokenizer.encode(t, add_special_tokens=False)[-1] for t in texts)
 
     def batching(self) -> dict[str, object]:
-        """Return the most rows of a batch and their order, for the provenance: both affect half precision."""
-        return {"rows": self.most_rows, "order": "by example, then by cell; rows enter as others leave"}
+        """Return what runs beside or after what, for the provenance: it affects how numbers are rounded."""
+        order = "by example, then by cell; rows enter as others leave"
+        pieces = {"shared_prefix": self.prefix.size} if self.prefix is not None else {}
+        return {"rows": self.most_rows, "order": order, **pieces}

@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
-
 from kvbench.engine.memory import is_out_of_memory
-from kvbench.engine.prefill import prefill_chains
 from kvbench.example import Example
 from kvbench.methods.prompt_cache import Cache
 from kvbench.run.host import Host
@@ -42,8 +39,14 @@ class PromptReader:
 
     @property
     def holds(self) -> bool:
-        """Tell whether caches are kept."""
-        return bool(self._known)
+        """Tell whether caches are kept, or the first tokens of a prompt."""
+        return bool(self._known or (self.host.prefix and len(self.host.prefix.ids)))
+
+    def free(self) -> None:
+        """Drop all that is kept."""
+        self.forget()
+        if self.host.prefix is not None:
+            self.host.prefix.forget()
 
     def caches(
         self, example: Example, encoded: Encoded, cells: Sequence[Cell], following: Work | None
@@ -78,13 +81,11 @@ class PromptReader:
         self, ids: Sequence[int], wanted: Sequence[tuple[Cell, int]]
     ) -> list[tuple[tuple[Cell, int], Cache | Exception]]:
         """Return the cache of each cell's first tokens, or the exception that it raised."""
-        prompt = torch.tensor(ids)
 
         def prefill_together(part: Sequence[tuple[Cell, int]]) -> list[Cache]:
-            host, chains, lengths = self.host, [c.chain for c, _ in part], [n for _, n in part]
-            words = host.plain, host.tokenizer, lengths
+            chains, lengths = [c.chain for c, _ in part], [n for _, n in part]
             try:
-                caches: list[Cache] = self.with_room(lambda: prefill_chains(host.model, prompt, chains, *words))
+                caches: list[Cache] = self.with_room(lambda: self.host.prefill(ids, chains, lengths))
                 return caches
             except Exception as error:
                 if is_out_of_memory(error):

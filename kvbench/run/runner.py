@@ -153,7 +153,7 @@ class GroupRun:
         except Exception as error:
             if not (is_out_of_memory(error) and (len(self.queue) or self.reader.holds)):
                 raise
-        self.reader.forget()
+        self.reader.free()
         release()
         while len(self.queue):
             self.finish()

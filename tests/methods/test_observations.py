@@ -7,8 +7,8 @@ import pytest
 import torch
 from families import FAMILIES, build, prompt
 
-from kvbench.engine import prefill
-from kvbench.engine.prefill import observe
+from kvbench.engine import prefill, prompt_pass
+from kvbench.engine.prompt_pass import observe
 from kvbench.kv.exact_attention import causal_softmax, column_sums, row_blocks
 from kvbench.kv.model_shape import Shape
 from kvbench.kv.observation import Needs
@@ -136,8 +136,8 @@ def test_mlps_of_a_long_prompt_compute_a_part_of_its_tokens_at_a_time(family, mo
     try:
         expected, whole = read()
         assert set(rows) <= {n}
-        monkeypatch.setattr(prefill, "LONG", n - 1)
-        monkeypatch.setattr(prefill, "MLP_TOKENS", 16)
+        monkeypatch.setattr(prompt_pass, "LONG", n - 1)
+        monkeypatch.setattr(prompt_pass, "MLP_TOKENS", 16)
         actual, parts = read()
         assert set(rows) == ({16, n % 16} if linear else set())
         assert not any("forward" in vars(m) for m in model.modules())

@@ -10,7 +10,6 @@ import torch
 
 from kvbench.engine.divergence import with_one_layer
 from kvbench.engine.likelihood import diverge
-from kvbench.engine.prefill import prefill_chains
 from kvbench.methods.chain import Chain
 from kvbench.papers.figures.figure import Code, Fact
 from kvbench.papers.figures.measured import FULL, MeasuredFigure, Point
@@ -93,8 +92,8 @@ def by_layer(measured: MeasuredFigure) -> pd.DataFrame:
         for group in ran.run.groups:
             for example in group.examples:
                 encoded = host.encode(example, group.task)
-                ids = torch.tensor([*encoded.ids, *encoded.question])
-                full, *caches = prefill_chains(model, ids, [Chain(), *ran.chains], host.plain, host.tokenizer)
+                ids = [*encoded.ids, *encoded.question]
+                full, *caches = host.prefill(ids, [Chain(), *ran.chains])
                 texts = texts_of(host, example, full)
                 if example.tokens:
                     texts["reference"] = [*example.tokens[len(ids) :]]

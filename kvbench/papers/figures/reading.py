@@ -10,7 +10,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvbench.engine.limits import check_capacity
-from kvbench.engine.prefill import as_prompt, observe
+from kvbench.engine.prefill import as_prompt
+from kvbench.engine.prompt_pass import observe
 from kvbench.errors import UsageError
 from kvbench.kv.model_shape import Shape, from_config
 from kvbench.kv.observation import Needs, Observation

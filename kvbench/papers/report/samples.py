@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvbench.engine.prefill import prefill_chains
 from kvbench.errors import UsageError
 from kvbench.example import Example
 from kvbench.methods.prompt_cache import Cache
@@ -39,12 +38,11 @@ def collect(prepared: RunPlan, per_task: int) -> list[dict[str, Any]]:
 def _example(host: Any, prepared: RunPlan, group: Group, example: Example) -> dict[str, Any]:
     """Return one example with every method's answer and kept tokens."""
     encoded = host.encode(example, group.task)
-    ids = torch.tensor(encoded.ids)
     methods = []
     cells = [c for c in group.cells if example.id in prepared.store.samples(c.id)]
     caches: list[Cache | None] = [None] * len(cells)
     with suppress(UsageError):  # a chain that cannot read this prompt
-        caches = list(prefill_chains(host.model, ids, [c.chain for c in cells], host.plain, host.tokenizer))
+        caches = [*host.prefill(encoded.ids, [c.chain for c in cells])]
     for cell, cache in zip(cells, caches, strict=True):
         line = prepared.store.samples(cell.id)[example.id]
         kept = "" if cache is None else "".join(map(str, shades(cache).tolist()))
