@@ -106,9 +106,9 @@ def kept(model, ids, split):
     return cache if split == len(ids) else kvbench.extend(model, cache, ids[split:])
 
 
-@pytest.mark.parametrize("separator", ["", "Question:"])
-def test_answers_and_likelihoods_are_those_of_kvbenchs_own_compressed_caches(separator, tasks):
-    lm = KvbenchLM("tiny", "snapkv+think", separator=separator, **KNOBS)
+@pytest.mark.parametrize(("separator", "pieces"), [("", None), ("Question:", None), ("", 16)])
+def test_answers_and_likelihoods_are_those_of_kvbenchs_own_compressed_caches(separator, pieces, tasks):
+    lm = KvbenchLM("tiny", "snapkv+think", separator=separator, shared_prefix=pieces, **KNOBS)
     report = evaluated(lm, tasks, "animals_generate", "animals_choose")
     shares = []
     for row, generated, chosen in zip(rows(), *report["samples"].values(), strict=True):
