@@ -54,25 +54,25 @@ def diverge(
     """Return the losses and the divergence from ``full`` of ``tokens`` [T] after each cache, and the floor's.
 
     ``full`` and its ``nudged`` copy are rows of each batch in which the model is as it is, so that both sides round
-    alike. Rows that evict are fed token by token, as answers are, all others in chunks, with the same result. The
-    output head is computed in fp32. Logits exist of one chunk alone, but for those of ``full`` where chains change the
-    model: these rows are compared with [T, V] logits of one row.
+    alike; among the caches ``full`` is that very row. Rows that evict are fed token by token, as answers are, all
+    others in chunks, with the same result. The output head is computed in fp32. Logits exist of one chunk alone, but
+    for those of ``full`` where chains change the model: these rows are compared with [T, V] logits of one row.
     """
     ids = _continuation(model, [full, *caches], tokens)
     results: dict[int, Forced] = {}
     for one_by_one in (True, False):
-        rows = [i for i, c in enumerate(caches) if c.chain.evicts == one_by_one]
+        rows = [i for i, c in enumerate(caches) if c is not full and c.chain.evicts == one_by_one]
         if rows or not one_by_one:
-            *forced, floor = _diverge(model, full, [caches[r] for r in rows], ids, one_by_one)
+            exact, *forced, floor = _diverge(model, full, [caches[r] for r in rows], ids, one_by_one)
             results.update(zip(rows, forced, strict=True))
     assert floor.divergence is not None
-    return [results[i] for i in range(len(caches))], floor.divergence
+    return [results.get(i, exact) for i in range(len(caches))], floor.divergence
 
 
 def _diverge(
     model: PreTrainedModel, full: Cache, caches: Sequence[Cache], ids: Tensor, one_by_one: bool
 ) -> list[Forced]:
-    """Return the result of each cache, and at the end that of the nudged full cache."""
+    """Return the result of the full cache, of each cache, and at the end of the nudged full cache."""
     rows = [full, *caches, nudged(full)]
     groups = by_batch(rows)  # the full cache is in the first
     # logits of one chunk take at most CHUNK_BYTES
@@ -94,7 +94,7 @@ def _diverge(
             forced = _force(model, [rows[r] for r in group], ids, chunk, compare_chunk, alone=True)
         compared = (replace(f, divergence=d) for f, d in zip(forced, divergences, strict=True))
         results.update(zip(group, compared, strict=True))
-    return [results[r] for r in range(1, len(rows))]
+    return [results[r] for r in range(len(rows))]
 
 
 def forced_logits(model: PreTrainedModel, cache: Cache, tokens: Tensor | Sequence[int]) -> Tensor:
