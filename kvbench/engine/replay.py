@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,11 +12,12 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache as HFCache
 
 from kvbench.errors import UsageError
-from kvbench.kv.exact_attention import BLOCK_BYTES, causal_softmax
+from kvbench.kv.exact_attention import BLOCK_BYTES, attend_with_lse, causal_softmax
 from kvbench.kv.segment import LayerCache, per_head
 from kvbench.methods.replaying import QUOTED, Replay
 from kvbench.models.interface import KvbenchLayer, attached
 from kvbench.models.lowrank import lifts
+from kvbench.storage import split
 
 # the words of KVzip's passes (arXiv 2505.23416, section 3.2, and its released code), which are part of the method
 REPEAT = "\n\nRepeat the previous context exactly."
@@ -43,25 +44,37 @@ class ReplayLayer(KvbenchLayer):
     def attend(self, query: Tensor, scale: float, window: int | None) -> Tensor:
         if window is not None:
             raise UsageError("a prompt cannot be read again past the model's sliding window: use a shorter prompt")
-        q, own_k, own_v = query[0], self.own_k, self.own_v
-        n, t, (start, end) = self.k.shape[1], q.shape[1], self.span
-        k, v = torch.cat([self.k, own_k], dim=1), torch.cat([self.v, own_v], dim=1)
-        competing = torch.cat([self.k[:, : self.sinks], self.k[:, start:end], own_k], dim=1)
-        before = competing.shape[1] - t
-        best = torch.zeros(q.shape[0], end - start, device=q.device)
+        q = query[0]
+        self.received = self._best(q, scale)
+        own = attend_with_lse(q, self.own_k, self.own_v, scale)
+        if own is not None:  # the prompt's tokens have no mask: queries of a group read them together, all at once
+            prompt = split.attend(query, self.k[None], self.v[None], scale)
+            return split.merged(prompt, split.Part(*(x[None] for x in own)))
+        n, t = self.k.shape[1], q.shape[1]
+        k, v = (per_head(torch.cat(x, dim=1), len(q)) for x in ((self.k, self.own_k), (self.v, self.own_v)))
         out = torch.empty_like(q)
-        size = max(1, BLOCK_BYTES // (4 * q.shape[0] * (n + t)))
-        for first in range(0, t, size):
-            last = min(first + size, t)
+        for first, last in self._blocks(q, n + t):
+            seen = torch.ones(last - first, n + last, dtype=torch.bool, device=q.device).tril(n + first)
+            held = k[None, :, : n + last], v[None, :, : n + last]
+            out[:, first:last] = F.scaled_dot_product_attention(q[None, :, first:last], *held, seen, scale=scale)[0]
+        return out[None]
+
+    def _best(self, q: Tensor, scale: float) -> Tensor:
+        """Return ``received`` of the pass's queries [Hq, t, D]."""
+        start, end = self.span
+        competing = torch.cat([self.k[:, : self.sinks], self.k[:, start:end], self.own_k], dim=1)
+        before = competing.shape[1] - q.shape[1]
+        best = torch.zeros(q.shape[0], end - start, device=q.device)
+        for first, last in self._blocks(q, competing.shape[1]):
             rows = causal_softmax(q[:, first:last], competing[:, : before + last], scale)
             best = torch.maximum(best, rows[:, :, self.sinks : before].amax(dim=1))
-            seen = torch.ones(last - first, n + last, dtype=torch.bool, device=q.device).tril(n + first)
-            keys, values = (per_head(x[:, : n + last], len(q))[None] for x in (k, v))
-            out[:, first:last] = F.scaled_dot_product_attention(
-                q[None, :, first:last], keys, values, seen, scale=scale
-            )[0]
-        self.received = best
-        return out[None]
+        return best
+
+    def _blocks(self, q: Tensor, tokens: int) -> Iterator[tuple[int, int]]:
+        """Yield (first, last) of blocks of queries [Hq, t, D] whose rows over ``tokens`` take at most BLOCK_BYTES."""
+        size = max(1, BLOCK_BYTES // (4 * q.shape[0] * tokens))
+        for first in range(0, q.shape[1], size):
+            yield first, min(first + size, q.shape[1])
 
 
 def replay(

@@ -15,6 +15,7 @@ from kvbench.audit.accounting import bytes_declared
 from kvbench.audit.prompt_audit import audit
 from kvbench.engine import replay
 from kvbench.errors import UsageError
+from kvbench.kv.exact_attention import causal_softmax
 from kvbench.kv.model_shape import from_config
 from kvbench.methods.base import Capacity
 from kvbench.methods.kvzip import KVzip
@@ -239,3 +240,20 @@ def test_impossible_requests_are_refused():
 def test_a_prompt_is_not_read_again_where_layers_are_local(family):
     with pytest.raises(UsageError, match="layers are local"):
         kvbench.prefill(build(family), prompt(33), ["kvzip"])
+
+
+@pytest.mark.parametrize(("heads", "fused"), [(2, True), (4, True), (2, False)])
+def test_a_pass_attends_all_of_the_prompt_and_its_own_tokens_causally(heads, fused, monkeypatch):
+    """By PyTorch's fused function for CPUs, and by masks in blocks where there is none."""
+    if not fused:
+        monkeypatch.setattr("kvbench.kv.exact_attention.FUSED", None)
+        monkeypatch.setattr(replay, "BLOCK_BYTES", 4 * 4 * 60 * 7)
+    (k, own_k), (v, own_v) = ((ref.grid(heads, n, 8, seed=seed + n) for n in (40, 19)) for seed in range(2))
+    query, scale = ref.grid(4, 19, 8, seed=7), 0.3
+    layer = replay.ReplayLayer(k, v, (10, 30), 4)
+    layer.add(own_k[None], own_v[None])
+    rows = causal_softmax(query, torch.cat([k, own_k], dim=1), scale)
+    out = rows.view(heads, -1, 59) @ torch.cat([v, own_v], dim=1)
+    torch.testing.assert_close(layer.attend(query[None], scale, None)[0], out.view(4, 19, 8))
+    competing = causal_softmax(query, torch.cat([k[:, :4], k[:, 10:30], own_k], dim=1), scale)
+    torch.testing.assert_close(layer.received, competing[:, :, 4:24].amax(dim=1))
