@@ -40,7 +40,7 @@ def dtype_reason(setting: str, dtype: str, device: torch.device) -> str:
     this_cpu = this_cpu if units is not None else "of which this system does not tell"
     if dtype == "float32":
         reason = "auto on a CPU" if setting == "auto" else "as asked"
-        return f"float32: {reason}; dtype=bfloat16 reads prompts faster on CPUs with {names}, {this_cpu}"
+        return f"float32: {reason}; dtype=bfloat16 can read prompts faster on CPUs with {names}, {this_cpu}"
     if dtype == "float16":
         return "float16: as asked; slow on a CPU"
     return f"bfloat16: as asked; on a CPU it is fast only with {names}, {this_cpu}"

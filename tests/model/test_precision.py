@@ -21,7 +21,7 @@ ONE = ["dataset=tiny/needle,tiny/hop", "length=256", "limit=1", "method=snapkv"]
 @pytest.mark.parametrize(
     ("units", "configured", "dtype", "reason", "noted"),
     [
-        ((), "auto", "float32", "float32: auto on a CPU; dtype=bfloat16 reads prompts faster", False),
+        ((), "auto", "float32", "float32: auto on a CPU; dtype=bfloat16 can read prompts faster", False),
         (("AMX",), "auto", "float32", "which this one has (AMX)", True),
         (("AMX",), "float32", "float32", "float32: as asked", False),
         ((), "bfloat16", "bfloat16", "fast only with AVX512-BF16, AMX or Arm's BF16, which this one has not", True),
@@ -78,7 +78,7 @@ def test_a_prompt_that_cannot_be_read_costs_no_more_than_in_fp32(tmp_path, capsy
 
 def test_the_plan_says_why_the_dtype_is_what_it_is(capsys):
     assert main(["run", *ONE, "--plan"]) == 0
-    assert "dtype float32: auto on a CPU; dtype=bfloat16 reads prompts faster" in capsys.readouterr().out
+    assert "dtype float32: auto on a CPU; dtype=bfloat16 can read prompts faster" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, "bfloat16"])
