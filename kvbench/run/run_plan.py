@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from kvbench.engine import memory, precision
 from kvbench.engine.calibration.session import DEFAULT_FOLDER, Session
+from kvbench.engine.processors import allowed
 from kvbench.example import Example
 from kvbench.kv.model_shape import from_config, local_layers
 from kvbench.models import load, traits
@@ -282,7 +283,8 @@ def open_session(cfg: RunConfig, identity: Mapping[str, Any], tokenizer: Tokeniz
 def threads(cfg: RunConfig, config: Any) -> int:
     """Return how many threads to use: the configured number, else one for a model narrower than SMALL_MODEL.
 
-    Without either it is PyTorch's default. Tiny matrices are faster on one thread, since several mostly wait.
+    Without either it is PyTorch's default, within what the system allows. Tiny matrices are faster on one thread, since
+    several mostly wait.
     """
     small = int(getattr(config, "hidden_size", SMALL_MODEL)) < SMALL_MODEL
-    return cfg.threads or (1 if small else torch.get_num_threads())
+    return cfg.threads or (1 if small else min(torch.get_num_threads(), allowed()))
