@@ -129,7 +129,8 @@ class PromptLayer(KvbenchLayer):
             earlier = self.start.queries if self.start is not None and q.shape[1] < needs.last_q else ()
             found["last_q"] = torch.cat([*earlier, q], dim=1)[:, -needs.last_q :].clone()
         if needs.first_q:
-            found["first_q"] = q[:, : needs.first_q].clone() if self.start is None else self.start.first_q
+            first = self.start.first_q if self.start is not None else None
+            found["first_q"] = (q if first is None else first)[:, : needs.first_q].clone()
         if needs.colsums:
             found["colsums"] = self._column_sums(q, keys, scale, (n, EXACT), lse)
         found["colsums_q"] = {}

@@ -23,10 +23,10 @@ ALL = Needs(last_q=40, first_q=5, colsums=True, hidden=True, colsums_bits=frozen
 FIELDS = ("last_q", "first_q", "colsums", "hidden")
 
 
-def layers_of(model, ids, needs, starts=()):
+def layers_of(model, ids, needs, plain, starts=()):
     """Return (observation, keys, values) of every layer of a prompt, and the logits that follow it."""
     found = []
-    logits, _ = observe(model, ids, needs, lambda o, k, v: found.append((o, k, v)), starts=starts)
+    logits, _ = observe(model, ids, needs, lambda o, k, v: found.append((o, k, v)), plain, starts=starts)
     return found, logits[len(ids)]
 
 
@@ -42,14 +42,14 @@ def alike(first, n, seed):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("dtype", "plain"), [(torch.float32, False), (torch.float32, True), (torch.bfloat16, False)])
 @pytest.mark.parametrize("last_q", [8, 40, 70])
-def test_a_prompt_in_pieces_is_observed_as_one_read_whole(family, dtype, last_q):
+def test_a_prompt_in_pieces_is_observed_as_one_read_whole(family, dtype, plain, last_q):
     model, ids, needs = build(family, dtype), prompt(70, 3), replace(ALL, last_q=last_q)
-    start = SharedPrefix(model, SIZE).read(ids, needs, 69)
+    start = SharedPrefix(model, SIZE, plain).read(ids, needs, 69)
     assert start.layers[0].keys.shape[1] == 64
-    pieces, logits = layers_of(model, ids, needs, start.layers)
-    whole, of_whole = layers_of(model, ids, needs)
+    pieces, logits = layers_of(model, ids, needs, plain, start.layers)
+    whole, of_whole = layers_of(model, ids, needs, plain)
     close = {"atol": 1e-4, "rtol": 1e-4} if dtype == torch.float32 else {"atol": 0.25, "rtol": 0.1}
     torch.testing.assert_close(logits, of_whole, **close)
     for (a, *kv), (b, *of_b) in zip(pieces, whole, strict=True):
