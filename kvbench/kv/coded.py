@@ -19,6 +19,7 @@ from kvbench.kv.packed import Packed
 from kvbench.kv.rotation import basis, width
 
 FROZEN_BYTES = 4  # of a head: a scale that was settled once, fp32
+PART = 2**18  # elements coded together
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +82,10 @@ class Codec(ABC):
             raise KvbenchError(f"cannot store as {self}: a key or value is infinite or not a number")
         turned = self.turned(x)
         frozen = self.settled(turned) if frozen is None else frozen
-        tensors = self.encode(turned, frozen)
+        # each token is coded by itself, and codes in the making take many times their bytes
+        parts = turned.split(max(1, PART * turned.shape[-2] // max(1, turned.numel())), dim=-2)
+        encoded = [self.encode(part, frozen) for part in parts]
+        tensors = encoded[0] if len(encoded) == 1 else {n: torch.cat([e[n] for e in encoded], -2) for n in encoded[0]}
         for name, t in tensors.items():
             if t.is_floating_point() and not bool(t.isfinite().all()):
                 raise KvbenchError(f"cannot store as {self}: a {name} exceeds {str(t.dtype).removeprefix('torch.')}")
