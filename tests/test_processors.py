@@ -9,7 +9,7 @@ import torch
 from kvbench.engine import processors
 from kvbench.run.run_plan import threads
 
-CORES = len(os.sched_getaffinity(0))
+CORES = 8
 
 
 @pytest.mark.parametrize(
@@ -18,10 +18,12 @@ CORES = len(os.sched_getaffinity(0))
         ({}, CORES),
         ({"cpu.max": "max 100000"}, CORES),
         ({"cpu.max": "150000 100000"}, 1),
+        ({"cpu.max": "250000 100000"}, 2),
         ({"cpu.max": "20000 100000"}, 1),
         ({"cpu.max": "400000000 100000"}, CORES),
         ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, CORES),
         ({"cpu/cpu.cfs_quota_us": "50000", "cpu/cpu.cfs_period_us": "50000"}, 1),
+        ({"cpu/cpu.cfs_quota_us": "300000", "cpu/cpu.cfs_period_us": "50000"}, 6),
         ({"cpu.max": "nonsense"}, CORES),
     ],
 )
@@ -30,6 +32,7 @@ def test_a_containers_quota_is_kept_to(files, most, tmp_path, monkeypatch):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text + "\n")
     monkeypatch.setattr(processors, "GROUP", tmp_path)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(CORES)), raising=False)
     assert processors.allowed() == most
     monkeypatch.setattr(torch, "get_num_threads", lambda: 64)
     wide, narrow, auto = (

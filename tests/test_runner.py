@@ -15,7 +15,7 @@ import torch
 from runs import SMALL, metrics_of, prepare, run_json
 
 from kvbench.cli.main import main
-from kvbench.engine import batch, likelihood
+from kvbench.engine import batch, likelihood, shared_prefix
 from kvbench.methods.h2o import H2O
 from kvbench.methods.snapkv import SnapKV
 from kvbench.run import asking, experiment, host, runner
@@ -145,6 +145,35 @@ def test_memory_that_other_rows_hold_is_waited_for(tmp_path, capsys, monkeypatch
     only_when_no_row_waits(asking, "extend_caches")
     assert run_json(capsys, *arguments, f"results={tmp_path / 'b'}")[0] == 0
     assert "prefill_chains" in short and metrics_of(tmp_path / "b") == want
+
+
+@pytest.mark.parametrize("where", ["reading", "decoding"])
+def test_the_beginning_of_a_prompt_is_given_up_where_memory_runs_out(where, tmp_path, capsys, monkeypatch):
+    """What fails while one is held is tried again without, even where no other row could make room."""
+    arguments = [*SMALL, "method=h2o", "shared_prefix=64"]
+    want = undisturbed(*arguments)
+    prefixes, read, short = [], [], []
+    made, prefill = experiment.SharedPrefix, host.prefill_chains
+    home, name = (shared_prefix, "observe") if where == "reading" else (batch, "step")
+    work = getattr(home, name)
+
+    def fails(*args, **options):
+        once = where == "decoding" or not short  # each step fails, but only one pass: it holds pieces of its own
+        if once and read and len(prefixes[-1].ids):
+            short.append(where)
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return work(*args, **options)
+
+    def prefill_chains(*args):
+        caches = prefill(*args)
+        read.append(len(caches))
+        return caches
+
+    monkeypatch.setattr(experiment, "SharedPrefix", lambda *a: prefixes.append(made(*a)) or prefixes[-1])
+    monkeypatch.setattr(host, "prefill_chains", prefill_chains)
+    monkeypatch.setattr(home, name, fails)
+    assert run_json(capsys, *arguments, "batch_rows=1", f"results={tmp_path / 'b'}")[0] == 0
+    assert short and metrics_of(tmp_path / "b") == want
 
 
 @pytest.mark.parametrize("name", ["score", "encode"])  # encode: by the estimate before the run, too

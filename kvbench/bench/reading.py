@@ -71,21 +71,31 @@ def passes(models: Sequence[PreTrainedModel], ids: torch.Tensor, repeats: int) -
 
 
 def beginnings(model: PreTrainedModel, repeats: int) -> None:
-    """Print what prompts that begin alike cost when each is read whole over reading their beginning once."""
+    """Print what prompts that begin alike cost when each is read whole over reading their beginning once.
+
+    And what reading in pieces costs where nothing is known of a prompt.
+    """
     chains = [chain_of({"method": name}) for name in ("full", "snapkv")]
     generator = torch.Generator().manual_seed(0)
     words = int(model.config.vocab_size)
     first = torch.randint(words, (ALIKE["first"],), generator=generator)
     rest = torch.randint(words, (ALIKE["prompts"], ALIKE["tokens"] - ALIKE["first"]), generator=generator)
 
-    def read(share: bool) -> None:
+    def read(prompts: torch.Tensor, share: bool) -> None:
         prefix = SharedPrefix(model, ALIKE["pieces"]) if share else None
-        for own in rest:
+        for own in prompts:
             prefill_chains(model, torch.cat([first, own]), chains, prefix=prefix)
 
-    times = in_turns({name: partial(seconds, partial(read, name == "once")) for name in ("whole", "once")}, repeats)
+    runs = {
+        "whole": partial(read, rest, False),
+        "once": partial(read, rest, True),
+        "one whole": partial(read, rest[:1], False),
+        "one in pieces": partial(read, rest[:1], True),
+    }
+    times = in_turns({name: partial(seconds, run) for name, run in runs.items()}, repeats)
     what = "{prompts} prompts of {tokens} tokens, of which {first} are alike, whole / shared_prefix={pieces}"
     print(f"{what.format(**ALIKE)}: {median_ratio(times['whole'], times['once']):.2f}x")
+    print(f"one of them alone, in pieces / whole: {median_ratio(times['one in pieces'], times['one whole']):.2f}x")
 
 
 def main() -> int:

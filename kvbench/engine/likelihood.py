@@ -66,7 +66,7 @@ def diverge(
             exact, *forced, floor = _diverge(model, full, [caches[r] for r in rows], ids, one_by_one)
             results.update(zip(rows, forced, strict=True))
     assert floor.divergence is not None
-    return [results.get(i, exact) for i in range(len(caches))], floor.divergence
+    return [exact if c is full else results[i] for i, c in enumerate(caches)], floor.divergence
 
 
 def _diverge(

@@ -96,7 +96,7 @@ def _shared_pass(
     needs = {n: Needs.union(chain.needs(n) for chain, own in members if own == n) for n in sorted({*lengths})}
     start = None
     if prefix is not None and not chains[0].prefill_key and not any(wants.call for wants in needs.values()):
-        start = prefix.read(ids, Needs.union(needs.values()), min(lengths) - 1)
+        start = prefix.read(model, ids, Needs.union(needs.values()), min(lengths) - 1, plain)
     whole = needs.pop(len(ids))
     layers = [CompressedLayers(chain) for chain in chains]
     spent = [0.0] * (len(chains) + 1)  # seconds of each chain, and of copies and checks

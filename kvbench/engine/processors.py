@@ -10,10 +10,10 @@ GROUP = Path("/sys/fs/cgroup")
 
 
 def allowed() -> int:
-    """Return the processors that this process may use: those it can run on, within its control groups' quota.
+    """Return the processors that this process may use: those it can run on, within its container's quota.
 
-    Containers are given a share of a machine by quotas (Linux control groups, versions 2 and 1), of which PyTorch does
-    not know: more threads than that are stopped for most of each period.
+    A container gets its share of a machine by the quota of its control group (Linux, versions 2 and 1), of which
+    PyTorch does not know: more threads than that are stopped for most of each period.
     """
     count = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
     for quota, period in (("cpu.max", "cpu.max"), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):

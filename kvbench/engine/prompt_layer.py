@@ -18,6 +18,7 @@ from kvbench.kv.packed import quantise_zero_point
 from kvbench.kv.scale import cap_of
 from kvbench.kv.segment import per_head
 from kvbench.models.interface import KvbenchLayer, synchronise
+from kvbench.storage import split
 
 EXACT = 0  # the bit width under which column sums over unquantised keys are recorded
 GROUPED_BY = 5  # first tokens by which heads are grouped
@@ -87,7 +88,12 @@ class PromptLayer(KvbenchLayer):
         # where column sums are needed, fused attention gives the log-sum-exp of each row with its output
         wanted = bool(before) or any(needs.colsums for needs in self.needs.values())
         fused = not (self.plain or blocks) and window is None and self.share is None and wanted
-        with_lse = attend_with_lse(q, keys, values, scale) if fused else None
+        with_lse = None
+        if fused and before:
+            earlier, own = (keys[:, :before], values[:, :before]), (keys[:, before:], values[:, before:])
+            with_lse = split.behind(q, earlier, own, scale)
+        elif fused:
+            with_lse = attend_with_lse(q, keys, values, scale)
         for n, needs in self.needs.items():
             lse = None if with_lse is None else with_lse[1][:, : n - before]
             found = self._statistics(n, needs, q[:, : n - before], keys[:, :n], scale, lse)
@@ -129,8 +135,9 @@ class PromptLayer(KvbenchLayer):
             earlier = self.start.queries if self.start is not None and q.shape[1] < needs.last_q else ()
             found["last_q"] = torch.cat([*earlier, q], dim=1)[:, -needs.last_q :].clone()
         if needs.first_q:
-            first = self.start.first_q if self.start is not None else None
-            found["first_q"] = (q if first is None else first)[:, : needs.first_q].clone()
+            first = q if self.start is None else self.start.first_q
+            assert first is not None
+            found["first_q"] = first[:, : needs.first_q].clone()
         if needs.colsums:
             found["colsums"] = self._column_sums(q, keys, scale, (n, EXACT), lse)
         found["colsums_q"] = {}

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache as HFCache
 
 from kvbench.errors import UsageError
-from kvbench.kv.exact_attention import BLOCK_BYTES, attend_with_lse, causal_softmax
+from kvbench.kv.exact_attention import BLOCK_BYTES, causal_softmax
 from kvbench.kv.segment import LayerCache, per_head
 from kvbench.methods.replaying import QUOTED, Replay
 from kvbench.models.interface import KvbenchLayer, attached
@@ -46,10 +46,9 @@ class ReplayLayer(KvbenchLayer):
             raise UsageError("a prompt cannot be read again past the model's sliding window: use a shorter prompt")
         q = query[0]
         self.received = self._best(q, scale)
-        own = attend_with_lse(q, self.own_k, self.own_v, scale)
-        if own is not None:  # the prompt's tokens have no mask: queries of a group read them together, all at once
-            prompt = split.attend(query, self.k[None], self.v[None], scale)
-            return split.merged(prompt, split.Part(*(x[None] for x in own)))
+        fused = split.behind(q, (self.k, self.v), (self.own_k, self.own_v), scale)
+        if fused is not None:
+            return fused[0][None]
         n, t = self.k.shape[1], q.shape[1]
         k, v = (per_head(torch.cat(x, dim=1), len(q)) for x in ((self.k, self.own_k), (self.v, self.own_v)))
         out = torch.empty_like(q)

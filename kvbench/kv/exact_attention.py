@@ -105,18 +105,15 @@ def fusible(query: Tensor, scale: float) -> bool:
 
 
 def attend_with_lse(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor] | None:
-    """Return causal attention [Hq, w, D] and each row's log-sum-exp [Hq, w], by PyTorch's fused function for CPUs.
+    """Return causal attention [Hq, n, D] and each row's log-sum-exp [Hq, n], by PyTorch's fused function for CPUs.
 
-    query [Hq, w, D] of the last w of m tokens; keys and values [Hk, m, D]; fp32. None where PyTorch has no such
-    function for them, and none caps logits.
+    query [Hq, n, D]; keys and values [Hk, n, D]; fp32. None where PyTorch has no such function for them, and none
+    caps logits.
     """
     if not fusible(query, scale):
         return None
     k, v = (per_head(x, len(query)) for x in (keys, values))
-    w, m = query.shape[1], keys.shape[1]
-    # is_causal would align the first query with the first key
-    future = None if w == m else query.new_full((w, m), -torch.inf).triu_(m - w + 1)
-    out, lse = FUSED(query[None], k[None], v[None], 0.0, w == m, attn_mask=future, scale=scale)
+    out, lse = FUSED(query[None], k[None], v[None], 0.0, True, scale=scale)
     return out[0], lse[0]
 
 

@@ -172,7 +172,6 @@ def _settle_group(prepared: RunPlan, group: Group, broadcast: Listeners, error: 
 def make_host(prepared: RunPlan, model: PreTrainedModel) -> Host:
     """Return the host of this run: the loaded model with its settings for prompts and answers."""
     cfg = prepared.cfg
-    plain = cfg.model.attention == "eager"
     return Host(
         model=model,
         tokenizer=prepared.tokenizer,
@@ -181,9 +180,9 @@ def make_host(prepared: RunPlan, model: PreTrainedModel) -> Host:
         context=prepared.context,
         sampling=cfg.sampling,
         batch_rows=cfg.batch_rows,
-        plain=plain,
+        plain=cfg.model.attention == "eager",
         memory=memory.cache_limit(cfg.memory, memory.device_shares(model)),
-        prefix=None if cfg.shared_prefix is None else SharedPrefix(model, cfg.shared_prefix, plain),
+        prefix=None if cfg.shared_prefix is None else SharedPrefix(model, cfg.shared_prefix),
     )
 
 

@@ -73,10 +73,19 @@ class DecodeQueue:
 
     remake: reads prompts again, so that a cache that a batch holds need not be kept beside it: it returns each row with
     its cache, or the exception. Without it caches are kept.
+    make_room: gives up what others keep when memory runs out, and tells whether there was anything.
     """
 
-    def __init__(self, model: PreTrainedModel, most_rows: int, most_bytes: int, remake: Remake | None = None) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        most_rows: int,
+        most_bytes: int,
+        remake: Remake | None = None,
+        make_room: Callable[[], bool] = lambda: False,
+    ) -> None:
         self.model, self.most_rows, self.most_bytes, self.remake = model, most_rows, most_bytes, remake
+        self.make_room = make_room
         self.waiting: list[QueuedRow] = []
         self.running: list[QueuedRow] = []
         self.apart: list[QueuedRow] = []  # rows of a failed batch, run one by one to show which fails
@@ -127,12 +136,14 @@ class DecodeQueue:
             self.running = [r for r in self.running if r not in ended]
             return list(answers)
         rows, self.running, self._batch = self.running, [], DecodeBatch(self.model)
-        if len(rows) == 1:
+        out_of_memory = is_out_of_memory(failure)
+        more_room = out_of_memory and self.make_room()
+        if len(rows) == 1 and not more_room:
             return [(rows[0], failure)]
-        out_of_memory, failure = is_out_of_memory(failure), None  # its traceback would keep the batch alive
+        failure = None  # its traceback would keep the batch alive
         release()
         if out_of_memory:
-            self.most_rows = len(rows) // 2
+            self.most_rows = max(1, len(rows) // 2)
             self.waiting = [*rows, *self.waiting]
             say(f"out of memory with {len(rows)} answers at once; going on with at most {self.most_rows}")
         else:

@@ -42,11 +42,13 @@ class PromptReader:
         """Tell whether caches are kept, or the first tokens of a prompt."""
         return bool(self._known or (self.host.prefix and len(self.host.prefix.ids)))
 
-    def free(self) -> None:
-        """Drop all that is kept."""
+    def forget_all(self) -> bool:
+        """Drop all that is kept, the first tokens of a prompt, too. Tell whether there was anything."""
+        held = self.holds
         self.forget()
         if self.host.prefix is not None:
             self.host.prefix.forget()
+        return held
 
     def caches(
         self, example: Example, encoded: Encoded, cells: Sequence[Cell], following: Work | None

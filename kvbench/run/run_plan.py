@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from kvbench.engine import memory, precision
 from kvbench.engine.calibration.session import DEFAULT_FOLDER, Session
 from kvbench.engine.processors import allowed
+from kvbench.engine.shared_prefix import check_pieces
 from kvbench.example import Example
 from kvbench.kv.model_shape import from_config, local_layers
 from kvbench.models import load, traits
@@ -241,8 +242,9 @@ def plan_of(
 
 
 def check_model(cfg: RunConfig, source: load.ModelSource) -> None:
-    """Raise UsageError if a method of the run cannot run on this model."""
+    """Raise UsageError if a method of the run cannot run on this model, or it cannot read prompts in pieces."""
     model = traits.of_config(source.config)
+    check_pieces(cfg.shared_prefix, source.config)
     for entry in cfg.chains:
         entry.chain.check_model(model)
 

@@ -57,9 +57,10 @@ class GroupRun:
 
     def __post_init__(self) -> None:
         self.model_before = state_of(self.host.model) if self.foreign else None
-        self.queue = DecodeQueue(self.host.model, self.host.most_rows, self.host.memory, partial(remade, self.host))
-        self.asking: dict[tuple[str, str], Asking] = {}  # by the ids of cell and example
         self.reader = PromptReader(self.host, self._with_room)
+        limits = self.host.most_rows, self.host.memory
+        self.queue = DecodeQueue(self.host.model, *limits, self._remade, self.reader.forget_all)
+        self.asking: dict[tuple[str, str], Asking] = {}  # by the ids of cell and example
 
     def run(self, work: Sequence[Work]) -> None:
         """Answer examples, each for its cells. An error of one cell takes only that cell out of the run."""
@@ -70,6 +71,7 @@ class GroupRun:
                 cells = self.active(cells)
             if cells:
                 self.read(example, cells, *((e, self.active(c)) for e, c in work[i + 1 : i + 2]))
+        self.reader.forget_all()
         while len(self.queue):
             self.finish()
 
@@ -146,14 +148,21 @@ class GroupRun:
                 done.append(outcome)
         return done
 
+    def _remade(self, rows: Sequence[QueuedRow]) -> Sequence[tuple[QueuedRow, QueuedRow | Exception]]:
+        """Return each row with its cache made anew, or the exception; nothing more is kept, as memory ran out."""
+        outcomes = remade(self.host, rows)
+        self.reader.forget_all()
+        return outcomes
+
     def _with_room(self, work: Callable[[], Result]) -> Result:
         """Return the result of ``work``. If memory runs out, decode the rows that are queued and call it again."""
+        held = self.reader.holds  # which reading may have given up when it fails
         try:
             return work()
         except Exception as error:
-            if not (is_out_of_memory(error) and (len(self.queue) or self.reader.holds)):
+            if not (is_out_of_memory(error) and (len(self.queue) or held)):
                 raise
-        self.reader.free()
+        self.reader.forget_all()
         release()
         while len(self.queue):
             self.finish()

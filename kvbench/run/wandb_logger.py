@@ -30,6 +30,7 @@ from kvbench.tables.heatmap import Heat, draw, heat_map, points
 
 CONNECT_S, FINISH_S = 10, 10
 CLOSE_S = {"online": 30, "offline": 120}  # files alone do not hang, however busy the machine is
+RUNTIME = ("limit", "batch_rows", "shared_prefix", "threads", "device", "mix", "shard", "shards")
 ROW_EVERY_S = 2.0
 SETTINGS: dict[str, Any] = {
     "console": "off",
@@ -264,7 +265,7 @@ def describe(prepared: RunPlan, cell: Cell) -> dict[str, object]:
         "model": cfg.model_name if named else Path(cfg.model_name).name,
         "preset": cfg.preset,
         "identity": dict(cell.identity),
-        "runtime": {k: getattr(cfg, k) for k in ("limit", "batch_rows", "threads", "device", "mix", "shard", "shards")},
+        "runtime": {k: getattr(cfg, k) for k in RUNTIME},
         "provenance": [] if record is None else list(record.provenance),
     }
 

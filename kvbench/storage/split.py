@@ -1,4 +1,4 @@
-"""Decode attention on a CPU over parts of the tokens, merged by their log-sum-exps as in flash-decoding.
+"""Attention of new tokens on a CPU over parts of the tokens, merged by their log-sum-exps as in flash-decoding.
 
 A part is one call of PyTorch's fused function, which reads keys and values once and keeps no weights; the query heads
 of a group read their keys together, as if they were that many queries. Numbers are fp32.
@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvbench.kv.exact_attention import FUSED
+from kvbench.kv.exact_attention import FUSED, attend_with_lse
 from kvbench.storage.attend import hide_free, logits, spread, weigh
 from kvbench.storage.row_segments import Ragged, RowSegment
 
@@ -49,6 +49,23 @@ def causal(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Part:
     t, length = query.shape[2], keys.shape[2]
     future = torch.ones(1, 1, t, length, dtype=torch.bool).triu(length - t + 1) if t > 1 else None
     return attend(query, keys, values, scale, future)
+
+
+def behind(
+    query: Tensor, earlier: tuple[Tensor, Tensor], own: tuple[Tensor, Tensor], scale: float
+) -> tuple[Tensor, Tensor] | None:
+    """Return attention [Hq, T, D] and its log-sum-exps [Hq, T] of tokens over the earlier ones, and causally their own.
+
+    query [Hq, T, D]; keys and values of L earlier tokens, at least one, and of their own [H, L or T, D]. None where the
+    fused function does not serve them: see ``attend_with_lse``.
+    """
+    newest = attend_with_lse(query, *own, scale)
+    if newest is None:
+        return None
+    keys, values = earlier
+    before = attend(query[None], keys[None], values[None], scale)
+    after = Part(*(x[None] for x in newest))
+    return merged(before, after)[0], torch.logaddexp(before.lse, after.lse)[0]
 
 
 def over(query: Tensor, segments: Sequence[RowSegment | Ragged], scale: float) -> Part:

@@ -33,6 +33,7 @@ def test_both_kinds_of_numbers_and_prompts_at_once_are_timed(capsys):
 def test_prompts_that_begin_alike_are_timed_whole_and_with_their_beginning_read_once(capsys, monkeypatch):
     monkeypatch.setattr(reading, "ALIKE", {"prompts": 3, "tokens": 80, "first": 64, "pieces": 32})
     reading.beginnings(loaded(planned("model=tiny", "dataset=tiny")).model, 1)
-    (line,) = capsys.readouterr().out.splitlines()
-    assert line.startswith("3 prompts of 80 tokens, of which 64 are alike, whole / shared_prefix=32: ")
-    assert float(line.split(": ")[1].rstrip("x")) > 0
+    lines = [line.split(": ") for line in capsys.readouterr().out.splitlines()]
+    alike = "3 prompts of 80 tokens, of which 64 are alike, whole / shared_prefix=32"
+    assert [words for words, _ in lines] == [alike, "one of them alone, in pieces / whole"]
+    assert all(float(ratio.rstrip("x")) > 0 for _, ratio in lines)

@@ -46,7 +46,7 @@ def alike(first, n, seed):
 @pytest.mark.parametrize("last_q", [8, 40, 70])
 def test_a_prompt_in_pieces_is_observed_as_one_read_whole(family, dtype, plain, last_q):
     model, ids, needs = build(family, dtype), prompt(70, 3), replace(ALL, last_q=last_q)
-    start = SharedPrefix(model, SIZE, plain).read(ids, needs, 69)
+    start = SharedPrefix(model, SIZE).read(model, ids, needs, 69, plain)
     assert start.layers[0].keys.shape[1] == 64
     pieces, logits = layers_of(model, ids, needs, plain, start.layers)
     whole, of_whole = layers_of(model, ids, needs, plain)
@@ -102,17 +102,73 @@ def test_pieces_that_are_known_are_not_read_again(monkeypatch):
     assert pieces(49, 3) == []
     assert pieces(100, 4, long) == [16, 32, 48, 64, 80, 96]
     assert pieces(120, 4, long) == [112]  # as many queries as there are tokens: those of pieces are kept whole
-    assert pieces(120, 4, lengths=[50]) == []
+    assert pieces(120, 4, lengths=[50]) == [48]  # back to the second: the third's column sums are dropped
     assert len(prefix.ids) == 48  # of the shorter one alone
     prefix.forget()
     assert pieces(20, 4) == [16]
+
+
+def test_column_sums_of_few_pieces_are_kept_and_of_those_where_prompts_part(monkeypatch):
+    model, read, plain = build("llama"), [], shared_prefix.observe
+    monkeypatch.setattr(
+        shared_prefix, "observe", lambda m, ids, *a, **k: read.append(len(ids) // SIZE) or plain(m, ids, *a, **k)
+    )
+    prefix, h2o = SharedPrefix(model, SIZE), chain_of({"method": "h2o", "kv_size": 24, "window": 8})
+
+    def pieces(shared, seed):
+        """Read 17 pieces and more, of which so many are the first prompt's."""
+        read.clear()
+        ids = alike(prompt(300, 1)[: shared * SIZE], 280, seed)
+        found, whole = (prefill_chains(model, ids, [h2o], prefix=p)[0] for p in (prefix, None))
+        torch.testing.assert_close(found.logits, whole.logits, atol=1e-4, rtol=1e-4)
+        assert [ref.kept(x) for x in found.layers] == [ref.kept(x) for x in whole.layers]
+        return [*read]
+
+    assert pieces(17, 1) == [*range(1, 18)]
+    assert [i for i, end in enumerate(prefix._ends, 1) if end.colsums] == [1, 2, 4, 8, 16, 17]
+    assert pieces(11, 2) == [*range(9, 18)]  # back to the eighth
+    assert pieces(11, 3) == [*range(12, 18)]  # which is kept from now on
+    assert pieces(11, 4) == [*range(12, 18)]
+    assert pieces(4, 5) == [*range(5, 18)]
+
+
+def test_a_context_and_its_question_are_read_in_one_pass_behind_pieces():
+    model, ids = build("llama"), prompt(90, 5)
+    chains = [chain_of({"method": m, "kv_size": 24, "window": 8}) for m in ("h2o", "snapkv")] * 2
+    lengths = [90, 90, 77, 77]
+    prefix = SharedPrefix(model, SIZE)
+    pieces = prefill_chains(model, ids, chains, lengths=lengths, prefix=prefix)
+    assert len(prefix.ids) == 64  # before the end of the shorter one
+    for a, b in zip(pieces, prefill_chains(model, ids, chains, lengths=lengths), strict=True):
+        torch.testing.assert_close(a.logits, b.logits, atol=1e-4, rtol=1e-4)
+        assert [ref.kept(x) for x in a.layers] == [ref.kept(x) for x in b.layers] and a.seen == b.seen
+
+
+def test_what_is_kept_of_a_shorter_prompt_is_no_larger():
+    model, prefix, full = build("llama"), SharedPrefix(build("llama"), SIZE), [chain_of({"method": "full"})]
+    prefill_chains(model, prompt(500, 1), full, prefix=prefix)
+    prefill_chains(model, prompt(40, 1), full, prefix=prefix)
+    assert len(prefix.ids) == 32
+    for layer in prefix._layers:
+        assert layer.keys.untyped_storage().nbytes() == layer.keys.nbytes == 2 * 32 * 16 * 4
+
+
+def test_more_first_queries_than_a_piece_has_are_those_of_the_prompt_read_whole():
+    prefix = SharedPrefix(build("llama"), SIZE)
+    assert prefix.read(build("llama"), prompt(90, 1), Needs(first_q=SIZE), 89).layers[0].first_q.shape[1] == SIZE
+    assert prefix.read(build("llama"), prompt(90, 1), Needs(first_q=SIZE + 1), 89) is None
+
+
+def test_a_prefix_belongs_to_its_model():
+    with pytest.raises(UsageError, match="by another model object"):
+        prefill_chains(build("qwen2"), prompt(40, 1), [chain_of("full")], prefix=SharedPrefix(build("llama"), SIZE))
 
 
 def test_reading_takes_the_time_of_the_whole_prompt_whoever_read_its_beginning():
     model, prefix = build("llama"), SharedPrefix(build("llama"), SIZE)
     chain = chain_of({"method": "h2o"})
     first, again = (prefill_chains(model, prompt(500, 1), [chain], prefix=prefix)[0] for _ in range(2))
-    start = prefix.read(prompt(500, 1), chain.needs(500), 499)
+    start = prefix.read(model, prompt(500, 1), chain.needs(500), 499)
     assert again.prefill_s > start.forward_s > 0 and again.compress_s > sum(start.colsums_s.values()) > 0
     assert first.prefill_s > start.forward_s
 
