@@ -1,26 +1,14 @@
-"""The main job end to end: resuming after a kill, damage, shards, refusals that end."""
+"""The main job end to end: shared reading, plans, lists, identities, protocols, and what is refused before it."""
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
-from dataclasses import dataclass
-from pathlib import Path
-from typing import ClassVar
 
 import pytest
 from runs import SMALL, metrics_of, prepare, run_json
 
 from kvbench.cli.main import main
 from kvbench.engine import shared_prefix
-from kvbench.errors import KvbenchError, UsageError
-from kvbench.files import line_of, parse_line
-from kvbench.methods.base import Selector
-from kvbench.methods.chain import Chain
 from kvbench.methods.resolve import ChainConfig
-from kvbench.run import config, experiment
+from kvbench.run import config
 from kvbench.run import host as run_host
 from kvbench.run.store import ResultStore
 
@@ -63,130 +51,6 @@ def test_beginnings_that_prompts_share_are_read_once_and_change_no_score(tmp_pat
         assert json.loads(path.read_text())["provenance"][0]["batch"]["shared_prefix"] == 32
     assert main(["run", *arguments, "shared_prefix=8"]) == 2
     assert "shared_prefix=8 is not possible: null, or tokens that are read" in capsys.readouterr().err
-
-
-def test_killed_run_completes_to_the_same_metrics(tmp_path, capsys):
-    arguments = ["dataset=tiny/needle,tiny/listing", "length=256", "examples=10", "batch_rows=2", "method=snapkv"]
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
-    command = [sys.executable, "-m", "kvbench", "run", *arguments, f"results={tmp_path / 'a'}"]
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-
-    def lines():
-        return sum(len(p.read_bytes().splitlines()) for p in tmp_path.glob("a/cells/*/samples-0.jsonl"))
-
-    deadline = time.monotonic() + 120
-    while lines() < 8 and process.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    killed_at = lines()
-    assert 8 <= killed_at < 40, "the run must be killed in its middle"
-    for results in ("a", "b"):
-        assert main(["run", *arguments, f"results={tmp_path / results}", "--json"]) == 0
-    capsys.readouterr()
-    resumed, undisturbed = metrics_of(tmp_path / "a"), metrics_of(tmp_path / "b")
-    assert len(resumed) == 4
-    assert resumed == undisturbed
-    assert all(m["status"] == "complete" for m in resumed.values())
-
-
-def test_torn_and_damaged_lines_are_measured_again(tmp_path, capsys):
-    arguments = ["dataset=tiny/needle", "length=256", "examples=4", "method=snapkv", f"results={tmp_path}"]
-    before = run_json(capsys, *arguments)[1]
-    path = sorted(tmp_path.glob("cells/*/samples-0.jsonl"))[0]
-    lines = path.read_bytes().splitlines(keepends=True)
-    assert len(lines) == 4
-    damaged = lines[1].replace(b'"score": ', b'"score": 7')
-    path.write_bytes(lines[0] + damaged + lines[2] + lines[3][: len(lines[3]) // 2])
-    after = run_json(capsys, *arguments)[1]
-    assert any("damaged" in note for note in after["notes"])
-    scores = [[(c["score"], c["n"]) for c in r["cells"]] for r in (*before["rows"], *after["rows"])]
-    assert scores[:2] == scores[2:]
-    assert len(ResultStore(tmp_path).lines(path.parent.name)) == 4
-
-
-def test_line_with_every_kind_of_text_comes_back_and_any_flip_is_seen():
-    sample = {"id": "a", "prediction": 'x "crc": 5, \u2028\n\x00 é 漢', "score": None}
-    line = line_of(sample).encode()
-    assert line.count(b"\n") == 1
-    assert parse_line(line.rstrip()) == sample
-    for i in range(len(line) - 1):
-        flipped = line[:i] + bytes([line[i] ^ 1]) + line[i + 1 : -1]
-        assert parse_line(flipped) != sample or parse_line(flipped) is None
-
-
-def test_full_disk_is_one_message_and_keeps_what_was_written(tmp_path, monkeypatch):
-    prepared = prepare("dataset=tiny/needle", "length=256", "examples=4", "batch_rows=2", f"results={tmp_path}")
-    written = []
-
-    def append(self, sample):
-        if len(written) >= 3:
-            raise KvbenchError("the disk is full")
-        written.append(sample["id"])
-        original(self, sample)
-
-    from kvbench.run import store
-
-    original = store.Writer.append
-    monkeypatch.setattr(store.Writer, "append", append)
-    with pytest.raises(KvbenchError, match="disk is full"):
-        experiment.measure(prepared, quiet=True)
-    monkeypatch.undo()
-    stored = sum(len(prepared.store.lines(c.id)) for g in prepared.groups for c in g.cells)
-    assert stored == 3
-    experiment.measure(prepared, quiet=True)
-    assert all(len(prepared.store.lines(c.id)) == 4 for g in prepared.groups for c in g.cells)
-
-
-def test_disk_full_error_of_the_system_becomes_the_message(tmp_path):
-    import errno
-
-    from kvbench.files import disk_error
-
-    assert "free some space" in str(disk_error(OSError(errno.ENOSPC, "x"), tmp_path))
-    assert "could not be written" in str(disk_error(OSError(errno.EIO, "I/O error"), tmp_path))
-
-
-def test_another_device_or_torch_is_refused_without_mix(tmp_path, capsys):
-    arguments = ["dataset=tiny/needle", "length=256", "examples=3", f"results={tmp_path}"]
-    assert main(["run", *arguments, "limit=1", "--json"]) == 0
-    for path in tmp_path.glob("cells/*/cell.json"):
-        record = json.loads(path.read_text())
-        record["provenance"][0]["torch"] = "1.0"
-        path.write_text(json.dumps(record))
-    capsys.readouterr()
-    assert main(["run", *arguments, "--json"]) == 2
-    assert "mix=true" in capsys.readouterr().err
-    assert main(["run", *arguments, "mix=true", "--json"]) == 0
-
-
-def test_two_processes_on_one_cell_are_kept_apart(tmp_path):
-    prepared = prepare("dataset=tiny/needle", "length=256", "examples=2", f"results={tmp_path}")
-    cell = prepared.groups[0].cells[0]
-    facts = {"device": "cpu", "torch": "2"}
-    writer = prepared.store.open(cell, facts, 0, mix=False)
-    with pytest.raises(KvbenchError, match="another process"):
-        prepared.store.open(cell, facts, 0, mix=False)
-    writer.close()
-    prepared.store.open(cell, facts, 0, mix=False).close()
-
-
-def test_shards_split_the_examples_and_the_sweep_prints_all(tmp_path, capsys):
-    arguments = ["dataset=tiny/needle", "length=256", "examples=12", "method=snapkv"]
-    parts = [
-        {e.id for g in prepare(*arguments, f"results={tmp_path}", shard=i, shards=3).groups for e in g.examples}
-        for i in range(3)
-    ]
-    assert sum(map(len, parts)) == len(set().union(*parts)) == 12
-    status = main(["run", "-m", "shard=0,1", *arguments, f"results={tmp_path / 'm'}", "--json"])
-    out = capsys.readouterr().out
-    report = json.loads(out[out.index("{") :])
-    assert status == 0
-    assert {(c["n"], c["of"]) for r in report["rows"] for c in r["cells"]} == {(12, 12)}
-    assert {p.name for p in (tmp_path / "m").glob("cells/*/samples-*.jsonl")} == {"samples-0.jsonl", "samples-1.jsonl"}
-    main(["run", *arguments, f"results={tmp_path / 's'}", "--json"])
-    capsys.readouterr()
-    assert metrics_of(tmp_path / "m") == metrics_of(tmp_path / "s")
 
 
 def test_plan_and_config_and_lists(tmp_path, capsys):
@@ -244,15 +108,6 @@ def test_list_runs_and_show_cell(tmp_path, capsys):
     assert "reference" in out
 
 
-def test_interrupt_is_one_message_and_status_130(tmp_path, capsys, monkeypatch):
-    def interrupt(*a, **k):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(experiment, "measure", interrupt)
-    assert main(["run", f"results={tmp_path}"]) == 130
-    assert f"to go on:\n  python -m kvbench run results={tmp_path}" in capsys.readouterr().err
-
-
 def test_identity_changes_with_what_is_measured_and_only_then(tmp_path):
     def ids(*overrides):
         return [c.id for g in prepare(*SMALL, f"results={tmp_path}", *overrides).groups for c in g.cells]
@@ -269,19 +124,6 @@ def test_every_config_field_says_whether_it_is_identity():
     for cls in (config.RunConfig, config.ModelConfig, config.DatasetConfig, ChainConfig):
         for f in fields(cls):
             assert f.metadata.get("role") in ("identity", "runtime"), f"{cls.__name__}.{f.name}"
-
-
-def test_damaged_cell_record_names_the_file(tmp_path, capsys):
-    arguments = ["dataset=tiny/needle", "length=256", "examples=2", f"results={tmp_path}"]
-    run_json(capsys, *arguments)
-    path = next(tmp_path.glob("cells/*/cell.json"))
-    path.write_text("{")
-    with pytest.raises(UsageError, match="move its folder away"):
-        ResultStore(tmp_path).cell(path.parent.name)
-    # told before anything is measured, whichever cell it is of
-    assert main(["run", *arguments, "method=snapkv+think,h2o"]) == 2
-    assert "cell.json cannot be read" in capsys.readouterr().err
-    assert len(list(tmp_path.glob("cells/*"))) == 2
 
 
 def test_progress_prints_plain_lines_off_a_terminal(capsys, monkeypatch):
@@ -342,44 +184,6 @@ def test_both_protocols_stand_in_one_table_with_the_ids_that_each_has_alone(tmp_
     columns = ["kv_retrieval/8", "tiny/needle query_aware=true", "tiny/needle query_aware=false"]
     assert [g.column for g in run.groups] == columns
     assert main(["run", *small, "query_aware=true,maybe"]) == 2 and "query_aware" in capsys.readouterr().err
-
-
-@dataclass(frozen=True, kw_only=True)
-class LiesOnce(Selector):
-    """Keeps everything of one prompt only, until ``honest``."""
-
-    id: ClassVar[str] = "liesonce"
-    lies: ClassVar[list] = []
-
-    def compress(self, cache, obs):
-        return cache if obs.prompt in self.lies else super().compress(cache, obs)
-
-    def scores(self, cache, obs, capacity):
-        import torch
-
-        return torch.arange(obs.n)[None].expand(cache.heads, -1)
-
-
-def test_a_refusal_outlives_other_shards_and_ends_only_when_its_example_passes(tmp_path):
-    import zlib
-
-    import numpy as np
-
-    chains = (ChainConfig(Chain((LiesOnce(kv_ratio=0.5),)), "liesonce"),)
-    base = ["dataset=tiny/needle", "length=256", "examples=8", f"results={tmp_path}", "baseline=false"]
-    shards = [prepare(*base, chains=chains, shard=i, shards=2) for i in range(2)]
-    bad = shards[0].groups[0].examples[0]
-    ids = shards[0].tokenizer.encode(bad.prompt)
-    LiesOnce.lies[:] = [zlib.crc32(np.array(ids, dtype=np.int64).tobytes())]
-    for shard in shards:
-        experiment.measure(shard, quiet=True)
-    complete = prepare(*base, chains=chains)
-    (cell,) = experiment.report(complete).rows[0].cells
-    assert cell.status == "refused"
-    assert bad.id in cell.reason
-    LiesOnce.lies.clear()
-    (cell,) = experiment.measure(complete, quiet=True).rows[0].cells
-    assert (cell.status, cell.summary.n) == ("measured", 8)
 
 
 def test_samples_say_what_they_were_measured_with(tmp_path, capsys):
