@@ -84,7 +84,7 @@ def generated(model: PreTrainedModel, caches, endings) -> list[list[int]]:
 
 
 def rounds_alike(model: PreTrainedModel, few: int, many: int) -> bool:
-    """Whether this processor rounds the products of ``few`` rows as it does among ``many``: not all do."""
+    """Tell if this processor rounds the products of ``few`` rows as it does among ``many``: not all do."""
     ids = torch.arange(3, 3 + many)[:, None]
     with torch.no_grad():
         return torch.equal(model(ids[:few]).logits, model(ids).logits[:few])

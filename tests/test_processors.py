@@ -1,4 +1,4 @@
-"""How many threads a run takes, by what a container may use."""
+"""The threads that a run takes, by what a container may use."""
 
 import os
 from types import SimpleNamespace
@@ -31,7 +31,7 @@ def test_a_containers_quota_is_kept_to(files, most, tmp_path, monkeypatch):
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text + "\n")
-    monkeypatch.setattr(processors, "GROUP", tmp_path)
+    monkeypatch.setattr(processors, "CONTROL_GROUP", tmp_path)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(CORES)), raising=False)
     assert processors.allowed() == most
     monkeypatch.setattr(torch, "get_num_threads", lambda: 64)

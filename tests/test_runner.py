@@ -149,7 +149,7 @@ def test_memory_that_other_rows_hold_is_waited_for(tmp_path, capsys, monkeypatch
 
 @pytest.mark.parametrize("where", ["reading", "decoding"])
 def test_the_beginning_of_a_prompt_is_given_up_where_memory_runs_out(where, tmp_path, capsys, monkeypatch):
-    """What fails while one is held is tried again without, even where no other row could make room."""
+    """A pass or a step that fails while one is held is tried again without, even where no other row makes room."""
     arguments = [*SMALL, "method=h2o", "shared_prefix=64"]
     want = undisturbed(*arguments)
     prefixes, read, short = [], [], []

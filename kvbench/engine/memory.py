@@ -16,6 +16,7 @@ from kvbench.errors import KvbenchError
 from kvbench.models.interface import attention_modules
 
 GIB = 2**30
+CONTROL_GROUP = Path("/sys/fs/cgroup")
 USED_SHARE = 0.7
 """The share of free memory that ``memory=auto`` takes: activations, padding and other processes need the rest."""
 OUT_OF_MEMORY = (
@@ -78,13 +79,12 @@ def _free_of_machine() -> int:
 
 def _free_of_group() -> Iterator[int]:
     """Yield the bytes below the limits of Linux control groups (versions 2 and 1); at least one number."""
-    base = Path("/sys/fs/cgroup")
     for most, used in (
         ("memory.max", "memory.current"),
         ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
     ):
         with suppress(OSError, ValueError):
-            yield max(0, int((base / most).read_text()) - int((base / used).read_text()))
+            yield max(0, int((CONTROL_GROUP / most).read_text()) - int((CONTROL_GROUP / used).read_text()))
     yield 2**62
 
 

@@ -129,15 +129,16 @@ def _shared_pass(
         def on_local(layer: LayerCache, n: int) -> None:
             local.setdefault(n, []).append(layer)
 
-        starts = start.layers if start else ()
+        starts = start[0] if start else ()
         logits, colsums_s = observe(model, ids, whole, on_layer, plain, chains[0], on_local, needs, starts)
         for part in logits.values():
             check_finite(chains[0], "logits", part)
     # the forward pass alone: without compression, checks and column sums, which chains pay for themselves
     forward = max(total[0] - sum(spent) - sum(colsums_s.values()), 0.0)
     if start is not None:  # all chains pay for it, as if it was read for them
-        forward += start.forward_s
-        colsums_s = {(n, bits): s + start.colsums_s[bits] for (n, bits), s in colsums_s.items()}
+        _, end = start
+        forward += end.forward_s
+        colsums_s = {(n, bits): s + end.colsums_s[bits] for (n, bits), s in colsums_s.items()}
     _replay(model, ids, layers, tokenizer, spent)
     owner = weakref.ref(model)
     caches = []

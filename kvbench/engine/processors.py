@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 from contextlib import suppress
-from pathlib import Path
 
-GROUP = Path("/sys/fs/cgroup")
+from kvbench.engine.memory import CONTROL_GROUP
 
 
 def allowed() -> int:
@@ -18,7 +17,7 @@ def allowed() -> int:
     count = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
     for quota, period in (("cpu.max", "cpu.max"), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):
         with suppress(OSError, ValueError):  # ValueError: no quota is "max"
-            most = int((GROUP / quota).read_text().split()[0])
+            most = int((CONTROL_GROUP / quota).read_text().split()[0])
             if most > 0:  # version 1 writes -1 for none
-                count = min(count, most / int((GROUP / period).read_text().split()[-1]))
+                count = min(count, most / int((CONTROL_GROUP / period).read_text().split()[-1]))
     return max(1, int(count))

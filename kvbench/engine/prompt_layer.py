@@ -96,8 +96,8 @@ class PromptLayer(KvbenchLayer):
             with_lse = attend_with_lse(q, keys, values, scale)
         for n, needs in self.needs.items():
             lse = None if with_lse is None else with_lse[1][:, : n - before]
-            found = self._statistics(n, needs, q[:, : n - before], keys[:, :n], scale, lse)
-            self.observed[n] = {"scale": scale, **found}
+            statistics = self._statistics(n, needs, q[:, : n - before], keys[:, :n], scale, lse)
+            self.observed[n] = {"scale": scale, **statistics}
             if read_k is not None:
                 self.observed[n]["read_k"] = read_k[:, :n]
         if with_lse is not None:

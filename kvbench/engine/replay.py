@@ -54,8 +54,8 @@ class ReplayLayer(KvbenchLayer):
         out = torch.empty_like(q)
         for first, last in self._blocks(q, n + t):
             seen = torch.ones(last - first, n + last, dtype=torch.bool, device=q.device).tril(n + first)
-            held = k[None, :, : n + last], v[None, :, : n + last]
-            out[:, first:last] = F.scaled_dot_product_attention(q[None, :, first:last], *held, seen, scale=scale)[0]
+            block, keys, values = q[None, :, first:last], k[None, :, : n + last], v[None, :, : n + last]
+            out[:, first:last] = F.scaled_dot_product_attention(block, keys, values, seen, scale=scale)[0]
         return out[None]
 
     def _best(self, q: Tensor, scale: float) -> Tensor:

@@ -6,7 +6,7 @@ Each prompt is read in pieces of as many tokens, whether they are known or not: 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -57,15 +57,6 @@ class PieceEnd:
     colsums_s: Mapping[int, float]
 
 
-@dataclass(frozen=True)
-class Start:
-    """A prompt's first tokens in every layer, with the seconds that reading them has taken, whenever that was."""
-
-    layers: tuple[LayerStart, ...]
-    forward_s: float
-    colsums_s: Mapping[int, float]
-
-
 class SharedPrefix:
     """The first tokens of the prompt read last, as long as pieces of ``size`` tokens go, kept for the next one.
 
@@ -87,9 +78,12 @@ class SharedPrefix:
         self._ends: list[PieceEnd] = []
         self._parted = 0  # pieces that the last prompts had in common
 
-    def read(self, model: PreTrainedModel, ids: Tensor, needs: Needs, most: int, plain: bool = False) -> Start | None:
+    def read(
+        self, model: PreTrainedModel, ids: Tensor, needs: Needs, most: int, plain: bool = False
+    ) -> tuple[Sequence[LayerStart], PieceEnd] | None:
         """Return the pieces of a prompt [n] within its first ``most`` tokens, of which known ones are not read again.
 
+        They come as layers, and as the end of the last one, whose seconds are those of reading, whenever that was.
         ``needs`` are those of all that the prompt is read for. None where there is no whole piece, or stages need more
         first queries than a piece has.
         """
@@ -111,7 +105,7 @@ class SharedPrefix:
         except BaseException:
             self.forget()  # some layers have the next piece, and others not
             raise
-        return Start(tuple(self._layers), self._ends[-1].forward_s, self._ends[-1].colsums_s) if pieces else None
+        return (tuple(self._layers), self._ends[-1]) if pieces else None
 
     def _cut(self, pieces: int, last: bool) -> None:
         """Keep the first pieces alone: copies of them if these are the ``last`` that the prompt has."""
@@ -151,11 +145,11 @@ class SharedPrefix:
         start = time.perf_counter()
         _, seconds = observe(self.model, ids[:end], self.needs, on_layer, self.plain, starts=self._layers)
         synchronise(ids.device)
-        taken = time.perf_counter() - start - sum(seconds.values())
+        forward_s = time.perf_counter() - start - sum(seconds.values())
         former = self._ends[-1] if self._ends else PieceEnd((), 0.0, {})
         by_bits = {bits: former.colsums_s.get(bits, 0.0) + s for (_, bits), s in seconds.items()}
         self._drop_sums()
-        self._ends.append(PieceEnd(tuple(x.colsums for x in self._layers), former.forward_s + taken, by_bits))
+        self._ends.append(PieceEnd(tuple(x.colsums for x in self._layers), former.forward_s + forward_s, by_bits))
         self.ids = ids[:end].cpu().clone()
 
     def _drop_sums(self) -> None:

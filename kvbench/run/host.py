@@ -79,8 +79,8 @@ class Host:
 
     def prefill(self, ids: Sequence[int], chains: Sequence[Chain], lengths: Sequence[int] | None = None) -> list[Cache]:
         """Return a prompt's cache under each chain, of its first ``lengths`` tokens; see ``prefill_chains``."""
-        words = self.plain, self.tokenizer, lengths, self.prefix
-        return prefill_chains(self.model, torch.tensor(ids), chains, *words)
+        prompt = torch.tensor(ids)
+        return prefill_chains(self.model, prompt, chains, self.plain, self.tokenizer, lengths, self.prefix)
 
     def ending(self, task: Task, example: Example) -> Ending:
         """Return how the tokens of an answer are drawn and when it ends. The seed depends on the example alone."""

@@ -44,11 +44,11 @@ class PromptReader:
 
     def forget_all(self) -> bool:
         """Drop all that is kept, the first tokens of a prompt, too. Tell whether there was anything."""
-        held = self.holds
+        anything = self.holds
         self.forget()
         if self.host.prefix is not None:
             self.host.prefix.forget()
-        return held
+        return anything
 
     def caches(
         self, example: Example, encoded: Encoded, cells: Sequence[Cell], following: Work | None

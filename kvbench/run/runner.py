@@ -156,11 +156,11 @@ class GroupRun:
 
     def _with_room(self, work: Callable[[], Result]) -> Result:
         """Return the result of ``work``. If memory runs out, decode the rows that are queued and call it again."""
-        held = self.reader.holds  # which reading may have given up when it fails
+        can_forget = self.reader.holds  # reading may have given that up when it fails
         try:
             return work()
         except Exception as error:
-            if not (is_out_of_memory(error) and (len(self.queue) or held)):
+            if not (is_out_of_memory(error) and (len(self.queue) or can_forget)):
                 raise
         self.reader.forget_all()
         release()

@@ -63,9 +63,8 @@ def behind(
     if newest is None:
         return None
     keys, values = earlier
-    before = attend(query[None], keys[None], values[None], scale)
-    after = Part(*(x[None] for x in newest))
-    return merged(before, after)[0], torch.logaddexp(before.lse, after.lse)[0]
+    both = joined(attend(query[None], keys[None], values[None], scale), Part(*(x[None] for x in newest)))
+    return both.out[0], both.lse[0]
 
 
 def over(query: Tensor, segments: Sequence[RowSegment | Ragged], scale: float) -> Part:
@@ -75,8 +74,13 @@ def over(query: Tensor, segments: Sequence[RowSegment | Ragged], scale: float) -
         return Part(torch.zeros_like(query), query.new_full(query.shape[:3], -torch.inf))
     first, *others = parts
     for part in others:
-        first = Part(merged(first, part), torch.logaddexp(first.lse, part.lse))
+        first = joined(first, part)
     return first
+
+
+def joined(a: Part, b: Part) -> Part:
+    """Return the attention over the tokens of both parts, of which b has at least one."""
+    return Part(merged(a, b), torch.logaddexp(a.lse, b.lse))
 
 
 def merged(a: Part, b: Part) -> Tensor:

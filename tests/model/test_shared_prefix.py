@@ -25,15 +25,24 @@ FIELDS = ("last_q", "first_q", "colsums", "hidden")
 
 def layers_of(model, ids, needs, plain, starts=()):
     """Return (observation, keys, values) of every layer of a prompt, and the logits that follow it."""
-    found = []
-    logits, _ = observe(model, ids, needs, lambda o, k, v: found.append((o, k, v)), plain, starts=starts)
-    return found, logits[len(ids)]
+    layers = []
+    logits, _ = observe(model, ids, needs, lambda o, k, v: layers.append((o, k, v)), plain, starts=starts)
+    return layers, logits[len(ids)]
 
 
 def equal_bits(a, b):
-    """Whether two caches of one chain hold the same bits."""
+    """Tell if two caches of one chain hold the same bits."""
     pairs = [p for x, y in zip(a.layers, b.layers, strict=True) for p in zip(x.tensors(), y.tensors(), strict=True)]
     return torch.equal(a.logits, b.logits) and all(torch.equal(x, y) for x, y in pairs)
+
+
+def watched(monkeypatch):
+    """A list to which the end of each piece is written that is read from now on."""
+    ends, plain = [], shared_prefix.observe
+    monkeypatch.setattr(
+        shared_prefix, "observe", lambda m, ids, *a, **k: ends.append(len(ids)) or plain(m, ids, *a, **k)
+    )
+    return ends
 
 
 def alike(first, n, seed):
@@ -46,9 +55,9 @@ def alike(first, n, seed):
 @pytest.mark.parametrize("last_q", [8, 40, 70])
 def test_a_prompt_in_pieces_is_observed_as_one_read_whole(family, dtype, plain, last_q):
     model, ids, needs = build(family, dtype), prompt(70, 3), replace(ALL, last_q=last_q)
-    start = SharedPrefix(model, SIZE).read(model, ids, needs, 69, plain)
-    assert start.layers[0].keys.shape[1] == 64
-    pieces, logits = layers_of(model, ids, needs, plain, start.layers)
+    starts, _ = SharedPrefix(model, SIZE).read(model, ids, needs, 69, plain)
+    assert starts[0].keys.shape[1] == 64
+    pieces, logits = layers_of(model, ids, needs, plain, starts)
     whole, of_whole = layers_of(model, ids, needs, plain)
     close = {"atol": 1e-4, "rtol": 1e-4} if dtype == torch.float32 else {"atol": 0.25, "rtol": 0.1}
     torch.testing.assert_close(logits, of_whole, **close)
@@ -83,10 +92,7 @@ def test_every_chain_keeps_what_it_keeps_of_a_prompt_read_whole(per):
 
 
 def test_pieces_that_are_known_are_not_read_again(monkeypatch):
-    model, read, plain = build("llama"), [], shared_prefix.observe
-    monkeypatch.setattr(
-        shared_prefix, "observe", lambda m, ids, *a, **k: read.append(len(ids)) or plain(m, ids, *a, **k)
-    )
+    model, read = build("llama"), watched(monkeypatch)
     prefix, first = SharedPrefix(model, SIZE), prompt(40, 1)
     full, h2o, long = (chain_of({"method": m}) for m in ("full", "h2o", "expectedattention"))
 
@@ -112,20 +118,17 @@ def test_pieces_that_are_known_are_not_read_again(monkeypatch):
 
 
 def test_column_sums_of_few_pieces_are_kept_and_of_those_where_prompts_part(monkeypatch):
-    model, read, plain = build("llama"), [], shared_prefix.observe
-    monkeypatch.setattr(
-        shared_prefix, "observe", lambda m, ids, *a, **k: read.append(len(ids) // SIZE) or plain(m, ids, *a, **k)
-    )
+    model, read = build("llama"), watched(monkeypatch)
     prefix, h2o = SharedPrefix(model, SIZE), chain_of({"method": "h2o", "kv_size": 24, "window": 8})
 
-    def pieces(shared, seed):
+    def pieces(alike_ones, seed):
         """Read 17 pieces and more, of which so many are the first prompt's."""
         read.clear()
-        ids = alike(prompt(300, 1)[: shared * SIZE], 280, seed)
-        found, whole = (prefill_chains(model, ids, [h2o], prefix=p)[0] for p in (prefix, None))
-        torch.testing.assert_close(found.logits, whole.logits, atol=1e-4, rtol=1e-4)
-        assert [ref.kept(x) for x in found.layers] == [ref.kept(x) for x in whole.layers]
-        return [*read]
+        ids = alike(prompt(300, 1)[: alike_ones * SIZE], 280, seed)
+        shared, whole = (prefill_chains(model, ids, [h2o], prefix=p)[0] for p in (prefix, None))
+        torch.testing.assert_close(shared.logits, whole.logits, atol=1e-4, rtol=1e-4)
+        assert [ref.kept(x) for x in shared.layers] == [ref.kept(x) for x in whole.layers]
+        return [end // SIZE for end in read]
 
     assert pieces(17, 1) == [*range(1, 18)]
     assert [i for i, end in enumerate(prefix._ends, 1) if end.colsums] == [1, 2, 4, 8, 16, 17]
@@ -158,7 +161,8 @@ def test_what_is_kept_of_a_shorter_prompt_is_no_larger():
 
 def test_more_first_queries_than_a_piece_has_are_those_of_the_prompt_read_whole():
     prefix = SharedPrefix(build("llama"), SIZE)
-    assert prefix.read(build("llama"), prompt(90, 1), Needs(first_q=SIZE), 89).layers[0].first_q.shape[1] == SIZE
+    starts, _ = prefix.read(build("llama"), prompt(90, 1), Needs(first_q=SIZE), 89)
+    assert starts[0].first_q.shape[1] == SIZE
     assert prefix.read(build("llama"), prompt(90, 1), Needs(first_q=SIZE + 1), 89) is None
 
 
@@ -171,9 +175,9 @@ def test_reading_takes_the_time_of_the_whole_prompt_whoever_read_its_beginning()
     model, prefix = build("llama"), SharedPrefix(build("llama"), SIZE)
     chain = chain_of({"method": "h2o"})
     first, again = (prefill_chains(model, prompt(500, 1), [chain], prefix=prefix)[0] for _ in range(2))
-    start = prefix.read(model, prompt(500, 1), chain.needs(500), 499)
-    assert again.prefill_s > start.forward_s > 0 and again.compress_s > sum(start.colsums_s.values()) > 0
-    assert first.prefill_s > start.forward_s
+    _, end = prefix.read(model, prompt(500, 1), chain.needs(500), 499)
+    assert again.prefill_s > end.forward_s > 0 and again.compress_s > sum(end.colsums_s.values()) > 0
+    assert first.prefill_s > end.forward_s
 
 
 def test_a_piece_that_fails_leaves_nothing_half_read(monkeypatch):
