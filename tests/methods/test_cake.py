@@ -20,7 +20,7 @@ from kvbench.errors import UsageError
 from kvbench.kv import ops
 from kvbench.kv.apportion import proportional_shares, round_shares
 from kvbench.kv.exact_attention import causal_softmax
-from kvbench.methods.cake import Cake
+from kvbench.methods.cake import SLACK, Cake, variance_over_queries
 from kvbench.methods.resolve import chain_of as resolved
 from kvbench.models.interface import attached
 
@@ -116,7 +116,7 @@ def test_layers_shrink_as_others_come_in_and_dense_ones_go_at_once():
         collected.add(dense, obs)
         sizes.append([c.tokens for c in collected.caches])
         bound = (12 - W) * LAYERS + W * len(sizes[-1]) + len(sizes[-1])
-        assert sum(sizes[-1]) <= bound
+        assert sum(sizes[-1]) <= bound * (1 + SLACK)
     for before, after in itertools.pairwise(sizes):
         assert all(a >= b for a, b in zip(before, after, strict=False))
     assert sum(sizes[-1]) == 12 * LAYERS
@@ -136,6 +136,14 @@ def test_budgets_add_up_and_their_bounds_only_fall(seed):
     for i in range(1, count + 1):
         bounds = [min(room, math.ceil(x + 1e-6)) for x in proportional_shares(weights[:i], total, room)]
         assert all(b <= u for b, u in zip(sizes, bounds, strict=False))
+
+
+@grid("seed", range(20))
+def test_the_variance_over_queries_is_that_of_pytorch(seed):
+    generator = torch.Generator().manual_seed(seed)
+    rows = (torch.randn(3, 2 + seed, 65, generator=generator) * (1 + seed % 7)).softmax(dim=-1)[:, :, :60]
+    assert torch.equal(variance_over_queries(rows), rows.var(dim=1))
+    assert variance_over_queries(rows[:, :1]).eq(0).all()
 
 
 def test_shares_by_hand():
