@@ -123,6 +123,47 @@ def test_out_of_memory_in_prefill_and_decode_loses_and_doubles_nothing(tmp_path,
         assert len(ids) == len(set(ids)) == 6
 
 
+@pytest.mark.parametrize("failing", [3, 9])
+def test_rows_that_begin_again_read_their_own_prompt(failing, tmp_path, capsys, monkeypatch):
+    """Columns share the ids of examples: two datasets, and one whose question is in view or withheld."""
+    arguments = ["dataset=tiny/needle,tiny/multikey", "examples=3", "method=snapkv", "query_aware=true,false"]
+    want, step, steps = undisturbed(*arguments), batch.step, []
+
+    def fails_once(*args):
+        steps.append(1)
+        if len(steps) == failing:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return step(*args)
+
+    monkeypatch.setattr(batch, "step", fails_once)
+    assert run_json(capsys, *arguments, f"results={tmp_path / 'b'}")[0] == 0
+    assert metrics_of(tmp_path / "b") == want
+
+
+def test_prompts_that_cannot_be_read_again_beside_others_wait_for_those(tmp_path, capsys, monkeypatch):
+    arguments = ["dataset=tiny/listing,tiny/code", "examples=8", "method=snapkv,h2o,streamingllm", "max_new_tokens=40"]
+    want, step, remade, short, steps = undisturbed(*arguments), batch.step, runner.remade, [], []
+
+    def fails_once(*args):
+        steps.append(1)
+        if len(steps) == 3:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return step(*args)
+
+    def only_alone(home, rows):
+        if running := len(queues[-1].running):
+            short.append(running)
+            return [(row, torch.OutOfMemoryError("CUDA out of memory")) for row in rows]
+        return remade(home, rows)
+
+    queues, queue = [], runner.DecodeQueue
+    monkeypatch.setattr(runner, "DecodeQueue", lambda *a: queues.append(queue(*a)) or queues[-1])
+    monkeypatch.setattr(batch, "step", fails_once)
+    monkeypatch.setattr(runner, "remade", only_alone)
+    assert run_json(capsys, *arguments, f"results={tmp_path / 'b'}")[0] == 0
+    assert short and metrics_of(tmp_path / "b") == want
+
+
 def test_memory_that_other_rows_hold_is_waited_for(tmp_path, capsys, monkeypatch):
     arguments = [*SMALL, "method=full", "query_aware=false"]
     want = undisturbed(*arguments)

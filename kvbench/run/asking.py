@@ -120,9 +120,10 @@ def extended(rows: Sequence[QueuedRow], host: Host, ids: Sequence[int]) -> list[
 
 def remade(host: Host, rows: Sequence[QueuedRow]) -> list[tuple[QueuedRow, QueuedRow | Exception]]:
     """Return each row with its cache, which was given up, made anew from its prompt, or with the exception."""
-    by_prompt: dict[str, list[QueuedRow]] = {}
+    by_prompt: dict[tuple[str, str], list[QueuedRow]] = {}
     for row in rows:
-        by_prompt.setdefault(row.example.id, []).append(row)
+        # an example is read in one way in one column: elsewhere its question is withheld, or its id is another prompt's
+        by_prompt.setdefault((row.cell.column, row.example.id), []).append(row)
     outcomes: list[tuple[QueuedRow, QueuedRow | Exception]] = []
     for alike in by_prompt.values():
         encoded = host.encode(alike[0].example, alike[0].cell.task)

@@ -72,7 +72,8 @@ class DecodeQueue:
     begin again from their caches, so that none is lost or answered twice.
 
     remake: reads prompts again, so that a cache that a batch holds need not be kept beside it: it returns each row with
-    its cache, or the exception. Without it caches are kept.
+    its cache, or the exception. Without it caches are kept. Where memory runs out beside rows that run, those wait that
+    were to be made again.
     make_room: gives up what others keep when memory runs out, and tells whether there was anything.
     """
 
@@ -143,9 +144,7 @@ class DecodeQueue:
         failure = None  # its traceback would keep the batch alive
         release()
         if out_of_memory:
-            self.most_rows = max(1, len(rows) // 2)
-            self.waiting = [*rows, *self.waiting]
-            say(f"out of memory with {len(rows)} answers at once; going on with at most {self.most_rows}")
+            self._shrink(len(rows) // 2, rows, f"with {len(rows)} answers at once")
         else:
             self.apart = rows
         return []
@@ -171,7 +170,17 @@ class DecodeQueue:
         self.waiting = [r for r in self.waiting if r not in entering]
         entered, lost = self._enter(self._batch, entering)
         self.running += entered
-        return lost
+        short = [row for row, error in lost if isinstance(error, Exception) and is_out_of_memory(error)]
+        if not (short and self.running):
+            return lost
+        release()
+        self._shrink(len(self.running), short, f"beside {len(self.running)} answers")
+        return [(row, error) for row, error in lost if row not in short]
+
+    def _shrink(self, most_rows: int, rows: Sequence[QueuedRow], where: str) -> None:
+        """Let ``rows`` wait again, and at most so many run at once from now on, as memory ran out."""
+        self.most_rows, self.waiting = max(1, most_rows), [*rows, *self.waiting]
+        say(f"out of memory {where}; going on with at most {self.most_rows}")
 
     def _enter(self, batch: DecodeBatch[QueuedRow], rows: Sequence[QueuedRow]) -> tuple[list[QueuedRow], list[Outcome]]:
         """Enter rows into a batch, which takes their caches over. Return them, and those whose caches are lost."""

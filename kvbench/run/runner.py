@@ -150,6 +150,7 @@ class GroupRun:
 
     def _remade(self, rows: Sequence[QueuedRow]) -> Sequence[tuple[QueuedRow, QueuedRow | Exception]]:
         """Return each row with its cache made anew, or the exception; nothing more is kept, as memory ran out."""
+        self.reader.forget_all()
         outcomes = remade(self.host, rows)
         self.reader.forget_all()
         return outcomes
