@@ -34,6 +34,16 @@ def test_a_ratio_off_by_more_than_a_twentieth_fails(grown, status, capsys):
     assert ("MISSED" in capsys.readouterr().out) == bool(status)
 
 
+@pytest.mark.parametrize("name", resident.MIXES)
+def test_the_rows_of_a_mix_are_accounted_as_those_of_its_methods(name):
+    parts = resident.MIXES[name]
+    mix = resident.decode(name, len(parts), 320, 4)
+    alone = [resident.decode(part, 1, 320, 4) for part in parts]
+    # the largest moments of methods that pack need not be that of all
+    assert mix["accounted"] == pytest.approx(sum(a["accounted"] for a in alone), rel=0.02)
+    assert mix["allocated"] <= 1.1 * sum(a["allocated"] for a in alone)
+
+
 def test_rows_come_in_order(monkeypatch, capsys):
     requests = []
 
