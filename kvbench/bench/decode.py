@@ -26,7 +26,7 @@ import torch.nn.functional as F
 
 from kvbench.bench.clock import Clock
 from kvbench.bench.layers import random_layer
-from kvbench.bench.ratio import compared_methods, options
+from kvbench.bench.ratio import compared_methods, finish, options
 from kvbench.bench.roofline import copy_bandwidth
 from kvbench.engine.decode_layer import RowLayer
 from kvbench.kv.model_shape import Shape
@@ -209,4 +209,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    finish(main)

@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from kvbench.bench.ratio import in_process, options
+from kvbench.bench.ratio import finish, in_process, options
 from kvbench.bench.tables import loaded, planned, through_kvbench
 from kvbench.engine.memory import process_memory
 
@@ -106,4 +106,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    finish(main)

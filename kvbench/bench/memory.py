@@ -27,7 +27,7 @@ import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from kvbench import api
-from kvbench.bench.ratio import compared_methods, in_process, options, verdict
+from kvbench.bench.ratio import compared_methods, finish, in_process, options, verdict
 from kvbench.engine import prompt_pass
 from kvbench.engine.memory import process_memory
 from kvbench.engine.step import build, step
@@ -173,7 +173,8 @@ def long_report(lengths: Sequence[int], only: Sequence[str], threads: int) -> in
     print(f"2 layers of {MLP}, 8 query heads of dimension 64, fp32, {threads} threads a process")
     print(f"budgets of {LONG_SIZE} tokens")
     heads = [f"MiB at {n}" for n in lengths]
-    print(f"{'':20}{''.join(f'{head:>16}' for head in heads)}{'KiB a token':>13}{'cache MiB':>11}{'s':>9}")
+    titles = f"{'KiB a token':>13}{'cache MiB':>11}{'over full':>11}{'s':>9}"
+    print(f"{'':20}{''.join(f'{head:>16}' for head in heads)}{titles}")
 
     def measure(name: str) -> list[dict[str, float]]:
         return [in_process("memory", "one", "long", name, n, "--threads", threads) for n in lengths]
@@ -187,9 +188,11 @@ def long_report(lengths: Sequence[int], only: Sequence[str], threads: int) -> in
             missed = name in chosen and last > LIMIT * peaks["full"]
             status |= missed
             mark = "  MISSED" if missed else "  ok" if name in chosen else ""
+            over = f"{last / peaks['full']:11.2f}" if "full" in peaks else f"{'':11}"
             columns = "".join(f"{row['peak'] / MIB:16.1f}" for row in found)
-            rest = f"{slope:13.2f}{found[-1]['cache'] / MIB:11.1f}{found[-1]['seconds']:9.1f}"
+            rest = f"{slope:13.2f}{found[-1]['cache'] / MIB:11.1f}{over}{found[-1]['seconds']:9.1f}"
             print(f"{name:20}{columns}{rest}{mark}", flush=True)
+    print(f"ok: at most {LIMIT:.2f} times the full cache's at {lengths[-1]} tokens")
     for above in (BARE, WHOLE):
         print(f"  {above} / full at {lengths[-1]} tokens: {peaks[above] / peaks['full']:.2f}x")
     return int(status)
@@ -221,7 +224,9 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=16384, help="prompt of the prefill benchmark")
     parser.add_argument("--new", type=int, default=2000, help="tokens of the decode benchmark")
     parser.add_argument("--lengths", type=int, nargs="+", default=[8192, 32768], help="prompts of the long benchmark")
-    parser.add_argument("--only", nargs="+", default=[], help="its methods, besides full")
+    parser.add_argument(
+        "--only", nargs="+", choices=long_entries(), metavar="METHOD", default=[], help="its methods, besides full"
+    )
     parser.add_argument("--threads", type=int, default=1, help="its threads for each process")
     args = parser.parse_args()
     if args.what == "long":
@@ -237,4 +242,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    finish(main)

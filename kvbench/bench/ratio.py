@@ -8,15 +8,17 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NoReturn
 
 from kvbench.conf import read_yaml
+from kvbench.errors import KvbenchError, say
 
 
 def compared_methods(benchmark: str) -> dict[str, dict[str, Any]]:
@@ -32,6 +34,28 @@ def options(doc: str | None, **defaults: int) -> argparse.ArgumentParser:
     for name, default in defaults.items():
         parser.add_argument(f"--{name}", type=int, default=default, help=shared[name])
     return parser
+
+
+def add_peers(parser: argparse.ArgumentParser) -> None:
+    """Let a benchmark take ``--peers``, a Python that can be started."""
+
+    def interpreter(path: str) -> str:
+        if shutil.which(path) is None:
+            raise argparse.ArgumentTypeError(f"{path!r} cannot be started: make .venv-peers/.ready installs one")
+        return path
+
+    text = "a Python in which kvpress is installed (make .venv-peers/.ready)"
+    parser.add_argument("--peers", type=interpreter, metavar="PYTHON", help=text)
+
+
+def finish(main: Callable[[], int]) -> NoReturn:
+    """Exit with the status of a benchmark's ``main``; what kvbench refuses is one message."""
+    try:
+        status = main()
+    except KvbenchError as error:
+        say(str(error))
+        status = error.status
+    raise SystemExit(status)
 
 
 def seconds(run: Callable[[], object]) -> float:
@@ -70,15 +94,15 @@ def in_process(
 ) -> Any:
     """Run the benchmark ``module`` in a process of its own, and return the JSON on the last line that it prints.
 
-    ``env`` are changes to the environment; None takes a variable out. Raises subprocess.CalledProcessError if it
-    fails, and passes on its standard error.
+    ``env`` are changes to the environment; None takes a variable out. Raises KvbenchError if it fails, and passes on
+    its standard error.
     """
     changed = {name: value for name, value in {**os.environ, **(env or {})}.items() if value is not None}
     command = [python, "-m", f"kvbench.bench.{module}", *map(str, arguments)]
     result = subprocess.run(command, capture_output=True, text=True, check=False, env=changed)
     if result.returncode:
         print(result.stderr, end="", file=sys.stderr)
-        result.check_returncode()
+        raise KvbenchError(f"a process of this benchmark ended with status {result.returncode}: {' '.join(command)}")
     return json.loads(result.stdout.splitlines()[-1])
 
 

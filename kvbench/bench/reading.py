@@ -17,7 +17,7 @@ from statistics import median
 import torch
 from transformers import PreTrainedModel
 
-from kvbench.bench.ratio import in_turns, median_ratio, options, seconds, verdict
+from kvbench.bench.ratio import finish, in_turns, median_ratio, options, seconds, verdict
 from kvbench.bench.tables import loaded, planned
 from kvbench.engine.prefill import prefill_chains
 from kvbench.engine.shared_prefix import SharedPrefix
@@ -118,4 +118,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    finish(main)

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
-from kvbench.bench.ratio import kvpress_seconds, options, seconds
+from kvbench.bench.ratio import add_peers, finish, kvpress_seconds, options, seconds
 from kvbench.bench.roofline import copy_bandwidth
 from kvbench.bench.tables import bare_generate, compare, loaded, measured, planned, through_kvbench
 from kvbench.engine.prefill import prefill_chains
@@ -130,7 +130,7 @@ def main() -> int:
     parser.add_argument("--data", default=os.environ.get("KVBENCH_DATA"), help="folder with paul_graham or state_union")
     parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 4096])
     parser.add_argument("--prompts", type=int, default=1)
-    parser.add_argument("--peers", help="a Python in which kvpress is installed (make .venv-peers/.ready)")
+    add_peers(parser)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     ok = True
@@ -151,4 +151,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    finish(main)

@@ -28,9 +28,10 @@ import torch
 from kvbench.audit.accounting import bytes_held
 from kvbench.bench.layers import all_layers
 from kvbench.bench.memory import MIB, in_use
-from kvbench.bench.ratio import compared_methods, in_process, options
+from kvbench.bench.ratio import compared_methods, finish, in_process, options
 from kvbench.engine.decode_layer import RowLayer, allocated
 from kvbench.engine.memory import free_bytes
+from kvbench.errors import unknown
 from kvbench.kv.model_shape import Shape
 from kvbench.kv.segment import LayerCache
 from kvbench.methods.chain import Chain
@@ -185,6 +186,10 @@ def main() -> int:
     parser.add_argument("--one", choices=[*DECODING, *MIXES], help=argparse.SUPPRESS)
     args = parser.parse_args()
     args.tokens = args.tokens or (1024 if args.decode else 4096)
+    known = [*DECODING, *MIXES] if args.decode else [*METHODS]
+    names = [m for m in known if m == "full" or args.only in m]
+    if args.only and not any(args.only in m for m in names):
+        raise unknown("--only", args.only, known)
     if args.one:
         torch.set_num_threads(1)
         decoding = partial(decode, args.one, args.caches, args.tokens, args.decode)
@@ -193,14 +198,12 @@ def main() -> int:
     if args.decode:
         print(f"{args.caches} rows of {args.tokens} tokens decode {args.decode} more: {DECODED}, float16", flush=True)
         sizes = ["--caches", args.caches, "--tokens", args.tokens, "--decode", args.decode]
-        names = [m for m in (*DECODING, *MIXES) if m == "full" or args.only in m]
 
         def run(name: str) -> dict[str, float]:
             return dict(in_process("resident", "--one", name, *sizes, env=ALLOCATOR))
 
         with ThreadPoolExecutor(_at_once(args.caches, args.tokens)) as pool:
             return report_decoding(zip(names, pool.map(run, names), strict=True))
-    names = [m for m in METHODS if m == "full" or args.only in m]
     print(f"{args.caches} caches of {args.tokens} tokens each: {SHAPE}, float16")
     print(WHY, flush=True)
     sizes = ["--caches", args.caches, "--tokens", args.tokens]
@@ -213,4 +216,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    finish(main)

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from kvbench.bench.ratio import in_process, in_turns, median_ratio, options, verdict
+from kvbench.bench.ratio import finish, in_process, in_turns, median_ratio, options, verdict
 from kvbench.bench.tables import random_llama, through_kvbench
 
 SHARED, ALONE = 2.0, 1.1
@@ -84,4 +84,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    finish(main)

@@ -21,7 +21,6 @@ import json
 import os
 import shutil
 import statistics
-import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -34,10 +33,12 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from kvbench.bench import ratio
 from kvbench.bench.ratio import in_process, in_turns, kvpress_seconds, median_ratio, options, seconds, verdict
 from kvbench.engine.likelihood import teacher_force
 from kvbench.engine.memory import process_memory
 from kvbench.engine.prefill import prefill_chains
+from kvbench.errors import KvbenchError
 from kvbench.models import load
 from kvbench.run import config, experiment
 from kvbench.run.experiment import RunPlan
@@ -195,8 +196,8 @@ def against_peers(host: Host, run: RunPlan, folder: Path, python: str, repeats: 
         ours.append(through_kvbench(host, run))
         try:
             by_row = kvpress_seconds(python, folder, *sizes)
-        except subprocess.CalledProcessError as error:
-            print(f"  kvpress could not be measured: {(error.stderr.strip().splitlines() or ['?'])[-1]}")
+        except KvbenchError as error:
+            print(f"  kvpress could not be measured: {error}")
             return False
         theirs.append(sum(by_row.values()))
         others.append(sum(s for label, s in by_row.items() if not label.startswith("h2o")))
@@ -305,7 +306,7 @@ def main() -> int:
     parser.add_argument("--part", nargs="+", choices=(*parts, *others), default=parts, help=help_text)
     parser.add_argument("--examples", type=int, default=4, help="prompts per task; of questions: how many")
     parser.add_argument("--model", default="smollm2-135m-q4_1", help="of fidelity and questions")
-    parser.add_argument("--peers", help="a Python in which kvpress is installed (make .venv-peers/.ready)")
+    ratio.add_peers(parser)
     parser.add_argument("--resident", help=argparse.SUPPRESS)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -344,4 +345,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    ratio.finish(main)

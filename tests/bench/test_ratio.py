@@ -1,11 +1,12 @@
 """What benchmarks share: turns, ratios, verdicts, and processes whose failure is told."""
 
-import subprocess
+import sys
 
 import pytest
 
 from kvbench.bench import growth, ratio, real_table
 from kvbench.bench.ratio import in_process
+from kvbench.errors import KvbenchError, UsageError
 
 pytestmark = pytest.mark.e2e("starts processes")
 
@@ -39,9 +40,26 @@ def test_options_have_the_defaults_that_are_asked_for():
 
 
 def test_a_process_that_fails_says_why(capsys):
-    with pytest.raises(subprocess.CalledProcessError):
+    with pytest.raises(KvbenchError, match=r"ended with status 2: .*memory nothing"):
         ratio.in_process("memory", "nothing")
     assert "invalid choice: 'nothing'" in capsys.readouterr().err
+
+
+def test_what_is_refused_is_one_message_and_a_python_must_exist(capsys):
+    def refuses():
+        raise UsageError("no such thing")
+
+    for end, status in ((lambda: 1, 1), (refuses, 2)):
+        with pytest.raises(SystemExit) as stop:
+            ratio.finish(end)
+        assert stop.value.code == status
+    assert capsys.readouterr().err == "kvbench: no such thing\n"
+    parser = ratio.options("help")
+    ratio.add_peers(parser)
+    assert parser.parse_args(["--peers", sys.executable]).peers == sys.executable
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--peers", "/nowhere/python"])
+    assert "cannot be started: make .venv-peers/.ready installs one" in capsys.readouterr().err
 
 
 def test_growth_is_the_slope_between_the_logarithms_of_the_last_three_points():
