@@ -44,7 +44,8 @@ def test_beginnings_that_prompts_share_are_read_once_and_change_no_score(tmp_pat
         shared_prefix, "observe", lambda model, ids, *a, **k: read.append(len(ids)) or original(model, ids, *a, **k)
     )
     arguments.append(f"results={tmp_path / 'b'}")
-    assert run_json(capsys, *arguments, "shared_prefix=32")[0] == 0
+    status, report = run_json(capsys, *arguments, "shared_prefix=32")
+    assert status == 0 and any("read in pieces of 32 tokens (shared_prefix)" in note for note in report["notes"])
     assert len(read) > 4 and read == [*range(32, read[-1] + 1, 32)]
     assert metrics_of(tmp_path / "b") == metrics_of(tmp_path / "a")
     for path in (tmp_path / "b").glob("cells/*/cell.json"):

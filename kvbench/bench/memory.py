@@ -29,6 +29,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from kvbench import api
 from kvbench.bench.ratio import compared_methods, finish, in_process, options, verdict
 from kvbench.engine import prompt_pass
+from kvbench.engine.decode_layer import RowLayer
 from kvbench.engine.memory import process_memory
 from kvbench.engine.step import build, step
 from kvbench.methods import registry
@@ -148,11 +149,20 @@ def decode_growth(name: str, new: int) -> dict[str, float]:
     growth = {"early": early, "late": in_use(), "tokens": float(PROMPT + new), "excess": 0.0}
     evictor = cache.chain.evictor
     if evictor is not None:
-        counts = [rows.held() for layer in batch for _, rows in layer.formats if isinstance(rows, EvictingRows)]
         promised = [torch.tensor(evictor.head_budgets(c, i)) for i, c in enumerate(cache.layers)]
-        growth["tokens"] = float(torch.cat([c.flatten().float() for c in counts]).mean())
-        growth["excess"] = float(max(int((c.cpu() - p).max()) for c, p in zip(counts, promised, strict=True)))
+        counts = [held_by_head(layer, len(p)) for layer, p in zip(batch, promised, strict=True)]
+        growth["tokens"] = float(torch.cat(counts).float().mean())
+        growth["excess"] = float(max(int((c - p).max()) for c, p in zip(counts, promised, strict=True)))
     return growth
+
+
+def held_by_head(layer: RowLayer, heads: int) -> torch.Tensor:
+    """Return how many tokens each of the heads of a layer's only row holds [heads]; heads can be in several formats."""
+    counts = torch.zeros(heads, dtype=torch.int64)
+    for entries, rows in layer.formats:
+        if isinstance(rows, EvictingRows):
+            counts[slice(None) if entries.heads is None else entries.heads.cpu()] = rows.held().flatten().cpu()
+    return counts
 
 
 def prefill_report(tokens: int) -> int:

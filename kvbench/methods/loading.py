@@ -69,13 +69,29 @@ def load_stage(path: Path, method: str, target: str, knobs: Mapping[str, Any]) -
                 f"{_source_line(cls)}: class {name} has {attribute} {getattr(cls, attribute, None)!r}: {remedy}"
             )
     try:
-        return cls(**knobs)
+        stage = cls(**knobs)
     except UsageError:
         raise
     except Exception as error:
         raise UsageError(
             f"{entry}, with the knobs there, cannot be made: {_located(error, _source_line(cls))}"
         ) from error
+    _check_needs(stage)
+    return stage
+
+
+def _check_needs(stage: Stage) -> None:
+    """Raise UsageError unless the stage says what it reads of a prompt: that is asked before any prompt is read."""
+    from kvbench.kv.observation import Needs
+
+    line = _source_line(type(stage))
+    where = f"{line}: {type(stage).__name__}.needs(n), what it reads of a prompt of n tokens,"
+    try:
+        needs = stage.needs(1)
+    except Exception as error:
+        raise UsageError(f"{where} failed: {_located(error, line)}") from error
+    if not isinstance(needs, Needs):
+        raise UsageError(f"{where} is {needs!r}: return Needs(...), which is in kvbench.kv.observation")
 
 
 def _located(error: BaseException, place: str) -> str:

@@ -36,7 +36,7 @@ ALIASES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "q8_0_h": ("q8_0", {"rotate": "hadamard"}),
 }
 # the line of a class that names its method
-ID = re.compile(r'^    id(?:: ClassVar\[str\])? = "([\w-]+)"', re.MULTILINE)
+ID = re.compile(r"""^(?: {2,4}|\t)id *(?:: *[\w.\[\]]+ *)?= *["']([\w-]+)["']""", re.MULTILINE)
 
 
 @cache
@@ -83,7 +83,10 @@ def unknown_method(method: str) -> UsageError:
             f"kvbench has no {method}, a press of kvpress. Available: {', '.join(available())}; and, where kvpress is "
             "installed, method=kvpress:NAME (python -m kvbench list kvpress)."
         )
-    return unknown("method", method, available(), "Join methods with +, as in method=snapkv+think.")
+    hints = ["Join methods with +, as in method=snapkv+think."]
+    if nameless := [str(path) for path in _files()[1] if path.name[0] != "_" and not _ids(path)]:
+        hints.append(f'No class with a line id = "..." is in {", ".join(nameless)}.')
+    return unknown("method", method, available(), " ".join(hints))
 
 
 def unknown_knob(knob: str, value: Any, names: Iterable[str], hint: str) -> UsageError:
@@ -96,6 +99,9 @@ def unknown_knob(knob: str, value: Any, names: Iterable[str], hint: str) -> Usag
         with suppress(ValueError, TypeError):
             ratios = ",".join(f"{1 - float(v):g}" for v in values)
             return UsageError(f"unknown knob {knob!r}: it is the fraction removed; kv_ratio={ratios} is what is kept")
+    owners = [path.stem for path in sorted((conf_dir() / "method").glob("*.yaml")) if knob in defaults(path.stem)]
+    if owners:
+        return UsageError(f"unknown knob {knob!r} of what is asked for: {', '.join(owners)} have it")
     return unknown("knob", knob, names, hint)
 
 
@@ -107,15 +113,25 @@ def path_of(method: str) -> Path:
     return path if path.exists() else _modules().get(method, (path,))[0]
 
 
-@cache
-def _modules() -> dict[str, tuple[Path, ...]]:
-    """Return {method id: files of kvbench/methods or KVBENCH_METHODS that define it}, without importing them."""
+def _files() -> tuple[list[Path], list[Path]]:
+    """Return the files of kvbench/methods, and those of the folders that KVBENCH_METHODS names."""
     folders = list(map(Path, kvbench.methods.__path__))
     missing = next((folder for folder in folders if not folder.is_dir()), None)
     if missing is not None:
         raise UsageError(f"KVBENCH_METHODS={missing}: there is no such folder; name one that holds files of methods")
-    files = [path for folder in folders for path in sorted(folder.glob("*.py")) if path.is_file()]
-    definitions = [(method, path) for path in files for method in ID.findall(path.read_text("utf-8", "replace"))]
+    files = [[path for path in sorted(folder.glob("*.py")) if path.is_file()] for folder in folders]
+    return files[0], [path for others in files[1:] for path in others]
+
+
+def _ids(path: Path) -> list[str]:
+    """Return the ids of the methods that a file defines."""
+    return ID.findall(path.read_text("utf-8", "replace"))
+
+
+@cache
+def _modules() -> dict[str, tuple[Path, ...]]:
+    """Return {method id: files of kvbench/methods or KVBENCH_METHODS that define it}, without importing them."""
+    definitions = [(method, path) for files in _files() for path in files for method in _ids(path)]
     return {method: tuple(path for m, path in definitions if m == method) for method, _ in definitions}
 
 

@@ -190,8 +190,8 @@ def report(prepared: RunPlan) -> Report:
     """Return the report of all stored samples of this run's cells, measured by this run or by earlier ones."""
     cfg = prepared.cfg
     records = prepared.records()
-    notes = [*prepared.advice(), *_precision_notes(prepared, records)]
-    real_datasets = sorted({d.name for d in cfg.datasets} - {"tiny"})
+    notes = [*prepared.advice(), *_precision_notes(prepared, records), *_reading_notes(records)]
+    real_datasets = sorted({d.name for d in cfg.datasets if set(d.tasks) != {"tiny"}} - {"tiny"})
     if cfg.model.path == "embedded:tiny" and real_datasets:
         notes.append(
             f"The tiny model was trained on synthetic text only, not on text like that of {', '.join(real_datasets)}."
@@ -230,6 +230,19 @@ def _precision_notes(prepared: RunPlan, records: Sequence[CellRecord]) -> list[s
     return [
         *([f"Dtype {precision.dtype_reason(configured, prepared.dtype, device)}."] if better else []),
         *([precision.rounding_note(largest, prepared.dtype)] if largest else []),
+    ]
+
+
+def _reading_notes(records: Sequence[CellRecord]) -> list[str]:
+    """Return the note that prompts were read in pieces, or []."""
+    batches = [p.get("batch", {}) for r in records for p in r.provenance]
+    sizes = {int(b["shared_prefix"]) for b in batches if "shared_prefix" in b}
+    if not sizes:
+        return []
+    pieces = " and ".join(map(str, sorted(sizes)))
+    return [
+        f"Prompts were read in pieces of {pieces} tokens (shared_prefix), and those with which one begins as the one "
+        "before once; prefill ms counts them in each."
     ]
 
 

@@ -28,7 +28,7 @@ def test_the_full_cache_is_there_to_compare_with_and_may_grow(monkeypatch):
     assert memory.decode_report(2000) == 0
 
 
-@pytest.mark.parametrize("name", ["full", "h2o uncomp", "cake", "qhitter code"])
+@pytest.mark.parametrize("name", ["full", "h2o uncomp", "cake", "qhitter code", "uncomp-group"])
 def test_tokens_are_counted_in_every_layer(name):
     actual = memory.decode_growth(name, 20)
     assert actual["tokens"] == (532 if name == "full" else 256) and actual["excess"] <= 0

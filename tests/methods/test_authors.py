@@ -45,6 +45,14 @@ SLIPS = {
     "fails at import": (CODE + "1 / 0\n", YAML, "mine_method.py:8", "ZeroDivisionError"),
     "exits at import": (CODE + "raise SystemExit(0)\n", YAML, "mine_method.py:8", "SystemExit"),
     "no such knob": (CODE, YAML + "  narrow: 1\n", "mine_method.py:4", "unexpected keyword argument 'narrow'"),
+    "needs without n": (CODE + "    def needs(self):\n        return 1\n", YAML, "mine_method.py:4", "Mine.needs(n)"),
+    "no needs": (
+        CODE + "    def needs(self, n):\n        return None\n",
+        YAML,
+        "mine_method.py:4",
+        "is None: return Needs",
+    ),
+    "needs fail": (CODE + "    def needs(self, n):\n        1 / 0\n", YAML, "mine_method.py:9", "ZeroDivisionError"),
     "fails when made": (CODE + "    def check(self):\n        1 / 0\n", YAML, "mine_method.py:9", "ZeroDivisionError"),
     "empty": (CODE, "", "mine.yaml:1", "write mine: {_target_: package.module.Class"),
     "no target": (CODE, "mine:\n  wide: 3\n", "mine.yaml:1", "write mine: {_target_: package.module.Class"),
@@ -156,6 +164,21 @@ def test_a_method_is_one_file_with_the_knobs_of_its_class(file_alone, capsys):
     assert main(["list", "methods", "--json"]) == 0
     (listed,) = (m for m in json.loads(capsys.readouterr().out)["methods"] if m["id"] == "mine")
     assert listed["about"] == "Mine: the last tokens." and listed["knobs"]["wide"] == 3
+
+
+@pytest.mark.parametrize("line", ["id='mine'", "id: str = 'mine'", 'id:ClassVar[str]="mine"'])
+def test_an_id_is_found_however_it_is_written(line, file_alone):
+    file_alone(
+        ALONE.replace('id = "mine"', line).replace("import dataclass", "import dataclass\nfrom typing import ClassVar")
+    )
+    assert "mine" in registry.available() and registry.defaults("mine")["wide"] == 3
+
+
+def test_a_file_without_an_id_is_named_where_a_method_is_unknown(file_alone, capsys):
+    file_alone(ALONE.replace("id = ", "name = "))
+    assert main(["run", "method=mine", "--plan"]) == 2
+    err = capsys.readouterr().err
+    assert "unknown method 'mine'" in err and 'No class with a line id = "..." is in ' in err and "mine.py." in err
 
 
 def test_slips_in_the_file_of_such_a_method_are_told_with_its_line(file_alone, capsys):
