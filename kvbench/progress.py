@@ -44,19 +44,24 @@ def progress(totals: Mapping[str, int], quiet: bool = False, unit: str = "answer
 
 
 class Left(ProgressColumn):
-    """The time left at the mean rate so far. rich's own estimate takes the burst in which a batch ends for the rate."""
+    """The time left at the mean rate so far. rich's own estimate takes the burst in which a batch ends for the rate.
+
+    A task with the field ``left`` has had that many seconds left when it was last advanced.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self._last: dict[TaskID, tuple[float, float]] = {}  # (completed, elapsed when it came to that)
+        # (completed, seconds passed and left when it came to that)
+        self._last: dict[TaskID, tuple[float, float, float]] = {}
 
     def render(self, task: Task) -> Text:
         if not task.completed or task.total is None or task.elapsed is None:
             return Text("-:--:--", style="progress.remaining")
-        if self._last.get(task.id, (0.0, 0.0))[0] != task.completed:
-            self._last[task.id] = task.completed, task.elapsed
-        completed, elapsed = self._last[task.id]
-        seconds_left = max(0.0, elapsed / completed * (task.total - completed) - (task.elapsed - elapsed))
+        if self._last.get(task.id, (0.0,))[0] != task.completed:
+            by_rate = task.elapsed / task.completed * (task.total - task.completed)
+            self._last[task.id] = task.completed, task.elapsed, task.fields.get("left", by_rate)
+        _, elapsed, left = self._last[task.id]
+        seconds_left = max(0.0, left - (task.elapsed - elapsed))
         return Text(str(timedelta(seconds=round(seconds_left))), style="progress.remaining")
 
 

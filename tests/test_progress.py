@@ -20,7 +20,7 @@ def shown(monkeypatch, terminal):
     clock = Clock()
     monkeypatch.setattr(displays.time, "monotonic", clock.monotonic)
     monkeypatch.setattr(displays.sys.stderr, "isatty", lambda: terminal, raising=False)
-    todo = [SimpleNamespace(task=t, answers_to_do=n) for t, n in (("needle", 4), ("code", 2), ("done", 0))]
+    todo = [SimpleNamespace(task=t, answers_to_do=n, cells=["c"]) for t, n in (("needle", 4), ("code", 2), ("done", 0))]
     display = displays.Display()
     display.begin(SimpleNamespace(todo=lambda: todo, advice=list))
     return display, clock
@@ -78,13 +78,29 @@ def test_a_group_that_ends_early_says_how_far_it_came(monkeypatch, capsys):
 
 
 def test_time_left_is_by_the_mean_rate_though_answers_come_in_bursts():
-    remaining, task = progress.Left(), SimpleNamespace(id=0, completed=0, total=150, elapsed=5.0)
+    remaining, task = progress.Left(), SimpleNamespace(id=0, completed=0, total=150, elapsed=5.0, fields={})
     assert remaining.render(task).plain == "-:--:--"
     seen = []
     # 75 answers at once after 15 s, and none for a while: as many again take 15 s more
     for task.completed, task.elapsed in ((75, 15.0), (75, 20.0), (75, 40.0), (150, 42.0)):
         seen.append(remaining.render(task).plain)
     assert seen == ["0:00:15", "0:00:10", "0:00:00", "0:00:00"]
+
+
+def test_time_left_counts_prompts_that_are_read_before_the_first_answer(monkeypatch, capsys):
+    display, clock = shown(monkeypatch, terminal=False)
+    for _ in range(4):
+        display.reading("needle")
+        clock.now += 10
+    clock.now += 2  # all four have been read, and the first answer took two seconds more
+    display.stored(cell("needle"), SimpleNamespace(kept=50, n=100))
+    clock.now += 20
+    display.stored(cell("needle"), SimpleNamespace(kept=50, n=100))
+    said = capsys.readouterr().err.splitlines()
+    assert [line.split(", ")[-1] for line in said if "left" in line] == ["about 6 s left", "about 22 s left"]
+    # half of the prompts are still to come
+    count = displays.Count(total=8, prompts=4, done=2, read=2, pure=1, pure_s=10.0, start=100.0)
+    assert count.left(124.0) == 10.0 * 2 + 4.0 / 2 * 6
 
 
 def test_a_terminal_has_one_line_per_group_that_has_something_to_do(monkeypatch):

@@ -20,6 +20,9 @@ class Count:
     """The answers of one group so far.
 
     total, done: answers to come in all, and those that have come.
+    prompts, read: prompts to read in all, and those begun.
+    pure, pure_s: how many were read with no answer until the next was begun, and how long that took.
+    began: when the newest prompt was begun; None once an answer has come since.
     kept: the sum over answers of the fraction of the prompt's tokens kept.
     start: the time when the group's first prompt was about to be read.
     last: the time of the last plain line.
@@ -28,12 +31,32 @@ class Count:
     """
 
     total: int
+    prompts: int = 0
     done: int = 0
+    read: int = 0
+    pure: int = 0
+    pure_s: float = 0.0
+    began: float | None = None
     kept: float = 0.0
     start: float | None = None
     last: float = 0.0
     said: int = 0
     line: TaskID | None = None
+
+    def reading(self, now: float) -> None:
+        """Count a prompt that is about to be read."""
+        if self.began is not None:
+            self.pure, self.pure_s = self.pure + 1, self.pure_s + now - self.began
+        self.read, self.began = self.read + 1, now
+
+    def left(self, now: float) -> float:
+        """Return the seconds left: prompts are read before answers come, often many before the first.
+
+        Prompts to come take the mean of those that were read, answers the mean of what else has passed.
+        """
+        each = self.pure_s / self.pure if self.pure else 0.0
+        answering = max(now - (self.start or now) - each * self.read, 0.0)
+        return each * max(self.prompts - self.read, 0) + answering / self.done * (self.total - self.done)
 
     def text(self, now: float) -> str:
         """Return as text the answers per second, or seconds per answer if slow, and the mean share of tokens kept."""
@@ -52,7 +75,9 @@ class Display:
 
     def begin(self, prepared: RunPlan) -> None:
         todo = prepared.todo()
-        self.counts = {t.task: Count(t.answers_to_do) for t in todo if t.answers_to_do}
+        self.counts = {
+            t.task: Count(t.answers_to_do, -(-t.answers_to_do // len(t.cells))) for t in todo if t.answers_to_do
+        }
         for note in prepared.advice() if self.counts else ():
             say(note)
         if self.counts and sys.stderr.isatty():
@@ -65,6 +90,7 @@ class Display:
         if count is None:
             return
         now = time.monotonic()
+        count.reading(now)
         if count.start is None:
             count.start = count.last = now
             if self.bars is not None and count.line is not None:
@@ -78,11 +104,11 @@ class Display:
         count = self.counts.get(cell.column)
         if count is None:
             return
-        count.done += 1
+        count.done, count.began = count.done + 1, None
         count.kept += sample.kept / max(1, sample.n)
         now = time.monotonic()
         if self.bars is not None and count.line is not None:
-            self.bars.update(count.line, advance=1, rate=count.text(now))
+            self.bars.update(count.line, advance=1, rate=count.text(now), left=count.left(now))
         elif now - count.last >= PLAIN_EVERY_S or count.done == count.total:
             count.last = now
             self._print_line(cell.column, count, now)
@@ -101,7 +127,7 @@ class Display:
         if not count.done:
             say(f"{name}: 0 of {count.total} answers, reading prompts since {now - (count.start or now):.0f} s")
             return
-        seconds_left = (now - (count.start or now)) / count.done * (count.total - count.done)
+        seconds_left = count.left(now)
         count.said = count.done
         remaining = "" if ended or not seconds_left else f", about {seconds_left:.0f} s left"
         say(f"{name}: {count.done} of {count.total} answers, {count.text(now)}{remaining}")
