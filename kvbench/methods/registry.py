@@ -100,7 +100,7 @@ def unknown_knob(knob: str, value: Any, names: Iterable[str], hint: str) -> Usag
             ratios = ",".join(f"{1 - float(v):g}" for v in values)
             return UsageError(f"unknown knob {knob!r}: it is the fraction removed; kv_ratio={ratios} is what is kept")
     owners = [path.stem for path in sorted((conf_dir() / "method").glob("*.yaml")) if knob in defaults(path.stem)]
-    if owners:
+    if owners and knob not in BUDGET_KNOBS:  # why a method has no budget is in the hint
         return UsageError(f"unknown knob {knob!r} of what is asked for: {', '.join(owners)} have it")
     return unknown("knob", knob, names, hint)
 
