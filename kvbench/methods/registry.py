@@ -99,7 +99,11 @@ def unknown_knob(knob: str, value: Any, names: Iterable[str], hint: str) -> Usag
         with suppress(ValueError, TypeError):
             ratios = ",".join(f"{1 - float(v):g}" for v in values)
             return UsageError(f"unknown knob {knob!r}: it is the fraction removed; kv_ratio={ratios} is what is kept")
-    owners = [path.stem for path in sorted((conf_dir() / "method").glob("*.yaml")) if knob in defaults(path.stem)]
+    owners = []
+    for method in sorted(path.stem for path in (conf_dir() / "method").glob("*.yaml")):
+        with suppress(UsageError):  # of a file that cannot be read
+            if knob in defaults(method):
+                owners.append(method)
     if owners and knob not in BUDGET_KNOBS:  # why a method has no budget is in the hint
         return UsageError(f"unknown knob {knob!r} of what is asked for: {', '.join(owners)} have it")
     return unknown("knob", knob, names, hint)
