@@ -42,10 +42,15 @@ def headline(error: BaseException) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
+def did_you_mean(value: object, names: Iterable[str]) -> str:
+    """Return the question whether one of the nearest ``names`` was meant, behind a space; empty if none is near."""
+    near = difflib.get_close_matches(str(value), sorted(names), n=3, cutoff=0.5)
+    return f" Did you mean {' or '.join(near)}?" if near else ""
+
+
 def unknown(kind: str, value: object, allowed: Iterable[str], hint: str = "") -> UsageError:
     """Return the error for a name that is not one of ``allowed``. It names the nearest ones, then all."""
     names = sorted(set(allowed))
-    near = difflib.get_close_matches(str(value), names, n=3, cutoff=0.5)
-    meant = f" Did you mean {' or '.join(near)}?" if near else ""
+    meant = did_you_mean(value, names)
     listed = f" Available: {', '.join(names)}." if names else ""
     return UsageError(f"unknown {kind} {value!r}.{meant}{listed}{' ' + hint if hint else ''}")

@@ -119,21 +119,21 @@ def decode(name: str, rows: int, tokens: int, new: int) -> dict[str, float]:
 
     room = Room(tokens=new)
     templates = [build(chain) for chain in chains]
-    few = max(WARM, len(chains))
-    warm = batch_of(few)
-    feed(warm, few)
+    warm_rows = max(WARM, len(chains))
+    warm = batch_of(warm_rows)
+    feed(warm, warm_rows)
     baseline = in_use()
     layers = batch_of(rows)
     payloads = [feed(layers, rows) for _ in range(new)]
     grown = in_use() - baseline
     # a method's rows hold the same random numbers: the last state of its first stands for all
     each = rows // len(chains)
-    held = each * sum(
+    accounted = each * sum(
         bytes_held(layer.continued(cache, row=each * part)).total
         for part, template in enumerate(templates)
         for layer, cache in zip(layers, template, strict=True)
     )
-    return {"grown": grown, "allocated": allocated(layers), "accounted": held + max(payloads) - payloads[-1]}
+    return {"grown": grown, "allocated": allocated(layers), "accounted": accounted + max(payloads) - payloads[-1]}
 
 
 def report_decoding(results: Iterable[tuple[str, dict[str, float]]]) -> int:
@@ -186,10 +186,10 @@ def main() -> int:
     parser.add_argument("--one", choices=[*DECODING, *MIXES], help=argparse.SUPPRESS)
     args = parser.parse_args()
     args.tokens = args.tokens or (1024 if args.decode else 4096)
-    known = [*DECODING, *MIXES] if args.decode else [*METHODS]
-    names = [m for m in known if m == "full" or args.only in m]
+    measurable = [*DECODING, *MIXES] if args.decode else [*METHODS]
+    names = [m for m in measurable if m == "full" or args.only in m]
     if args.only and not any(args.only in m for m in names):
-        raise unknown("--only", args.only, known)
+        raise unknown("--only", args.only, measurable)
     if args.one:
         torch.set_num_threads(1)
         decoding = partial(decode, args.one, args.caches, args.tokens, args.decode)

@@ -45,11 +45,11 @@ class Cache:
     def __repr__(self) -> str:
         knobs = [(k, v) for stage in self.chain.stages for k, v in stage.knobs().items()]
         name = " ".join([self.chain.name, *(f"{k}={v}" for k, v in knobs if k in SHOWN and v is not None)])
-        kept = [len(positions) for layer in self.layers for positions in layer.kept_positions()]
+        counts = [len(positions) for layer in self.layers for positions in layer.kept_positions()]
         some = (
-            f"{min(kept)} to {max(kept)}, {sum(kept) / len(kept):.0f} in the mean,"
-            if len({*kept}) > 1
-            else f"{kept[0]}"
+            f"{min(counts)} to {max(counts)}, {sum(counts) / len(counts):.0f} in the mean,"
+            if len({*counts}) > 1
+            else f"{counts[0]}"
         )
         return f"<Cache {name}: {some} of {self.seen} tokens, {self.nbytes() / 2**20:.2f} MiB>"
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 import logging
@@ -25,7 +24,7 @@ from transformers import (
 from transformers.utils import logging as hf_logging
 
 from kvbench.conf import check, entries
-from kvbench.errors import KvbenchError, UsageError, headline, unknown
+from kvbench.errors import KvbenchError, UsageError, did_you_mean, headline, unknown
 from kvbench.extras import require
 from kvbench.models import fetch, traits, weights
 from kvbench.models.config import ModelConfig
@@ -80,11 +79,9 @@ def locate(cfg: ModelConfig) -> ModelSource:
     if exists:
         return _check_folder(cfg, folder)
     if cfg.path.startswith((".", "/", "~")) or cfg.path.count("/") != 1:
-        near = " or ".join(difflib.get_close_matches(cfg.path, entries("model"), n=2))
-        meant = f" Did you mean {near}?" if near else ""
         raise UsageError(
-            f"model={cfg.path}: there is no such folder.{meant} Give a folder with config.json and *.safetensors, an "
-            "owner/name id of the Hugging Face hub, or one of python -m kvbench list models"
+            f"model={cfg.path}: there is no such folder.{did_you_mean(cfg.path, entries('model'))} Give a folder with "
+            "config.json and *.safetensors, an owner/name id of the Hugging Face hub, or one of python -m kvbench list models"
         )
     return _find_on_hub(cfg)
 

@@ -170,12 +170,12 @@ class DecodeQueue:
         self.waiting = [r for r in self.waiting if r not in entering]
         entered, lost = self._enter(self._batch, entering)
         self.running += entered
-        short = [row for row, error in lost if isinstance(error, Exception) and is_out_of_memory(error)]
-        if not (short and self.running):
+        unmade = [row for row, error in lost if isinstance(error, Exception) and is_out_of_memory(error)]
+        if not (unmade and self.running):
             return lost
         release()
-        self._shrink(len(self.running), short, f"beside {len(self.running)} answers")
-        return [(row, error) for row, error in lost if row not in short]
+        self._shrink(len(self.running), unmade, f"beside {len(self.running)} answers")
+        return [(row, error) for row, error in lost if row not in unmade]
 
     def _shrink(self, most_rows: int, rows: Sequence[QueuedRow], where: str) -> None:
         """Let ``rows`` wait again, and at most so many run at once from now on, as memory ran out."""
