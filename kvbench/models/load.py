@@ -81,7 +81,8 @@ def locate(cfg: ModelConfig) -> ModelSource:
     if cfg.path.startswith((".", "/", "~")) or cfg.path.count("/") != 1:
         raise UsageError(
             f"model={cfg.path}: there is no such folder.{did_you_mean(cfg.path, entries('model'))} Give a folder with "
-            "config.json and *.safetensors, an owner/name id of the Hugging Face hub, or one of python -m kvbench list models"
+            "config.json and *.safetensors, an owner/name id of the Hugging Face hub, or one of "
+            "python -m kvbench list models"
         )
     return _find_on_hub(cfg)
 
