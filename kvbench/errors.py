@@ -31,10 +31,15 @@ def say(text: str) -> None:
 
 
 def ending(error: BaseException) -> str:
-    """Return as text why a run ended early."""
+    """Return as text why a run ended early, with the notes on the error."""
     if isinstance(error, SystemExit):
         return "its process was told to end"
-    return str(error) or type(error).__name__
+    return "; ".join([str(error) or type(error).__name__, *notes(error)])
+
+
+def notes(error: BaseException) -> list[str]:
+    """Return the notes on an error, such as what was being done when it was raised."""
+    return list(getattr(error, "__notes__", ()))
 
 
 def headline(error: BaseException) -> str:

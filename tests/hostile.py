@@ -1,14 +1,23 @@
 """Methods that misbehave, each in its own way, and why each is refused."""
 
+import builtins
+import os
+import random
+import re
+import secrets
 import sys
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
+from transformers.models.llama import modeling_llama
+from transformers.models.llama.modeling_llama import LlamaAttention
 
 from kvbench.kv import ops
 from kvbench.kv.observation import Needs
 from kvbench.methods.base import Selector
 from kvbench.methods.keynorm import KeyNorm
+from kvbench.methods.snapkv import SnapKV
 
 kept = []  # what methods stash where nobody looks
 MODES = {}  # mode -> (what it does with (stage, cache, obs), why it is refused; None: it harms only itself)
@@ -108,6 +117,56 @@ def sets_what_is_global(stage, cache, obs):
     torch.manual_seed(0)
 
 
+def replacing(owner, name):
+    def act(stage, cache, obs):
+        def wrong(*args, **kwargs):
+            raise IndexError("not what others called")
+
+        setattr(owner, name, wrong)
+
+    return act
+
+
+REPLACED = {
+    "torch.topk": (torch, "topk"),
+    "torch.Tensor.sum": (torch.Tensor, "sum"),  # which the class inherits
+    "torch.nn.functional.softmax": (torch.nn.functional, "softmax"),
+    "transformers.models.llama.modeling_llama.LlamaAttention.forward": (LlamaAttention, "forward"),
+    "transformers.models.llama.modeling_llama.rotate_half": (modeling_llama, "rotate_half"),
+    "kvbench.kv.ops.select": (ops, "select"),
+    "kvbench.kv.ops.len": (ops, "len"),  # which is built in
+    "kvbench.methods.snapkv.SnapKV.scores": (SnapKV, "scores"),
+    "builtins.sorted": (builtins, "sorted"),
+}
+for replaced, (owner, name) in REPLACED.items():
+    MODES[f"replaces {replaced}"] = replacing(owner, name), re.escape(f"hostile replaces {replaced}, with which other")
+
+
+@mode("hostile would end the program: SystemExit by os._exit")
+def ends_at_once(stage, cache, obs):
+    os._exit(0)
+
+
+@mode("hostile would end the program: SystemExit by os._exit")
+def ends_at_once_by_another_name(stage, cache, obs):
+    sys.modules[os.name]._exit(0)
+
+
+@mode("sys.stdout is not the method's to close")
+def closes_a_stream(stage, cache, obs):
+    sys.stdout.close()
+
+
+@mode("sys.__stderr__ is not the method's to close")
+def closes_the_first_stream(stage, cache, obs):
+    sys.__stderr__.close()
+
+
+@mode()
+def puts_another_stream_in_its_place(stage, cache, obs):
+    sys.stderr = sys.stdout = None
+
+
 @mode("hostile changes its own knobs while it runs")
 def forgets_its_knobs(stage, cache, obs):
     object.__setattr__(stage, "kv_size", 32)
@@ -187,6 +246,36 @@ def before_the_prompt(stage, honest, cache, obs):
 
 
 OTHERS = "that are not those of the prompt at the positions it names"
+
+
+def chosen(cache, scores):
+    """Keep the 64 tokens with the best scores [n]."""
+    return ops.select(cache, scores.topk(64).indices.sort().values[None])
+
+
+@result()
+def draws_from_torch(stage, honest, cache, obs):
+    return chosen(cache, torch.rand(obs.n))
+
+
+@result()
+def draws_from_python_and_numpy(stage, honest, cache, obs):
+    return chosen(cache, torch.tensor([random.random() + np.random.rand() for _ in range(obs.n)]))
+
+
+TWICE = r"keeps something else of the same prompt when it computes it twice \(layer 3\)"
+
+
+@result(TWICE)
+def remembers_the_prompts_before(stage, honest, cache, obs):
+    kept.append(obs.layer)
+    scores = torch.arange(obs.n)
+    return chosen(cache, scores if kept.count(obs.layer) % 2 else -scores)
+
+
+@result(TWICE)
+def draws_from_the_system(stage, honest, cache, obs):
+    return chosen(cache, torch.tensor([secrets.randbelow(1000) for _ in range(obs.n)]))
 
 
 @result()

@@ -1,21 +1,25 @@
 """Methods that misbehave, each in its own way: refused with the reason or harmless, and no other number changes."""
 
+import contextlib
 import importlib
+import random
 import re
 import shutil
 import signal
 import subprocess
 import sys
+import time
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hostile import MODES, RESULTS, Hostile, kept, sets_what_is_global
 from runs import prepare
 
-from kvbench.methods import foreign, registry
+from kvbench.methods import foreign, registry, walls
 from kvbench.methods.base import Mask
 from kvbench.methods.chain import Chain
 from kvbench.methods.evicting import EvictingSelector
@@ -109,8 +113,57 @@ def test_an_interrupt_of_the_users_is_not_the_methods(bench, request):
         def compress(self, cache, obs):
             signal.raise_signal(signal.SIGINT)
 
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt) as interrupt:
         bench(Chain((Interrupted(kv_size=64),)))
+    # notes are what a user reads who asks where it was
+    (note,) = interrupt.value.__notes__
+    assert note.startswith(f"hostile was being asked, at {__file__}:")
+
+
+def test_a_method_that_does_not_come_back_is_named_once(monkeypatch, capsys):
+    monkeypatch.setattr(walls, "SILENT_S", 0.2)
+    with walls.contained("slow"), contextlib.suppress(ZeroDivisionError):
+        time.sleep(1.5)
+        assert 1 / 0
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("kvbench: slow has not come back for ")
+    with walls.contained("the model is slow", watched=False):
+        time.sleep(1.2)
+    with walls.contained("many steps"):
+        for _ in range(12):
+            walls.alive()
+            time.sleep(0.1)
+    assert capsys.readouterr().err == ""
+
+
+def test_what_torch_and_others_do_to_themselves_is_no_replacement(monkeypatch):
+    functions = walls.Functions()
+    monkeypatch.setattr(torch, "something_new", len, raising=False)  # hides nothing
+    monkeypatch.setattr(torch.Tensor, "__doc__", "another text")
+    assert functions.restored() == ""
+    wrapper = torch._disable_dynamo(torch.topk)  # as importing torch's compiler does to torch.manual_seed
+    before = torch.topk
+    monkeypatch.setattr(torch, "topk", wrapper)
+    assert functions.restored() == "" and torch.topk is wrapper
+    torch.topk = torch.sort
+    assert functions.restored() == "torch.topk" and torch.topk is before
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_draws_are_those_of_the_seed_and_leave_no_trace(seed):
+    def draws():
+        return torch.rand(3).tolist(), random.random(), np.random.rand()
+
+    random.seed(5), np.random.seed(5), torch.manual_seed(5)
+    expected = draws()
+    random.seed(5), np.random.seed(5), torch.manual_seed(5)
+    with walls.contained("mine", seed=walls.seed_of(7, seed)):
+        first = draws()
+    assert draws() == expected
+    with walls.contained("mine", seed=walls.seed_of(7, seed)):
+        assert draws() == first
+    with walls.contained("mine", seed=walls.seed_of(7, seed + 1)):
+        assert draws() != first
 
 
 OWN_METHOD = """
@@ -177,6 +230,8 @@ DECODING = {
     "sets what is global": (lambda *parts: sets_what_is_global(None, None, None), None),
     "what it kept": (lambda *parts: [t.zero_() for s in kept for t in (s.k, s.v)], None),
     "its knobs": (None, "changes its own knobs while it runs"),
+    "draws": (lambda *parts: torch.rand(1), "hostile draws random numbers where several prompts are computed together"),
+    "replaces a function": (lambda *parts: setattr(torch, "topk", torch.sort), "hostile replaces torch.topk"),
 }
 
 
@@ -274,21 +329,41 @@ CHANGES = {
     "weights": lambda model: model.lm_head.weight.data.mul_(2),
     "a weight put in its place": lambda model: setattr(model.lm_head, "weight", torch.nn.Parameter(torch.zeros(3, 3))),
     "configuration": by_config,
+    "a hook": lambda model: model.lm_head.register_forward_hook(lambda module, args, output: output * 0),
 }
 
 
-@pytest.mark.parametrize("mode", CHANGES)
-def test_a_model_that_a_method_changed_is_read_again_for_the_others(mode, bench, tmp_path, capsys):
+@dataclass(frozen=True, kw_only=True)
+class Later(Hostile):
+    """Replaces a function when it is asked for its needs on a prompt, which is outside all walls."""
+
+    def needs(self, n):
+        if n > 1:
+            torch.topk = torch.sort
+        return super().needs(n)
+
+
+@pytest.mark.parametrize(
+    ("method", "reason"),
+    [
+        *((Changing(mode=m, kv_size=64), "hostile changes the model") for m in CHANGES),
+        (Later(kv_size=64), "hostile replaces torch.topk"),
+    ],
+    ids=[*CHANGES, "a function, later"],
+)
+def test_others_are_measured_anew_where_a_method_changed_the_model_or_a_function(
+    method, reason, bench, tmp_path, capsys
+):
     arguments = "dataset=tiny/needle", "length=256", "limit=1", "method=snapkv", "kv_size=64", f"results={tmp_path}"
     chains = prepare(*arguments).cfg.chains
-    hostile = ChainConfig(Chain((Changing(mode=mode, kv_size=64),)), "hostile")
+    hostile = ChainConfig(Chain((method,)), "hostile")
     prepared = prepare(*arguments, chains=(hostile, *chains))
     experiment.measure(prepared, quiet=True)
     cells = {c.label: c for c in prepared.groups[0].cells}
     lines = {name: line for name, c in cells.items() for line in prepared.store.lines(c.id).values()}
     assert {name: {k: v for k, v in line.items() if k != "timing"} for name, line in lines.items()} == bench.alone
     status = prepared.store.status(cells["hostile"].id)
-    assert status.status == "refused" and status.reason.startswith("hostile changes the model")
+    assert status.status == "refused" and status.reason.startswith(reason)
     assert {prepared.store.status(cells[name].id).status for name in lines} == {"partial"}
     assert "it is read again for the others" in capsys.readouterr().err
 
@@ -296,3 +371,24 @@ def test_a_model_that_a_method_changed_is_read_again_for_the_others(mode, bench,
 def test_a_prompt_that_is_read_in_another_way_is_read_for_that_method_alone(bench):
     for chain in (Chain((Reader(kv_size=64),)), Chain((Namesake(kv_size=64),))):
         check(bench, chain, None)
+
+
+def test_a_method_that_draws_answers_alike_in_one_go_and_in_two(tmp_path):
+    def answers(name, *limits):
+        for limit in limits:
+            arguments = (
+                "dataset=tiny/needle",
+                "length=256",
+                f"limit={limit}",
+                "method=full",
+                f"results={tmp_path / name}",
+            )
+            drawing = ChainConfig(Chain((Hostile(mode="draws from torch", kv_size=64),)), "hostile")
+            prepared = prepare(*arguments, chains=(*prepare(*arguments).cfg.chains, drawing))
+            experiment.measure(prepared, quiet=True)
+        (cell,) = (c for c in prepared.groups[0].cells if c.chain.stages)
+        lines = prepared.store.lines(cell.id)
+        return {i: {k: v for k, v in line.items() if k not in ("timing", "provenance")} for i, line in lines.items()}
+
+    at_once = answers("at once", 6)
+    assert len(at_once) == 6 and answers("in two", 2, 6) == at_once

@@ -19,7 +19,7 @@ import yaml
 
 from kvbench.cli import launchers
 from kvbench.conf import key_help
-from kvbench.errors import UsageError, say
+from kvbench.errors import UsageError, notes, say
 from kvbench.methods import registry
 from kvbench.run import words
 
@@ -144,7 +144,9 @@ def stopping(prepared: Sequence[RunPlan], asked: Sequence[str]) -> Iterator[Stop
         previous_handlers = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield stop
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
+        for note in notes(error):
+            say(note)
         stop.status = 128 + (signals[-1] if signals else signal.SIGINT)
         todo = [t for p in prepared for t in p.todo()]
         answered, left = (sum(t.answers_done for t in todo), sum(t.answers_to_do for t in todo))

@@ -19,8 +19,8 @@ from kvbench.engine.step import build, step
 from kvbench.engine.stopping import Ending as Ending
 from kvbench.engine.stopping import sample as sample
 from kvbench.errors import UsageError
-from kvbench.methods.foreign import contained
 from kvbench.methods.prompt_cache import Cache
+from kvbench.methods.walls import contained
 from kvbench.models.interface import attached
 
 EXTENDED_BYTES = 2**30  # of caches that read more tokens in one batch, which copies them

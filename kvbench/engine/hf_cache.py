@@ -31,8 +31,8 @@ from kvbench.engine.shared_prefix import SharedPrefix
 from kvbench.engine.step import build, step
 from kvbench.errors import UsageError
 from kvbench.methods.chain import Chain
-from kvbench.methods.foreign import contained
 from kvbench.methods.prompt_cache import Cache
+from kvbench.methods.walls import contained
 from kvbench.models.interface import TURN, attached, cache_shape
 
 ROOM = 20  # tokens of an answer where nothing says so, as in generate; a longer one gets more room

@@ -17,8 +17,8 @@ from kvbench.engine.patches import adapted, by_batch
 from kvbench.engine.prefill import as_prompt
 from kvbench.engine.step import build, step
 from kvbench.errors import UsageError
-from kvbench.methods.foreign import contained
 from kvbench.methods.prompt_cache import Cache
+from kvbench.methods.walls import contained
 from kvbench.models.interface import attached
 
 CHUNK_BYTES = 2**28

@@ -12,10 +12,11 @@ STRIDE = 61
 
 
 def state_of(model: PreTrainedModel) -> tuple[object, ...]:
-    """Return the model's configuration, and names, types, shapes and sums of its weights and buffers."""
+    """Return the model's configuration, names, types, shapes and sums of its weights and buffers, and its hooks."""
     tensors = [*model.named_parameters(), *model.named_buffers()]
     # an exact sum over the bits of every STRIDE-th element
     bits = (t.detach().view(INTEGER_VIEWS[t.itemsize]).flatten() for _, t in tensors)
     sums = [t[::STRIDE].sum(dtype=torch.int64) for t in bits]
     kinds = [(name, t.dtype, t.shape, t.device) for name, t in tensors]
-    return model.config.to_json_string(use_diff=False), kinds, [int(s) for s in sums]
+    hooks = [(id(m.__dict__.get("forward")), [*m._forward_pre_hooks], [*m._forward_hooks]) for m in model.modules()]
+    return model.config.to_json_string(use_diff=False), kinds, [int(s) for s in sums], hooks

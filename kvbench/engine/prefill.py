@@ -31,10 +31,10 @@ from kvbench.kv import ops
 from kvbench.kv.observation import Needs, Observation
 from kvbench.kv.segment import LayerCache
 from kvbench.methods.chain import Chain
-from kvbench.methods.foreign import contained
 from kvbench.methods.prompt_cache import Cache
 from kvbench.methods.recipe import Observe
 from kvbench.methods.replaying import Replay
+from kvbench.methods.walls import contained, seed_of
 from kvbench.models import traits
 from kvbench.models.interface import synchronise
 
@@ -76,7 +76,8 @@ def prefill_chains(
     for members in passes.values():
         foreign = [chains[i].name for i in members if chains[i].foreign]
         own, of = [chains[i] for i in members], [lengths[i] for i in members]
-        with contained(", ".join(foreign), bool(foreign)), adapted(model, own[0]):
+        # the model takes most of the time in here, so that a long wait is no method's fault
+        with contained(", ".join(foreign), bool(foreign), seed=0, watched=False), adapted(model, own[0]):
             shared = _shared_pass(model, ids[: max(of)], own, of, plain, tokenizer, prefix)
         caches.update(zip(members, shared, strict=True))
     return [caches[i] for i in range(len(chains))]
@@ -115,7 +116,7 @@ def _shared_pass(
             with _clock(k.device, spent, -1):
                 shared = obs.once((ops.dense, heads), partial(dense, heads))
                 handed = Handed(chain, shared, obs)
-            with _clock(k.device, spent, i), contained(chain.name, chain.foreign):
+            with contained(chain.name, chain.foreign, seed_of(obs.prompt, obs.layer)), _clock(k.device, spent, i):
                 layers[i].add(handed.cache, handed.obs)
             with _clock(k.device, spent, -1):
                 handed.check()

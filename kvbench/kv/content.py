@@ -7,6 +7,8 @@ whose ``changes`` says why their keys or values are not the prompt's.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -55,6 +57,24 @@ def find_mismatch(cache: LayerCache, source: Segment, all_read: bool) -> str:
             if expected.shape == stored.shape and not same_bits(expected, stored):
                 return f"{name} that are not those of the prompt at the positions it names"
     return ""
+
+
+def first_difference(layers: Sequence[LayerCache], others: Sequence[LayerCache]) -> int | None:
+    """Return the number of the first layer in which two caches of one prompt differ; None if they are equal.
+
+    Compared are the positions held and, on a CPU, all bits. On other devices equal sums may be rounded differently.
+    """
+    for i, (layer, other) in enumerate(zip(layers, others, strict=True)):
+        tensors, of_other = [*layer.tensors()], [*other.tensors()]
+        exact = all(t.device.type == "cpu" for t in tensors)
+        if len(tensors) != len(of_other) or (
+            exact and not all(same_bits(a, b) for a, b in zip(tensors, of_other, strict=True))
+        ):
+            return i
+        positions = zip(layer.kept_positions(), other.kept_positions(), strict=True)
+        if not all(torch.equal(a, b) for a, b in positions):
+            return i
+    return None
 
 
 def _source_rows(s: Segment, index: Tensor, stored_heads: Tensor, n: int, heads: int) -> Tensor:

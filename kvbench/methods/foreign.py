@@ -1,7 +1,8 @@
-"""Methods that are not kvbench's own: their code is part of the identity of a result, and they run behind walls.
+"""Methods that are not kvbench's own: their code is part of the identity of a result.
 
 Users' own methods lie beside kvbench's (README) or anywhere else. Their ``revision`` is not raised at every edit, and
-the property tests have not run on them. So their source identifies their results, and they work on copies.
+the property tests have not run on them. So their source identifies their results, they run behind ``walls``, and they
+work on copies.
 """
 
 from __future__ import annotations
@@ -11,18 +12,12 @@ import hashlib
 import inspect
 import re
 import secrets
-import signal
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
 from importlib.util import resolve_name
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from kvbench.errors import KvbenchError
 from kvbench.methods.knobs import Knobs
 
 PACKAGE = "kvbench.methods"
@@ -33,7 +28,7 @@ OWN = frozenset(
         flexgen foreign formats fp8 h2o int4 int8 keydiff keynorm kivi knobs kvpress kvpress_package kvzip
         legal_sets loading lowrank magnitude mxfp4 nvfp4 palu prefill_changing prompt_cache pruner pyramidkv
         q4_0 q8_0 qhitter quantiser random recipe refreekv registry replaying resolve scissorhands snapkv
-        stage statistics streamingllm think thinkv tova turboquant twilight uncomp uncomp_stage vatp""",
+        stage statistics streamingllm think thinkv tova turboquant twilight uncomp uncomp_stage vatp walls""",
     )
 )
 """The modules of kvbench.methods that are kvbench's own."""
@@ -51,7 +46,7 @@ def code_of(stage: Knobs) -> str | None:
 
 @cache
 def _code_of(cls: type[Knobs]) -> str | None:
-    classes = [c for c in cls.__mro__ if issubclass(c, Knobs) and not _is_own(c.__module__)]
+    classes = [c for c in cls.__mro__ if issubclass(c, Knobs) and not is_own(c.__module__)]
     if not classes:
         return None
     sha256 = hashlib.sha256()
@@ -70,7 +65,8 @@ def _code_of(cls: type[Knobs]) -> str | None:
     return sha256.hexdigest()[:16]
 
 
-def _is_own(module: str) -> bool:
+def is_own(module: str) -> bool:
+    """Tell whether a module is one of kvbench's own methods."""
     package, _, name = module.rpartition(".")
     return package == PACKAGE and name in OWN
 
@@ -79,7 +75,7 @@ def _follow(name: str, folder: Path, modules: dict[str, bytes]) -> None:
     """Add to ``modules`` the source of a module, and of all that it imports from ``folder``."""
     module = sys.modules.get(name)
     file = getattr(module, "__file__", None)
-    if name in modules or _is_own(name) or file is None or Path(file).parent != folder:
+    if name in modules or is_own(name) or file is None or Path(file).parent != folder:
         return
     modules[name] = Path(file).read_bytes()
     for node in ast.walk(ast.parse(modules[name])):
@@ -91,42 +87,3 @@ def _follow(name: str, folder: Path, modules: dict[str, bytes]) -> None:
             imported = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         for used in imported:
             _follow(used, folder, modules)
-
-
-@contextmanager
-def contained(name: str, foreign: bool = True) -> Iterator[None]:
-    """Run code of the method ``name`` that is not kvbench's own.
-
-    It cannot end the program, and PyTorch's global settings are restored after it."""
-    if not foreign:
-        yield
-        return
-    dtype, threads, grad = torch.get_default_dtype(), torch.get_num_threads(), torch.is_grad_enabled()
-    precision = torch.get_float32_matmul_precision()
-    deterministic = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    try:
-        with torch.random.fork_rng(devices=()):
-            yield
-    except BaseException as error:
-        # SystemExit and the like of the method's code are its errors; those of the user's signals are not
-        if isinstance(error, Exception) or _raised_by_signal(error):
-            raise
-        raise KvbenchError(f"{name} would end the program: {type(error).__name__} {error}".rstrip()) from error
-    finally:
-        torch.set_default_dtype(dtype)
-        if torch.get_num_threads() != threads:
-            torch.set_num_threads(threads)
-        torch.set_grad_enabled(grad)
-        torch.set_float32_matmul_precision(precision)
-        torch.use_deterministic_algorithms(deterministic[0], warn_only=deterministic[1])
-
-
-def _raised_by_signal(error: BaseException) -> bool:
-    """Tell whether a signal's handler raised the error, and so the user did."""
-    handlers = [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)]
-    if isinstance(error, KeyboardInterrupt) and signal.default_int_handler in handlers:
-        return True
-    traceback = error.__traceback__
-    while traceback is not None and traceback.tb_next is not None:
-        traceback = traceback.tb_next
-    return traceback is not None and traceback.tb_frame.f_code in [getattr(h, "__code__", None) for h in handlers]

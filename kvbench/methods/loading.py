@@ -25,12 +25,12 @@ def entry_of_class(path: Path, method: str) -> dict[str, Any]:
 
     An entry is ``_target_`` and the knobs with their defaults. Raises UsageError if the file is not one of a method.
     """
-    from kvbench.methods.foreign import contained
     from kvbench.methods.knobs import is_knob
+    from kvbench.methods.walls import contained
 
     name = f"{__package__}.{path.stem}"
     try:
-        with contained(name, name not in sys.modules):
+        with contained(name, name not in sys.modules, seed=0):
             module = importlib.import_module(name)
         if module.__file__ != str(path):
             raise UsageError(f"{module.__file__} has the same name: rename the file")
@@ -48,13 +48,14 @@ def load_stage(path: Path, method: str, target: str, knobs: Mapping[str, Any]) -
     Raises UsageError, with the author's file and line, for a class that is no stage of this id or cannot be built.
     """
     from kvbench.methods.base import Stage
-    from kvbench.methods.foreign import contained
+    from kvbench.methods.foreign import is_own
+    from kvbench.methods.walls import contained
 
     module, _, name = target.rpartition(".")
     line = next((i for i, text in enumerate(path.read_text("utf-8").splitlines(), 1) if "_target_" in text), 1)
     entry = f"{path}:{line}: _target_ {target}"
     try:
-        with contained(target, module not in sys.modules):
+        with contained(target, module not in sys.modules, seed=0):
             cls = getattr(importlib.import_module(module), name)
     except Exception as error:
         raise UsageError(f"{entry} cannot be imported: {_located(error, '')}") from error
@@ -69,7 +70,8 @@ def load_stage(path: Path, method: str, target: str, knobs: Mapping[str, Any]) -
                 f"{_source_line(cls)}: class {name} has {attribute} {getattr(cls, attribute, None)!r}: {remedy}"
             )
     try:
-        stage = cls(**knobs)
+        with contained(target, not is_own(module), seed=0):
+            stage = cls(**knobs)
     except UsageError:
         raise
     except Exception as error:

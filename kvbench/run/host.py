@@ -16,6 +16,7 @@ from kvbench.engine.stopping import Ending
 from kvbench.example import Example
 from kvbench.methods.chain import Chain
 from kvbench.methods.prompt_cache import Cache
+from kvbench.methods.walls import Functions
 from kvbench.models.interface import cache_shape
 from kvbench.run.config import Sampling
 from kvbench.tasks.base import Task, Tokenizer
@@ -49,6 +50,7 @@ class Host:
     plain: whether prompts are read with eager attention.
     memory: the bytes that the caches of a decode batch may take.
     prefix: the first tokens of the prompt read last, if prompts that begin alike share them.
+    functions: the functions that all methods compute with, as they were before any of them was asked.
     """
 
     model: PreTrainedModel
@@ -61,6 +63,7 @@ class Host:
     plain: bool = False
     memory: int = 2 * GIB
     prefix: SharedPrefix | None = None
+    functions: Functions = field(default_factory=Functions, repr=False)
 
     def shape(self) -> tuple[int, int, torch.dtype]:
         """Return (kv heads, head dimension, dtype) of the model's cache."""

@@ -7,20 +7,25 @@ from collections.abc import Sequence
 from kvbench.engine.limits import check_turn, check_window
 from kvbench.errors import KvbenchError, UsageError
 from kvbench.example import Example
+from kvbench.methods.walls import replacing
 from kvbench.run.host import Host
 from kvbench.run.plan import Cell
 from kvbench.tasks.prompt import Encoded
 
 
 class ModelChanged(KvbenchError):
-    """The error for a method that changed the model itself, which makes all later measurements meaningless.
+    """The error for a method that changed the model itself, or functions that all methods compute with.
 
-    ``cells`` are the ids of the cells to refuse.
+    All measurements after it would be meaningless. ``cells`` are the ids of the cells to refuse. ``replaced`` is the
+    function concerned, '' where it is the model.
     """
 
-    def __init__(self, cells: Sequence[Cell]) -> None:
+    def __init__(self, cells: Sequence[Cell], replaced: str = "") -> None:
         names = " or ".join(dict.fromkeys(c.chain.name for c in cells))
-        super().__init__(f"{names} changes the model (its weights or configuration) and leaves it changed")
+        if replaced:
+            super().__init__(str(replacing(names, replaced)))
+        else:
+            super().__init__(f"{names} changes the model (its weights, hooks or configuration) and leaves it changed")
         self.cells = {c.id for c in cells}
 
 

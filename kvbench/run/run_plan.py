@@ -16,6 +16,7 @@ from kvbench.engine.processors import allowed
 from kvbench.engine.shared_prefix import check_pieces
 from kvbench.example import Example
 from kvbench.kv.model_shape import from_config, local_layers
+from kvbench.methods.walls import contained
 from kvbench.models import load, traits
 from kvbench.run import equal_memory
 from kvbench.run.advice import about_prompts
@@ -221,17 +222,20 @@ def plan_of(
     """Return the plan of a run on a checkpoint, or on a ``model`` that is loaded already."""
     if cfg.data_root:
         data_root(cfg.data_root)  # a folder that is not there is refused even where no dataset reads it
-    cfg, matched = equal_memory.settle(cfg, from_config(source.config))
-    check_model(cfg, source)
     loaded_tokenizer = tokenizer()
     identity = identify(cfg, source, load.resolve_device(cfg.device))
     context = context_of(cfg, source)
     session = open_session(cfg, identity, loaded_tokenizer, context)
+    foreign = [e.chain.name for e in cfg.chains if e.chain.foreign]
+    with contained(", ".join(foreign), bool(foreign), seed=0, watched=False):  # methods are asked for needs and budgets
+        cfg, matched = equal_memory.settle(cfg, from_config(source.config))
+        check_model(cfg, source)
+        groups = tuple(build_groups(cfg, identity, loaded_tokenizer, context, session.chain_identity))
     return RunPlan(
         cfg=cfg,
         source=source,
         tokenizer=loaded_tokenizer,
-        groups=tuple(build_groups(cfg, identity, loaded_tokenizer, context, session.chain_identity)),
+        groups=groups,
         context=context,
         dtype=identity["dtype"],
         store=store,

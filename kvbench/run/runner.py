@@ -19,8 +19,9 @@ from kvbench.engine.memory import is_out_of_memory, release
 from kvbench.engine.model_state import state_of
 from kvbench.errors import KvbenchError, Refused, ending, say
 from kvbench.example import Example
-from kvbench.methods.foreign import contained
+from kvbench.kv.content import first_difference
 from kvbench.methods.prompt_cache import Cache
+from kvbench.methods.walls import contained
 from kvbench.metrics import score
 from kvbench.models.interface import attached
 from kvbench.run import forced
@@ -57,6 +58,7 @@ class GroupRun:
 
     def __post_init__(self) -> None:
         self.model_before = state_of(self.host.model) if self.foreign else None
+        self.repeated: set[str] = set()  # the ids of foreign cells of which a prompt was computed twice
         self.reader = PromptReader(self.host, self._with_room)
         limits = self.host.most_rows, self.host.memory
         self.queue = DecodeQueue(self.host.model, *limits, self._remade, self.reader.forget_all)
@@ -94,19 +96,20 @@ class GroupRun:
             return
         cells = with_full(self._fitting(cells, encoded, example))
         rows = []
-        for cell, cache in self.reader.caches(example, encoded, cells, following):
+        caches = self.reader.caches(example, encoded, cells, following)
+        self.check_model(cells, example)  # before a cell fails by what another cell's method has changed
+        for cell, cache in caches:
             try:
                 if isinstance(cache, Exception):
                     raise cache
                 with contained(cell.chain.name, cell.chain.foreign):
                     cell.check_knobs()
                     measured = audit(cache, *self.host.shape())
+                self.check_repeatable(cell, cache, encoded)
                 stop = self.host.ending(cell.task, example)
                 rows.append(QueuedRow(cell, example, cache, measured, encoded.cut, stop))
-            except Refused as reason:
-                self.refuse(cell, str(reason), example)
             except Exception as error:
-                self.fail(cell, error, example)
+                self.lose(cell, error, example)
         if encoded.question:
             rows = self._together(rows, partial(extended, host=self.host, ids=encoded.question))
         self.check_model(cells, example)
@@ -140,10 +143,8 @@ class GroupRun:
         """Return what ``work`` makes of all items at once. One that fails alone loses its cell."""
         done = []
         for item, outcome in in_parts(items, lambda part: self._with_room(partial(work, part))):
-            if isinstance(outcome, Refused):
-                self.refuse(item.cell, str(outcome), item.example)
-            elif isinstance(outcome, Exception):
-                self.fail(item.cell, outcome, item.example)
+            if isinstance(outcome, Exception):
+                self.lose(item.cell, outcome, item.example)
             else:
                 done.append(outcome)
         return done
@@ -182,7 +183,7 @@ class GroupRun:
         self.check_model([r.cell for r in rows], example)
         for row, outcome in outcomes:
             if isinstance(outcome, Exception):
-                self.fail(row.cell, outcome, example)
+                self.lose(row.cell, outcome, example)
             else:
                 compared.append(outcome)
         return compared
@@ -193,7 +194,7 @@ class GroupRun:
         self.check_model([r.cell for r in rows], example)
         for row, outcome in outcomes:
             if isinstance(outcome, Exception):
-                self.fail(row.cell, outcome, example)
+                self.lose(row.cell, outcome, example)
             else:
                 value, answer, scored_row = outcome
                 self.add(scored_row, answer, "", value)
@@ -205,7 +206,7 @@ class GroupRun:
         self.check_model([r.cell for r in (*self.queue.running, *(r for r, _ in outcomes))], first.example)
         for row, outcome in outcomes:
             if isinstance(outcome, Exception):
-                self.fail(row.cell, outcome, row.example)
+                self.lose(row.cell, outcome, row.example)
                 continue
             ids = outcome.tokens[:-1] if outcome.tokens and outcome.tokens[-1] in row.ending.stop else outcome.tokens
             try:
@@ -235,11 +236,8 @@ class GroupRun:
             else:
                 asking = self.asking[cell.id, example.id]
                 sample = self._with_room(partial(asking.record, row, answer, text, value, decode_peak))
-        except Refused as reason:
-            self.refuse(cell, str(reason), example)
-            return
         except Exception as error:
-            self.fail(cell, error, example)
+            self.lose(cell, error, example)
             return
         if sample is None:
             if not asking.isolated:
@@ -250,11 +248,34 @@ class GroupRun:
         self.writers[cell.id].append(sample.record())
         self.listeners.stored(cell, sample)
 
-    def check_model(self, ran: Sequence[Cell], example: Example) -> None:
-        """Refuse the foreign cells among ``ran`` and raise ModelChanged if the model is not as it was at the start."""
-        if self.model_before is None or state_of(self.host.model) == self.model_before:
+    def check_repeatable(self, cell: Cell, cache: Cache, encoded: Encoded) -> None:
+        """Raise Refused if a method that is not kvbench's own keeps something else of the prompt the second time.
+
+        One prompt of a run is computed twice for each such method: results under one id must not depend on what the
+        method remembers of other prompts, or on draws without a seed.
+        """
+        if not cell.chain.foreign or cell.id in self.repeated:
             return
-        changed = ModelChanged([c for c in ran if c in self.foreign] or self.foreign)
+        self.repeated.add(cell.id)
+        (again,) = self._with_room(partial(self.host.prefill, encoded.ids, [cell.chain]))
+        layer = first_difference(cache.layers, again.layers)
+        if layer is not None:
+            raise Refused(
+                f"{cell.chain.name} keeps something else of the same prompt when it computes it twice (layer {layer}): "
+                "remember nothing between prompts, and draw random numbers from a seed such as obs.prompt"
+            )
+
+    def check_model(self, ran: Sequence[Cell], example: Example) -> None:
+        """Refuse the foreign cells among ``ran`` and raise ModelChanged if the model is not as it was at the start.
+
+        The same goes for functions that a method has others call later, when it is not being asked.
+        """
+        if self.model_before is None:
+            return
+        replaced = self.host.functions.restored()
+        if not replaced and state_of(self.host.model) == self.model_before:
+            return
+        changed = ModelChanged([c for c in ran if c in self.foreign] or self.foreign, replaced)
         for cell in self.foreign:
             if cell.id in changed.cells:
                 self.refuse(cell, str(changed), example)
@@ -266,6 +287,13 @@ class GroupRun:
         self.refused[cell.id] = recorded
         self.store.refuse(cell, recorded, example.id)
         self.drop(cell)
+
+    def lose(self, cell: Cell, error: Exception, example: Example) -> None:
+        """Take the cell out of the run: refuse it where its numbers must not be reported, else let it fail."""
+        if isinstance(error, Refused):
+            self.refuse(cell, str(error), example)
+        else:
+            self.fail(cell, error, example)
 
     def drop(self, cell: Cell) -> None:
         """Forget the waiting rows and the unfinished contexts of a cell."""
