@@ -193,7 +193,7 @@ def read_json(path: Path) -> Line | None:
 
 def unreadable(path: Path, why: object) -> UsageError:
     """Return the error that says that a JSON file cannot be read, and ``why``."""
-    return UsageError(f"{path} cannot be read ({why}); move its folder away to measure this cell again")
+    return UsageError(f"{path} cannot be read ({why})")
 
 
 def lock(path: Path, wait_s: float) -> int | None:

@@ -14,13 +14,13 @@ import pytest
 from runs import metrics_of, prepare, run_json
 
 from kvbench.cli.main import main
-from kvbench.errors import KvbenchError, UsageError
+from kvbench.errors import KvbenchError
 from kvbench.files import line_of, parse_line
 from kvbench.methods.base import Selector
 from kvbench.methods.chain import Chain
 from kvbench.methods.resolve import ChainConfig
 from kvbench.run import experiment
-from kvbench.run.store import ResultStore
+from kvbench.run.store import Busy, ResultStore
 
 pytestmark = pytest.mark.e2e("runs whole command lines")
 
@@ -125,7 +125,7 @@ def test_two_processes_on_one_cell_are_kept_apart(tmp_path):
     cell = prepared.groups[0].cells[0]
     facts = {"device": "cpu", "torch": "2"}
     writer = prepared.store.open(cell, facts, 0, mix=False)
-    with pytest.raises(KvbenchError, match="another process"):
+    with pytest.raises(Busy, match=f"cell {cell.id}, shard 0"):
         prepared.store.open(cell, facts, 0, mix=False)
     writer.close()
     prepared.store.open(cell, facts, 0, mix=False).close()
@@ -158,17 +158,64 @@ def test_interrupt_is_one_message_and_status_130(tmp_path, capsys, monkeypatch):
     assert f"to go on:\n  python -m kvbench run results={tmp_path}" in capsys.readouterr().err
 
 
-def test_damaged_cell_record_names_the_file(tmp_path, capsys):
+def truncated(path):
+    path.write_text(path.read_text()[:40])
+
+
+def a_folder(path):
+    path.unlink()
+    path.mkdir()
+
+
+DAMAGES = {
+    "a truncated record": ("cell.json", truncated),
+    "an empty record": ("cell.json", lambda path: path.write_text("")),
+    "a list for a record": ("cell.json", lambda path: path.write_text("[1]")),
+    "a folder for a record": ("cell.json", a_folder),
+    "a folder for samples": ("samples-0.jsonl", a_folder),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_cell_costs_itself_alone_until_it_is_set_aside(damage, tmp_path, capsys):
     arguments = ["dataset=tiny/needle", "length=256", "examples=2", f"results={tmp_path}"]
+    _, before = run_json(capsys, *arguments, "method=snapkv")
+    name, act = DAMAGES[damage]
+    damaged = before["rows"][1]["cells"][0]["cell"]
+    act(tmp_path / "cells" / damaged / name)
+    for verb, status in (("run", 1), ("show", 1)):
+        assert main([verb, *arguments, "method=snapkv,h2o", "--json"]) == status
+        out, err = capsys.readouterr()
+        full, snapkv, h2o = (row["cells"][0] for row in json.loads(out)["rows"])
+        assert full["n"] == h2o["n"] == 2 and h2o["delta"] is not None
+        assert snapkv["status"] == "failed" and f"{name} cannot be read" in snapkv["reason"]
+        assert "python -m kvbench clean sets the cell aside" in snapkv["reason"]
+        assert ("snapkv kv_ratio=0.25 on tiny/needle is left out: " in err) == (verb == "run")
+    assert main(["run", *arguments, "method=snapkv", "--plan"]) == 0
+    assert main(["clean", f"results={tmp_path}"]) == 0
+    assert f"aside      {damaged}: " in capsys.readouterr().out
+    assert main(["clean", f"results={tmp_path}", "--yes"]) == 0
+    (aside,) = tmp_path.glob(f"damaged/{damaged}-*")
+    assert (aside / name).exists()  # nothing is deleted
+    capsys.readouterr()
+    _, after = run_json(capsys, *arguments, "method=snapkv")
+    assert after["rows"][1]["cells"][0]["score"] == before["rows"][1]["cells"][0]["score"]
+    assert main(["clean", f"results={tmp_path}"]) == 0
+    assert "aside" not in capsys.readouterr().out
+
+
+def test_a_folder_in_the_place_of_metrics_costs_a_warning(tmp_path, capsys):
+    arguments = ["dataset=tiny/needle", "length=256", "examples=2", f"results={tmp_path}"]
+    _, before = run_json(capsys, *arguments)
+    path = next(tmp_path.glob("cells/*/metrics.json"))
+    a_folder(path)
+    status, after = run_json(capsys, *arguments)
+    assert status == 0 and after["rows"] == before["rows"]
+    assert any("metrics.json: is a folder" in note for note in after["notes"])
+    assert main(["clean", f"results={tmp_path}", "--yes"]) == 0
+    assert f"aside      {path.relative_to(tmp_path / 'cells')}: a folder" in capsys.readouterr().out
     run_json(capsys, *arguments)
-    path = next(tmp_path.glob("cells/*/cell.json"))
-    path.write_text("{")
-    with pytest.raises(UsageError, match="move its folder away"):
-        ResultStore(tmp_path).cell(path.parent.name)
-    # told before anything is measured, whichever cell it is of
-    assert main(["run", *arguments, "method=snapkv+think,h2o"]) == 2
-    assert "cell.json cannot be read" in capsys.readouterr().err
-    assert len(list(tmp_path.glob("cells/*"))) == 2
+    assert path.is_file()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,8 +6,8 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 
-from kvbench.run.listing import DAMAGED, StoredCell
-from kvbench.run.store import STATUSES, ResultStore
+from kvbench.run.listing import StoredCell
+from kvbench.run.store import DAMAGED, STATUSES, ResultStore
 
 WIDTH = 24
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -20,7 +21,7 @@ from kvbench.run.config import RunConfig
 from kvbench.run.display import Display
 from kvbench.run.host import Host
 from kvbench.run.listener import Listener, Listeners
-from kvbench.run.plan import Group, pairs
+from kvbench.run.plan import Cell, Group, pairs
 from kvbench.run.provenance import local_changes, provenance
 from kvbench.run.refusals import ModelChanged
 from kvbench.run.report import Report
@@ -29,10 +30,13 @@ from kvbench.run.run_plan import RunPlan as RunPlan
 from kvbench.run.run_plan import check_model, context_of, identify, open_session, threads
 from kvbench.run.run_plan import prepare as prepare
 from kvbench.run.runner import run_groups
+from kvbench.run.store import DAMAGED
 from kvbench.run.summary import collect, summarise
 from kvbench.tasks.base import Tokenizer
 from kvbench.tasks.spread import left_out
 
+WAITING_S, WAITING_SAID_S = 2.0, 60.0
+"""Seconds between two looks whether another process has ended, and between two lines that say so."""
 ROUNDED = 4
 """The number of tasks whose first prompts are read to measure rounding."""
 
@@ -112,12 +116,50 @@ def _measure_groups(prepared: RunPlan, quiet: bool, broadcast: Listeners) -> Ite
     facts = {**provenance(model, threads), "model": cfg.model_name, **_rounding_fact(host, groups)}
     if not quiet and str(facts["commit"]).endswith("+"):
         say(f"the code has local changes (commit {facts['commit']}): cells say so")
+    shared: list[tuple[tuple[Group, ...], list[Cell]]] = []  # groups with the cells that another process measures
     for pair in pairs(prepared.bound(model, quiet)):
-        split = [prepared.estimate(group).parts(group, host.memory) for group in pair]
-        whole = [[part for parts in split for part in parts]] if all(len(parts) == 1 for parts in split) else []
-        for together in whole or [[part] for parts in split for part in parts]:
-            host = _run_parts(prepared, host, together, facts, broadcast)
+        usable = [prepared.usable(group) for group in pair]
+        host, busy = _measure_pair(prepared, host, usable, facts, broadcast)
+        if busy:
+            shared.append((pair, busy))
+        else:
+            yield from pair
+    for pair, busy in shared:
+        waited = 0.0
+        while busy:
+            if waited % WAITING_SAID_S == 0 and not quiet:
+                say(f"waiting for another run, which measures {_named(busy)}; what it leaves is measured here")
+            time.sleep(WAITING_S)
+            waited += WAITING_S
+            ids = {c.id for c in busy}
+            rest = [replace(g, cells=tuple(c for c in g.cells if c.id in ids)) for g in pair]
+            host, busy = _measure_pair(prepared, host, rest, facts, broadcast)
         yield from pair
+
+
+def _measure_pair(
+    prepared: RunPlan, host: Host, pair: Sequence[Group], facts: Facts, broadcast: Listeners
+) -> tuple[Host, list[Cell]]:
+    """Measure a group, or a task with its question in view and withheld, in parts that fit into memory.
+
+    Return the host to go on with, and the cells that are left out since another process measures them.
+    """
+    split = [prepared.estimate(group).parts(group, host.memory) for group in pair]
+    if all(len(parts) == 1 for parts in split):
+        together = [[part for parts in split for part in parts]]
+    else:
+        together = [[part] for parts in split for part in parts]
+    busy: list[Cell] = []
+    for parts in together:
+        host, left_out = _run_parts(prepared, host, parts, facts, broadcast)
+        busy += left_out
+    return host, busy
+
+
+def _named(cells: Sequence[Cell]) -> str:
+    """Return the first of some cells in words, and how many others there are."""
+    first = f"{cells[0].label} on {cells[0].column}"
+    return first if len(cells) == 1 else f"{first} and {len(cells) - 1} other cells"
 
 
 def _rounding_fact(host: Host, groups: Sequence[Group]) -> Facts:
@@ -131,13 +173,17 @@ def _rounding_fact(host: Host, groups: Sequence[Group]) -> Facts:
     return {} if comparison is None else {"rounding": comparison}
 
 
-def _run_parts(prepared: RunPlan, host: Host, parts: Sequence[Group], facts: Facts, broadcast: Listeners) -> Host:
-    """Measure parts together. If methods change the model, load it again, go on without them. Return the last host."""
+def _run_parts(
+    prepared: RunPlan, host: Host, parts: Sequence[Group], facts: Facts, broadcast: Listeners
+) -> tuple[Host, list[Cell]]:
+    """Measure parts together. If methods change the model, load it again and go on without them.
+
+    Return the last host, and the cells that are left out since another process measures them.
+    """
     cfg = prepared.cfg
     while True:
         try:
-            run_groups(host, parts, prepared.store, facts, cfg.shard, cfg.mix, broadcast)
-            return host
+            return host, run_groups(host, parts, prepared.store, facts, cfg.shard, cfg.mix, broadcast)
         except ModelChanged as changed:
             parts = [replace(p, cells=tuple(c for c in p.cells if c.id not in changed.cells)) for p in parts]
             if prepared.model is not None:
@@ -156,7 +202,7 @@ def _settle_group(prepared: RunPlan, group: Group, broadcast: Listeners, error: 
     for cell in group.cells:
         summary = None
         samples = list(store.samples(cell.id).values())
-        begun = error is None or cell.id in store.writers
+        begun = (error is None or cell.id in store.writers) and store.damage(cell.id) is None
         if begun and samples and store.refusal(cell.id) is None:
             summary = summarise(samples, group.task.metric, len(group.task.examples))
             completeness = "complete" if summary.n == summary.of else "partial"
@@ -165,6 +211,8 @@ def _settle_group(prepared: RunPlan, group: Group, broadcast: Listeners, error: 
         status = "interrupted" if error is not None and cell.id in unfinished else "partial"
         if stored.status in ("complete", "refused", "failed", "interrupted"):
             status = stored.status
+        elif stored.status == DAMAGED:
+            status = "failed"
         reason = stored.reason or (ending(error) if error is not None and status == "interrupted" else None)
         broadcast.ended(cell, status, summary, reason)
 

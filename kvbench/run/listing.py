@@ -14,14 +14,13 @@ from kvbench.extras import require
 from kvbench.run.keys import one_of, pairs
 from kvbench.run.labels import differences, fields, label
 from kvbench.run.results import CellRecord, ScoreSummary, Status
-from kvbench.run.store import STATUSES, ResultStore
+from kvbench.run.store import DAMAGED, STATUSES, ResultStore
 from kvbench.run.words import split_list
 
 if TYPE_CHECKING:
     import pandas as pd
 
 FILTERS = ("status", "model", "method", "dataset", "cells")
-DAMAGED = "damaged"
 
 
 def given(arguments: Sequence[str], keys: Sequence[str]) -> dict[str, str]:
@@ -37,7 +36,7 @@ def given(arguments: Sequence[str], keys: Sequence[str]) -> dict[str, str]:
         if "" in split_list(text):
             raise UsageError(f"{key}={text}: a value is missing; write {key}=A or {key}=A,B (is a variable unset?)")
     for status in split_list(texts["status"]) if "status" in texts else ():
-        one_of("status", (*STATUSES, DAMAGED), status)
+        one_of("status", STATUSES, status)
     return texts
 
 
@@ -105,8 +104,11 @@ def rows(store: ResultStore, filters: Mapping[str, str]) -> list[StoredCell]:
 def row(store: ResultStore, name: str) -> StoredCell:
     """Return one stored cell with its summary. A damaged cell has the status DAMAGED."""
     folder = str(store.folder(name))
+    status = store.status(name)
+    if status.status == DAMAGED:
+        return StoredCell(name, folder, CellRecord(), status)
     try:
-        record, status = store.cell(name) or CellRecord(), store.status(name)
+        record = store.cell(name) or CellRecord()
         summary = ScoreSummary.read(store.metrics(name))
         label(record.identity, record.label)
     except UsageError as error:

@@ -14,6 +14,7 @@ from kvbench.engine import memory, precision
 from kvbench.engine.calibration.session import DEFAULT_FOLDER, Session
 from kvbench.engine.processors import allowed
 from kvbench.engine.shared_prefix import check_pieces
+from kvbench.errors import say
 from kvbench.example import Example
 from kvbench.kv.model_shape import from_config, local_layers
 from kvbench.methods.walls import contained
@@ -49,7 +50,12 @@ class RunPlan:
 
     def left(self, group: Group) -> dict[str, list[Cell]]:
         """Return the cells that still need each example, by example id, without examples that no cell needs."""
-        return pending(group, {c.id: list(self.store.lines(c.id)) for c in group.cells})
+        usable = self.usable(group)
+        return pending(usable, {c.id: list(self.store.lines(c.id)) for c in usable.cells})
+
+    def usable(self, group: Group) -> Group:
+        """Return the group without the cells whose files are damaged: these are neither read nor measured."""
+        return replace(group, cells=tuple(c for c in group.cells if self.store.damage(c.id) is None))
 
     def advice(self) -> list[str]:
         """Return notes on settings known to be untested, pointless or harmful, before any prompt is read."""
@@ -137,6 +143,7 @@ class RunPlan:
             except Exception:  # the runner meets it again, and names its dataset and the reason
                 return 0
 
+        group = self.usable(group)
         samples = {c.id: self.store.samples(c.id) for c in group.cells}
         rows = self.cfg.batch_rows or default_rows(device)
         shape, hidden = from_config(config), int(config.hidden_size)
@@ -162,7 +169,8 @@ class RunPlan:
         """Return the records of this run's cells that have an answer in the store."""
         ids = [c.id for g in self.groups for c in g.cells]
         answered = [i for i in ids if any(p.stat().st_size for p in self.store.folder(i).glob("samples-*.jsonl"))]
-        return [record for i in answered if (record := self.store.cell(i)) is not None]
+        sound = [i for i in answered if self.store.damage(i) is None]
+        return [record for i in sound if (record := self.store.cell(i)) is not None]
 
     def todo(self) -> list[GroupTodo]:
         """Return for each group the prompts to read, the answers to decode and the answers already stored."""
@@ -208,7 +216,9 @@ def prepare(cfg: RunConfig, reading: bool = False) -> RunPlan:
     plan = plan_of(cfg, source, lambda: cast(Tokenizer, load.load_tokenizer(cfg.model, source)), store)
     if not reading:
         for cell in (c for g in plan.groups for c in g.cells):
-            store.cell(cell.id)  # raises for a damaged record before hours of measuring, not after
+            damage = store.damage(cell.id)
+            if damage is not None:
+                say(f"{cell.label} on {cell.column} is left out: {damage}")
     return plan
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import zip_longest
 from typing import TypeVar
@@ -33,12 +33,14 @@ from kvbench.run.queue import DecodeQueue, QueuedRow, in_parts
 from kvbench.run.reading import PromptReader, Work
 from kvbench.run.refusals import ModelChanged, unfit
 from kvbench.run.results import Facts, Sample
-from kvbench.run.store import ResultStore
+from kvbench.run.store import Busy, ResultStore
 from kvbench.run.store_writer import Writer
 from kvbench.tasks.prompt import Encoded
 from kvbench.tasks.turns import EncodedTurns
 
 REASON_LENGTH = 300
+BUSY_WAIT_S = 0.05
+"""Seconds to wait for a cell's lock once another cell is known to be measured by another process."""
 Result = TypeVar("Result")
 Item = TypeVar("Item", QueuedRow, Asking)
 
@@ -330,34 +332,53 @@ def run_groups(
     shard: int = 0,
     mix: bool = False,
     listeners: Listeners | None = None,
-) -> None:
+) -> list[Cell]:
     """Measure the examples of one group that have no answer yet, or of several in turns, that share their prompts.
 
     Whatever ends it early (an interrupt, a full disk), finished examples stay and are not run again. A cell that fails
-    is marked as failed in the store.
+    is marked as failed in the store. Return the cells that are left out since another process measures them.
     """
-    todo = [pending(g, {c.id: list(store.lines(c.id)) for c in g.cells}) for g in groups]
-    cells = [
-        c for g, left in zip(groups, todo, strict=True) for c in g.cells if any(c in some for some in left.values())
-    ]
-    if not cells:
-        return
-    turns = zip_longest(*(g.examples for g in groups))
-    work = [(e, left[e.id]) for turn in turns for e, left in zip(turn, todo, strict=True) if e and e.id in left]
+    busy: list[Cell] = []
     with ExitStack() as stack:
         writers = {}
-        for cell in cells:
+        for cell in _waiting(_pending(groups, store)):
             facts = {**provenance, "batch": host.batching(), **cell.chain.provenance()}
-            writers[cell.id] = store.open(cell, facts, shard, mix)
-            stack.callback(writers[cell.id].close)
+            try:
+                # one cell that is busy is waited for: the others of the same process are, too
+                writers[cell.id] = store.open(cell, facts, shard, mix, *([BUSY_WAIT_S] if busy else []))
+            except Busy:
+                busy.append(cell)
+            else:
+                stack.callback(writers[cell.id].close)
+        # read again: another process may have answered some before its locks were free
+        opened = [replace(g, cells=tuple(c for c in g.cells if c.id in writers)) for g in groups]
+        todo = _pending(opened, store)
+        cells = _waiting(todo)
+        if not cells:
+            return busy
+        turns = zip_longest(*(g.examples for g in groups))
+        work = [(e, left[e.id]) for turn in turns for e, left in zip(turn, todo, strict=True) if e and e.id in left]
         foreign = [c for c in cells if c.chain.foreign]
         run = GroupRun(host, store, writers, listeners or Listeners(), shard, foreign=foreign)
         stack.enter_context(attached(host.model))
         try:
             run.run(work)
         except BaseException as error:
-            left = [pending(g, {c.id: list(store.lines(c.id)) for c in cells if c in g.cells}) for g in groups]
-            unfinished = {c.id for some in left for waiting in some.values() for c in waiting}
-            for cell in run.active([c for c in cells if c.id in unfinished]):
+            for cell in run.active(_waiting(_pending(opened, store))):
                 store.mark(cell, "interrupted", ending(error))
             raise
+    return busy
+
+
+def _pending(groups: Sequence[Group], store: ResultStore) -> list[dict[str, list[Cell]]]:
+    """Return for each group the cells that still need each example, by example id."""
+    return [pending(g, {c.id: list(store.lines(c.id)) for c in g.cells}) for g in groups]
+
+
+def _waiting(todo: Sequence[Mapping[str, Sequence[Cell]]]) -> list[Cell]:
+    """Return the cells that still need an example, each once."""
+    by_id: dict[str, Cell] = {}
+    for left in todo:
+        for cells in left.values():
+            by_id.update({c.id: c for c in cells})
+    return list(by_id.values())

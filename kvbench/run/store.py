@@ -58,7 +58,12 @@ RECORD_WAIT_S = 60.0
 ID = re.compile("[0-9a-f]{16}")
 LINK = "is a symbolic link"
 Mark = Literal["started", "failed", "interrupted"]
-STATUSES = ("started", "complete", "partial", "refused", "failed", "interrupted", "never")
+DAMAGED = "damaged"
+STATUSES = ("started", "complete", "partial", "refused", "failed", "interrupted", "never", DAMAGED)
+
+
+class Busy(KvbenchError):
+    """The error for a cell that another process is measuring."""
 
 
 @dataclass
@@ -102,22 +107,21 @@ class ResultStore:
                 f"results={self.root} cannot be written ({error.strerror}): give results=FOLDER that can"
             ) from None
 
-    def open(self, cell: Cell, provenance: Mapping[str, Any], shard: int, mix: bool) -> Writer:
+    def open(
+        self, cell: Cell, provenance: Mapping[str, Any], shard: int, mix: bool, wait_s: float = SHARD_WAIT_S
+    ) -> Writer:
         """Start or resume a cell, mark it as started, and return the writer of one shard of it.
 
-        Raises KvbenchError for a shard that another process measures. Raises UsageError for another device, torch
-        version or calibration than the cell's samples have, unless ``mix`` is set.
+        Raises Busy for a shard that another process has measured for ``wait_s`` seconds. Raises UsageError for another
+        device, torch version or calibration than the cell's samples have, unless ``mix`` is set.
         """
         folder = self.folder(cell.id)
         try:
-            index = self._register(cell, provenance, mix)
-            shard_lock = lock(folder / f"lock-{shard}", SHARD_WAIT_S)
+            shard_lock = lock(folder / f"lock-{shard}", wait_s)
             if shard_lock is None:
-                raise KvbenchError(
-                    f"another process is measuring {cell.label} on {cell.column} (cell {cell.id}, shard {shard}); "
-                    "wait for it. For two processes at once give one shard=0 shards=2 and the other shard=1 shards=2"
-                )
+                raise Busy(f"{cell.label} on {cell.column} (cell {cell.id}, shard {shard})")
             try:
+                index = self._register(cell, provenance, mix)
                 path = folder / f"samples-{shard}.jsonl"
                 new = not path.exists()
                 appender = Appender.open(path)
@@ -125,7 +129,7 @@ class ResultStore:
                     # lines that are synced are lost all the same if the names of their file and folder are not
                     sync_folder(folder)
                     sync_folder(folder.parent)
-            except OSError:
+            except BaseException:
                 os.close(shard_lock)
                 raise
         except OSError as error:
@@ -160,9 +164,12 @@ class ResultStore:
             write_json(path, {"status": status, "reason": reason, "time": time.time(), **process}, sync=False)
 
     def status(self, cell_id: str) -> Status:
-        """Return the status of a cell, read from its files alone. Raises UsageError if its record is damaged."""
-        record = self.cell(cell_id)
+        """Return the status of a cell, read from its files alone."""
+        damage = self.damage(cell_id)
+        if damage is not None:
+            return Status(DAMAGED, 0, None, damage)
         n = len(self.lines(cell_id))
+        record = self.cell(cell_id)
         of = record.of if record is not None else None
         of = self.metrics(cell_id).get("of") if of is None else of
         earlier_marks = self._marks(cell_id)
@@ -213,6 +220,20 @@ class ResultStore:
         except ValueError as error:
             raise unreadable(path, error) from None
 
+    def damage(self, cell_id: str) -> str | None:
+        """Return why the cell cannot be used: its record or a file of samples cannot be read. None if it can."""
+        why = None
+        try:
+            self.cell(cell_id)
+        except UsageError as error:
+            why = str(error)
+        for path in self.folder(cell_id).glob("samples-*.jsonl"):
+            if not path.is_file() or not os.access(path, os.R_OK):
+                why = str(unreadable(path, "it is no readable file"))
+        if why is None:
+            return None
+        return f"{why}; python -m kvbench clean sets the cell aside, so that it is measured again"
+
     def metrics(self, cell_id: str) -> Line:
         """Return the content of metrics.json, or {} if there is none. A damaged file gives {} and a warning."""
         path = self.folder(cell_id) / "metrics.json"
@@ -233,7 +254,11 @@ class ResultStore:
         """
         least: dict[str, tuple[bytes, Line]] = {}
         for path in sorted(self.folder(cell_id).glob("samples-*.jsonl")):
-            lines = read_lines(path)
+            try:
+                lines = read_lines(path)
+            except UsageError:
+                self._warn(path, "cannot be read, and its answers do not count")
+                continue
             for text, line in lines.intact:
                 example_id = str(line["id"])
                 # any order that depends on the text alone would do; it must not depend on file or position
@@ -258,8 +283,12 @@ class ResultStore:
 
     def refusal(self, cell_id: str) -> str | None:
         """Return the reason why the cell must not be reported, or None."""
-        first = next(iter(sorted(self.folder(cell_id).glob("refused-*.json"))), None)
-        return None if first is None else str((read_json(first) or {}).get("reason"))
+        for path in sorted(self.folder(cell_id).glob("refused-*.json")):
+            try:
+                return str((read_json(path) or {}).get("reason"))
+            except UsageError:  # it was refused, whatever the reason was
+                return f"{path.name} cannot be read; python -m kvbench clean cells={cell_id} removes the cell"
+        return None
 
     def clear_refusal(self, cell_id: str, example_id: str) -> None:
         """Delete the cell's refusal for an example that now passes the audit, if there is one."""
@@ -270,8 +299,12 @@ class ResultStore:
             raise disk_error(error, path) from None
 
     def write_metrics(self, cell_id: str, metrics: Mapping[str, object]) -> None:
-        """Replace the cell's metrics.json with ``metrics``, atomically."""
-        write_json(self.folder(cell_id) / "metrics.json", metrics)
+        """Replace the cell's metrics.json with ``metrics``, atomically. A folder in its place becomes a warning."""
+        path = self.folder(cell_id) / "metrics.json"
+        if path.is_dir():
+            self._warn(path, "is a folder; python -m kvbench clean sets it aside")
+        else:
+            write_json(path, metrics)
 
     def folders(self) -> list[str]:
         """Return the ids of all cells, even of those without a record. Symbolic links are left out, with a warning."""

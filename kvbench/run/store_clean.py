@@ -19,7 +19,7 @@ from pathlib import Path
 
 from kvbench.errors import KvbenchError, UsageError
 from kvbench.files import disk_error, lock, read_lines
-from kvbench.run.store import ResultStore
+from kvbench.run.store import DAMAGED, ResultStore
 
 EMPTY = ("never", "failed", "interrupted")
 STALE_S = 60.0
@@ -30,7 +30,7 @@ LOCK_WAIT_S = 0.3
 class Removal:
     """One thing to remove.
 
-    kind: cell, mark, lock, temporary, or lines, which are moved into another file.
+    kind: cell, mark, lock, temporary, lines, which are moved into another file, or aside: moved out of the way.
     cell: the cell's id.
     about: what it is, in words.
     """
@@ -84,16 +84,19 @@ def _cell_removal(store: ResultStore, cell: str) -> Removal:
 def _waste_removals(store: ResultStore, cell: str) -> Iterator[Removal]:
     """Yield what can be removed of a cell without loss: all of it if it has no sample, else remains beside samples."""
     folder = store.folder(cell)
-    try:
-        status = store.status(cell)
-    except UsageError:
-        # a damaged record is for its owner to look at
+    status = store.status(cell)
+    if status.status == DAMAGED:
+        # what its samples were measured with is unknown; they stay, out of the way of a new measurement
+        yield Removal("aside", cell, folder, f"{status.reason}; moved to {aside_path(store, cell).parent}")
         return
     if status.status in EMPTY and not status.n:
         yield Removal("cell", cell, folder, f"{status.status}, nothing measured")
         return
     for path in sorted([*folder.glob("state-*.json"), *folder.glob("traceback-*.txt")]):
         yield Removal("mark", cell, path, f"{status.status}, {status.n} samples stay")
+    metrics = folder / "metrics.json"
+    if metrics.is_dir():
+        yield Removal("aside", cell, metrics, f"a folder, moved to {aside_path(store, cell).parent}")
     for path in sorted(folder.glob("*.tmp")):
         with suppress(FileNotFoundError):
             if time.time() - path.stat().st_mtime > STALE_S:
@@ -104,6 +107,11 @@ def _waste_removals(store: ResultStore, cell: str) -> Iterator[Removal]:
             yield Removal("lines", cell, path, f"{count}, moved to {damaged_path(path).name}")
     for path in sorted(folder.glob("lock*")):
         yield Removal("lock", cell, path, "held by nobody")
+
+
+def aside_path(store: ResultStore, cell: str) -> Path:
+    """Return a new path for what is damaged of a cell, outside the folder of cells."""
+    return store.root / "damaged" / f"{cell}-{secrets.token_hex(4)}"
 
 
 def damaged_path(samples: Path) -> Path:
@@ -120,6 +128,10 @@ def _remove(store: ResultStore, removal: Removal) -> None:
         renamed = store.root / "cells" / f".removed-{removal.cell}-{secrets.token_hex(4)}"
         removal.path.rename(renamed)
         shutil.rmtree(renamed)
+    elif removal.kind == "aside":
+        path = aside_path(store, removal.cell)
+        path.parent.mkdir(exist_ok=True)
+        removal.path.rename(path)
     elif removal.kind == "lines":
         _set_aside(removal.path)
     else:

@@ -176,6 +176,9 @@ def _about_lengths(rows: Sequence[ReportRow]) -> list[str]:
 def measured(group: Group, cell: Cell, store: ResultStore) -> CellResult:
     """Return the table entry of one cell: its summary over this run's examples, or the reason why there is none."""
     result = CellResult(group.column, cell.id, "missing", cell.chain.evicts, fields(cell.identity))
+    damage = store.damage(cell.id)
+    if damage is not None:
+        return replace(result, status="failed", reason=damage)
     refusal = store.refusal(cell.id)
     if refusal is not None:
         return replace(result, status="refused", reason=refusal)

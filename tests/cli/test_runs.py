@@ -134,13 +134,17 @@ def test_filters(store, capsys):
     assert capsys.readouterr().out == f"no runs in {store.root} with model=x\n"
 
 
-def test_a_damaged_record_is_listed_and_left_alone(store, capsys):
-    (store.folder(cell_id("partial")) / "cell.json").write_text("{")
+def test_a_damaged_record_is_listed_and_set_aside_with_its_answers(store, capsys):
+    folder = store.folder(cell_id("partial"))
+    samples = (folder / "samples-0.jsonl").read_bytes()
+    (folder / "cell.json").write_text("{")
     assert listed(capsys, store)["partial"]["status"] == "damaged"
-    cleaned(capsys, store, "--yes")
-    assert len(store.lines(cell_id("partial"))) == 4
-    cleaned(capsys, store, cells("partial"), "--yes")
-    assert not store.folder(cell_id("partial")).exists()
+    (item,) = (i for i in cleaned(capsys, store, "--yes")["items"] if i["kind"] == "aside")
+    assert (item["cell"], item["path"]) == ("partial", str(folder))
+    assert not folder.exists()
+    (aside,) = store.root.glob(f"damaged/{folder.name}-*")
+    assert (aside / "samples-0.jsonl").read_bytes() == samples
+    assert "partial" not in listed(capsys, store)
 
 
 def test_damaged_metrics_cost_a_warning_and_nothing_measured(store, capsys):
@@ -301,7 +305,8 @@ def test_a_record_of_another_shape_costs_its_cell_alone(store, capsys, record):
     assert "cell.json cannot be read" in actual["partial"]["reason"]
     assert main(["show", cell_id("partial"), f"results={store.root}"]) == 2
     cleaned(capsys, store, "--yes")
-    assert len(store.lines(cell_id("partial"))) == 4
+    assert not store.folder(cell_id("partial")).exists()
+    assert len(list(store.root.glob("damaged/*/samples-0.jsonl"))) == 1
 
 
 def test_an_answer_of_any_length_is_shown_by_its_beginning(store, capsys):
