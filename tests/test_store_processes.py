@@ -58,7 +58,7 @@ def test_runs_in_one_folder_share_the_work_and_each_ends_with_its_whole_table(tm
 
 
 def test_a_run_that_waits_measures_what_a_killed_one_leaves(tmp_path, capsys):
-    arguments = [*RUN, "examples=60", "batch_rows=2", f"results={tmp_path}"]
+    arguments = [*RUN, "examples=60", "limit=60", "batch_rows=2", f"results={tmp_path}"]
     first, store = start(*arguments), ResultStore(tmp_path)
     try:
         deadline = time.monotonic() + 120
