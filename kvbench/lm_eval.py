@@ -27,6 +27,7 @@ from kvbench.engine.shared_prefix import SharedPrefix
 from kvbench.errors import KvbenchError, UsageError, say
 from kvbench.extras import missing
 from kvbench.models.load import load_model
+from kvbench.run.summary import UNCHANGED
 
 try:
     from lm_eval.__main__ import cli_evaluate
@@ -74,6 +75,7 @@ class KvbenchLM(HFLM):  # type: ignore[misc]
         self.separator, self.task = separator, ""
         self.prefix = None if shared_prefix is None else SharedPrefix(self.model, shared_prefix)
         self.measured: dict[str, list[MeasuredBytes]] = {}
+        self.whole: dict[str, list[bool]] = {}  # by prompt, whether all tokens were held to the end of the answer
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         return self._by_task(super().generate_until, requests, disable_tqdm)
@@ -97,6 +99,11 @@ class KvbenchLM(HFLM):  # type: ignore[misc]
             tasks[name] = {"prompts": len(caches), **means}
             share = (means["payload"] + means["overhead"]) / means["full_bytes"]
             say(f"{name}: {self.chain.name} holds {share:.1%} of the bytes of the full cache, {len(caches)} prompts")
+            # all tokens and no byte less: what was measured is the full cache under another name
+            whole = sum(self.whole[name]) >= UNCHANGED * len(caches)
+            if self.chain.stages and not self.chain.masks and whole and share >= 1:
+                tasks[name]["nothing_compressed"] = True
+                say(f"{name}: nothing was compressed, so that the scores say nothing about {self.chain.name}")
         return {**super().get_model_info(), "kvbench": {"chain": self.chain.identity(), "tasks": tasks}}
 
     def _by_task(self, run: Callable[..., list[Any]], requests: Sequence[Any], disable_tqdm: bool) -> list[Any]:
@@ -149,6 +156,8 @@ class KvbenchLM(HFLM):  # type: ignore[misc]
             yield cache
             assert cache.measured is not None
             self.measured.setdefault(self.task, []).append(cache.measured)
+            fewest = min(len(positions) for layer in cache.kept_positions() for positions in layer)
+            self.whole.setdefault(self.task, []).append(fewest >= len(cache.ids))
 
     def _before_question(self, ids: torch.Tensor) -> int:
         """Return how many tokens of a prompt [n] end before the separator's last occurrence."""

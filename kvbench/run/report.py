@@ -32,6 +32,7 @@ class CellResult:
     settings: the settings that ``labels.fields`` returns.
     floor: whether a full cache's scores say nothing; None for other cells.
     fall_beside_full: the fall from a context's first question to its last minus the full cache's.
+    unchanged: whether nothing was compressed: tokens, bytes and answers are the full cache's.
     """
 
     task: str
@@ -44,6 +45,7 @@ class CellResult:
     summary: CellSummary | None = None
     delta: Delta | None = None
     fall_beside_full: Delta | None = None
+    unchanged: bool = False
 
     def record(self) -> dict[str, object]:
         """Return the cell as ``--json`` prints it."""
@@ -55,6 +57,7 @@ class CellResult:
             **({} if self.summary is None else self.summary.record()),
             **({} if self.delta is None else {"delta": self.delta.mean, "delta_ci": self.delta.ci}),
             **({} if self.fall_beside_full is None else {"fall_beside_full": asdict(self.fall_beside_full)}),
+            **({"nothing_compressed": True} if self.unchanged else {}),
         }
 
 

@@ -17,6 +17,7 @@ from kvbench.engine.shared_prefix import check_pieces
 from kvbench.errors import say
 from kvbench.example import Example
 from kvbench.kv.model_shape import from_config, local_layers
+from kvbench.methods.chain import Chain
 from kvbench.methods.walls import contained
 from kvbench.models import load, traits
 from kvbench.run import equal_memory
@@ -66,6 +67,20 @@ class RunPlan:
             notes.append("calibration_text= is not read: no method of this run is calibrated.")
         return [*notes, *prompts]
 
+    def unreached(self) -> list[str]:
+        """Return a note for each method whose budget is larger than every prompt of a task with its answer."""
+        tasks: dict[str, list[str]] = {}
+        for group in self.groups:
+            n = self.estimate(group).prompt_tokens
+            answer = max((e.max_new_tokens for e in group.examples), default=0)
+            for cell in group.cells:
+                if n and keeps_everything(cell.chain, n, answer):
+                    tasks.setdefault(cell.label, []).append(f"{group.column} (at most {n} tokens)")
+        return [
+            f"{label}: nothing will be compressed of {', '.join(columns)}: no prompt is longer than its budget."
+            for label, columns in tasks.items()
+        ]
+
     def plan(self) -> Plan:
         """Return what is left to measure, with the memory and time of each group and the memory limit.
 
@@ -96,7 +111,7 @@ class RunPlan:
             )
             groups.append(planned)
         dtype = precision.dtype_reason(self.cfg.model.dtype, self.dtype, device)
-        return Plan(cache_memory, str(device), dtype, groups, self.advice())
+        return Plan(cache_memory, str(device), dtype, groups, [*self.advice(), *self.unreached()])
 
     def load_model(self) -> PreTrainedModel:
         """Return the model: the one that was given, or the checkpoint's weights, read now."""
@@ -201,6 +216,25 @@ class RunPlan:
         chains = list(dict.fromkeys(c.chain for g in self.groups for c in g.cells))
         ready = {chain: self.session.bind(chain, model, quiet) for chain in chains}
         return tuple(replace(g, cells=tuple(replace(c, chain=ready[c.chain]) for c in g.cells)) for g in self.groups)
+
+
+def keeps_everything(chain: Chain, n: int, answer: int) -> bool:
+    """Return True if a method does nothing but choose tokens, and its budget is never reached.
+
+    ``n`` and ``answer`` are the tokens of the prompt and of the longest answer.
+    """
+    if not chain.stages or any(s.role not in ("selector", "modifier") for s in chain.stages):
+        return False
+    capacity = chain.capacity(n)
+    if capacity is None or capacity.tokens < n:
+        return False
+    evictor = chain.evictor
+    if evictor is None or (evictor.every and answer <= evictor.every):  # it never comes to choose while decoding
+        return True
+    # a capacity is cut to the prompt, and the budget while decoding is not
+    sizes = [getattr(chain.selector, name, None) for name in ("decode_budget", "kv_size")]
+    budget = next((size for size in sizes if size is not None), capacity.tokens)
+    return bool(budget >= n + answer)
 
 
 def prepare(cfg: RunConfig, reading: bool = False) -> RunPlan:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean
 
@@ -19,6 +19,9 @@ from kvbench.run.results import BucketScore, CellSummary, MeanTiming, Sample, sh
 from kvbench.run.store import ResultStore
 from kvbench.run.turns import Contexts, fall_beside, summarise_turns
 from kvbench.tasks.longbench import BUCKETS
+
+UNCHANGED = 0.99
+"""The share of prompts on which a method must do what the full cache does for its row to say so."""
 
 
 def summarise(samples: Sequence[Sample], name: str, of: int) -> CellSummary:
@@ -193,9 +196,36 @@ def measured(group: Group, cell: Cell, store: ResultStore) -> CellResult:
     if not cell.chain.stages:
         floor = at_floor(group.task, [s.score for s in samples.values() if s.score is not None])
     summary = summarise(list(samples.values()), group.task.metric, len(group.task.examples))
-    delta = _delta(group, cell, samples, store)
-    beside = _fall_beside_full(group, cell, samples, store)
-    return replace(result, status="measured", floor=floor, summary=summary, delta=delta, fall_beside_full=beside)
+    return replace(
+        result,
+        status="measured",
+        floor=floor,
+        summary=summary,
+        delta=_delta(group, cell, samples, store),
+        fall_beside_full=_fall_beside_full(group, cell, samples, store),
+        unchanged=is_unchanged(group, cell, samples, store),
+    )
+
+
+def is_unchanged(group: Group, cell: Cell, samples: Mapping[str, Sample], store: ResultStore) -> bool:
+    """Return True if a method compressed nothing: on UNCHANGED of prompts its cache and answer are the full cache's.
+
+    Return False where no prompt has an answer of the full cache. A method that attends only some of the tokens that it
+    holds does something else than compress, and is not meant.
+    """
+    full = next((c for c in group.cells if not c.chain.stages), None)
+    if full is None or not cell.chain.stages or cell.chain.masks:
+        return False
+    baseline = store.samples(full.id)
+    equal = [_same_as_full(sample, baseline[i]) for i, sample in samples.items() if i in baseline]
+    return bool(equal) and sum(equal) >= UNCHANGED * len(equal)
+
+
+def _same_as_full(sample: Sample, full: Sample) -> bool:
+    """Return True if a method's sample holds no token and no byte less than the full cache's, and answers alike."""
+    whole = sample.kept >= sample.n and (sample.decode_peak or 0) >= (full.decode_peak or 0)
+    size, full_size = (s.payload16 + s.overhead16 for s in (sample, full))
+    return whole and size >= full_size and (sample.prediction, sample.score) == (full.prediction, full.score)
 
 
 def _fall_beside_full(group: Group, cell: Cell, samples: dict[str, Sample], store: ResultStore) -> Delta | None:

@@ -13,16 +13,18 @@ from kvbench.tables.table import Table
 from kvbench.tables.table import size as size
 
 if TYPE_CHECKING:
-    from kvbench.run.report import CellResult, Report, ReportColumn, RowMeans
+    from kvbench.run.report import CellResult, Report, ReportColumn, ReportRow, RowMeans
 
 FORMATS = ("text", "md", "csv", "latex")
 BROKEN = ("refused", "failed")
+UNCHANGED = "nothing was\ncompressed"
+"""What stands in place of the score of a method that held and answered what the full cache does."""
 ENDS = ((0, "low"), (1, "high"))
 CSV_FIELDS = (
     *("method", "task", "status", "metric", "score", "ci_low", "ci_high", "delta", "delta_ci_low", "delta_ci_high"),
     *("n", "of", "unscored", "prompt_tokens", "kept", "nominal", "payload", "overhead", "full_bytes"),
     *("percent_of_full", "payload_kv_head", "payload_query_head", "attended", "decode_peak", "evicts"),
-    *("cell", "reason"),
+    *("cell", "reason", "nothing_compressed"),
     *(f"{kind}_{name}" for kind in fidelity.TEXTS for name in fidelity.CSV_FIELDS),
     *(f"turns_{name}" for name in turns.CSV_FIELDS),
 )
@@ -51,7 +53,7 @@ def sheets(report: Report) -> list[Table]:
     ]
     if len(columns) > 1:
         complete = [r.means if all(c.summary is not None for c in r.cells) else None for r in rows]
-        table.append(("mean", *("—" if means is None else _number(means.score_mean) for means in complete)))
+        table.append(("mean", *map(_mean_text, rows, complete)))
     out = list(Table(*_transposed(names, table), ruled=True).folded())
     measured = [(r, r.means) for r in rows if r.means is not None]
     storage = list(zip(STORAGE, *(_storage_text(means, r.evicts) for r, means in measured), strict=True))
@@ -65,6 +67,15 @@ def sheets(report: Report) -> list[Table]:
         *fidelity.sheets(report),
         *Table(*_transposed(names, storage)).folded(),
     ]
+
+
+def _mean_text(row: ReportRow, means: RowMeans | None) -> str:
+    """Return the mean score of a row as text; ``means`` is None unless all of its cells are measured."""
+    if means is None:
+        return "—"
+    if all(cell.unchanged for cell in row.cells):
+        return UNCHANGED
+    return _number(means.score_mean)
 
 
 def _falls(column: ReportColumn) -> bool:
@@ -94,6 +105,8 @@ def _score_text(cell: CellResult) -> str:
     summary = cell.summary
     if summary is None or summary.score is None:
         return "—"
+    if cell.unchanged:
+        return UNCHANGED
     lines = [_number(summary.score)]
     if summary.ci:
         lines.append(f"[{summary.ci[0]:.0f}, {summary.ci[1]:.0f}]")
@@ -182,6 +195,11 @@ def legend(report: Report) -> list[str]:
     if any("\n" in _payload(m.payload, m.payload_kv_head, m.payload_query_head) for m in means):
         lines.append(
             "q, kv: payload of as many tokens under per=query_head or kv_head, by formula; % of full is of those held."
+        )
+    if any(c.unchanged for c in cells):
+        lines.append(
+            "nothing was compressed: tokens, bytes and answers are those of the full cache on 99 % of prompts or "
+            "more. The score, which says nothing about the method, is in --json. Give it a smaller budget."
         )
     falling = dict.fromkeys(c.metric for c in report.columns if _falls(c))
     if falling:

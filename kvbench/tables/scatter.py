@@ -63,7 +63,10 @@ def _panel(panel: Any, report: Report, task: int) -> None:
     lines: dict[str, list[CellSummary]] = {}
     for row in report.rows:
         summary = row.cells[task].summary
-        if summary is not None and summary.score is not None:
+        if row.cells[task].unchanged:
+            # a point at the full cache's would look like a method that loses nothing
+            panel.plot([], [], " ", label=f"{line_of(row.method)}: nothing was compressed")
+        elif summary is not None and summary.score is not None:
             lines.setdefault(line_of(row.method), []).append(summary)
     for full in lines.pop("full", []):
         panel.axhline(full.score, color=GREY, linestyle="--", label="full")

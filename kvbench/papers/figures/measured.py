@@ -127,12 +127,14 @@ class Ran:
         return np.array([(x, full[e]) for e, x in own.items() if e in full], dtype=float).reshape(-1, 2)
 
     def left_out(self) -> list[str]:
-        """Return the cells that cannot be shown, with the reason."""
+        """Return the cells that are not shown, or show nothing about their method, with the reason."""
         store, reasons = self.run.store, []
         for _, group, cell in self.cells():
             reason = store.refusal(cell.id)
             if reason is None and not store.samples(cell.id).keys() & {e.id for e in group.examples}:
                 reason = store.status(cell.id).reason or "not measured"
+            if reason is None and summary.measured(group, cell, store).unchanged:
+                reason = "nothing was compressed"
             if reason is not None:
                 reasons.append(f"{cell.label} on {group.column}: {reason}")
         return reasons

@@ -45,6 +45,7 @@ class CellView:
     timed: the cell of an efficiency table.
     n, of: how many examples are measured, and how many there are.
     unlike: the conditions that differ from the paper's.
+    unchanged: whether nothing was compressed, so that our number says nothing about the method.
     """
 
     status: str = "none"
@@ -69,6 +70,7 @@ class CellView:
     exact: str = ""
     timed: Timed | None = None
     unlike: tuple[str, ...] = ()
+    unchanged: bool = False
 
     @property
     def delta(self) -> float | None:
@@ -209,6 +211,7 @@ def _entry(
         n=summary.n,
         of=summary.of,
         cell=result.cell,
+        unchanged=result.unchanged,
         budget=100 * summary.kept / summary.prompt_tokens if summary.prompt_tokens else None,
     )
 

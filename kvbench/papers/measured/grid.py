@@ -76,6 +76,7 @@ def _best(rows: Sequence[Line], index: int, column: str, field: str) -> float | 
     shares, which are inverse.
     """
     entries = [entries[index] for _, entries in rows]
+    entries = [e for e in entries if field == "published" or not e.unchanged]
     values = [value for e in entries if (value := getattr(e, field)) is not None]
     if len(values) < 2:
         return None
@@ -114,6 +115,8 @@ def _ours(entry: CellView, stand_in: bool) -> list[str]:
         return ["✗"]
     if stand_in and entry.floor:
         return ["floor"]
+    if entry.unchanged:
+        return ["not", "compressed"]
     value, ci = (entry.relative, entry.relative_ci) if stand_in else (entry.ours, entry.ci)
     if entry.status == "missing" or value is None:
         return ["" if entry.exact else "—"]
@@ -166,6 +169,8 @@ def notes(view: View, show: str = "both") -> list[str]:
     ]
     if waiting:
         lines.append(f"— not measured yet: {', '.join(waiting)}.")
+    if show != "published" and any(e.unchanged for e in entries):
+        lines.append("not compressed: tokens, bytes and answers are the full cache's, so the number says nothing.")
     lines += [f"— {what}." for what in absent(ours)]
     return [*lines, *declared.sources]
 

@@ -115,7 +115,8 @@ class OurTable:
             return failure or parts[0]
         samples = [store.samples(c.id)[e.id] for g, c in measured for e in g.examples if e.id in store.samples(c.id)]
         pooled = summary.summarise(samples, cells[0][0].task.metric, sum(len(g.task.examples) for g, _ in cells))
-        return CellResult("", " ".join(c.id for _, c in cells), "measured", summary=pooled)
+        unchanged = all(p.unchanged for p in parts if p.status == "measured")
+        return CellResult("", " ".join(c.id for _, c in cells), "measured", summary=pooled, unchanged=unchanged)
 
 
 def scores(store: ResultStore, group: Group, cell: Cell) -> dict[str, float]:
