@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from kvbench.files import line_of, parse_line
 from kvbench.methods.base import Selector
 from kvbench.methods.chain import Chain
 from kvbench.methods.resolve import ChainConfig
-from kvbench.run import experiment
+from kvbench.run import experiment, runner
 from kvbench.run.store import Busy, ResultStore
 
 pytestmark = pytest.mark.e2e("runs whole command lines")
@@ -156,6 +157,48 @@ def test_interrupt_is_one_message_and_status_130(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(experiment, "measure", interrupt)
     assert main(["run", f"results={tmp_path}"]) == 130
     assert f"to go on:\n  python -m kvbench run results={tmp_path}" in capsys.readouterr().err
+
+
+def test_prompts_are_answered_before_much_reading_is_at_risk(tmp_path, monkeypatch):
+    read = runner.GroupRun.read
+
+    def stored_when_read(name, at_risk_s):
+        """Return how many answers are stored when each prompt is about to be read, and all answers in the end."""
+        monkeypatch.setattr(runner, "AT_RISK_S", at_risk_s)
+        prepared = prepare(
+            "dataset=tiny/needle", "length=256", "limit=4", "method=snapkv", f"results={tmp_path / name}"
+        )
+        cells = prepared.groups[0].cells
+        counts = []
+
+        def counting(self, *prompt):
+            counts.append(sum(len(prepared.store.lines(c.id)) for c in cells))
+            read(self, *prompt)
+
+        monkeypatch.setattr(runner.GroupRun, "read", counting)
+        experiment.measure(prepared, quiet=True)
+        answers = [{i: (s.prediction, s.score) for i, s in prepared.store.samples(c.id).items()} for c in cells]
+        return counts, answers
+
+    together, answers = stored_when_read("together", 60.0)
+    assert together == [0, 0, 0, 0]
+    assert stored_when_read("one by one", 0.0) == ([0, 2, 4, 6], answers)
+
+
+def test_an_interrupt_says_how_many_prompts_are_read_again(tmp_path, monkeypatch):
+    prepared = prepare("dataset=tiny/needle", "length=256", "limit=4", "method=snapkv", f"results={tmp_path}")
+    read = runner.GroupRun.read
+
+    def interrupted(self, example, *rest):
+        if example.id == prepared.groups[0].examples[3].id:
+            raise KeyboardInterrupt("stopped by Ctrl-C")
+        read(self, example, *rest)
+
+    monkeypatch.setattr(runner.GroupRun, "read", interrupted)
+    with pytest.raises(KeyboardInterrupt) as interrupt:
+        experiment.measure(prepared, quiet=True)
+    (note,) = interrupt.value.__notes__
+    assert re.fullmatch(r"3 prompts were read and not answered yet \(\d+ s\): to be read again", note)
 
 
 def truncated(path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -39,6 +40,11 @@ from kvbench.tasks.prompt import Encoded
 from kvbench.tasks.turns import EncodedTurns
 
 REASON_LENGTH = 300
+AT_RISK_S = 60.0
+"""Seconds of reading after which the prompts read so far are answered, though the decode batch has room for more.
+
+What a kill costs is at most that, and the answers that are being written.
+"""
 BUSY_WAIT_S = 0.05
 """Seconds to wait for a cell's lock once another cell is known to be measured by another process."""
 Result = TypeVar("Result")
@@ -62,6 +68,7 @@ class GroupRun:
         self.model_before = state_of(self.host.model) if self.foreign else None
         self.repeated: set[str] = set()  # the ids of foreign cells of which a prompt was computed twice
         self.reader = PromptReader(self.host, self._with_room)
+        self.reading_since = time.monotonic()
         limits = self.host.most_rows, self.host.memory
         self.queue = DecodeQueue(self.host.model, *limits, self._remade, self.reader.forget_all)
         self.asking: dict[tuple[str, str], Asking] = {}  # by the ids of cell and example
@@ -70,14 +77,29 @@ class GroupRun:
         """Answer examples, each for its cells. An error of one cell takes only that cell out of the run."""
         for i, (example, wanted) in enumerate(work):
             cells = self.active(wanted)
-            while not self.queue.takes(len(cells)):
+            # an empty queue takes any number of rows
+            while not self.queue.takes(len(cells)) or (len(self.queue) and self.reading_s() > AT_RISK_S):
                 self.finish()
                 cells = self.active(cells)
+            if not len(self.queue):
+                self.reading_since = time.monotonic()
             if cells:
                 self.read(example, cells, *((e, self.active(c)) for e, c in work[i + 1 : i + 2]))
         self.reader.forget_all()
         while len(self.queue):
             self.finish()
+
+    def reading_s(self) -> float:
+        """Return the seconds since the first prompt was read of those that wait for their answers."""
+        return time.monotonic() - self.reading_since
+
+    def unanswered(self) -> str:
+        """Return in words how many prompts were read and are not answered yet; '' if there are none."""
+        prompts = {(row.cell.column, row.example.id) for row in self.queue}
+        if not prompts:
+            return ""
+        many = "prompts were" if len(prompts) > 1 else "prompt was"
+        return f"{len(prompts)} {many} read and not answered yet ({self.reading_s():.0f} s): to be read again"
 
     def active(self, cells: Sequence[Cell]) -> list[Cell]:
         """Return the cells that are neither refused nor failed."""
@@ -364,6 +386,8 @@ def run_groups(
         try:
             run.run(work)
         except BaseException as error:
+            if isinstance(error, KeyboardInterrupt) and (lost := run.unanswered()):
+                error.add_note(lost)
             for cell in run.active(_waiting(_pending(opened, store))):
                 store.mark(cell, "interrupted", ending(error))
             raise
