@@ -2,6 +2,8 @@
 
 import contextlib
 import importlib
+import json
+import os
 import random
 import re
 import shutil
@@ -392,3 +394,39 @@ def test_a_method_that_draws_answers_alike_in_one_go_and_in_two(tmp_path):
 
     at_once = answers("at once", 6)
     assert len(at_once) == 6 and answers("in two", 2, 6) == at_once
+
+
+LEAVES = """
+from dataclasses import dataclass
+import os
+from kvbench.methods.base import Selector
+
+@dataclass(frozen=True, kw_only=True)
+class Leaves(Selector):
+    id = "leaves"
+
+    def scores(self, cache, obs, capacity):
+        os._exit(0)
+"""
+
+
+def test_a_method_that_ends_the_process_fails_alone_and_is_named(tmp_path):
+    (tmp_path / "methods").mkdir()
+    (tmp_path / "methods" / "leaves.py").write_text(LEAVES)
+    command = [
+        "run",
+        "dataset=tiny/needle",
+        "length=256",
+        "limit=1",
+        "method=snapkv,leaves",
+        f"results={tmp_path}",
+        "--json",
+    ]
+    environment = {**os.environ, "KVBENCH_METHODS": str(tmp_path / "methods")}
+    run = subprocess.run(
+        [sys.executable, "-m", "kvbench", *command], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert run.returncode == 1
+    assert "leaves kv_ratio=0.25 on tiny/needle failed: leaves would end the program" in run.stderr
+    statuses = [row["cells"][0]["status"] for row in json.loads(run.stdout)["rows"]]
+    assert statuses == ["measured", "measured", "failed"]
