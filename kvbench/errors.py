@@ -31,10 +31,10 @@ def say(text: str) -> None:
 
 
 def ending(error: BaseException) -> str:
-    """Return as text why a run ended early, with the notes on the error."""
+    """Return as text why a run ended early."""
     if isinstance(error, SystemExit):
         return "its process was told to end"
-    return "; ".join([str(error) or type(error).__name__, *notes(error)])
+    return str(error) or type(error).__name__
 
 
 def notes(error: BaseException) -> list[str]:

@@ -78,7 +78,7 @@ class Display:
         self.counts = {
             t.task: Count(t.answers_to_do, -(-t.answers_to_do // len(t.cells))) for t in todo if t.answers_to_do
         }
-        for note in (*prepared.advice(), *prepared.unreached()) if self.counts else ():
+        for note in prepared.advice() if self.counts else ():
             say(note)
         if self.counts and sys.stderr.isatty():
             self.bars = bars_of("{task.fields[rate]}")

@@ -65,9 +65,9 @@ class RunPlan:
         notes = [note for note in (model.note, model.shape.note) if note]
         if self.cfg.calibration_text and not any(self.session.requests(e.chain) for e in self.cfg.chains):
             notes.append("calibration_text= is not read: no method of this run is calibrated.")
-        return [*notes, *prompts]
+        return [*notes, *prompts, *self._unreached()]
 
-    def unreached(self) -> list[str]:
+    def _unreached(self) -> list[str]:
         """Return a note for each method whose budget is larger than every prompt of a task with its answer."""
         tasks: dict[str, list[str]] = {}
         for group in self.groups:
@@ -111,7 +111,7 @@ class RunPlan:
             )
             groups.append(planned)
         dtype = precision.dtype_reason(self.cfg.model.dtype, self.dtype, device)
-        return Plan(cache_memory, str(device), dtype, groups, [*self.advice(), *self.unreached()])
+        return Plan(cache_memory, str(device), dtype, groups, self.advice())
 
     def load_model(self) -> PreTrainedModel:
         """Return the model: the one that was given, or the checkpoint's weights, read now."""
