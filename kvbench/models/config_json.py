@@ -40,14 +40,15 @@ def check_sizes(path: str, config: Any) -> None:
         value = config.get(key)
         if value is not None and not isinstance(value, list) and not (is_whole(value) and value >= 1):
             raise _wrong(path, key, value, WHOLE)
-    heads, kv_heads = config.get("num_attention_heads"), config.get("num_key_value_heads")
-    if is_whole(heads) and is_whole(kv_heads) and heads % kv_heads:
+    numbers = {key: value for key, value in config.items() if is_whole(value)}
+    heads, kv_heads = numbers.get("num_attention_heads", 1), numbers.get("num_key_value_heads", 1)
+    if heads % kv_heads:
         raise _wrong(path, "num_key_value_heads", kv_heads, f"a divisor of num_attention_heads={heads}")
-    hidden = config.get("hidden_size")
-    if is_whole(heads) and is_whole(hidden) and config.get("head_dim") is None and hidden % heads:
+    hidden = numbers.get("hidden_size", 0)
+    if config.get("head_dim") is None and hidden % heads:
         raise _wrong(path, "num_attention_heads", heads, f"a divisor of hidden_size={hidden}, or a head_dim beside it")
-    vocabulary, padding = config.get("vocab_size"), config.get("pad_token_id")
-    if is_whole(vocabulary) and is_whole(padding) and padding >= vocabulary:
+    padding, vocabulary = numbers.get("pad_token_id", -1), numbers.get("vocab_size")
+    if vocabulary is not None and padding >= vocabulary:
         raise _wrong(path, "pad_token_id", padding, f"null or an id below vocab_size={vocabulary}")
     for key in ("dtype", "torch_dtype"):
         name = config.get(key)

@@ -87,7 +87,8 @@ def _integers(model: PreTrainedModel, location: str) -> list[str]:
     parameters = {name for name, p in model.named_parameters() if p.is_floating_point()}
     prefix = f"{model.base_model_prefix}."
     stored = _stored(_folder(model.config, location))
-    return [n for n, (kind, _) in stored.items() if kind not in FLOATS and (n in parameters or prefix + n in parameters)]
+    integers = [name for name, (dtype, _) in stored.items() if dtype not in FLOATS]
+    return [name for name in integers if name in parameters or prefix + name in parameters]
 
 
 def _stored(folder: Path) -> dict[str, Stored]:

@@ -173,15 +173,24 @@ def test_llama3_scaled_rope_generates_as_transformers_does(folder):
         ({"num_hidden_layers": 0}, "num_hidden_layers=0, which is not possible: a whole number, 1 or more"),
         ({"num_attention_heads": 0}, "num_attention_heads=0, which is not possible: a whole number, 1 or more"),
         ({"num_key_value_heads": 0}, "num_key_value_heads=0, which is not possible: a whole number, 1 or more"),
-        ({"num_key_value_heads": 3}, "num_key_value_heads=3, which is not possible: a divisor of num_attention_heads=4"),
-        ({"num_attention_heads": 3, "num_key_value_heads": 1}, "num_attention_heads=3, which is not possible: a divisor"),
+        (
+            {"num_key_value_heads": 3},
+            "num_key_value_heads=3, which is not possible: a divisor of num_attention_heads=4",
+        ),
+        (
+            {"num_attention_heads": 3, "num_key_value_heads": 1},
+            "num_attention_heads=3, which is not possible: a divisor",
+        ),
         ({"hidden_size": "big"}, "hidden_size='big', which is not possible: a whole number, 1 or more"),
         ({"vocab_size": True}, "vocab_size=True, which is not possible"),
         ({"intermediate_size": 2.5}, "intermediate_size=2.5, which is not possible"),
         ({"max_position_embeddings": -1}, "max_position_embeddings=-1, which is not possible"),
         ({"pad_token_id": 128}, "pad_token_id=128, which is not possible: null or an id below vocab_size=128"),
         ({"dtype": "float7"}, "dtype='float7', which is not possible: one of float32"),
-        ({"rope_parameters": {"rope_type": "default", "rope_theta": 0}}, "rope_theta=0, which is not possible: a number"),
+        (
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 0}},
+            "rope_theta=0, which is not possible: a number",
+        ),
         ({"rms_norm_eps": "x"}, "'rms_norm_eps': TypeError: Field 'rms_norm_eps' expected float, got str (value: 'x')"),
     ],
 )
@@ -200,7 +209,10 @@ def test_a_config_that_is_no_object_and_sizes_by_layer_are_told_apart(folder):
 @pytest.mark.parametrize(
     ("changed", "reason"),
     [
-        ({"vocab_size": 10**13}, "another shape than its config.json says: lm_head.weight [128, 64] for [10000000000000"),
+        (
+            {"vocab_size": 10**13},
+            "another shape than its config.json says: lm_head.weight [128, 64] for [10000000000000",
+        ),
         ({"intermediate_size": 10**12}, "down_proj.weight [64, 96] for [64, 1000000000000]"),
         ({"num_hidden_layers": 60}, "weights, and its files hold 108,992"),
     ],
