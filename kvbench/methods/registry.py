@@ -108,7 +108,8 @@ def unknown_knob(knob: str, value: Any, names: Iterable[str], hint: str) -> Usag
             if knob in defaults(method):
                 owners.append(method)
     if owners and knob not in BUDGET_KNOBS:  # why a method has no budget is in the hint
-        return UsageError(f"unknown knob {knob!r} of what is asked for: {', '.join(owners)} have it")
+        have = "have" if len(owners) > 1 else "has"
+        return UsageError(f"unknown knob {knob!r} of what is asked for: {', '.join(owners)} {have} it")
     return unknown("knob", knob, names, hint)
 
 

@@ -102,8 +102,9 @@ class ResultStore:
         """Raise UsageError if no file can be written below the results folder."""
         cells = self.root / "cells"
         try:
-            cells.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=cells):
+            # what is only planned or read makes no folder: the nearest that is there tells whether one can be made
+            there = next(p for p in (cells, *cells.parents) if p.exists() or p.is_symlink())
+            with tempfile.TemporaryFile(dir=there):
                 pass
         except OSError as error:
             raise UsageError(

@@ -170,8 +170,10 @@ def _about_batches(rows: Sequence[ReportRow]) -> list[str]:
     factors = [s.timing.batch_factor for s in summaries if s.timing.batch_factor]
     if not factors or max(factors) < 1.05:
         return []
+    least, most = f"{min(factors):.1f}", f"{max(factors):.1f}"
+    times = most if least == most else f"{least} to {most}"
     return [
-        f"While decoding, a batch took {min(factors):.1f} to {max(factors):.1f} times the key and value bytes of its "
+        f"While decoding, a batch took {times} times the key and value bytes of its "
         "rows (padding, free slots, positions, room for the answer); bytes in tables are those of tokens."
     ]
 
