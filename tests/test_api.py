@@ -292,7 +292,7 @@ def test_texts_beyond_the_context_are_answered_with_a_warning():
     with pytest.warns(UserWarning, match="prompt and new tokens are 2052, more than the 2048"):
         kvbench.extend(LLAMA, cache, [5, 6, 7])
     with kvbench.cache(LLAMA, "full") as empty, pytest.warns(UserWarning, match="are 2049, more than the 2048") as said:
-        LLAMA.generate(prompt(2049)[None], past_key_values=empty, max_new_tokens=2, do_sample=False)
+        empty.read(prompt(2049))
     assert __file__ in [warning.filename for warning in said]
 
 
@@ -300,7 +300,7 @@ def test_an_unbounded_text_with_rolled_positions_stays_within_the_context(recwar
     roll = {"method": "streamingllm", "mode": "rolled", "kv_size": 64}
     (cache,) = kvbench.prefill(LLAMA, prompt(2040), [roll])
     kvbench.generate(LLAMA, [kvbench.extend(LLAMA, cache, prompt(10))], 4)
-    assert not recwarn.list
+    assert not [warning for warning in recwarn if "the model was made for" in str(warning.message)]
 
 
 ROWS = [{"prompt": "a b", "answers": ["c"]}]
