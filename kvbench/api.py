@@ -22,6 +22,7 @@ from kvbench.conf import check, entries, is_whole
 from kvbench.engine import decode
 from kvbench.engine.calibration.session import Session
 from kvbench.engine.hf_cache import TransformersCache
+from kvbench.engine.limits import warn_beyond_context
 from kvbench.engine.memory import is_out_of_memory
 from kvbench.engine.prefill import as_prompt, prefill_chains
 from kvbench.engine.weights_digest import check_calibrated, weights_of
@@ -81,7 +82,7 @@ def prefill(
         warnings.warn(note, stacklevel=3)
     chains = _chains(model, methods, preset, knobs)
     ids = as_prompt(model, input_ids)
-    _warn_beyond_context(model, len(ids))
+    warn_beyond_context(model, len(ids), stacklevel=3)
     return prefill_chains(model, ids, chains, tokenizer=tokenizer)
 
 
@@ -128,7 +129,8 @@ def generate(
         rows = [i for i, c in enumerate(caches) if c.chain.prefill_key == key]
         for i in rows:
             decode.check_continuation(model, caches[i], new)
-            _warn_beyond_context(model, caches[i].seen + new)
+            if not caches[i].chain.rolled:
+                warn_beyond_context(model, caches[i].seen + new, stacklevel=3)
         endings = [decode.Ending(new, stop)] * len(rows)
         answers = decode.generate_rows(model, [caches[i] for i in rows], endings)
         for i, answer in zip(rows, answers, strict=True):
@@ -145,13 +147,6 @@ def _end_tokens(eos_token_id: Any) -> frozenset[int]:
     if not all(map(is_whole, ids)):
         raise UsageError(f"eos_token_id={eos_token_id!r} is not possible: a token's id, or a list of ids")
     return frozenset(ids)
-
-
-def _warn_beyond_context(model: PreTrainedModel, tokens: int) -> None:
-    context = getattr(model.config, "max_position_embeddings", None)
-    if context is not None and tokens > context:
-        text = f"prompt and new tokens are {tokens}, more than the {context} that the model was made for"
-        warnings.warn(text, stacklevel=4)
 
 
 @_in_turn
@@ -199,7 +194,10 @@ def extend(model: PreTrainedModel, cache: Cache, input_ids: Tensor | Sequence[in
     """
     if not isinstance(cache, Cache):
         raise UsageError(f"cache={cache!r} is not possible: one of those that prefill returned")
-    return decode.extend_cache(model, cache, input_ids)
+    extended = decode.extend_cache(model, cache, input_ids)
+    if not cache.chain.rolled:
+        warn_beyond_context(model, extended.seen, stacklevel=3)
+    return extended
 
 
 @_in_turn

@@ -43,8 +43,16 @@ def notes(error: BaseException) -> list[str]:
 
 
 def headline(error: BaseException) -> str:
-    """Return the first line of an error's message, or the name of its type if it has none."""
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    """Return the first line of an error's message, with the next where it ends in a colon, or its type's name."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if not lines:
+        return type(error).__name__
+    text = lines[0]
+    for line in lines[1:]:
+        if not text.endswith(":"):
+            break
+        text += f" {line}"
+    return text
 
 
 def did_you_mean(value: object, names: Iterable[str]) -> str:

@@ -280,17 +280,35 @@ def test_a_cache_can_be_copied_but_not_pickled():
     assert kvbench.generate(LLAMA, [copy.deepcopy(CACHE)], 3) == kvbench.generate(LLAMA, [copy.copy(CACHE)], 3)
     with pytest.raises(TypeError, match="Keep the prompt's ids and the method"):
         pickle.dumps(CACHE)
+    with kvbench.cache(LLAMA, "full") as empty:
+        for refused in (pickle.dumps, copy.copy, copy.deepcopy):
+            with pytest.raises(TypeError, match="can be neither pickled nor copied: its chain is code"):
+                refused(empty)
 
 
 def test_texts_beyond_the_context_are_answered_with_a_warning():
     with pytest.warns(UserWarning, match="prompt and new tokens are 2049, more than the 2048"):
-        kvbench.prefill(LLAMA, prompt(2049), ["full"])
+        (cache,) = kvbench.prefill(LLAMA, prompt(2049), ["full"])
+    with pytest.warns(UserWarning, match="prompt and new tokens are 2052, more than the 2048"):
+        kvbench.extend(LLAMA, cache, [5, 6, 7])
+    with kvbench.cache(LLAMA, "full") as empty, pytest.warns(UserWarning, match="are 2049, more than the 2048") as said:
+        empty.read(prompt(2049))
+    assert __file__ in [warning.filename for warning in said]
+
+
+def test_an_unbounded_text_with_rolled_positions_stays_within_the_context(recwarn):
+    roll = {"method": "streamingllm", "mode": "rolled", "kv_size": 64}
+    (cache,) = kvbench.prefill(LLAMA, prompt(2040), [roll])
+    kvbench.generate(LLAMA, [kvbench.extend(LLAMA, cache, prompt(10))], 4)
+    assert not [warning for warning in recwarn if "the model was made for" in str(warning.message)]
 
 
 ROWS = [{"prompt": "a b", "answers": ["c"]}]
 NOT_COMPARED = {
     "methods=None is not possible": ((None, ROWS, None), {}),
-    "the entry {'method': 'h2o'} of methods": ((None, ROWS, [{"method": "h2o"}]), {}),
+    "the entry {'kv_size': 64} of methods": ((None, ROWS, [{"kv_size": 64}]), {}),
+    "unknown knob 'kvsize'": ((None, ROWS, [{"method": "h2o", "kvsize": 64}]), {}),
+    "row 1 of data holds half a surrogate pair": ((None, [*ROWS, {"prompt": "\ud800", "answers": ["c"]}]), {}),
     "device='cuda' is not possible: the model is loaded": ((None, ROWS), {"device": "cuda"}),
     "results=None is not possible": ((None, ROWS), {"results": None}),
     "data is dict": ((None, ROWS[0]), {}),

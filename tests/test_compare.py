@@ -11,6 +11,18 @@ QUESTION = "question: what is the magic number of paris? answer: paris is"
 METHODS = ["snapkv+think", "streamingllm", "h2o", "expectedattention", "random"]
 
 
+def test_entries_with_knobs_of_their_own_are_those_that_prefill_takes(tmp_path):
+    model, tokenizer = kvbench.load_model("tiny")
+    rows = [{"prompt": CONTEXT + QUESTION, "answers": ["471"]}]
+    settings = {"kv_ratio": 0.25, "max_new_tokens": 4, "progress": False, "results": tmp_path}
+    entries = [{"method": "snapkv", "kv_ratio": [0.5, 0.4], "window": 8}, "h2o,random", {"method": "h2o"}]
+    report = kvbench.compare(model, tokenizer, rows, entries, **settings)
+    names = ["full", "snapkv kv_ratio=0.5 window=8", "snapkv kv_ratio=0.4 window=8", "h2o kv_ratio=0.25"]
+    assert [row.method for row in report.rows] == [*names, "random kv_ratio=0.25"]
+    alone = kvbench.compare(model, tokenizer, rows, ["snapkv"], **{**settings, "kv_ratio": 0.5}, window=8)
+    assert alone.rows[1].cells[0].cell == report.rows[1].cells[0].cell
+
+
 def test_rows_with_context_and_question_are_compared_and_drawn(tmp_path):
     model, tokenizer = kvbench.load_model("tiny")
     rows = [{"context": CONTEXT, "question": QUESTION, "answers": ["471"]}]

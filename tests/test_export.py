@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 from dataclasses import dataclass, field
 
 import pytest
@@ -30,6 +31,17 @@ class Cell(PlainCell):
     def identity(self):
         stages = [{"id": method, "revision": 1, "knobs": knobs} for method, knobs in self.stages]
         return {"task": self.column, "chain": {"stages": stages, "per": "kv_head"}, "prompt": self.prompt}
+
+
+@dataclass(frozen=True)
+class Chosen(Cell):
+    """A cell whose examples are its own."""
+
+    content: str = ""
+
+    @property
+    def identity(self):
+        return {**super().identity, "content": self.content}
 
 
 def answered(store, cell, answers):
@@ -161,5 +173,27 @@ def test_what_cannot_be_one_folder_each_is_told(tmp_path, capsys):
     assert not (tmp_path / "out").exists()
     ruler(store, "vt", [("1", ["1"])], size=7, name="others")
     options = [f"results={store.root}", "method=snapkv", f"output={tmp_path / 'out'}"]
-    assert main(["export", "kvpress", *options]) == 2
-    assert "answer other examples of ruler/vt/4096 alike" in capsys.readouterr().err
+    assert main(["export", "kvpress", *options]) == 0
+    assert len([*(tmp_path / "out").iterdir()]) == 1
+
+
+def test_of_cells_of_other_settings_those_with_most_answers_are_written_and_the_others_named(tmp_path, capsys):
+    store = ResultStore(tmp_path / "results")
+    shown = ["results=" + str(store.root), f"output={tmp_path / 'out'}"]
+    for content, count in (("aaaa", 1), ("bbbb", 3)):
+        for method in ("snapkv", "h2o"):
+            stages = ((method, {"kv_ratio": 0.125}),)
+            cell = Chosen(name=f"{content} {method}", column="tiny/needle", stages=stages, content=content)
+            answered(store, cell, [("1", ["1"])] * count)
+    assert main(["export", "kvpress", *shown]) == 0
+    (note,) = capsys.readouterr().err.splitlines()[:1]
+    assert "tiny/needle: cells with content=bbbb, 3 prompts of 1000 tokens are written, not those with " in note
+    assert "not those with content=aaaa, 1 prompts of 1000 tokens (cells=" in note
+    folders = [*(tmp_path / "out").iterdir()]
+    assert len(folders) == 2
+    for folder in folders:
+        assert len((folder / "predictions.csv").read_text().splitlines()) == 1 + 3
+    (ids,) = re.findall(r"cells=([0-9a-f,]+) writes these", note)
+    assert main(["export", "kvpress", f"cells={ids}", shown[0], f"output={tmp_path / 'fewer'}"]) == 0
+    for folder in (tmp_path / "fewer").iterdir():
+        assert len((folder / "predictions.csv").read_text().splitlines()) == 1 + 1

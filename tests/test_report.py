@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import dataclass
+from types import SimpleNamespace as of
 from typing import ClassVar
 
 import pytest
@@ -13,7 +14,7 @@ from kvbench.methods.base import Selector
 from kvbench.methods.chain import Chain
 from kvbench.methods.resolve import ChainConfig
 from kvbench.methods.streamingllm import StreamingLLM
-from kvbench.run import config, experiment
+from kvbench.run import config, experiment, summary
 from kvbench.run.store import ResultStore
 from kvbench.tables.render import _kept, _payload, render
 
@@ -102,6 +103,15 @@ def test_what_masks_shows_what_it_attends_and_only_tables_with_such_a_method_hav
 def test_a_difference_of_less_than_a_tenth_of_a_per_cent_is_shown():
     assert _kept(25.04, 25.0, evicts=False) == "25.04\nasked 25.00"
     assert _kept(25.0, 25.0, evicts=False) == "25.0"
+
+
+@pytest.mark.parametrize(
+    ("factors", "words"), [((1.08, 1.12), "took 1.1 times the"), ((1.1, 1.6), "took 1.1 to 1.6 times the")]
+)
+def test_bytes_of_batches_are_a_range_only_where_they_differ(factors, words):
+    rows = [of(cells=[of(summary=of(timing=of(batch_factor=factor)))]) for factor in factors]
+    (note,) = summary._about_batches(rows)
+    assert words in note
 
 
 def test_heads_that_share_nothing_need_no_second_count():
@@ -250,6 +260,9 @@ def test_settings_are_written_as_they_are_typed(tmp_path):
 
 
 def test_show_of_nothing_says_so_and_writes_nothing(tmp_path, capsys):
-    assert main(["show", *SMALL, f"results={tmp_path / 'absent'}"]) == 0
+    assert main(["show", *SMALL, f"results={tmp_path / 'absent'}"]) == 2
+    assert "absent: there is no such folder, so that nothing is measured there yet" in capsys.readouterr().err
+    (tmp_path / "empty").mkdir()
+    assert main(["show", *SMALL, f"results={tmp_path / 'empty'}"]) == 0
     assert "nothing of this is measured yet" in capsys.readouterr().out
     assert not (tmp_path / "absent").exists()

@@ -5,8 +5,10 @@ import json
 import pytest
 from runs import SMALL, metrics_of, prepare, run_json
 
+import kvbench
 from kvbench.cli.main import main
 from kvbench.engine import shared_prefix
+from kvbench.errors import UsageError
 from kvbench.methods.resolve import ChainConfig
 from kvbench.run import config
 from kvbench.run import host as run_host
@@ -215,6 +217,35 @@ def test_too_long_an_answer_is_refused_before_the_model_loads(tmp_path, capsys, 
     (tmp_path / "p.jsonl").write_text('{"prompt": "a", "answers": ["b"], "max_new_tokens": 5000}\n')
     assert main(["run", "dataset=file", f"path={tmp_path / 'p.jsonl'}", f"results={tmp_path}"]) == 2
     assert "max_new_tokens=5000" in capsys.readouterr().err
+
+
+def test_a_context_that_leaves_next_to_nothing_of_a_prompt_is_refused_and_little_is_said(tmp_path, capsys):
+    arguments = ["dataset=tiny/needle", "length=256", f"results={tmp_path}"]
+    assert main(["run", *arguments, "model.context=10", "limit=2"]) == 2
+    err = capsys.readouterr().err
+    assert "the model's context of 10 tokens and an answer of 8 leave 2 of the prompt's 256 tokens" in err
+    status, report = run_json(capsys, *arguments, "max_length=20", "limit=2", "method=snapkv")
+    (note,) = (note for note in report["notes"] if "were cut" in note)
+    assert status == 0 and note.startswith("tiny/needle: 2 of 2 prompts were cut, in all to 40 of 512 tokens")
+    assert not any("were cut" in note for note in run_json(capsys, *arguments, "max_length=60", "limit=1")[1]["notes"])
+    (tmp_path / "p.jsonl").write_text('{"prompt": "a b c", "answers": ["b"], "max_new_tokens": 4}\n')
+    short = ["dataset=file", f"path={tmp_path / 'p.jsonl'}", "metric=f1", f"results={tmp_path}"]
+    assert main(["run", *short, "model.context=10"]) == 0
+
+
+def test_a_folder_that_is_not_there_is_told(tmp_path, capsys, monkeypatch):
+    for arguments in (["list", "runs"], ["show", "dataset=tiny/needle"]):
+        assert main([*arguments, f"results={tmp_path / 'gone'}"]) == 2
+        assert f"results={tmp_path / 'gone'}: there is no such folder" in capsys.readouterr().err
+    assert main(["list", "runs", "--results", str(tmp_path / "gone")]) == 2
+    with pytest.raises(UsageError, match="there is no such folder, so that nothing is measured there yet"):
+        kvbench.results(tmp_path / "gone")
+    assert not (tmp_path / "gone").exists()
+    monkeypatch.chdir(tmp_path)
+    assert main(["list", "runs"]) == 0 and main(["show", "dataset=tiny/needle"]) == 0
+    assert "no runs in results yet\nnothing of this is measured yet in results" in capsys.readouterr().out
+    (tmp_path / "empty").mkdir()
+    assert main(["list", "runs", f"results={tmp_path / 'empty'}"]) == 0
 
 
 def test_a_needle_text_longer_than_the_context_is_refused(tmp_path, capsys):

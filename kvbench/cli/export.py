@@ -48,11 +48,13 @@ def _folders(store: ResultStore, options: dict[str, str], as_json: bool) -> int:
 
     root = Path(options.pop("output", "kvpress-results")).expanduser()
     name = options.pop("name", None)
-    runs = export_kvpress.runs(store, rows(store, options), name)
+    runs, notes = export_kvpress.runs(store, rows(store, options), name)
     if not runs:
         raise UsageError(f"{store.root} holds no measured answers that are chosen here (python -m kvbench list runs)")
     export_kvpress.check_names(runs, root)
     folders = [export_kvpress.write(run, root) for run in runs]
+    for note in notes:
+        say(note)
     if as_json:
         listed = [
             {"folder": str(f), "tasks": [*run.tasks], "n": len(run.samples)}

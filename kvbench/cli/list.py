@@ -27,7 +27,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         help=f"{', '.join(KINDS)} (default: all but {' and '.join(ASKED)}); runs take results=, status=, model=, "
         "method=, dataset=",
     )
-    parser.add_argument("--results", default="results", help="folder of results, for runs, tables (default results)")
+    parser.add_argument("--results", help="folder of results, for runs, tables (default results)")
 
 
 def main(args: argparse.Namespace) -> int:
@@ -37,14 +37,16 @@ def main(args: argparse.Namespace) -> int:
     from kvbench.run.store import ResultStore
 
     args.filters = given([k for k in args.kind if "=" in k], ("results", *FILTERS))
-    args.results = args.filters.pop("results", args.results)
+    named = args.filters.pop("results", args.results)
     kinds = [k for k in args.kind if "=" not in k] or [k for k in KINDS if k not in ASKED]
     for kind in kinds:
         if kind not in KINDS:
             raise unknown("kind of list", kind, KINDS)
     if args.filters and "runs" not in kinds:
         raise UsageError(f"{next(iter(args.filters))}= chooses among runs: python -m kvbench list runs ...")
-    store = ResultStore(Path(args.results).expanduser())
+    store = ResultStore(Path(named or "results").expanduser())
+    if "runs" in kinds and named is not None:
+        store.check_there()
     cells = rows(store, args.filters) if "runs" in kinds else []
     lists: dict[str, list[Any]] = {
         kind: [cell.json() for cell in cells] if kind == "runs" else _items(kind, store.root) for kind in kinds

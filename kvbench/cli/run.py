@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from kvbench.run.plan import GroupPlan, Plan
     from kvbench.run.report import Report
 
+MOST_IDS = 24
+"""Cells of a plan up to which their ids are printed."""
+
 
 class Help(argparse.Action):
     """Print the verb's help, or the keys that a topic behind --help names, and stop."""
@@ -190,7 +193,11 @@ def _plan_lines(plan: Plan) -> Iterator[str]:
     for g in plan.groups:
         for method, cell in zip(g.methods, g.cells, strict=True):
             methods.setdefault(method, []).append(cell)
-    yield from (f"method {method}: cells {', '.join(cells)}" for method, cells in methods.items())
+    count = sum(map(len, methods.values()))
+    if count <= MOST_IDS:
+        yield from (f"method {method}: cells {', '.join(cells)}" for method, cells in methods.items())
+    else:
+        yield f"{count} cells of {len(methods)} methods: {', '.join(methods)} (list runs has their ids, once begun)"
 
 
 def _planned(g: GroupPlan) -> Iterator[str]:

@@ -40,6 +40,8 @@ def main(args: argparse.Namespace) -> int:
 
     runs = words.read([f"{key}={value}" for key, value in options.items()]).runs
     prepared = [experiment.prepare(config.parse(o), reading=True) for o in runs]
+    if "results" in options:
+        prepared[0].store.check_there()
     reports = [experiment.report(p) for p in prepared]
     if not args.json and all(cell.status == "missing" for r in reports for cell in r.cells):
         print(f"nothing of this is measured yet in {reports[0].results}; run it: python -m kvbench run ...")

@@ -11,7 +11,7 @@ from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 from kvbench.cli.claims import refuse_fixed
-from kvbench.errors import UsageError, say
+from kvbench.errors import UsageError, say, unknown
 from kvbench.run.keys import one_of, pairs
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Measure missing cells and print. Return exit status 1 if rows were refused."""
     from kvbench.papers.measured import grid, page
-    from kvbench.papers.spec import table_spec
+    from kvbench.papers.spec import catalogue, table_spec
     from kvbench.papers.timed import timings
     from kvbench.run import own_tables
 
@@ -44,6 +44,8 @@ def main(args: argparse.Namespace) -> int:
     if args.table in own_tables.NAMES:
         return _own(args.table, options, args)
     refuse_fixed(options, "the paper's table")
+    if args.table != "all" and args.table.partition("/")[0] not in catalogue.papers():
+        raise unknown("paper or table", args.table, ("all", *catalogue.in_place(), *own_tables.NAMES))
     model = options.pop("model", "")
     tables = table_spec.find(args.table)
     if args.trace and len(tables) > 1:
@@ -98,6 +100,9 @@ def _own(name: str, options: dict[str, str], args: argparse.Namespace) -> int:
         if stop.status is not None:
             return stop.status
     reports = [experiment.report(run) for run in runs]
+    if not args.json and all(cell.status == "missing" for report in reports for cell in report.cells):
+        print(f"nothing of table {name} is measured yet in {reports[0].results}; leave out --stored to measure it")
+        return 0
     table = own_tables.read(name, model, runs, reports)
     if args.json:
         print(json.dumps(table.plain, indent=1, ensure_ascii=False))

@@ -25,6 +25,7 @@ from kvbench.audit.prompt_audit import MeasuredBytes, audit
 from kvbench.engine.decode import check_continuation, extend_cache, settled
 from kvbench.engine.decode_layer import RowLayer, compressed
 from kvbench.engine.finite import no_answer
+from kvbench.engine.limits import warn_beyond_context
 from kvbench.engine.patches import adapted
 from kvbench.engine.prefill import as_prompt, prefill_chains
 from kvbench.engine.shared_prefix import SharedPrefix
@@ -59,6 +60,12 @@ class TransformersCache(HFCache):
 
     def __repr__(self) -> str:
         return f"<TransformersCache {self.chain.name}: {'nothing read yet' if self.state is None else self.state}>"
+
+    def __reduce_ex__(self, protocol: object) -> Any:
+        raise TypeError(
+            "a kvbench cache for generate can be neither pickled nor copied: its chain is code and it belongs to a "
+            "model object. Make another by kvbench.cache and read the text again"
+        )
 
     def __enter__(self) -> TransformersCache:
         return self
@@ -278,6 +285,8 @@ def _new_ids(model: PreTrainedModel | None, cache: TransformersCache, input_ids:
             f"{(differ or [shared])[0]}: give the text so far (cache.ids and its last token) with the new one behind "
             "it, or another prompt a cache of its own (cache.reset() empties this one)"
         )
+    if cache.state is None or not cache.chain.rolled:
+        warn_beyond_context(model, len(ids), stacklevel=3)
     return ids[len(read) :]
 
 

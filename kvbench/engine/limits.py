@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 
 from transformers import PreTrainedModel
@@ -20,6 +21,14 @@ def check_capacity(model: PreTrainedModel, tokens: int) -> None:
             f"prompt + new tokens = {tokens} exceed the model's {limit} learned positions: "
             "shorten the prompt or lower max_new_tokens"
         )
+
+
+def warn_beyond_context(model: PreTrainedModel, tokens: int, stacklevel: int) -> None:
+    """Warn, at the caller ``stacklevel`` frames up, of a text longer than the model was made for."""
+    limit = getattr(model.config, "max_position_embeddings", None)
+    if limit is not None and tokens > limit:
+        text = f"prompt and new tokens are {tokens}, more than the {limit} that the model was made for"
+        warnings.warn(text, stacklevel=stacklevel + 1)
 
 
 def check_window(model: PreTrainedModel, tokens: int, chains: Sequence[Chain]) -> None:

@@ -23,7 +23,7 @@ from kvbench.methods.contract import protect as protect
 from kvbench.methods.knobs import at_least, knob
 from kvbench.methods.stage import Role as Role
 from kvbench.methods.stage import Stage as Stage
-from kvbench.methods.statistics import check_shape
+from kvbench.methods.statistics import check_scores
 from kvbench.methods.statistics import top_indices as top_indices
 from kvbench.storage.roles import Masker, Slots
 
@@ -178,15 +178,23 @@ class Selector(TokenSelector):
         if budget >= obs.n:
             return cache
         capacity = protect(self.capacity(n), sinks_of(modifiers), n)
+        own_scores = self.scores(cache, obs, capacity)
+        check_scores(self.id, own_scores, cache, obs)
         # authors may build scores on the CPU; the device of the keys is the cache's matter
-        scores = self.scores(cache, obs, capacity).to(cache.segments[0].k.device, torch.float32, copy=True)
-        check_shape(self.id, scores, cache, obs)
+        scores = own_scores.to(cache.segments[0].k.device, torch.float32, copy=True)
         for modifier in modifiers:
             scores = modifier.modify(scores, cache, obs)
         if bool(scores.isnan().any()):
             names = "+".join(s.id for s in (self, *modifiers))
             raise Refused(
                 f"scores of {names} hold NaN in layer {obs.layer}: its formula divides by 0 or takes inf from inf"
+            )
+        lowest, highest = scores.aminmax(dim=-1)
+        if bool((highest.isinf() & (lowest == highest)).any()):
+            names = "+".join(s.id for s in (self, *modifiers))
+            raise Refused(
+                f"scores of {names} are all infinite for a head in layer {obs.layer} and choose no token: its formula "
+                "overflows or divides by 0"
             )
         scores[:, : capacity.sinks] = torch.inf
         scores[:, obs.n - capacity.window :] = torch.inf

@@ -127,6 +127,11 @@ class Chain:
         return self.evictor is not None
 
     @property
+    def rolled(self) -> bool:
+        """True if new tokens take the positions of slots, so that a text without an end stays within the context."""
+        return self.selector is not None and self.selector.rolled
+
+    @property
     def selector(self) -> TokenSelector | None:
         return next((s for s in self.stages if isinstance(s, TokenSelector)), None)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
 import sys
@@ -80,6 +81,15 @@ def load_stage(path: Path, method: str, target: str, knobs: Mapping[str, Any]) -
         ) from error
     _check_needs(stage)
     return stage
+
+
+def syntax_error(path: Path) -> str | None:
+    """Return the error of a file that is no Python, with its line; None for one that is."""
+    try:
+        ast.parse(path.read_bytes(), str(path))
+    except (SyntaxError, ValueError) as error:
+        return _located(error, str(path))
+    return None
 
 
 def _check_needs(stage: Stage) -> None:

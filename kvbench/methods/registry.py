@@ -18,7 +18,7 @@ import kvbench.methods
 from kvbench.conf import conf_dir, entry_of, read_yaml
 from kvbench.errors import UsageError, unknown
 from kvbench.extras import require
-from kvbench.methods.loading import entry_of_class, load_stage
+from kvbench.methods.loading import entry_of_class, load_stage, syntax_error
 
 # the command line reads the registry for --help, which must not wait for torch
 if TYPE_CHECKING:
@@ -84,7 +84,10 @@ def unknown_method(method: str) -> UsageError:
             "installed, method=kvpress:NAME (python -m kvbench list kvpress)."
         )
     hints = ["Join methods with +, as in method=snapkv+think."]
-    if nameless := [str(path) for path in _files()[1] if path.name[0] != "_" and not _ids(path)]:
+    own_files = [path for path in _files()[1] if path.name[0] != "_"]
+    broken = {path: error for path in own_files if (error := syntax_error(path)) is not None}
+    hints += [f"{error}, so that no method of this file is known." for error in broken.values()]
+    if nameless := [str(path) for path in own_files if path not in broken and not _ids(path)]:
         hints.append(f'No class with a line id = "..." is in {", ".join(nameless)}.')
     return unknown("method", method, available(), " ".join(hints))
 
@@ -105,7 +108,8 @@ def unknown_knob(knob: str, value: Any, names: Iterable[str], hint: str) -> Usag
             if knob in defaults(method):
                 owners.append(method)
     if owners and knob not in BUDGET_KNOBS:  # why a method has no budget is in the hint
-        return UsageError(f"unknown knob {knob!r} of what is asked for: {', '.join(owners)} have it")
+        have = "have" if len(owners) > 1 else "has"
+        return UsageError(f"unknown knob {knob!r} of what is asked for: {', '.join(owners)} {have} it")
     return unknown("knob", knob, names, hint)
 
 

@@ -186,7 +186,10 @@ def _label(chain: Chain, entries: Mapping[str, Entry], swept: Collection[tuple[s
     changed, implied = [], registry.settled(written)
     for stage in chain.stages:
         plain = registry.defaults(stage.id)
-        for knob, value in entries[stage.id].items():
+        for knob, written_value in entries[stage.id].items():
+            # a list of layers has one label, however it is written
+            settled = getattr(stage, knob, None)
+            value = [*settled] if isinstance(written_value, list) and isinstance(settled, tuple) else written_value
             unset = knob.startswith("_") or getattr(stage, knob, value) is None
             is_default = value == plain.get(knob) and knob not in ALWAYS_NAMED and (stage.id, knob) not in swept
             if not (unset or is_default or f"{stage.id}.{knob}" in implied):

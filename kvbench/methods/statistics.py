@@ -61,8 +61,18 @@ def at_heads(scores: torch.Tensor, heads: int) -> torch.Tensor:
     return per_head(scores, heads) if scores.shape[0] <= heads else group_mean(scores, heads)
 
 
-def check_shape(method: str, scores: torch.Tensor, cache: LayerCache, obs: Observation) -> None:
-    """Raise Refused unless the scores are [H, n], or [1, n] for all heads alike."""
+def check_scores(method: str, scores: object, cache: LayerCache, obs: Observation) -> None:
+    """Raise Refused unless the scores are real numbers [H, n], or [1, n] for all heads alike."""
+    if not isinstance(scores, torch.Tensor):
+        raise Refused(
+            f"scores() of {method} returns {type(scores).__name__} in layer {obs.layer}, not a tensor "
+            f"[{cache.heads}, {obs.n}]: a score for each stored head and token"
+        )
+    if scores.is_complex():
+        raise Refused(
+            f"scores() of {method} returns complex numbers in layer {obs.layer}, which have no order: return real "
+            "ones, as scores.abs()"
+        )
     if scores.ndim != 2 or scores.shape[0] not in (1, cache.heads) or scores.shape[1] != obs.n:
         raise Refused(
             f"scores() of {method} returns {[*scores.shape]} in layer {obs.layer}, not [{cache.heads}, {obs.n}]: "

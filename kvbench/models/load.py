@@ -28,6 +28,7 @@ from kvbench.errors import KvbenchError, UsageError, did_you_mean, headline, unk
 from kvbench.extras import require
 from kvbench.models import fetch, traits, weights
 from kvbench.models.config import ModelConfig
+from kvbench.models.config_json import check_sizes
 
 IDENTITY_FILES = (
     "chat_template.jinja",
@@ -251,9 +252,10 @@ def _check_folder(cfg: ModelConfig, folder: Path) -> ModelSource:
     if not config_file.is_file():
         raise UsageError(f"model={cfg.path} is not a model folder: it has no config.json")
     try:
-        json.loads(config_file.read_text(encoding="utf-8"))
+        config_values = json.loads(config_file.read_text(encoding="utf-8"))
     except (ValueError, RecursionError):
         raise UsageError(f"model={cfg.path}: its config.json is not valid JSON") from None
+    check_sizes(cfg.path, config_values)
     if (folder / "adapter_config.json").exists():
         raise UsageError(
             f"model={cfg.path} holds an adapter (adapter_config.json), which kvbench does not apply: merge it into its "

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from kvbench.errors import UsageError
+from kvbench.errors import UsageError, headline
 from kvbench.kv.model_shape import Shape, from_config
 from kvbench.models import probe
 from kvbench.models.interface import attention_modules
@@ -113,8 +113,7 @@ def of_config(config: Any) -> ModelTraits:
             with torch.device("meta"):
                 model = AutoModelForCausalLM.from_config(copy.deepcopy(config))
         except Exception as error:
-            reason = str(error).strip().partition("\n")[0]
-            raise _refused(config, f"transformers builds no causal language model of it ({reason})") from None
+            raise _refused(config, f"transformers builds no causal language model of it ({headline(error)})") from None
         _KNOWN[key] = of_model(model)
     return _KNOWN[key]
 

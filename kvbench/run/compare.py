@@ -24,11 +24,13 @@ from kvbench.methods.chain import Chain
 from kvbench.methods.resolve import ChainConfig
 from kvbench.models.load import ModelSource
 from kvbench.models.traits import check_is_model, check_tokenizer
-from kvbench.run import config, experiment
+from kvbench.run import config, experiment, words
 from kvbench.run.config import RunConfig
 from kvbench.run.report import Report
 from kvbench.run.run_plan import RunPlan, plan_of
 from kvbench.run.store import ResultStore
+from kvbench.run.words import split_list
+from kvbench.tasks.rows import has_half_pair
 
 Row = str | Mapping[str, Any]
 ROWS = (("prompt", "answers"), ("context", "question", "answers"), ("context", "questions"))
@@ -41,7 +43,7 @@ def compare(
     model: PreTrainedModel,
     tokenizer: Any,
     data: str | Iterable[Row],
-    methods: Sequence[str | Chain] = ("snapkv",),
+    methods: Sequence[str | Mapping[str, Any] | Chain] = ("snapkv",),
     results: str | Path = "results",
     progress: bool = True,
     **settings: Any,
@@ -53,8 +55,8 @@ def compare(
     ``questions``, a list of mappings with ``question`` and ``answers``; a datasets.Dataset of such, or plain texts. A
     plain text has no reference: the full cache's own answer stands in for one. ``settings`` are the keys of `run`:
     ``kv_ratio=0.25``, ``kv_size=[64, 128]``, ``limit=20``, ``metric="rouge_l"`` (of rows), ``max_new_tokens=64``,
-    ``prompt="chat"``. An entry of ``methods`` is a name as `run` takes it (``"snapkv+think"``), or a Chain of stages of
-    your own.
+    ``prompt="chat"``. An entry of ``methods`` is a name as `run` takes it (``"snapkv+think"``), a dict with knobs of
+    its own (``{"method": "snapkv", "kv_ratio": 0.5}``), or a Chain of stages of your own.
 
     Answers are stored below ``results`` as those of `run` are: the same call again measures what is missing. Raises
     UsageError naming the key and the value of a setting that is not possible.
@@ -62,10 +64,11 @@ def compare(
     if isinstance(methods, str) or not isinstance(methods, Sequence):
         raise UsageError(f"methods={methods!r} is not possible: a list, as ['snapkv', 'h2o']")
     for method in methods:
-        if not isinstance(method, (str, Chain)):
+        named = isinstance(method, Mapping) and isinstance(method.get("method"), str)
+        if not (named or isinstance(method, (str, Chain))):
             raise UsageError(
-                f"the entry {method!r} of methods is not possible: a name, as 'snapkv+think', or a Chain; knobs are "
-                "settings, as kv_size=64"
+                f"the entry {method!r} of methods is not possible: a name, as 'snapkv+think', a dict, as "
+                "{'method': 'snapkv', 'kv_size': 512}, or a Chain"
             )
     fixed = next((key for key in settings if key in ("device", *LOADED)), None)
     if fixed is not None:
@@ -79,9 +82,16 @@ def compare(
         settings = {"metric": "f1", "max_new_tokens": 64} | settings
         rows = list(_rows(data, model, tokenizer, settings))
         settings["path"], dataset = _stored(rows, folder / "prompts"), "file"
-    names = [m for m in methods if isinstance(m, str)]
-    words = [f"method={','.join(names) or 'full'}", f"dataset={dataset}", f"results={folder}"]
-    cfg = config.read([*words, *(f"{key}={_word(value)}" for key, value in settings.items())])
+    entries: list[str | Mapping[str, Any]] = []
+    for method in methods:
+        if isinstance(method, str):
+            entries += split_list(method)
+        elif isinstance(method, Mapping):
+            entries.append(method)
+    names = [entry if isinstance(entry, str) else entry["method"] for entry in entries]
+    arguments = [f"method={','.join(names) or 'full'}", f"dataset={dataset}", f"results={folder}"]
+    (request,) = words.read([*arguments, *(f"{key}={_word(value)}" for key, value in settings.items())]).runs
+    cfg = config.parse(request, methods=entries or ["full"])
     own = tuple(ChainConfig(m, m.name) for m in methods if isinstance(m, Chain))
     cfg = replace(cfg, chains=(*cfg.chains, *own))
     with _threads_restored():
@@ -100,7 +110,7 @@ def _rows(
         if isinstance(row, str):
             try:
                 reference = _full_answer(model, tokenizer, row, new)
-            except TypeError:
+            except (TypeError, UnicodeEncodeError):
                 raise UsageError(f"row {number} of data cannot be encoded: {row[:40]!r}") from None
             yield {"id": str(number), "prompt": row, "answers": [reference]}
         elif isinstance(row, Mapping) and any(row.keys() >= {*keys} for keys in ROWS):
@@ -125,9 +135,13 @@ def _full_answer(model: PreTrainedModel, tokenizer: Any, text: str, new: int) ->
 def _stored(rows: Sequence[Mapping[str, Any]], folder: Path) -> Path:
     """Write the rows as JSON lines to rows.jsonl, which `run dataset=file` reads, too, in a folder of their digest."""
     try:
-        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        lines = [json.dumps(row, ensure_ascii=False) for row in rows]
     except TypeError as error:
         raise UsageError(f"a row of data is not possible: {error}") from None
+    for number, line in enumerate(lines):
+        if has_half_pair(line):
+            raise UsageError(f"row {number} of data holds half a surrogate pair, which is not text: {line[:60]!a}")
+    text = "".join(line + "\n" for line in lines)
     path = folder / hashlib.sha256(text.encode()).hexdigest()[:16] / "rows.jsonl"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -169,15 +169,20 @@ def read(arguments: Sequence[str]) -> RunConfig:
     return parse(request)
 
 
-def parse(request: RunRequest, composed: Mapping[str, Any] | None = None) -> RunConfig:
+def parse(
+    request: RunRequest,
+    composed: Mapping[str, Any] | None = None,
+    methods: Sequence[str | Mapping[str, Any]] | None = None,
+) -> RunConfig:
     """Return the run that a request asks for, with grids of knobs expanded. Raises UsageError naming key and value.
 
-    ``composed`` is Hydra's composition of the request's ``group_overrides``, if there is one already.
+    ``composed`` is Hydra's composition of the request's ``group_overrides``, if there is one already. ``methods`` are
+    the request's own, where some are dicts with knobs of their own.
     """
     raw = compose(request, composed)
     model = ModelConfig(**raw["model"])
     try:
-        chains = resolve(raw["chains"], {registry.PER: raw["per"], **request.knobs}, _preset_values(request))
+        chains = resolve(methods or raw["chains"], {registry.PER: raw["per"], **request.knobs}, _preset_values(request))
     except UsageError as error:
         raise presets.explain(error, request.preset) from None
     rest = {f.name: raw[f.name] for f in fields(RunConfig) if f.name in raw and f.name not in ("model", "chains")}

@@ -5,8 +5,10 @@ from __future__ import annotations
 import csv
 import io
 import json
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from kvbench.errors import UsageError
 from kvbench.files import disk_error
 from kvbench.methods import registry
 from kvbench.metrics.kvpress_match import any_contained, share_contained
+from kvbench.run.labels import differences
 from kvbench.run.listing import StoredCell
 from kvbench.run.results import Sample
 from kvbench.run.store import ResultStore
@@ -173,12 +176,19 @@ def folder_name(config: Mapping[str, Any]) -> str:
     return "__".join(str(n) for n in names if n)
 
 
-def runs(store: ResultStore, cells: Iterable[StoredCell], name: str | None) -> list[Run]:
-    """Return the measured cells as kvpress divides them: RULER by length, other data sets by task.
+Answered = tuple[StoredCell, tuple[Sample, ...]]
+"""A stored cell with its samples."""
 
-    ``name`` replaces the name of the data set. Substitutes of RULER's tasks are left out.
+
+def runs(store: ResultStore, cells: Iterable[StoredCell], name: str | None) -> tuple[list[Run], list[str]]:
+    """Return the measured cells as kvpress divides them, RULER by length and other data sets by task, and notes.
+
+    ``name`` replaces the name of the data set. Substitutes of RULER's tasks are left out. A folder has room for one
+    cell of a method and task. Of several, measured under different settings, the one is taken under whose settings
+    all methods together have most answers, or else the one measured last; a note says what differs in the others.
     """
-    found: dict[tuple[Any, ...], dict[str, tuple[StoredCell, tuple[Sample, ...]]]] = {}
+    alike: dict[tuple[Any, ...], dict[str, list[Answered]]] = {}
+    answers = Counter[tuple[str, str]]()
     for cell in cells:
         column, _, knobs = cell.record.column.partition(" ")
         dataset, _, rest = column.partition("/")
@@ -188,14 +198,44 @@ def runs(store: ResultStore, cells: Iterable[StoredCell], name: str | None) -> l
             continue
         prompt = json.dumps(cell.record.identity["prompt"], sort_keys=True)
         data_dir = "_".join(filter(None, (length if dataset == "ruler" else task, knobs.replace(",", "_"))))
-        of_run = found.setdefault((name or dataset, data_dir, cell.record.model, cell.label, prompt), {})
-        if task in of_run:
-            raise UsageError(
-                f"cells {of_run[task][0].id} and {cell.id} answer other examples of {column} alike ({cell.label}): "
-                "choose with cells="
-            )
-        of_run[task] = (cell, samples)
-    return [Run(key[0], key[1], tasks) for key, tasks in found.items()]
+        of_run = alike.setdefault((name or dataset, data_dir, cell.record.model, cell.label, prompt), {})
+        of_run.setdefault(task, []).append((cell, samples))
+        answers[cell.record.column, _settings(cell)] += len(samples)
+    chosen: list[Run] = []
+    left_out: dict[tuple[str, str, str], list[str]] = {}
+    for key, tasks in alike.items():
+        taken: dict[str, Answered] = {}
+        for task, some in tasks.items():
+            *others, taken[task] = sorted(some, key=partial(_rank, answers))
+            for other in others:
+                words, taken_words = _what_differs(other, taken[task])
+                left_out.setdefault((other[0].record.column, words, taken_words), []).append(other[0].id)
+        chosen.append(Run(key[0], key[1], taken))
+    notes = [
+        f"{column}: cells with {taken_words} are written, not those with {words} (cells={','.join(ids)} writes these)"
+        for (column, words, taken_words), ids in left_out.items()
+    ]
+    return chosen, notes
+
+
+def _rank(answers: Mapping[tuple[str, str], int], answered: Answered) -> tuple[int, int, str]:
+    """Return by what a cell goes before others of its method and task: the answers under its settings, its own, age."""
+    cell, samples = answered
+    return answers[cell.record.column, _settings(cell)], len(samples), cell.changed or ""
+
+
+def _what_differs(*cells: Answered) -> list[str]:
+    """Return for each cell, in words, the settings in which it differs from the others and how much it answers."""
+    settings = differences([cell.record.identity for cell, _ in cells])
+    return [
+        f"{words or 'another method'}, {len(samples)} prompts of {sum(s.n for s in samples) / len(samples):.0f} tokens"
+        for words, (_, samples) in zip(settings, cells, strict=True)
+    ]
+
+
+def _settings(cell: StoredCell) -> str:
+    """Return all settings of a cell but its method's as text."""
+    return json.dumps({k: v for k, v in cell.record.identity.items() if k != "chain"}, sort_keys=True, default=str)
 
 
 def write(run: Run, root: Path) -> Path:

@@ -122,13 +122,16 @@ def results(folder: str | Path = "results", **filters: str) -> pd.DataFrame:
     """Return the cells below a results folder, a row each, with what ``list runs --json`` prints.
 
     ``filters`` are its keys: ``status``, ``model``, ``method``, ``dataset`` or ``cells``, each a name or names with
-    commas. Raises UsageError for another key or an unknown status, and if pandas is missing.
+    commas. Raises UsageError for another key or an unknown status, for a folder that is not there, and if pandas is
+    missing.
     """
     require("pandas", "kvbench.results")
     import pandas as pd
 
     chosen = given([f"{key}={value}" for key, value in filters.items()], FILTERS)
-    return pd.DataFrame([cell.json() for cell in rows(ResultStore(Path(folder).expanduser()), chosen)])
+    store = ResultStore(Path(folder).expanduser())
+    store.check_there()
+    return pd.DataFrame([cell.json() for cell in rows(store, chosen)])
 
 
 def _passes(cell: StoredCell, filters: Mapping[str, str]) -> bool:

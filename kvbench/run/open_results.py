@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.errors import UsageError
+from kvbench.files import disk_error
 from kvbench.run import listing
 from kvbench.run.fidelity import KINDS
 from kvbench.run.labels import fields
@@ -68,8 +69,11 @@ def text(lines: Iterable[Mapping[str, Any]]) -> str:
 def write(lines: Iterable[Mapping[str, Any]], path: Path) -> int:
     """Write the lines that have a score to a file. Return how many."""
     written = text(lines)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(written, encoding="utf-8")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(written, encoding="utf-8")
+    except OSError as error:
+        raise disk_error(error, path) from None
     return written.count("\n")
 
 

@@ -17,10 +17,12 @@ from kvbench.methods.resolve import ChainConfig
 from kvbench.metrics import check_installed, metric
 from kvbench.run.config import THROUGH_CACHE, RunConfig
 from kvbench.run.fidelity import fidelity_identity
+from kvbench.run.host import encode_prompt
 from kvbench.tasks.base import UNCUT, Task, Tokenizer, load_tasks
-from kvbench.tasks.prompt import check
+from kvbench.tasks.prompt import PromptPolicy, check
 
 SCHEMA = 1
+LEAST_PROMPT = 32  # tokens; a shorter prompt is looked at before the run
 
 
 @dataclass(frozen=True)
@@ -178,7 +180,9 @@ def build_groups(
             _check_answers(task, context)
             _check_chunks(task, [c.chain for c in chains])
             limit = cfg.limit if cfg.limit is not None else dataset.default_limit
-            groups.append(Group(task, column, cells, _examples_of_shard(task.taken(limit), cfg)))
+            examples = _examples_of_shard(task.taken(limit), cfg)
+            _check_room(task, examples, policy, tokenizer, context)
+            groups.append(Group(task, column, cells, examples))
     if not any(g.examples for g in groups) and cfg.shards == 1:
         raise UsageError("nothing to measure: the datasets have no examples")
     return groups
@@ -221,6 +225,22 @@ def _check_answers(task: Task, context: int | None) -> None:
             raise UsageError(
                 f"{task.id}, example {example.id}: max_new_tokens={example.max_new_tokens} leaves no room for a prompt "
                 f"in the model's context of {context} tokens"
+            )
+
+
+def _check_room(
+    task: Task, examples: Sequence[Example], policy: PromptPolicy, tokenizer: Any, context: int | None
+) -> None:
+    """Raise UsageError if a context so short that it holds little more than an answer would cut a prompt away."""
+    for example in examples:
+        if example.tokens or context is None or context - example.max_new_tokens >= LEAST_PROMPT:
+            continue
+        encoded = encode_prompt(tokenizer, example, task, policy, context)
+        if encoded.cut > len(encoded):
+            raise UsageError(
+                f"{task.id}, example {example.id}: the model's context of {context} tokens and an answer of "
+                f"{example.max_new_tokens} leave {len(encoded)} of the prompt's {len(encoded) + encoded.cut} tokens: "
+                "give a longer model.context= if the model reads more, shorter prompts, or a lower max_new_tokens="
             )
 
 

@@ -35,10 +35,9 @@ def unfit(host: Host, cell: Cell, encoded: Encoded, example: Example) -> str | N
     Beyond a sliding window only the full cache can run. Beyond the model's context, texts to be scored
     (``example.tokens``) need rolled positions; prompts to be answered were cut to the context already.
     """
-    selector = cell.chain.selector
     tokens = len(example.tokens) or len(encoded) + example.max_new_tokens
     exceeds_context = bool(example.tokens) and host.context is not None and tokens > host.context
-    if exceeds_context and not (selector and selector.rolled):
+    if exceeds_context and not cell.chain.rolled:
         return (
             f"a text of {tokens} tokens exceeds the model's context of {host.context}: lower length=, or stream it "
             "with positions that roll (method=streamingllm mode=rolled)"

@@ -95,12 +95,21 @@ class ResultStore:
             raise unknown("cell", cell_id, self.folders(), f"They lie in {self.root}/cells.")
         return cell_id
 
+    def check_there(self) -> None:
+        """Raise UsageError if there is no results folder to read."""
+        if not self.root.is_dir():
+            raise UsageError(
+                f"results={self.root}: there is no such folder, so that nothing is measured there yet. "
+                "python -m kvbench run ... makes it; results=FOLDER reads another"
+            )
+
     def check(self) -> None:
         """Raise UsageError if no file can be written below the results folder."""
         cells = self.root / "cells"
         try:
-            cells.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=cells):
+            # what is only planned or read makes no folder: the nearest that is there tells whether one can be made
+            there = next(p for p in (cells, *cells.parents) if p.exists() or p.is_symlink())
+            with tempfile.TemporaryFile(dir=there):
                 pass
         except OSError as error:
             raise UsageError(

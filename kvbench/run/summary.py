@@ -22,6 +22,8 @@ from kvbench.tasks.longbench import BUCKETS
 
 UNCHANGED = 0.99
 """The share of prompts on which a method must do what the full cache does for its row to say so."""
+LITTLE_LEFT = 0.1
+"""The part of cut prompts' tokens below which a note says so."""
 
 
 def summarise(samples: Sequence[Sample], name: str, of: int) -> CellSummary:
@@ -115,11 +117,27 @@ def collect(groups: Sequence[Group], store: ResultStore) -> Report:
         for i, g in enumerate(groups)
     )
     notes = about_floors([c.task for c in columns if c.floor], len(columns)) if len(rows) > 1 else []
-    notes += [*_about_unscored(rows), *_about_batches(rows)]
+    notes += [*_about_cuts(groups, rows, store), *_about_unscored(rows), *_about_batches(rows)]
     # what a budget while decoding does shows over a long answer, and in when it ends
     if any(c.chain.evictor is not None and c.chain.evictor.every for g in groups for c in g.cells):
         notes += _about_lengths(rows)
     return Report("", "", columns, tuple(rows), tuple(notes), str(store.root), apart=_apart(groups, store))
+
+
+def _about_cuts(groups: Sequence[Group], rows: Sequence[ReportRow], store: ResultStore) -> list[str]:
+    """Return a note for each task whose prompts were cut to a small part of their tokens."""
+    notes = []
+    for i, group in enumerate(groups):
+        measured_cell = next((r.cells[i].cell for r in rows if r.cells[i].summary is not None), None)
+        samples = store.samples(measured_cell) if measured_cell is not None else {}
+        cut = [s for e in group.examples if (s := samples.get(e.id)) is not None and s.cut]
+        left, whole = sum(s.n for s in cut), sum(s.n + s.cut for s in cut)
+        if left < LITTLE_LEFT * whole:
+            notes.append(
+                f"{group.column}: {len(cut)} of {len(group.examples)} prompts were cut, in all to {left:,} of "
+                f"{whole:,} tokens (the model's context or max_length=): what is asked for may be cut out."
+            )
+    return notes
 
 
 def _about_unscored(rows: Sequence[ReportRow]) -> list[str]:
@@ -154,8 +172,10 @@ def _about_batches(rows: Sequence[ReportRow]) -> list[str]:
     factors = [s.timing.batch_factor for s in summaries if s.timing.batch_factor]
     if not factors or max(factors) < 1.05:
         return []
+    least, most = f"{min(factors):.1f}", f"{max(factors):.1f}"
+    times = most if least == most else f"{least} to {most}"
     return [
-        f"While decoding, a batch took {min(factors):.1f} to {max(factors):.1f} times the key and value bytes of its "
+        f"While decoding, a batch took {times} times the key and value bytes of its "
         "rows (padding, free slots, positions, room for the answer); bytes in tables are those of tokens."
     ]
 

@@ -40,7 +40,7 @@ class Table:
     def blocks(self) -> list[tuple[str, tuple[tuple[str, ...], ...]]]:
         """Return (heading, rows) of each block."""
         starts = sorted(self.headings)
-        ends = [*starts[1:], len(self.rows)]
+        ends = [*starts[1:], len(self.rows)] if starts else []
         return [(self.headings[a], self.rows[a:b]) for a, b in zip(starts, ends, strict=True)]
 
     @property

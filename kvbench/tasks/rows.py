@@ -71,13 +71,18 @@ class FileRow:
             return default
         if not isinstance(value, str | int) or isinstance(value, bool) or value == "":
             raise self.wrong(f"{key!r} must be text or a whole number, got {kind(value)}")
-        return str(value)
+        return self._unicode(key, str(value))
 
     def _unicode(self, key: str, value: str) -> str:
         # JSON escapes can spell half a surrogate pair, on which tokenizers fail later, without the line's number.
-        if not value.isascii() and any("\ud800" <= c <= "\udfff" for c in value):
+        if has_half_pair(value):
             raise self.wrong(f"{key!r} holds half a surrogate pair, which is not text")
         return value
+
+
+def has_half_pair(text: str) -> bool:
+    """Tell whether a text holds half a surrogate pair, which no file can hold."""
+    return not text.isascii() and any("\ud800" <= c <= "\udfff" for c in text)
 
 
 def read(file: Path) -> Iterator[FileRow]:

@@ -38,6 +38,7 @@ BAD = {
     "run model={tmp}": "is not a model folder: it has no config.json",
     "run model=./nowhere": "no such folder",
     "run model=smollm2-135m-q4": "no such folder. Did you mean smollm2-135m-q4_1",
+    "run method=snapkv alpha=0.5": "unknown knob 'alpha' of what is asked for: asvd has it",
     "run method=snapkv ratio=0.4": "unknown knob 'ratio' of what is asked for: asvd, l1, l2, palu, think",
     "run model=owner/absent": "download=true",
     "run model=llama2-7b --plan": "python -m kvbench bench memory model=llama2-7b n=8192",

@@ -113,6 +113,20 @@ parent.postMessage(JSON.stringify({
 """
 
 
+def framed(folder, width):
+    """What page.html in a frame of ``width`` pixels posts to its parent; a window of the browser is 500 at least."""
+    show = "addEventListener('message', (e) => { document.getElementById('said').textContent = e.data; })"
+    frame = (
+        f'<pre id="said"></pre><script>{show}</script><iframe width="{width}" height="900" src="page.html"></iframe>'
+    )
+    (folder / "frame.html").write_text(frame)
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
+    flags += ["--disable-component-update", "--disable-sync", f"--user-data-dir={folder / 'user'}"]
+    command = [BROWSER, *flags, "--virtual-time-budget=3000", "--dump-dom", f"file://{folder / 'frame.html'}"]
+    dom = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    return html.unescape(re.search(r'<pre id="said">(.*?)</pre>', dom, re.DOTALL)[1])
+
+
 CONTRAST = """
 const parts = (s) => {
   const found = s.match(/[\\d.]+/g).map(Number);
@@ -160,6 +174,25 @@ def test_text_is_readable_on_light_and_dark(written, tmp_path, dark):
     assert {k: round(v, 2) for k, v in result["least"].items() if v < 4.5} == {}
 
 
+def test_a_title_names_the_models_of_the_runs_or_counts_them():
+    runs = [{"model": f"model-{i}"} for i in range(4)]
+    shown = [page.ReportPage("tiny", [], [], [], [], [], some)._title() for some in (runs[:2], runs, [])]
+    assert shown[0] == "your runs on model-0, model-1, and five papers beside tiny"
+    assert [words.partition(",")[0] for words in shown[1:]] == ["your runs on 4 models", "your runs"]
+
+
+@pytest.mark.skipif(BROWSER is None, reason="needs Chromium")
+def test_a_long_path_makes_no_page_wider_than_the_screen(tmp_path):
+    path = "/home/someone/models/" + "a_checkpoint" * 20
+    runs = [{"model": path, "method": "full", "dataset": "tiny/needle", "score": 1.0, "from": path}]
+    text = page.ReportPage(path, [], [], [], [], [], runs, papers=False).page()
+    show = "document.querySelectorAll('details').forEach((d) => (d.open = true));"
+    say = "parent.postMessage(document.documentElement.scrollWidth, '*')"
+    (tmp_path / "page.html").write_text(text.replace("</body>", f"<script>{show}{say}</script></body>"))
+    result = json.loads(framed(tmp_path, 400))
+    assert result <= 400
+
+
 @pytest.mark.skipif(BROWSER is None, reason="needs Chromium")
 @pytest.mark.parametrize("width", [390, 1280])
 def test_in_a_browser(written, tmp_path, width):
@@ -167,16 +200,7 @@ def test_in_a_browser(written, tmp_path, width):
     watch = "<script>window.errors = []; addEventListener('error', (e) => window.errors.push(e.message));</script>"
     probed = written.replace("<body", f"{watch}<body", 1)
     (tmp_path / "page.html").write_text(probed.replace("</body>", f"<script>{PROBE}</script></body>"))
-    show = "addEventListener('message', (e) => { document.getElementById('said').textContent = e.data; })"
-    frame = (
-        f'<pre id="said"></pre><script>{show}</script><iframe width="{width}" height="900" src="page.html"></iframe>'
-    )
-    (tmp_path / "frame.html").write_text(frame)
-    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
-    flags += ["--disable-component-update", "--disable-sync", f"--user-data-dir={tmp_path / 'user'}"]
-    command = [BROWSER, *flags, "--virtual-time-budget=3000", "--dump-dom", f"file://{tmp_path / 'frame.html'}"]
-    dom = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
-    result = json.loads(html.unescape(re.search(r'<pre id="said">(.*?)</pre>', dom, re.DOTALL)[1]))
+    result = json.loads(framed(tmp_path, width))
     assert result["errors"] == []
     assert result["width"] <= width
     assert result["shown"] == ["published"]
@@ -224,6 +248,7 @@ def test_own_runs_alone_with_scores_bytes_and_figures(tmp_path, capsys):
     text = (tmp_path / "page.html").read_text()
     assert re.findall(r'<h2 id="(\w+)">', text) == ["runs", "samples"]
     assert "five papers" not in text and "data-view=" not in text.partition("<script")[0]
+    assert "<title>kvbench: KV-cache compression, your runs on tiny</title>" in text
     assert text.count("<figure>") == 1 and "<b>Shows</b> Every point is a method at one budget" in text
     assert "<b>The paper</b>" not in text and "<b>Ran</b> Model tiny" in text
     capsys.readouterr()
@@ -246,6 +271,8 @@ def test_own_runs_alone_with_scores_bytes_and_figures(tmp_path, capsys):
     assert (
         shared == [r for r in shown["runs"] if "streamingllm" in r["method"]] and shared[0]["protocol"]["query_aware"]
     )
+    assert main(["export", "jsonl", f"results={tmp_path}", "output=/dev/full"]) == 1
+    assert "/dev/full could not be written" in capsys.readouterr().err
     assert main(["export", "jsonl", f"results={tmp_path}", "name=x"]) == 2 and "name=x" in capsys.readouterr().err
 
 
@@ -257,6 +284,8 @@ def test_results_of_other_programs_stand_beside_own_runs(tmp_path, capsys):
     line = ["report", "papers=false", "samples=0", f"results={tmp_path}/mine", f"also={place}"]
     assert main([*line, f"output={tmp_path}/page.html"]) == 0
     cells = re.findall(r"<t[dh][^>]*>(.*?)</t[dh]>", (tmp_path / "page.html").read_text())
+    title = (tmp_path / "page.html").read_text().partition("</title>")[0]
+    assert title.endswith("KV-cache compression, your runs on theirs-8b")
     assert {"theirs-8b", "their&lt;press&gt;", "87.2", "withheld", str(place)} <= set(cells)
     (place / "results.jsonl").write_text(json.dumps({"model": "theirs-8b", "method": 3}))
     capsys.readouterr()

@@ -217,6 +217,30 @@ def test_a_method_that_fails_over_a_prompt_does_not_end_the_account_of_all(file_
     assert "internal error" not in captured.err
 
 
+@pytest.mark.parametrize(
+    ("returned", "why"),
+    [
+        ('"high"', "scores() of mine returns str in layer 1, not a tensor [4, 1024]"),
+        ("None", "scores() of mine returns NoneType in layer 1, not a tensor"),
+        ("torch.ones(cache.heads, obs.n) * 1j", "scores() of mine returns complex numbers in layer 1"),
+        ("torch.full((cache.heads, obs.n), -torch.inf)", "scores of mine are all infinite for a head in layer 1"),
+        ("torch.arange(obs.n).expand(cache.heads, -1) + torch.inf", "scores of mine are all infinite for a head"),
+    ],
+)
+def test_scores_that_order_no_tokens_are_refused(returned, why, file_alone, tmp_path, capsys):
+    file_alone(ALONE.replace("torch.arange(obs.n, dtype=torch.float32).expand(cache.heads, -1)", returned))
+    assert main(["run", "method=mine", "dataset=tiny/needle", "limit=1", f"results={tmp_path / 'r'}"]) == 1
+    assert why in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_file_that_is_no_python_is_named_where_its_method_is_unknown(file_alone, capsys):
+    file_alone("from dataclasses import dataclass\n\ndef scores(self:\n    return 1\n")
+    assert main(["run", "method=mine", "--plan"]) == 2
+    err = capsys.readouterr().err
+    assert "unknown method 'mine'" in err and "mine.py:3: SyntaxError: '(' was never closed" in err
+    assert "No class with" not in err
+
+
 def test_scores_of_another_shape_are_refused_by_what_is_wrong(file_alone, tmp_path, capsys):
     file_alone(ALONE.replace("torch.arange(obs.n,", "torch.arange(obs.n - 3,"))
     assert main(["run", "method=mine", "dataset=tiny/needle", "limit=1", f"results={tmp_path / 'r'}"]) == 1

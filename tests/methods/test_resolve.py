@@ -4,7 +4,7 @@ import pytest
 
 from kvbench.errors import UsageError
 from kvbench.methods import registry
-from kvbench.methods.resolve import chain_of, chains_of
+from kvbench.methods.resolve import chain_of, chains_of, resolve
 
 
 def knobs(entry, defaults=None):
@@ -119,3 +119,8 @@ def test_a_knob_of_one_method_wins_over_that_of_all_in_any_order():
     for order in ({"window": 6, "snapkv.window": 5}, {"snapkv.window": 5, "window": 6}):
         snapkv, pyramidkv = chains_of(["snapkv", "pyramidkv"], order)
         assert (snapkv.stages[0].window, pyramidkv.stages[0].window) == (5, 6)
+
+
+def test_layers_have_one_label_however_their_list_is_written():
+    labels = [resolve([{"method": "snapkv", "frozen_layers": some}])[0].label for some in ([0, 0], [0], [1, 0])]
+    assert labels == [f"snapkv kv_ratio=0.25 frozen_layers={layers}" for layers in ("0", "0", "0,1")]

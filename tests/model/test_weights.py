@@ -13,7 +13,7 @@ from kvbench.cli.main import main
 from kvbench.engine.prefill import prefill_chains
 from kvbench.errors import UsageError
 from kvbench.methods.resolve import chain_of
-from kvbench.models import load
+from kvbench.models import load, weights
 from kvbench.models.config import ModelConfig
 
 CPU = torch.device("cpu")
@@ -165,3 +165,62 @@ def test_llama3_scaled_rope_generates_as_transformers_does(folder):
     (cache,) = prefill_chains(model, ids, [chain_of("full")])
     expected = model.generate(ids, max_new_tokens=12, do_sample=False, eos_token_id=None)[0, 200:].tolist()
     assert generate(model, [cache], 12) == [expected]
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"num_hidden_layers": 0}, "num_hidden_layers=0, which is not possible: a whole number, 1 or more"),
+        ({"num_attention_heads": 0}, "num_attention_heads=0, which is not possible: a whole number, 1 or more"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads=0, which is not possible: a whole number, 1 or more"),
+        (
+            {"num_key_value_heads": 3},
+            "num_key_value_heads=3, which is not possible: a divisor of num_attention_heads=4",
+        ),
+        (
+            {"num_attention_heads": 3, "num_key_value_heads": 1},
+            "num_attention_heads=3, which is not possible: a divisor",
+        ),
+        ({"hidden_size": "big"}, "hidden_size='big', which is not possible: a whole number, 1 or more"),
+        ({"vocab_size": True}, "vocab_size=True, which is not possible"),
+        ({"intermediate_size": 2.5}, "intermediate_size=2.5, which is not possible"),
+        ({"max_position_embeddings": -1}, "max_position_embeddings=-1, which is not possible"),
+        ({"pad_token_id": 128}, "pad_token_id=128, which is not possible: null or an id below vocab_size=128"),
+        ({"dtype": "float7"}, "dtype='float7', which is not possible: one of float32"),
+        (
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 0}},
+            "rope_theta=0, which is not possible: a number",
+        ),
+        ({"rms_norm_eps": "x"}, "'rms_norm_eps': TypeError: Field 'rms_norm_eps' expected float, got str (value: 'x')"),
+    ],
+)
+def test_an_impossible_size_is_told_with_its_key_and_value(folder, changed, reason):
+    configure(folder, **{"head_dim": None, **changed})
+    refused(folder, reason)
+
+
+def test_a_config_that_is_no_object_and_sizes_by_layer_are_told_apart(folder):
+    configure(folder, num_key_value_heads=[1, 2, 2])
+    refused(folder, "num_key_value_heads")
+    (folder / "config.json").write_text("[1]")
+    refused(folder, "its config.json is no JSON object, but list")
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        (
+            {"vocab_size": 10**13},
+            "another shape than its config.json says: lm_head.weight [128, 64] for [10000000000000",
+        ),
+        ({"intermediate_size": 10**12}, "down_proj.weight [64, 96] for [64, 1000000000000]"),
+        ({"num_hidden_layers": 60}, "weights, and its files hold 108,992"),
+    ],
+)
+def test_a_model_larger_than_its_files_is_refused_before_memory_is_taken(folder, changed, reason, monkeypatch):
+    def read(*_, **__):
+        raise AssertionError("memory is taken")
+
+    configure(folder, **changed)
+    monkeypatch.setattr(weights.AutoModelForCausalLM, "from_pretrained", read)
+    refused(folder, reason)

@@ -300,13 +300,29 @@ def test_nothing_stored_shows_dashes(tmp_path, capsys):
     status, out = shown(capsys, "think/4", f"results={tmp_path}", "--stored")
     assert status == 0
     assert "—" in out
+    status, out = shown(capsys, "think/4", f"results={tmp_path}", "--stored", "--format", "latex")
+    assert status == 0 and "tabular" not in out and "% There is no number in it yet: leave out --stored" in out
+
+
+@pytest.mark.parametrize("name", ["formats", "bytes", "through_cache", "ranking"])
+def test_nothing_stored_of_a_table_of_our_own_is_told(name, tmp_path, capsys):
+    status, out = shown(capsys, name, f"results={tmp_path / 'absent'}", "--stored")
+    assert status == 0 and f"nothing of table {name} is measured yet" in out
+    assert not (tmp_path / "absent").exists()
+
+
+def test_a_long_plan_names_methods_and_counts_cells(tmp_path, capsys):
+    _, out = shown(capsys, "think/2", f"results={tmp_path}", "--plan")
+    assert "186 cells of 31 methods: full, h2o kv_size=16" in out and len(out.splitlines()) < 60
+    assert not re.search(r"[0-9a-f]{16}", out)
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["think/99"], "unknown table"),
-        (["thick/1"], "unknown paper"),
+        (["thick/1"], "unknown paper or table 'thick/1'"),
+        (["nosuch"], "unknown paper or table 'nosuch'. Available: all, bytes, formats, leaderboard, "),
         (["think/4", "method=h2o"], "method=h2o is not possible here"),
         (["think/4", "--show", "all"], "--show"),
         (["think/4", "--format", "pdf"], "--format"),

@@ -86,6 +86,7 @@ GOOD = {"prompt": "a", "answers": "b"}
         ({**GOOD, "max_new_tokens": 0}, "'max_new_tokens' must be a whole number from 1, got 0"),
         ({**GOOD, "max_new_tokens": True}, "'max_new_tokens' must be a whole number"),
         ({**GOOD, "id": [1]}, "'id' must be text or a whole number"),
+        ('{"id": "x\\udfff", "prompt": "a", "answers": "b"}', "'id' holds half a surrogate pair"),
         ({**GOOD, "id": "line-1"}, "its id 'line-1' is that of line 1"),
         ({**GOOD, "all_classes": {"x": 1}}, "'all_classes' must be text or a list of texts"),
     ],

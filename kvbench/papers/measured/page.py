@@ -11,7 +11,7 @@ from kvbench.papers.measured.cell_view import CellView, View
 from kvbench.papers.measured.grid import grid, notes, title
 from kvbench.papers.timed.row_matching import TimedCell
 from kvbench.tables import writers
-from kvbench.tables.table import WIDTH
+from kvbench.tables.table import WIDTH, Table
 
 FORMATS = ("text", "md", "csv", "latex", "html")
 CSV_FIELDS = (
@@ -42,10 +42,18 @@ def render(view: View, style: str = "text", show: str = "both", terminal: bool =
     if style == "md":
         return f"# {heading}\n\n{writers.compose([table], footnotes, style)}"
     footer = "".join(f"{writers.note(n, style)}\n" for n in footnotes)
+    if style == "latex" and _is_empty(view, table):
+        return f"% {heading}\n% There is no number in it yet: leave out --stored, or take --show published.\n{footer}"
     if style == "latex":
         return f"% {heading}\n% needs booktabs, makecell and amssymb\n{writers.latex(table)}{footer}"
     pieces = "".join(writers.text(piece, terminal) for piece in table.folded())
     return f"{fill(heading, WIDTH, break_on_hyphens=False)}\n\n{pieces}{footer}"
+
+
+def _is_empty(view: View, table: Table) -> bool:
+    """Tell whether nothing of a table is measured and its cells show nothing else, as the printed numbers."""
+    measured = any(e.status not in ("none", "missing") for _, entries in view.rows for e in entries)
+    return not measured and not any(cell.strip("—") for row in table.rows for cell in row[1:])
 
 
 def as_json(view: View) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from kvbench.tables.table import Table
 
 HERE = Path(__file__).parent
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
+NAMED = 3  # models in the title
 SHORT = 16
 """Characters of a cell that is not broken into lines."""
 RUN_HEADS = {
@@ -80,8 +81,15 @@ class ReportPage:
             ("samples", "Examples", browser(len(self.samples))),
             *(self._of_papers() if self.papers else ()),
         ]
-        title = "your runs and five papers" if self.papers else "your runs"
-        return build(f"kvbench: {title}, KV-cache compression on {self.model}", sections, self.samples, self._lead())
+        return build(f"kvbench: KV-cache compression, {self._title()}", sections, self.samples, self._lead())
+
+    def _title(self) -> str:
+        """Return the sections in words, each with the models whose numbers stand in it."""
+        models = list(dict.fromkeys(str(run.get("model")) for run in self.runs))
+        runs = "your runs"
+        if models:
+            runs += f" on {', '.join(models) if len(models) <= NAMED else f'{len(models)} models'}"
+        return f"{runs}, and five papers beside {self.model}" if self.papers else runs
 
     def _lead(self) -> str:
         """Return the first text of the page: what is in it."""

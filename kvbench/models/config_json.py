@@ -1,0 +1,77 @@
+"""The sizes in a checkpoint's config.json, checked before transformers reads the file.
+
+transformers checks types and builds whatever fits them: no layers, heads of size 0, a vocabulary of none. It then ends
+in "list index out of range" or "integer modulo by zero".
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from kvbench.conf import is_whole
+from kvbench.errors import UsageError
+
+SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+)
+WHOLE = "a whole number, 1 or more"
+DTYPES = ("float32", "float16", "bfloat16", "float64")
+
+
+def check_sizes(path: str, config: Any) -> None:
+    """Raise UsageError naming the key, its value and what is allowed; ``path`` is the user's name for the model.
+
+    A list in place of a size (one for each layer) and null are left to transformers, which knows the family.
+    """
+    if not isinstance(config, Mapping):
+        raise UsageError(f"model={path}: its config.json is no JSON object, but {type(config).__name__}")
+    for key in SIZES:
+        value = config.get(key)
+        if value is not None and not isinstance(value, list) and not (is_whole(value) and value >= 1):
+            raise _wrong(path, key, value, WHOLE)
+    numbers = {key: value for key, value in config.items() if is_whole(value)}
+    heads, kv_heads = numbers.get("num_attention_heads", 1), numbers.get("num_key_value_heads", 1)
+    if heads % kv_heads:
+        raise _wrong(path, "num_key_value_heads", kv_heads, f"a divisor of num_attention_heads={heads}")
+    hidden = numbers.get("hidden_size", 0)
+    if config.get("head_dim") is None and hidden % heads:
+        raise _wrong(path, "num_attention_heads", heads, f"a divisor of hidden_size={hidden}, or a head_dim beside it")
+    padding, vocabulary = numbers.get("pad_token_id", -1), numbers.get("vocab_size")
+    if vocabulary is not None and padding >= vocabulary:
+        raise _wrong(path, "pad_token_id", padding, f"null or an id below vocab_size={vocabulary}")
+    for key in ("dtype", "torch_dtype"):
+        name = config.get(key)
+        if name is not None and not (isinstance(name, str) and _is_dtype(name)):
+            raise _wrong(path, key, name, f"one of {', '.join(DTYPES)}")
+    _check_thetas(path, config)
+
+
+def _is_dtype(name: str) -> bool:
+    dtype = getattr(torch, name.removeprefix("torch."), None)
+    return name == "auto" or (isinstance(dtype, torch.dtype) and dtype.is_floating_point)
+
+
+def _check_thetas(path: str, config: Mapping[str, Any]) -> None:
+    """Raise UsageError for a base of rotary positions that is no number above 0, also one of a type of layer."""
+    theta = config.get("rope_theta")
+    number = isinstance(theta, (int, float)) and not isinstance(theta, bool)
+    if theta is not None and not (number and 0 < theta < math.inf):
+        raise _wrong(path, "rope_theta", theta, "a number above 0")
+    for value in config.values():
+        if isinstance(value, Mapping):
+            _check_thetas(path, value)
+
+
+def _wrong(path: str, key: str, value: object, allowed: str) -> UsageError:
+    return UsageError(f"model={path}: its config.json says {key}={value!r}, which is not possible: {allowed}")
