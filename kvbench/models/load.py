@@ -77,6 +77,7 @@ def locate(cfg: ModelConfig) -> ModelSource:
     except OSError:  # of a name that no file can have
         exists = False
     if exists:
+        fetch.check_copy(folder)
         return _check_folder(cfg, folder)
     if cfg.path.startswith((".", "/", "~")) or cfg.path.count("/") != 1:
         raise UsageError(
