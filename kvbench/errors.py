@@ -21,6 +21,26 @@ class UsageError(KvbenchError, ValueError):
     status = 2
 
 
+class MissingFiles(UsageError):
+    """A request that needs files which are not on this machine: a data set's or a model's.
+
+    names: the files below the data folder, or the model; none where there is no data folder at all.
+    """
+
+    def __init__(self, text: str, names: Iterable[str] = ()) -> None:
+        """Take the message and the names."""
+        super().__init__(text)
+        self.names = tuple(names)
+
+
+class MissingData(MissingFiles):
+    """Texts that a data set is read from are not on this machine."""
+
+
+class MissingModel(MissingFiles):
+    """A checkpoint is not on this machine."""
+
+
 class Refused(KvbenchError):
     """A result that must not be reported: the measurement contradicts the claim, or is not a number."""
 

@@ -9,19 +9,23 @@ python scripts/leaderboard.py --verify       fail if committed files, of any len
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import tempfile
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
-from kvbench.errors import KvbenchError, UsageError
+import verification
+from verification import Verification
+
+from kvbench.errors import KvbenchError
 from kvbench.run import archive, experiment, leaderboard, open_results
 from kvbench.run.run_plan import RunPlan
 from kvbench.run.store import ResultStore
 from kvbench.tables import writers
 
-FOLDER = Path(__file__).resolve().parent.parent / "results" / "leaderboard"
+ROWS = Path(__file__).resolve().parent.parent / "results"
+FOLDER = ROWS / "leaderboard"
 BOARDS = {"1024": FOLDER, "2048": FOLDER / "2048"}
 """The folder of each committed leaderboard, by the length of its prompts in tokens."""
 SAMPLES = "samples.jsonl.gz"
@@ -57,37 +61,34 @@ def write(runs: list[RunPlan], length: str) -> None:
 
 
 def planned(measured: Mapping[str, object], results: str, length: str) -> list[RunPlan]:
-    """Return the runs behind the files. Raises an error if they lack cells of ``measured``: texts are not here."""
+    """Return the runs behind the files. Raises MissingData if they lack cells of ``measured``: texts are not here."""
     runs = leaderboard.prepare(MODEL, {**COMMITTED, "lengths": length, "results": results})
     if not measured.keys() <= {c.id for run in runs for g in run.groups for c in g.cells}:
-        kind = KvbenchError if os.environ.get("KVBENCH_REQUIRE_DATA") == "1" else UsageError
-        raise kind("texts of its tasks are not below the data folder (KVBENCH_DATA)")
+        verification.need_data(runs[0].store, runs, MODEL)
     return runs
 
 
-def verify(length: str) -> int:
-    """Return 1 if a committed file differs from what the samples give; a model or text not here is no error."""
+def same(length: str) -> bool:
+    """Tell whether the committed files are what the samples give. Raises MissingFiles if they cannot be made here."""
     board = BOARDS[length]
     with tempfile.TemporaryDirectory() as folder:
         measured = archive.unpack(board / SAMPLES, ResultStore(Path(folder)))
-        try:
-            files = rendered(planned(measured, folder, length), length)
-        except UsageError as error:
-            if os.environ.get("KVBENCH_REQUIRE_MODELS") == "1":
-                raise
-            print(f"kvbench: the leaderboard is not verified: {error}", file=sys.stderr)
-            return 0
-    wrong = [board / name for name, text in files.items() if (board / name).read_text(encoding="utf-8") != text]
-    for path in wrong:
-        shown = path.relative_to(FOLDER.parent.parent)
-        print(f"kvbench: {shown} differs from its samples; scripts/leaderboard.py --length {length}", file=sys.stderr)
-    return 1 if wrong else 0
+        files = rendered(planned(measured, folder, length), length)
+    return all((board / name).read_text(encoding="utf-8") == text for name, text in files.items())
+
+
+def verify(found: Verification) -> None:
+    """Add to ``found`` which of the leaderboards are what their samples give."""
+    for length, board in BOARDS.items():
+        if (board / SAMPLES).exists():
+            remedy = f"python scripts/leaderboard.py --length {length}"
+            found.add(str((board / "leaderboard.md").relative_to(ROWS)), partial(same, length), remedy)
 
 
 def main() -> int:
     """Measure, write or verify; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--verify", action="store_true", help="make the files from samples and compare")
+    verification.add_options(parser)
     parser.add_argument("--stored", action="store_true", help="measure nothing")
     parser.add_argument("--length", choices=BOARDS, default=leaderboard.DEFAULTS["lengths"], help="tokens of a prompt")
     parser.add_argument("--limit", default=COMMITTED["limit"], help="prompts a task to measure, now")
@@ -95,7 +96,9 @@ def main() -> int:
     args = parser.parse_args()
     try:
         if args.verify:
-            return max(verify(length) for length, board in BOARDS.items() if (board / SAMPLES).exists())
+            found = Verification()
+            verify(found)
+            return found.close(args.without)
         # what is committed is not measured again
         samples = BOARDS[args.length] / SAMPLES
         measured = archive.unpack(samples, ResultStore(Path(args.results))) if samples.exists() else {}

@@ -14,17 +14,17 @@ measuring goes on from there.
 from __future__ import annotations
 
 import argparse
-import os
-import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 
 import shards
+import verification
+from verification import Verification
 
-from kvbench.errors import UsageError
 from kvbench.papers.measured import coverage, our_table, page
 from kvbench.papers.measured.cell_view import View, view
 from kvbench.papers.measured.our_table import OurTable
@@ -154,34 +154,33 @@ def measure(tables: Sequence[TableSpec], goal: Target, results: str, workers: in
             write(table, goal, results)
 
 
-def verify(table: TableSpec, goal: Target) -> bool:
-    """Tell whether the committed table, and its entry in counts.csv, is what its samples or timed rows give."""
-    with tempfile.TemporaryDirectory() as folder:
-        if table.measurable and goal.samples(table).exists():
-            archive.unpack(goal.samples(table), ResultStore(Path(folder)))
-        seen = view(prepare(table, goal, folder))
-        same = goal.page(table).exists() and rendered(seen, goal) == goal.page(table).read_text(encoding="utf-8")
-        return same and (not _counted(table) or coverage.read(goal.folder).get(table.id) == coverage.count(seen))
+def same(table: TableSpec, goal: Target) -> bool:
+    """Tell whether the committed table, and its entry in counts.csv, is what its samples or timed rows give.
 
-
-def verified(wanted: Sequence[str], models: Sequence[str]) -> int:
-    """Verify the committed tables of each model and return the exit status: 1 if any differs.
-
-    A model that is not here is reported and is no error, unless KVBENCH_REQUIRE_MODELS is 1.
+    Raises MissingFiles if the table cannot be made here.
     """
-    wrong = []
-    for goal in map(target, models):
-        try:
-            for table in goal.tables(wanted):
-                if goal.page(table).exists() or goal.model == stand_ins.MODEL:
-                    wrong += [] if verify(table, goal) else [goal.page(table).name]
-        except UsageError as error:
-            if goal.model == stand_ins.MODEL or os.environ.get("KVBENCH_REQUIRE_MODELS") == "1":
-                raise
-            print(f"kvbench: tables of {goal.model} are not verified: {error}", file=sys.stderr)
-    if wrong:
-        print(f"kvbench: {', '.join(wrong)} differ from their samples; make tables", file=sys.stderr)
-    return 1 if wrong else 0
+    with tempfile.TemporaryDirectory() as folder:
+        store = ResultStore(Path(folder))
+        if table.measurable and goal.samples(table).exists():
+            archive.unpack(goal.samples(table), store)
+        ours = prepare(table, goal, folder)
+        verification.need_data(store, [ours.run] if ours.run is not None else [], goal.model)
+        seen = view(ours)
+        page_text = goal.page(table).read_text(encoding="utf-8") if goal.page(table).exists() else ""
+        if page_text != rendered(seen, goal):
+            # what was not there when the page was written, it says itself
+            verification.need_texts((w.name for w, why in ours.absent.items() if why not in page_text), goal.model)
+            return False
+        return not _counted(table) or coverage.read(goal.folder).get(table.id) == coverage.count(seen)
+
+
+def verify(found: Verification, wanted: Sequence[str] = ("all",), models: Sequence[str] = ()) -> None:
+    """Add to ``found`` which of the committed tables of each model are what their samples give."""
+    for goal in map(target, models or (stand_ins.MODEL, PRETRAINED)):
+        for table in goal.tables(wanted):
+            if goal.page(table).exists() or goal.model == stand_ins.MODEL:
+                remedy = f"python scripts/paper_tables.py --model {goal.model}"
+                found.add(str(goal.page(table).relative_to(ROWS)), partial(same, table, goal), remedy)
 
 
 def _counted(table: TableSpec) -> bool:
@@ -198,7 +197,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _do(args: argparse.Namespace) -> int:
     if args.verify:
-        return verified(args.tables, [args.model] if args.model else [stand_ins.MODEL, PRETRAINED])
+        found = Verification()
+        verify(found, args.tables, [args.model] if args.model else [])
+        return found.close(args.without)
     goal = target(args.model or stand_ins.MODEL)
     tables = goal.tables(args.tables)
     restore(tables, goal, args.results)

@@ -15,6 +15,7 @@ from dataclasses import replace
 from functools import cache
 
 import torch
+import verification
 
 from kvbench.engine import memory
 from kvbench.errors import KvbenchError
@@ -122,7 +123,7 @@ def arguments(doc: str | None) -> argparse.ArgumentParser:
     """Return a parser with the options of every script that measures in shards."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="tiny (default) or an entry of conf/model; --verify: of each, by default")
-    parser.add_argument("--verify", action="store_true", help="make it again from samples and compare")
+    verification.add_options(parser)
     parser.add_argument("--pack", action="store_true", help="write what is measured so far, measure nothing")
     parser.add_argument("--results", default="results", help="folder of measured cells")
     parser.add_argument("--workers", type=int, default=WORKERS, help="processes that share the examples")

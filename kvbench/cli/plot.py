@@ -74,6 +74,8 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _draw_figures(names: list[str], options: dict[str, str], quiet: bool, stored: bool) -> list[dict[str, Any]]:
+    if options.get("output") == "":
+        raise UsageError("output= is empty: give a folder")
     figure_keys = {key: OWN[key].value(options) for key in options if key in OWN}
     if figure_keys.get("text") == "":
         raise UsageError("text= is empty: give a text file")
@@ -106,14 +108,14 @@ def _draw_figures(names: list[str], options: dict[str, str], quiet: bool, stored
         raise UsageError(f"bits={bits} is not possible: {single_width[0]} shows one width, as bits=4")
     if stored and not of_results:
         raise UsageError(f"--stored is not possible with {names[0]}: its data are not in the store, they are computed")
-    plain = [f"{key}={value}" for key, value in options.items() if key not in figure_keys]
+    plain = [f"{key}={value}" for key, value in options.items() if key not in figure_keys and key != "output"]
     models = split_list(options.get("model", ""))
     if len(models) > 1:
         raise UsageError(f"plot draws one model at a time, not {len(models)}: give model= one name")
     records = []
     if of_activations:
         request = words.read([*plain, "method=full"]).runs[0]
-        records = _draw_activations(of_activations, request, "dataset" in options, figure_keys, quiet)
+        records = _draw_activations(of_activations, request, options, figure_keys, quiet)
     return records + _draw_results(of_results, plain, options, quiet, stored)
 
 
@@ -127,7 +129,7 @@ def _draw_results(
 ) -> list[dict[str, Any]]:
     """Draw figures of measured cells. Missing cells are measured first, unless ``stored``."""
     from kvbench.papers.figures import measured
-    from kvbench.papers.figures.figure import folder, own_folder
+    from kvbench.papers.figures.place import Place
     from kvbench.papers.spec import stand_ins
 
     results = options.get("results", str(top_level()["results"]))
@@ -140,26 +142,27 @@ def _draw_results(
         if data.empty:
             raise UsageError(f"{figure.id}: nothing of it is in {results}; leave out --stored to measure it")
         model = options.get("model", stand_ins.MODEL) if figure.sweeps else ""
-        place, facts = own_folder if "method" in options else folder, source.facts()
-        paths, finding = figure.write(data, facts, place(results, model))
+        facts = source.facts()
+        paths, finding = figure.write(data, facts, Place.of(options, results, model).folder(figure, facts))
         records.append(_record(figure.captioned(facts), paths, finding))
     return records
 
 
 def _draw_activations(
-    figures: Sequence[Any], request: RunRequest, of_dataset: bool, figure_keys: dict[str, Any], quiet: bool
+    figures: Sequence[Any], request: RunRequest, options: dict[str, str], figure_keys: dict[str, Any], quiet: bool
 ) -> list[dict[str, Any]]:
     """Draw figures of a model's activations while it reads."""
     from kvbench.papers.figures import source
-    from kvbench.papers.figures.figure import folder
+    from kvbench.papers.figures.place import Place
     from kvbench.papers.figures.reading import Reading
     from kvbench.progress import progress
     from kvbench.run import config
 
     cfg = config.parse(request)
     origin = source.locate(
-        cfg, of_dataset, figure_keys.get("text"), figure_keys.get("samples"), figure_keys.get("tokens")
+        cfg, "dataset" in options, figure_keys.get("text"), figure_keys.get("samples"), figure_keys.get("tokens")
     )
+    place = Place.of(options, cfg.results, cfg.model.name)
     records = []
     for figure in figures:
         prompts = origin.prompts(figure)
@@ -174,24 +177,24 @@ def _draw_activations(
             )
             data = figure.compute(reading)
         texts = {k: ",".join(map(str, v)) if isinstance(v, tuple) else v for k, v in knobs.items() if v is not None}
-        paths, finding = figure.write(
-            data, {**origin.facts(prompts, knobs.get("tokens")), **texts}, folder(cfg.results, cfg.model.name)
-        )
+        facts = {**origin.facts(prompts, knobs.get("tokens")), **texts}
+        paths, finding = figure.write(data, facts, place.folder(figure, facts))
         records.append(_record(figure, paths, finding))
     return records
 
 
 def _redraw(path: Path, names: list[str], options: dict[str, str]) -> dict[str, Any]:
-    wrong = [*names, *(f"{key}={value}" for key, value in options.items() if key != "results")]
+    wrong = [*names, *(f"{key}={value}" for key, value in options.items() if key not in ("results", "output"))]
     if wrong:
-        raise UsageError(f"--from-csv draws what the file says, and takes only results=FOLDER, not {wrong[0]}")
-    from kvbench.papers.figures import registry
+        raise UsageError(
+            f"--from-csv draws what the file says, and takes only results=FOLDER or output=FOLDER, not {wrong[0]}"
+        )
+    from kvbench.papers.figures import place, registry
     from kvbench.papers.figures.figure import facts_of, read_csv
 
     name, text = read_csv(path)
     (figure,) = registry.of([name])
-    folder = options.get("results")
-    stem = Path(folder) / "figures" / figure.id if folder else path.with_suffix("")
+    stem = place.redrawn(figure, path, text, options.get("results", ""), options.get("output", ""))
     paths, finding = figure.redraw(text, stem)
     return _record(figure.captioned(facts_of(text)), paths, finding)
 
@@ -226,7 +229,14 @@ def _record(figure: Any, paths: list[Path], finding: str) -> dict[str, Any]:
 def _describe(record: dict[str, Any]) -> str:
     parts = ((record["id"], " ".join(record["files"])), ("here", record["finding"]), ("paper", record["claim"]))
     return "\n".join(
-        fill(text, 100, initial_indent=f"{name}: ", subsequent_indent="  ", break_long_words=False)
+        fill(
+            text,
+            100,
+            initial_indent=f"{name}: ",
+            subsequent_indent="  ",
+            break_long_words=False,
+            break_on_hyphens=False,  # a path stays whole
+        )
         for name, text in (*parts, ("open", record["unsaid"]))
         if text
     )

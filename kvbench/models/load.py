@@ -24,9 +24,9 @@ from transformers import (
 from transformers.utils import logging as hf_logging
 
 from kvbench.conf import check, entries
-from kvbench.errors import KvbenchError, UsageError, did_you_mean, headline, unknown
+from kvbench.errors import KvbenchError, MissingModel, UsageError, did_you_mean, headline, unknown
 from kvbench.extras import require
-from kvbench.models import fetch, traits, weights
+from kvbench.models import fetch, manifest, traits, weights
 from kvbench.models.config import ModelConfig
 from kvbench.models.config_json import check_sizes
 
@@ -78,12 +78,14 @@ def locate(cfg: ModelConfig) -> ModelSource:
     except OSError:  # of a name that no file can have
         exists = False
     if exists:
+        manifest.check_copy(folder)
         return _check_folder(cfg, folder)
     if cfg.path.startswith((".", "/", "~")) or cfg.path.count("/") != 1:
-        raise UsageError(
+        raise MissingModel(
             f"model={cfg.path}: there is no such folder.{did_you_mean(cfg.path, entries('model'))} Give a folder with "
             "config.json and *.safetensors, an owner/name id of the Hugging Face hub, or one of "
-            "python -m kvbench list models"
+            "python -m kvbench list models",
+            [cfg.path],
         )
     return _find_on_hub(cfg)
 
@@ -305,7 +307,7 @@ def _find_on_hub(cfg: ModelConfig) -> ModelSource:
         )
         if cfg.shape is not None:
             remedy += f". What caches take needs no checkpoint: python -m kvbench bench memory model={cfg.name} n=8192"
-        raise UsageError(f"model={cfg.path} (revision {cfg.revision}): {remedy}") from None
+        raise MissingModel(f"model={cfg.path} (revision {cfg.revision}): {remedy}", [cfg.path]) from None
     commit = getattr(config, "_commit_hash", None) or cfg.revision
     return ModelSource(cfg.path, commit, scaled(cfg, config), f"{cfg.path}@{commit}")
 

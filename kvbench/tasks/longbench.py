@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
-from kvbench.errors import UsageError, unknown
+from kvbench.errors import MissingData, UsageError, unknown
 from kvbench.example import Example
 from kvbench.metrics.text import first_line
 from kvbench.tasks.base import Task, read_text
@@ -152,16 +152,17 @@ def places(name: str, split: str, folder: str = FOLDER) -> tuple[str, ...]:
 
 
 def _paths(files: Files, wanted: Mapping[str, tuple[str, ...]]) -> dict[str, Path]:
-    """Return {task: file}, each at the first of its places that exists. Raises UsageError unless all are there."""
+    """Return {task: file}, each at the first of its places that exists. Raises MissingData unless all are there."""
     paths = {name: path for name, candidates in wanted.items() if (path := files.first(*candidates))}
     missing = [candidates[0] for name, candidates in wanted.items() if name not in paths]
     if missing:
         where = f" below {files.root}" if files.root else ""
         present = ",".join(f"{files.dataset}/{name}" for name in paths)
         hint = f" What is there can be run by name: {present}" if present else ""
-        raise UsageError(
+        raise MissingData(
             f"dataset={files.dataset} needs {len(missing)} of {len(wanted)} files that do not exist{where}: "
-            f"{', '.join(missing)}: {files.ways()}.{hint}"
+            f"{', '.join(missing)}: {files.ways()}.{hint}",
+            missing if files.root else (),
         )
     return paths
 

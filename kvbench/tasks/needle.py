@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kvbench import metrics
-from kvbench.errors import UsageError, unknown
+from kvbench.errors import MissingData, UsageError, unknown
 from kvbench.example import Example
 from kvbench.tasks.base import Task, Tokenizer, read_text
 from kvbench.tasks.knobs import whole
@@ -167,9 +167,9 @@ def read_haystack(files: Files, haystack: str | None) -> tuple[str, str]:
     elif files.root is not None:
         path = files.root / ESSAYS
     else:
-        raise UsageError(f"dataset {dataset} hides its needle in real text and has none: {remedy}")
+        raise MissingData(f"dataset {dataset} hides its needle in real text and has none: {remedy}")
     if not path.exists():
-        raise UsageError(f"dataset {dataset}: there is no haystack {path}; {remedy}")
+        raise MissingData(f"dataset {dataset}: there is no haystack {path}; {remedy}", [haystack or ESSAYS])
     try:
         paths = sorted(f for f in path.iterdir() if f.suffix.lower() in SUFFIXES) if path.is_dir() else [path]
     except OSError as error:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path, PurePosixPath
 
-from kvbench.errors import UsageError
+from kvbench.errors import MissingData
 from kvbench.tasks import fetch
 
 ENVIRONMENT = "KVBENCH_DATA"
@@ -26,13 +26,14 @@ class Files:
     def path(self, name: str) -> Path:
         """Return the path of the file or folder ``name`` below the data folder.
 
-        Raises UsageError with the two ways to get it if it is absent, and if the lock lists it with another content.
+        Raises MissingData with the two ways to get it if it is absent, and UsageError if the lock lists it with another
+        content.
         """
         if self.root is None:
-            raise UsageError(f"dataset={self.dataset} needs {name}: {self.ways()}")
+            raise MissingData(f"dataset={self.dataset} needs {name}: {self.ways()}")
         path = self.root / name
         if not path.exists():
-            raise UsageError(f"dataset={self.dataset} needs {path}, which does not exist: {self.ways()}")
+            raise MissingData(f"dataset={self.dataset} needs {path}, which does not exist: {self.ways()}", [name])
         self._check(name)
         return path
 
@@ -78,12 +79,15 @@ def _changed(root: Path, name: str, file: tuple[int, int], lock: tuple[int, int]
 
 
 def data_root(given: str | None) -> Path | None:
-    """Return the data folder: ``data.root`` if given, else what the environment names, else None (no default)."""
+    """Return the data folder: ``data.root`` if given, else what the environment names, else None (no default).
+
+    Raises MissingData if it is no folder.
+    """
     name = given or os.environ.get(ENVIRONMENT)
     if not name:
         return None
     root = Path(name).expanduser()
     if not root.is_dir():
         where = "data.root" if given else f"the environment variable {ENVIRONMENT}"
-        raise UsageError(f"{where}={name} is not a folder")
+        raise MissingData(f"{where}={name} is not a folder")
     return root

@@ -1,14 +1,17 @@
 """plot, as users type it: files, findings, redrawing, and messages for what cannot be done."""
 
 import json
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from families import build
 
 from kvbench.cli.main import main
 from kvbench.models import load
+from kvbench.papers.figures.place import Place
 from kvbench.papers.figures.registry import FIGURES
 
 pytestmark = pytest.mark.e2e("runs whole command lines")
@@ -26,6 +29,7 @@ BAD = {
     "plot uncomp/fig1 text={tmp}/absent.txt": "there is no file",
     "plot uncomp/fig1 text={file}": "is empty",
     "plot uncomp/fig1 text=": "give a text file",
+    "plot uncomp/fig1 output=": "output= is empty: give a folder",
     "plot uncomp/fig1 text={file} dataset=tiny": "two ways to say what is read",
     "plot uncomp/fig1 samples=3": "prompts of a dataset are counted by limit=",
     "plot uncomp/fig1 samples=0 text={file}": "samples=0 is not possible: a whole number, 1 or more",
@@ -41,7 +45,7 @@ BAD = {
     "plot uncomp/fig1 length=10": "dataset.tiny.length=10",
     "plot --from-csv {tmp}/absent.csv": "there is no file",
     "plot --from-csv {file}": "no figure's CSV",
-    "plot uncomp/fig1 --from-csv {file}": "takes only results=FOLDER, not uncomp/fig1",
+    "plot uncomp/fig1 --from-csv {file}": "takes only results=FOLDER or output=FOLDER, not uncomp/fig1",
 }
 
 
@@ -65,10 +69,10 @@ def test_end_to_end_and_again_from_the_csv(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert max(len(part) for part in printed.splitlines() if str(tmp_path) not in part) <= 100
     assert "here: Truncated effective rank: lowest" in printed and "paper: A few key channels" in printed
-    stem = tmp_path / "tiny" / "figures" / "uncomp" / "fig4"
+    stem = tmp_path / "own" / "tiny" / "figures" / "uncomp" / "fig4"
     text = stem.with_suffix(".csv").read_text()
     assert "# model: tiny (" in text and "# texts: needle (1), code (1)" in text and "# top: 32" in text
-    assert (tmp_path / "tiny" / "figures" / "think" / "fig4.csv").exists()
+    assert (tmp_path / "own" / "tiny" / "figures" / "think" / "fig4.csv").exists()
     command = [sys.executable, "-m", "kvbench", "plot", "--from-csv", f"{stem}.csv", f"results={tmp_path / 'b'}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
@@ -84,10 +88,10 @@ def test_json_and_knobs_of_several_figures(tmp_path, capsys):
     assert main([*line, f"results={tmp_path}", "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert [f["id"] for f in result] == ["qhitter/fig3", "vatp/fig1"]
-    text = (tmp_path / "tiny" / "figures" / "qhitter" / "fig3.csv").read_text()
+    text = (tmp_path / "own" / "tiny" / "figures" / "qhitter" / "fig3.csv").read_text()
     assert "# bits: 2\n# layers: 0,5\n# tokens: 40\n" in text
     assert text.count("\nhop,0,2,5,") == 40
-    assert "bits" not in (tmp_path / "tiny" / "figures" / "vatp" / "fig1.csv").read_text()
+    assert "bits" not in (tmp_path / "own" / "tiny" / "figures" / "vatp" / "fig1.csv").read_text()
 
 
 def test_a_text_in_windows_is_called_by_its_dataset(tmp_path, capsys):
@@ -95,7 +99,7 @@ def test_a_text_in_windows_is_called_by_its_dataset(tmp_path, capsys):
     (tmp_path / "wikitext2" / "test.txt").write_text("the cold river shines slowly by the tower. " * 60)
     line = ["plot", "uncomp/fig6", "dataset=wikitext2", "length=64", "prefix=32", "limit=1", f"data.root={tmp_path}"]
     assert main([*line, "tokens=48", f"results={tmp_path}"]) == 0
-    text = (tmp_path / "tiny" / "figures" / "uncomp" / "fig6.csv").read_text()
+    text = (tmp_path / "own" / "tiny" / "figures" / "uncomp" / "fig6.csv").read_text()
     assert "# texts: wikitext2 (1)\n# prompts: 1 of 48 to 48 tokens\n" in text
 
 
@@ -104,7 +108,7 @@ def test_windows_of_a_text(tmp_path, capsys):
     path.write_text("the cold river shines slowly. it was a calm night by the tower. " * 60)
     line = ["plot", "uncomp/fig6", f"text={path}", "samples=3", "tokens=64", f"results={tmp_path}"]
     assert main(line) == 0
-    text = (tmp_path / "tiny" / "figures" / "uncomp" / "fig6.csv").read_text()
+    text = (tmp_path / "own" / "tiny" / "figures" / "uncomp" / "fig6.csv").read_text()
     assert "# texts: the file notes.txt (3)\n# prompts: 3 of 64 to 64 tokens" in text
     assert "Samples of 3 in which" in " ".join(capsys.readouterr().out.split())
     assert main([*line[:4], "tokens=5000", line[5]]) == 2
@@ -131,6 +135,89 @@ def test_a_figure_of_which_nothing_is_stored_makes_no_folder(tmp_path, capsys):
     assert main(["plot", "results/pareto", "--stored", f"results={tmp_path / 'emp' / 'x'}"]) == 2
     assert "results/pareto: nothing of it is in" in capsys.readouterr().err
     assert not (tmp_path / "emp").exists()
+
+
+COMMITTED = Path(__file__).parents[2] / "results"
+
+
+@pytest.fixture
+def committed(tmp_path):
+    """A copy of the committed figures, and a function that tells which of its files are not as they were."""
+    for folder in ("figures", "tiny/figures"):
+        shutil.copytree(COMMITTED / folder, tmp_path / folder)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*.*") if path.is_file()}
+
+    def changed():
+        return sorted(str(p.relative_to(tmp_path)) for p, content in before.items() if p.read_bytes() != content)
+
+    return changed
+
+
+def test_settings_of_ones_own_leave_the_committed_figures_alone(committed, tmp_path, capsys):
+    words = ["limit=1", f"results={tmp_path}"]
+    assert main(["plot", "uncomp/fig2", *words]) == 0
+    captured = capsys.readouterr()
+    own = tmp_path / "own" / "tiny" / "figures"
+    assert f"uncomp/fig2: {own}/uncomp/fig2.png {own}/uncomp/fig2.svg {own}/uncomp/fig2.csv" in " ".join(
+        captured.out.split()
+    )
+    there = tmp_path / "tiny" / "figures" / "uncomp" / "fig2.csv"
+    said = f"kvbench: {there} shows something else and stays: uncomp/fig2 goes to {own}; output=FOLDER names another\n"
+    assert said in captured.err
+    assert "prompts: 6 of 1024" in (own / "uncomp" / "fig2.csv").read_text()
+    assert main(["plot", "vatp/fig3", *words]) == 0
+    assert committed() == []
+    assert main(["plot", "vatp/fig3", "--stored", f"results={tmp_path}"]) == 0  # a part of what the committed one shows
+    assert "left out: " in (own / "vatp" / "fig3.csv").read_text() and committed() == []
+    capsys.readouterr()
+    assert main(["plot", "uncomp/fig2", *words, f"output={tmp_path / 'tiny' / 'figures'}"]) == 0
+    assert committed() == [f"tiny/figures/uncomp/fig2.{ending}" for ending in ("csv", "png", "svg")]
+    assert "output=" not in capsys.readouterr().err
+
+
+def test_its_own_settings_draw_a_figure_where_it_is(committed, tmp_path, capsys):
+    picture = tmp_path / "tiny" / "figures" / "qhitter" / "fig3.png"
+    picture.write_bytes(b"")
+    assert main(["plot", "qhitter/fig3", f"results={tmp_path}"]) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG") and not (tmp_path / "own").exists()
+    assert "output=" not in capsys.readouterr().err
+
+
+def test_a_figure_goes_where_it_replaces_no_other(tmp_path, capsys):
+    """Whatever came first: other settings go to the user's own folder, as does another model where one was drawn."""
+    figure = FIGURES["uncomp/fig1"]
+    facts = {"model": "a (1)", "top": 32}
+    plain, own = tmp_path / "figures", tmp_path / "own" / "a" / "figures"
+
+    def folder(facts=facts, model="a", **options):
+        return Place.of({"model": model, "threads": "1", **options}, str(tmp_path), model).folder(figure, facts)
+
+    assert folder() == plain and capsys.readouterr().err == ""
+    assert folder(limit="1", layers="0") == own
+    line = f"kvbench: uncomp/fig1 with limit=1 layers=0 goes to {own}; output=FOLDER names another\n"
+    assert capsys.readouterr().err == line
+    assert folder(limit="1", output="there") == Path("there")
+    assert folder({**facts, "methods": "snapkv"}, method="snapkv") == own and capsys.readouterr().err == ""
+    path = plain / "uncomp" / "fig1.csv"
+    path.parent.mkdir(parents=True)
+    path.write_text("# figure: uncomp/fig1\n# model: a (1)\n# top: 32\n")
+    assert folder() == plain
+    assert folder(top="32") == plain, "these are the settings with which it was drawn"
+    assert folder({**facts, "left out": "snapkv: not measured"}) == own, "what shows less"
+    assert folder({"model": "b (2)", "top": 32}, model="b") == tmp_path / "own" / "b" / "figures"
+    path.write_text("# figure: uncomp/fig1\n# model: a (1)\n# top: 32\n# left out: snapkv: not measured\n")
+    assert folder() == plain, "what shows more"
+    assert folder({**facts, "left out": "h2o: not measured"}) == plain
+
+
+def test_a_csv_draws_no_picture_beside_other_data(committed, tmp_path, capsys):
+    csv = tmp_path / "mine.csv"
+    csv.write_text((tmp_path / "tiny" / "figures" / "uncomp" / "fig4.csv").read_text())
+    assert main(["plot", "--from-csv", str(csv), f"results={tmp_path}"]) == 2
+    assert f"{tmp_path}/figures/uncomp/fig4.csv holds other data" in capsys.readouterr().err
+    assert main(["plot", "--from-csv", str(csv), f"output={tmp_path / 'else'}"]) == 0
+    assert (tmp_path / "else" / "uncomp" / "fig4.png").exists() and committed() == []
+    assert main(["plot", "--from-csv", str(tmp_path / "figures" / "uncomp" / "fig4.csv"), f"results={tmp_path}"]) == 0
 
 
 def test_lists(capsys):

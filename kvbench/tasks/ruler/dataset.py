@@ -10,7 +10,7 @@ from pathlib import Path
 from random import Random
 from types import MappingProxyType
 
-from kvbench.errors import UsageError, unknown
+from kvbench.errors import MissingData, UsageError, unknown
 from kvbench.example import Example, Turn
 from kvbench.tasks.base import Task, Tokenizer, read_text
 from kvbench.tasks.knobs import one_of, whole
@@ -106,7 +106,11 @@ def load(
     names = [name for name, reason in reasons.items() if not reason]
     lacking = [f"{name} ({reason})" for name, reason in reasons.items() if reason]
     if lacking and selected:
-        raise UsageError(f"dataset {dataset}: these tasks cannot be generated: {'; '.join(lacking)}")
+        text = f"dataset {dataset}: these tasks cannot be generated: {'; '.join(lacking)}"
+        absent = dict.fromkeys(filter(None, map(sources.absent, selected)))
+        if absent:
+            raise MissingData(text, absent if files.root else ())
+        raise UsageError(text)
     kinds = {n: "asks for every key" if n.endswith(MANY) else "has questions of other data" for n in names if "@" in n}
     substitutes = [f"{name} {kind} and is part of no mean called RULER" for name, kind in kinds.items()]
     # a prompt that fits is counted once more, for what is recorded of it
@@ -194,12 +198,21 @@ class Sources:
         """Return why a task cannot be generated, '' if it can."""
         if self.revision != "2025" and task.removesuffix(MANY) not in NEEDLES:
             return f"its form of revision {self.revision} could not be verified"
-        if task in READERS and not self._path(READERS[task][0]):
+        absent = self.absent(task)
+        if absent and task in READERS:
             instead = f"; {task}@xquad stands in its place, if named" if f"{task}@xquad" in READERS else ""
-            return f"{READERS[task][0]} is not below the data folder{instead}"
-        if self.in_essays(task) and not self._essay_files():
+            return f"{absent} is not below the data folder{instead}"
+        if absent:
             where = self.haystack or f"{ESSAYS} below the data folder, data.root= or {ENVIRONMENT}"
             return f"there are no .txt files of essays in {where}"
+        return ""
+
+    def absent(self, task: str) -> str:
+        """Return the file or folder that a task needs and that is not there, '' for none."""
+        if task in READERS and not self._path(READERS[task][0]):
+            return READERS[task][0]
+        if self.in_essays(task) and not self._essay_files():
+            return self.haystack or ESSAYS
         return ""
 
     def prompts(self, name: str, budget: LengthBudget) -> Iterator[RulerPrompt]:

@@ -1,0 +1,127 @@
+"""What ``--verify`` of all scripts has in common: which tables are as their samples give them, and which are not.
+
+A table that differs is told apart from one that cannot be made again here, because texts or a model are missing. Both
+end with status 1, the second kind unless ``--without`` allows it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import cast
+
+from kvbench.conf import entries
+from kvbench.errors import MissingData, MissingFiles, MissingModel, UsageError, say
+from kvbench.models import load
+from kvbench.run import config
+from kvbench.run.run_plan import RunPlan
+from kvbench.run.store import ResultStore
+from kvbench.tasks.base import Tokenizer, load_tasks
+from kvbench.tasks.source import ENVIRONMENT
+
+KINDS = {"data": MissingData, "model": MissingModel}
+"""What may be missing, by its word in ``--without``."""
+
+
+@dataclass
+class Verification:
+    """What was found of the tables so far.
+
+    same: the names of those that are as their samples give them.
+    differing: the names of those that are not, by the command that makes them anew.
+    missing: the names of those that were not made again, by kind and reason.
+    """
+
+    same: list[str] = field(default_factory=list)
+    differing: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
+    missing: dict[tuple[str, str], list[str]] = field(default_factory=lambda: defaultdict(list))
+
+    def add(self, name: str, is_same: Callable[[], bool], remedy: str) -> None:
+        """Verify one table by ``is_same``, which may raise MissingFiles; ``remedy`` makes it anew."""
+        try:
+            names = self.same if is_same() else self.differing[remedy]
+        except MissingFiles as error:
+            names = self.missing[_reason(error)]
+        names.append(name)
+
+    def close(self, without: Iterable[str]) -> int:
+        """Print what was verified, what differs and what was not verified; return the exit status.
+
+        It is 1 if a table differs, or was not verified for a reason that is not in ``without``.
+        """
+        allowed = set(without)
+        if self.same:
+            print(f"verified: {len(self.same)} as their samples give them: {', '.join(self.same)}", flush=True)
+        for (kind, reason), names in self.missing.items():
+            consent = f" (allowed by --without {kind})" if kind in allowed else ""
+            say(f"not verified{consent}: {reason}: {', '.join(names)}")
+        for remedy, names in self.differing.items():
+            differ = "differs from its samples" if len(names) == 1 else "differ from their samples"
+            say(f"{', '.join(names)} {differ}; {remedy}")
+        return int(bool(self.differing) or any(kind not in allowed for kind, _ in self.missing))
+
+
+def _reason(error: MissingFiles) -> tuple[str, str]:
+    """Return the kind of what is missing, and which it is with what to do about it."""
+    names = ", ".join(error.names)
+    if isinstance(error, MissingModel):
+        return "model", f"model {names} missing: fetch it with python -m kvbench model fetch {names}"
+    folder = os.environ.get(ENVIRONMENT)
+    if names:
+        return "data", f"{names} missing below {ENVIRONMENT}={folder}"
+    if folder:
+        return "data", f"data folder missing: {ENVIRONMENT}={folder} is no folder, set it to one"
+    return "data", f"data folder missing: set {ENVIRONMENT}=FOLDER"
+
+
+def need_data(store: ResultStore, runs: Iterable[RunPlan], model: str) -> None:
+    """Raise MissingData if ``runs`` lack cells of ``store`` because the texts of their tasks are not here."""
+    planned = {cell.id for run in runs for group in run.groups for cell in group.cells}
+    records = [store.cell(cell) for cell in store.cells() if cell not in planned]
+    need_texts({str(record.identity["task"]) for record in records if record is not None}, model)
+
+
+def need_texts(tasks: Iterable[str], model: str) -> None:
+    """Raise MissingData if the texts of one of ``tasks`` (dataset/task) are not here."""
+    names = sorted(tasks)
+    if not names:
+        return
+    cfg = config.read([f"model={model}", "method=full", "dataset=tiny"])
+    tokenizer = cast(Tokenizer, load.load_tokenizer(cfg.model, load.locate(cfg.model)))
+    for task in names:
+        dataset, _, name = task.partition("/")
+        try:
+            load_tasks(dataset, entries("dataset").get(dataset, {}), [name] if name else [], tokenizer)
+        except MissingData:
+            raise
+        except UsageError:  # the texts are here: what differs is what is made of them
+            continue
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add --verify and --without."""
+    parser.add_argument("--verify", action="store_true", help="make it again from samples and compare")
+    add_without(parser)
+
+
+def add_without(parser: argparse.ArgumentParser) -> None:
+    """Add --without."""
+    parser.add_argument(
+        "--without",
+        type=_kinds,
+        default=(),
+        metavar="data,model",
+        help="what may be missing: tables that need it are named as not verified, with status 0",
+    )
+
+
+def _kinds(text: str) -> tuple[str, ...]:
+    """Return the kinds in a list separated by commas, which may be empty."""
+    kinds = tuple(filter(None, text.split(",")))
+    wrong = [kind for kind in kinds if kind not in KINDS]
+    if wrong:
+        raise argparse.ArgumentTypeError(f"{wrong[0]!r} is not one of {', '.join(KINDS)}")
+    return kinds
