@@ -162,8 +162,8 @@ class Coded(Packed):
 def pack_bits(codes: Tensor, bits: int) -> Tensor:
     """Return codes [..., m] below 2^bits, at most 8, as bytes [..., ceil(m bits / 8)], the first in the lowest bits.
 
-    That is pairs of nibbles for 4 bits, and eight codes in 24 bits, little-endian, for 3: the layout of the engines whose
-    formats these are. ``kvbench.kv.packed.pack`` lays the same codes out in runs, so that the two share no bytes.
+    That is pairs of nibbles for 4 bits, and eight codes in 24 bits, little-endian, for 3: the layout of the engines
+    whose formats these are. ``kvbench.kv.packed.pack`` lays codes out in runs: its bytes are another format.
     """
     _check_bits(bits)
     m = codes.shape[-1]
