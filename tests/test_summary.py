@@ -1,5 +1,6 @@
 """The numbers of a table by hand: what samples come to, the difference to the full cache, and how both are printed."""
 
+from dataclasses import asdict
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +15,7 @@ from kvbench.run.plan import Cell, Group
 from kvbench.run.report import CellResult, Delta
 from kvbench.run.results import Sample
 from kvbench.run.summary import collect, shown_delta, summarise
+from kvbench.run.turns import TurnAnswer
 from kvbench.tables import render
 from kvbench.tasks.base import Task
 
@@ -284,10 +286,10 @@ def test_bytes_of_other_heads_are_those_that_are_not_held(held, printed):
 
 
 def test_notes_of_a_report_by_hand():
-    some = [[made(i, 0.0, s=(1.0, 1.0, 1.0, factor)) for i, factor in enumerate((1.2, 1.6))]]
-    report = measured({"full": some, "snapkv": some}, of=5)
+    some, more = ([[made(i, 0.0, s=(1.0, 1.0, 1.0, factor + i)) for i in range(2)]] for factor in (1.2, 0.7))
+    report = measured({"full": some, "snapkv": more}, of=5)
     (batches,) = (note for note in report.notes if "a batch took" in note)
-    assert "a batch took 1.4 to 1.4 times" in batches  # the means of cells
+    assert "a batch took 1.2 to 1.7 times" in batches  # the means of cells
     assert not any("a batch took" in n for n in measured({"full": [[made(0, 1.0, s=(1, 1, 1, 1.04))]]}).notes)
     text = "\n".join(render.legend(report))
     assert "n = 2 of 5 examples per cell" in text and "Below 8 examples no interval is shown" in text
@@ -318,3 +320,39 @@ def test_rows_that_read_their_own_prompts_are_named():
 
     report = measured({"full": timed(1.0, 2.0), "snapkv": timed(1.0, 2.0), "h2o": timed(1.0, 3.0)})
     assert report.apart == ("h2o",)
+
+
+def test_only_the_examples_of_this_run_count():
+    examples = (Example("e0", "p", ("a",), 5), Example("e1", "p", ("a",), 5))
+    task = Task("tiny/a", examples, "f1", "a test")
+    cell = Cell({"task": "tiny/a", "chain": Chain().identity()}, Chain(), "full", task, "tiny/a")
+    stored = {s.id: s for s in (made(0, 1.0), made(1, 0.0))}
+    store = SimpleNamespace(samples=lambda i: stored, refusal=lambda i: None, status=lambda i: None, root="results")
+    (row,) = collect([Group(task, "tiny/a", (cell,), examples[:1])], store).rows
+    assert (row.cells[0].summary.n, row.cells[0].summary.of, row.cells[0].summary.score) == (1, 2, 100)
+
+
+def turn(score, held):
+    return asdict(TurnAnswer("", score, ("a",), 1, 0.1, held))
+
+
+def test_questions_of_a_context_by_hand():
+    some = [
+        made(0, 0.5, payload=1000.0, overhead=100.0, turns=(turn(1.0, 1500), turn(0.0, 1700))),
+        made(1, 0.5, payload=3000.0, overhead=300.0, turns=(turn(0.75, 3500), turn(None, 3600), turn(0.25, 3900))),
+    ]
+    q = summarise(some, "f1", 2).questions
+    assert (q.contexts, q.questions, q.pairs) == (2, 5, 2)
+    assert [(i.n, i.score) for i in q.by_index] == [(2, 87.5), (1, 0), (1, 25)]
+    assert (q.question_mean, q.first, q.last, q.fall, q.fall_ci) == (50, 87.5, 12.5, -75, None)
+    assert (q.bytes_compressed, q.bytes_last) == (2200, 2800)
+
+
+def test_a_fall_is_beside_the_full_caches_fall():
+    def contexts(last):
+        return [[made(i, 0.5, turns=(turn(1.0, 10), turn(x, 20))) for i, x in enumerate(last)]]
+
+    report = measured({"full": contexts([0.75] * 4 + [0.5] * 4), "snapkv": contexts([0.5, 0.25] * 4)})
+    beside = rows_of(report)["snapkv"].cells[0].fall_beside_full
+    assert beside.mean == pytest.approx(-25)  # -62.5 beside -37.5
+    assert beside.ci[0] < -25 < beside.ci[1] and beside.ci[0] > -75
