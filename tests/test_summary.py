@@ -14,7 +14,7 @@ from kvbench.metrics.stats import paired_difference
 from kvbench.run.plan import Cell, Group
 from kvbench.run.report import CellResult, Delta
 from kvbench.run.results import Sample
-from kvbench.run.summary import collect, shown_delta, summarise
+from kvbench.run.summary import _about_lengths, collect, shown_delta, summarise
 from kvbench.run.turns import TurnAnswer
 from kvbench.tables import render
 from kvbench.tasks.base import Task
@@ -293,6 +293,8 @@ def test_notes_of_a_report_by_hand():
     assert not any("a batch took" in n for n in measured({"full": [[made(0, 1.0, s=(1, 1, 1, 1.04))]]}).notes)
     text = "\n".join(render.legend(report))
     assert "n = 2 of 5 examples per cell" in text and "Below 8 examples no interval is shown" in text
+    few = {"full": of_scores(FULL), "snapkv": of_scores(FULL[:4])}
+    assert "Below 8 examples no interval is shown" in "\n".join(render.legend(measured(few)))
     cut = [[made(i, 1.0, cut=3 * (i < 2), shrunk=i < 1) for i in range(8)]]
     text = "\n".join(render.legend(measured({"full": cut, "snapkv": of_scores(FULL)})))
     assert "n = all 8 examples per cell" in text and "Below" not in text
@@ -300,8 +302,6 @@ def test_notes_of_a_report_by_hand():
 
 
 def test_lengths_of_answers_are_weighed_by_prompts_and_the_most_tokens_held_is_of_all():
-    from kvbench.run.summary import _about_lengths
-
     row = rows_of(measured({"full": row_samples()}, tasks=("tiny/a", "tiny/b")))["full"]
     (note,) = _about_lengths([row])
     assert note.endswith("full 5.0 (at most 130 held).")  # (2 x 2 + 6 x 6) / 8

@@ -68,3 +68,8 @@ def test_groups_are_averaged_and_recent_tokens_are_the_last_so_many():
     torch.testing.assert_close(group_mean(PROBS[0, :, 0], 2), torch.tensor([MEAN[0][0], MEAN[1][0]]))
     # two tokens: positions 9 and 10
     assert recent_slots(slots(), "recent").tolist() == [[[False, True, True], [False, False, True]]]
+
+
+@pytest.mark.parametrize(("size", "heavy", "recent"), [(12, 6, 6), (13, 6, 7)])
+def test_half_of_h2os_budget_are_heavy_hitters_and_an_odd_token_is_recent(size, heavy, recent):
+    assert H2O(variant="orig", kv_size=size).parts(100) == (heavy, recent)
