@@ -24,6 +24,7 @@ from rich.text import Text
 from kvbench.errors import say
 
 PLAIN_EVERY_S = 15.0
+UNKNOWN = "-:--:--"
 Tick = Callable[[str, int], None]
 
 
@@ -46,21 +47,23 @@ def progress(totals: Mapping[str, int], quiet: bool = False, unit: str = "answer
 class Left(ProgressColumn):
     """The time left at the mean rate so far. rich's own estimate takes the burst in which a batch ends for the rate.
 
-    A task with the field ``left`` has had that many seconds left when it was last advanced.
+    A task with the field ``left`` has had that many seconds left when it was last advanced, None where nobody knows.
     """
 
     def __init__(self) -> None:
         super().__init__()
         # (completed, seconds passed and left when it came to that)
-        self._last: dict[TaskID, tuple[float, float, float]] = {}
+        self._last: dict[TaskID, tuple[float, float, float | None]] = {}
 
     def render(self, task: Task) -> Text:
         if not task.completed or task.total is None or task.elapsed is None:
-            return Text("-:--:--", style="progress.remaining")
+            return Text(UNKNOWN, style="progress.remaining")
         if self._last.get(task.id, (0.0,))[0] != task.completed:
             by_rate = task.elapsed / task.completed * (task.total - task.completed)
             self._last[task.id] = task.completed, task.elapsed, task.fields.get("left", by_rate)
         _, elapsed, left = self._last[task.id]
+        if left is None:
+            return Text(UNKNOWN, style="progress.remaining")
         seconds_left = max(0.0, left - (task.elapsed - elapsed))
         return Text(str(timedelta(seconds=round(seconds_left))), style="progress.remaining")
 

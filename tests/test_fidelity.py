@@ -38,6 +38,30 @@ def test_summaries_pool_tokens_and_resample_prompts():
     assert longer.ci == pytest.approx(s.ci) and longer.kl_p99 is not None and longer.kl_p999 is None
 
 
+def test_every_number_of_a_summary_by_hand():
+    few = TextFidelity((0.0, 0.1, 0.8), "110", 0.3, 0.03, 1.5, 2e-3)
+    many = TextFidelity(tuple([0.2] * 97), "1" * 97, 0.7, 0.07, 8.5, 1e-3)
+    s = summarise_texts([few, many])
+    assert (s.n, s.n_tokens) == (2, 100) and s.kl_mean == pytest.approx((0.9 + 19.4) / 100)
+    assert (s.kl_median, s.kl_max) == (pytest.approx(0.2), pytest.approx(0.8))
+    assert s.kl_p90 == pytest.approx(0.2) and s.kl_p99 is None  # 100 tokens are enough for the 90th of 100
+    assert s.top1 == pytest.approx(99) and s.shift_rms == pytest.approx(100 * math.sqrt(0.1 / 100))
+    assert s.perplexity == pytest.approx(math.exp(10 / 100)) and s.ppl_ratio == pytest.approx(math.exp(1 / 100))
+    assert s.floor == pytest.approx((3 * 2e-3 + 97 * 1e-3) / 100)  # by tokens, as the mean divergence is
+    spread = summarise_texts([TextFidelity(tuple(i / 1000 for i in range(1000)), "1" * 1000, 0, 0, 0, 1e-9)])
+    assert spread.kl_p90 == pytest.approx(0.8991) and spread.kl_p99 == pytest.approx(0.98901)
+
+
+def test_intervals_of_a_summary_are_of_what_stands_beside_them():
+    some = [TextFidelity((0.1, 0.1), "11" if i % 3 else "10", 0.1 * i, 0, 0, 1e-9) for i in range(12)]
+    s = summarise_texts(some)
+    shares = np.random.default_rng(0).choice([50.0 if i % 3 == 0 else 100.0 for i in range(12)], (20000, 12)).mean(1)
+    assert s.top1_ci == pytest.approx(tuple(np.quantile(shares, [0.025, 0.975])), abs=1.5)
+    ratios = np.exp(np.random.default_rng(0).choice([0.05 * i for i in range(12)], (20000, 12)).mean(1))
+    assert s.ppl_ratio_ci == pytest.approx(tuple(np.quantile(ratios, [0.025, 0.975])), abs=0.01)
+    assert s.ppl_ratio_ci[0] < s.ppl_ratio < s.ppl_ratio_ci[1] and s.top1_ci[0] < s.top1 < s.top1_ci[1]
+
+
 @pytest.mark.e2e("measures a run")
 def test_csv_and_dashboards_have_the_numbers_of_json(tmp_path, capsys):
     words = ["run", "dataset=fidelity/tiny", "method=snapkv", "kv_ratio=0.5", "length=64", "forced=8", "limit=8"]

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from rich.console import Console
 
 from kvbench import progress
+from kvbench.example import Example
 from kvbench.run import display as displays
 
 
@@ -16,13 +17,20 @@ class Clock:
         return self.now
 
 
-def shown(monkeypatch, terminal):
+def shown(monkeypatch, terminal, counts=None, cells=1):
     clock = Clock()
     monkeypatch.setattr(displays.time, "monotonic", clock.monotonic)
     monkeypatch.setattr(displays.sys.stderr, "isatty", lambda: terminal, raising=False)
-    todo = [SimpleNamespace(task=t, answers_to_do=n, cells=["c"]) for t, n in (("needle", 4), ("code", 2), ("done", 0))]
+    counts = {"needle": 4, "code": 2, "done": 0} if counts is None else counts
+    examples = {t: [Example(f"{t} {i}", "", (), 5) for i in range(-(-n // cells))] for t, n in counts.items()}
+    prepared = SimpleNamespace(
+        todo=lambda: [SimpleNamespace(task=t, answers_to_do=n) for t, n in counts.items()],
+        groups=[SimpleNamespace(column=t, examples=some) for t, some in examples.items()],
+        left=lambda group: {e.id: ["cell"] * cells for e in group.examples},
+        advice=list,
+    )
     display = displays.Display()
-    display.begin(SimpleNamespace(todo=lambda: todo, advice=list))
+    display.begin(prepared)
     return display, clock
 
 
@@ -51,9 +59,9 @@ def test_plain_lines_tell_rate_tokens_kept_and_time_left(monkeypatch, capsys):
     display.close()
     # a group's clock starts when its first prompt is read
     assert capsys.readouterr().err.splitlines() == [
-        "kvbench: needle: 2 of 4 answers, 0.1 answers/s, mean kept 75 %, about 20 s left",
-        "kvbench: needle: 4 of 4 answers, 0.1 answers/s, mean kept 50 %",
-        "kvbench: code: 2 of 2 answers, 0.2 answers/s, mean kept 100 %",
+        "kvbench: needle: 2 of 4 answers in 20 s, mean kept 75 %, about 20 s left, about 41 s left of the whole run",
+        "kvbench: needle: 4 of 4 answers in 40 s, mean kept 50 %, about 20 s left of the whole run",
+        "kvbench: code: 2 of 2 answers in 8 s, mean kept 100 %",
     ]
 
 
@@ -74,7 +82,7 @@ def test_a_group_that_ends_early_says_how_far_it_came(monkeypatch, capsys):
     for status in ("failed", "complete"):
         display.ended(cell("needle"), status, None, None)
     display.close()
-    assert capsys.readouterr().err.splitlines() == ["kvbench: needle: 1 of 4 answers, 0.1 answers/s, mean kept 50 %"]
+    assert capsys.readouterr().err.splitlines() == ["kvbench: needle: 1 of 4 answers in 10 s, mean kept 50 %"]
 
 
 def test_time_left_is_by_the_mean_rate_though_answers_come_in_bursts():
@@ -87,20 +95,18 @@ def test_time_left_is_by_the_mean_rate_though_answers_come_in_bursts():
     assert seen == ["0:00:15", "0:00:10", "0:00:00", "0:00:00"]
 
 
-def test_time_left_counts_prompts_that_are_read_before_the_first_answer(monkeypatch, capsys):
-    display, clock = shown(monkeypatch, terminal=False)
-    for _ in range(4):
+def test_no_time_is_told_before_it_is_known(monkeypatch, capsys):
+    display, clock = shown(monkeypatch, terminal=False, counts={"needle": 88}, cells=4)
+    for _ in range(22):
         display.reading("needle")
-        clock.now += 10
-    clock.now += 2  # all four have been read, and the first answer took two seconds more
-    display.stored(cell("needle"), SimpleNamespace(kept=50, n=100))
-    clock.now += 20
-    display.stored(cell("needle"), SimpleNamespace(kept=50, n=100))
+        clock.now += 2
+    clock.now += 18  # the first of 88 answers, which are decoded together, comes after 62 s; the last 20 s later
+    for _ in range(88):
+        display.stored(cell("needle"), SimpleNamespace(kept=50, n=100))
+        clock.now += 20 / 88
     said = capsys.readouterr().err.splitlines()
-    assert [line.split(", ")[-1] for line in said if "left" in line] == ["about 6 s left", "about 22 s left"]
-    # half of the prompts are still to come
-    count = displays.Count(total=8, prompts=4, done=2, read=2, pure=1, pure_s=10.0, start=100.0)
-    assert count.left(124.0) == 10.0 * 2 + 4.0 / 2 * 6
+    assert len(said) == 5 and "left" not in " ".join(said)
+    assert said[-1] == "kvbench: needle: 88 of 88 answers in 82 s, mean kept 50 %"
 
 
 def test_a_terminal_has_one_line_per_group_that_has_something_to_do(monkeypatch):
@@ -114,15 +120,17 @@ def test_a_terminal_has_one_line_per_group_that_has_something_to_do(monkeypatch)
     tasks = {t.description: t for t in display.bars.tasks}
     assert list(tasks) == ["needle", "code"]
     assert (tasks["needle"].completed, tasks["code"].completed) == (4, 2)
-    assert tasks["needle"].fields["rate"].endswith("mean kept 50 %")
+    assert tasks["needle"].fields["rate"] == "mean kept 50 %, 0:00:20 in all"
+    assert (tasks["needle"].fields["left"], tasks["code"].fields["rate"]) == (0, "mean kept 100 %")
     display.close()
-    assert "needle" in out.getvalue() and "answers/s" in out.getvalue()
+    assert "needle" in out.getvalue() and "mean kept" in out.getvalue()
 
 
-def test_slow_answers_are_counted_in_seconds():
-    count = displays.Count(total=9, done=2, kept=1.0, start=100.0)
-    assert count.text(142.0) == "21 s per answer, mean kept 50 %"
-    assert count.text(110.0) == "0.2 answers/s, mean kept 50 %"
+def test_a_bar_without_an_estimate_says_so():
+    remaining, task = progress.Left(), SimpleNamespace(id=0, completed=1, total=4, elapsed=5.0, fields={"left": None})
+    assert remaining.render(task).plain == "-:--:--"
+    task.completed, task.fields = 2, {"left": 30.0}
+    assert remaining.render(task).plain == "0:00:30"
 
 
 def test_other_work_is_told_now_and_then_and_at_its_end_if_it_was_long(monkeypatch, capsys):

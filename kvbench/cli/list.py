@@ -119,8 +119,8 @@ def _methods() -> list[dict[str, Any]]:
     items = _yaml("method")
     for method in sorted(set(registry.available()) - {item["id"] for item in items}):
         try:
-            first = registry.path_of(method).read_text("utf-8", "replace").splitlines()[0]
-            items.append({"id": method, "about": first.strip('"'), "knobs": _knobs(registry.defaults(method))})
+            about, knobs = registry.described(method)
+            items.append({"id": method, "about": about, "knobs": knobs})
         except UsageError as error:
             items.append({"id": method, "about": f"cannot be used: {error}", "knobs": {}})
     return items

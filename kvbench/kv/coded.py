@@ -162,8 +162,10 @@ class Coded(Packed):
 def pack_bits(codes: Tensor, bits: int) -> Tensor:
     """Return codes [..., m] below 2^bits, at most 8, as bytes [..., ceil(m bits / 8)], the first in the lowest bits.
 
-    That is pairs of nibbles for 4 bits, and eight codes in 24 bits, little-endian, for 3.
+    That is pairs of nibbles for 4 bits, and eight codes in 24 bits, little-endian, for 3: the layout of the engines
+    whose formats these are. ``kvbench.kv.packed.pack`` lays codes out in runs: its bytes are another format.
     """
+    _check_bits(bits)
     m = codes.shape[-1]
     codes = torch.nn.functional.pad(codes.to(torch.int64), (0, -m % 8)).unflatten(-1, (-1, 8))
     word = (codes << (bits * torch.arange(8, device=codes.device))).sum(dim=-1, keepdim=True)
@@ -173,15 +175,23 @@ def pack_bits(codes: Tensor, bits: int) -> Tensor:
 
 def unpack_bits(packed: Tensor, bits: int, m: int) -> Tensor:
     """Return the m codes [..., m] uint8 that ``pack_bits`` put into bytes."""
+    _check_bits(bits)
     if bits == 8:
         return packed
     if bits == 4:
         return torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2)[..., :m]
     missing = -packed.shape[-1] % bits
-    parts = torch.nn.functional.pad(packed, (0, missing)).unflatten(-1, (-1, bits)).to(torch.int32)
-    word = (parts << (8 * torch.arange(bits, device=packed.device, dtype=torch.int32))).sum(dim=-1, keepdim=True)
+    # eight codes are a word of 8 bits times ``bits``, of which an int32 holds three bytes without its sign
+    word_type = torch.int32 if bits <= 3 else torch.int64
+    parts = torch.nn.functional.pad(packed, (0, missing)).unflatten(-1, (-1, bits)).to(word_type)
+    word = (parts << (8 * torch.arange(bits, device=packed.device, dtype=word_type))).sum(dim=-1, keepdim=True)
     shifts = bits * torch.arange(8, device=packed.device)
     return ((word >> shifts) & (2**bits - 1)).to(torch.uint8).flatten(-2)[..., :m]
+
+
+def _check_bits(bits: int) -> None:
+    if not 1 <= bits <= 8:
+        raise ValueError(f"codes of {bits} bits: must be 1 to 8")
 
 
 def bit_bytes(m: int, bits: int) -> int:

@@ -20,14 +20,13 @@ from kvbench.methods.contract import Block as Block
 from kvbench.methods.contract import Capacity as Capacity
 from kvbench.methods.contract import Expected as Expected
 from kvbench.methods.contract import protect as protect
-from kvbench.methods.knobs import at_least, knob
+from kvbench.methods.knobs import DEFAULT_RATIO, at_least, knob
 from kvbench.methods.stage import Role as Role
 from kvbench.methods.stage import Stage as Stage
 from kvbench.methods.statistics import check_scores
 from kvbench.methods.statistics import top_indices as top_indices
 from kvbench.storage.roles import Masker, Slots
 
-DEFAULT_RATIO = 0.25
 DECODE_EVERY = 128  # new tokens between two choices while decoding, where a decode_budget alone is given
 
 

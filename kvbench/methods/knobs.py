@@ -10,6 +10,9 @@ from typing import Any, ClassVar
 from kvbench.conf import is_whole
 from kvbench.errors import UsageError
 
+DEFAULT_RATIO = 0.25
+"""The fraction of the prompt that a selector keeps where no budget is given."""
+
 
 def is_knob(f: Field[Any]) -> bool:
     """Tell whether a field of a stage is a knob, which a user may set."""

@@ -19,6 +19,7 @@ from kvbench.conf import conf_dir, entry_of, read_yaml
 from kvbench.errors import UsageError, unknown
 from kvbench.extras import require
 from kvbench.methods.loading import entry_of_class, load_stage, syntax_error
+from kvbench.methods.source import Described, describe
 
 # the command line reads the registry for --help, which must not wait for torch
 if TYPE_CHECKING:
@@ -56,10 +57,21 @@ def defaults(method: str) -> dict[str, Any]:
         return entry_of_class(path_of(method), method)
     if method not in available():
         raise unknown_method(method)
-    path, modules = path_of(method), _modules().get(method, ())
+    path = _only_file(method)
+    return entry_of(path) if path.suffix == ".yaml" else entry_of_class(path, method)
+
+
+def described(method: str) -> Described:
+    """Return what the file of a method without a YAML file says of it, without running it."""
+    return describe(_only_file(method), method)
+
+
+def _only_file(method: str) -> Path:
+    """Return ``path_of(method)``. Raises UsageError where two files have a method of this id."""
+    modules = _modules().get(method, ())
     if len(modules) > 1:
         raise UsageError(f"{modules[1]}: its id {method!r} is also that of {modules[0]}: choose another id")
-    return entry_of(path) if path.suffix == ".yaml" else entry_of_class(path, method)
+    return path_of(method)
 
 
 def of_kvpress(method: str) -> bool:

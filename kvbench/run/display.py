@@ -1,69 +1,45 @@
-"""The progress of a run on stderr: on a terminal a bar per group with rate, tokens kept and ETA, else plain lines."""
+"""The progress of a run on stderr: on a terminal a bar per group with tokens kept and ETA, else plain lines."""
 
 from __future__ import annotations
 
 import sys
 import time
 from dataclasses import dataclass
+from datetime import timedelta
+from statistics import fmean
 
 from rich.progress import Progress, TaskID
 
 from kvbench.errors import say
 from kvbench.progress import PLAIN_EVERY_S, bars_of
-from kvbench.run.plan import Cell
+from kvbench.run.plan import Cell, Group
 from kvbench.run.results import CellSummary, Sample
 from kvbench.run.run_plan import RunPlan
+from kvbench.run.time_left import TaskTime, TimeLeft
 
 
 @dataclass
 class Count:
-    """The answers of one group so far.
+    """What is shown of one group.
 
-    total, done: answers to come in all, and those that have come.
-    prompts, read: prompts to read in all, and those begun.
-    pure, pure_s: how many were read with no answer until the next was begun, and how long that took.
-    began: when the newest prompt was begun; None once an answer has come since.
+    time: its work, and what it has taken.
     kept: the sum over answers of the fraction of the prompt's tokens kept.
     start: the time when the group's first prompt was about to be read.
     last: the time of the last plain line.
-    said: ``done`` in the last plain line.
+    said: the answers in the last plain line.
     line: the group's bar on a terminal.
     """
 
-    total: int
-    prompts: int = 0
-    done: int = 0
-    read: int = 0
-    pure: int = 0
-    pure_s: float = 0.0
-    began: float | None = None
+    time: TaskTime
     kept: float = 0.0
     start: float | None = None
     last: float = 0.0
     said: int = 0
     line: TaskID | None = None
 
-    def reading(self, now: float) -> None:
-        """Count a prompt that is about to be read."""
-        if self.began is not None:
-            self.pure, self.pure_s = self.pure + 1, self.pure_s + now - self.began
-        self.read, self.began = self.read + 1, now
-
-    def left(self, now: float) -> float:
-        """Return the seconds left: prompts are read before answers come, often many before the first.
-
-        Prompts to come take the mean of those that were read, answers the mean of what else has passed.
-        """
-        each = self.pure_s / self.pure if self.pure else 0.0
-        answering = max(now - (self.start or now) - each * self.read, 0.0)
-        return each * max(self.prompts - self.read, 0) + answering / self.done * (self.total - self.done)
-
-    def text(self, now: float) -> str:
-        """Return as text the answers per second, or seconds per answer if slow, and the mean share of tokens kept."""
-        elapsed = max(now - (self.start or now), 1e-9)  # not 0, which the rate is divided by
-        rate = self.done / elapsed
-        pace = f"{rate:.1f} answers/s" if rate >= 0.05 or not self.done else f"{1 / rate:.0f} s per answer"
-        return f"{pace}, mean kept {100 * self.kept / max(1, self.done):.0f} %"
+    def text(self) -> str:
+        """Return as text the mean share of tokens kept."""
+        return f"mean kept {100 * self.kept / max(1, self.time.done):.0f} %"
 
 
 class Display:
@@ -71,26 +47,26 @@ class Display:
 
     def __init__(self) -> None:
         self.counts: dict[str, Count] = {}
+        self.left = TimeLeft({})
         self.bars: Progress | None = None
 
     def begin(self, prepared: RunPlan) -> None:
-        todo = prepared.todo()
-        self.counts = {
-            t.task: Count(t.answers_to_do, -(-t.answers_to_do // len(t.cells))) for t in todo if t.answers_to_do
-        }
+        todo = {t.task: t.answers_to_do for t in prepared.todo() if t.answers_to_do}
+        times = {g.column: _work(prepared, g, todo[g.column]) for g in prepared.groups if g.column in todo}
+        self.counts, self.left = {name: Count(time) for name, time in times.items()}, TimeLeft(times)
         for note in prepared.advice() if self.counts else ():
             say(note)
         if self.counts and sys.stderr.isatty():
             self.bars = bars_of("{task.fields[rate]}")
             for name, count in self.counts.items():
-                count.line = self.bars.add_task(name, total=count.total, start=False, rate="")
+                count.line = self.bars.add_task(name, total=count.time.answers, start=False, rate="", left=None)
 
     def reading(self, column: str) -> None:
         count = self.counts.get(column)
         if count is None:
             return
         now = time.monotonic()
-        count.reading(now)
+        self.left.reading(column, now)
         if count.start is None:
             count.start = count.last = now
             if self.bars is not None and count.line is not None:
@@ -104,30 +80,62 @@ class Display:
         count = self.counts.get(cell.column)
         if count is None:
             return
-        count.done, count.began = count.done + 1, None
-        count.kept += sample.kept / max(1, sample.n)
         now = time.monotonic()
+        self.left.answered(cell.column, now)
+        count.kept += sample.kept / max(1, sample.n)
         if self.bars is not None and count.line is not None:
-            self.bars.update(count.line, advance=1, rate=count.text(now), left=count.left(now))
-        elif now - count.last >= PLAIN_EVERY_S or count.done == count.total:
+            here, whole = self._estimates(cell.column)
+            rate = ", ".join([count.text(), *([] if whole is None else [f"{_clock(whole)} in all"])])
+            self.bars.update(count.line, advance=1, rate=rate, left=here)
+        elif now - count.last >= PLAIN_EVERY_S or count.time.done == count.time.answers:
             count.last = now
             self._print_line(cell.column, count, now)
 
     def ended(self, cell: Cell, status: str, summary: CellSummary | None, reason: str | None) -> None:
         count = self.counts.get(cell.column)
-        if self.bars is None and count is not None and count.said < count.done:
-            self._print_line(cell.column, count, time.monotonic(), ended=True)
+        if count is None:
+            return
+        total = count.time.answers
+        self.left.ended(cell.column)
+        if self.bars is None and count.said < count.time.done:
+            self._print_line(cell.column, count, time.monotonic(), total)
 
     def close(self) -> None:
         if self.bars is not None:
             self.bars.stop()
 
-    def _print_line(self, name: str, count: Count, now: float, ended: bool = False) -> None:
-        """Print a plain line on a group's progress, with the time left unless the group has ended."""
-        if not count.done:
-            say(f"{name}: 0 of {count.total} answers, reading prompts since {now - (count.start or now):.0f} s")
+    def _estimates(self, column: str) -> tuple[float | None, float | None]:
+        """Return the seconds left of a group and of the run; None where they are not known well enough.
+
+        The run has none of its own where no other group is left.
+        """
+        here, whole = self.left.of_task(column), self.left.of_run()
+        alone = all(c.time.done == c.time.answers for name, c in self.counts.items() if name != column)
+        return here and here.estimate(), None if alone or whole is None else whole.estimate()
+
+    def _print_line(self, name: str, count: Count, now: float, total: int | None = None) -> None:
+        """Print a plain line on a group's progress: of ``total`` answers if it has ended, else with the time left."""
+        elapsed, work = now - (count.start or now), count.time
+        if not work.done:
+            say(f"{name}: 0 of {work.answers} answers, reading prompts since {elapsed:.0f} s")
             return
-        seconds_left = count.left(now)
-        count.said = count.done
-        remaining = "" if ended or not seconds_left else f", about {seconds_left:.0f} s left"
-        say(f"{name}: {count.done} of {count.total} answers, {count.text(now)}{remaining}")
+        count.said = work.done
+        words = [f"{name}: {work.done} of {total or work.answers} answers in {elapsed:.0f} s", count.text()]
+        here, whole = self._estimates(name)
+        if here is not None and round(here):
+            words.append(f"about {here:.0f} s left")
+        if whole is not None and round(whole):
+            words.append(f"about {whole:.0f} s left of the whole run")
+        say(", ".join(words))
+
+
+def _work(prepared: RunPlan, group: Group, answers: int) -> TaskTime:
+    """Return the work of a group, with what tells how it compares to others."""
+    waiting = prepared.left(group)
+    examples = [e for e in group.examples if e.id in waiting]
+    length = fmean(len(e.tokens) or len(e.prompt) for e in examples)
+    return TaskTime(answers, len(examples), length, max(e.max_new_tokens for e in examples))
+
+
+def _clock(seconds: float) -> str:
+    return str(timedelta(seconds=round(seconds)))

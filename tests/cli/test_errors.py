@@ -1,11 +1,13 @@
 """Bad command lines: one helpful message on stderr, status 2, and no weights loaded."""
 
+import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import worked
 
 from kvbench.cli.main import main
 from kvbench.conf import entries, top_level
@@ -135,10 +137,47 @@ def test_argparse_mistakes_have_status_2(arguments):
     assert stop.value.code == 2
 
 
+WATCHED = """
+import os, sys, traceback
+from kvbench.cli.main import main
+
+class Watch:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch":
+            frames = [f for f in traceback.extract_stack() if os.path.isfile(f.filename)]
+            road = " > ".join(f"{os.path.relpath(f.filename)}:{f.lineno}" for f in frames)
+            sys.stderr.write(
+                f"kvbench {' '.join(line)} waits for torch, imported by way of {road}: import it inside the function "
+                "that needs it, or read the source as kvbench/methods/source.py does"
+            )
+            sys.stderr.flush()
+            os._exit(1)
+
+sys.meta_path.insert(0, Watch())
+for line in LINES:
+    try:
+        main(line)
+    except SystemExit:
+        pass
+"""
+
+
+def without_torch(lines, **environment):
+    """What the command lines print. Fails, with the road to the import, where one of them imports torch."""
+    code = WATCHED.replace("LINES", repr(lines))
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, **environment}
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.e2e("runs command lines in a process that watches their imports")
 def test_help_and_lists_do_not_import_torch(tmp_path):
     identity = {"chain": {"stages": [{"id": "snapkv", "knobs": {"kv_size": 64, "window": 8}}], "per": "kv_head"}}
     record = {"id": "0" * 16, "label": "", "column": "tiny/needle", "of": 4, "identity": identity, "provenance": []}
     write_json(tmp_path / "cells" / record["id"] / "cell.json", record)
+    (tmp_path / "last.py").write_text(worked.block("kvbench/methods/towards.py"))
     lines = [
         ["list", "runs", f"results={tmp_path}"],
         ["clean", f"results={tmp_path}"],
@@ -146,16 +185,17 @@ def test_help_and_lists_do_not_import_torch(tmp_path):
         ["plot", "list"],
         ["--help"],
     ]
-    code = (
-        "import sys; from kvbench.cli.main import main\n"
-        f"for line in {lines}:\n"
-        "    try: main(line)\n"
-        "    except SystemExit: pass\n"
-        "sys.exit('torch' in sys.modules)"
+    printed = without_torch(lines, KVBENCH_METHODS=str(tmp_path))
+    assert "window=8" in printed and "measure methods" in printed and "Keep the tokens whose keys point" in printed
+
+
+@pytest.mark.e2e("runs a command line in a process that watches its imports")
+def test_a_command_that_imports_torch_is_named_with_the_road_to_it():
+    named = (
+        r"kvbench run limit=1 --plan waits for torch, imported by way of .*kvbench/cli/run.py:\d+ > .*methods/source.py"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "window=8" in done.stdout and "measure methods" in done.stdout
+    with pytest.raises(AssertionError, match=named):
+        without_torch([["run", "limit=1", "--plan"]])
 
 
 @pytest.mark.parametrize("verb", ["run", "show", "list", "clean"])

@@ -268,11 +268,26 @@ def test_bits_are_packed_as_engines_do():
     assert pack_bits(torch.tensor([1, 2, 3]), 4).tolist() == [0x21, 0x03]
     word = sum(c << (3 * i) for i, c in enumerate(range(8)))
     assert pack_bits(torch.arange(8), 3).tolist() == list(word.to_bytes(3, "little"))
-    for bits in (1, 2, 3, 4):
-        for m in (1, 7, 8, 13, 77):
-            codes = torch.randint(0, 2**bits, (2, m), generator=torch.Generator().manual_seed(m), dtype=torch.uint8)
-            packed = pack_bits(codes, bits)
-            assert packed.shape[-1] == -(-m * bits // 8) and torch.equal(unpack_bits(packed, bits, m), codes)
+
+
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_codes_of_1_to_8_bits_come_back_from_the_documented_bytes(bits):
+    generator = torch.Generator().manual_seed(bits)
+    for m in (1, 7, 8, 13, *torch.randint(1, 300, (6,), generator=generator).tolist()):
+        codes = torch.randint(0, 2**bits, (2, m), generator=generator, dtype=torch.uint8)
+        codes[1] = 2**bits - 1  # all bits set, the sign of every word too
+        packed = pack_bits(codes, bits)
+        for row, stored in zip(codes.tolist(), packed.tolist(), strict=True):
+            number = sum(code << (bits * i) for i, code in enumerate(row))
+            assert stored == list(number.to_bytes(-(-m * bits // 8), "little"))
+        assert torch.equal(unpack_bits(packed, bits, m), codes)
+
+
+@pytest.mark.parametrize("bits", [0, 9])
+def test_codes_of_other_widths_are_refused(bits):
+    for attempt in (lambda: pack_bits(torch.zeros(8), bits), lambda: unpack_bits(torch.zeros(9).byte(), bits, 8)):
+        with pytest.raises(ValueError, match=f"codes of {bits} bits: must be 1 to 8"):
+            attempt()
 
 
 @pytest.mark.parametrize("kind", ["hadamard", "signed", "haar"])

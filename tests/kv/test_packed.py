@@ -129,6 +129,8 @@ def test_kivi_bytes_of_a_thousand_tokens(bits, kept, keys, values):
 
 
 def test_flexgen_and_qhitter_bytes():
+    # 77 channels in groups of 32 have three scales, the last of a shorter group
+    assert run_bytes(77, 4, 32) == storage_bytes(quantise_tokens(random(1, 1, 77), 4, 32, 1.0).payload()) == 39 + 12
     assert run_bytes(64, 4, 64) == storage_bytes(quantise_tokens(random(1, 1, 64), 4, 64, 1.0).payload()) == 36
     # 4 bits at D = 128: a ratio of 3.76 to fp16
     held_bytes = storage_bytes(quantise_zero_point(random(1, 1, 128), 4).payload())

@@ -38,8 +38,17 @@ def test_long_values_count_more_only_if_asked():
     dense, obs = ref.make_layer(torch.zeros(2, N, 8), torch.ones(1, N, 8), v)
     assert ref.kept(ExpectedAttention(kv_size=5).compress(dense, obs)) == [[0, 1, 2, 3, 15]]
     assert ref.kept(ExpectedAttention(kv_size=5, vnorm=False).compress(dense, obs)) == [[0, 1, 2, 3, 4]]
-    # a large constant drowns the scores, and the norms alone decide
-    assert ref.kept(ExpectedAttention(kv_size=5, epsilon=9.0).compress(dense, obs)) == [[0, 1, 2, 3, 15]]
+
+
+def test_a_large_constant_drowns_the_scores_and_the_norms_alone_decide():
+    q, k, v = ref.grid(2, N, 8, seed=2), ref.grid(1, N, 8, seed=1), torch.ones(1, N, 8)
+    (plain,) = ref.kept(ExpectedAttention(kv_size=5).compress(*ref.make_layer(q, k, v)))
+    longest = 20 if plain[-1] != 20 else 19
+    v[0, longest] = 1.001
+    kept_by = {
+        e: ref.kept(ExpectedAttention(kv_size=5, epsilon=e).compress(*ref.make_layer(q, k, v))) for e in (0.0, 1e4)
+    }
+    assert kept_by == {0.0: [plain], 1e4: [[0, 1, 2, 3, longest]]}
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gpt_neox"])

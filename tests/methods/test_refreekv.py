@@ -66,6 +66,12 @@ def test_a_row_that_a_sink_dominates():
     assert count(ReFreeKV(mode="eq1", order="sinks_last"), long) == 96 - 4
 
 
+def test_a_loss_of_exactly_t_is_tolerated_by_the_code_and_not_by_the_papers_equation():
+    attention = torch.tensor([[3.0, 4.0]], dtype=torch.float64)  # norms 3 and 5: the first alone loses 2/5
+    assert ReFreeKV(T=0.4, m=0)._counts(attention, 1).tolist() == [1]
+    assert ReFreeKV(T=0.4, m=0, mode="eq1")._counts(attention, 1).tolist() == [2]
+
+
 # spec 5, ReFreeKV: the first m always stay
 def test_the_newest_stay_and_the_first_m_always():
     row = [0.001] * 40

@@ -163,3 +163,52 @@ def test_holm_by_hand():
     # 3 * 0.01, then max(0.03, 2 * 0.02), then max(0.04, 0.5)
     assert holm({"a": 0.02, "b": 0.01, "c": 0.5}, 3) == {"b": 0.03, "a": 0.04, "c": 0.5}
     assert holm({"a": 0.01}, 4) == {"a": 0.04}
+
+
+def test_a_share_of_perplexities_is_the_full_caches_over_the_methods():
+    losses = np.column_stack([np.linspace(1.0, 3.0, 20), np.linspace(0.9, 2.5, 20)])
+    point, (low, high) = share([losses], log_losses=True)
+    assert point == pytest.approx(100 * np.exp(1.7 - 2.0))  # a higher loss is less than the full cache's
+    resampled = np.random.default_rng(0).choice(losses[:, 1] - losses[:, 0], (20000, 20)).mean(1)
+    assert (low, high) == pytest.approx(tuple(100 * np.exp(np.quantile(resampled, [0.025, 0.975]))), abs=0.5)
+
+
+def test_a_mean_over_tasks_is_stretched_by_the_root_of_n_over_n_less_1():
+    tasks = [[0.0, 1.0, 0.5, 0.25], [0.5, 0.75, 0.25, 1.0]]
+    point, (low, high) = stats.mean_over_tasks(tasks)
+    assert point == pytest.approx((0.4375 + 0.625) / 2)
+    rng = np.random.default_rng(0)
+    means = [np.mean(t) + (rng.choice(t, (40000, 4)).mean(1) - np.mean(t)) * (4 / 3) ** 0.5 for t in tasks]
+    slow = np.quantile(np.mean(means, axis=0), [0.025, 0.975])
+    assert (low, high) == pytest.approx(tuple(slow), abs=0.01)
+    assert stats.mean_over_tasks([[0.0, 1.0], [1.0]]) == (0.75, None)
+
+
+def test_a_full_cache_is_at_the_floor_near_silence_or_guessing():
+    assert stats.at_floor([0.02] * 4) and not stats.at_floor([0.5] * 4) and not stats.at_floor([])
+    assert stats.at_floor([0.27] * 4, chance=0.25) and not stats.at_floor([0.29] * 4, chance=0.25)
+    # one right answer of ten is above the floor, but its interval reaches 0; six of ten are clear of it
+    assert stats.at_floor([1.0] + [0.0] * 9) and not stats.at_floor([1.0] * 6 + [0.0] * 4)
+    assert stats.at_floor([1.0] * 3 + [0.0] * 7, chance=0.25)
+
+
+def test_scores_of_an_example_that_was_asked_in_several_ways_are_averaged():
+    ways = {"a": [[1.0, 0.0], [0.0, 0.0]], "b": [[0.5, 0.25]]}
+    assert stats.by_example(ways, 2).tolist() == [[0.5, 0.0], [0.5, 0.25]]
+
+
+def test_a_betting_interval_is_what_the_test_does_not_reject_at_either_end():
+    values = np.random.default_rng(0).uniform(-0.4, 0.8, 60)
+    low, high = stats.betting_ci(values)
+    assert low < values.mean() < high
+    for ends, inside, outside in ((values, low + 1e-6, low - 1e-6), (-values, -high + 1e-6, -high - 1e-6)):
+        assert p_above(ends, outside) < 0.025 <= p_above(ends, inside)
+
+
+def test_equal_shares_lie_between_nothing_and_what_full_marks_would_be():
+    tasks = [np.tile([0.2, 0.5], (8, 1)), np.tile([0.1, 0.25], (8, 1))]
+    q = 0.025 ** (1 / 16)
+    for of_ratios, most in ((True, 100 * (1 / 0.5 + 1 / 0.25) / 2), (False, 100 / 0.375)):
+        point, (low, high) = share(tasks, of_ratios=of_ratios)
+        assert point == pytest.approx(40)
+        assert (low, high) == (pytest.approx(40 * q), pytest.approx(40 * q + (1 - q) * most))

@@ -68,5 +68,18 @@ def test_every_verb_of_papers_knows_it(own, capsys):
         assert main(words) == 0
         assert "Two selections at two sizes" in capsys.readouterr().out
     assert main(["audit", "example"]) == 0
+    assert not found_by_audit(capsys)
     assert main(["claims", "example"]) == 2
     assert "unknown paper 'example'" in capsys.readouterr().err
+
+
+def found_by_audit(capsys):
+    capsys.readouterr()
+    assert main(["audit", "example", "--json"]) == 0
+    return [(f["row"], f["printed"], f["recomputed"]) for f in json.loads(capsys.readouterr().out)["findings"]]
+
+
+def test_the_audit_finds_its_wrong_average(own, capsys):
+    path = own / "papers" / "example" / "published" / "table1.csv"
+    path.write_text(path.read_text().replace("avg,f1,31.0", "avg,f1,33.0"))
+    assert found_by_audit(capsys) == [("llama-x snapkv kv_size=128", "33.0", "31.0")]

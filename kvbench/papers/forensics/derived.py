@@ -25,7 +25,7 @@ def derived(book: Book) -> Iterator[Finding]:
         if not exact.ok:
             gap = abs(printed(exact.published).value - exact.recomputed.value) if exact.recomputed else 1
             # a mean off by less than two units of its last digit may be a slip of rounding
-            nearly_equal = cell.metric == "mean" and gap * 10 ** decimals(exact.published) < 2
+            nearly_equal = exact.is_mean and gap * 10 ** decimals(exact.published) < 2
             check, weight = "derived", "doubt" if nearly_equal else "wrong"
             why = "; ".join([f"{exact.formula}; off by {exact.mark}", *_reasons(book, exact, row_of_cell[id(cell)])])
         yield Finding(
@@ -64,7 +64,7 @@ def _reasons(book: Book, e: Exact, row: PublishedRow) -> Iterator[str]:
         others = [r for r in book.table(row.paper, row.table) if r.method == "full" and r.model != row.model]
         models = [r.model for r in others if grade(e.published, (ratio(row, r) - 1) * 100) == "equal"]
         yield f"the full row of {models[0]} as the base gives it" if models else "no full row of the table gives it"
-    elif e.cell.metric == "mean" and e.recomputed is not None:
+    elif e.is_mean and e.recomputed is not None:
         missing = (printed(e.published).value - e.recomputed.value) * len(row.scores)
         yield f"the cells sum to {fixed(abs(missing), 2)} too {'little' if missing > 0 else 'much'}"
         by_value: dict[str, list[str]] = {}

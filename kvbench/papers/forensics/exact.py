@@ -17,7 +17,7 @@ from kvbench.papers import DATA
 from kvbench.papers.forensics.formulas import cells, evaluate, query
 from kvbench.papers.spec import numbers
 from kvbench.papers.spec.numbers import Number, decimals, exactly, mean, printed
-from kvbench.papers.spec.published import Published
+from kvbench.papers.spec.published import AVERAGE, SCORES, Published
 from kvbench.papers.spec.published_cells import Book, PublishedRow, published
 from kvbench.papers.timed.paper_arithmetic import FP16, GIB, LLAMA2_7B, LLAMA3_8B, LLAMA3_70B, LONG, MIB, MISTRAL_7B
 from kvbench.tasks.longbench import TASKS
@@ -55,6 +55,11 @@ class Exact:
         c = self.cell
         plain = c.metric in ("mean", c.dataset) or c.metric.startswith(("f1", "rouge", "accuracy", "edit", "bleu"))
         return c.dataset if plain else f"{c.dataset} {c.metric}"
+
+    @property
+    def is_mean(self) -> bool:
+        """Tell whether the cell is the average of its row's scores."""
+        return self.cell.metric == "mean" or (self.cell.dataset == AVERAGE and self.cell.metric in SCORES)
 
     @property
     def published(self) -> str:
@@ -100,7 +105,9 @@ class Exact:
 @lru_cache(maxsize=4)
 def everything(book: Book) -> tuple[Exact, ...]:
     """Return every cell of a book that can be recomputed, with its value."""
-    return tuple(e for rule in RULES for e in rule(book))
+    recomputed = [e for rule in RULES for e in rule(book)]
+    by_a_rule = {id(e.cell) for e in recomputed}
+    return (*recomputed, *(e for e in _other_means(book) if id(e.cell) not in by_a_rule))
 
 
 def exact(paper: str, table: str, book: Book | None = None) -> list[Exact]:
@@ -109,12 +116,20 @@ def exact(paper: str, table: str, book: Book | None = None) -> list[Exact]:
 
 
 def _means(book: Book) -> Iterator[Exact]:
-    """Yield the ``Avg.`` cells that are the plain mean of their row."""
+    """Yield the ``Avg.`` cells of scores that are the plain mean of their row, whatever their metric is called."""
     for row in book.rows:
-        stated = row.cells.get(("avg", "mean"))
-        if stated is not None and row.scores:
-            scores = [printed(c.printed) for c in row.scores.values()]
-            yield Exact(stated, row.label, f"mean of the {len(scores)} scores", mean(scores))
+        for metric, stated in row.averages.items():
+            scores = [printed(c.printed) for c in row.averaged(metric)] if metric in SCORES else []
+            if scores:
+                yield Exact(stated, row.label, f"mean of the {len(scores)} scores", mean(scores))
+
+
+def _other_means(book: Book) -> Iterator[Exact]:
+    """Yield the averages of what is no score of an answer, as of perplexities, times and bytes."""
+    for row in book.rows:
+        for metric in row.averages:
+            if metric not in SCORES:
+                yield from _column_mean(row, metric)
 
 
 def _ratios(book: Book) -> Iterator[Exact]:
@@ -123,7 +138,7 @@ def _ratios(book: Book) -> Iterator[Exact]:
         full = {row.model: row for row in book.table("refreekv", table) if row.method == "full"}
         for row in book.table("refreekv", table):
             for (dataset, metric), cell in row.cells.items():
-                if dataset == "avg" and metric.startswith("ratio_to_full"):
+                if dataset == AVERAGE and metric.startswith("ratio_to_full"):
                     offset = 1 if metric.endswith("minus_1") else 0
                     formula = f"mean ratio to the full row over {len(row.scores)} datasets"
                     yield Exact(cell, row.label, formula, (ratio(row, full[row.model]) - offset) * 100)
@@ -144,7 +159,7 @@ def _relative(book: Book) -> Iterator[Exact]:
     for row in book.table("refreekv", 1):
         shares: list[Number] = []
         for (dataset, _), cell in row.cells.items():
-            if dataset == "avg":
+            if dataset == AVERAGE:
                 yield Exact(cell, row.label, "mean of the three, from table 2", mean(shares))
                 continue
             score = printed(scores[row.model, row.method, row.setting][dataset].printed)
@@ -173,9 +188,9 @@ def _layers(book: Book) -> Iterator[Exact]:
 
 def _column_mean(row: PublishedRow, metric: str) -> Iterator[Exact]:
     """Yield the average of a metric over the datasets of a row, where the row prints one."""
-    stated = row.cells.get(("avg", metric))
-    if stated is not None:
-        parts = [printed(c.printed) for (d, m), c in row.cells.items() if m == metric and d != "avg"]
+    stated = row.averages.get(metric)
+    parts = [printed(c.printed) for c in row.averaged(metric)]
+    if stated is not None and parts:
         yield Exact(stated, row.label, f"mean of the {len(parts)} datasets", mean(parts))
 
 

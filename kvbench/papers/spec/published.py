@@ -23,6 +23,9 @@ FRACTION = "fraction"
 SCORES = ("f1", "rouge_l", "accuracy", "edit_sim", "bleu", "mean")
 """Metrics of answers; the others measure bytes, times and budgets."""
 
+AVERAGE = "avg"
+"""What stands in place of a dataset in the cell that averages a row."""
+
 
 @dataclass(frozen=True)
 class Published:
@@ -125,5 +128,11 @@ def _cell(path: Path, line: int, row: dict[str, str]) -> Published:
         order = int(row["row_order"])
     except ValueError:
         raise KvbenchError(f"{path}, line {line}: {row['value']!r} is not a number, or the row's is not") from None
+    dataset = row["dataset"]
+    if dataset != AVERAGE and dataset.strip(" .").lower() in (AVERAGE, "average", "mean"):
+        raise KvbenchError(
+            f"{path}, line {line}: the dataset {dataset!r} would be one more score of its row: write {AVERAGE} for an "
+            "average, which is audited and computed"
+        )
     texts = {key: row[key] for key in COLUMNS if key not in ("value", "row_order")}
     return Published(value=value, printed=row["value"], row=order, **texts)

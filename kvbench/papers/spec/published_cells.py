@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
 
-from kvbench.papers.spec.published import SCORES, Published, load_table, tables
+from kvbench.papers.spec.published import AVERAGE, SCORES, Published, load_table, tables
 
 Key = tuple[str, str]
 
@@ -38,8 +38,24 @@ class PublishedRow:
         return {
             d: c
             for (d, m), c in self.cells.items()
-            if m in SCORES and d != "avg" and m != "mean" and c.value is not None
+            if m in SCORES and d != AVERAGE and m != "mean" and c.value is not None
         }
+
+    @cached_property
+    def averages(self) -> dict[str, Published]:
+        """Return the averages that are numbers, by metric: ``mean``, or what the averaged columns measure."""
+        return {m: c for (d, m), c in self.cells.items() if d == AVERAGE and c.value is not None}
+
+    def averaged(self, metric: str) -> list[Published]:
+        """Return the cells that an average called ``metric`` is of.
+
+        Those are all scores where the row has one average of scores; where it has several, and of what is no score
+        (bytes, times), the cells of that metric.
+        """
+        of_scores = [m for m in self.averages if m in SCORES]
+        if metric == "mean" or of_scores == [metric]:
+            return list(self.scores.values())
+        return [c for (d, m), c in self.cells.items() if m == metric and d != AVERAGE and c.value is not None]
 
 
 @dataclass(frozen=True, eq=False)

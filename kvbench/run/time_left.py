@@ -1,0 +1,169 @@
+"""How long a run has yet to go, told only where that is known within a factor of two.
+
+Answers come in bursts: many prompts are read before the first answer, their answers are decoded together, and short
+ones end first. So the time that answering takes is known between two bounds, which meet as answers come. Where they are
+too far apart there is no estimate; else it is their geometric mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import inf, sqrt
+from typing import NamedTuple
+
+SPREAD = 3.0
+"""The ratio of the bounds above which there is no estimate: 4 would be a factor of 2 if all prompts were alike."""
+SEEN = 0.1
+"""The share of a task's answers before which nothing is said: the first may be unlike the others."""
+ALIKE = 1.25
+"""Prompts whose mean lengths differ by less than this factor count as equally long."""
+MARGIN = 1.5
+"""How much more or less a prompt of a task to come may take than one of a task that was measured."""
+
+
+class Seconds(NamedTuple):
+    """The bounds of a time."""
+
+    low: float
+    high: float
+
+    def estimate(self) -> float | None:
+        """Return the time, or None where the bounds are more than SPREAD apart."""
+        return sqrt(self.low * self.high) if self.high <= SPREAD * self.low else None
+
+
+@dataclass
+class TaskTime:
+    """The work of one task, and what it has taken so far.
+
+    answers, prompts: those to come in all.
+    length, longest_answer: the mean length of its prompts in characters, and the most tokens of an answer.
+    read, done: the prompts begun and the answers that have come.
+    pure, pure_s: the prompts after which another one was read, with no answer between, and the time of these.
+    mixed: the prompts after which an answer came, so that their time is part of ``other_s``.
+    other_s: all other time: of decoding, and of the ``mixed`` prompts.
+    known: the seconds of answering each, when all that were begun had last ended.
+    cut: whether it ended before all answers came, so that it tells nothing of other tasks.
+    """
+
+    answers: int
+    prompts: int
+    length: float = 0.0
+    longest_answer: int = 0
+    read: int = 0
+    done: int = 0
+    pure: int = 0
+    pure_s: float = 0.0
+    mixed: int = 0
+    other_s: float = 0.0
+    known: float = 0.0
+    cut: bool = False
+
+    @property
+    def spent(self) -> float:
+        return self.pure_s + self.other_s
+
+    @property
+    def of_reading(self) -> float:
+        """The mean time of reading a prompt; 0 where it is part of what answering took."""
+        return self.pure_s / self.pure if self.pure else 0.0
+
+    @property
+    def of_answering(self) -> float:
+        """The time that answering took, in all."""
+        return max(self.other_s - self.of_reading * self.mixed, 0.0)
+
+    def left(self, reading: bool) -> Seconds | None:
+        """Return the seconds that the task has yet to take, or None where nothing can be said.
+
+        ``reading`` tells whether the newest prompt is still being read.
+        """
+        if self.done >= self.answers:
+            return Seconds(0.0, 0.0)
+        read = self.read - reading
+        begun = max(self.done, min(self.answers, round(read * self.answers / max(1, self.prompts))))
+        if self.done < SEEN * self.answers:
+            return None
+        # as if all that were begun had ended, and as if those that have not had only begun and were longer: short
+        # answers end first
+        least = self.of_answering / begun
+        most = max(self.of_answering / self.done * (begun / self.done), self.known)
+        to_read = self.of_reading * max(0, self.prompts - read)
+        if not least + to_read:
+            return None  # answers that take too little to be told from the reading of their prompts
+        return Seconds(to_read + least * (self.answers - begun), to_read + most * (self.answers - self.done))
+
+    def holds(self, other: TaskTime) -> bool:
+        """Tell whether a prompt of this task takes as long as one of the other's or longer, by their sizes."""
+        answers, others = self.answers / max(1, self.prompts), other.answers / max(1, other.prompts)
+        lengths = self.length * ALIKE >= other.length and self.longest_answer >= other.longest_answer
+        return lengths and answers >= others
+
+
+class TimeLeft:
+    """What is left of a run's tasks, by the events of a run: when a prompt is begun, and when an answer comes."""
+
+    def __init__(self, tasks: Mapping[str, TaskTime]) -> None:
+        self.tasks = tasks
+        self._newest: TaskTime | None = None
+        self._is_reading = False
+        self._at = 0.0
+
+    def reading(self, task: str, now: float) -> None:
+        """Count a prompt that is about to be read."""
+        newest = self._newest
+        if newest is not None:
+            if self._is_reading:
+                newest.pure, newest.pure_s = newest.pure + 1, newest.pure_s + now - self._at
+            else:
+                newest.other_s += now - self._at
+            if newest.done and newest.done >= round(newest.read * newest.answers / max(1, newest.prompts)):
+                newest.known = newest.of_answering / newest.done
+        self._newest, self._is_reading, self._at = self.tasks[task], True, now
+        self._newest.read += 1
+
+    def answered(self, task: str, now: float) -> None:
+        """Count an answer that has come."""
+        newest = self.tasks[task]
+        if self._newest is None:
+            self._at = now
+        newest.done, newest.mixed = newest.done + 1, newest.mixed + self._is_reading
+        newest.other_s += now - self._at
+        self._newest, self._is_reading, self._at = newest, False, now
+
+    def ended(self, task: str) -> None:
+        """Count no more work for a task: answers that have not come were refused or have failed."""
+        of = self.tasks[task]
+        of.cut = of.cut or of.done < of.answers
+        of.answers, of.prompts = of.done, of.read
+
+    def of_task(self, task: str) -> Seconds | None:
+        """Return the seconds left of one task, or None where nothing can be said."""
+        of = self.tasks[task]
+        return of.left(self._is_reading and of is self._newest)
+
+    def of_run(self) -> Seconds | None:
+        """Return the seconds left of all tasks, or None where nothing can be said of one that was begun.
+
+        A task to come takes at least as long, prompt by prompt, as those that it exceeds in the lengths of its prompts
+        and answers, and at most as long as those that exceed it.
+        """
+        low = high = 0.0
+        measured, to_come = [], []
+        for name, task in self.tasks.items():
+            seconds = self.of_task(name)
+            if not task.read and task.answers:
+                to_come.append(task)
+            elif seconds is None:
+                return None
+            else:
+                low, high = low + seconds.low, high + seconds.high
+                if not task.cut:
+                    measured.append((task, seconds))
+        for task in to_come:
+            least = max([(t.spent + s.low) / t.prompts for t, s in measured if task.holds(t)], default=0.0)
+            most = min([(t.spent + s.high) / t.prompts for t, s in measured if t.holds(task)], default=inf)
+            low += task.prompts * least / MARGIN
+            high += task.prompts * most * MARGIN
+        return Seconds(low, high)
