@@ -29,6 +29,7 @@ REACHED = [
     ["method=fp8,kivi"],  # all tokens, fewer bytes
     ["method=snapkv+think", "kv_size=4000", "ratio=0.4"],
     ["method=twilight"],  # holds all tokens and attends some
+    ["method=think", "ratio=0.1", "per=query_head"],  # more bytes than the full cache, and fewer than at its heads
 ]
 
 

@@ -231,21 +231,28 @@ def is_unchanged(group: Group, cell: Cell, samples: Mapping[str, Sample], store:
     """Return True if a method compressed nothing: on UNCHANGED of prompts its cache and answer are the full cache's.
 
     Return False where no prompt has an answer of the full cache. A method that attends only some of the tokens that it
-    holds does something else than compress, and is not meant.
+    holds, or shares logits among heads, does something else than compress, and is not meant.
     """
     full = next((c for c in group.cells if not c.chain.stages), None)
-    if full is None or not cell.chain.stages or cell.chain.masks:
+    if full is None or not cell.chain.stages or cell.chain.masks or cell.chain.sharer is not None:
         return False
     baseline = store.samples(full.id)
-    equal = [_same_as_full(sample, baseline[i]) for i, sample in samples.items() if i in baseline]
+    by_query_head = cell.chain.per == "query_head"
+    equal = [_same_as_full(sample, baseline[i], by_query_head) for i, sample in samples.items() if i in baseline]
     return bool(equal) and sum(equal) >= UNCHANGED * len(equal)
 
 
-def _same_as_full(sample: Sample, full: Sample) -> bool:
-    """Return True if a method's sample holds no token and no byte less than the full cache's, and answers alike."""
+def _same_as_full(sample: Sample, full: Sample, by_query_head: bool) -> bool:
+    """Return True if a method's sample holds no token and no byte less than the full cache's, and answers alike.
+
+    ``by_query_head`` says that keys and values were repeated for query heads, so that the full cache's count as often.
+    """
     whole = sample.kept >= sample.n and (sample.decode_peak or 0) >= (full.decode_peak or 0)
-    size, full_size = (s.payload16 + s.overhead16 for s in (sample, full))
-    return whole and size >= full_size and (sample.prediction, sample.score) == (full.prediction, full.score)
+    size = full.payload16
+    if by_query_head and full.payload_kv_head and full.payload_query_head:
+        size *= full.payload_query_head / full.payload_kv_head
+    same_answer = (sample.prediction, sample.score) == (full.prediction, full.score)
+    return whole and sample.payload16 >= size and same_answer
 
 
 def _fall_beside_full(group: Group, cell: Cell, samples: dict[str, Sample], store: ResultStore) -> Delta | None:

@@ -59,7 +59,8 @@ def grid(view: View, show: str) -> Table:
                 if line.row.method == "full":  # its share of itself needs no interval
                     e = replace(e, relative_ci=None)
                 text = "\n".join(timing_text.lines(e, show) if e.timed is not None else _cell(e, show, stand_in))
-                bold = line.row.method != base and best is not None and getattr(e, field) == best
+                says_something = printed or not e.unchanged
+                bold = line.row.method != base and best is not None and getattr(e, field) == best and says_something
                 cells.append(Bold(text) if bold else text)
             rows.append(("\n".join(label), *cells))
     names = ("", *(c.name if timings is None else timing_text.name(timings, c.name) for c in view.columns))
