@@ -28,6 +28,7 @@ from kvbench.errors import KvbenchError, UsageError, did_you_mean, headline, unk
 from kvbench.extras import require
 from kvbench.models import fetch, traits, weights
 from kvbench.models.config import ModelConfig
+from kvbench.models.releases import tell_untried
 
 IDENTITY_FILES = (
     "chat_template.jinja",
@@ -129,6 +130,7 @@ def load_weights(cfg: ModelConfig, source: ModelSource, device: torch.device) ->
 
     With ``device_map`` accelerate spreads its layers over devices instead.
     """
+    tell_untried()
     _quiet()
     _check_device_map(cfg)
     dtype = resolve_dtype(cfg, device, source.config)
