@@ -2,11 +2,14 @@
 
 import inspect
 import re
+import shlex
 import subprocess
 import sys
+import tomllib
 import warnings
 from pathlib import Path
 
+import oldest
 import pytest
 from families import build, prompt
 
@@ -66,6 +69,17 @@ def test_one_note_says_once_that_a_version_was_not_tried(monkeypatch, capsys, tm
 def test_the_newest_tried_are_those_that_are_pinned():
     pins = dict(re.findall(r"^([\w-]+)==(\d+\.\d+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
     assert {name: pins[name] for name in NEWEST_TRIED} == NEWEST_TRIED
+
+
+def test_the_oldest_releases_are_the_lower_bounds_of_the_core_packages(capsys):
+    written = ["torch>=2.8", "transformers>=5.2,<6", "hydra-core>=1.3.2", "numpy>=2"]
+    assert oldest.oldest(written) == ["torch==2.8.*", "transformers==5.2.*", "hydra-core==1.3.2.*", "numpy==2.0.*"]
+    oldest.main()
+    pins = shlex.split(capsys.readouterr().out)
+    core = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    assert [pin.split("==")[0] for pin in pins] == [
+        line.split(">=")[0] for line in core if not line.startswith("torch")
+    ]
 
 
 @pytest.mark.e2e("a run of its own")
