@@ -44,12 +44,18 @@ SMALL_BLOCKS = {method: {"group": 16} for method in ("q8_0", "q4_0", "mxfp4")}
 """Knobs of formats whose usual block is wider than a head of these models."""
 
 
+def random_model(family: str, config) -> PreTrainedModel:
+    """A model of a config, with attention that caps logits where it says so: transformers 5.2's sdpa does not."""
+    eager = {"attn_implementation": "eager"} if "attn_logit_softcapping" in config else {}
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **config), **eager)
+
+
 @cache
 def build(family: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """A random model; the same weights every time. Weights are scaled up so that attention is far from uniform."""
     torch.manual_seed(FAMILIES.index(family))
     config = {**COMMON, **CONFIGS[family]}
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **config))
+    model = random_model(family, config)
     with torch.no_grad():
         for name, p in model.named_parameters():
             if name.endswith(("q_norm.weight", "k_norm.weight")):
