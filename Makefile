@@ -16,7 +16,7 @@ export GOMP_SPINCOUNT ?= 2000
 DATA ?= $(or $(KVBENCH_DATA),data)
 REAL ?= smollm2-135m-q4_1
 
-.PHONY: help run run-real test test-fast test-newest test-oldest test-peers torture check smoke bench-overhead bench-tables bench-memory bench-resident bench-shared bench-reading bench-growth bench-bytes bench-time bench-decode bench-tiny leaderboard verify-tables verify-docs docs card tables tables-real tables-quick tables-bytes claims claims-real report audit clean
+.PHONY: help run run-real test test-fast test-newest test-oldest packages-newest packages-oldest test-peers torture check smoke bench-overhead bench-tables bench-memory bench-resident bench-shared bench-reading bench-growth bench-bytes bench-time bench-decode bench-tiny leaderboard verify-tables verify-docs docs card tables tables-real tables-quick tables-bytes claims claims-real report audit clean
 
 help:  ## what there is to make
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 18
@@ -39,11 +39,13 @@ test-fast: $(VENV)/.ready  ## tests of single parts: no whole runs, processes or
 
 test-newest:  ## all tests and lm-eval's, with the newest release of everything but torch, upgraded each time; a part with TESTS=tests/model
 test-oldest:  ## the same with the oldest releases of the core packages that pyproject.toml allows
-test-newest test-oldest: test-%:
+test-newest test-oldest: test-%: packages-%
+	.venv-$*/bin/python -m pytest -n logical --dist worksteal $(TESTS)
+
+packages-newest packages-oldest: packages-%:
 	test -e .venv-$*/bin/python || $(PYTHON) -m venv .venv-$*
 	.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check --upgrade --upgrade-strategy eager \
 	  -e '.[dev,lm-eval]' '$(TORCH)' $(if $(filter oldest,$*),$(OLDEST))
-	.venv-$*/bin/python -m pytest -n logical --dist worksteal $(TESTS)
 
 test-peers: .venv-peers/.ready  ## the same tokens as kvpress and scores as lm-eval, in an environment of its own
 	.venv-peers/bin/python -m pytest tests/peers

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 from functools import cache
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.models.opt.modeling_opt import OPTDecoder
 
 from kvbench.engine.decode import generate_rows
 from kvbench.kv.model_shape import Shape, from_config
@@ -40,6 +43,8 @@ LOCALS = ("gemma2", "gemma3_text")
 """Families with local layers."""
 LINEAR = ("llama", "mistral", "qwen2", "gpt_neox", "opt")
 """Families whose keys are a projection, rotated: low-rank methods refuse most others."""
+OPT_WAITS = re.search(r"\battention_mask = torch.ones", inspect.getsource(OPTDecoder.forward)) is not None
+"""Whether this release's OPT makes a mask in each step, which is looked at: no graph records that."""
 SMALL_BLOCKS = {method: {"group": 16} for method in ("q8_0", "q4_0", "mxfp4")}
 """Knobs of formats whose usual block is wider than a head of these models."""
 

@@ -120,7 +120,6 @@ def test_the_full_cache_changes_nothing_in_what_generate_does(family):
 
 
 @pytest.mark.parametrize("name", CACHE_NAMES)
-@pytest.mark.filterwarnings("error::FutureWarning")
 def test_a_pipeline_and_a_streamer_take_it_by_either_name_and_nothing_warns(name):
     model, tokenizer = kvbench.load_model("tiny")
     text = "the magic number of paris is 471. what is the magic number of paris? "
@@ -143,7 +142,6 @@ def test_a_pipeline_and_a_streamer_take_it_by_either_name_and_nothing_warns(name
 
 
 @pytest.mark.parametrize("name", CACHE_NAMES)
-@pytest.mark.filterwarnings("error::FutureWarning")
 def test_generate_takes_it_by_either_name_and_outputs_name_it_as_transformers_does(name):
     model, ids = build("llama"), prompt(80)
     (read,) = kvbench.prefill(model, ids, ["snapkv"], kv_ratio=0.5)
