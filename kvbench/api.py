@@ -202,8 +202,9 @@ def extend(model: PreTrainedModel, cache: Cache, input_ids: Tensor | Sequence[in
 
 @_in_turn
 def cache(model: PreTrainedModel, method: Entry, preset: str | None = None, **knobs: Any) -> TransformersCache:
-    """Return an empty cache of ``method`` for transformers' own ``model.generate(ids, past_key_values=cache)``.
+    """Return an empty cache of ``method`` for transformers' own ``model.generate(ids, cache=cache)``.
 
+    transformers before 5.24 calls this argument ``past_key_values``; either name may be given with any release.
     The prompt is read, compressed and audited as by ``prefill``, and greedy answers equal those of ``generate``. A call
     with the text so far and more behind it is the next turn. Until the cache is closed, the model's ``generate`` looks
     for it; ``with kvbench.cache(...) as cache`` closes it. Raises UsageError for batches, beams, assisted decoding,

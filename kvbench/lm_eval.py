@@ -27,6 +27,7 @@ from kvbench.engine.shared_prefix import SharedPrefix
 from kvbench.errors import KvbenchError, UsageError, say
 from kvbench.extras import missing
 from kvbench.models.load import load_model
+from kvbench.models.releases import named_cache
 from kvbench.run.summary import UNCHANGED
 
 try:
@@ -117,7 +118,7 @@ class KvbenchLM(HFLM):  # type: ignore[misc]
     def _model_generate(self, context: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Answer one prompt [1, n] as ``hf`` does, from a compressed cache."""
         with self._cache(context[0]) as cache:
-            return super()._model_generate(context, *args, past_key_values=cache, **kwargs)
+            return super()._model_generate(context, *args, **named_cache(cache), **kwargs)
 
     def _loglikelihood_tokens(self, requests: Sequence[Any], **kwargs: Any) -> list[tuple[float, bool]]:
         """Return (log-likelihood, whether it is the greedy answer) of each (texts, context ids, continuation ids).

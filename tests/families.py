@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 from functools import cache
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.models.opt.modeling_opt import OPTDecoder
 
 from kvbench.engine.decode import generate_rows
 from kvbench.kv.model_shape import Shape, from_config
@@ -40,8 +43,16 @@ LOCALS = ("gemma2", "gemma3_text")
 """Families with local layers."""
 LINEAR = ("llama", "mistral", "qwen2", "gpt_neox", "opt")
 """Families whose keys are a projection, rotated: low-rank methods refuse most others."""
+OPT_WAITS = re.search(r"\battention_mask = torch.ones", inspect.getsource(OPTDecoder.forward)) is not None
+"""Whether this release's OPT makes a mask in each step, which is looked at: no graph records that."""
 SMALL_BLOCKS = {method: {"group": 16} for method in ("q8_0", "q4_0", "mxfp4")}
 """Knobs of formats whose usual block is wider than a head of these models."""
+
+
+def random_model(family: str, config) -> PreTrainedModel:
+    """A model of a config, with attention that caps logits where it says so: transformers 5.2's sdpa does not."""
+    eager = {"attn_implementation": "eager"} if "attn_logit_softcapping" in config else {}
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **config), **eager)
 
 
 @cache
@@ -49,7 +60,7 @@ def build(family: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """A random model; the same weights every time. Weights are scaled up so that attention is far from uniform."""
     torch.manual_seed(FAMILIES.index(family))
     config = {**COMMON, **CONFIGS[family]}
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **config))
+    model = random_model(family, config)
     with torch.no_grad():
         for name, p in model.named_parameters():
             if name.endswith(("q_norm.weight", "k_norm.weight")):

@@ -3,6 +3,8 @@
 import torch
 from transformers import DynamicCache
 
+from kvbench.models.releases import named_cache
+
 N = 120
 
 
@@ -15,9 +17,9 @@ def theirs(model, ids, press):
     """Positions that a press keeps, per layer and kv head, found by matching its keys with the dense ones."""
     dense, small = DynamicCache(), DynamicCache()
     with torch.no_grad():
-        model(ids[None], past_key_values=dense)
+        model(ids[None], **named_cache(dense))
         with press(model):
-            model(ids[None], past_key_values=small)
+            model(ids[None], **named_cache(small))
     collected = []
     for complete, kept_tokens in zip(dense.layers, small.layers, strict=True):
         heads = []

@@ -14,6 +14,7 @@ from transformers import DynamicCache
 import kvbench
 from kvbench.engine import divergence
 from kvbench.engine.likelihood import diverge, teacher_force
+from kvbench.models.releases import named_cache
 
 METHODS = {
     "snapkv": {"kv_size": 24, "window": 8},
@@ -96,7 +97,7 @@ def dense_kl(model, ids, n, cache):
     rest = ids[n:-1][None]
     mask = torch.ones(1, cache.layers[0].tokens + rest.shape[1])
     where = torch.arange(n, len(ids) - 1)[None]
-    logits.append(model(rest, past_key_values=held, position_ids=where, attention_mask=mask).logits[0])
+    logits.append(model(rest, **named_cache(held), position_ids=where, attention_mask=mask).logits[0])
     return slow_kl(*logits)
 
 

@@ -17,6 +17,7 @@ from kvbench.errors import KvbenchError, Refused, UsageError
 from kvbench.methods.chain import Chain
 from kvbench.methods.keynorm import KeyNorm
 from kvbench.methods.resolve import chain_of
+from kvbench.models.releases import CACHE_NAME, CACHE_NAMES, named_cache
 
 HALF = {"kv_ratio": 0.5}
 METHODS = {
@@ -37,7 +38,7 @@ GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 def answer(model, ids, cache, new, **options):
     """The new tokens of plain generate [new]."""
     options |= {"attention_mask": torch.ones(1, len(ids)), **GREEDY}  # texts of random tokens hold the padding's
-    out = model.generate(ids[None], past_key_values=cache, max_new_tokens=new, **options)
+    out = model.generate(ids[None], **named_cache(cache), max_new_tokens=new, **options)
     assert torch.equal(out[0, : len(ids)], ids)
     return out[0, len(ids) :].tolist()
 
@@ -87,7 +88,7 @@ def test_an_answer_longer_than_the_room_goes_on_in_a_larger_batch(method, monkey
     (read,) = kvbench.prefill(model, ids, [method], kv_ratio=0.5)
     (want,) = kvbench.generate(model, [read], 20)
     with kvbench.cache(model, method, kv_ratio=0.5) as cache:
-        out = model.generate(ids[None], past_key_values=cache, max_length=100, **GREEDY)
+        out = model.generate(ids[None], **named_cache(cache), max_length=100, **GREEDY)
     assert out[0, 80:].tolist() == want
 
 
@@ -113,12 +114,13 @@ def test_the_full_cache_changes_nothing_in_what_generate_does(family):
         want = model.generate(ids, **{**GREEDY, **options, **sampling})
         torch.manual_seed(0)
         with kvbench.cache(model, "full") as cache:
-            got = model.generate(ids, past_key_values=cache, **{**GREEDY, **options, **sampling})
-        assert torch.equal(got.sequences, want.sequences) and got.past_key_values is cache
+            got = model.generate(ids, **named_cache(cache), **{**GREEDY, **options, **sampling})
+        assert torch.equal(got.sequences, want.sequences) and got[CACHE_NAME] is cache
         torch.testing.assert_close(torch.stack(got.scores), torch.stack(want.scores), atol=1e-4, rtol=1e-4)
 
 
-def test_a_pipeline_and_a_streamer_take_it():
+@pytest.mark.parametrize("name", CACHE_NAMES)
+def test_a_pipeline_and_a_streamer_take_it_by_either_name_and_nothing_warns(name):
     model, tokenizer = kvbench.load_model("tiny")
     text = "the magic number of paris is 471. what is the magic number of paris? "
     ids = tokenizer(text, return_tensors="pt").input_ids
@@ -126,17 +128,38 @@ def test_a_pipeline_and_a_streamer_take_it():
     options = {"max_new_tokens": 8, **GREEDY}
     pipe = TextGenerationPipeline(model=model, tokenizer=tokenizer)
     with kvbench.cache(model, "streamingllm", kv_size=12) as cache:
-        (out,) = pipe(text, past_key_values=cache, return_tensors=True, **options)
+        (out,) = pipe(text, **{name: cache}, return_tensors=True, **options)
         assert list(out["generated_token_ids"]) == [*ids[0].tolist(), *want]
         with pytest.raises(UsageError, match="leave at token"):
-            pipe("another " + text, past_key_values=cache, **options)
+            pipe("another " + text, **{name: cache}, **options)
         cache.reset()
         streamer = TextIteratorStreamer(tokenizer, skip_prompt=True)
-        asked = {"inputs": ids, "past_key_values": cache, "streamer": streamer, **options}
+        asked = {"inputs": ids, name: cache, "streamer": streamer, **options}
         thread = Thread(target=model.generate, kwargs=asked)
         thread.start()
         assert "".join(streamer) == tokenizer.decode(want)
         thread.join()
+
+
+@pytest.mark.parametrize("name", CACHE_NAMES)
+def test_generate_takes_it_by_either_name_and_outputs_name_it_as_transformers_does(name):
+    model, ids = build("llama"), prompt(80)
+    (read,) = kvbench.prefill(model, ids, ["snapkv"], kv_ratio=0.5)
+    (want,) = kvbench.generate(model, [read], 6)
+    own = model.generate(ids[None], max_new_tokens=6, return_dict_in_generate=True, **GREEDY)
+    with kvbench.cache(model, "snapkv", kv_ratio=0.5) as cache:
+        got = model.generate(ids[None], **{name: cache}, max_new_tokens=6, return_dict_in_generate=True, **GREEDY)
+    assert got.sequences[0, 80:].tolist() == want and got.keys() == own.keys() and got[CACHE_NAME] is cache
+
+
+def test_two_caches_by_two_names_are_refused():
+    with kvbench.cache(LLAMA, "full") as cache, kvbench.cache(LLAMA, "full") as other:
+        with pytest.raises(UsageError, match="cache and past_key_values are two names of one argument"):
+            LLAMA.generate(IDS[None], cache=cache, past_key_values=other, max_new_tokens=2, **GREEDY)
+        assert LLAMA.generate(IDS[None], cache=cache, past_key_values=cache, max_new_tokens=2, **GREEDY).shape == (
+            1,
+            42,
+        )
 
 
 LLAMA, IDS = build("llama"), prompt(40)
@@ -159,7 +182,7 @@ NOT_SERVED = {
 def test_what_is_not_served_is_refused_with_the_reason(message):
     options = {"inputs": IDS[None], **GREEDY, "max_new_tokens": 4, **NOT_SERVED[message]}
     with kvbench.cache(LLAMA, "snapkv", kv_ratio=0.5) as cache, pytest.raises(UsageError, match=message):
-        LLAMA.generate(past_key_values=cache, **options)
+        LLAMA.generate(**named_cache(cache), **options)
     assert not {"generate", "forward"} & vars(LLAMA).keys() and LLAMA.config._attn_implementation == "sdpa"
 
 
@@ -173,7 +196,7 @@ def test_a_cache_is_one_models_and_one_prompts():
         with pytest.raises(UsageError, match="another model"):
             answer(model, IDS, kvbench.cache(LLAMA, "full"), 4)
     with pytest.raises(UsageError, match="outside generate"):
-        LLAMA(IDS[None], past_key_values=other)
+        LLAMA(IDS[None], **named_cache(other))
     cache.close()
     cache.close()
     assert answer(LLAMA, IDS, other, 4)
@@ -193,7 +216,7 @@ def test_calls_without_such_a_cache_are_passed_on_and_what_stood_in_the_models_w
     with kvbench.cache(model, "full") as cache:
         assert torch.equal(model.generate(IDS[None], max_new_tokens=4, **GREEDY), want)
         config = GenerationConfig(max_new_tokens=4, **GREEDY)
-        assert torch.equal(model.generate(IDS[None], config, past_key_values=cache), want)
+        assert torch.equal(model.generate(IDS[None], config, **named_cache(cache)), want)
     assert calls.count("generate") == 2 and calls.count("forward") == 8
     assert vars(model) == before
 

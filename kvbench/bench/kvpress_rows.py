@@ -15,6 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from kvbench.bench.ratio import options, seconds
+from kvbench.models.releases import named_cache
 
 THINK = 0.4
 
@@ -46,14 +47,14 @@ def answer(model: Any, press: Any, ids: torch.Tensor, new: int) -> None:
     with torch.no_grad():
         with press(model) if press is not None else nullcontext():
             options = {"output_attentions": True} if eager else {}
-            out = model(ids[None], past_key_values=cache, logits_to_keep=1, **options)
+            out = model(ids[None], logits_to_keep=1, **named_cache(cache), **options)
         token = out.logits[:, -1].argmax(dim=-1, keepdim=True)
         del out
         for i in range(new - 1):
             position = torch.tensor([[len(ids) + i]])
-            token = (
-                model(token, past_key_values=cache, position_ids=position).logits[:, -1].argmax(dim=-1, keepdim=True)
-            )
+            out = model(token, position_ids=position, **named_cache(cache))
+            token = out.logits[:, -1].argmax(dim=-1, keepdim=True)
+            del out
 
 
 def main() -> None:

@@ -35,6 +35,7 @@ from kvbench.engine.step import build, step
 from kvbench.methods import registry
 from kvbench.models.interface import attached
 from kvbench.models.load import EMBEDDED
+from kvbench.models.releases import CACHE_NAME
 from kvbench.storage.evicting_rows import EvictingRows
 
 LIMIT = 1.30
@@ -115,7 +116,7 @@ def long_peak(name: str, tokens: int, threads: int) -> dict[str, float]:
     def read(ids: torch.Tensor) -> int:
         if entry is None:
             with torch.no_grad():
-                caches = llama(ids[None], use_cache=True, logits_to_keep=1).past_key_values
+                caches = llama(ids[None], use_cache=True, logits_to_keep=1)[CACHE_NAME]
             return sum(layer.keys.nbytes + layer.values.nbytes for layer in caches.layers)
         return api.prefill(llama, ids, [entry])[0].nbytes()
 

@@ -22,6 +22,7 @@ from kvbench.bench.clock import Clock, Mark, timed_attention
 from kvbench.bench.generation_pass import Pass
 from kvbench.engine.memory import release
 from kvbench.errors import KvbenchError, unknown
+from kvbench.models.releases import named_cache
 
 BITS = 4
 RATIO = 0.5
@@ -223,8 +224,8 @@ def run(model: PreTrainedModel, peer: Peer, ids: Tensor, new: int) -> Pass:
             do_sample=False,
             eos_token_id=None,
             pad_token_id=0,
-            past_key_values=cache,
             stopping_criteria=StoppingCriteriaList([marks]),
+            **named_cache(cache),
         )[:, n:]
         clock.wait()
         total = time.perf_counter() - began - marks.aside

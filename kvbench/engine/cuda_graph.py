@@ -15,8 +15,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from transformers import PreTrainedModel
 
 from kvbench.engine.decode_layer import RowLayer
+from kvbench.engine.memory import is_out_of_memory
 from kvbench.engine.step import step
-from kvbench.errors import KvbenchError
+from kvbench.errors import KvbenchError, headline
 from kvbench.models.interface import KvbenchLayer
 from kvbench.storage import kernels
 from kvbench.storage.attend import attend
@@ -95,7 +96,13 @@ class Graph:
         self.tokens, self.positions = torch.zeros(2, rows, 1, dtype=torch.int64, device=device)
         # recording writes a meaningless token into the next one's slot; the first step overwrites it
         self.place.fill_(batch[0].used)
-        self.replay = recorded(lambda: step(self.model, self.layers, self.tokens, self.positions), device)
+        try:
+            self.replay = recorded(lambda: step(self.model, self.layers, self.tokens, self.positions), device)
+        except RuntimeError as error:  # what PyTorch raises while it records
+            if is_out_of_memory(error):
+                raise
+            reason = f"the model's own code cannot be recorded ({headline(error)})"
+            raise KvbenchError(f"no graph of a decode step: {reason}; step=plain runs it") from error
 
     def step(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """Feed ``tokens`` [B, 1] at ``positions`` [B, 1]; return logits [B, 1, V], valid until the next step."""

@@ -35,13 +35,14 @@ from kvbench.methods.chain import Chain
 from kvbench.methods.prompt_cache import Cache
 from kvbench.methods.walls import contained
 from kvbench.models.interface import TURN, attached, cache_shape
+from kvbench.models.releases import CACHE_NAMES, caches_among, named_cache
 
 ROOM = 20  # tokens of an answer where nothing says so, as in generate; a longer one gets more room
 READS = "reads one prompt whole, then one token a step"  # why something is refused
 
 
 class TransformersCache(HFCache):
-    """The cache of one prompt under one chain, for ``model.generate(..., past_key_values=cache)``.
+    """The cache of one prompt under one chain, for ``model.generate(..., cache=cache)``.
 
     state: what is kept of the text read so far, as ``prefill`` returns it; None before the first prompt.
     ids: the tokens read so far [n]. The last token of an answer is read with the next turn.
@@ -125,6 +126,11 @@ class TransformersCache(HFCache):
     def is_croppable(self) -> bool:
         return False
 
+    @property
+    def is_linear(self) -> list[bool]:
+        """Say that no layer is of linear attention: generate feeds a text whole, not its end, where all of them are."""
+        return [False]  # all of no layers would be
+
     def update(self, *args: Any, **kwargs: Any) -> Any:
         raise UsageError(
             "a kvbench cache is filled by generate of the model that it was made for, until it is closed: this is "
@@ -187,7 +193,7 @@ class GeneratedTurn:
             self._decode(input_ids)
         else:
             self.logits, self.has_read = self.cache.take(self.model, self.new_ids), True
-        return CausalLMOutputWithPast(logits=self.logits[None, None], past_key_values=self.cache)
+        return CausalLMOutputWithPast(logits=self.logits[None, None], **named_cache(self.cache))
 
     def _decode(self, input_ids: Tensor) -> None:
         """Feed one token [1, 1] to the decode batch. A full batch is settled first, and a larger one follows it."""
@@ -236,17 +242,21 @@ def _serving(cls: type[Any], former: Callable[..., Any] | None) -> Callable[...,
 
     @functools.wraps(cls.generate)
     def generate(self: PreTrainedModel, inputs: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
-        call = functools.partial(former or functools.partial(cls.generate, self), inputs, *args, **kwargs)
-        cache = kwargs.get("past_key_values")
-        if not isinstance(cache, TransformersCache):
-            return call()
+        target = former or functools.partial(cls.generate, self)
+        caches = caches_among(kwargs)
+        cache = next((c for c in caches if isinstance(c, TransformersCache)), None)
+        if cache is None:
+            return target(inputs, *args, **kwargs)
+        if any(c is not cache for c in caches):
+            raise UsageError(f"{' and '.join(CACHE_NAMES)} are two names of one argument: give one cache")
+        others = {name: value for name, value in kwargs.items() if name not in CACHE_NAMES}
         with TURN:
             new_ids = _new_ids(self, cache, kwargs.get("input_ids") if inputs is None else inputs)
             turn = GeneratedTurn(
                 cache, self, new_ids, _room(cache, new_ids, [*args[:1], self.generation_config], kwargs)
             )
             with turn.contexts, _forwarding(self, turn):
-                result = call()
+                result = target(inputs, *args, **others, **named_cache(cache))
                 turn.settle()
         return result
 
@@ -261,7 +271,7 @@ def _forwarding(model: PreTrainedModel, turn: GeneratedTurn) -> Iterator[None]:
 
     @functools.wraps(forward)
     def forwarding(*args: Any, **kwargs: Any) -> Any:
-        return (turn.forward if kwargs.get("past_key_values") is turn.cache else forward)(*args, **kwargs)
+        return (turn.forward if caches_among(kwargs) == [turn.cache] else forward)(*args, **kwargs)
 
     vars(model)["forward"] = forwarding
     try:

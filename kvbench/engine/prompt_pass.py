@@ -25,6 +25,7 @@ from kvbench.methods.base import Stage
 from kvbench.methods.chain import Chain
 from kvbench.models.interface import Rows, attached, call_hooks, layer_hooks, mlps_in_parts, row_hooks
 from kvbench.models.lowrank import lifts
+from kvbench.models.releases import named_cache
 
 OnLayer = Callable[[Observation, Tensor, Tensor], None]
 LONG = 8192
@@ -130,9 +131,9 @@ def observe(
         out = model(
             input_ids=input_ids[None, read_before:],
             position_ids=torch.arange(read_before, n, device=input_ids.device)[None],
-            past_key_values=HFCache(layers=list(layers)),
             use_cache=True,
             logits_to_keep=torch.tensor([length - 1 - read_before for length in wanted]) if parts else 1,
+            **named_cache(HFCache(layers=list(layers))),
         )
     seconds = {place: sum(layer.colsums_s[place] for layer in compressed) for place in compressed[0].colsums_s}
     return {length: logits.clone() for length, logits in zip(wanted, out.logits[0], strict=True)}, seconds

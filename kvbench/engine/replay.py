@@ -17,6 +17,7 @@ from kvbench.kv.segment import LayerCache, per_head
 from kvbench.methods.replaying import QUOTED, Replay
 from kvbench.models.interface import KvbenchLayer, attached
 from kvbench.models.lowrank import lifts
+from kvbench.models.releases import named_cache
 from kvbench.storage import split
 
 # the words of KVzip's passes (arXiv 2505.23416, section 3.2, and its released code), which are part of the method
@@ -95,9 +96,9 @@ def replay(
             model(
                 input_ids=text[None],
                 position_ids=torch.arange(n, n + len(text), device=ids.device)[None],
-                past_key_values=HFCache(layers=list(passing)),
                 use_cache=True,
                 logits_to_keep=1,
+                **named_cache(HFCache(layers=list(passing))),
             )
         for lift in lifted:
             lift.k.take(), lift.v.take()

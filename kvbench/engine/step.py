@@ -15,6 +15,7 @@ from kvbench.kv.model_shape import local_layers
 from kvbench.methods.prompt_cache import Cache
 from kvbench.models.interface import KvbenchLayer, sliding_window
 from kvbench.models.lowrank import lifts
+from kvbench.models.releases import named_cache
 from kvbench.storage.format import Room, StoredRow
 from kvbench.storage.roles import Rotary
 
@@ -88,8 +89,8 @@ def step(
     out = model(
         input_ids=tokens,
         position_ids=positions,
-        past_key_values=HFCache(layers=list(batch)),
         use_cache=True,
         logits_to_keep=0 if whole else 1,  # 0: all
+        **named_cache(HFCache(layers=list(batch))),
     )
     return out.logits

@@ -37,6 +37,7 @@ from kvbench.methods.kvpress_package import (
     types_of,
 )
 from kvbench.methods.statistics import at_heads
+from kvbench.models.releases import CACHE_NAMES
 
 WITH_ATTENTION = "observedattention"
 ATTENTION_LIMIT = 4 << 30  # bytes of one layer's attention matrix
@@ -180,7 +181,7 @@ class PressSelector(Selector):
     def _kwargs(self, obs: Observation) -> dict[str, Any]:
         assert obs.call is not None and obs.hidden is not None
         positions = obs.token_positions(obs.hidden.device)
-        own = {"past_key_values": None, "attention_mask": None, "use_cache": True, "cache_position": positions}
+        own = {**dict.fromkeys(CACHE_NAMES), "attention_mask": None, "use_cache": True, "cache_position": positions}
         return {**obs.call.kwargs, **own, "hidden_states": obs.hidden[None], "position_ids": positions[None]}
 
     def _attention(self, keys: Tensor, obs: Observation) -> Tensor | None:

@@ -23,6 +23,7 @@ from kvbench.errors import UsageError
 from kvbench.kv.model_shape import from_config, local_layers
 from kvbench.kv.observation import AttentionCall
 from kvbench.kv.scale import CappedScale
+from kvbench.models.releases import tell_untried
 
 NAME = "kvbench"
 UNSERVED = ("s_aux", "sinks", "position_bias", "attention_bias", "head_mask")
@@ -140,6 +141,7 @@ AttentionMaskInterface.register(NAME, mask)
 @contextmanager
 def attached(model: PreTrainedModel) -> Iterator[None]:
     """Run the model under kvbench's attention, in eval mode. Its own settings come back on exit; it may be nested."""
+    tell_untried()  # here, too, for a model that the user has loaded
     previous = model.config._attn_implementation
     if previous == NAME:
         yield

@@ -29,6 +29,7 @@ from kvbench.extras import require
 from kvbench.models import fetch, manifest, traits, weights
 from kvbench.models.config import ModelConfig
 from kvbench.models.config_json import check_sizes
+from kvbench.models.releases import tell_untried
 
 IDENTITY_FILES = (
     "chat_template.jinja",
@@ -132,6 +133,7 @@ def load_weights(cfg: ModelConfig, source: ModelSource, device: torch.device) ->
 
     With ``device_map`` accelerate spreads its layers over devices instead.
     """
+    tell_untried()
     _quiet()
     _check_device_map(cfg)
     dtype = resolve_dtype(cfg, device, source.config)

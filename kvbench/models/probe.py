@@ -14,6 +14,7 @@ from transformers.cache_utils import Cache as HFCache
 from kvbench.errors import UsageError
 from kvbench.kv.exact_attention import attend_rows
 from kvbench.models.interface import KvbenchLayer, attached, attention_modules
+from kvbench.models.releases import named_cache
 from kvbench.storage.roles import Rotary
 
 TOKENS = 8
@@ -103,7 +104,7 @@ def _measure(model: PreTrainedModel) -> Probe:
 
 def _read(model: PreTrainedModel, ids: Tensor, positions: Tensor) -> tuple[list[ProbeLayer], Tensor]:
     layers = [ProbeLayer() for _ in range(model.config.num_hidden_layers)]
-    out = model(input_ids=ids[None], position_ids=positions, past_key_values=HFCache(layers=list(layers)))
+    out = model(input_ids=ids[None], position_ids=positions, **named_cache(HFCache(layers=list(layers))))
     return layers, out.logits[0]
 
 

@@ -89,7 +89,7 @@ def of_model(model: PreTrainedModel) -> ModelTraits:
     check_is_model(model)
     check_served(model)
     family = str(model.config.model_type)
-    learned = learned_positions(model)
+    learned = learned_positions(model) and not _of_table(model)
     unrolled = f"the family {family!r} learns its positions" if learned else _unrolled(model)
     mixed = _mixed(model)
     if family not in TESTED and model.device.type != "meta":
@@ -139,6 +139,9 @@ def check_served(model: PreTrainedModel) -> None:
         f"{len(modules)} of its {layers} layers have attention (state-space or recurrent layers have no keys)": (
             [m.layer_idx for m in modules] != list(range(layers))
         ),
+        "it has recurrent (state-space) layers beside its attention, which cache no keys": any(
+            name.endswith("A_log") for name, _ in model.named_parameters()
+        ),
         "it shares keys and values between layers": getattr(config, "num_kv_shared_layers", 0),
         "its attention does not go through transformers' attention interface": not all(
             hasattr(sys.modules.get(type(m).__module__), "ALL_ATTENTION_FUNCTIONS") for m in modules
@@ -182,6 +185,8 @@ def turning_point(config: Any) -> int | None:
 
 def _unrolled(model: PreTrainedModel) -> str | None:
     modules = attention_modules(model)
+    if _of_table(model):
+        return "it reads its rotary positions from a table"
     if (kind := rope_type(model.config)) in MOVING:
         return f"its rotary positions ({kind}) change with the length of the text"
     if sum(hasattr(m, "inv_freq") for m in model.modules()) != 1:
@@ -193,6 +198,11 @@ def _unrolled(model: PreTrainedModel) -> str | None:
     if rotate_half is None or rotate_half(torch.arange(4.0)).tolist() != [-2, -3, 0, 1]:
         return "it rotates keys by another rule than halves"
     return None
+
+
+def _of_table(model: PreTrainedModel) -> bool:
+    """Tell if the model rotates by a table of its positions, which no training changes (GPT-J)."""
+    return any(name.endswith("embed_positions") for name, _ in model.named_buffers())
 
 
 def _mixed(model: PreTrainedModel) -> str | None:
@@ -207,4 +217,4 @@ def _mixed(model: PreTrainedModel) -> str | None:
         return f"{between[-1]} stands between its projections and the cache"
     if getattr(model.config, "clip_qkv", None) is not None:
         return "it clips keys and values after the projection (clip_qkv)"
-    return None if learned_positions(model) else _unrolled(model)
+    return None if learned_positions(model) and not _of_table(model) else _unrolled(model)

@@ -23,6 +23,7 @@ from kvbench.methods import registry
 from kvbench.methods.base import Capacity, Selector
 from kvbench.methods.chain import Chain
 from kvbench.methods.resolve import chain_of
+from kvbench.models.releases import named_cache
 
 N, NEW, EVERY = 45, 21, 6
 SMALL = {"kv_size": 18, "decode_budget": 15, "decode_every": EVERY}
@@ -144,7 +145,7 @@ def test_it_equals_transformers_with_keys_removed_by_hand(method, every):
             layer.keys, layer.values = layer.keys.gather(2, index), layer.values.gather(2, index)
 
     with torch.no_grad():
-        logits = model(ids[None], past_key_values=held).logits[0, -1]
+        logits = model(ids[None], **named_cache(held)).logits[0, -1]
         remove(18)
         for j in range(NEW):
             answer.append(int(logits.argmax()))
@@ -152,7 +153,7 @@ def test_it_equals_transformers_with_keys_removed_by_hand(method, every):
                 remove(15)
             at = [[[*p, N + j] for p in heads] for heads in at]
             position = torch.tensor([[N + j]])
-            logits = model(torch.tensor([answer[-1:]]), position_ids=position, past_key_values=held).logits[0, -1]
+            logits = model(torch.tensor([answer[-1:]]), position_ids=position, **named_cache(held)).logits[0, -1]
     model.set_attn_implementation(before)
     variant = {"variant": "once"} if method == "keydiff" else {}
     (cache,) = kvbench.prefill(model, ids, [entry(method, decode_every=every, **variant)])

@@ -11,6 +11,7 @@ from kvbench.audit.prompt_audit import audit
 from kvbench.errors import UsageError
 from kvbench.methods.keydiff import KeyDiff, difference
 from kvbench.methods.resolve import chain_of
+from kvbench.models.releases import named_cache
 
 
 def test_the_specifications_example_by_hand():
@@ -57,7 +58,7 @@ def test_the_papers_prefill_equals_a_model_that_reads_block_by_block(family, siz
     for start in range(0, 61, block):
         new = torch.arange(start, min(start + block, 61))
         with torch.no_grad():
-            logits = model(ids[None, new], position_ids=new[None], past_key_values=held).logits[0, -1]
+            logits = model(ids[None, new], position_ids=new[None], **named_cache(held)).logits[0, -1]
         heads = held.layers[0].keys.shape[1]
         kept = kept or [[[] for _ in range(heads)] for _ in held.layers]
         for layer, positions in zip(held.layers, kept, strict=True):

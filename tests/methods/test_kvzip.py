@@ -20,6 +20,7 @@ from kvbench.kv.model_shape import from_config
 from kvbench.methods.base import Capacity
 from kvbench.methods.kvzip import KVzip
 from kvbench.methods.resolve import chain_of
+from kvbench.models.releases import named_cache
 
 N = 50
 
@@ -61,12 +62,12 @@ def slow_scores(model, ids, chunk, sinks, words):
     model.set_attn_implementation("watching")
     prompt_cache, scores = DynamicCache(), [[[] for _ in range(4)] for _ in range(3)]
     with torch.no_grad():
-        model(ids[None], past_key_values=prompt_cache)
+        model(ids[None], **named_cache(prompt_cache))
         for start in range(0, n, chunk):
             end = min(start + chunk, n)
             text = [*(later if start else first), *ids[max(0, start - 8) : start], *header, *ids[start:end]]
             at = torch.arange(n, n + len(text))[None]
-            model(torch.tensor([[int(x) for x in text]]), position_ids=at, past_key_values=copy.deepcopy(prompt_cache))
+            model(torch.tensor([[int(x) for x in text]]), position_ids=at, **named_cache(copy.deepcopy(prompt_cache)))
             for layer, logits in asked.items():
                 heads = [*range(min(sinks, start)), *range(start, end), *range(n, n + len(text))]
                 attn = logits[:, :, heads].softmax(-1)

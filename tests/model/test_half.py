@@ -6,6 +6,7 @@ from families import FAMILIES, LOCALS, build, prompt
 from runs import prepare
 
 import kvbench
+from kvbench.models.releases import CACHE_NAME, named_cache
 from kvbench.storage import attend
 
 HALF = (torch.bfloat16, torch.float16)
@@ -23,7 +24,7 @@ def test_the_full_caches_logits_are_transformers_own_bit_for_bit(family, dtype):
         torch.testing.assert_close(cache.logits, out.logits[0, -1], **near)
         for chunk in prompt(8, 4).split([1, 1, 2, 4]):
             # of the last token alone, as here: some processors round products of one row and of several differently
-            out = model(chunk[None], past_key_values=out.past_key_values, use_cache=True, logits_to_keep=1)
+            out = model(chunk[None], **named_cache(out[CACHE_NAME]), use_cache=True, logits_to_keep=1)
             cache = kvbench.extend(model, cache, chunk)
             torch.testing.assert_close(cache.logits, out.logits[0, -1], **near)
 

@@ -12,6 +12,7 @@ from data import data_path
 
 import kvbench
 from kvbench.cli.main import main
+from kvbench.models.releases import named_cache
 from kvbench.run.store import ResultStore
 
 pytestmark = pytest.mark.e2e("a pretrained model answers")
@@ -189,5 +190,5 @@ def test_transformers_own_generate_answers_from_a_cache_as_kvbench_does(loaded, 
     ids = tokenizer("The quick brown fox jumps over the lazy dog. " * 8 + QUESTIONS[0], return_tensors="pt").input_ids
     (want,) = kvbench.generate(model, kvbench.prefill(model, ids, [method], kv_ratio=0.5), 12)
     with kvbench.cache(model, method, kv_ratio=0.5) as cache:
-        out = model.generate(ids, past_key_values=cache, max_new_tokens=12, do_sample=False, eos_token_id=None)
+        out = model.generate(ids, **named_cache(cache), max_new_tokens=12, do_sample=False, eos_token_id=None)
     assert out[0, ids.shape[1] :].tolist() == want

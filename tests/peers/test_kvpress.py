@@ -16,6 +16,7 @@ import kvbench
 from kvbench.kv.observation import Needs
 from kvbench.methods.base import Stage, top_indices
 from kvbench.methods.chain import Chain
+from kvbench.models.releases import named_cache
 
 kvpress = pytest.importorskip("kvpress", reason="kvpress is not installed here: make test-peers")
 from transformers import DynamicCache  # noqa: E402
@@ -108,7 +109,7 @@ def test_adakv_with_its_safe_floor(model, removed, floor):
     model.set_attn_implementation("sdpa")
     press = kvpress.AdaKVPress(kvpress.SnapKVPress(removed, window_size=16, kernel_size=5), alpha_safeguard=floor)
     with torch.no_grad(), press(model):
-        model(prompt(N)[None], past_key_values=DynamicCache())
+        model(prompt(N)[None], **named_cache(DynamicCache()))
     kept_tokens = []
     for layer in model.model.layers:
         _, heads, tokens = layer.self_attn.masked_key_indices
@@ -144,7 +145,7 @@ def test_kvzip(model, monkeypatch, removed, chunk, instruction, layerwise):
     press = kvpress.KVzipPress(removed, layerwise=bool(layerwise), chunk_size=chunk)
     cache, kept_tokens = DynamicCache(), []
     with torch.no_grad(), press(model):
-        model(prompt(N)[None], past_key_values=cache)
+        model(prompt(N)[None], **named_cache(cache))
     for layer in model.model.layers:
         kept = torch.ones(model.config.num_key_value_heads, N, dtype=torch.bool)
         kept[layer.self_attn.masked_key_indices[1:]] = False

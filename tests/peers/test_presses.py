@@ -17,6 +17,7 @@ from kvbench.cli.main import main
 from kvbench.errors import UsageError
 from kvbench.methods.kvpress_package import presses, refusal, wraps_another
 from kvbench.methods.resolve import chain_of
+from kvbench.models.releases import named_cache
 from kvbench.run.store import ResultStore
 
 kvpress = pytest.importorskip("kvpress", reason="kvpress is not installed here: make test-peers")
@@ -78,7 +79,7 @@ def ours(model, entry):
 def unmasked(model, ids, press):
     """Positions that a press does not mask, per layer and kv head."""
     with torch.no_grad(), press(model):
-        model(ids[None], past_key_values=DynamicCache())
+        model(ids[None], **named_cache(DynamicCache()))
     found = []
     for layer in model.model.layers:
         kept = torch.ones(model.config.num_key_value_heads, N, dtype=torch.bool)

@@ -1,0 +1,56 @@
+"""What differs between the supported releases of transformers, and the newest releases that the tests have run on."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Mapping
+from dataclasses import fields
+from importlib.metadata import version
+from typing import Any
+
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from kvbench.errors import say
+
+NEWEST_TRIED = {"transformers": "5.24", "torch": "2.13"}
+"""Releases that the whole suite passes on; constraints.txt pins these."""
+CACHE_NAMES = ("cache", "past_key_values")
+"""What transformers calls the cache in calls and outputs: the first from 5.24 on, the second before."""
+CACHE_NAME = CACHE_NAMES[0 if "cache" in {field.name for field in fields(CausalLMOutputWithPast)} else 1]
+"""The one that the installed release expects."""
+
+
+def named_cache(cache: Any) -> dict[str, Any]:
+    """Return a cache as the keyword that a model's forward pass, ``generate`` and an output take it by."""
+    return {CACHE_NAME: cache}
+
+
+def caches_among(kwargs: Mapping[str, Any]) -> list[Any]:
+    """Return what a call was given by either name."""
+    return [kwargs[name] for name in CACHE_NAMES if kwargs.get(name) is not None]
+
+
+def untried(installed: Mapping[str, str]) -> str | None:
+    """Return a note on the packages whose ``installed`` versions are above the newest tried; None if there are none."""
+    above = [
+        f"{name} {installed[name]} (up to {tried})"
+        for name, tried in NEWEST_TRIED.items()
+        if _minor(installed[name]) > _minor(tried)
+    ]
+    if not above:
+        return None
+    return f"not tried with this version of {' and '.join(above)}: if something breaks, install the one in brackets"
+
+
+@functools.cache
+def tell_untried() -> None:
+    """Say once in a process which installed packages are newer than the newest tried."""
+    note = untried({name: version(name) for name in NEWEST_TRIED})
+    if note is not None:
+        say(note)
+
+
+def _minor(release: str) -> tuple[int, ...]:
+    """Return (major, minor) of a version such as 5.24.0, 2.13.0+cpu or 5.25.0.dev0."""
+    return tuple(int(part) for part in re.findall(r"\d+", release)[:2])
