@@ -55,14 +55,14 @@ def measure_shard(shard_tables: Shard, shard: int, shards: int, most: int | None
 
     Each prompt is read once for all tables. The tasks with the cheapest answers come first.
     """
-    for run in _runs(shard_tables, shard, shards):
+    for run in joined(shard_tables, shard, shards):
         groups = sorted((_few(g, most) for g in run.groups), key=_cost)
         experiment.fill(replace(run, groups=tuple(groups)), quiet=True)
 
 
 def calibrate_shard(shard_tables: Shard, shard: int, shards: int) -> None:
     """Compute one process's part of the missing calibrations; no two processes compute the same one."""
-    for run in _runs(shard_tables, shard, shards):
+    for run in joined(shard_tables, shard, shards):
         chain_of = {r.key: c.chain for g in run.groups for c in g.cells for r in run.session.requests(c.chain).values()}
         chains = [chain_of[key] for key in sorted(chain_of)[shard::shards] if run.session.missing(chain_of[key])]
         if chains:
@@ -72,7 +72,7 @@ def calibrate_shard(shard_tables: Shard, shard: int, shards: int) -> None:
 
 
 @cache
-def _runs(shard_tables: Shard, shard: int, shards: int) -> list[experiment.RunPlan]:
+def joined(shard_tables: Shard, shard: int, shards: int) -> list[experiment.RunPlan]:
     """Return the runs of some tables; those that read the same prompts are joined into one.
 
     They are cached, since a process needs them in every round.
