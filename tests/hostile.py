@@ -10,6 +10,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaAttention
 
@@ -140,6 +143,47 @@ REPLACED = {
 }
 for replaced, (owner, name) in REPLACED.items():
     MODES[f"replaces {replaced}"] = replacing(owner, name), re.escape(f"hostile replaces {replaced}, with which other")
+
+
+class Zeros(TorchFunctionMode):
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        return result * 0 if function is torch.Tensor.sum else result
+
+
+class Dispatched(TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        return function(*args, **(kwargs or {}))
+
+
+@mode("hostile replaces all functions of torch by a TorchFunctionMode that it does not leave")
+def enters_a_mode(stage, cache, obs):
+    Zeros().__enter__()
+
+
+@mode("hostile replaces all functions of torch by a TorchDispatchMode that it does not leave")
+def enters_a_dispatch_mode(stage, cache, obs):
+    Dispatched().__enter__()
+
+
+@mode("hostile replaces all functions of torch by a TorchFunctionMode")
+def sets_the_default_device(stage, cache, obs):
+    torch.set_default_device("meta")
+
+
+@mode()
+def leaves_autocast_on(stage, cache, obs):
+    torch.set_autocast_enabled("cpu", True)
+
+
+@mode("hostile replaces an attention function of transformers")
+def replaces_an_attention_function(stage, cache, obs):
+    ALL_ATTENTION_FUNCTIONS._global_mapping["kvbench"] = None
+
+
+@mode("hostile replaces torch.nn.modules.activation.SiLU.forward")
+def replaces_a_layer(stage, cache, obs):
+    torch.nn.SiLU.forward = lambda self, x: x * 0
 
 
 @mode("hostile would end the program: SystemExit by os._exit")

@@ -1,5 +1,6 @@
 """Methods that misbehave, each in its own way: refused with the reason or harmless, and no other number changes."""
 
+import builtins
 import contextlib
 import importlib
 import json
@@ -149,6 +150,21 @@ def test_what_torch_and_others_do_to_themselves_is_no_replacement(monkeypatch):
     assert functions.restored() == "" and torch.topk is wrapper
     torch.topk = torch.sort
     assert functions.restored() == "torch.topk" and torch.topk is before
+    monkeypatch.setattr(builtins, "ic", print, raising=False)  # as some debuggers do
+    assert functions.restored() == ""
+
+
+def test_an_honest_method_may_compile(bench):
+    @dataclass(frozen=True, kw_only=True)
+    class Compiled(Hostile):
+        def compress(self, cache, obs):
+            torch.compile(lambda x: x * 2, backend="eager")(torch.ones(2))
+            torch._dynamo.reset()
+            return super().compress(cache, obs)
+
+    check(bench, Chain((Compiled(kv_size=64),)), None)
+    lines, _ = bench(Chain((Compiled(kv_size=64),)))
+    assert "hostile" in lines
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -367,7 +383,9 @@ def test_others_are_measured_anew_where_a_method_changed_the_model_or_a_function
     status = prepared.store.status(cells["hostile"].id)
     assert status.status == "refused" and status.reason.startswith(reason)
     assert {prepared.store.status(cells[name].id).status for name in lines} == {"partial"}
-    assert "it is read again for the others" in capsys.readouterr().err
+    # a function is put back, a model is read again
+    read_again = "it is read again for the others" in capsys.readouterr().err
+    assert read_again == (reason == "hostile changes the model")
 
 
 def test_a_prompt_that_is_read_in_another_way_is_read_for_that_method_alone(bench):

@@ -14,8 +14,11 @@ NOTEBOOKS = sorted((Path(__file__).parents[1] / "docs" / "notebooks").glob("*.ip
 def test_every_cell_of_a_notebook_runs(tmp_path):
     """One after the other in one kernel, which forgets all names in between."""
     notebooks = {path.stem: nbformat.read(path, as_version=4) for path in NOTEBOOKS}
-    forget = nbformat.v4.new_code_cell("%reset -f")
-    cells = [cell for notebook in notebooks.values() for cell in (*notebook.cells, forget)]
+    cells = []
+    for notebook in notebooks.values():
+        cells += [*notebook.cells, nbformat.v4.new_code_cell("%reset -f")]
+    for i, cell in enumerate(cells):
+        cell["id"] = f"cell-{i}"  # unique over all notebooks
     joined = nbformat.v4.new_notebook(cells=cells, metadata=next(iter(notebooks.values())).metadata)
     NotebookClient(joined, timeout=120, resources={"metadata": {"path": str(tmp_path)}}).execute()
     outputs = {

@@ -20,6 +20,12 @@ from kvbench.tables import render
 from kvbench.tasks.base import Task
 
 
+def fake_store(samples):
+    """A store with these samples by cell, where nothing is refused, damaged or failed."""
+    nothing = {name: lambda i: None for name in ("refusal", "damage", "status")}
+    return SimpleNamespace(samples=samples, root="results", **nothing)
+
+
 def made(number, score, **more):
     """A stored sample; seconds as (prefill, compress, decode), or with the factor of its batch behind them."""
     seconds = dict(
@@ -44,7 +50,9 @@ def measured(scores, metric_name="f1", of=None, tasks=("tiny/a",), **of_row):
             cells.append(Cell(identity, chains[method], method, task, name))
             kept[cells[-1].id] = {s.id: s for s in row[place]}
         groups.append(Group(task, name, tuple(cells), examples))
-    store = SimpleNamespace(samples=kept.get, refusal=lambda i: None, status=lambda i: None, root="results")
+    store = SimpleNamespace(
+        samples=kept.get, refusal=lambda i: None, damage=lambda i: None, status=lambda i: None, root="results"
+    )
     return collect(groups, store)
 
 
@@ -327,7 +335,9 @@ def test_only_the_examples_of_this_run_count():
     task = Task("tiny/a", examples, "f1", "a test")
     cell = Cell({"task": "tiny/a", "chain": Chain().identity()}, Chain(), "full", task, "tiny/a")
     stored = {s.id: s for s in (made(0, 1.0), made(1, 0.0))}
-    store = SimpleNamespace(samples=lambda i: stored, refusal=lambda i: None, status=lambda i: None, root="results")
+    store = SimpleNamespace(
+        samples=lambda i: stored, refusal=lambda i: None, damage=lambda i: None, status=lambda i: None, root="results"
+    )
     (row,) = collect([Group(task, "tiny/a", (cell,), examples[:1])], store).rows
     assert (row.cells[0].summary.n, row.cells[0].summary.of, row.cells[0].summary.score) == (1, 2, 100)
 

@@ -28,6 +28,9 @@ REACHED = [
     ["method=keydiff", "kv_size=4000", "decode_budget=250", "decode_every=1"],
     ["method=fp8,kivi"],  # all tokens, fewer bytes
     ["method=snapkv+think", "kv_size=4000", "ratio=0.4"],
+    # one layer that is spared says nothing of the others
+    ["method=keydiff", "kv_size=1024", "decode_budget=258", "decode_every=1", "frozen_layers=0"],
+    ["method=refreekv"],
     ["method=twilight"],  # holds all tokens and attends some
     ["method=think", "ratio=0.1", "per=query_head"],  # more bytes than the full cache, and fewer than at its heads
 ]
@@ -101,3 +104,4 @@ def test_what_never_reaches_its_budget_is_known_beforehand():
     assert keeps_everything(of(*while_decoding, "decode_budget=100"), 256, 8)  # an answer ends before it chooses
     assert not keeps_everything(of("method=snapkv+kivi", "kv_size=300"), 256, 8)
     assert not keeps_everything(of("method=full"), 256, 8)
+    assert not keeps_everything(of("method=refreekv"), 256, 8)  # the data decide what stays

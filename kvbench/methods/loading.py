@@ -95,11 +95,14 @@ def syntax_error(path: Path) -> str | None:
 def _check_needs(stage: Stage) -> None:
     """Raise UsageError unless the stage says what it reads of a prompt: that is asked before any prompt is read."""
     from kvbench.kv.observation import Needs
+    from kvbench.methods.foreign import is_own
+    from kvbench.methods.walls import contained
 
     line = _source_line(type(stage))
     where = f"{line}: {type(stage).__name__}.needs(n), what it reads of a prompt of n tokens,"
     try:
-        needs = stage.needs(1)
+        with contained(type(stage).__qualname__, not is_own(type(stage).__module__), seed=0):
+            needs = stage.needs(1)
     except Exception as error:
         raise UsageError(f"{where} failed: {_located(error, line)}") from error
     if not isinstance(needs, Needs):

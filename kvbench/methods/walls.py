@@ -24,6 +24,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils import _device
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvbench.errors import KvbenchError, Refused, notes, say
 from kvbench.methods.foreign import is_own
@@ -34,7 +36,15 @@ ENDS = ("_exit", "abort", "execv", "execve", "execvp", "execvpe")
 """Functions of ``os`` that would end the process without a word."""
 COMPUTING = ("torch", "torch.nn.functional", "torch.linalg", "torch.fft", "torch.special", "math", "builtins", "numpy")
 """Modules whose functions methods and models compute with, beside kvbench's and the models' own."""
-OF_MODELS = ("transformers.cache_utils", "transformers.masking_utils", "transformers.modeling_utils")
+OF_MODELS = tuple(f"transformers.{n}" for n in ("activations", "cache_utils", "masking_utils", "modeling_utils"))
+"""Modules whose functions and classes every model computes with, beside those of its own family."""
+TORCH_FOLDER = os.path.dirname(torch.__file__)
+ATTENTIONS: dict[str, Any] = ALL_ATTENTION_FUNCTIONS._global_mapping
+MODES = {
+    "a TorchFunctionMode": (torch._C._len_torch_function_stack, torch._C._pop_torch_function_stack),
+    "a TorchDispatchMode": (torch._C._len_torch_dispatch_stack, lambda: torch._C._pop_torch_dispatch_stack(None)),
+}
+"""Modes under which all functions of torch may mean something else: how many are entered, and how the last is left."""
 CLASSES = (torch.Tensor, torch.Generator, torch.nn.Module, torch.nn.Linear, torch.nn.Embedding, torch.nn.Parameter)
 
 
@@ -82,9 +92,12 @@ def _settings() -> Iterator[None]:
     dtype, threads, grad = torch.get_default_dtype(), torch.get_num_threads(), torch.is_grad_enabled()
     precision = torch.get_float32_matmul_precision()
     deterministic = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    device, autocast = _device.CURRENT_DEVICE, torch.is_autocast_enabled("cpu")
     try:
         yield
     finally:
+        _device.CURRENT_DEVICE = device
+        torch.set_autocast_enabled("cpu", autocast)
         torch.set_default_dtype(dtype)
         if torch.get_num_threads() != threads:
             torch.set_num_threads(threads)
@@ -203,13 +216,19 @@ class Functions:
 
     def __init__(self) -> None:
         self._before = {name: dict(vars(owner)) for name, owner in _owners().items()}
+        self._attentions = dict(ATTENTIONS)
+        self._modes = tuple(length() for length, _ in MODES.values())
 
     def restored(self) -> str:
         """Put back what was replaced since. Return the name of one of the functions concerned, or ''."""
         # built-in functions come first, and without a call of one: all that follows needs them
         built_in = builtins.__dict__.copy()
         builtins.__dict__.update(self._before["builtins"])
-        replaced = ""
+        replaced = self._left_mode()
+        if dict(ATTENTIONS) != self._attentions:
+            ATTENTIONS.clear()
+            ATTENTIONS.update(self._attentions)
+            replaced = "an attention function of transformers"
         for name, owner in _owners().items():
             before = self._before.get(name)
             now = built_in if owner is builtins else vars(owner)
@@ -222,6 +241,15 @@ class Functions:
                     delattr(owner, key)
                 replaced = replaced or f"{name}.{key}"
         return replaced
+
+    def _left_mode(self) -> str:
+        """Leave the modes of torch that were entered since, under which functions mean others. Return one's name."""
+        left = ""
+        for before, (name, (length, pop)) in zip(self._modes, MODES.items(), strict=True):
+            while length() > before:
+                pop()
+                left = f"all functions of torch by {name} that it does not leave"
+        return left
 
 
 @contextmanager
@@ -259,7 +287,8 @@ def _owners() -> dict[str, Any]:
             if not isinstance(module, ModuleType):
                 continue
             ours = name.startswith("kvbench.") and (not name.startswith("kvbench.methods.") or is_own(name))
-            models = name in OF_MODELS or (name.startswith("transformers.models.") and ".modeling_" in name)
+            models = name in OF_MODELS or name.startswith("torch.nn.modules.")
+            models = models or (name.startswith("transformers.models.") and ".modeling_" in name)
             if ours or models or name in COMPUTING:
                 owners[name] = module
             if ours or models:
@@ -286,7 +315,8 @@ def _replaced(owner: Any, now: Mapping[str, Any], before: Mapping[str, Any]) -> 
         value, former = now.get(key), before.get(key)
         if value is former or isinstance(value, ModuleType) or not (_is_function(value) or _is_function(former)):
             continue
-        if (key in before and not _wraps(value, former)) or (key not in before and _hides(owner, key)):
+        changed = not _is_torchs_own(value, key) if key in before else _hides(owner, key)
+        if changed:
             names.append(key)
     return sorted(names)
 
@@ -295,14 +325,19 @@ def _is_function(value: object) -> bool:
     return callable(value) or isinstance(value, (property, staticmethod, classmethod))
 
 
-def _wraps(value: Any, former: Any) -> bool:
-    """Tell whether torch has put a wrapper of its own around its function, as its compiler does once it is imported."""
+def _is_torchs_own(value: Any, key: str) -> bool:
+    """Tell whether torch has replaced a function of its own, as its compiler does when it is imported or first used.
+
+    Such code lies in torch's files. Another function of torch under this name is no such replacement.
+    """
     file = getattr(getattr(value, "__code__", None), "co_filename", "")
-    return getattr(value, "__wrapped__", None) is former and file.startswith(os.path.dirname(torch.__file__))
+    return file.startswith(TORCH_FOLDER) and (hasattr(value, "__wrapped__") or key in value.__name__)
 
 
 def _hides(owner: Any, key: str) -> bool:
     """Tell whether a new name of a module or class hides another that was found under it before."""
+    if owner is builtins:
+        return False
     if isinstance(owner, type):
         return any(key in vars(base) for base in owner.__mro__[1:])
     return hasattr(builtins, key)

@@ -18,7 +18,7 @@ from kvbench.errors import say
 from kvbench.example import Example
 from kvbench.kv.model_shape import from_config, local_layers
 from kvbench.methods.chain import Chain
-from kvbench.methods.walls import contained
+from kvbench.methods.walls import Functions, contained
 from kvbench.models import load, traits
 from kvbench.run import equal_memory
 from kvbench.run.advice import about_prompts
@@ -162,7 +162,11 @@ class RunPlan:
         samples = {c.id: self.store.samples(c.id) for c in group.cells}
         rows = self.cfg.batch_rows or default_rows(device)
         shape, hidden = from_config(config), int(config.hidden_size)
-        return estimate(group, self.left(group), samples, shape, dtype.itemsize, hidden, rows, tokens)
+        functions = Functions()
+        try:
+            return estimate(group, self.left(group), samples, shape, dtype.itemsize, hidden, rows, tokens)
+        finally:
+            functions.restored()  # methods are asked for their needs and budgets here, outside all walls
 
     def samples(self, group: Group, cell: Cell) -> dict[str, Sample]:
         """Return what is stored of a cell by example, of this run's examples alone."""
@@ -226,7 +230,8 @@ def keeps_everything(chain: Chain, n: int, answer: int) -> bool:
     if not chain.stages or any(s.role not in ("selector", "modifier") for s in chain.stages):
         return False
     capacity = chain.capacity(n)
-    if capacity is None or capacity.tokens < n:
+    # without a budget of the user's the data decide, and a capacity is only the most that may stay
+    if capacity is None or capacity.tokens < n or chain.selector is None or chain.selector.nominal(n) is None:
         return False
     evictor = chain.evictor
     if evictor is None or (evictor.every and answer <= evictor.every):  # it never comes to choose while decoding

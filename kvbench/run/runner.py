@@ -34,7 +34,7 @@ from kvbench.run.queue import DecodeQueue, QueuedRow, in_parts
 from kvbench.run.reading import PromptReader, Work
 from kvbench.run.refusals import ModelChanged, unfit
 from kvbench.run.results import Facts, Sample
-from kvbench.run.store import Busy, ResultStore
+from kvbench.run.store import SHARD_WAIT_S, Busy, ResultStore
 from kvbench.run.store_writer import Writer
 from kvbench.tasks.prompt import Encoded
 from kvbench.tasks.turns import EncodedTurns
@@ -367,7 +367,7 @@ def run_groups(
             facts = {**provenance, "batch": host.batching(), **cell.chain.provenance()}
             try:
                 # one cell that is busy is waited for: the others of the same process are, too
-                writers[cell.id] = store.open(cell, facts, shard, mix, *([BUSY_WAIT_S] if busy else []))
+                writers[cell.id] = store.open(cell, facts, shard, mix, wait_s=BUSY_WAIT_S if busy else SHARD_WAIT_S)
             except Busy:
                 busy.append(cell)
             else:

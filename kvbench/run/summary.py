@@ -236,6 +236,9 @@ def is_unchanged(group: Group, cell: Cell, samples: Mapping[str, Sample], store:
     full = next((c for c in group.cells if not c.chain.stages), None)
     if full is None or not cell.chain.stages or cell.chain.masks or cell.chain.sharer is not None:
         return False
+    # the most tokens held are of the layer that holds most: where some layers are spared, that tells nothing of others
+    if cell.chain.evicts and any(getattr(s, "frozen_layers", ()) for s in cell.chain.stages):
+        return False
     baseline = store.samples(full.id)
     by_query_head = cell.chain.per == "query_head"
     equal = [_same_as_full(sample, baseline[i], by_query_head) for i, sample in samples.items() if i in baseline]

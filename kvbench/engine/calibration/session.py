@@ -20,7 +20,9 @@ from kvbench.engine.prefill import observer
 from kvbench.engine.weights_digest import check_weights, weights_of
 from kvbench.methods.base import Stage
 from kvbench.methods.chain import Chain
+from kvbench.methods.foreign import is_own
 from kvbench.methods.recipe import CalibrationRun, Request
+from kvbench.methods.walls import contained
 from kvbench.progress import progress
 
 DEFAULT_FOLDER = "calibration"  # below the results folder
@@ -118,4 +120,5 @@ class Session:
         steps = recipe.samples + stage.calibration_steps(model)
         with progress({label: steps}, quiet, unit="steps of calibration") as tick:
             run = CalibrationRun(model, windows, recipe, lambda: tick(label, 1), observer(model))
-            return stage.calibrate(run)
+            with contained(stage.id, not is_own(type(stage).__module__), seed=0, watched=False):
+                return stage.calibrate(run)
