@@ -67,8 +67,8 @@ def test_a_run_that_waits_measures_what_a_killed_one_leaves(tmp_path, capsys):
             time.sleep(0.02)
         first.send_signal(signal.SIGSTOP)  # it holds its locks, however fast it would be
         second = start(*arguments)
-        while "waiting for another run, which measures full on tiny/needle and 1 other" not in second.stderr.readline():
-            assert second.poll() is None
+        while "waiting for another run, which measures " not in (line := second.stderr.readline()):
+            assert line and second.poll() is None
         assert main(["list", "runs", f"results={tmp_path}", "status=started", "--json"]) == 0
         assert [r["measuring"] for r in json.loads(capsys.readouterr().out)["runs"]] == [[0], [0]]
         cell = store.cells()[0]
