@@ -45,7 +45,8 @@ MODES = {
     "a TorchDispatchMode": (torch._C._len_torch_dispatch_stack, lambda: torch._C._pop_torch_dispatch_stack(None)),
 }
 """Modes under which all functions of torch may mean something else: how many are entered, and how the last is left."""
-CLASSES = (torch.Tensor, torch.Generator, torch.nn.Module, torch.nn.Linear, torch.nn.Embedding, torch.nn.Parameter)
+CLASSES = (torch.Tensor, torch.Generator, torch.nn.Parameter)
+"""Classes of torch that are watched beside those of ``torch.nn.modules``."""
 
 
 def seed_of(prompt: int, layer: int = 0) -> int:
@@ -399,15 +400,8 @@ def _raised_by_signal(error: BaseException) -> bool:
     handlers = [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)]
     if isinstance(error, KeyboardInterrupt) and signal.default_int_handler in handlers:
         return True
-    return _innermost(error) in [getattr(h, "__code__", None) for h in handlers]
-
-
-def _innermost(error: BaseException) -> Any:
-    """Return the code of the frame that raised an error."""
-    last = error.__traceback__
-    while last is not None and last.tb_next is not None:
-        last = last.tb_next
-    return None if last is None else last.tb_frame.f_code
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return bool(frames) and frames[-1].f_code in [getattr(h, "__code__", None) for h in handlers]
 
 
 def _place(error: BaseException) -> str:
