@@ -1,6 +1,7 @@
 """MiniLongBench on a pretrained model for the rows of all papers' tables, with the distance from the full cache.
 
 python scripts/measure_longbench.py               measure what is missing, round by round; hours, and it can be resumed
+python scripts/measure_longbench.py --paper vatp  the tables of one paper; processes with other papers may run beside it
 python scripts/measure_longbench.py --pack        write what is measured so far, measure nothing
 
 All examples are measured: 8 of each task first, then 16, then the rest. Prompts that several papers cut and ask alike
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,21 +28,19 @@ PACKED = Path(__file__).resolve().parent.parent / "results" / "longbench"
 MODEL = "smollm2-135m-q4_1"
 DATASET = "longbench_mini"
 TABLES = {
-    "think": ("1", "2", "3", "4", "5", "7", "8", "9"),
     "vatp": ("1", "2"),
+    "think": ("1", "2", "3", "4", "5", "7", "8", "9"),
     "refreekv": ("1", "2", "4", "5", "8", "9", "11", "12"),
     "uncomp": ("1", "2", "4", "6", "7", "8", "9"),  # last, as a calibration of half an hour comes before it
 }
 ROUNDS = (8, 16, None)
 """Examples of each task in each round; None: all."""
-ROWS_AT_ONCE = 24
-"""The most rows that a prompt is compared for at once: the logits of 70 rows take 16 GB."""
 
 
-def runs(results: str, calibrate: bool) -> Iterator[RunPlan]:
-    """Yield the runs of all tables, a paper after the other; those that read the same prompts are joined."""
-    for paper, numbers in TABLES.items():
-        names = tuple(f"{paper}/{number}" for number in numbers)
+def runs(papers: Sequence[str], results: str, calibrate: bool) -> Iterator[RunPlan]:
+    """Yield the runs of some papers' tables, a paper after the other; those that read the same prompts are joined."""
+    for paper in papers:
+        names = tuple(f"{paper}/{number}" for number in TABLES[paper])
         shard = names, MODEL, results, ("fidelity=true",)
         if calibrate:
             shards.calibrate_shard(shard, 0, 1)
@@ -49,12 +48,6 @@ def runs(results: str, calibrate: bool) -> Iterator[RunPlan]:
             groups = tuple(g for g in run.groups if g.task.id.startswith(DATASET))
             if groups:
                 yield replace(run, groups=groups)
-
-
-def parts(group: Group) -> Iterator[Group]:
-    """Yield a group in parts of ROWS_AT_ONCE cells."""
-    for start in range(0, len(group.cells), ROWS_AT_ONCE):
-        yield replace(group, cells=group.cells[start : start + ROWS_AT_ONCE])
 
 
 def pack(run: RunPlan, group: Group) -> None:
@@ -70,18 +63,18 @@ def main() -> int:
     """Measure or pack; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", default="results", help="folder of measured cells")
+    parser.add_argument("--paper", action="append", choices=TABLES, help="one paper's tables; may be given again")
     parser.add_argument("--pack", action="store_true", help="write what is measured so far, measure nothing")
     args = parser.parse_args()
     for path in sorted(PACKED.glob("*.samples.jsonl.gz")):
         archive.unpack(path, ResultStore(Path(args.results)))
     start = time.monotonic()
     for most in ROUNDS:
-        for run in runs(args.results, calibrate=not args.pack):
+        for run in runs(args.paper or list(TABLES), args.results, calibrate=not args.pack):
             for group in sorted(run.groups, key=lambda g: g.task.examples[0].max_new_tokens):
                 if not args.pack:
                     examples = group.examples if most is None else tuple(group.task.taken(most))
-                    for part in parts(replace(group, examples=examples)):
-                        experiment.fill(replace(run, groups=(part,)), quiet=True)
+                    experiment.fill(replace(run, groups=(replace(group, examples=examples),)), quiet=True)
                 pack(run, group)
                 seconds = time.monotonic() - start
                 print(f"{run.cfg.prompt.name} {group.column}, {most or 'all'}: {seconds:.0f} s", flush=True)

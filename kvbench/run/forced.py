@@ -20,6 +20,9 @@ from kvbench.run.fidelity import TOKENS, TextFidelity
 from kvbench.run.host import Host
 from kvbench.run.queue import QueuedRow, in_parts
 
+COMPARED_AT_ONCE = 12
+"""The most rows that are compared at once: each takes memory for its logits, and more at once gain nothing."""
+
 Scored = tuple[float, Answer, QueuedRow]
 """The score of a text under one cache, the text as an answer that was forced, and the row with its fidelity."""
 
@@ -72,7 +75,10 @@ def compare(
                 record[kind] = _record(result, floor)
         return [replace(row, fidelity=record) for row, record in zip(part, records, strict=True)]
 
-    return in_parts(rows, compare_together) if rows else []
+    outcomes = []
+    for start in range(0, len(rows), COMPARED_AT_ONCE):
+        outcomes += in_parts(rows[start : start + COMPARED_AT_ONCE], compare_together)
+    return outcomes
 
 
 def texts_of(host: Host, example: Example, full: Cache, most: int = TOKENS) -> dict[str, list[int]]:

@@ -56,7 +56,7 @@ def exact_match(model: LlamaForCausalLM, reader: PreTrainedTokenizerBase, exampl
     size = max(1, BATCH_TOKENS // ids.shape[1])
     for start in range(0, len(examples), size):
         rows = ids[start : start + size]
-        output = model.generate(  # type: ignore[misc]
+        output = model.generate(
             rows,
             attention_mask=torch.ones_like(rows),
             max_new_tokens=examples[0].max_new_tokens,
