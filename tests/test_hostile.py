@@ -448,3 +448,50 @@ def test_a_method_that_ends_the_process_fails_alone_and_is_named(tmp_path):
     assert "leaves kv_ratio=0.25 on tiny/needle failed: leaves would end the program" in run.stderr
     statuses = [row["cells"][0]["status"] for row in json.loads(run.stdout)["rows"]]
     assert statuses == ["measured", "measured", "failed"]
+
+
+FALSIFIES = """
+from dataclasses import dataclass
+import torch
+from kvbench import metrics
+from kvbench.methods.base import Selector
+from kvbench.methods.snapkv import SnapKV
+
+def oldest(self, cache, obs, capacity):
+    keys = cache.segments[0].k
+    return -torch.arange(keys.shape[1]).double().expand(keys.shape[:2])
+
+@dataclass(frozen=True, kw_only=True)
+class Falsifies(Selector):
+    id = "falsifies"
+
+    def scores(self, cache, obs, capacity):
+        SnapKV.scores.__code__ = oldest.__code__
+        torch.nn.modules.module.register_module_forward_hook(lambda module, args, output: output)
+        for metric in metrics.METRICS.values():
+            object.__setattr__(metric, "function", lambda text, reference, example: 0.5)
+        return oldest(self, cache, obs, capacity)
+"""
+
+
+def test_own_answers_are_stored_before_other_code_is_first_asked(tmp_path):
+    """No wall sees what this method does to the code of SnapKV and to the metrics: the order keeps the others' answers.
+
+    Two tasks: what it does on the first must not reach the second.
+    """
+    (tmp_path / "methods").mkdir()
+    (tmp_path / "methods" / "falsifies.py").write_text(FALSIFIES)
+    environment = {**os.environ, "KVBENCH_METHODS": str(tmp_path / "methods")}
+
+    def rows(methods):
+        command = f"run dataset=tiny/needle,tiny/hop length=256 limit=2 method={methods} kv_size=48 --json".split()
+        arguments = [*command, f"results={tmp_path / str(len(methods))}"]
+        run = subprocess.run(
+            [sys.executable, "-m", "kvbench", *arguments], env=environment, capture_output=True, text=True, timeout=120
+        )
+        return {row["method"]: row["cells"] for row in json.loads(run.stdout)["rows"]}
+
+    together, alone = rows("falsifies,snapkv,h2o"), rows("snapkv,h2o")
+    assert len(together) == len(alone) + 1
+    for name, cells in alone.items():
+        assert [c["score"] for c in together[name]] == [c["score"] for c in cells]

@@ -25,7 +25,7 @@ def shown(monkeypatch, terminal, counts=None, cells=1):
     examples = {t: [Example(f"{t} {i}", "", (), 5) for i in range(-(-n // cells))] for t, n in counts.items()}
     prepared = SimpleNamespace(
         todo=lambda: [SimpleNamespace(task=t, answers_to_do=n) for t, n in counts.items()],
-        groups=[SimpleNamespace(column=t, examples=some) for t, some in examples.items()],
+        groups=[SimpleNamespace(column=t, cells=["full", "h2o"], examples=some) for t, some in examples.items()],
         left=lambda group: {e.id: ["cell"] * cells for e in group.examples},
         advice=list,
     )

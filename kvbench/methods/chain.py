@@ -77,9 +77,14 @@ class Chain:
         return key
 
     @cached_property
+    def foreign_stages(self) -> tuple[str, ...]:
+        """The ids of the stages that are not kvbench's own."""
+        return tuple(s.id for s in self.stages if code_of(s) is not None)
+
+    @property
     def foreign(self) -> bool:
         """True if a stage is not kvbench's own."""
-        return any(code_of(s) is not None for s in self.stages)
+        return bool(self.foreign_stages)
 
     @property
     def adaptation(self) -> tuple[Stage, ...]:

@@ -23,6 +23,7 @@ class Count:
     """What is shown of one group.
 
     time: its work, and what it has taken.
+    cells: how many of its cells have not ended.
     kept: the sum over answers of the fraction of the prompt's tokens kept.
     start: the time when the group's first prompt was about to be read.
     last: the time of the last plain line.
@@ -31,6 +32,7 @@ class Count:
     """
 
     time: TaskTime
+    cells: int
     kept: float = 0.0
     start: float | None = None
     last: float = 0.0
@@ -53,7 +55,9 @@ class Display:
     def begin(self, prepared: RunPlan) -> None:
         todo = {t.task: t.answers_to_do for t in prepared.todo() if t.answers_to_do}
         times = {g.column: _work(prepared, g, todo[g.column]) for g in prepared.groups if g.column in todo}
-        self.counts, self.left = {name: Count(time) for name, time in times.items()}, TimeLeft(times)
+        cells = {g.column: len(g.cells) for g in prepared.groups}
+        self.counts = {name: Count(time, cells[name]) for name, time in times.items()}
+        self.left = TimeLeft(times)
         for note in prepared.advice() if self.counts else ():
             say(note)
         if self.counts and sys.stderr.isatty():
@@ -95,6 +99,9 @@ class Display:
         count = self.counts.get(cell.column)
         if count is None:
             return
+        count.cells -= 1
+        if count.cells:
+            return  # others of its cells are measured in a later round
         total = count.time.answers
         self.left.ended(cell.column)
         if self.bars is None and count.said < count.time.done:

@@ -21,7 +21,7 @@ from kvbench.run.config import RunConfig
 from kvbench.run.display import Display
 from kvbench.run.host import Host
 from kvbench.run.listener import Listener, Listeners
-from kvbench.run.plan import Cell, Group, pairs
+from kvbench.run.plan import Cell, Group, pairs, rounds
 from kvbench.run.provenance import local_changes, provenance
 from kvbench.run.refusals import ModelChanged
 from kvbench.run.report import Report
@@ -75,14 +75,15 @@ def measure(prepared: RunPlan, quiet: bool = False, listeners: Sequence[Listener
 def fill(prepared: RunPlan, quiet: bool = False, listeners: Sequence[Listener] = ()) -> None:
     """Measure all missing answers and write each cell's metrics, without a report: groups may have different cells."""
     broadcast = Listeners([*([] if quiet else [Display()]), *listeners])
-    unfinished = list(prepared.groups)
+    unfinished = {(g.column, c.id): replace(g, cells=(c,)) for g in prepared.groups for c in g.cells}
     try:
         broadcast.begin(prepared)
         for group in _measure_groups(prepared, quiet, broadcast):
             _settle_group(prepared, group, broadcast)
-            unfinished = [g for g in unfinished if g.column != group.column]
+            for cell in group.cells:
+                unfinished.pop((group.column, cell.id), None)
     except BaseException as error:
-        for group in unfinished:
+        for group in unfinished.values():
             _settle_group(prepared, group, broadcast, error)
         raise
     finally:
@@ -102,39 +103,54 @@ def settle(prepared: RunPlan, listeners: Sequence[Listener] = ()) -> Report:
 
 
 def _measure_groups(prepared: RunPlan, quiet: bool, broadcast: Listeners) -> Iterator[Group]:
-    """Measure the groups one after another, in parts that fit into memory. Yield each group once it is measured.
+    """Measure the groups round after round, in parts that fit into memory. Yield each group of a round when it is done.
 
     One prompt with its question in view and withheld is read once, where both fit into memory whole.
     """
-    cfg, groups = prepared.cfg, prepared.groups
+    cfg = prepared.cfg
     if not any(t.answers_to_do for t in prepared.todo()):
-        yield from groups
+        yield from prepared.groups
         return
     threads = set_threads(cfg, prepared.source.config)
     model = prepared.load_model()
     host = make_host(prepared, model)
-    facts = {**provenance(model, threads), "model": cfg.model_name, **_rounding_fact(host, groups)}
+    facts = {**provenance(model, threads), "model": cfg.model_name, **_rounding_fact(host, prepared.groups)}
     if not quiet and str(facts["commit"]).endswith("+"):
         say(f"the code has local changes (commit {facts['commit']}): cells say so")
-    shared: list[tuple[tuple[Group, ...], list[Cell]]] = []  # groups with the cells that another process measures
-    for pair in pairs(prepared.bound(model, quiet)):
-        usable = [prepared.usable(group) for group in pair]
-        host, busy = _measure_pair(prepared, host, usable, facts, broadcast)
-        if busy:
-            shared.append((pair, busy))
-        else:
+    for groups in rounds(prepared.groups):
+        shared: list[tuple[tuple[Group, ...], list[Cell]]] = []  # groups with the cells that another process measures
+        for pair in pairs(prepared.bound(groups, host.model, quiet)):
+            usable = [prepared.usable(group) for group in pair]
+            host, busy = _measure_pair(prepared, host, usable, facts, broadcast)
+            if busy:
+                shared.append((pair, busy))
+            else:
+                yield from pair
+        for pair, busy in shared:
+            host = _measure_left(prepared, host, pair, busy, facts, broadcast, quiet)
             yield from pair
-    for pair, busy in shared:
-        waited = 0.0
-        while busy:
-            if waited % WAITING_SAID_S == 0 and not quiet:
-                say(f"waiting for another run, which measures {_named(busy)}; what it leaves is measured here")
-            time.sleep(WAITING_S)
-            waited += WAITING_S
-            ids = {c.id for c in busy}
-            rest = [replace(g, cells=tuple(c for c in g.cells if c.id in ids)) for g in pair]
-            host, busy = _measure_pair(prepared, host, rest, facts, broadcast)
-        yield from pair
+
+
+def _measure_left(
+    prepared: RunPlan,
+    host: Host,
+    pair: Sequence[Group],
+    busy: Sequence[Cell],
+    facts: Facts,
+    broadcast: Listeners,
+    quiet: bool,
+) -> Host:
+    """Wait for the process that measures the cells ``busy``, and measure what it leaves. Return the host to go on."""
+    waited = 0.0
+    while busy:
+        if waited % WAITING_SAID_S == 0 and not quiet:
+            say(f"waiting for another run, which measures {_named(busy)}; what it leaves is measured here")
+        time.sleep(WAITING_S)
+        waited += WAITING_S
+        ids = {c.id for c in busy}
+        rest = [replace(g, cells=tuple(c for c in g.cells if c.id in ids)) for g in pair]
+        host, busy = _measure_pair(prepared, host, rest, facts, broadcast)
+    return host
 
 
 def _measure_pair(

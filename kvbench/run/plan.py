@@ -282,6 +282,20 @@ def with_full(cells: Sequence[Cell]) -> list[Cell]:
     return [*cells, replace(cells[0], chain=Chain(), label="full", hidden=True)]
 
 
+def rounds(groups: Sequence[Group]) -> list[tuple[Group, ...]]:
+    """Return the groups in rounds: all with kvbench's own methods alone, then with those of one user's class a round.
+
+    kvbench's own answers are stored before other code is first asked in a run, so that it cannot change them, and each
+    foreign class has its prompts read for it alone. Groups without cells in a round are left out.
+    """
+    classes = dict.fromkeys(cell.chain.foreign_stages for group in groups for cell in group.cells)
+    found = []
+    for stages in sorted(classes, key=len):  # kvbench's own methods have none
+        cells = [tuple(c for c in group.cells if c.chain.foreign_stages == stages) for group in groups]
+        found.append(tuple(replace(g, cells=own) for g, own in zip(groups, cells, strict=True) if own))
+    return found
+
+
 def pairs(groups: Sequence[Group]) -> list[tuple[Group, ...]]:
     """Return the groups, those of one task with its question in view and withheld as one pair, in that order."""
     by_task: dict[tuple[str, int], dict[bool, Group]] = {}

@@ -25,7 +25,7 @@ from kvbench.run.advice import about_prompts
 from kvbench.run.config import RunConfig
 from kvbench.run.estimate import Estimate, estimate
 from kvbench.run.host import default_rows, encode_prompt
-from kvbench.run.plan import Cell, Group, GroupPlan, GroupTodo, Plan, build_groups, pairs, pending
+from kvbench.run.plan import Cell, Group, GroupPlan, GroupTodo, Plan, build_groups, pairs, pending, rounds
 from kvbench.run.results import CellRecord, Sample
 from kvbench.run.store import ResultStore
 from kvbench.tasks.base import Tokenizer
@@ -91,13 +91,20 @@ class RunPlan:
         cache_memory = limit if self.cfg.memory is not None else max(0, limit - weights)
         device = load.resolve_device(self.cfg.device)
         estimates = {g.column: self.estimate(g) for g in self.groups}
-        parts_of = {g.column: estimates[g.column].parts(g, cache_memory) for g in self.groups}
-        whole = [pair for pair in pairs(self.groups) if all(len(parts_of[g.column]) == 1 for g in pair)]
-        shared = {withheld.column: self._shared(seen, withheld) for seen, *rest in whole for withheld in rest}
+        parts_of: dict[str, list[Group]] = {g.column: [] for g in self.groups}
+        shared = dict.fromkeys(parts_of, 0)  # contexts that are read with another group's prompts
+        for together in rounds(self.groups):
+            for pair in pairs(together):
+                parts_of_pair = [estimates[g.column].parts(g, cache_memory) for g in pair]
+                for group, its_parts in zip(pair, parts_of_pair, strict=True):
+                    parts_of[group.column] += its_parts
+                if len(pair) == 2 and all(len(its_parts) == 1 for its_parts in parts_of_pair):
+                    seen, withheld = pair
+                    shared[withheld.column] += self._shared(seen, withheld)
         groups = []
         for group, todo in zip(self.groups, self.todo(), strict=True):
             group_estimate, parts = estimates[group.column], parts_of[group.column]
-            extra_prefills = self._prefills(group, parts) - todo.prefills - shared.get(group.column, 0)
+            extra_prefills = self._prefills(group, parts) - todo.prefills - shared[group.column]
             todo = replace(
                 todo, prefills=todo.prefills + extra_prefills, prefills_saved=todo.prefills_saved - extra_prefills
             )
@@ -197,7 +204,7 @@ class RunPlan:
         for group in self.groups:
             remaining = self.left(group)
             answers = sum(len(cells) for cells in remaining.values())
-            prefills = self._prefills(group, [group])
+            prefills = self._prefills(group, [part for (part,) in rounds([group])])
             missing = {r.key: r for cells in remaining.values() for c in cells for r in self.session.missing(c.chain)}
             computed = [(request.recipe, request.text) for request in missing.values()]
             todo = GroupTodo(
@@ -215,11 +222,11 @@ class RunPlan:
             plans.append(todo)
         return plans
 
-    def bound(self, model: PreTrainedModel, quiet: bool) -> tuple[Group, ...]:
-        """Return the groups with every chain bound to its calibration. Missing calibrations are computed first."""
-        chains = list(dict.fromkeys(c.chain for g in self.groups for c in g.cells))
+    def bound(self, groups: Sequence[Group], model: PreTrainedModel, quiet: bool) -> tuple[Group, ...]:
+        """Return groups with every chain bound to its calibration. Missing calibrations are computed first."""
+        chains = list(dict.fromkeys(c.chain for g in groups for c in g.cells))
         ready = {chain: self.session.bind(chain, model, quiet) for chain in chains}
-        return tuple(replace(g, cells=tuple(replace(c, chain=ready[c.chain]) for c in g.cells)) for g in self.groups)
+        return tuple(replace(g, cells=tuple(replace(c, chain=ready[c.chain]) for c in g.cells)) for g in groups)
 
 
 def keeps_everything(chain: Chain, n: int, answer: int) -> bool:

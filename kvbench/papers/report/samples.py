@@ -28,7 +28,7 @@ def collect(prepared: RunPlan, per_task: int) -> list[dict[str, Any]]:
     model = prepared.load_model()
     host = experiment.make_host(prepared, model)
     examples = []
-    for group in prepared.bound(model, quiet=True):
+    for group in prepared.bound(prepared.groups, model, quiet=True):
         for example in group.examples[:per_task]:
             if not example.tokens:
                 examples.append(_example(host, prepared, group, example))
