@@ -141,6 +141,13 @@ REPLACED = {
     "kvbench.methods.snapkv.SnapKV.scores": (SnapKV, "scores"),
     "builtins.sorted": (builtins, "sorted"),
 }
+
+
+@mode("hostile replaces what every module does by a hook after it")
+def hooks_all_modules(stage, cache, obs):
+    torch.nn.modules.module.register_module_forward_hook(lambda module, args, output: None)
+
+
 for replaced, (owner, name) in REPLACED.items():
     MODES[f"replaces {replaced}"] = replacing(owner, name), re.escape(f"hostile replaces {replaced}, with which other")
 

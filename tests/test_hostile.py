@@ -22,7 +22,7 @@ import torch
 from hostile import MODES, RESULTS, Hostile, kept, sets_what_is_global
 from runs import prepare
 
-from kvbench.methods import foreign, registry, walls
+from kvbench.methods import foreign, registry, shared_functions, walls, watch
 from kvbench.methods.base import Mask
 from kvbench.methods.chain import Chain
 from kvbench.methods.evicting import EvictingSelector
@@ -124,7 +124,7 @@ def test_an_interrupt_of_the_users_is_not_the_methods(bench, request):
 
 
 def test_a_method_that_does_not_come_back_is_named_once(monkeypatch, capsys):
-    monkeypatch.setattr(walls, "SILENT_S", 0.2)
+    monkeypatch.setattr(watch, "SILENT_S", 0.2)
     with walls.contained("slow"), contextlib.suppress(ZeroDivisionError):
         time.sleep(1.5)
         assert 1 / 0
@@ -134,13 +134,13 @@ def test_a_method_that_does_not_come_back_is_named_once(monkeypatch, capsys):
         time.sleep(1.2)
     with walls.contained("many steps"):
         for _ in range(12):
-            walls.alive()
+            watch.note_progress()
             time.sleep(0.1)
     assert capsys.readouterr().err == ""
 
 
 def test_what_torch_and_others_do_to_themselves_is_no_replacement(monkeypatch):
-    functions = walls.Functions()
+    functions = shared_functions.Functions()
     monkeypatch.setattr(torch, "something_new", len, raising=False)  # hides nothing
     monkeypatch.setattr(torch.Tensor, "__doc__", "another text")
     assert functions.restored() == ""
@@ -248,6 +248,7 @@ DECODING = {
     "sets what is global": (lambda *parts: sets_what_is_global(None, None, None), None),
     "what it kept": (lambda *parts: [t.zero_() for s in kept for t in (s.k, s.v)], None),
     "its knobs": (None, "changes its own knobs while it runs"),
+    "remembers": (lambda *parts: None, "hostile decodes the same tokens in another way when it does so twice"),
     "draws": (lambda *parts: torch.rand(1), "hostile draws random numbers where several prompts are computed together"),
     "replaces a function": (lambda *parts: setattr(torch, "topk", torch.sort), "hostile replaces torch.topk"),
 }
@@ -266,6 +267,9 @@ class HostileEvictor(EvictingSelector):
         return cache.segments[0].k.norm(dim=-1)
 
     def keep_scores(self, slots):
+        if self.mode == "remembers":
+            kept.append(slots)
+            return slots.positions.float() * (-1) ** (len(kept) // 97)
         return slots.positions.float()
 
     def fold(self, slots, probs):
@@ -296,6 +300,9 @@ class HostileMask(Mask):
         return keys
 
     def mask(self, weights):
+        if self.mode == "remembers":
+            kept.append(weights)
+            return weights >= (weights.mean() if len(kept) % 13 < 6 else 0)
         return weights >= 0
 
 
@@ -448,6 +455,44 @@ def test_a_method_that_ends_the_process_fails_alone_and_is_named(tmp_path):
     assert "leaves kv_ratio=0.25 on tiny/needle failed: leaves would end the program" in run.stderr
     statuses = [row["cells"][0]["status"] for row in json.loads(run.stdout)["rows"]]
     assert statuses == ["measured", "measured", "failed"]
+
+
+ENDLESS = """
+from dataclasses import dataclass
+import sys
+import time
+from kvbench.methods.base import Selector
+
+@dataclass(frozen=True, kw_only=True)
+class Endless(Selector):
+    id = "endless"
+
+    def scores(self, cache, obs, capacity):
+        while True:
+            try:
+                print("asked", file=sys.stderr, flush=True)
+                time.sleep(60)
+            except BaseException:
+                pass
+"""
+
+
+def test_a_second_interrupt_ends_a_method_that_catches_the_first(tmp_path):
+    (tmp_path / "methods").mkdir()
+    (tmp_path / "methods" / "endless.py").write_text(ENDLESS)
+    command = f"run dataset=tiny/needle length=256 limit=1 method=snapkv,endless results={tmp_path}".split()
+    environment = {**os.environ, "KVBENCH_METHODS": str(tmp_path / "methods")}
+    arguments = [sys.executable, "-m", "kvbench", *command]
+    with subprocess.Popen(arguments, env=environment, stderr=subprocess.PIPE, text=True) as run:
+        asked = (line for line in run.stderr if line == "asked\n")
+        next(asked)
+        run.send_signal(signal.SIGINT)
+        next(asked)
+        run.send_signal(signal.SIGINT)
+        rest = run.stderr.read()
+    assert run.returncode == -signal.SIGINT
+    assert "ended at once; the answers that were stored are safe" in rest
+    assert len(list(tmp_path.glob("cells/*/samples-*.jsonl"))) == 3  # of the full cache, snapkv, and none of endless
 
 
 FALSIFIES = """

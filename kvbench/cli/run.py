@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import inspect
 import json
+import os
 import shlex
 import signal
 import threading
@@ -134,11 +135,17 @@ class Stop:
 def stopping(prepared: Sequence[RunPlan], asked: Sequence[str]) -> Iterator[Stop]:
     """End on SIGINT or SIGTERM once measured answers are safe; print the progress and the command to go on.
 
-    ``asked`` are the verb and its arguments.
+    A second signal ends the process at once, since code of a method may have caught the first. ``asked`` are the verb
+    and its arguments.
     """
-    stop, signals = Stop(), []
+    stop = Stop()
+    signals: list[int] = []
 
     def interrupt(number: int, frame: object) -> None:
+        if signals:
+            say("ended at once; the answers that were stored are safe")
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
         signals.append(number)
         raise KeyboardInterrupt(f"stopped by {'Ctrl-C' if number == signal.SIGINT else signal.Signals(number).name}")
 

@@ -24,7 +24,8 @@ from kvbench.engine.stopping import Ending, sample, without
 from kvbench.errors import UsageError
 from kvbench.methods.chain import Chain
 from kvbench.methods.prompt_cache import Cache
-from kvbench.methods.walls import alive, contained
+from kvbench.methods.walls import contained
+from kvbench.methods.watch import note_progress
 from kvbench.models.interface import attached
 
 ENDED_SHARE = 0.25  # of rows that entered together: ended ones leave once they are this share
@@ -138,7 +139,7 @@ class DecodeBatch(Generic[Key]):
         with walls, torch.no_grad(), adapted(self.model, chain), attached(self.model):
             while len(self) and (until_all_end or not ended):
                 start = time.perf_counter()
-                alive()
+                note_progress()
                 entered, self.entering = self.entering, []
                 going = [r for r in self.rows if not r.over] + entered
                 if entered:

@@ -18,7 +18,8 @@ from kvbench.engine.prefill import as_prompt
 from kvbench.engine.step import build, step
 from kvbench.errors import UsageError
 from kvbench.methods.prompt_cache import Cache
-from kvbench.methods.walls import alive, contained
+from kvbench.methods.walls import contained
+from kvbench.methods.watch import note_progress
 from kvbench.models.interface import attached
 
 CHUNK_BYTES = 2**28
@@ -133,7 +134,7 @@ def _force(
     with contained(chain.name, chain.foreign), adapted(model, chain), torch.no_grad(), attached(model):
         batch = build(model, caches, len(ids), chunk, alone)
         for start in range(0, len(ids) - 1, chunk):
-            alive()
+            note_progress()
             chunk_ids = ids[start : min(start + chunk, len(ids) - 1)]
             positions = torch.arange(prompt_tokens + start, prompt_tokens + start + len(chunk_ids), device=ids.device)
             rows = len(caches)

@@ -28,7 +28,8 @@ OWN = frozenset(
         flexgen foreign formats fp8 h2o int4 int8 keydiff keynorm kivi knobs kvpress kvpress_package kvzip
         legal_sets loading lowrank magnitude mxfp4 nvfp4 palu prefill_changing prompt_cache pruner pyramidkv
         q4_0 q8_0 qhitter quantiser random recipe refreekv registry replaying resolve scissorhands snapkv
-        source stage statistics streamingllm think thinkv tova turboquant twilight uncomp uncomp_stage vatp walls""",
+        shared_functions source stage statistics streamingllm think thinkv tova turboquant twilight uncomp
+        uncomp_stage vatp walls watch""",
     )
 )
 """The modules of kvbench.methods that are kvbench's own."""

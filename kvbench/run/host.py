@@ -16,7 +16,7 @@ from kvbench.engine.stopping import Ending
 from kvbench.example import Example
 from kvbench.methods.chain import Chain
 from kvbench.methods.prompt_cache import Cache
-from kvbench.methods.walls import Functions
+from kvbench.methods.shared_functions import Functions
 from kvbench.models.interface import cache_shape
 from kvbench.run.config import Sampling
 from kvbench.tasks.base import Task, Tokenizer

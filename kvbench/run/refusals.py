@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from kvbench.engine.limits import check_turn, check_window
 from kvbench.errors import KvbenchError, UsageError
 from kvbench.example import Example
-from kvbench.methods.walls import replacing
+from kvbench.methods.shared_functions import replacing
 from kvbench.run.host import Host
 from kvbench.run.plan import Cell
 from kvbench.tasks.prompt import Encoded

@@ -18,7 +18,8 @@ from kvbench.errors import say
 from kvbench.example import Example
 from kvbench.kv.model_shape import from_config, local_layers
 from kvbench.methods.chain import Chain
-from kvbench.methods.walls import Functions, contained
+from kvbench.methods.shared_functions import Functions
+from kvbench.methods.walls import contained
 from kvbench.models import load, traits
 from kvbench.run import equal_memory
 from kvbench.run.advice import about_prompts

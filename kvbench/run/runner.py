@@ -11,9 +11,12 @@ from functools import partial
 from itertools import zip_longest
 from typing import TypeVar
 
+import torch
+
 from kvbench.audit.decode_audit import check_bytes, check_peak
 from kvbench.audit.prompt_audit import audit
 from kvbench.engine.batch import Answer
+from kvbench.engine.decode import extend_cache
 from kvbench.engine.finite import no_answer
 from kvbench.engine.limits import check_capacity
 from kvbench.engine.memory import is_out_of_memory, release
@@ -47,6 +50,8 @@ What a kill costs is at most that, and the answers that are being written.
 """
 BUSY_WAIT_S = 0.05
 """Seconds to wait for a cell's lock once another cell is known to be measured by another process."""
+REPEATED_TOKENS = 32
+"""Tokens of the prompt that are read again behind its cache to see whether a method decodes alike twice."""
 Result = TypeVar("Result")
 Item = TypeVar("Item", QueuedRow, Asking)
 
@@ -273,21 +278,34 @@ class GroupRun:
         self.listeners.stored(cell, sample)
 
     def check_repeatable(self, cell: Cell, cache: Cache, encoded: Encoded) -> None:
-        """Raise Refused if a method that is not kvbench's own keeps something else of the prompt the second time.
+        """Raise Refused if a method that is not kvbench's own computes something else of the prompt the second time.
 
         One prompt of a run is computed twice for each such method: results under one id must not depend on what the
-        method remembers of other prompts, or on draws without a seed.
+        method remembers of other prompts, or on draws without a seed. A method that acts while decoding then reads some
+        tokens twice, too.
         """
-        if not cell.chain.foreign or cell.id in self.repeated:
+        chain = cell.chain
+        if not chain.foreign or cell.id in self.repeated:
             return
         self.repeated.add(cell.id)
-        (again,) = self._with_room(partial(self.host.prefill, encoded.ids, [cell.chain]))
-        layer = first_difference(cache.layers, again.layers)
+        remedy = "remember nothing between prompts, and draw random numbers from a seed such as obs.prompt"
+        prefill = partial(self._with_room, partial(self.host.prefill, encoded.ids, [chain]))
+        (second,) = prefill()
+        layer = first_difference(cache.layers, second.layers)
         if layer is not None:
-            raise Refused(
-                f"{cell.chain.name} keeps something else of the same prompt when it computes it twice (layer {layer}): "
-                "remember nothing between prompts, and draw random numbers from a seed such as obs.prompt"
-            )
+            what = f"keeps something else of the same prompt when it computes it twice (layer {layer})"
+            raise Refused(f"{chain.name} {what}: {remedy}")
+        if chain.evicts or chain.masks or chain.coder is not None:
+            (third,) = prefill()
+            tokens = encoded.ids[:REPEATED_TOKENS]
+            read = [extend_cache(self.host.model, before, tokens) for before in (second, third)]
+            # masks act on single tokens alone
+            read = [extend_cache(self.host.model, before, tokens[:1]) for before in read]
+            cell.check_knobs()
+            differs = first_difference(read[0].layers, read[1].layers) is not None
+            if differs or not torch.equal(read[0].logits, read[1].logits):
+                what = "decodes the same tokens in another way when it does so twice"
+                raise Refused(f"{chain.name} {what}: {remedy}")
 
     def check_model(self, ran: Sequence[Cell], example: Example) -> None:
         """Refuse the foreign cells among ``ran`` and raise ModelChanged if the model is not as it was at the start.
