@@ -48,6 +48,11 @@ class Cell:
     def id(self) -> str:
         return _identity_hash(self.identity)
 
+    @property
+    def full(self) -> Cell:
+        """The cell of the full cache under the same settings."""
+        return replace(self, identity={**self.identity, "chain": Chain().identity()}, chain=Chain(), label="full")
+
     def check_knobs(self) -> None:
         """Raise Refused if a stage that is not kvbench's own has changed its knobs since the run began."""
         now = {**self.identity, "chain": {**self.identity["chain"], **self.chain.identity()}}
