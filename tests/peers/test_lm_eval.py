@@ -189,11 +189,8 @@ def verdicts(lm, tasks, *names):
     return {name: held[name].get("nothing_compressed", False) for name in names}, report["samples"]
 
 
-@pytest.mark.parametrize("separator", ["", "Question:"])
-def test_a_method_that_compressed_nothing_is_told_by_its_answers_too(separator, tasks, monkeypatch, capsys):
-    names = "animals_generate", "animals_choose"
-    assert verdicts(KvbenchLM("tiny", **IDLE, separator=separator), tasks, *names)[0] == dict.fromkeys(names, True)
-    assert capsys.readouterr().err.count("nothing was compressed") == 2
+def forget(monkeypatch):
+    """Have methods hold all tokens and bytes, and yet answer otherwise."""
     take = TransformersCache.take
 
     def forgetful(cache, *args):
@@ -204,6 +201,14 @@ def test_a_method_that_compressed_nothing_is_told_by_its_answers_too(separator, 
         return logits
 
     monkeypatch.setattr(TransformersCache, "take", forgetful)
+
+
+@pytest.mark.parametrize("separator", ["", "Question:"])
+def test_a_method_that_compressed_nothing_is_told_by_its_answers_too(separator, tasks, monkeypatch, capsys):
+    names = "animals_generate", "animals_choose"
+    assert verdicts(KvbenchLM("tiny", **IDLE, separator=separator), tasks, *names)[0] == dict.fromkeys(names, True)
+    assert capsys.readouterr().err.count("nothing was compressed") == 2
+    forget(monkeypatch)
     assert verdicts(KvbenchLM("tiny", **IDLE, separator=separator), tasks, *names)[0] == dict.fromkeys(names, False)
 
 
@@ -221,7 +226,7 @@ def test_what_compresses_is_not_answered_by_the_full_cache_as_well(method, tasks
     assert all(chain.name == method["method"] for chain in chains)
 
 
-def test_a_full_cache_that_answers_beside_a_method_draws_no_random_numbers_of_others(tasks):
+def test_a_full_cache_that_answers_beside_a_method_draws_no_random_numbers_of_others(tasks, monkeypatch):
     def sampled(**options):
         lm = KvbenchLM("tiny", **options)
         report = simple_evaluate(
@@ -233,3 +238,6 @@ def test_a_full_cache_that_answers_beside_a_method_draws_no_random_numbers_of_ot
     (plain, _), (beside, held) = sampled(method="full"), sampled(**IDLE)
     assert len({str(answer) for answer in plain}) > 1 and beside == plain
     assert held["animals_generate"]["nothing_compressed"]
+    forget(monkeypatch)
+    (compared, _), _ = sampled(**IDLE), monkeypatch.setattr("kvbench.lm_eval.UNCHANGED", 2)  # no verdict is open
+    assert compared == sampled(**IDLE)[0] != plain
