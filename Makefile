@@ -5,10 +5,11 @@ PY := $(VENV)/bin/python
 ARGS ?= method=snapkv+think ratio=0.4
 KILLS ?= 100
 
-# for test-newest and test-oldest: the torch, the tests, and the lower bounds of pyproject.toml's other core packages
+# for test-newest, test-oldest and test-5.23: the torch, the tests, and the releases that are not the newest
 TORCH ?= torch==2.13.0
 TESTS ?= tests
-OLDEST = $(shell $(PYTHON) scripts/oldest.py)
+RELEASES_oldest = $(shell $(PYTHON) scripts/oldest.py)
+RELEASES_5.23 = 'transformers==5.23.*'
 
 # threads that spin long while they wait slow a shared machine down (make bench-shared)
 export GOMP_SPINCOUNT ?= 2000
@@ -17,10 +18,10 @@ DATA ?= $(or $(KVBENCH_DATA),data)
 REAL ?= smollm2-135m-q4_1
 WITHOUT ?=
 
-.PHONY: help run run-real test test-fast test-newest test-oldest packages-newest packages-oldest test-peers torture check smoke bench-overhead bench-tables bench-memory bench-resident bench-shared bench-reading bench-growth bench-bytes bench-time bench-decode bench-tiny leaderboard verify-tables verify-docs docs card tables tables-real tables-quick tables-bytes claims claims-real report audit clean
+.PHONY: help run run-real test test-fast test-newest test-oldest test-5.23 packages-newest packages-oldest packages-5.23 test-peers torture check smoke bench-overhead bench-tables bench-memory bench-resident bench-shared bench-reading bench-growth bench-bytes bench-time bench-decode bench-tiny leaderboard verify-tables verify-docs docs card tables tables-real tables-quick tables-bytes claims claims-real report audit clean
 
 help:  ## what there is to make
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 18
+	@grep -hE '^[a-z0-9.-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 18
 
 run: $(VENV)/.ready  ## the main job, a minute; another one with ARGS="method=full,h2o kv_size=64,128"
 	$(PY) -m kvbench run $(ARGS)
@@ -40,13 +41,14 @@ test-fast: $(VENV)/.ready  ## tests of single parts: no whole runs, processes or
 
 test-newest:  ## all tests and lm-eval's, with the newest release of everything but torch, upgraded each time; a part with TESTS=tests/model
 test-oldest:  ## the same with the oldest releases of the core packages that pyproject.toml allows
-test-newest test-oldest: test-%: packages-%
+test-5.23:  ## the same with the last transformers that calls a cache past_key_values
+test-newest test-oldest test-5.23: test-%: packages-%
 	.venv-$*/bin/python -m pytest -n logical --dist worksteal $(TESTS)
 
-packages-newest packages-oldest: packages-%:
+packages-newest packages-oldest packages-5.23: packages-%:
 	test -e .venv-$*/bin/python || $(PYTHON) -m venv .venv-$*
 	.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check --upgrade --upgrade-strategy eager \
-	  -e '.[dev,lm-eval]' '$(TORCH)' $(if $(filter oldest,$*),$(OLDEST))
+	  -e '.[dev,lm-eval]' '$(TORCH)' $(RELEASES_$*)
 
 test-peers: .venv-peers/.ready  ## the same tokens as kvpress and scores as lm-eval, in an environment of its own
 	.venv-peers/bin/python -m pytest tests/peers
@@ -156,4 +158,4 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	@touch $@
 
 clean:  ## remove the environment and caches; results stay
-	rm -rf $(VENV) .venv-newest .venv-oldest .pytest_cache .mypy_cache .ruff_cache build dist
+	rm -rf $(VENV) .venv-newest .venv-oldest .venv-5.23 .pytest_cache .mypy_cache .ruff_cache build dist

@@ -9,12 +9,15 @@ is kvbench's, so that ``method=full`` gives the scores of ``hf``.
 from __future__ import annotations
 
 import inspect
+import operator
 import sys
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from statistics import fmean
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -26,9 +29,10 @@ from kvbench.engine.likelihood import forced_logits
 from kvbench.engine.shared_prefix import SharedPrefix
 from kvbench.errors import KvbenchError, UsageError, say
 from kvbench.extras import missing
+from kvbench.methods.chain import Chain
 from kvbench.models.load import load_model
 from kvbench.models.releases import named_cache
-from kvbench.run.summary import UNCHANGED
+from kvbench.run.summary import UNCHANGED, only_compresses
 
 try:
     from lm_eval.__main__ import cli_evaluate
@@ -37,6 +41,8 @@ try:
 except ModuleNotFoundError:
     raise missing("lm_eval", "kvbench.lm_eval") from None
 
+Result = TypeVar("Result")
+"""The answer to a prompt: a text's tokens, or the likelihoods of its continuations."""
 OPTIONS = frozenset(inspect.signature(HFLM.__init__).parameters) - {"self", "kwargs"}
 """Arguments of lm-eval's hf model; all others are knobs of the method."""
 
@@ -76,7 +82,8 @@ class KvbenchLM(HFLM):  # type: ignore[misc]
         self.separator, self.task = separator, ""
         self.prefix = None if shared_prefix is None else SharedPrefix(self.model, shared_prefix)
         self.measured: dict[str, list[MeasuredBytes]] = {}
-        self.whole: dict[str, list[bool]] = {}  # by prompt, whether all tokens were held to the end of the answer
+        self.prompts: Counter[str] = Counter()  # by task, how many prompts there are to read
+        self.unchanged: dict[str, list[bool]] = {}  # by prompt, whether cache and answer were the full cache's
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         return self._by_task(super().generate_until, requests, disable_tqdm)
@@ -100,9 +107,8 @@ class KvbenchLM(HFLM):  # type: ignore[misc]
             tasks[name] = {"prompts": len(caches), **means}
             share = (means["payload"] + means["overhead"]) / means["full_bytes"]
             say(f"{name}: {self.chain.name} holds {share:.1%} of the bytes of the full cache, {len(caches)} prompts")
-            # all tokens and no byte less: what was measured is the full cache under another name
-            whole = sum(self.whole[name]) >= UNCHANGED * len(caches)
-            if self.chain.stages and not self.chain.masks and whole and share >= 1:
+            # what was measured is the full cache under another name
+            if sum(self.unchanged[name]) >= UNCHANGED * len(caches):
                 tasks[name]["nothing_compressed"] = True
                 say(f"{name}: nothing was compressed, so that the scores say nothing about {self.chain.name}")
         return {**super().get_model_info(), "kvbench": {"chain": self.chain.identity(), "tasks": tasks}}
@@ -112,13 +118,18 @@ class KvbenchLM(HFLM):  # type: ignore[misc]
         results: dict[int, Any] = {}
         for self.task in dict.fromkeys(r.task_name for r in requests):
             places = [i for i, r in enumerate(requests) if r.task_name == self.task]
+            self.prompts[self.task] += len(places)
             results.update(zip(places, run([requests[i] for i in places], disable_tqdm=disable_tqdm), strict=True))
         return [results[i] for i in range(len(requests))]
 
     def _model_generate(self, context: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Answer one prompt [1, n] as ``hf`` does, from a compressed cache."""
-        with self._cache(context[0]) as cache:
-            return super()._model_generate(context, *args, **named_cache(cache), **kwargs)
+        generate = super()._model_generate
+
+        def answer(cache: TransformersCache) -> torch.Tensor:
+            return generate(context, *args, **named_cache(cache), **kwargs)
+
+        return self._answered(context[0], answer, torch.equal)
 
     def _loglikelihood_tokens(self, requests: Sequence[Any], **kwargs: Any) -> list[tuple[float, bool]]:
         """Return (log-likelihood, whether it is the greedy answer) of each (texts, context ids, continuation ids).
@@ -137,28 +148,56 @@ class KvbenchLM(HFLM):  # type: ignore[misc]
                 )
             by_context.setdefault(tuple(ids[start:]), []).append(i)
         for ids, places in by_context.items():
-            with self._cache(torch.tensor(ids)) as cache:
-                cache.read(ids)
-                assert cache.state is not None
-                for i in places:
-                    forced = torch.tensor(requests[i][2], device=self.device)
-                    logp = forced_logits(self.model, cache.state, forced).log_softmax(dim=-1, dtype=self.softmax_dtype)
-                    greedy = bool((logp.argmax(dim=-1) == forced).all())
-                    results[i] = float(logp.gather(1, forced[:, None]).sum()), greedy
-                    self.cache_hook.add_partial("loglikelihood", requests[i][0], results[i])
+            answer = partial(self._likelihoods, ids, [requests[i][2] for i in places])
+            for i, result in zip(places, self._answered(torch.tensor(ids), answer, operator.eq), strict=True):
+                results[i] = result
+                self.cache_hook.add_partial("loglikelihood", requests[i][0], result)
         return [results[i] for i in range(len(requests))]
 
+    def _likelihoods(
+        self, ids: Sequence[int], continuations: Sequence[Sequence[int]], cache: TransformersCache
+    ) -> list[tuple[float, bool]]:
+        """Return (log-likelihood, whether it is the greedy answer) of each continuation of a context."""
+        cache.read(ids)
+        assert cache.state is not None
+        results = []
+        for continuation in continuations:
+            forced = torch.tensor(continuation, device=self.device)
+            logp = forced_logits(self.model, cache.state, forced).log_softmax(dim=-1, dtype=self.softmax_dtype)
+            greedy = bool((logp.argmax(dim=-1) == forced).all())
+            results.append((float(logp.gather(1, forced[:, None]).sum()), greedy))
+        return results
+
+    def _answered(
+        self, ids: torch.Tensor, answer: Callable[[TransformersCache], Result], same: Callable[[Result, Result], bool]
+    ) -> Result:
+        """Return the ``answer`` to a prompt [n] from its compressed cache, and note whether it is the full cache's.
+
+        The full cache answers, too, where all tokens and bytes are held and the task's verdict is still open.
+        """
+        draws = _random_states()
+        with self._cache(ids, self.chain) as cache:
+            result = answer(cache)
+            assert cache.measured is not None
+            self.measured.setdefault(self.task, []).append(cache.measured)
+            unchanged = only_compresses(self.chain) and _is_whole(cache, cache.measured)
+        verdicts = self.unchanged.setdefault(self.task, [])
+        if unchanged and verdicts.count(False) <= (1 - UNCHANGED) * self.prompts[self.task]:
+            after = _random_states()
+            _restore(draws)
+            with self._cache(ids, Chain()) as cache:
+                unchanged = same(result, answer(cache))
+            _restore(after)
+        verdicts.append(unchanged)
+        return result
+
     @contextmanager
-    def _cache(self, ids: torch.Tensor) -> Iterator[TransformersCache]:
+    def _cache(self, ids: torch.Tensor, chain: Chain) -> Iterator[TransformersCache]:
         """Open a cache for a prompt [n], which has read what comes before the question if there is a separator."""
-        with TransformersCache(self.model, self.chain, self.prefix) as cache:
+        with TransformersCache(self.model, chain, self.prefix) as cache:
             if self.separator:
                 cache.read(ids[: self._before_question(ids)])
             yield cache
-            assert cache.measured is not None
-            self.measured.setdefault(self.task, []).append(cache.measured)
-            fewest = min(len(positions) for layer in cache.kept_positions() for positions in layer)
-            self.whole.setdefault(self.task, []).append(fewest >= len(cache.ids))
 
     def _before_question(self, ids: torch.Tensor) -> int:
         """Return how many tokens of a prompt [n] end before the separator's last occurrence."""
@@ -174,6 +213,27 @@ class KvbenchLM(HFLM):  # type: ignore[misc]
                 "nothing would be compressed"
             )
         return count
+
+
+def _is_whole(cache: TransformersCache, measured: MeasuredBytes) -> bool:
+    """Return True if a cache holds all tokens to the end of the answer, and no byte less than the full cache."""
+    fewest = min(len(positions) for layer in cache.kept_positions() for positions in layer)
+    size = float(measured.full16)
+    if cache.chain.per == "query_head":
+        size *= measured.payload_query_head / measured.payload_kv_head
+    return fewest >= len(cache.ids) and measured.payload16 >= size
+
+
+def _random_states() -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Return the states of torch's generators of random numbers, on the CPU and on all GPUs."""
+    return torch.get_rng_state(), torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+
+
+def _restore(states: tuple[torch.Tensor, list[torch.Tensor]]) -> None:
+    """Set the states of torch's generators, so that the same numbers are drawn again."""
+    torch.set_rng_state(states[0])
+    if states[1]:
+        torch.cuda.set_rng_state_all(states[1])
 
 
 def main() -> int:

@@ -74,7 +74,7 @@ def same(table: str) -> bool:
     with tempfile.TemporaryDirectory() as folder:
         archive.unpack(ROWS / f"{table}.samples.jsonl.gz", ResultStore(Path(folder)))
         runs = prepare(table, folder)
-        verification.need_data(runs[0].store, runs, runs[0].cfg.model.name)
+        verification.check(runs[0].store, runs, runs[0].cfg.model.name)
         return rendered(runs, table) == (ROWS / f"{table}.md").read_text(encoding="utf-8")
 
 

@@ -64,7 +64,7 @@ def planned(measured: Mapping[str, object], results: str, length: str) -> list[R
     """Return the runs behind the files. Raises MissingData if they lack cells of ``measured``: texts are not here."""
     runs = leaderboard.prepare(MODEL, {**COMMITTED, "lengths": length, "results": results})
     if not measured.keys() <= {c.id for run in runs for g in run.groups for c in g.cells}:
-        verification.need_data(runs[0].store, runs, MODEL)
+        verification.check(runs[0].store, runs, MODEL)
     return runs
 
 

@@ -83,7 +83,7 @@ def same(goal: Target, papers: Sequence[str]) -> bool:
         archive.unpack(samples(goal, papers), store)
         prepared = claim_runner.prepare(papers, goal.model, [f"results={folder}", *goal.arguments])
         runs = [rows.run for some in prepared.values() for rows in some if rows.run is not None]
-        verification.need_data(store, runs, goal.model)
+        verification.check(store, runs, goal.model)
         path = claim_runner.place(goal.model, ROWS, papers)
         return bool(decided(goal, prepared) == json.loads(path.read_text(encoding="utf-8")))
 

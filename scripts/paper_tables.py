@@ -164,7 +164,7 @@ def same(table: TableSpec, goal: Target) -> bool:
         if table.measurable and goal.samples(table).exists():
             archive.unpack(goal.samples(table), store)
         ours = prepare(table, goal, folder)
-        verification.need_data(store, [ours.run] if ours.run is not None else [], goal.model)
+        verification.check(store, [ours.run] if ours.run is not None else [], goal.model)
         seen = view(ours)
         page_text = goal.page(table).read_text(encoding="utf-8") if goal.page(table).exists() else ""
         if page_text != rendered(seen, goal):

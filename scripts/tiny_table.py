@@ -131,7 +131,7 @@ def same(table: str) -> bool:
     with tempfile.TemporaryDirectory() as folder:
         archive.unpack(path(table, ".samples.jsonl.gz"), ResultStore(Path(folder)))
         prepared = prepare(table, folder)
-        verification.need_data(prepared.store, [prepared], prepared.cfg.model.name)
+        verification.check(prepared.store, [prepared], prepared.cfg.model.name)
         return rendered(prepared, table) == path(table, ".md").read_text(encoding="utf-8")
 
 

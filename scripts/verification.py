@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -17,6 +17,7 @@ from kvbench.conf import entries
 from kvbench.errors import MissingData, MissingFiles, MissingModel, UsageError, say
 from kvbench.models import load
 from kvbench.run import config
+from kvbench.run.plan import identity_hash
 from kvbench.run.run_plan import RunPlan
 from kvbench.run.store import ResultStore
 from kvbench.tasks.base import Tokenizer, load_tasks
@@ -45,6 +46,8 @@ class Verification:
             names = self.same if is_same() else self.differing[remedy]
         except MissingFiles as error:
             names = self.missing[_reason(error)]
+        except Contradiction as error:
+            names = self.differing[str(error)]
         names.append(name)
 
     def close(self, without: Iterable[str]) -> int:
@@ -77,11 +80,49 @@ def _reason(error: MissingFiles) -> tuple[str, str]:
     return "data", f"data folder missing: set {ENVIRONMENT}=FOLDER"
 
 
-def need_data(store: ResultStore, runs: Iterable[RunPlan], model: str) -> None:
-    """Raise MissingData if ``runs`` lack cells of ``store`` because the texts of their tasks are not here."""
+class Contradiction(Exception):
+    """Samples that cannot be those of the cell that they are filed under, with the reason."""
+
+
+def check(store: ResultStore, runs: Sequence[RunPlan], model: str) -> None:
+    """Raise MissingData if ``runs`` lack cells of ``store`` because the texts of their tasks are not here.
+
+    Raise Contradiction for samples of other cells than they are filed under.
+    """
+    check_samples(store, runs)
     planned = {cell.id for run in runs for group in run.groups for cell in group.cells}
     records = [store.cell(cell) for cell in store.cells() if cell not in planned]
     need_texts({str(record.identity["task"]) for record in records if record is not None}, model)
+
+
+def check_samples(store: ResultStore, runs: Iterable[RunPlan]) -> None:
+    """Raise Contradiction for a cell whose id is not its identity's, or whose samples are of another task or budget.
+
+    Samples of two methods under one budget cannot be told apart, since a line does not say whose it is.
+    """
+    for name in store.cells():
+        record = store.cell(name)
+        if record is not None and identity_hash(record.identity) != name:
+            raise Contradiction(f"the record of cell {name} ({record.label} on {record.column}) is another cell's")
+    lengths: dict[tuple[str, str], int] = {}
+    cells = {cell.id: cell for run in runs for group in run.groups for cell in group.cells}
+    for cell in cells.values():
+        task, references = cell.full.id, {e.id: tuple(e.answers) for e in cell.task.examples}
+        for name, sample in store.samples(cell.id).items():
+            budget, n = cell.chain.nominal(sample.n), lengths.setdefault((task, name), sample.n)
+            if name not in references:
+                why = "is no example of its task"
+            elif sample.answers not in (None, references[name]):
+                why = "has other references than its task"
+            elif sample.n != n:
+                why = f"has {sample.n} tokens, and {n} in another cell"
+            elif sample.nominal != budget:
+                why = f"was asked to keep {sample.nominal} tokens, and not {budget}"
+            else:
+                continue
+            raise Contradiction(
+                f"the samples of cell {cell.id} ({cell.label} on {cell.column}) are another cell's: {name} {why}"
+            )
 
 
 def need_texts(tasks: Iterable[str], model: str) -> None:

@@ -1,6 +1,7 @@
 """The ranking of methods at equal bytes: ranks, their correlation and what measures disagree on, by hand."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -72,6 +73,27 @@ def test_measures_disagree_only_where_both_tell_a_pair_apart():
         x for x in ranking.notes([by_kl, opposite], ranking.disagreements([by_kl, opposite])) if x.startswith("Told")
     ]
     assert "by KL, nats, and the other way round by opposite: a before b" in said
+
+
+def test_a_row_that_compressed_nothing_is_neither_ranked_nor_told_apart():
+    measures = [column(ranking.DIVERGENCE, {"full": [0.0] * 8, "a": NEAR, "b": FAR, "c": [0.0] * 8})]
+    measures += [column(f"QA\n{x}", {"full": GOOD, "a": BAD, "b": GOOD, "c": GOOD}) for x in ("seen", "withheld")]
+    assert measures[0].ranks == {"c": 1, "a": 2, "b": 3}
+    measures = [
+        replace(c, lines={x: replace(line, unchanged=x == "c") for x, line in c.lines.items()}) for c in measures
+    ]
+    assert [c.ranks for c in measures] == [{"a": 1, "b": 2}, {"a": 2, "b": 1}, {"a": 2, "b": 1}]
+    assert ranking.told_apart(measures[0]) == "KL, nats 1 of 1"
+    opposed = ranking.disagreements(measures)
+    assert opposed and not any("c" in (d.first, d.second) for d in opposed)
+    values, ranks, costs, _ = ranking.sheets(measures)
+    (row,) = [row for row in values.rows if row[0] == "c"]
+    assert row[2:5] == ("nothing was\ncompressed",) * 3 and values.rows[-1] == row and values.rows[0][0] == "full"
+    assert "c" not in [row[0] for row in ranks.rows]
+    assert next(row for row in costs.rows if row[0] == "c")[1:] == ("—",)
+    assert any("nothing was compressed" in note for note in ranking.notes(measures, opposed))
+    rows = ranking.records(measures, opposed)["measures"][0]["rows"]
+    assert [(r["method"], r.get("nothing_compressed"), r["rank"]) for r in rows][-1] == ("c", True, None)
 
 
 def test_a_key_that_the_ranking_decides_is_refused(capsys):

@@ -24,10 +24,45 @@ pytestmark = pytest.mark.e2e("starts processes")
 RUN = ["dataset=tiny/needle", "length=256", "method=snapkv"]
 
 
-def start(*arguments):
+STOPPING = """
+import os, signal, sys
+from kvbench.cli.main import main
+from kvbench.run.store import Writer
+
+append, left = Writer.append, [int(sys.argv[1])]
+
+def appending(writer, sample):
+    append(writer, sample)
+    left[0] -= 1
+    if not left[0]:
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+Writer.append = appending
+sys.exit(main(["run", *sys.argv[2:]]))
+"""
+
+
+def start(*arguments, program=("-m", "kvbench", "run")):
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
-    command = [sys.executable, "-m", "kvbench", "run", *arguments]
+    command = [sys.executable, *program, *arguments]
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def start_until(answers, *arguments):
+    """Start a run and return it once it has stopped, with its locks, behind as many answers; SIGCONT has it go on."""
+    run = start(*arguments, program=("-c", STOPPING, str(answers)))
+    os.waitid(os.P_PID, run.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+    assert run.poll() is None, run.communicate()
+    return run
+
+
+def answers(folder):
+    """What is stored by task: of each cell the file's lines, of which the last may be half written."""
+    store, files = ResultStore(folder), {}
+    for cell in store.cells():
+        for path in store.folder(cell).glob("samples-*.jsonl"):
+            files.setdefault(store.cell(cell).column, {})[cell] = path.read_bytes().splitlines()
+    return files
 
 
 def numbers(report):
@@ -47,25 +82,36 @@ def test_runs_in_one_folder_share_the_work_and_each_ends_with_its_whole_table(tm
         ["dataset=tiny/needle", "method=think"],
     ]
     arguments = ["length=256", "limit=6", "--json"]
-    runs = [start(*c, *arguments, f"results={tmp_path / 'one'}") for c in commands]
+    lines = [[*c, *arguments, f"results={tmp_path / 'one'}"] for c in commands]
+    first = start_until(4, *lines[0])
+    try:
+        second = start(*lines[1])
+        # it leaves to the first what that measures, and measures all the rest
+        while [*map(len, answers(tmp_path / "one").get("tiny/code", {}).values())] != [6] * 3:
+            assert second.poll() is None, second.communicate()
+            time.sleep(0.02)
+        assert sum(map(len, answers(tmp_path / "one")["tiny/needle"].values())) == 4
+        code = answers(tmp_path / "one")["tiny/code"]
+        others = [start(*line) for line in lines[2:]]
+    finally:
+        first.send_signal(signal.SIGCONT)
+    runs = [first, second, *others]
     ended = [run.communicate(timeout=240) for run in runs]
     assert [run.returncode for run in runs] == [0] * 4, ended
+    stored = answers(tmp_path / "one")
+    assert code.items() <= stored["tiny/code"].items()
     for command, (out, _) in zip(commands, ended, strict=True):
         assert main(["run", *command, *arguments, f"results={tmp_path / 'alone'}"]) == 0
         assert numbers(json.loads(out)) == numbers(json.loads(capsys.readouterr().out))
-    lines = [len(p.read_bytes().splitlines()) for p in tmp_path.glob("one/cells/*/samples-*.jsonl")]
-    assert lines == [6] * 8  # nothing is measured twice
+    cells = [lines for task in stored.values() for lines in task.values()]
+    assert [len({json.loads(line)["id"] for line in lines}) for lines in cells] == [6] * 8
+    assert [len(lines) for lines in cells] == [6] * 8  # nothing is measured twice
 
 
 def test_a_run_that_waits_measures_what_a_killed_one_leaves(tmp_path, capsys):
     arguments = [*RUN, "examples=60", "limit=60", "batch_rows=2", f"results={tmp_path}"]
-    first, store = start(*arguments), ResultStore(tmp_path)
+    first, store = start_until(1, *arguments), ResultStore(tmp_path)
     try:
-        deadline = time.monotonic() + 120
-        while not any(store.status(c).n for c in store.cells()) and time.monotonic() < deadline:
-            assert first.poll() is None, first.stderr.read()
-            time.sleep(0.02)
-        first.send_signal(signal.SIGSTOP)  # it holds its locks, however fast it would be
         second = start(*arguments)
         while "waiting for another run, which measures " not in (line := second.stderr.readline()):
             assert line and second.poll() is None
@@ -134,40 +180,47 @@ def test_eight_shards_that_start_together_are_all_registered_and_lose_nothing(tm
         assert known[actual["provenance"]]["threads"] == int(actual["id"][1:]) // 10
 
 
-def _same_shard(i, root):
+def _same_shard(i, root, refused):
     store = ResultStore(root)
     try:
         writer = store.open(Cell(size=8), FACTS, 0, mix=False)
     except KvbenchError:
+        refused.release()
         sys.exit(3)
-    time.sleep(1.5)
+    for _ in range(4):  # it measures until all others have tried
+        refused.acquire()
     writer.append(sample(i))
     writer.close()
 
 
 def test_of_processes_that_start_together_on_one_shard_one_measures(tmp_path):
-    ended = spawn(5, _same_shard, tmp_path)
+    ended = spawn(5, _same_shard, tmp_path, multiprocessing.get_context("fork").Semaphore(0))
     assert sorted(ended) == [0, 3, 3, 3, 3]
     assert len(ResultStore(tmp_path).lines(Cell().id)) == 1
 
 
-def _look(i, root, until):
+def _look(root, looked, enough):
     store = ResultStore(root)
-    while time.monotonic() < until:
+    while not enough.is_set():
         store.status(Cell().id)
+        looked.release()
 
 
 def test_looking_at_a_cell_never_keeps_a_process_from_measuring_it(tmp_path):
     measure(ResultStore(tmp_path), Cell(), [0])
     context = multiprocessing.get_context("fork")
-    lookers = [context.Process(target=_look, args=(i, tmp_path, time.monotonic() + 2)) for i in range(3)]
+    looked, enough = context.Semaphore(0), context.Event()
+    lookers = [context.Process(target=_look, args=(tmp_path, looked, enough)) for _ in range(3)]
     for process in lookers:
         process.start()
-    opened = 0
-    while any(p.is_alive() for p in lookers):
-        measure(ResultStore(tmp_path), Cell(), [1])
-        opened += 1
-    assert opened > 5
+    try:
+        for _ in range(50):
+            looked.acquire()  # they look all the while
+            measure(ResultStore(tmp_path), Cell(), [1])
+    finally:
+        enough.set()
+        for process in lookers:
+            process.join()
     assert [p.exitcode for p in lookers] == [0] * 3
 
 

@@ -46,7 +46,8 @@ def measured(scores, metric_name="f1", of=None, tasks=("tiny/a",), **of_row):
         task = Task(name, (*examples, *extra), metric_name, "a test")
         cells = []
         for method, row in scores.items():
-            identity = {"task": name, "chain": {**chains[method].identity(), "label": method}}
+            label = {} if method == "full" else {"label": method}
+            identity = {"task": name, "chain": {**chains[method].identity(), **label}}
             cells.append(Cell(identity, chains[method], method, task, name))
             kept[cells[-1].id] = {s.id: s for s in row[place]}
         groups.append(Group(task, name, tuple(cells), examples))

@@ -126,6 +126,20 @@ def test_a_service_that_does_not_answer_costs_one_warning_and_nothing_measured(t
     assert wandb_files.runs(tmp_path / "a").keys() == metrics_of(tmp_path / "a").keys()
 
 
+def test_a_cell_that_compressed_nothing_says_so(tmp_path):
+    (tmp_path / "essay.txt").write_text(HAYSTACK)
+    needle = ["dataset=needle", f"haystack={tmp_path / 'essay.txt'}", "lengths=128", "depths=0", "repeats=1"]
+    measure(*needle, "method=h2o", "kv_size=64,4000", f"results={tmp_path}", *OFFLINE)
+    logged = wandb_files.runs(tmp_path)
+    cells = {runs[-1]["config"].get("label"): runs[-1]["summary"] for runs in logged.values()}
+    assert cells["h2o kv_size=4000"]["nothing_compressed"] is True
+    assert "nothing_compressed" not in cells["h2o kv_size=64"] and "nothing_compressed" not in cells["full"]
+    assert cells["h2o kv_size=4000"]["score"] == cells["full"]["score"]
+    ((heat,),) = [runs for name, runs in logged.items() if name.startswith("needle-")]
+    captions = ["full", "h2o kv_size=4000: nothing was compressed", "h2o kv_size=64"]
+    assert sorted(heat["summary"]["heatmap/captions"]) == captions
+
+
 def test_shards_have_runs_of_their_own_and_the_whole_has_the_cells(tmp_path, capsys):
     arguments = ["dataset=tiny/needle", "length=256", "examples=6", "method=snapkv", f"results={tmp_path}", *OFFLINE]
     assert main(["run", "-m", "shards=2", *arguments, "--json"]) == 0

@@ -50,7 +50,10 @@ def _folders(store: ResultStore, options: dict[str, str], as_json: bool) -> int:
     name = options.pop("name", None)
     runs, notes = export_kvpress.runs(store, rows(store, options), name)
     if not runs:
-        raise UsageError(f"{store.root} holds no measured answers that are chosen here (python -m kvbench list runs)")
+        raise UsageError(
+            "; ".join(notes)
+            or f"{store.root} holds no measured answers that are chosen here (python -m kvbench list runs)"
+        )
     export_kvpress.check_names(runs, root)
     folders = [export_kvpress.write(run, root) for run in runs]
     for note in notes:

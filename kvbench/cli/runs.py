@@ -33,17 +33,28 @@ def table(found: Sequence[StoredCell], store: ResultStore) -> str:
 
 
 def _texts(cell: StoredCell) -> tuple[str, ...]:
-    status, score = cell.status, cell.summary
-    ci = f"\n[{score.ci[0]:.0f}, {score.ci[1]:.0f}]" if score is not None and score.ci else ""
+    status = cell.status
     name, _, knobs = cell.label.partition(" ")
     imported = ["imported"] if cell.record.kind == "imported" else []
     return (
         f"{status.status}\n{status.n} of {'?' if status.of is None else status.of}",
         "\n".join([*_fold(name, "+"), *_fold(knobs, " "), *_fold(cell.differs, " ")]),
         "\n".join([*_fold(cell.record.column, " "), *_fold(cell.record.model, "/"), *imported]),
-        "—" if score is None or score.score is None else f"{score.metric} {score.score:.1f}{ci}",
+        _score(cell),
         f"{_ago(status.changed)}\n{cell.id}",
     )
+
+
+def _score(cell: StoredCell) -> str:
+    from kvbench.tables.render import UNCHANGED
+
+    score = cell.summary
+    if score is None or score.score is None:
+        return "—"
+    if cell.unchanged:
+        return UNCHANGED
+    ci = f"\n[{score.ci[0]:.0f}, {score.ci[1]:.0f}]" if score.ci else ""
+    return f"{score.metric} {score.score:.1f}{ci}"
 
 
 def _fold(text: str, at: str) -> list[str]:

@@ -5,16 +5,23 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import fields
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from kvbench.errors import say
 
-NEWEST_TRIED = {"transformers": "5.24", "torch": "2.13"}
-"""Releases that the whole suite passes on; constraints.txt pins these."""
+NEWEST_TRIED = {
+    **{"transformers": "5.24", "torch": "2.13", "tokenizers": "0.23", "safetensors": "0.8", "huggingface_hub": "2.4"},
+    **{"numpy": "2.4", "rapidfuzz": "3.14", "hydra-core": "1.3", "omegaconf": "2.3", "pyyaml": "6.0"},
+}
+"""Releases that the whole suite passes on, of all packages that decide what is read, computed or scored.
+
+constraints.txt pins these.
+"""
 CACHE_NAMES = ("cache", "past_key_values")
 """What transformers calls the cache in calls and outputs: the first from 5.24 on, the second before."""
 CACHE_NAME = CACHE_NAMES[0 if "cache" in {field.name for field in fields(CausalLMOutputWithPast)} else 1]
@@ -36,17 +43,21 @@ def untried(installed: Mapping[str, str]) -> str | None:
     above = [
         f"{name} {installed[name]} (up to {tried})"
         for name, tried in NEWEST_TRIED.items()
-        if _minor(installed[name]) > _minor(tried)
+        if name in installed and _minor(installed[name]) > _minor(tried)
     ]
     if not above:
         return None
-    return f"not tried with this version of {' and '.join(above)}: if something breaks, install the one in brackets"
+    return f"not tried with this version of {', '.join(above)}: if something breaks, install the one in brackets"
 
 
 @functools.cache
 def tell_untried() -> None:
     """Say once in a process which installed packages are newer than the newest tried."""
-    note = untried({name: version(name) for name in NEWEST_TRIED})
+    installed = {}
+    for name in NEWEST_TRIED:
+        with suppress(PackageNotFoundError):  # built without a record of its version
+            installed[name] = version(name)
+    note = untried(installed)
     if note is not None:
         say(note)
 

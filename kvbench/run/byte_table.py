@@ -23,6 +23,7 @@ from kvbench.run.plan import Cell, Group
 from kvbench.run.report import CellResult, Report
 from kvbench.run.results import share
 from kvbench.run.run_plan import RunPlan
+from kvbench.tables.render import UNCHANGED, UNCHANGED_NOTE
 from kvbench.tables.table import Table
 
 ROWS: Mapping[str, Any] = read_yaml(Path(__file__).with_name("byte_tables.yaml"))
@@ -42,6 +43,7 @@ class Line:
     texts: by kind, the divergences of each prompt by task and example.
     answers: by task, the scores of its examples.
     times: mean milliseconds to compress a prompt, and to decode a token.
+    unchanged: whether nothing was compressed, so that the row says nothing about its method.
     """
 
     label: str
@@ -52,6 +54,7 @@ class Line:
     scores: Mapping[str, float]
     answers: Mapping[str, Mapping[str, float]]
     times: tuple[float, float]
+    unchanged: bool = False
 
     def record(self) -> dict[str, object]:
         """Return the row as ``--json`` prints it."""
@@ -59,6 +62,7 @@ class Line:
         return {
             **{"label": self.label, "block": self.block, "bytes_percent": self.bytes},
             **{"fidelity": divergences, "scores": dict(self.scores)},
+            **({"nothing_compressed": True} if self.unchanged else {}),
             "score_intervals": {dataset: self.interval(dataset) for dataset in self.scores},
         }
 
@@ -130,6 +134,7 @@ def _line(label: str, block: str, run: RunPlan, report: Report, row: int) -> Lin
             1000 * fmean(s.timing.compress_s for s in cell_summaries),
             1000 * fmean(s.timing.decode_s_per_token for s in cell_summaries),
         ),
+        all(result.unchanged for _, _, result in measured),
     )
 
 
@@ -169,8 +174,14 @@ def _texts_of(line: Line, datasets: Sequence[str]) -> tuple[str, ...]:
         *(nats(summary) for summary in (reference, greedy)),
         same_choice(any_kind),
         "—" if any_kind is None else f"{any_kind.ppl_ratio:.4f}" + below(any_kind.ppl_ratio_ci, ".4f"),
-        *("—" if d not in line.scores else with_interval(line.scores[d], line.interval(d)) for d in datasets),
+        *(_score_text(line, dataset) for dataset in datasets),
     )
+
+
+def _score_text(line: Line, dataset: str) -> str:
+    if dataset not in line.scores:
+        return "—"
+    return UNCHANGED if line.unchanged else with_interval(line.scores[dataset], line.interval(dataset))
 
 
 def nats(summary: FidelitySummary | None) -> str:
@@ -225,6 +236,7 @@ def pairs(rows: Sequence[Line], kind: str = "reference") -> list[Pair]:
     told = []
     for block in dict.fromkeys(line.block for line in rows):
         mine = [x for x in rows if x.block == block and kind in x.fidelity and not x.fidelity[kind].at_floor]
+        mine = [x for x in mine if not x.unchanged]
         mine.sort(key=lambda x: x.fidelity[kind].kl_mean)
         for (i, a), (j, b) in combinations(enumerate(mine), 2):
             common = sorted(a.texts[kind].keys() & b.texts[kind].keys())
@@ -277,6 +289,8 @@ def notes(rows: Sequence[Line], told: Sequence[Pair]) -> list[str]:
         for p in told
         if p.apart and p.neighbours and p.ci is not None
     ]
+    if any(line.unchanged for line in rows):
+        lines_below.append(UNCHANGED_NOTE)
     return lines_below
 
 

@@ -31,7 +31,7 @@ from kvbench.run.run_plan import check_model, context_of, identify, open_session
 from kvbench.run.run_plan import prepare as prepare
 from kvbench.run.runner import run_groups
 from kvbench.run.store import DAMAGED
-from kvbench.run.summary import collect, summarise
+from kvbench.run.summary import collect, is_unchanged, summarise
 from kvbench.tasks.base import Tokenizer
 from kvbench.tasks.spread import left_out
 
@@ -222,7 +222,10 @@ def _settle_group(prepared: RunPlan, group: Group, broadcast: Listeners, error: 
         if begun and samples and store.refusal(cell.id) is None:
             summary = summarise(samples, group.task.metric, len(group.task.examples))
             completeness = "complete" if summary.n == summary.of else "partial"
-            store.write_metrics(cell.id, {"status": completeness, **summary.record()})
+            # scores of a method that compressed nothing are the full cache's, whoever reads them later
+            unchanged = is_unchanged(cell, {s.id: s for s in samples}, store)
+            verdict = {"nothing_compressed": True} if unchanged else {}
+            store.write_metrics(cell.id, {"status": completeness, **summary.record(), **verdict})
         stored = store.status(cell.id)
         status = "interrupted" if error is not None and cell.id in unfinished else "partial"
         if stored.status in ("complete", "refused", "failed", "interrupted"):

@@ -94,6 +94,11 @@ class Run:
         path = str(entries("model").get(name, {}).get("path") or "")
         return path if path.count("/") == 1 and not path.startswith((".", "/")) else name
 
+    @property
+    def unchanged(self) -> bool:
+        """Whether nothing was compressed on any task, so that the scores are the full cache's."""
+        return all(cell.unchanged for cell, _ in self.tasks.values())
+
     def _stages(self) -> Sequence[Mapping[str, Any]]:
         stages: Sequence[Mapping[str, Any]] = self.cell.record.identity["chain"]["stages"]
         return stages
@@ -186,6 +191,7 @@ def runs(store: ResultStore, cells: Iterable[StoredCell], name: str | None) -> t
     ``name`` replaces the name of the data set. Substitutes of RULER's tasks are left out. A folder has room for one
     cell of a method and task. Of several, measured under different settings, the one is taken under whose settings
     all methods together have most answers, or else the one measured last; a note says what differs in the others.
+    A method that compressed nothing is left out with a note, since a folder cannot say so.
     """
     alike: dict[tuple[Any, ...], dict[str, list[Answered]]] = {}
     answers = Counter[tuple[str, str]]()
@@ -202,6 +208,7 @@ def runs(store: ResultStore, cells: Iterable[StoredCell], name: str | None) -> t
         of_run.setdefault(task, []).append((cell, samples))
         answers[cell.record.column, _settings(cell)] += len(samples)
     chosen: list[Run] = []
+    unchanged: list[str] = []
     left_out: dict[tuple[str, str, str], list[str]] = {}
     for key, tasks in alike.items():
         taken: dict[str, Answered] = {}
@@ -210,11 +217,16 @@ def runs(store: ResultStore, cells: Iterable[StoredCell], name: str | None) -> t
             for other in others:
                 words, taken_words = _what_differs(other, taken[task])
                 left_out.setdefault((other[0].record.column, words, taken_words), []).append(other[0].id)
-        chosen.append(Run(key[0], key[1], taken))
+        run = Run(key[0], key[1], taken)
+        if run.unchanged:
+            unchanged.append(f"{run.cell.label} on {', '.join(cell.record.column for cell, _ in taken.values())}")
+        else:
+            chosen.append(run)
     notes = [
         f"{column}: cells with {taken_words} are written, not those with {words} (cells={','.join(ids)} writes these)"
         for (column, words, taken_words), ids in left_out.items()
     ]
+    notes += [f"{run}: left out, since nothing was compressed and its scores are the full cache's" for run in unchanged]
     return chosen, notes
 
 

@@ -98,6 +98,11 @@ class FidelitySummary:
     at_floor: bool
 
 
+def diverges(text: TextFidelity) -> bool:
+    """Return True if a row's mean divergence from the full cache on a text is above what rounding makes."""
+    return float(np.mean(text.kl)) > ABOVE_FLOOR * text.floor
+
+
 def summarise_texts(texts: Sequence[TextFidelity]) -> FidelitySummary | None:
     """Return the summary over the texts of one cell, one a prompt; None without texts."""
     if not texts:

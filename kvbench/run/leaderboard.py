@@ -12,6 +12,7 @@ from kvbench.run import config, experiment
 from kvbench.run.report import Report, ReportRow
 from kvbench.run.results import CellSummary, share
 from kvbench.run.run_plan import RunPlan
+from kvbench.tables.render import UNCHANGED, UNCHANGED_NOTE
 from kvbench.tables.ruler import mean_name
 from kvbench.tables.table import Table
 
@@ -41,6 +42,7 @@ class Standing:
     behind, behind_ci: its mean paired difference to the full cache, in points.
     kept, bytes: after the prompt, in per cent of the full cache's, bytes at 16 bits.
     compress_ms, decode_ms: means a prompt and a token.
+    unchanged: whether nothing was compressed, so that the score is the full cache's.
     """
 
     method: str
@@ -55,6 +57,7 @@ class Standing:
     bytes: float | None
     compress_ms: float
     decode_ms: float
+    unchanged: bool = False
 
     @property
     def n(self) -> int:
@@ -79,7 +82,10 @@ def prepare(model: str, options: Mapping[str, str]) -> list[RunPlan]:
 
 
 def standings(runs: Sequence[RunPlan], reports: Sequence[Report]) -> list[Standing]:
-    """Return what is measured, the best score of each protocol first; rows that lack a task are left out."""
+    """Return what is measured, the best score of each protocol first; rows that lack a task are left out.
+
+    Those that compressed nothing are last.
+    """
     measured = []
     for run, report in zip(runs, reports, strict=True):
         full = run.answers(0)
@@ -87,7 +93,7 @@ def standings(runs: Sequence[RunPlan], reports: Sequence[Report]) -> list[Standi
             answers = run.answers(i)
             if answers and answers.keys() == full.keys():
                 measured.append(_standing(report, row, answers, full))
-    return sorted(measured, key=lambda e: (not e.withheld, -e.score, e.kept))
+    return sorted(measured, key=lambda e: (not e.withheld, e.unchanged, -e.score, e.kept))
 
 
 def _standing(report: Report, row: ReportRow, answers: Answers, full: Answers) -> Standing:
@@ -108,6 +114,7 @@ def _standing(report: Report, row: ReportRow, answers: Answers, full: Answers) -
         share(*(_weighted(summaries, field) for field in ("payload16", "overhead16", "full16"))),
         1000 * fmean(s.timing.compress_s for s in summaries),
         1000 * fmean(s.timing.decode_s_per_token for s in summaries),
+        all(cell.unchanged for cell in row.cells if cell.summary is not None),
     )
 
 
@@ -138,8 +145,8 @@ def sheets(standings: Sequence[Standing]) -> list[Table]:
     heads = ("method", mean_name(withheld[0].tasks), "Δ full", "kept %", "bytes %", "compress\nms", "ms/token")
     rows = [
         (
-            *(e.method.replace(" ", "\n", 1), with_interval(e.score, e.ci)),
-            "" if e.method == "full" else with_interval(e.behind, e.behind_ci, "+"),
+            *(e.method.replace(" ", "\n", 1), UNCHANGED if e.unchanged else with_interval(e.score, e.ci)),
+            "" if e.method == "full" or e.unchanged else with_interval(e.behind, e.behind_ci, "+"),
             *(f"{e.kept:.1f}", "—" if e.bytes is None else f"{e.bytes:.1f}"),
             *(f"{e.compress_ms:.0f}", f"{e.decode_ms:.1f}"),
         )
@@ -149,8 +156,10 @@ def sheets(standings: Sequence[Standing]) -> list[Table]:
 
 
 def _costs(standings: Sequence[Standing]) -> list[Table]:
-    seen = {e.method: e for e in standings if not e.withheld}
-    both = [(e, seen[e.method]) for e in standings if e.withheld and e.method in seen]
+    """Return the table of what withholding the question costs, without methods that compressed nothing; [] if empty."""
+    compressing = [e for e in standings if not e.unchanged]
+    seen = {e.method: e for e in compressing if not e.withheld}
+    both = [(e, seen[e.method]) for e in compressing if e.withheld and e.method in seen]
     both = [(a, b) for a, b in both if _common(a.answers, b.answers)]
     rows = []
     for withheld, visible in both:
@@ -179,11 +188,13 @@ def notes(standings: Sequence[Standing]) -> list[str]:
     """Return what stands below the tables."""
     counts = sorted({len(scores) for e in standings for scores in e.answers.values()})
     n = "–".join(str(c) for c in dict.fromkeys((counts[0], counts[-1]))) if counts else "0"
+    unchanged = [UNCHANGED_NOTE] if any(e.unchanged for e in standings) else []
     return [
         f"n = {n} prompts a task and length. Scores are means over tasks, with 95 % intervals of the rescaled "
         "bootstrap within tasks; differences are paired by prompt. kept, bytes: after the prompt, in per cent of the "
         "full cache's, bytes at 16 bits. The question and the beginning of the answer are read after the compression "
-        "and kept whole."
+        "and kept whole.",
+        *unchanged,
     ]
 
 
@@ -196,6 +207,7 @@ def records(standings: Sequence[Standing], model: str, commit: str | None) -> li
             "protocol": {"query_aware": not e.withheld, "prompt": e.prompt},
             **{"delta_full": e.behind, "delta_full_interval": e.behind_ci},
             **{"kept_percent": e.kept, "percent_of_full": e.bytes},
+            **({"nothing_compressed": True} if e.unchanged else {}),
             "seconds": {"compress_s": e.compress_ms / 1000, "decode_s_per_token": e.decode_ms / 1000},
             "commit": commit,
         }

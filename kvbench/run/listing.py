@@ -46,6 +46,7 @@ class StoredCell:
 
     summary: the means over all its samples; None if there are none that are up to date.
     differs: the settings in which it differs from cells of the same label, dataset and model.
+    unchanged: whether nothing was compressed, so that the summary says nothing about the method.
     """
 
     id: str
@@ -54,6 +55,7 @@ class StoredCell:
     status: Status
     summary: ScoreSummary | None = None
     differs: str = ""
+    unchanged: bool = False
 
     @property
     def label(self) -> str:
@@ -81,6 +83,7 @@ class StoredCell:
             **asdict(self.status),
             "changed": self.changed,
             **({"metric": score.metric, "score": score.score, "ci": score.ci} if score is not None else {}),
+            **({"nothing_compressed": True} if self.unchanged else {}),
             "differs": self.differs,
         }
 
@@ -109,13 +112,16 @@ def row(store: ResultStore, name: str) -> StoredCell:
         return StoredCell(name, folder, CellRecord(), status)
     try:
         record = store.cell(name) or CellRecord()
-        summary = ScoreSummary.read(store.metrics(name))
+        metrics = store.metrics(name)
+        summary = ScoreSummary.read(metrics)
         label(record.identity, record.label)
     except UsageError as error:
         return StoredCell(name, folder, CellRecord(), Status(DAMAGED, 0, None, str(error)))
     # the means of an interrupted cell may be of fewer samples than it has now
     current = summary is not None and summary.n == status.n and status.status != "refused"
-    return StoredCell(name, folder, record, status, summary if current else None)
+    if not current:
+        return StoredCell(name, folder, record, status)
+    return StoredCell(name, folder, record, status, summary, unchanged=metrics.get("nothing_compressed") is True)
 
 
 def results(folder: str | Path = "results", **filters: str) -> pd.DataFrame:

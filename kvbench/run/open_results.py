@@ -47,6 +47,7 @@ def records(store: ResultStore, filters: Mapping[str, str] | None = None) -> lis
                 "dataset": cell.record.column,
                 **{"metric": means.get("metric"), "score": means.get("score"), "interval": means.get("ci")},
                 "n": cell.status.n,
+                **({"nothing_compressed": True} if cell.unchanged else {}),
                 "knobs": settings["knobs"],
                 "protocol": {**protocol, **({"turns": identity["turns"]} if "turns" in identity else {})},
                 "bytes": means["payload"] + means["overhead"] if "payload" in means else None,

@@ -46,16 +46,22 @@ class Cell:
 
     @cached_property
     def id(self) -> str:
-        return _identity_hash(self.identity)
+        return identity_hash(self.identity)
+
+    @property
+    def full(self) -> Cell:
+        """The cell of the full cache under the same settings."""
+        return replace(self, identity={**self.identity, "chain": Chain().identity()}, chain=Chain(), label="full")
 
     def check_knobs(self) -> None:
         """Raise Refused if a stage that is not kvbench's own has changed its knobs since the run began."""
         now = {**self.identity, "chain": {**self.identity["chain"], **self.chain.identity()}}
-        if self.chain.foreign and _identity_hash(now) != self.id:
+        if self.chain.foreign and identity_hash(now) != self.id:
             raise Refused(f"{self.chain.name} changes its own knobs while it runs")
 
 
-def _identity_hash(identity: Mapping[str, Any]) -> str:
+def identity_hash(identity: Mapping[str, Any]) -> str:
+    """Return the id of the cell with an identity."""
     return hashlib.sha256(json.dumps(identity, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 

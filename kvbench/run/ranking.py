@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, groupby, pairwise
+from math import inf
 from statistics import fmean
 from typing import Any
 
@@ -16,6 +17,7 @@ from kvbench.run.fidelity import KINDS, log_ratio_of_means, summarise_texts
 from kvbench.run.leaderboard import difference, percent, with_interval
 from kvbench.run.report import Report
 from kvbench.run.run_plan import RunPlan
+from kvbench.tables.render import UNCHANGED, UNCHANGED_NOTE
 from kvbench.tables.table import Table
 
 NAME = "ranking"
@@ -60,10 +62,15 @@ class Measure:
     values: Mapping[str, tuple[float, Interval | None]]
 
     @property
+    def compared(self) -> list[str]:
+        """The rows that are ranked: all but the full cache's and those that compressed nothing."""
+        return [label for label in self.values if label != "full" and not self.lines[label].unchanged]
+
+    @property
     def ranks(self) -> dict[str, float]:
-        """The rank of each row but the full cache's, 1 the best; equal values share the mean of their ranks."""
+        """The rank of each row that is compared, 1 the best; equal values share the mean of their ranks."""
         sign = 1 if self.name == DIVERGENCE else -1
-        values = {label: sign * value for label, (value, _) in self.values.items() if label != "full"}
+        values = {label: sign * self.values[label][0] for label in self.compared}
         ordered = sorted(values.values())
         return {label: ordered.index(v) + (ordered.count(v) + 1) / 2 for label, v in values.items()}
 
@@ -150,14 +157,15 @@ def sheets(measures: Sequence[Measure]) -> list[Table]:
     measures = [c for c in measures if c.values]
     labels = [*dict.fromkeys(label for c in measures for label in c.values)]
     ranks = {label: [c.ranks.get(label) for c in measures] for label in labels}
-    means = {label: fmean(known) if (known := [r for r in ranks[label] if r]) else 0.0 for label in labels}
-    labels.sort(key=means.__getitem__)
+    means = {label: fmean(known) for label in labels if (known := [r for r in ranks[label] if r])}
+    # the full cache first, and last what no measure ranks
+    labels.sort(key=lambda label: 0.0 if label == "full" else means.get(label, inf))
     heads = ("method", "bytes\n%", *(c.name for c in measures), "compress\nms", "ms/\ntoken")
     rows = [(_two_lines(label), *_row(label, measures)) for label in labels]
     places = [
         (_two_lines(label), *("—" if r is None else f"{r:g}" for r in ranks[label]), f"{means[label]:.1f}")
         for label in labels
-        if label != "full"
+        if label in means
     ]
     names = tuple(c.name for c in measures)
     both = [(a, b) for a, b in pairwise(measures) if a.name.endswith("\nseen") and b.name.endswith("\nwithheld")]
@@ -178,18 +186,23 @@ def _row(label: str, measures: Sequence[Measure]) -> list[str]:
     line = next(c.lines[label] for c in measures if label in c.lines)
     times = [c.lines[label].times for c in measures if label in c.lines]
     compress, decode = (fmean(t[i] for t in times) for i in (0, 1))
-    values = [_value(c, *c.values[label]) if label in c.values else "—" for c in measures]
+    values = [_value(c, label) for c in measures]
     return ["—" if line.bytes is None else f"{line.bytes:.1f}", *values, f"{compress:.0f}", f"{decode:.0f}"]
 
 
-def _value(measure: Measure, value: float, ci: Interval | None) -> str:
+def _value(measure: Measure, label: str) -> str:
+    if label not in measure.values:
+        return "—"
+    if measure.lines[label].unchanged:
+        return UNCHANGED
+    value, ci = measure.values[label]
     if measure.name != DIVERGENCE:
         return with_interval(value, ci)
     return f"{value:.3g}" + ("" if ci is None else f"\n[{ci[0]:.2g}, {ci[1]:.2g}]")
 
 
 def _cost(label: str, seen: Measure, withheld: Measure) -> str:
-    if label not in seen.values or label not in withheld.values:
+    if label not in seen.compared or label not in withheld.compared:
         return "—"
     return with_interval(*difference(withheld.lines[label].answers, seen.lines[label].answers), "+")
 
@@ -221,16 +234,16 @@ def _sign(x: float) -> int:
 
 def told_apart(measure: Measure) -> str:
     """Return how many pairs of rows a measure tells apart, as "measure n of m"."""
-    pairs = [*combinations([label for label in measure.values if label != "full"], 2)]
+    pairs = [*combinations(measure.compared, 2)]
     return f"{measure.name} {sum(measure.better(a, b) != 0 for a, b in pairs)} of {len(pairs)}"
 
 
 def disagreements(measures: Sequence[Measure]) -> list[Disagreement]:
     """Return the pairs of rows that two measures tell apart, each the other way round."""
     opposed = []
-    labels = [label for label in dict.fromkeys(x for c in measures for x in c.values) if label != "full"]
+    labels = dict.fromkeys(label for c in measures for label in c.compared)
     for a, b in combinations(labels, 2):
-        told = {c.name: c.better(a, b) for c in measures if a in c.values and b in c.values}
+        told = {c.name: c.better(a, b) for c in measures if a in c.compared and b in c.compared}
         for one, other in combinations(told, 2):
             if told[one] * told[other] < 0:
                 first, second = (a, b) if told[one] > 0 else (b, a)
@@ -257,6 +270,8 @@ def notes(measures: Sequence[Measure], opposed: Sequence[Disagreement]) -> list[
         below.append(f"Told apart by {one}, and the other way round by {other}: {rows}.".replace("\n", " "))
     if not opposed:
         below.append("No two measures tell a pair of methods apart in opposite ways.")
+    if any(line.unchanged for c in measures for line in c.lines.values()):
+        below.append(UNCHANGED_NOTE)
     return below
 
 
@@ -282,11 +297,15 @@ def records(measures: Sequence[Measure], opposed: Sequence[Disagreement]) -> dic
         "measures": [
             {
                 "measure": c.name.replace("\n", " "),
-                "rows": [
-                    {"method": x, "value": v, "ci": ci, "rank": c.ranks.get(x)} for x, (v, ci) in c.values.items()
-                ],
+                "rows": [_record(c, label) for label in c.values],
             }
             for c in measures
         ],
         "disagreements": [vars(d) for d in opposed],
     }
+
+
+def _record(measure: Measure, label: str) -> dict[str, Any]:
+    value, ci = measure.values[label]
+    verdict = {"nothing_compressed": True} if measure.lines[label].unchanged else {}
+    return {"method": label, "value": value, "ci": ci, "rank": measure.ranks.get(label), **verdict}

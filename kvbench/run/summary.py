@@ -8,10 +8,11 @@ from statistics import fmean
 
 import numpy as np
 
+from kvbench.methods.chain import Chain
 from kvbench.metrics import metric, stats
 from kvbench.metrics.stats import FEWEST
 from kvbench.run.advice import about_floors, at_floor
-from kvbench.run.fidelity import KINDS, FidelitySummary, summarise_texts
+from kvbench.run.fidelity import KINDS, FidelitySummary, diverges, summarise_texts
 from kvbench.run.labels import fields
 from kvbench.run.plan import Cell, Group
 from kvbench.run.report import CellResult, Delta, Report, ReportColumn, ReportRow, RowMeans
@@ -223,26 +224,39 @@ def measured(group: Group, cell: Cell, store: ResultStore) -> CellResult:
         summary=summary,
         delta=_delta(group, cell, samples, store),
         fall_beside_full=_fall_beside_full(group, cell, samples, store),
-        unchanged=is_unchanged(group, cell, samples, store),
+        unchanged=is_unchanged(cell, samples, store),
     )
 
 
-def is_unchanged(group: Group, cell: Cell, samples: Mapping[str, Sample], store: ResultStore) -> bool:
+def is_unchanged(cell: Cell, samples: Mapping[str, Sample], store: ResultStore) -> bool:
     """Return True if a method compressed nothing: on UNCHANGED of prompts its cache and answer are the full cache's.
 
-    Return False where no prompt has an answer of the full cache. A method that attends only some of the tokens that it
-    holds, or shares logits among heads, does something else than compress, and is not meant.
+    Return False where no prompt has an answer of the full cache, and for a method that ``only_compresses`` is not true
+    of.
     """
-    full = next((c for c in group.cells if not c.chain.stages), None)
-    if full is None or not cell.chain.stages or cell.chain.masks or cell.chain.sharer is not None:
+    if not only_compresses(cell.chain):
         return False
-    # the most tokens held are of the layer that holds most: where some layers are spared, that tells nothing of others
-    if cell.chain.evicts and any(getattr(s, "frozen_layers", ()) for s in cell.chain.stages):
-        return False
-    baseline = store.samples(full.id)
+    baseline = store.samples(cell.full.id)
     by_query_head = cell.chain.per == "query_head"
     equal = [_same_as_full(sample, baseline[i], by_query_head) for i, sample in samples.items() if i in baseline]
     return bool(equal) and sum(equal) >= UNCHANGED * len(equal)
+
+
+def nothing_compressed(group: Group, cell: Cell, store: ResultStore) -> bool:
+    """Return ``is_unchanged`` of a cell's stored answers to the examples of a group."""
+    ids = {e.id for e in group.examples}
+    return is_unchanged(cell, {i: s for i, s in store.samples(cell.id).items() if i in ids}, store)
+
+
+def only_compresses(chain: Chain) -> bool:
+    """Return True for a method that has done nothing where it holds all tokens and bytes and answers as the full cache.
+
+    One that attends only some of the tokens that it holds, or shares logits among heads, does something else.
+    """
+    if not chain.stages or chain.masks or chain.sharer is not None:
+        return False
+    # the most tokens held are of the layer that holds most: where some layers are spared, that tells nothing of others
+    return not (chain.evicts and any(getattr(s, "frozen_layers", ()) for s in chain.stages))
 
 
 def _same_as_full(sample: Sample, full: Sample, by_query_head: bool) -> bool:
@@ -255,7 +269,8 @@ def _same_as_full(sample: Sample, full: Sample, by_query_head: bool) -> bool:
     if by_query_head and full.payload_kv_head and full.payload_query_head:
         size *= full.payload_query_head / full.payload_kv_head
     same_answer = (sample.prediction, sample.score) == (full.prediction, full.score)
-    return whole and sample.payload16 >= size and same_answer
+    differs = any(map(diverges, (sample.fidelity or {}).values()))
+    return whole and sample.payload16 >= size and same_answer and not differs
 
 
 def _fall_beside_full(group: Group, cell: Cell, samples: dict[str, Sample], store: ResultStore) -> Delta | None:

@@ -167,9 +167,14 @@ class _Sender:
                 row["samples"].add_data(s.id, s.prediction, references, s.score, round(100 * s.kept / s.n, 3))
         run.run.log(row, step=len(run.samples))
         ending = {"status": status, **({"reason": reason} if reason else {})}
-        run.run.summary.update(ending | (summary(means) if means else {}))
+        run.run.summary.update(ending | (summary(means) | self._verdict(cell) if means else {}))
         del self.open[cell.id]
         run.run.finish(exit_code=0 if status in ("complete", "partial") else 1)
+
+    def _verdict(self, cell: Cell) -> dict[str, object]:
+        """Return {"nothing_compressed": True} for scores that say nothing about the method, as metrics.json does."""
+        unchanged = self.prepared.store.metrics(cell.id).get("nothing_compressed") is True
+        return {"nothing_compressed": True} if unchanged else {}
 
     def close(self) -> None:
         for run in self.open.values():
@@ -177,6 +182,8 @@ class _Sender:
         maps = _heat_maps(self.prepared)
         if not maps:
             return
+        titles = {label: label for label in maps}
+        titles |= {label: f"{label}: nothing was compressed" for label in self._unchanged()}
         # one run for the needle maps of all methods: a map spans lengths, hence cells
         groups = [g for g in self.prepared.groups if g.task.category == "needle"]
         cells = sorted(c.id for g in groups for c in g.cells)
@@ -186,9 +193,14 @@ class _Sender:
         for label, heat in maps.items():
             for row in heat.rows():
                 table.add_data(label, *row)
-        images = [self.wandb.Image(draw(heat, label), caption=label) for label, heat in maps.items()]
+        images = [self.wandb.Image(draw(heat, titles[label]), caption=titles[label]) for label, heat in maps.items()]
         heat_run.log({"heatmap": images, "heatmap_values": table})
         heat_run.finish()
+
+    def _unchanged(self) -> set[str]:
+        """Return the labels of the methods that compressed nothing of any needle task."""
+        cells = [c for g in self.prepared.groups if g.task.category == "needle" for c in g.cells]
+        return {c.label for c in cells} - {c.label for c in cells if not self._verdict(c)}
 
     def _run(self, cell: Cell) -> _CellRun:
         if cell.id not in self.open:

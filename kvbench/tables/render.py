@@ -19,6 +19,10 @@ FORMATS = ("text", "md", "csv", "latex")
 BROKEN = ("refused", "failed")
 UNCHANGED = "nothing was\ncompressed"
 """What stands in place of the score of a method that held and answered what the full cache does."""
+UNCHANGED_NOTE = (
+    "nothing was compressed: tokens, bytes and answers are those of the full cache on 99 % of prompts or more. The "
+    "score, which says nothing about the method, is in --json. Give it a smaller budget."
+)
 ENDS = ((0, "low"), (1, "high"))
 CSV_FIELDS = (
     *("method", "task", "status", "metric", "score", "ci_low", "ci_high", "delta", "delta_ci_low", "delta_ci_high"),
@@ -197,10 +201,7 @@ def legend(report: Report) -> list[str]:
             "q, kv: payload of as many tokens under per=query_head or kv_head, by formula; % of full is of those held."
         )
     if any(c.unchanged for c in cells):
-        lines.append(
-            "nothing was compressed: tokens, bytes and answers are those of the full cache on 99 % of prompts or "
-            "more. The score, which says nothing about the method, is in --json. Give it a smaller budget."
-        )
+        lines.append(UNCHANGED_NOTE)
     falling = dict.fromkeys(c.metric for c in report.columns if _falls(c))
     if falling:
         lines.append(f"{' and '.join(falling)}: lower is better.")

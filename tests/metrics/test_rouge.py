@@ -82,10 +82,10 @@ def test_depth_is_where_the_official_evaluator_gives_up(tmp_path):
 def test_rouge_l_of_long_texts_is_fast():
     rng = random.Random(2)
     text = [" ".join(rng.choices("abcdefghij", k=20)) + "." for _ in range(50)]
-    start = time.perf_counter()
+    start = time.process_time()
     score = rouge_l(" ".join(text), " ".join(reversed(text)))
     assert score > 0.99
-    assert time.perf_counter() - start < 2  # the package takes longer than this
+    assert time.process_time() - start < 2  # the package takes longer than this
 
 
 def test_rouge1_stems_and_ignores_case():

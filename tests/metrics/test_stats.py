@@ -91,10 +91,10 @@ def test_bad_input():
 
 def test_sixteen_tasks_take_seconds():
     scores = np.random.default_rng(0).random((16, 200))
-    start = time.perf_counter()
+    start = time.process_time()
     for task in scores:
         bootstrap_ci(task)
-    assert time.perf_counter() - start < 10
+    assert time.process_time() - start < 10
 
 
 def test_intervals_resample_within_strata():

@@ -1,5 +1,7 @@
 """Committed tables of a model: packed while they are measured, gone on with elsewhere, verified from samples alone."""
 
+import gzip
+import json
 import multiprocessing
 import os
 import signal
@@ -74,6 +76,42 @@ def test_verifying_covers_both_models_and_finds_another_digit(packed, monkeypatc
     assert captured.out == ""
     command = f"python scripts/paper_tables.py --model {of.model}"
     assert captured.err == f"kvbench: tables/vatp-2.md differs from its samples; {command}\n"
+
+
+def entries(path):
+    """The lines of a file of samples."""
+    return [json.loads(line) for line in gzip.decompress(path.read_bytes()).splitlines()]
+
+
+@pytest.mark.parametrize("differs", ["budget", "task"])
+def test_samples_of_another_cell_are_told(differs, packed, capsys):
+    of, _ = packed
+    path = of.samples(TABLE)
+    identities = {e["cell"]["id"]: e["cell"]["identity"] for e in entries(path) if "cell" in e}
+    full = {i for i, identity in identities.items() if not identity["chain"]["stages"]}
+    one = min(full)
+    if differs == "task":
+        other = next(i for i in full if i != one)
+    else:
+        other = next(i for i in identities.keys() - full if identities[i]["task"] == identities[one]["task"])
+    names = {one: other, other: one}
+    lines = [json.dumps(e | {"of": names.get(e["of"], e["of"])} if "of" in e else e) for e in entries(path)]
+    path.write_bytes(gzip.compress("\n".join(lines).encode()))
+    assert paper_tables.main(["vatp/2", "--verify", "--model", of.model]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("kvbench: tables/vatp-2.md differs from its samples; the samples of cell ")
+    assert {"budget": "was asked to keep", "task": "is no example of its task"}[differs] in said
+
+
+def test_a_record_of_another_cell_is_told(packed, capsys):
+    of, _ = packed
+    path = of.samples(TABLE)
+    first, second = [e["cell"] for e in entries(path) if "cell" in e][:2]
+    wrong = {"cell": first | {"identity": second["identity"]}}
+    lines = [json.dumps(wrong if e.get("cell") == first else e) for e in entries(path)]
+    path.write_bytes(gzip.compress("\n".join(lines).encode()))
+    assert paper_tables.main(["vatp/2", "--verify", "--model", of.model]) == 1
+    assert f"the record of cell {first['id']} " in capsys.readouterr().err
 
 
 def verify(capsys, of, *more):

@@ -11,6 +11,7 @@ import yaml
 from conftest import SMOL
 
 import kvbench
+from kvbench.engine.hf_cache import TransformersCache
 from kvbench.engine.likelihood import teacher_force
 from kvbench.errors import UsageError
 
@@ -176,3 +177,67 @@ def test_the_command_line_is_lm_evals_with_one_model_more(folder, tmp_path):
     assert json.loads(report.read_text())["config"]["kvbench"]["tasks"]["animals_choose"]["prompts"] == len(CITIES)
     done = run("whole_text")
     assert done.returncode == 2 and "has no prompt to be compressed" in done.stderr and "Traceback" not in done.stderr
+
+
+IDLE = {"method": "h2o", "kv_size": 4000}
+
+
+def verdicts(lm, tasks, *names):
+    """By task, whether nothing was compressed; and lm-eval's samples."""
+    report = evaluated(lm, tasks, *names)
+    held = report["config"]["kvbench"]["tasks"]
+    return {name: held[name].get("nothing_compressed", False) for name in names}, report["samples"]
+
+
+def forget(monkeypatch):
+    """Have methods hold all tokens and bytes, and yet answer otherwise."""
+    take = TransformersCache.take
+
+    def forgetful(cache, *args):
+        logits = take(cache, *args)
+        if cache.chain.stages:
+            for segment in (s for layer in cache.state.layers for s in layer.segments):
+                segment.v.zero_()
+        return logits
+
+    monkeypatch.setattr(TransformersCache, "take", forgetful)
+
+
+@pytest.mark.parametrize("separator", ["", "Question:"])
+def test_a_method_that_compressed_nothing_is_told_by_its_answers_too(separator, tasks, monkeypatch, capsys):
+    names = "animals_generate", "animals_choose"
+    assert verdicts(KvbenchLM("tiny", **IDLE, separator=separator), tasks, *names)[0] == dict.fromkeys(names, True)
+    assert capsys.readouterr().err.count("nothing was compressed") == 2
+    forget(monkeypatch)
+    assert verdicts(KvbenchLM("tiny", **IDLE, separator=separator), tasks, *names)[0] == dict.fromkeys(names, False)
+
+
+@pytest.mark.parametrize("method", [{"method": "snapkv", "kv_ratio": 0.5}, {"method": "chai", "kv_ratio": None}])
+def test_what_compresses_is_not_answered_by_the_full_cache_as_well(method, tasks, monkeypatch):
+    chains = []
+    make = TransformersCache.__init__
+    monkeypatch.setattr(
+        TransformersCache,
+        "__init__",
+        lambda cache, model, chain, *more: chains.append(chain) or make(cache, model, chain, *more),
+    )
+    lm = KvbenchLM("tiny", **{k: v for k, v in method.items() if v is not None})
+    assert verdicts(lm, tasks, "animals_generate")[0] == {"animals_generate": False}
+    assert all(chain.name == method["method"] for chain in chains)
+
+
+def test_a_full_cache_that_answers_beside_a_method_draws_no_random_numbers_of_others(tasks, monkeypatch):
+    def sampled(**options):
+        lm = KvbenchLM("tiny", **options)
+        report = simple_evaluate(
+            model=lm, tasks=["animals_generate"], task_manager=tasks, log_samples=True, bootstrap_iters=2,
+            gen_kwargs="do_sample=True,temperature=3.0", torch_random_seed=7,
+        )  # fmt: skip
+        return [s["resps"] for s in report["samples"]["animals_generate"]], report["config"]["kvbench"]["tasks"]
+
+    (plain, _), (beside, held) = sampled(method="full"), sampled(**IDLE)
+    assert len({str(answer) for answer in plain}) > 1 and beside == plain
+    assert held["animals_generate"]["nothing_compressed"]
+    forget(monkeypatch)
+    (compared, _), _ = sampled(**IDLE), monkeypatch.setattr("kvbench.lm_eval.UNCHANGED", 2)  # no verdict is open
+    assert compared == sampled(**IDLE)[0] != plain

@@ -3,7 +3,8 @@
 A claim stands in the paper's own words (``quote``), beside what is tested of it in ours. It is decided by the paired
 differences of its sides over all examples of its tasks, in points of 100: ``better`` asks for a mean above 0,
 ``no_worse`` for one above minus ``margin``. Both directions are tested (see ``stats.p_above``), each at half of LEVEL
-over all claims of a ledger together (Holm). Tasks where the full cache is at the floor decide nothing and are left out.
+over all claims of a ledger together (Holm). Tasks where the full cache is at the floor decide nothing and are left out,
+and so are those of which a side compressed nothing.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from kvbench.run.advice import at_floor
 from kvbench.run.labels import label
 from kvbench.run.plan import Cell, Group
 from kvbench.run.store import ResultStore
+from kvbench.run.summary import nothing_compressed
 from kvbench.tasks.longbench import names
 
 TABLE = "claims"
@@ -86,9 +88,9 @@ class Evidence:
     """Measurements for a claim under one scaling.
 
     differences: of 1, by dataset, [examples, pairs of the claim]; an example that is asked several times (MDQA's three
-    positions) counts once. floors: datasets left out. waiting: datasets without measurements. cells: ids of both sides.
-    ran: each pair as run on this model. possible: the number of examples in the data. reason: why some measurements, or
-    all of them, are missing.
+    positions) counts once. floors: datasets left out. unchanged: those left out because a side compressed nothing.
+    waiting: datasets without measurements. cells: ids of both sides. ran: each pair as run on this model. possible: the
+    number of examples in the data. reason: why some measurements, or all of them, are missing.
     """
 
     differences: Mapping[str, Differences] = field(default_factory=dict)
@@ -98,6 +100,7 @@ class Evidence:
     ran: tuple[str, ...] = ()
     possible: int = 0
     reason: str = ""
+    unchanged: tuple[str, ...] = ()
 
     @property
     def values(self) -> Differences:
@@ -229,10 +232,12 @@ def evidence(
     if refused := next(filter(None, (store.refusal(c.id) for c in cells)), None):
         return Evidence(reason=refused)
     floors = [name for name, ways in by_task.values() if not in_nats and all(a.floored(store) for a in ways)]
-    decidable = {name: ways for name, ways in by_task.values() if name not in floors}
+    idle = {name: sides for name, ways in by_task.values() if (sides := _unchanged(ways, store)) and name not in floors}
+    decidable = {name: ways for name, ways in by_task.values() if name not in floors and name not in idle}
     differences = {name: _paired(store, ways, claim.test if in_nats else "") for name, ways in decidable.items()}
     waiting = [name for name, d in differences.items() if not len(d)]
     reasons = [f"{name}: the full cache is at the floor" for name in floors]
+    reasons += [f"{name}: nothing was compressed by {', '.join(sides)}" for name, sides in idle.items()]
     reasons += [f"{name}: not measured yet" for name in waiting]
     return Evidence(
         {name: d for name, d in differences.items() if len(d)},
@@ -242,7 +247,15 @@ def evidence(
         tuple(dict.fromkeys(f"{label(a.identity)} against {label(b.identity)}" for a, b in compared)),
         sum(len({e.id for a in ways for e in a.group.task.examples}) for ways in decidable.values()),
         "; ".join([*reasons, *absent]),
+        tuple(idle),
     )
+
+
+def _unchanged(asked: Sequence[Asked], store: ResultStore) -> list[str]:
+    """Return the labels of the sides that compressed nothing of a dataset."""
+    sides = {cell.id: (a.group, cell) for a in asked for pair in a.pairs for cell in pair}
+    idle = [label(cell.identity) for group, cell in sides.values() if nothing_compressed(group, cell, store)]
+    return list(dict.fromkeys(idle))
 
 
 @dataclass(frozen=True)
@@ -316,7 +329,7 @@ def decide(
     for claim in claims:
         evidence = found.get(claim.id, Evidence())
         if claim.id not in measured:
-            verdict = FLOOR if evidence.floors else ELSEWHERE
+            verdict = FLOOR if evidence.floors and not evidence.unchanged else ELSEWHERE
             if evidence.waiting:
                 verdict = UNMEASURED
             verdicts.append(Verdict(claim, verdict, evidence))

@@ -22,6 +22,7 @@ from kvbench.papers.forensics.finding import Finding
 from kvbench.papers.report.tables import ReportPart
 from kvbench.papers.spec import catalogue
 from kvbench.tables import writers
+from kvbench.tables.render import UNCHANGED
 from kvbench.tables.table import Table
 
 HERE = Path(__file__).parent
@@ -141,7 +142,10 @@ def _flat(run: Mapping[str, Any]) -> dict[str, Any]:
     far = {f"kl_{kind}": _nats(some) for kind, some in (run.get("fidelity") or {}).items()}
     values = {**run, **far, "question": None if seen is None else "seen" if seen else "withheld"}
     forms = {"score": "{:.1f}", "interval": "[{0[0]:.0f}, {0[1]:.0f}]", "bytes": "{:,.0f}", "percent_of_full": "{:.1f}"}
-    return values | {key: form.format(values[key]) for key, form in forms.items() if values.get(key) is not None}
+    values |= {key: form.format(values[key]) for key, form in forms.items() if values.get(key) is not None}
+    if run.get("nothing_compressed"):
+        values |= {"score": UNCHANGED.replace("\n", " "), "interval": None}
+    return values
 
 
 def _nats(far: Mapping[str, Any]) -> str | None:
