@@ -123,6 +123,28 @@ def test_an_interrupt_of_the_users_is_not_the_methods(bench, request):
     assert note.startswith(f"hostile was being asked, at {__file__}:")
 
 
+def test_signals_of_the_user_stay_what_they_were(request):
+    handler = signal.getsignal(signal.SIGTERM)
+    request.addfinalizer(lambda: signal.signal(signal.SIGTERM, handler))
+
+    def raising():
+        raise SystemExit(15)
+
+    def terminate(number, frame):
+        raising()
+
+    signal.signal(signal.SIGTERM, terminate)
+    with walls.contained("deaf"):
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    assert signal.getsignal(signal.SIGTERM) is terminate
+    with pytest.raises(SystemExit) as stop, walls.contained("slow"):
+        signal.raise_signal(signal.SIGTERM)
+    assert stop.value.code == 15  # a handler may call what raises
+    (note,) = stop.value.__notes__
+    line = int(note.removeprefix(f"slow was being asked, at {__file__}:"))
+    assert "raise_signal" in Path(__file__).read_text().splitlines()[line - 1]
+
+
 def test_a_method_that_does_not_come_back_is_named_once(monkeypatch, capsys):
     monkeypatch.setattr(watch, "SILENT_S", 0.2)
     with walls.contained("slow"), contextlib.suppress(ZeroDivisionError):
@@ -132,10 +154,11 @@ def test_a_method_that_does_not_come_back_is_named_once(monkeypatch, capsys):
     assert line.startswith("kvbench: slow has not come back for ")
     with walls.contained("the model is slow", watched=False):
         time.sleep(1.2)
+    monkeypatch.setattr(watch, "SILENT_S", 1.5)
     with walls.contained("many steps"):
-        for _ in range(12):
+        for _ in range(10):
             watch.note_progress()
-            time.sleep(0.1)
+            time.sleep(0.2)
     assert capsys.readouterr().err == ""
 
 

@@ -12,6 +12,7 @@ import os
 import random
 import signal
 import sys
+import threading
 import traceback
 import zlib
 from collections.abc import Callable, Iterator
@@ -50,7 +51,7 @@ def contained(name: str, foreign: bool = True, seed: int | None = None, watched:
     if not foreign:
         yield
         return
-    walls = watch(name if watched else None), _settings(), _streams(), _no_end(), _functions(name)
+    walls = watch(name if watched else None), _settings(), _signals(), _streams(), _no_end(), _functions(name)
     with ExitStack() as stack:
         for wall in walls:
             stack.enter_context(wall)
@@ -213,18 +214,37 @@ def _functions(name: str) -> Iterator[None]:
 # ---- signals of the user
 
 
+@contextmanager
+def _signals() -> Iterator[None]:
+    """Restore on exit what the user's signals do."""
+    if threading.current_thread() is not threading.main_thread():  # others cannot set it
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            if signal.getsignal(number) is not handler:
+                signal.signal(number, handler)
+
+
 def _raised_by_signal(error: BaseException) -> bool:
     """Tell whether a signal's handler raised the error, and so the user did."""
     handlers = [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)]
     if isinstance(error, KeyboardInterrupt) and signal.default_int_handler in handlers:
         return True
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    return bool(frames) and frames[-1].f_code in [getattr(h, "__code__", None) for h in handlers]
+    # a handler may call what raises
+    codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return any(getattr(handler, "__code__", None) in codes for handler in handlers)
 
 
 def _place(error: BaseException) -> str:
     """Return the file and line that a signal interrupted."""
     handlers = {getattr(signal.getsignal(s), "__code__", None) for s in (signal.SIGINT, signal.SIGTERM)}
-    places = [(f, line) for f, line in traceback.walk_tb(error.__traceback__) if f.f_code not in handlers]
-    frame, line = places[-1]
-    return f"at {frame.f_code.co_filename}:{line}"
+    interrupted = None
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        if frame.f_code in handlers:
+            break
+        interrupted = f"at {frame.f_code.co_filename}:{line}"
+    return interrupted or "at its beginning"
