@@ -201,9 +201,9 @@ def _settle_group(prepared: RunPlan, group: Group, broadcast: Listeners, error: 
     unfinished = {c.id for some in prepared.left(group).values() for c in some}
     for cell in group.cells:
         summary = None
-        samples = list(store.samples(cell.id).values())
         begun = (error is None or cell.id in store.writers) and store.damage(cell.id) is None
-        if begun and samples and store.refusal(cell.id) is None:
+        samples = list(store.samples(cell.id).values()) if begun else []
+        if samples and store.refusal(cell.id) is None:
             summary = summarise(samples, group.task.metric, len(group.task.examples))
             completeness = "complete" if summary.n == summary.of else "partial"
             store.write_metrics(cell.id, {"status": completeness, **summary.record()})

@@ -186,10 +186,9 @@ class RunPlan:
 
     def records(self) -> list[CellRecord]:
         """Return the records of this run's cells that have an answer in the store."""
-        ids = [c.id for g in self.groups for c in g.cells]
-        answered = [i for i in ids if any(p.stat().st_size for p in self.store.folder(i).glob("samples-*.jsonl"))]
-        sound = [i for i in answered if self.store.damage(i) is None]
-        return [record for i in sound if (record := self.store.cell(i)) is not None]
+        sound = [c.id for g in self.groups for c in g.cells if self.store.damage(c.id) is None]
+        answered = [i for i in sound if any(p.stat().st_size for p in self.store.folder(i).glob("samples-*.jsonl"))]
+        return [record for i in answered if (record := self.store.cell(i)) is not None]
 
     def todo(self) -> list[GroupTodo]:
         """Return for each group the prompts to read, the answers to decode and the answers already stored."""

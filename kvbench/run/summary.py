@@ -201,7 +201,7 @@ def measured(group: Group, cell: Cell, store: ResultStore) -> CellResult:
     result = CellResult(group.column, cell.id, "missing", cell.chain.evicts, fields(cell.identity))
     damage = store.damage(cell.id)
     if damage is not None:
-        return replace(result, status="failed", reason=damage)
+        return replace(result, status="failed", reason=damage, damaged=True)
     refusal = store.refusal(cell.id)
     if refusal is not None:
         return replace(result, status="refused", reason=refusal)
