@@ -54,7 +54,7 @@ class Display:
         todo = {t.task: t.answers_to_do for t in prepared.todo() if t.answers_to_do}
         times = {g.column: _work(prepared, g, todo[g.column]) for g in prepared.groups if g.column in todo}
         self.counts, self.left = {name: Count(time) for name, time in times.items()}, TimeLeft(times)
-        for note in prepared.advice() if self.counts else ():
+        for note in (*prepared.advice(), *prepared.cuts()) if self.counts else ():
             say(note)
         if self.counts and sys.stderr.isatty():
             self.bars = bars_of("{task.fields[rate]}")

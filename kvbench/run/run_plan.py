@@ -21,7 +21,7 @@ from kvbench.methods.chain import Chain
 from kvbench.methods.walls import Functions, contained
 from kvbench.models import load, traits
 from kvbench.run import equal_memory
-from kvbench.run.advice import about_prompts
+from kvbench.run.advice import LITTLE_LEFT, about_ignored, about_prompts
 from kvbench.run.config import RunConfig
 from kvbench.run.estimate import Estimate, estimate
 from kvbench.run.host import default_rows, encode_prompt
@@ -29,6 +29,7 @@ from kvbench.run.plan import Cell, Group, GroupPlan, GroupTodo, Plan, build_grou
 from kvbench.run.results import CellRecord, Sample
 from kvbench.run.store import ResultStore
 from kvbench.tasks.base import Tokenizer
+from kvbench.tasks.prompt import Encoded
 from kvbench.tasks.source import data_root
 
 SMALL_MODEL = 256
@@ -65,7 +66,29 @@ class RunPlan:
         notes = [note for note in (model.note, model.shape.note) if note]
         if self.cfg.calibration_text and not any(self.session.requests(e.chain) for e in self.cfg.chains):
             notes.append("calibration_text= is not read: no method of this run is calibrated.")
-        return [*notes, *prompts, *self._unreached()]
+        ignored = about_ignored(self.cfg, [g.task for g in self.groups])
+        return [*notes, *prompts, *ignored, *self._unreached()]
+
+    def cuts(self) -> list[str]:
+        """Return a note for each task whose first prompt is cut to a small part of its tokens, before it is read."""
+        notes = []
+        for group in self.groups:
+            first = next((e for e in group.examples if not e.tokens), None)
+            encoded = None if first is None else self._encoded(first, group)
+            if encoded is None or len(encoded) >= LITTLE_LEFT * (len(encoded) + encoded.cut):
+                continue
+            notes.append(
+                f"{group.column}: the first prompt is cut to {len(encoded):,} of {len(encoded) + encoded.cut:,} tokens "
+                "(the model's context or max_length=): what is asked for may be cut out, and scores may say nothing."
+            )
+        return notes
+
+    def _encoded(self, example: Example, group: Group) -> Encoded | None:
+        """Return a prompt as token ids; None where it cannot be: the runner meets that again, and says why."""
+        try:
+            return encode_prompt(self.tokenizer, example, group.task, self.cfg.prompt, self.context)
+        except Exception:
+            return None
 
     def _unreached(self) -> list[str]:
         """Return a note for each method whose budget is larger than every prompt of a task with its answer."""
@@ -111,7 +134,7 @@ class RunPlan:
             )
             groups.append(planned)
         dtype = precision.dtype_reason(self.cfg.model.dtype, self.dtype, device)
-        return Plan(cache_memory, str(device), dtype, groups, self.advice())
+        return Plan(cache_memory, str(device), dtype, groups, [*self.advice(), *self.cuts()])
 
     def load_model(self) -> PreTrainedModel:
         """Return the model: the one that was given, or the checkpoint's weights, read now."""
@@ -153,10 +176,7 @@ class RunPlan:
         def tokens(example: Example) -> int:
             if example.tokens:
                 return len(example.tokens)
-            try:
-                return len(encode_prompt(self.tokenizer, example, group.task, self.cfg.prompt, self.context))
-            except Exception:  # the runner meets it again, and names its dataset and the reason
-                return 0
+            return len(self._encoded(example, group) or ())
 
         group = self.usable(group)
         samples = {c.id: self.store.samples(c.id) for c in group.cells}

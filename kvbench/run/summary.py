@@ -10,7 +10,7 @@ import numpy as np
 
 from kvbench.metrics import metric, stats
 from kvbench.metrics.stats import FEWEST
-from kvbench.run.advice import about_floors, at_floor
+from kvbench.run.advice import LITTLE_LEFT, about_floors, at_floor
 from kvbench.run.fidelity import KINDS, FidelitySummary, summarise_texts
 from kvbench.run.labels import fields
 from kvbench.run.plan import Cell, Group
@@ -22,8 +22,6 @@ from kvbench.tasks.longbench import BUCKETS
 
 UNCHANGED = 0.99
 """The share of prompts on which a method must do what the full cache does for its row to say so."""
-LITTLE_LEFT = 0.1
-"""The part of cut prompts' tokens below which a note says so."""
 
 
 def summarise(samples: Sequence[Sample], name: str, of: int) -> CellSummary:
