@@ -51,7 +51,9 @@ def about_ignored(cfg: RunConfig, tasks: Sequence[Task]) -> list[str]:
         notes += _ignored(drawing, "answers are greedy unless temperature= is above 0")
     for dataset in cfg.datasets:
         defaults = entries("dataset").get(dataset.name, {})
-        given = {k: dataset.knobs.get(k) != defaults[k] for k in ("turns", "questions") if k in defaults}
+        given: dict[str, bool] = {
+            k: dataset.knobs.get(k) != defaults[k] for k in ("turns", "questions") if k in defaults
+        }
         if not any(t.turns for t in tasks if t.id.partition("/")[0] == dataset.name):
             notes += _ignored(given, f"no context of dataset={dataset.name} has several questions")
     return list(dict.fromkeys(notes))
