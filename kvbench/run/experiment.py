@@ -24,7 +24,7 @@ from kvbench.run.listener import Listener, Listeners
 from kvbench.run.plan import Cell, Group, pairs
 from kvbench.run.provenance import local_changes, provenance
 from kvbench.run.refusals import ModelChanged
-from kvbench.run.report import Report
+from kvbench.run.report import CellResult, Report, ReportRow
 from kvbench.run.results import CellRecord, Facts
 from kvbench.run.run_plan import RunPlan as RunPlan
 from kvbench.run.run_plan import check_model, context_of, identify, open_session, threads
@@ -257,9 +257,16 @@ def report(prepared: RunPlan) -> Report:
     notes += [f"{m} for prompts no shorter than that." for m in prepared.matched]
     notes += filter(None, [local_changes(records)])
     collected = collect(prepared.groups, prepared.store)
+    failed = [
+        ReportRow(
+            label, False, tuple(CellResult(g.column, "", "failed", reason=reason) for g in prepared.groups), means=None
+        )
+        for label, reason in prepared.unplanned.items()
+    ]
     of_tasks = dict.fromkeys(f"{g.task.note}." for g in prepared.groups if g.task.note)
     return replace(
         collected,
+        rows=(*collected.rows, *failed),
         model=cfg.model.path,
         settings=settings(prepared),
         matched=tuple(prepared.matched),
