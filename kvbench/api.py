@@ -22,7 +22,7 @@ from kvbench.conf import check, entries, is_whole
 from kvbench.engine import decode
 from kvbench.engine.calibration.session import Session
 from kvbench.engine.hf_cache import TransformersCache
-from kvbench.engine.limits import warn_beyond_context
+from kvbench.engine.limits import check_precision, tokens_of, warn_beyond_context
 from kvbench.engine.memory import is_out_of_memory
 from kvbench.engine.prefill import as_prompt, prefill_chains
 from kvbench.engine.weights_digest import check_calibrated, weights_of
@@ -45,6 +45,7 @@ def _in_turn(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def in_turn(*args: P.args, **kwargs: P.kwargs) -> R:
+        check_precision()
         try:
             with TURN:
                 return function(*args, **kwargs)
@@ -118,9 +119,7 @@ def generate(
     as ``model.generate`` does. Caches of chains that leave the model unchanged run as rows of one batch. The caches
     are not changed and can be used again.
     """
-    new = max_new_tokens.tolist() if hasattr(max_new_tokens, "tolist") else max_new_tokens
-    if not is_whole(new) or new < 1:
-        raise UsageError(f"max_new_tokens={max_new_tokens!r} is not possible: a whole number, 1 or more")
+    new = tokens_of("max_new_tokens", max_new_tokens)
     if not isinstance(caches, Sequence) or not all(isinstance(c, Cache) for c in caches):
         raise UsageError(f"caches={caches!r} is not possible: a list of what prefill returned, as [full, small]")
     stop = _end_tokens(eos_token_id)

@@ -44,6 +44,12 @@ class Lines:
         return (*self.damaged, *((self.torn,) if self.torn else ()))
 
 
+def is_blocked(path: Path) -> bool:
+    """Tell whether something is at ``path`` that is no readable file: a folder, a pipe, a link that leads nowhere."""
+    # looked for last: a file that is removed meanwhile blocks nothing
+    return not (path.is_file() and os.access(path, os.R_OK)) and os.path.lexists(path)
+
+
 def check_ends(path: Path) -> None:
     """Raise OSError for a device, a pipe or a socket: reading one may never end."""
     if path.exists() and not path.is_file() and not path.is_dir():
@@ -82,6 +88,7 @@ def _with_checksum(body: str) -> str:
 def read_lines(path: Path) -> Lines:
     """Return the lines of a file of samples. Raises UsageError if the file cannot be read."""
     try:
+        check_ends(path)
         lines = path.read_bytes().split(b"\n")
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}") from None
@@ -163,7 +170,8 @@ def write_json(path: Path, content: Mapping[str, object], sync: bool = True) -> 
     temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
     try:
         with suppress(FileNotFoundError):
-            if path.read_bytes() == data:
+            # whatever else is there is replaced unread: a pipe would never end, a link to itself cannot be followed
+            if path.is_file() and path.read_bytes() == data:
                 return
         path.parent.mkdir(parents=True, exist_ok=True)
         with temporary.open("xb") as out:
@@ -181,6 +189,7 @@ def write_json(path: Path, content: Mapping[str, object], sync: bool = True) -> 
 def read_json(path: Path) -> Line | None:
     """Return the content of a JSON file, or None if it does not exist. Raises UsageError if it is damaged."""
     try:
+        check_ends(path)
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None

@@ -47,6 +47,44 @@ def test_a_system_message_that_nothing_reads_and_answers_too_short_to_answer():
     assert about_prompts(chat, [task(16), task(8, chat=False)], Chatty()) == []
 
 
+IGNORED = {
+    "dataset=tiny_stream temperature=1 top_p=0.5 max_length=9": "temperature= and top_p= and max_length= are ignored: "
+    "texts are read here, and nothing is answered.",
+    "dataset=tiny/needle sample_seed=3": "sample_seed= is ignored: answers are greedy unless temperature= is above 0.",
+    "dataset=file path={rows} turns=gold": "turns= is ignored: no context of dataset=file has several questions.",
+    "dataset=file path={rows} turns=own questions=2": "turns= and questions= are ignored: no context of dataset=file",
+    "dataset=tiny/needle temperature=1 top_p=0.5 sample_seed=3 max_length=300": "",
+    "dataset=tiny_stream,tiny/needle temperature=1": "",
+    "dataset=file path={talk} turns=gold questions=1": "",
+}
+
+
+@pytest.mark.parametrize("line", IGNORED)
+def test_a_key_that_changes_nothing_is_told_before_the_run(line, tmp_path, capsys):
+    rows, talk = tmp_path / "rows.jsonl", tmp_path / "talk.jsonl"
+    rows.write_text('{"prompt": "a b c", "answers": ["b"]}\n')
+    talk.write_text('{"context": "a b c", "questions": [{"question": "b?", "answers": ["b"]}]}\n')
+    arguments = line.format(rows=rows, talk=talk).split()
+    assert main(["run", *arguments, f"results={tmp_path}", "limit=1", "--plan", "--json"]) == 0
+    (plan,) = json.loads(capsys.readouterr().out)
+    ignored = [note for note in plan["notes"] if "ignored" in note]
+    assert [note for note in ignored if not note.startswith(IGNORED[line] or "no")] == []
+    assert len(ignored) == bool(IGNORED[line])
+
+
+def test_prompts_of_which_next_to_nothing_is_left_are_told_before_the_run(tmp_path, capsys):
+    arguments = ["run", "dataset=tiny/needle", "length=256", "limit=1", f"results={tmp_path}", "--plan", "--json"]
+    assert main([*arguments, "max_length=7"]) == 0
+    (plan,) = json.loads(capsys.readouterr().out)
+    (note,) = (note for note in plan["notes"] if "is cut" in note)
+    assert note.startswith(
+        "tiny/needle: the first prompt is cut to 7 of 256 tokens (the model's context or max_length=)"
+    )
+    assert main([*arguments, "max_length=200"]) == 0
+    (plan,) = json.loads(capsys.readouterr().out)
+    assert not any("is cut" in note for note in plan["notes"])
+
+
 @pytest.mark.parametrize(
     ("given", "score", "floor"),
     [

@@ -219,6 +219,11 @@ def _knows(method, knob):
     return {"recent": "think", "group": "kivi", "residual": "kivi"}.get(knob, "snapkv") in method
 
 
+def autocast(function, *args):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return function(*args)
+
+
 LLAMA = build("llama")
 (CACHE,) = kvbench.prefill(LLAMA, prompt(20), ["full"])
 NOT_POSSIBLE = {
@@ -235,6 +240,12 @@ NOT_POSSIBLE = {
     "eos_token_id='</s>' is not possible": lambda: kvbench.generate(LLAMA, [CACHE], 4, eos_token_id="</s>"),
     "eos_token_id=2.5 is not possible": lambda: kvbench.generate(LLAMA, [CACHE], 4, eos_token_id=2.5),
     "max_new_tokens=True": lambda: kvbench.generate(LLAMA, [CACHE], True),
+    "max_new_tokens=1000000000000": lambda: kvbench.generate(LLAMA, [CACHE], 10**30),
+    "torch.autocast('cpu') is not possible": lambda: autocast(kvbench.prefill, LLAMA, prompt(20), ["h2o"]),
+    "Leave it, or load the model with dtype": lambda: autocast(kvbench.generate, LLAMA, [CACHE], 4),
+    "the model's own dtype": lambda: autocast(kvbench.compare, LLAMA, None, ["a"]),
+    "folder=3 is not possible: a folder": lambda: kvbench.results(3),
+    "folder='' is not possible": lambda: kvbench.results(""),
     "cache=[<Cache": lambda: kvbench.extend(LLAMA, [CACHE], [5]),
     "unknown knob of the model 'foo'": lambda: kvbench.load_model("tiny", foo=1),
     "model=None is not possible": lambda: kvbench.load_model(None),

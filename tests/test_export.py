@@ -160,6 +160,7 @@ def test_methods_have_the_names_of_kvpresss_registry(stages, press, ratio, tmp_p
 
 def test_what_cannot_be_one_folder_each_is_told(tmp_path, capsys):
     store = ResultStore(tmp_path / "results")
+    store.root.mkdir()
     assert main(["export", "kvpress", f"results={store.root}"]) == 2
     assert "holds no measured answers that are chosen here" in capsys.readouterr().err
     assert main(["export", "helm"]) == 2
@@ -197,3 +198,28 @@ def test_of_cells_of_other_settings_those_with_most_answers_are_written_and_the_
     assert main(["export", "kvpress", f"cells={ids}", shown[0], f"output={tmp_path / 'fewer'}"]) == 0
     for folder in (tmp_path / "fewer").iterdir():
         assert len((folder / "predictions.csv").read_text().splitlines()) == 1 + 1
+
+
+def test_where_nothing_is_chosen_an_earlier_file_stays(tmp_path, capsys):
+    store, output = ResultStore(tmp_path / "results"), tmp_path / "results.jsonl"
+    ruler(store, "vt", [("a", ["a"])])
+    output.write_text("the results of last week\n")
+    assert main(["export", "jsonl", f"results={store.root}", "method=h2o", f"output={output}"]) == 2
+    assert f"no measured answers that are chosen here (python -m kvbench list runs); {output} is left" in (
+        capsys.readouterr().err
+    )
+    assert output.read_text() == "the results of last week\n"
+
+
+def test_no_folder_is_written_outside_of_output(tmp_path, capsys):
+    store = ResultStore(tmp_path / "results")
+    ruler(store, "vt", [("a", ["a"])])
+    for name in ("../x", "..", "a/b", "/tmp"):
+        arguments = ["export", "kvpress", f"results={store.root}", f"output={tmp_path / 'deep' / 'out'}"]
+        assert main([*arguments, f"name={name}"]) == 2
+        assert f"name={name} is not possible" in capsys.readouterr().err
+    assert [p.name for p in tmp_path.iterdir()] == ["results"]
+    # a column may hold a path: path=../rows.jsonl
+    assert folder_name({**QWEN3, "data_dir": "x_path=../../y", "press_name": "h2o", "compression_ratio": 0.5}) == (
+        "ruler__x_path=..--..--y__Qwen--Qwen3-8B__h2o__0.50"
+    )

@@ -174,6 +174,9 @@ NOT_SERVED = {
     "give no position_ids": {"position_ids": torch.arange(40)[None] * 2},
     "without padding": {"attention_mask": torch.tensor([[0] + [1] * 39])},
     "input_ids is NoneType": {"inputs": None, "inputs_embeds": torch.zeros(1, 5, 64)},
+    "max_new_tokens=1000000000000": {"max_new_tokens": 10**30},
+    "max_new_tokens='x' is not possible": {"max_new_tokens": "x"},
+    "max_length=2.5 is not possible": {"max_length": 2.5},
     "no embeddings or attentions": {"output_hidden_states": True, "return_dict_in_generate": True},
 }
 
@@ -184,6 +187,14 @@ def test_what_is_not_served_is_refused_with_the_reason(message):
     with kvbench.cache(LLAMA, "snapkv", kv_ratio=0.5) as cache, pytest.raises(UsageError, match=message):
         LLAMA.generate(**named_cache(cache), **options)
     assert not {"generate", "forward"} & vars(LLAMA).keys() and LLAMA.config._attn_implementation == "sdpa"
+
+
+def test_under_autocast_nothing_is_read():
+    with kvbench.cache(LLAMA, "snapkv", kv_ratio=0.5) as cache, torch.autocast("cpu", dtype=torch.bfloat16):
+        with pytest.raises(UsageError, match=r"torch\.autocast"):
+            LLAMA.generate(IDS[None], **GREEDY, **named_cache(cache), max_new_tokens=4)
+        with pytest.raises(UsageError, match=r"torch\.autocast"):
+            cache.read(IDS)
 
 
 def test_a_cache_is_one_models_and_one_prompts():

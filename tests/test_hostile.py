@@ -22,6 +22,7 @@ import torch
 from hostile import MODES, RESULTS, Hostile, kept, sets_what_is_global
 from runs import prepare
 
+from kvbench.errors import KvbenchError
 from kvbench.methods import foreign, registry, shared_functions, walls, watch
 from kvbench.methods.base import Mask
 from kvbench.methods.chain import Chain
@@ -416,6 +417,63 @@ def test_others_are_measured_anew_where_a_method_changed_the_model_or_a_function
     # a function is put back, a model is read again
     read_again = "it is read again for the others" in capsys.readouterr().err
     assert read_again == (reason == "hostile changes the model")
+
+
+class Unprintable(Exception):
+    def __str__(self):
+        raise SystemExit(3)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unplannable(Hostile):
+    """Fails when it is asked for what ``mode`` says, before any prompt is read."""
+
+    def capacity(self, n):
+        return 1 / 0 if self.mode == "capacity" else super().capacity(n)
+
+    def expected(self, n, layer, n_layers, heads):
+        return 1 / 0 if self.mode == "expected" else super().expected(n, layer, n_layers, heads)
+
+    def needs(self, n):
+        if n > 1 and self.mode == "needs":
+            raise Unprintable
+        return super().needs(n)
+
+    @property
+    def prefill_key(self):
+        return 1 / 0 if self.mode == "prefill_key" else ""
+
+
+@pytest.mark.parametrize("mode", ["capacity", "expected", "needs", "prefill_key"])
+def test_a_method_that_cannot_be_planned_costs_its_own_row(mode, tmp_path, capsys):
+    arguments = "dataset=tiny/needle", "length=256", "limit=1", "method=snapkv", "kv_size=64", f"results={tmp_path}"
+    chains = prepare(*arguments).cfg.chains
+    hostile = ChainConfig(Chain((Unplannable(mode=mode, kv_size=64),)), "hostile kv_size=64")
+    prepared = prepare(*arguments, chains=(hostile, *chains))
+    why = (
+        "hostile raises Unprintable, whose __str__ fails" if mode == "needs" else "ZeroDivisionError: division by zero"
+    )
+    assert f"hostile kv_size=64 is left out: {'' if mode == 'needs' else __file__}" in capsys.readouterr().err
+    report = experiment.measure(prepared, quiet=True)
+    assert [(row.method, row.cells[0].status) for row in report.rows] == [
+        ("full", "measured"),
+        ("snapkv kv_size=64", "measured"),
+        ("hostile kv_size=64", "failed"),
+    ]
+    assert report.rows[-1].cells[0].reason.endswith(why)
+    assert "failed" in report.to_markdown() and len(report.to_pandas()) == 3
+    assert json.dumps(report.record())
+    with pytest.raises(KvbenchError, match=r"^hostile kv_size=64: "):
+        prepare(*arguments, chains=(hostile,), baseline=False)
+
+
+def test_an_error_that_cannot_be_printed_and_streams_behind_streams():
+    with pytest.raises(KvbenchError, match=r"^mine raises Unprintable, whose __str__ fails$"), walls.contained("mine"):
+        raise Unprintable
+    for close in ("stdout.buffer.close()", "stderr.buffer.close()", "stdout.detach()", "__stdout__.close()"):
+        with pytest.raises(RuntimeError, match="is not the method's to close"), walls.contained("mine"):
+            eval(f"sys.{close}")
+    print("still open", flush=True)
 
 
 def test_a_prompt_that_is_read_in_another_way_is_read_for_that_method_alone(bench):

@@ -28,6 +28,7 @@ def shown(monkeypatch, terminal, counts=None, cells=1):
         groups=[SimpleNamespace(column=t, cells=["full", "h2o"], examples=some) for t, some in examples.items()],
         left=lambda group: {e.id: ["cell"] * cells for e in group.examples},
         advice=list,
+        cuts=list,
     )
     display = displays.Display()
     display.begin(prepared)

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,9 +14,11 @@ from typing import ClassVar
 
 import pytest
 from runs import metrics_of, prepare, run_json
+from stored import Cell, measure
 
+import kvbench
 from kvbench.cli.main import main
-from kvbench.errors import KvbenchError
+from kvbench.errors import KvbenchError, UsageError
 from kvbench.files import line_of, parse_line
 from kvbench.methods.base import Selector
 from kvbench.methods.chain import Chain
@@ -206,8 +209,23 @@ def truncated(path):
 
 
 def a_folder(path):
-    path.unlink()
+    path.unlink(missing_ok=True)
     path.mkdir()
+
+
+def a_pipe(path):
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+
+
+def a_link_to_itself(path):
+    path.unlink(missing_ok=True)
+    path.symlink_to(path.name)
+
+
+def a_file(path):
+    shutil.rmtree(path)
+    path.write_text("what was here before?")
 
 
 DAMAGES = {
@@ -216,7 +234,27 @@ DAMAGES = {
     "a list for a record": ("cell.json", lambda path: path.write_text("[1]")),
     "a folder for a record": ("cell.json", a_folder),
     "a folder for samples": ("samples-0.jsonl", a_folder),
+    "a pipe for a record": ("cell.json", a_pipe),
+    "a pipe for samples": ("samples-0.jsonl", a_pipe),
+    "samples that link to themselves": ("samples-0.jsonl", a_link_to_itself),
+    "a folder for a lock": ("lock-0", a_folder),
+    "a pipe for a lock": ("lock", a_pipe),
+    "a file for the whole cell": ("", a_file),
 }
+
+
+@pytest.fixture(autouse=True)
+def no_pipe_is_waited_for():
+    """A minute for each test: opening a pipe that nobody else opens never ends."""
+
+    def ended(number, frame):
+        pytest.fail("a command hangs")
+
+    before = signal.signal(signal.SIGALRM, ended)
+    signal.setitimer(signal.ITIMER_REAL, 60, 5)
+    yield
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, before)
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
@@ -234,12 +272,17 @@ def test_a_damaged_cell_costs_itself_alone_until_it_is_set_aside(damage, tmp_pat
         assert snapkv["status"] == "failed" and f"{name} cannot be read" in snapkv["reason"]
         assert "python -m kvbench clean sets the cell aside" in snapkv["reason"]
         assert ("snapkv kv_ratio=0.25 on tiny/needle is left out: " in err) == (verb == "run")
+    assert main(["run", *arguments, "method=snapkv,h2o"]) == 1
+    (end,) = (line for line in capsys.readouterr().err.splitlines() if "of the cells" in line)
+    assert "1 of the cells could not be read" in end and "clean --yes sets damaged ones aside" in end
+    assert main(["show", damaged, f"results={tmp_path}"]) == 2
+    assert f"{name} cannot be read" in capsys.readouterr().err
     assert main(["run", *arguments, "method=snapkv", "--plan"]) == 0
     assert main(["clean", f"results={tmp_path}"]) == 0
     assert f"aside      {damaged}: " in capsys.readouterr().out
     assert main(["clean", f"results={tmp_path}", "--yes"]) == 0
     (aside,) = tmp_path.glob(f"damaged/{damaged}-*")
-    assert (aside / name).exists()  # nothing is deleted
+    assert os.path.lexists(aside / name)  # nothing is deleted
     capsys.readouterr()
     _, after = run_json(capsys, *arguments, "method=snapkv")
     assert after["rows"][1]["cells"][0]["score"] == before["rows"][1]["cells"][0]["score"]
@@ -247,18 +290,65 @@ def test_a_damaged_cell_costs_itself_alone_until_it_is_set_aside(damage, tmp_pat
     assert "aside" not in capsys.readouterr().out
 
 
-def test_a_folder_in_the_place_of_metrics_costs_a_warning(tmp_path, capsys):
+@pytest.mark.parametrize("damage", [a_folder, a_pipe, a_link_to_itself])
+def test_what_is_no_file_in_the_place_of_metrics_costs_no_result(damage, tmp_path, capsys):
     arguments = ["dataset=tiny/needle", "length=256", "examples=2", f"results={tmp_path}"]
     _, before = run_json(capsys, *arguments)
     path = next(tmp_path.glob("cells/*/metrics.json"))
-    a_folder(path)
+    metrics = path.read_bytes()
+    damage(path)
+    assert main(["list", "runs", f"results={tmp_path}"]) == 0
+    assert "metrics.json: " in " ".join(capsys.readouterr().out.split())
+    assert main(["clean", f"results={tmp_path}"]) == 0
+    assert f"aside      {path.relative_to(tmp_path / 'cells')}: " in capsys.readouterr().out
     status, after = run_json(capsys, *arguments)
     assert status == 0 and after["rows"] == before["rows"]
-    assert any("metrics.json: is a folder" in note for note in after["notes"])
+    if damage is a_folder:  # the others are replaced
+        assert any("metrics.json: is a folder" in note for note in after["notes"])
+        assert main(["clean", f"results={tmp_path}", "--yes"]) == 0
+        capsys.readouterr()
+        run_json(capsys, *arguments)
+    assert path.read_bytes() == metrics
+
+
+@pytest.mark.parametrize("name", ["state-0.json", "traceback-0.txt"])
+@pytest.mark.parametrize("damage", [a_folder, a_pipe, a_link_to_itself])
+def test_what_is_no_file_in_the_place_of_a_mark_is_set_aside(name, damage, tmp_path, capsys):
+    store, cell = ResultStore(tmp_path), Cell()
+    measure(store, cell, [0])
+    damage(store.folder(cell.id) / name)
+    assert (store.status(cell.id).status, store.status(cell.id).n) == ("partial", 1)
     assert main(["clean", f"results={tmp_path}", "--yes"]) == 0
-    assert f"aside      {path.relative_to(tmp_path / 'cells')}: a folder" in capsys.readouterr().out
-    run_json(capsys, *arguments)
-    assert path.is_file()
+    assert f"aside      {cell.id}/{name}: " in capsys.readouterr().out
+    assert not os.path.lexists(store.folder(cell.id) / name)
+    assert store.status(cell.id).n == 1
+
+
+VERBS = ("run limit=1", "show", "list runs", "clean", "export jsonl output=out.jsonl")
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_file_in_the_place_of_all_cells_is_one_message(verb, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "cells").write_text("")
+    assert main([*verb.split(), f"results={tmp_path}"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.count("\n") == 1
+    assert f"{tmp_path / 'cells'} is no folder. Move it away, or give another results=FOLDER" in captured.err
+    with pytest.raises(UsageError, match="is no folder"):
+        kvbench.results(tmp_path)
+
+
+def test_a_link_to_another_folder_costs_its_own_cell(tmp_path, capsys):
+    arguments = ["dataset=tiny/needle", "length=256", "examples=2", f"results={tmp_path}"]
+    _, before = run_json(capsys, *arguments, "method=snapkv")
+    path = tmp_path / "cells" / before["rows"][1]["cells"][0]["cell"]
+    path.rename(tmp_path / "elsewhere")
+    path.symlink_to(tmp_path / "elsewhere")
+    status, after = run_json(capsys, *arguments, "method=snapkv,h2o")
+    assert status == 1
+    assert [row["cells"][0]["status"] for row in after["rows"]] == ["measured", "failed", "measured"]
+    assert "is a symbolic link: put the folder itself there" in after["rows"][1]["cells"][0]["reason"]
 
 
 @dataclass(frozen=True, kw_only=True)

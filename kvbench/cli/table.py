@@ -47,6 +47,9 @@ def main(args: argparse.Namespace) -> int:
     if args.table != "all" and args.table.partition("/")[0] not in catalogue.papers():
         raise unknown("paper or table", args.table, ("all", *catalogue.in_place(), *own_tables.NAMES))
     model = options.pop("model", "")
+    unread = " ".join(f"{k}={v}" for k, v in options.items() if k != "results")
+    if unread and args.show == "published":
+        raise UsageError(f"{unread} is not possible with --show published, which prints the paper's own numbers alone")
     tables = table_spec.find(args.table)
     if args.trace and len(tables) > 1:
         raise UsageError(f"--trace needs one table, as in think/2, not {args.table}")
@@ -161,6 +164,8 @@ def _timed(table: Any, model: str, overrides: list[str], args: argparse.Namespac
         )
     results = Path(next((o.removeprefix("results=") for o in overrides if o.startswith("results=")), "results"))
     more = [o for o in overrides if not o.startswith("results=")]
+    if more and args.stored and "/" in args.table:
+        raise UsageError(f"{' '.join(more)} is not possible with --stored, which times nothing: leave one of them out")
     found = timings.read(table, model, results)
     if args.plan:
         timings.measure(found, more, plan=True)

@@ -25,7 +25,7 @@ from kvbench.audit.prompt_audit import MeasuredBytes, audit
 from kvbench.engine.decode import check_continuation, extend_cache, settled
 from kvbench.engine.decode_layer import RowLayer, compressed
 from kvbench.engine.finite import no_answer
-from kvbench.engine.limits import warn_beyond_context
+from kvbench.engine.limits import check_precision, tokens_of, warn_beyond_context
 from kvbench.engine.patches import adapted
 from kvbench.engine.prefill import as_prompt, prefill_chains
 from kvbench.engine.shared_prefix import SharedPrefix
@@ -283,6 +283,7 @@ def _forwarding(model: PreTrainedModel, turn: GeneratedTurn) -> Iterator[None]:
 
 def _new_ids(model: PreTrainedModel | None, cache: TransformersCache, input_ids: Any) -> Tensor:
     """Return the tokens [n] of one prompt that the cache has not read. Raises UsageError for another model or text."""
+    check_precision()
     if model is None or cache not in _OPEN.get(model, ()):
         raise UsageError("this cache was made for another model object, or is closed: kvbench.cache(model, ...)")
     ids = as_prompt(model, input_ids)
@@ -302,7 +303,9 @@ def _new_ids(model: PreTrainedModel | None, cache: TransformersCache, input_ids:
 
 def _room(cache: TransformersCache, new_ids: Tensor, configs: Sequence[Any], options: Mapping[str, Any]) -> int:
     """Return how many tokens of an answer are to be fed, which are all but its last; ROOM where nothing says so."""
-    length = options.get("max_length")
-    sizes = [options.get("max_new_tokens"), length and length - len(cache.ids) - len(new_ids)]
+    new, length = (
+        None if options.get(key) is None else tokens_of(key, options[key]) for key in ("max_new_tokens", "max_length")
+    )
+    sizes = [new, length and length - len(cache.ids) - len(new_ids)]
     sizes += [getattr(config, "max_new_tokens", None) for config in (options.get("generation_config"), *configs)]
     return max(next((size for size in sizes if size), ROOM) - 1, 1)

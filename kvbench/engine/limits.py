@@ -4,13 +4,39 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 
+from kvbench.conf import check, is_whole
 from kvbench.errors import UsageError
 from kvbench.methods.chain import Chain
 from kvbench.models import traits
 from kvbench.models.interface import sliding_window
+
+MOST_TOKENS = 2**31 - 1
+"""The longest text, as positions are numbers of 32 bits."""
+
+
+def tokens_of(key: str, value: Any) -> int:
+    """Return the number of tokens that ``value``, given as ``key``, says: an int, or one of torch or NumPy.
+
+    Raises UsageError for anything else.
+    """
+    count = value.tolist() if hasattr(value, "tolist") else value
+    check(key, value, is_whole(count) and 1 <= count <= MOST_TOKENS, f"a whole number, 1 to {MOST_TOKENS}")
+    return int(count)
+
+
+def check_precision() -> None:
+    """Raise UsageError under torch.autocast, where layers compute in other formats than caches are declared in."""
+    kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+    if kinds:
+        raise UsageError(
+            f"torch.autocast({kinds[0]!r}) is not possible here: tokens and bytes are held to the model's own dtype. "
+            "Leave it, or load the model with dtype='bfloat16'"
+        )
 
 
 def check_capacity(model: PreTrainedModel, tokens: int) -> None:

@@ -151,7 +151,7 @@ def check_chain(chain: Chain) -> None:
     if isinstance(selector, Selector) and selector.decode_budget is not None:
         reason = refusal(selector)
         selector.require("decode_budget", not reason, f"not for {selector.id} as set here, as {reason}")
-    if isinstance(selector, Selector) and selector.kv_size is not None:
+    if chain.modifiers and isinstance(selector, Selector) and selector.kv_size is not None:
         capacity = selector.capacity(2**31)
         room = capacity.tokens - capacity.window
         for m in chain.modifiers:

@@ -26,6 +26,7 @@ def entry_of_class(path: Path, method: str) -> dict[str, Any]:
 
     An entry is ``_target_`` and the knobs with their defaults. Raises UsageError if the file is not one of a method.
     """
+    from kvbench.methods.foreign import is_own
     from kvbench.methods.knobs import is_knob
     from kvbench.methods.walls import contained
 
@@ -36,9 +37,10 @@ def entry_of_class(path: Path, method: str) -> dict[str, Any]:
         if module.__file__ != str(path):
             raise UsageError(f"{module.__file__} has the same name: rename the file")
         (stage,) = (c for c in vars(module).values() if getattr(c, "id", None) == method and c.__module__ == name)
-        plain = {f.name: getattr(stage(), f.name) for f in fields(stage) if is_knob(f)}
+        with contained(name, not is_own(name), seed=0):
+            plain = {f.name: getattr(stage(), f.name) for f in fields(stage) if is_knob(f)}
     except Exception as error:
-        raise UsageError(f"{path}: the method {method} cannot be read: {_located(error, str(path))}") from error
+        raise UsageError(f"{path}: the method {method} cannot be read: {located(error, str(path))}") from error
     knobs = {knob: list(value) if isinstance(value, tuple) else value for knob, value in plain.items()}
     return {"_target_": f"{name}.{stage.__name__}", **knobs}
 
@@ -49,6 +51,7 @@ def load_stage(path: Path, method: str, target: str, knobs: Mapping[str, Any]) -
     Raises UsageError, with the author's file and line, for a class that is no stage of this id or cannot be built.
     """
     from kvbench.methods.base import Stage
+    from kvbench.methods.chain import ROLES
     from kvbench.methods.foreign import is_own
     from kvbench.methods.walls import contained
 
@@ -59,12 +62,12 @@ def load_stage(path: Path, method: str, target: str, knobs: Mapping[str, Any]) -
         with contained(target, module not in sys.modules, seed=0):
             cls = getattr(importlib.import_module(module), name)
     except Exception as error:
-        raise UsageError(f"{entry} cannot be imported: {_located(error, '')}") from error
+        raise UsageError(f"{entry} cannot be imported: {located(error, '')}") from error
     if not (isinstance(cls, type) and issubclass(cls, Stage)):
         raise UsageError(f"{entry} is not a Stage (see kvbench/methods/base.py)")
     for attribute, fits, remedy in (
         ("id", getattr(cls, "id", None) == method, f"write id = {method!r}, as the file is called"),
-        ("role", hasattr(cls, "role"), "derive it from Selector, or from what else kvbench/methods has"),
+        ("role", getattr(cls, "role", None) in ROLES, "derive it from Selector, or from what else kvbench/methods has"),
     ):
         if not fits:
             raise UsageError(
@@ -73,11 +76,12 @@ def load_stage(path: Path, method: str, target: str, knobs: Mapping[str, Any]) -
     try:
         with contained(target, not is_own(module), seed=0):
             stage = cls(**knobs)
+            hash(stage)  # equal stages share what they compute
     except UsageError:
         raise
     except Exception as error:
         raise UsageError(
-            f"{entry}, with the knobs there, cannot be made: {_located(error, _source_line(cls))}"
+            f"{entry}, with the knobs there, cannot be made: {located(error, _source_line(cls))}"
         ) from error
     _check_needs(stage)
     return stage
@@ -88,7 +92,7 @@ def syntax_error(path: Path) -> str | None:
     try:
         ast.parse(path.read_bytes(), str(path))
     except (SyntaxError, ValueError) as error:
-        return _located(error, str(path))
+        return located(error, str(path))
     return None
 
 
@@ -104,15 +108,15 @@ def _check_needs(stage: Stage) -> None:
         with contained(type(stage).__qualname__, not is_own(type(stage).__module__), seed=0):
             needs = stage.needs(1)
     except Exception as error:
-        raise UsageError(f"{where} failed: {_located(error, line)}") from error
+        raise UsageError(f"{where} failed: {located(error, line)}") from error
     if not isinstance(needs, Needs):
         raise UsageError(f"{where} is {needs!r}: return Needs(...), which is in kvbench.kv.observation")
 
 
-def _located(error: BaseException, place: str) -> str:
+def located(error: BaseException, place: str) -> str:
     """Return an error's description with the line of the author's file that it comes from, or with ``place``."""
     if isinstance(error, KvbenchError):
-        return str(error) if error.__cause__ is None else _located(error.__cause__, place)
+        return str(error) if error.__cause__ is None else located(error.__cause__, place)
     if isinstance(error, SyntaxError):
         return f"{error.filename or place}:{error.lineno or 1}: {type(error).__name__}: {error.msg}"
     frames = list(traceback.extract_tb(error.__traceback__))

@@ -15,8 +15,12 @@ from kvbench.conf import check, identity, runtime
 from kvbench.errors import UsageError, unknown
 from kvbench.methods import registry
 from kvbench.methods.chain import Chain
+from kvbench.methods.foreign import code_of
 from kvbench.methods.legal_sets import check_set
+from kvbench.methods.loading import located
 from kvbench.methods.registry import ALWAYS_NAMED, BUDGET_KNOBS, PER, by_size
+from kvbench.methods.stage import Stage
+from kvbench.methods.walls import contained
 
 BUDGET_PARTS = ("heavy_ratio", "recent_ratio", "half_ratio", "high", "low")
 
@@ -78,8 +82,25 @@ def chain_config(
     The label always names the knobs in ``swept``, pairs of stage and knob. ``written`` is the method as typed.
     """
     sized = {stage: by_size(entry) for stage, entry in entries.items()}
-    chain = Chain(tuple(registry.make_stage(s, e) for s, e in sized.items() if s != "full"), per)  # type: ignore[arg-type]
+    chain = _formed(tuple(registry.make_stage(s, e) for s, e in sized.items() if s != "full"), per)
     return ChainConfig(chain, _label(chain, sized, swept, written), entries, written)
+
+
+def _formed(stages: tuple[Stage, ...], per: str) -> Chain:
+    """Return the chain of ``stages``. Code that is not kvbench's own is asked what it is in its walls.
+
+    Raises UsageError, with the author's file and line, where that fails.
+    """
+    name = "+".join(s.id for s in stages)
+    try:
+        with contained(name, any(code_of(s) is not None for s in stages), seed=0):
+            chain = Chain(stages, per)  # type: ignore[arg-type]
+            chain.identity()
+            return chain
+    except UsageError:
+        raise
+    except Exception as error:
+        raise UsageError(f"method {name} cannot say what it is: {located(error, name)}") from error
 
 
 def entries_of(stages: Sequence[str], *layers: Knobs) -> dict[str, dict[str, Any]]:

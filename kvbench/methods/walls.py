@@ -61,12 +61,21 @@ def contained(name: str, foreign: bool = True, seed: int | None = None, watched:
             except BaseException as error:
                 # SystemExit and the like of the method's code are its errors; those of the user's signals are not
                 if isinstance(error, Exception):
+                    _check_text(name, error)
                     raise
                 if _raised_by_signal(error):
                     if not notes(error):  # an inner wall has said it already
                         error.add_note(f"{name} was being asked, {_place(error)}")
                     raise
                 raise KvbenchError(f"{name} would end the program: {type(error).__name__} {error}".rstrip()) from error
+
+
+def _check_text(name: str, error: Exception) -> None:
+    """Raise KvbenchError in place of an exception of a method's own that cannot be printed."""
+    try:
+        str(error)
+    except (Exception, SystemExit):
+        raise KvbenchError(f"{name} raises {type(error).__name__}, whose __str__ fails") from None
 
 
 @contextmanager
@@ -101,8 +110,11 @@ class _Unclosable:
     def close(self) -> None:
         raise RuntimeError(f"{self._name} is not the method's to close")
 
+    detach = close  # which would take the buffer away
+
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
+        value = getattr(self._stream, name)
+        return _Unclosable(value, f"{self._name}.{name}") if name in ("buffer", "raw") else value
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._stream)

@@ -23,7 +23,7 @@ from transformers import (
 )
 from transformers.utils import logging as hf_logging
 
-from kvbench.conf import check, entries
+from kvbench.conf import LISTED, check, entries
 from kvbench.errors import KvbenchError, MissingModel, UsageError, did_you_mean, headline, unknown
 from kvbench.extras import require
 from kvbench.models import fetch, manifest, traits, weights
@@ -64,6 +64,11 @@ class ModelSource:
     fingerprint: str
 
 
+def named_models() -> dict[str, dict[str, Any]]:
+    """Return the entries of conf/model that name a model."""
+    return {name: entry for name, entry in entries("model").items() if name != LISTED["model"]}
+
+
 def locate(cfg: ModelConfig) -> ModelSource:
     """Return the checkpoint of a model, before anything large is read. Raises UsageError if kvbench cannot run it."""
     if cfg.path.startswith("embedded:"):
@@ -83,7 +88,7 @@ def locate(cfg: ModelConfig) -> ModelSource:
         return _check_folder(cfg, folder)
     if cfg.path.startswith((".", "/", "~")) or cfg.path.count("/") != 1:
         raise MissingModel(
-            f"model={cfg.path}: there is no such folder.{did_you_mean(cfg.path, entries('model'))} Give a folder with "
+            f"model={cfg.path}: there is no such folder.{did_you_mean(cfg.path, named_models())} Give a folder with "
             "config.json and *.safetensors, an owner/name id of the Hugging Face hub, or one of "
             "python -m kvbench list models",
             [cfg.path],
@@ -181,7 +186,7 @@ def _check_device_map(cfg: ModelConfig) -> None:
 def load_model(
     name: str | Path, device: str | torch.device = "auto", dtype: str | torch.dtype = "auto", **knobs: Any
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Return (model, tokenizer) by name: ``tiny``, a model that `model fetch` converted, a folder, or a hub id.
+    """Return (model, tokenizer) by name: an entry of conf/model such as ``tiny``, a folder, or a hub id.
 
     ``knobs`` are fields of ModelConfig; ``download=True`` fetches a hub id that is not in the local cache.
     """
@@ -189,9 +194,9 @@ def load_model(
     allowed = [f.name for f in fields(ModelConfig) if f.name not in ("name", "path")]
     for knob in set(knobs) - set(allowed):
         raise unknown("knob of the model", knob, allowed)
-    scheme = "embedded:" if name == "tiny" else fetch.SCHEME if name in fetch.packages() else ""
-    path = f"{scheme}{name}"
-    cfg = ModelConfig(name=str(name), path=path, dtype=str(dtype).removeprefix("torch."), **knobs)
+    entry = named_models().get(name, {}) if isinstance(name, str) else {}
+    facts = {"name": str(name), "path": str(name), **entry, "dtype": str(dtype).removeprefix("torch."), **knobs}
+    cfg = ModelConfig(**facts)
     source = locate(cfg)
     return load_weights(cfg, source, resolve_device(str(device))), load_tokenizer(cfg, source)
 

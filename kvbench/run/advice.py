@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from kvbench.conf import entries
 from kvbench.metrics import metric, score, stats
+from kvbench.run.config import RunConfig
 from kvbench.tasks.base import Task
 from kvbench.tasks.prompt import PromptPolicy
 
+LITTLE_LEFT = 0.1
+"""The part of cut prompts' tokens below which a note says so."""
 SHORT_ANSWER = 16
 """Answers of fewer new tokens may end early: a chat model begins with words of the question."""
 
@@ -29,6 +33,38 @@ def about_prompts(policy: PromptPolicy, tasks: Sequence[Task], tokenizer: Any) -
             "to the point; max_new_tokens=32 or so gives it room."
         )
     return notes
+
+
+def about_ignored(cfg: RunConfig, tasks: Sequence[Task]) -> list[str]:
+    """Return notes on keys that were given and change nothing of these tasks."""
+    notes = []
+    drawing = {"top_p": cfg.sampling.top_p != 1, "sample_seed": cfg.sampling.sample_seed != 0}
+    answering = {
+        "temperature": cfg.sampling.temperature != 0,
+        **drawing,
+        "max_length": cfg.max_length is not None,
+        "min_new_tokens": cfg.prompt.min_new_tokens is not None,
+    }
+    if all(t.examples[0].tokens for t in tasks):
+        notes += _ignored(answering, "texts are read here, and nothing is answered")
+    elif not cfg.sampling.temperature:
+        notes += _ignored(drawing, "answers are greedy unless temperature= is above 0")
+    for dataset in cfg.datasets:
+        defaults = entries("dataset").get(dataset.name, {})
+        given: dict[str, bool] = {
+            k: dataset.knobs.get(k) != defaults[k] for k in ("turns", "questions") if k in defaults
+        }
+        if not any(t.turns for t in tasks if t.id.partition("/")[0] == dataset.name):
+            notes += _ignored(given, f"no context of dataset={dataset.name} has several questions")
+    return list(dict.fromkeys(notes))
+
+
+def _ignored(given: Mapping[str, bool], reason: str) -> list[str]:
+    """Return the note that the keys which were given are ignored, and why; [] if none was."""
+    keys = [f"{key}=" for key, was_given in given.items() if was_given]
+    if not keys:
+        return []
+    return [f"{' and '.join(keys)} {'are' if len(keys) > 1 else 'is'} ignored: {reason}."]
 
 
 def at_floor(task: Task, full: stats.Scores) -> bool:

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from kvbench.conf import check, is_whole
 from kvbench.engine import decode
+from kvbench.engine.limits import check_precision
 from kvbench.engine.prefill import prefill_chains
 from kvbench.engine.weights_digest import weights_of
 from kvbench.errors import UsageError
@@ -74,6 +75,7 @@ def compare(
     if fixed is not None:
         raise UsageError(f"{fixed}={settings[fixed]!r} is not possible: the model is loaded already")
     check("results", results, isinstance(results, (str, Path)), "a folder")
+    check_precision()
     check_is_model(model)
     check_tokenizer(tokenizer)
     folder = Path(results).expanduser()

@@ -32,6 +32,10 @@ MAX_THREADS = 1024
 """The largest ``threads``. A million would take the machine down before PyTorch refused it."""
 
 
+LEAST_TEMPERATURE = 1e-4
+"""The lowest ``temperature`` above 0: logits over it stay far below float32's largest number."""
+
+
 def _is_number(value: Any) -> bool:
     return (is_whole(value) or isinstance(value, float)) and 0 <= value < float("inf")
 
@@ -57,8 +61,9 @@ class Sampling:
     sample_seed: int = identity(default=0)
 
     def __post_init__(self) -> None:
-        few = _is_number(self.temperature) and self.temperature <= 1000
-        check("temperature", self.temperature, few, "0 (greedy) to 1000")
+        drawn = _is_number(self.temperature) and LEAST_TEMPERATURE <= self.temperature <= 1000
+        fits = drawn or (_is_number(self.temperature) and self.temperature == 0)
+        check("temperature", self.temperature, fits, f"0 (greedy), or {LEAST_TEMPERATURE:g} to 1000")
         fits = _is_number(self.top_p) and 0 < self.top_p <= 1
         check("top_p", self.top_p, fits, "above 0, at most 1")
         check("sample_seed", self.sample_seed, is_whole(self.sample_seed), "a whole number")

@@ -58,7 +58,7 @@ class Display:
         cells = {g.column: len(g.cells) for g in prepared.groups}
         self.counts = {name: Count(time, cells[name]) for name, time in times.items()}
         self.left = TimeLeft(times)
-        for note in prepared.advice() if self.counts else ():
+        for note in (*prepared.advice(), *prepared.cuts()) if self.counts else ():
             say(note)
         if self.counts and sys.stderr.isatty():
             self.bars = bars_of("{task.fields[rate]}")

@@ -24,7 +24,7 @@ from kvbench.run.listener import Listener, Listeners
 from kvbench.run.plan import Cell, Group, pairs, rounds
 from kvbench.run.provenance import local_changes, provenance
 from kvbench.run.refusals import ModelChanged
-from kvbench.run.report import Report
+from kvbench.run.report import CellResult, Report, ReportRow
 from kvbench.run.results import CellRecord, Facts
 from kvbench.run.run_plan import RunPlan as RunPlan
 from kvbench.run.run_plan import check_model, context_of, identify, open_session, threads
@@ -217,9 +217,9 @@ def _settle_group(prepared: RunPlan, group: Group, broadcast: Listeners, error: 
     unfinished = {c.id for some in prepared.left(group).values() for c in some}
     for cell in group.cells:
         summary = None
-        samples = list(store.samples(cell.id).values())
         begun = (error is None or cell.id in store.writers) and store.damage(cell.id) is None
-        if begun and samples and store.refusal(cell.id) is None:
+        samples = list(store.samples(cell.id).values()) if begun else []
+        if samples and store.refusal(cell.id) is None:
             summary = summarise(samples, group.task.metric, len(group.task.examples))
             completeness = "complete" if summary.n == summary.of else "partial"
             # scores of a method that compressed nothing are the full cache's, whoever reads them later
@@ -276,9 +276,16 @@ def report(prepared: RunPlan) -> Report:
     notes += [f"{m} for prompts no shorter than that." for m in prepared.matched]
     notes += filter(None, [local_changes(records)])
     collected = collect(prepared.groups, prepared.store)
+    failed = [
+        ReportRow(
+            label, False, tuple(CellResult(g.column, "", "failed", reason=reason) for g in prepared.groups), means=None
+        )
+        for label, reason in prepared.unplanned.items()
+    ]
     of_tasks = dict.fromkeys(f"{g.task.note}." for g in prepared.groups if g.task.note)
     return replace(
         collected,
+        rows=(*collected.rows, *failed),
         model=cfg.model.path,
         settings=settings(prepared),
         matched=tuple(prepared.matched),

@@ -178,7 +178,8 @@ def folder_name(config: Mapping[str, Any]) -> str:
         names.append(f"key_channel_cr{config['key_channel_compression_ratio']:.2f}")
     if config.get("needle_depth") is not None:
         names.append(f"needle_depth{config['needle_depth']}")
-    return "__".join(str(n) for n in names if n)
+    # a task's knobs may hold a path, and a folder below a folder is none of the leaderboard's
+    return "__".join(str(n).replace("/", "--") for n in names if n)
 
 
 Answered = tuple[StoredCell, tuple[Sample, ...]]

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvbench.conf import check
 from kvbench.errors import UsageError, unknown
 from kvbench.extras import require
 from kvbench.run.keys import one_of, pairs
@@ -134,6 +135,7 @@ def results(folder: str | Path = "results", **filters: str) -> pd.DataFrame:
     require("pandas", "kvbench.results")
     import pandas as pd
 
+    check("folder", folder, isinstance(folder, (str, Path)) and bool(str(folder)), "a folder of results")
     chosen = given([f"{key}={value}" for key, value in filters.items()], FILTERS)
     store = ResultStore(Path(folder).expanduser())
     store.check_there()

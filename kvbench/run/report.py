@@ -33,6 +33,7 @@ class CellResult:
     floor: whether a full cache's scores say nothing; None for other cells.
     fall_beside_full: the fall from a context's first question to its last minus the full cache's.
     unchanged: whether nothing was compressed: tokens, bytes and answers are the full cache's.
+    damaged: whether it counts as failed since its files cannot be read.
     """
 
     task: str
@@ -46,6 +47,7 @@ class CellResult:
     delta: Delta | None = None
     fall_beside_full: Delta | None = None
     unchanged: bool = False
+    damaged: bool = False
 
     def record(self) -> dict[str, object]:
         """Return the cell as ``--json`` prints it."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,22 +16,24 @@ from kvbench.engine import memory, precision
 from kvbench.engine.calibration.session import DEFAULT_FOLDER, Session
 from kvbench.engine.processors import allowed
 from kvbench.engine.shared_prefix import check_pieces
-from kvbench.errors import say
+from kvbench.errors import KvbenchError, Refused, say
 from kvbench.example import Example
-from kvbench.kv.model_shape import from_config, local_layers
+from kvbench.kv.model_shape import Shape, from_config, local_layers
 from kvbench.methods.chain import Chain
+from kvbench.methods.loading import located
 from kvbench.methods.shared_functions import Functions
 from kvbench.methods.walls import contained
 from kvbench.models import load, traits
 from kvbench.run import equal_memory
-from kvbench.run.advice import about_prompts
+from kvbench.run.advice import LITTLE_LEFT, about_ignored, about_prompts
 from kvbench.run.config import RunConfig
-from kvbench.run.estimate import Estimate, estimate
+from kvbench.run.estimate import Estimate, cache_bytes, estimate
 from kvbench.run.host import default_rows, encode_prompt
 from kvbench.run.plan import Cell, Group, GroupPlan, GroupTodo, Plan, build_groups, pairs, pending, rounds
 from kvbench.run.results import CellRecord, Sample
 from kvbench.run.store import ResultStore
 from kvbench.tasks.base import Tokenizer
+from kvbench.tasks.prompt import Encoded
 from kvbench.tasks.source import data_root
 
 SMALL_MODEL = 256
@@ -37,7 +41,10 @@ SMALL_MODEL = 256
 
 @dataclass(frozen=True)
 class RunPlan:
-    """A run whose configuration, data, checkpoint and results folder were found good; no weights are loaded yet."""
+    """A run whose configuration, data, checkpoint and results folder were found good; no weights are loaded yet.
+
+    unplanned: why a method that is not kvbench's own is left out, by its label: it fails when it is asked for a plan.
+    """
 
     cfg: RunConfig
     source: load.ModelSource
@@ -49,6 +56,7 @@ class RunPlan:
     session: Session
     matched: tuple[equal_memory.Matched, ...] = ()
     model: PreTrainedModel | None = None
+    unplanned: Mapping[str, str] = field(default_factory=dict)
 
     def left(self, group: Group) -> dict[str, list[Cell]]:
         """Return the cells that still need each example, by example id, without examples that no cell needs."""
@@ -66,7 +74,29 @@ class RunPlan:
         notes = [note for note in (model.note, model.shape.note) if note]
         if self.cfg.calibration_text and not any(self.session.requests(e.chain) for e in self.cfg.chains):
             notes.append("calibration_text= is not read: no method of this run is calibrated.")
-        return [*notes, *prompts, *self._unreached()]
+        ignored = about_ignored(self.cfg, [g.task for g in self.groups])
+        return [*notes, *prompts, *ignored, *self._unreached()]
+
+    def cuts(self) -> list[str]:
+        """Return a note for each task whose first prompt is cut to a small part of its tokens, before it is read."""
+        notes = []
+        for group in self.groups:
+            first = next((e for e in group.examples if not e.tokens), None)
+            encoded = None if first is None else self._encoded(first, group)
+            if encoded is None or len(encoded) >= LITTLE_LEFT * (len(encoded) + encoded.cut):
+                continue
+            notes.append(
+                f"{group.column}: the first prompt is cut to {len(encoded):,} of {len(encoded) + encoded.cut:,} tokens "
+                "(the model's context or max_length=): what is asked for may be cut out, and scores may say nothing."
+            )
+        return notes
+
+    def _encoded(self, example: Example, group: Group) -> Encoded | None:
+        """Return a prompt as token ids; None where it cannot be: the runner meets that again, and says why."""
+        try:
+            return encode_prompt(self.tokenizer, example, group.task, self.cfg.prompt, self.context)
+        except Exception:
+            return None
 
     def _unreached(self) -> list[str]:
         """Return a note for each method whose budget is larger than every prompt of a task with its answer."""
@@ -119,7 +149,7 @@ class RunPlan:
             )
             groups.append(planned)
         dtype = precision.dtype_reason(self.cfg.model.dtype, self.dtype, device)
-        return Plan(cache_memory, str(device), dtype, groups, self.advice())
+        return Plan(cache_memory, str(device), dtype, groups, [*self.advice(), *self.cuts()])
 
     def load_model(self) -> PreTrainedModel:
         """Return the model: the one that was given, or the checkpoint's weights, read now."""
@@ -161,10 +191,7 @@ class RunPlan:
         def tokens(example: Example) -> int:
             if example.tokens:
                 return len(example.tokens)
-            try:
-                return len(encode_prompt(self.tokenizer, example, group.task, self.cfg.prompt, self.context))
-            except Exception:  # the runner meets it again, and names its dataset and the reason
-                return 0
+            return len(self._encoded(example, group) or ())
 
         group = self.usable(group)
         samples = {c.id: self.store.samples(c.id) for c in group.cells}
@@ -194,10 +221,9 @@ class RunPlan:
 
     def records(self) -> list[CellRecord]:
         """Return the records of this run's cells that have an answer in the store."""
-        ids = [c.id for g in self.groups for c in g.cells]
-        answered = [i for i in ids if any(p.stat().st_size for p in self.store.folder(i).glob("samples-*.jsonl"))]
-        sound = [i for i in answered if self.store.damage(i) is None]
-        return [record for i in sound if (record := self.store.cell(i)) is not None]
+        sound = [c.id for g in self.groups for c in g.cells if self.store.damage(c.id) is None]
+        answered = [i for i in sound if any(p.stat().st_size for p in self.store.folder(i).glob("samples-*.jsonl"))]
+        return [record for i in answered if (record := self.store.cell(i)) is not None]
 
     def todo(self) -> list[GroupTodo]:
         """Return for each group the prompts to read, the answers to decode and the answers already stored."""
@@ -283,16 +309,29 @@ def plan_of(
     identity = identify(cfg, source, load.resolve_device(cfg.device))
     context = context_of(cfg, source)
     session = open_session(cfg, identity, loaded_tokenizer, context)
+    unplanned = {e.label: why for e in cfg.chains if (why := _asked(e.chain, _plain_questions)) is not None}
+    cfg = replace(cfg, chains=tuple(e for e in cfg.chains if e.label not in unplanned))
     foreign = [e.chain.name for e in cfg.chains if e.chain.foreign]
     with contained(", ".join(foreign), bool(foreign), seed=0, watched=False):  # methods are asked for needs and budgets
         cfg, matched = equal_memory.settle(cfg, from_config(source.config))
         check_model(cfg, source)
         groups = tuple(build_groups(cfg, identity, loaded_tokenizer, context, session.chain_identity))
+    if foreign:
+        lengths = _lengths(groups, cfg, loaded_tokenizer, context)
+        ask = partial(_budget_questions, shape=from_config(source.config), lengths=lengths)
+        unplanned |= {e.label: why for e in cfg.chains if (why := _asked(e.chain, ask)) is not None}
+    groups = tuple(replace(g, cells=tuple(c for c in g.cells if c.label not in unplanned)) for g in groups)
+    cfg = replace(cfg, chains=tuple(e for e in cfg.chains if e.label not in unplanned))
+    for label, why in unplanned.items():
+        if not any(g.cells for g in groups):
+            raise KvbenchError(f"{label}: {why}")
+        say(f"{label} is left out: {why}")
     return RunPlan(
         cfg=cfg,
         source=source,
         tokenizer=loaded_tokenizer,
         groups=groups,
+        unplanned=unplanned,
         context=context,
         dtype=identity["dtype"],
         store=store,
@@ -300,6 +339,48 @@ def plan_of(
         matched=matched,
         model=model,
     )
+
+
+def _asked(chain: Chain, ask: Callable[[Chain], object]) -> str | None:
+    """Return why a method that is not kvbench's own cannot answer what ``ask`` asks of it, None if it can.
+
+    All of it is asked here once, in its walls, so that a method that fails costs its own row and not the run.
+    """
+    if not chain.foreign:
+        return None
+    try:
+        with contained(chain.name, seed=0):
+            ask(chain)
+    except Refused:
+        return None  # the runner meets it on a prompt, and refuses the cell
+    except Exception as error:
+        return located(error, chain.name)
+    return None
+
+
+def _plain_questions(chain: Chain) -> object:
+    """Ask a method what is read of it before its prompts are known."""
+    return chain.identity(), chain.prefill_key, chain.evictor, chain.rolled, hash(chain)
+
+
+def _budget_questions(chain: Chain, shape: Shape, lengths: Collection[int]) -> None:
+    """Ask a method for its budgets and bytes on prompts of these lengths."""
+    for n in lengths:
+        chain.needs(n)
+        cache_bytes(chain, shape, n, itemsize=2)
+        keeps_everything(chain, n, answer=1)
+
+
+def _lengths(groups: Sequence[Group], cfg: RunConfig, tokenizer: Tokenizer, context: int | None) -> set[int]:
+    """Return the tokens of the first and of the longest prompt of each group."""
+    lengths = set()
+    for group in groups:
+        longest = sorted(group.examples, key=lambda e: len(e.tokens) or len(e.prompt))[-1:]
+        for example in (*group.examples[:1], *longest):
+            with suppress(Exception):  # the runner meets a prompt that cannot be encoded again, and says why
+                tokens = example.tokens or encode_prompt(tokenizer, example, group.task, cfg.prompt, context)
+                lengths.add(len(tokens))
+    return lengths
 
 
 def check_model(cfg: RunConfig, source: load.ModelSource) -> None:

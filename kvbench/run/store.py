@@ -37,6 +37,7 @@ from kvbench.files import (
     Appender,
     Line,
     disk_error,
+    is_blocked,
     lock,
     locked,
     read_json,
@@ -57,6 +58,10 @@ SHARD_WAIT_S = 0.3
 RECORD_WAIT_S = 60.0
 ID = re.compile("[0-9a-f]{16}")
 LINK = "is a symbolic link"
+NEEDED = re.compile(r"cell\.json|lock|lock-\d+|refused-.*\.json|samples-.*\.jsonl")
+"""The names of files without which a cell can be neither measured nor reported."""
+IS_FOLDER = "is a folder; python -m kvbench clean sets it aside"
+SHARD_LOCK = re.compile(r"lock-(\d+)")
 Mark = Literal["started", "failed", "interrupted"]
 DAMAGED = "damaged"
 STATUSES = ("started", "complete", "partial", "refused", "failed", "interrupted", "never", DAMAGED)
@@ -78,20 +83,35 @@ class ResultStore:
     warnings: list[str] = field(default_factory=list)
     writers: dict[str, Writer] = field(default_factory=dict, repr=False)
 
+    def __post_init__(self) -> None:
+        """Raise UsageError if there is something else in place of the folder of all cells."""
+        cells = self.root / "cells"
+        if os.path.lexists(cells) and not cells.is_dir():
+            raise UsageError(
+                f"results={self.root}: {cells} is no folder. Move it away, or give another results=FOLDER that runs "
+                "were made in"
+            )
+
     def folder(self, cell_id: str) -> Path:
-        """Return the folder of a cell. Raises UsageError for a malformed id, and for a symbolic link."""
+        """Return the folder of a cell. Raises UsageError for a malformed id, and for a link to another folder."""
         if not ID.fullmatch(cell_id):
             raise UsageError(
                 f"{cell_id!r} is no cell's id: 16 digits from 0 to f, as python -m kvbench list runs prints them"
             )
         path = self.root / "cells" / cell_id
-        if path.is_symlink():
+        if _is_link(path):
             raise UsageError(f"{path} {LINK}: put the folder itself there, or give the results=FOLDER that it lies in")
         return path
 
+    def _files(self, cell_id: str, pattern: str) -> list[Path]:
+        """Return the files of a cell whose names match ``pattern``, sorted. A link to another folder has none."""
+        if _is_link(self.root / "cells" / cell_id):
+            return []
+        return sorted(self.folder(cell_id).glob(pattern))
+
     def find(self, cell_id: str) -> str:
         """Return ``cell_id`` itself, if the store has a cell of that id. Raises UsageError if it has none."""
-        if not self.folder(cell_id).is_dir():
+        if not os.path.lexists(self.folder(cell_id)):
             raise unknown("cell", cell_id, self.folders(), f"They lie in {self.root}/cells.")
         return cell_id
 
@@ -203,19 +223,23 @@ class ResultStore:
         times = []
         folder = self.folder(cell_id)
         for path in (*folder.glob("samples-*.jsonl"), *folder.glob("*.json")):
-            with suppress(FileNotFoundError):
+            with suppress(OSError):
                 times.append(path.stat().st_mtime)
         return Status(status, n, of, reason, measuring, max(times, default=None))
 
     def measuring(self, cell_id: str) -> tuple[int, ...]:
         """Return the shards of the cell that some process is measuring."""
-        locks = self.folder(cell_id).glob("lock-*")
-        return tuple(sorted(int(p.name.removeprefix("lock-")) for p in locks if locked(p)))
+        return tuple(sorted(int(p.name.removeprefix("lock-")) for p in self.shard_locks(cell_id) if locked(p)))
+
+    def shard_locks(self, cell_id: str) -> list[Path]:
+        """Return the locks of all shards of the cell. What is no file locks nothing, and is left out."""
+        paths = sorted(self.folder(cell_id).glob("lock-*"))
+        return [p for p in paths if SHARD_LOCK.fullmatch(p.name) and not is_blocked(p)]
 
     def _marks(self, cell_id: str) -> list[Line]:
         """Return the marks of all shards, oldest first, without those that cannot be read."""
         marks = []
-        for path in sorted(self.folder(cell_id).glob("state-*.json")):
+        for path in self._files(cell_id, "state-*.json"):
             with suppress(UsageError):
                 marks.append(read_json(path) or {})
         return sorted(filter(None, marks), key=lambda m: float(m.get("time") or 0))
@@ -230,18 +254,26 @@ class ResultStore:
             raise unreadable(path, error) from None
 
     def damage(self, cell_id: str) -> str | None:
-        """Return why the cell cannot be used: its record or a file of samples cannot be read. None if it can."""
-        why = None
+        """Return why the cell cannot be used: its folder or a file that it needs cannot be read. None if it can."""
         try:
+            folder = self.folder(cell_id)
+        except UsageError as error:  # which a cleaning leaves alone
+            return str(error)
+        try:
+            self._check_files(folder)
             self.cell(cell_id)
         except UsageError as error:
-            why = str(error)
-        for path in self.folder(cell_id).glob("samples-*.jsonl"):
-            if not path.is_file() or not os.access(path, os.R_OK):
-                why = str(unreadable(path, "it is no readable file"))
-        if why is None:
-            return None
-        return f"{why}; python -m kvbench clean sets the cell aside, so that it is measured again"
+            return f"{error}; python -m kvbench clean sets the cell aside, so that it is measured again"
+        return None
+
+    def _check_files(self, folder: Path) -> None:
+        """Raise UsageError if a cell's folder is none, or if something else is in place of a file that it needs."""
+        if os.path.lexists(folder) and not folder.is_dir():
+            raise unreadable(folder, "it is no folder")
+        for path in sorted(p for p in folder.glob("*") if NEEDED.fullmatch(p.name)):
+            # locks are opened without following links
+            if is_blocked(path) or (path.name.startswith("lock") and path.is_symlink()):
+                raise unreadable(path, "it is no readable file")
 
     def metrics(self, cell_id: str) -> Line:
         """Return the content of metrics.json, or {} if there is none. A damaged file gives {} and a warning."""
@@ -249,7 +281,10 @@ class ResultStore:
         try:
             return read_json(path) or {}
         except UsageError:
-            self._warn(path, "cannot be read; the same run makes it again from the samples, which are safe")
+            if path.is_dir():
+                self._warn(path, IS_FOLDER)
+            else:
+                self._warn(path, "cannot be read; the same run makes it again from the samples, which are safe")
             return {}
 
     def samples(self, cell_id: str) -> dict[str, Sample]:
@@ -262,7 +297,7 @@ class ResultStore:
         If several lines are about one example, the one whose bytes sort first counts, whatever file it is in.
         """
         least: dict[str, tuple[bytes, Line]] = {}
-        for path in sorted(self.folder(cell_id).glob("samples-*.jsonl")):
+        for path in self._files(cell_id, "samples-*.jsonl"):
             try:
                 lines = read_lines(path)
             except UsageError:
@@ -292,7 +327,7 @@ class ResultStore:
 
     def refusal(self, cell_id: str) -> str | None:
         """Return the reason why the cell must not be reported, or None."""
-        for path in sorted(self.folder(cell_id).glob("refused-*.json")):
+        for path in self._files(cell_id, "refused-*.json"):
             try:
                 return str((read_json(path) or {}).get("reason"))
             except UsageError:  # it was refused, whatever the reason was
@@ -311,17 +346,20 @@ class ResultStore:
         """Replace the cell's metrics.json with ``metrics``, atomically. A folder in its place becomes a warning."""
         path = self.folder(cell_id) / "metrics.json"
         if path.is_dir():
-            self._warn(path, "is a folder; python -m kvbench clean sets it aside")
+            self._warn(path, IS_FOLDER)
         else:
             write_json(path, metrics)
 
     def folders(self) -> list[str]:
-        """Return the ids of all cells, even of those without a record. Symbolic links are left out, with a warning."""
-        paths = sorted(p for p in (self.root / "cells").glob("*") if ID.fullmatch(p.name) and p.is_dir())
-        for path in paths:
-            if path.is_symlink():
-                self._warn(path, f"{LINK} and is left alone")
-        return [path.name for path in paths if not path.is_symlink()]
+        """Return the ids of all cells, even of those without a record, or whose folder is none.
+
+        Links to other folders are left out, with a warning.
+        """
+        paths = sorted(p for p in (self.root / "cells").glob("*") if ID.fullmatch(p.name))
+        links = [path for path in paths if _is_link(path)]
+        for path in links:
+            self._warn(path, f"{LINK} and is left alone")
+        return [path.name for path in paths if path not in links]
 
     def cells(self) -> list[str]:
         """Return the ids of the cells that have a record, which is written when a cell is first started."""
@@ -373,3 +411,8 @@ class ResultStore:
     def _warn(self, path: Path, text: str) -> None:
         """Add a warning about a file, which replaces an earlier warning about the same file."""
         self.warnings[:] = [w for w in self.warnings if not w.startswith(f"{path}: ")] + [f"{path}: {text}"]
+
+
+def _is_link(folder: Path) -> bool:
+    """Tell whether a cell's folder is a link to one elsewhere, in which nothing is read or written."""
+    return folder.is_symlink() and folder.is_dir()

@@ -6,7 +6,6 @@ Intact samples stay, unless their cell is named. A cell that is being measured i
 from __future__ import annotations
 
 import os
-import re
 import secrets
 import shutil
 import time
@@ -18,10 +17,11 @@ from operator import attrgetter
 from pathlib import Path
 
 from kvbench.errors import KvbenchError, UsageError
-from kvbench.files import disk_error, lock, read_lines
+from kvbench.files import disk_error, is_blocked, lock, read_lines
 from kvbench.run.store import DAMAGED, ResultStore
 
 EMPTY = ("never", "failed", "interrupted")
+MARKS = ("state-*.json", "traceback-*.txt")
 STALE_S = 60.0
 LOCK_WAIT_S = 0.3
 
@@ -92,14 +92,16 @@ def _waste_removals(store: ResultStore, cell: str) -> Iterator[Removal]:
     if status.status in EMPTY and not status.n:
         yield Removal("cell", cell, folder, f"{status.status}, nothing measured")
         return
-    for path in sorted([*folder.glob("state-*.json"), *folder.glob("traceback-*.txt")]):
+    marks = sorted(p for pattern in MARKS for p in folder.glob(pattern))
+    blocked = [p for p in (folder / "metrics.json", *marks) if is_blocked(p)]
+    for path in (p for p in marks if p not in blocked):
         yield Removal("mark", cell, path, f"{status.status}, {status.n} samples stay")
-    metrics = folder / "metrics.json"
-    if metrics.is_dir():
-        yield Removal("aside", cell, metrics, f"a folder, moved to {aside_path(store, cell).parent}")
-    for path in sorted(folder.glob("*.tmp")):
+    for path in blocked:
+        kind = "a folder" if path.is_dir() else "no readable file"
+        yield Removal("aside", cell, path, f"{kind}, moved to {aside_path(store, cell).parent}")
+    for path in sorted(p for p in folder.glob("*.tmp") if not p.is_dir()):
         with suppress(FileNotFoundError):
-            if time.time() - path.stat().st_mtime > STALE_S:
+            if time.time() - path.lstat().st_mtime > STALE_S:
                 yield Removal("temporary", cell, path, "half written")
     for path in sorted(folder.glob("samples-*.jsonl")):
         if unread := read_lines(path).unread:
@@ -161,12 +163,14 @@ def _cell_locked(store: ResultStore, cell: str) -> Iterator[None]:
     """Hold every lock of the cell, so that no process can start to measure it."""
     folder = store.folder(cell)
     with ExitStack() as stack:
-        names = ["lock", *sorted(p.name for p in folder.glob("lock-*") if re.fullmatch(r"lock-\d+", p.name))]
-        for name in names:
+        locks = [folder / "lock", *store.shard_locks(cell)] if folder.is_dir() else []
+        for path in locks:
+            if is_blocked(path) or path.is_symlink():  # nobody can hold it, and no run begins this cell
+                continue
             try:
-                lock_handle = lock(folder / name, LOCK_WAIT_S)
+                lock_handle = lock(path, LOCK_WAIT_S)
             except OSError as error:
-                raise disk_error(error, folder / name) from None
+                raise disk_error(error, path) from None
             if lock_handle is None:
                 raise KvbenchError(f"cell {cell} is being measured now; wait for it, or stop it first")
             stack.callback(os.close, lock_handle)

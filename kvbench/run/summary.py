@@ -11,7 +11,7 @@ import numpy as np
 from kvbench.methods.chain import Chain
 from kvbench.metrics import metric, stats
 from kvbench.metrics.stats import FEWEST
-from kvbench.run.advice import about_floors, at_floor
+from kvbench.run.advice import LITTLE_LEFT, about_floors, at_floor
 from kvbench.run.fidelity import KINDS, FidelitySummary, diverges, summarise_texts
 from kvbench.run.labels import fields
 from kvbench.run.plan import Cell, Group
@@ -23,8 +23,6 @@ from kvbench.tasks.longbench import BUCKETS
 
 UNCHANGED = 0.99
 """The share of prompts on which a method must do what the full cache does for its row to say so."""
-LITTLE_LEFT = 0.1
-"""The part of cut prompts' tokens below which a note says so."""
 
 
 def summarise(samples: Sequence[Sample], name: str, of: int) -> CellSummary:
@@ -202,7 +200,7 @@ def measured(group: Group, cell: Cell, store: ResultStore) -> CellResult:
     result = CellResult(group.column, cell.id, "missing", cell.chain.evicts, fields(cell.identity))
     damage = store.damage(cell.id)
     if damage is not None:
-        return replace(result, status="failed", reason=damage)
+        return replace(result, status="failed", reason=damage, damaged=True)
     refusal = store.refusal(cell.id)
     if refusal is not None:
         return replace(result, status="refused", reason=refusal)

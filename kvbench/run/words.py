@@ -154,9 +154,13 @@ def value_of(text: str) -> Any:
 
 def _dataset_names(tasks: Sequence[str]) -> list[str]:
     """Return the dataset of each task (``tiny`` of ``tiny/needle``), once. Raises UsageError for an unknown one."""
-    cut_off = next((t for t in tasks if t.endswith("/")), None)
+    cut_off = next((t for t in tasks if t.endswith("/") or t.startswith("/")), None)
     if cut_off is not None:
-        raise UsageError(f"dataset={cut_off} names no task: write {cut_off.rstrip('/')}, or one as tiny/needle")
+        name = cut_off.strip("/").partition("/")[0]
+        raise UsageError(
+            f"dataset={cut_off} names no task: write {name if name in entries('dataset') else 'tiny'} for a whole "
+            "dataset, or a task of it, as tiny/needle (python -m kvbench list datasets)"
+        )
     names = list(dict.fromkeys(t.partition("/")[0] for t in tasks))
     for name in names:
         if name not in entries("dataset"):
@@ -243,6 +247,8 @@ def _parse_full_key(
             raise unknown(f"knob of the {group}", rest, known)
         return {f"{group}.{rest}": _read_grid(value, known[name])}
     owner, _, knob = rest.partition(".")
+    if not knob:
+        raise UsageError(f"{group}.{rest}={value} names no knob: write {group}.{rest}.KNOB={value} (run --help {rest})")
     if group == "method":
         used = list(dict.fromkeys(s for m in methods for s in registry.split(m)))
         known = registry.defaults(owner)

@@ -54,6 +54,21 @@ SLIPS = {
     ),
     "needs fail": (CODE + "    def needs(self, n):\n        1 / 0\n", YAML, "mine_method.py:9", "ZeroDivisionError"),
     "fails when made": (CODE + "    def check(self):\n        1 / 0\n", YAML, "mine_method.py:9", "ZeroDivisionError"),
+    "no role of ours": (CODE + "    role = 5\n", YAML, "mine_method.py:4", "has role 5: derive it from Selector"),
+    "no hash": (CODE + "    def __hash__(self):\n        1 / 0\n", YAML, "mine_method.py:9", "ZeroDivisionError"),
+    "identity fails": (
+        CODE + "    def identity(self):\n        1 / 0\n",
+        YAML,
+        "mine_method.py:9",
+        "method mine cannot say what it is",
+    ),
+    "an error without a text": (
+        CODE
+        + "    def needs(self, n):\n        class Bad(Exception):\n            __str__ = None\n        raise Bad\n",
+        YAML,
+        "mine_method.py:4",
+        "Mine raises Bad, whose __str__ fails",
+    ),
     "empty": (CODE, "", "mine.yaml:1", "write mine: {_target_: package.module.Class"),
     "no target": (CODE, "mine:\n  wide: 3\n", "mine.yaml:1", "write mine: {_target_: package.module.Class"),
     "a list": (CODE, "- mine\n", "mine.yaml:1", "holds no mapping"),

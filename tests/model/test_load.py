@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from kvbench import extras
 from kvbench.cli.main import main
-from kvbench.errors import UsageError
+from kvbench.errors import MissingModel, UsageError
 from kvbench.models import embedded, load
 from kvbench.models.config import ModelConfig
 
@@ -164,3 +164,13 @@ def test_layers_over_several_devices_need_accelerate_and_weights(small, monkeypa
     monkeypatch.setattr(extras, "installed", lambda package: False)
     with pytest.raises(UsageError, match=says):
         load.load_model(str(small), device_map="auto", **knobs)
+
+
+def test_a_model_is_loaded_by_the_name_of_its_entry():
+    """As ``run model=`` has it; the message used to suggest the very name that was given."""
+    with pytest.raises(MissingModel, match=r"model=meta-llama/Llama-2-7b-hf .*kvbench model fetch llama2-7b"):
+        load.load_model("llama2-7b")
+    for name in ("hf", "llama2"):
+        with pytest.raises(MissingModel, match=rf"model={name}: there is no such folder") as error:
+            load.load_model(name)
+        assert f"Did you mean {name}?" not in str(error.value)
