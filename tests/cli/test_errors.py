@@ -92,7 +92,6 @@ BAD = {
     "export kvpress output={file}": "is a file: name a folder, which is made",
     "export jsonl results={tmp}/gone": "there is no such folder",
     "table think/10 --stored repeats=0": "repeats=0 is not possible with --stored, which times nothing",
-    "table think/2 --show published nonsense=3": "nonsense=3 is not possible with --show published",
     f"run limit={'9' * 5000}": "is not possible: a whole number, 1 or more",
     "run results=a\0b": "it holds a NUL character",
     "run revision=12": "model.revision=12 is not possible: a text, in quotes if it is a number",
