@@ -81,6 +81,8 @@ def prefill(
     note = traits.of_model(model).note
     if note:
         warnings.warn(note, stacklevel=3)
+    if tokenizer is not None:
+        traits.check_tokenizer(tokenizer)
     chains = _chains(model, methods, preset, knobs)
     ids = as_prompt(model, input_ids)
     warn_beyond_context(model, len(ids), stacklevel=3)

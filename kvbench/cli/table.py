@@ -47,9 +47,6 @@ def main(args: argparse.Namespace) -> int:
     if args.table != "all" and args.table.partition("/")[0] not in catalogue.papers():
         raise unknown("paper or table", args.table, ("all", *catalogue.in_place(), *own_tables.NAMES))
     model = options.pop("model", "")
-    unread = " ".join(f"{k}={v}" for k, v in options.items() if k != "results")
-    if unread and args.show == "published":
-        raise UsageError(f"{unread} is not possible with --show published, which prints the paper's own numbers alone")
     tables = table_spec.find(args.table)
     if args.trace and len(tables) > 1:
         raise UsageError(f"--trace needs one table, as in think/2, not {args.table}")

@@ -196,6 +196,9 @@ def parse(
     rest["data_root"] = raw["data"]["root"]
     rest["preset"] = request.preset
     rest["logger"] = LoggerConfig(**raw["logger"])
+    logging = next((key for key in request.values if key.startswith("logger.")), None)
+    if logging is not None and rest["logger"].name != "wandb":
+        raise UsageError(f"{logging}={request.values[logging]} needs a logger: add logger=wandb")
     for key in ("batch_rows", "memory", "threads"):
         rest[key] = None if rest[key] == "auto" else rest[key]
     return RunConfig(model=model, chains=tuple(chains), datasets=tuple(_dataset_configs(raw)), **rest)
@@ -297,6 +300,8 @@ def _dataset_configs(raw: Mapping[str, Any]) -> Iterator[DatasetConfig]:
                 check("query_aware", value, isinstance(value, bool), "true, false, or both")
         axes = [("query_aware", asked)] if isinstance(asked, list) else []
         axes += list(grids(entry, entries("dataset").get(name, {})))
+        for key, swept in axes:
+            check(f"dataset.{name}.{key}", swept, bool(swept), "a value, or a list of at least one")
         for values in itertools.product(*(v for _, v in axes)):
             knobs = {**entry, **{k: v for (k, _), v in zip(axes, values, strict=True)}}
             aware = knobs.pop("query_aware", None)

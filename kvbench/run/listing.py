@@ -136,6 +136,8 @@ def results(folder: str | Path = "results", **filters: str) -> pd.DataFrame:
     import pandas as pd
 
     check("folder", folder, isinstance(folder, (str, Path)) and bool(str(folder)), "a folder of results")
+    for key, value in filters.items():
+        check(key, value, isinstance(value, str), "a name, or names with commas")
     chosen = given([f"{key}={value}" for key, value in filters.items()], FILTERS)
     store = ResultStore(Path(folder).expanduser())
     store.check_there()

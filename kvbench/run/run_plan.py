@@ -72,8 +72,10 @@ class RunPlan:
         model = traits.of_config(self.source.config)
         prompts = about_prompts(self.cfg.prompt, [g.task for g in self.groups], self.tokenizer)
         notes = [note for note in (model.note, model.shape.note) if note]
-        if self.cfg.calibration_text and not any(self.session.requests(e.chain) for e in self.cfg.chains):
-            notes.append("calibration_text= is not read: no method of this run is calibrated.")
+        given = [k for k in ("calibration", "calibration_text") if getattr(self.cfg, k)]
+        if given and not any(self.session.requests(e.chain) for e in self.cfg.chains):
+            keys = " and ".join(f"{key}=" for key in given)
+            notes.append(f"{keys} {'are' if len(given) > 1 else 'is'} not read: no method of this run is calibrated.")
         ignored = about_ignored(self.cfg, [g.task for g in self.groups])
         return [*notes, *prompts, *ignored, *self._unreached()]
 

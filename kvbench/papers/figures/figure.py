@@ -217,4 +217,6 @@ def _save(path: Path, content: bytes) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content)
     except OSError as error:
-        raise UsageError(f"{path} cannot be written: {error.strerror}; give another folder with results=") from None
+        raise UsageError(
+            f"{path} cannot be written: {error.strerror}; give another folder with output= or results="
+        ) from None
