@@ -67,7 +67,17 @@ def test_one_command_asks_every_script(capsys, monkeypatch):
 
 @pytest.mark.e2e("runs make")
 def test_the_model_is_fetched_before_anything_is_verified():
-    command = ["make", "-n", "verify-tables", "VENV=/nowhere", "-o", "/nowhere/.ready", "WITHOUT=data"]
+    # as part of `make test` it would print that it enters a folder
+    command = [
+        "make",
+        "-n",
+        "--no-print-directory",
+        "verify-tables",
+        "VENV=/nowhere",
+        "-o",
+        "/nowhere/.ready",
+        "WITHOUT=data",
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     fetch, verify = done.stdout.splitlines()
     assert FETCH in fetch and verify.endswith('scripts/verify_tables.py --without "data"')
