@@ -621,3 +621,66 @@ def test_own_answers_are_stored_before_other_code_is_first_asked(tmp_path):
     assert len(together) == len(alone) + 1
     for name, cells in alone.items():
         assert [c["score"] for c in together[name]] == [c["score"] for c in cells]
+
+
+AT_IMPORT = """
+from dataclasses import dataclass
+import torch
+from kvbench.methods.base import Selector
+{act}
+
+@dataclass(frozen=True, kw_only=True)
+class Early(Selector):
+    id = "early"
+
+    def scores(self, cache, obs, capacity):
+        return cache.segments[0].k.norm(dim=-1)
+"""
+
+
+@pytest.mark.parametrize(
+    ("act", "replaced"),
+    [
+        (
+            "from transformers.models.llama import modeling_llama\n"
+            "modeling_llama.apply_rotary_pos_emb = lambda q, k, *args, **kwargs: (q, k)",
+            "transformers.models.llama.modeling_llama.apply_rotary_pos_emb",
+        ),
+        (
+            "import transformers\ntransformers.LlamaForCausalLM.forward = torch.nn.Module.forward",
+            "transformers.models.llama.modeling_llama.LlamaForCausalLM.forward",
+        ),
+        (
+            "from kvbench.methods import statistics\ndef first(scores, k): return torch.arange(k)\n"
+            "statistics.top_indices.__code__ = first.__code__",
+            "the code of kvbench.methods.statistics.top_indices",
+        ),
+    ],
+    ids=["a function of a model", "a class that is imported late", "code"],
+)
+def test_what_a_file_replaces_when_it_is_imported_is_put_back_and_it_is_refused(act, replaced, tmp_path):
+    """The model's code is imported by the file itself, so that it cannot be looked at before."""
+    (tmp_path / "early.py").write_text(AT_IMPORT.format(act=act))
+    check = (
+        "import sys; from kvbench.errors import UsageError; from kvbench.methods import registry\n"
+        "try: registry.defaults('early')\n"
+        "except UsageError as error: print(error)\n"
+        "from transformers.models.llama import modeling_llama as m; from kvbench.methods import statistics\n"
+        "print(m.apply_rotary_pos_emb.__module__, m.LlamaForCausalLM.forward.__module__)\n"
+        "print(statistics.top_indices.__code__.co_name)"
+    )
+    environment = {**os.environ, "KVBENCH_METHODS": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", check], env=environment, capture_output=True, text=True, timeout=120, check=True
+    )
+    said, left, code = done.stdout.splitlines()
+    assert f"replaces {replaced}, with which other methods compute" in said
+    family, generic = left.split()
+    assert family.endswith("modeling_llama") and generic.startswith("transformers.") and code == "top_indices"
+
+
+def test_a_method_that_changes_the_folder_loses_no_results(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with walls.contained("moves"):
+        os.chdir("/")
+    assert Path.cwd() == tmp_path

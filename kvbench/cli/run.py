@@ -227,7 +227,8 @@ def _planned(g: GroupPlan) -> Iterator[str]:
     yield f"  prompts of at most {g.prompt_tokens} tokens: caches of about {size(g.bytes)}{time}"
     if len(g.parts) > 1:
         named = "; ".join(", ".join(part) for part in g.parts)
-        yield f"  in {len(g.parts)} parts, of which each reads the prompts, to fit into memory: {named}"
+        why = "methods of yours are read apart, and each has to fit into memory"
+        yield f"  in {len(g.parts)} parts, of which each reads the prompts ({why}): {named}"
     if g.too_large:
         yield (
             f"  not within the memory for caches, even alone, and run all the same: {', '.join(g.too_large)}. Raise "

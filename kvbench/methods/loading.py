@@ -32,7 +32,7 @@ def entry_of_class(path: Path, method: str) -> dict[str, Any]:
 
     name = f"{__package__}.{path.stem}"
     try:
-        with contained(name, name not in sys.modules, seed=0):
+        with contained(name, name not in sys.modules, seed=0, importing=True):
             module = importlib.import_module(name)
         if module.__file__ != str(path):
             raise UsageError(f"{module.__file__} has the same name: rename the file")
@@ -59,7 +59,7 @@ def load_stage(path: Path, method: str, target: str, knobs: Mapping[str, Any]) -
     line = next((i for i, text in enumerate(path.read_text("utf-8").splitlines(), 1) if "_target_" in text), 1)
     entry = f"{path}:{line}: _target_ {target}"
     try:
-        with contained(target, module not in sys.modules, seed=0):
+        with contained(target, module not in sys.modules, seed=0, importing=True):
             cls = getattr(importlib.import_module(module), name)
     except Exception as error:
         raise UsageError(f"{entry} cannot be imported: {located(error, '')}") from error

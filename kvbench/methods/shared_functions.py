@@ -5,8 +5,10 @@ from __future__ import annotations
 import builtins
 import os
 import sys
-from collections.abc import Mapping
-from types import ModuleType
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib.machinery import ModuleSpec
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -38,10 +40,16 @@ CLASSES = (torch.Tensor, torch.Generator, torch.nn.Parameter)
 class Functions:
     """The functions that methods and models compute with, as they were when this was made."""
 
-    def __init__(self) -> None:
+    def __init__(self, with_code: bool = False) -> None:
+        """Note them; ``with_code`` also what their code is, which takes longer."""
         self._before = {name: dict(vars(owner)) for name, owner in _owners().items()}
         self._tables = {name: dict(table) for name, table in TABLES.items()}
         self._modes = tuple(length() for length, _ in MODES.values())
+        self._with_code = with_code
+        self._codes: list[tuple[FunctionType, CodeType]] = []
+        if with_code:
+            for owner in _owners().values():
+                self._codes += _codes(owner)
 
     def restored(self) -> str:
         """Put back what was replaced since. Return the name of one of the functions concerned, or ''."""
@@ -54,6 +62,10 @@ class Functions:
                 table.clear()
                 table.update(self._tables[name])
                 replaced = name
+        for function, code in self._codes:
+            if function.__code__ is not code:
+                function.__code__ = code
+                replaced = replaced or f"the code of {function.__module__}.{function.__qualname__}"
         for name, owner in _owners().items():
             before = self._before.get(name)
             now = built_in if owner is builtins else vars(owner)
@@ -67,6 +79,23 @@ class Functions:
                 replaced = replaced or f"{name}.{key}"
         return replaced
 
+    @contextmanager
+    def watching_imports(self) -> Iterator[None]:
+        """Note the functions of modules as they are when they have just been imported, before they can be replaced."""
+        recorder = _Recorder(self)
+        sys.meta_path.insert(0, recorder)
+        try:
+            yield
+        finally:
+            sys.meta_path.remove(recorder)
+
+    def note(self, name: str, module: ModuleType) -> None:
+        """Note the functions of a module that has just been imported."""
+        for owner_name, owner in _owners_in(name, module).items():
+            self._before[owner_name] = dict(vars(owner))
+            if self._with_code:
+                self._codes += _codes(owner)
+
     def _left_mode(self) -> str:
         """Leave the modes of torch that were entered since, under which functions mean others. Return one's name."""
         left = ""
@@ -75,6 +104,32 @@ class Functions:
                 pop()
                 left = f"all functions of torch by {name} that it does not leave"
         return left
+
+
+class _Recorder:
+    """A finder of modules that notes the functions of those that are watched."""
+
+    def __init__(self, functions: Functions) -> None:
+        self._functions = functions
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Return what another finder finds, with a loader that notes the module's functions at its end."""
+        if not _is_watched(name):
+            return None
+        others = (finder for finder in sys.meta_path if not isinstance(finder, _Recorder))
+        found = (finder.find_spec(name, path, target) for finder in others if hasattr(finder, "find_spec"))
+        spec = next((spec for spec in found if spec is not None), None)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def execute_and_note(module: ModuleType) -> None:
+                execute(module)
+                self._functions.note(name, module)
+
+            setattr(spec.loader, "exec_module", execute_and_note)  # noqa: B010 (a loader has its own method)
+        return spec
 
 
 def replacing(name: str, replaced: str) -> Refused:
@@ -92,18 +147,38 @@ def _owners() -> dict[str, Any]:
     if _OWNERS[0] != loaded:
         owners: dict[str, Any] = {f"{c.__module__}.{c.__qualname__}": c for c in CLASSES}
         for name, module in list(sys.modules.items()):
-            if not isinstance(module, ModuleType):
-                continue
-            ours = name.startswith("kvbench.") and (not name.startswith("kvbench.methods.") or is_own(name))
-            models = name in OF_MODELS or name.startswith("torch.nn.modules.")
-            models = models or (name.startswith("transformers.models.") and ".modeling_" in name)
-            if ours or models or name in COMPUTING:
-                owners[name] = module
-            if ours or models:
-                classes = [v for v in vars(module).values() if isinstance(v, type) and v.__module__ == name]
-                owners.update({f"{name}.{c.__qualname__}": c for c in classes})
+            if isinstance(module, ModuleType):
+                owners.update(_owners_in(name, module))
         _OWNERS = loaded, owners
     return _OWNERS[1]
+
+
+def _is_watched(name: str) -> bool:
+    """Tell whether others compute with the functions of the module ``name``."""
+    return name in COMPUTING or _has_watched_classes(name)
+
+
+def _has_watched_classes(name: str) -> bool:
+    if name.startswith("kvbench."):
+        return not name.startswith("kvbench.methods.") or is_own(name)
+    if name in OF_MODELS or name.startswith("torch.nn.modules."):
+        return True
+    return name.startswith("transformers.models.") and ".modeling_" in name
+
+
+def _owners_in(name: str, module: ModuleType) -> dict[str, Any]:
+    """Return a module and its classes, by name, as far as they are watched."""
+    owners: dict[str, Any] = {name: module} if _is_watched(name) else {}
+    if _has_watched_classes(name):
+        classes = [v for v in vars(module).values() if isinstance(v, type) and v.__module__ == name]
+        owners.update({f"{name}.{c.__qualname__}": c for c in classes})
+    return owners
+
+
+def _codes(owner: Any) -> list[tuple[FunctionType, CodeType]]:
+    """Return the functions of a module or class, each with its code."""
+    functions = [f.__func__ if isinstance(f, (staticmethod, classmethod)) else f for f in vars(owner).values()]
+    return [(f, f.__code__) for f in functions if isinstance(f, FunctionType)]
 
 
 def _same(namespace: Mapping[str, Any], before: Mapping[str, Any]) -> bool:
@@ -119,11 +194,12 @@ def _replaced(owner: Any, now: Mapping[str, Any], before: Mapping[str, Any]) -> 
     What is no function may change, and a new name may come, unless it hides a function of a base class or a built-in.
     """
     names = []
+    of_torch = (owner.__module__ if isinstance(owner, type) else owner.__name__).startswith("torch")
     for key in {*now, *before}:
         value, former = now.get(key), before.get(key)
         if value is former or isinstance(value, ModuleType) or not (_is_function(value) or _is_function(former)):
             continue
-        changed = not _is_torchs_own(value, key) if key in before else _hides(owner, key)
+        changed = not (of_torch and _is_torchs_own(value, key)) if key in before else _hides(owner, key)
         if changed:
             names.append(key)
     return sorted(names)

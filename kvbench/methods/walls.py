@@ -37,13 +37,16 @@ def seed_of(prompt: int, layer: int = 0) -> int:
 
 
 @contextmanager
-def contained(name: str, foreign: bool = True, seed: int | None = None, watched: bool = True) -> Iterator[None]:
+def contained(
+    name: str, foreign: bool = True, seed: int | None = None, watched: bool = True, importing: bool = False
+) -> Iterator[None]:
     """Run code of the method ``name``, which is not kvbench's own unless ``foreign`` is False.
 
     It cannot end the program, and what it leaves changed in the process is restored. Random numbers are drawn from
     ``seed``. Without a seed several prompts share the call, and code that draws is refused, as its numbers would depend
     on what runs beside what. ``watched`` says that nothing but the method's own code takes long in it: then a line
-    names the method after SILENT_S seconds.
+    names the method after SILENT_S seconds. ``importing`` has the code of functions compared, too: what a file does
+    when it is imported comes before all answers.
 
     Raises Refused for code that replaces functions that others compute with, and KvbenchError for code that would end
     the program.
@@ -51,7 +54,14 @@ def contained(name: str, foreign: bool = True, seed: int | None = None, watched:
     if not foreign:
         yield
         return
-    walls = watch(name if watched else None), _settings(), _signals(), _streams(), _no_end(), _functions(name)
+    walls = (
+        watch(name if watched else None),
+        _settings(),
+        _signals(),
+        _streams(),
+        _no_end(),
+        _functions(name, importing),
+    )
     with ExitStack() as stack:
         for wall in walls:
             stack.enter_context(wall)
@@ -80,14 +90,16 @@ def _check_text(name: str, error: Exception) -> None:
 
 @contextmanager
 def _settings() -> Iterator[None]:
-    """Restore PyTorch's global settings on exit."""
+    """Restore PyTorch's global settings and the working directory on exit."""
     dtype, threads, grad = torch.get_default_dtype(), torch.get_num_threads(), torch.is_grad_enabled()
     precision = torch.get_float32_matmul_precision()
     deterministic = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     device, autocast = _device.CURRENT_DEVICE, torch.is_autocast_enabled("cpu")
+    folder = os.getcwd()
     try:
         yield
     finally:
+        os.chdir(folder)  # results and data may be given by relative paths
         _device.CURRENT_DEVICE = device
         torch.set_autocast_enabled("cpu", autocast)
         torch.set_default_dtype(dtype)
@@ -207,11 +219,12 @@ def _drawn() -> tuple[object, ...]:
 
 
 @contextmanager
-def _functions(name: str) -> Iterator[None]:
+def _functions(name: str, with_code: bool) -> Iterator[None]:
     """Raise Refused if functions that others compute with are replaced on exit. They are put back in any case."""
-    functions = Functions()
+    functions = Functions(with_code)
     try:
-        yield
+        with functions.watching_imports():
+            yield
     except Exception as error:
         if replaced := functions.restored():
             raise replacing(name, replaced) from error

@@ -159,7 +159,9 @@ def _apart(groups: Sequence[Group], store: ResultStore) -> tuple[str, ...]:
         first: dict[str, dict[str, float]] = {}
         for cell in group.cells:
             times = {i: sample.timing.prefill_s for i, sample in store.samples(cell.id).items()}
-            shared = first.setdefault(cell.chain.prefill_key, times)
+            # a user's methods read the prompts apart from all others
+            key = f"{cell.chain.foreign_stages} {cell.chain.prefill_key}"
+            shared = first.setdefault(key, times)
             if any(shared.get(i, seconds) != seconds for i, seconds in times.items()):
                 labels[cell.label] = None
     return tuple(labels)
