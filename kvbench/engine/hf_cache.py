@@ -134,7 +134,7 @@ class TransformersCache(HFCache):
     def update(self, *args: Any, **kwargs: Any) -> Any:
         raise UsageError(
             "a kvbench cache is filled by generate of the model that it was made for, until it is closed: this is "
-            "another model, or a forward pass outside generate"
+            "another model, a forward pass outside generate, or a cache made within the call: make it on a line before"
         )
 
     def _refuse(self, *args: Any, **kwargs: Any) -> Any:
