@@ -34,7 +34,7 @@ ENDS = (
     ("failed", "failed", "; the same command tries them again"),
     ("damaged", "could not be read", "; python -m kvbench clean --yes sets damaged ones aside to be measured again"),
 )
-"""How cells may have ended without a result, in words, and what helps."""
+"""The ways in which cells end without a result, in words, each with what helps."""
 MOST_IDS = 24
 """Cells of a plan up to which their ids are printed."""
 

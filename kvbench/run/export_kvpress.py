@@ -96,7 +96,7 @@ class Run:
 
     @property
     def unchanged(self) -> bool:
-        """Whether nothing was compressed on any task, so that the scores are the full cache's."""
+        """True if nothing was compressed on any task, so that the scores are the full cache's."""
         return all(cell.unchanged for cell, _ in self.tasks.values())
 
     def _stages(self) -> Sequence[Mapping[str, Any]]:

@@ -295,11 +295,11 @@ def rounds(groups: Sequence[Group]) -> list[tuple[Group, ...]]:
     foreign class has its prompts read for it alone. Groups without cells in a round are left out.
     """
     classes = dict.fromkeys(cell.chain.foreign_stages for group in groups for cell in group.cells)
-    found = []
+    in_rounds = []
     for stages in sorted(classes, key=len):  # kvbench's own methods have none
         cells = [tuple(c for c in group.cells if c.chain.foreign_stages == stages) for group in groups]
-        found.append(tuple(replace(g, cells=own) for g, own in zip(groups, cells, strict=True) if own))
-    return found
+        in_rounds.append(tuple(replace(g, cells=own) for g, own in zip(groups, cells, strict=True) if own))
+    return in_rounds
 
 
 def pairs(groups: Sequence[Group]) -> list[tuple[Group, ...]]:
