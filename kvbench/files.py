@@ -30,18 +30,23 @@ class Lines:
 
     intact: (line, sample) of each intact line, in order.
     damaged: the numbers of the damaged lines, counted from 1.
+    foreign: the numbers of the intact lines that name another cell than the file's.
     torn: the number of a last line without a newline that cannot be read. It is being written, or its process was
     killed.
     """
 
     intact: tuple[tuple[bytes, Line], ...]
     damaged: tuple[int, ...]
+    foreign: tuple[int, ...] = ()
     torn: int | None = None
 
     @property
     def unread(self) -> tuple[int, ...]:
-        """Return the line numbers of all lines that cannot be read, including the torn one."""
-        return (*self.damaged, *((self.torn,) if self.torn else ()))
+        """Return the line numbers of all lines that do not count, including the torn one."""
+        numbers = [*self.damaged, *self.foreign]
+        if self.torn is not None:
+            numbers.append(self.torn)
+        return tuple(sorted(numbers))
 
 
 def is_blocked(path: Path) -> bool:
@@ -85,18 +90,28 @@ def _with_checksum(body: str) -> str:
     return f'{body[:-1]}, "crc": {zlib.crc32(body.encode())}}}'
 
 
-def read_lines(path: Path) -> Lines:
-    """Return the lines of a file of samples. Raises UsageError if the file cannot be read."""
+def read_lines(path: Path, cell: str | None = None) -> Lines:
+    """Return the lines of a file of samples. Raises UsageError if the file cannot be read.
+
+    cell: the id of the cell that the file belongs to. Lines of an older version name none and belong to every cell.
+    """
     try:
         check_ends(path)
         lines = path.read_bytes().split(b"\n")
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}") from None
-    parsed = [(line, parse_line(line)) for line in lines]
-    intact = tuple((line, sample) for line, sample in parsed if sample is not None)
-    unread = [i for i, (line, sample) in enumerate(parsed, 1) if line and sample is None]
-    torn = unread.pop() if unread and unread[-1] == len(parsed) else None
-    return Lines(intact, tuple(unread), torn)
+    intact, damaged, foreign = [], [], []
+    for number, line in enumerate(lines, 1):
+        sample = parse_line(line)
+        if sample is None:
+            if line:
+                damaged.append(number)
+        elif cell is not None and sample.get("cell", cell) != cell:
+            foreign.append(number)
+        else:
+            intact.append((line, sample))
+    torn = damaged.pop() if damaged and damaged[-1] == len(lines) else None
+    return Lines(tuple(intact), tuple(damaged), tuple(foreign), torn)
 
 
 @dataclass

@@ -165,3 +165,41 @@ def test_json_that_says_the_same_is_left_alone(tmp_path):
     writer.close()
     assert path.stat().st_ino != before
     assert json.loads(path.read_text())["provenance"] == [FACTS, {**FACTS, "threads": 3}]
+
+
+def test_answers_in_another_cells_folder_are_not_taken_for_its_own(tmp_path, capsys):
+    """Two methods' files that were swapped by hand would give each the other's score."""
+    store, cells = ResultStore(tmp_path), (Cell("snapkv"), Cell("h2o"))
+    for cell, score in zip(cells, (0.25, 0.75), strict=True):
+        writer = store.open(cell, FACTS, 0, mix=False)
+        for number in range(2):
+            writer.append(sample(number, score=score))
+        writer.close()
+    mine, other = (store.folder(cell.id) / "samples-0.jsonl" for cell in cells)
+    taken = mine.read_bytes()
+    other.rename(mine)
+    other.write_bytes(taken)
+    for cell in cells:
+        assert store.lines(cell.id) == {}
+        assert store.status(cell.id).n == 0
+    assert "2 lines of another cell do not count (lines 1, 2)" in store.warnings[0]
+
+    # where both are in one folder its own answers count, and a cleaning leaves them alone
+    mine.write_bytes(other.read_bytes() + mine.read_bytes())
+    other.unlink()
+    own = store.samples(cells[0].id)
+    assert [s.score for s in own.values()] == [0.25, 0.25]
+    assert main(["clean", f"results={tmp_path}", "--yes"]) == 0
+    assert ResultStore(tmp_path).samples(cells[0].id) == own
+    assert read_lines(mine).unread == ()
+    assert mine.with_name("damaged-0.jsonl").read_bytes().count(b"\n") == 2
+    capsys.readouterr()
+
+
+def test_answers_of_an_older_version_name_no_cell_and_count(tmp_path):
+    store, cell = ResultStore(tmp_path), Cell()
+    measure(store, cell, [0])
+    with (store.folder(cell.id) / "samples-0.jsonl").open("a") as out:
+        out.write(line_of(sample(1)))
+    assert list(store.lines(cell.id)) == ["e0", "e1"]
+    assert store.warnings == []

@@ -13,7 +13,7 @@ WORDS = {
     "cell": "cell{s}",
     "mark": "mark{s} of runs that ended early",
     "temporary": "half-written file{s}",
-    "lines": "block{s} of unreadable lines (kept in a file beside)",
+    "lines": "block{s} of lines that do not count (kept in a file beside)",
     "lock": "lock{s} that nobody holds",
     "aside": "damaged part{s} (kept in the folder damaged)",
 }

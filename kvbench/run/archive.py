@@ -42,7 +42,7 @@ def unpack(path: Path, store: ResultStore) -> dict[str, int]:
         if store.cell(cell) is None:
             write_json(store.folder(cell) / "cell.json", record)
         stored = store.lines(cell)
-        missing = [line_of(sample) for sample in samples[cell] if sample["id"] not in stored]
+        missing = [line_of({**sample, "cell": cell}) for sample in samples[cell] if sample["id"] not in stored]
         if missing:
             with (store.folder(cell) / "samples-0.jsonl").open("a", encoding="utf-8") as out:
                 out.writelines(missing)

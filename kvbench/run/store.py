@@ -1,7 +1,7 @@
 """Measured samples on disk, below results/cells/<id>/:
 
     cell.json            what the cell is, how many examples it has, and what its samples were measured with
-    samples-<shard>.jsonl  one appended line per answer, with a checksum
+    samples-<shard>.jsonl  one appended line per answer, with the cell's id and a checksum
     metrics.json         means over all intact samples, made again from them at the end of every run
     refused-*.json       an example that shows why the cell must not be reported
     state-<shard>.json   there while a shard is measured, and after it failed or was interrupted
@@ -25,7 +25,7 @@ import socket
 import tempfile
 import time
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -163,7 +163,8 @@ class ResultStore:
                 raise
         except OSError as error:
             raise disk_error(error, folder) from None
-        writer = self.writers[cell.id] = Writer(appender, shard_lock, shard, index, partial(self.sync, SYNC_S))
+        writer = Writer(appender, shard_lock, cell.id, shard, index, partial(self.sync, SYNC_S))
+        self.writers[cell.id] = writer
         self.mark(cell, "started")
         return writer
 
@@ -294,27 +295,28 @@ class ResultStore:
     def lines(self, cell_id: str) -> dict[str, Line]:
         """Return the cell's intact lines by example id, sorted by id. Damaged lines become warnings.
 
-        If several lines are about one example, the one whose bytes sort first counts, whatever file it is in.
+        So do lines that name another cell: a file of samples that was copied from one cell's folder into another's. If several lines are about one example, the one whose bytes sort first counts, whatever file it is in.
         """
         least: dict[str, tuple[bytes, Line]] = {}
         for path in self._files(cell_id, "samples-*.jsonl"):
             try:
-                lines = read_lines(path)
+                lines = read_lines(path, cell_id)
             except UsageError:
                 self._warn(path, "cannot be read, and its answers do not count")
                 continue
             for text, line in lines.intact:
+                line.pop("cell", None)
                 example_id = str(line["id"])
                 # any order that depends on the text alone would do; it must not depend on file or position
                 if example_id not in least or text < least[example_id][0]:
                     least[example_id] = (text, line)
+            wrong = []
             if lines.damaged:
-                many = len(lines.damaged)
-                self._warn(
-                    path,
-                    f"{many} damaged line{'s do' if many > 1 else ' does'} not count (line "
-                    f"{', '.join(map(str, lines.damaged))}); python -m kvbench clean sets them aside",
-                )
+                wrong.append(_not_counted("damaged line", lines.damaged))
+            if lines.foreign:
+                wrong.append(_not_counted("line of another cell", lines.foreign, plural="lines of another cell"))
+            if wrong:
+                self._warn(path, f"{'; '.join(wrong)}; python -m kvbench clean sets them aside")
         return {example_id: line for example_id, (_, line) in sorted(least.items())}
 
     def _refusal_path(self, cell_id: str, example_id: str) -> Path:
@@ -411,6 +413,14 @@ class ResultStore:
     def _warn(self, path: Path, text: str) -> None:
         """Add a warning about a file, which replaces an earlier warning about the same file."""
         self.warnings[:] = [w for w in self.warnings if not w.startswith(f"{path}: ")] + [f"{path}: {text}"]
+
+
+def _not_counted(what: str, numbers: Sequence[int], plural: str | None = None) -> str:
+    """Say that lines do not count, how many they are, and where they stand."""
+    where = ", ".join(map(str, numbers))
+    if len(numbers) == 1:
+        return f"1 {what} does not count (line {where})"
+    return f"{len(numbers)} {plural or what + 's'} do not count (lines {where})"
 
 
 def _is_link(folder: Path) -> bool:

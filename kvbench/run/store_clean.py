@@ -1,4 +1,4 @@
-"""Remove waste from a store: cells without an answer, remains of killed processes, and unreadable lines.
+"""Remove waste from a store: cells without an answer, remains of killed processes, and lines that do not count.
 
 Intact samples stay, unless their cell is named. A cell that is being measured is not touched.
 """
@@ -104,8 +104,8 @@ def _waste_removals(store: ResultStore, cell: str) -> Iterator[Removal]:
             if time.time() - path.lstat().st_mtime > STALE_S:
                 yield Removal("temporary", cell, path, "half written")
     for path in sorted(folder.glob("samples-*.jsonl")):
-        if unread := read_lines(path).unread:
-            count = f"{len(unread)} unreadable line{'s' * (len(unread) > 1)}"
+        if unread := read_lines(path, cell).unread:
+            count = f"{len(unread)} line{'s' * (len(unread) > 1)} that do{'es' * (len(unread) == 1)} not count"
             yield Removal("lines", cell, path, f"{count}, moved to {damaged_path(path).name}")
     for path in sorted(folder.glob("lock*")):
         yield Removal("lock", cell, path, "held by nobody")
@@ -117,7 +117,7 @@ def aside_path(store: ResultStore, cell: str) -> Path:
 
 
 def damaged_path(samples: Path) -> Path:
-    """Return the path that the unreadable lines of a file of samples are moved to."""
+    """Return the path that the lines of a file of samples that do not count are moved to."""
     return samples.with_name(samples.name.replace("samples-", "damaged-", 1))
 
 
@@ -135,14 +135,14 @@ def _remove(store: ResultStore, removal: Removal) -> None:
         path.parent.mkdir(exist_ok=True)
         removal.path.rename(path)
     elif removal.kind == "lines":
-        _set_aside(removal.path)
+        _set_aside(removal.path, removal.cell)
     else:
         removal.path.unlink(missing_ok=True)
 
 
-def _set_aside(path: Path) -> None:
-    """Move the unreadable lines of a file of samples into the file ``damaged_path`` beside it."""
-    unread_numbers = read_lines(path).unread
+def _set_aside(path: Path, cell: str) -> None:
+    """Move the lines of a cell's file of samples that do not count into the file ``damaged_path`` beside it."""
+    unread_numbers = read_lines(path, cell).unread
     all_lines = path.read_bytes().split(b"\n")
     unreadable = b"".join(all_lines[i - 1] + b"\n" for i in unread_numbers)
     readable = b"".join(line + b"\n" for i, line in enumerate(all_lines, 1) if line and i not in unread_numbers)

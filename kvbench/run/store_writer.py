@@ -15,6 +15,7 @@ from kvbench.files import Appender, line_of
 class Writer:
     """An open cell. It appends samples to one shard's file and holds the shard's lock, which ends with the process.
 
+    cell: the cell's id, which every line names, so that a file in another cell's folder is not taken for its answers.
     provenance: the index of this process's facts in the cell's record.
     written: called after every line.
     ended: whether the cell is marked as failed or interrupted.
@@ -22,6 +23,7 @@ class Writer:
 
     out: Appender
     lock: int
+    cell: str
     shard: int
     provenance: int
     written: Callable[[], None]
@@ -32,11 +34,11 @@ class Writer:
         return self.out.path
 
     def append(self, line: Mapping[str, object]) -> None:
-        """Append one line, with the index of this process's facts in the cell's provenance.
+        """Append one line, with the cell's id and the index of this process's facts in the cell's provenance.
 
         Raises KvbenchError if it cannot be written; earlier lines are safe then.
         """
-        self.out.append(line_of({**line, "provenance": self.provenance}).encode())
+        self.out.append(line_of({**line, "cell": self.cell, "provenance": self.provenance}).encode())
         self.written()
 
     def close(self) -> None:
