@@ -295,7 +295,8 @@ class ResultStore:
     def lines(self, cell_id: str) -> dict[str, Line]:
         """Return the cell's intact lines by example id, sorted by id. Damaged lines become warnings.
 
-        So do lines that name another cell: a file of samples that was copied from one cell's folder into another's. If several lines are about one example, the one whose bytes sort first counts, whatever file it is in.
+        So do lines that name another cell: a file of samples that was copied from one cell's folder into another's.
+        If several lines are about one example, the one whose bytes sort first counts, whatever file it is in.
         """
         least: dict[str, tuple[bytes, Line]] = {}
         for path in self._files(cell_id, "samples-*.jsonl"):
