@@ -41,7 +41,7 @@ class Lines:
     torn: int | None = None
 
     @property
-    def unread(self) -> tuple[int, ...]:
+    def uncounted(self) -> tuple[int, ...]:
         """Return the line numbers of all lines that do not count, including the torn one."""
         numbers = [*self.damaged, *self.foreign]
         if self.torn is not None:

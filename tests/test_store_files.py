@@ -191,7 +191,7 @@ def test_answers_in_another_cells_folder_are_not_taken_for_its_own(tmp_path, cap
     assert [s.score for s in own.values()] == [0.25, 0.25]
     assert main(["clean", f"results={tmp_path}", "--yes"]) == 0
     assert ResultStore(tmp_path).samples(cells[0].id) == own
-    assert read_lines(mine).unread == ()
+    assert read_lines(mine).uncounted == ()
     assert mine.with_name("damaged-0.jsonl").read_bytes().count(b"\n") == 2
     capsys.readouterr()
 

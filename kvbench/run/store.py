@@ -306,7 +306,7 @@ class ResultStore:
                 self._warn(path, "cannot be read, and its answers do not count")
                 continue
             for text, line in lines.intact:
-                line.pop("cell", None)
+                line.pop("cell", None)  # it guards the file; the folder says it to all who read a sample
                 example_id = str(line["id"])
                 # any order that depends on the text alone would do; it must not depend on file or position
                 if example_id not in least or text < least[example_id][0]:

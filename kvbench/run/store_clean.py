@@ -104,8 +104,8 @@ def _waste_removals(store: ResultStore, cell: str) -> Iterator[Removal]:
             if time.time() - path.lstat().st_mtime > STALE_S:
                 yield Removal("temporary", cell, path, "half written")
     for path in sorted(folder.glob("samples-*.jsonl")):
-        if unread := read_lines(path, cell).unread:
-            count = f"{len(unread)} line{'s' * (len(unread) > 1)} that do{'es' * (len(unread) == 1)} not count"
+        if numbers := read_lines(path, cell).uncounted:
+            count = "1 line that does not count" if len(numbers) == 1 else f"{len(numbers)} lines that do not count"
             yield Removal("lines", cell, path, f"{count}, moved to {damaged_path(path).name}")
     for path in sorted(folder.glob("lock*")):
         yield Removal("lock", cell, path, "held by nobody")
@@ -142,13 +142,13 @@ def _remove(store: ResultStore, removal: Removal) -> None:
 
 def _set_aside(path: Path, cell: str) -> None:
     """Move the lines of a cell's file of samples that do not count into the file ``damaged_path`` beside it."""
-    unread_numbers = read_lines(path, cell).unread
+    uncounted = read_lines(path, cell).uncounted
     all_lines = path.read_bytes().split(b"\n")
-    unreadable = b"".join(all_lines[i - 1] + b"\n" for i in unread_numbers)
-    readable = b"".join(line + b"\n" for i, line in enumerate(all_lines, 1) if line and i not in unread_numbers)
+    to_move = b"".join(all_lines[i - 1] + b"\n" for i in uncounted)
+    to_keep = b"".join(line + b"\n" for i, line in enumerate(all_lines, 1) if line and i not in uncounted)
     temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
     try:
-        for target, mode, content in ((damaged_path(path), "ab", unreadable), (temporary, "xb", readable)):
+        for target, mode, content in ((damaged_path(path), "ab", to_move), (temporary, "xb", to_keep)):
             with target.open(mode) as out:
                 out.write(content)
                 out.flush()
