@@ -63,13 +63,13 @@ def notes(error: BaseException) -> list[str]:
 
 
 def headline(error: BaseException) -> str:
-    """Return the first line of an error's message, with the next where it ends in a colon, or its type's name."""
+    """Return an error's first line, with the next where it ends in a colon or comma, or the name of its type."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if not lines:
         return type(error).__name__
     text = lines[0]
     for line in lines[1:]:
-        if not text.endswith(":"):
+        if not text.endswith((":", ",")):
             break
         text += f" {line}"
     return text

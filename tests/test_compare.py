@@ -4,6 +4,7 @@ import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 import kvbench
+from kvbench.errors import UsageError
 
 pytestmark = pytest.mark.e2e("whole answers")
 CONTEXT = "notes: the cold river shines slowly. the magic number of paris is 471. it was a calm night. "
@@ -21,6 +22,12 @@ def test_entries_with_knobs_of_their_own_are_those_that_prefill_takes(tmp_path):
     assert [row.method for row in report.rows] == [*names, "random kv_ratio=0.25"]
     alone = kvbench.compare(model, tokenizer, rows, ["snapkv"], **{**settings, "kv_ratio": 0.5}, window=8)
     assert alone.rows[1].cells[0].cell == report.rows[1].cells[0].cell
+
+
+def test_a_folder_that_no_file_system_has_is_refused_by_its_key(tmp_path):
+    model, tokenizer = kvbench.load_model("tiny")
+    with pytest.raises(UsageError, match=r"results='a.x00b' is not possible: a folder"):
+        kvbench.compare(model, tokenizer, ["one"], ["h2o"], results="a\0b")
 
 
 def test_rows_with_context_and_question_are_compared_and_drawn(tmp_path):

@@ -196,6 +196,29 @@ def test_answers_in_another_cells_folder_are_not_taken_for_its_own(tmp_path, cap
     capsys.readouterr()
 
 
+def test_cleaning_keeps_the_lines_of_another_cell_where_a_cell_has_no_others(tmp_path, capsys):
+    store, cells = ResultStore(tmp_path), (Cell("snapkv"), Cell("h2o"))
+    for cell in cells:
+        measure(store, cell, [0])
+    mine, other = (store.folder(cell.id) / "samples-0.jsonl" for cell in cells)
+    other.replace(mine)
+    for _ in range(2):
+        assert main(["clean", f"results={tmp_path}", "--yes"]) == 0
+        (kept,) = tmp_path.glob(f"damaged/{cells[0].id}-*/samples-0.jsonl")
+        assert kept.read_bytes().count(b"\n") == 1
+    assert "none of its lines count; moved to" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("content", ["{}", "[1]", '{"reason": null}'])
+def test_a_refusal_that_says_no_reason_is_told_to_be_unreadable(tmp_path, content):
+    store, cell = ResultStore(tmp_path), Cell()
+    store.refuse(cell, "it keeps what it may not", "e0")
+    (path,) = store.folder(cell.id).glob("refused-*.json")
+    assert store.refusal(cell.id) == "it keeps what it may not"
+    path.write_text(content)
+    assert ResultStore(tmp_path).refusal(cell.id).startswith(f"{path.name} cannot be read; ")
+
+
 def test_answers_of_an_older_version_name_no_cell_and_count(tmp_path):
     store, cell = ResultStore(tmp_path), Cell()
     measure(store, cell, [0])

@@ -11,7 +11,7 @@ from textwrap import fill
 from typing import Any
 
 from kvbench.conf import conf_dir
-from kvbench.errors import UsageError, unknown
+from kvbench.errors import UsageError, say, unknown
 from kvbench.run import presets
 
 KINDS = ("methods", "datasets", "models", "metrics", "presets", "figures", "tables", "runs", "kvpress")
@@ -119,6 +119,8 @@ def _yaml(group: str) -> list[dict[str, Any]]:
 def _methods() -> list[dict[str, Any]]:
     from kvbench.methods import registry
 
+    for sentence in registry.broken_files().values():
+        say(sentence)
     items = _yaml("method")
     for method in sorted(set(registry.available()) - {item["id"] for item in items}):
         try:

@@ -7,6 +7,7 @@ whose ``changes`` says why their keys or values are not the prompt's.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 
 import torch
@@ -75,6 +76,20 @@ def first_difference(layers: Sequence[LayerCache], others: Sequence[LayerCache])
         if not all(torch.equal(a, b) for a, b in positions):
             return i
     return None
+
+
+def digests(layers: Sequence[LayerCache]) -> list[str]:
+    """Return a digest of each layer of a cache, of what ``first_difference`` compares."""
+    texts = []
+    for layer in layers:
+        tensors = list(layer.tensors())
+        if any(t.device.type != "cpu" for t in tensors):
+            tensors = []
+        digest = hashlib.blake2b(digest_size=16)
+        for tensor in (*tensors, *layer.kept_positions()):
+            digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).cpu().numpy().tobytes())
+        texts.append(digest.hexdigest())
+    return texts
 
 
 def _source_rows(s: Segment, index: Tensor, stored_heads: Tensor, n: int, heads: int) -> Tensor:

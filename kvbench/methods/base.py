@@ -193,7 +193,7 @@ class Selector(TokenSelector):
             names = "+".join(s.id for s in (self, *modifiers))
             raise Refused(
                 f"scores of {names} are all infinite for a head in layer {obs.layer} and choose no token: its formula "
-                "overflows or divides by 0"
+                "overflows float32 or divides by 0"
             )
         scores[:, : capacity.sinks] = torch.inf
         scores[:, obs.n - capacity.window :] = torch.inf

@@ -21,6 +21,8 @@ from kvbench.storage.roles import Slots
 
 # shares are rounded up while layers come in: float noise must not cost a layer its last token
 NOISE = 1e-6
+# a preference to the power of a larger 1 / tau is beyond all numbers
+TEMPERATURE = Rule("a number, 0.05 or more", lambda x: x >= 0.05)
 # until all layers are there, one may hold this share above its own: cutting all whenever one comes in costs much time
 SLACK = 1 / 8
 
@@ -48,9 +50,9 @@ class Cake(EvictingSelector):
 
     window: int = knob(32, at_least(2, "tokens"))
     kernel: int = knob(5, ODD)
-    gamma: float = knob(200.0, Rule("a number, 0 or more", lambda x: x >= 0))
-    tau1: float = knob(1.0, Rule("a number above 0", lambda x: x > 0))
-    tau2: float = knob(1.0, Rule("a number above 0", lambda x: x > 0))
+    gamma: float = knob(200.0, Rule("a number, 0 to 1e9", lambda x: 0 <= x <= 1e9))
+    tau1: float = knob(1.0, TEMPERATURE)
+    tau2: float = knob(1.0, TEMPERATURE)
     decode_evict: bool = True
 
     @property

@@ -45,6 +45,8 @@ def one_of(*names: str) -> Rule:
 
 ODD = Rule("an odd whole number, 1 to 9999 (1: no pooling)", lambda width: 1 <= width < 10_000 and width % 2 == 1)
 """The rule of a width of pooling."""
+MOST = 2**31 - 1
+"""The largest whole number that a knob takes: no text has as many tokens."""
 CODE_BITS = Rule("2, 3, 4 or 8", lambda bits: bits in (2, 3, 4, 8))
 
 
@@ -59,6 +61,8 @@ def allowed_kind(declared: str, value: Any) -> str:
     if value is None and optional:
         return ""
     kind = "a number" if "float" in declared else "a whole number"
+    if is_whole(value) and abs(value) > MOST:
+        return f"{kind} of at most {MOST}"
     if "bool" in declared:
         kind, fits = "true or false", isinstance(value, bool)
     else:

@@ -84,6 +84,17 @@ def _kvpress() -> dict[str, Any]:
     return read_yaml(Path(__file__).with_name("kvpress.yaml"))
 
 
+def _own_files() -> list[Path]:
+    """Return the files of methods that are not kvbench's own."""
+    return [path for path in _files()[1] if path.name[0] != "_"]
+
+
+def broken_files() -> dict[Path, str]:
+    """Return for each file of the user's methods that is no Python the sentence that says so."""
+    errors = {path: syntax_error(path) for path in _own_files()}
+    return {p: f"{error}, so that no method of this file is known." for p, error in errors.items() if error is not None}
+
+
 def unknown_method(method: str) -> UsageError:
     """Return the error for a name that is no method. It says what a press of kvpress is called here, if it is there."""
     name = re.sub(r"[-_]|press$", "", method.lower())
@@ -96,9 +107,9 @@ def unknown_method(method: str) -> UsageError:
             "installed, method=kvpress:NAME (python -m kvbench list kvpress)."
         )
     hints = ["Join methods with +, as in method=snapkv+think."]
-    own_files = [path for path in _files()[1] if path.name[0] != "_"]
-    broken = {path: error for path in own_files if (error := syntax_error(path)) is not None}
-    hints += [f"{error}, so that no method of this file is known." for error in broken.values()]
+    own_files = _own_files()
+    broken = broken_files()
+    hints += broken.values()
     if nameless := [str(path) for path in own_files if path not in broken and not _ids(path)]:
         hints.append(f'No class with a line id = "..." is in {", ".join(nameless)}.')
     return unknown("method", method, available(), " ".join(hints))

@@ -19,6 +19,8 @@ from kvbench.methods.foreign import is_own
 
 COMPUTING = ("torch", "torch.nn.functional", "torch.linalg", "torch.fft", "torch.special", "math", "builtins", "numpy")
 """Modules whose functions methods and models compute with, beside kvbench's and the models' own."""
+STORING = ("json", "json.encoder", "json.decoder", "hashlib", "zlib", "re", "statistics", "string", "collections")
+"""Modules whose functions name, score and store answers."""
 OF_MODELS = tuple(f"transformers.{n}" for n in ("activations", "cache_utils", "masking_utils", "modeling_utils"))
 """Modules whose functions and classes every model computes with, beside those of its own family."""
 TORCH_FOLDER = os.path.dirname(torch.__file__)
@@ -33,6 +35,8 @@ MODES = {
     "a TorchDispatchMode": (torch._C._len_torch_dispatch_stack, lambda: torch._C._pop_torch_dispatch_stack(None)),
 }
 """Modes under which all functions of torch may mean something else: how many are entered, and how the last is left."""
+SETTINGS = ("Storage",)
+"""Names of torch that its own functions set: ``set_default_dtype`` this one."""
 CLASSES = (torch.Tensor, torch.Generator, torch.nn.Parameter)
 """Classes of torch that are watched beside those of ``torch.nn.modules``."""
 
@@ -155,7 +159,7 @@ def _owners() -> dict[str, Any]:
 
 def _is_watched(name: str) -> bool:
     """Tell whether others compute with the functions of the module ``name``."""
-    return name in COMPUTING or _has_watched_classes(name)
+    return name in COMPUTING or name in STORING or _has_watched_classes(name)
 
 
 def _has_watched_classes(name: str) -> bool:
@@ -192,6 +196,7 @@ def _replaced(owner: Any, now: Mapping[str, Any], before: Mapping[str, Any]) -> 
     """Return the names that mean another function than before.
 
     What is no function may change, and a new name may come, unless it hides a function of a base class or a built-in.
+    So may a setting that torch keeps under the name of a class.
     """
     names = []
     of_torch = (owner.__module__ if isinstance(owner, type) else owner.__name__).startswith("torch")
@@ -200,7 +205,7 @@ def _replaced(owner: Any, now: Mapping[str, Any], before: Mapping[str, Any]) -> 
         if value is former or isinstance(value, ModuleType) or not (_is_function(value) or _is_function(former)):
             continue
         changed = not (of_torch and _is_torchs_own(value, key)) if key in before else _hides(owner, key)
-        if changed:
+        if changed and not (owner is torch and key in SETTINGS):
             names.append(key)
     return sorted(names)
 

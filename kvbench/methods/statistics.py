@@ -14,6 +14,9 @@ from kvbench.kv.observation import Observation
 from kvbench.kv.segment import LayerCache, per_head
 from kvbench.storage.roles import Slots
 
+EXACT_WHOLE = 2**24
+"""The largest whole number up to which float32 tells all whole numbers apart."""
+
 
 def window_rows(
     cache: LayerCache,
@@ -72,6 +75,12 @@ def check_scores(method: str, scores: object, cache: LayerCache, obs: Observatio
         raise Refused(
             f"scores() of {method} returns complex numbers in layer {obs.layer}, which have no order: return real "
             "ones, as scores.abs()"
+        )
+    whole = not scores.is_floating_point() and scores.numel() > 0
+    if whole and not -EXACT_WHOLE <= int(scores.min()) <= int(scores.max()) <= EXACT_WHOLE:
+        raise Refused(
+            f"scores() of {method} returns whole numbers above {EXACT_WHOLE} in layer {obs.layer}, which float32 does "
+            "not tell apart: scale them"
         )
     if scores.ndim != 2 or scores.shape[0] not in (1, cache.heads) or scores.shape[1] != obs.n:
         raise Refused(

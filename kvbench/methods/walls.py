@@ -137,11 +137,16 @@ STREAMS = ("stdout", "stderr", "__stdout__", "__stderr__")
 
 @contextmanager
 def _streams() -> Iterator[None]:
-    """Hand out streams that cannot be closed, and restore the real ones on exit."""
+    """Hand out streams that cannot be closed, and restore the real ones on exit.
+
+    What is printed goes to the error stream, as a run's output may be read by a program (``--json``).
+    """
     real = {stream: getattr(sys, stream) for stream in STREAMS}
     for stream, opened in real.items():
-        if opened is not None and not isinstance(opened, _Unclosable):
-            setattr(sys, stream, _Unclosable(opened, f"sys.{stream}"))
+        instead = real[stream.replace("stdout", "stderr")]
+        if isinstance(opened, _Unclosable) or instead is None:
+            continue
+        setattr(sys, stream, _Unclosable(instead, f"sys.{stream}"))
     try:
         yield
     finally:

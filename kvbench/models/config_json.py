@@ -54,7 +54,26 @@ def check_sizes(path: str, config: Any) -> None:
         name = config.get(key)
         if name is not None and not (isinstance(name, str) and _is_dtype(name)):
             raise _wrong(path, key, name, f"one of {', '.join(DTYPES)}")
+    for key, kind in {"model_type": str, "quantization_config": Mapping}.items():
+        value = config.get(key)
+        if value is not None and not isinstance(value, kind):
+            raise _wrong(path, key, value, "a name" if kind is str else "a JSON object")
+    window = config.get("sliding_window")
+    if window is not None and not (is_whole(window) and window >= 1):
+        raise _wrong(path, "sliding_window", window, f"{WHOLE}, or null")
     _check_thetas(path, config)
+
+
+def check_end_ids(path: str, file: str, config: Any) -> None:
+    """Raise UsageError for end-of-sequence ids in a JSON file of a checkpoint that are no ids."""
+    if not isinstance(config, Mapping):
+        raise UsageError(f"model={path}: its {file} is no JSON object, but {type(config).__name__}")
+    ends = config.get("eos_token_id")
+    listed = ends if isinstance(ends, list) else [ends]
+    ids = [end for end in listed if is_whole(end) and not str(end).startswith("-")]
+    if ends is not None and len(ids) < len(listed):
+        allowed = "null, a token id of 0 or more, or a list of them"
+        raise UsageError(f"model={path}: its {file} says eos_token_id={ends!r}, which is not possible: {allowed}")
 
 
 def _is_dtype(name: str) -> bool:

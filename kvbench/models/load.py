@@ -28,7 +28,7 @@ from kvbench.errors import KvbenchError, MissingModel, UsageError, did_you_mean,
 from kvbench.extras import require
 from kvbench.models import fetch, manifest, traits, weights
 from kvbench.models.config import ModelConfig
-from kvbench.models.config_json import check_sizes
+from kvbench.models.config_json import check_end_ids, check_sizes
 from kvbench.models.releases import tell_untried
 
 IDENTITY_FILES = (
@@ -44,6 +44,8 @@ IDENTITY_FILES = (
     "vocab.json",
     "merges.txt",
 )
+VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+"""Files of which a tokenizer needs one."""
 EMBEDDED = Path(__file__).parent / "embedded"
 SLICE = 4096
 WHOLE_HASH_LIMIT = 256 * 2**20
@@ -106,7 +108,10 @@ def load_tokenizer(cfg: ModelConfig, source: ModelSource) -> PreTrainedTokenizer
             tokenizer.chat_template = cfg.chat_template
         return tokenizer
     except Exception as error:
-        raise UsageError(f"model={cfg.path}: its tokenizer cannot be loaded: {headline(error)}") from None
+        why = f"{type(error).__name__}: {headline(error)}"
+        if Path(source.location).is_dir() and not any((Path(source.location) / name).exists() for name in VOCABULARIES):
+            why = f"there is none of {', '.join(VOCABULARIES)}: save the model's tokenizer into its folder"
+        raise UsageError(f"model={cfg.path}: its tokenizer cannot be loaded: {why}") from None
 
 
 def end_tokens(cfg: ModelConfig, source: ModelSource) -> set[int]:
@@ -201,6 +206,14 @@ def load_model(
     return load_weights(cfg, source, resolve_device(str(device))), load_tokenizer(cfg, source)
 
 
+def _read_json(path: str, file: Path) -> Any:
+    """Return the content of a checkpoint's file; ``path`` is the user's name for the model."""
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError):
+        raise UsageError(f"model={path}: its {file.name} is not valid JSON") from None
+
+
 def resolve_device(device: str) -> torch.device:
     """Return a device by name; ``auto`` is the first CUDA device, else the CPU. Raises UsageError if it is absent."""
     if device == "auto":
@@ -257,14 +270,11 @@ def _check_folder(cfg: ModelConfig, folder: Path) -> ModelSource:
         raise UsageError(f"model.revision={cfg.revision} is not possible: {hint}")
     if not folder.is_dir():
         raise UsageError(f"model={cfg.path} is a file; give the folder that holds config.json and *.safetensors")
-    config_file = folder / "config.json"
-    if not config_file.is_file():
+    if not (folder / "config.json").is_file():
         raise UsageError(f"model={cfg.path} is not a model folder: it has no config.json")
-    try:
-        config_values = json.loads(config_file.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError):
-        raise UsageError(f"model={cfg.path}: its config.json is not valid JSON") from None
-    check_sizes(cfg.path, config_values)
+    check_sizes(cfg.path, _read_json(cfg.path, folder / "config.json"))
+    if (folder / "generation_config.json").is_file():
+        check_end_ids(cfg.path, "generation_config.json", _read_json(cfg.path, folder / "generation_config.json"))
     if (folder / "adapter_config.json").exists():
         raise UsageError(
             f"model={cfg.path} holds an adapter (adapter_config.json), which kvbench does not apply: merge it into its "

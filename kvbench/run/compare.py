@@ -74,7 +74,8 @@ def compare(
     fixed = next((key for key in settings if key in ("device", *LOADED)), None)
     if fixed is not None:
         raise UsageError(f"{fixed}={settings[fixed]!r} is not possible: the model is loaded already")
-    check("results", results, isinstance(results, (str, Path)) and bool(str(results)), "a folder")
+    named = isinstance(results, (str, Path)) and bool(str(results)) and "\0" not in str(results)
+    check("results", results, named, "a folder")
     check_precision()
     check_is_model(model)
     check_tokenizer(tokenizer)

@@ -23,7 +23,7 @@ from kvbench.engine.memory import is_out_of_memory, release
 from kvbench.engine.model_state import state_of
 from kvbench.errors import KvbenchError, Refused, ending, say
 from kvbench.example import Example
-from kvbench.kv.content import first_difference
+from kvbench.kv.content import digests, first_difference
 from kvbench.methods.prompt_cache import Cache
 from kvbench.methods.walls import contained
 from kvbench.metrics import score
@@ -52,8 +52,18 @@ BUSY_WAIT_S = 0.05
 """Seconds to wait for a cell's lock once another cell is known to be measured by another process."""
 REPEATED_TOKENS = 32
 """Tokens of the prompt that are read again behind its cache to see whether a method decodes alike twice."""
+REMEMBER_NOTHING = "remember nothing between prompts, and draw random numbers from a seed such as obs.prompt"
 Result = TypeVar("Result")
 Item = TypeVar("Item", QueuedRow, Asking)
+
+
+@dataclass(frozen=True)
+class First:
+    """The first prompt of a run that a foreign cell computed, with the digests of its cache's layers."""
+
+    example: Example
+    encoded: Encoded
+    digests: list[str]
 
 
 @dataclass
@@ -71,7 +81,7 @@ class GroupRun:
 
     def __post_init__(self) -> None:
         self.model_before = state_of(self.host.model) if self.foreign else None
-        self.repeated: set[str] = set()  # the ids of foreign cells of which a prompt was computed twice
+        self.firsts: dict[str, First] = {}  # by the id of each foreign cell that has computed a prompt
         self.reader = PromptReader(self.host, self._with_room)
         self.reading_since = time.monotonic()
         limits = self.host.most_rows, self.host.memory
@@ -93,6 +103,9 @@ class GroupRun:
         self.reader.forget_all()
         while len(self.queue):
             self.finish()
+        if len(work) > 1:
+            for cell in self.active([c for c in self.foreign if c.id in self.firsts]):
+                self.check_unchanged(cell, self.firsts[cell.id])
 
     def reading_s(self) -> float:
         """Return the seconds since the first prompt was read of those that wait for their answers."""
@@ -134,7 +147,7 @@ class GroupRun:
                 with contained(cell.chain.name, cell.chain.foreign):
                     cell.check_knobs()
                     measured = audit(cache, *self.host.shape())
-                self.check_repeatable(cell, cache, encoded)
+                self.check_repeatable(cell, cache, encoded, example)
                 stop = self.host.ending(cell.task, example)
                 rows.append(QueuedRow(cell, example, cache, measured, encoded.cut, stop))
             except Exception as error:
@@ -277,18 +290,18 @@ class GroupRun:
         self.writers[cell.id].append(sample.record())
         self.listeners.stored(cell, sample)
 
-    def check_repeatable(self, cell: Cell, cache: Cache, encoded: Encoded) -> None:
+    def check_repeatable(self, cell: Cell, cache: Cache, encoded: Encoded, example: Example) -> None:
         """Raise Refused if a method that is not kvbench's own computes something else of the prompt the second time.
 
-        One prompt of a run is computed twice for each such method: results under one id must not depend on what the
-        method remembers of other prompts, or on draws without a seed. A method that acts while decoding then reads some
-        tokens twice, too.
+        The first prompt of a run is computed twice for each such method, and once more at the end of the run: results
+        under one id must not depend on what the method remembers of other prompts, or on draws without a seed. A method
+        that acts while decoding then reads some tokens twice, too.
         """
         chain = cell.chain
-        if not chain.foreign or cell.id in self.repeated:
+        if not chain.foreign or cell.id in self.firsts:
             return
-        self.repeated.add(cell.id)
-        remedy = "remember nothing between prompts, and draw random numbers from a seed such as obs.prompt"
+        self.firsts[cell.id] = First(example, encoded, digests(cache.layers))
+        remedy = REMEMBER_NOTHING
         prefill = partial(self._with_room, partial(self.host.prefill, encoded.ids, [chain]))
         (second,) = prefill()
         layer = first_difference(cache.layers, second.layers)
@@ -306,6 +319,17 @@ class GroupRun:
             if differs or not torch.equal(read[0].logits, read[1].logits):
                 what = "decodes the same tokens in another way when it does so twice"
                 raise Refused(f"{chain.name} {what}: {remedy}")
+
+    def check_unchanged(self, cell: Cell, first: First) -> None:
+        """Refuse a foreign cell whose method computes its first prompt in another way at the end of the run."""
+        try:
+            (again,) = self._with_room(partial(self.host.prefill, first.encoded.ids, [cell.chain]))
+        except Exception as error:
+            self.lose(cell, error, first.example)
+            return
+        if digests(again.layers) != first.digests:
+            what = "keeps something else of the first prompt when it computes it again at the end of the run"
+            self.refuse(cell, f"{cell.chain.name} {what}: {REMEMBER_NOTHING}", first.example)
 
     def check_model(self, ran: Sequence[Cell], example: Example) -> None:
         """Refuse the foreign cells among ``ran`` and raise ModelChanged if the model is not as it was at the start.

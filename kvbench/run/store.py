@@ -332,9 +332,11 @@ class ResultStore:
         """Return the reason why the cell must not be reported, or None."""
         for path in self._files(cell_id, "refused-*.json"):
             try:
-                return str((read_json(path) or {}).get("reason"))
+                reason = (read_json(path) or {}).get("reason")
             except UsageError:  # it was refused, whatever the reason was
-                return f"{path.name} cannot be read; python -m kvbench clean cells={cell_id} removes the cell"
+                reason = None
+            unread = f"{path.name} cannot be read; python -m kvbench clean cells={cell_id} removes the cell"
+            return str(reason) if reason else unread
         return None
 
     def clear_refusal(self, cell_id: str, example_id: str) -> None:

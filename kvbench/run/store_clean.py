@@ -90,7 +90,11 @@ def _waste_removals(store: ResultStore, cell: str) -> Iterator[Removal]:
         yield Removal("aside", cell, folder, f"{status.reason}; moved to {aside_path(store, cell).parent}")
         return
     if status.status in EMPTY and not status.n:
-        yield Removal("cell", cell, folder, f"{status.status}, nothing measured")
+        if _has_lines(folder):
+            about = f"none of its lines count; moved to {aside_path(store, cell).parent}"
+            yield Removal("aside", cell, folder, about)
+        else:
+            yield Removal("cell", cell, folder, f"{status.status}, nothing measured")
         return
     marks = sorted(p for pattern in MARKS for p in folder.glob(pattern))
     blocked = [p for p in (folder / "metrics.json", *marks) if is_blocked(p)]
@@ -109,6 +113,11 @@ def _waste_removals(store: ResultStore, cell: str) -> Iterator[Removal]:
             yield Removal("lines", cell, path, f"{count}, moved to {damaged_path(path).name}")
     for path in sorted(folder.glob("lock*")):
         yield Removal("lock", cell, path, "held by nobody")
+
+
+def _has_lines(folder: Path) -> bool:
+    """Tell whether a cell's folder has lines of samples, which may be those of another cell."""
+    return any(path.is_file() and path.stat().st_size for path in folder.glob("samples-*.jsonl"))
 
 
 def aside_path(store: ResultStore, cell: str) -> Path:

@@ -238,6 +238,10 @@ def test_a_method_that_fails_over_a_prompt_does_not_end_the_account_of_all(file_
         ('"high"', "scores() of mine returns str in layer 1, not a tensor [4, 1024]"),
         ("None", "scores() of mine returns NoneType in layer 1, not a tensor"),
         ("torch.ones(cache.heads, obs.n) * 1j", "scores() of mine returns complex numbers in layer 1"),
+        (
+            "2**62 + torch.arange(obs.n).expand(cache.heads, -1)",
+            "scores() of mine returns whole numbers above 16777216",
+        ),
         ("torch.full((cache.heads, obs.n), -torch.inf)", "scores of mine are all infinite for a head in layer 1"),
         ("torch.arange(obs.n).expand(cache.heads, -1) + torch.inf", "scores of mine are all infinite for a head"),
     ],
@@ -254,6 +258,8 @@ def test_a_file_that_is_no_python_is_named_where_its_method_is_unknown(file_alon
     err = capsys.readouterr().err
     assert "unknown method 'mine'" in err and "mine.py:3: SyntaxError: '(' was never closed" in err
     assert "No class with" not in err
+    assert main(["list", "methods"]) == 0
+    assert "mine.py:3: SyntaxError: '(' was never closed" in capsys.readouterr().err
 
 
 def test_scores_of_another_shape_are_refused_by_what_is_wrong(file_alone, tmp_path, capsys):

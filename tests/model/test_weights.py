@@ -191,6 +191,9 @@ def test_llama3_scaled_rope_generates_as_transformers_does(folder):
             {"rope_parameters": {"rope_type": "default", "rope_theta": 0}},
             "rope_theta=0, which is not possible: a number",
         ),
+        ({"model_type": ["llama"]}, "model_type=['llama'], which is not possible: a name"),
+        ({"quantization_config": "gptq"}, "quantization_config='gptq', which is not possible: a JSON object"),
+        ({"sliding_window": 0}, "sliding_window=0, which is not possible: a whole number, 1 or more, or null"),
         ({"rms_norm_eps": "x"}, "'rms_norm_eps': TypeError: Field 'rms_norm_eps' expected float, got str (value: 'x')"),
     ],
 )
@@ -204,6 +207,33 @@ def test_a_config_that_is_no_object_and_sizes_by_layer_are_told_apart(folder):
     refused(folder, "num_key_value_heads")
     (folder / "config.json").write_text("[1]")
     refused(folder, "its config.json is no JSON object, but list")
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ("{bad", "its generation_config.json is not valid JSON"),
+        ("[1]", "its generation_config.json is no JSON object, but list"),
+        (
+            '{"eos_token_id": "z"}',
+            "its generation_config.json says eos_token_id='z', which is not possible: null, a token",
+        ),
+        ('{"eos_token_id": [1, -1]}', "eos_token_id=[1, -1], which is not possible"),
+    ],
+)
+def test_ends_of_an_answer_that_are_none_are_refused(folder, content, reason):
+    (folder / "generation_config.json").write_text(content)
+    refused(folder, reason)
+
+
+def test_a_folder_without_a_vocabulary_says_what_to_save(folder):
+    for path in [*folder.glob("tokenizer*"), *folder.glob("vocab*")]:
+        path.unlink()
+    cfg = ModelConfig(name="m", path=str(folder))
+    with pytest.raises(
+        UsageError, match=r"there is none of tokenizer.json, .* save the model's tokenizer into its folder"
+    ):
+        load.load_tokenizer(cfg, load.locate(cfg))
 
 
 @pytest.mark.parametrize(
