@@ -185,6 +185,12 @@ def check(tokenizer: Any, task: Task, policy: PromptPolicy) -> None:
     """Raise UsageError, before anything is read, for a policy that this task or tokenizer cannot follow."""
     if policy.templated(task) and SENTINEL not in policy.render(tokenizer, SENTINEL):
         raise UsageError("the chat template drops the prompt: it does not print the message's content")
+    answers = [e.max_new_tokens for e in task.examples if not e.tokens]
+    if answers and policy.min_new_tokens is not None and policy.min_new_tokens > max(answers):
+        raise UsageError(
+            f"min_new_tokens={policy.min_new_tokens} is not possible: answers of {task.id} have {max(answers)} tokens "
+            "at most (max_new_tokens= allows more)"
+        )
     for example in task.examples:
         if not (example.tokens or example.turns):
             _question(example, task, policy)

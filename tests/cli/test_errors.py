@@ -76,6 +76,7 @@ BAD = {
     "run device_map=5": "model.device_map=5 is not possible: auto, balanced",
     "run system=5": "prompt.system=5 is not possible: a text",
     "run data.root=5": "data.root=5 is not possible: a path, or null",
+    "run dataset=tiny/needle min_new_tokens=99": "min_new_tokens=99 is not possible: answers of tiny/needle have",
     "run dataset=tiny/": "dataset=tiny/ names no task: write tiny for a whole dataset",
     "run dataset=/": "dataset=/ names no task: write tiny for a whole dataset, or a task of it, as tiny/needle",
     "run dataset=tiny length=[]": "dataset.tiny.length=[] is not possible: a value, or a list of at least one",
