@@ -61,8 +61,6 @@ def allowed_kind(declared: str, value: Any) -> str:
     if value is None and optional:
         return ""
     kind = "a number" if "float" in declared else "a whole number"
-    if is_whole(value) and abs(value) > MOST:
-        return f"{kind} of at most {MOST}"
     if "bool" in declared:
         kind, fits = "true or false", isinstance(value, bool)
     else:
@@ -86,6 +84,10 @@ class Knobs:
             if rule is not None and not (value is None and "None" in str(f.type)):
                 self.require(f.name, rule.holds(value), rule.allowed)
         self.check()
+        for f in fields(self):
+            value = getattr(self, f.name)
+            # a rule of the knob's own says more
+            self.require(f.name, not (is_knob(f) and is_whole(value) and abs(value) > MOST), f"at most {MOST}")
 
     @classmethod
     def _rule(cls, name: str) -> Rule | None:
