@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 
@@ -83,3 +84,180 @@ def test_a_method_that_counts_prompts_is_refused_at_the_end(run):
     assert status == 1
     assert "computes it again at the end of the run: remember nothing between prompts" in cells["mine"]["reason"]
     assert cells["good"]["n"] == 6
+
+
+LEAVES = """
+from dataclasses import dataclass
+import os
+from kvbench.methods.base import Selector
+
+@dataclass(frozen=True, kw_only=True)
+class Leaves(Selector):
+    id = "leaves"
+
+    def scores(self, cache, obs, capacity):
+        os._exit(0)
+"""
+
+
+def test_a_method_that_ends_the_process_fails_alone_and_is_named(tmp_path):
+    (tmp_path / "methods").mkdir()
+    (tmp_path / "methods" / "leaves.py").write_text(LEAVES)
+    command = [
+        "run",
+        "dataset=tiny/needle",
+        "length=256",
+        "limit=1",
+        "method=snapkv,leaves",
+        f"results={tmp_path}",
+        "--json",
+    ]
+    environment = {**os.environ, "KVBENCH_METHODS": str(tmp_path / "methods")}
+    run = subprocess.run(
+        [sys.executable, "-m", "kvbench", *command], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert run.returncode == 1
+    assert "leaves kv_ratio=0.25 on tiny/needle failed: leaves would end the program" in run.stderr
+    statuses = [row["cells"][0]["status"] for row in json.loads(run.stdout)["rows"]]
+    assert statuses == ["measured", "measured", "failed"]
+
+
+ENDLESS = """
+from dataclasses import dataclass
+import sys
+import time
+from kvbench.methods.base import Selector
+
+@dataclass(frozen=True, kw_only=True)
+class Endless(Selector):
+    id = "endless"
+
+    def scores(self, cache, obs, capacity):
+        while True:
+            try:
+                print("asked", file=sys.stderr, flush=True)
+                time.sleep(60)
+            except BaseException:
+                pass
+"""
+
+
+def test_a_second_interrupt_ends_a_method_that_catches_the_first(tmp_path):
+    (tmp_path / "methods").mkdir()
+    (tmp_path / "methods" / "endless.py").write_text(ENDLESS)
+    command = f"run dataset=tiny/needle length=256 limit=1 method=snapkv,endless results={tmp_path}".split()
+    environment = {**os.environ, "KVBENCH_METHODS": str(tmp_path / "methods")}
+    arguments = [sys.executable, "-m", "kvbench", *command]
+    with subprocess.Popen(arguments, env=environment, stderr=subprocess.PIPE, text=True) as run:
+        asked = (line for line in run.stderr if line == "asked\n")
+        next(asked)
+        run.send_signal(signal.SIGINT)
+        next(asked)
+        run.send_signal(signal.SIGINT)
+        rest = run.stderr.read()
+    assert run.returncode == -signal.SIGINT
+    assert "ended at once; the answers that were stored are safe" in rest
+    assert len(list(tmp_path.glob("cells/*/samples-*.jsonl"))) == 3  # of the full cache, snapkv, and none of endless
+
+
+FALSIFIES = """
+from dataclasses import dataclass
+import torch
+from kvbench import metrics
+from kvbench.methods.base import Selector
+from kvbench.methods.snapkv import SnapKV
+
+def oldest(self, cache, obs, capacity):
+    keys = cache.segments[0].k
+    return -torch.arange(keys.shape[1]).double().expand(keys.shape[:2])
+
+@dataclass(frozen=True, kw_only=True)
+class Falsifies(Selector):
+    id = "falsifies"
+
+    def scores(self, cache, obs, capacity):
+        SnapKV.scores.__code__ = oldest.__code__
+        torch.nn.modules.module.register_module_forward_hook(lambda module, args, output: output)
+        for metric in metrics.METRICS.values():
+            object.__setattr__(metric, "function", lambda text, reference, example: 0.5)
+        return oldest(self, cache, obs, capacity)
+"""
+
+
+def test_own_answers_are_stored_before_other_code_is_first_asked(tmp_path):
+    """No wall sees what this method does to the code of SnapKV and to the metrics: the order keeps the others' answers.
+
+    Two tasks: what it does on the first must not reach the second.
+    """
+    (tmp_path / "methods").mkdir()
+    (tmp_path / "methods" / "falsifies.py").write_text(FALSIFIES)
+    environment = {**os.environ, "KVBENCH_METHODS": str(tmp_path / "methods")}
+
+    def rows(methods):
+        command = f"run dataset=tiny/needle,tiny/hop length=256 limit=2 method={methods} kv_size=48 --json".split()
+        arguments = [*command, f"results={tmp_path / str(len(methods))}"]
+        run = subprocess.run(
+            [sys.executable, "-m", "kvbench", *arguments], env=environment, capture_output=True, text=True, timeout=120
+        )
+        return {row["method"]: row["cells"] for row in json.loads(run.stdout)["rows"]}
+
+    together, alone = rows("falsifies,snapkv,h2o"), rows("snapkv,h2o")
+    assert len(together) == len(alone) + 1
+    for name, cells in alone.items():
+        assert [c["score"] for c in together[name]] == [c["score"] for c in cells]
+
+
+AT_IMPORT = """
+from dataclasses import dataclass
+import torch
+from kvbench.methods.base import Selector
+{act}
+
+@dataclass(frozen=True, kw_only=True)
+class Early(Selector):
+    id = "early"
+
+    def scores(self, cache, obs, capacity):
+        return cache.segments[0].k.norm(dim=-1)
+"""
+
+
+@pytest.mark.parametrize(
+    ("act", "replaced"),
+    [
+        (
+            "from transformers.models.llama import modeling_llama\n"
+            "modeling_llama.apply_rotary_pos_emb = lambda q, k, *args, **kwargs: (q, k)",
+            "transformers.models.llama.modeling_llama.apply_rotary_pos_emb",
+        ),
+        (
+            "import transformers\ntransformers.LlamaForCausalLM.forward = torch.nn.Module.forward",
+            "transformers.models.llama.modeling_llama.LlamaForCausalLM.forward",
+        ),
+        (
+            "from kvbench.methods import statistics\ndef first(scores, k): return torch.arange(k)\n"
+            "statistics.top_indices.__code__ = first.__code__",
+            "the code of kvbench.methods.statistics.top_indices",
+        ),
+    ],
+    ids=["a function of a model", "a class that is imported late", "code"],
+)
+def test_what_a_file_replaces_when_it_is_imported_is_put_back_and_it_is_refused(act, replaced, tmp_path):
+    """The model's code is imported by the file itself, so that it cannot be looked at before."""
+    (tmp_path / "early.py").write_text(AT_IMPORT.format(act=act))
+    check = (
+        "import sys; from kvbench.errors import UsageError; from kvbench.methods import registry\n"
+        "try: registry.defaults('early')\n"
+        "except UsageError as error: print(error)\n"
+        "from transformers.models.llama import modeling_llama as m; from kvbench.methods import statistics\n"
+        "print(m.apply_rotary_pos_emb.__module__, m.LlamaForCausalLM.forward.__module__)\n"
+        "print(statistics.top_indices.__code__.co_name)"
+    )
+    environment = {**os.environ, "KVBENCH_METHODS": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", check], env=environment, capture_output=True, text=True, timeout=120, check=True
+    )
+    said, left, code = done.stdout.splitlines()
+    assert f"replaces {replaced}, with which other methods compute" in said
+    family, generic = left.split()
+    assert family.endswith("modeling_llama") and generic.startswith("transformers.") and code == "top_indices"

@@ -60,33 +60,26 @@ def find_mismatch(cache: LayerCache, source: Segment, all_read: bool) -> str:
     return ""
 
 
-def first_difference(layers: Sequence[LayerCache], others: Sequence[LayerCache]) -> int | None:
-    """Return the number of the first layer in which two caches of one prompt differ; None if they are equal.
-
-    Compared are the positions held and, on a CPU, all bits. On other devices equal sums may be rounded differently.
-    """
-    for i, (layer, other) in enumerate(zip(layers, others, strict=True)):
-        tensors, of_other = [*layer.tensors()], [*other.tensors()]
-        exact = all(t.device.type == "cpu" for t in tensors)
-        if len(tensors) != len(of_other) or (
-            exact and not all(same_bits(a, b) for a, b in zip(tensors, of_other, strict=True))
-        ):
-            return i
-        positions = zip(layer.kept_positions(), other.kept_positions(), strict=True)
-        if not all(torch.equal(a, b) for a, b in positions):
+def first_difference(layers: Sequence[str], others: Sequence[str]) -> int | None:
+    """Return the number of the first layer whose ``digests`` of one prompt differ; None if they are equal."""
+    for i, (digest, other) in enumerate(zip(layers, others, strict=True)):
+        if digest != other:
             return i
     return None
 
 
 def digests(layers: Sequence[LayerCache]) -> list[str]:
-    """Return a digest of each layer of a cache, of what ``first_difference`` compares."""
+    """Return a digest of each layer of a cache: of the positions held and, on a CPU, of all bits.
+
+    On other devices equal sums may be rounded differently.
+    """
     texts = []
     for layer in layers:
         tensors = list(layer.tensors())
-        if any(t.device.type != "cpu" for t in tensors):
-            tensors = []
-        digest = hashlib.blake2b(digest_size=16)
-        for tensor in (*tensors, *layer.kept_positions()):
+        exact = all(t.device.type == "cpu" for t in tensors)
+        digest = hashlib.blake2b(f"{len(tensors)} tensors".encode(), digest_size=16)
+        for tensor in (*(tensors if exact else ()), *layer.kept_positions()):
+            digest.update(f"{tensor.dtype} {[*tensor.shape]}".encode())
             digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).cpu().numpy().tobytes())
         texts.append(digest.hexdigest())
     return texts

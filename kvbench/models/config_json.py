@@ -69,9 +69,8 @@ def check_end_ids(path: str, file: str, config: Any) -> None:
     if not isinstance(config, Mapping):
         raise UsageError(f"model={path}: its {file} is no JSON object, but {type(config).__name__}")
     ends = config.get("eos_token_id")
-    listed = ends if isinstance(ends, list) else [ends]
-    ids = [end for end in listed if is_whole(end) and not str(end).startswith("-")]
-    if ends is not None and len(ids) < len(listed):
+    ids: list[Any] = ends if isinstance(ends, list) else [ends]
+    if ends is not None and not all(is_whole(i) and i >= 0 for i in ids):
         allowed = "null, a token id of 0 or more, or a list of them"
         raise UsageError(f"model={path}: its {file} says eos_token_id={ends!r}, which is not possible: {allowed}")
 

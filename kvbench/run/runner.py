@@ -300,14 +300,14 @@ class GroupRun:
         chain = cell.chain
         if not chain.foreign or cell.id in self.firsts:
             return
-        self.firsts[cell.id] = First(example, encoded, digests(cache.layers))
-        remedy = REMEMBER_NOTHING
+        first = First(example, encoded, digests(cache.layers))
+        self.firsts[cell.id] = first
         prefill = partial(self._with_room, partial(self.host.prefill, encoded.ids, [chain]))
         (second,) = prefill()
-        layer = first_difference(cache.layers, second.layers)
+        layer = first_difference(first.digests, digests(second.layers))
         if layer is not None:
             what = f"keeps something else of the same prompt when it computes it twice (layer {layer})"
-            raise Refused(f"{chain.name} {what}: {remedy}")
+            raise Refused(f"{chain.name} {what}: {REMEMBER_NOTHING}")
         if chain.evicts or chain.masks or chain.coder is not None:
             (third,) = prefill()
             tokens = encoded.ids[:REPEATED_TOKENS]
@@ -315,10 +315,10 @@ class GroupRun:
             # masks act on single tokens alone
             read = [extend_cache(self.host.model, before, tokens[:1]) for before in read]
             cell.check_knobs()
-            differs = first_difference(read[0].layers, read[1].layers) is not None
+            differs = digests(read[0].layers) != digests(read[1].layers)
             if differs or not torch.equal(read[0].logits, read[1].logits):
                 what = "decodes the same tokens in another way when it does so twice"
-                raise Refused(f"{chain.name} {what}: {remedy}")
+                raise Refused(f"{chain.name} {what}: {REMEMBER_NOTHING}")
 
     def check_unchanged(self, cell: Cell, first: First) -> None:
         """Refuse a foreign cell whose method computes its first prompt in another way at the end of the run."""
