@@ -58,8 +58,10 @@ def rendered(runs: list[RunPlan], table: str) -> str:
 
 
 def write(table: str, results: str, measure: bool) -> None:
-    """Write the table and its samples from what is measured, which ``measure`` completes first."""
+    """Write the table and its samples from what is measured and committed, which ``measure`` completes first."""
     runs = prepare(table, results)
+    if (ROWS / f"{table}.samples.jsonl.gz").exists():
+        archive.unpack(ROWS / f"{table}.samples.jsonl.gz", runs[0].store)
     for run in runs if measure else ():
         experiment.fill(run)
     store = runs[0].store

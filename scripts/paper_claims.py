@@ -4,7 +4,6 @@ python scripts/paper_claims.py                             on tiny: measure what
 python scripts/paper_claims.py --model smollm2-135m-q4_1   on a pretrained model, with the papers' data
 python scripts/paper_claims.py --pack                      write what is measured so far, measure nothing
 python scripts/paper_claims.py --verify                    fail if a committed ledger differs from what its samples give
-python scripts/paper_claims.py --nats [--pack]             the claims of NATS on the pretrained model, in nats, too
 
 results/claims.md has all ledgers side by side, those of pretrained models first.
 """
@@ -15,14 +14,15 @@ import argparse
 import json
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import committed
 import shards
 import verification
-from paper_tables import PRETRAINED, ROWS, Target, restore, target
+from paper_tables import PRETRAINED, ROWS, Target, target
+from paper_tables import restore as restore_tables
 from verification import Verification
 
 from kvbench.errors import UsageError
@@ -33,20 +33,30 @@ from kvbench.run import archive, experiment
 from kvbench.run.store import ResultStore
 from kvbench.tables import writers
 
-NATS = ("think", "vatp")
-"""The papers whose claims are also tested by divergence from the full cache, on one prompt of each task."""
+
+def samples(goal: Target) -> Path:
+    """Return the path of the samples behind the ledger of tiny; a pretrained model's are those of ``committed``."""
+    return claim_runner.place(goal.model, ROWS, claims.papers()).with_suffix(".samples.jsonl.gz")
 
 
-def ledgers(model: str) -> list[tuple[Target, tuple[str, ...]]]:
-    """Return what is measured for each committed ledger of a model, and the papers whose claims are in it."""
-    ledger = (target(model), claims.papers())
-    nats = (replace(target(model), arguments=("fidelity=true", "limit=1")), NATS)
-    return [ledger, nats] if model == PRETRAINED else [ledger]
+def restore(goal: Target, store: ResultStore) -> None:
+    """Put the committed samples of a ledger into ``store`` where they are missing there."""
+    if goal.scored:
+        for paper in claims.papers():
+            committed.restore(paper, store)
+    elif samples(goal).exists():
+        archive.unpack(samples(goal), store)
 
 
-def samples(goal: Target, papers: Sequence[str]) -> Path:
-    """Return the path of the committed samples behind a ledger."""
-    return claim_runner.place(goal.model, ROWS, papers).with_suffix(".samples.jsonl.gz")
+def pack(goal: Target, prepared: Mapping[str, Sequence[OurTable]], store: ResultStore) -> None:
+    """Write the samples of what is measured for a ledger."""
+    runs = {paper: [t.run for t in some if t.run is not None] for paper, some in prepared.items()}
+    if goal.scored:
+        for paper, planned in runs.items():
+            committed.pack(paper, planned, store)
+        return
+    cells = {c.id for some in runs.values() for r in some for g in r.groups for c in g.cells if store.samples(c.id)}
+    archive.pack(store, cells, samples(goal))
 
 
 def decided(goal: Target, prepared: Mapping[str, Sequence[OurTable]]) -> dict[str, Any]:
@@ -63,28 +73,27 @@ def page() -> str:
     return writers.compose([claim_runner.sheet(written)], list(dict.fromkeys(lines)), "md")
 
 
-def write(goal: Target, papers: Sequence[str], results: str) -> None:
+def write(goal: Target, results: str) -> None:
     """Write a ledger, its samples, and the page of all ledgers."""
-    prepared = claim_runner.prepare(papers, goal.model, [f"results={results}", *goal.arguments])
-    runs = [row_run.run for rows in prepared.values() for row_run in rows if row_run.run is not None]
-    for run in runs:
-        experiment.settle(run)
-    store = ResultStore(Path(results))
-    cells = {c.id for r in runs for g in r.groups for c in g.cells if store.samples(c.id)}
-    archive.pack(store, cells, samples(goal, papers))
-    claim_runner.write(decided(goal, prepared), ROWS, papers)
+    prepared = claim_runner.prepare(claims.papers(), goal.model, [f"results={results}", *goal.arguments])
+    for tables in prepared.values():
+        for rows in tables:
+            if rows.run is not None:
+                experiment.settle(rows.run)
+    pack(goal, prepared, ResultStore(Path(results)))
+    claim_runner.write(decided(goal, prepared), ROWS, claims.papers())
     (ROWS / "claims.md").write_text(page(), encoding="utf-8")
 
 
-def same(goal: Target, papers: Sequence[str]) -> bool:
+def same(goal: Target) -> bool:
     """Tell whether a committed ledger is what its samples give. Raises MissingFiles if it cannot be made here."""
     with tempfile.TemporaryDirectory() as folder:
         store = ResultStore(Path(folder))
-        archive.unpack(samples(goal, papers), store)
-        prepared = claim_runner.prepare(papers, goal.model, [f"results={folder}", *goal.arguments])
+        restore(goal, store)
+        prepared = claim_runner.prepare(claims.papers(), goal.model, [f"results={folder}", *goal.arguments])
         runs = [rows.run for some in prepared.values() for rows in some if rows.run is not None]
         verification.check(store, runs, goal.model)
-        path = claim_runner.place(goal.model, ROWS, papers)
+        path = claim_runner.place(goal.model, ROWS, claims.papers())
         return bool(decided(goal, prepared) == json.loads(path.read_text(encoding="utf-8")))
 
 
@@ -97,19 +106,16 @@ def same_page() -> bool:
 def verify(found: Verification, models: Sequence[str] = ()) -> None:
     """Add to ``found`` which of the committed ledgers, and the page of all, are what their samples give."""
     for model in models or (PRETRAINED, stand_ins.MODEL):
-        for goal, papers in ledgers(model):
-            path = claim_runner.place(model, ROWS, papers)
-            if path.exists():
-                remedy = f"python scripts/paper_claims.py --model {model}"
-                found.add(str(path.relative_to(ROWS)), partial(same, goal, papers), remedy)
+        path = claim_runner.place(model, ROWS, claims.papers())
+        if path.exists():
+            remedy = f"python scripts/paper_claims.py --model {model}"
+            found.add(str(path.relative_to(ROWS)), partial(same, target(model)), remedy)
     found.add("claims.md", same_page, "make claims")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure or verify a ledger; return the exit status."""
-    parser = shards.arguments(__doc__)
-    parser.add_argument("--nats", action="store_true", help="the claims of NATS by divergence, too")
-    args = parser.parse_args(arguments)
+    args = shards.arguments(__doc__).parse_args(arguments)
     return shards.ended(lambda: _do(args))
 
 
@@ -118,16 +124,15 @@ def _do(args: argparse.Namespace) -> int:
         found = Verification()
         verify(found, [args.model] if args.model else [])
         return found.close(args.without)
-    goal, papers = ledgers(PRETRAINED)[1] if args.nats else ledgers(args.model or stand_ins.MODEL)[0]
-    if samples(goal, papers).exists():
-        archive.unpack(samples(goal, papers), ResultStore(Path(args.results)))
+    goal = target(args.model or stand_ins.MODEL)
+    restore(goal, ResultStore(Path(args.results)))
     if not args.pack:
-        if not args.nats:
-            restore(goal.tables(["all"]), goal, args.results)  # many rows of claims are rows of tables
-        shares = [(p, ((f"claims/{p}",), goal.model, args.results, goal.arguments)) for p in papers]
-        rounds = (1,) if args.nats else shards.ROUNDS if goal.scored else (None,)
-        shards.measure(shares, rounds, args.workers, lambda: write(goal, papers, args.results))
-    write(goal, papers, args.results)
+        if not goal.scored:
+            restore_tables(goal.tables(["all"]), goal, args.results)  # many rows of claims are rows of tables
+        shares = [(p, ((f"claims/{p}",), goal.model, args.results, goal.arguments)) for p in claims.papers()]
+        rounds = shards.ROUNDS if goal.scored else (None,)
+        shards.measure(shares, rounds, args.workers, lambda: write(goal, args.results))
+    write(goal, args.results)
     return 0
 
 

@@ -6,9 +6,9 @@ python scripts/paper_tables.py think/2                  one table, or all of a p
 python scripts/paper_tables.py --pack                   write what is measured so far, measure nothing
 python scripts/paper_tables.py --verify                 fail if a committed table differs from what its samples give
 
-Scores follow from the samples beside a table, efficiency tables from the rows in results/gpu, or else results/cpu. How
-much of each was measured stands in counts.csv beside them. What is committed is put into --results first, so that
-measuring goes on from there.
+Scores follow from the samples beside a table, a pretrained model's from those of its paper in results/samples;
+efficiency tables from the rows in results/gpu, or else results/cpu. How much of each was measured stands in
+counts.csv beside them. What is committed is put into --results first, so that measuring goes on from there.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from functools import partial
 from itertools import groupby
 from pathlib import Path
 
+import committed
 import shards
 import verification
 from verification import Verification
@@ -44,7 +45,8 @@ class Target:
     """A model's tables and the folder where they are committed.
 
     arguments: what is given to ``run`` beside the arguments of each table.
-    scored: only tables of scores are written, no tables of times or of facts.
+    scored: only tables of scores are written, no tables of times or of facts; their samples are a paper's, not a
+    table's (``committed``).
     """
 
     model: str
@@ -68,7 +70,7 @@ def target(model: str) -> Target:
     """Return the target of one model: the stand-in's tables in results/tiny, others' scores in results/tables."""
     if model == stand_ins.MODEL:
         return Target(model, ROWS / "tiny", ("limit=50",))
-    return Target(model, ROWS / "tables", scored=True)
+    return Target(model, ROWS / "tables", ("fidelity=true",), scored=True)
 
 
 def rendered(seen: View, goal: Target) -> str:
@@ -120,8 +122,11 @@ def write(table: TableSpec, goal: Target, results: str, time_it: bool = True) ->
         ours = prepare(table, goal, results)
     elif ours.run is not None:
         experiment.settle(ours.run)
-        cells = {c.id for g in ours.run.groups for c in g.cells if ours.run.store.samples(c.id)}
-        archive.pack(ours.run.store, cells, goal.samples(table))
+        if goal.scored:
+            committed.pack(table.paper, [ours.run], ours.run.store)
+        else:
+            cells = {c.id for g in ours.run.groups for c in g.cells if ours.run.store.samples(c.id)}
+            archive.pack(ours.run.store, cells, goal.samples(table))
     seen = view(ours)
     goal.page(table).parent.mkdir(parents=True, exist_ok=True)
     goal.page(table).write_text(rendered(seen, goal), encoding="utf-8")
@@ -131,9 +136,14 @@ def write(table: TableSpec, goal: Target, results: str, time_it: bool = True) ->
 
 def restore(tables: Sequence[TableSpec], goal: Target, results: str) -> None:
     """Put the committed samples into ``results`` where they are missing there."""
+    store = ResultStore(Path(results))
+    if goal.scored:
+        for paper in dict.fromkeys(t.paper for t in tables):
+            committed.restore(paper, store)
+        return
     for table in tables:
         if goal.samples(table).exists():
-            archive.unpack(goal.samples(table), ResultStore(Path(results)))
+            archive.unpack(goal.samples(table), store)
 
 
 def measure(tables: Sequence[TableSpec], goal: Target, results: str, workers: int) -> None:
@@ -161,7 +171,9 @@ def same(table: TableSpec, goal: Target) -> bool:
     """
     with tempfile.TemporaryDirectory() as folder:
         store = ResultStore(Path(folder))
-        if table.measurable and goal.samples(table).exists():
+        if table.measurable and goal.scored:
+            committed.restore(table.paper, store, {c.dataset for c in table.scores})
+        elif table.measurable and goal.samples(table).exists():
             archive.unpack(goal.samples(table), store)
         ours = prepare(table, goal, folder)
         verification.check(store, [ours.run] if ours.run is not None else [], goal.model)

@@ -29,10 +29,10 @@ from kvbench.papers.spec.table_spec import TableSpec
 from kvbench.run import experiment
 from kvbench.run.plan import Group
 
-ROUNDS = (1, 2, 4, 8)
+ROUNDS = (8, 16, 50)
 """Examples of each task on a pretrained model, one round before the next: what is cut off is still whole."""
-LONG_ANSWER, FEW = 500, 3
-"""Tokens of an answer from which a task costs as much as ten others: half a round's examples then, and FEW at most."""
+LONG_ANSWER, FEW = 500, 8
+"""Tokens of an answer from which a task costs as much as ten others: half a round's examples then, or FEW."""
 WORKERS = os.cpu_count() or 1
 
 Shard = tuple[tuple[str, ...], str, str, tuple[str, ...]]
@@ -89,7 +89,7 @@ def _few(group: Group, most: int | None) -> Group:
     if most is None:
         return group
     is_long = group.task.examples[0].max_new_tokens >= LONG_ANSWER
-    first_ids = {e.id for e in group.task.taken(min(most // 2, FEW) if is_long else most)}
+    first_ids = {e.id for e in group.task.taken(max(most // 2, FEW) if is_long else most)}
     return replace(group, examples=tuple(e for e in group.examples if e.id in first_ids))
 
 

@@ -118,8 +118,10 @@ def rendered(prepared: RunPlan, table: str) -> str:
 
 
 def measure(table: str, results: str) -> None:
-    """Measure what is missing and write the table and its samples."""
+    """Measure what is missing, beside what is committed, and write the table and its samples."""
     prepared = prepare(table, results)
+    if path(table, ".samples.jsonl.gz").exists():
+        archive.unpack(path(table, ".samples.jsonl.gz"), prepared.store)
     experiment.measure(prepared)
     cells = [c.id for g in prepared.groups for c in g.cells]
     archive.pack(prepared.store, cells, path(table, ".samples.jsonl.gz"))

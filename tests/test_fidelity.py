@@ -12,6 +12,7 @@ import pytest
 import kvbench
 from kvbench.cli.main import main
 from kvbench.errors import UsageError
+from kvbench.metrics import stats
 from kvbench.papers.claims import claim_runner, claims
 from kvbench.run import byte_table, wandb_logger
 from kvbench.run.fidelity import TextFidelity, log_ratio_of_means, summarise_texts
@@ -23,15 +24,15 @@ def text(kl, same="1", log_ratio=0.0):
     return TextFidelity(tuple(kl), (same * len(kl))[: len(kl)], log_ratio, 0.01 * len(kl), 2.0 * len(kl), 1e-9)
 
 
-def test_summaries_pool_tokens_and_resample_prompts():
+def test_summaries_pool_tokens_over_prompts():
     some = [text([0.1 * i, 0.3], "10", 0.02) for i in range(10)]
     s = summarise_texts(some)
     assert (s.n, s.n_tokens) == (10, 20) and s.kl_mean == pytest.approx((4.5 + 3) / 20) and s.top1 == 50
     assert s.ppl_ratio == pytest.approx(math.exp(0.01)) and s.perplexity == pytest.approx(math.exp(2))
     assert s.shift_rms == pytest.approx(10) and s.kl_p90 is None and s.kl_max == pytest.approx(0.9)
-    means = np.random.default_rng(0).choice([(0.1 * i + 0.3) / 2 for i in range(10)], (20000, 10)).mean(1)
-    assert s.ci == pytest.approx(tuple(np.quantile(means, [0.025, 0.975])), abs=0.01)
-    assert s.top1_ci is None  # equal in every resample
+    assert s.ci == pytest.approx(stats.ratio_interval(np.array([(0.1 * i + 0.3, 2.0) for i in range(10)])))
+    assert s.ci[0] < s.kl_mean < s.ci[1]
+    assert s.top1_ci[0] < 50 < s.top1_ci[1]  # equal on every text: what so many cannot exclude
     assert not s.at_floor and summarise_texts([text([2e-9])]).at_floor and summarise_texts([]) is None
     # an interval is of prompts: longer texts of the same kind do not narrow it
     longer = summarise_texts([text([0.1 * i, 0.3] * 100, "10") for i in range(10)])
@@ -55,10 +56,12 @@ def test_every_number_of_a_summary_by_hand():
 def test_intervals_of_a_summary_are_of_what_stands_beside_them():
     some = [TextFidelity((0.1, 0.1), "11" if i % 3 else "10", 0.1 * i, 0, 0, 1e-9) for i in range(12)]
     s = summarise_texts(some)
-    shares = np.random.default_rng(0).choice([50.0 if i % 3 == 0 else 100.0 for i in range(12)], (20000, 12)).mean(1)
-    assert s.top1_ci == pytest.approx(tuple(np.quantile(shares, [0.025, 0.975])), abs=1.5)
-    ratios = np.exp(np.random.default_rng(0).choice([0.05 * i for i in range(12)], (20000, 12)).mean(1))
-    assert s.ppl_ratio_ci == pytest.approx(tuple(np.quantile(ratios, [0.025, 0.975])), abs=0.01)
+    shares = [0.5 if i % 3 == 0 else 1.0 for i in range(12)]
+    low, high = stats.mean_interval(shares)
+    # the text with equal choices everywhere is no bound here: the interval is that of a pooled share
+    assert s.top1_ci == pytest.approx((100 * low, 100 * high))
+    logs = stats.mean_interval([0.05 * i for i in range(12)], None)
+    assert s.ppl_ratio_ci == pytest.approx(tuple(np.exp(logs)))
     assert s.ppl_ratio_ci[0] < s.ppl_ratio < s.ppl_ratio_ci[1] and s.top1_ci[0] < s.top1 < s.top1_ci[1]
 
 
@@ -97,7 +100,7 @@ def test_methods_are_compared_by_the_log_ratio_of_their_means_over_paired_prompt
     theirs = [text([x, x]) for x in np.linspace(0.1, 2, 12)]
     ours = [text([2 * t.kl[0], 2 * t.kl[1]]) for t in theirs]
     ratio, interval = log_ratio_of_means(ours, theirs)
-    assert ratio == pytest.approx(math.log(2)) and interval is None  # twice in every resample
+    assert ratio == pytest.approx(math.log(2)) and interval is None  # twice on every prompt
     ours[0] = text([1.0, 1.0])
     ratio, interval = log_ratio_of_means(ours, theirs)
     assert interval[0] < ratio < interval[1] and interval[0] > 0
@@ -207,7 +210,7 @@ def test_through_the_cache_every_token_is_read_as_stored_and_selection_is_refuse
     assert main(["run", "fidelity=maybe"]) == 2 and "true, false, or through_cache" in capsys.readouterr().err
 
 
-def test_claims_are_told_in_nats_beside_points():
+def test_claims_are_told_by_divergence_and_likelihood_beside_points():
     def sample(**texts):
         return SimpleNamespace(fidelity={kind: text(kl) for kind, kl in texts.items()} or None)
 
@@ -217,22 +220,36 @@ def test_claims_are_told_in_nats_beside_points():
     }
     store = SimpleNamespace(samples=stored.get)
     near, far = SimpleNamespace(id="near"), SimpleNamespace(id="far")
-    group = SimpleNamespace(examples=[SimpleNamespace(id=i) for i in "abc"])
+    group = SimpleNamespace(examples=[SimpleNamespace(id=i) for i in "abc"], task=SimpleNamespace(metric="f1"))
     asked = claims.Asked(group, ((near, far),))
+
+    def differences(test, measure):
+        return claims._paired(store, [asked], test, measure).tolist()
+
     # of a loss in nats, one at most; of a gain each prompt counts alike, whatever its size
-    assert claims._paired(store, [asked], "no_worse").tolist() == [[pytest.approx(0.8)], [pytest.approx(-0.1)]]
-    assert claims._paired(store, [asked], "better").tolist() == [
-        [pytest.approx(2.8 / 3.2)],
-        [pytest.approx(-0.1 / 0.9)],
-    ]
+    assert differences("no_worse", claims.DIVERGENCE) == [[pytest.approx(0.8)], [pytest.approx(-0.1)]]
+    assert differences("better", claims.DIVERGENCE) == [[pytest.approx(2.8 / 3.2)], [pytest.approx(-0.1 / 0.9)]]
+    # nats lost on the reference, per token: only b has one behind both
+    stored["near"]["b"] = SimpleNamespace(fidelity={"reference": replace(text([0.5, 0.1]), log_ratio=0.6)})
+    stored["far"]["b"] = SimpleNamespace(fidelity={"reference": replace(text([0.4, 0.2]), log_ratio=-0.2)})
+    assert differences("better", claims.LIKELIHOOD) == [[pytest.approx(-0.1 - 0.3)]]
     stored["near"]["b"].fidelity["reference"] = stored["far"]["b"].fidelity["reference"] = text([0.0])
-    assert claims._paired(store, [asked], "better")[1] == 0  # both at the floor
-    nats = {"verdict": "undecided", "side": "", "mean": 35.0, "ci": [-20.0, 90.0], "p_for": 0.4, "p_against": 1.0}
-    told = claim_runner.in_nats({"test": "no_worse", "fidelity": nats})
-    assert told == "\nin nats: undecided\n+0.350 [−0.200, 0.900], margin 0.1, p 0.4"
-    told = claim_runner.in_nats({"test": "better", "fidelity": nats})
-    assert told == "\nin nats: undecided\n+35.0 % [−20.0, 90.0], p 0.4"
-    assert claim_runner.in_nats({}) == ""
+    assert differences("better", claims.DIVERGENCE)[1] == [0]  # both at the floor
+
+    found = {"verdict": "undecided", "side": "", "mean": 35.0, "ci": [-20.0, 90.0], "p_for": 0.4, "p_against": 1.0}
+    found |= {"p_same": None, "needs": 1234, "elsewhere": None, "why_not": "", "n": {"a": 9}, "tasks": {"a": 35.0}}
+    found |= {"settings": [35.0]}
+    told = claim_runner.evidence(
+        {"test": "no_worse", "margin": 1.0, "measures": {"points": found, "divergence": found}}
+    )
+    assert told == (
+        "points\n+35.0 [−20.0, 90.0], margin 1\nn 9 in 1 task, p 0.4\ntasks for 1, even 0, against 0\n"
+        "about 1,234 pairs would decide\n"
+        "divergence\n+0.350 [−0.200, 0.900], margin 0.1\nn 9 in 1 task, p 0.4\ntasks for 1, even 0, against 0\n"
+        "about 1,234 pairs would decide"
+    )
+    told = claim_runner.evidence({"test": "better", "margin": 1.0, "measures": {"divergence": found}})
+    assert told.startswith("+35.0 % [−20.0, 90.0]\n")
 
 
 @pytest.mark.e2e("measures a table")

@@ -15,7 +15,7 @@ from kvbench.run.labels import differences, fields, label
 from kvbench.run.listing import rows
 from kvbench.run.store import ResultStore
 
-TABLES = Path(__file__).parent.parent / "results" / "tables"
+TABLES = Path(__file__).parent.parent / "results" / "samples"
 SNAPKV = {"frozen_layers": [], "kernel": 7, "kv_size": 16, "pooling": "max", "window": 12}
 
 

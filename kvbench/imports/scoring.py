@@ -21,7 +21,7 @@ Score = float | None
 class Scored:
     """The scores of one file's answers to one dataset, in their order; None where an answer cannot be scored.
 
-    interval: the 95 % bootstrap interval of the mean, in [0, 1]; the buckets have intervals of the same kind.
+    interval: the 95 % interval of the mean, in [0, 1]; the buckets have intervals of the same kind.
     buckets: the scores by range of length, for LongBench-E alone.
     seconds: the time that scoring took.
     """
@@ -99,7 +99,7 @@ def _score(dataset: str, name: str, answer: ImportedAnswer) -> Score:
 
 def _interval(scores: Sequence[Score]) -> tuple[float, float] | None:
     known = [s for s in scores if s is not None]
-    return stats.bootstrap_ci(known) if len(known) >= FEWEST else None
+    return stats.mean_interval(known) if len(known) >= FEWEST else None
 
 
 def _by_length(predictions: Predictions, scores: Sequence[Score]) -> dict[str, tuple[Score, ...]]:

@@ -95,7 +95,7 @@ def sheets(records: Sequence[Mapping[str, Any]], verdicts: Verdicts, means: Mean
 
 def notes(records: Sequence[Mapping[str, Any]], verdicts: Verdicts) -> list[str]:
     """Return the notes below these tables, a sentence each."""
-    lines = ["[a, b]: 95 % bootstrap interval over examples. unscored: answers whose references cannot be scored."]
+    lines = ["[a, b]: 95 % interval over examples. unscored: answers whose references cannot be scored."]
     sizes = [TASKS[r["dataset"]].size if r["split"] == "standard" else r["n"] for r in records]
     odd = [f"{r['dataset']} {r['n']} of {size}" for r, size in zip(records, sizes, strict=True) if r["n"] != size]
     if odd:

@@ -15,7 +15,7 @@ from kvbench.conf import read_yaml
 from kvbench.errors import UsageError
 from kvbench.methods.chain import Chain
 from kvbench.methods.resolve import ChainConfig, resolve
-from kvbench.metrics.stats import Interval, mean_over_tasks, stratified_ci
+from kvbench.metrics.stats import Interval, mean_over_tasks
 from kvbench.run import config, experiment
 from kvbench.run.fidelity import KINDS, FidelitySummary, TextFidelity, log_ratio_of_means, summarise_texts
 from kvbench.run.leaderboard import percent, with_interval
@@ -251,8 +251,8 @@ def _points(a: Line, b: Line) -> tuple[float | None, Interval | None]:
     tasks = [np.array([a.answers[t][i] - b.answers[t][i] for i in ids]) for t, ids in sorted(both.items()) if ids]
     if not tasks:
         return None, None
-    interval = stratified_ci(tasks, lambda means: 100 * np.mean(means, axis=0), None)
-    return 100 * fmean(float(x.mean()) for x in tasks), interval
+    mean, ci = mean_over_tasks(tasks, (-1.0, 1.0))
+    return 100 * mean, ci and (100 * ci[0], 100 * ci[1])
 
 
 def notes(rows: Sequence[Line], told: Sequence[Pair]) -> list[str]:

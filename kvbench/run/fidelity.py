@@ -68,7 +68,7 @@ class TextFidelity:
 
 @dataclass(frozen=True)
 class FidelitySummary:
-    """The fidelity of a cell on one kind of text, pooled over its tokens; intervals resample prompts or documents.
+    """The fidelity of a cell on one kind of text, pooled over its tokens; intervals are over prompts or documents.
 
     n, n_tokens: the prompts with such a text, and their scored tokens.
     kl_*: the divergence from the full cache in nats; percentiles are None on too few tokens.
@@ -113,20 +113,18 @@ def summarise_texts(texts: Sequence[TextFidelity]) -> FidelitySummary | None:
 
     clusters = _by_document(sums, texts)
 
-    def interval(column: int) -> stats.Interval | None:
-        return stats.stratified_ci([clusters], lambda means: means[0][:, column] / means[0][:, 0], None)
-
     def percentile(name: str) -> float | None:
         at, fewest = FOR_PERCENTILE[name]
         return float(np.percentile(kl, at)) if len(kl) >= fewest else None
 
-    top1, ratio = interval(2), interval(3)
+    top1 = stats.pooled_interval(clusters[:, [2, 0]], (0.0, 1.0))
+    ratio = stats.pooled_interval(clusters[:, [3, 0]], None)
     floor = float(np.average([t.floor for t in texts], weights=sums[:, 0]))
     return FidelitySummary(
         n=len(texts),
         n_tokens=len(kl),
         kl_mean=total / tokens,
-        ci=interval(1),
+        ci=stats.ratio_interval(clusters[:, [1, 0]]),
         kl_median=float(np.median(kl)),
         **{name: percentile(name) for name in FOR_PERCENTILE},
         kl_max=float(kl.max()),
@@ -155,9 +153,7 @@ def log_ratio_of_means(
 ) -> tuple[float, stats.Interval | None]:
     """Return ``ln(mean KL of ours / mean KL of theirs)`` over the same texts, with its interval over paired prompts."""
     sums: NDArray[np.float64] = np.array([(a.sums[1], b.sums[1]) for a, b in zip(ours, theirs, strict=True)])
-
-    def ratio(means: Sequence[NDArray[np.float64]]) -> NDArray[np.float64]:
-        return np.log(means[0][:, 0]) - np.log(means[0][:, 1])
-
-    clusters = _by_document(sums, ours)
-    return float(ratio([sums.mean(0, keepdims=True)])[0]), stats.stratified_ci([clusters], ratio, None)
+    interval = stats.ratio_interval(_by_document(sums, ours))
+    ours_mean, theirs_mean = sums.mean(0)
+    point = float(np.log(ours_mean) - np.log(theirs_mean))
+    return point, interval and (float(np.log(interval[0])), float(np.log(interval[1])))

@@ -190,8 +190,8 @@ def notes(standings: Sequence[Standing]) -> list[str]:
     n = "–".join(str(c) for c in dict.fromkeys((counts[0], counts[-1]))) if counts else "0"
     unchanged = [UNCHANGED_NOTE] if any(e.unchanged for e in standings) else []
     return [
-        f"n = {n} prompts a task and length. Scores are means over tasks, with 95 % intervals of the rescaled "
-        "bootstrap within tasks; differences are paired by prompt. kept, bytes: after the prompt, in per cent of the "
+        f"n = {n} prompts a task and length. Scores are means over tasks, with 95 % intervals from the "
+        "spread within tasks; differences are paired by prompt. kept, bytes: after the prompt, in per cent of the "
         "full cache's, bytes at 16 bits. The question and the beginning of the answer are read after the compression "
         "and kept whole.",
         *unchanged,

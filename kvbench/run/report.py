@@ -65,9 +65,15 @@ class CellResult:
 
 @dataclass(frozen=True)
 class RowMeans:
-    """Means of one method over all its measured cells, weighted by prompts: score, tokens, bytes and milliseconds."""
+    """Means of one method over all its measured cells: tokens, bytes and milliseconds are weighted by prompts.
+
+    score_mean: the mean of the cells' scores in printed units, with its 95 % interval, ``score_ci``.
+    delta: its paired difference to the full cache, over the examples that both answered; None for the full cache.
+    """
 
     score_mean: float | None
+    score_ci: tuple[float, float] | None
+    delta: Delta | None
     kept_percent: float
     nominal_percent: float | None
     attended_percent: float | None
@@ -94,7 +100,11 @@ class ReportRow:
     def record(self) -> dict[str, object]:
         """Return the row as ``--json`` prints it."""
         row = {"method": self.method, "evicts": self.evicts, "cells": [cell.record() for cell in self.cells]}
-        return row | (asdict(self.means) if self.means else {})
+        if self.means is None:
+            return row
+        delta = self.means.delta
+        means = {**asdict(self.means), "delta": delta and delta.mean, "delta_ci": delta and delta.ci}
+        return row | means
 
 
 @dataclass(frozen=True)

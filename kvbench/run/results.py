@@ -226,6 +226,7 @@ class CellSummary(ScoreSummary):
     """The means over a cell's samples; ``cut`` and ``shrunk`` are counts, ``decode_peak`` is a maximum.
 
     new_tokens: the length of answers.
+    empty: how many answers are empty.
     questions: the scores by question, where contexts have several.
     """
 
@@ -248,6 +249,7 @@ class CellSummary(ScoreSummary):
     buckets: Mapping[str, BucketScore]
     timing: MeanTiming
     new_tokens: float | None = None
+    empty: int = 0
     fidelity: Mapping[str, FidelitySummary] = field(default_factory=dict)
     questions: TurnsSummary | None = None
 

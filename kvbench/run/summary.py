@@ -21,6 +21,8 @@ from kvbench.run.store import ResultStore
 from kvbench.run.turns import Contexts, fall_beside, summarise_turns
 from kvbench.tasks.longbench import BUCKETS
 
+MANY_EMPTY = 0.25
+"""The share of empty answers of the full cache from which a note says so."""
 UNCHANGED = 0.99
 """The share of prompts on which a method must do what the full cache does for its row to say so."""
 
@@ -33,7 +35,7 @@ def summarise(samples: Sequence[Sample], name: str, of: int) -> CellSummary:
     attended = [s.attended for s in samples if s.attended is not None]
     # a likelihood has no bounds
     bounds = None if metric(name).shown else (0.0, 1.0)
-    interval = stats.bootstrap_ci(scored, bounds=bounds) if len(scored) >= FEWEST else None
+    interval = stats.mean_interval(scored, bounds=bounds) if len(scored) >= FEWEST else None
     payload16, overhead16, full16 = (
         fmean(values) for values in zip(*((s.payload16, s.overhead16, s.full16) for s in samples), strict=True)
     )
@@ -77,6 +79,7 @@ def summarise(samples: Sequence[Sample], name: str, of: int) -> CellSummary:
             batch_factor=fmean(factors) if factors else None,
         ),
         new_tokens=fmean(s.new_tokens for s in samples),
+        empty=sum(not s.prediction.strip() for s in samples if s.score is not None and not s.turns),
         fidelity=_fidelity(samples),
         questions=summarise_turns(_contexts(samples), name, [s.payload + s.overhead for s in samples]),
     )
@@ -110,13 +113,17 @@ def collect(groups: Sequence[Group], store: ResultStore) -> Report:
     for label in dict.fromkeys(c.label for g in groups for c in g.cells):
         cells = tuple(measured(g, next(c for c in g.cells if c.label == label), store) for g in groups)
         summaries = [c.summary for c in cells if c.summary is not None]
-        rows.append(ReportRow(label, any(c.evicts for c in cells), cells, _row_means(summaries) if summaries else None))
+        means = None
+        if summaries:
+            means = _row_means(summaries, _scores(groups, label, store), _scores(groups, "", store))
+        rows.append(ReportRow(label, any(c.evicts for c in cells), cells, means))
     columns = tuple(
         ReportColumn(g.column, g.task.metric, g.task.category, any(bool(r.cells[i].floor) for r in rows))
         for i, g in enumerate(groups)
     )
     notes = about_floors([c.task for c in columns if c.floor], len(columns)) if len(rows) > 1 else []
-    notes += [*_about_cuts(groups, rows, store), *_about_unscored(rows), *_about_batches(rows)]
+    notes += [*_about_cuts(groups, rows, store), *_about_unscored(rows), *_about_empty(groups, rows)]
+    notes += _about_batches(rows)
     # what a budget while decoding does shows over a long answer, and in when it ends
     if any(c.chain.evictor is not None and c.chain.evictor.every for g in groups for c in g.cells):
         notes += _about_lengths(rows)
@@ -150,6 +157,20 @@ def _about_unscored(rows: Sequence[ReportRow]) -> list[str]:
         "their references. Means are of the others."
         for task, s in most.items()
     ]
+
+
+def _about_empty(groups: Sequence[Group], rows: Sequence[ReportRow]) -> list[str]:
+    """Return a note for each task of which many of the full cache's answers are empty: the model says nothing there."""
+    notes = []
+    for i, group in enumerate(groups):
+        full = next((c.label for c in group.cells if not c.chain.stages), None)
+        summary = next((r.cells[i].summary for r in rows if r.method == full), None)
+        if summary is not None and summary.empty >= MANY_EMPTY * summary.n and not group.task.examples[0].tokens:
+            notes.append(
+                f"{group.column}: {summary.empty} of {summary.n} answers of the full cache are empty. min_new_tokens=1 "
+                "asks for one; prompt=chat may help a chat model."
+            )
+    return notes
 
 
 def _apart(groups: Sequence[Group], store: ResultStore) -> tuple[str, ...]:
@@ -305,18 +326,49 @@ def _delta(group: Group, cell: Cell, samples: dict[str, Sample], store: ResultSt
 
 
 def shown_delta(scores: Sequence[tuple[float, float]], show: Callable[[float], float]) -> Delta:
-    """Return the difference of two means as they are shown (perplexities), with its interval over resampled pairs."""
+    """Return the difference of two means as they are shown (perplexities), with its interval over pairs."""
 
-    def difference(means: Sequence[stats.Pairs]) -> stats.Pairs:
-        return np.array([show(float(a)) - show(float(b)) for a, b in means[0]])
+    def difference(means: stats.Pairs) -> float:
+        return show(float(means[0])) - show(float(means[1]))
 
     pairs = np.array(scores)
-    interval = stats.stratified_ci([pairs], difference, None)
-    return Delta(float(difference([pairs.mean(0, keepdims=True)])[0]), interval)
+    return Delta(difference(pairs.mean(0)), stats.jackknife_interval(pairs, difference))
 
 
-def _row_means(cells: Sequence[CellSummary]) -> RowMeans:
-    """Return the means of one method over all its measured cells. Each cell is weighted by its number of prompts."""
+def _scores(groups: Sequence[Group], label: str, store: ResultStore) -> list[dict[str, float]]:
+    """Return the scores of a method's measured cells by example; those of the full cache where ``label`` is ''."""
+    measured_cells = []
+    for group in groups:
+        cell = next((c for c in group.cells if (c.label == label if label else not c.chain.stages)), None)
+        if cell is not None and store.refusal(cell.id) is None:
+            samples = store.samples(cell.id)
+            found = {e.id: x for e in group.examples if e.id in samples and (x := samples[e.id].score) is not None}
+            measured_cells.append(found)
+        else:
+            measured_cells.append({})
+    return measured_cells
+
+
+def _mean_difference(
+    scores: Sequence[dict[str, float]], full: Sequence[dict[str, float]], scale: float
+) -> Delta | None:
+    """Return the mean over tasks of the paired differences to the full cache, with its interval; None without pairs."""
+    differences = []
+    for ours, theirs in zip(scores, full, strict=True):
+        differences.append([x - theirs[i] for i, x in ours.items() if i in theirs])
+    if not all(differences):
+        return None
+    mean, ci = stats.mean_over_tasks(differences, (-1.0, 1.0))
+    return Delta(scale * mean, ci and (scale * ci[0], scale * ci[1]))
+
+
+def _row_means(
+    cells: Sequence[CellSummary], by_task: Sequence[dict[str, float]], full: Sequence[dict[str, float]]
+) -> RowMeans:
+    """Return the means of one method over all its measured cells. Each cell is weighted by its number of prompts.
+
+    ``by_task`` and ``full`` are the method's and the full cache's scores of each task, by example.
+    """
     total = sum(c.n for c in cells)
 
     def mean(values: Sequence[float]) -> float:
@@ -334,8 +386,17 @@ def _row_means(cells: Sequence[CellSummary]) -> RowMeans:
     payload16, full16 = mean([c.payload16 for c in cells]), mean([c.full16 for c in cells])
     scores = [c.score for c in cells if c.score is not None]
     one_unit = len(scores) == len(cells) and len({metric(c.metric).shown for c in cells}) == 1
+    score_ci, delta = None, None
+    printed = metric(cells[0].metric)
+    if one_unit and printed.shown is None and all(by_task):
+        ci = stats.mean_over_tasks([list(some.values()) for some in by_task])[1]
+        score_ci = ci and (printed.scale * ci[0], printed.scale * ci[1])
+        # the full cache itself differs from itself by nothing
+        delta = None if list(by_task) == list(full) else _mean_difference(by_task, full, printed.scale)
     return RowMeans(
         score_mean=fmean(scores) if one_unit else None,
+        score_ci=score_ci,
+        delta=delta,
         kept_percent=100 * mean([c.kept for c in cells]) / prompt_tokens,
         nominal_percent=percent([c.nominal for c in cells]),
         attended_percent=percent([c.attended for c in cells]),

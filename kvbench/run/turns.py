@@ -44,7 +44,7 @@ class TurnsSummary:
     by_index: the score of each context's first question, second question and so on.
     question_mean: the mean over all questions.
     pairs: the contexts with several questions, of which ``first``, ``last`` and ``fall`` are means.
-    fall: the score of a context's last question minus that of its first; its interval resamples contexts.
+    fall: the score of a context's last question minus that of its first; its interval is over contexts.
     bytes_compressed, bytes_last: the mean bytes held before the first and after the last question.
     beside: the means over contexts by other metrics.
     """
@@ -117,7 +117,7 @@ def fall_beside(contexts: Contexts, full: Contexts, name: str) -> tuple[float, s
 
 def _mean(values: Sequence[float], most: float) -> tuple[float | None, stats.Interval | None]:
     """Return the mean of values between ``-most`` and ``most`` with its interval, where there are enough for one."""
-    interval = stats.bootstrap_ci(values, (-most, most)) if len(values) >= FEWEST else None
+    interval = stats.mean_interval(values, (-most, most)) if len(values) >= FEWEST else None
     return (fmean(values) if values else None), interval
 
 

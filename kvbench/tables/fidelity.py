@@ -94,7 +94,7 @@ def legend(report: Report) -> list[str]:
     floor = max(f.floor for fidelity in summaries for f in fidelity.values())
     return [
         "KL: divergence of the next-token distribution from the full cache's, in nats, mean over the tokens of a text "
-        "that is forced on both; [a, b]: 95 % bootstrap interval over prompts. Same choice: equal likeliest token. Δp: "
+        "that is forced on both; [a, b]: 95 % interval over prompts. Same choice: equal likeliest token. Δp: "
         "root mean square change of the true token's probability. Perplexity ratio: over the full cache's. Floor: what "
         "moving one element of each key of the first layer by one unit in the last place does, at most "
         f"{floor:.1g} nats here; means below 3 times it say nothing."

@@ -13,7 +13,7 @@ from kvbench.tables.table import Table
 from kvbench.tables.table import size as size
 
 if TYPE_CHECKING:
-    from kvbench.run.report import CellResult, Report, ReportColumn, ReportRow, RowMeans
+    from kvbench.run.report import CellResult, Delta, Report, ReportColumn, ReportRow, RowMeans
 
 FORMATS = ("text", "md", "csv", "latex")
 BROKEN = ("refused", "failed")
@@ -79,7 +79,18 @@ def _mean_text(row: ReportRow, means: RowMeans | None) -> str:
         return "—"
     if all(cell.unchanged for cell in row.cells):
         return UNCHANGED
-    return _number(means.score_mean)
+    return "\n".join(_with_difference(means.score_mean, means.score_ci, means.delta))
+
+
+def _with_difference(score: float | None, ci: tuple[float, float] | None, delta: Delta | None) -> list[str]:
+    """Return the lines of a score: itself, its interval, its difference to the full cache and whether it is told."""
+    lines = [_number(score)]
+    if ci:
+        lines.append(f"[{ci[0]:.0f}, {ci[1]:.0f}]")
+    if delta is not None:
+        sure = "*" if delta.ci is not None and not delta.ci[0] <= 0 <= delta.ci[1] else ""
+        lines.append(f"Δ {_number(delta.mean, sign=True)}{sure}")
+    return lines
 
 
 def _falls(column: ReportColumn) -> bool:
@@ -111,13 +122,7 @@ def _score_text(cell: CellResult) -> str:
         return "—"
     if cell.unchanged:
         return UNCHANGED
-    lines = [_number(summary.score)]
-    if summary.ci:
-        lines.append(f"[{summary.ci[0]:.0f}, {summary.ci[1]:.0f}]")
-    if cell.delta is not None:
-        interval = cell.delta.ci
-        sure = "*" if interval and (interval[0] > 0 or interval[1] < 0) else ""
-        lines.append(f"Δ {_number(cell.delta.mean, sign=True)}{sure}")
+    lines = _with_difference(summary.score, summary.ci, cell.delta)
     lines += [f"{name} {_number(bucket.score)}" for name, bucket in summary.buckets.items()]
     return "\n".join(lines)
 
@@ -162,9 +167,9 @@ def _number(value: float | None, sign: bool = False) -> str:
     return text.replace("-", "−")
 
 
-def _by_chance(cells: Sequence[CellResult]) -> str:
+def _by_chance(deltas: Sequence[Delta]) -> str:
     """Return a note on how many stars to expect if no difference were real; '' for fewer than ten intervals."""
-    shown = sum(c.delta is not None and c.delta.ci is not None for c in cells)
+    shown = sum(d.ci is not None for d in deltas)
     return f" (of {shown} about {math.ceil(0.05 * shown)} would by chance alone)" if shown >= 10 else ""
 
 
@@ -180,10 +185,12 @@ def legend(report: Report) -> list[str]:
         n = "; ".join(f"{n_cell} of {of_cell}" if n_cell < of_cell else f"all {of_cell}" for n_cell, of_cell in counts)
         facts = [f"n = {n} examples per cell"]
         if any(s.ci for s in summaries):
-            facts.append("[a, b]: 95 % bootstrap interval")
+            facts.append("[a, b]: 95 % interval")
         deltas = [c.delta for c in cells if c.delta is not None]
+        if len(report.columns) > 1:
+            deltas += [m.delta for m in means if m.delta is not None]
         if any(d.ci for d in deltas):
-            facts.append(f"Δ: paired difference to full; * its 95 % interval excludes 0{_by_chance(cells)}")
+            facts.append(f"Δ: paired difference to full; * its 95 % interval excludes 0{_by_chance(deltas)}")
         elif deltas:
             facts.append("Δ: paired difference to full")
         if min(counts)[0] < FEWEST:

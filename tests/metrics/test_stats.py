@@ -1,66 +1,51 @@
-import random
-import statistics
-import time
-
+import coverage
 import numpy as np
 import pytest
 
 from kvbench.metrics import stats
-from kvbench.metrics.stats import bootstrap_ci, holm, p_above, paired_difference, share, stratified_ci
+from kvbench.metrics.stats import holm, mean_interval, p_above, paired_difference, share
 
 
-def slow_bootstrap(values: list[float], seed: int, resamples: int = 4000) -> tuple[float, float]:
-    rng = random.Random(seed)
-    means = sorted(statistics.fmean(rng.choices(values, k=len(values))) for _ in range(resamples))
-    return means[int(0.025 * resamples)], means[int(0.975 * resamples) - 1]
+def test_interval_of_right_and_wrong_answers_is_wilsons():
+    """8 of 10 right: Wilson's interval of Newcombe (1998), method 3."""
+    low, high = mean_interval([1.0] * 8 + [0.0] * 2)
+    assert (low, high) == (pytest.approx(0.4902, abs=1e-4), pytest.approx(0.9433, abs=1e-4))
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_interval_equals_a_slow_loop(seed):
-    rng = random.Random(seed)
-    values = [rng.random() ** 2 for _ in range(40)]
-    low, high = bootstrap_ci(values)
-    slow_low, slow_high = slow_bootstrap(values, seed + 100)
-    width = slow_high - slow_low
-    assert abs(low - slow_low) < 0.05 * width
-    assert abs(high - slow_high) < 0.05 * width
-    assert low < statistics.fmean(values) < high
+def test_interval_without_bounds_is_students_t():
+    values = np.array([2.0, 1.0, 4.0, 3.0, 5.0])
+    half = 2.7764 * 1.5811 / 5**0.5  # the t quantile of 4 degrees of freedom, and the standard deviation
+    assert mean_interval(values, None) == (pytest.approx(3 - half, abs=1e-3), pytest.approx(3 + half, abs=1e-3))
 
 
-def test_interval_of_two_values_by_hand():
-    # Means of two draws from {0, 1} are 0, 1/2, 1 with probabilities 1/4, 1/2, 1/4.
-    assert bootstrap_ci([0.0, 1.0]) == (0.0, 1.0)
-
-
-def test_the_same_values_have_the_same_interval():
-    values = np.random.default_rng(0).random(50)
-    assert bootstrap_ci(values) == bootstrap_ci(list(values))
-
-
-def test_blocks_do_not_show():
-    values = np.random.default_rng(0).random(3000)
-    low, high = bootstrap_ci(values)  # several blocks
-    half = 1.96 * values.std() / np.sqrt(len(values))
-    assert low == pytest.approx(values.mean() - half, abs=0.1 * half)
-    assert high == pytest.approx(values.mean() + half, abs=0.1 * half)
+def test_an_interval_holds_all_means_that_bounded_scores_do_not_exclude():
+    """A slow search over means, with the variance that a bounded score can have there."""
+    values = np.array([0.0, 0.0, 0.1, 0.0, 0.6, 0.0, 0.2, 0.0, 1.0])
+    m, n = values.mean(), len(values)
+    part = values.var(ddof=1) / (m * (1 - m))  # of the variance that right and wrong answers would have
+    grid = np.linspace(1e-6, 1 - 1e-6, 1_000_001)
+    held = grid[(m - grid) ** 2 <= 2.306004**2 * part * grid * (1 - grid) / n]
+    assert mean_interval(values) == (pytest.approx(held[0], abs=1e-5), pytest.approx(held[-1], abs=1e-5))
+    shifted = mean_interval(2 * values - 1, (-1.0, 1.0))
+    assert shifted == (pytest.approx(2 * held[0] - 1, abs=1e-5), pytest.approx(2 * held[-1] - 1, abs=1e-5))
 
 
 def test_fewer_than_two_examples_have_no_interval():
-    assert bootstrap_ci([]) is None
-    assert bootstrap_ci([0.5]) is None
+    assert mean_interval([]) is None
+    assert mean_interval([0.5]) is None
     assert paired_difference([1.0], [0.25]) == (0.75, None)
 
 
 def test_equal_scores_do_not_claim_certainty():
-    low, high = bootstrap_ci([1.0] * 50)
+    low, high = mean_interval([1.0] * 50)
     assert (low, high) == (pytest.approx(0.025 ** (1 / 50)), 1.0)  # Clopper-Pearson for 50 of 50: 0.929
     assert low == pytest.approx(0.9289, abs=1e-4)
-    assert bootstrap_ci([0.0] * 50) == (0.0, pytest.approx(1 - 0.9289, abs=1e-4))
-    low, high = bootstrap_ci([0.5, 0.5])
+    assert mean_interval([0.0] * 50) == (0.0, pytest.approx(1 - 0.9289, abs=1e-4))
+    low, high = mean_interval([0.5, 0.5])
     assert low < 0.1 and high > 0.9
-    assert bootstrap_ci([3.0] * 50, bounds=None) is None
+    assert mean_interval([3.0] * 50, bounds=None) is None
     with pytest.raises(ValueError, match="outside its bounds"):
-        bootstrap_ci([3.0] * 50)
+        mean_interval([3.0] * 50)
 
 
 def test_paired_difference():
@@ -71,7 +56,7 @@ def test_paired_difference():
     assert mean == pytest.approx(-0.1 + noise.mean())
     assert low < mean < high < 0
     # Pairing removes the spread between examples, which is thirty times the noise.
-    unpaired_low, unpaired_high = bootstrap_ci(baseline)
+    unpaired_low, unpaired_high = mean_interval(baseline)
     assert high - low < 0.2 * (unpaired_high - unpaired_low)
 
 
@@ -86,27 +71,32 @@ def test_bad_input():
     with pytest.raises(ValueError, match="same examples"):
         paired_difference([], [])
     with pytest.raises(ValueError, match="finite"):
-        bootstrap_ci([1.0, float("nan")])
+        mean_interval([1.0, float("nan")])
 
 
-def test_sixteen_tasks_take_seconds():
-    scores = np.random.default_rng(0).random((16, 200))
-    start = time.process_time()
-    for task in scores:
-        bootstrap_ci(task)
-    assert time.process_time() - start < 10
+def test_a_ratio_of_sums_by_a_slow_jackknife():
+    rng = np.random.default_rng(0)
+    sums = np.column_stack([rng.gamma(1.0, 1.0, 12), rng.integers(20, 60, 12)])
+    logs = []
+    for i in range(12):
+        rest = np.delete(sums, i, axis=0)
+        logs.append(np.log(rest[:, 0].sum() / rest[:, 1].sum()))
+    deviation = (11 * np.var(logs)) ** 0.5
+    point, half = np.log(sums[:, 0].sum() / sums[:, 1].sum()), 2.502 * deviation  # the t quantile of 5.5
+    expected = np.exp([point - half, point + half])
+    assert stats.ratio_interval(sums) == pytest.approx(tuple(expected), rel=1e-3)
+    assert stats.ratio_interval(sums[:7]) is None
+    assert stats.ratio_interval(sums * [0, 1]) is None  # nothing diverges
 
 
-def test_intervals_resample_within_strata():
-    even, odd = np.array([[1.0, 1.0]] * 8), np.array([[0.0, 1.0], [1.0, 1.0]] * 4)
-    low, high = stratified_ci([even, odd], lambda m: 100 * np.mean([t[:, 0] for t in m], axis=0), 100)
-    draws = np.random.default_rng(5).binomial(8, 0.5, 100_000) / 8
-    assert (low, high) == pytest.approx(np.quantile(50 + 50 * draws, [0.025, 0.975]), abs=0.1)
-    assert stratified_ci([even, odd[:7]], lambda m: m[0][:, 0], 1) is None
-    same = np.ones((10, 2))
-    assert stratified_ci([same, same], lambda m: 100 * m[0][:, 0], 100) == pytest.approx(
-        [100 * x for x in bootstrap_ci([1.0] * 20)]
-    )
+def test_a_pooled_ratio_within_bounds():
+    """Equal numbers of tokens: the pooled share is the mean of the texts' shares."""
+    same = np.array([9.0, 10.0, 8.0, 10.0, 7.0, 9.0, 10.0, 10.0])
+    sums = np.column_stack([same, np.full(8, 10.0)])
+    assert stats.pooled_interval(sums, (0.0, 1.0)) == pytest.approx(mean_interval(same / 10))
+    perfect = np.full((8, 2), 10.0)
+    assert stats.pooled_interval(perfect, (0.0, 1.0)) == pytest.approx(mean_interval([1.0] * 8))
+    assert stats.pooled_interval(sums[:7], (0.0, 1.0)) is None
 
 
 def test_a_share_by_hand_and_none_of_nothing():
@@ -118,40 +108,58 @@ def test_a_share_by_hand_and_none_of_nothing():
     assert share([half, np.zeros((0, 2))]).point is None and share([]).point is None
 
 
-def test_a_share_has_one_interval_wherever_it_is_printed():
-    """Tables and figures drew 2,000 and 10,000 resamples of the same pairs, and disagreed."""
+def test_a_share_is_fiellers_set_of_ratios():
+    """All r for which the mean of y - r x is not told apart from 0, by a slow search."""
     pairs = np.random.default_rng(0).random((20, 2))
-    one, mean = share([pairs]), share([pairs], of_ratios=True)
-    assert one.point == pytest.approx(mean.point) and one.ci == pytest.approx(mean.ci)
+    y, x = pairs.T
+    grid = np.linspace(0.2, 3, 28_001)
+    held = []
+    for r in grid:
+        d = y - r * x
+        if abs(d.mean()) <= 2.0930 * d.std(ddof=1) / 20**0.5:
+            held.append(r)
+    assert share([pairs]).ci == (pytest.approx(100 * held[0], abs=0.05), pytest.approx(100 * held[-1], abs=0.05))
 
 
-def test_p_of_equal_pairs_by_hand():
-    # all stakes win 1 + s * 0.01 / 0.99 each time: a mean of powers, of which the highest stake's is 0.99 ** -n
-    for n in (40, 400):
-        wealth = sum(w * (1 + s * 0.01 / 0.99) ** n for s, w in zip(stats.STAKES, stats.WEIGHTS, strict=True))
-        assert p_above(np.zeros(n), -0.01) == pytest.approx(1 / wealth)
-    assert p_above(np.zeros(40), -0.01) > 0.99**40 and p_above(np.zeros(800), -0.01) < 0.05
+def test_a_share_of_a_full_cache_that_may_be_nothing_has_no_interval():
+    pairs = np.zeros((10, 2))
+    pairs[0], pairs[1] = (1.0, 1.0), (1.0, 0.0)
+    assert share([pairs]).point == pytest.approx(200) and share([pairs]).ci is None
+
+
+@pytest.mark.parametrize("values", [[0.2, -0.1, 0.4, 0.3], [1.0, 1.0, -0.5, 0.25, 0.125, -1.0], [0.5] * 10])
+def test_p_is_the_share_of_all_signs_that_reach_the_sum(values):
+    signs = np.array(np.meshgrid(*[[-1, 1]] * len(values))).reshape(len(values), -1)
+    exact = float((np.array(values) @ signs >= sum(values) - 1e-9).mean())
+    assert p_above(values) == pytest.approx(exact, abs=0.01)
+    # no sign has been drawn that was not seen
+    assert p_above(values) >= 1 / (stats.FLIPS + 1)
+
+
+def test_p_of_a_loss_that_must_be_excluded_counts_one_lost_pair_more():
+    least = -0.01
+    assert p_above(np.zeros(40), least) > 0.4  # 40 pairs of which none is lost: one of a hundred may be
+    assert p_above(np.zeros(800), least) < 0.001
     assert p_above(np.zeros(40)) == p_above([-1.0] * 40) == 1.0
-    # nothing is left of the highest stake after one loss, of the others something
-    assert p_above([1.0] * 30) < p_above([1.0] * 30 + [-1.0]) < 1e-4
+    assert p_above([1.0] * 30) < p_above([1.0] * 20 + [-1.0] * 5) < 0.01
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_p_does_not_hang_on_a_seed_or_an_order(seed):
-    values = np.random.default_rng(3).uniform(-0.2, 0.4, 60)
-    assert p_above(np.random.default_rng(seed).permutation(values)) == pytest.approx(p_above(values), rel=1e-9)
+def test_p_hardly_hangs_on_the_order():
+    values = np.random.default_rng(3).uniform(-0.2, 0.3, 60)
+    others = [p_above(np.random.default_rng(seed).permutation(values)) for seed in range(5)]
+    assert max(others) - min(others) < 0.01
 
 
-@pytest.mark.parametrize("lost", [0.01, 0.1, 0.5])
-def test_a_true_null_is_seldom_rejected_even_over_unequal_strata(lost):
-    """Half of the pairs come from a task that gains, half from one that loses as much: a mean of exactly the null."""
-    rng = np.random.default_rng(1)
-    wrong = 0
-    for _ in range(400):
-        gains = np.where(rng.random(40) < lost, 1.0, 0.0)
-        losses = np.where(rng.random(40) < lost, -1.0, 0.0)
-        wrong += p_above(np.concatenate([gains, losses])) < 0.05
-    assert wrong / 400 <= 0.05
+@pytest.mark.parametrize(
+    "row", [r for r in coverage.rows() if "sigma 1.5" not in r.data], ids=lambda r: r.what + r.data
+)
+def test_coverage_and_errors_in_small(row):
+    """The committed table has all sizes and more data sets: results/benchmarks/coverage.txt."""
+    found = coverage.per_cent(row, 16, 300)
+    if "rejects" in row.what:
+        assert found <= 9
+    else:
+        assert found >= 89
 
 
 def test_p_refuses_what_it_has_no_bound_for():
@@ -169,18 +177,21 @@ def test_a_share_of_perplexities_is_the_full_caches_over_the_methods():
     losses = np.column_stack([np.linspace(1.0, 3.0, 20), np.linspace(0.9, 2.5, 20)])
     point, (low, high) = share([losses], log_losses=True)
     assert point == pytest.approx(100 * np.exp(1.7 - 2.0))  # a higher loss is less than the full cache's
-    resampled = np.random.default_rng(0).choice(losses[:, 1] - losses[:, 0], (20000, 20)).mean(1)
-    assert (low, high) == pytest.approx(tuple(100 * np.exp(np.quantile(resampled, [0.025, 0.975]))), abs=0.5)
+    gains = losses[:, 1] - losses[:, 0]
+    half = 2.0930 * gains.std(ddof=1) / 20**0.5
+    assert (low, high) == pytest.approx((point * np.exp(-half), point * np.exp(half)), rel=1e-3)
 
 
-def test_a_mean_over_tasks_is_stretched_by_the_root_of_n_over_n_less_1():
+def test_a_mean_over_tasks_adds_up_the_variances_of_its_tasks():
     tasks = [[0.0, 1.0, 0.5, 0.25], [0.5, 0.75, 0.25, 1.0]]
     point, (low, high) = stats.mean_over_tasks(tasks)
     assert point == pytest.approx((0.4375 + 0.625) / 2)
-    rng = np.random.default_rng(0)
-    means = [np.mean(t) + (rng.choice(t, (40000, 4)).mean(1) - np.mean(t)) * (4 / 3) ** 0.5 for t in tasks]
-    slow = np.quantile(np.mean(means, axis=0), [0.025, 0.975])
-    assert (low, high) == pytest.approx(tuple(slow), abs=0.01)
+    v1, v2 = (np.var(t, ddof=1) / 4 for t in tasks)
+    # Wilson's form at the t quantile of 3 + 3 degrees of freedom
+    k = 2.4469**2 * (v1 + v2) / 4 / (point * (1 - point))
+    half = (k * point * (1 - point) + k**2 / 4) ** 0.5 / (1 + k)
+    middle = (point + k / 2) / (1 + k)
+    assert (low, high) == pytest.approx((middle - half, middle + half), abs=2e-3)
     assert stats.mean_over_tasks([[0.0, 1.0], [1.0]]) == (0.75, None)
 
 
@@ -195,14 +206,6 @@ def test_a_full_cache_is_at_the_floor_near_silence_or_guessing():
 def test_scores_of_an_example_that_was_asked_in_several_ways_are_averaged():
     ways = {"a": [[1.0, 0.0], [0.0, 0.0]], "b": [[0.5, 0.25]]}
     assert stats.by_example(ways, 2).tolist() == [[0.5, 0.0], [0.5, 0.25]]
-
-
-def test_a_betting_interval_is_what_the_test_does_not_reject_at_either_end():
-    values = np.random.default_rng(0).uniform(-0.4, 0.8, 60)
-    low, high = stats.betting_ci(values)
-    assert low < values.mean() < high
-    for ends, inside, outside in ((values, low + 1e-6, low - 1e-6), (-values, -high + 1e-6, -high - 1e-6)):
-        assert p_above(ends, outside) < 0.025 <= p_above(ends, inside)
 
 
 def test_equal_shares_lie_between_nothing_and_what_full_marks_would_be():

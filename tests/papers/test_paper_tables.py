@@ -8,6 +8,7 @@ import signal
 import time
 from pathlib import Path
 
+import committed
 import paper_tables
 import papers_data
 import pytest
@@ -21,12 +22,14 @@ from kvbench.run.store import ResultStore
 pytestmark = pytest.mark.e2e("measures and packs tables")
 
 TABLE = table_spec.load("vatp", "2")
+TASKS = sorted(c.dataset for c in TABLE.scores)
 
 
 @pytest.fixture
 def packed(tmp_path, monkeypatch):
     """A folder model's table of which one example a task is measured and packed: its target, and the results."""
     monkeypatch.setattr(paper_tables, "ROWS", tmp_path / "committed")
+    monkeypatch.setattr(committed, "FOLDER", tmp_path / "committed" / "samples")
     monkeypatch.setenv("KVBENCH_DATA", str(papers_data.data(tmp_path / "data")))
     model = papers_data.model(tmp_path / "model")
     monkeypatch.setattr(paper_tables, "PRETRAINED", str(model))
@@ -41,10 +44,9 @@ def test_what_is_measured_so_far_is_packed_and_gone_on_with(packed, tmp_path):
     assert sorted(p.name for p in of.folder.iterdir()) == [
         "counts.csv",
         "vatp-1.md",
-        "vatp-1.samples.jsonl.gz",
         "vatp-2.md",
-        "vatp-2.samples.jsonl.gz",
     ]
+    assert [p.name for p in packs()] == [f"vatp.longbench.{t}.samples.jsonl.gz" for t in TASKS]
     assert coverage.read(of.folder)["vatp/2"]["measured"] == "12"
     assert "not measured yet: narrativeqa, qasper, multifieldqa_en" in (of.folder / "vatp-1.md").read_text()
     assert f"`python scripts/paper_tables.py vatp/2 --model {of.model}`" in of.page(TABLE).read_text()
@@ -53,15 +55,15 @@ def test_what_is_measured_so_far_is_packed_and_gone_on_with(packed, tmp_path):
     paper_tables.restore([TABLE], of, fresh)
     run = paper_tables.prepare(TABLE, of, fresh).run
     assert [t.answers_done for t in run.todo()] == [4] * 4
-    assert not any(archive.unpack(of.samples(TABLE), ResultStore(tmp_path / "fresh")).values())  # nothing twice
+    for path in packs():
+        assert not any(archive.unpack(path, ResultStore(tmp_path / "fresh")).values())  # nothing twice
 
 
 def test_restoring_leaves_what_is_there(packed, tmp_path):
-    of, _ = packed
     store = ResultStore(tmp_path / "results")
     cell = store.cells()[0]
     before = (store.folder(cell) / "samples-0.jsonl").read_bytes()
-    assert not any(archive.unpack(of.samples(TABLE), store).values())
+    assert not any(archive.unpack(path, store)[name] for path in packs() for name in archive.unpack(path, store))
     assert (store.folder(cell) / "samples-0.jsonl").read_bytes() == before
 
 
@@ -78,16 +80,28 @@ def test_verifying_covers_both_models_and_finds_another_digit(packed, monkeypatc
     assert captured.err == f"kvbench: tables/vatp-2.md differs from its samples; {command}\n"
 
 
-def entries(path):
-    """The lines of a file of samples."""
-    return [json.loads(line) for line in gzip.decompress(path.read_bytes()).splitlines()]
+def packs():
+    """The files of committed samples."""
+    return sorted(committed.FOLDER.iterdir())
+
+
+def entries():
+    """The lines of all files of samples."""
+    return [json.loads(line) for path in packs() for line in gzip.decompress(path.read_bytes()).splitlines()]
+
+
+def rewrite(lines):
+    """Put other lines of samples in place of all."""
+    first, *others = packs()
+    for path in others:
+        path.unlink()
+    first.write_bytes(gzip.compress("\n".join(map(json.dumps, lines)).encode()))
 
 
 @pytest.mark.parametrize("differs", ["budget", "task"])
 def test_samples_of_another_cell_are_told(differs, packed, capsys):
     of, _ = packed
-    path = of.samples(TABLE)
-    identities = {e["cell"]["id"]: e["cell"]["identity"] for e in entries(path) if "cell" in e}
+    identities = {e["cell"]["id"]: e["cell"]["identity"] for e in entries() if "cell" in e}
     full = {i for i, identity in identities.items() if not identity["chain"]["stages"]}
     one = min(full)
     if differs == "task":
@@ -95,8 +109,7 @@ def test_samples_of_another_cell_are_told(differs, packed, capsys):
     else:
         other = next(i for i in identities.keys() - full if identities[i]["task"] == identities[one]["task"])
     names = {one: other, other: one}
-    lines = [json.dumps(e | {"of": names.get(e["of"], e["of"])} if "of" in e else e) for e in entries(path)]
-    path.write_bytes(gzip.compress("\n".join(lines).encode()))
+    rewrite([e | {"of": names.get(e["of"], e["of"])} if "of" in e else e for e in entries()])
     assert paper_tables.main(["vatp/2", "--verify", "--model", of.model]) == 1
     said = capsys.readouterr().err
     assert said.startswith("kvbench: tables/vatp-2.md differs from its samples; the samples of cell ")
@@ -105,11 +118,9 @@ def test_samples_of_another_cell_are_told(differs, packed, capsys):
 
 def test_a_record_of_another_cell_is_told(packed, capsys):
     of, _ = packed
-    path = of.samples(TABLE)
-    first, second = [e["cell"] for e in entries(path) if "cell" in e][:2]
+    first, second = [e["cell"] for e in entries() if "cell" in e][:2]
     wrong = {"cell": first | {"identity": second["identity"]}}
-    lines = [json.dumps(wrong if e.get("cell") == first else e) for e in entries(path)]
-    path.write_bytes(gzip.compress("\n".join(lines).encode()))
+    rewrite([wrong if e.get("cell") == first else e for e in entries()])
     assert paper_tables.main(["vatp/2", "--verify", "--model", of.model]) == 1
     assert f"the record of cell {first['id']} " in capsys.readouterr().err
 
@@ -173,7 +184,7 @@ def test_tables_of_other_methods_are_measured_as_one(packed, tmp_path):
     of, _ = packed
     results = str(tmp_path / "joint")
     names = ("vatp/1", "vatp/2")
-    shards.measure_shard((names, of.model, results, ()), 0, 1, 1)
+    shards.measure_shard((names, of.model, results, of.arguments), 0, 1, 1)
     for name in names:
         run = paper_tables.prepare(*table_spec.find(name), of, results, "limit=1").run
         assert sum(t.answers_to_do for t in run.todo()) == 0

@@ -4,15 +4,29 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from math import nan
 from pathlib import Path
 from textwrap import fill
 from typing import Any
 
 from kvbench.errors import UsageError
 from kvbench.files import write_json
+from kvbench.metrics import stats
 from kvbench.papers.claims import claims
-from kvbench.papers.claims.claims import FRAGILE, MIXED, NOT_DECIDABLE, UNDECIDED, Evidence, Verdict
+from kvbench.papers.claims.claims import (
+    DIVERGENCE,
+    FRAGILE,
+    LIKELIHOOD,
+    MEASURES,
+    MIXED,
+    NO_DIFFERENCE,
+    NOT_DECIDABLE,
+    POINTS,
+    UNDECIDED,
+    Claim,
+    Evidence,
+    Verdict,
+)
 from kvbench.papers.measured import our_table
 from kvbench.papers.measured.joint import joint
 from kvbench.papers.measured.our_table import OurTable
@@ -25,16 +39,28 @@ FOLDER = "claims"
 """The folder below a results folder with a ledger for each model."""
 SAYS = 46
 """Characters of a line of a statement."""
-FIDELITY = ("verdict", "side", "mean", "ci", "p_for", "p_against", "n", "tasks", "settings")
-"""The parts of a verdict that are told again in nats."""
-MARKS = {"supported": "✓", "contradicted": "✗", "mixed": "±", "fragile": "~", UNDECIDED: "?"}
+MARKS = {
+    "supported": "✓",
+    "contradicted": "✗",
+    "no difference": "=",
+    "mixed": "±",
+    "fragile": "~",
+    UNDECIDED: "?",
+}
+NAMES = {POINTS: "points", LIKELIHOOD: "nats lost on the answer", DIVERGENCE: "divergence"}
+"""What tables call the measures."""
 
+Outcomes = Mapping[str, Sequence[Verdict]]
+"""The verdicts on all claims of a ledger, in order, by measure."""
 
-IN_NATS = (
-    "In nats: the same claim by each prompt's divergence from the full cache, on the full cache's own greedy answer; "
-    "above 0 the claim's method is nearer to it. Gains are the difference over the sum of both, in per cent; "
-    f"losses are nats, at most 1 a prompt, with a margin of {claims.NATS:g} nats. The correction is over these tests "
-    "alone. The two verdicts answer different questions."
+ABOUT_NATS = (
+    "Nats lost on the answer: how much less likely the reference answer becomes than behind the full cache, per "
+    f"token, one nat at most, with a margin of {claims.NATS:g} nats where nothing is to be lost; of tasks with short "
+    "references. Divergence: from the full cache's next-token distribution on its own greedy answer; gains are the "
+    "difference over the sum of both, in per cent, losses are nats, one at most a prompt, with a margin of "
+    f"{claims.NATS:g}. Above 0 the claim's method is the better one. A claim is decided by points where they decide, "
+    "else by the likelihood, else by the divergence; each is corrected on its own, and they answer different "
+    "questions."
 )
 
 
@@ -54,23 +80,29 @@ def measure(prepared: Mapping[str, Sequence[OurTable]]) -> None:
         experiment.fill(run)
 
 
-def settle(prepared: Mapping[str, Sequence[OurTable]], model: str, in_nats: bool = False) -> list[Verdict]:
-    """Return the verdicts on all claims of the prepared papers, in order, corrected together.
+def settle(prepared: Mapping[str, Sequence[OurTable]], model: str) -> Outcomes:
+    """Return the verdicts on all claims of the prepared papers by measure, in order; each measure's corrected together.
 
-    ``in_nats``: by divergences from the full cache in place of scores, under a correction of their own.
+    Only points are there where no answer was compared with the full cache's (``fidelity=true``).
     """
     ledger = [c for paper in prepared for c in claims.load(paper)]
-    if in_nats:
-        ledger = [replace(c, margin=100 * claims.NATS) for c in ledger]
+    runs = [ours.run for some in prepared.values() for ours in some if ours.run is not None]
+    compared = any(c.fidelity for r in runs for g in r.groups for c in g.cells)
+    return {m: _settled(prepared, ledger, model, m) for m in (MEASURES if compared else (POINTS,))}
+
+
+def _settled(
+    prepared: Mapping[str, Sequence[OurTable]], ledger: Sequence[Claim], model: str, measure: str
+) -> list[Verdict]:
     tested = [c for c in ledger if c.test != "elsewhere"]
-    evidence_by_id = {c.id: claims.evidence(c, prepared[c.paper], in_nats=in_nats) for c in tested}
+    found = {c.id: claims.evidence(c, prepared[c.paper], measure=measure) for c in tested}
     others: dict[str, Evidence] = {}
     if model == stand_ins.MODEL:
-        others = {c.id: claims.evidence(c, prepared[c.paper], True, in_nats) for c in tested}
-    return claims.decide(ledger, evidence_by_id, others, family=len(tested))
+        others = {c.id: claims.evidence(c, prepared[c.paper], True, measure) for c in tested}
+    return claims.decide(ledger, found, others, len(tested), measure)
 
 
-def plain(prepared: Mapping[str, Sequence[OurTable]], model: str, verdicts: Sequence[Verdict]) -> dict[str, Any]:
+def plain(prepared: Mapping[str, Sequence[OurTable]], model: str, outcomes: Outcomes) -> dict[str, Any]:
     """Return a ledger as plain data: the model, whether it stands in for the papers', and a record of each claim."""
     our_tables = [ours for some in prepared.values() for ours in some]
     runs = [ours.run for ours in our_tables if ours.run is not None]
@@ -78,37 +110,48 @@ def plain(prepared: Mapping[str, Sequence[OurTable]], model: str, verdicts: Sequ
     # data read in place of others, notes of tasks, and local changes
     tasks = [f"{g.task.note}." for r in runs for g in r.groups if g.task.note and not g.task.id.startswith("tiny/")]
     changed = local_changes({c.id: c for r in runs for c in r.records()}.values())
-    records = [_record(v) for v in verdicts]
-    if any(c.fidelity for r in runs for g in r.groups for c in g.cells):
-        by_id = {v.claim.id: _record(v) for v in settle(prepared, model, in_nats=True)}
-        records = [{**r, "fidelity": {key: by_id[r["id"]][key] for key in FIDELITY}} for r in records]
+    records = [_record(dict(zip(outcomes, verdicts, strict=True))) for verdicts in zip(*outcomes.values(), strict=True)]
     all_notes = [*(note for ours in our_tables for note in ours.notes), *tasks, changed]
     return {
         "model": model,
         "stand_in": all(ours.stand_in for ours in our_tables),
         "dtype": ", ".join(sorted(dtypes)),
         "level": claims.LEVEL,
-        "tested": sum(v.claim.test != "elsewhere" for v in verdicts),
+        "tested": sum(record["test"] != "elsewhere" for record in records),
         "notes": [note for note in dict.fromkeys(all_notes) if note],
         "verdicts": records,
     }
 
 
-def _record(v: Verdict) -> dict[str, Any]:
-    """Return a verdict with its claim and evidence as plain data."""
-    claim, evidence = v.claim, v.evidence
-    means = {key: None if x is None else round(x, 6) for key, x in (("mean", v.mean), ("elsewhere", v.elsewhere))}
+def _record(verdicts: Mapping[str, Verdict]) -> dict[str, Any]:
+    """Return a claim with its verdict, and the verdict and numbers of each measure, as plain data."""
+    by = claims.deciding(verdicts)
+    verdict, first = verdicts[by], verdicts[POINTS]
+    claim = first.claim
     return {
         **{key: getattr(claim, key) for key in ("id", "paper", "quote", "where", "tested", "test", "margin", "pairs")},
+        "verdict": verdict.verdict,
+        "side": verdict.side,
+        "decided_by": by if verdict.verdict in claims.DECIDED else "",
+        **{key: getattr(first.evidence, key) for key in ("ran", "cells")},
+        "reason": first.reason,
+        "measures": {measure: _numbers(v) for measure, v in verdicts.items()},
+    }
+
+
+def _numbers(v: Verdict) -> dict[str, Any]:
+    """Return a verdict by one measure with its numbers as plain data."""
+    means = {key: None if x is None else round(x, 6) for key, x in (("mean", v.mean), ("elsewhere", v.elsewhere))}
+    evidence = v.evidence
+    return {
         **{key: getattr(v, key) for key in ("verdict", "side", "why_not")},
         **means,
         "ci": None if v.ci is None else [round(x, 3) for x in v.ci],
-        **{"p_for": v.p_for, "p_against": v.p_against},
+        **{key: getattr(v, key) for key in ("p_for", "p_against", "p_same", "needs")},
         "n": {task: len(d) for task, d in evidence.differences.items()},
         "tasks": {task: round(x, 6) for task, x in evidence.tasks.items()},
         "settings": [round(float(x), 6) for x in evidence.settings],
-        **{key: getattr(evidence, key) for key in ("floors", "ran", "cells")},
-        "reason": v.reason,
+        "floors": list(evidence.floors),
     }
 
 
@@ -148,55 +191,65 @@ def sheet(ledgers: Sequence[Mapping[str, Any]]) -> Table:
         for text in (f"“{first['quote']}” ({first['paper']}, {first['where']})", f"Tested: {first['tested']}"):
             cells[0] += "\n" + fill(text, SAYS, break_on_hyphens=False)
         for v in (verdicts.get(first["id"]) for verdicts in by_id):
-            side = f" ({v['side']} in the mean)" if v is not None and v["side"] else ""
-            cells.append("—" if v is None else f"{v['verdict']}{side}\n{evidence(v)}{in_nats(v)}")
+            cells.append("—" if v is None else f"{outcome(v)}\n{evidence(v)}")
         rows.append(tuple(cells))
     heads = (
-        f"{content['model']}{', a stand-in' if content['stand_in'] else ''}: points"
-        + (" and nats" if any("fidelity" in v for v in content["verdicts"]) else "")
+        f"{content['model']}{', a stand-in' if content['stand_in'] else ''}"
+        + ("" if _compared(content) else ": points")
         for content in ledgers
     )
     headers = ("what the paper says, and what is tested", *heads)
     return Table(headers, tuple(rows), left=len(headers), ruled=True)
 
 
+def _compared(content: Mapping[str, Any]) -> bool:
+    """Tell whether a ledger has measures beside points."""
+    return any(len(v["measures"]) > 1 for v in content["verdicts"])
+
+
+def outcome(v: Mapping[str, Any]) -> str:
+    """Return a claim's verdict, with the side of a mixed one and the measure that decided it."""
+    side = f" ({v['side']} in the mean)" if v["side"] else ""
+    by = f" by {NAMES[v['decided_by']]}" if v["decided_by"] and len(v["measures"]) > 1 else ""
+    return f"{v['verdict']}{side}{by}"
+
+
 def evidence(v: Mapping[str, Any]) -> str:
-    """Return the numbers behind a verdict: mean difference and interval, pairs, p, and the signs by task."""
-    if v["mean"] is None:
-        return "—"
-    least = 0.0 if v["test"] == "better" else -v["margin"]
-    signs = [(m > least + 1e-9) - (m < least - 1e-9) for m in v["tasks"].values()]
-    sizes = sorted(v["n"].values())
+    """Return the numbers behind a verdict, a block of lines for each measure that was taken."""
+    blocks = [_told(v, measure, found) for measure, found in v["measures"].items() if found["mean"] is not None]
+    return "\n".join("\n".join(lines) for lines in blocks).replace("-", "−") or "—"
+
+
+def _told(v: Mapping[str, Any], measure: str, found: Mapping[str, Any]) -> list[str]:
+    """Return the lines of one measure: mean difference and interval, pairs and p, tasks on each side, what it needs."""
+    in_nats = measure == LIKELIHOOD or (measure == DIVERGENCE and v["test"] != "better")
+    scale, digits = (100, 3) if in_nats else (1, 1)
+    low, high = found["ci"] or (nan, nan)  # one pair has no interval
+    mean, low, high = (x / scale for x in (found["mean"], low, high))
+    margin = {POINTS: v["margin"]}.get(measure, claims.NATS)
+    least = 0.0 if v["test"] == "better" else -margin * (100 if in_nats else 1)
+    signs = [(m > least + 1e-9) - (m < least - 1e-9) for m in found["tasks"].values()]
+    sizes = sorted(found["n"].values())
     n = f"{sizes[0]}" if sizes[0] == sizes[-1] else f"{sizes[0]} to {sizes[-1]}"
+    unit = " %" if measure == DIVERGENCE and not in_nats else ""
+    several = len(v["measures"]) > 1
+    ps = [found[key] for key in ("p_for", "p_against", "p_same") if found[key] is not None]
     lines = [
-        f"{v['mean']:+.1f} [{v['ci'][0]:.1f}, {v['ci'][1]:.1f}]" + (f", margin {v['margin']:g}" if least else ""),
-        f"n {n} in {len(sizes)} task{'s' if len(sizes) > 1 else ''}, p {min(v['p_for'], v['p_against']):.2g}",
+        (f"{NAMES[measure]}\n" if several else "")
+        + f"{mean:+.{digits}f}{unit} [{low:.{digits}f}, {high:.{digits}f}]"
+        + (f", margin {margin:g}" if least else ""),
+        f"n {n} in {len(sizes)} task{'s' if len(sizes) > 1 else ''}, p {min(ps):.2g}",
         f"tasks for {signs.count(1)}, even {signs.count(0)}, against {signs.count(-1)}",
     ]
-    if len(v["settings"]) > 1:
-        lines.append("settings " + ", ".join(f"{m:+.1f}" for m in v["settings"]))
-    if v["elsewhere"] is not None:
-        lines.append(f"the paper's windows {v['elsewhere']:+.1f}")
-    elif v["why_not"]:
+    if len(found["settings"]) > 1:
+        lines.append("settings " + ", ".join(f"{m / scale:+.{digits}f}" for m in found["settings"]))
+    if found["needs"] is not None:
+        lines.append(f"about {found['needs']:,} pairs would decide")
+    if found["elsewhere"] is not None:
+        lines.append(f"the paper's windows {found['elsewhere'] / scale:+.{digits}f}")
+    elif found["why_not"]:
         lines.append("the paper's windows do not fit")
-    return "\n".join(lines).replace("-", "−")
-
-
-def in_nats(v: Mapping[str, Any]) -> str:
-    """Return the verdict by divergences, below that by scores; '' where they were not measured."""
-    nats = v.get("fidelity")
-    if nats is None:
-        return ""
-    side = f" ({nats['side']} in the mean)" if nats["side"] else ""
-    if nats["mean"] is None:
-        return f"\nin nats: {nats['verdict']}"
-    low, high = nats["ci"]
-    if v["test"] == "better":
-        numbers = f"{nats['mean']:+.1f} % [{low:.1f}, {high:.1f}]"
-    else:
-        numbers = f"{nats['mean'] / 100:+.3f} [{low / 100:.3f}, {high / 100:.3f}], margin {claims.NATS:g}"
-    p = min(nats["p_for"], nats["p_against"])
-    return f"\nin nats: {nats['verdict']}{side}\n{numbers}, p {p:.2g}".replace("-", "−")
+    return lines
 
 
 def notes(content: Mapping[str, Any]) -> list[str]:
@@ -213,16 +266,19 @@ def notes(content: Mapping[str, Any]) -> list[str]:
         f"{model}{', ' * bool(content['dtype'])}{content['dtype']}"
         + (f", a stand-in for the papers' models: {own}." if content["stand_in"] else "."),
         f"{model}: {counts}.",
-        "Differences are paired, in points of 100, pooled over tasks, [95 % interval]. p is corrected; a verdict of "
-        f"either kind needs {content['level'] / 2:g}, and any of the {tested} claims gets a wrong one with a chance of "
-        f"at most {100 * content['level']:g} % (a betting test of bounded means, which is proved for any distribution; "
-        "Holm). No verdict decided when to stop measuring.",
-        f"{MIXED}: decided in the mean, but a task or setting has the other sign. {FRAGILE}: with the paper's windows "
-        f"unscaled the mean has the other sign. {NOT_DECIDABLE}: even if no pair differed, or of a claim of gains all "
-        "gained everything, there would be too few to support it. Log losses: a nat counts as 100 points, and no pair "
-        "as more. Tasks at the floor are left out by the full cache's own scores of these examples, which speaks "
-        "against methods that are compared with it.",
-        *([IN_NATS] if any("fidelity" in v for v in content["verdicts"]) else []),
+        "Differences are paired, in points of 100, pooled over tasks, [95 % interval]. p is corrected; a verdict "
+        f"needs {content['level'] / 2:g}, and any of the {tested} claims gets a wrong one by a measure with a chance "
+        f"of at most {100 * content['level']:g} % (signs of the differences are flipped at random; Holm). No verdict "
+        "decided when to stop measuring.",
+        f"{NO_DIFFERENCE}: a claimed gain is shown to be less than a point, 0.01 nats a token, or 10 % of the "
+        f"divergence. {MIXED}: decided in the mean, but a task or setting of {stats.FEWEST} pairs or more is told to "
+        f"have the other sign. {FRAGILE}: with the paper's windows unscaled the mean has the other sign. {UNDECIDED}: "
+        f"as many pairs as stand there would decide it at the difference seen, with a chance of {claims.POWER:.0%}. "
+        f"{NOT_DECIDABLE}: even if no pair differed, or of a claim of gains all gained everything, there would be too "
+        "few to support it. A claim of losing nothing counts one lost pair more than was seen. Log losses: a nat "
+        "counts as 100 points, and no pair as more. Tasks at the floor are left out by the full cache's own scores "
+        "of these examples, which speaks against methods that are compared with it.",
+        *([ABOUT_NATS] if _compared(content) else []),
         *content["notes"],
     ]
 

@@ -1,16 +1,22 @@
 """Claims of papers, as tests that a model can decide: pairs of methods on the same examples, and a verdict.
 
 A claim stands in the paper's own words (``quote``), beside what is tested of it in ours. It is decided by the paired
-differences of its sides over all examples of its tasks, in points of 100: ``better`` asks for a mean above 0,
-``no_worse`` for one above minus ``margin``. Both directions are tested (see ``stats.p_above``), each at half of LEVEL
-over all claims of a ledger together (Holm). Tasks where the full cache is at the floor decide nothing and are left out,
-and so are those of which a side compressed nothing.
+differences of its sides over all examples of its tasks: ``better`` asks for a mean above 0, ``no_worse`` for one above
+minus ``margin``. Both directions are tested (see ``stats.p_above``), each at half of LEVEL over all claims of a ledger
+together (Holm). A gain is also tested for being next to nothing (``NOTHING``), by two one-sided tests.
+
+Differences are read by three measures, which are never merged: the score of answers in points of 100; the likelihood of
+the reference answer; the divergence from the full cache. Each has verdicts of its own, corrected on their own. Tasks
+where the full cache is at the floor decide nothing in points and are left out there; the other two measures need no
+right answers. Tasks of which a side compressed nothing are left out of all.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from math import ceil
 
 import numpy as np
 import yaml
@@ -32,14 +38,25 @@ from kvbench.tasks.longbench import names
 TABLE = "claims"
 TESTS = ("better", "no_worse", "elsewhere")
 LEVEL = 0.05
-"""Chance of a wrong verdict of either kind anywhere in a ledger, at most."""
+"""Chance of a wrong verdict anywhere in a ledger by one measure, at most."""
+POWER = 0.8
+"""The chance with which as many examples as an undecided verdict asks for would decide it."""
+POINTS, LIKELIHOOD, DIVERGENCE = "points", "likelihood", "divergence"
+MEASURES = (POINTS, LIKELIHOOD, DIVERGENCE)
+"""What decides a claim, the first that does: the score; where it cannot, the likelihood of the reference answer; then
+the divergence from the full cache."""
+NOTHING = {POINTS: 0.01, LIKELIHOOD: 0.01, DIVERGENCE: 0.1}
+"""The mean difference that is next to nothing: a point of 100, 0.01 nats a token, 10 % of the divergence."""
+SHORT = 128
+"""The most tokens of an answer whose reference's likelihood says whether the model can give it."""
 SUPPORTED, CONTRADICTED, UNDECIDED = "supported", "contradicted", "undecided"
-MIXED, FRAGILE = "mixed", "fragile"
+NO_DIFFERENCE, MIXED, FRAGILE = "no difference", "mixed", "fragile"
 NOT_DECIDABLE, FLOOR, ELSEWHERE = "not decidable here", "at the floor", "not testable here"
 UNMEASURED = "not measured yet"
-VERDICTS = (SUPPORTED, CONTRADICTED, MIXED, FRAGILE, UNDECIDED, NOT_DECIDABLE, FLOOR, UNMEASURED, ELSEWHERE)
+DECIDED = (SUPPORTED, CONTRADICTED, NO_DIFFERENCE, MIXED, FRAGILE)
+VERDICTS = (*DECIDED, UNDECIDED, NOT_DECIDABLE, FLOOR, UNMEASURED, ELSEWHERE)
 NATS = 0.1
-"""Mean divergence in nats that a claim of losing nothing may add: its margin where it is told in nats."""
+"""Nats a token that a claim of losing nothing may lose on the answer, or add to the divergence: its margin there."""
 SAME = 1e-9
 """Points by which two means are one."""
 AS_PRINTED = "windows=paper"
@@ -72,10 +89,11 @@ class Claim:
         if self.test not in TESTS:
             raise KvbenchError(f"claim {self.id}: test must be one of {', '.join(TESTS)}, not {self.test!r}")
 
-    @property
-    def least(self) -> float:
-        """Return the mean difference, of 1, that must be exceeded."""
-        return 0.0 if self.test == "better" else -self.margin / 100
+    def least(self, measure: str = POINTS) -> float:
+        """Return the mean difference, of 1 or in nats, that must be exceeded."""
+        if self.test == "better":
+            return 0.0
+        return -self.margin / 100 if measure == POINTS else -NATS
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -85,12 +103,13 @@ class Claim:
 
 @dataclass(frozen=True)
 class Evidence:
-    """Measurements for a claim under one scaling.
+    """Measurements for a claim under one scaling, by one measure.
 
-    differences: of 1, by dataset, [examples, pairs of the claim]; an example that is asked several times (MDQA's three
-    positions) counts once. floors: datasets left out. unchanged: those left out because a side compressed nothing.
-    waiting: datasets without measurements. cells: ids of both sides. ran: each pair as run on this model. possible: the
-    number of examples in the data. reason: why some measurements, or all of them, are missing.
+    differences: of 1, or in nats of which none counts for more than 1, by dataset, [examples, pairs of the claim]; an
+    example that is asked several times (MDQA's three positions) counts once. floors: datasets left out. unchanged:
+    those left out because a side compressed nothing. waiting: datasets without measurements. cells: ids of both sides.
+    ran: each pair as run on this model. possible: the number of examples in the data. reason: why some measurements, or
+    all of them, are missing.
     """
 
     differences: Mapping[str, Differences] = field(default_factory=dict)
@@ -120,11 +139,14 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The outcome of a claim: one of VERDICTS, the mean difference in points with its interval, and p-values.
+    """The outcome of a claim by one measure: one of VERDICTS, the mean difference with its interval, and p-values.
 
-    p_for, p_against: corrected p-values of the hypotheses that nothing supports the claim, and that nothing speaks
-    against it. side: supported or contradicted in the mean, where the verdict is mixed or fragile. elsewhere: the mean
-    under the other scaling; why_not: the reason where there is none.
+    mean, ci, elsewhere: in hundredths, which are points of 100, per cent, or hundredths of a nat.
+    p_for, p_against, p_same: corrected p-values of the hypotheses that nothing supports the claim, that nothing speaks
+    against it, and that the difference of a claimed gain is more than next to nothing (None of other claims).
+    side: supported or contradicted in the mean, where the verdict is mixed or fragile.
+    elsewhere: the mean under the other scaling; why_not: the reason where there is none.
+    needs: the pairs that would decide an undecided claim at the difference seen, with a chance of POWER.
     """
 
     claim: Claim
@@ -134,14 +156,23 @@ class Verdict:
     ci: tuple[float, float] | None = None
     p_for: float | None = None
     p_against: float | None = None
+    p_same: float | None = None
     side: str = ""
     elsewhere: float | None = None
     why_not: str = ""
+    needs: int | None = None
 
     @property
     def reason(self) -> str:
         """Return the reason why there is no verdict, or why data are missing."""
         return self.claim.why or self.evidence.reason
+
+
+def deciding(verdicts: Mapping[str, Verdict]) -> str:
+    """Return the measure whose verdict is a claim's: the first that decides it, else the first that was tried."""
+    decided = [m for m, v in verdicts.items() if v.verdict in DECIDED]
+    tried = [m for m, v in verdicts.items() if v.verdict == UNDECIDED]
+    return [*decided, *tried, *verdicts][0]
 
 
 def load(paper: str) -> tuple[Claim, ...]:
@@ -198,12 +229,9 @@ def as_printed(side: str) -> str:
 
 
 def evidence(
-    claim: Claim, tables: Iterable[OurTable], windows_as_printed: bool = False, in_nats: bool = False
+    claim: Claim, tables: Iterable[OurTable], windows_as_printed: bool = False, measure: str = POINTS
 ) -> Evidence:
-    """Collect the paired differences of all examples that all sides of a claim have in ``tables``.
-
-    ``in_nats``: of divergences from the full cache in place of scores (``nearer``); no full cache is at a floor.
-    """
+    """Collect the paired differences by one measure of all examples that all sides of a claim have in ``tables``."""
     ours = next(t for t in tables if {c.dataset for c in t.declared.scores} == set(claim.columns))
     lines = {line.row.name: line for line in ours.lines}
     pairs = [tuple(lines[as_printed(s) if windows_as_printed else s] for s in pair) for pair in claim.pairs]
@@ -231,12 +259,15 @@ def evidence(
     cells = [cell for pair in compared for cell in pair]
     if refused := next(filter(None, (store.refusal(c.id) for c in cells)), None):
         return Evidence(reason=refused)
-    floors = [name for name, ways in by_task.values() if not in_nats and all(a.floored(store) for a in ways)]
-    idle = {name: sides for name, ways in by_task.values() if (sides := _unchanged(ways, store)) and name not in floors}
-    decidable = {name: ways for name, ways in by_task.values() if name not in floors and name not in idle}
-    differences = {name: _paired(store, ways, claim.test if in_nats else "") for name, ways in decidable.items()}
+    floors = [name for name, ways in by_task.values() if measure == POINTS and all(a.floored(store) for a in ways)]
+    long = [name for name, ways in by_task.values() if measure == LIKELIHOOD and not all(a.short for a in ways)]
+    left_out = {*floors, *long}
+    idle = {n: sides for n, ways in by_task.values() if (sides := _unchanged(ways, store)) and n not in left_out}
+    decidable = {name: ways for name, ways in by_task.values() if name not in left_out and name not in idle}
+    differences = {name: _paired(store, ways, claim.test, measure) for name, ways in decidable.items()}
     waiting = [name for name, d in differences.items() if not len(d)]
     reasons = [f"{name}: the full cache is at the floor" for name in floors]
+    reasons += [f"{name}: its references are long" for name in long]
     reasons += [f"{name}: nothing was compressed by {', '.join(sides)}" for name, sides in idle.items()]
     reasons += [f"{name}: not measured yet" for name in waiting]
     return Evidence(
@@ -270,12 +301,36 @@ class Asked:
         full = next(c for c in self.group.cells if not c.chain.stages)
         return at_floor(self.group.task, list(scores(store, self.group, full).values()))
 
+    @property
+    def short(self) -> bool:
+        """Tell whether the references are short: answers that a model has or has not, no long texts."""
+        return self.group.task.examples[0].max_new_tokens <= SHORT
+
 
 def divergences(store: ResultStore, group: Group, cell: Cell) -> dict[str, float]:
     """Return by example the mean divergence in nats, its floor at least, on the full cache's own answer if compared."""
     samples = {i: s.fidelity for i, s in store.samples(cell.id).items() if s.fidelity}
     texts = {i: texts.get("greedy") or texts["reference"] for i, texts in samples.items()}
     return {e.id: max(float(np.mean(texts[e.id].kl)), texts[e.id].floor) for e in group.examples if e.id in texts}
+
+
+def nats_lost(store: ResultStore, group: Group, cell: Cell) -> dict[str, float]:
+    """Return by example how much less likely the reference answer is than behind the full cache, in nats a token.
+
+    It is ``(ln p(answer) - ln q(answer)) / tokens``, with p behind the full cache and q behind the compressed one.
+    """
+    samples = store.samples(cell.id)
+    lost = {}
+    for e in group.examples:
+        texts = samples[e.id].fidelity if e.id in samples else None
+        if texts and "reference" in texts:  # a reference may be empty
+            text = texts["reference"]
+            lost[e.id] = text.log_ratio / len(text.kl)
+    return lost
+
+
+READ = {POINTS: scores, LIKELIHOOD: nats_lost, DIVERGENCE: divergences}
+"""What each measure reads of a cell, by example."""
 
 
 def nearer(test: str, x: float, y: float) -> float:
@@ -287,20 +342,22 @@ def nearer(test: str, x: float, y: float) -> float:
     return (y - x) / (y + x) if test == "better" else min(1.0, y) - min(1.0, x)
 
 
-def _paired(store: ResultStore, asked: Sequence[Asked], in_nats: str = "") -> Differences:
+def _paired(store: ResultStore, asked: Sequence[Asked], test: str, measure: str) -> Differences:
     """Return differences [examples, pairs] over the examples that all cells of a way have, the mean over ways.
 
-    Less is better of log losses. No difference counts for more than 1, a nat. ``in_nats``: the test of divergences.
+    They are above 0 where the first side of a pair is the better one. No difference counts for more than 1, a nat.
     """
     ways: dict[str, list[list[float]]] = {}
-    read = divergences if in_nats else scores
     for a in asked:
-        sign = -1.0 if not in_nats and metric(a.group.task.metric).shown is not None else 1.0
+        # less is better of nats that are lost, and of log losses
+        less = measure == LIKELIHOOD or metric(a.group.task.metric).shown is not None
 
-        def difference(x: float, y: float, sign: float = sign) -> float:
-            return nearer(in_nats, x, y) if in_nats else min(1.0, max(-1.0, sign * (x - y)))
+        def difference(x: float, y: float, less: bool = less) -> float:
+            if measure == DIVERGENCE:
+                return nearer(test, x, y)
+            return min(1.0, max(-1.0, y - x if less else x - y))
 
-        by_pair = [[read(store, a.group, cell) for cell in pair] for pair in a.pairs]
+        by_pair = [[READ[measure](store, a.group, cell) for cell in pair] for pair in a.pairs]
         for e in a.group.examples:
             if all(e.id in s for pair in by_pair for s in pair):
                 ways.setdefault(e.id, []).append([difference(x[e.id], y[e.id]) for x, y in by_pair])
@@ -312,19 +369,25 @@ def decide(
     found: Mapping[str, Evidence],
     others: Mapping[str, Evidence] | None = None,
     family: int | None = None,
+    measure: str = POINTS,
 ) -> list[Verdict]:
-    """Return the verdicts on ``claims``, corrected together over ``family`` of them (all that are measured).
+    """Return the verdicts on ``claims`` by one measure, corrected together over ``family`` of them (all measured).
 
     ``others``: what the same claims show under another scaling. A verdict that they do not share is fragile; one that
     tasks or settings do not share is mixed.
     """
     measured = {c.id: c for c in claims if len(found.get(c.id, Evidence()).values)}
     count = max(family or 0, len(measured))
-    # p-values of both directions; the sign turns a test for less into one for more
-    corrected = [
-        stats.holm({i: stats.p_above(sign * found[i].values, sign * c.least) for i, c in measured.items()}, count)
-        for sign in (1, -1)
-    ]
+    nothing = NOTHING[measure]
+    p_for, p_against, p_same = (
+        stats.holm({i: test(found[i].values, c) for i, c in measured.items()}, count)
+        for test in (
+            lambda d, c: stats.p_above(d, c.least(measure)),
+            lambda d, c: stats.p_above(-d, -c.least(measure)),
+            # two one-sided tests: the difference is above -nothing, and below it
+            lambda d, c: max(stats.p_above(d, -nothing), stats.p_above(-d, -nothing)) if c.test == "better" else 1.0,
+        )
+    )
     verdicts = []
     for claim in claims:
         evidence = found.get(claim.id, Evidence())
@@ -334,30 +397,82 @@ def decide(
                 verdict = UNMEASURED
             verdicts.append(Verdict(claim, verdict, evidence))
             continue
-        p_for, p_against = (c[claim.id] for c in corrected)
+        ps = p_for[claim.id], p_against[claim.id], p_same[claim.id]
         other = (others or {}).get(claim.id, Evidence())
         elsewhere = 100 * float(other.values.mean()) if len(other.values) else None
-        word, side = _word(claim, evidence, p_for, p_against, elsewhere, count)
-        mean, ci = 100 * float(evidence.values.mean()), stats.betting_ci(evidence.values)
-        points = (100 * ci[0], 100 * ci[1])
-        verdicts.append(Verdict(claim, word, evidence, mean, points, p_for, p_against, side, elsewhere, other.reason))
+        word, side = _word(claim, evidence, ps, elsewhere, count, measure)
+        ci = stats.mean_interval(evidence.values, (-1.0, 1.0))
+        verdicts.append(
+            Verdict(
+                claim,
+                word,
+                evidence,
+                mean=100 * float(evidence.values.mean()),
+                ci=None if ci is None else (100 * ci[0], 100 * ci[1]),
+                p_for=ps[0],
+                p_against=ps[1],
+                p_same=ps[2] if claim.test == "better" else None,
+                side=side,
+                elsewhere=elsewhere,
+                why_not=other.reason,
+                needs=_needed(evidence.values, claim.least(measure), count) if word == UNDECIDED else None,
+            )
+        )
     return verdicts
 
 
+def _needed(differences: Differences, least: float, family: int) -> int | None:
+    """Return how many pairs would decide at the mean and spread that were seen; None where nothing differs from least.
+
+    ``n = ((z(level) + z(power)) * spread / distance)^2``, at the level that Holm asks of the first of ``family``.
+    """
+    distance = abs(float(differences.mean()) - least)
+    spread = float(differences.std(ddof=1)) if len(differences) > 1 else 0.0
+    if distance < SAME or not spread:
+        return None
+    return ceil(
+        ((stats.normal_quantile(1 - LEVEL / 2 / family) + stats.normal_quantile(POWER)) * spread / distance) ** 2
+    )
+
+
+@lru_cache
+def _best_p(test: str, pairs: int, least: float) -> float:
+    """Return the p-value if no pair differed, or of a claim of gains all gained everything."""
+    return stats.p_above(np.full(pairs, 0.0 if test == "no_worse" else 1.0), least)
+
+
 def _word(
-    claim: Claim, evidence: Evidence, p_for: float, p_against: float, elsewhere: float | None, family: int
+    claim: Claim,
+    evidence: Evidence,
+    ps: tuple[float, float, float],
+    elsewhere: float | None,
+    family: int,
+    measure: str,
 ) -> tuple[str, str]:
     """Return (verdict, side); the side, supported or contradicted, is '' unless the verdict is mixed or fragile."""
-    decided = UNDECIDED
-    if p_for < LEVEL / 2 or p_against < LEVEL / 2:
-        decided = SUPPORTED if p_for < LEVEL / 2 else CONTRADICTED
-    if decided == UNDECIDED:
-        # even if no pair of all that the data would give differed, or of a claim of gains all gained everything
-        most_possible = np.full(evidence.possible, 0.0 if claim.test == "no_worse" else 1.0)
-        return (NOT_DECIDABLE if family * stats.p_above(most_possible, claim.least) >= LEVEL / 2 else UNDECIDED), ""
-    side = 1 if decided == SUPPORTED else -1
-    least = 100 * claim.least
-    if elsewhere is not None and side * (elsewhere - least) < -SAME:
+    p_for, p_against, p_same = ps
+    least = claim.least(measure)
+    if claim.test == "better" and p_same < LEVEL / 2:
+        return NO_DIFFERENCE, ""
+    if p_for >= LEVEL / 2 and p_against >= LEVEL / 2:
+        best = _best_p(claim.test, evidence.possible, least)
+        return (NOT_DECIDABLE if family * best >= LEVEL / 2 else UNDECIDED), ""
+    decided, side = (SUPPORTED, 1) if p_for < LEVEL / 2 else (CONTRADICTED, -1)
+    if elsewhere is not None and side * (elsewhere / 100 - least) < -SAME:
         return FRAGILE, decided
-    opposite = any(side * (m - least) < -SAME for m in (*evidence.settings, *evidence.tasks.values()))
-    return (MIXED, decided) if opposite else (decided, "")
+    parts = [d.mean(1) for d in evidence.differences.values()]
+    if evidence.differences:
+        parts += list(np.concatenate(list(evidence.differences.values())).T)
+    return (MIXED, decided) if any(_opposite(part, least, side) for part in parts) else (decided, "")
+
+
+def _opposite(differences: Differences, least: float, side: int) -> bool:
+    """Tell whether a task or setting of its own is told to lie on the other side of ``least``: not by its mean alone.
+
+    The means of a few examples lie on the other side by chance: every claim of sixteen tasks would be mixed.
+    """
+    if len(differences) < stats.FEWEST:
+        return False
+    ci = stats.mean_interval(differences, (-1.0, 1.0))
+    assert ci is not None  # there are bounds, and FEWEST differences
+    return ci[1] < least if side > 0 else ci[0] > least

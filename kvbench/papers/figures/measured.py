@@ -272,10 +272,9 @@ def _mean(results: Sequence[tuple[Group, CellSummary, NDArray[np.float64]]]) -> 
         return columns
     name, tasks = next(iter(names)), [pairs for _, _, pairs in results]
     scale = metric(name).scale
-    interval = stats.stratified_ci(tasks, lambda means: scale * np.mean([m[:, 0] for m in means], axis=0), scale)
-    low, high = interval or (None, None)
-    score = scale * float(np.mean([t[:, 0].mean() for t in tasks]))
-    return {**columns, "score": score, "low": low, "high": high, **_relative(tasks, name)}
+    score, interval = stats.mean_over_tasks([t[:, 0] for t in tasks])
+    low, high = (scale * interval[0], scale * interval[1]) if interval else (None, None)
+    return {**columns, "score": scale * score, "low": low, "high": high, **_relative(tasks, name)}
 
 
 def _relative(tasks: Sequence[stats.Pairs], name: str) -> dict[str, Any]:

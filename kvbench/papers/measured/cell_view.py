@@ -26,6 +26,8 @@ from kvbench.tasks.longbench import TASKS
 AVERAGE = Column("avg", SCORE)
 OF_ALL = Column("avg", "all")
 """The average over all tasks, beside that over the tasks above the floor."""
+WIDE = 100.0
+"""Percentage points: a share of the full cache with a wider interval is no number."""
 ROUNDING = 2
 """Units of a printed average's last digit by which rounding can explain a difference to that of its printed cells."""
 
@@ -46,6 +48,9 @@ class CellView:
     n, of: how many examples are measured, and how many there are.
     unlike: the conditions that differ from the paper's.
     unchanged: whether nothing was compressed, so that our number says nothing about the method.
+    stand_in: whether another model than the paper's was measured, so that our number is a share of its full cache.
+    empty: how many of the full cache's answers to the same examples are empty.
+    wide: whether the interval of a share is wider than WIDE, or has no end.
     """
 
     status: str = "none"
@@ -71,6 +76,14 @@ class CellView:
     timed: Timed | None = None
     unlike: tuple[str, ...] = ()
     unchanged: bool = False
+    stand_in: bool = False
+    empty: int = 0
+    wide: bool = False
+
+    @property
+    def few(self) -> bool:
+        """Return True for a share of so few examples that it says nothing."""
+        return self.stand_in and 0 < self.n < stats.FEWEST
 
     @property
     def delta(self) -> float | None:
@@ -117,8 +130,9 @@ def view(ours: OurTable) -> View:
     ]
     means: tuple[Column, ...] = ()
     if table.scores and any(c.dataset in MEANS for c in table.printed):
-        floored = ours.stand_in and table.average == MEAN and any(e.floor for row in entries for e in row)
-        means = (AVERAGE, OF_ALL) if floored else (AVERAGE,)
+        every = [e for row in entries for e in row]
+        left_out = any(e.floor for e in every) or len({e.few for e in every if e.n}) > 1
+        means = (AVERAGE, OF_ALL) if ours.stand_in and table.average == MEAN and left_out else (AVERAGE,)
     rows = tuple(
         (line, (*row, *(_average(ours, line, list(zip(columns, row, read, strict=True)), m) for m in means)))
         for line, row, read in zip(ours.lines, entries, reads, strict=True)
@@ -212,8 +226,28 @@ def _entry(
         of=summary.of,
         cell=result.cell,
         unchanged=result.unchanged,
+        stand_in=ours.stand_in,
+        empty=_empty(ours, line, column),
+        wide=ours.stand_in and _wide(line, read.share),
         budget=100 * summary.kept / summary.prompt_tokens if summary.prompt_tokens else None,
     )
+
+
+def _wide(line: TableLine, share: stats.Share) -> bool:
+    """Tell whether a share says nothing: its interval is wider than WIDE or has no end. The full cache's is 100."""
+    if share.point is None or line.row.method == "full":
+        return False
+    return share.ci is None or share.ci[1] - share.ci[0] > WIDE
+
+
+def _empty(ours: OurTable, line: TableLine, column: Column) -> int:
+    """Return how many answers of the full cache are empty, of those to a line's prompts in a column."""
+    count = 0
+    for group, cell in ours.full(line, column):
+        samples = ours.run.store.samples(cell.id) if ours.run is not None else {}
+        texts = [samples[e.id].prediction for e in group.examples if e.id in samples and not e.tokens]
+        count += sum(not text.strip() for text in texts)
+    return count
 
 
 def _unlike(ours: OurTable, line: TableLine, column: Column) -> Iterator[str]:
@@ -239,12 +273,14 @@ def _average(
 ) -> CellView:
     """Return the entry of a line's average, taken as the paper does, over the columns that can be read here.
 
-    On a stand-in the mean leaves out columns where the full cache is at the floor; that of OF_ALL keeps them.
+    On a stand-in the mean leaves out columns where the full cache is at the floor, and those of too few examples
+    unless all are; that of OF_ALL keeps both.
     """
     scored = [(c, e, read) for c, e, read in columns if c.what == SCORE]
     readable = [(c, e, read) for c, e, read in scored if not (ours.run and ours.why_absent(line, c))]
     if ours.stand_in and kind is AVERAGE:
-        readable = [(c, e, read) for c, e, read in readable if not e.floor]
+        above = [(c, e, read) for c, e, read in readable if not e.floor]
+        readable = [(c, e, read) for c, e, read in above if not e.few] or above
     if not readable:
         return CellView(status="missing")
     entries = [e for _, e, _ in readable]
@@ -277,8 +313,11 @@ def _average(
         ours=fmean(values) - offset if values else None,
         relative=share_of_full.point,
         relative_ci=share_of_full.ci,
-        n=min(e.n for e in entries),
-        of=max(e.of for e in entries),
+        # a mean over tasks rests on all of their examples
+        n=sum(e.n for e in entries),
+        stand_in=ours.stand_in,
+        wide=ours.stand_in and _wide(line, share_of_full),
+        of=sum(e.of for e in entries),
         unlike=tuple(dict.fromkeys(reason for e in entries for reason in e.unlike)),
     )
 

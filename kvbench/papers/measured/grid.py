@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from textwrap import wrap
 
-from kvbench.metrics.stats import FLOOR
+from kvbench.metrics.stats import FEWEST, FLOOR
 from kvbench.papers.measured import timing_text
-from kvbench.papers.measured.cell_view import OF_ALL, CellView, View
+from kvbench.papers.measured.cell_view import OF_ALL, WIDE, CellView, View
 from kvbench.papers.measured.our_table import OurTable, TableLine
 from kvbench.papers.spec import stand_ins
 from kvbench.papers.spec.published import FRACTION
@@ -16,6 +16,7 @@ from kvbench.papers.spec.row_knobs import parse
 from kvbench.papers.spec.table_spec import MEANS, SCORE
 from kvbench.papers.spec.workloads import labels
 from kvbench.run.provenance import local_changes
+from kvbench.run.summary import MANY_EMPTY
 from kvbench.tables.render import EVICTING, EVICTS
 from kvbench.tables.table import Bold, Table
 
@@ -46,6 +47,7 @@ def grid(view: View, show: str) -> Table:
         headings[len(rows)] = heading
         compressed = [(line, entries) for line, entries in block if line.row.method != base]
         best_values = [_best(compressed, i, column.name, field) for i, column in enumerate(view.columns)]
+        differing = [len({e.n for _, row in block for e in [row[i]] if e.n}) > 1 for i in range(len(view.columns))]
         for line, entries in block:
             evicts = line.chain is not None and line.chain.evicts and show != "published"
             # what the heading of its block says does not stand in a row, too
@@ -55,10 +57,13 @@ def grid(view: View, show: str) -> Table:
             setting = wrap(" ".join(parts), LABEL, break_long_words=False)
             label = [line.row.method, *setting, *([EVICTS] if evicts else [])]
             cells = []
-            for e, best in zip(entries, best_values, strict=True):
+            for e, best, differs in zip(entries, best_values, differing, strict=True):
                 if line.row.method == "full":  # its share of itself needs no interval
                     e = replace(e, relative_ci=None)
-                text = "\n".join(timing_text.lines(e, show) if e.timed is not None else _cell(e, show, stand_in))
+                cell_lines = timing_text.lines(e, show) if e.timed is not None else _cell(e, show, stand_in)
+                if e.n and differs and not e.few and show in ("both", "ours"):
+                    cell_lines.append(f"n {e.n}")
+                text = "\n".join(cell_lines)
                 says_something = printed or not e.unchanged
                 bold = line.row.method != base and best is not None and getattr(e, field) == best and says_something
                 cells.append(Bold(text) if bold else text)
@@ -77,7 +82,10 @@ def _best(rows: Sequence[Line], index: int, column: str, field: str) -> float | 
     shares, which are inverse.
     """
     entries = [entries[index] for _, entries in rows]
-    entries = [e for e in entries if field == "published" or not e.unchanged]
+    if field != "published":
+        entries = [e for e in entries if not e.unchanged and not e.few and not e.wide]
+        if len({e.n for e in entries if e.n}) > 1:  # the best of other examples is not the best
+            return None
     values = [value for e in entries if (value := getattr(e, field)) is not None]
     if len(values) < 2:
         return None
@@ -118,6 +126,10 @@ def _ours(entry: CellView, stand_in: bool) -> list[str]:
         return ["floor"]
     if entry.unchanged:
         return ["not", "compressed"]
+    if entry.few:
+        return [f"n {entry.n}"]
+    if entry.wide:
+        return ["wide"]
     value, ci = (entry.relative, entry.relative_ci) if stand_in else (entry.ours, entry.ci)
     if entry.status == "missing" or value is None:
         return ["" if entry.exact else "—"]
@@ -214,14 +226,19 @@ def _ours_notes(view: View, entries: Sequence[CellView], show: str) -> Iterator[
     unlike = dict.fromkeys(reason for e in entries for reason in e.unlike)
     if unlike and show in ("both", "delta"):
         yield f"{UNLIKE}: other conditions than the paper's, so that the difference is indicative: {'; '.join(unlike)}."
-    counts = sorted({e.n for e in entries if e.n})
+    counts = sorted({e.n for e in entries if e.n and e.cell})  # an average has the sum of its cells'
     if counts:
         paired = " of paired examples" if ours.stand_in else ""
         dtype = "" if ours.run is None else f", {ours.run.dtype}"
-        interval = "" if show == "delta" else f"; [a, b]: 95 % bootstrap interval{paired}"
-        sizes = sorted({e.of for e in entries if e.n})
+        interval = "" if show == "delta" else f"; [a, b]: 95 % interval{paired}"
+        sizes = sorted({e.of for e in entries if e.n and e.cell})
         total = str(sizes[-1]) if sizes[0] == sizes[-1] else f"{sizes[0]} to {sizes[-1]}"
         yield f"n = {', '.join(map(str, counts))} of {total} examples a cell{dtype}{interval}."
+    if any(e.few for e in entries):
+        yield f"n in place of a share: fewer than {FEWEST} examples say nothing."
+    if any(e.wide and not e.few for e in entries):
+        yield f"wide: the interval of the share is wider than {WIDE:g} percentage points, so that it says nothing."
+    yield from _empty_answers(view)
     if ours.run is not None and (changed := local_changes(ours.run.records())):
         yield changed
     if any(line.chain is not None and line.chain.evicts for line in ours.lines):
@@ -246,6 +263,18 @@ def _full_scores(view: View) -> Iterator[str]:
             f"floor: the full cache scores less than {100 * FLOOR:g} points of 100 above empty answers and guessing, "
             f"or its interval reaches them: a share of it says nothing{count}."
         )
+
+
+def _empty_answers(view: View) -> Iterator[str]:
+    """Yield a note on the datasets of which many of the full cache's answers are empty."""
+    most: dict[str, CellView] = {}
+    for _, row in view.rows:
+        for column, e in zip(view.columns, row, strict=True):
+            if e.n and e.empty >= MANY_EMPTY * e.n and (column.dataset not in most or e.n > most[column.dataset].n):
+                most[column.dataset] = e
+    if most:
+        counts = ", ".join(f"{name} {e.empty} of {e.n}" for name, e in most.items())
+        yield f"Answers of the full cache that are empty: {counts}. Such a column shows when a model falls silent."
 
 
 def _printed_notes(view: View, entries: Sequence[CellView], relative: bool) -> Iterator[str]:

@@ -161,10 +161,9 @@ def ledger(content: Mapping[str, Any]) -> str:
     for v in content["verdicts"]:
         tested = v["tested"] + (f" Ran: {'; '.join(v['ran'])}." if v["ran"] else "")
         quote = f"“{v['quote']}” ({v['paper']}, {v['where']})"
-        points = claim_runner.evidence(v) + claim_runner.in_nats(v)
-        body.append((v["id"], quote, tested, v["verdict"], points, v["reason"]))
+        body.append((v["id"], quote, tested, claim_runner.outcome(v), claim_runner.evidence(v), v["reason"]))
     kinds = [f"verdict-{v['verdict'].split()[0]}" for v in content["verdicts"]]
-    head = ("claim", "what the paper says", "what is tested", "verdict", "points", "why")
+    head = ("claim", "what the paper says", "what is tested", "verdict", "evidence", "why")
     title = f"{content['model']}{', a stand-in' if content['stand_in'] else ''}"
     notes = "".join(f"<li>{html.escape(note)}</li>" for note in claim_runner.notes(content))
     return f"<h3>{html.escape(title)}</h3><ul>{notes}</ul>" + rows(head, body, kinds)

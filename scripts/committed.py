@@ -1,0 +1,44 @@
+"""The samples of a pretrained model that are committed: a file for each paper and task, in results/samples.
+
+A table and a claim of one paper often show the same cells. Each paper's tables and claims are restored from all of its
+files, or from those of the datasets that they name, and are packed into them together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from pathlib import Path
+
+from kvbench.run import archive
+from kvbench.run.run_plan import RunPlan
+from kvbench.run.store import ResultStore
+
+FOLDER = Path(__file__).resolve().parent.parent / "results" / "samples"
+END = ".samples.jsonl.gz"
+
+
+def place(paper: str, task: str, folder: Path) -> Path:
+    """Return the file of a paper's cells of one task, ``dataset/task`` or ``dataset``."""
+    return folder / f"{paper}.{task.replace('/', '.').replace(' ', '_')}{END}"
+
+
+def restore(paper: str, store: ResultStore, datasets: Collection[str] = (), folder: Path | None = None) -> None:
+    """Put a paper's committed samples into ``store`` where they are missing there; all, or those of some datasets."""
+    for path in sorted((folder or FOLDER).glob(f"{paper}.*{END}")):
+        parts = path.name.removesuffix(END).split(".")[1:]
+        if not datasets or any(part in datasets for part in parts):
+            archive.unpack(path, store)
+
+
+def pack(paper: str, runs: Iterable[RunPlan], store: ResultStore, folder: Path | None = None) -> None:
+    """Write the samples of all cells of ``runs`` into the paper's files, beside the cells that these hold already."""
+    cells: dict[str, set[str]] = {}
+    for run in runs:
+        for group in run.groups:
+            measured = {c.id for c in group.cells if store.lines(c.id)}
+            cells.setdefault(group.task.id, set()).update(measured)
+    for task, ids in cells.items():
+        path = place(paper, task, folder or FOLDER)
+        held = archive.unpack(path, store).keys() if path.exists() else set()
+        if ids:
+            archive.pack(store, ids | held, path)
