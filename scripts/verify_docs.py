@@ -1,4 +1,4 @@
-"""Check that the decimal numbers and per cents of README.md and results/README.md stand in the files that they link to.
+"""Check that the decimal numbers and per cents of README.md and of the pages of results stand in files they link to.
 
 python scripts/verify_docs.py     fail with every one that no file of its section has
 
@@ -14,7 +14,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = ("README.md", "results/README.md")
+PAGES = (
+    "README.md",
+    *(f"results/{page}.md" for page in ("README", "papers", "comparison", "figures", "tiny", "time-and-memory")),
+)
 NUMBER = re.compile(r"(?<![\w.])\d+(?:,\d{3})*\.\d+(?![\w]*\.\d)")
 PERCENT = re.compile(r"(?<![\w.,])\d+(?= %)")
 """Numbers that are checked: decimals, and whole per cents."""

@@ -1,4 +1,4 @@
-"""The committed figures: drawn again from their CSV alone, and told in results/README.md with the CSV's own numbers."""
+"""The committed figures: drawn again from their CSV alone, and told on results' pages with the CSV's own numbers."""
 
 import re
 from pathlib import Path
@@ -54,7 +54,8 @@ def test_the_csv_alone_draws_the_committed_pictures(path, tmp_path):
 def rows():
     """(figure, cell on SmolLM2, cell on tiny) of every line of the tables of figures."""
     collected, figures = [], []
-    for line in (RESULTS / "README.md").read_text(encoding="utf-8").splitlines():
+    pages = [(RESULTS / page).read_text(encoding="utf-8") for page in ("figures.md", "papers.md")]
+    for line in "\n".join(pages).splitlines():
         cells = [c.strip() for c in line.strip().strip("|").split(" | ")]
         if len(cells) == 4 and LINK.search(cells[0]):
             figures = list(dict.fromkeys(found_name for _, found_name in LINK.findall(cells[0])))
