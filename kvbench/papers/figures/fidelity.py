@@ -121,9 +121,15 @@ def by_layer(measured: MeasuredFigure) -> pd.DataFrame:
     return data.groupby(by, sort=False)["kl"].agg(kl="mean", n="count").reset_index()
 
 
+def with_samples(data: pd.DataFrame) -> pd.DataFrame:
+    """Return the data with the column ``samples``, the number of texts behind each point in words, for titles."""
+    counts = dict.fromkeys((int(data["n"].min()), int(data["n"].max())))
+    return data.assign(samples=f"n = {' to '.join(map(str, counts))}")
+
+
 def single_layers(data: pd.DataFrame) -> pd.DataFrame:
-    """Return the rows of single layers, with the title of their panel."""
-    return data[data["layer"] >= 0]
+    """Return the rows of single layers, with the number of texts for titles."""
+    return with_samples(data[data["layer"] >= 0])
 
 
 def layer_facts(data: pd.DataFrame) -> Iterator[Fact]:
@@ -168,8 +174,8 @@ def answer_facts(data: pd.DataFrame) -> Iterator[Fact]:
 
 
 CODE = {
-    "fidelity/answers": Code(by_long_position, answer_facts),
-    "fidelity/budget": Code(by_budget, budget_facts),
-    "fidelity/positions": Code(by_position, position_facts),
+    "fidelity/answers": Code(by_long_position, answer_facts, with_samples),
+    "fidelity/budget": Code(by_budget, budget_facts, with_samples),
+    "fidelity/positions": Code(by_position, position_facts, with_samples),
     "fidelity/layers": Code(by_layer, layer_facts, single_layers),
 }
