@@ -47,20 +47,22 @@ MARKS = {
     "fragile": "~",
     UNDECIDED: "?",
 }
-NAMES = {POINTS: "points", LIKELIHOOD: "nats lost on the answer", DIVERGENCE: "divergence"}
-"""What tables call the measures."""
+NAMES = {POINTS: "points", LIKELIHOOD: "likelihood of the answer, nats a token", DIVERGENCE: "divergence"}
+"""What tables call the measures, beside their numbers."""
+BY = {POINTS: "points", LIKELIHOOD: "the likelihood of the answer", DIVERGENCE: "divergence"}
+"""What they call the measure that decided a claim."""
 
 Outcomes = Mapping[str, Sequence[Verdict]]
 """The verdicts on all claims of a ledger, in order, by measure."""
 
 ABOUT_NATS = (
-    "Nats lost on the answer: how much less likely the reference answer becomes than behind the full cache, per "
-    f"token, one nat at most, with a margin of {claims.NATS:g} nats where nothing is to be lost; of tasks with short "
-    "references. Divergence: from the full cache's next-token distribution on its own greedy answer; gains are the "
-    "difference over the sum of both, in per cent, losses are nats, one at most a prompt, with a margin of "
-    f"{claims.NATS:g}. Above 0 the claim's method is the better one. A claim is decided by points where they decide, "
-    "else by the likelihood, else by the divergence; each is corrected on its own, and they answer different "
-    "questions."
+    "Likelihood of the answer: the nats a token that the reference answer loses beside the full cache, less for the "
+    f"claim's method than for the other, one nat at most, with a margin of {claims.NATS:g} where nothing is to be "
+    "lost; of tasks with short references. Divergence: from the full cache's next-token distribution on its own "
+    "greedy answer; gains are the difference over the sum of both, in per cent, losses are nats, one at most a "
+    f"prompt, with a margin of {claims.NATS:g}. Above 0 the claim's method is the better one. A claim is decided by "
+    "points where they decide, else by the likelihood, else by the divergence; each is corrected on its own, and "
+    "they answer different questions."
 )
 
 
@@ -199,7 +201,7 @@ def sheet(ledgers: Sequence[Mapping[str, Any]]) -> Table:
         for content in ledgers
     )
     headers = ("what the paper says, and what is tested", *heads)
-    return Table(headers, tuple(rows), left=len(headers), ruled=True)
+    return Table(headers, tuple(rows), left=len(headers), ruled=True, breaks=True)
 
 
 def _compared(content: Mapping[str, Any]) -> bool:
@@ -210,7 +212,7 @@ def _compared(content: Mapping[str, Any]) -> bool:
 def outcome(v: Mapping[str, Any]) -> str:
     """Return a claim's verdict, with the side of a mixed one and the measure that decided it."""
     side = f" ({v['side']} in the mean)" if v["side"] else ""
-    by = f" by {NAMES[v['decided_by']]}" if v["decided_by"] and len(v["measures"]) > 1 else ""
+    by = f" by {BY[v['decided_by']]}" if v["decided_by"] and len(v["measures"]) > 1 else ""
     return f"{v['verdict']}{side}{by}"
 
 
