@@ -1,8 +1,9 @@
 """The numbers of a table by hand: what samples come to, the difference to the full cache, and how both are printed."""
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from stored import sample
 
@@ -10,7 +11,7 @@ from kvbench.example import Example
 from kvbench.methods.chain import Chain
 from kvbench.methods.resolve import chain_of
 from kvbench.metrics import metric
-from kvbench.metrics.stats import paired_difference
+from kvbench.metrics.stats import mean_over_tasks, paired_difference
 from kvbench.run.plan import Cell, Group
 from kvbench.run.report import CellResult, Delta
 from kvbench.run.results import Sample
@@ -318,8 +319,7 @@ def test_lengths_of_answers_are_weighed_by_prompts_and_the_most_tokens_held_is_o
 
 @pytest.mark.parametrize(("shown", "stars"), [(9, None), (10, 1), (20, 1), (21, 2), (60, 3)])
 def test_stars_by_chance_are_one_in_twenty(shown, stars):
-    cells = [CellResult("a", "id", "measured", delta=Delta(0.0, (-1.0, 1.0)))] * shown
-    note = render._by_chance([*cells, CellResult("a", "id", "measured", delta=Delta(0.0, None))])
+    note = render._by_chance([*[Delta(0.0, (-1.0, 1.0))] * shown, Delta(0.0, None)])
     assert note == ("" if stars is None else f" (of {shown} about {stars} would by chance alone)")
 
 
@@ -367,3 +367,28 @@ def test_a_fall_is_beside_the_full_caches_fall():
     beside = rows_of(report)["snapkv"].cells[0].fall_beside_full
     assert beside.mean == pytest.approx(-25)  # -62.5 beside -37.5
     assert beside.ci[0] < -25 < beside.ci[1] and beside.ci[0] > -75
+
+
+def test_a_mean_has_its_interval_and_its_paired_difference():
+    """Two tasks of eight: no task tells the method from the full cache, and the mean over both does not either."""
+    report = measured(
+        {"full": [*of_scores(FULL), *of_scores(FULL)], "snapkv": [*of_scores(BETTER), *of_scores(FULL)]},
+        tasks=("tiny/a", "tiny/b"),
+    )
+    rows = rows_of(report)
+    full, better = rows["full"].means, rows["snapkv"].means
+    assert full.delta is None and full.score_ci[0] < full.score_mean == 56.25 < full.score_ci[1]
+    differences = [np.subtract(BETTER, FULL), np.zeros(8)]
+    mean, (low, high) = mean_over_tasks(differences, (-1.0, 1.0))
+    assert better.delta.mean == pytest.approx(100 * mean) and better.delta.ci == pytest.approx((100 * low, 100 * high))
+    assert rows["snapkv"].record()["delta_ci"] == better.delta.ci
+    last = render.sheets(report)[0].rows[1][-1].splitlines()
+    assert last[0] == "71.9" and last[2].startswith("Δ +15.6")
+
+
+def test_empty_answers_are_counted_and_told():
+    samples = [[replace(s, prediction="" if i < 3 else "x") for i, s in enumerate(of_scores(FULL)[0])]]
+    report = measured({"full": samples, "snapkv": of_scores(FULL)})
+    assert rows_of(report)["full"].cells[0].summary.empty == 3
+    assert any("3 of 8 answers of the full cache are empty. min_new_tokens=1" in note for note in report.notes)
+    assert not any("are empty" in n for n in measured({"full": of_scores(FULL)}).notes)

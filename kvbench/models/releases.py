@@ -16,7 +16,7 @@ from kvbench.errors import say
 
 NEWEST_TRIED = {
     **{"transformers": "5.24", "torch": "2.13", "tokenizers": "0.23", "safetensors": "0.8", "huggingface_hub": "2.4"},
-    **{"numpy": "2.4", "rapidfuzz": "3.14", "hydra-core": "1.3", "omegaconf": "2.3", "pyyaml": "6.0"},
+    **{"numpy": "2.4", "scipy": "1.17", "rapidfuzz": "3.14", "hydra-core": "1.3", "omegaconf": "2.3", "pyyaml": "6.0"},
 }
 """Releases that the whole suite passes on, of all packages that decide what is read, computed or scored.
 
