@@ -61,7 +61,7 @@ ABOUT_NATS = (
     "lost; of tasks with short references. Divergence: from the full cache's next-token distribution on its own "
     "greedy answer; gains are the difference over the sum of both, in per cent, losses are nats, one at most a "
     f"prompt, with a margin of {claims.NATS:g}. Above 0 the claim's method is the better one. A claim is decided by "
-    "points where they decide, else by the likelihood, else by the divergence; each is corrected on its own, and "
+    "points where they decide, else by the likelihood, else by the divergence; each has a third of the level, and "
     "they answer different questions."
 )
 
@@ -90,18 +90,19 @@ def settle(prepared: Mapping[str, Sequence[OurTable]], model: str) -> Outcomes:
     ledger = [c for paper in prepared for c in claims.load(paper)]
     runs = [ours.run for some in prepared.values() for ours in some if ours.run is not None]
     compared = any(c.fidelity for r in runs for g in r.groups for c in g.cells)
-    return {m: _settled(prepared, ledger, model, m) for m in (MEASURES if compared else (POINTS,))}
+    measures = MEASURES if compared else (POINTS,)
+    return {m: _settled(prepared, ledger, model, m, len(measures)) for m in measures}
 
 
 def _settled(
-    prepared: Mapping[str, Sequence[OurTable]], ledger: Sequence[Claim], model: str, measure: str
+    prepared: Mapping[str, Sequence[OurTable]], ledger: Sequence[Claim], model: str, measure: str, measures: int
 ) -> list[Verdict]:
     tested = [c for c in ledger if c.test != "elsewhere"]
     found = {c.id: claims.evidence(c, prepared[c.paper], measure=measure) for c in tested}
     others: dict[str, Evidence] = {}
     if model == stand_ins.MODEL:
         others = {c.id: claims.evidence(c, prepared[c.paper], True, measure) for c in tested}
-    return claims.decide(ledger, found, others, len(tested), measure)
+    return claims.decide(ledger, found, others, len(tested), measure, measures)
 
 
 def plain(prepared: Mapping[str, Sequence[OurTable]], model: str, outcomes: Outcomes) -> dict[str, Any]:
@@ -209,6 +210,12 @@ def _compared(content: Mapping[str, Any]) -> bool:
     return any(len(v["measures"]) > 1 for v in content["verdicts"])
 
 
+def _level(content: Mapping[str, Any]) -> float:
+    """Return the corrected p-value that a verdict of a ledger needs in one direction."""
+    measures = max((len(v["measures"]) for v in content["verdicts"]), default=1)
+    return content["level"] / 2 / measures
+
+
 def outcome(v: Mapping[str, Any]) -> str:
     """Return a claim's verdict, with the side of a mixed one and the measure that decided it."""
     side = f" ({v['side']} in the mean)" if v["side"] else ""
@@ -268,10 +275,10 @@ def notes(content: Mapping[str, Any]) -> list[str]:
         f"{model}{', ' * bool(content['dtype'])}{content['dtype']}"
         + (f", a stand-in for the papers' models: {own}." if content["stand_in"] else "."),
         f"{model}: {counts}.",
-        "Differences are paired, in points of 100, pooled over tasks, [95 % interval]. p is corrected; a verdict "
-        f"needs {content['level'] / 2:g}, and any of the {tested} claims gets a wrong one by a measure with a chance "
-        f"of at most {100 * content['level']:g} % (signs of the differences are flipped at random; Holm). No verdict "
-        "decided when to stop measuring.",
+        "Differences are paired, in points of 100, pooled over tasks, [95 % interval]. p is corrected for the number "
+        f"of claims; a verdict needs {_level(content):.2g}, and any of the {tested} claims gets a wrong one by any "
+        f"measure with a chance of at most {100 * content['level']:g} % (signs of the differences are flipped at "
+        "random; Holm). No verdict decided when to stop measuring.",
         f"{NO_DIFFERENCE}: a claimed gain is shown to be less than a point, 0.01 nats a token, or 10 % of the "
         f"divergence. {MIXED}: decided in the mean, but a task or setting of {stats.FEWEST} pairs or more is told to "
         f"have the other sign. {FRAGILE}: with the paper's windows unscaled the mean has the other sign. {UNDECIDED}: "

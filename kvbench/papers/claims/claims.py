@@ -6,7 +6,7 @@ minus ``margin``. Both directions are tested (see ``stats.p_above``), each at ha
 together (Holm). A gain is also tested for being next to nothing (``NOTHING``), by two one-sided tests.
 
 Differences are read by three measures, which are never merged: the score of answers in points of 100; the likelihood of
-the reference answer; the divergence from the full cache. Each has verdicts of its own, corrected on their own. Tasks
+the reference answer; the divergence from the full cache. Each has verdicts of its own, at a third of LEVEL. Tasks
 where the full cache is at the floor decide nothing in points and are left out there; the other two measures need no
 right answers. Tasks of which a side compressed nothing are left out of all.
 """
@@ -38,7 +38,7 @@ from kvbench.tasks.longbench import names
 TABLE = "claims"
 TESTS = ("better", "no_worse", "elsewhere")
 LEVEL = 0.05
-"""Chance of a wrong verdict anywhere in a ledger by one measure, at most."""
+"""Chance of a wrong verdict anywhere in a ledger by any of its measures, at most."""
 POWER = 0.8
 """The chance with which as many examples as an undecided verdict asks for would decide it."""
 POINTS, LIKELIHOOD, DIVERGENCE = "points", "likelihood", "divergence"
@@ -370,15 +370,17 @@ def decide(
     others: Mapping[str, Evidence] | None = None,
     family: int | None = None,
     measure: str = POINTS,
+    measures: int = 1,
 ) -> list[Verdict]:
     """Return the verdicts on ``claims`` by one measure, corrected together over ``family`` of them (all measured).
 
+    Each direction is decided at half of LEVEL over the number of ``measures`` that are tried in turn.
     ``others``: what the same claims show under another scaling. A verdict that they do not share is fragile; one that
     tasks or settings do not share is mixed.
     """
     measured = {c.id: c for c in claims if len(found.get(c.id, Evidence()).values)}
     count = max(family or 0, len(measured))
-    nothing = NOTHING[measure]
+    nothing, level = NOTHING[measure], LEVEL / 2 / measures
     p_for, p_against, p_same = (
         stats.holm({i: test(found[i].values, c) for i, c in measured.items()}, count)
         for test in (
@@ -400,7 +402,7 @@ def decide(
         ps = p_for[claim.id], p_against[claim.id], p_same[claim.id]
         other = (others or {}).get(claim.id, Evidence())
         elsewhere = 100 * float(other.values.mean()) if len(other.values) else None
-        word, side = _word(claim, evidence, ps, elsewhere, count, measure)
+        word, side = _word(claim, evidence, ps, elsewhere, count, measure, level)
         ci = stats.mean_interval(evidence.values, (-1.0, 1.0))
         verdicts.append(
             Verdict(
@@ -415,24 +417,22 @@ def decide(
                 side=side,
                 elsewhere=elsewhere,
                 why_not=other.reason,
-                needs=_needed(evidence.values, claim.least(measure), count) if word == UNDECIDED else None,
+                needs=_needed(evidence.values, claim.least(measure), level / count) if word == UNDECIDED else None,
             )
         )
     return verdicts
 
 
-def _needed(differences: Differences, least: float, family: int) -> int | None:
+def _needed(differences: Differences, least: float, level: float) -> int | None:
     """Return how many pairs would decide at the mean and spread that were seen; None where nothing differs from least.
 
-    ``n = ((z(level) + z(power)) * spread / distance)^2``, at the level that Holm asks of the first of ``family``.
+    ``n = ((z(level) + z(power)) * spread / distance)^2``, at the level that Holm asks of the first of a family.
     """
     distance = abs(float(differences.mean()) - least)
     spread = float(differences.std(ddof=1)) if len(differences) > 1 else 0.0
     if distance < SAME or not spread:
         return None
-    return ceil(
-        ((stats.normal_quantile(1 - LEVEL / 2 / family) + stats.normal_quantile(POWER)) * spread / distance) ** 2
-    )
+    return ceil(((stats.normal_quantile(1 - level) + stats.normal_quantile(POWER)) * spread / distance) ** 2)
 
 
 @lru_cache
@@ -448,16 +448,17 @@ def _word(
     elsewhere: float | None,
     family: int,
     measure: str,
+    level: float,
 ) -> tuple[str, str]:
     """Return (verdict, side); the side, supported or contradicted, is '' unless the verdict is mixed or fragile."""
     p_for, p_against, p_same = ps
     least = claim.least(measure)
-    if claim.test == "better" and p_same < LEVEL / 2:
+    if claim.test == "better" and p_same < level:
         return NO_DIFFERENCE, ""
-    if p_for >= LEVEL / 2 and p_against >= LEVEL / 2:
+    if p_for >= level and p_against >= level:
         best = _best_p(claim.test, evidence.possible, least)
-        return (NOT_DECIDABLE if family * best >= LEVEL / 2 else UNDECIDED), ""
-    decided, side = (SUPPORTED, 1) if p_for < LEVEL / 2 else (CONTRADICTED, -1)
+        return (NOT_DECIDABLE if family * best >= level else UNDECIDED), ""
+    decided, side = (SUPPORTED, 1) if p_for < level else (CONTRADICTED, -1)
     if elsewhere is not None and side * (elsewhere / 100 - least) < -SAME:
         return FRAGILE, decided
     parts = [d.mean(1) for d in evidence.differences.values()]
