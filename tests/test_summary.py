@@ -382,6 +382,8 @@ def test_a_mean_has_its_interval_and_its_paired_difference():
     mean, (low, high) = mean_over_tasks(differences, (-1.0, 1.0))
     assert better.delta.mean == pytest.approx(100 * mean) and better.delta.ci == pytest.approx((100 * low, 100 * high))
     assert rows["snapkv"].record()["delta_ci"] == better.delta.ci
+    tied = measured({"full": [*of_scores(FULL)] * 2, "snapkv": [*of_scores(FULL)] * 2}, tasks=("tiny/a", "tiny/b"))
+    assert rows_of(tied)["snapkv"].means.delta.mean == 0  # equal to the full cache is a difference, too
     last = render.sheets(report)[0].rows[1][-1].splitlines()
     assert last[0] == "71.9" and last[2].startswith("Δ +15.6")
 

@@ -115,7 +115,9 @@ def collect(groups: Sequence[Group], store: ResultStore) -> Report:
         summaries = [c.summary for c in cells if c.summary is not None]
         means = None
         if summaries:
-            means = _row_means(summaries, _scores(groups, label, store), _scores(groups, "", store))
+            is_full = not any(c.chain.stages for g in groups for c in g.cells if c.label == label)
+            baseline = None if is_full else _scores(groups, "", store)
+            means = _row_means(summaries, _scores(groups, label, store), baseline)
         rows.append(ReportRow(label, any(c.evicts for c in cells), cells, means))
     columns = tuple(
         ReportColumn(g.column, g.task.metric, g.task.category, any(bool(r.cells[i].floor) for r in rows))
@@ -363,11 +365,12 @@ def _mean_difference(
 
 
 def _row_means(
-    cells: Sequence[CellSummary], by_task: Sequence[dict[str, float]], full: Sequence[dict[str, float]]
+    cells: Sequence[CellSummary], by_task: Sequence[dict[str, float]], full: Sequence[dict[str, float]] | None
 ) -> RowMeans:
     """Return the means of one method over all its measured cells. Each cell is weighted by its number of prompts.
 
-    ``by_task`` and ``full`` are the method's and the full cache's scores of each task, by example.
+    ``by_task`` and ``full`` are the method's and the full cache's scores of each task, by example; ``full`` is None for
+    the full cache itself.
     """
     total = sum(c.n for c in cells)
 
@@ -391,8 +394,8 @@ def _row_means(
     if one_unit and printed.shown is None and all(by_task):
         ci = stats.mean_over_tasks([list(some.values()) for some in by_task])[1]
         score_ci = ci and (printed.scale * ci[0], printed.scale * ci[1])
-        # the full cache itself differs from itself by nothing
-        delta = None if list(by_task) == list(full) else _mean_difference(by_task, full, printed.scale)
+        if full is not None:
+            delta = _mean_difference(by_task, full, printed.scale)
     return RowMeans(
         score_mean=fmean(scores) if one_unit else None,
         score_ci=score_ci,

@@ -47,7 +47,7 @@ def grid(view: View, show: str) -> Table:
         headings[len(rows)] = heading
         compressed = [(line, entries) for line, entries in block if line.row.method != base]
         best_values = [_best(compressed, i, column.name, field) for i, column in enumerate(view.columns)]
-        differing = [len({e.n for _, row in block for e in [row[i]] if e.n}) > 1 for i in range(len(view.columns))]
+        differing = [_counts_differ(block, i) for i in range(len(view.columns))]
         for line, entries in block:
             evicts = line.chain is not None and line.chain.evicts and show != "published"
             # what the heading of its block says does not stand in a row, too
@@ -73,6 +73,12 @@ def grid(view: View, show: str) -> Table:
     spans = [count for group, count in table.spans() if group]
     # what is one group, or one column, says nothing
     return table if len(spans) > 1 and max(spans) > 1 else replace(table, groups=())
+
+
+def _counts_differ(rows: Sequence[Line], index: int) -> bool:
+    """Tell whether rows of a block rest on different numbers of examples in a column."""
+    counts = {entries[index].n for _, entries in rows}
+    return len(counts - {0}) > 1
 
 
 def _best(rows: Sequence[Line], index: int, column: str, field: str) -> float | None:
