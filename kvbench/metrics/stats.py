@@ -94,8 +94,7 @@ def ratio_interval(sums: NDArray[np.float64]) -> Interval | None:
     if (without_one <= 0).any():
         return None
     logs = np.log(without_one[:, 0]) - np.log(without_one[:, 1])
-    # the jackknife's variance: (n - 1) / n * sum (log_i - mean log)^2
-    deviation = float(np.sqrt((n - 1) / n * ((logs - logs.mean()) ** 2).sum()))
+    deviation = _jackknife_error(logs)
     if deviation < ROUNDING:
         return None  # the same ratio everywhere: no spread is seen
     half = _t_quantile((n - 1) / 2) * deviation
@@ -119,13 +118,13 @@ def jackknife_interval(
 ) -> Interval | None:
     """Return the t interval of a smooth statistic of the means of ``values`` [n, k]; None below FEWEST rows.
 
-    Its standard error is the jackknife's: ``(n - 1) / n * sum (s_i - mean s)^2``, where s_i leaves row i out.
+    Its standard error is the jackknife's.
     """
     n = len(values)
     if n < FEWEST:
         return None
     without_one = np.array([statistic((values.sum(0) - row) / (n - 1)) for row in values])
-    half = _t_quantile(n - 1) * float(np.sqrt((n - 1) / n * ((without_one - without_one.mean()) ** 2).sum()))
+    half = _t_quantile(n - 1) * _jackknife_error(without_one)
     point = statistic(values.mean(0))
     return point - half, point + half
 
@@ -242,6 +241,12 @@ def by_example(ways: Mapping[str, Sequence[Sequence[float]]], width: int) -> NDA
     """Return scores [examples, width], each the mean over the ways in which one example was asked."""
     means = [np.mean(scores, axis=0) for scores in ways.values()]
     return np.array(means, dtype=np.float64).reshape(-1, width)
+
+
+def _jackknife_error(without_one: NDArray[np.float64]) -> float:
+    """Return the standard error ``sqrt((n - 1) / n * sum (s_i - mean s)^2)``, where s_i leaves example i out."""
+    n = len(without_one)
+    return float(np.sqrt((n - 1) / n * ((without_one - without_one.mean()) ** 2).sum()))
 
 
 def _interval(tasks: Sequence[NDArray[np.float64]], bounds: Bounds | None) -> Interval | None:

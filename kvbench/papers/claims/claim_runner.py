@@ -235,7 +235,7 @@ def _told(v: Mapping[str, Any], measure: str, found: Mapping[str, Any]) -> list[
     scale, digits = (100, 3) if in_nats else (1, 1)
     low, high = found["ci"] or (nan, nan)  # one pair has no interval
     mean, low, high = (x / scale for x in (found["mean"], low, high))
-    margin = {POINTS: v["margin"]}.get(measure, claims.NATS)
+    margin = v["margin"] if measure == POINTS else claims.NATS
     least = 0.0 if v["test"] == "better" else -margin * (100 if in_nats else 1)
     signs = [(m > least + 1e-9) - (m < least - 1e-9) for m in found["tasks"].values()]
     sizes = sorted(found["n"].values())

@@ -381,15 +381,15 @@ def decide(
     measured = {c.id: c for c in claims if len(found.get(c.id, Evidence()).values)}
     count = max(family or 0, len(measured))
     nothing, level = NOTHING[measure], LEVEL / 2 / measures
-    p_for, p_against, p_same = (
-        stats.holm({i: test(found[i].values, c) for i, c in measured.items()}, count)
-        for test in (
-            lambda d, c: stats.p_above(d, c.least(measure)),
-            lambda d, c: stats.p_above(-d, -c.least(measure)),
-            # two one-sided tests: the difference is above -nothing, and below it
-            lambda d, c: max(stats.p_above(d, -nothing), stats.p_above(-d, -nothing)) if c.test == "better" else 1.0,
-        )
-    )
+    above, below, same = {}, {}, {}
+    for i, claim in measured.items():
+        differences, least = found[i].values, claim.least(measure)
+        above[i] = stats.p_above(differences, least)
+        below[i] = stats.p_above(-differences, -least)
+        same[i] = 1.0
+        if claim.test == "better":  # two one-sided tests: the difference is above -nothing, and below it
+            same[i] = max(stats.p_above(differences, -nothing), stats.p_above(-differences, -nothing))
+    p_for, p_against, p_same = (stats.holm(ps, count) for ps in (above, below, same))
     verdicts = []
     for claim in claims:
         evidence = found.get(claim.id, Evidence())
@@ -399,10 +399,10 @@ def decide(
                 verdict = UNMEASURED
             verdicts.append(Verdict(claim, verdict, evidence))
             continue
-        ps = p_for[claim.id], p_against[claim.id], p_same[claim.id]
+        corrected = p_for[claim.id], p_against[claim.id], p_same[claim.id]
         other = (others or {}).get(claim.id, Evidence())
         elsewhere = 100 * float(other.values.mean()) if len(other.values) else None
-        word, side = _word(claim, evidence, ps, elsewhere, count, measure, level)
+        word, side = _word(claim, evidence, corrected, elsewhere, count, measure, level)
         ci = stats.mean_interval(evidence.values, (-1.0, 1.0))
         verdicts.append(
             Verdict(
@@ -411,9 +411,9 @@ def decide(
                 evidence,
                 mean=100 * float(evidence.values.mean()),
                 ci=None if ci is None else (100 * ci[0], 100 * ci[1]),
-                p_for=ps[0],
-                p_against=ps[1],
-                p_same=ps[2] if claim.test == "better" else None,
+                p_for=corrected[0],
+                p_against=corrected[1],
+                p_same=corrected[2] if claim.test == "better" else None,
                 side=side,
                 elsewhere=elsewhere,
                 why_not=other.reason,
