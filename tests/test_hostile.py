@@ -22,19 +22,19 @@ import torch
 from hostile import MODES, RESULTS, Hostile, kept, sets_what_is_global
 from runs import prepare
 
-from kvbench.errors import KvbenchError
-from kvbench.methods import foreign, registry, shared_functions, walls, watch
-from kvbench.methods.base import Mask
-from kvbench.methods.chain import Chain
-from kvbench.methods.evicting import EvictingSelector
-from kvbench.methods.registry import by_size
-from kvbench.methods.resolve import ChainConfig
+from kvbench.base.errors import KvbenchError
+from kvbench.methods.core import foreign, registry, shared_functions, walls, watch
+from kvbench.methods.core.base import Mask
+from kvbench.methods.core.chain import Chain
+from kvbench.methods.core.evicting import EvictingSelector
+from kvbench.methods.core.registry import by_size
+from kvbench.methods.core.resolve import ChainConfig
 from kvbench.methods.snapkv import SnapKV
 from kvbench.models import load
 from kvbench.run import experiment
-from kvbench.run.plan import Cell
 from kvbench.run.runner import run_groups
-from kvbench.run.store import ResultStore
+from kvbench.store.cell import Cell
+from kvbench.store.store import ResultStore
 
 pytestmark = pytest.mark.e2e("runs hostile methods end to end")
 
@@ -210,7 +210,7 @@ def test_draws_are_those_of_the_seed_and_leave_no_trace(seed):
 
 OWN_METHOD = """
 from dataclasses import dataclass
-from kvbench.methods.base import Mask, Selector
+from kvbench.methods.core.base import Mask, Selector
 from {name}_helper import factor
 
 @dataclass(frozen=True, kw_only=True)
@@ -252,7 +252,7 @@ def test_kvbenchs_own_methods_are_those_of_its_files_and_go_by_their_revision():
     tracked = subprocess.run(["git", "ls-files", "*.py"], cwd=folder, capture_output=True, text=True)
     if tracked.returncode or not tracked.stdout:
         pytest.skip("no clone, no list of its files")
-    assert {Path(p).stem for p in tracked.stdout.split()} - {"__init__"} == foreign.OWN
+    assert {Path(p).stem for p in tracked.stdout.split()} - {"__init__"} == set(foreign.OWN)
     for method in registry.available():
         target = registry.defaults(method).get("_target_", "")
         if target.rpartition(".")[0].removeprefix("kvbench.methods.") in foreign.OWN:

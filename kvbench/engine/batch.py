@@ -17,21 +17,26 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvbench.audit.decode_audit import Stored
+from kvbench.base.errors import UsageError
 from kvbench.engine.decode_layer import RowLayer, allocated, compressed
 from kvbench.engine.patches import adapted
 from kvbench.engine.step import build, given_up, step
 from kvbench.engine.stopping import Ending, sample, without
-from kvbench.errors import UsageError
-from kvbench.methods.chain import Chain
-from kvbench.methods.prompt_cache import Cache
-from kvbench.methods.walls import contained
-from kvbench.methods.watch import note_progress
+from kvbench.methods.core.chain import Chain
+from kvbench.methods.core.prompt_cache import Cache
+from kvbench.methods.core.walls import contained
+from kvbench.methods.core.watch import note_progress
 from kvbench.models.interface import attached
 
 ENDED_SHARE = 0.25  # of rows that entered together: ended ones leave once they are this share
 MOST_ENTRIES = 4  # groups of rows that entered together: each is attended separately
 
 Key = TypeVar("Key", bound=Hashable)
+
+
+def default_rows(device: torch.device) -> int:
+    """Return how many rows are decoded together on a device at most, unless ``batch_rows`` is set."""
+    return 128 if device.type == "cuda" else 96
 
 
 @dataclass(frozen=True)

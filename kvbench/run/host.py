@@ -9,34 +9,20 @@ from dataclasses import dataclass, field
 import torch
 from transformers import PreTrainedModel
 
+from kvbench.base.example import Example
+from kvbench.engine.batch import default_rows
 from kvbench.engine.memory import GIB
 from kvbench.engine.prefill import prefill_chains
 from kvbench.engine.shared_prefix import SharedPrefix
 from kvbench.engine.stopping import Ending
-from kvbench.example import Example
-from kvbench.methods.chain import Chain
-from kvbench.methods.prompt_cache import Cache
-from kvbench.methods.shared_functions import Functions
+from kvbench.methods.core.chain import Chain
+from kvbench.methods.core.prompt_cache import Cache
+from kvbench.methods.core.shared_functions import Functions
 from kvbench.models.interface import cache_shape
-from kvbench.run.config import Sampling
+from kvbench.plan.config import Sampling
 from kvbench.tasks.base import Task, Tokenizer
-from kvbench.tasks.prompt import Encoded, PromptPolicy, encode
-from kvbench.tasks.turns import encode_turns
-
-
-def default_rows(device: torch.device) -> int:
-    """Return how many rows are decoded together on a device at most, unless ``batch_rows`` is set."""
-    return 128 if device.type == "cuda" else 96
-
-
-def encode_prompt(
-    tokenizer: Tokenizer, example: Example, task: Task, policy: PromptPolicy, context: int | None
-) -> Encoded:
-    """Return the example's prompt as token ids, cut so that its longest answer still fits into ``context`` tokens."""
-    if example.turns:
-        return encode_turns(tokenizer, example, task, policy, context)
-    longest = None if context is None else context - example.max_new_tokens
-    return encode(tokenizer, example, task, policy, longest)
+from kvbench.tasks.prompt import Encoded, PromptPolicy
+from kvbench.tasks.turns import encode_prompt
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvbench.errors import UsageError
-from kvbench.example import Example
-from kvbench.tasks.base import Task
-from kvbench.tasks.prompt import SENTINEL, Encoded, PromptPolicy, no_room, part, plain_ids
+from kvbench.base.errors import UsageError
+from kvbench.base.example import Example
+from kvbench.tasks.base import Task, Tokenizer
+from kvbench.tasks.prompt import SENTINEL, Encoded, PromptPolicy, encode, no_room, part, plain_ids
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +33,16 @@ class EncodedTurns(Encoded):
 
     def __len__(self) -> int:
         return len(self.ids) + self.most
+
+
+def encode_prompt(
+    tokenizer: Tokenizer, example: Example, task: Task, policy: PromptPolicy, context: int | None
+) -> Encoded:
+    """Return the example's prompt as token ids, cut so that its longest answer still fits into ``context`` tokens."""
+    if example.turns:
+        return encode_turns(tokenizer, example, task, policy, context)
+    longest = None if context is None else context - example.max_new_tokens
+    return encode(tokenizer, example, task, policy, longest)
 
 
 def encode_turns(

@@ -1,0 +1,54 @@
+"""A cell: one number of a table, with everything that decides it, whose hash names its samples on disk."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from kvbench.base.errors import Refused
+from kvbench.methods.core.chain import Chain
+from kvbench.tasks.base import Task
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One number of a table: a model, a chain and a task, with everything that decides the number.
+
+    ``id`` is a hash of the identity alone: samples of equal ids may be pooled.
+    """
+
+    identity: Mapping[str, Any]
+    chain: Chain
+    label: str
+    task: Task
+    column: str
+    hidden: bool = False  # read for others to be compared with, and not stored
+
+    @property
+    def fidelity(self) -> bool:
+        """True if the cell's distributions are compared with the full cache's."""
+        return "fidelity" in self.identity
+
+    @cached_property
+    def id(self) -> str:
+        return identity_hash(self.identity)
+
+    @property
+    def full(self) -> Cell:
+        """The cell of the full cache under the same settings."""
+        return replace(self, identity={**self.identity, "chain": Chain().identity()}, chain=Chain(), label="full")
+
+    def check_knobs(self) -> None:
+        """Raise Refused if a stage that is not kvbench's own has changed its knobs since the run began."""
+        now = {**self.identity, "chain": {**self.identity["chain"], **self.chain.identity()}}
+        if self.chain.foreign and identity_hash(now) != self.id:
+            raise Refused(f"{self.chain.name} changes its own knobs while it runs")
+
+
+def identity_hash(identity: Mapping[str, Any]) -> str:
+    """Return the id of the cell with an identity."""
+    return hashlib.sha256(json.dumps(identity, sort_keys=True, default=str).encode()).hexdigest()[:16]
