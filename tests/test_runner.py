@@ -18,7 +18,7 @@ from kvbench.cli.main import main
 from kvbench.engine import batch, likelihood, shared_prefix
 from kvbench.methods.h2o import H2O
 from kvbench.methods.snapkv import SnapKV
-from kvbench.run import asking, experiment, host, runner
+from kvbench.run import answers, experiment, host, runner
 from kvbench.store.store import ResultStore
 
 pytestmark = pytest.mark.e2e("runs whole command lines")
@@ -183,7 +183,7 @@ def test_memory_that_other_rows_hold_is_waited_for(tmp_path, capsys, monkeypatch
     queues, queue = [], runner.DecodeQueue
     monkeypatch.setattr(runner, "DecodeQueue", lambda *a: queues.append(queue(*a)) or queues[-1])
     only_when_no_row_waits(host, "prefill_chains")
-    only_when_no_row_waits(asking, "extend_caches")
+    only_when_no_row_waits(answers, "extend_caches")
     assert run_json(capsys, *arguments, f"results={tmp_path / 'b'}")[0] == 0
     assert "prefill_chains" in short and metrics_of(tmp_path / "b") == want
 

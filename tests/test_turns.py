@@ -11,7 +11,7 @@ from kvbench.base.errors import UsageError
 from kvbench.cli.main import main
 from kvbench.methods.snapkv import SnapKV
 from kvbench.report import turns as turns_table
-from kvbench.run import asking, experiment, runner
+from kvbench.run import answers, experiment, runner
 from kvbench.run import host as run_host
 from kvbench.store.turns import TurnAnswer, fall_beside, summarise_turns
 
@@ -152,7 +152,7 @@ def test_turns_equal_a_loop_that_feeds_one_cache_token_by_token(turns, new, othe
 @pytest.mark.parametrize("turns", ["isolated", "own"])
 def test_memory_that_other_questions_hold_is_waited_for_and_a_failure_costs_one_cell(turns, tmp_path, monkeypatch):
     _, want = measured(tmp_path / "a", ROWS, f"turns={turns}", "max_new_tokens=6", methods=["snapkv", "h2o"])
-    queues, queue, extend, short = [], runner.DecodeQueue, asking.extend_caches, []
+    queues, queue, extend, short = [], runner.DecodeQueue, answers.extend_caches, []
     monkeypatch.setattr(runner, "DecodeQueue", lambda *a: queues.append(queue(*a)) or queues[-1])
 
     def extend_caches(model, caches, ids):
@@ -163,7 +163,7 @@ def test_memory_that_other_questions_hold_is_waited_for_and_a_failure_costs_one_
             raise torch.OutOfMemoryError("CUDA out of memory")
         return extend(model, caches, ids)
 
-    monkeypatch.setattr(asking, "extend_caches", extend_caches)
+    monkeypatch.setattr(answers, "extend_caches", extend_caches)
     run, samples = measured(tmp_path / "b", ROWS, f"turns={turns}", "max_new_tokens=6", methods=["snapkv", "h2o"])
     assert short and not samples.pop("h2o") and want.pop("h2o")
     for label, of_method in want.items():

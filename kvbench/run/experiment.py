@@ -27,8 +27,7 @@ from kvbench.report.summary import collect, is_unchanged, summarise
 from kvbench.run.display import Display
 from kvbench.run.host import Host
 from kvbench.run.listener import Listener, Listeners
-from kvbench.run.refusals import ModelChanged
-from kvbench.run.runner import run_groups
+from kvbench.run.runner import ModelChanged, run_groups
 from kvbench.store.cell import Cell
 from kvbench.store.provenance import local_changes, provenance
 from kvbench.store.results import CellRecord, Facts

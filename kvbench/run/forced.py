@@ -16,8 +16,8 @@ from kvbench.engine.divergence import Divergence
 from kvbench.engine.likelihood import Forced, diverge, teacher_force
 from kvbench.methods.core.prompt_cache import Cache
 from kvbench.models.interface import synchronise
+from kvbench.run.answers import QueuedRow, in_parts
 from kvbench.run.host import Host
-from kvbench.run.queue import QueuedRow, in_parts
 from kvbench.store.fidelity import TOKENS, TextFidelity
 
 COMPARED_AT_ONCE = 12

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from kvbench.base.errors import UsageError
 from kvbench.base.example import Example
+from kvbench.engine.limits import check_turn, check_window
 from kvbench.engine.memory import is_out_of_memory
 from kvbench.methods.core.prompt_cache import Cache
 from kvbench.plan.cells import with_full
+from kvbench.run.answers import in_parts
 from kvbench.run.host import Host
-from kvbench.run.queue import in_parts
-from kvbench.run.refusals import unfit
 from kvbench.store.cell import Cell
 from kvbench.tasks.prompt import Encoded
 
@@ -98,3 +99,24 @@ class PromptReader:
         most = self.most_cells or max(1, len(wanted))
         parts = [wanted[i : i + most] for i in range(0, len(wanted), most)]
         return [outcome for part in parts for outcome in in_parts(part, prefill_together)]
+
+
+def unfit(host: Host, cell: Cell, encoded: Encoded, example: Example) -> str | None:
+    """Return why a cell cannot run an example, whose prefill reads ``encoded``, or None if it can.
+
+    Beyond a sliding window only the full cache can run. Beyond the model's context, texts to be scored
+    (``example.tokens``) need rolled positions; prompts to be answered were cut to the context already.
+    """
+    tokens = len(example.tokens) or len(encoded) + example.max_new_tokens
+    exceeds_context = bool(example.tokens) and host.context is not None and tokens > host.context
+    if exceeds_context and not cell.chain.rolled:
+        return (
+            f"a text of {tokens} tokens exceeds the model's context of {host.context}: lower length=, or stream it "
+            "with positions that roll (method=streamingllm mode=rolled)"
+        )
+    try:
+        check_window(host.model, tokens, [cell.chain])
+        check_turn(host.model, len(encoded.ids), tokens)
+    except UsageError as error:
+        return str(error)
+    return None

@@ -25,16 +25,15 @@ from kvbench.engine.memory import is_out_of_memory, release
 from kvbench.engine.model_state import state_of
 from kvbench.kv.content import digests, first_difference
 from kvbench.methods.core.prompt_cache import Cache
+from kvbench.methods.core.shared_functions import replacing
 from kvbench.methods.core.walls import contained
 from kvbench.models.interface import attached
 from kvbench.plan.cells import Group, pending, with_full
 from kvbench.run import forced
-from kvbench.run.asking import Asking, ask, extended, remade, sample_of
+from kvbench.run.answers import Asking, DecodeQueue, QueuedRow, ask, extended, in_parts, remade, sample_of
 from kvbench.run.host import Host
 from kvbench.run.listener import Listeners
-from kvbench.run.queue import DecodeQueue, QueuedRow, in_parts
-from kvbench.run.reading import PromptReader, Work
-from kvbench.run.refusals import ModelChanged, unfit
+from kvbench.run.reading import PromptReader, Work, unfit
 from kvbench.store.cell import Cell
 from kvbench.store.results import Facts, Sample
 from kvbench.store.store import SHARD_WAIT_S, Busy, ResultStore
@@ -56,6 +55,22 @@ REPEATED_TOKENS = 32
 REMEMBER_NOTHING = "remember nothing between prompts, and draw random numbers from a seed such as obs.prompt"
 Result = TypeVar("Result")
 Item = TypeVar("Item", QueuedRow, Asking)
+
+
+class ModelChanged(KvbenchError):
+    """The error for a method that changed the model itself, or functions that all methods compute with.
+
+    All measurements after it would be meaningless. ``cells`` are the ids of the cells to refuse. ``replaced`` is the
+    function concerned, '' where it is the model.
+    """
+
+    def __init__(self, cells: Sequence[Cell], replaced: str = "") -> None:
+        names = " or ".join(dict.fromkeys(c.chain.name for c in cells))
+        if replaced:
+            super().__init__(str(replacing(names, replaced)))
+        else:
+            super().__init__(f"{names} changes the model (its weights, hooks or configuration) and leaves it changed")
+        self.cells = {c.id for c in cells}
 
 
 @dataclass(frozen=True)
