@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from kvbench.base.version import version
+
 if TYPE_CHECKING:
     from kvbench.api import cache, calibrate, extend, generate, prefill
     from kvbench.kv.segment import LayerCache
@@ -43,20 +45,10 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     """Import the public names when they are first used: ``--help`` must not wait for torch."""
     if name == "__version__":
-        return _version()
+        return version()
     if name not in _HOMES:
         raise AttributeError(f"module 'kvbench' has no attribute {name!r}")
     return getattr(importlib.import_module(_HOMES[name]), name)
-
-
-def _version() -> str:
-    """Return the version that was installed; it comes from the tags of git."""
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version("kvbench")
-    except PackageNotFoundError:
-        return "0+source"
 
 
 def __dir__() -> list[str]:

@@ -20,9 +20,9 @@ from verification import Verification
 
 from kvbench.base.errors import KvbenchError
 from kvbench.plan import config
-from kvbench.report import render
+from kvbench.plan.run_plan import RunPlan
+from kvbench.report import render, run_report
 from kvbench.run import experiment
-from kvbench.run.experiment import RunPlan
 from kvbench.store import archive
 from kvbench.store.store import ResultStore
 
@@ -115,7 +115,7 @@ def prepare(table: str, results: str) -> RunPlan:
 
 def rendered(prepared: RunPlan, table: str) -> str:
     """Return the table as Markdown, with the command that makes it."""
-    content = replace(experiment.report(prepared), results="results")
+    content = replace(run_report.report(prepared), results="results")
     return f"# {table}\n\n`python -m kvbench run {' '.join(TABLES[table])}`\n\n{render.render(content, 'md')}"
 
 

@@ -9,7 +9,8 @@ import pytest
 from stored import sample
 
 from kvbench.base.errors import UsageError
-from kvbench.report.report import CellResult, Delta, Report, ReportRow
+from kvbench.report.records import CellResult, Delta, ReportRow
+from kvbench.report.report import Report
 from kvbench.report.summary import summarise
 from kvbench.store.results import CellRecord, Sample, ScoreSummary
 

@@ -6,12 +6,12 @@ import os
 import platform
 import shutil
 import subprocess
-from importlib.metadata import PackageNotFoundError, version
+from importlib import metadata
 from typing import Any
 
 import torch
 
-import kvbench
+from kvbench.base.version import version
 from kvbench.storage import kernels
 from kvbench.store.provenance import git_commit
 
@@ -29,7 +29,7 @@ def facts(device: torch.device) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "load": list(os.getloadavg()) if hasattr(os, "getloadavg") else None,
         "paths": paths(device),
-        "kvbench": kvbench.__version__,
+        "kvbench": version(),
         "commit": git_commit(),
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -75,6 +75,6 @@ def _processor() -> str:
 
 def _version(package: str) -> str | None:
     try:
-        return version(package)
-    except PackageNotFoundError:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
         return None

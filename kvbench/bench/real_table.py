@@ -28,7 +28,7 @@ from kvbench.bench.ratio import add_peers, finish, kvpress_seconds, options, sec
 from kvbench.bench.roofline import copy_bandwidth
 from kvbench.bench.tables import bare_generate, compare, loaded, measured, planned, through_kvbench
 from kvbench.engine.prefill import prefill_chains
-from kvbench.run.experiment import RunPlan
+from kvbench.plan.run_plan import RunPlan
 from kvbench.run.host import Host
 from kvbench.tasks.fidelity import TEXTS
 from kvbench.tasks.source import Files

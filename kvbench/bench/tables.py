@@ -41,8 +41,8 @@ from kvbench.engine.memory import process_memory
 from kvbench.engine.prefill import prefill_chains
 from kvbench.models import load
 from kvbench.plan import config
+from kvbench.plan.run_plan import RunPlan
 from kvbench.run import experiment
-from kvbench.run.experiment import RunPlan
 from kvbench.run.forced import texts_of
 from kvbench.run.host import Host
 from kvbench.run.runner import run_groups

@@ -12,10 +12,10 @@ from importlib import import_module
 from pathlib import Path
 from textwrap import fill
 
-import kvbench
 from kvbench.base.conf import read_yaml
 from kvbench.base.errors import KvbenchError, UsageError, say
 from kvbench.base.extras import EXTRAS, missing
+from kvbench.base.version import version
 from kvbench.base.visible import VisibleStream
 
 HELP: dict[str, dict[str, str]] = read_yaml(Path(__file__).with_name("help.yaml"))
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description="Measure KV-cache compression on real models, with the bytes really held.",
         epilog="python -m kvbench <verb> --help has examples that run.",
     )
-    parser.add_argument("--version", action="version", version=f"kvbench {kvbench.__version__}")
+    parser.add_argument("--version", action="version", version=f"kvbench {version()}")
     verbs = parser.add_subparsers(dest="verb", metavar="verb", required=True)
     for verb, text in HELP.items():
         module = import_module(f"kvbench.cli.{verb}")

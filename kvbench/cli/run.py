@@ -26,8 +26,8 @@ from kvbench.plan import words
 
 if TYPE_CHECKING:
     from kvbench.plan.cells import GroupPlan, Plan
+    from kvbench.plan.run_plan import RunPlan
     from kvbench.report.report import Report
-    from kvbench.run.experiment import RunPlan
 
 ENDS = (
     ("refused", "were refused", ""),

@@ -41,13 +41,14 @@ def main(args: argparse.Namespace) -> int:
     if args.samples is not None:
         raise UsageError("--samples shows answers of one cell: show CELL (ids: python -m kvbench list runs)")
     from kvbench.plan import config
+    from kvbench.report import run_report
     from kvbench.run import experiment
 
     runs = words.read([f"{key}={value}" for key, value in options.items()]).runs
     prepared = [experiment.prepare(config.parse(o), reading=True) for o in runs]
     if "results" in options:
         prepared[0].store.check_there()
-    reports = [experiment.report(p) for p in prepared]
+    reports = [run_report.report(p) for p in prepared]
     if not args.json and all(cell.status == "missing" for r in reports for cell in r.cells):
         print(f"nothing of this is measured yet in {reports[0].results}; run it: python -m kvbench run ...")
         return 0

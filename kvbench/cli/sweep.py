@@ -16,9 +16,9 @@ from omegaconf.errors import OmegaConfBaseException
 from kvbench.base.conf import conf_dir
 from kvbench.base.errors import KvbenchError, UsageError
 from kvbench.plan import config, words
+from kvbench.plan.run_plan import RunPlan
 from kvbench.plan.words import Command
 from kvbench.run import experiment
-from kvbench.run.experiment import RunPlan
 from kvbench.run.wandb_logger import listeners
 
 

@@ -84,7 +84,7 @@ def main(args: argparse.Namespace) -> int:
 def _own(name: str, options: dict[str, str], args: argparse.Namespace) -> int:
     """Measure a table that no paper prints, and print it. Return the exit status."""
     from kvbench.cli.run import print_plans, stopping
-    from kvbench.report import writers
+    from kvbench.report import run_report, writers
     from kvbench.run import experiment
     from kvbench.studies import own_tables
 
@@ -100,7 +100,7 @@ def _own(name: str, options: dict[str, str], args: argparse.Namespace) -> int:
                 experiment.fill(run, quiet=args.json)
         if stop.status is not None:
             return stop.status
-    reports = [experiment.report(run) for run in runs]
+    reports = [run_report.report(run) for run in runs]
     if not args.json and all(cell.status == "missing" for report in reports for cell in report.cells):
         print(f"nothing of table {name} is measured yet in {reports[0].results}; leave out --stored to measure it")
         return 0

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from kvbench.report.table import Table
 
 if TYPE_CHECKING:
-    from kvbench.report.report import CellResult, Report
+    from kvbench.report.records import CellResult, ReportData
     from kvbench.store.fidelity import FidelitySummary
 
 HEADS = ("method", "KL\nnats", "median", "99 %", "most", "same\nchoice %", "Δp\npoints", "perplexity\nratio")
@@ -34,7 +34,7 @@ TEXTS = {"reference": "on the reference text", "greedy": "on the full cache's ow
 """What a block's texts are, by kind."""
 
 
-def sheets(report: Report) -> list[Table]:
+def sheets(report: ReportData) -> list[Table]:
     """Return the table of divergences, or [] if no cell was compared with the full cache."""
     rows: list[tuple[str, ...]] = []
     headings: dict[int, str] = {}
@@ -86,7 +86,7 @@ def record(cell: CellResult) -> dict[str, object]:
     return {f"{kind}_{name}": value[name] for kind, value in values.items() for name in CSV_FIELDS if name in value}
 
 
-def legend(report: Report) -> list[str]:
+def legend(report: ReportData) -> list[str]:
     """Return the lines below the table: what is compared, intervals and the floor."""
     summaries = [c.summary.fidelity for c in report.cells if c.summary is not None and c.summary.fidelity]
     if not summaries:

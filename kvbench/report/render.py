@@ -13,7 +13,7 @@ from kvbench.tasks.metrics import metric
 from kvbench.tasks.metrics.stats import FEWEST
 
 if TYPE_CHECKING:
-    from kvbench.report.report import CellResult, Delta, Report, ReportColumn, ReportRow, RowMeans
+    from kvbench.report.records import CellResult, Delta, ReportColumn, ReportData, ReportRow, RowMeans
 
 FORMATS = ("text", "md", "csv", "latex")
 BROKEN = ("refused", "failed")
@@ -42,7 +42,7 @@ SHARE = "% of\nfull at\n16 bits"
 STORAGE = ("kept\n%", ATTENDED, "payload", "overhead", SHARE, "prefill\nms", "compress\nms", "ms/token")
 
 
-def sheets(report: Report) -> list[Table]:
+def sheets(report: ReportData) -> list[Table]:
     """Return the tables of scores, of divergences from the full cache and of storage, folded to fit 100 columns."""
     columns, rows = report.columns, report.rows
     tasks = [c.task for c in columns]
@@ -104,7 +104,7 @@ def _transposed(names: tuple[str, ...], columns: Iterable[tuple[str, ...]]) -> t
     return header, tuple(body)
 
 
-def _masks(report: Report) -> bool:
+def _masks(report: ReportData) -> bool:
     """Return True if any method attends fewer tokens than it holds."""
     return any(r.means is not None and r.means.attended_percent is not None for r in report.rows)
 
@@ -173,7 +173,7 @@ def _by_chance(deltas: Sequence[Delta]) -> str:
     return f" (of {shown} about {math.ceil(0.05 * shown)} would by chance alone)" if shown >= 10 else ""
 
 
-def legend(report: Report) -> list[str]:
+def legend(report: ReportData) -> list[str]:
     """Return the lines below the tables: n, intervals, refusals with reasons, caveats and the results folder."""
     cells = report.cells
     summaries = [c.summary for c in cells if c.summary is not None]
@@ -230,14 +230,14 @@ def legend(report: Report) -> list[str]:
     return lines
 
 
-def render(report: Report, style: str = "text") -> str:
+def render(report: ReportData, style: str = "text") -> str:
     """Return the whole report as text; ``style`` is text, md, csv or latex."""
     if style == "csv":
         return writers.csv(CSV_FIELDS, records(report))
     return writers.compose(sheets(report), legend(report), style)
 
 
-def records(report: Report) -> Iterator[dict[str, Any]]:
+def records(report: ReportData) -> Iterator[dict[str, Any]]:
     """Yield a record of each cell with the names of CSV_FIELDS as keys; numbers are not rounded."""
     for row in report.rows:
         for cell in row.cells:

@@ -8,14 +8,14 @@ from kvbench.report.table import Table
 from kvbench.tasks.metrics.ruler import over_lengths
 
 if TYPE_CHECKING:
-    from kvbench.report.report import Report
+    from kvbench.report.records import ReportData
 
 ALL, WITHOUT_QA = 13, 11
 QA = ("qa_1", "qa_2")
 MEANS = ("plain\nmean", "weights\nrising", "weights\nfalling")
 
 
-def sheets(report: Report) -> list[Table]:
+def sheets(report: ReportData) -> list[Table]:
     """Return the table of scores by length: of several tasks at several lengths, or of all that RULER has at one."""
     places = _places(report)
     lengths = sorted({length for _, length in places})
@@ -37,7 +37,7 @@ def sheets(report: Report) -> list[Table]:
     return [Table(heads, tuple(rows), headings={0: _heading(tasks)})] if rows else []
 
 
-def _places(report: Report) -> dict[tuple[str, int], int]:
+def _places(report: ReportData) -> dict[tuple[str, int], int]:
     """Return the number of the column of each (task, length) of RULER, without its substitutes."""
     places = {}
     for i, column in enumerate(report.columns):

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure as Canvas
 from kvbench.report.style import GREY, series, styled
 
 if TYPE_CHECKING:
-    from kvbench.report.report import Report
+    from kvbench.report.records import ReportData
     from kvbench.store.results import CellSummary
 
 BUDGETS = ("kv_size=", "kv_ratio=")
@@ -32,7 +32,7 @@ class Shown(Canvas):
         return picture.getvalue()
 
 
-def draw(report: Report) -> Shown:
+def draw(report: ReportData) -> Shown:
     """Return a figure with a panel per task: each method's score with its interval over its bytes in % of full."""
     tasks = report.columns
     columns = min(COLUMNS, len(tasks))
@@ -58,7 +58,7 @@ def line_of(label: str) -> str:
     return " ".join(word for word in label.split() if not word.startswith(BUDGETS))
 
 
-def _panel(panel: Any, report: Report, task: int) -> None:
+def _panel(panel: Any, report: ReportData, task: int) -> None:
     """Draw the methods' points on one task, those of one method by budget as a line; the full cache is dashed."""
     lines: dict[str, list[CellSummary]] = {}
     for row in report.rows:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from kvbench.report.table import Table, size
 
 if TYPE_CHECKING:
-    from kvbench.report.report import CellResult, Report
+    from kvbench.report.records import CellResult, ReportData
 
 HEADS = ("method", "first\nquestion", "last\nquestion", "fall", "beside\nfull's", "compressed", "after\nthe last")
 CSV_FIELDS = (
@@ -22,7 +22,7 @@ MODES = {
 """What a cache holds when a question comes, by ``turns=``."""
 
 
-def sheets(report: Report) -> list[Table]:
+def sheets(report: ReportData) -> list[Table]:
     """Return the table of falls from the first question to the last, or [] if no context has several."""
     rows: list[tuple[str, ...]] = []
     headings: dict[int, str] = {}
@@ -78,7 +78,7 @@ def record(cell: CellResult) -> dict[str, object]:
     return {f"turns_{name}": value for name, value in values.items()}
 
 
-def legend(report: Report) -> list[str]:
+def legend(report: ReportData) -> list[str]:
     """Return the lines below the table: what a fall is, and the scores by other metrics."""
     summaries = [(r.method, c.task, c.summary.questions) for r in report.rows for c in r.cells if c.summary is not None]
     asked = [(method, task, turns) for method, task, turns in summaries if turns is not None]

@@ -12,7 +12,7 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-import kvbench
+from kvbench.base.version import version
 from kvbench.storage import kernels
 from kvbench.store.results import CellRecord, Facts
 
@@ -25,7 +25,7 @@ def provenance(model: PreTrainedModel, threads: int) -> Facts:
     device = model.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu {platform.machine()}"
     return {
-        "kvbench": kvbench.__version__,
+        "kvbench": version(),
         "commit": git_commit(),
         "device": name,
         "threads": threads,

@@ -18,8 +18,9 @@ from kvbench.methods.core.resolve import ChainConfig, resolve
 from kvbench.plan import config
 from kvbench.plan.cells import Group
 from kvbench.plan.run_plan import RunPlan
+from kvbench.report.records import CellResult
 from kvbench.report.render import UNCHANGED, UNCHANGED_NOTE
-from kvbench.report.report import CellResult, Report
+from kvbench.report.report import Report
 from kvbench.report.table import Table
 from kvbench.run import experiment
 from kvbench.store.cell import Cell

@@ -9,8 +9,9 @@ from typing import Any
 
 from kvbench.plan import config
 from kvbench.plan.run_plan import RunPlan
+from kvbench.report.records import ReportRow
 from kvbench.report.render import UNCHANGED, UNCHANGED_NOTE
-from kvbench.report.report import Report, ReportRow
+from kvbench.report.report import Report
 from kvbench.report.ruler import mean_name
 from kvbench.report.table import Table
 from kvbench.run import experiment

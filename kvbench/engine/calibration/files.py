@@ -13,9 +13,9 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-import kvbench
 from kvbench.base.errors import KvbenchError, UsageError
 from kvbench.base.files import read_json, write_json
+from kvbench.base.version import version
 from kvbench.methods.core.recipe import Calibration, Request, digest
 
 FORMAT = 1  # of the record: files of another are refused
@@ -38,7 +38,7 @@ def save(folder: Path, request: Request, tensors: Mapping[str, Tensor], weights:
         "shapes": {name: list(t.shape) for name, t in copies.items()},
         "sha256": digest(copies),
         "versions": {
-            "kvbench": kvbench.__version__,
+            "kvbench": version(),
             "torch": torch.__version__,
             "transformers": transformers.__version__,
         },

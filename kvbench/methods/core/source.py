@@ -7,7 +7,7 @@ from importlib.util import resolve_name
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import kvbench
+import kvbench.methods
 from kvbench.base.errors import UsageError
 from kvbench.methods.core.knobs import DEFAULT_RATIO
 

@@ -25,11 +25,11 @@ from kvbench.papers.measured.our_table import scores
 from kvbench.papers.spec import row_knobs, stand_ins
 from kvbench.plan import config, presets, words
 from kvbench.plan.cells import Group
+from kvbench.plan.run_plan import RunPlan
 from kvbench.plan.words import split_list
-from kvbench.report import summary
+from kvbench.report import run_report, summary
 from kvbench.report.scatter import line_of
 from kvbench.run import experiment
-from kvbench.run.experiment import RunPlan
 from kvbench.store.cell import Cell
 from kvbench.store.results import CellSummary, share
 from kvbench.tasks.metrics import metric, stats
@@ -165,7 +165,7 @@ class MeasuredFigure:
         if not self.ran:
             return {}
         omissions = [reason for r in self.ran for reason in r.left_out()]
-        settings = [experiment.settings(r.run).removesuffix(".") for r in self.ran]
+        settings = [run_report.settings(r.run).removesuffix(".") for r in self.ran]
         own = [p.method for r in self.ran for p in r.sweep.points if math.isnan(p.x)]
         counts = sorted({len(g.examples) for r in self.ran for g in r.run.groups})
         return {

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from kvbench.plan.cells import Group
-from kvbench.run.experiment import RunPlan
+from kvbench.plan.run_plan import RunPlan
 
 
 def joint(runs: Iterable[RunPlan]) -> list[RunPlan]:

@@ -23,11 +23,10 @@ from kvbench.papers.timed import timings
 from kvbench.papers.timed.timings import Timings
 from kvbench.plan import presets
 from kvbench.plan.cells import Group
-from kvbench.plan.run_plan import context_of
+from kvbench.plan.run_plan import RunPlan, context_of
 from kvbench.report import summary
-from kvbench.report.report import CellResult
+from kvbench.report.records import CellResult
 from kvbench.run import experiment
-from kvbench.run.experiment import RunPlan
 from kvbench.store.cell import Cell
 from kvbench.store.store import ResultStore
 from kvbench.tasks.base import Tokenizer

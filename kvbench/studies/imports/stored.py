@@ -10,9 +10,9 @@ import hashlib
 import json
 from typing import Any
 
-import kvbench
 from kvbench.base.errors import UsageError
 from kvbench.base.files import line_of, write_json
+from kvbench.base.version import version
 from kvbench.plan.cells import SCHEMA
 from kvbench.store.store import ResultStore
 from kvbench.studies.imports.scoring import Scored, printed
@@ -74,7 +74,7 @@ def _store(store: ResultStore, source: PredictionSource, scored: Scored) -> str:
     folder = store.folder(cell)
     label = " ".join(filter(None, (str(source.method), source.setting.replace(";", " "))))
     provenance = {
-        "kvbench": kvbench.__version__,
+        "kvbench": version(),
         "file": str(scored.predictions.path),
         "layout": scored.predictions.layout,
     }
