@@ -174,6 +174,14 @@ def read(arguments: Sequence[str]) -> RunConfig:
     return parse(request)
 
 
+def configure(settings: Mapping[str, Any]) -> RunConfig:
+    """Return the one run that settings ask for: keys of ``run`` with Python values, or texts as they are typed.
+
+    Raises UsageError naming the key and value at fault.
+    """
+    return parse(words.request(settings))
+
+
 def parse(
     request: RunRequest,
     composed: Mapping[str, Any] | None = None,

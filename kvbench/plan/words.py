@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from kvbench.base.conf import LISTED, entries, top_level, whole_config
@@ -62,7 +63,24 @@ class Command:
 
 def read(arguments: Sequence[str], multirun: bool = False) -> Command:
     """Return the command that ``key=value`` arguments ask for. Raises UsageError for one that is not allowed."""
-    texts = keys.pairs(arguments)
+    return command(keys.pairs(arguments), multirun)
+
+
+def request(settings: Mapping[str, Any]) -> RunRequest:
+    """Return the run that settings ask for: keys of ``run`` with Python values, or with texts as they are typed.
+
+    A list is a grid of values, or the value of a knob whose default is a list. Raises UsageError for a key or value
+    that is not allowed, and for several models.
+    """
+    runs = command(settings).runs
+    if len(runs) > 1:
+        raise UsageError(f"model={settings['model']} names several models: give one")
+    return runs[0]
+
+
+def command(settings: Mapping[str, Any], multirun: bool = False) -> Command:
+    """Return the command that settings ask for, one run per model. Raises UsageError for one that is not allowed."""
+    texts = {key: text_of(value) for key, value in settings.items()}
     empty = next((k for k, v in texts.items() if k in GROUPS and not v), None)
     if empty is not None:
         raise UsageError(f"{empty}= is empty: name one, as in {empty}={GROUPS[empty]}")
@@ -78,11 +96,11 @@ def read(arguments: Sequence[str], multirun: bool = False) -> Command:
     knobs: dict[str, Any] = {}
     values: dict[str, Any] = {}
     overrides: list[str] = []
-    for key, value in texts.items():
+    for key, value in settings.items():
         if key in GROUPS or key in ("preset", "match") or (multirun and key in ("shard", "shards")):
             continue
         if key.startswith(("hydra.", "hydra/", "+hydra.", "++hydra.")):
-            overrides.append(_launcher_override(key, value))
+            overrides.append(_launcher_override(key, texts[key]))
         else:
             for full_key, read_value in _parse_argument(key, value, methods, datasets).items():
                 (knobs if full_key.startswith("method.") else values)[full_key.removeprefix("method.*.")] = read_value
@@ -103,7 +121,7 @@ def read(arguments: Sequence[str], multirun: bool = False) -> Command:
         is_entry = model in entries("model")
         preset_values = presets.values(preset, model) if preset is not None else {}
         prompt = {"prompt": preset_values["prompt"]} if "prompt" in preset_values else {}
-        request = RunRequest(
+        run = RunRequest(
             words=(*([f"model={model}"] if "model" in texts else ()), *words),
             groups={"model": model if is_entry else "hf", **prompt, **groups},
             methods=tuple(methods if "method" in texts else ()),
@@ -112,8 +130,19 @@ def read(arguments: Sequence[str], multirun: bool = False) -> Command:
             values=({} if is_entry else {"model.path": model}) | values | _matching_kind(texts, preset_values),
             preset=preset,
         )
-        requests.append(request)
+        requests.append(run)
     return Command(tuple(requests), (*sweep, *overrides))
+
+
+def text_of(value: Any) -> str:
+    """Return a Python value as it is typed: ``null``, ``true``, ``64,128`` of a list. A text stays as it is."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, (list, tuple)):
+        return ",".join(text_of(part) for part in value)
+    return str(value)
 
 
 def split_list(value: str) -> list[str]:
@@ -205,23 +234,26 @@ def _launcher_override(key: str, value: str) -> str:
     return f"++{plain_key}={value}" if plain_key.startswith("hydra.launcher.") else f"{key}={value}"
 
 
-def _parse_argument(key: str, value: str, methods: Sequence[str], datasets: Sequence[str]) -> dict[str, Any]:
-    """Return one ``key=value`` argument as {full key: value}. Raises UsageError if it is not allowed.
+def _parse_argument(key: str, value: Any, methods: Sequence[str], datasets: Sequence[str]) -> dict[str, Any]:
+    """Return a key with its value, a text as it is typed or a Python value, as {full key: value}.
+
+    Raises UsageError if it is not allowed.
 
     A knob typed without its owner gets the owner's key. A knob of methods gets the key ``method.*.window``, which
     stands for all methods that have it.
     """
     plain_key = key.lstrip("+")
-    if "${" in value:
-        raise UsageError(f"{key}={value} is not possible: write the value itself, interpolations are not read here")
-    if any(value.count(a) != value.count(b) for a, b in ("[]", "{}", "()")):
-        raise UsageError(f"{key}={value} is not possible: its brackets do not match")
-    if plain_key == "shard" and len(split_list(value)) > 1:
-        raise UsageError(f"shard={value} is a sweep: add -m, as in: run -m shard={value}")
+    text = text_of(value)
+    if "${" in text:
+        raise UsageError(f"{key}={text} is not possible: write the value itself, interpolations are not read here")
+    if any(text.count(a) != text.count(b) for a, b in ("[]", "{}", "()")):
+        raise UsageError(f"{key}={text} is not possible: its brackets do not match")
+    if plain_key == "shard" and len(split_list(text)) > 1:
+        raise UsageError(f"shard={text} is a sweep: add -m, as in: run -m shard={text}")
     if plain_key in top_level():
         # per= alone may be swept
-        if plain_key != "per" and len(split_list(value)) > 1:
-            raise UsageError(f"{key}={value} is not possible: {plain_key} takes one value")
+        if plain_key != "per" and len(split_list(text)) > 1:
+            raise UsageError(f"{key}={text} is not possible: {plain_key} takes one value")
         return {plain_key: _read_grid(value, top_level()[plain_key])}
     if plain_key == "data.root":
         return {plain_key: _read_grid(value, None)}
@@ -237,9 +269,10 @@ def _parse_argument(key: str, value: str, methods: Sequence[str], datasets: Sequ
 
 
 def _parse_full_key(
-    group: str, rest: str, value: str, methods: Sequence[str], datasets: Sequence[str]
+    group: str, rest: str, value: Any, methods: Sequence[str], datasets: Sequence[str]
 ) -> dict[str, Any]:
     """Return {full key: value} for the key ``group.rest``. Raises UsageError for a key that this run does not have."""
+    text = text_of(value)
     if group in LISTED:
         known = entries(group)[LISTED[group]]
         name, _, inner = rest.partition(".")
@@ -248,24 +281,25 @@ def _parse_full_key(
         return {f"{group}.{rest}": _read_grid(value, known[name])}
     owner, _, knob = rest.partition(".")
     if not knob:
-        raise UsageError(f"{group}.{rest}={value} names no knob: write {group}.{rest}.KNOB={value} (run --help {rest})")
+        raise UsageError(f"{group}.{rest}={text} names no knob: write {group}.{rest}.KNOB={text} (run --help {rest})")
     if group == "method":
         used = list(dict.fromkeys(s for m in methods for s in registry.split(m)))
         known = registry.defaults(owner)
     else:
         used, known = list(datasets), entries("dataset").get(owner, {})
     if owner not in used:
-        raise UsageError(f"{group}.{rest}={value}: this run has no {group} {owner!r}; it has {', '.join(used)}")
+        raise UsageError(f"{group}.{rest}={text}: this run has no {group} {owner!r}; it has {', '.join(used)}")
     if knob not in known or knob.startswith("_"):
         raise unknown(f"knob of {group} {owner}", knob, (k for k in known if not k.startswith("_")))
     return {f"{group}.{owner}.{knob}": _read_grid(value, known[knob])}
 
 
-def _parse_plain_knob(knob: str, value: str, methods: Sequence[str], datasets: Sequence[str]) -> dict[str, Any]:
+def _parse_plain_knob(knob: str, value: Any, methods: Sequence[str], datasets: Sequence[str]) -> dict[str, Any]:
     """Return {full key: value} for a knob typed without its owner, with one key for each owner of its group.
 
     Raises UsageError if no owner has the knob, or if owners in several groups have it.
     """
+    text = text_of(value)
     stages = list(dict.fromkeys(s for m in methods for s in registry.split(m)))
     holders = {
         **{f"dataset.{d}": entries("dataset")[d] for d in datasets},
@@ -275,12 +309,12 @@ def _parse_plain_knob(knob: str, value: str, methods: Sequence[str], datasets: S
     }
     owners = [o for o, known in holders.items() if knob in known and not knob.startswith("_")]
     if len({o.partition(".")[0] for o in owners}) > 1:
-        raise UsageError(f"{knob}={value} could mean {' or '.join(f'{o}.{knob}' for o in owners)}: write the full key")
+        raise UsageError(f"{knob}={text} could mean {' or '.join(f'{o}.{knob}' for o in owners)}: write the full key")
     if not owners:
         if knob == "paper":
-            name = value.partition("/")[0]
+            name = text.partition("/")[0]
             raise UsageError(
-                f"paper={value} is not a key here: `python -m kvbench table {name}/2` measures a table of the paper, "
+                f"paper={text} is not a key here: `python -m kvbench table {name}/2` measures a table of the paper, "
                 f"preset={name} sets what its tables were made with"
             )
         names = {k for known in holders.values() for k in known if not k.startswith("_")}
@@ -293,11 +327,17 @@ def _parse_plain_knob(knob: str, value: str, methods: Sequence[str], datasets: S
     return {f"{o}.{knob}": _read_grid(value, holders[owners[0]][knob]) for o in prefixes}
 
 
-def _read_grid(value: str, default: Any) -> Any:
-    """Return the value that a text stands for. A comma list is one value for a knob whose default is a list.
+def _read_grid(value: Any, default: Any) -> Any:
+    """Return the value of a key whose default is ``default``: one value, or a grid, the list of the values to sweep.
 
-    For any other knob it is a grid: the list of the values to sweep.
+    A list of values, typed with commas or a list of Python, is one value for a knob whose default is a list.
     """
+    if isinstance(value, Path):
+        return str(value)
+    if not isinstance(value, str):
+        if not isinstance(value, (list, tuple)):
+            return value
+        return value[0] if len(value) == 1 and not isinstance(default, list) else list(value)
     parts = split_list(value)
     if isinstance(default, list):
         return value_of(value) if value.startswith("[") and len(parts) == 1 else [value_of(p) for p in parts]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -93,8 +92,7 @@ def compare(
         elif isinstance(method, Mapping):
             entries.append(method)
     names = [entry if isinstance(entry, str) else entry["method"] for entry in entries]
-    arguments = [f"method={','.join(names) or 'full'}", f"dataset={dataset}", f"results={folder}"]
-    (request,) = words.read([*arguments, *(f"{key}={_word(value)}" for key, value in settings.items())]).runs
+    request = words.request({"method": names or "full", "dataset": dataset, "results": folder, **settings})
     cfg = config.parse(request, methods=entries or ["full"])
     own = tuple(ChainConfig(m, m.name) for m in methods if isinstance(m, Chain))
     cfg = replace(cfg, chains=(*cfg.chains, *own))
@@ -153,15 +151,6 @@ def _stored(rows: Sequence[Mapping[str, Any]], folder: Path) -> Path:
     except OSError as error:
         raise disk_error(error, path) from None
     return path
-
-
-def _word(value: Any) -> str:
-    """Return a Python value as `run` reads it: null, true, a,list."""
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    if isinstance(value, (list, tuple)):
-        return ",".join(map(_word, value))
-    return os.fspath(value) if isinstance(value, Path) else str(value)
 
 
 def _plan(cfg: RunConfig, model: PreTrainedModel, tokenizer: Any) -> RunPlan:

@@ -83,10 +83,13 @@ def prepare(name: str, model: str, options: Mapping[str, str], fidelity: str = "
     for key in options:
         if key in FIXED:
             raise UsageError(f"{key}={options[key]} is not possible here: table {name} says it. Use `run` instead")
-    keys = {"model": model, "dataset": DATASETS.get(model, DATASETS[""]), "limit": "8", **options}
-    # long texts are compared with the full cache anyway; answers are only where there are none
-    compared = [] if "fidelity" in keys["dataset"] and fidelity == "true" else [f"fidelity={fidelity}"]
-    cfg = config.read([*(f"{key}={value}" for key, value in keys.items()), "method=full", *compared])
+    settings: dict[str, object] = {"model": model, "dataset": DATASETS.get(model, DATASETS[""]), "limit": 8}
+    settings |= options
+    settings["method"] = "full"
+    # texts of dataset=fidelity are compared with the full cache whether the run asks for it or not
+    if "fidelity" not in str(settings["dataset"]) or fidelity != "true":
+        settings["fidelity"] = fidelity
+    cfg = config.configure(settings)
     chains = {c.chain: c for _, c in chains_of(name)}
     return experiment.prepare(replace(cfg, chains=tuple(chains.values())))
 

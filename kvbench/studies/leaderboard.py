@@ -80,7 +80,7 @@ def prepare(model: str, options: Mapping[str, str]) -> list[RunPlan]:
     keys = {"model": model, **DEFAULTS, **options}
     seen = keys.pop("seen", SEEN)
     requests = [keys] + ([{**keys, "method": seen, "query_aware": "true"}] if seen != "none" else [])
-    return [experiment.prepare(config.read([f"{k}={v}" for k, v in wanted.items()])) for wanted in requests]
+    return [experiment.prepare(config.configure(wanted)) for wanted in requests]
 
 
 def standings(runs: Sequence[RunPlan], reports: Sequence[Report]) -> list[Standing]:

@@ -106,8 +106,10 @@ def prepare(model: str, options: Mapping[str, str]) -> list[RunPlan]:
     chains = tuple({c.chain: c for _, c in byte_table.chains_of(NAME)}.values())
     runs = []
     for keys in _keys(model).values():
-        words = {"model": model, "method": "full", "limit": "8", **keys, **options}
-        cfg = config.read([f"{key}={value}" for key, value in words.items()])
+        settings: dict[str, object] = {"model": model, "method": "full", "limit": 8}
+        settings |= keys
+        settings |= options
+        cfg = config.configure(settings)
         runs.append(experiment.prepare(replace(cfg, chains=chains)))
     return runs
 

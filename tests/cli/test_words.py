@@ -1,5 +1,7 @@
 """Golden tests: what good command lines ask for, and that conf/ takes every result."""
 
+from pathlib import Path
+
 import pytest
 
 from kvbench.base.errors import UsageError
@@ -109,6 +111,35 @@ def test_knobs_are_those_typed_over_the_presets_over_the_plain_ones():
     typed = {"gamma": 1, "window": 8, "kernel": 1, "decode_evict": False}
     by_size = {"tau1": {128: 1.0, 1024: 0.8}, "tau2": {128: 0.8, 1024: 0.5}}
     assert entry(cake, "cake") == {**entry("method=cake", "cake"), **typed, **by_size}
+
+
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        ({"method": ["snapkv", "h2o"], "kv_size": [64, 128]}, "method=snapkv,h2o kv_size=64,128"),
+        ({"method": "snapkv", "kv_size": [64]}, "method=snapkv kv_size=64"),
+        ({"method": "snapkv", "limit": None, "baseline": False}, "method=snapkv limit=null baseline=false"),
+        ({"method": "snapkv", "frozen_layers": [0, 1]}, "method=snapkv frozen_layers=0,1"),
+        ({"method": "snapkv", "frozen_layers": [[0, 1], [2]]}, "method=snapkv frozen_layers=[0,1],[2]"),
+        ({"method": "snapkv", "kv_ratio": "0.5,0.25"}, "method=snapkv kv_ratio=0.5,0.25"),
+        ({"dataset": "file", "path": Path("a/b.jsonl")}, "dataset=file path=a/b.jsonl"),
+    ],
+)
+def test_python_values_ask_for_the_run_that_texts_do(settings, line):
+    (typed,) = words.read(line.split()).runs
+    asked = words.request(settings)
+    assert (asked.methods, asked.tasks, asked.knobs, asked.values) == (
+        typed.methods,
+        typed.tasks,
+        typed.knobs,
+        typed.values,
+    )
+    assert [type(v) for v in asked.values.values()] == [type(v) for v in typed.values.values()]
+
+
+def test_a_request_is_of_one_model():
+    with pytest.raises(UsageError, match="model=a,b names several models"):
+        words.request({"model": "a,b"})
 
 
 def test_multirun_sweeps_shards_only():
