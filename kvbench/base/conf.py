@@ -26,7 +26,7 @@ NOT_TYPED = re.compile(
 @cache
 def conf_dir() -> Path:
     """Return the folder of configurations: beside the package in a clone, inside it in an installed wheel."""
-    package = Path(__file__).resolve().parent
+    package = Path(__file__).resolve().parents[1]
     inside = package / "conf"
     return inside if inside.is_dir() else package.parent / "conf"
 

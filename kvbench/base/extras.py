@@ -36,7 +36,7 @@ def require(package: str, use: str) -> None:
 def missing(package: str, use: str) -> UsageError:
     """Return the error for a package of EXTRAS that ``use`` needs and that is not installed."""
     extra = EXTRAS[package]
-    clone = (Path(__file__).parent.parent / "pyproject.toml").is_file()
+    clone = (Path(__file__).parents[2] / "pyproject.toml").is_file()
     command = f"pip install -e '.[{extra}]'" if clone else f"pip install 'kvbench[{extra}]'"
     return UsageError(f"{use} needs the package {package}, which is not installed: {command}")
 
