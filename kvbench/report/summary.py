@@ -33,30 +33,25 @@ def summarise(samples: Sequence[Sample], name: str, of: int) -> CellSummary:
     """Return the means over the samples of one cell, which is scored by the metric ``name`` and has ``of`` examples."""
     show = metric(name).show
     scored = [float(s.score) for s in samples if s.score is not None]
-    # an answer of one token attends nothing while decoding
-    attended = [s.attended for s in samples if s.attended is not None]
-    # a likelihood has no bounds
-    bounds = None if metric(name).shown else (0.0, 1.0)
-    interval = stats.mean_interval(scored, bounds=bounds) if len(scored) >= FEWEST else None
-    payload16, overhead16, full16 = (
-        fmean(values) for values in zip(*((s.payload16, s.overhead16, s.full16) for s in samples), strict=True)
-    )
-    factors = [s.timing.batch_factor for s in samples if s.timing.batch_factor is not None]
-    buckets = {}
-    for bucket, _ in BUCKETS:
-        scores = [s.score for s in samples if s.meta.get("bucket") == bucket]
-        known_scores = [x for x in scores if x is not None]
-        if scores:
-            buckets[bucket] = BucketScore(
-                len(scores), show(sum(known_scores) / len(known_scores)) if known_scores else None
-            )
+    score, interval = None, None
+    if scored:
+        score = show(fmean(scored))
+    if len(scored) >= FEWEST:
+        # scores lie between 0 and 1; a likelihood, which has another scale when it is shown, has no bounds
+        bounds = (0.0, 1.0) if metric(name).shown is None else None
+        ci = stats.mean_interval(scored, bounds=bounds)
+        if ci is not None:
+            interval = (show(ci[0]), show(ci[1]))
+    payload16 = fmean(s.payload16 for s in samples)
+    overhead16 = fmean(s.overhead16 for s in samples)
+    full16 = fmean(s.full16 for s in samples)
     return CellSummary(
         metric=name,
         n=len(samples),
         of=of,
         unscored=len(samples) - len(scored),
-        score=show(fmean(scored)) if scored else None,
-        ci=(show(interval[0]), show(interval[1])) if interval else None,
+        score=score,
+        ci=interval,
         prompt_tokens=fmean(s.n for s in samples),
         kept=fmean(s.kept for s in samples),
         nominal=_mean_if_complete([s.nominal for s in samples]),
@@ -72,18 +67,40 @@ def summarise(samples: Sequence[Sample], name: str, of: int) -> CellSummary:
         decode_peak=max((s.decode_peak for s in samples if s.decode_peak is not None), default=None),
         cut=sum(s.cut > 0 for s in samples),
         shrunk=sum(s.shrunk for s in samples),
-        attended=fmean(attended) if attended else None,
-        buckets=buckets,
-        timing=MeanTiming(
-            prefill_s=fmean(s.timing.prefill_s for s in samples),
-            compress_s=fmean(s.timing.compress_s for s in samples),
-            decode_s_per_token=sum(s.timing.decode_s for s in samples) / max(1, sum(s.new_tokens for s in samples)),
-            batch_factor=fmean(factors) if factors else None,
-        ),
+        # an answer of one token attends nothing while decoding
+        attended=_mean_of_present([s.attended for s in samples]),
+        buckets=_bucket_scores(samples, show),
+        timing=_mean_timing(samples),
         new_tokens=fmean(s.new_tokens for s in samples),
         empty=sum(not s.prediction.strip() for s in samples if s.score is not None and not s.turns),
         fidelity=_fidelity(samples),
         questions=summarise_turns(_contexts(samples), name, [s.payload + s.overhead for s in samples]),
+    )
+
+
+def _bucket_scores(samples: Sequence[Sample], show: Callable[[float], float]) -> dict[str, BucketScore]:
+    """Return the mean score of each of LongBench-E's lengths that the samples have."""
+    buckets = {}
+    for bucket, _ in BUCKETS:
+        in_bucket = [s for s in samples if s.meta.get("bucket") == bucket]
+        if not in_bucket:
+            continue
+        scores = [s.score for s in in_bucket if s.score is not None]
+        # a sum over a number, not fmean: committed tables have its rounding
+        mean = show(sum(scores) / len(scores)) if scores else None
+        buckets[bucket] = BucketScore(len(in_bucket), mean)
+    return buckets
+
+
+def _mean_timing(samples: Sequence[Sample]) -> MeanTiming:
+    """Return the mean seconds of the samples. Seconds a token = sum of decode seconds / sum of new tokens."""
+    decode_s = sum(s.timing.decode_s for s in samples)
+    new_tokens = sum(s.new_tokens for s in samples)
+    return MeanTiming(
+        prefill_s=fmean(s.timing.prefill_s for s in samples),
+        compress_s=fmean(s.timing.compress_s for s in samples),
+        decode_s_per_token=decode_s / max(1, new_tokens),
+        batch_factor=_mean_of_present([s.timing.batch_factor for s in samples]),
     )
 
 
@@ -94,15 +111,28 @@ def _contexts(samples: Iterable[Sample]) -> Contexts:
 
 def _fidelity(samples: Sequence[Sample]) -> dict[str, FidelitySummary]:
     """Return the fidelity of a cell by kind of text, without the kinds that no sample has."""
-    texts = {kind: [s.fidelity[kind] for s in samples if s.fidelity and kind in s.fidelity] for kind in KINDS}
-    summaries = {kind: summarise_texts(some) for kind, some in texts.items()}
-    return {kind: summary for kind, summary in summaries.items() if summary is not None}
+    summaries = {}
+    for kind in KINDS:
+        summary = summarise_texts([s.fidelity[kind] for s in samples if s.fidelity and kind in s.fidelity])
+        if summary is not None:
+            summaries[kind] = summary
+    return summaries
 
 
 def _mean_if_complete(values: Sequence[float | None]) -> float | None:
     """Return the mean of the values, or None if one of them is None."""
     present = [x for x in values if x is not None]
-    return fmean(present) if len(present) == len(values) else None
+    if len(present) < len(values):
+        return None
+    return fmean(present)
+
+
+def _mean_of_present(values: Sequence[float | None]) -> float | None:
+    """Return the mean of the values that are not None, or None if there are none."""
+    present = [x for x in values if x is not None]
+    if not present:
+        return None
+    return fmean(present)
 
 
 def collect(groups: Sequence[Group], store: ResultStore) -> Report:
@@ -111,37 +141,54 @@ def collect(groups: Sequence[Group], store: ResultStore) -> Report:
     Only the examples of this run count. A delta is the paired difference to the full cache, over the examples that the
     cell and the full cache both have.
     """
-    rows = []
-    for label in dict.fromkeys(c.label for g in groups for c in g.cells):
-        cells = tuple(measured(g, next(c for c in g.cells if c.label == label), store) for g in groups)
-        summaries = [c.summary for c in cells if c.summary is not None]
-        means = None
-        if summaries:
-            is_full = not any(c.chain.stages for g in groups for c in g.cells if c.label == label)
-            baseline = None if is_full else _scores(groups, "", store)
-            means = _row_means(summaries, _scores(groups, label, store), baseline)
-        rows.append(ReportRow(label, any(c.evicts for c in cells), cells, means))
-    columns = tuple(
-        ReportColumn(g.column, g.task.metric, g.task.category, any(bool(r.cells[i].floor) for r in rows))
-        for i, g in enumerate(groups)
-    )
-    notes = about_floors([c.task for c in columns if c.floor], len(columns)) if len(rows) > 1 else []
-    notes += [*_about_cuts(groups, rows, store), *_about_unscored(rows), *_about_empty(groups, rows)]
+    # rows in the order in which the groups name them first
+    labels = dict.fromkeys(cell.label for group in groups for cell in group.cells)
+    rows = [_row(label, groups, store) for label in labels]
+    columns = []
+    for i, group in enumerate(groups):
+        # only the full cache's cell says whether its scores are at the floor
+        at_floor = any(bool(row.cells[i].floor) for row in rows)
+        columns.append(ReportColumn(group.column, group.task.metric, group.task.category, at_floor))
+    notes = []
+    if len(rows) > 1:
+        notes += about_floors([c.task for c in columns if c.floor], len(columns))
+    notes += _about_cuts(groups, rows, store)
+    notes += _about_unscored(rows)
+    notes += _about_empty(groups, rows)
     notes += _about_batches(rows)
     # what a budget while decoding does shows over a long answer, and in when it ends
-    if any(c.chain.evictor is not None and c.chain.evictor.every for g in groups for c in g.cells):
+    evictors = [cell.chain.evictor for group in groups for cell in group.cells]
+    if any(evictor is not None and evictor.every for evictor in evictors):
         notes += _about_lengths(rows)
-    return Report("", "", columns, tuple(rows), tuple(notes), str(store.root), apart=_apart(groups, store))
+    return Report("", "", tuple(columns), tuple(rows), tuple(notes), str(store.root), apart=_apart(groups, store))
+
+
+def _row(label: str, groups: Sequence[Group], store: ResultStore) -> ReportRow:
+    """Return the row of the method with a label, over all groups."""
+    own_cells = [next(c for c in group.cells if c.label == label) for group in groups]
+    cells = tuple(measured(group, cell, store) for group, cell in zip(groups, own_cells, strict=True))
+    summaries = [c.summary for c in cells if c.summary is not None]
+    means = None
+    if summaries:
+        baseline = None
+        if any(cell.chain.stages for cell in own_cells):
+            baseline = _scores(groups, "", store)
+        means = _row_means(summaries, _scores(groups, label, store), baseline)
+    return ReportRow(label, any(c.evicts for c in cells), cells, means)
 
 
 def _about_cuts(groups: Sequence[Group], rows: Sequence[ReportRow], store: ResultStore) -> list[str]:
     """Return a note for each task whose prompts were cut to a small part of their tokens."""
     notes = []
     for i, group in enumerate(groups):
+        # all rows read the same prompts: those of the first measured row stand for them
         measured_cell = next((r.cells[i].cell for r in rows if r.cells[i].summary is not None), None)
-        samples = store.samples(measured_cell) if measured_cell is not None else {}
-        cut = [s for e in group.examples if (s := samples.get(e.id)) is not None and s.cut]
-        left, whole = sum(s.n for s in cut), sum(s.n + s.cut for s in cut)
+        if measured_cell is None:
+            continue
+        samples = store.samples(measured_cell)
+        cut = [samples[e.id] for e in group.examples if e.id in samples and samples[e.id].cut]
+        left = sum(s.n for s in cut)
+        whole = sum(s.n + s.cut for s in cut)
         if left < LITTLE_LEFT * whole:
             notes.append(
                 f"{group.column}: {len(cut)} of {len(group.examples)} prompts were cut, in all to {left:,} of "
@@ -152,14 +199,18 @@ def _about_cuts(groups: Sequence[Group], rows: Sequence[ReportRow], store: Resul
 
 def _about_unscored(rows: Sequence[ReportRow]) -> list[str]:
     """Return a note for each task with references that its metric cannot score."""
-    most: dict[str, CellSummary] = {}
-    for cell in (c for r in rows for c in r.cells):
-        if cell.summary is not None and cell.summary.unscored > (most[cell.task].unscored if cell.task in most else 0):
-            most[cell.task] = cell.summary
+    most_unscored: dict[str, CellSummary] = {}
+    for row in rows:
+        for cell in row.cells:
+            if cell.summary is None or not cell.summary.unscored:
+                continue
+            known = most_unscored.get(cell.task)
+            if known is None or cell.summary.unscored > known.unscored:
+                most_unscored[cell.task] = cell.summary
     return [
         f"{task}: {s.unscored} of {s.n} answers have no score: {s.metric} ({metric(s.metric).description}) cannot read "
         "their references. Means are of the others."
-        for task, s in most.items()
+        for task, s in most_unscored.items()
     ]
 
 
@@ -199,7 +250,9 @@ def _about_batches(rows: Sequence[ReportRow]) -> list[str]:
     if not factors or max(factors) < 1.05:
         return []
     least, most = f"{min(factors):.1f}", f"{max(factors):.1f}"
-    times = most if least == most else f"{least} to {most}"
+    times = most
+    if least != most:
+        times = f"{least} to {most}"
     return [
         f"While decoding, a batch took {times} times the key and value bytes of its "
         "rows (padding, free slots, positions, room for the answer); bytes in tables are those of tokens."
@@ -215,11 +268,9 @@ def _about_lengths(rows: Sequence[ReportRow]) -> list[str]:
             tokens = sum((s.new_tokens or 0) * s.n for s in summaries) / sum(s.n for s in summaries)
             peak = max(s.decode_peak or 0 for s in summaries)
             lengths.append(f"{row.method} {tokens:.1f} (at most {peak} held)")
-    return (
-        [f"Tokens of an answer, mean, and the most that a head held meanwhile: {', '.join(lengths)}."]
-        if lengths
-        else []
-    )
+    if not lengths:
+        return []
+    return [f"Tokens of an answer, mean, and the most that a head held meanwhile: {', '.join(lengths)}."]
 
 
 def measured(group: Group, cell: Cell, store: ResultStore) -> CellResult:
@@ -233,9 +284,10 @@ def measured(group: Group, cell: Cell, store: ResultStore) -> CellResult:
         return replace(result, status="refused", reason=refusal)
     ids = {e.id for e in group.examples}
     samples = {i: s for i, s in store.samples(cell.id).items() if i in ids}
-    status = store.status(cell.id) if len(samples) < len(ids) else None
-    if status is not None and status.status == "failed":
-        return replace(result, status="failed", reason=status.reason)
+    if len(samples) < len(ids):
+        status = store.status(cell.id)
+        if status is not None and status.status == "failed":
+            return replace(result, status="failed", reason=status.reason)
     if not samples:
         return result
     floor = None
@@ -309,23 +361,31 @@ def _fall_beside_full(group: Group, cell: Cell, samples: dict[str, Sample], stor
 
 
 def _delta(group: Group, cell: Cell, samples: dict[str, Sample], store: ResultStore) -> Delta | None:
-    """Return the paired difference to the full cache in printed units.
+    """Return the paired difference to the full cache in printed units: mean of (score - full cache's score).
 
     Return None for the full cache itself, without a full cache to compare with, or if no example is scored by both.
     """
     full = next((c for c in group.cells if not c.chain.stages), None)
     if full is None or not cell.chain.stages or store.refusal(full.id) is not None:
         return None
-    baseline = store.samples(full.id)
-    pairs = [(s.score, baseline[i].score) for i, s in samples.items() if i in baseline]
-    scores = [(float(a), float(b)) for a, b in pairs if a is not None and b is not None]
-    if not scores:
+    full_samples = store.samples(full.id)
+    ours, full_scores = [], []
+    for example, sample in samples.items():
+        if example not in full_samples:
+            continue
+        full_score = full_samples[example].score
+        if sample.score is not None and full_score is not None:
+            ours.append(float(sample.score))
+            full_scores.append(float(full_score))
+    if not ours:
         return None
     printed = metric(group.task.metric)
     if printed.shown is not None:
-        return shown_delta(scores, printed.show)
-    mean, ci = stats.paired_difference([a for a, _ in scores], [b for _, b in scores])
-    interval = (printed.scale * ci[0], printed.scale * ci[1]) if ci and len(scores) >= FEWEST else None
+        return shown_delta(list(zip(ours, full_scores, strict=True)), printed.show)
+    mean, ci = stats.paired_difference(ours, full_scores)
+    interval = None
+    if ci and len(ours) >= FEWEST:
+        interval = (printed.scale * ci[0], printed.scale * ci[1])
     return Delta(printed.scale * mean, interval)
 
 
@@ -341,16 +401,21 @@ def shown_delta(scores: Sequence[tuple[float, float]], show: Callable[[float], f
 
 def _scores(groups: Sequence[Group], label: str, store: ResultStore) -> list[dict[str, float]]:
     """Return the scores of a method's measured cells by example; those of the full cache where ``label`` is ''."""
-    measured_cells = []
+    scores_by_task = []
     for group in groups:
-        cell = next((c for c in group.cells if (c.label == label if label else not c.chain.stages)), None)
+        if label:
+            cell = next((c for c in group.cells if c.label == label), None)
+        else:
+            cell = next((c for c in group.cells if not c.chain.stages), None)
+        scores = {}
         if cell is not None and store.refusal(cell.id) is None:
             samples = store.samples(cell.id)
-            found = {e.id: x for e in group.examples if e.id in samples and (x := samples[e.id].score) is not None}
-            measured_cells.append(found)
-        else:
-            measured_cells.append({})
-    return measured_cells
+            for example in group.examples:
+                sample = samples.get(example.id)
+                if sample is not None and sample.score is not None:
+                    scores[example.id] = sample.score
+        scores_by_task.append(scores)
+    return scores_by_task
 
 
 def _mean_difference(
@@ -358,12 +423,14 @@ def _mean_difference(
 ) -> Delta | None:
     """Return the mean over tasks of the paired differences to the full cache, with its interval; None without pairs."""
     differences = []
-    for ours, theirs in zip(scores, full, strict=True):
-        differences.append([x - theirs[i] for i, x in ours.items() if i in theirs])
+    for ours, full_scores in zip(scores, full, strict=True):
+        differences.append([x - full_scores[example] for example, x in ours.items() if example in full_scores])
     if not all(differences):
         return None
     mean, ci = stats.mean_over_tasks(differences, (-1.0, 1.0))
-    return Delta(scale * mean, ci and (scale * ci[0], scale * ci[1]))
+    if ci is None:
+        return Delta(scale * mean, None)
+    return Delta(scale * mean, (scale * ci[0], scale * ci[1]))
 
 
 def _row_means(
@@ -381,25 +448,33 @@ def _row_means(
 
     def mean_if_complete(values: Sequence[float | None]) -> float | None:
         present = [x for x in values if x is not None]
-        return mean(present) if len(present) == len(cells) else None
+        if len(present) < len(cells):
+            return None
+        return mean(present)
 
     def percent(values: Sequence[float | None]) -> float | None:
-        value = mean_if_complete(values)
-        return None if value is None else 100 * value / prompt_tokens
+        tokens = mean_if_complete(values)
+        if tokens is None:
+            return None
+        return 100 * tokens / prompt_tokens
 
     prompt_tokens = mean([c.prompt_tokens for c in cells])
     payload16, full16 = mean([c.payload16 for c in cells]), mean([c.full16 for c in cells])
     scores = [c.score for c in cells if c.score is not None]
+    # a mean of points and of perplexities would mean nothing
     one_unit = len(scores) == len(cells) and len({metric(c.metric).shown for c in cells}) == 1
-    score_ci, delta = None, None
+    score_mean, score_ci, delta = None, None, None
+    if one_unit:
+        score_mean = fmean(scores)
     printed = metric(cells[0].metric)
     if one_unit and printed.shown is None and all(by_task):
-        ci = stats.mean_over_tasks([list(some.values()) for some in by_task])[1]
-        score_ci = ci and (printed.scale * ci[0], printed.scale * ci[1])
+        ci = stats.mean_over_tasks([list(scores_of_task.values()) for scores_of_task in by_task])[1]
+        if ci is not None:
+            score_ci = (printed.scale * ci[0], printed.scale * ci[1])
         if full is not None:
             delta = _mean_difference(by_task, full, printed.scale)
     return RowMeans(
-        score_mean=fmean(scores) if one_unit else None,
+        score_mean=score_mean,
         score_ci=score_ci,
         delta=delta,
         kept_percent=100 * mean([c.kept for c in cells]) / prompt_tokens,
