@@ -84,7 +84,15 @@ class First:
 
 @dataclass
 class GroupRun:
-    """The state of a group, or of several in turns, while they are measured."""
+    """The state of a group, or of several in turns, while they are measured.
+
+    A prompt goes through ``read`` (prefill, compress, audit), the decode queue, ``finish`` (score) and ``add`` (audit
+    of decoding, store). A cell whose method fails leaves at any of these points; the others go on.
+
+    writers: the open samples file of each cell, by the cell's id.
+    refused, failed: the reasons, by the id of each cell that left.
+    foreign: the cells whose code is not kvbench's own.
+    """
 
     host: Host
     store: ResultStore
@@ -93,15 +101,23 @@ class GroupRun:
     shard: int = 0
     refused: dict[str, str] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
-    foreign: Sequence[Cell] = ()  # those whose code is not kvbench's own
+    foreign: Sequence[Cell] = ()
 
     def __post_init__(self) -> None:
-        self.model_before = state_of(self.host.model) if self.foreign else None
+        self.model_before = None
+        if self.foreign:
+            # code that is not kvbench's own may change the model: it is compared with this after each step
+            self.model_before = state_of(self.host.model)
         self.firsts: dict[str, First] = {}  # by the id of each foreign cell that has computed a prompt
         self.reader = PromptReader(self.host, self._with_room)
         self.reading_since = time.monotonic()
-        limits = self.host.most_rows, self.host.memory
-        self.queue = DecodeQueue(self.host.model, *limits, self._remade, self.reader.forget_all)
+        self.queue = DecodeQueue(
+            self.host.model,
+            most_rows=self.host.most_rows,
+            most_bytes=self.host.memory,
+            remake=self._remade,
+            make_room=self.reader.forget_all,
+        )
         self.asking: dict[tuple[str, str], Asking] = {}  # by the ids of cell and example
 
     def run(self, work: Sequence[Work]) -> None:
@@ -111,11 +127,16 @@ class GroupRun:
             # an empty queue takes any number of rows
             while not self.queue.takes(len(cells)) or (len(self.queue) and self.reading_s() > AT_RISK_S):
                 self.finish()
-                cells = self.active(cells)
+                cells = self.active(cells)  # decoding may have taken some out of the run
             if not len(self.queue):
                 self.reading_since = time.monotonic()
-            if cells:
-                self.read(example, cells, *((e, self.active(c)) for e, c in work[i + 1 : i + 2]))
+            if not cells:
+                continue
+            following = None
+            if i + 1 < len(work):
+                next_example, next_cells = work[i + 1]
+                following = (next_example, self.active(next_cells))
+            self.read(example, cells, following)
         self.reader.forget_all()
         while len(self.queue):
             self.finish()
@@ -132,8 +153,10 @@ class GroupRun:
         prompts = {(row.cell.column, row.example.id) for row in self.queue}
         if not prompts:
             return ""
-        many = "prompts were" if len(prompts) > 1 else "prompt was"
-        return f"{len(prompts)} {many} read and not answered yet ({self.reading_s():.0f} s): to be read again"
+        count = "1 prompt was"
+        if len(prompts) > 1:
+            count = f"{len(prompts)} prompts were"
+        return f"{count} read and not answered yet ({self.reading_s():.0f} s): to be read again"
 
     def active(self, cells: Sequence[Cell]) -> list[Cell]:
         """Return the cells that are neither refused nor failed."""
@@ -169,20 +192,25 @@ class GroupRun:
             except Exception as error:
                 self.lose(cell, error, example)
         if encoded.question:
+            # the question was withheld: the compressed caches read it now
             rows = self._together(rows, partial(extended, host=self.host, ids=encoded.question))
         self.check_model(cells, example)
-        full = next((r.cache for r in rows if not r.cell.chain.stages), None) if cells and cells[0].fidelity else None
+        full = None
+        if cells and cells[0].fidelity:
+            full = next((r.cache for r in rows if not r.cell.chain.stages), None)
         rows = [r for r in rows if not r.cell.hidden]
         if full is not None and rows:
             rows = self.compare(example, rows, full)
         if example.tokens:
             self.force(example, rows, full)
         elif isinstance(encoded, EncodedTurns):
-            # those that see no other can be asked at once
-            turns = range(len(encoded.questions) if cells[0].task.turns == "isolated" else 1)
+            turns = range(1)  # a question that sees the ones before waits for their answers
+            if cells[0].task.turns == "isolated":
+                turns = range(len(encoded.questions))
             self.ask([Asking(self.host, row, encoded, row.cache) for row in rows], turns)
         else:
-            for row in rows:  # of which those decoded to make room may have failed the cell of another
+            for row in rows:
+                # making room for one row may have decoded others, and failed their cell
                 if self.active([row.cell]):
                     self.queue.add(row)
 
@@ -192,7 +220,8 @@ class GroupRun:
         for turn in turns:
             while not self.queue.takes(len(askings)):
                 self.finish()
-            for row in self._together([a for a in askings if self.active([a.cell])], partial(ask, turn=turn)):
+            active = [a for a in askings if self.active([a.cell])]
+            for row in self._together(active, partial(ask, turn=turn)):
                 self.queue.add(row)
 
     def _together(
@@ -261,12 +290,15 @@ class GroupRun:
         """Decode until some rows have ended, and score and store those."""
         first = next(iter(self.queue))
         outcomes = self.queue.advance()
-        self.check_model([r.cell for r in (*self.queue.running, *(r for r, _ in outcomes))], first.example)
+        decoded = list(self.queue.running) + [row for row, _ in outcomes]
+        self.check_model([row.cell for row in decoded], first.example)
         for row, outcome in outcomes:
             if isinstance(outcome, Exception):
                 self.lose(row.cell, outcome, row.example)
                 continue
-            ids = outcome.tokens[:-1] if outcome.tokens and outcome.tokens[-1] in row.ending.stop else outcome.tokens
+            ids = outcome.tokens
+            if ids and ids[-1] in row.ending.stop:
+                ids = ids[:-1]  # the token that ends an answer is no part of its text
             try:
                 text = self.host.tokenizer.decode(ids, skip_special_tokens=True)
                 value = score(row.cell.task.metric, row.cell.task.answer(text), row.asked)
@@ -298,6 +330,7 @@ class GroupRun:
             self.lose(cell, error, example)
             return
         if sample is None:
+            # the context has further questions, and this one's answer may stand before the next
             if not asking.isolated:
                 self.ask([asking], [len(asking.answered)])
             return
@@ -357,7 +390,8 @@ class GroupRun:
         replaced = self.host.functions.restored()
         if not replaced and state_of(self.host.model) == self.model_before:
             return
-        changed = ModelChanged([c for c in ran if c in self.foreign] or self.foreign, replaced)
+        suspects = [c for c in ran if c in self.foreign]
+        changed = ModelChanged(suspects or self.foreign, replaced)
         for cell in self.foreign:
             if cell.id in changed.cells:
                 self.refuse(cell, str(changed), example)
@@ -386,8 +420,9 @@ class GroupRun:
         """Take the cell out of this run and record why. Its samples stay, and the next run tries the others again."""
         if cell.id in self.failed:
             return
-        text = " ".join(str(error).split())[:REASON_LENGTH]
-        reason = text if isinstance(error, KvbenchError) else f"{type(error).__name__}: {text}".rstrip(": ")
+        reason = " ".join(str(error).split())[:REASON_LENGTH]
+        if not isinstance(error, KvbenchError):
+            reason = f"{type(error).__name__}: {reason}".rstrip(": ")
         self.failed[cell.id] = f"{reason} (example {example.id})"
         self.store.mark(cell, "failed", self.failed[cell.id])
         trace = self.store.folder(cell.id) / f"traceback-{self.shard}.txt"
@@ -422,10 +457,15 @@ def run_groups(
     with ExitStack() as stack:
         writers = {}
         for cell in _waiting(_pending(groups, store)):
-            facts = {**provenance, "batch": host.batching(), **cell.chain.provenance()}
+            facts = dict(provenance)
+            facts |= {"batch": host.batching()}
+            facts |= cell.chain.provenance()
+            # the first busy cell is waited for long: its process then holds the locks of the others, too
+            wait_s = SHARD_WAIT_S
+            if busy:
+                wait_s = BUSY_WAIT_S
             try:
-                # one cell that is busy is waited for: the others of the same process are, too
-                writers[cell.id] = store.open(cell, facts, shard, mix, wait_s=BUSY_WAIT_S if busy else SHARD_WAIT_S)
+                writers[cell.id] = store.open(cell, facts, shard, mix, wait_s=wait_s)
             except Busy:
                 busy.append(cell)
             else:
@@ -436,8 +476,12 @@ def run_groups(
         cells = _waiting(todo)
         if not cells:
             return busy
-        turns = zip_longest(*(g.examples for g in groups))
-        work = [(e, left[e.id]) for turn in turns for e, left in zip(turn, todo, strict=True) if e and e.id in left]
+        work: list[Work] = []
+        # the groups' examples in turns, so that one that shares its prompt comes right behind the other
+        for examples in zip_longest(*(g.examples for g in groups)):
+            for example, cells_left in zip(examples, todo, strict=True):
+                if example is not None and example.id in cells_left:
+                    work.append((example, cells_left[example.id]))
         foreign = [c for c in cells if c.chain.foreign]
         run = GroupRun(host, store, writers, listeners or Listeners(), shard, foreign=foreign)
         stack.enter_context(attached(host.model))
