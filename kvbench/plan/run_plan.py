@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -22,6 +22,8 @@ from kvbench.engine.shared_prefix import check_pieces
 from kvbench.kv.model_shape import Shape, from_config, local_layers
 from kvbench.methods.core.chain import Chain
 from kvbench.methods.core.loading import located
+from kvbench.methods.core.recipe import Request
+from kvbench.methods.core.resolve import ChainConfig
 from kvbench.methods.core.shared_functions import Functions
 from kvbench.methods.core.walls import contained
 from kvbench.models import load, traits
@@ -71,22 +73,29 @@ class RunPlan:
 
     def advice(self) -> list[str]:
         """Return notes on settings known to be untested, pointless or harmful, before any prompt is read."""
+        tasks = [g.task for g in self.groups]
         model = traits.of_config(self.source.config)
-        prompts = about_prompts(self.cfg.prompt, [g.task for g in self.groups], self.tokenizer)
         notes = [note for note in (model.note, model.shape.note) if note]
-        given = [k for k in ("calibration", "calibration_text") if getattr(self.cfg, k)]
-        if given and not any(self.session.requests(e.chain) for e in self.cfg.chains):
-            keys = " and ".join(f"{key}=" for key in given)
-            notes.append(f"{keys} {'are' if len(given) > 1 else 'is'} not read: no method of this run is calibrated.")
-        ignored = about_ignored(self.cfg, [g.task for g in self.groups])
-        return [*notes, *prompts, *ignored, *self._unreached()]
+        calibration_keys = [f"{key}=" for key in ("calibration", "calibration_text") if getattr(self.cfg, key)]
+        if calibration_keys and not any(self.session.requests(e.chain) for e in self.cfg.chains):
+            verb = "is"
+            if len(calibration_keys) > 1:
+                verb = "are"
+            keys = " and ".join(calibration_keys)
+            notes.append(f"{keys} {verb} not read: no method of this run is calibrated.")
+        notes += about_prompts(self.cfg.prompt, tasks, self.tokenizer)
+        notes += about_ignored(self.cfg, tasks)
+        notes += self._unreached()
+        return notes
 
     def cuts(self) -> list[str]:
         """Return a note for each task whose first prompt is cut to a small part of its tokens, before it is read."""
         notes = []
         for group in self.groups:
             first = next((e for e in group.examples if not e.tokens), None)
-            encoded = None if first is None else self._encoded(first, group)
+            if first is None:
+                continue  # texts that are scored are not cut
+            encoded = self._encoded(first, group)
             if encoded is None or len(encoded) >= LITTLE_LEFT * (len(encoded) + encoded.cut):
                 continue
             notes.append(
@@ -121,39 +130,59 @@ class RunPlan:
 
         No weights are loaded.
         """
-        limit = memory.cache_limit(self.cfg.memory, self.devices())
-        weights = int(memory.USED_SHARE * load.weight_bytes(self.source))
-        cache_memory = limit if self.cfg.memory is not None else max(0, limit - weights)
         device = load.resolve_device(self.cfg.device)
+        cache_memory = self._cache_memory()
         estimates = {g.column: self.estimate(g) for g in self.groups}
-        parts_of: dict[str, list[Group]] = {g.column: [] for g in self.groups}
-        shared = dict.fromkeys(parts_of, 0)  # contexts that are read with another group's prompts
-        for together in rounds(self.groups):
-            for pair in pairs(together):
-                parts_of_pair = [estimates[g.column].parts(g, cache_memory) for g in pair]
-                for group, its_parts in zip(pair, parts_of_pair, strict=True):
-                    parts_of[group.column] += its_parts
-                if len(pair) == 2 and all(len(its_parts) == 1 for its_parts in parts_of_pair):
-                    seen, withheld = pair
-                    shared[withheld.column] += self._shared(seen, withheld)
+        parts_of, shared_prefills = self._parts(estimates, cache_memory)
         groups = []
         for group, todo in zip(self.groups, self.todo(), strict=True):
             group_estimate, parts = estimates[group.column], parts_of[group.column]
-            extra_prefills = self._prefills(group, parts) - todo.prefills - shared[group.column]
+            # each part reads its prompts again; a context that another group reads is not read here
+            prefills = self._prefills(group, parts) - shared_prefills[group.column]
             todo = replace(
-                todo, prefills=todo.prefills + extra_prefills, prefills_saved=todo.prefills_saved - extra_prefills
+                todo,
+                prefills=prefills,
+                prefills_saved=todo.prefills_saved - (prefills - todo.prefills),
             )
+            cells = [cell for part in parts for cell in part.cells]
             planned = GroupPlan(
                 **vars(todo),
                 prompt_tokens=group_estimate.prompt_tokens,
                 bytes=max((group_estimate.bytes(p.cells, cache_memory) for p in parts), default=0),
-                parts=[[c.label for c in p.cells] for p in parts],
-                too_large=[c.label for p in parts for c in p.cells if group_estimate.alone(c) > cache_memory],
+                parts=[labels(part) for part in parts],
+                too_large=[cell.label for cell in cells if group_estimate.alone(cell) > cache_memory],
                 seconds=group_estimate.seconds,
             )
             groups.append(planned)
         dtype = precision.dtype_reason(self.cfg.model.dtype, self.dtype, device)
-        return Plan(cache_memory, str(device), dtype, groups, [*self.advice(), *self.cuts()])
+        return Plan(
+            memory=cache_memory, device=str(device), dtype=dtype, groups=groups, notes=self.advice() + self.cuts()
+        )
+
+    def _cache_memory(self) -> int:
+        """Return the bytes that caches may take: as configured, else what the weights leave of the devices."""
+        limit = memory.cache_limit(self.cfg.memory, self.devices())
+        if self.cfg.memory is not None:
+            return limit
+        weights = int(memory.USED_SHARE * load.weight_bytes(self.source))
+        return max(0, limit - weights)
+
+    def _parts(
+        self, estimates: Mapping[str, Estimate], cache_memory: int
+    ) -> tuple[dict[str, list[Group]], dict[str, int]]:
+        """Return by column the parts in which a group runs, and how many of its contexts another group reads."""
+        parts_of: dict[str, list[Group]] = {g.column: [] for g in self.groups}
+        shared_prefills = dict.fromkeys(parts_of, 0)
+        for together in rounds(self.groups):
+            for pair in pairs(together):
+                parts_of_pair = [estimates[g.column].parts(g, cache_memory) for g in pair]
+                for group, parts in zip(pair, parts_of_pair, strict=True):
+                    parts_of[group.column] += parts
+                if len(pair) == 2 and all(len(parts) == 1 for parts in parts_of_pair):
+                    # both fit into memory whole: one pass reads the prompt with its question in view and withheld
+                    seen, withheld = pair
+                    shared_prefills[withheld.column] += self._shared(seen, withheld)
+        return parts_of, shared_prefills
 
     def load_model(self) -> PreTrainedModel:
         """Return the model: the one that was given, or the checkpoint's weights, read now."""
@@ -174,18 +203,23 @@ class RunPlan:
 
     def _prefills(self, group: Group, parts: Sequence[Group]) -> int:
         """Return how many prompts are read if the group runs in ``parts``."""
-        part_ids = [{c.id for c in p.cells} for p in parts]
-        return sum(
-            len({c.chain.prefill_key for c in cells if c.id in ids})
-            for cells in self.left(group).values()
-            for ids in part_ids
-        )
+        count = 0
+        for cells in self.left(group).values():
+            for part in parts:
+                part_ids = {c.id for c in part.cells}
+                # methods with equal keys share a prefill
+                count += len({c.chain.prefill_key for c in cells if c.id in part_ids})
+        return count
 
     def _shared(self, seen: Group, withheld: Group) -> int:
         """Return how many contexts are read by the passes over the prompts with their questions in view."""
-        left = self.left(seen)
-        contexts = (cells for i, cells in self.left(withheld).items() if i in left)
-        return sum(any(not c.chain.prefill_key for c in cells) for cells in contexts)
+        seen_examples = self.left(seen)
+        count = 0
+        for example, cells in self.left(withheld).items():
+            # a method that changes the prefill has a key and reads its prompts itself
+            if example in seen_examples and any(not c.chain.prefill_key for c in cells):
+                count += 1
+        return count
 
     def estimate(self, group: Group) -> Estimate:
         """Return the estimate of the memory and time that the group's remaining work takes."""
@@ -225,9 +259,21 @@ class RunPlan:
 
     def records(self) -> list[CellRecord]:
         """Return the records of this run's cells that have an answer in the store."""
-        sound = [c.id for g in self.groups for c in g.cells if self.store.damage(c.id) is None]
-        answered = [i for i in sound if any(p.stat().st_size for p in self.store.folder(i).glob("samples-*.jsonl"))]
-        return [record for i in answered if (record := self.store.cell(i)) is not None]
+        records = []
+        for cell in self._cells():
+            if self.store.damage(cell.id) is not None:
+                continue
+            sample_files = self.store.folder(cell.id).glob("samples-*.jsonl")
+            if not any(file.stat().st_size for file in sample_files):
+                continue
+            record = self.store.cell(cell.id)
+            if record is not None:
+                records.append(record)
+        return records
+
+    def _cells(self) -> Iterator[Cell]:
+        for group in self.groups:
+            yield from group.cells
 
     def todo(self) -> list[GroupTodo]:
         """Return for each group the prompts to read, the answers to decode and the answers already stored."""
@@ -236,11 +282,19 @@ class RunPlan:
             remaining = self.left(group)
             answers = sum(len(cells) for cells in remaining.values())
             prefills = self._prefills(group, [part for (part,) in rounds([group])])
-            missing = {r.key: r for cells in remaining.values() for c in cells for r in self.session.missing(c.chain)}
-            computed = [(request.recipe, request.text) for request in missing.values()]
+            missing = {}
+            for cells in remaining.values():
+                for cell in cells:
+                    missing |= {request.key: request for request in self.session.missing(cell.chain)}
+            calibrations = []
+            for request in missing.values():
+                recipe = request.recipe
+                calibrations.append(
+                    f"{recipe.kind} ({recipe.samples} samples of {recipe.tokens} tokens, {request.text})"
+                )
             todo = GroupTodo(
                 task=group.column,
-                methods=[c.label for c in group.cells],
+                methods=labels(group),
                 cells=[c.id for c in group.cells],
                 examples=len(group.examples),
                 of=len(group.task.examples),
@@ -248,16 +302,28 @@ class RunPlan:
                 answers_done=len(group.cells) * len(group.examples) - answers,
                 prefills=prefills,
                 prefills_saved=answers - prefills,
-                calibrations=[f"{r.kind} ({r.samples} samples of {r.tokens} tokens, {text})" for r, text in computed],
+                calibrations=calibrations,
             )
             plans.append(todo)
         return plans
 
     def bound(self, groups: Sequence[Group], model: PreTrainedModel, quiet: bool) -> tuple[Group, ...]:
         """Return groups with every chain bound to its calibration. Missing calibrations are computed first."""
-        chains = list(dict.fromkeys(c.chain for g in groups for c in g.cells))
-        ready = {chain: self.session.bind(chain, model, quiet) for chain in chains}
-        return tuple(replace(g, cells=tuple(replace(c, chain=ready[c.chain]) for c in g.cells)) for g in groups)
+        calibrated: dict[Chain, Chain] = {}
+        bound_groups = []
+        for group in groups:
+            cells = []
+            for cell in group.cells:
+                if cell.chain not in calibrated:
+                    calibrated[cell.chain] = self.session.bind(cell.chain, model, quiet)
+                cells.append(replace(cell, chain=calibrated[cell.chain]))
+            bound_groups.append(replace(group, cells=tuple(cells)))
+        return tuple(bound_groups)
+
+
+def labels(group: Group) -> list[str]:
+    """Return the labels of a group's cells."""
+    return [cell.label for cell in group.cells]
 
 
 def keeps_everything(chain: Chain, n: int, answer: int) -> bool:
@@ -275,8 +341,11 @@ def keeps_everything(chain: Chain, n: int, answer: int) -> bool:
     if evictor is None or (evictor.every and answer <= evictor.every):  # it never comes to choose while decoding
         return True
     # a capacity is cut to the prompt, and the budget while decoding is not
-    sizes = [getattr(chain.selector, name, None) for name in ("decode_budget", "kv_size")]
-    budget = next((size for size in sizes if size is not None), capacity.tokens)
+    budget = capacity.tokens
+    for name in ("kv_size", "decode_budget"):
+        size = getattr(chain.selector, name, None)
+        if size is not None:
+            budget = size
     return bool(budget >= n + answer)
 
 
@@ -292,7 +361,7 @@ def prepare(cfg: RunConfig, reading: bool = False) -> RunPlan:
     source = load.locate(cfg.model)
     plan = plan_of(cfg, source, lambda: cast(Tokenizer, load.load_tokenizer(cfg.model, source)), store)
     if not reading:
-        for cell in (c for g in plan.groups for c in g.cells):
+        for cell in plan._cells():
             damage = store.damage(cell.id)
             if damage is not None:
                 say(f"{cell.label} on {cell.column} is left out: {damage}")
@@ -313,8 +382,9 @@ def plan_of(
     identity = identify(cfg, source, load.resolve_device(cfg.device))
     context = context_of(cfg, source)
     session = open_session(cfg, identity, loaded_tokenizer, context)
-    unplanned = {e.label: why for e in cfg.chains if (why := _asked(e.chain, _plain_questions)) is not None}
-    cfg = replace(cfg, chains=tuple(e for e in cfg.chains if e.label not in unplanned))
+    # what a method that is not kvbench's own fails at is found here, so that it costs its own row and not the run
+    unplanned = _failures(cfg.chains, _plain_questions)
+    cfg = _without(cfg, unplanned)
     foreign = [e.chain.name for e in cfg.chains if e.chain.foreign]
     with contained(", ".join(foreign), bool(foreign), seed=0, watched=False):  # methods are asked for needs and budgets
         cfg, matched = equal_memory.settle(cfg, from_config(source.config))
@@ -323,9 +393,9 @@ def plan_of(
     if foreign:
         lengths = _lengths(groups, cfg, loaded_tokenizer, context)
         ask = partial(_budget_questions, shape=from_config(source.config), lengths=lengths)
-        unplanned |= {e.label: why for e in cfg.chains if (why := _asked(e.chain, ask)) is not None}
+        unplanned |= _failures(cfg.chains, ask)
+    cfg = _without(cfg, unplanned)
     groups = tuple(replace(g, cells=tuple(c for c in g.cells if c.label not in unplanned)) for g in groups)
-    cfg = replace(cfg, chains=tuple(e for e in cfg.chains if e.label not in unplanned))
     for label, why in unplanned.items():
         if not any(g.cells for g in groups):
             raise KvbenchError(f"{label}: {why}")
@@ -345,21 +415,25 @@ def plan_of(
     )
 
 
-def _asked(chain: Chain, ask: Callable[[Chain], object]) -> str | None:
-    """Return why a method that is not kvbench's own cannot answer what ``ask`` asks of it, None if it can.
+def _failures(chains: Sequence[ChainConfig], ask: Callable[[Chain], object]) -> dict[str, str]:
+    """Return by label why a method that is not kvbench's own cannot answer what ``ask`` asks of it."""
+    reasons = {}
+    for entry in chains:
+        if not entry.chain.foreign:
+            continue
+        try:
+            with contained(entry.chain.name, seed=0):
+                ask(entry.chain)
+        except Refused:
+            continue  # the runner meets it on a prompt, and refuses the cell
+        except Exception as error:
+            reasons[entry.label] = located(error, entry.chain.name)
+    return reasons
 
-    All of it is asked here once, in its walls, so that a method that fails costs its own row and not the run.
-    """
-    if not chain.foreign:
-        return None
-    try:
-        with contained(chain.name, seed=0):
-            ask(chain)
-    except Refused:
-        return None  # the runner meets it on a prompt, and refuses the cell
-    except Exception as error:
-        return located(error, chain.name)
-    return None
+
+def _without(cfg: RunConfig, labels_left_out: Collection[str]) -> RunConfig:
+    """Return the run without the methods of these labels."""
+    return replace(cfg, chains=tuple(entry for entry in cfg.chains if entry.label not in labels_left_out))
 
 
 def _plain_questions(chain: Chain) -> object:
@@ -379,8 +453,8 @@ def _lengths(groups: Sequence[Group], cfg: RunConfig, tokenizer: Tokenizer, cont
     """Return the tokens of the first and of the longest prompt of each group."""
     lengths = set()
     for group in groups:
-        longest = sorted(group.examples, key=lambda e: len(e.tokens) or len(e.prompt))[-1:]
-        for example in (*group.examples[:1], *longest):
+        by_length = sorted(group.examples, key=lambda e: len(e.tokens) or len(e.prompt))
+        for example in group.examples[:1] + tuple(by_length[-1:]):
             with suppress(Exception):  # the runner meets a prompt that cannot be encoded again, and says why
                 tokens = example.tokens or encode_prompt(tokenizer, example, group.task, cfg.prompt, context)
                 lengths.add(len(tokens))
@@ -400,14 +474,16 @@ def identify(cfg: RunConfig, source: load.ModelSource, device: torch.device) -> 
 
     ``local`` is one of them only where local layers pass through: once methods compressed these, too.
     """
-    return {
+    facts = {
         "fingerprint": source.fingerprint,
         "weights": cfg.model.weights,
         "attention": cfg.model.attention,
         "rope_scaling": cfg.model.rope_scaling,
         "dtype": str(load.resolve_dtype(cfg.model, device, source.config)).removeprefix("torch."),
-        **({"local": "passed through"} if local_layers(source.config) else {}),
     }
+    if local_layers(source.config):
+        facts["local"] = "passed through"
+    return facts
 
 
 def context_of(cfg: RunConfig, source: load.ModelSource) -> int | None:
@@ -434,5 +510,8 @@ def threads(cfg: RunConfig, config: Any) -> int:
     Without either it is PyTorch's default, within what the system allows. Tiny matrices are faster on one thread, since
     several mostly wait.
     """
-    small = int(getattr(config, "hidden_size", SMALL_MODEL)) < SMALL_MODEL
-    return cfg.threads or (1 if small else min(torch.get_num_threads(), allowed()))
+    if cfg.threads:
+        return cfg.threads
+    if int(getattr(config, "hidden_size", SMALL_MODEL)) < SMALL_MODEL:
+        return 1
+    return min(torch.get_num_threads(), allowed())

@@ -60,17 +60,27 @@ class QueuedRow:
     @property
     def asked(self) -> Example:
         """Return the example that the answer is scored by."""
-        return self.example if self.turn is None else self.example.asked(self.turn)
+        if self.turn is None:
+            return self.example
+        return self.example.asked(self.turn)
 
     @property
     def cost(self) -> int:
-        """Return the bytes that decoding takes: the cache, a copy where others keep it, and the new tokens."""
-        cache_bytes = (1 if self.turn is None else 2) * (self.measured.payload + self.measured.overhead)
-        return cache_bytes + self.measured.full_bytes * self.ending.limit // max(1, self.measured.n)
+        """Return the bytes that decoding takes: the cache, a copy where others keep it, and the new tokens.
+
+        New tokens are counted at the full cache's bytes a token, as most methods store them so.
+        """
+        cache_bytes = self.measured.payload + self.measured.overhead
+        if self.turn is not None:
+            cache_bytes *= 2  # the context's cache stays for the questions that branch from it
+        new_bytes = self.measured.full_bytes * self.ending.limit // max(1, self.measured.n)
+        return cache_bytes + new_bytes
 
     def giving_up(self) -> QueuedRow:
         """Return the row without its cache's numbers. A question's row keeps them: others follow or branch from it."""
-        return self if self.turn is not None else replace(self, cache=self.cache.shapes(), given_up=True)
+        if self.turn is not None:
+            return self
+        return replace(self, cache=self.cache.shapes(), given_up=True)
 
 
 Outcome = tuple[QueuedRow, Answer | Exception]
@@ -108,7 +118,9 @@ class DecodeQueue:
         return len(self.waiting) + len(self.running) + len(self.apart)
 
     def __iter__(self) -> Iterator[QueuedRow]:
-        yield from (*self.running, *self.apart, *self.waiting)
+        yield from self.running
+        yield from self.apart
+        yield from self.waiting
 
     def add(self, row: QueuedRow) -> None:
         self.waiting.append(row)
@@ -120,10 +132,12 @@ class DecodeQueue:
 
     def takes(self, rows: int) -> bool:
         """Return True if the queue is empty, or stays within its limits with ``rows`` more rows of the mean cost."""
-        queued = [*self]
+        queued = list(self)
+        if not queued:
+            return True
         cost = sum(r.cost for r in queued)
-        more = cost * rows // max(1, len(queued))
-        return not queued or (len(queued) + rows <= self.most_rows and cost + more <= self.most_bytes)
+        more = cost * rows // len(queued)
+        return len(queued) + rows <= self.most_rows and cost + more <= self.most_bytes
 
     def advance(self) -> list[Outcome]:
         """Decode until some rows have ended or failed. Return those as (row, answer or exception).
@@ -131,13 +145,9 @@ class DecodeQueue:
         Return [] if the batch failed and its rows are to be decoded again.
         """
         if self.apart:
-            row = self.apart.pop(0)
-            batch: DecodeBatch[QueuedRow] = DecodeBatch(self.model)
-            try:
-                return self._enter(batch, [row])[1] or list(batch.advance())
-            except Exception as error:
-                return [(row, error)]
-        if lost := self._admit():
+            return self._advance_alone(self.apart.pop(0))
+        lost = self._admit()
+        if lost:
             return lost
         failure: Exception | None = None
         try:
@@ -148,7 +158,10 @@ class DecodeQueue:
             ended = {row for row, _ in answers}
             self.running = [r for r in self.running if r not in ended]
             return list(answers)
-        rows, self.running, self._batch = self.running, [], DecodeBatch(self.model)
+        # a step that failed may have changed the batch's caches: all of its rows begin again
+        rows = self.running
+        self.running = []
+        self._batch = DecodeBatch(self.model)
         out_of_memory = is_out_of_memory(failure)
         more_room = out_of_memory and self.make_room()
         if len(rows) == 1 and not more_room:
@@ -161,6 +174,17 @@ class DecodeQueue:
             self.apart = rows
         return []
 
+    def _advance_alone(self, row: QueuedRow) -> list[Outcome]:
+        """Decode one row of a failed batch by itself, so that only the row that fails is lost."""
+        batch: DecodeBatch[QueuedRow] = DecodeBatch(self.model)
+        try:
+            _, lost = self._enter(batch, [row])
+            if lost:
+                return lost
+            return list(batch.advance())
+        except Exception as error:
+            return [(row, error)]
+
     def _admit(self) -> list[Outcome]:
         """Move waiting rows into the batch while it has room: rows for which the model is adapted in the same way.
 
@@ -171,11 +195,14 @@ class DecodeQueue:
             return []
         if len(self.running) > ENTER_SHARE * self.most_rows or cost > ENTER_SHARE * self.most_bytes:
             return []
-        kind = (self.running or self.waiting)[0].cache.batch_key
+        first = (self.running or self.waiting)[0]
         entering: list[QueuedRow] = []
-        for row in [r for r in self.waiting if r.cache.batch_key == kind]:
+        for row in self.waiting:
+            if row.cache.batch_key != first.cache.batch_key:
+                continue
             count = len(self.running) + len(entering)
             cost += row.cost
+            # a single row enters whatever it takes: nothing else could make room for it
             if count and (count >= self.most_rows or cost > self.most_bytes):
                 break
             entering.append(row)
@@ -191,21 +218,26 @@ class DecodeQueue:
 
     def _shrink(self, most_rows: int, rows: Sequence[QueuedRow], where: str) -> None:
         """Let ``rows`` wait again, and at most so many run at once from now on, as memory ran out."""
-        self.most_rows, self.waiting = max(1, most_rows), [*rows, *self.waiting]
+        self.most_rows = max(1, most_rows)
+        self.waiting = list(rows) + self.waiting
         say(f"out of memory {where}; going on with at most {self.most_rows}")
 
     def _enter(self, batch: DecodeBatch[QueuedRow], rows: Sequence[QueuedRow]) -> tuple[list[QueuedRow], list[Outcome]]:
         """Enter rows into a batch, which takes their caches over. Return them, and those whose caches are lost."""
         lost: list[Outcome] = []
         remade = {}
-        if self.remake is not None and (gone := [r for r in rows if r.given_up]):
+        gone = [r for r in rows if r.given_up]
+        if self.remake is not None and gone:
             for row, outcome in self.remake(gone):
                 if isinstance(outcome, Exception):
                     lost.append((row, outcome))
                 else:
                     remade[row] = outcome
         whole = [remade.get(r, r) for r in rows if r in remade or not r.given_up]
-        entered = whole if self.remake is None else [r.giving_up() for r in whole]
+        entered = whole
+        if self.remake is not None:
+            # the batch holds the numbers now, and the prompt can be read again
+            entered = [r.giving_up() for r in whole]
         batch.enter([(key, r.cache, r.ending) for key, r in zip(entered, whole, strict=True)])
         return entered, lost
 
@@ -223,10 +255,14 @@ def in_parts(
     except Exception as error:
         if len(items) == 1:
             return [(items[0], error)]
-        half = (len(items) + 1) // 2 if is_out_of_memory(error) else 1
+        size = 1
+        if is_out_of_memory(error):
+            size = (len(items) + 1) // 2
     release()
-    parts = [items[i : i + half] for i in range(0, len(items), half)]
-    return [outcome for part in parts for outcome in in_parts(part, work)]
+    outcomes: list[tuple[Item, Result | Exception]] = []
+    for start in range(0, len(items), size):
+        outcomes += in_parts(items[start : start + size], work)
+    return outcomes
 
 
 @dataclass(eq=False)
@@ -261,8 +297,10 @@ class Asking:
 
     def ids(self, turn: int) -> Sequence[int]:
         """Return the tokens of a question, behind the reference of the one before where these are given."""
-        before = self.encoded.references[turn - 1] if turn and self.cell.task.turns == "gold" else []
-        return [*before, *self.encoded.questions[turn]]
+        question = list(self.encoded.questions[turn])
+        if turn and self.cell.task.turns == "gold":
+            return list(self.encoded.references[turn - 1]) + question
+        return question
 
     def record(self, row: QueuedRow, answer: Answer, text: str, value: float | None, peak: int) -> Sample | None:
         """Record the answer to a row's question. Return the context's sample once all of them are answered."""
@@ -270,8 +308,10 @@ class Asking:
         task, asked = row.cell.task, row.asked
         if not self.isolated:
             self.cache = row.cache
-        if task.turns == "own" and (tokens := self._kept(row, answer)):
-            self.cache = extend_cache(self.host.model, row.cache, tokens)
+        if task.turns == "own":
+            tokens = self._answer_tokens(row, answer)
+            if tokens:
+                self.cache = extend_cache(self.host.model, row.cache, tokens)
         known = TurnAnswer(
             prediction=text,
             score=value,
@@ -284,28 +324,47 @@ class Asking:
         self.answered[row.turn] = known, answer, peak
         if len(self.answered) < len(self.encoded.questions):
             return None
-        turns, answers, peaks = zip(*(self.answered[i] for i in range(len(self.answered))), strict=True)
-        scores = [t.score for t in turns if t.score is not None]
+        return self._whole_sample()
+
+    def _whole_sample(self) -> Sample:
+        """Return the context's sample: its score is the mean over the questions, its answers are joined."""
+        in_order = [self.answered[i] for i in range(len(self.answered))]
+        turns = tuple(turn for turn, _, _ in in_order)
+        answers = [answer for _, answer, _ in in_order]
+        tokens: list[int] = []
+        for answer in answers:
+            tokens += answer.tokens
         attended = [a.attended for a in answers if a.attended is not None]
+        mean_attended = None
+        if attended:
+            mean_attended = fmean(attended)
         whole = replace(
-            answer,
-            tokens=[token for a in answers for token in a.tokens],
+            answers[-1],
+            tokens=tokens,
             seconds=sum(a.seconds for a in answers),
             rows=max(a.rows for a in answers),
             factor=max((a.factor for a in answers if a.factor is not None), default=None),
-            attended=fmean(attended) if attended else None,
+            attended=mean_attended,
         )
+        scores = [t.score for t in turns if t.score is not None]
+        score_of_all = None
+        if scores:
+            score_of_all = fmean(scores)
         text = "\n".join(t.prediction.strip() for t in turns)
-        sample = sample_of(self.row, whole, text, fmean(scores) if scores else None, max(peaks))
+        sample = sample_of(self.row, whole, text, score_of_all, max(peak for _, _, peak in in_order))
         return replace(sample, answers=None, turns=turns)
 
-    def _kept(self, row: QueuedRow, answer: Answer) -> list[int]:
+    def _answer_tokens(self, row: QueuedRow, answer: Answer) -> list[int]:
         """Return the tokens of an answer that stays, with a token that ends it unless the next question begins so."""
         ended = bool(answer.tokens) and answer.tokens[-1] in row.ending.stop
         if self.encoded.between:
-            return answer.tokens[:-1] if ended else answer.tokens
+            if ended:
+                return answer.tokens[:-1]
+            return answer.tokens
         end = getattr(self.host.tokenizer, "eos_token_id", None)
-        return answer.tokens if ended or end is None else [*answer.tokens, int(end)]
+        if ended or end is None:
+            return answer.tokens
+        return answer.tokens + [int(end)]
 
 
 def ask(askings: Sequence[Asking], turn: int) -> list[QueuedRow]:
@@ -341,7 +400,9 @@ def remade(host: Host, rows: Sequence[QueuedRow]) -> list[tuple[QueuedRow, Queue
             chains = [r.cell.chain for r in part]
             caches = host.prefill(encoded.ids, chains)
             again = [replace(r, cache=cache, given_up=False) for r, cache in zip(part, caches, strict=True)]
-            return extended(again, host, encoded.question) if encoded.question else again
+            if encoded.question:
+                return extended(again, host, encoded.question)
+            return again
 
         outcomes += in_parts(alike, read)
     return outcomes
@@ -351,6 +412,14 @@ def sample_of(row: QueuedRow, answer: Answer, text: str, value: float | None, de
     """Return the sample to store of a row's answer, which passed the audit."""
     example = row.example
     capacity = row.cell.chain.capacity(row.measured.n)
+    factor = None
+    if answer.factor is not None:
+        factor = round(answer.factor, 3)
+    references: tuple[str, ...] | None = tuple(example.answers)
+    attended = answer.attended  # methods that mask attend fewer tokens than they hold
+    if example.tokens:
+        # a text that was scored, not answered
+        references, attended = None, None
     return Sample(
         id=example.id,
         **asdict(row.measured),
@@ -363,13 +432,12 @@ def sample_of(row: QueuedRow, answer: Answer, text: str, value: float | None, de
             compress_s=round(row.cache.compress_s, 6),
             decode_s=round(answer.seconds, 6),
             batch_rows=answer.rows,
-            batch_factor=None if answer.factor is None else round(answer.factor, 3),
+            batch_factor=factor,
         ),
         prediction=text,
         score=value,
-        answers=None if example.tokens else tuple(example.answers),
-        # methods that mask attend fewer tokens than they hold
-        attended=None if example.tokens else answer.attended,
+        answers=references,
+        attended=attended,
         decode_peak=decode_peak,
         fidelity=row.fidelity,
     )
