@@ -282,16 +282,15 @@ class RunPlan:
             remaining = self.left(group)
             answers = sum(len(cells) for cells in remaining.values())
             prefills = self._prefills(group, [part for (part,) in rounds([group])])
-            missing = {}
+            missing: dict[str, Request] = {}
             for cells in remaining.values():
                 for cell in cells:
                     missing |= {request.key: request for request in self.session.missing(cell.chain)}
             calibrations = []
             for request in missing.values():
                 recipe = request.recipe
-                calibrations.append(
-                    f"{recipe.kind} ({recipe.samples} samples of {recipe.tokens} tokens, {request.text})"
-                )
+                size = f"{recipe.samples} samples of {recipe.tokens} tokens"
+                calibrations.append(f"{recipe.kind} ({size}, {request.text})")
             todo = GroupTodo(
                 task=group.column,
                 methods=labels(group),

@@ -30,8 +30,8 @@ from kvbench.run.listener import Listener, Listeners
 from kvbench.run.runner import ModelChanged, run_groups
 from kvbench.store.cell import Cell
 from kvbench.store.provenance import provenance
-from kvbench.store.results import Facts
-from kvbench.store.store import DAMAGED
+from kvbench.store.results import CellSummary, Facts
+from kvbench.store.store import DAMAGED, ResultStore
 from kvbench.tasks.base import Tokenizer
 
 WAITING_S, WAITING_SAID_S = 2.0, 60.0
@@ -73,8 +73,15 @@ def measure(prepared: RunPlan, quiet: bool = False, listeners: Sequence[Listener
 
 def fill(prepared: RunPlan, quiet: bool = False, listeners: Sequence[Listener] = ()) -> None:
     """Measure all missing answers and write each cell's metrics, without a report: groups may have different cells."""
-    broadcast = Listeners([*([] if quiet else [Display()]), *listeners])
-    unfinished = {(g.column, c.id): replace(g, cells=(c,)) for g in prepared.groups for c in g.cells}
+    all_listeners = list(listeners)
+    if not quiet:
+        all_listeners.insert(0, Display())
+    broadcast = Listeners(all_listeners)
+    # each cell as a group of its own: whatever ends the run early is told of the cells that are left here
+    unfinished = {}
+    for group in prepared.groups:
+        for cell in group.cells:
+            unfinished[group.column, cell.id] = replace(group, cells=(cell,))
     try:
         broadcast.begin(prepared)
         for group in _measure_groups(prepared, quiet, broadcast):
@@ -113,13 +120,17 @@ def _measure_groups(prepared: RunPlan, quiet: bool, broadcast: Listeners) -> Ite
     threads = set_threads(cfg, prepared.source.config)
     model = prepared.load_model()
     host = make_host(prepared, model)
-    facts = {**provenance(model, threads), "model": cfg.model_name, **_rounding_fact(host, prepared.groups)}
+    facts = dict(provenance(model, threads))
+    facts["model"] = cfg.model_name
+    facts |= _rounding_fact(host, prepared.groups)
     if not quiet and str(facts["commit"]).endswith("+"):
         say(f"the code has local changes (commit {facts['commit']}): cells say so")
     for groups in rounds(prepared.groups):
-        shared: list[tuple[tuple[Group, ...], list[Cell]]] = []  # groups with the cells that another process measures
+        # pairs of groups, each with its cells that another process measures: they are waited for last
+        shared: list[tuple[tuple[Group, ...], list[Cell]]] = []
         for pair in pairs(prepared.bound(groups, host.model, quiet)):
             usable = [prepared.usable(group) for group in pair]
+            # a method that changed the model made the host be loaded anew
             host, busy = _measure_pair(prepared, host, usable, facts, broadcast)
             if busy:
                 shared.append((pair, busy))
@@ -159,22 +170,24 @@ def _measure_pair(
 
     Return the host to go on with, and the cells that are left out since another process measures them.
     """
-    split = [prepared.estimate(group).parts(group, host.memory) for group in pair]
-    if all(len(parts) == 1 for parts in split):
-        together = [[part for parts in split for part in parts]]
-    else:
-        together = [[part] for parts in split for part in parts]
+    parts_of_groups = [prepared.estimate(group).parts(group, host.memory) for group in pair]
+    if all(len(parts) == 1 for parts in parts_of_groups):
+        # each group fits whole: the prompts that they share are read once
+        return _run_parts(prepared, host, [parts[0] for parts in parts_of_groups], facts, broadcast)
     busy: list[Cell] = []
-    for parts in together:
-        host, left_out = _run_parts(prepared, host, parts, facts, broadcast)
-        busy += left_out
+    for parts in parts_of_groups:
+        for part in parts:
+            host, left_out = _run_parts(prepared, host, [part], facts, broadcast)
+            busy += left_out
     return host, busy
 
 
 def _named(cells: Sequence[Cell]) -> str:
     """Return the first of some cells in words, and how many others there are."""
     first = f"{cells[0].label} on {cells[0].column}"
-    return first if len(cells) == 1 else f"{first} and {len(cells) - 1} other cells"
+    if len(cells) == 1:
+        return first
+    return f"{first} and {len(cells) - 1} other cells"
 
 
 def _rounding_fact(host: Host, groups: Sequence[Group]) -> Facts:
@@ -185,7 +198,9 @@ def _rounding_fact(host: Host, groups: Sequence[Group]) -> Facts:
     with suppress(Exception):  # measuring reports any error of a prompt or of the model
         prompts = [host.encode(g.examples[0], g.task).ids for g in groups if g.examples][:ROUNDED]
         comparison = precision.compare_rounding(host.model, [torch.tensor(ids) for ids in prompts])
-    return {} if comparison is None else {"rounding": comparison}
+    if comparison is None:
+        return {}
+    return {"rounding": comparison}
 
 
 def _run_parts(
@@ -198,7 +213,8 @@ def _run_parts(
     cfg = prepared.cfg
     while True:
         try:
-            return host, run_groups(host, parts, prepared.store, facts, cfg.shard, cfg.mix, broadcast)
+            busy = run_groups(host, parts, prepared.store, facts, shard=cfg.shard, mix=cfg.mix, listeners=broadcast)
+            return host, busy
         except ModelChanged as changed:
             parts = [replace(p, cells=tuple(c for c in p.cells if c.id not in changed.cells)) for p in parts]
             if prepared.model is not None:
@@ -213,31 +229,52 @@ def _settle_group(prepared: RunPlan, group: Group, broadcast: Listeners, error: 
     ``error`` is what ended the run early, if anything did. A cell that has no samples or is refused gets no metrics.
     """
     store = prepared.store
-    unfinished = {c.id for some in prepared.left(group).values() for c in some}
+    unfinished = set()
+    for cells in prepared.left(group).values():
+        unfinished |= {cell.id for cell in cells}
     for cell in group.cells:
         summary = None
-        begun = (error is None or cell.id in store.writers) and store.damage(cell.id) is None
-        samples = list(store.samples(cell.id).values()) if begun else []
-        if samples and store.refusal(cell.id) is None:
-            summary = summarise(samples, group.task.metric, len(group.task.examples))
-            completeness = "complete" if summary.n == summary.of else "partial"
-            # scores of a method that compressed nothing are the full cache's, whoever reads them later
-            unchanged = is_unchanged(cell, {s.id: s for s in samples}, store)
-            verdict = {"nothing_compressed": True} if unchanged else {}
-            store.write_metrics(cell.id, {"status": completeness, **summary.record(), **verdict})
+        # of a run that ended early, the metrics of cells that it had not begun stay as they are
+        begun = error is None or cell.id in store.writers
+        if begun and store.damage(cell.id) is None:
+            summary = _write_metrics(cell, group, store)
         stored = store.status(cell.id)
-        status = "interrupted" if error is not None and cell.id in unfinished else "partial"
+        status = "partial"
         if stored.status in ("complete", "refused", "failed", "interrupted"):
             status = stored.status
         elif stored.status == DAMAGED:
             status = "failed"
-        reason = stored.reason or (ending(error) if error is not None and status == "interrupted" else None)
+        elif error is not None and cell.id in unfinished:
+            status = "interrupted"
+        reason = stored.reason
+        if not reason and error is not None and status == "interrupted":
+            reason = ending(error)
         broadcast.ended(cell, status, summary, reason)
+
+
+def _write_metrics(cell: Cell, group: Group, store: ResultStore) -> CellSummary | None:
+    """Write the metrics of a cell's samples and return them; None without samples, or if the cell is refused."""
+    samples = store.samples(cell.id)
+    if not samples or store.refusal(cell.id) is not None:
+        return None
+    summary = summarise(list(samples.values()), group.task.metric, len(group.task.examples))
+    record: dict[str, object] = {"status": "partial"}
+    if summary.n == summary.of:
+        record["status"] = "complete"
+    record |= summary.record()
+    # scores of a method that compressed nothing are the full cache's: whoever reads the file later must know
+    if is_unchanged(cell, samples, store):
+        record["nothing_compressed"] = True
+    store.write_metrics(cell.id, record)
+    return summary
 
 
 def make_host(prepared: RunPlan, model: PreTrainedModel) -> Host:
     """Return the host of this run: the loaded model with its settings for prompts and answers."""
     cfg = prepared.cfg
+    prefix = None
+    if cfg.shared_prefix is not None:
+        prefix = SharedPrefix(model, cfg.shared_prefix)
     return Host(
         model=model,
         tokenizer=prepared.tokenizer,
@@ -248,23 +285,29 @@ def make_host(prepared: RunPlan, model: PreTrainedModel) -> Host:
         batch_rows=cfg.batch_rows,
         plain=cfg.model.attention == "eager",
         memory=memory.cache_limit(cfg.memory, memory.device_shares(model)),
-        prefix=None if cfg.shared_prefix is None else SharedPrefix(model, cfg.shared_prefix),
+        prefix=prefix,
     )
 
 
 def stop_tokens(prepared: RunPlan) -> frozenset[int]:
     """Return the token ids that end an answer: end-of-sequence ids and the last token of each stop text."""
     cfg, tokenizer = prepared.cfg.model, prepared.tokenizer
-    end = getattr(tokenizer, "eos_token_id", None)
-    ends = {text: tokenizer.encode(text, add_special_tokens=False)[-1:] for text in cfg.stop}
-    for text, end_ids in ends.items():
-        check("model.stop", text, bool(end_ids), "texts that the tokenizer has a token for")
-    last = {end_ids[0] for end_ids in ends.values()}
-    of_model = load.end_tokens(cfg, prepared.source)
+    ends = set(load.end_tokens(cfg, prepared.source))
+    for text in cfg.stop:
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        check("model.stop", text, bool(ids), "texts that the tokenizer has a token for")
+        ends.add(ids[-1])
     if prepared.model is not None:
-        ids = getattr(prepared.model.generation_config, "eos_token_id", None)
-        of_model |= {ids} if isinstance(ids, int) else set(ids or ())
-    return frozenset(of_model | last | ({end} if end is not None else set()))
+        # a model that was given may end with other tokens than its checkpoint says
+        model_ends = getattr(prepared.model.generation_config, "eos_token_id", None)
+        if isinstance(model_ends, int):
+            ends.add(model_ends)
+        else:
+            ends |= set(model_ends or ())
+    end = getattr(tokenizer, "eos_token_id", None)
+    if end is not None:
+        ends.add(end)
+    return frozenset(ends)
 
 
 def set_threads(cfg: RunConfig, config: Any) -> int:
