@@ -122,35 +122,56 @@ def build_groups(
             column = f"{task.id} {label}".strip()
             if any(g.column == column for g in groups):
                 continue
-            answer_rules, prompt_identity = task.answering(), policy.identity(task, tokenizer)
-            likelihood = bool(task.examples[0].tokens)
-            if policy.min_new_tokens is not None:
-                answer_rules["min_new_tokens"] = max(policy.min_new_tokens, task.min_new_tokens)
-            decoding = {**cfg.sampling.identity(), "model_stop": list(cfg.model.stop), **answer_rules}
-            base = {
-                "schema": SCHEMA,
-                "model": dict(model_identity),
-                "task": task.id,
-                "content": task.content_hash(),
-                "prompt": prompt_identity if likelihood else {**prompt_identity, "context": context},
-                "decoding": {} if likelihood else decoding,
-                "metric": {"name": task.metric, "revision": metric(task.metric).revision},
-                **({"turns": task.turns} if task.turns else {}),
-                **({"fidelity": fidelity_identity(cfg.fidelity)} if cfg.fidelity or task.fidelity else {}),
-            }
-            cells = tuple(Cell({**base, "chain": identify(c.chain)}, c.chain, c.label, task, column) for c in chains)
-            if task.turns and "fidelity" in base:
+            identity = _task_identity(cfg, task, tokenizer, model_identity, context)
+            if task.turns and "fidelity" in identity:
                 raise UsageError(f"{task.id}: fidelity=true is not possible where a context has several questions")
+            cells = []
+            for config in chains:
+                cell_identity = identity | {"chain": identify(config.chain)}
+                cells.append(Cell(cell_identity, config.chain, config.label, task=task, column=column))
             check(tokenizer, task, policy)
             _check_answers(task, context)
             _check_chunks(task, [c.chain for c in chains])
-            limit = cfg.limit if cfg.limit is not None else dataset.default_limit
+            limit = cfg.limit
+            if limit is None:
+                limit = dataset.default_limit
             examples = _examples_of_shard(task.taken(limit), cfg)
             _check_room(task, examples, policy, tokenizer, context)
-            groups.append(Group(task, column, cells, examples))
+            groups.append(Group(task, column, tuple(cells), examples))
     if not any(g.examples for g in groups) and cfg.shards == 1:
         raise UsageError("nothing to measure: the datasets have no examples")
     return groups
+
+
+def _task_identity(
+    cfg: RunConfig, task: Task, tokenizer: Tokenizer | None, model_identity: Mapping[str, Any], context: int | None
+) -> dict[str, Any]:
+    """Return all but the method that decides the numbers of a task's cells, for their ids.
+
+    A text that is scored, not answered, has neither a context to be cut to nor settings of decoding.
+    """
+    prompt = dict(cfg.prompt.identity(task, tokenizer))
+    decoding: dict[str, Any] = {}
+    if not task.examples[0].tokens:
+        prompt["context"] = context
+        decoding = cfg.sampling.identity() | {"model_stop": list(cfg.model.stop)} | task.answering()
+        if cfg.prompt.min_new_tokens is not None:
+            decoding["min_new_tokens"] = max(cfg.prompt.min_new_tokens, task.min_new_tokens)
+    identity = {
+        "schema": SCHEMA,
+        "model": dict(model_identity),
+        "task": task.id,
+        "content": task.content_hash(),
+        "prompt": prompt,
+        "decoding": decoding,
+        "metric": {"name": task.metric, "revision": metric(task.metric).revision},
+    }
+    # keys that only some cells have, so that the others keep their ids
+    if task.turns:
+        identity["turns"] = task.turns
+    if cfg.fidelity or task.fidelity:
+        identity["fidelity"] = fidelity_identity(cfg.fidelity)
+    return identity
 
 
 def _check_through_cache(dataset: str, knobs: Mapping[str, Any], chains: Sequence[ChainConfig]) -> None:
@@ -180,7 +201,9 @@ def _check_answers(task: Task, context: int | None) -> None:
             "dataset=wikitext2"
         )
     for example in task.examples:
-        length = example.meta.get("tokens", 0) if task.category in UNCUT else 0
+        length = 0
+        if task.category in UNCUT:
+            length = example.meta.get("tokens", 0)
         if context is not None and length and length + example.max_new_tokens > context:
             raise UsageError(
                 f"{task.id}: {length} tokens and an answer of {example.max_new_tokens} exceed the model's context of "
@@ -223,7 +246,9 @@ def _check_chunks(task: Task, chains: Sequence[Chain]) -> None:
                     f"{task.id}: chunk={meta['chunk']} tokens at once do not fit into the budget of {budget} that "
                     f"{chain.name} holds after a prefix of {meta['prefix']}: lower chunk="
                 )
-        every = chain.evictor.every if chain.evictor is not None else 0
+        if chain.evictor is None:
+            continue
+        every = chain.evictor.every
         if every % int(meta["chunk"]):
             raise UsageError(
                 f"{task.id}: chunk={meta['chunk']} does not divide decode_every={every} of {chain.name}, which chooses "
@@ -237,14 +262,15 @@ def with_baseline(chains: Sequence[ChainConfig], baseline: bool) -> list[ChainCo
     compressing = [c for c in chains if c.chain.stages]
     if not full and baseline:
         full = [ChainConfig(Chain(), "full")]
-    return [*full, *compressing]
+    return full + compressing
 
 
 def with_full(cells: Sequence[Cell]) -> list[Cell]:
     """Return the cells of one prompt, with a hidden full cache if they are compared with one that is not there."""
     if not cells or not cells[0].fidelity or any(not c.chain.stages for c in cells):
-        return [*cells]
-    return [*cells, replace(cells[0], chain=Chain(), label="full", hidden=True)]
+        return list(cells)
+    hidden_full = replace(cells[0], chain=Chain(), label="full", hidden=True)
+    return list(cells) + [hidden_full]
 
 
 def rounds(groups: Sequence[Group]) -> list[tuple[Group, ...]]:
@@ -256,8 +282,12 @@ def rounds(groups: Sequence[Group]) -> list[tuple[Group, ...]]:
     classes = dict.fromkeys(cell.chain.foreign_stages for group in groups for cell in group.cells)
     in_rounds = []
     for stages in sorted(classes, key=len):  # kvbench's own methods have none
-        cells = [tuple(c for c in group.cells if c.chain.foreign_stages == stages) for group in groups]
-        in_rounds.append(tuple(replace(g, cells=own) for g, own in zip(groups, cells, strict=True) if own))
+        groups_of_round = []
+        for group in groups:
+            cells = tuple(cell for cell in group.cells if cell.chain.foreign_stages == stages)
+            if cells:
+                groups_of_round.append(replace(group, cells=cells))
+        in_rounds.append(tuple(groups_of_round))
     return in_rounds
 
 
@@ -269,7 +299,8 @@ def pairs(groups: Sequence[Group]) -> list[tuple[Group, ...]]:
         # other knobs may give a task several groups of one kind: each begins another pair
         key = next((key for key in alike if _withholds(group) not in by_task[key]), (group.task.id, len(alike)))
         by_task.setdefault(key, {})[_withholds(group)] = group
-    return [tuple(pair[kind] for kind in sorted(pair)) for pair in by_task.values()]
+    # False before True: the question in view comes first
+    return [tuple(group for _, group in sorted(pair.items())) for pair in by_task.values()]
 
 
 def _withholds(group: Group) -> bool:
@@ -294,4 +325,9 @@ def _examples_of_shard(examples: Sequence[Example], cfg: RunConfig) -> tuple[Exa
     """Return the examples of this shard. The shard of an example is a hash of its id, whatever the order and limit."""
     if cfg.shards == 1:
         return tuple(examples)
-    return tuple(e for e in examples if int(hashlib.sha256(e.id.encode()).hexdigest(), 16) % cfg.shards == cfg.shard)
+    examples_here = []
+    for example in examples:
+        digest = hashlib.sha256(example.id.encode()).hexdigest()
+        if int(digest, 16) % cfg.shards == cfg.shard:
+            examples_here.append(example)
+    return tuple(examples_here)

@@ -129,7 +129,9 @@ class RunConfig:
     @property
     def model_name(self) -> str:
         """Return the entry of conf/model, or the folder or hub id of a model that has none."""
-        return self.model.name if self.model.name != "hf" else self.model.path
+        if self.model.name == "hf":
+            return self.model.path
+        return self.model.name
 
     def __post_init__(self) -> None:
         tokens = is_whole(self.fidelity) and not isinstance(self.fidelity, str) and self.fidelity >= 2
@@ -208,7 +210,8 @@ def parse(
     if logging is not None and rest["logger"].name != "wandb":
         raise UsageError(f"{logging}={request.values[logging]} needs a logger: add logger=wandb")
     for key in ("batch_rows", "memory", "threads"):
-        rest[key] = None if rest[key] == "auto" else rest[key]
+        if rest[key] == "auto":
+            rest[key] = None
     return RunConfig(model=model, chains=tuple(chains), datasets=tuple(_dataset_configs(raw)), **rest)
 
 
@@ -221,7 +224,10 @@ def group_overrides(request: RunRequest) -> list[str]:
 
 def compose(request: RunRequest, composed: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return the entries of conf/ that the request chooses, with its values set and its knobs under their stages."""
-    raw = copy.deepcopy(dict(composed)) if composed is not None else _compose_with_hydra(group_overrides(request))
+    if composed is not None:
+        raw = copy.deepcopy(dict(composed))
+    else:
+        raw = _compose_with_hydra(group_overrides(request))
     methods = request.methods or tuple(whole_config()["chains"])
     preset = _preset_values(request)
     raw |= {"chains": list(methods), "preset": {"name": request.preset}, "per": preset.get("per", raw["per"])}
@@ -254,7 +260,9 @@ def _compose_with_hydra(overrides: Sequence[str]) -> dict[str, Any]:
 
 def _preset_values(request: RunRequest) -> dict[str, Any]:
     """Return the values of the request's preset for its model by full key; {} without a preset."""
-    return presets.values(request.preset, request.groups["model"]) if request.preset is not None else {}
+    if request.preset is None:
+        return {}
+    return presets.values(request.preset, request.groups["model"])
 
 
 def _set_value(raw: dict[str, Any], key: str, value: Any) -> None:
@@ -292,31 +300,53 @@ def _prompt_policy(raw: Mapping[str, Any], model: ModelConfig) -> PromptPolicy:
     limits = policy.pop("limits")
     if limits is not None and limits not in _limit_names():
         raise unknown("name of a prompt limit, prompt.limits", limits, _limit_names())
-    limit = model.prompt_limits.get(limits) if limits else None
-    return PromptPolicy(**{**policy, "max_length": raw["max_length"] if raw["max_length"] is not None else limit})
+    policy["max_length"] = raw["max_length"]
+    if limits and policy["max_length"] is None:
+        policy["max_length"] = model.prompt_limits.get(limits)
+    return PromptPolicy(**policy)
 
 
 def _dataset_configs(raw: Mapping[str, Any]) -> Iterator[DatasetConfig]:
     """Yield each chosen dataset, once for each combination of the values in its knobs' grids."""
+    asked = raw["prompt"]["query_aware"]
+    if isinstance(asked, list):
+        for value in asked:
+            check("query_aware", value, isinstance(value, bool), "true, false, or both")
     for name, entry in raw["dataset"].items():
-        tasks_by_dataset = [str(t).partition("/") for t in raw["tasks"]]
-        task_names = [task for owner, _, task in tasks_by_dataset if owner == name]
-        tasks = () if "" in task_names else tuple(dict.fromkeys(task_names))
-        asked = raw["prompt"]["query_aware"]
+        tasks = _tasks_of(name, raw["tasks"])
+        axes: list[tuple[str, Sequence[Any]]] = []
         if isinstance(asked, list):
-            for value in asked:
-                check("query_aware", value, isinstance(value, bool), "true, false, or both")
-        axes = [("query_aware", asked)] if isinstance(asked, list) else []
-        axes += list(grids(entry, entries("dataset").get(name, {})))
+            axes.append(("query_aware", asked))
+        axes += grids(entry, entries("dataset").get(name, {}))
         for key, swept in axes:
             check(f"dataset.{name}.{key}", swept, bool(swept), "a value, or a list of at least one")
-        for values in itertools.product(*(v for _, v in axes)):
-            knobs = {**entry, **{k: v for (k, _), v in zip(axes, values, strict=True)}}
-            aware = knobs.pop("query_aware", None)
-            limit = knobs.pop("default_limit", None)
-            shown = {k: str(v).lower() if k == "query_aware" else v for (k, _), v in zip(axes, values, strict=True)}
-            label = ",".join(f"{k}={v}" for k, v in shown.items())
-            yield DatasetConfig(name, knobs, tasks, label, limit, aware)
+        keys = [key for key, _ in axes]
+        for combination in itertools.product(*(swept for _, swept in axes)):
+            swept_values = dict(zip(keys, combination, strict=True))
+            knobs = dict(entry) | swept_values
+            query_aware = knobs.pop("query_aware", None)
+            default_limit = knobs.pop("default_limit", None)
+            label = ",".join(f"{key}={_shown(key, value)}" for key, value in swept_values.items())
+            yield DatasetConfig(name, knobs, tasks, label=label, default_limit=default_limit, query_aware=query_aware)
+
+
+def _tasks_of(dataset: str, written_tasks: Sequence[str]) -> tuple[str, ...]:
+    """Return the tasks of a dataset that were typed, or () where the whole dataset was, as in ``tiny``."""
+    names: list[str] = []
+    for written in written_tasks:
+        owner, _, task = str(written).partition("/")
+        if owner == dataset:
+            names.append(task)
+    if "" in names:
+        return ()
+    return tuple(dict.fromkeys(names))
+
+
+def _shown(key: str, value: Any) -> str:
+    """Return a swept value as a column's label has it: query_aware as it is typed."""
+    if key == "query_aware":
+        return str(value).lower()
+    return str(value)
 
 
 def plain(error: Exception) -> str:

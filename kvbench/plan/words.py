@@ -27,6 +27,7 @@ MAX_SHARDS = 4096  # each is a job of its own
 MOST_DIGITS = 400  # longer ones are texts: Python's floats end before
 WHOLE = re.compile(r"[+-]?\d+(_\d+)*")
 REAL = re.compile(r"[+-]?(\d+\.\d*|\.\d+|\d+(?=[eE]))([eE][+-]?\d+)?")
+LAUNCHER_KEYS = ("hydra.", "hydra/", "+hydra.", "++hydra.")
 NAMED = {"null": None, "true": True, "false": False, "inf": float("inf"), "-inf": float("-inf"), "nan": float("nan")}
 
 
@@ -81,57 +82,106 @@ def request(settings: Mapping[str, Any]) -> RunRequest:
 def command(settings: Mapping[str, Any], multirun: bool = False) -> Command:
     """Return the command that settings ask for, one run per model. Raises UsageError for one that is not allowed."""
     texts = {key: text_of(value) for key, value in settings.items()}
-    empty = next((k for k, v in texts.items() if k in GROUPS and not v), None)
-    if empty is not None:
-        raise UsageError(f"{empty}= is empty: name one, as in {empty}={GROUPS[empty]}")
-    methods = split_list(texts["method"]) if "method" in texts else whole_config()["chains"]
-    tasks = split_list(texts["dataset"]) if "dataset" in texts else whole_config()["tasks"]
-    datasets = _dataset_names(tasks)
+    for group, example in GROUPS.items():
+        if group in texts and not texts[group]:
+            raise UsageError(f"{group}= is empty: name one, as in {group}={example}")
+    # what is not typed is conf/config.yaml's
+    methods, tasks = whole_config()["chains"], whole_config()["tasks"]
+    typed_methods: tuple[str, ...] = ()
+    typed_tasks: tuple[str, ...] = ()
+    if "method" in texts:
+        methods = split_list(texts["method"])
+        typed_methods = tuple(methods)
+    if "dataset" in texts:
+        tasks = split_list(texts["dataset"])
+        typed_tasks = tuple(tasks)
+    groups = _chosen_groups(texts)
+    knobs, values = _read_settings(settings, methods, _dataset_names(tasks), multirun)
+    sweep = _sweep_overrides(texts, multirun)
+    preset = texts.get("preset")
+    runs = []
+    for model in split_list(texts.get("model", "tiny")):
+        preset_values: dict[str, Any] = {}
+        if preset is not None:
+            preset_values = presets.values(preset, model)
+        run_groups, run_values = {"model": model}, {}
+        if model not in entries("model"):
+            # a name that is no entry of conf/model is a checkpoint folder or a hub id
+            run_groups["model"] = "hf"
+            run_values["model.path"] = model
+        if "prompt" in preset_values:
+            run_groups["prompt"] = preset_values["prompt"]
+        run = RunRequest(
+            words=_words_of_run(texts, model, sharded=bool(sweep)),
+            groups=run_groups | groups,
+            methods=typed_methods,
+            tasks=typed_tasks,
+            knobs=knobs,
+            values=run_values | values | _matching_kind(texts, preset_values),
+            preset=preset,
+        )
+        runs.append(run)
+    return Command(tuple(runs), tuple(sweep))
+
+
+def _chosen_groups(texts: Mapping[str, str]) -> dict[str, str]:
+    """Return the entries of conf/prompt and conf/logger that were typed. Raises UsageError for unknown ones."""
     groups = {}
     for group, kind in (("prompt", "prompt policy"), ("logger", "logger")):
         if group in texts:
             if texts[group] not in entries(group):
                 raise unknown(kind, texts[group], entries(group))
             groups[group] = texts[group]
+    return groups
+
+
+def _read_settings(
+    settings: Mapping[str, Any], methods: Sequence[str], datasets: Sequence[str], multirun: bool
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return (values of the methods' knobs, all other values), by key."""
     knobs: dict[str, Any] = {}
     values: dict[str, Any] = {}
-    overrides: list[str] = []
     for key, value in settings.items():
-        if key in GROUPS or key in ("preset", "match") or (multirun and key in ("shard", "shards")):
-            continue
-        if key.startswith(("hydra.", "hydra/", "+hydra.", "++hydra.")):
-            overrides.append(_launcher_override(key, texts[key]))
-        else:
-            for full_key, read_value in _parse_argument(key, value, methods, datasets).items():
-                (knobs if full_key.startswith("method.") else values)[full_key.removeprefix("method.*.")] = read_value
-    models = split_list(texts.get("model", "tiny"))
-    sweep = _shard_overrides(texts) if multirun and {"shard", "shards"} & texts.keys() else []
-    if multirun and not sweep:
+        swept = multirun and key in ("shard", "shards")
+        if key in GROUPS or key in ("preset", "match") or swept or key.startswith(LAUNCHER_KEYS):
+            continue  # read elsewhere
+        for full_key, read_value in _parse_argument(key, value, methods, datasets).items():
+            if full_key.startswith("method."):
+                knobs[full_key.removeprefix("method.*.")] = read_value
+            else:
+                values[full_key] = read_value
+    return knobs, values
+
+
+def _words_of_run(texts: Mapping[str, str], model: str, sharded: bool) -> tuple[str, ...]:
+    """Return the arguments of one run: those typed, with its own model, without what a sweep sets."""
+    words = []
+    if "model" in texts:
+        words.append(f"model={model}")
+    for key, text in texts.items():
+        swept = sharded and key in ("shard", "shards")
+        if key != "model" and not swept and "hydra" not in key:
+            words.append(f"{key}={text}")
+    return tuple(words)
+
+
+def _sweep_overrides(texts: Mapping[str, str], multirun: bool) -> list[str]:
+    """Return the Hydra overrides under -m: those of the shards, then those of the launcher.
+
+    Raises UsageError where -m has nothing to sweep or several models, and for a launcher's keys without -m.
+    """
+    launcher = [_launcher_override(key, text) for key, text in texts.items() if key.startswith(LAUNCHER_KEYS)]
+    if not multirun:
+        if launcher:
+            raise UsageError(f"{launcher[0]} sets up a launcher and needs -m, as in: -m shard=0,1 {launcher[0]}")
+        return []
+    if not {"shard", "shards"} & texts.keys():
         raise UsageError("-m sweeps shards: give shard=0,1,2,3 or shards=4 (other comma lists are grids without -m)")
-    if multirun and len(models) > 1:
+    shards = _shard_overrides(texts)
+    models = split_list(texts.get("model", "tiny"))
+    if len(models) > 1:
         raise UsageError(f"-m with {len(models)} models: run one model at a time, or leave out -m")
-    if overrides and not multirun:
-        raise UsageError(f"{overrides[0]} sets up a launcher and needs -m, as in: -m shard=0,1 {overrides[0]}")
-    preset = texts.get("preset")
-    left_out = ("model", "shard", "shards") if sweep else ("model",)
-    words = [f"{k}={v}" for k, v in texts.items() if k not in left_out and "hydra" not in k]
-    requests = []
-    for model in models:
-        # a name that is no entry of conf/model is a checkpoint folder or a hub id
-        is_entry = model in entries("model")
-        preset_values = presets.values(preset, model) if preset is not None else {}
-        prompt = {"prompt": preset_values["prompt"]} if "prompt" in preset_values else {}
-        run = RunRequest(
-            words=(*([f"model={model}"] if "model" in texts else ()), *words),
-            groups={"model": model if is_entry else "hf", **prompt, **groups},
-            methods=tuple(methods if "method" in texts else ()),
-            tasks=tuple(tasks if "dataset" in texts else ()),
-            knobs=knobs,
-            values=({} if is_entry else {"model.path": model}) | values | _matching_kind(texts, preset_values),
-            preset=preset,
-        )
-        requests.append(run)
-    return Command(tuple(requests), (*sweep, *overrides))
+    return shards + launcher
 
 
 def text_of(value: Any) -> str:
@@ -150,7 +200,8 @@ def split_list(value: str) -> list[str]:
     parts, depth, quote, start = [], 0, "", 0
     for i, ch in enumerate(value):
         if quote:
-            quote = "" if ch == quote else quote
+            if ch == quote:
+                quote = ""
         elif ch in "'\"":
             quote = ch
         elif ch in "[{(":
@@ -160,7 +211,8 @@ def split_list(value: str) -> list[str]:
         elif ch == "," and depth == 0:
             parts.append(value[start:i].strip())
             start = i + 1
-    return [*parts, value[start:].strip()]
+    parts.append(value[start:].strip())
+    return parts
 
 
 def value_of(text: str) -> Any:
@@ -173,11 +225,17 @@ def value_of(text: str) -> Any:
         return float(text)
     if text[:1] + text[-1:] in ("''", '""') and len(text) > 1:
         return text[1:-1].replace("\\" + text[0], text[0])
-    inner = split_list(text[1:-1]) if text[1:-1].strip() else []
+    inner: list[str] = []
+    if text[1:-1].strip():
+        inner = split_list(text[1:-1])
     if text[:1] + text[-1:] == "[]":
         return [value_of(part) for part in inner]
     if text[:1] + text[-1:] == "{}" and all(":" in part for part in inner):
-        return {value_of(k.strip()): value_of(v.strip()) for k, _, v in (part.partition(":") for part in inner)}
+        mapping = {}
+        for part in inner:
+            key, _, value = part.partition(":")
+            mapping[value_of(key.strip())] = value_of(value.strip())
+        return mapping
     return text
 
 
@@ -186,8 +244,10 @@ def _dataset_names(tasks: Sequence[str]) -> list[str]:
     cut_off = next((t for t in tasks if t.endswith("/") or t.startswith("/")), None)
     if cut_off is not None:
         name = cut_off.strip("/").partition("/")[0]
+        if name not in entries("dataset"):
+            name = "tiny"
         raise UsageError(
-            f"dataset={cut_off} names no task: write {name if name in entries('dataset') else 'tiny'} for a whole "
+            f"dataset={cut_off} names no task: write {name} for a whole "
             "dataset, or a task of it, as tiny/needle (python -m kvbench list datasets)"
         )
     names = list(dict.fromkeys(t.partition("/")[0] for t in tasks))
@@ -202,8 +262,10 @@ def _matching_kind(texts: Mapping[str, str], preset: Mapping[str, Any]) -> dict[
 
     The kind is the one typed. With match=true, or reference= alone, it is the preset's, or else bytes.
     """
-    kind = texts.get("match", "true" if "reference" in texts else "null")
-    if kind in ("null", "false"):
+    kind = texts.get("match")
+    if kind is None and "reference" in texts:
+        kind = "true"
+    if kind in (None, "null", "false"):
         return {}
     ratio = next((k for k in texts if k.rpartition(".")[2] == "kv_ratio"), None)
     if ratio is not None:
@@ -211,7 +273,9 @@ def _matching_kind(texts: Mapping[str, str], preset: Mapping[str, Any]) -> dict[
             f"{ratio}={texts[ratio]} is not possible with match={kind}: a fraction of each prompt is no fixed number "
             "of bytes. Give the reference a kv_size, as in kv_size=128; that of the others is found"
         )
-    return {"match": preset.get("match", "bytes") if kind == "true" else value_of(kind)}
+    if kind == "true":
+        return {"match": preset.get("match", "bytes")}
+    return {"match": value_of(kind)}
 
 
 def _shard_overrides(texts: Mapping[str, str]) -> list[str]:
@@ -223,7 +287,9 @@ def _shard_overrides(texts: Mapping[str, str]) -> list[str]:
     parts = split_list(value)
     consecutive = all(p.isdigit() for p in parts) and sorted(map(int, parts)) == list(range(len(parts)))
     if not consecutive or count not in (None, len(parts)):
-        of = f" of shards={count}" if count else ""
+        of = ""
+        if count:
+            of = f" of shards={count}"
         raise UsageError(f"shard={value}{of} is not possible: all shards from 0 on, as in -m shard=0,1,2,3")
     return [f"shard={','.join(parts)}", f"shards={len(parts)}"]
 
@@ -231,7 +297,9 @@ def _shard_overrides(texts: Mapping[str, str]) -> list[str]:
 def _launcher_override(key: str, value: str) -> str:
     """Return a launcher's option as a Hydra override, with ``++`` since its schema lists only some of the options."""
     plain_key = key.lstrip("+")
-    return f"++{plain_key}={value}" if plain_key.startswith("hydra.launcher.") else f"{key}={value}"
+    if plain_key.startswith("hydra.launcher."):
+        return f"++{plain_key}={value}"
+    return f"{key}={value}"
 
 
 def _parse_argument(key: str, value: Any, methods: Sequence[str], datasets: Sequence[str]) -> dict[str, Any]:
@@ -301,13 +369,12 @@ def _parse_plain_knob(knob: str, value: Any, methods: Sequence[str], datasets: S
     """
     text = text_of(value)
     stages = list(dict.fromkeys(s for m in methods for s in registry.split(m)))
-    holders = {
-        **{f"dataset.{d}": entries("dataset")[d] for d in datasets},
-        "model": {k: v for k, v in entries("model")["hf"].items() if k not in MODEL_FACTS},
-        "prompt": {k: v for k, v in entries("prompt")["plain"].items() if k != "name"},
-        **{f"method.{s}": registry.defaults(s) for s in stages},
-    }
-    owners = [o for o, known in holders.items() if knob in known and not knob.startswith("_")]
+    # who has knobs, each with its knobs and their plain values
+    holders: dict[str, Mapping[str, Any]] = {f"dataset.{d}": entries("dataset")[d] for d in datasets}
+    holders["model"] = {k: v for k, v in entries("model")["hf"].items() if k not in MODEL_FACTS}
+    holders["prompt"] = {k: v for k, v in entries("prompt")["plain"].items() if k != "name"}
+    holders |= {f"method.{stage}": registry.defaults(stage) for stage in stages}
+    owners = [owner for owner, known in holders.items() if knob in known and not knob.startswith("_")]
     if len({o.partition(".")[0] for o in owners}) > 1:
         raise UsageError(f"{knob}={text} could mean {' or '.join(f'{o}.{knob}' for o in owners)}: write the full key")
     if not owners:
@@ -317,14 +384,15 @@ def _parse_plain_knob(knob: str, value: Any, methods: Sequence[str], datasets: S
                 f"paper={text} is not a key here: `python -m kvbench table {name}/2` measures a table of the paper, "
                 f"preset={name} sets what its tables were made with"
             )
-        names = {k for known in holders.values() for k in known if not k.startswith("_")}
+        names = {"preset"} | set(GROUPS) | set(top_level())
+        for known in holders.values():
+            names |= {name for name in known if not name.startswith("_")}
         chains = ", ".join("+".join(registry.split(m)) for m in methods)
-        raise registry.unknown_knob(
-            knob, value, {"preset", *GROUPS, *names, *top_level()}, f"No method of {chains} owns it."
-        )
-    # resolve decides which stages take a knob of methods
-    prefixes = ["method.*"] if owners[0].startswith("method.") else owners
-    return {f"{o}.{knob}": _read_grid(value, holders[owners[0]][knob]) for o in prefixes}
+        raise registry.unknown_knob(knob, value, names, f"No method of {chains} owns it.")
+    default = holders[owners[0]][knob]
+    if owners[0].startswith("method."):
+        owners = ["method.*"]  # resolve decides which stages take a knob of methods
+    return {f"{owner}.{knob}": _read_grid(value, default) for owner in owners}
 
 
 def _read_grid(value: Any, default: Any) -> Any:
@@ -334,11 +402,15 @@ def _read_grid(value: Any, default: Any) -> Any:
     """
     if isinstance(value, Path):
         return str(value)
-    if not isinstance(value, str):
-        if not isinstance(value, (list, tuple)):
-            return value
-        return value[0] if len(value) == 1 and not isinstance(default, list) else list(value)
-    parts = split_list(value)
-    if isinstance(default, list):
-        return value_of(value) if value.startswith("[") and len(parts) == 1 else [value_of(p) for p in parts]
-    return [value_of(p) for p in parts] if len(parts) > 1 else value_of(value)
+    if isinstance(value, str):
+        parts = split_list(value)
+        if isinstance(default, list) and value.startswith("[") and len(parts) == 1:
+            return value_of(value)
+        values = [value_of(part) for part in parts]
+    elif isinstance(value, (list, tuple)):
+        values = list(value)
+    else:
+        values = [value]
+    if len(values) == 1 and not isinstance(default, list):
+        return values[0]
+    return values
