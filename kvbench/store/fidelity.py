@@ -19,7 +19,10 @@ IDENTITY: Mapping[str, object] = {"tokens": TOKENS, "revision": 1}
 
 def fidelity_identity(asked: bool | int | str) -> dict[str, object]:
     """Return what decides the texts compared under ``fidelity=``, which may say their most tokens."""
-    return {**IDENTITY, **({"tokens": asked} if isinstance(asked, int) and not isinstance(asked, bool) else {})}
+    facts = dict(IDENTITY)
+    if isinstance(asked, int) and not isinstance(asked, bool):
+        facts["tokens"] = asked
+    return facts
 
 
 KINDS = ("reference", "greedy")
@@ -54,7 +57,9 @@ class TextFidelity:
     @classmethod
     def read(cls, record: Mapping[str, Any]) -> TextFidelity:
         """Return the fidelity in the JSON of a stored sample."""
-        return cls(**{**record, "kl": tuple(record["kl"])})
+        values = dict(record)
+        values["kl"] = tuple(record["kl"])
+        return cls(**values)
 
     def record(self) -> dict[str, Any]:
         """Return the fidelity as a stored sample's JSON has it."""
@@ -108,15 +113,19 @@ def summarise_texts(texts: Sequence[TextFidelity]) -> FidelitySummary | None:
     if not texts:
         return None
     kl = np.concatenate([t.kl for t in texts])
+    # one row a text: tokens, divergences, equal first choices, log ratios
     sums = np.array([t.sums for t in texts])
     tokens, total, same, log_ratio = sums.sum(0).tolist()
-
+    # windows of one document are alike: intervals are over documents
     clusters = _by_document(sums, texts)
 
     def percentile(name: str) -> float | None:
         at, fewest = FOR_PERCENTILE[name]
-        return float(np.percentile(kl, at)) if len(kl) >= fewest else None
+        if len(kl) < fewest:
+            return None
+        return float(np.percentile(kl, at))
 
+    # pooled over tokens: sum of equal first choices / sum of tokens, and likewise of log ratios
     top1 = stats.pooled_interval(clusters[:, [2, 0]], (0.0, 1.0))
     ratio = stats.pooled_interval(clusters[:, [3, 0]], None)
     floor = float(np.average([t.floor for t in texts], weights=sums[:, 0]))

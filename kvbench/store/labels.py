@@ -24,41 +24,73 @@ def label(identity: Identity, otherwise: str = "") -> str:
     if not isinstance(chain, Mapping):
         return otherwise
     stages = chain["stages"]
-    owners = Counter(knob for s in stages for knob in s["knobs"])
     words = ["+".join(s["id"] for s in stages) or "full"]
+    owners: Counter[str] = Counter()
+    for stage in stages:
+        owners.update(stage["knobs"])
     for stage in stages:
         defaults = _default_knobs(stage["id"])
-        order = list(defaults)
-        for knob in sorted(stage["knobs"], key=lambda k: order.index(k) if k in defaults else len(order)):
-            value, key = stage["knobs"][knob], knob if owners[knob] == 1 else f"{stage['id']}.{knob}"
+        # in the order of the method's file; knobs that it has no more come last
+        in_order = [knob for knob in defaults if knob in stage["knobs"]]
+        in_order += [knob for knob in stage["knobs"] if knob not in defaults]
+        for knob in in_order:
+            value = stage["knobs"][knob]
+            key = knob
+            if owners[knob] > 1:
+                key = f"{stage['id']}.{knob}"
             if knob in ALWAYS_NAMED or knob not in defaults or defaults[knob] != _through_json(value):
                 words.append(f"{key}={_text(value)}")
-    return " ".join([*words, *([f"per={chain['per']}"] if chain["per"] != "kv_head" else [])])
+    if chain["per"] != "kv_head":
+        words.append(f"per={chain['per']}")
+    return " ".join(words)
 
 
 def fields(identity: Identity) -> dict[str, object]:
     """Return a cell's settings by name, as ``--json`` prints them. Settings that an imported cell lacks are None."""
-    chain, prompt, model = (identity.get(k) for k in ("chain", "prompt", "model"))
-    chain = chain if isinstance(chain, Mapping) else {}
-    policy = prompt if isinstance(prompt, Mapping) else {}
-    return {
-        "knobs": {s["id"]: s["knobs"] for s in chain.get("stages", ())},
+    chain = _mapping(identity.get("chain"))
+    policy = _mapping(identity.get("prompt"))
+    prompt = identity.get("prompt")  # of an imported cell it may be a text
+    if policy:
+        prompt = {key: value for key, value in policy.items() if key != "query_aware"}
+    settings: dict[str, object] = {
+        "knobs": {stage["id"]: stage["knobs"] for stage in chain.get("stages", ())},
         "per": chain.get("per"),
-        "prompt": {k: v for k, v in policy.items() if k != "query_aware"} if policy else prompt,
+        "prompt": prompt,
         "query_aware": policy.get("query_aware"),
-        "dtype": model.get("dtype") if isinstance(model, Mapping) else None,
-        **({"turns": identity["turns"]} if "turns" in identity else {}),
+        "dtype": _mapping(identity.get("model")).get("dtype"),
     }
+    if "turns" in identity:
+        settings["turns"] = identity["turns"]
+    return settings
+
+
+def _mapping(value: object) -> Mapping[str, Any]:
+    """Return a value that is a mapping, or an empty one in the place of any other."""
+    if isinstance(value, Mapping):
+        return value
+    return {}
 
 
 def differences(identities: Sequence[Identity]) -> list[str]:
     """Return one text per cell: the settings that differ between the cells, as ``template=off query_aware=true``."""
-    flat = [dict(_settings_by_path(i)) for i in identities]
-    keys = list(dict.fromkeys(k for f in flat for k in f))
-    differing = [k for k in keys if len({json.dumps(f.get(k), sort_keys=True, default=str) for f in flat}) > 1]
-    # the metric's name is the metric
-    names = {k: k.removesuffix(".name").rpartition(".")[2] for k in differing}
-    return [" ".join(f"{names[k]}={_one_word(k, f.get(k))}" for k in differing) for f in flat]
+    settings_of_cells = [dict(_settings_by_path(identity)) for identity in identities]
+    paths: dict[str, None] = {}
+    for settings in settings_of_cells:
+        paths |= dict.fromkeys(settings)
+    differing = []
+    for path in paths:
+        values = {json.dumps(settings.get(path), sort_keys=True, default=str) for settings in settings_of_cells}
+        if len(values) > 1:
+            differing.append(path)
+    texts = []
+    for settings in settings_of_cells:
+        # the last part of a path names the setting; of metric.name it is the metric
+        words = [
+            f"{path.removesuffix('.name').rpartition('.')[2]}={_one_word(path, settings.get(path))}"
+            for path in differing
+        ]
+        texts.append(" ".join(words))
+    return texts
 
 
 def _settings_by_path(identity: Identity, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -67,7 +99,10 @@ def _settings_by_path(identity: Identity, prefix: str = "") -> Iterator[tuple[st
         if isinstance(value, Mapping) and value:
             yield from _settings_by_path(value, f"{prefix}{key}.")
         elif key == "stages":
-            yield from ((f"{s['id']}.{k}", v) for s in value for k, v in s.items() if k not in ("id", "knobs"))
+            for stage in value:
+                for name, part in stage.items():
+                    if name not in ("id", "knobs"):
+                        yield f"{stage['id']}.{name}", part
         else:
             yield f"{prefix}{key}", value
 
@@ -76,7 +111,9 @@ def _one_word(key: str, value: Any) -> str:
     """Return the value of a setting as one word. A template or a hash is cut to its first 8 characters."""
     if key == "prompt.template" and not value:
         return "off"
-    return _text(value)[:8] if key in ("prompt.template", "content", "model.fingerprint") else _text(value)
+    if key in ("prompt.template", "content", "model.fingerprint"):
+        return _text(value)[:8]
+    return _text(value)
 
 
 def _text(value: Any) -> str:
@@ -84,7 +121,9 @@ def _text(value: Any) -> str:
         return ",".join(map(_text, value)) or "none"
     if isinstance(value, float) and value.is_integer():
         value = int(value)
-    return value if isinstance(value, str) else json.dumps(value, default=str)
+    if isinstance(value, str):
+        return value
+    return json.dumps(value, default=str)
 
 
 def _through_json(value: Any) -> Any:

@@ -128,7 +128,9 @@ class ResultStore:
         cells = self.root / "cells"
         try:
             # what is only planned or read makes no folder: the nearest that is there tells whether one can be made
-            there = next(p for p in (cells, *cells.parents) if p.exists() or p.is_symlink())
+            there = cells
+            while not (there.exists() or there.is_symlink()):
+                there = there.parent
             with tempfile.TemporaryFile(dir=there):
                 pass
         except OSError as error:
@@ -190,8 +192,11 @@ class ResultStore:
             if self.cell(cell.id) is None:
                 with self._record(cell):
                     pass
-            path = self.folder(cell.id) / f"state-{writer.shard if writer is not None else 0}.json"
-            write_json(path, {"status": status, "reason": reason, "time": time.time(), **process}, sync=False)
+            shard = 0
+            if writer is not None:
+                shard = writer.shard
+            record = {"status": status, "reason": reason, "time": time.time()} | process
+            write_json(self.folder(cell.id) / f"state-{shard}.json", record, sync=False)
 
     def status(self, cell_id: str) -> Status:
         """Return the status of a cell, read from its files alone."""
@@ -200,8 +205,11 @@ class ResultStore:
             return Status(DAMAGED, 0, None, damage)
         n = len(self.lines(cell_id))
         record = self.cell(cell_id)
-        of = record.of if record is not None else None
-        of = self.metrics(cell_id).get("of") if of is None else of
+        of = None
+        if record is not None:
+            of = record.of
+        if of is None:
+            of = self.metrics(cell_id).get("of")
         earlier_marks = self._marks(cell_id)
         measuring = self.measuring(cell_id)
         # read twice: only a mark seen on both sides of the locks is not of a cell being opened or closed meanwhile
@@ -216,21 +224,30 @@ class ResultStore:
             status, reason = "complete", None
         elif failed:
             status, reason = "failed", failed[-1].get("reason")
+        elif marks and marks[-1].get("status") == "started":
+            status, reason = "interrupted", "its process ended in the middle"
         elif marks:
-            died = marks[-1].get("status") == "started"
-            status, reason = "interrupted", "its process ended in the middle" if died else marks[-1].get("reason")
+            status, reason = "interrupted", marks[-1].get("reason")
+        elif n:
+            status, reason = "partial", None
         else:
-            status, reason = "partial" if n else "never", None
-        times = []
+            status, reason = "never", None
+        return Status(status, n, of, reason, measuring, self._changed(cell_id))
+
+    def _changed(self, cell_id: str) -> float | None:
+        """Return when a file of the cell was changed last, in seconds; None if it has none."""
         folder = self.folder(cell_id)
-        for path in (*folder.glob("samples-*.jsonl"), *folder.glob("*.json")):
-            with suppress(OSError):
-                times.append(path.stat().st_mtime)
-        return Status(status, n, of, reason, measuring, max(times, default=None))
+        times = []
+        for pattern in ("samples-*.jsonl", "*.json"):
+            for path in folder.glob(pattern):
+                with suppress(OSError):  # another process may have removed it meanwhile
+                    times.append(path.stat().st_mtime)
+        return max(times, default=None)
 
     def measuring(self, cell_id: str) -> tuple[int, ...]:
         """Return the shards of the cell that some process is measuring."""
-        return tuple(sorted(int(p.name.removeprefix("lock-")) for p in self.shard_locks(cell_id) if locked(p)))
+        held_locks = [path for path in self.shard_locks(cell_id) if locked(path)]
+        return tuple(sorted(int(path.name.removeprefix("lock-")) for path in held_locks))
 
     def shard_locks(self, cell_id: str) -> list[Path]:
         """Return the locks of all shards of the cell. What is no file locks nothing, and is left out."""
@@ -249,8 +266,10 @@ class ResultStore:
         """Return the cell's record, or None if it was never started. Raises UsageError for a damaged one."""
         path = self.folder(cell_id) / "cell.json"
         record = read_json(path)
+        if record is None:
+            return None
         try:
-            return None if record is None else CellRecord.read(record)
+            return CellRecord.read(record)
         except ValueError as error:
             raise unreadable(path, error) from None
 
@@ -335,8 +354,9 @@ class ResultStore:
                 reason = (read_json(path) or {}).get("reason")
             except UsageError:  # it was refused, whatever the reason was
                 reason = None
-            unread = f"{path.name} cannot be read; python -m kvbench clean cells={cell_id} removes the cell"
-            return str(reason) if reason else unread
+            if not reason:
+                return f"{path.name} cannot be read; python -m kvbench clean cells={cell_id} removes the cell"
+            return str(reason)
         return None
 
     def clear_refusal(self, cell_id: str, example_id: str) -> None:
@@ -415,7 +435,8 @@ class ResultStore:
 
     def _warn(self, path: Path, text: str) -> None:
         """Add a warning about a file, which replaces an earlier warning about the same file."""
-        self.warnings[:] = [w for w in self.warnings if not w.startswith(f"{path}: ")] + [f"{path}: {text}"]
+        self.warnings[:] = [w for w in self.warnings if not w.startswith(f"{path}: ")]
+        self.warnings.append(f"{path}: {text}")
 
 
 def _not_counted(what: str, numbers: Sequence[int], plural: str | None = None) -> str:

@@ -69,8 +69,12 @@ Contexts = Mapping[str, Sequence[TurnAnswer]]
 
 def falls(contexts: Contexts) -> dict[str, tuple[float, float]]:
     """Return (score of the first question, of the last) of each context that has several and a score for both."""
-    ends = {name: (turns[0].score, turns[-1].score) for name, turns in contexts.items() if len(turns) > 1}
-    return {name: (a, b) for name, (a, b) in ends.items() if a is not None and b is not None}
+    ends = {}
+    for name, turns in contexts.items():
+        first, last = turns[0].score, turns[-1].score
+        if len(turns) > 1 and first is not None and last is not None:
+            ends[name] = (first, last)
+    return ends
 
 
 def summarise_turns(contexts: Contexts, name: str, compressed: Sequence[float]) -> TurnsSummary | None:
@@ -81,45 +85,81 @@ def summarise_turns(contexts: Contexts, name: str, compressed: Sequence[float]) 
     if not contexts:
         return None
     show, scale = metric(name).show, metric(name).scale
-    columns = list(zip_longest(*([t.score for t in turns] for turns in contexts.values())))
-    by_index = [[x for x in column if x is not None] for column in columns]
-    every = [x for column in by_index for x in column]
+    # scores_by_index[i]: those of each context's question i; contexts may have different numbers of questions
+    scores_by_index: list[list[float]] = []
+    for answers in zip_longest(*contexts.values()):
+        scores_by_index.append([a.score for a in answers if a is not None and a.score is not None])
+    all_scores: list[float] = []
+    for scores in scores_by_index:
+        all_scores += scores
     pairs = list(falls(contexts).values())
     fall, interval = _mean([last - first for first, last in pairs], 1.0)
-    beside = {}
-    for other in dict.fromkeys(m for turns in contexts.values() for t in turns for m in t.beside):
-        scores = [[s for t in turns if (s := t.beside.get(other)) is not None] for turns in contexts.values()]
-        beside[other] = _shown(metric(other).show, [fmean(some) for some in scores if some])
+    if fall is not None:
+        fall *= scale
+    if interval is not None:
+        interval = (scale * interval[0], scale * interval[1])
     return TurnsSummary(
         contexts=len(contexts),
         questions=sum(map(len, contexts.values())),
-        by_index=tuple(IndexScore(len(some), _shown(show, some)) for some in by_index),
-        question_mean=_shown(show, every),
+        by_index=tuple(IndexScore(len(scores), _shown(show, scores)) for scores in scores_by_index),
+        question_mean=_shown(show, all_scores),
         pairs=len(pairs),
         first=_shown(show, [first for first, _ in pairs]),
         last=_shown(show, [last for _, last in pairs]),
-        fall=None if fall is None else scale * fall,
-        fall_ci=interval and (scale * interval[0], scale * interval[1]),
+        fall=fall,
+        fall_ci=interval,
         bytes_compressed=fmean(compressed),
         bytes_last=fmean(turns[-1].bytes for turns in contexts.values()),
-        beside=beside,
+        beside=_means_beside(contexts),
     )
+
+
+def _means_beside(contexts: Contexts) -> dict[str, float | None]:
+    """Return the mean over contexts of the scores by each metric beside the task's own, in printed units."""
+    names: dict[str, None] = {}
+    for turns in contexts.values():
+        for turn in turns:
+            names |= dict.fromkeys(turn.beside)
+    means = {}
+    for name in names:
+        means_of_contexts = []
+        for turns in contexts.values():
+            scores = [score for score in (turn.beside.get(name) for turn in turns) if score is not None]
+            if scores:
+                means_of_contexts.append(fmean(scores))
+        means[name] = _shown(metric(name).show, means_of_contexts)
+    return means
 
 
 def fall_beside(contexts: Contexts, full: Contexts, name: str) -> tuple[float, stats.Interval | None] | None:
     """Return a method's fall minus the full cache's over the contexts of both, in printed units, with its interval."""
-    ours, theirs = falls(contexts), falls(full)
-    differences = [(b - a) - (theirs[i][1] - theirs[i][0]) for i, (a, b) in ours.items() if i in theirs]
+    ends_of_full = falls(full)
+    differences = []
+    for context, (first, last) in falls(contexts).items():
+        if context in ends_of_full:
+            full_first, full_last = ends_of_full[context]
+            differences.append((last - first) - (full_last - full_first))
     mean, interval = _mean(differences, 2.0)
+    if mean is None:
+        return None
     scale = metric(name).scale
-    return None if mean is None else (scale * mean, interval and (scale * interval[0], scale * interval[1]))
+    if interval is not None:
+        interval = (scale * interval[0], scale * interval[1])
+    return scale * mean, interval
 
 
 def _mean(values: Sequence[float], most: float) -> tuple[float | None, stats.Interval | None]:
     """Return the mean of values between ``-most`` and ``most`` with its interval, where there are enough for one."""
-    interval = stats.mean_interval(values, (-most, most)) if len(values) >= FEWEST else None
-    return (fmean(values) if values else None), interval
+    if not values:
+        return None, None
+    interval = None
+    if len(values) >= FEWEST:
+        interval = stats.mean_interval(values, (-most, most))
+    return fmean(values), interval
 
 
 def _shown(show: Callable[[float], float], scores: Sequence[float]) -> float | None:
-    return show(fmean(scores)) if scores else None
+    """Return the mean of the scores in printed units; None without scores."""
+    if not scores:
+        return None
+    return show(fmean(scores))
