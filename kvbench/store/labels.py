@@ -27,7 +27,7 @@ def label(identity: Identity, otherwise: str = "") -> str:
     words = ["+".join(s["id"] for s in stages) or "full"]
     owners: Counter[str] = Counter()
     for stage in stages:
-        owners.update(stage["knobs"])
+        owners.update(stage["knobs"].keys())  # a mapping would add its values
     for stage in stages:
         defaults = _default_knobs(stage["id"])
         # in the order of the method's file; knobs that it has no more come last
