@@ -39,12 +39,10 @@ def about_ignored(cfg: RunConfig, tasks: Sequence[Task]) -> list[str]:
     """Return notes on keys that were given and change nothing of these tasks."""
     notes = []
     drawing = {"top_p": cfg.sampling.top_p != 1, "sample_seed": cfg.sampling.sample_seed != 0}
-    answering = {
-        "temperature": cfg.sampling.temperature != 0,
-        **drawing,
-        "max_length": cfg.max_length is not None,
-        "min_new_tokens": cfg.prompt.min_new_tokens is not None,
-    }
+    answering = {"temperature": cfg.sampling.temperature != 0}
+    answering |= drawing
+    answering["max_length"] = cfg.max_length is not None
+    answering["min_new_tokens"] = cfg.prompt.min_new_tokens is not None
     if all(t.examples[0].tokens for t in tasks):
         notes += _ignored(answering, "texts are read here, and nothing is answered")
     elif not cfg.sampling.temperature:
@@ -64,7 +62,10 @@ def _ignored(given: Mapping[str, bool], reason: str) -> list[str]:
     keys = [f"{key}=" for key, was_given in given.items() if was_given]
     if not keys:
         return []
-    return [f"{' and '.join(keys)} {'are' if len(keys) > 1 else 'is'} ignored: {reason}."]
+    verb = "is"
+    if len(keys) > 1:
+        verb = "are"
+    return [f"{' and '.join(keys)} {verb} ignored: {reason}."]
 
 
 def at_floor(task: Task, full: stats.Scores) -> bool:
@@ -80,8 +81,13 @@ def chance(task: Task) -> float:
     first = task.examples[0]
     if first.tokens:
         return 0.0
-    empty_score = score(task.metric, task.answer(""), first.asked(0) if first.turns else first) or 0.0
-    return max(empty_score, 1 / len(first.classes) if first.classes else 0.0)
+    asked = first
+    if first.turns:
+        asked = first.asked(0)
+    empty_score = score(task.metric, task.answer(""), asked) or 0.0
+    if not first.classes:
+        return empty_score
+    return max(empty_score, 1 / len(first.classes))
 
 
 def about_floors(names: Sequence[str], columns: int) -> list[str]:
@@ -91,8 +97,12 @@ def about_floors(names: Sequence[str], columns: int) -> list[str]:
     """
     if not names:
         return []
-    clause = "that column shows" if len(names) == 1 else "those columns show"
-    effect_on_mean = f" The mean counts {'it' if len(names) == 1 else 'them'}, too." if columns > 1 else ""
+    clause, pronoun = "those columns show", "them"
+    if len(names) == 1:
+        clause, pronoun = "that column shows", "it"
+    effect_on_mean = ""
+    if columns > 1:
+        effect_on_mean = f" The mean counts {pronoun}, too."
     return [
         f"{', '.join(names)}: the full cache itself scores next to nothing or no better than guessing, so {clause} "
         f"nothing about compression.{effect_on_mean}"

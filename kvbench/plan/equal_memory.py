@@ -51,9 +51,11 @@ class Matched:
         counts = [f"{_compare_bytes(*self.bytes)} are held at 16 bits"]
         if self.nominal != self.bytes:
             counts.append(f"{_compare_bytes(*self.nominal)} nominal")
+        text = f"match={self.by}: {self.method} against {self.reference}: {', '.join(counts)}"
         other = next(k for k in KINDS if k != self.by)
-        also = "" if self.sizes[other] == self.kv_size else f"; match={other} gives kv_size={self.sizes[other]}"
-        return f"match={self.by}: {self.method} against {self.reference}: {', '.join(counts)}{also}"
+        if self.sizes[other] != self.kv_size:
+            text += f"; match={other} gives kv_size={self.sizes[other]}"
+        return text
 
 
 def settle(cfg: RunConfig, shape: Shape, tokens: int | None = None) -> tuple[RunConfig, tuple[Matched, ...]]:
@@ -81,11 +83,21 @@ def settle(cfg: RunConfig, shape: Shape, tokens: int | None = None) -> tuple[Run
         for other in others:
             if other.chain.per != reference.chain.per:
                 continue
-            sizes = {k: nearest(other, reference, price, k) for k, price in prices.items()}
+            sizes = {kind: nearest(other, reference, price, kind) for kind, price in prices.items()}
             best = with_size(other, sizes[cfg.match])
             chains.append(best)
-            stored, nominal = ((p(best.chain), p(reference.chain)) for p in prices.values())
-            matches.append(Matched(cfg.match, reference.label, best.label, sizes[cfg.match], stored, nominal, sizes))
+            # bytes of (this chain, the reference), by each way to count them
+            counts = {kind: (price(best.chain), price(reference.chain)) for kind, price in prices.items()}
+            match = Matched(
+                by=cfg.match,
+                reference=reference.label,
+                method=best.label,
+                kv_size=sizes[cfg.match],
+                bytes=counts["bytes"],
+                nominal=counts["nominal"],
+                sizes=sizes,
+            )
+            matches.append(match)
         chains.append(reference)
     distinct = {(c.chain.name, repr(c.chain.identity())): c for c in chains}
     return replace(cfg, chains=tuple(distinct.values())), tuple(matches)
@@ -110,10 +122,15 @@ def nearest(template: ChainConfig, reference: ChainConfig, price: Price, kind: s
     low = max(least, high // 2)
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if price_at(middle) < target else (low, middle)
+        if price_at(middle) < target:
+            low = middle
+        else:
+            high = middle
     # the price is not monotone within a block of the quantiser: every size a few blocks around is tried
     coder = template.chain.coder
-    reach = 2 if coder is None else 8 * (coder.keys.block + coder.values.block)
+    reach = 2
+    if coder is not None:
+        reach = 8 * (coder.keys.block + coder.values.block)
     distance = {size: abs(price_at(size) - target) for size in range(max(least, low - reach), high + reach + 1)}
     best = min(distance, key=lambda size: (distance[size], size))
     if coder is not None:
@@ -131,7 +148,9 @@ def with_size(template: ChainConfig, size: int) -> ChainConfig:
     """Return the chain with kv_size=``size`` in place of its budget, and with its other knobs as they are."""
     owner = next(s.id for s in template.chain.stages if isinstance(s, Selector))
     entry = overlay(template.entries[owner], {"kv_size": size})
-    return chain_config({**template.entries, owner: entry}, template.chain.per, written=template.written)
+    entries = dict(template.entries)
+    entries[owner] = entry
+    return chain_config(entries, template.chain.per, written=template.written)
 
 
 def _reference_name(cfg: RunConfig) -> str:
@@ -154,21 +173,25 @@ def _reference_name(cfg: RunConfig) -> str:
 
 def _distinct_templates(chains: Sequence[ChainConfig]) -> list[ChainConfig]:
     """Return the first of each set of chains that differ in their budget alone."""
+    budget_keys = set(registry.BUDGET_KNOBS) | set(BUDGET_PARTS)
     distinct: dict[str, ChainConfig] = {}
     for config in chains:
-        budget_keys = (*registry.BUDGET_KNOBS, *BUDGET_PARTS)
-        rest = {m: {k: v for k, v in e.items() if k not in budget_keys} for m, e in config.entries.items()}
-        distinct.setdefault(repr((config.chain.name, config.chain.per, sorted(rest.items()))), config)
+        other_knobs = {}
+        for stage, entry in config.entries.items():
+            other_knobs[stage] = {knob: value for knob, value in entry.items() if knob not in budget_keys}
+        distinct.setdefault(repr((config.chain.name, config.chain.per, sorted(other_knobs.items()))), config)
     return list(distinct.values())
 
 
 def _check_reference(chain: Chain, kind: str, tokens: int | None) -> None:
     """Raise UsageError if the reference's bytes grow with the prompt and the prompt's length is unknown."""
     selector = chain.selector
+    reason = "it has no kv_size"
+    if isinstance(selector, Selector):
+        reason = "its budget is a fraction of each prompt"
     if tokens is None and not (isinstance(selector, Selector) and selector.kv_size is not None):
-        grows = "its budget is a fraction of each prompt" if isinstance(selector, Selector) else "it has no kv_size"
         raise UsageError(
-            f"match={kind}: the bytes of the reference {chain.name} grow with the prompt, as {grows}. Give it "
+            f"match={kind}: the bytes of the reference {chain.name} grow with the prompt, as {reason}. Give it "
             "kv_size=, or find sizes at one prompt length (python -m kvbench bench memory n=4096 match=...), give those"
         )
 
@@ -194,7 +217,9 @@ def _smallest_size(template: ChainConfig, kind: str) -> int:
 def _compare_bytes(chain_bytes: float, reference_bytes: float) -> str:
     """Return as text two numbers of bytes in one unit, and by how many per cent the first differs from the second."""
     percent = round(100 * (chain_bytes / reference_bytes - 1), 2) + 0.0  # turns -0.0 into 0.0
-    unit, size = ("MiB", 2**20) if reference_bytes >= 10 * 2**20 else ("KiB", 2**10)
+    unit, size = "KiB", 2**10
+    if reference_bytes >= 10 * 2**20:
+        unit, size = "MiB", 2**20
     return f"{chain_bytes / size:.2f} and {reference_bytes / size:.2f} {unit} ({percent:+.2f} %)".replace("-", "−")
 
 
@@ -202,11 +227,13 @@ def _price(kind: str, shape: Shape, tokens: int) -> Price:
     """Return a function of a chain: its payload in bytes after a prompt of ``tokens``, counted as ``kind`` says."""
 
     def price(chain: Chain) -> float:
+        payload: float | None = None
         if kind == "nominal":
             payload = nominal_payload(chain, shape, tokens, HALF)
         else:
             declared = bytes_declared(chain, shape, tokens, HALF)
-            payload = None if declared is None else declared.payload
+            if declared is not None:
+                payload = declared.payload
         if payload is None:
             raise UsageError(
                 f"match={kind}: how many tokens {chain.name} keeps is decided by the prompt alone: leave it out"

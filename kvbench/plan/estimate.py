@@ -57,12 +57,12 @@ class Estimate:
                 by_key.setdefault(cell.chain.prefill_key, []).append(cell)
         parts: list[list[Cell]] = [[]]
         for cells in by_key.values():
-            if parts[-1] and self._prompt_bytes(parts[-1]) + self._prompt_bytes(
-                cells
-            ) > memory_for_rows >= self._prompt_bytes(cells):
+            cells_bytes = self._prompt_bytes(cells)
+            fits_alone = cells_bytes <= memory_for_rows
+            if parts[-1] and fits_alone and self._prompt_bytes(parts[-1]) + cells_bytes > memory_for_rows:
                 parts.append([])
             for cell in cells:
-                if parts[-1] and self._prompt_bytes([*parts[-1], cell]) > memory_for_rows:
+                if parts[-1] and self._prompt_bytes(parts[-1]) + self.cells[cell.id] > memory_for_rows:
                     parts.append([])
                 parts[-1].append(cell)
         return [replace(group, cells=tuple(cells)) for cells in parts if cells]
@@ -90,18 +90,31 @@ def estimate(
     longest = sorted(examples, key=lambda e: len(e.tokens) or len(e.prompt), reverse=True)[:LENGTHS_LOOKED_AT]
     n = max(map(prompt_tokens, longest), default=0)
     new = max((e.max_new_tokens for e in examples), default=0)
-    cells = {c.id: c for some in todo.values() for c in some}
+    cells: dict[str, Cell] = {}
+    answers = 0
+    for cells_left in todo.values():
+        cells |= {cell.id: cell for cell in cells_left}
+        answers += len(cells_left)
     needs = Needs()
     for cell in cells.values():
         needs = needs | cell.chain.needs(n)
-    tail = shape.full_bytes(new, itemsize)
-    # questions of one context branch from a cache, which stays beside its copy in the decode batch
-    copies = 2 if group.task.turns else 1
-    costs = {i: copies * cache_bytes(c.chain, shape, n, itemsize) + tail for i, c in cells.items()}
-    observed = _observation_bytes(needs, shape, n, itemsize, hidden_size)
+    answer_bytes = shape.full_bytes(new, itemsize)
+    copies = 1
+    if group.task.turns:
+        copies = 2  # questions branch from the context's cache, which stays beside its copy in the decode batch
+    costs = {}
+    for cell_id, cell in cells.items():
+        costs[cell_id] = copies * cache_bytes(cell.chain, shape, n, itemsize) + answer_bytes
+    # while a prompt is read, one layer is held whole, with what methods observe of it
     dense = (shape.full_bytes(n, itemsize) - shape.local_bytes(n, itemsize)) // shape.layers
-    answers = sum(len(some) for some in todo.values())
-    return Estimate(n, costs, dense + observed, min(rows, answers), _seconds_left(todo, samples))
+    observed = _observation_bytes(needs, shape, n, itemsize, hidden_size)
+    return Estimate(
+        prompt_tokens=n,
+        cells=costs,
+        layer=dense + observed,
+        rows=min(rows, answers),
+        seconds=_seconds_left(todo, samples),
+    )
 
 
 def cache_bytes(chain: Chain, shape: Shape, n: int, itemsize: int) -> int:
@@ -109,31 +122,41 @@ def cache_bytes(chain: Chain, shape: Shape, n: int, itemsize: int) -> int:
 
     Return those of the full cache if the chain has no formula, or is not calibrated yet.
     """
-    computable = n and not any(s.unbound for s in chain.stages)
-    declared = bytes_declared(chain, shape, n, itemsize) if computable else None
+    if n and not any(stage.unbound for stage in chain.stages):
+        declared = bytes_declared(chain, shape, n, itemsize)
+        if declared is not None:
+            return declared.total
     # latents are stored as one head, and are as wide as all kv heads at most
     heads = max(shape.kv_heads, chain.heads(shape.kv_heads, shape.query_heads))
-    return shape.full_bytes(n, itemsize, heads) if declared is None else declared.total
+    return shape.full_bytes(n, itemsize, heads)
 
 
 def _observation_bytes(needs: Needs, shape: Shape, n: int, itemsize: int, hidden_size: int) -> int:
     """Return the bytes of the observations of one layer: queries, column sums in fp32 and hidden states."""
     queries = min(needs.last_q, n) + min(needs.first_q, n)
     sums = int(needs.colsums) + len(needs.colsums_bits)
-    of_heads = shape.query_heads * (queries * shape.head_dim * itemsize + sums * n * 4)
-    return of_heads + (n * hidden_size * itemsize if needs.hidden else 0)
+    observed = shape.query_heads * (queries * shape.head_dim * itemsize + sums * n * 4)
+    if needs.hidden:
+        observed += n * hidden_size * itemsize
+    return observed
 
 
 def _seconds_left(todo: Mapping[str, Sequence[Cell]], samples: Mapping[str, Mapping[str, Sample]]) -> float | None:
     """Return the seconds that the remaining work takes, by mean times of the stored samples; None without samples."""
     if not todo:
         return 0.0
-    timings = {i: [s.timing for s in of_cell.values()] for i, of_cell in samples.items()}
-    per_answer = {i: fmean(t.compress_s + t.decode_s for t in times) for i, times in timings.items() if times}
-    if not per_answer:
+    answer_s: dict[str, float] = {}  # mean seconds of an answer, by cell
+    prefill_times: list[float] = []
+    for cell_id, samples_of_cell in samples.items():
+        timings = [sample.timing for sample in samples_of_cell.values()]
+        prefill_times += [t.prefill_s for t in timings]
+        if timings:
+            answer_s[cell_id] = fmean(t.compress_s + t.decode_s for t in timings)
+    if not answer_s:
         return None
-    prefill = fmean(t.prefill_s for times in timings.values() for t in times)
-    typical = fmean(per_answer.values())
-    prefills = sum(len({c.chain.prefill_key for c in cells}) for cells in todo.values())
-    answers = sum(per_answer.get(c.id, typical) for cells in todo.values() for c in cells)
-    return prefills * prefill + answers
+    typical_s = fmean(answer_s.values())  # for cells that have no answer yet
+    prefills, answers_s = 0, 0.0
+    for cells in todo.values():
+        prefills += len({cell.chain.prefill_key for cell in cells})
+        answers_s += sum(answer_s.get(cell.id, typical_s) for cell in cells)
+    return prefills * fmean(prefill_times) + answers_s

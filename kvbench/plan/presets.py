@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
-from itertools import takewhile
 from typing import Any
 
 import yaml
@@ -37,7 +36,12 @@ def available() -> tuple[str, ...]:
 
 def about(name: str) -> str:
     """Return the description of a preset: the comment at the head of its file."""
-    return " ".join(line[1:].strip() for line in takewhile(lambda x: x.startswith("#"), _read_text(name).splitlines()))
+    words = []
+    for line in _read_text(name).splitlines():
+        if not line.startswith("#"):
+            break
+        words.append(line[1:].strip())
+    return " ".join(words)
 
 
 @cache
@@ -47,7 +51,9 @@ def settings(name: str) -> tuple[Setting, ...]:
     lines = text.splitlines()
     result = []
     root = yaml.compose(text, yaml.SafeLoader)
-    for path, node in _value_nodes(root) if root else ():
+    if root is None:
+        return ()
+    for path, node in _value_nodes(root):
         if path[:1] == ("models",):
             model, key = path[1], ".".join(path[2:])
         else:
@@ -59,8 +65,9 @@ def settings(name: str) -> tuple[Setting, ...]:
 
 def values(name: str, model: str = "") -> dict[str, Any]:
     """Return the values of a preset by full key, for one entry of conf/model; '' stands for any other model."""
-    all_settings = settings(name)
-    return {s.key: s.value for setting_model in ("", model) for s in all_settings if s.model == setting_model}
+    for_all = {s.key: s.value for s in settings(name) if s.model == ""}
+    for_model = {s.key: s.value for s in settings(name) if s.model == model}
+    return for_all | for_model
 
 
 def untouched(name: str, model: str, methods: Iterable[str]) -> list[str]:
@@ -78,7 +85,10 @@ def explain(error: UsageError, name: str | None) -> UsageError:
 
 def _read_text(name: str) -> str:
     if name not in available():
-        raise unknown("preset", name, available(), "One preset a run." if "," in name else "")
+        hint = ""
+        if "," in name:
+            hint = "One preset a run."
+        raise unknown("preset", name, available(), hint)
     return (conf_dir() / "preset" / f"{name}.yaml").read_text(encoding="utf-8")
 
 
@@ -88,4 +98,4 @@ def _value_nodes(node: yaml.Node, path: tuple[str, ...] = ()) -> Iterator[tuple[
         yield path, node
         return
     for key, value in node.value:
-        yield from _value_nodes(value, (*path, key.value))
+        yield from _value_nodes(value, path + (key.value,))

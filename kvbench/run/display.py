@@ -54,14 +54,17 @@ class Display:
         self.bars: Progress | None = None
 
     def begin(self, prepared: RunPlan) -> None:
-        todo = {t.task: t.answers_to_do for t in prepared.todo() if t.answers_to_do}
-        times = {g.column: _work(prepared, g, todo[g.column]) for g in prepared.groups if g.column in todo}
-        cells = {g.column: len(g.cells) for g in prepared.groups}
-        self.counts = {name: Count(time, cells[name]) for name, time in times.items()}
+        times = {}
+        for group, todo in zip(prepared.groups, prepared.todo(), strict=True):
+            if todo.answers_to_do:
+                times[group.column] = _work(prepared, group, todo.answers_to_do)
+                self.counts[group.column] = Count(times[group.column], len(group.cells))
         self.left = TimeLeft(times)
-        for note in (*prepared.advice(), *prepared.cuts()) if self.counts else ():
+        if not self.counts:
+            return  # all is measured: its notes stand below the table
+        for note in prepared.advice() + prepared.cuts():
             say(note)
-        if self.counts and sys.stderr.isatty():
+        if sys.stderr.isatty():
             self.bars = bars_of("{task.fields[rate]}")
             for name, count in self.counts.items():
                 count.line = self.bars.add_task(name, total=count.time.answers, start=False, rate="", left=None)
@@ -90,7 +93,9 @@ class Display:
         count.kept += sample.kept / max(1, sample.n)
         if self.bars is not None and count.line is not None:
             here, whole = self._estimates(cell.column)
-            rate = ", ".join([count.text(), *([] if whole is None else [f"{_clock(whole)} in all"])])
+            rate = count.text()
+            if whole is not None:
+                rate += f", {_clock(whole)} in all"
             self.bars.update(count.line, advance=1, rate=rate, left=here)
         elif now - count.last >= PLAIN_EVERY_S or count.time.done == count.time.answers:
             count.last = now
@@ -119,7 +124,12 @@ class Display:
         """
         here, whole = self.left.of_task(column), self.left.of_run()
         alone = all(c.time.done == c.time.answers for name, c in self.counts.items() if name != column)
-        return here and here.estimate(), None if alone or whole is None else whole.estimate()
+        here_s, whole_s = None, None
+        if here is not None:
+            here_s = here.estimate()
+        if whole is not None and not alone:
+            whole_s = whole.estimate()
+        return here_s, whole_s
 
     def _print_line(self, name: str, count: Count, now: float, total: int | None = None) -> None:
         """Print a plain line on a group's progress: of ``total`` answers if it has ended, else with the time left."""

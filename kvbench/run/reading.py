@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from kvbench.base.errors import UsageError
@@ -16,6 +17,7 @@ from kvbench.run.host import Host
 from kvbench.store.cell import Cell
 from kvbench.tasks.prompt import Encoded
 
+Key = tuple[str, bool]
 Work = tuple[Example, Sequence[Cell]]
 """An example, and the cells that still need it."""
 
@@ -37,7 +39,7 @@ class PromptReader:
     def forget(self) -> None:
         """Drop the caches that are kept."""
         self._ids: Sequence[int] = ()
-        self._known: dict[Any, Cache] = {}
+        self._known: dict[Key, Cache] = {}
 
     @property
     def holds(self) -> bool:
@@ -56,23 +58,39 @@ class PromptReader:
         self, example: Example, encoded: Encoded, cells: Sequence[Cell], following: Work | None
     ) -> list[tuple[Cell, Cache | Exception]]:
         """Return (cell, cache) for each cell, or (cell, exception) if its prefill failed."""
-        same = bool(encoded.question) and self._ids == encoded.ids
-        caches: dict[Any, Cache | Exception] = {**self._known} if same else {}
+        caches: dict[Key, Cache | Exception] = {}
+        if encoded.question and self._ids == encoded.ids:
+            # the context that was read last, with another question behind it
+            caches |= self._known
         self.forget()  # freed before others come
-        wanted = [(c, len(encoded.ids)) for c in cells if (c.id, c.hidden) not in caches]
-        withheld, later = self._withheld(example, encoded, following) if wanted else ((), [])
-        of_both = self._prefill(encoded.ids, [*wanted, *((c, len(withheld)) for c in later)])
-        caches |= {(c.id, c.hidden): cache for (c, _), cache in of_both}
-        kept = [(c.id, c.hidden) for c in (cells if encoded.question else later)]
-        self._ids = encoded.ids if encoded.question else withheld
-        self._known = {key: cache for key in kept if isinstance(cache := caches[key], Cache)}
-        return [(c, caches[c.id, c.hidden]) for c in cells]
+        # each cell with how many of the prompt's first tokens it reads
+        wanted = [(cell, len(encoded.ids)) for cell in cells if _key(cell) not in caches]
+        context: Sequence[int] = ()
+        later_cells: list[Cell] = []
+        if wanted:
+            context, later_cells = self._withheld(example, encoded, following)
+            wanted += [(cell, len(context)) for cell in later_cells]
+        for (cell, _), cache in self._prefill(encoded.ids, wanted):
+            caches[_key(cell)] = cache
+        # what the next prompt may use: the caches of a context whose question was withheld
+        cells_to_keep: Sequence[Cell] = later_cells
+        self._ids = context
+        if encoded.question:
+            cells_to_keep = cells
+            self._ids = encoded.ids
+        for cell in cells_to_keep:
+            cache = caches[_key(cell)]
+            if isinstance(cache, Cache):
+                self._known[_key(cell)] = cache
+        return [(cell, caches[_key(cell)]) for cell in cells]
 
     def _withheld(self, example: Example, encoded: Encoded, following: Work | None) -> tuple[Sequence[int], list[Cell]]:
         """Return the context and cells of what follows if it is this prompt with its question withheld, else none."""
-        if following is None or not following[1] or following[0].id != example.id or encoded.question or example.tokens:
+        if following is None or encoded.question or example.tokens:
             return (), []
         other, cells = following
+        if not cells or other.id != example.id:
+            return (), []
         try:
             context = self.host.encode(other, cells[0].task)
         except Exception:  # which is reported where it is read itself
@@ -87,9 +105,10 @@ class PromptReader:
         """Return the cache of each cell's first tokens, or the exception that it raised."""
 
         def prefill_together(part: Sequence[tuple[Cell, int]]) -> list[Cache]:
-            chains, lengths = [c.chain for c, _ in part], [n for _, n in part]
+            chains = [cell.chain for cell, _ in part]
+            lengths = [length for _, length in part]
             try:
-                caches: list[Cache] = self.with_room(lambda: self.host.prefill(ids, chains, lengths))
+                caches: list[Cache] = self.with_room(partial(self.host.prefill, ids, chains, lengths))
                 return caches
             except Exception as error:
                 if is_out_of_memory(error):
@@ -97,8 +116,15 @@ class PromptReader:
                 raise
 
         most = self.most_cells or max(1, len(wanted))
-        parts = [wanted[i : i + most] for i in range(0, len(wanted), most)]
-        return [outcome for part in parts for outcome in in_parts(part, prefill_together)]
+        outcomes: list[tuple[tuple[Cell, int], Cache | Exception]] = []
+        for start in range(0, len(wanted), most):
+            outcomes += in_parts(wanted[start : start + most], prefill_together)
+        return outcomes
+
+
+def _key(cell: Cell) -> Key:
+    """Return what tells the cells of one prompt apart: a hidden full cache has the id of the cell it is made from."""
+    return cell.id, cell.hidden
 
 
 def unfit(host: Host, cell: Cell, encoded: Encoded, example: Example) -> str | None:
