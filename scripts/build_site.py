@@ -1,7 +1,7 @@
 """The generated pages of the documentation site (hooks of mkdocs, `make docs`); none of them is committed.
 
 methods/            one page a method: paper, formula, knobs, the tokens that it keeps of one prompt, its row on SmolLM2
-add.md, house.md    the worked examples, and the map of the house, of CONTRIBUTING.md
+add.md, architecture.md    the worked examples, and the code map, of CONTRIBUTING.md
 keys.md             the keys of `run`, as `run --help keys` prints them, and the knobs of datasets
 papers.md           what `reference` prints; what-is-measured.md: what scripts/measured.py prints
 results/            results/README.md with the tables and pictures that it links to
@@ -57,7 +57,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     contributing = _sections((ROOT / "CONTRIBUTING.md").read_text("utf-8"))
     texts = {
         "add.md": "# Add something\n\n" + contributing["Seven things to add"],
-        "house.md": f"# The map of the house\n\n{contributing['The map of the house']}\n\n## Three walks\n\n"
+        "architecture.md": f"# Code map\n\n{contributing['Code map']}\n\n## Three walks\n\n"
         + contributing["Three walks"],
         "keys.md": _keys(),
         "papers.md": reference.markdown([catalogue.paper(name) for name in catalogue.papers()]),
