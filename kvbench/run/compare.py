@@ -80,8 +80,9 @@ def compare(
     check_is_model(model)
     check_tokenizer(tokenizer)
     folder = Path(results).expanduser()
-    dataset = data if isinstance(data, str) else ""
-    if not dataset:
+    if isinstance(data, str) and data:
+        dataset = data
+    else:
         settings = {"metric": "f1", "max_new_tokens": 64} | settings
         rows = list(_rows(data, model, tokenizer, settings))
         settings["path"], dataset = _stored(rows, folder / "prompts"), "file"
@@ -91,8 +92,14 @@ def compare(
             entries += split_list(method)
         elif isinstance(method, Mapping):
             entries.append(method)
-    names = [entry if isinstance(entry, str) else entry["method"] for entry in entries]
-    request = words.request({"method": names or "full", "dataset": dataset, "results": folder, **settings})
+    names: list[str] = []
+    for entry in entries:
+        if isinstance(entry, str):
+            names.append(entry)
+        else:
+            names.append(entry["method"])
+    run_settings = {"method": names or "full", "dataset": dataset, "results": folder} | settings
+    request = words.request(run_settings)
     cfg = config.parse(request, methods=entries or ["full"])
     own = tuple(ChainConfig(m, m.name) for m in methods if isinstance(m, Chain))
     cfg = replace(cfg, chains=(*cfg.chains, *own))
@@ -118,7 +125,9 @@ def _rows(
         elif isinstance(row, Mapping) and any(row.keys() >= {*keys} for keys in ROWS):
             yield {"id": str(number), **row}
         else:
-            has = ", ".join(map(str, row)) if isinstance(row, Mapping) else repr(row)
+            has = repr(row)
+            if isinstance(row, Mapping):
+                has = ", ".join(map(str, row))
             raise UsageError(
                 f"row {number} of data has {has}: a row is a text, or a mapping with answers and a prompt, with "
                 "answers, a context and a question, or with a context and questions"
@@ -129,7 +138,9 @@ def _full_answer(model: PreTrainedModel, tokenizer: Any, text: str, new: int) ->
     """Return the full cache's greedy answer to a text."""
     ids = torch.tensor(tokenizer.encode(text))
     ends = getattr(model.generation_config, "eos_token_id", None)
-    stop = frozenset(torch.as_tensor(ends).flatten().tolist() if ends is not None else ())
+    stop: frozenset[int] = frozenset()
+    if ends is not None:
+        stop = frozenset(torch.as_tensor(ends).flatten().tolist())
     answer = decode.generate_rows(model, prefill_chains(model, ids, [Chain()]), [decode.Ending(new, stop)])[0]
     return str(tokenizer.decode(answer.tokens, skip_special_tokens=True))
 
@@ -156,7 +167,8 @@ def _stored(rows: Sequence[Mapping[str, Any]], folder: Path) -> Path:
 def _plan(cfg: RunConfig, model: PreTrainedModel, tokenizer: Any) -> RunPlan:
     """Return the plan of a run on a loaded model, which its weights identify."""
     name = str(getattr(model.config, "_name_or_path", "")) or type(model).__name__
-    name = Path(name).name if Path(name).is_dir() else name
+    if Path(name).is_dir():
+        name = Path(name).name
     dtype = str(model.dtype).removeprefix("torch.")
     cfg = replace(cfg, model=replace(cfg.model, name=name, path=name, dtype=dtype), device=str(model.device))
     source = ModelSource(name, None, model.config, weights_of(model)[:16])

@@ -32,33 +32,46 @@ def score_text(
 ) -> list[tuple[QueuedRow, Scored | Exception]]:
     """Score the rest of a text under the cache of each row, and compare it with ``full`` if that is given."""
     rest = torch.tensor(example.tokens[int(example.meta["prefix"]) :])
+    first = _first(example)
 
     def score_together(part: Sequence[QueuedRow]) -> list[Scored]:
         synchronise(host.model.device)
         start = time.perf_counter()
         caches = [r.cache for r in part]
+        compared = list(part)
         if full is None:
-            forced, compared = teacher_force(host.model, caches, rest, int(example.meta["chunk"])), [*part]
+            forced = teacher_force(host.model, caches, rest, int(example.meta["chunk"]))
         else:
             forced, floor = diverge(host.model, full, caches, rest)
-            records = [
-                {
-                    **(r.fidelity or {}),
-                    "reference": _record(f, floor, _first(example), str(example.meta.get("document", ""))),
-                }
-                for r, f in zip(part, forced, strict=True)
-            ]
-            compared = [replace(row, fidelity=record) for row, record in zip(part, records, strict=True)]
+            document = str(example.meta.get("document", ""))
+            for i, (row, result) in enumerate(zip(part, forced, strict=True)):
+                fidelity = dict(row.fidelity or {})
+                fidelity["reference"] = _record(result, floor, first, document)
+                compared[i] = replace(row, fidelity=fidelity)
         synchronise(host.model.device)
         seconds = (time.perf_counter() - start) / len(part)
         scored = []
         for result, row in zip(forced, compared, strict=True):
-            loss = float(result.losses[_first(example) + 1 if _first(example) else 0 :].sum())
-            answer = Answer(rest.tolist(), result.held, None, seconds, len(part), result.stored, isfinite(loss))
+            # of a window only its second half counts: its first token is predicted by the one before
+            counted = result.losses
+            if first:
+                counted = result.losses[first + 1 :]
+            loss = float(counted.sum())
+            answer = Answer(
+                tokens=rest.tolist(),
+                held=result.held,
+                attended=None,
+                seconds=seconds,
+                rows=len(part),
+                stored=result.stored,
+                finite=isfinite(loss),
+            )
             scored.append((loss / float(example.meta["divisor"]), answer, row))
         return scored
 
-    return in_parts(rows, score_together) if rows else []
+    if not rows:
+        return []
+    return in_parts(rows, score_together)
 
 
 def compare(

@@ -68,20 +68,27 @@ class Host:
 
     def prefill(self, ids: Sequence[int], chains: Sequence[Chain], lengths: Sequence[int] | None = None) -> list[Cache]:
         """Return a prompt's cache under each chain, of its first ``lengths`` tokens; see ``prefill_chains``."""
-        prompt = torch.tensor(ids)
-        return prefill_chains(self.model, prompt, chains, self.plain, self.tokenizer, lengths, self.prefix)
+        return prefill_chains(
+            self.model,
+            torch.tensor(ids),
+            chains,
+            plain=self.plain,
+            tokenizer=self.tokenizer,
+            lengths=lengths,
+            prefix=self.prefix,
+        )
 
     def ending(self, task: Task, example: Example) -> Ending:
         """Return how the tokens of an answer are drawn and when it ends. The seed depends on the example alone."""
         sampling = self.sampling
         return Ending(
-            example.max_new_tokens,
-            self.stop | self._last_tokens(task.stop),
-            max(task.min_new_tokens, self.policy.min_new_tokens or 0),
-            self._last_tokens(task.forbid_first),
-            sampling.temperature,
-            sampling.top_p,
-            zlib.crc32(f"{sampling.sample_seed}/{example.id}".encode()),
+            limit=example.max_new_tokens,
+            stop=self.stop | self._last_tokens(task.stop),
+            min_new_tokens=max(task.min_new_tokens, self.policy.min_new_tokens or 0),
+            forbid_first=self._last_tokens(task.forbid_first),
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            seed=zlib.crc32(f"{sampling.sample_seed}/{example.id}".encode()),
         )
 
     def _last_tokens(self, texts: Sequence[str]) -> frozenset[int]:
@@ -90,6 +97,10 @@ class Host:
 
     def batching(self) -> dict[str, object]:
         """Return what runs beside or after what, for the provenance: it affects how numbers are rounded."""
-        order = "by example, then by cell; rows enter as others leave"
-        pieces = {"shared_prefix": self.prefix.size} if self.prefix is not None else {}
-        return {"rows": self.most_rows, "order": order, **pieces}
+        facts: dict[str, object] = {
+            "rows": self.most_rows,
+            "order": "by example, then by cell; rows enter as others leave",
+        }
+        if self.prefix is not None:
+            facts["shared_prefix"] = self.prefix.size
+        return facts

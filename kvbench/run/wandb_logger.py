@@ -118,14 +118,15 @@ class _CellRun:
 
     def progress(self) -> dict[str, Any]:
         """Return how many answers there are, their mean score and the mean share of tokens kept, by W&B's names."""
-        ids, samples = {e.id for e in self.group.examples}, self.samples.values()
+        ids = {example.id for example in self.group.examples}
+        samples = self.samples.values()
+        row: dict[str, Any] = {"progress/answers": len(ids & self.samples.keys()), "progress/of": len(ids)}
         scores = [s.score for s in samples if s.score is not None]
-        return {
-            "progress/answers": len(ids & self.samples.keys()),
-            "progress/of": len(ids),
-            **({"progress/score": metric(self.group.task.metric).show(fmean(scores))} if scores else {}),
-            **({"progress/kept_percent": fmean(100 * s.kept / s.n for s in samples)} if samples else {}),
-        }
+        if scores:
+            row["progress/score"] = metric(self.group.task.metric).show(fmean(scores))
+        if samples:
+            row["progress/kept_percent"] = fmean(100 * s.kept / s.n for s in samples)
+        return row
 
 
 class _Sender:
@@ -164,18 +165,31 @@ class _Sender:
             answers = {e.id: e.answers for e in run.group.task.examples}
             row["samples"] = self.wandb.Table(columns=["id", "prediction", "answers", "score", "kept %"])
             for s in shown:
-                references = "\n".join(answers.get(s.id, ()) if s.answers is None else s.answers)
-                row["samples"].add_data(s.id, s.prediction, references, s.score, round(100 * s.kept / s.n, 3))
+                references = s.answers
+                if references is None:
+                    references = answers.get(s.id, ())
+                row["samples"].add_data(
+                    s.id, s.prediction, "\n".join(references), s.score, round(100 * s.kept / s.n, 3)
+                )
         run.run.log(row, step=len(run.samples))
-        ending = {"status": status, **({"reason": reason} if reason else {})}
-        run.run.summary.update(ending | (summary(means) | self._verdict(cell) if means else {}))
+        values: dict[str, object] = {"status": status}
+        if reason:
+            values["reason"] = reason
+        if means is not None:
+            values |= summary(means)
+            values |= self._verdict(cell)
+        run.run.summary.update(values)
         del self.open[cell.id]
-        run.run.finish(exit_code=0 if status in ("complete", "partial") else 1)
+        exit_code = 1
+        if status in ("complete", "partial"):
+            exit_code = 0
+        run.run.finish(exit_code=exit_code)
 
     def _verdict(self, cell: Cell) -> dict[str, object]:
         """Return {"nothing_compressed": True} for scores that say nothing about the method, as metrics.json does."""
-        unchanged = self.prepared.store.metrics(cell.id).get("nothing_compressed") is True
-        return {"nothing_compressed": True} if unchanged else {}
+        if self.prepared.store.metrics(cell.id).get("nothing_compressed") is True:
+            return {"nothing_compressed": True}
+        return {}
 
     def close(self) -> None:
         for run in self.open.values():
@@ -186,10 +200,10 @@ class _Sender:
         titles = {label: label for label in maps}
         titles |= {label: f"{label}: nothing was compressed" for label in self._unchanged()}
         # one run for the needle maps of all methods: a map spans lengths, hence cells
-        groups = [g for g in self.prepared.groups if g.task.category == "needle"]
-        cells = sorted(c.id for g in groups for c in g.cells)
-        name = "needle-" + hashlib.sha256(" ".join(cells).encode()).hexdigest()[:9]
-        heat_run = self._init(name, groups[0].cells[0], "needle heat maps", "heatmap", {"cells": cells})
+        cells = self._needle_cells()
+        ids = sorted(cell.id for cell in cells)
+        name = "needle-" + hashlib.sha256(" ".join(ids).encode()).hexdigest()[:9]
+        heat_run = self._init(name, cells[0], "needle heat maps", "heatmap", {"cells": ids})
         table = self.wandb.Table(columns=["method", "length", "depth", "score", "n"])
         for label, heat in maps.items():
             for row in heat.rows():
@@ -200,15 +214,25 @@ class _Sender:
 
     def _unchanged(self) -> set[str]:
         """Return the labels of the methods that compressed nothing of any needle task."""
-        cells = [c for g in self.prepared.groups if g.task.category == "needle" for c in g.cells]
+        cells = self._needle_cells()
         return {c.label for c in cells} - {c.label for c in cells if not self._verdict(c)}
+
+    def _needle_cells(self) -> list[Cell]:
+        """Return the cells of all needle tasks."""
+        cells: list[Cell] = []
+        for group in self.prepared.groups:
+            if group.task.category == "needle":
+                cells += group.cells
+        return cells
 
     def _run(self, cell: Cell) -> _CellRun:
         if cell.id not in self.open:
             cfg = self.prepared.cfg
-            group = next(g for g in self.prepared.groups if any(c.id == cell.id for c in g.cells))
+            group = next(g for g in self.prepared.groups if cell.id in {c.id for c in g.cells})
             name = run_id(cell, cfg.shard, cfg.shards)
-            kind = "cell" if cfg.shards == 1 else "shard"
+            kind = "shard"
+            if cfg.shards == 1:
+                kind = "cell"
             run = self._init(name, cell, f"{cell.label} · {cell.column}", kind, describe(self.prepared, cell))
             self.open[cell.id] = _CellRun(run, group, self.prepared.store.samples(cell.id))
         return self.open[cell.id]
@@ -217,20 +241,26 @@ class _Sender:
         """Start a W&B run beside the open ones and return it; if the service does not answer, start one on disk."""
         dataset = cell.task.id.partition("/")[0]
         preset = self.prepared.cfg.preset
+        group_name = dataset
+        if preset:
+            group_name = f"{preset}/{dataset}"
 
         def start() -> Any:
             mode: Any = self.mode
+            resume: Any = None
+            if self.mode == "online":
+                # files know no earlier run; of several with one id, `wandb sync` sends one after the other
+                resume = "allow"
             return self.wandb.init(
                 id=id,
                 name=name,
-                group=self.cfg.group or (f"{preset}/{dataset}" if preset else dataset),
+                group=self.cfg.group or group_name,
                 job_type=kind,
                 config=config,
                 project=self.cfg.project,
                 entity=self.cfg.entity,
                 mode=mode,
-                # files know no earlier run; of several with one id, `wandb sync` sends one after the other
-                resume="allow" if self.mode == "online" else None,
+                resume=resume,
                 dir=str(self.prepared.store.root),
                 reinit="create_new",
                 settings=self.wandb.Settings(**SETTINGS),
@@ -256,7 +286,9 @@ class _Sender:
 
 def run_id(cell: Cell, shard: int, shards: int) -> str:
     """Return the id of a cell's W&B run. Two processes cannot write one run, so each shard has its own."""
-    return cell.id if shards == 1 else f"{cell.id}-{shard}of{shards}"
+    if shards == 1:
+        return cell.id
+    return f"{cell.id}-{shard}of{shards}"
 
 
 def describe(prepared: RunPlan, cell: Cell) -> dict[str, object]:
@@ -265,28 +297,41 @@ def describe(prepared: RunPlan, cell: Cell) -> dict[str, object]:
     Folders of this machine are left out.
     """
     cfg, record = prepared.cfg, prepared.store.cell(cell.id)
-    budgets = {k: v for s in cell.chain.stages for k in ALWAYS_NAMED if (v := getattr(s, k, None)) is not None}
-    named = cfg.model.name != "hf" or cfg.model.path.count("/") == 1
-    return {
+    model = cfg.model_name
+    if cfg.model.name == "hf" and cfg.model.path.count("/") != 1:
+        model = Path(model).name  # a folder, not a hub id
+    provenance: list[object] = []
+    if record is not None:
+        provenance = list(record.provenance)
+    config: dict[str, object] = {
         "cell": cell.id,
         "label": cell.label,
         "method": cell.chain.name,
         "per": cell.chain.per,
-        **budgets,
+    }
+    for stage in cell.chain.stages:
+        for knob in ALWAYS_NAMED:
+            value = getattr(stage, knob, None)
+            if value is not None:
+                config[knob] = value
+    config |= {
         "task": cell.task.id,
         "column": cell.column,
-        "model": cfg.model_name if named else Path(cfg.model_name).name,
+        "model": model,
         "preset": cfg.preset,
         "identity": dict(cell.identity),
-        "runtime": {k: getattr(cfg, k) for k in RUNTIME},
-        "provenance": [] if record is None else list(record.provenance),
+        "runtime": {key: getattr(cfg, key) for key in RUNTIME},
+        "provenance": provenance,
     }
+    return config
 
 
 def summary(means: CellSummary) -> dict[str, object]:
     """Return a cell's means under flat names, with intervals as two numbers and tokens kept in per cent."""
-    flat = {"kept_percent": 100 * means.kept / means.prompt_tokens} if means.full_bytes else {}
-    return flat | flat_names(means.record())
+    values: dict[str, object] = {}
+    if means.full_bytes:
+        values["kept_percent"] = 100 * means.kept / means.prompt_tokens
+    return values | flat_names(means.record())
 
 
 def flat_names(values: Mapping[str, Any], prefix: str = "") -> dict[str, object]:
@@ -329,4 +374,6 @@ def _unreachable(url: str) -> str | None:
 def _short(error: Exception) -> str:
     """Return an error's type and the first line of its message that is not blank."""
     text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+    if not text:
+        return type(error).__name__
+    return f"{type(error).__name__}: {text}"
