@@ -20,6 +20,7 @@ from kvbench.methods.h2o import H2O
 from kvbench.methods.snapkv import SnapKV
 from kvbench.run import answers, experiment, host, runner
 from kvbench.store.store import ResultStore
+from kvbench.tasks import turns
 
 pytestmark = pytest.mark.e2e("runs whole command lines")
 
@@ -100,11 +101,11 @@ def test_out_of_memory_in_prefill_and_decode_loses_and_doubles_nothing(tmp_path,
     want = undisturbed(*SMALL, METHODS)
     prefill, step, short = host.prefill_chains, batch.step, []
 
-    def prefill_chains(model, ids, chains, *a):
+    def prefill_chains(model, ids, chains, **more):
         if len(chains) > 2:
             short.append("prefill")
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return prefill(model, ids, chains, *a)
+        return prefill(model, ids, chains, **more)
 
     def limited(model, layers, tokens, positions):
         if len(tokens) > 5:
@@ -157,7 +158,7 @@ def test_prompts_that_cannot_be_read_again_beside_others_wait_for_those(tmp_path
         return remade(home, rows)
 
     queues, queue = [], runner.DecodeQueue
-    monkeypatch.setattr(runner, "DecodeQueue", lambda *a: queues.append(queue(*a)) or queues[-1])
+    monkeypatch.setattr(runner, "DecodeQueue", lambda *a, **more: queues.append(queue(*a, **more)) or queues[-1])
     monkeypatch.setattr(batch, "step", fails_once)
     monkeypatch.setattr(runner, "remade", only_alone)
     assert run_json(capsys, *arguments, f"results={tmp_path / 'b'}")[0] == 0
@@ -181,7 +182,7 @@ def test_memory_that_other_rows_hold_is_waited_for(tmp_path, capsys, monkeypatch
         monkeypatch.setattr(home, name, work)
 
     queues, queue = [], runner.DecodeQueue
-    monkeypatch.setattr(runner, "DecodeQueue", lambda *a: queues.append(queue(*a)) or queues[-1])
+    monkeypatch.setattr(runner, "DecodeQueue", lambda *a, **more: queues.append(queue(*a, **more)) or queues[-1])
     only_when_no_row_waits(host, "prefill_chains")
     only_when_no_row_waits(answers, "extend_caches")
     assert run_json(capsys, *arguments, f"results={tmp_path / 'b'}")[0] == 0
@@ -205,8 +206,8 @@ def test_the_beginning_of_a_prompt_is_given_up_where_memory_runs_out(where, tmp_
             raise torch.OutOfMemoryError("CUDA out of memory")
         return work(*args, **options)
 
-    def prefill_chains(*args):
-        caches = prefill(*args)
+    def prefill_chains(*args, **options):
+        caches = prefill(*args, **options)
         read.append(len(caches))
         return caches
 
@@ -219,7 +220,7 @@ def test_the_beginning_of_a_prompt_is_given_up_where_memory_runs_out(where, tmp_
 
 @pytest.mark.parametrize("name", ["score", "encode"])  # encode: by the estimate before the run, too
 def test_a_prompt_or_an_answer_that_cannot_be_handled_costs_its_dataset_only(name, tmp_path, capsys, monkeypatch):
-    home = runner if name == "score" else host
+    home = runner if name == "score" else turns
     original = getattr(home, name)
 
     def broken(*args):

@@ -153,7 +153,7 @@ def test_turns_equal_a_loop_that_feeds_one_cache_token_by_token(turns, new, othe
 def test_memory_that_other_questions_hold_is_waited_for_and_a_failure_costs_one_cell(turns, tmp_path, monkeypatch):
     _, want = measured(tmp_path / "a", ROWS, f"turns={turns}", "max_new_tokens=6", methods=["snapkv", "h2o"])
     queues, queue, extend, short = [], runner.DecodeQueue, answers.extend_caches, []
-    monkeypatch.setattr(runner, "DecodeQueue", lambda *a: queues.append(queue(*a)) or queues[-1])
+    monkeypatch.setattr(runner, "DecodeQueue", lambda *a, **more: queues.append(queue(*a, **more)) or queues[-1])
 
     def extend_caches(model, caches, ids):
         if any(cache.chain.name == "h2o" for cache in caches):
