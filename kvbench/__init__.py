@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kvbench.api import cache, calibrate, extend, generate, prefill
     from kvbench.kv.segment import LayerCache
-    from kvbench.methods.prompt_cache import Cache
+    from kvbench.methods.core.prompt_cache import Cache
     from kvbench.models.load import load_model
+    from kvbench.report.listing import results
     from kvbench.run.compare import compare
-    from kvbench.run.listing import results
 
 __all__ = [
     "Cache",
@@ -27,7 +27,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Cache": "kvbench.methods.prompt_cache",
+    "Cache": "kvbench.methods.core.prompt_cache",
     "LayerCache": "kvbench.kv.segment",
     "cache": "kvbench.api",
     "calibrate": "kvbench.api",
@@ -36,7 +36,7 @@ _HOMES = {
     "generate": "kvbench.api",
     "load_model": "kvbench.models.load",
     "prefill": "kvbench.api",
-    "results": "kvbench.run.listing",
+    "results": "kvbench.report.listing",
 }
 
 

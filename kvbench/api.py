@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvbench.conf import check, entries, is_whole
+from kvbench.base.conf import check, entries, is_whole
+from kvbench.base.errors import KvbenchError, UsageError, headline
 from kvbench.engine import decode
 from kvbench.engine.calibration.session import Session
 from kvbench.engine.hf_cache import TransformersCache
@@ -26,14 +27,13 @@ from kvbench.engine.limits import check_precision, tokens_of, warn_beyond_contex
 from kvbench.engine.memory import is_out_of_memory
 from kvbench.engine.prefill import as_prompt, prefill_chains
 from kvbench.engine.weights_digest import check_calibrated, weights_of
-from kvbench.errors import KvbenchError, UsageError, headline
-from kvbench.methods.chain import Chain
-from kvbench.methods.prompt_cache import Cache
-from kvbench.methods.resolve import chains_of
+from kvbench.methods.core.chain import Chain
+from kvbench.methods.core.prompt_cache import Cache
+from kvbench.methods.core.resolve import chains_of
 from kvbench.models import traits
 from kvbench.models.interface import TURN
 from kvbench.models.load import EMBEDDED
-from kvbench.run import presets
+from kvbench.plan import presets
 
 Entry = str | Mapping[str, Any] | Chain
 P = ParamSpec("P")

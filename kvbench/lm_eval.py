@@ -23,16 +23,16 @@ import torch
 
 from kvbench import api
 from kvbench.audit.prompt_audit import MeasuredBytes
-from kvbench.conf import entries
+from kvbench.base.conf import entries
+from kvbench.base.errors import KvbenchError, UsageError, say
+from kvbench.base.extras import missing
 from kvbench.engine.hf_cache import TransformersCache
 from kvbench.engine.likelihood import forced_logits
 from kvbench.engine.shared_prefix import SharedPrefix
-from kvbench.errors import KvbenchError, UsageError, say
-from kvbench.extras import missing
-from kvbench.methods.chain import Chain
+from kvbench.methods.core.chain import Chain
 from kvbench.models.load import load_model
 from kvbench.models.releases import named_cache
-from kvbench.run.summary import UNCHANGED, only_compresses
+from kvbench.report.summary import UNCHANGED, only_compresses
 
 try:
     from lm_eval.__main__ import cli_evaluate

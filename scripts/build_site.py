@@ -27,14 +27,14 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
 import kvbench
-from kvbench.conf import KEY_FILES, commented, conf_dir, entries
-from kvbench.methods import registry
-from kvbench.methods.base import Modifier
-from kvbench.methods.lowrank import LowRankStage
-from kvbench.methods.prompt_cache import Cache
+from kvbench.base.conf import KEY_FILES, commented, conf_dir, entries
+from kvbench.methods.core import registry
+from kvbench.methods.core.base import Modifier
+from kvbench.methods.core.lowrank import LowRankStage
+from kvbench.methods.core.prompt_cache import Cache
 from kvbench.papers.report import reference
 from kvbench.papers.spec import catalogue
-from kvbench.run import presets
+from kvbench.plan import presets
 
 ROOT = Path(__file__).parents[1]
 ROWS = ROOT / "results" / "methods.json"

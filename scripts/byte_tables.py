@@ -17,11 +17,13 @@ from pathlib import Path
 import verification
 from verification import Verification
 
-from kvbench.errors import KvbenchError
-from kvbench.run import archive, byte_table, experiment, own_tables
-from kvbench.run.run_plan import RunPlan
-from kvbench.run.store import ResultStore
-from kvbench.tables import writers
+from kvbench.base.errors import KvbenchError
+from kvbench.plan.run_plan import RunPlan
+from kvbench.report import writers
+from kvbench.run import experiment
+from kvbench.store import archive
+from kvbench.store.store import ResultStore
+from kvbench.studies import byte_table, own_tables
 
 ROWS = Path(__file__).resolve().parent.parent / "results"
 PRETRAINED = "smollm2-135m-q4_1"

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from pathlib import Path
 
-from kvbench.run import archive
-from kvbench.run.run_plan import RunPlan
-from kvbench.run.store import ResultStore
+from kvbench.plan.run_plan import RunPlan
+from kvbench.store import archive
+from kvbench.store.store import ResultStore
 
 FOLDER = Path(__file__).resolve().parent.parent / "results" / "samples"
 END = ".samples.jsonl.gz"

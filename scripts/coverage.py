@@ -1,4 +1,4 @@
-"""How often the intervals and tests of ``kvbench.metrics.stats`` say what they should, by simulation.
+"""How often the intervals and tests of ``kvbench.tasks.metrics.stats`` say what they should, by simulation.
 
 python scripts/coverage.py                  print the table
 python scripts/coverage.py --draws 20000    with more data sets for each number (the standard error of 95 % is 0.15)
@@ -19,9 +19,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from kvbench.metrics import stats
-from kvbench.tables import writers
-from kvbench.tables.table import Table
+from kvbench.report import writers
+from kvbench.report.table import Table
+from kvbench.tasks.metrics import stats
 
 OUTPUT = Path(__file__).resolve().parent.parent / "results" / "benchmarks" / "coverage.txt"
 SIZES = (8, 12, 16, 50, 187)

@@ -15,7 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.transforms import Bbox
 
-from kvbench.tables import writers
+from kvbench.report import writers
 
 RESULTS = Path(__file__).resolve().parent.parent / "results"
 RANKING = RESULTS / "tables" / "ranking.md"

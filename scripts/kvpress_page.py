@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvbench.methods.kvpress_package import installed_version, listing
+from kvbench.methods.core.kvpress_package import installed_version, listing
 
 PAGE = Path(__file__).parent.parent / "docs" / "kvpress.md"
 START = "| method |"

@@ -18,11 +18,13 @@ from pathlib import Path
 import verification
 from verification import Verification
 
-from kvbench.errors import KvbenchError
-from kvbench.run import archive, experiment, leaderboard, open_results
-from kvbench.run.run_plan import RunPlan
-from kvbench.run.store import ResultStore
-from kvbench.tables import writers
+from kvbench.base.errors import KvbenchError
+from kvbench.plan.run_plan import RunPlan
+from kvbench.report import open_results, writers
+from kvbench.run import experiment
+from kvbench.store import archive
+from kvbench.store.store import ResultStore
+from kvbench.studies import leaderboard
 
 ROWS = Path(__file__).resolve().parent.parent / "results"
 FOLDER = ROWS / "leaderboard"

@@ -7,13 +7,13 @@ from typing import Any
 
 import yaml
 
-from kvbench.conf import conf_dir
-from kvbench.example import Example
-from kvbench.metrics import METRICS
-from kvbench.run import presets
-from kvbench.tables import writers
+from kvbench.base.conf import conf_dir
+from kvbench.base.example import Example
+from kvbench.plan import presets
+from kvbench.report import writers
 from kvbench.tasks import longbench
 from kvbench.tasks.base import Task, load_tasks
+from kvbench.tasks.metrics import METRICS
 from kvbench.tasks.rowset import RowFormat
 
 HEAD = """# What exactly is measured

@@ -25,13 +25,14 @@ from paper_tables import PRETRAINED, ROWS, Target, target
 from paper_tables import restore as restore_tables
 from verification import Verification
 
-from kvbench.errors import UsageError
+from kvbench.base.errors import UsageError
 from kvbench.papers.claims import claim_runner, claims
 from kvbench.papers.measured.our_table import OurTable
 from kvbench.papers.spec import stand_ins
-from kvbench.run import archive, experiment
-from kvbench.run.store import ResultStore
-from kvbench.tables import writers
+from kvbench.report import writers
+from kvbench.run import experiment
+from kvbench.store import archive
+from kvbench.store.store import ResultStore
 
 
 def samples(goal: Target) -> Path:

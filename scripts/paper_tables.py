@@ -32,8 +32,9 @@ from kvbench.papers.measured.our_table import OurTable
 from kvbench.papers.spec import stand_ins, table_spec
 from kvbench.papers.spec.table_spec import TableSpec
 from kvbench.papers.timed import timings
-from kvbench.run import archive, experiment
-from kvbench.run.store import ResultStore
+from kvbench.run import experiment
+from kvbench.store import archive
+from kvbench.store.store import ResultStore
 
 ROWS = Path(__file__).resolve().parent.parent / "results"
 PRETRAINED = "smollm2-135m-q4_1"

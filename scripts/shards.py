@@ -17,8 +17,8 @@ from functools import cache
 import torch
 import verification
 
+from kvbench.base.errors import KvbenchError
 from kvbench.engine import memory
-from kvbench.errors import KvbenchError
 from kvbench.models import load
 from kvbench.papers.claims import claim_runner, claims
 from kvbench.papers.measured import our_table
@@ -26,8 +26,8 @@ from kvbench.papers.measured.joint import joint
 from kvbench.papers.measured.our_table import OurTable
 from kvbench.papers.spec import table_spec
 from kvbench.papers.spec.table_spec import TableSpec
+from kvbench.plan.cells import Group
 from kvbench.run import experiment
-from kvbench.run.plan import Group
 
 ROUNDS = (8, 16, 50)
 """Examples of each task on a pretrained model, one round before the next: what is cut off is still whole."""

@@ -18,11 +18,13 @@ from pathlib import Path
 import verification
 from verification import Verification
 
-from kvbench.errors import KvbenchError
-from kvbench.run import archive, config, experiment
+from kvbench.base.errors import KvbenchError
+from kvbench.plan import config
+from kvbench.report import render
+from kvbench.run import experiment
 from kvbench.run.experiment import RunPlan
-from kvbench.run.store import ResultStore
-from kvbench.tables import render
+from kvbench.store import archive
+from kvbench.store.store import ResultStore
 
 ROWS = Path(__file__).resolve().parent.parent / "results"
 BUDGETS = "kv_ratio=0.5,0.25,0.125"

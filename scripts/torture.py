@@ -30,10 +30,11 @@ from pathlib import Path
 from typing import Any
 
 from kvbench import methods
+from kvbench.base.files import read_json, read_lines
 from kvbench.cli.main import main as kvbench_main
-from kvbench.files import read_json, read_lines
-from kvbench.run import config, experiment
-from kvbench.run.store import ResultStore
+from kvbench.plan import config
+from kvbench.run import experiment
+from kvbench.store.store import ResultStore
 
 ROUND_KILLS = 12
 """The most kills of one round, so that every kind of run gets some."""
@@ -60,7 +61,7 @@ WAYS = ("alone", "shards", "shared folder")
 OWN_METHOD = """
 from dataclasses import dataclass
 import torch
-from kvbench.methods.base import Selector
+from kvbench.methods.core.base import Selector
 
 @dataclass(frozen=True, kw_only=True)
 class Drawing(Selector):

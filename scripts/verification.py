@@ -13,13 +13,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
-from kvbench.conf import entries
-from kvbench.errors import MissingData, MissingFiles, MissingModel, UsageError, say
+from kvbench.base.conf import entries
+from kvbench.base.errors import MissingData, MissingFiles, MissingModel, UsageError, say
 from kvbench.models import load
-from kvbench.run import config
-from kvbench.run.plan import identity_hash
-from kvbench.run.run_plan import RunPlan
-from kvbench.run.store import ResultStore
+from kvbench.plan import config
+from kvbench.plan.cells import identity_hash
+from kvbench.plan.run_plan import RunPlan
+from kvbench.store.store import ResultStore
 from kvbench.tasks.base import Tokenizer, load_tasks
 from kvbench.tasks.source import ENVIRONMENT
 

@@ -8,9 +8,9 @@ import torch
 from calibrated import measured
 
 from kvbench.engine.weights_digest import weights_of
-from kvbench.methods.chain import Chain
-from kvbench.methods.recipe import Calibration, digest
-from kvbench.methods.resolve import chain_of
+from kvbench.methods.core.chain import Chain
+from kvbench.methods.core.recipe import Calibration, digest
+from kvbench.methods.core.resolve import chain_of
 
 
 def uncomp(layers: int, heads: int) -> dict[str, torch.Tensor]:

@@ -36,7 +36,7 @@ def pytest_terminal_summary(terminalreporter):
 @pytest.fixture(scope="session")
 def smol():
     """The folder of the small pretrained model; skips where it was not fetched, fails if KVBENCH_REQUIRE_MODELS=1."""
-    from kvbench.errors import UsageError
+    from kvbench.base.errors import UsageError
     from kvbench.models import fetch
 
     try:

@@ -18,7 +18,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 
 from kvbench.kv import ops
 from kvbench.kv.observation import Needs
-from kvbench.methods.base import Selector
+from kvbench.methods.core.base import Selector
 from kvbench.methods.keynorm import KeyNorm
 from kvbench.methods.snapkv import SnapKV
 

@@ -15,10 +15,10 @@ from families import FAMILIES, WHOLE, build, prompt
 from grids import grid
 
 import kvbench
-from kvbench.methods import registry
-from kvbench.methods.base import Selector
-from kvbench.methods.formats import StorageFormat
-from kvbench.methods.replaying import ReplayingSelector
+from kvbench.methods.core import registry
+from kvbench.methods.core.base import Selector
+from kvbench.methods.core.formats import StorageFormat
+from kvbench.methods.core.replaying import ReplayingSelector
 
 METHODS = tuple(m for m in registry.available() if m != "full")
 STAGES = {m: registry.make_stage(m, registry.defaults(m)) for m in METHODS}

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from kvbench.kv.packed import MinMax
-from kvbench.methods import registry
-from kvbench.methods.quantiser import Quantiser
+from kvbench.methods.core import registry
+from kvbench.methods.core.quantiser import Quantiser
 
 
 @dataclass(frozen=True)

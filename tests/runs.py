@@ -4,7 +4,8 @@ import json
 from pathlib import Path
 
 from kvbench.cli.main import main
-from kvbench.run import config, experiment
+from kvbench.plan import config
+from kvbench.run import experiment
 
 SMALL = ["dataset=tiny/needle,tiny/code", "length=256", "examples=6"]
 

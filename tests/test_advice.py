@@ -4,9 +4,9 @@ import json
 
 import pytest
 
+from kvbench.base.example import Example
 from kvbench.cli.main import main
-from kvbench.example import Example
-from kvbench.run.advice import about_prompts, at_floor
+from kvbench.plan.advice import about_prompts, at_floor
 from kvbench.tasks.base import Task
 from kvbench.tasks.prompt import PromptPolicy
 

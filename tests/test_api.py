@@ -11,7 +11,7 @@ from families import FAMILIES, build, hooks, prompt
 from transformers import PreTrainedTokenizerBase
 
 import kvbench
-from kvbench.errors import UsageError
+from kvbench.base.errors import UsageError
 
 
 def reference(model, ids, new):

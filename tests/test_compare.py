@@ -4,7 +4,7 @@ import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 import kvbench
-from kvbench.errors import UsageError
+from kvbench.base.errors import UsageError
 
 pytestmark = pytest.mark.e2e("whole answers")
 CONTEXT = "notes: the cold river shines slowly. the magic number of paris is 471. it was a calm night. "

@@ -13,15 +13,15 @@ from statistics import fmean
 import pytest
 from packaging.specifiers import SpecifierSet
 
+from kvbench.base.conf import conf_dir
 from kvbench.cli.main import HELP
-from kvbench.conf import conf_dir
 from kvbench.kv.model_shape import Shape
-from kvbench.metrics import METRICS
-from kvbench.run import config, presets
-from kvbench.run import words as words_of
-from kvbench.run.config import read
-from kvbench.run.estimate import cache_bytes
-from kvbench.run.plan import with_baseline
+from kvbench.plan import config, presets
+from kvbench.plan import words as words_of
+from kvbench.plan.cells import with_baseline
+from kvbench.plan.config import read
+from kvbench.plan.estimate import cache_bytes
+from kvbench.tasks.metrics import METRICS
 
 pytestmark = pytest.mark.e2e("starts processes")
 
@@ -168,7 +168,7 @@ def test_the_wheel_carries_conf_and_weights(tmp_path):
         "kvbench/conf/method/snapkv.yaml",
         "kvbench/models/embedded/tiny/model.safetensors",
         "kvbench/models/embedded/tiny/tokenizer.json",
-        "kvbench/tables/figures.mplstyle",
+        "kvbench/report/figures.mplstyle",
         "kvbench/tasks/tiny_words.yaml",
     } <= names
 

@@ -2,12 +2,12 @@
 
 from types import SimpleNamespace
 
-from kvbench.example import Example
+from kvbench.base.example import Example
 from kvbench.kv.model_shape import Shape
-from kvbench.methods.resolve import chain_of
-from kvbench.run.estimate import estimate
-from kvbench.run.plan import Cell, Group
-from kvbench.run.results import Timing
+from kvbench.methods.core.resolve import chain_of
+from kvbench.plan.cells import Cell, Group
+from kvbench.plan.estimate import estimate
+from kvbench.store.results import Timing
 
 SHAPE = Shape(layers=2, query_heads=4, kv_heads=2, head_dim=8)
 ITEM = 4

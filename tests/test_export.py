@@ -10,11 +10,11 @@ import yaml
 from stored import Cell as PlainCell
 from stored import measure, sample
 
-from kvbench import imports
 from kvbench.cli.main import main
-from kvbench.imports import scoring
-from kvbench.run.export_kvpress import RULER, folder_name
-from kvbench.run.store import ResultStore
+from kvbench.report.export_kvpress import RULER, folder_name
+from kvbench.store.store import ResultStore
+from kvbench.studies import imports
+from kvbench.studies.imports import scoring
 
 QWEN3 = {"dataset": "ruler", "data_dir": "4096", "model": "Qwen/Qwen3-8B"}
 SCORES = (96.7, 89.4, 99.8, 92.0, 61.8, 99.7, 99.6, 100, 100, 97.2, 58.4, 46.2, 93.0)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from kvbench import extras
-from kvbench.errors import UsageError
+from kvbench.base import extras
+from kvbench.base.errors import UsageError
 
 pytestmark = pytest.mark.e2e("starts a process")
 

@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 
 import kvbench
+from kvbench.base.errors import UsageError
 from kvbench.cli.main import main
-from kvbench.errors import UsageError
-from kvbench.metrics import stats
 from kvbench.papers.claims import claim_runner, claims
-from kvbench.run import byte_table, wandb_logger
-from kvbench.run.fidelity import TextFidelity, log_ratio_of_means, summarise_texts
+from kvbench.run import wandb_logger
+from kvbench.store.fidelity import TextFidelity, log_ratio_of_means, summarise_texts
+from kvbench.studies import byte_table
 from kvbench.tasks import fidelity as texts
+from kvbench.tasks.metrics import stats
 from kvbench.tasks.source import Files
 
 

@@ -11,12 +11,12 @@ from families import build, prompt
 from transformers import GenerationConfig, TextGenerationPipeline, TextIteratorStreamer
 
 import kvbench
+from kvbench.base.errors import KvbenchError, Refused, UsageError
 from kvbench.engine import hf_cache
 from kvbench.engine.likelihood import forced_logits, teacher_force
-from kvbench.errors import KvbenchError, Refused, UsageError
-from kvbench.methods.chain import Chain
+from kvbench.methods.core.chain import Chain
+from kvbench.methods.core.resolve import chain_of
 from kvbench.methods.keynorm import KeyNorm
-from kvbench.methods.resolve import chain_of
 from kvbench.models.releases import CACHE_NAME, CACHE_NAMES, named_cache
 
 HALF = {"kv_ratio": 0.5}

@@ -22,19 +22,19 @@ import torch
 from hostile import MODES, RESULTS, Hostile, kept, sets_what_is_global
 from runs import prepare
 
-from kvbench.errors import KvbenchError
-from kvbench.methods import foreign, registry, shared_functions, walls, watch
-from kvbench.methods.base import Mask
-from kvbench.methods.chain import Chain
-from kvbench.methods.evicting import EvictingSelector
-from kvbench.methods.registry import by_size
-from kvbench.methods.resolve import ChainConfig
+from kvbench.base.errors import KvbenchError
+from kvbench.methods.core import foreign, registry, shared_functions, walls, watch
+from kvbench.methods.core.base import Mask
+from kvbench.methods.core.chain import Chain
+from kvbench.methods.core.evicting import EvictingSelector
+from kvbench.methods.core.registry import by_size
+from kvbench.methods.core.resolve import ChainConfig
 from kvbench.methods.snapkv import SnapKV
 from kvbench.models import load
+from kvbench.plan.cells import Cell
 from kvbench.run import experiment
-from kvbench.run.plan import Cell
 from kvbench.run.runner import run_groups
-from kvbench.run.store import ResultStore
+from kvbench.store.store import ResultStore
 
 pytestmark = pytest.mark.e2e("runs hostile methods end to end")
 
@@ -210,7 +210,7 @@ def test_draws_are_those_of_the_seed_and_leave_no_trace(seed):
 
 OWN_METHOD = """
 from dataclasses import dataclass
-from kvbench.methods.base import Mask, Selector
+from kvbench.methods.core.base import Mask, Selector
 from {name}_helper import factor
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,14 +6,15 @@ from pathlib import Path
 import pytest
 from runs import run_json
 
+from kvbench.base.files import write_json
 from kvbench.cli.main import main
 from kvbench.cli.runs import _fold
-from kvbench.files import write_json
-from kvbench.methods import registry
-from kvbench.run import archive, config, words
-from kvbench.run.labels import differences, fields, label
-from kvbench.run.listing import rows
-from kvbench.run.store import ResultStore
+from kvbench.methods.core import registry
+from kvbench.plan import config, words
+from kvbench.report.listing import rows
+from kvbench.store import archive
+from kvbench.store.labels import differences, fields, label
+from kvbench.store.store import ResultStore
 
 TABLES = Path(__file__).parent.parent / "results" / "samples"
 SNAPKV = {"frozen_layers": [], "kernel": 7, "kv_size": 16, "pooling": "max", "window": 12}

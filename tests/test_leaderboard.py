@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 
 from kvbench.cli.main import main
-from kvbench.metrics import stats
-from kvbench.run import leaderboard, open_results
-from kvbench.run.run_plan import RunPlan
+from kvbench.plan.run_plan import RunPlan
+from kvbench.report import open_results
+from kvbench.studies import leaderboard
+from kvbench.tasks.metrics import stats
 
 
 def test_a_mean_over_tasks_and_its_interval_by_hand():

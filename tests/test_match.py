@@ -6,11 +6,11 @@ import pytest
 from runs import SMALL, prepare, run_json
 
 from kvbench.audit import accounting
+from kvbench.base.errors import UsageError
 from kvbench.cli.main import main
-from kvbench.errors import UsageError
 from kvbench.kv.model_shape import Shape
-from kvbench.methods.resolve import chain_of
-from kvbench.run import config, equal_memory, words
+from kvbench.methods.core.resolve import chain_of
+from kvbench.plan import config, equal_memory, words
 
 pytestmark = pytest.mark.e2e("prices hundreds of sizes")
 

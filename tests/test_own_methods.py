@@ -14,7 +14,7 @@ METHOD = """
 import hashlib, json, sys
 from dataclasses import dataclass
 import torch
-from kvbench.methods.base import Selector
+from kvbench.methods.core.base import Selector
 
 prompts = 0
 
@@ -89,7 +89,7 @@ def test_a_method_that_counts_prompts_is_refused_at_the_end(run):
 LEAVES = """
 from dataclasses import dataclass
 import os
-from kvbench.methods.base import Selector
+from kvbench.methods.core.base import Selector
 
 @dataclass(frozen=True, kw_only=True)
 class Leaves(Selector):
@@ -126,7 +126,7 @@ ENDLESS = """
 from dataclasses import dataclass
 import sys
 import time
-from kvbench.methods.base import Selector
+from kvbench.methods.core.base import Selector
 
 @dataclass(frozen=True, kw_only=True)
 class Endless(Selector):
@@ -163,8 +163,8 @@ def test_a_second_interrupt_ends_a_method_that_catches_the_first(tmp_path):
 FALSIFIES = """
 from dataclasses import dataclass
 import torch
-from kvbench import metrics
-from kvbench.methods.base import Selector
+from kvbench.tasks import metrics
+from kvbench.methods.core.base import Selector
 from kvbench.methods.snapkv import SnapKV
 
 def oldest(self, cache, obs, capacity):
@@ -210,7 +210,7 @@ def test_own_answers_are_stored_before_other_code_is_first_asked(tmp_path):
 AT_IMPORT = """
 from dataclasses import dataclass
 import torch
-from kvbench.methods.base import Selector
+from kvbench.methods.core.base import Selector
 {act}
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,7 +237,7 @@ class Early(Selector):
         (
             "from kvbench.methods import statistics\ndef first(scores, k): return torch.arange(k)\n"
             "statistics.top_indices.__code__ = first.__code__",
-            "the code of kvbench.methods.statistics.top_indices",
+            "the code of kvbench.methods.core.statistics.top_indices",
         ),
     ],
     ids=["a function of a model", "a class that is imported late", "code"],
@@ -246,7 +246,7 @@ def test_what_a_file_replaces_when_it_is_imported_is_put_back_and_it_is_refused(
     """The model's code is imported by the file itself, so that it cannot be looked at before."""
     (tmp_path / "early.py").write_text(AT_IMPORT.format(act=act))
     check = (
-        "import sys; from kvbench.errors import UsageError; from kvbench.methods import registry\n"
+        "import sys; from kvbench.base.errors import UsageError; from kvbench.methods import registry\n"
         "try: registry.defaults('early')\n"
         "except UsageError as error: print(error)\n"
         "from transformers.models.llama import modeling_llama as m; from kvbench.methods import statistics\n"

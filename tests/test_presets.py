@@ -7,12 +7,12 @@ import pytest
 from families import build, prompt
 
 import kvbench
+from kvbench.base.conf import conf_dir, entries
+from kvbench.base.errors import UsageError
 from kvbench.cli.main import HELP, main
-from kvbench.conf import conf_dir, entries
-from kvbench.errors import UsageError
-from kvbench.methods import registry
-from kvbench.run import config, presets, words
-from kvbench.run.equal_memory import KINDS
+from kvbench.methods.core import registry
+from kvbench.plan import config, presets, words
+from kvbench.plan.equal_memory import KINDS
 
 pytestmark = pytest.mark.e2e("composes every preset for every model")
 

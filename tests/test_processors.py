@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kvbench.engine import processors
-from kvbench.run.run_plan import threads
+from kvbench.plan.run_plan import threads
 
 CORES = 8
 

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 from rich.console import Console
 
-from kvbench import progress
-from kvbench.example import Example
+from kvbench.base import progress
+from kvbench.base.example import Example
 from kvbench.run import display as displays
 
 

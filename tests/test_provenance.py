@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from kvbench.run import provenance
-from kvbench.run.provenance import git_commit, local_changes
-from kvbench.run.results import CellRecord
+from kvbench.store import provenance
+from kvbench.store.provenance import git_commit, local_changes
+from kvbench.store.results import CellRecord
 
 
 def git(folder, *words):

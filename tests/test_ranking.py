@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 
 from kvbench.cli.main import main
-from kvbench.run import ranking
-from kvbench.run.byte_table import Line
-from kvbench.run.fidelity import TextFidelity
+from kvbench.store.fidelity import TextFidelity
+from kvbench.studies import ranking
+from kvbench.studies.byte_table import Line
 
 
 def line(label, kls=(), scores=()):

@@ -8,15 +8,17 @@ from typing import ClassVar
 import pytest
 from runs import SMALL, metrics_of, prepare, run_json
 
+from kvbench.base.files import parse_line
 from kvbench.cli.main import main
-from kvbench.files import parse_line
-from kvbench.methods.base import Selector
-from kvbench.methods.chain import Chain
-from kvbench.methods.resolve import ChainConfig
+from kvbench.methods.core.base import Selector
+from kvbench.methods.core.chain import Chain
+from kvbench.methods.core.resolve import ChainConfig
 from kvbench.methods.streamingllm import StreamingLLM
-from kvbench.run import config, experiment, summary
-from kvbench.run.store import ResultStore
-from kvbench.tables.render import _kept, _payload, render
+from kvbench.plan import config
+from kvbench.report import summary
+from kvbench.report.render import _kept, _payload, render
+from kvbench.run import experiment
+from kvbench.store.store import ResultStore
 
 pytestmark = pytest.mark.e2e("runs whole command lines")
 

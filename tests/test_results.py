@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from stored import sample
 
-from kvbench.errors import UsageError
-from kvbench.run.report import CellResult, Delta, Report, ReportRow
-from kvbench.run.results import CellRecord, Sample, ScoreSummary
-from kvbench.run.summary import summarise
+from kvbench.base.errors import UsageError
+from kvbench.report.report import CellResult, Delta, Report, ReportRow
+from kvbench.report.summary import summarise
+from kvbench.store.results import CellRecord, Sample, ScoreSummary
 
 COMMITTED = Path(__file__).parents[1] / "results" / "samples"
 

@@ -17,14 +17,14 @@ from runs import metrics_of, prepare, run_json
 from stored import Cell, measure
 
 import kvbench
+from kvbench.base.errors import KvbenchError, UsageError
+from kvbench.base.files import line_of, parse_line
 from kvbench.cli.main import main
-from kvbench.errors import KvbenchError, UsageError
-from kvbench.files import line_of, parse_line
-from kvbench.methods.base import Selector
-from kvbench.methods.chain import Chain
-from kvbench.methods.resolve import ChainConfig
+from kvbench.methods.core.base import Selector
+from kvbench.methods.core.chain import Chain
+from kvbench.methods.core.resolve import ChainConfig
 from kvbench.run import experiment, runner
-from kvbench.run.store import Busy, ResultStore
+from kvbench.store.store import Busy, ResultStore
 
 pytestmark = pytest.mark.e2e("runs whole command lines")
 
@@ -89,7 +89,7 @@ def test_full_disk_is_one_message_and_keeps_what_was_written(tmp_path, monkeypat
         written.append(sample["id"])
         original(self, sample)
 
-    from kvbench.run import store
+    from kvbench.store import store
 
     original = store.Writer.append
     monkeypatch.setattr(store.Writer, "append", append)
@@ -105,7 +105,7 @@ def test_full_disk_is_one_message_and_keeps_what_was_written(tmp_path, monkeypat
 def test_disk_full_error_of_the_system_becomes_the_message(tmp_path):
     import errno
 
-    from kvbench.files import disk_error
+    from kvbench.base.files import disk_error
 
     assert "free some space" in str(disk_error(OSError(errno.ENOSPC, "x"), tmp_path))
     assert "could not be written" in str(disk_error(OSError(errno.EIO, "I/O error"), tmp_path))

@@ -6,13 +6,13 @@ import pytest
 from runs import SMALL, metrics_of, prepare, run_json
 
 import kvbench
+from kvbench.base.errors import UsageError
 from kvbench.cli.main import main
 from kvbench.engine import shared_prefix
-from kvbench.errors import UsageError
-from kvbench.methods.resolve import ChainConfig
-from kvbench.run import config
+from kvbench.methods.core.resolve import ChainConfig
+from kvbench.plan import config
 from kvbench.run import host as run_host
-from kvbench.run.store import ResultStore
+from kvbench.store.store import ResultStore
 
 pytestmark = pytest.mark.e2e("runs whole command lines")
 
@@ -130,7 +130,7 @@ def test_every_config_field_says_whether_it_is_identity():
 
 
 def test_progress_prints_plain_lines_off_a_terminal(capsys, monkeypatch):
-    from kvbench import progress
+    from kvbench.base import progress
 
     monkeypatch.setattr(progress, "PLAIN_EVERY_S", 0.0)
     with progress.progress({"a": 2}) as tick:

@@ -19,7 +19,7 @@ from kvbench.engine import batch, likelihood, shared_prefix
 from kvbench.methods.h2o import H2O
 from kvbench.methods.snapkv import SnapKV
 from kvbench.run import asking, experiment, host, runner
-from kvbench.run.store import ResultStore
+from kvbench.store.store import ResultStore
 
 pytestmark = pytest.mark.e2e("runs whole command lines")
 

@@ -7,8 +7,8 @@ import os
 import pytest
 from stored import FACTS, Cell, measure, sample
 
-from kvbench.run.results import Status
-from kvbench.run.store import ResultStore
+from kvbench.store.results import Status
+from kvbench.store.store import ResultStore
 
 
 def test_a_cell_from_never_to_complete(tmp_path):

@@ -10,11 +10,11 @@ import subprocess
 import pytest
 from stored import FACTS, Cell, measure, sample
 
-from kvbench import files
+from kvbench.base import files
+from kvbench.base.errors import KvbenchError, UsageError
+from kvbench.base.files import read_json, read_lines
 from kvbench.cli.main import main
-from kvbench.errors import KvbenchError, UsageError
-from kvbench.files import read_json, read_lines
-from kvbench.run.store import SYNC_S, ResultStore
+from kvbench.store.store import SYNC_S, ResultStore
 
 
 def fill(writer):

@@ -6,10 +6,10 @@ import random
 import pytest
 from stored import FACTS, Cell, measure, sample
 
+from kvbench.base.files import line_of, parse_line, read_lines
 from kvbench.cli.main import main
-from kvbench.files import line_of, parse_line, read_lines
-from kvbench.run.store import ResultStore
-from kvbench.run.summary import summarise
+from kvbench.report.summary import summarise
+from kvbench.store.store import ResultStore
 
 SIZE = 12
 

@@ -13,11 +13,11 @@ import pytest
 from runs import metrics_of
 from stored import FACTS, Cell, measure, sample
 
-from kvbench import files
+from kvbench.base import files
+from kvbench.base.errors import KvbenchError
+from kvbench.base.files import lock, locked
 from kvbench.cli.main import main
-from kvbench.errors import KvbenchError
-from kvbench.files import lock, locked
-from kvbench.run.store import ResultStore
+from kvbench.store.store import ResultStore
 
 pytestmark = pytest.mark.e2e("starts processes")
 
@@ -27,7 +27,7 @@ RUN = ["dataset=tiny/needle", "length=256", "method=snapkv"]
 STOPPING = """
 import os, signal, sys
 from kvbench.cli.main import main
-from kvbench.run.store import Writer
+from kvbench.store.store import Writer
 
 append, left = Writer.append, [int(sys.argv[1])]
 

@@ -7,18 +7,18 @@ import numpy as np
 import pytest
 from stored import sample
 
-from kvbench.example import Example
-from kvbench.methods.chain import Chain
-from kvbench.methods.resolve import chain_of
-from kvbench.metrics import metric
-from kvbench.metrics.stats import mean_over_tasks, paired_difference
-from kvbench.run.plan import Cell, Group
-from kvbench.run.report import CellResult, Delta
-from kvbench.run.results import Sample
-from kvbench.run.summary import _about_lengths, collect, shown_delta, summarise
-from kvbench.run.turns import TurnAnswer
-from kvbench.tables import render
+from kvbench.base.example import Example
+from kvbench.methods.core.chain import Chain
+from kvbench.methods.core.resolve import chain_of
+from kvbench.plan.cells import Cell, Group
+from kvbench.report import render
+from kvbench.report.report import CellResult, Delta
+from kvbench.report.summary import _about_lengths, collect, shown_delta, summarise
+from kvbench.store.results import Sample
+from kvbench.store.turns import TurnAnswer
 from kvbench.tasks.base import Task
+from kvbench.tasks.metrics import metric
+from kvbench.tasks.metrics.stats import mean_over_tasks, paired_difference
 
 
 def fake_store(samples):

@@ -7,13 +7,13 @@ import torch
 from runs import prepare, run_json
 
 import kvbench
+from kvbench.base.errors import UsageError
 from kvbench.cli.main import main
-from kvbench.errors import UsageError
 from kvbench.methods.snapkv import SnapKV
+from kvbench.report import turns as turns_table
 from kvbench.run import asking, experiment, runner
 from kvbench.run import host as run_host
-from kvbench.run.turns import TurnAnswer, fall_beside, summarise_turns
-from kvbench.tables import turns as turns_table
+from kvbench.store.turns import TurnAnswer, fall_beside, summarise_turns
 
 pytestmark = pytest.mark.e2e("whole answers")
 

@@ -8,10 +8,11 @@ from runs import prepare, run_json
 
 from kvbench.cli.main import main
 from kvbench.papers.claims import claim_runner, claims
-from kvbench.run import experiment, open_results
-from kvbench.run.run_plan import keeps_everything
-from kvbench.run.store import ResultStore
-from kvbench.run.summary import is_unchanged
+from kvbench.plan.run_plan import keeps_everything
+from kvbench.report import open_results
+from kvbench.report.summary import is_unchanged
+from kvbench.run import experiment
+from kvbench.store.store import ResultStore
 
 pytestmark = pytest.mark.e2e("runs whole tables")
 

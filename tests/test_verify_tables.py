@@ -13,7 +13,7 @@ import verify_tables
 import yaml
 from verification import Verification
 
-from kvbench.errors import MissingData, MissingModel
+from kvbench.base.errors import MissingData, MissingModel
 
 ROOT = Path(__file__).parents[1]
 FETCH = "kvbench model fetch smollm2-135m-q4_1"

@@ -7,11 +7,11 @@ import json
 import pytest
 from predicted import row, write
 
+from kvbench.base.errors import say
+from kvbench.base.visible import VisibleStream, one_line, visible
 from kvbench.cli.main import main
-from kvbench.errors import say
-from kvbench.tables import writers
-from kvbench.tables.table import Table
-from kvbench.visible import VisibleStream, one_line, visible
+from kvbench.report import writers
+from kvbench.report.table import Table
 
 HOSTILE = "a\x1b[2J\x9b2J\u202eb\r[/red]"
 

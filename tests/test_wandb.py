@@ -13,10 +13,10 @@ import wandb_files
 from runs import SMALL, metrics_of, prepare
 
 from kvbench.cli.main import main
+from kvbench.plan.config import LoggerConfig
+from kvbench.report.heatmap import draw, heat_map
 from kvbench.run import experiment
-from kvbench.run.config import LoggerConfig
 from kvbench.run.wandb_logger import flat_names, listeners, run_id
-from kvbench.tables.heatmap import draw, heat_map
 
 pytestmark = pytest.mark.e2e("starts W&B")
 

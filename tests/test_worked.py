@@ -15,11 +15,11 @@ import yaml
 from families import build
 
 import kvbench
-from kvbench import metrics
 from kvbench.cli.main import main
-from kvbench.methods import registry
+from kvbench.methods.core import registry
 from kvbench.papers.figures import measured
 from kvbench.papers.figures import registry as registry_of_figures
+from kvbench.tasks import metrics
 
 CACHES = registry.available, registry.defaults, registry._modules
 

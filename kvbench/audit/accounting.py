@@ -9,9 +9,9 @@ from itertools import zip_longest
 
 from kvbench.kv.model_shape import POSITION_BYTES, Shape
 from kvbench.kv.segment import LayerCache, storage_bytes
-from kvbench.methods.base import Block, Expected
-from kvbench.methods.chain import Chain
-from kvbench.methods.pruner import ChannelPruner
+from kvbench.methods.core.base import Block, Expected
+from kvbench.methods.core.chain import Chain
+from kvbench.methods.core.pruner import ChannelPruner
 
 COUNT_BYTES = 4
 HEAD_ID_BYTES = 2

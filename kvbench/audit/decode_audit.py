@@ -9,8 +9,8 @@ import torch
 
 from kvbench.audit.accounting import bytes_after_decoding
 from kvbench.audit.prompt_audit import Refused
-from kvbench.methods.evicting import EvictingSelector
-from kvbench.methods.prompt_cache import Cache
+from kvbench.methods.core.evicting import EvictingSelector
+from kvbench.methods.core.prompt_cache import Cache
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import torch
 
 from kvbench.audit.accounting import HALF, overhead_bytes
-from kvbench.errors import Refused as Refused
+from kvbench.base.errors import Refused as Refused
 from kvbench.kv.model_shape import POSITION_BYTES
 from kvbench.kv.ops import key_heads
 from kvbench.kv.segment import LayerCache, storage_bytes
-from kvbench.methods.base import Block
-from kvbench.methods.chain import Chain
-from kvbench.methods.prompt_cache import Cache
+from kvbench.methods.core.base import Block
+from kvbench.methods.core.chain import Chain
+from kvbench.methods.core.prompt_cache import Cache
 
 
 @dataclass(frozen=True)

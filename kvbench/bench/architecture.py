@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from kvbench.errors import KvbenchError, UsageError
+from kvbench.base.errors import KvbenchError, UsageError
 from kvbench.kv.model_shape import from_entry
 from kvbench.models import load
 from kvbench.models.config import ModelConfig

@@ -30,7 +30,7 @@ from kvbench.bench.ratio import compared_methods, finish, options
 from kvbench.bench.roofline import copy_bandwidth
 from kvbench.engine.decode_layer import RowLayer
 from kvbench.kv.model_shape import Shape
-from kvbench.methods.resolve import chain_of
+from kvbench.methods.core.resolve import chain_of
 from kvbench.storage import kernels
 from kvbench.storage.format import Room, StoredRow
 from kvbench.storage.kernels import SWITCH

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 import kvbench
-from kvbench.run.provenance import git_commit
 from kvbench.storage import kernels
+from kvbench.store.provenance import git_commit
 
 GPU_FACTS = ("clocks.sm", "clocks.mem", "clocks.max.sm", "clocks.max.mem", "power.limit", "driver_version")
 PACKAGES = ("transformers", "triton", "accelerate", "optimum-quanto", "hqq", "kvpress", "deepspeed")

@@ -24,7 +24,7 @@ from kvbench.engine.decode_layer import RowLayer
 from kvbench.engine.patches import adapted
 from kvbench.engine.prefill import prefill_chains
 from kvbench.engine.step import build, given_up, step
-from kvbench.methods.chain import Chain
+from kvbench.methods.core.chain import Chain
 from kvbench.models.interface import NAME, attached
 
 

@@ -15,7 +15,7 @@ from kvbench.kv import ops
 from kvbench.kv.model_shape import Shape
 from kvbench.kv.observation import Observation
 from kvbench.kv.segment import LayerCache
-from kvbench.methods.chain import Chain
+from kvbench.methods.core.chain import Chain
 
 
 @dataclass(frozen=True)

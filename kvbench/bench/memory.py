@@ -32,7 +32,7 @@ from kvbench.engine import prompt_pass
 from kvbench.engine.decode_layer import RowLayer
 from kvbench.engine.memory import process_memory
 from kvbench.engine.step import build, step
-from kvbench.methods import registry
+from kvbench.methods.core import registry
 from kvbench.models.interface import attached
 from kvbench.models.load import EMBEDDED
 from kvbench.models.releases import CACHE_NAME

@@ -9,15 +9,15 @@ from typing import Any
 import torch
 
 from kvbench.audit.accounting import HALF, bytes_declared
+from kvbench.base.errors import KvbenchError, UsageError, say
 from kvbench.bench.layers import MeasuredLayers, measure, working_bytes
 from kvbench.engine.memory import free_bytes
-from kvbench.errors import KvbenchError, UsageError, say
 from kvbench.kv.model_shape import Shape
-from kvbench.methods import registry
-from kvbench.methods.base import Modifier
-from kvbench.methods.resolve import ChainConfig
-from kvbench.tables.table import Table
-from kvbench.tables.writers import compose
+from kvbench.methods.core import registry
+from kvbench.methods.core.base import Modifier
+from kvbench.methods.core.resolve import ChainConfig
+from kvbench.report.table import Table
+from kvbench.report.writers import compose
 
 CHAINS = ("snapkv+think", "snapkv+kivi", "think+kivi", "snapkv+think+kivi")
 PARTS = ("exact", "codes", "scales", "positions", "ids", "state")

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from kvbench.base.errors import KvbenchError
 from kvbench.bench import architecture, generation_pass, peers
 from kvbench.bench.sampling import moves, skip
 from kvbench.bench.workload import Workload, parse, prompts
@@ -31,10 +32,9 @@ from kvbench.engine.memory import GIB, is_out_of_memory, process_memory, release
 from kvbench.engine.patches import adapted
 from kvbench.engine.prefill import prefill_chains
 from kvbench.engine.step import build, given_up, step
-from kvbench.errors import KvbenchError
-from kvbench.methods.chain import Chain
+from kvbench.methods.core.chain import Chain
 from kvbench.models.interface import attached
-from kvbench.run import config
+from kvbench.plan import config
 
 MOST_ROWS = 4096
 T = TypeVar("T")

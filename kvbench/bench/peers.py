@@ -18,10 +18,10 @@ from torch import Tensor
 from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList, cache_utils
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from kvbench.base.errors import KvbenchError, unknown
 from kvbench.bench.clock import Clock, Mark, timed_attention
 from kvbench.bench.generation_pass import Pass
 from kvbench.engine.memory import release
-from kvbench.errors import KvbenchError, unknown
 from kvbench.models.releases import named_cache
 
 BITS = 4

@@ -17,8 +17,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NoReturn
 
-from kvbench.conf import read_yaml
-from kvbench.errors import KvbenchError, say
+from kvbench.base.conf import read_yaml
+from kvbench.base.errors import KvbenchError, say
 
 
 def compared_methods(benchmark: str) -> dict[str, dict[str, Any]]:

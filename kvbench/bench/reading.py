@@ -21,8 +21,8 @@ from kvbench.bench.ratio import finish, in_turns, median_ratio, options, seconds
 from kvbench.bench.tables import loaded, planned
 from kvbench.engine.prefill import prefill_chains
 from kvbench.engine.shared_prefix import SharedPrefix
-from kvbench.methods.chain import Chain
-from kvbench.methods.resolve import chain_of
+from kvbench.methods.core.chain import Chain
+from kvbench.methods.core.resolve import chain_of
 
 LIMIT = 0.10
 METHODS = (

@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
-from kvbench.errors import KvbenchError
+from kvbench.base.errors import KvbenchError
 
 MEASURED, OOM, REFUSED, FAILED, NOT_RUN = "measured", "OOM", "refused", "failed", "not run"
 FINISHED = (MEASURED, OOM, REFUSED)

@@ -10,21 +10,21 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from kvbench.base.conf import top_level
+from kvbench.base.errors import UsageError, say, unknown
 from kvbench.bench import architecture, environment, records, timing
 from kvbench.bench.peers import PEERS, Peer, find
 from kvbench.bench.records import NOT_RUN
 from kvbench.bench.timing import Entrant, Settings, row_key, settled, why_not
 from kvbench.bench.workload import Workload, parse
-from kvbench.conf import top_level
-from kvbench.errors import UsageError, say, unknown
 from kvbench.kv.model_shape import Shape, from_config, from_entry
-from kvbench.methods.chain import Chain
-from kvbench.methods.resolve import ChainConfig
+from kvbench.methods.core.chain import Chain
+from kvbench.methods.core.resolve import ChainConfig
 from kvbench.models import load
-from kvbench.run import config
-from kvbench.run.config import RunConfig
-from kvbench.run.keys import Key, choice, flag, one_of, optional, pairs, values, whole
-from kvbench.run.words import RunRequest, read, split_list
+from kvbench.plan import config
+from kvbench.plan.config import RunConfig
+from kvbench.plan.keys import Key, choice, flag, one_of, optional, pairs, values, whole
+from kvbench.plan.words import RunRequest, read, split_list
 
 
 def _read_gib(text: str) -> float:

@@ -26,16 +26,16 @@ from functools import partial
 import torch
 
 from kvbench.audit.accounting import bytes_held
+from kvbench.base.errors import unknown
 from kvbench.bench.layers import all_layers
 from kvbench.bench.memory import MIB, in_use
 from kvbench.bench.ratio import compared_methods, finish, in_process, options
 from kvbench.engine.decode_layer import RowLayer, allocated
 from kvbench.engine.memory import free_bytes
-from kvbench.errors import unknown
 from kvbench.kv.model_shape import Shape
 from kvbench.kv.segment import LayerCache
-from kvbench.methods.chain import Chain
-from kvbench.methods.resolve import chain_of
+from kvbench.methods.core.chain import Chain
+from kvbench.methods.core.resolve import chain_of
 from kvbench.storage.evicting_rows import EvictingRows
 from kvbench.storage.format import Room, StoredRow
 from kvbench.storage.packed_rows import PackedRows

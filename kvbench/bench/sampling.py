@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from kvbench.engine.decode_layer import RowLayer
 from kvbench.kv.model_shape import from_config
-from kvbench.methods.prompt_cache import Cache
+from kvbench.methods.core.prompt_cache import Cache
 from kvbench.storage.evicting_rows import EvictingRows
 from kvbench.storage.packed_rows import PackedRows
 

@@ -33,21 +33,22 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from kvbench.base.errors import KvbenchError
 from kvbench.bench import ratio
 from kvbench.bench.ratio import in_process, in_turns, kvpress_seconds, median_ratio, options, seconds, verdict
 from kvbench.engine.likelihood import teacher_force
 from kvbench.engine.memory import process_memory
 from kvbench.engine.prefill import prefill_chains
-from kvbench.errors import KvbenchError
 from kvbench.models import load
-from kvbench.run import config, experiment
+from kvbench.plan import config
+from kvbench.run import experiment
 from kvbench.run.experiment import RunPlan
 from kvbench.run.forced import texts_of
 from kvbench.run.host import Host
-from kvbench.run.provenance import provenance
-from kvbench.run.results import Sample
 from kvbench.run.runner import run_groups
-from kvbench.run.store import ResultStore
+from kvbench.store.provenance import provenance
+from kvbench.store.results import Sample
+from kvbench.store.store import ResultStore
 
 METHODS = "full,streamingllm,snapkv,keynorm,h2o,snapkv+think"
 BUDGETS = (0.5, 0.25, 0.125, 0.0625)

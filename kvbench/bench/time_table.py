@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from kvbench.bench.records import FULL, MEASURED, NOT_RUN, Row, base, ratio, value
-from kvbench.tables.render import size
-from kvbench.tables.table import Table
-from kvbench.tables.writers import compose
+from kvbench.report.render import size
+from kvbench.report.table import Table
+from kvbench.report.writers import compose
 
 TIMES = (("ttft", "TTFT"), ("tpot", "TPOT"), ("decode", "decode"), ("total", "total"))
 PARTS = (("prefill", "prefill"), ("compress", "compress"), ("build", "build"), ("attention", "attention"))

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from kvbench.base.errors import KvbenchError, say
 from kvbench.bench import environment, generation_pass, peak, peers, roofline
 from kvbench.bench.architecture import weight_bytes
 from kvbench.bench.generation_pass import Pass
@@ -18,8 +19,7 @@ from kvbench.bench.peak import Peak
 from kvbench.bench.records import FAILED, FINISHED, MEASURED, NOT_RUN, OOM, REFUSED, Row, key, spread
 from kvbench.bench.workload import Workload, prompts
 from kvbench.engine.memory import is_out_of_memory, release
-from kvbench.errors import KvbenchError, say
-from kvbench.methods.resolve import ChainConfig
+from kvbench.methods.core.resolve import ChainConfig
 
 TOGETHER = "its prompts are read all at once, kvbench's one by one"
 GRAPH = "recording the graph is part of build"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvbench.errors import UsageError
+from kvbench.base.errors import UsageError
 
 WRITTEN = re.compile(r"(\d+)\+(\d+)(?:x(\d+|max))?")
 FORM = "prompt+new or prompt+newxbatch, whole numbers, at least 2 new tokens, as in 512+32x8; xmax: the largest batch"

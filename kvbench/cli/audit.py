@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from kvbench.errors import UsageError, unknown
+from kvbench.base.errors import UsageError, unknown
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 
+from kvbench.base.errors import UsageError
 from kvbench.cli import bench_memory
-from kvbench.errors import UsageError
-from kvbench.run.keys import pairs
+from kvbench.plan.keys import pairs
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:

@@ -7,13 +7,13 @@ import json
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from kvbench.errors import UsageError
-from kvbench.run import words
-from kvbench.run.keys import Key, pairs, whole_number
-from kvbench.run.words import split_list
+from kvbench.base.errors import UsageError
+from kvbench.plan import words
+from kvbench.plan.keys import Key, pairs, whole_number
+from kvbench.plan.words import split_list
 
 if TYPE_CHECKING:
-    from kvbench.run.config import RunConfig
+    from kvbench.plan.config import RunConfig
 
 SIZES = Key(
     "n",
@@ -31,7 +31,7 @@ def main(args: argparse.Namespace) -> int:
         return _print_paper(options, args.json)
     sizes = SIZES.value(options)
     from kvbench.bench import memory_table, request
-    from kvbench.run import config
+    from kvbench.plan import config
 
     run_words = [request.alias(o) for o in args.overrides if o.partition("=")[0] != "n"]
     if "method" not in options:
@@ -47,9 +47,9 @@ def _measure(cfg: RunConfig, sizes: list[int], build: bool, quiet: bool) -> dict
     """Return the rows of one model at all prompt sizes. Print each table once it is ready, unless ``quiet``."""
     import torch
 
+    from kvbench.base.progress import progress
     from kvbench.bench import memory_table, request
-    from kvbench.progress import progress
-    from kvbench.run import equal_memory
+    from kvbench.plan import equal_memory
 
     shape = request.shape_of(cfg)
     tiny = cfg.model.path == "embedded:tiny"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 
-from kvbench.errors import UsageError
-from kvbench.run import words
+from kvbench.base.errors import UsageError
+from kvbench.plan import words
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -19,7 +19,8 @@ def main(args: argparse.Namespace) -> int:
     if not any(o.startswith("method=") for o in args.overrides):
         raise UsageError("calibrate needs a method, as in: python -m kvbench calibrate method=uncomp-group")
     overrides = [f"calibration_{o}" if o.startswith("text=") else o for o in args.overrides]
-    from kvbench.run import config, experiment
+    from kvbench.plan import config
+    from kvbench.run import experiment
 
     cfgs = [config.parse(run) for run in words.read(overrides).runs]
     records = [record for cfg in cfgs for record in experiment.calibrate(cfg, quiet=args.json)]

@@ -7,8 +7,8 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from kvbench.errors import UsageError
-from kvbench.run.keys import pairs
+from kvbench.base.errors import UsageError
+from kvbench.plan.keys import pairs
 
 FIXED = ("method", "dataset", "preset", "match", "reference")
 """Keys of `run` that a claim or a table of a paper decides itself."""
@@ -38,7 +38,7 @@ def main(args: argparse.Namespace) -> int:
     if not model:
         raise UsageError("model= needs a name: an entry of conf/model, a folder or a hub id")
     from kvbench.papers.claims import claim_runner, claims
-    from kvbench.tables import writers
+    from kvbench.report import writers
 
     papers = claims.find(args.paper)
     prepared = claim_runner.prepare(papers, model, [f"{k}={v}" for k, v in options.items()])

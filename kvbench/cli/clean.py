@@ -7,7 +7,7 @@ import json
 from collections import Counter
 from pathlib import Path
 
-from kvbench.errors import KvbenchError, UsageError, say
+from kvbench.base.errors import KvbenchError, UsageError, say
 
 WORDS = {
     "cell": "cell{s}",
@@ -29,9 +29,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Show what can go, and with --yes remove it."""
-    from kvbench.run.listing import given, rows
-    from kvbench.run.store import LINK, ResultStore
-    from kvbench.run.store_clean import carry_out, leftovers, plan
+    from kvbench.report.listing import given, rows
+    from kvbench.store.store import LINK, ResultStore
+    from kvbench.store.store_clean import carry_out, leftovers, plan
 
     filters = given(args.overrides, KEYS)
     store = ResultStore(Path(filters.pop("results", "results")).expanduser())

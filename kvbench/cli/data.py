@@ -10,12 +10,12 @@ from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
-from kvbench.errors import UsageError, say
-from kvbench.run.keys import divide
+from kvbench.base.errors import UsageError, say
+from kvbench.plan.keys import divide
 
 if TYPE_CHECKING:
-    from kvbench.example import Example
-    from kvbench.run.run_plan import RunPlan
+    from kvbench.base.example import Example
+    from kvbench.plan.run_plan import RunPlan
     from kvbench.tasks.base import Task
 
 ACTIONS = ("status", "fetch", "show")
@@ -44,7 +44,8 @@ def main(args: argparse.Namespace) -> int:
 
 def _print_prompts(ids: list[str], options: dict[str, str], as_json: bool) -> int:
     """Print the first prompts of the datasets with these ids as the model reads them. Return exit status 0."""
-    from kvbench.run import config, experiment, words
+    from kvbench.plan import config, words
+    from kvbench.run import experiment
 
     if not ids:
         raise UsageError("data show needs a dataset, as in: data show tiny/needle limit=1 prompt=plain")
@@ -147,7 +148,7 @@ def _fetch_datasets(ids: list[str], folder: str | None, as_json: bool) -> int:
 
 def _print_status(ids: list[str], folder: str | None, as_json: bool) -> int:
     """Print the state of the datasets with these ids, or of all. Return exit status 1 if a file has changed."""
-    from kvbench.errors import unknown
+    from kvbench.base.errors import unknown
     from kvbench.tasks import fetch, source
 
     root = source.data_root(folder)

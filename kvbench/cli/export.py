@@ -7,11 +7,11 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvbench.errors import UsageError, say
-from kvbench.run.keys import one_of
+from kvbench.base.errors import UsageError, say
+from kvbench.plan.keys import one_of
 
 if TYPE_CHECKING:
-    from kvbench.run.store import ResultStore
+    from kvbench.store.store import ResultStore
 
 FORMATS = ("jsonl", "kvpress")
 
@@ -24,8 +24,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Write what is chosen and print where."""
-    from kvbench.run.listing import FILTERS, given
-    from kvbench.run.store import ResultStore
+    from kvbench.report.listing import FILTERS, given
+    from kvbench.store.store import ResultStore
 
     one_of("format of export", FORMATS, args.form)
     own = ("name",) if args.form == "kvpress" else ()
@@ -36,7 +36,7 @@ def main(args: argparse.Namespace) -> int:
         store.check_there()
     if args.form == "kvpress":
         return _folders(store, options, as_json=args.json)
-    from kvbench.run import open_results
+    from kvbench.report import open_results
 
     path = Path(options.pop("output", open_results.NAME)).expanduser()
     if path.is_dir():
@@ -55,8 +55,8 @@ def _nothing(store: ResultStore) -> str:
 
 def _folders(store: ResultStore, options: dict[str, str], as_json: bool) -> int:
     """Write a folder for each model, method and length; print their names."""
-    from kvbench.run import export_kvpress
-    from kvbench.run.listing import rows
+    from kvbench.report import export_kvpress
+    from kvbench.report.listing import rows
 
     root = Path(options.pop("output", "kvpress-results")).expanduser()
     if root.exists() and not root.is_dir():

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from kvbench.errors import unknown
-from kvbench.extras import require
-from kvbench.run.words import Command
+from kvbench.base.errors import unknown
+from kvbench.base.extras import require
+from kvbench.plan.words import Command
 
 LAUNCHERS = {
     "basic": None,

@@ -10,9 +10,9 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any
 
-from kvbench.conf import conf_dir
-from kvbench.errors import UsageError, say, unknown
-from kvbench.run import presets
+from kvbench.base.conf import conf_dir
+from kvbench.base.errors import UsageError, say, unknown
+from kvbench.plan import presets
 
 KINDS = ("methods", "datasets", "models", "metrics", "presets", "figures", "tables", "runs", "kvpress")
 ASKED = ("tables", "runs", "kvpress")
@@ -33,8 +33,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Print the lists asked for."""
     from kvbench.cli.runs import table
-    from kvbench.run.listing import FILTERS, given, rows
-    from kvbench.run.store import ResultStore
+    from kvbench.report.listing import FILTERS, given, rows
+    from kvbench.store.store import ResultStore
 
     args.filters = given([k for k in args.kind if "=" in k], ("results", *FILTERS))
     named = args.filters.pop("results", args.results)
@@ -84,14 +84,14 @@ def _items(kind: str, results: Path) -> list[dict[str, Any]]:
     if kind == "tables":
         return _tables(results)
     if kind == "metrics":
-        from kvbench.metrics import METRICS
+        from kvbench.tasks.metrics import METRICS
 
         return [{"id": m.name, "about": m.description} for m in METRICS.values()]
     if kind == "presets":
         settings = {name: [asdict(s) for s in presets.settings(name)] for name in presets.available()}
         return [{"id": name, "about": presets.about(name), "settings": s} for name, s in settings.items()]
     if kind == "kvpress":
-        from kvbench.methods.kvpress_package import listing as presses
+        from kvbench.methods.core.kvpress_package import listing as presses
 
         return presses()
     if kind == "figures":
@@ -102,7 +102,7 @@ def _items(kind: str, results: Path) -> list[dict[str, Any]]:
 
 
 def _yaml(group: str) -> list[dict[str, Any]]:
-    from kvbench.conf import entry
+    from kvbench.base.conf import entry
 
     items = []
     for path in sorted((conf_dir() / group).glob("*.yaml")):
@@ -117,7 +117,7 @@ def _yaml(group: str) -> list[dict[str, Any]]:
 
 
 def _methods() -> list[dict[str, Any]]:
-    from kvbench.methods import registry
+    from kvbench.methods.core import registry
 
     for sentence in registry.broken_files().values():
         say(sentence)

@@ -13,10 +13,10 @@ from pathlib import Path
 from textwrap import fill
 
 import kvbench
-from kvbench.conf import read_yaml
-from kvbench.errors import KvbenchError, UsageError, say
-from kvbench.extras import EXTRAS, missing
-from kvbench.visible import VisibleStream
+from kvbench.base.conf import read_yaml
+from kvbench.base.errors import KvbenchError, UsageError, say
+from kvbench.base.extras import EXTRAS, missing
+from kvbench.base.visible import VisibleStream
 
 HELP: dict[str, dict[str, str]] = read_yaml(Path(__file__).with_name("help.yaml"))
 """The verbs, each with a line about it and the text of its help."""

@@ -7,8 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from kvbench.errors import UsageError, say
-from kvbench.run.keys import divide
+from kvbench.base.errors import UsageError, say
+from kvbench.plan.keys import divide
 
 ACTIONS = ("fetch", "status", "list")
 
@@ -21,8 +21,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Show or fetch; the status is 1 if a model is damaged or a download failed."""
-    from kvbench.conf import entries
-    from kvbench.errors import unknown
+    from kvbench.base.conf import entries
+    from kvbench.base.errors import unknown
 
     names, options = divide(args.overrides)
     refused_key = next(

@@ -9,11 +9,11 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any
 
-from kvbench.conf import top_level
-from kvbench.errors import UsageError
-from kvbench.run import words
-from kvbench.run.keys import Key, divide, whole, whole_number
-from kvbench.run.words import RunRequest, split_list
+from kvbench.base.conf import top_level
+from kvbench.base.errors import UsageError
+from kvbench.plan import words
+from kvbench.plan.keys import Key, divide, whole, whole_number
+from kvbench.plan.words import RunRequest, split_list
 
 
 def _numbers(name: str, kind: str, allowed: Collection[int] | None = None) -> Key:
@@ -152,11 +152,11 @@ def _draw_activations(
     figures: Sequence[Any], request: RunRequest, options: dict[str, str], figure_keys: dict[str, Any], quiet: bool
 ) -> list[dict[str, Any]]:
     """Draw figures of a model's activations while it reads."""
+    from kvbench.base.progress import progress
     from kvbench.papers.figures import source
     from kvbench.papers.figures.place import Place
     from kvbench.papers.figures.reading import Reading
-    from kvbench.progress import progress
-    from kvbench.run import config
+    from kvbench.plan import config
 
     cfg = config.parse(request)
     origin = source.locate(

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvbench.errors import KvbenchError, UsageError
-from kvbench.run.keys import choice, pairs, whole
+from kvbench.base.errors import KvbenchError, UsageError
+from kvbench.plan.keys import choice, pairs, whole
 
 if TYPE_CHECKING:
     from kvbench.papers.report.page import ReportPage
@@ -57,8 +57,10 @@ def _collect_page(options: dict[str, str], count: int, papers: bool, places: Seq
     from kvbench.papers.forensics import audit
     from kvbench.papers.report import page, samples, tables
     from kvbench.papers.spec import stand_ins
-    from kvbench.run import config, experiment, open_results, words
-    from kvbench.run.store import ResultStore
+    from kvbench.plan import config, words
+    from kvbench.report import open_results
+    from kvbench.run import experiment
+    from kvbench.store.store import ResultStore
 
     results, model = Path(options.get("results", "results")), options.get("model", "tiny")
     arguments = [f"{k}={v}" for k, v in options.items() if k not in ("results", "longbench")]

@@ -18,16 +18,16 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from kvbench.base.conf import key_help
+from kvbench.base.errors import UsageError, notes, say
 from kvbench.cli import launchers
-from kvbench.conf import key_help
-from kvbench.errors import UsageError, notes, say
-from kvbench.methods import registry
-from kvbench.run import words
+from kvbench.methods.core import registry
+from kvbench.plan import words
 
 if TYPE_CHECKING:
+    from kvbench.plan.cells import GroupPlan, Plan
+    from kvbench.report.report import Report
     from kvbench.run.experiment import RunPlan
-    from kvbench.run.plan import GroupPlan, Plan
-    from kvbench.run.report import Report
 
 ENDS = (
     ("refused", "were refused", ""),
@@ -71,7 +71,8 @@ def main(args: argparse.Namespace) -> int:
     """Measure and print. Return exit status 1 if a cell was refused or failed."""
     command = words.read(args.overrides, args.multirun)
     launchers.check(command)
-    from kvbench.run import config, experiment
+    from kvbench.plan import config
+    from kvbench.run import experiment
     from kvbench.run.wandb_logger import listeners
 
     if args.config:
@@ -101,7 +102,7 @@ def _help(topic: str) -> str:
     """Return what ``run --help TOPIC`` prints. Raises UsageError for a topic that there is not."""
     if not registry.of_kvpress(topic):
         return key_help(topic)
-    from kvbench.methods.kvpress import stage_class
+    from kvbench.methods.core.kvpress import stage_class
 
     press = stage_class(topic)
     knobs = "\n".join(f"  {k}: {registry.defaults(press.id)[k]}" for k in registry.knob_names(press.id))
@@ -110,7 +111,7 @@ def _help(topic: str) -> str:
 
 def print_reports(reports: list[Report], args: argparse.Namespace) -> int:
     """Print reports as the options say. Return exit status 1 if any cell was refused or failed."""
-    from kvbench.tables import render
+    from kvbench.report import render
 
     if args.json:
         records = [r.record() for r in reports]
@@ -192,7 +193,7 @@ def print_plans(prepared: Sequence[RunPlan], as_json: bool) -> int:
 
 def _plan_lines(plan: Plan) -> Iterator[str]:
     """Yield the lines of a plan: each group, the sum, dtype, memory, notes, calibrations, and each method's cells."""
-    from kvbench.tables.render import size
+    from kvbench.report.render import size
 
     for group in plan.groups:
         yield from _planned(group)
@@ -214,7 +215,7 @@ def _plan_lines(plan: Plan) -> Iterator[str]:
 
 def _planned(g: GroupPlan) -> Iterator[str]:
     """Yield the lines of one group: answers done and left, memory and time, and the parts in which it runs."""
-    from kvbench.tables.render import size
+    from kvbench.report.render import size
 
     yield (
         f"{g.task}: {g.examples} of {g.of} examples x {len(g.methods)} methods; "

@@ -6,16 +6,16 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 
-from kvbench.run.listing import StoredCell
-from kvbench.run.store import DAMAGED, STATUSES, ResultStore
+from kvbench.report.listing import StoredCell
+from kvbench.store.store import DAMAGED, STATUSES, ResultStore
 
 WIDTH = 24
 
 
 def table(found: Sequence[StoredCell], store: ResultStore) -> str:
     """Return the cells as text that fits 100 columns, with reasons and counts below."""
-    from kvbench.tables.table import Table
-    from kvbench.tables.writers import compose
+    from kvbench.report.table import Table
+    from kvbench.report.writers import compose
 
     headers = ("status\nn of N", "method", "dataset\nmodel", "score\ninterval", "last change\ncell")
     sheet = Table(headers, tuple(_texts(cell) for cell in found))
@@ -46,7 +46,7 @@ def _texts(cell: StoredCell) -> tuple[str, ...]:
 
 
 def _score(cell: StoredCell) -> str:
-    from kvbench.tables.render import UNCHANGED
+    from kvbench.report.render import UNCHANGED
 
     score = cell.summary
     if score is None or score.score is None:

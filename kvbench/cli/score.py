@@ -9,9 +9,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from kvbench.base.errors import UsageError, say
 from kvbench.cli.run import output_arguments
-from kvbench.errors import UsageError, say
-from kvbench.run.keys import Key, one_of, pairs, values
+from kvbench.plan.keys import Key, one_of, pairs, values
 
 KEYS = (
     Key("code_sim", "levenshtein"),
@@ -40,11 +40,11 @@ def main(args: argparse.Namespace) -> int:
     """Score and print. Return exit status 1 if a file could not be scored, 2 if none could."""
     start = time.perf_counter()
     options = _parse_options(args)
-    from kvbench import imports, metrics
-    from kvbench.imports import scoring, stored, table, verdict
-    from kvbench.run.store import ResultStore
-    from kvbench.tables import writers
-    from kvbench.tasks import longbench
+    from kvbench.report import writers
+    from kvbench.store.store import ResultStore
+    from kvbench.studies import imports
+    from kvbench.studies.imports import scoring, stored, table, verdict
+    from kvbench.tasks import longbench, metrics
 
     longbench.metric_name("lcc", options["code_sim"])
     if options["metric"] is not None:
@@ -103,8 +103,8 @@ def _parse_options(args: argparse.Namespace) -> dict[str, Any]:
 
 def _read_predictions(paths: list[Path], options: dict[str, Any]) -> tuple[list[tuple[Any, str]], list[dict[str, str]]]:
     """Return (predictions with their metrics, errors): the files that can be scored, and the errors of the others."""
-    from kvbench import imports
-    from kvbench.imports import layouts, scoring
+    from kvbench.studies import imports
+    from kvbench.studies.imports import layouts, scoring
     from kvbench.tasks import longbench
 
     answers, errors = [], []

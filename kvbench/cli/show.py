@@ -8,10 +8,10 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any
 
+from kvbench.base.errors import UsageError
+from kvbench.base.visible import one_line
 from kvbench.cli.run import output_arguments, print_reports
-from kvbench.errors import UsageError
-from kvbench.run import keys, words
-from kvbench.visible import one_line
+from kvbench.plan import keys, words
 
 LONGEST = 2000
 """The most characters of an answer that are printed."""
@@ -40,7 +40,8 @@ def main(args: argparse.Namespace) -> int:
         return _show_cell(cells[0], Path(options.get("results", "results")), args)
     if args.samples is not None:
         raise UsageError("--samples shows answers of one cell: show CELL (ids: python -m kvbench list runs)")
-    from kvbench.run import config, experiment
+    from kvbench.plan import config
+    from kvbench.run import experiment
 
     runs = words.read([f"{key}={value}" for key, value in options.items()]).runs
     prepared = [experiment.prepare(config.parse(o), reading=True) for o in runs]
@@ -54,9 +55,9 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _show_cell(cell_id: str, results: Path, args: argparse.Namespace) -> int:
-    from kvbench.run.labels import fields, label
-    from kvbench.run.store import ResultStore
-    from kvbench.tables.render import size
+    from kvbench.report.render import size
+    from kvbench.store.labels import fields, label
+    from kvbench.store.store import ResultStore
 
     store = ResultStore(results.expanduser())
     damage = store.damage(store.find(cell_id))

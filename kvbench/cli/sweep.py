@@ -13,12 +13,13 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from kvbench.conf import conf_dir
-from kvbench.errors import KvbenchError, UsageError
-from kvbench.run import config, experiment, words
+from kvbench.base.conf import conf_dir
+from kvbench.base.errors import KvbenchError, UsageError
+from kvbench.plan import config, words
+from kvbench.plan.words import Command
+from kvbench.run import experiment
 from kvbench.run.experiment import RunPlan
 from kvbench.run.wandb_logger import listeners
-from kvbench.run.words import Command
 
 
 def job(cfg: DictConfig) -> None:

@@ -10,9 +10,9 @@ from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
+from kvbench.base.errors import UsageError, say, unknown
 from kvbench.cli.claims import refuse_fixed
-from kvbench.errors import UsageError, say, unknown
-from kvbench.run.keys import one_of, pairs
+from kvbench.plan.keys import one_of, pairs
 
 if TYPE_CHECKING:
     from kvbench.papers.measured.cell_view import View
@@ -36,7 +36,7 @@ def main(args: argparse.Namespace) -> int:
     from kvbench.papers.measured import grid, page
     from kvbench.papers.spec import catalogue, table_spec
     from kvbench.papers.timed import timings
-    from kvbench.run import own_tables
+    from kvbench.studies import own_tables
 
     for name, value, allowed in (("--show", args.show, grid.SHOWS), ("--format", args.format, page.FORMATS)):
         one_of(f"value of {name}", allowed, value)
@@ -84,8 +84,9 @@ def main(args: argparse.Namespace) -> int:
 def _own(name: str, options: dict[str, str], args: argparse.Namespace) -> int:
     """Measure a table that no paper prints, and print it. Return the exit status."""
     from kvbench.cli.run import print_plans, stopping
-    from kvbench.run import experiment, own_tables
-    from kvbench.tables import writers
+    from kvbench.report import writers
+    from kvbench.run import experiment
+    from kvbench.studies import own_tables
 
     if args.trace:
         raise UsageError(f"--trace is of papers' tables, not of {name}: kvbench show CELL prints stored answers")

@@ -17,15 +17,15 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvbench.audit.decode_audit import Stored
+from kvbench.base.errors import UsageError
 from kvbench.engine.decode_layer import RowLayer, allocated, compressed
 from kvbench.engine.patches import adapted
 from kvbench.engine.step import build, given_up, step
 from kvbench.engine.stopping import Ending, sample, without
-from kvbench.errors import UsageError
-from kvbench.methods.chain import Chain
-from kvbench.methods.prompt_cache import Cache
-from kvbench.methods.walls import contained
-from kvbench.methods.watch import note_progress
+from kvbench.methods.core.chain import Chain
+from kvbench.methods.core.prompt_cache import Cache
+from kvbench.methods.core.walls import contained
+from kvbench.methods.core.watch import note_progress
 from kvbench.models.interface import attached
 
 ENDED_SHARE = 0.25  # of rows that entered together: ended ones leave once they are this share

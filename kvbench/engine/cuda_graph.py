@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from transformers import PreTrainedModel
 
+from kvbench.base.errors import KvbenchError, headline
 from kvbench.engine.decode_layer import RowLayer
 from kvbench.engine.memory import is_out_of_memory
 from kvbench.engine.step import step
-from kvbench.errors import KvbenchError, headline
 from kvbench.models.interface import KvbenchLayer
 from kvbench.storage import kernels
 from kvbench.storage.attend import attend

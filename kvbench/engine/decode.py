@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from kvbench.base.errors import UsageError
 from kvbench.engine.batch import Answer, DecodeBatch
 from kvbench.engine.decode_layer import RowLayer
 from kvbench.engine.finite import no_answer
@@ -18,9 +19,8 @@ from kvbench.engine.prefill import as_prompt
 from kvbench.engine.step import build, step
 from kvbench.engine.stopping import Ending as Ending
 from kvbench.engine.stopping import sample as sample
-from kvbench.errors import UsageError
-from kvbench.methods.prompt_cache import Cache
-from kvbench.methods.walls import contained
+from kvbench.methods.core.prompt_cache import Cache
+from kvbench.methods.core.walls import contained
 from kvbench.models.interface import attached
 
 EXTENDED_BYTES = 2**30  # of caches that read more tokens in one batch, which copies them

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from kvbench.errors import UsageError
+from kvbench.base.errors import UsageError
 from kvbench.kv.segment import Segment
-from kvbench.methods.prompt_cache import Cache
+from kvbench.methods.core.prompt_cache import Cache
 
 BLOCK = 64
 """Positions compared at a time: their distributions in fp64 take 64 MiB at 128k tokens of vocabulary."""

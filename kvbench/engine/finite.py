@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvbench.errors import Refused
-from kvbench.methods.chain import Chain
+from kvbench.base.errors import Refused
+from kvbench.methods.core.chain import Chain
 
 
 def check_finite(chain: Chain, name: str, *tensors: Tensor) -> None:

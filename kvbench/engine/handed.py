@@ -9,11 +9,11 @@ from typing import Any
 
 from torch import Tensor
 
-from kvbench.errors import Refused
+from kvbench.base.errors import Refused
 from kvbench.kv.content import same_bits
 from kvbench.kv.observation import Observation
 from kvbench.kv.segment import LayerCache
-from kvbench.methods.chain import Chain
+from kvbench.methods.core.chain import Chain
 
 
 class Handed:

@@ -22,6 +22,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from kvbench.audit.decode_audit import Stored, check_bytes, check_peak
 from kvbench.audit.prompt_audit import MeasuredBytes, audit
+from kvbench.base.errors import UsageError
 from kvbench.engine.decode import check_continuation, extend_cache, settled
 from kvbench.engine.decode_layer import RowLayer, compressed
 from kvbench.engine.finite import no_answer
@@ -30,10 +31,9 @@ from kvbench.engine.patches import adapted
 from kvbench.engine.prefill import as_prompt, prefill_chains
 from kvbench.engine.shared_prefix import SharedPrefix
 from kvbench.engine.step import build, step
-from kvbench.errors import UsageError
-from kvbench.methods.chain import Chain
-from kvbench.methods.prompt_cache import Cache
-from kvbench.methods.walls import contained
+from kvbench.methods.core.chain import Chain
+from kvbench.methods.core.prompt_cache import Cache
+from kvbench.methods.core.walls import contained
 from kvbench.models.interface import TURN, attached, cache_shape
 from kvbench.models.releases import CACHE_NAMES, caches_among, named_cache
 

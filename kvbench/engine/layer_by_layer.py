@@ -11,7 +11,7 @@ from kvbench.kv import ops
 from kvbench.kv.content import find_mismatch
 from kvbench.kv.observation import Needs, Observation
 from kvbench.kv.segment import LayerCache, Segment
-from kvbench.methods.chain import Chain
+from kvbench.methods.core.chain import Chain
 
 
 class CompressedLayers:

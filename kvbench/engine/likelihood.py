@@ -10,16 +10,16 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvbench.audit.decode_audit import Stored
+from kvbench.base.errors import UsageError
 from kvbench.engine.decode_layer import compressed
 from kvbench.engine.divergence import Divergence, compare, exact_head, nudged
 from kvbench.engine.limits import check_turn
 from kvbench.engine.patches import adapted, by_batch
 from kvbench.engine.prefill import as_prompt
 from kvbench.engine.step import build, step
-from kvbench.errors import UsageError
-from kvbench.methods.prompt_cache import Cache
-from kvbench.methods.walls import contained
-from kvbench.methods.watch import note_progress
+from kvbench.methods.core.prompt_cache import Cache
+from kvbench.methods.core.walls import contained
+from kvbench.methods.core.watch import note_progress
 from kvbench.models.interface import attached
 
 CHUNK_BYTES = 2**28

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from kvbench.conf import check, is_whole
-from kvbench.errors import UsageError
-from kvbench.methods.chain import Chain
+from kvbench.base.conf import check, is_whole
+from kvbench.base.errors import UsageError
+from kvbench.methods.core.chain import Chain
 from kvbench.models import traits
 from kvbench.models.interface import sliding_window
 

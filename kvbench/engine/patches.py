@@ -7,8 +7,8 @@ from contextlib import ExitStack, contextmanager
 
 from transformers import PreTrainedModel
 
-from kvbench.methods.chain import Chain
-from kvbench.methods.prompt_cache import Cache
+from kvbench.methods.core.chain import Chain
+from kvbench.methods.core.prompt_cache import Cache
 
 
 @contextmanager

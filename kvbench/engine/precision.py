@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from kvbench.engine.memory import free_bytes
 from kvbench.engine.prefill import prefill_chains
-from kvbench.methods.chain import Chain
+from kvbench.methods.core.chain import Chain
 
 UNITS = {"avx512_bf16": "AVX512-BF16", "amx_bf16": "AMX", "bf16": "Arm's BF16"}
 """Units of CPUs that multiply bf16, by their flags in /proc/cpuinfo."""

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from kvbench.base.errors import UsageError, headline
 from kvbench.engine.finite import check_finite
 from kvbench.engine.handed import Handed
 from kvbench.engine.layer_by_layer import CompressedLayers
@@ -26,15 +27,14 @@ from kvbench.engine.prompt_pass import observe
 from kvbench.engine.replay import longest_pass, replay
 from kvbench.engine.shared_prefix import SharedPrefix
 from kvbench.engine.weights_digest import check_calibrated
-from kvbench.errors import UsageError, headline
 from kvbench.kv import ops
 from kvbench.kv.observation import Needs, Observation
 from kvbench.kv.segment import LayerCache
-from kvbench.methods.chain import Chain
-from kvbench.methods.prompt_cache import Cache
-from kvbench.methods.recipe import Observe
-from kvbench.methods.replaying import Replay
-from kvbench.methods.walls import contained, seed_of
+from kvbench.methods.core.chain import Chain
+from kvbench.methods.core.prompt_cache import Cache
+from kvbench.methods.core.recipe import Observe
+from kvbench.methods.core.replaying import Replay
+from kvbench.methods.core.walls import contained, seed_of
 from kvbench.models import traits
 from kvbench.models.interface import synchronise
 

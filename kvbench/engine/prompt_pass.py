@@ -14,15 +14,15 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache as HFCache
 
+from kvbench.base.errors import UsageError
 from kvbench.engine.finite import check_finite
 from kvbench.engine.prompt_layer import LayerStart, PromptLayer, alone
-from kvbench.errors import UsageError
 from kvbench.kv import ops
 from kvbench.kv.model_shape import from_config, local_layers
 from kvbench.kv.observation import AttentionCall, Needs, Observation
 from kvbench.kv.segment import LayerCache
-from kvbench.methods.base import Stage
-from kvbench.methods.chain import Chain
+from kvbench.methods.core.base import Stage
+from kvbench.methods.core.chain import Chain
 from kvbench.models.interface import Rows, attached, call_hooks, layer_hooks, mlps_in_parts, row_hooks
 from kvbench.models.lowrank import lifts
 from kvbench.models.releases import named_cache

@@ -11,10 +11,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache as HFCache
 
-from kvbench.errors import UsageError
+from kvbench.base.errors import UsageError
 from kvbench.kv.exact_attention import BLOCK_BYTES, causal_softmax
 from kvbench.kv.segment import LayerCache, per_head
-from kvbench.methods.replaying import QUOTED, Replay
+from kvbench.methods.core.replaying import QUOTED, Replay
 from kvbench.models.interface import KvbenchLayer, attached
 from kvbench.models.lowrank import lifts
 from kvbench.models.releases import named_cache

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvbench.conf import check, is_whole
+from kvbench.base.conf import check, is_whole
+from kvbench.base.errors import UsageError
 from kvbench.engine.prompt_layer import EXACT, LayerStart
 from kvbench.engine.prompt_pass import observe
-from kvbench.errors import UsageError
 from kvbench.kv.model_shape import local_layers
 from kvbench.kv.observation import Needs, Observation
 from kvbench.models.interface import synchronise

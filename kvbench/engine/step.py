@@ -9,10 +9,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache as HFCache
 
+from kvbench.base.errors import UsageError
 from kvbench.engine.decode_layer import RowLayer
-from kvbench.errors import UsageError
 from kvbench.kv.model_shape import local_layers
-from kvbench.methods.prompt_cache import Cache
+from kvbench.methods.core.prompt_cache import Cache
 from kvbench.models.interface import KvbenchLayer, sliding_window
 from kvbench.models.lowrank import lifts
 from kvbench.models.releases import named_cache

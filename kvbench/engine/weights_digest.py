@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from kvbench.errors import UsageError
-from kvbench.methods.chain import Chain
-from kvbench.methods.recipe import Calibration
+from kvbench.base.errors import UsageError
+from kvbench.methods.core.chain import Chain
+from kvbench.methods.core.recipe import Calibration
 
 SLICE = 1024
 _digests: weakref.WeakKeyDictionary[PreTrainedModel, str] = weakref.WeakKeyDictionary()

@@ -14,7 +14,7 @@ from typing import ClassVar, Literal, Self
 import torch
 from torch import Tensor
 
-from kvbench.errors import KvbenchError
+from kvbench.base.errors import KvbenchError
 from kvbench.kv.packed import Packed
 from kvbench.kv.rotation import basis, width
 

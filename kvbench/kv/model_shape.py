@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any
 
-from kvbench.errors import UsageError
+from kvbench.base.errors import UsageError
 
 POSITION_BYTES = 4
 

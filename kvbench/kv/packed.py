@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvbench.errors import KvbenchError
+from kvbench.base.errors import KvbenchError
 
 BITS = (1, 2, 3, 4, 8)
 SCALE_BYTES = 4  # of a group: its scale and its minimum (or zero point), fp16 each

@@ -13,9 +13,9 @@ from typing import ClassVar
 import torch
 from transformers import PreTrainedModel
 
-from kvbench.methods.knobs import Rule, knob, one_of
-from kvbench.methods.lowrank import LONGEST, LowRankStage, Pairs
-from kvbench.methods.recipe import CalibrationRun, Recipe
+from kvbench.methods.core.knobs import Rule, knob, one_of
+from kvbench.methods.core.lowrank import LONGEST, LowRankStage, Pairs
+from kvbench.methods.core.recipe import CalibrationRun, Recipe
 from kvbench.models.factors import Factors, Spectrum, joined, nearest_rank, searched_ranks
 from kvbench.models.interface import attention_modules
 from kvbench.models.lowrank import ProjectionShape, linears

@@ -11,15 +11,15 @@ from typing import ClassVar
 
 import torch
 
-from kvbench.conf import is_whole
+from kvbench.base.conf import is_whole
 from kvbench.kv import ops
 from kvbench.kv.model_shape import from_config
 from kvbench.kv.observation import Needs, Observation
 from kvbench.kv.scale import capped
 from kvbench.kv.segment import LayerCache
-from kvbench.methods.knobs import Rule, at_least, knob, one_of
-from kvbench.methods.prefill_changing import HeadSharer
-from kvbench.methods.recipe import CalibrationRun, Recipe
+from kvbench.methods.core.knobs import Rule, at_least, knob, one_of
+from kvbench.methods.core.prefill_changing import HeadSharer
+from kvbench.methods.core.recipe import CalibrationRun, Recipe
 
 OBSERVED = 5
 LONGEST = 64  # tokens of a calibration window: clusters see its first five

@@ -9,8 +9,8 @@ import torch
 
 from kvbench.kv.packed import Packed, quantise_tokens, run_bytes
 from kvbench.kv.partly_packed import Residual
-from kvbench.methods.knobs import CODE_BITS, at_least, knob
-from kvbench.methods.quantiser import Quantiser
+from kvbench.methods.core.knobs import CODE_BITS, at_least, knob
+from kvbench.methods.core.quantiser import Quantiser
 
 
 @dataclass(frozen=True, kw_only=True)

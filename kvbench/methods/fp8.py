@@ -7,8 +7,8 @@ from typing import ClassVar
 
 from kvbench.kv.codecs.floating import SCALES, TYPES, Fp8Codec
 from kvbench.kv.coded import Codec
-from kvbench.methods.formats import StorageFormat
-from kvbench.methods.knobs import knob, one_of
+from kvbench.methods.core.formats import StorageFormat
+from kvbench.methods.core.knobs import knob, one_of
 
 
 @dataclass(frozen=True, kw_only=True)

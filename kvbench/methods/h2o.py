@@ -11,10 +11,10 @@ import torch
 from kvbench.kv.observation import Needs, Observation
 from kvbench.kv.packed import quantise_zero_point
 from kvbench.kv.segment import LayerCache
-from kvbench.methods.base import Capacity
-from kvbench.methods.evicting import EvictingSelector
-from kvbench.methods.knobs import Rule, at_least, knob, one_of
-from kvbench.methods.statistics import group_mean, group_rows, recent_slots, window_rows
+from kvbench.methods.core.base import Capacity
+from kvbench.methods.core.evicting import EvictingSelector
+from kvbench.methods.core.knobs import Rule, at_least, knob, one_of
+from kvbench.methods.core.statistics import group_mean, group_rows, recent_slots, window_rows
 from kvbench.storage.roles import Slots
 
 UNCOMP_HEAVY, UNCOMP_RECENT, UNCOMP_TOTAL = 4, 508, 512

@@ -7,8 +7,8 @@ from typing import ClassVar
 
 from kvbench.kv.codecs.integer import SymmetricInteger, ZeroPointInt4
 from kvbench.kv.coded import Codec
-from kvbench.methods.formats import ROTATE, StorageFormat
-from kvbench.methods.knobs import knob
+from kvbench.methods.core.formats import ROTATE, StorageFormat
+from kvbench.methods.core.knobs import knob
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,8 +8,8 @@ from typing import ClassVar
 
 from kvbench.kv.codecs.integer import CentredInt8, SymmetricInteger
 from kvbench.kv.coded import Codec
-from kvbench.methods.formats import ROTATE, StorageFormat
-from kvbench.methods.knobs import knob, one_of
+from kvbench.methods.core.formats import ROTATE, StorageFormat
+from kvbench.methods.core.knobs import knob, one_of
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,9 +10,9 @@ import torch
 from kvbench.kv import ops
 from kvbench.kv.observation import Observation
 from kvbench.kv.segment import LayerCache
-from kvbench.methods.base import Capacity, Selector
-from kvbench.methods.knobs import at_least, knob
-from kvbench.methods.statistics import at_heads
+from kvbench.methods.core.base import Capacity, Selector
+from kvbench.methods.core.knobs import at_least, knob
+from kvbench.methods.core.statistics import at_heads
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,9 +11,9 @@ import torch
 from kvbench.kv import ops
 from kvbench.kv.observation import Observation
 from kvbench.kv.segment import LayerCache
-from kvbench.methods.base import Capacity, Expected
-from kvbench.methods.knobs import at_least, knob, one_of
-from kvbench.methods.replaying import Replay, ReplayingSelector
+from kvbench.methods.core.base import Capacity, Expected
+from kvbench.methods.core.knobs import at_least, knob, one_of
+from kvbench.methods.core.replaying import Replay, ReplayingSelector
 
 
 @dataclass(frozen=True, kw_only=True)

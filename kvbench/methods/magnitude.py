@@ -9,7 +9,7 @@ import torch
 
 from kvbench.kv.observation import Observation
 from kvbench.kv.segment import LayerCache
-from kvbench.methods.pruner import ChannelPruner
+from kvbench.methods.core.pruner import ChannelPruner
 
 
 @dataclass(frozen=True, kw_only=True)

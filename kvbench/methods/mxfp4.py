@@ -11,8 +11,8 @@ from typing import ClassVar
 
 from kvbench.kv.codecs.microscaled import MicroscaledFp4
 from kvbench.kv.coded import Codec
-from kvbench.methods.formats import ROTATE, StorageFormat
-from kvbench.methods.knobs import knob, one_of
+from kvbench.methods.core.formats import ROTATE, StorageFormat
+from kvbench.methods.core.knobs import knob, one_of
 from kvbench.methods.q8_0 import EVEN
 
 

@@ -9,9 +9,9 @@ from typing import ClassVar
 import torch
 from transformers import PreTrainedModel
 
-from kvbench.methods.knobs import at_least, knob, one_of
-from kvbench.methods.lowrank import LONGEST, LowRankStage, Pairs
-from kvbench.methods.recipe import CalibrationRun, Recipe
+from kvbench.methods.core.knobs import at_least, knob, one_of
+from kvbench.methods.core.lowrank import LONGEST, LowRankStage, Pairs
+from kvbench.methods.core.recipe import CalibrationRun, Recipe
 from kvbench.models.factors import (
     Factors,
     Spectrum,

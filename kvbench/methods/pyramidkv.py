@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kvbench.methods.knobs import Rule, knob
+from kvbench.methods.core.knobs import Rule, knob
 from kvbench.methods.snapkv import SnapKV
 
 

@@ -7,8 +7,8 @@ from typing import ClassVar
 
 from kvbench.kv.codecs.blocks import Blocks
 from kvbench.kv.coded import Codec
-from kvbench.methods.formats import ROTATE, StorageFormat
-from kvbench.methods.knobs import Rule, knob
+from kvbench.methods.core.formats import ROTATE, StorageFormat
+from kvbench.methods.core.knobs import Rule, knob
 
 EVEN = Rule("an even whole number of channels, 2 or more", lambda group: group >= 2 and group % 2 == 0)
 VALUE_BLOCK = 64  # channels of values that llama.cpp rotates together; of keys, as many as a power of 2 allows

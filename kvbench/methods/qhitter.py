@@ -16,10 +16,10 @@ from kvbench.kv import ops
 from kvbench.kv.observation import Needs, Observation
 from kvbench.kv.packed import Packed, quantise_zero_point, run_bytes
 from kvbench.kv.segment import LayerCache, per_head
-from kvbench.methods.base import Block, Capacity, Modifier
-from kvbench.methods.evicting import EvictingSelector
-from kvbench.methods.knobs import CODE_BITS, Rule, knob, one_of
-from kvbench.methods.statistics import group_mean, group_rows, recent_slots
+from kvbench.methods.core.base import Block, Capacity, Modifier
+from kvbench.methods.core.evicting import EvictingSelector
+from kvbench.methods.core.knobs import CODE_BITS, Rule, knob, one_of
+from kvbench.methods.core.statistics import group_mean, group_rows, recent_slots
 from kvbench.storage.evicting_rows import ranks
 from kvbench.storage.roles import Packer, Slots
 

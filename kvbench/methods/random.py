@@ -13,8 +13,8 @@ import torch
 
 from kvbench.kv.observation import Observation
 from kvbench.kv.segment import LayerCache
-from kvbench.methods.base import Capacity, Selector
-from kvbench.methods.knobs import at_least, knob
+from kvbench.methods.core.base import Capacity, Selector
+from kvbench.methods.core.knobs import at_least, knob
 
 
 @dataclass(frozen=True, kw_only=True)

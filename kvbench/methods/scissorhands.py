@@ -14,10 +14,10 @@ import torch
 from kvbench.kv import ops
 from kvbench.kv.observation import Needs, Observation
 from kvbench.kv.segment import LayerCache
-from kvbench.methods.base import Capacity
-from kvbench.methods.evicting import EvictingSelector
-from kvbench.methods.knobs import Rule, at_least, knob, one_of
-from kvbench.methods.statistics import (
+from kvbench.methods.core.base import Capacity
+from kvbench.methods.core.evicting import EvictingSelector
+from kvbench.methods.core.knobs import Rule, at_least, knob, one_of
+from kvbench.methods.core.statistics import (
     fold_ring,
     group_mean,
     group_rows,

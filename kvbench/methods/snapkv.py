@@ -9,9 +9,9 @@ import torch
 
 from kvbench.kv.observation import Needs, Observation
 from kvbench.kv.segment import LayerCache
-from kvbench.methods.base import Capacity, Selector
-from kvbench.methods.knobs import ODD, at_least, knob, one_of
-from kvbench.methods.statistics import group_mean, pool, window_rows
+from kvbench.methods.core.base import Capacity, Selector
+from kvbench.methods.core.knobs import ODD, at_least, knob, one_of
+from kvbench.methods.core.statistics import group_mean, pool, window_rows
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,9 +10,9 @@ import torch
 
 from kvbench.kv.observation import Observation
 from kvbench.kv.segment import LayerCache
-from kvbench.methods.base import Capacity
-from kvbench.methods.evicting import EvictingSelector
-from kvbench.methods.knobs import at_least, knob, one_of
+from kvbench.methods.core.base import Capacity
+from kvbench.methods.core.evicting import EvictingSelector
+from kvbench.methods.core.knobs import at_least, knob, one_of
 from kvbench.storage.roles import Slots
 
 

@@ -9,8 +9,8 @@ import torch
 
 from kvbench.kv.observation import Needs, Observation
 from kvbench.kv.segment import LayerCache
-from kvbench.methods.knobs import at_least, knob
-from kvbench.methods.pruner import ChannelPruner
+from kvbench.methods.core.knobs import at_least, knob
+from kvbench.methods.core.pruner import ChannelPruner
 
 
 @dataclass(frozen=True, kw_only=True)

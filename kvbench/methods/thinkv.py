@@ -11,8 +11,8 @@ from kvbench.kv import ops
 from kvbench.kv.observation import Observation
 from kvbench.kv.scale import capped
 from kvbench.kv.segment import LayerCache
-from kvbench.methods.knobs import knob
-from kvbench.methods.pruner import head_lengths, padded, removed
+from kvbench.methods.core.knobs import knob
+from kvbench.methods.core.pruner import head_lengths, padded, removed
 from kvbench.methods.think import Think
 
 

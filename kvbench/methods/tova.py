@@ -11,9 +11,9 @@ import torch
 from kvbench.kv import ops
 from kvbench.kv.observation import Needs, Observation
 from kvbench.kv.segment import LayerCache
-from kvbench.methods.base import Capacity
-from kvbench.methods.evicting import EvictingSelector
-from kvbench.methods.statistics import group_rows, window_rows
+from kvbench.methods.core.base import Capacity
+from kvbench.methods.core.evicting import EvictingSelector
+from kvbench.methods.core.statistics import group_rows, window_rows
 from kvbench.storage.roles import Slots
 
 

@@ -9,8 +9,8 @@ from kvbench.kv.codecs.floating import Fp8Codec
 from kvbench.kv.codecs.integer import MinMaxInteger
 from kvbench.kv.codecs.lloyd_max import LloydMax
 from kvbench.kv.coded import Codec
-from kvbench.methods.formats import ROTATE, StorageFormat
-from kvbench.methods.knobs import knob, one_of
+from kvbench.methods.core.formats import ROTATE, StorageFormat
+from kvbench.methods.core.knobs import knob, one_of
 
 CODES = {"k8v4": (8, 4), "4bit_nc": (4, 4), "k3v4_nc": (3, 4), "3bit_nc": (3, 3)}
 """Bits of keys and of values."""

@@ -7,8 +7,8 @@ from typing import ClassVar
 
 import torch
 
-from kvbench.methods.base import Mask
-from kvbench.methods.knobs import Rule, knob
+from kvbench.methods.core.base import Mask
+from kvbench.methods.core.knobs import Rule, knob
 
 
 @dataclass(frozen=True, kw_only=True)

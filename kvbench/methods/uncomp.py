@@ -12,12 +12,12 @@ import torch.nn.functional as F
 from kvbench.kv import ops
 from kvbench.kv.observation import Needs, Observation
 from kvbench.kv.segment import LayerCache, per_head
-from kvbench.methods.base import Capacity, Expected
-from kvbench.methods.entropy import assign, entropy_recipe, measure_entropy
-from kvbench.methods.evicting import NO_LIMIT, EvictingSelector
-from kvbench.methods.knobs import ODD, Rule, at_least, knob, one_of
-from kvbench.methods.recipe import CalibrationRun, Recipe
-from kvbench.methods.statistics import (
+from kvbench.methods.core.base import Capacity, Expected
+from kvbench.methods.core.entropy import assign, entropy_recipe, measure_entropy
+from kvbench.methods.core.evicting import NO_LIMIT, EvictingSelector
+from kvbench.methods.core.knobs import ODD, Rule, at_least, knob, one_of
+from kvbench.methods.core.recipe import CalibrationRun, Recipe
+from kvbench.methods.core.statistics import (
     fold_ring,
     group_mean,
     pool,

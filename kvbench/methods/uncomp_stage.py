@@ -8,14 +8,14 @@ from typing import ClassVar
 
 import torch
 
-from kvbench.conf import is_whole
+from kvbench.base.conf import is_whole
 from kvbench.kv.exact_attention import causal_softmax
 from kvbench.kv.observation import Needs, Observation
-from kvbench.methods.base import top_indices
-from kvbench.methods.entropy import entropy_recipe, erank_drops, measure_entropy
-from kvbench.methods.knobs import Rule, at_least, knob, one_of
-from kvbench.methods.prefill_changing import HiddenPruner
-from kvbench.methods.recipe import CalibrationRun, Recipe
+from kvbench.methods.core.base import top_indices
+from kvbench.methods.core.entropy import entropy_recipe, erank_drops, measure_entropy
+from kvbench.methods.core.knobs import Rule, at_least, knob, one_of
+from kvbench.methods.core.prefill_changing import HiddenPruner
+from kvbench.methods.core.recipe import CalibrationRun, Recipe
 
 # appendix A.3: first layers of the groups between which the effective rank of the queries drops, by number of layers
 STARTS = {32: (0, 2, 15, 26, 31), 40: (0, 1, 3, 15, 23, 31, 35, 37)}

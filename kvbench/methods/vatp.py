@@ -11,9 +11,9 @@ import torch
 from kvbench.kv import ops
 from kvbench.kv.observation import Observation
 from kvbench.kv.segment import LayerCache, per_head
-from kvbench.methods.base import Modifier
-from kvbench.methods.knobs import at_least, knob, one_of
-from kvbench.methods.statistics import at_heads
+from kvbench.methods.core.base import Modifier
+from kvbench.methods.core.knobs import at_least, knob, one_of
+from kvbench.methods.core.statistics import at_heads
 from kvbench.storage.roles import Slots
 
 NORMS = {"l1": 1.0, "l2": 2.0, "linf": torch.inf}

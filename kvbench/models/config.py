@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kvbench.conf import check, identity, is_whole, runtime
-from kvbench.errors import unknown
+from kvbench.base.conf import check, identity, is_whole, runtime
+from kvbench.base.errors import unknown
 
 DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 

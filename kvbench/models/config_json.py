@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from kvbench.conf import is_whole
-from kvbench.errors import UsageError
+from kvbench.base.conf import is_whole
+from kvbench.base.errors import UsageError
 
 SIZES = (
     "vocab_size",

@@ -29,10 +29,10 @@ from pathlib import Path
 
 import yaml
 
-from kvbench.conf import conf_dir
-from kvbench.errors import KvbenchError, MissingModel, UsageError
-from kvbench.extras import require
-from kvbench.files import disk_error, lock, sha256
+from kvbench.base.conf import conf_dir
+from kvbench.base.errors import KvbenchError, MissingModel, UsageError
+from kvbench.base.extras import require
+from kvbench.base.files import disk_error, lock, sha256
 from kvbench.models import gguf, manifest
 
 ENVIRONMENT = "KVBENCH_MODELS"

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save
 
-from kvbench.errors import KvbenchError
-from kvbench.extras import require
+from kvbench.base.errors import KvbenchError
+from kvbench.base.extras import require
 
 WEIGHTS = "model.safetensors"
 FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", WEIGHTS)

@@ -19,7 +19,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.cache_utils import CacheLayerMixin
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from kvbench.errors import UsageError
+from kvbench.base.errors import UsageError
 from kvbench.kv.model_shape import from_config, local_layers
 from kvbench.kv.observation import AttentionCall
 from kvbench.kv.scale import CappedScale

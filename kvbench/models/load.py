@@ -23,9 +23,9 @@ from transformers import (
 )
 from transformers.utils import logging as hf_logging
 
-from kvbench.conf import LISTED, check, entries
-from kvbench.errors import KvbenchError, MissingModel, UsageError, did_you_mean, headline, unknown
-from kvbench.extras import require
+from kvbench.base.conf import LISTED, check, entries
+from kvbench.base.errors import KvbenchError, MissingModel, UsageError, did_you_mean, headline, unknown
+from kvbench.base.extras import require
 from kvbench.models import fetch, manifest, traits, weights
 from kvbench.models.config import ModelConfig
 from kvbench.models.config_json import check_end_ids, check_sizes

@@ -13,8 +13,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from kvbench.errors import KvbenchError, UsageError
-from kvbench.files import read_json, sha256, write_json
+from kvbench.base.errors import KvbenchError, UsageError
+from kvbench.base.files import read_json, sha256, write_json
 
 NAME = "kvbench-manifest.json"
 CHECKED = "kvbench-checked.json"

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache as HFCache
 
-from kvbench.errors import UsageError
+from kvbench.base.errors import UsageError
 from kvbench.kv.exact_attention import attend_rows
 from kvbench.models.interface import KvbenchLayer, attached, attention_modules
 from kvbench.models.releases import named_cache

@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from kvbench.errors import say
+from kvbench.base.errors import say
 
 NEWEST_TRIED = {
     **{"transformers": "5.24", "torch": "2.13", "tokenizers": "0.23", "safetensors": "0.8", "huggingface_hub": "2.4"},

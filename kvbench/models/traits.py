@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from kvbench.errors import UsageError, headline
+from kvbench.base.errors import UsageError, headline
 from kvbench.kv.model_shape import Shape, from_config
 from kvbench.models import probe
 from kvbench.models.interface import attention_modules

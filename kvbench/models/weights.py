@@ -12,7 +12,7 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from kvbench.errors import UsageError
+from kvbench.base.errors import UsageError
 
 FLOATS = ("F64", "F32", "F16", "BF16")
 """Names in safetensors of the dtypes that a parameter may be stored in."""

@@ -6,16 +6,16 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from statistics import fmean
 
+from kvbench.base.example import Example
 from kvbench.engine.batch import Answer
 from kvbench.engine.decode import extend_cache, extend_caches
-from kvbench.example import Example
-from kvbench.methods.prompt_cache import Cache
-from kvbench.metrics import score
+from kvbench.methods.core.prompt_cache import Cache
+from kvbench.plan.cells import Cell
 from kvbench.run.host import Host
-from kvbench.run.plan import Cell
 from kvbench.run.queue import QueuedRow, in_parts
-from kvbench.run.results import Sample, Timing
-from kvbench.run.turns import TurnAnswer
+from kvbench.store.results import Sample, Timing
+from kvbench.store.turns import TurnAnswer
+from kvbench.tasks.metrics import score
 from kvbench.tasks.prompt import Encoded
 from kvbench.tasks.turns import EncodedTurns
 

@@ -14,23 +14,24 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from kvbench.conf import check, is_whole
+from kvbench.base.conf import check, is_whole
+from kvbench.base.errors import UsageError
+from kvbench.base.files import disk_error
 from kvbench.engine import decode
 from kvbench.engine.limits import check_precision
 from kvbench.engine.prefill import prefill_chains
 from kvbench.engine.weights_digest import weights_of
-from kvbench.errors import UsageError
-from kvbench.files import disk_error
-from kvbench.methods.chain import Chain
-from kvbench.methods.resolve import ChainConfig
+from kvbench.methods.core.chain import Chain
+from kvbench.methods.core.resolve import ChainConfig
 from kvbench.models.load import ModelSource
 from kvbench.models.traits import check_is_model, check_tokenizer
-from kvbench.run import config, experiment, words
-from kvbench.run.config import RunConfig
-from kvbench.run.report import Report
-from kvbench.run.run_plan import RunPlan, plan_of
-from kvbench.run.store import ResultStore
-from kvbench.run.words import split_list
+from kvbench.plan import config, words
+from kvbench.plan.config import RunConfig
+from kvbench.plan.run_plan import RunPlan, plan_of
+from kvbench.plan.words import split_list
+from kvbench.report.report import Report
+from kvbench.run import experiment
+from kvbench.store.store import ResultStore
 from kvbench.tasks.rows import has_half_pair
 
 Row = str | Mapping[str, Any]

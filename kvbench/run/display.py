@@ -10,12 +10,12 @@ from statistics import fmean
 
 from rich.progress import Progress, TaskID
 
-from kvbench.errors import say
-from kvbench.progress import PLAIN_EVERY_S, bars_of
-from kvbench.run.plan import Cell, Group
-from kvbench.run.results import CellSummary, Sample
-from kvbench.run.run_plan import RunPlan
+from kvbench.base.errors import say
+from kvbench.base.progress import PLAIN_EVERY_S, bars_of
+from kvbench.plan.cells import Cell, Group
+from kvbench.plan.run_plan import RunPlan
 from kvbench.run.time_left import TaskTime, TimeLeft
+from kvbench.store.results import CellSummary, Sample
 
 
 @dataclass

@@ -11,27 +11,27 @@ from typing import Any, cast
 import torch
 from transformers import PreTrainedModel
 
-from kvbench.conf import check, entries
+from kvbench.base.conf import check, entries
+from kvbench.base.errors import KvbenchError, UsageError, ending, say
 from kvbench.engine import memory, precision
 from kvbench.engine.shared_prefix import SharedPrefix
-from kvbench.errors import KvbenchError, UsageError, ending, say
 from kvbench.models import load
-from kvbench.run import presets
-from kvbench.run.config import RunConfig
+from kvbench.plan import presets
+from kvbench.plan.cells import Cell, Group, pairs, rounds
+from kvbench.plan.config import RunConfig
+from kvbench.plan.run_plan import RunPlan as RunPlan
+from kvbench.plan.run_plan import check_model, context_of, identify, open_session, threads
+from kvbench.plan.run_plan import prepare as prepare
+from kvbench.report.report import CellResult, Report, ReportRow
+from kvbench.report.summary import collect, is_unchanged, summarise
 from kvbench.run.display import Display
 from kvbench.run.host import Host
 from kvbench.run.listener import Listener, Listeners
-from kvbench.run.plan import Cell, Group, pairs, rounds
-from kvbench.run.provenance import local_changes, provenance
 from kvbench.run.refusals import ModelChanged
-from kvbench.run.report import CellResult, Report, ReportRow
-from kvbench.run.results import CellRecord, Facts
-from kvbench.run.run_plan import RunPlan as RunPlan
-from kvbench.run.run_plan import check_model, context_of, identify, open_session, threads
-from kvbench.run.run_plan import prepare as prepare
 from kvbench.run.runner import run_groups
-from kvbench.run.store import DAMAGED
-from kvbench.run.summary import collect, is_unchanged, summarise
+from kvbench.store.provenance import local_changes, provenance
+from kvbench.store.results import CellRecord, Facts
+from kvbench.store.store import DAMAGED
 from kvbench.tasks.base import Tokenizer
 from kvbench.tasks.spread import left_out
 

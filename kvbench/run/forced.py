@@ -9,16 +9,16 @@ from math import isfinite
 
 import torch
 
+from kvbench.base.example import Example
 from kvbench.engine.batch import Answer
 from kvbench.engine.decode import Ending, generate_rows
 from kvbench.engine.divergence import Divergence
 from kvbench.engine.likelihood import Forced, diverge, teacher_force
-from kvbench.example import Example
-from kvbench.methods.prompt_cache import Cache
+from kvbench.methods.core.prompt_cache import Cache
 from kvbench.models.interface import synchronise
-from kvbench.run.fidelity import TOKENS, TextFidelity
 from kvbench.run.host import Host
 from kvbench.run.queue import QueuedRow, in_parts
+from kvbench.store.fidelity import TOKENS, TextFidelity
 
 COMPARED_AT_ONCE = 12
 """The most rows that are compared at once: each takes memory for its logits, and more at once gain nothing."""

@@ -9,16 +9,16 @@ from dataclasses import dataclass, field
 import torch
 from transformers import PreTrainedModel
 
+from kvbench.base.example import Example
 from kvbench.engine.memory import GIB
 from kvbench.engine.prefill import prefill_chains
 from kvbench.engine.shared_prefix import SharedPrefix
 from kvbench.engine.stopping import Ending
-from kvbench.example import Example
-from kvbench.methods.chain import Chain
-from kvbench.methods.prompt_cache import Cache
-from kvbench.methods.shared_functions import Functions
+from kvbench.methods.core.chain import Chain
+from kvbench.methods.core.prompt_cache import Cache
+from kvbench.methods.core.shared_functions import Functions
 from kvbench.models.interface import cache_shape
-from kvbench.run.config import Sampling
+from kvbench.plan.config import Sampling
 from kvbench.tasks.base import Task, Tokenizer
 from kvbench.tasks.prompt import Encoded, PromptPolicy, encode
 from kvbench.tasks.turns import encode_turns

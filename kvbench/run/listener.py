@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, Protocol
 
-from kvbench.errors import say
-from kvbench.run.plan import Cell
-from kvbench.run.results import CellSummary, Sample
-from kvbench.run.run_plan import RunPlan
+from kvbench.base.errors import say
+from kvbench.plan.cells import Cell
+from kvbench.plan.run_plan import RunPlan
+from kvbench.store.results import CellSummary, Sample
 
 
 class Listener(Protocol):

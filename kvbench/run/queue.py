@@ -9,14 +9,14 @@ from typing import TypeVar
 from transformers import PreTrainedModel
 
 from kvbench.audit.prompt_audit import MeasuredBytes
+from kvbench.base.errors import say
+from kvbench.base.example import Example
 from kvbench.engine.batch import Answer, DecodeBatch
 from kvbench.engine.memory import is_out_of_memory, release
 from kvbench.engine.stopping import Ending
-from kvbench.errors import say
-from kvbench.example import Example
-from kvbench.methods.prompt_cache import Cache
-from kvbench.run.fidelity import TextFidelity
-from kvbench.run.plan import Cell
+from kvbench.methods.core.prompt_cache import Cache
+from kvbench.plan.cells import Cell
+from kvbench.store.fidelity import TextFidelity
 
 ENTER_SHARE = 0.5
 """Rows enter a running batch once it has shrunk to this share of its limits, so that groups are few and large."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from kvbench.base.example import Example
 from kvbench.engine.memory import is_out_of_memory
-from kvbench.example import Example
-from kvbench.methods.prompt_cache import Cache
+from kvbench.methods.core.prompt_cache import Cache
+from kvbench.plan.cells import Cell, with_full
 from kvbench.run.host import Host
-from kvbench.run.plan import Cell, with_full
 from kvbench.run.queue import in_parts
 from kvbench.run.refusals import unfit
 from kvbench.tasks.prompt import Encoded

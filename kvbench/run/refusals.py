@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from kvbench.base.errors import KvbenchError, UsageError
+from kvbench.base.example import Example
 from kvbench.engine.limits import check_turn, check_window
-from kvbench.errors import KvbenchError, UsageError
-from kvbench.example import Example
-from kvbench.methods.shared_functions import replacing
+from kvbench.methods.core.shared_functions import replacing
+from kvbench.plan.cells import Cell
 from kvbench.run.host import Host
-from kvbench.run.plan import Cell
 from kvbench.tasks.prompt import Encoded
 
 

@@ -15,30 +15,30 @@ import torch
 
 from kvbench.audit.decode_audit import check_bytes, check_peak
 from kvbench.audit.prompt_audit import audit
+from kvbench.base.errors import KvbenchError, Refused, ending, say
+from kvbench.base.example import Example
 from kvbench.engine.batch import Answer
 from kvbench.engine.decode import extend_cache
 from kvbench.engine.finite import no_answer
 from kvbench.engine.limits import check_capacity
 from kvbench.engine.memory import is_out_of_memory, release
 from kvbench.engine.model_state import state_of
-from kvbench.errors import KvbenchError, Refused, ending, say
-from kvbench.example import Example
 from kvbench.kv.content import digests, first_difference
-from kvbench.methods.prompt_cache import Cache
-from kvbench.methods.walls import contained
-from kvbench.metrics import score
+from kvbench.methods.core.prompt_cache import Cache
+from kvbench.methods.core.walls import contained
 from kvbench.models.interface import attached
+from kvbench.plan.cells import Cell, Group, pending, with_full
 from kvbench.run import forced
 from kvbench.run.asking import Asking, ask, extended, remade, sample_of
 from kvbench.run.host import Host
 from kvbench.run.listener import Listeners
-from kvbench.run.plan import Cell, Group, pending, with_full
 from kvbench.run.queue import DecodeQueue, QueuedRow, in_parts
 from kvbench.run.reading import PromptReader, Work
 from kvbench.run.refusals import ModelChanged, unfit
-from kvbench.run.results import Facts, Sample
-from kvbench.run.store import SHARD_WAIT_S, Busy, ResultStore
-from kvbench.run.store_writer import Writer
+from kvbench.store.results import Facts, Sample
+from kvbench.store.store import SHARD_WAIT_S, Busy, ResultStore
+from kvbench.store.store_writer import Writer
+from kvbench.tasks.metrics import score
 from kvbench.tasks.prompt import Encoded
 from kvbench.tasks.turns import EncodedTurns
 

@@ -17,16 +17,16 @@ from statistics import fmean
 from threading import Thread
 from typing import Any
 
-from kvbench.errors import say
-from kvbench.extras import require
-from kvbench.methods.registry import ALWAYS_NAMED
-from kvbench.metrics import metric
-from kvbench.run.config import LoggerConfig
+from kvbench.base.errors import say
+from kvbench.base.extras import require
+from kvbench.methods.core.registry import ALWAYS_NAMED
+from kvbench.plan.cells import Cell, Group
+from kvbench.plan.config import LoggerConfig
+from kvbench.plan.run_plan import RunPlan
+from kvbench.report.heatmap import Heat, draw, heat_map, points
 from kvbench.run.listener import Listener
-from kvbench.run.plan import Cell, Group
-from kvbench.run.results import CellSummary, Sample
-from kvbench.run.run_plan import RunPlan
-from kvbench.tables.heatmap import Heat, draw, heat_map, points
+from kvbench.store.results import CellSummary, Sample
+from kvbench.tasks.metrics import metric
 
 CONNECT_S, FINISH_S = 10, 10
 CLOSE_S = {"online": 30, "offline": 120}  # files alone do not hang, however busy the machine is

@@ -14,7 +14,7 @@ from collections.abc import Hashable, Sequence
 import torch
 from torch import Tensor
 
-from kvbench.errors import UsageError
+from kvbench.base.errors import UsageError
 from kvbench.kv.observation import Observation
 from kvbench.kv.ops import only_segment, order_by_position
 from kvbench.kv.segment import LayerCache, Segment

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import re
 
-from kvbench.errors import UsageError
-from kvbench.example import Example, Turn
+from kvbench.base.errors import UsageError
+from kvbench.base.example import Example, Turn
 from kvbench.tasks.base import Task, own_wording, read_text
 from kvbench.tasks.knobs import whole
 from kvbench.tasks.longbench import PROMPTS, official

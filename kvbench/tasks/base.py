@@ -11,11 +11,11 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Protocol, get_type_hints
 
-from kvbench.errors import UsageError, unknown
-from kvbench.example import Example
-from kvbench.files import check_ends
-from kvbench.metrics.text import first_line
+from kvbench.base.errors import UsageError, unknown
+from kvbench.base.example import Example
+from kvbench.base.files import check_ends
 from kvbench.tasks.knobs import one_of, whole
+from kvbench.tasks.metrics.text import first_line
 from kvbench.tasks.source import Files, data_root
 from kvbench.tasks.spread import spread
 

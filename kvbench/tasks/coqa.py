@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from kvbench.errors import UsageError
-from kvbench.example import Example
+from kvbench.base.errors import UsageError
+from kvbench.base.example import Example
 from kvbench.tasks.base import Task, own_wording, read_text
 from kvbench.tasks.knobs import whole
 from kvbench.tasks.rows import FileRow, kind, parse, read

@@ -36,10 +36,10 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from kvbench.conf import conf_dir, read_yaml
-from kvbench.errors import KvbenchError, UsageError, unknown
-from kvbench.extras import require
-from kvbench.files import sha256, write_json
+from kvbench.base.conf import conf_dir, read_yaml
+from kvbench.base.errors import KvbenchError, UsageError, unknown
+from kvbench.base.extras import require
+from kvbench.base.files import sha256, write_json
 from kvbench.tasks.hub import HuggingFace
 
 BATCH = 1000

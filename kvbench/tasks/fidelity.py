@@ -18,8 +18,8 @@ from itertools import accumulate, islice
 from types import MappingProxyType
 from typing import Any
 
-from kvbench.errors import UsageError, unknown
-from kvbench.example import Example
+from kvbench.base.errors import UsageError, unknown
+from kvbench.base.example import Example
 from kvbench.tasks import tiny
 from kvbench.tasks.base import Task, read_text
 from kvbench.tasks.knobs import whole

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvbench import metrics
-from kvbench.errors import UsageError
-from kvbench.example import Example, Turn
+from kvbench.base.errors import UsageError
+from kvbench.base.example import Example, Turn
+from kvbench.tasks import metrics
 from kvbench.tasks.base import Task, Tokenizer
 from kvbench.tasks.rows import FileRow, is_count, read_lines
 

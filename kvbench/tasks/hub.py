@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from kvbench.errors import KvbenchError
+from kvbench.base.errors import KvbenchError
 
 TIMEOUT_S = 60
 MODEL_FILES = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "merges.txt"]

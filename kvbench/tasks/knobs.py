@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeVar
 
-from kvbench.errors import UsageError, unknown
+from kvbench.base.errors import UsageError, unknown
 
 T = TypeVar("T")
 

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
-from kvbench.errors import MissingData, UsageError, unknown
-from kvbench.example import Example
-from kvbench.metrics.text import first_line
+from kvbench.base.errors import MissingData, UsageError, unknown
+from kvbench.base.example import Example
 from kvbench.tasks.base import Task, read_text
+from kvbench.tasks.metrics.text import first_line
 from kvbench.tasks.rows import FileRow, is_count, kind, parse, read_lines
 from kvbench.tasks.source import Files
 

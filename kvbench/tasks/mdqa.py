@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 
-from kvbench.errors import unknown
-from kvbench.example import Example
-from kvbench.metrics.text import normalise_answer
+from kvbench.base.errors import unknown
+from kvbench.base.example import Example
 from kvbench.tasks.base import Task, own_wording
 from kvbench.tasks.knobs import drawn, one_of, whole
+from kvbench.tasks.metrics.text import normalise_answer
 from kvbench.tasks.rows import FileRow, read
 from kvbench.tasks.source import Files
 

@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from kvbench import metrics
-from kvbench.errors import MissingData, UsageError, unknown
-from kvbench.example import Example
+from kvbench.base.errors import MissingData, UsageError, unknown
+from kvbench.base.example import Example
+from kvbench.tasks import metrics
 from kvbench.tasks.base import Task, Tokenizer, read_text
 from kvbench.tasks.knobs import whole
 from kvbench.tasks.source import ENVIRONMENT, Files

@@ -11,8 +11,8 @@ from bisect import bisect_right
 from dataclasses import dataclass
 from typing import Any
 
-from kvbench.errors import UsageError
-from kvbench.example import Example
+from kvbench.base.errors import UsageError
+from kvbench.base.example import Example
 from kvbench.tasks import tiny
 from kvbench.tasks.base import Task, read_text
 from kvbench.tasks.knobs import whole

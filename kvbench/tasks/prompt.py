@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from kvbench.conf import is_whole
-from kvbench.errors import UsageError
-from kvbench.example import Example
+from kvbench.base.conf import is_whole
+from kvbench.base.errors import UsageError
+from kvbench.base.example import Example
 from kvbench.tasks.base import Task, Tokenizer
 
 TEMPLATES = ("off", "on", "skip")

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice, product
 
-from kvbench.example import Example, Turn
+from kvbench.base.example import Example, Turn
 from kvbench.tasks.base import Task
 from kvbench.tasks.knobs import drawn, one_of, whole
 from kvbench.tasks.rows import FileRow, kind, read

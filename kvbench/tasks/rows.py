@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from kvbench.errors import UsageError
-from kvbench.files import check_ends
+from kvbench.base.errors import UsageError
+from kvbench.base.files import check_ends
 
 HALF_PAIR = re.compile("[\ud800-\udfff]")
 """Half a surrogate pair: one search per text, as long prompts have hundreds of thousands of characters."""

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from inspect import signature
 from typing import Any
 
-from kvbench import metrics
-from kvbench.errors import UsageError
-from kvbench.example import Example
+from kvbench.base.errors import UsageError
+from kvbench.base.example import Example
+from kvbench.tasks import metrics
 from kvbench.tasks.base import Task
 from kvbench.tasks.knobs import drawn, one_of, whole
 from kvbench.tasks.rows import FileRow, read

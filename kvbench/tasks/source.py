@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path, PurePosixPath
 
-from kvbench.errors import MissingData
+from kvbench.base.errors import MissingData
 from kvbench.tasks import fetch
 
 ENVIRONMENT = "KVBENCH_DATA"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import zip_longest
 
-from kvbench.example import Example
+from kvbench.base.example import Example
 
 
 def spread(examples: Sequence[Example], keys: Sequence[str]) -> list[int]:

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
-from kvbench.errors import UsageError
-from kvbench.example import Example
+from kvbench.base.errors import UsageError
+from kvbench.base.example import Example
 from kvbench.tasks.base import Task
 from kvbench.tasks.knobs import drawn, one_of, whole
 from kvbench.tasks.rows import FileRow, read

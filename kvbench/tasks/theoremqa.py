@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from kvbench.metrics.theorem import parse_reference
+from kvbench.tasks.metrics.theorem import parse_reference
 from kvbench.tasks.rows import FileRow, kind
 
 TYPES = {"integer": int, "float": float, "bool": bool, "option": str, "list of integer": tuple, "list of float": tuple}

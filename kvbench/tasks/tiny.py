@@ -20,7 +20,7 @@ from typing import TypeVar
 
 import yaml
 
-from kvbench.example import Example
+from kvbench.base.example import Example
 from kvbench.tasks.base import Task
 from kvbench.tasks.knobs import whole
 

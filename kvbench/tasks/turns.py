@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvbench.errors import UsageError
-from kvbench.example import Example
+from kvbench.base.errors import UsageError
+from kvbench.base.example import Example
 from kvbench.tasks.base import Task
 from kvbench.tasks.prompt import SENTINEL, Encoded, PromptPolicy, no_room, part, plain_ids
 

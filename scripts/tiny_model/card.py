@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerBase
 
+from kvbench.base.example import Example
 from kvbench.engine.calibration import tiny_corpus
-from kvbench.example import Example
 from kvbench.tasks import tiny
 from tiny_model import initial, tokenizer
 from tiny_model.train import Progress, Recipe

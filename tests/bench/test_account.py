@@ -10,11 +10,11 @@ from grids import grid
 import kvbench
 from kvbench.audit import accounting
 from kvbench.audit.prompt_audit import audit
+from kvbench.base.conf import entries
 from kvbench.bench import layers, memory_table
 from kvbench.cli.main import main
-from kvbench.conf import entries
 from kvbench.kv.model_shape import Shape, from_config, from_entry
-from kvbench.methods.resolve import chain_of
+from kvbench.methods.core.resolve import chain_of
 
 SHAPE = Shape(layers=4, query_heads=4, kv_heads=2, head_dim=32)
 METHODS = memory_table.default_methods()

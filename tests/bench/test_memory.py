@@ -36,9 +36,9 @@ def test_tokens_are_counted_in_every_layer(name):
 
 
 def test_every_method_that_evicts_while_decoding_is_measured():
-    from kvbench.methods import registry
-    from kvbench.methods.evicting import EvictingSelector
-    from kvbench.methods.resolve import chain_of
+    from kvbench.methods.core import registry
+    from kvbench.methods.core.evicting import EvictingSelector
+    from kvbench.methods.core.resolve import chain_of
 
     stages = {m: registry.make_stage(m, registry.defaults(m)) for m in registry.available() if m != "full"}
     evicting = {m for m, s in stages.items() if isinstance(s, EvictingSelector)}
@@ -48,8 +48,8 @@ def test_every_method_that_evicts_while_decoding_is_measured():
 
 
 def test_long_prompts_are_measured_under_every_method_and_the_bare_model(monkeypatch):
-    from kvbench.methods import registry
-    from kvbench.methods.resolve import chain_of
+    from kvbench.methods.core import registry
+    from kvbench.methods.core.resolve import chain_of
 
     entries = memory.long_entries()
     assert entries.keys() == set(registry.available())

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from kvbench.base.errors import UsageError
 from kvbench.bench import architecture, records, workload
 from kvbench.cli.main import main
-from kvbench.errors import UsageError
 from kvbench.papers.spec import published
 from kvbench.papers.timed import bench_spec, row_matching
-from kvbench.run import config
-from kvbench.run.words import split_list
+from kvbench.plan import config
+from kvbench.plan.words import split_list
 
 pytestmark = pytest.mark.e2e("runs benchmarks")
 

@@ -8,16 +8,16 @@ from elsewhere import DEVICE, pretended
 from families import generated
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from kvbench.base.errors import UsageError
 from kvbench.bench import architecture, generation_pass, peers, roofline
 from kvbench.bench.sampling import Sampled, moves, sampled, skip, windows
 from kvbench.bench.workload import Workload, parse, prompts
 from kvbench.engine.prefill import prefill_chains
 from kvbench.engine.step import build, step
 from kvbench.engine.stopping import Ending
-from kvbench.errors import UsageError
 from kvbench.kv.model_shape import from_config, from_entry
 from kvbench.models.interface import attached
-from kvbench.run import config
+from kvbench.plan import config
 
 pytestmark = pytest.mark.e2e("runs benchmarks")
 

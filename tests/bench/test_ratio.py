@@ -4,9 +4,9 @@ import sys
 
 import pytest
 
+from kvbench.base.errors import KvbenchError, UsageError
 from kvbench.bench import growth, ratio, real_table
 from kvbench.bench.ratio import in_process
-from kvbench.errors import KvbenchError, UsageError
 
 pytestmark = pytest.mark.e2e("starts processes")
 

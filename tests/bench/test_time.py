@@ -9,14 +9,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from kvbench.base.errors import KvbenchError
 from kvbench.bench import architecture, environment, generation_pass, peak, records, time_table, timing
 from kvbench.bench.request import OWN
 from kvbench.bench.workload import Workload, parse
 from kvbench.cli.main import HELP, main
-from kvbench.errors import KvbenchError
-from kvbench.methods.chain import Chain
-from kvbench.methods.resolve import ChainConfig
-from kvbench.run import config
+from kvbench.methods.core.chain import Chain
+from kvbench.methods.core.resolve import ChainConfig
+from kvbench.plan import config
 
 pytestmark = pytest.mark.e2e("runs benchmarks")
 

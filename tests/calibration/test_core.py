@@ -11,12 +11,12 @@ from families import build, prompt
 from safetensors.torch import load_file, save_file
 
 import kvbench
+from kvbench.base.errors import UsageError
 from kvbench.engine.calibration import files, text
 from kvbench.engine.calibration.session import Session
-from kvbench.errors import UsageError
-from kvbench.methods.base import Selector
-from kvbench.methods.chain import Chain
-from kvbench.methods.recipe import Calibration, Recipe, Request, digest
+from kvbench.methods.core.base import Selector
+from kvbench.methods.core.chain import Chain
+from kvbench.methods.core.recipe import Calibration, Recipe, Request, digest
 
 
 @dataclass(frozen=True, kw_only=True)

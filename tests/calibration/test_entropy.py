@@ -11,8 +11,8 @@ from families import WHOLE, build, prompt
 from transformers import AttentionInterface
 
 from kvbench.engine.prefill import observer
-from kvbench.methods import entropy
-from kvbench.methods.recipe import CalibrationRun
+from kvbench.methods.core import entropy
+from kvbench.methods.core.recipe import CalibrationRun
 
 pytestmark = pytest.mark.e2e("runs whole command lines")
 

@@ -9,8 +9,8 @@ from families import LOCALS, WHOLE, build, prompt
 from runs import prepare, run_json
 
 import kvbench
+from kvbench.base.errors import UsageError
 from kvbench.cli.main import main
-from kvbench.errors import UsageError
 
 pytestmark = pytest.mark.e2e("runs whole command lines")
 

@@ -6,8 +6,8 @@ import pytest
 import yaml
 from hubs import COMMIT, SUITE, FakeHub, archive
 
+from kvbench.base.errors import KvbenchError
 from kvbench.cli.main import main
-from kvbench.errors import KvbenchError
 from kvbench.tasks import fetch, hub
 
 

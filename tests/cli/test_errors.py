@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import worked
 
+from kvbench.base.conf import entries, top_level
+from kvbench.base.files import write_json
 from kvbench.cli.main import main
-from kvbench.conf import entries, top_level
-from kvbench.files import write_json
 from kvbench.models import load
 
 BAD = {
@@ -166,7 +166,7 @@ class Watch:
             road = " > ".join(f"{os.path.relpath(f.filename)}:{f.lineno}" for f in frames)
             sys.stderr.write(
                 f"kvbench {' '.join(line)} waits for torch, imported by way of {road}: import it inside the function "
-                "that needs it, or read the source as kvbench/methods/source.py does"
+                "that needs it, or read the source as kvbench/methods/core/source.py does"
             )
             sys.stderr.flush()
             os._exit(1)

@@ -7,12 +7,12 @@ import time
 import pytest
 from stored import FACTS, NAMES, Cell, cell_id, measure, sample
 
+from kvbench.base.errors import KvbenchError
+from kvbench.base.files import write_json
 from kvbench.cli.main import main
-from kvbench.errors import KvbenchError
-from kvbench.files import write_json
-from kvbench.run.store import ResultStore
-from kvbench.run.store_clean import carry_out, plan
-from kvbench.run.summary import summarise
+from kvbench.report.summary import summarise
+from kvbench.store.store import ResultStore
+from kvbench.store.store_clean import carry_out, plan
 
 SIZE = 10
 LONG = "a reason that is long enough to be broken into several lines, since lines of a hundred columns are the most"

@@ -9,7 +9,7 @@ import pytest
 from predicted import PREDICTIONS, by_dataset, mean, row, run, write
 
 from kvbench.cli.main import main
-from kvbench.run.store import ResultStore
+from kvbench.store.store import ResultStore
 
 DAMAGED = {
     "qasper.jsonl": (["{'pred': 1}\n"], "line 2: not JSON"),

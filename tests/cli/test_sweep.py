@@ -10,11 +10,12 @@ import time
 import pytest
 from runs import metrics_of, prepare
 
-from kvbench import extras
+from kvbench.base import extras
+from kvbench.base.errors import KvbenchError, UsageError
 from kvbench.cli import launchers, sweep
 from kvbench.cli.main import main
-from kvbench.errors import KvbenchError, UsageError
-from kvbench.run import experiment, words
+from kvbench.plan import words
+from kvbench.run import experiment
 
 pytestmark = pytest.mark.e2e("starts processes")
 

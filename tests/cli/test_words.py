@@ -2,9 +2,9 @@
 
 import pytest
 
-from kvbench.errors import UsageError
-from kvbench.run import config, words
-from kvbench.run.words import split_list, value_of
+from kvbench.base.errors import UsageError
+from kvbench.plan import config, words
+from kvbench.plan.words import split_list, value_of
 
 TINY = {"model": "tiny"}
 GOLDEN = {  # groups, methods, tasks, knobs and values of each run

@@ -8,10 +8,10 @@ import pandas as pd
 import pytest
 from figures.readings import reading
 
-from kvbench.errors import UsageError
+from kvbench.base.errors import UsageError
 from kvbench.papers.figures import registry
 from kvbench.papers.figures.figure import facts_of, folder, read_csv
-from kvbench.tables import style
+from kvbench.report import style
 
 pytestmark = pytest.mark.e2e("draws every figure twice")
 

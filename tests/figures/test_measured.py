@@ -10,11 +10,11 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from kvbench.base.errors import UsageError
 from kvbench.cli.main import main
-from kvbench.errors import UsageError
 from kvbench.papers.figures import measured, registry, scores, think
 from kvbench.papers.figures.measured import MEAN, VALUES, MeasuredFigure, Point, Sweep, prepare
-from kvbench.run import summary
+from kvbench.report import summary
 
 pytestmark = pytest.mark.e2e("draws every measured figure twice")
 

@@ -9,7 +9,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from kvbench.papers.figures import registry
 from kvbench.papers.figures.figure import Fact, sentences
 from kvbench.papers.figures.panels import Panel, Picture
-from kvbench.tables import style
+from kvbench.report import style
 
 DATA = pd.DataFrame(
     [

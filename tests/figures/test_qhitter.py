@@ -6,7 +6,7 @@ import torch
 from families import WHOLE
 from figures.readings import activations, reading
 
-from kvbench.errors import UsageError
+from kvbench.base.errors import UsageError
 from kvbench.papers.figures import qhitter
 from kvbench.papers.figures.registry import FIGURES
 

@@ -8,7 +8,7 @@ import torch
 from families import WHOLE, build, hooks
 from figures.readings import activations, reading
 
-from kvbench.errors import UsageError
+from kvbench.base.errors import UsageError
 from kvbench.papers.figures import uncomp
 from kvbench.papers.figures.registry import FIGURES
 

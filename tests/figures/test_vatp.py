@@ -5,7 +5,7 @@ import pytest
 from families import WHOLE
 from figures.readings import activations, reading
 
-from kvbench.errors import UsageError
+from kvbench.base.errors import UsageError
 from kvbench.papers.figures import vatp
 from kvbench.papers.figures.registry import FIGURES
 

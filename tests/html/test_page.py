@@ -16,7 +16,7 @@ from kvbench.papers.claims import claim_runner
 from kvbench.papers.forensics import audit
 from kvbench.papers.report import page, samples
 from kvbench.papers.spec import table_spec
-from kvbench.run import open_results
+from kvbench.report import open_results
 
 pytestmark = pytest.mark.e2e("builds the page and opens it in a browser")
 

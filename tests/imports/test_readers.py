@@ -6,10 +6,10 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from kvbench import imports
-from kvbench.errors import UsageError
-from kvbench.imports import base, scoring
-from kvbench.metrics import METRICS
+from kvbench.base.errors import UsageError
+from kvbench.studies import imports
+from kvbench.studies.imports import base, scoring
+from kvbench.tasks.metrics import METRICS
 from kvbench.tasks.rows import FileRow
 
 TEXTS = [

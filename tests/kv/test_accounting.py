@@ -11,8 +11,8 @@ from kvbench.audit.accounting import (
     overhead_bytes,
 )
 from kvbench.kv.model_shape import Shape
-from kvbench.methods.contract import Block
-from kvbench.methods.resolve import chain_of
+from kvbench.methods.core.contract import Block
+from kvbench.methods.core.resolve import chain_of
 
 SHAPE = Shape(2, 4, 2, 64)  # layers, query heads, kv heads, channels
 DENSE = 64 * 2  # bytes of a key or of a value at 16 bits

@@ -12,8 +12,8 @@ from kvbench.audit.accounting import bytes_declared
 from kvbench.audit.prompt_audit import Refused, audit
 from kvbench.kv.model_shape import from_config
 from kvbench.kv.segment import Segment
-from kvbench.methods.base import Selector
-from kvbench.methods.chain import Chain
+from kvbench.methods.core.base import Selector
+from kvbench.methods.core.chain import Chain
 
 
 def heads_of(model):

@@ -11,14 +11,14 @@ import torch
 from codec_bounds import BOUNDS, STAGE_BOUNDS, codec_bound, errors, mean_error, stage_bound
 from passthrough import packing
 
-from kvbench.errors import KvbenchError
+from kvbench.base.errors import KvbenchError
 from kvbench.kv import codecs
 from kvbench.kv.codecs import NAMED
 from kvbench.kv.codecs.integer import MinMaxInteger, SymmetricInteger
 from kvbench.kv.codecs.lloyd_max import LloydMax
 from kvbench.kv.coded import Codec, Coded
 from kvbench.kv.packed import MinMax
-from kvbench.methods import registry
+from kvbench.methods.core import registry
 
 HALVES = ("keys", "values")
 

@@ -6,7 +6,7 @@ import codec_reference as ref
 import pytest
 import torch
 
-from kvbench.errors import KvbenchError
+from kvbench.base.errors import KvbenchError
 from kvbench.kv import coded as coded_module
 from kvbench.kv.codecs import NAMED
 from kvbench.kv.codecs.blocks import Blocks

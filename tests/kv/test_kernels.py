@@ -12,12 +12,12 @@ import pytest
 import torch
 from grids import grid
 
-from kvbench.errors import UsageError
+from kvbench.base.errors import UsageError
 from kvbench.kv.segment import Segment
-from kvbench.run.provenance import provenance
 from kvbench.storage import kernels
 from kvbench.storage.kernels import SWITCH
 from kvbench.storage.row_segments import Ragged, flat
+from kvbench.store.provenance import provenance
 
 pytestmark = pytest.mark.e2e("compiles kernels")
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from grids import grid
 
-from kvbench.errors import KvbenchError
+from kvbench.base.errors import KvbenchError
 from kvbench.kv.packed import (
     BITS,
     pack,

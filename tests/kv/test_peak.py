@@ -19,8 +19,8 @@ from kvbench.engine.step import build as build_batch
 from kvbench.engine.step import step
 from kvbench.kv.segment import storage_bytes
 from kvbench.methods.cake import Cake
-from kvbench.methods.chain import Chain
-from kvbench.methods.evicting import EvictingSelector
+from kvbench.methods.core.chain import Chain
+from kvbench.methods.core.evicting import EvictingSelector
 from kvbench.methods.streamingllm import StreamingLLM
 from kvbench.models.interface import attached
 from kvbench.storage import evicting_store, exact_rows, packed_rows

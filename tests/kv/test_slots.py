@@ -7,9 +7,9 @@ import torch
 from families import build, prompt
 
 import kvbench
+from kvbench.base.errors import UsageError
 from kvbench.engine.step import build as build_batch
 from kvbench.engine.step import rotation, step
-from kvbench.errors import UsageError
 from kvbench.storage.roles import Rotary
 
 RULES = {

@@ -12,13 +12,13 @@ from grids import grid
 
 import kvbench
 from kvbench.audit.prompt_audit import Refused, audit
-from kvbench.errors import UsageError
+from kvbench.base.errors import UsageError
 from kvbench.kv import ops
 from kvbench.kv.segment import Segment
-from kvbench.methods import registry
 from kvbench.methods.adakv import AdaKV
-from kvbench.methods.chain import Chain
-from kvbench.methods.resolve import chain_of
+from kvbench.methods.core import registry
+from kvbench.methods.core.chain import Chain
+from kvbench.methods.core.resolve import chain_of
 
 N, W, SIZE = 26, 4, 11
 SHAPES = {"mha": (3, 3), "gqa": (4, 2), "mqa": (4, 1)}

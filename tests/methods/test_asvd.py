@@ -7,9 +7,9 @@ from calibrated import SAMPLES, TOKENS, bound
 from families import LINEAR, build, prompt
 
 import kvbench
-from kvbench.errors import UsageError
+from kvbench.base.errors import UsageError
 from kvbench.methods.asvd import FRACTIONS
-from kvbench.methods.resolve import chain_of
+from kvbench.methods.core.resolve import chain_of
 from kvbench.models.factors import nearest_rank
 
 pytestmark = pytest.mark.e2e("factorises models")
@@ -31,7 +31,7 @@ def test_it_decodes_as_a_model_with_the_products_as_its_weights(family, knobs):
     model, ids = build(family), prompt(N, 4)
     calibrated = stage(model, ratio=0.4, **knobs)
     dense = reference(model, calibrated)
-    chain = kvbench.methods.chain.Chain((calibrated,))
+    chain = kvbench.methods.core.chain.Chain((calibrated,))
     (cache,), (full_cache,) = kvbench.prefill(model, ids, [chain]), kvbench.prefill(dense, ids, ["full"])
     torch.testing.assert_close(cache.logits, full_cache.logits, atol=2e-4, rtol=2e-4)
     assert kvbench.generate(model, [cache], NEW) == kvbench.generate(dense, [full_cache], NEW)

@@ -7,18 +7,18 @@ import sys
 import pytest
 
 import kvbench.methods
-from kvbench import conf as configs
+from kvbench.base import conf as configs
+from kvbench.base.conf import conf_dir
 from kvbench.bench import memory_table
 from kvbench.cli import list as listing
 from kvbench.cli.main import main
-from kvbench.conf import conf_dir
-from kvbench.methods import registry
-from kvbench.methods.resolve import chain_of
+from kvbench.methods.core import registry
+from kvbench.methods.core.resolve import chain_of
 
 pytestmark = pytest.mark.e2e("runs methods with slips of their authors")
 
 CODE = """from dataclasses import dataclass
-from kvbench.methods.base import Selector, Stage
+from kvbench.methods.core.base import Selector, Stage
 
 @dataclass(frozen=True, kw_only=True)
 class Mine(Selector):
@@ -136,7 +136,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvbench.methods.base import Selector
+from kvbench.methods.core.base import Selector
 
 
 @dataclass(frozen=True, kw_only=True)

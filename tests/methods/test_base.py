@@ -10,13 +10,13 @@ import pytest
 import torch
 from grids import grid
 
-from kvbench.errors import UsageError
-from kvbench.methods import registry
-from kvbench.methods.base import Capacity, Selector, top_indices
-from kvbench.methods.chain import Chain
-from kvbench.methods.knobs import at_least, knob
-from kvbench.methods.resolve import chain_of, chains_of
-from kvbench.methods.statistics import group_mean
+from kvbench.base.errors import UsageError
+from kvbench.methods.core import registry
+from kvbench.methods.core.base import Capacity, Selector, top_indices
+from kvbench.methods.core.chain import Chain
+from kvbench.methods.core.knobs import at_least, knob
+from kvbench.methods.core.resolve import chain_of, chains_of
+from kvbench.methods.core.statistics import group_mean
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,15 +13,15 @@ from grids import grid
 
 import kvbench
 from kvbench.audit.prompt_audit import Refused, audit
+from kvbench.base.errors import UsageError
 from kvbench.engine.layer_by_layer import CompressedLayers
 from kvbench.engine.step import build as build_batch
 from kvbench.engine.step import step
-from kvbench.errors import UsageError
 from kvbench.kv import ops
 from kvbench.kv.apportion import proportional_shares, round_shares
 from kvbench.kv.exact_attention import causal_softmax
 from kvbench.methods.cake import SLACK, Cake, variance_over_queries
-from kvbench.methods.resolve import chain_of as resolved
+from kvbench.methods.core.resolve import chain_of as resolved
 from kvbench.models.interface import attached
 
 N, D, W, LAYERS = 40, 8, 4, 5

@@ -11,13 +11,13 @@ from grids import grid
 
 import kvbench
 from kvbench.audit.prompt_audit import Refused, audit
+from kvbench.base.errors import UsageError
 from kvbench.engine.prefill import observer
 from kvbench.engine.weights_digest import weights_of
-from kvbench.errors import UsageError
 from kvbench.methods.chai import LISTS, Chai, divide_clusters, merge_clusters
-from kvbench.methods.chain import Chain
-from kvbench.methods.recipe import Calibration, CalibrationRun, digest
-from kvbench.methods.resolve import chain_of
+from kvbench.methods.core.chain import Chain
+from kvbench.methods.core.recipe import Calibration, CalibrationRun, digest
+from kvbench.methods.core.resolve import chain_of
 
 
 # spec 5: 794/1024; UNComp's other lists: 1042/1600 and 900/1024

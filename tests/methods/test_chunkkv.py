@@ -7,9 +7,9 @@ from families import build, prompt
 
 import kvbench
 from kvbench.audit.prompt_audit import audit
-from kvbench.errors import UsageError
+from kvbench.base.errors import UsageError
 from kvbench.methods.chunkkv import ChunkKV
-from kvbench.methods.resolve import chain_of
+from kvbench.methods.core.resolve import chain_of
 
 
 def layer_with(scores):

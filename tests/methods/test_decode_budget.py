@@ -14,15 +14,15 @@ import kvbench
 from kvbench.audit.accounting import bytes_after_decoding
 from kvbench.audit.decode_audit import check_bytes, check_peak
 from kvbench.audit.prompt_audit import audit
+from kvbench.base.errors import Refused, UsageError
 from kvbench.cli.main import main
 from kvbench.engine.decode import Ending, generate_rows
 from kvbench.engine.decode_layer import allocated
 from kvbench.engine.step import build as batch_of
-from kvbench.errors import Refused, UsageError
-from kvbench.methods import registry
-from kvbench.methods.base import Capacity, Selector
-from kvbench.methods.chain import Chain
-from kvbench.methods.resolve import chain_of
+from kvbench.methods.core import registry
+from kvbench.methods.core.base import Capacity, Selector
+from kvbench.methods.core.chain import Chain
+from kvbench.methods.core.resolve import chain_of
 from kvbench.models.releases import named_cache
 
 N, NEW, EVERY = 45, 21, 6

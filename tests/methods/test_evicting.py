@@ -10,14 +10,14 @@ from families import build, prompt
 
 import kvbench
 from kvbench.audit.decode_audit import check_bytes, check_peak
+from kvbench.base.errors import UsageError
 from kvbench.engine.decode import Ending, generate_rows
 from kvbench.engine.step import build as build_batch
 from kvbench.engine.step import step
-from kvbench.errors import UsageError
-from kvbench.methods import registry
-from kvbench.methods.base import Selector
-from kvbench.methods.evicting import EvictingSelector
-from kvbench.methods.resolve import chain_of
+from kvbench.methods.core import registry
+from kvbench.methods.core.base import Selector
+from kvbench.methods.core.evicting import EvictingSelector
+from kvbench.methods.core.resolve import chain_of
 from kvbench.models.interface import attached
 
 pytestmark = pytest.mark.e2e("every evicting method decodes beside a slow reference")

@@ -6,10 +6,10 @@ import torch
 from families import build, prompt
 
 import kvbench
-from kvbench.errors import UsageError
-from kvbench.methods.chain import Chain
+from kvbench.base.errors import UsageError
+from kvbench.methods.core.chain import Chain
+from kvbench.methods.core.resolve import chain_of
 from kvbench.methods.expectedattention import ExpectedAttention
-from kvbench.methods.resolve import chain_of
 from kvbench.storage.roles import Rotary
 
 N, SIZE = 22, 9

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from kvbench.methods.cake import Cake
+from kvbench.methods.core.statistics import fold_ring, group_mean, group_rows, recent_slots
 from kvbench.methods.h2o import H2O
 from kvbench.methods.qhitter import QHitter
 from kvbench.methods.scissorhands import Scissorhands
-from kvbench.methods.statistics import fold_ring, group_mean, group_rows, recent_slots
 from kvbench.methods.tova import TOVA
 
 # [B = 1, Hq = 4, T = 2, S = 3]: two stored heads of two query heads each

@@ -11,13 +11,13 @@ from families import build, heads_of, prompt
 import kvbench
 from kvbench.audit.accounting import bytes_after_decoding, bytes_declared
 from kvbench.audit.prompt_audit import audit
+from kvbench.base.errors import UsageError
 from kvbench.bench.layers import measure
 from kvbench.engine.decode_layer import RowLayer
-from kvbench.errors import UsageError
 from kvbench.kv.codecs import NAMED
 from kvbench.kv.model_shape import from_config
 from kvbench.kv.segment import storage_bytes
-from kvbench.methods.resolve import chain_of
+from kvbench.methods.core.resolve import chain_of
 from kvbench.storage.format import Room, StoredRow
 
 D, SCALE = 32, 1 / math.sqrt(32)

@@ -10,14 +10,14 @@ from families import build, prompt
 
 import kvbench
 from kvbench.audit.prompt_audit import audit
+from kvbench.base.errors import UsageError
 from kvbench.engine.step import build as build_batch
 from kvbench.engine.step import step
-from kvbench.errors import UsageError
 from kvbench.kv import ops
 from kvbench.kv.observation import Needs, Observation
-from kvbench.methods.base import Capacity
+from kvbench.methods.core.base import Capacity
+from kvbench.methods.core.resolve import chain_of
 from kvbench.methods.h2o import H2O
-from kvbench.methods.resolve import chain_of
 from kvbench.models.interface import attached
 
 

@@ -7,8 +7,8 @@ import pytest
 from data import data_path
 
 from kvbench.cli.main import main
-from kvbench.methods import registry
-from kvbench.methods.base import Selector
+from kvbench.methods.core import registry
+from kvbench.methods.core.base import Selector
 from kvbench.models import load
 
 pytestmark = pytest.mark.e2e("whole command lines are read for every knob")

@@ -8,9 +8,9 @@ from transformers import DynamicCache
 
 import kvbench
 from kvbench.audit.prompt_audit import audit
-from kvbench.errors import UsageError
+from kvbench.base.errors import UsageError
+from kvbench.methods.core.resolve import chain_of
 from kvbench.methods.keydiff import KeyDiff, difference
-from kvbench.methods.resolve import chain_of
 from kvbench.models.releases import named_cache
 
 

@@ -6,9 +6,9 @@ import torch
 from families import build
 
 import kvbench
-from kvbench.errors import UsageError
+from kvbench.base.errors import UsageError
+from kvbench.methods.core.resolve import chain_of
 from kvbench.methods.keynorm import KeyNorm
-from kvbench.methods.resolve import chain_of
 
 
 def test_the_shortest_keys_stay_with_ties_to_the_lower_index():

@@ -4,11 +4,11 @@ import method_reference as ref
 import pytest
 import torch
 
+from kvbench.base.errors import UsageError
 from kvbench.engine.decode_layer import RowLayer
-from kvbench.errors import UsageError
 from kvbench.kv.segment import storage_bytes
+from kvbench.methods.core.resolve import chain_of
 from kvbench.methods.kivi import Kivi
-from kvbench.methods.resolve import chain_of
 from kvbench.storage.format import Room, StoredRow
 
 PER = ("kv_head", "query_head")

@@ -9,14 +9,14 @@ import torch
 from families import build, heads_of, prompt
 
 import kvbench
-from kvbench import extras
 from kvbench.audit.prompt_audit import audit
+from kvbench.base import extras
+from kvbench.base.errors import Refused, UsageError
 from kvbench.cli.main import main
-from kvbench.errors import Refused, UsageError
-from kvbench.methods import kvpress as adapter
-from kvbench.methods import kvpress_package as package
-from kvbench.methods import registry
-from kvbench.methods.resolve import chain_of, resolve
+from kvbench.methods.core import kvpress as adapter
+from kvbench.methods.core import kvpress_package as package
+from kvbench.methods.core import registry
+from kvbench.methods.core.resolve import chain_of, resolve
 
 N = 60
 

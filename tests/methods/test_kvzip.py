@@ -13,13 +13,13 @@ from transformers import AttentionInterface, DynamicCache
 import kvbench
 from kvbench.audit.accounting import bytes_declared
 from kvbench.audit.prompt_audit import audit
+from kvbench.base.errors import UsageError
 from kvbench.engine import replay
-from kvbench.errors import UsageError
 from kvbench.kv.exact_attention import causal_softmax
 from kvbench.kv.model_shape import from_config
-from kvbench.methods.base import Capacity
+from kvbench.methods.core.base import Capacity
+from kvbench.methods.core.resolve import chain_of
 from kvbench.methods.kvzip import KVzip
-from kvbench.methods.resolve import chain_of
 from kvbench.models.releases import named_cache
 
 N = 50

@@ -4,8 +4,8 @@ import method_reference as ref
 import pytest
 import torch
 
+from kvbench.methods.core.resolve import chain_of
 from kvbench.methods.magnitude import L1, L2
-from kvbench.methods.resolve import chain_of
 
 N = 6
 # Channel sums of |k|: 6, 5, 4, 3; of squares: 6, 25, 4, 5.

@@ -13,7 +13,7 @@ from kvbench.kv.exact_attention import causal_softmax, column_sums, row_blocks
 from kvbench.kv.model_shape import Shape
 from kvbench.kv.observation import Needs
 from kvbench.kv.segment import storage_bytes
-from kvbench.methods.resolve import chain_of
+from kvbench.methods.core.resolve import chain_of
 
 
 def observed(family, n, needs, dtype=torch.float32):

@@ -11,14 +11,14 @@ from families import LINEAR, build, prompt
 
 import kvbench
 from kvbench.audit.prompt_audit import Refused, audit
+from kvbench.base.errors import UsageError
 from kvbench.engine.calibration.session import Session
 from kvbench.engine.likelihood import teacher_force
 from kvbench.engine.patches import adapted
-from kvbench.errors import UsageError
-from kvbench.methods import registry
-from kvbench.methods.chain import Chain
-from kvbench.methods.recipe import Calibration
-from kvbench.methods.resolve import chain_of
+from kvbench.methods.core import registry
+from kvbench.methods.core.chain import Chain
+from kvbench.methods.core.recipe import Calibration
+from kvbench.methods.core.resolve import chain_of
 from kvbench.models.interface import attention_modules
 from kvbench.models.lowrank import LowRank, lifts, projection
 from kvbench.storage import latent_rows

@@ -36,12 +36,12 @@ from passthrough import quantisers_pass_through
 
 import kvbench
 from kvbench.audit.prompt_audit import audit
-from kvbench.conf import conf_dir
-from kvbench.methods import registry
-from kvbench.methods.base import Selector
-from kvbench.methods.chain import Chain
-from kvbench.methods.knobs import is_knob
-from kvbench.methods.resolve import chain_of
+from kvbench.base.conf import conf_dir
+from kvbench.methods.core import registry
+from kvbench.methods.core.base import Selector
+from kvbench.methods.core.chain import Chain
+from kvbench.methods.core.knobs import is_knob
+from kvbench.methods.core.resolve import chain_of
 
 per_heads = pytest.mark.parametrize("per", PER)
 

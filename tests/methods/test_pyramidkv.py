@@ -7,9 +7,9 @@ from grids import grid
 
 import kvbench
 from kvbench.audit.prompt_audit import audit
-from kvbench.errors import UsageError
+from kvbench.base.errors import UsageError
+from kvbench.methods.core.resolve import chain_of
 from kvbench.methods.pyramidkv import PyramidKV
-from kvbench.methods.resolve import chain_of
 from kvbench.methods.snapkv import SnapKV
 
 

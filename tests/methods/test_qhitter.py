@@ -12,14 +12,14 @@ from grids import grid
 
 import kvbench
 from kvbench.audit.prompt_audit import audit
+from kvbench.base.errors import UsageError
 from kvbench.engine.step import build as build_batch
 from kvbench.engine.step import step
-from kvbench.errors import UsageError
 from kvbench.kv import ops
 from kvbench.kv.observation import Needs, Observation
 from kvbench.kv.segment import storage_bytes
+from kvbench.methods.core.resolve import chain_of
 from kvbench.methods.qhitter import QHitter
-from kvbench.methods.resolve import chain_of
 from kvbench.models.interface import attached
 
 RATIOS = {"heavy_ratio": 0.15, "recent_ratio": 0.05}

@@ -5,10 +5,10 @@ import pytest
 import torch
 
 import kvbench
+from kvbench.base.errors import UsageError
 from kvbench.engine.decode_layer import RowLayer
-from kvbench.errors import UsageError
 from kvbench.kv.segment import storage_bytes
-from kvbench.methods.resolve import chain_of
+from kvbench.methods.core.resolve import chain_of
 from kvbench.storage.format import Room, StoredRow
 
 QUANTISERS = ({"method": "kivi", "group": 8, "residual": 16}, {"method": "flexgen"})

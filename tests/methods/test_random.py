@@ -4,9 +4,9 @@ import method_reference as ref
 import pytest
 import torch
 
-from kvbench.errors import UsageError
+from kvbench.base.errors import UsageError
+from kvbench.methods.core.resolve import chain_of
 from kvbench.methods.random import Random
-from kvbench.methods.resolve import chain_of
 
 N = 40
 

@@ -9,7 +9,7 @@ from families import build, prompt
 from grids import grid
 
 import kvbench
-from kvbench.methods.resolve import chain_of
+from kvbench.methods.core.resolve import chain_of
 
 N, SIZE, D = 26, 11, 8
 KEPT_CHANNELS = 5  # of 8 at ratio 0.375, in both roundings; odd, so that it parts a pair of equal channels

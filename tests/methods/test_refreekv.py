@@ -12,13 +12,13 @@ from grids import grid
 
 import kvbench
 from kvbench.audit.prompt_audit import Refused, audit
-from kvbench.errors import UsageError
+from kvbench.base.errors import UsageError
 from kvbench.kv import ops
 from kvbench.kv.observation import Needs
-from kvbench.methods.base import Capacity
+from kvbench.methods.core.base import Capacity
+from kvbench.methods.core.resolve import chain_of
+from kvbench.methods.core.statistics import window_rows, window_sums
 from kvbench.methods.refreekv import ReFreeKV
-from kvbench.methods.resolve import chain_of
-from kvbench.methods.statistics import window_rows, window_sums
 
 DEFAULTS = {"T": 0.01, "m": 4, "k": 1, "mode": "code", "reduce": "mean_heads", "order": "sinks_first"}
 DEFAULTS["ranking"] = "position"

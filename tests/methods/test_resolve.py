@@ -2,9 +2,9 @@
 
 import pytest
 
-from kvbench.errors import UsageError
-from kvbench.methods import registry
-from kvbench.methods.resolve import chain_of, chains_of, resolve
+from kvbench.base.errors import UsageError
+from kvbench.methods.core import registry
+from kvbench.methods.core.resolve import chain_of, chains_of, resolve
 
 
 def knobs(entry, defaults=None):

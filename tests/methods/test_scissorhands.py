@@ -8,10 +8,10 @@ from families import build, prompt
 
 import kvbench
 from kvbench.audit.prompt_audit import audit
-from kvbench.errors import UsageError
+from kvbench.base.errors import UsageError
 from kvbench.kv.observation import Needs
+from kvbench.methods.core.resolve import chain_of
 from kvbench.methods.h2o import H2O
-from kvbench.methods.resolve import chain_of
 from kvbench.methods.scissorhands import Scissorhands
 from kvbench.storage.roles import Slots
 

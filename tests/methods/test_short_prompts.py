@@ -5,10 +5,10 @@ import pytest
 from calibrations import bound
 from grids import grid
 
-from kvbench.errors import UsageError
-from kvbench.methods import registry
-from kvbench.methods.base import Selector
-from kvbench.methods.resolve import chain_of
+from kvbench.base.errors import UsageError
+from kvbench.methods.core import registry
+from kvbench.methods.core.base import Selector
+from kvbench.methods.core.resolve import chain_of
 
 STAGES = {m: registry.make_stage(m, registry.defaults(m)) for m in registry.available() if m != "full"}
 SELECTORS = [m for m, s in STAGES.items() if "kv_size" in registry.knob_names(m) and s.role == "selector"]

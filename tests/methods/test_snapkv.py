@@ -4,8 +4,8 @@ import method_reference as ref
 import pytest
 import torch
 
-from kvbench.errors import UsageError
-from kvbench.methods.resolve import chain_of
+from kvbench.base.errors import UsageError
+from kvbench.methods.core.resolve import chain_of
 from kvbench.methods.snapkv import SnapKV
 
 N, W = 30, 4

@@ -9,12 +9,12 @@ import worked
 from law_matrix import METHODS
 
 import kvbench.methods
-from kvbench.errors import UsageError
-from kvbench.methods import loading, registry
-from kvbench.methods.source import UNDESCRIBED, describe
+from kvbench.base.errors import UsageError
+from kvbench.methods.core import loading, registry
+from kvbench.methods.core.source import UNDESCRIBED, describe
 
 README = (Path(__file__).parents[2] / "README.md").read_text("utf-8")
-HEAD = "from dataclasses import dataclass\nfrom typing import ClassVar\n\nfrom kvbench.methods.base import Selector\n\n"
+HEAD = "from dataclasses import dataclass\nfrom typing import ClassVar\n\nfrom kvbench.methods.core.base import Selector\n\n"
 MINE = '@dataclass(frozen=True, kw_only=True)\nclass Mine(Selector):\n    id = "mine"\n    wide: int = 3\n'
 
 

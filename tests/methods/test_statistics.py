@@ -7,7 +7,7 @@ import torch
 from kvbench.kv.exact_attention import attend_with_lse, causal_softmax, column_sums
 from kvbench.kv.observation import Observation
 from kvbench.kv.segment import per_head
-from kvbench.methods.statistics import pool, window_rows
+from kvbench.methods.core.statistics import pool, window_rows
 
 N, SCALE = 50, 0.5
 

@@ -5,8 +5,8 @@ import pytest
 from families import build, prompt
 
 import kvbench
-from kvbench.errors import UsageError
-from kvbench.methods.resolve import chain_of
+from kvbench.base.errors import UsageError
+from kvbench.methods.core.resolve import chain_of
 
 
 def compress(n, per="kv_head", method="streamingllm", **knobs):

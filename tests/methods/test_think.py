@@ -4,9 +4,9 @@ import method_reference as ref
 import pytest
 import torch
 
-from kvbench.errors import UsageError
-from kvbench.methods.chain import Chain
-from kvbench.methods.resolve import chain_of
+from kvbench.base.errors import UsageError
+from kvbench.methods.core.chain import Chain
+from kvbench.methods.core.resolve import chain_of
 from kvbench.methods.think import Think
 from kvbench.storage.attend import attend
 from kvbench.storage.row_segments import stack

@@ -7,12 +7,12 @@ import pytest
 import torch
 from storage_reference import value_scores
 
-from kvbench.errors import UsageError
+from kvbench.base.errors import UsageError
 from kvbench.kv.segment import storage_bytes
-from kvbench.methods.resolve import chain_of, chains_of
+from kvbench.methods.core.resolve import chain_of, chains_of
 from kvbench.methods.think import Think
 from kvbench.methods.thinkv import ThinkV
-from kvbench.run import config, words
+from kvbench.plan import config, words
 
 N, D = 24, 8
 SHAPES = {"mha": (3, 3), "gqa": (4, 2), "mqa": (4, 1)}

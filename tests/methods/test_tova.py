@@ -8,8 +8,8 @@ from families import build, prompt
 
 import kvbench
 from kvbench.audit.prompt_audit import audit
-from kvbench.errors import UsageError
-from kvbench.methods.resolve import chain_of
+from kvbench.base.errors import UsageError
+from kvbench.methods.core.resolve import chain_of
 from kvbench.methods.tova import TOVA
 from kvbench.storage.roles import Slots
 

@@ -10,10 +10,10 @@ from families import build, prompt
 
 import kvbench
 from kvbench.audit.prompt_audit import audit
+from kvbench.base.errors import UsageError
 from kvbench.engine.decode import Ending, generate_rows
-from kvbench.errors import UsageError
 from kvbench.kv.segment import Segment
-from kvbench.methods.resolve import chain_of
+from kvbench.methods.core.resolve import chain_of
 from kvbench.methods.twilight import Twilight
 from kvbench.storage.attend import attend
 from kvbench.storage.row_segments import stack

@@ -15,9 +15,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import kvbench
 from kvbench.audit.prompt_audit import Refused, audit
-from kvbench.errors import UsageError
-from kvbench.methods.chain import Chain
-from kvbench.methods.resolve import chain_of
+from kvbench.base.errors import UsageError
+from kvbench.methods.core.chain import Chain
+from kvbench.methods.core.resolve import chain_of
 from kvbench.methods.uncomp import UNCompGroup, interpolated
 
 LAYERS = 2

@@ -12,12 +12,12 @@ from grids import grid
 
 import kvbench
 from kvbench.audit.prompt_audit import audit
-from kvbench.errors import UsageError
+from kvbench.base.errors import UsageError
 from kvbench.kv.observation import Observation
-from kvbench.methods import registry
-from kvbench.methods.base import Selector, TokenSelector
-from kvbench.methods.recipe import Calibration, digest
-from kvbench.methods.resolve import chain_of
+from kvbench.methods.core import registry
+from kvbench.methods.core.base import Selector, TokenSelector
+from kvbench.methods.core.recipe import Calibration, digest
+from kvbench.methods.core.resolve import chain_of
 from kvbench.methods.uncomp import UNCompGroup
 from kvbench.methods.uncomp_stage import UncompStage
 from kvbench.models.interface import decoder_layers

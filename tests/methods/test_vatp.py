@@ -10,11 +10,11 @@ from grids import grid
 
 import kvbench
 from kvbench.audit.prompt_audit import audit
+from kvbench.base.errors import UsageError
 from kvbench.engine.step import build as build_batch
 from kvbench.engine.step import step
-from kvbench.errors import UsageError
-from kvbench.methods.base import Capacity, protect
-from kvbench.methods.resolve import chain_of
+from kvbench.methods.core.base import Capacity, protect
+from kvbench.methods.core.resolve import chain_of
 from kvbench.methods.vatp import Vatp
 from kvbench.models.interface import attached
 from kvbench.storage.roles import Slots

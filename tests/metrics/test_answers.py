@@ -5,7 +5,7 @@ import pytest
 from data import data_path
 from metrics import slow
 
-from kvbench.metrics.answers import chosen_letter, gsm8k, last_number, letter
+from kvbench.tasks.metrics.answers import chosen_letter, gsm8k, last_number, letter
 from kvbench.tasks.rows import read
 
 

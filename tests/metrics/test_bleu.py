@@ -4,7 +4,7 @@ import random
 import pytest
 from metrics import slow
 
-from kvbench.metrics.bleu import bleu, tokenize
+from kvbench.tasks.metrics.bleu import bleu, tokenize
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,9 @@ import jieba
 import pytest
 from metrics import slow
 
-from kvbench.example import Example
-from kvbench.metrics import score
-from kvbench.metrics.chinese import _MARKS, qa_f1_zh, retrieval_zh, rouge_zh, segment
+from kvbench.base.example import Example
+from kvbench.tasks.metrics import score
+from kvbench.tasks.metrics.chinese import _MARKS, qa_f1_zh, retrieval_zh, rouge_zh, segment
 
 TEXTS = [
     *("厦门大学。", "《热诚传说》动画的结局是百合。", "人民币57081.86元。", "九箱盐，运往磨坊！"),
@@ -72,7 +72,7 @@ def test_words_that_other_code_teaches_jieba_change_nothing():
 
 
 def test_segmentation_is_quiet():
-    code = "from kvbench.metrics.chinese import qa_f1_zh; print(qa_f1_zh('厦门大学', '厦门大学'))"
+    code = "from kvbench.tasks.metrics.chinese import qa_f1_zh; print(qa_f1_zh('厦门大学', '厦门大学'))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "1.0\n"
     assert done.stderr == ""

@@ -3,7 +3,7 @@ import random
 import pytest
 from metrics import slow
 
-from kvbench.metrics.choice import accuracy, classification, count, retrieval
+from kvbench.tasks.metrics.choice import accuracy, classification, count, retrieval
 
 
 @pytest.mark.parametrize(

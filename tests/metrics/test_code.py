@@ -5,7 +5,7 @@ from fuzzywuzzy import fuzz
 from fuzzywuzzy.StringMatcher import StringMatcher
 from metrics import slow
 
-from kvbench.metrics.code import code_sim, edit_sim, fuzz_ratio
+from kvbench.tasks.metrics.code import code_sim, edit_sim, fuzz_ratio
 
 MATCHERS = {"levenshtein": StringMatcher, "difflib": difflib.SequenceMatcher}
 

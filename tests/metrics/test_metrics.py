@@ -4,11 +4,11 @@ import pytest
 from grids import grid
 from metrics import slow
 
-import kvbench.metrics as package
+import kvbench.tasks.metrics as package
+from kvbench.base.errors import UsageError
+from kvbench.base.example import Example
 from kvbench.cli.main import main
-from kvbench.errors import UsageError
-from kvbench.example import Example
-from kvbench.metrics import METRICS, metric, score
+from kvbench.tasks.metrics import METRICS, metric, score
 
 NAMES = {"f1", "rouge_l", "rouge1", "accuracy", "exact_match", "contains", "code_sim", "edit_sim"}
 LONGBENCH_CHOICES = {"classification", "count", "retrieval"}

@@ -5,9 +5,9 @@ import json
 import pytest
 from data import data_path
 
-from kvbench.example import Example
-from kvbench.metrics import score
-from kvbench.metrics.text import first_line
+from kvbench.base.example import Example
+from kvbench.tasks.metrics import score
+from kvbench.tasks.metrics.text import first_line
 
 METRIC_OF = {
     **dict.fromkeys(["narrativeqa", "qasper", "multifieldqa_en", "hotpotqa", "2wikimqa", "musique", "triviaqa"], "f1"),

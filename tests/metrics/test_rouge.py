@@ -8,7 +8,7 @@ from metrics import slow
 from rouge import Rouge
 from rouge_score.rouge_scorer import RougeScorer
 
-from kvbench.metrics.rouge import OFFICIAL_DEPTH, rouge1_stem, rouge_l, rouge_n
+from kvbench.tasks.metrics.rouge import OFFICIAL_DEPTH, rouge1_stem, rouge_l, rouge_n
 
 
 def package_rouge_l(prediction: str, reference: str) -> float:

@@ -3,9 +3,9 @@
 import pytest
 from grids import grid
 
-from kvbench.example import Example
-from kvbench.metrics import metric, score
-from kvbench.metrics.ruler import over_lengths
+from kvbench.base.example import Example
+from kvbench.tasks.metrics import metric, score
+from kvbench.tasks.metrics.ruler import over_lengths
 
 
 def scored(name, prediction, *references):

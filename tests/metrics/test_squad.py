@@ -1,9 +1,9 @@
 import pytest
 from metrics import slow
 
-from kvbench.example import Example
-from kvbench.metrics import score
-from kvbench.metrics.squad import best_subspan_em, coqa_f1, squad_f1
+from kvbench.base.example import Example
+from kvbench.tasks.metrics import score
+from kvbench.tasks.metrics.squad import best_subspan_em, coqa_f1, squad_f1
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,8 @@ import coverage
 import numpy as np
 import pytest
 
-from kvbench.metrics import stats
-from kvbench.metrics.stats import holm, mean_interval, p_above, paired_difference, share
+from kvbench.tasks.metrics import stats
+from kvbench.tasks.metrics.stats import holm, mean_interval, p_above, paired_difference, share
 
 
 def test_interval_of_right_and_wrong_answers_is_wilsons():

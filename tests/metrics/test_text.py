@@ -1,7 +1,7 @@
 import pytest
 from metrics import slow
 
-from kvbench.metrics.text import contains, exact_match, first_line, normalise_answer, qa_f1
+from kvbench.tasks.metrics.text import contains, exact_match, first_line, normalise_answer, qa_f1
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@ import pytest
 from data import data_path
 from metrics import slow
 
-from kvbench.metrics.arithmetic import evaluate, numbers
-from kvbench.metrics.theorem import announced, close, parse_reference, theorem_match
+from kvbench.tasks.metrics.arithmetic import evaluate, numbers
+from kvbench.tasks.metrics.theorem import announced, close, parse_reference, theorem_match
 from kvbench.tasks.rows import read
 
 

@@ -11,7 +11,7 @@ from passthrough import quantisers_pass_through
 import kvbench
 from kvbench.audit.prompt_audit import audit
 from kvbench.engine import prefill
-from kvbench.methods.resolve import chain_of
+from kvbench.methods.core.resolve import chain_of
 
 ALIASED = {"method": "qhitter", "kv_size": 14, "bits": 2, "v_alias": True}
 SIMULATED = {"method": "flexgen", "bits": 2, "code_prefill": True}

@@ -15,9 +15,9 @@ from transformers.models.nemotron import modeling_nemotron
 from transformers.models.olmo3.modeling_olmo3 import Olmo3RotaryEmbedding
 
 import kvbench
+from kvbench.base.errors import UsageError
 from kvbench.cli.main import main
-from kvbench.errors import UsageError
-from kvbench.methods.resolve import chain_of
+from kvbench.methods.core.resolve import chain_of
 from kvbench.models import embedded, traits
 from kvbench.models.interface import attached
 

@@ -14,10 +14,10 @@ from kvbench.bench.sampling import skip
 from kvbench.engine import cuda_graph
 from kvbench.engine.prefill import prefill_chains
 from kvbench.engine.step import build, step
-from kvbench.methods import registry
-from kvbench.methods.base import Modifier
-from kvbench.methods.chain import Chain
-from kvbench.methods.resolve import chain_of
+from kvbench.methods.core import registry
+from kvbench.methods.core.base import Modifier
+from kvbench.methods.core.chain import Chain
+from kvbench.methods.core.resolve import chain_of
 from kvbench.models.interface import attached
 
 pytestmark = pytest.mark.e2e("every method decodes")

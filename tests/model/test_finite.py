@@ -10,12 +10,12 @@ from families import SMALL_BLOCKS, build, prompt
 from runs import run_json
 
 import kvbench
+from kvbench.base.errors import Refused
 from kvbench.engine.batch import DecodeBatch
 from kvbench.engine.stopping import Ending
-from kvbench.errors import Refused
-from kvbench.methods import registry
-from kvbench.methods.base import Selector, Stage
-from kvbench.methods.chain import Chain
+from kvbench.methods.core import registry
+from kvbench.methods.core.base import Selector, Stage
+from kvbench.methods.core.chain import Chain
 from kvbench.methods.snapkv import SnapKV
 from kvbench.methods.think import Think
 from kvbench.models import load

@@ -6,7 +6,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from kvbench.errors import KvbenchError
+from kvbench.base.errors import KvbenchError
 from kvbench.models import gguf as converter
 from kvbench.models import load
 from kvbench.models.config import ModelConfig

@@ -6,11 +6,11 @@ from families import OPT_WAITS
 from families import build as family
 
 import kvbench
+from kvbench.base.errors import KvbenchError
 from kvbench.engine import cuda_graph
 from kvbench.engine.cuda_graph import Graph
 from kvbench.engine.step import build, step
-from kvbench.errors import KvbenchError
-from kvbench.methods.registry import knob_names
+from kvbench.methods.core.registry import knob_names
 from kvbench.models.interface import attached
 
 pytestmark = pytest.mark.e2e("every method decodes")

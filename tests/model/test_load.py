@@ -8,9 +8,9 @@ import torch
 from families import FAMILIES, build
 from safetensors.torch import load_file, save_file
 
-from kvbench import extras
+from kvbench.base import extras
+from kvbench.base.errors import MissingModel, UsageError
 from kvbench.cli.main import main
-from kvbench.errors import MissingModel, UsageError
 from kvbench.models import embedded, load
 from kvbench.models.config import ModelConfig
 

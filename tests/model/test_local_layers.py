@@ -16,19 +16,19 @@ from transformers import AutoConfig, AutoModelForCausalLM, Gemma3Config, Gemma3F
 import kvbench
 from kvbench.audit.accounting import bytes_declared
 from kvbench.audit.prompt_audit import Refused, audit
+from kvbench.base.errors import UsageError
 from kvbench.bench import layers as bench_layers
 from kvbench.engine.likelihood import teacher_force
 from kvbench.engine.step import build as batch_of
-from kvbench.errors import UsageError
 from kvbench.kv import exact_attention
 from kvbench.kv.model_shape import Shape, from_config, from_entry
 from kvbench.kv.observation import Needs
 from kvbench.kv.packed import quantise_tokens
 from kvbench.kv.scale import CappedScale, capped
-from kvbench.methods.base import Selector
 from kvbench.methods.chai import merge_clusters
-from kvbench.methods.chain import Chain
-from kvbench.methods.resolve import chain_of
+from kvbench.methods.core.base import Selector
+from kvbench.methods.core.chain import Chain
+from kvbench.methods.core.resolve import chain_of
 from kvbench.models import embedded, traits
 from kvbench.storage import attend as storage_attend
 from kvbench.storage import kernels

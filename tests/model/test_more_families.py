@@ -10,9 +10,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import kvbench
 from kvbench.audit.prompt_audit import audit
+from kvbench.base.errors import UsageError
 from kvbench.engine.likelihood import teacher_force
 from kvbench.engine.patches import by_batch
-from kvbench.errors import UsageError
 from kvbench.models import embedded
 from kvbench.models.traits import TESTED, of_model
 

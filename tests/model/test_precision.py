@@ -10,9 +10,9 @@ from families import build, prompt
 from runs import run_json
 
 import kvbench
+from kvbench.base.errors import UsageError
 from kvbench.cli.main import main
 from kvbench.engine import precision
-from kvbench.errors import UsageError
 
 CPU = torch.device("cpu")
 ONE = ["dataset=tiny/needle,tiny/hop", "length=256", "limit=1", "method=snapkv"]

@@ -9,13 +9,13 @@ from calibrations import ready
 from families import LOCALS, WHOLE, build, prompt
 from law_matrix import CHAINS, PER, SMALL, configured, supported
 
+from kvbench.base.errors import UsageError
 from kvbench.engine import shared_prefix
 from kvbench.engine.prefill import prefill_chains
 from kvbench.engine.prompt_pass import observe
 from kvbench.engine.shared_prefix import SharedPrefix
-from kvbench.errors import UsageError
 from kvbench.kv.observation import Needs
-from kvbench.methods.resolve import chain_of
+from kvbench.methods.core.resolve import chain_of
 
 SIZE = 16
 FAMILIES = tuple(f for f in WHOLE if f not in LOCALS)

@@ -13,7 +13,7 @@ from data import data_path
 import kvbench
 from kvbench.cli.main import main
 from kvbench.models.releases import named_cache
-from kvbench.run.store import ResultStore
+from kvbench.store.store import ResultStore
 
 pytestmark = pytest.mark.e2e("a pretrained model answers")
 

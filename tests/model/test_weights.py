@@ -9,10 +9,10 @@ from families import FAMILIES, build
 from safetensors.torch import load_file, save_file
 
 from kvbench.api import generate
+from kvbench.base.errors import UsageError
 from kvbench.cli.main import main
 from kvbench.engine.prefill import prefill_chains
-from kvbench.errors import UsageError
-from kvbench.methods.resolve import chain_of
+from kvbench.methods.core.resolve import chain_of
 from kvbench.models import load, weights
 from kvbench.models.config import ModelConfig
 

@@ -6,11 +6,11 @@ from families import build, generated, prompt
 from transformers import MistralConfig, MistralForCausalLM
 
 import kvbench
+from kvbench.base.errors import UsageError
 from kvbench.engine.decode import Ending, sample
 from kvbench.engine.prefill import prefill_chains
-from kvbench.errors import UsageError
 from kvbench.kv.exact_attention import attend_rows
-from kvbench.methods.chain import Chain
+from kvbench.methods.core.chain import Chain
 
 
 def windowed(window):

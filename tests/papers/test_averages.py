@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvbench.errors import KvbenchError
+from kvbench.base.errors import KvbenchError
 from kvbench.papers.forensics import audit
 from kvbench.papers.forensics.exact import everything
 from kvbench.papers.spec import catalogue, published

@@ -9,9 +9,8 @@ import paper_claims
 import pytest
 from papers_text import text_of
 
+from kvbench.base.errors import KvbenchError, UsageError
 from kvbench.cli.main import main
-from kvbench.errors import KvbenchError, UsageError
-from kvbench.metrics import stats
 from kvbench.papers.claims import claim_runner, claims
 from kvbench.papers.claims.claims import (
     CONTRADICTED,
@@ -31,7 +30,8 @@ from kvbench.papers.claims.claims import (
 )
 from kvbench.papers.measured import our_table
 from kvbench.papers.spec.row_knobs import knobs
-from kvbench.tables import writers
+from kvbench.report import writers
+from kvbench.tasks.metrics import stats
 
 pytestmark = pytest.mark.e2e("measures claims end to end")
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvbench.errors import KvbenchError
+from kvbench.base.errors import KvbenchError
 from kvbench.papers.forensics.formulas import evaluate, query, text
 from kvbench.papers.spec.published import Published
 from kvbench.papers.spec.published_cells import Book

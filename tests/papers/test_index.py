@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 from papers_text import text_of
 
+from kvbench.base.errors import KvbenchError, UsageError
 from kvbench.cli.main import main
-from kvbench.errors import KvbenchError, UsageError
 from kvbench.papers.spec import catalogue
 from kvbench.papers.spec.published import load_table, tables
 from kvbench.papers.spec.published_cells import published

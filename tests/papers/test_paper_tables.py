@@ -16,8 +16,9 @@ import shards
 
 from kvbench.papers.measured import coverage
 from kvbench.papers.spec import stand_ins, table_spec
-from kvbench.run import archive, experiment
-from kvbench.run.store import ResultStore
+from kvbench.run import experiment
+from kvbench.store import archive
+from kvbench.store.store import ResultStore
 
 pytestmark = pytest.mark.e2e("measures and packs tables")
 

@@ -2,12 +2,12 @@
 
 import pytest
 
-from kvbench.errors import KvbenchError, UsageError
-from kvbench.imports.base import ImportedAnswer, Predictions
-from kvbench.imports.scoring import Scored
-from kvbench.imports.table import notes, tasks
-from kvbench.imports.verdict import PredictionSource, beside, mark, means
+from kvbench.base.errors import KvbenchError, UsageError
 from kvbench.papers.spec import catalogue, published, table_spec
+from kvbench.studies.imports.base import ImportedAnswer, Predictions
+from kvbench.studies.imports.scoring import Scored
+from kvbench.studies.imports.table import notes, tasks
+from kvbench.studies.imports.verdict import PredictionSource, beside, mark, means
 
 
 def test_the_tables_are_complete():

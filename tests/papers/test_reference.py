@@ -6,7 +6,7 @@ from kvbench.cli.main import main
 from kvbench.papers.report import reference
 from kvbench.papers.spec import catalogue
 from kvbench.papers.spec.published_cells import published
-from kvbench.run import presets
+from kvbench.plan import presets
 
 
 def entry(paper, number):

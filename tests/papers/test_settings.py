@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvbench.errors import KvbenchError
+from kvbench.base.errors import KvbenchError
 from kvbench.papers.spec import row_knobs, table_spec
 from kvbench.papers.spec.row_knobs import StandIn, knobs
 

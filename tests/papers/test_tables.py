@@ -10,15 +10,15 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
+from kvbench.base.files import line_of
 from kvbench.cli.main import main
-from kvbench.files import line_of
-from kvbench.metrics import stats
 from kvbench.papers.measured import coverage, grid, our_table, page, trace
 from kvbench.papers.measured.cell_view import view
 from kvbench.papers.spec import catalogue, stand_ins, table_spec
 from kvbench.papers.spec.table_spec import Column
-from kvbench.run import presets, words
-from kvbench.run.config import parse
+from kvbench.plan import presets, words
+from kvbench.plan.config import parse
+from kvbench.tasks.metrics import stats
 
 pytestmark = pytest.mark.e2e("reads every table")
 

@@ -4,15 +4,15 @@ import numpy as np
 import papers_data
 import pytest
 
+from kvbench.base.errors import UsageError
 from kvbench.cli.main import main
-from kvbench.errors import UsageError
-from kvbench.metrics import metric, stats
 from kvbench.papers.claims import claims
 from kvbench.papers.measured import coverage, grid, our_table, page
 from kvbench.papers.measured.cell_view import view
 from kvbench.papers.measured.joint import joint
 from kvbench.papers.spec import catalogue, row_knobs, stand_ins, table_spec
 from kvbench.run import experiment
+from kvbench.tasks.metrics import metric, stats
 
 pytestmark = pytest.mark.e2e("measures every table on one example")
 

@@ -11,9 +11,9 @@ import yaml
 from conftest import SMOL
 
 import kvbench
+from kvbench.base.errors import UsageError
 from kvbench.engine.hf_cache import TransformersCache
 from kvbench.engine.likelihood import teacher_force
-from kvbench.errors import UsageError
 
 pytest.importorskip("lm_eval", reason="lm-eval is not installed here: make test-peers")
 from lm_eval import simple_evaluate

@@ -13,12 +13,12 @@ from kvpress_reference import N, prompt, theirs
 
 import kvbench
 from kvbench.audit.prompt_audit import audit
+from kvbench.base.errors import UsageError
 from kvbench.cli.main import main
-from kvbench.errors import UsageError
-from kvbench.methods.kvpress_package import presses, refusal, wraps_another
-from kvbench.methods.resolve import chain_of
+from kvbench.methods.core.kvpress_package import presses, refusal, wraps_another
+from kvbench.methods.core.resolve import chain_of
 from kvbench.models.releases import named_cache
-from kvbench.run.store import ResultStore
+from kvbench.store.store import ResultStore
 
 kvpress = pytest.importorskip("kvpress", reason="kvpress is not installed here: make test-peers")
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM  # noqa: E402

@@ -7,7 +7,7 @@ from data import data_path
 from peers.test_kvpress import kvpress, ours, theirs
 
 import kvbench
-from kvbench.methods.kvpress_package import presses
+from kvbench.methods.core.kvpress_package import presses
 
 N = 1024
 SNAPKV = {"window": 64, "kernel": 5, "pooling": "avg"}

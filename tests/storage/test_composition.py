@@ -10,11 +10,11 @@ from grids import grid
 
 import kvbench
 from kvbench.audit.prompt_audit import audit
+from kvbench.base.errors import UsageError
 from kvbench.cli.main import main
-from kvbench.errors import UsageError
 from kvbench.kv.segment import storage_bytes
-from kvbench.methods import registry
-from kvbench.methods.resolve import chain_of
+from kvbench.methods.core import registry
+from kvbench.methods.core.resolve import chain_of
 
 SMALL = {"recent": 5, "observed": 8, "group": 4, "residual": 8}
 PER = ("kv_head", "query_head")

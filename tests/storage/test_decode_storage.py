@@ -8,7 +8,7 @@ import torch
 from storage_reference import Layer, Storage
 
 from kvbench.engine.decode_layer import RowLayer
-from kvbench.methods.resolve import chain_of
+from kvbench.methods.core.resolve import chain_of
 from kvbench.methods.twilight import Twilight
 from kvbench.storage.format import Room, StoredRow
 

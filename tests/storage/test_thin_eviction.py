@@ -9,10 +9,10 @@ from families import build, generated, prompt
 import kvbench
 from kvbench.audit.decode_audit import check_peak
 from kvbench.audit.prompt_audit import audit
+from kvbench.base.errors import UsageError
 from kvbench.engine.decode import Ending, generate_rows, step
 from kvbench.engine.step import build as build_batch
-from kvbench.errors import UsageError
-from kvbench.methods.resolve import chain_of
+from kvbench.methods.core.resolve import chain_of
 from kvbench.models.interface import attached
 
 pytestmark = pytest.mark.e2e("whole models decode beside a slow reference")

@@ -6,12 +6,12 @@ from dataclasses import replace
 import pytest
 from data import data_path
 
-from kvbench.conf import entries
-from kvbench.errors import UsageError
-from kvbench.example import Example, Turn
-from kvbench.metrics import score
+from kvbench.base.conf import entries
+from kvbench.base.errors import UsageError
+from kvbench.base.example import Example, Turn
 from kvbench.run.host import encode_prompt
 from kvbench.tasks.base import Task, load_tasks
+from kvbench.tasks.metrics import score
 from kvbench.tasks.prompt import PromptPolicy
 from kvbench.tasks.records import LINES_HEADER
 

@@ -3,8 +3,8 @@ import json
 import pytest
 from tasks.shared import load, write_lines
 
-from kvbench.errors import UsageError
-from kvbench.metrics import score
+from kvbench.base.errors import UsageError
+from kvbench.tasks.metrics import score
 
 
 def turns(*texts):

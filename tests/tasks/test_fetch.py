@@ -7,8 +7,8 @@ import json
 import pytest
 from hubs import COMMIT, SUITE, FakeHub, archive, parquet, source, take
 
+from kvbench.base.errors import KvbenchError, UsageError
 from kvbench.engine.calibration import text
-from kvbench.errors import KvbenchError, UsageError
 from kvbench.tasks import fetch
 from kvbench.tasks.source import Files
 

@@ -5,7 +5,7 @@ import pytest
 import yaml
 from data import data_path
 
-from kvbench.errors import UsageError
+from kvbench.base.errors import UsageError
 from kvbench.tasks.base import load_tasks
 
 DEFAULTS = yaml.safe_load((Path(__file__).parents[2] / "conf/dataset/file.yaml").read_text())["file"]

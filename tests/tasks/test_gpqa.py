@@ -1,8 +1,8 @@
 import pytest
 from tasks.shared import load, write_table
 
-from kvbench.errors import UsageError
-from kvbench.metrics import score
+from kvbench.base.errors import UsageError
+from kvbench.tasks.metrics import score
 
 
 def row(i, **values):

@@ -2,8 +2,8 @@ import pytest
 from data import data_path
 from tasks.shared import load, write_lines
 
-from kvbench.errors import UsageError
-from kvbench.metrics import score
+from kvbench.base.errors import UsageError
+from kvbench.tasks.metrics import score
 
 ROW = {"question": "How many eggs are 2 {boxes} of 6?", "answer": "2*6 = <<2*6=12>>12\n#### 1,012"}
 

@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 from tasks.shared import load
 
-from kvbench.errors import UsageError
+from kvbench.base.errors import UsageError
 from kvbench.tasks.fetch import source_of, unpack
 
 PICTURE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])

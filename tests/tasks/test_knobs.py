@@ -1,7 +1,7 @@
 import pytest
 
-from kvbench.conf import entries
-from kvbench.errors import UsageError
+from kvbench.base.conf import entries
+from kvbench.base.errors import UsageError
 from kvbench.tasks.base import load_tasks
 from kvbench.tasks.knobs import drawn, one_of, whole
 

@@ -5,15 +5,15 @@ import json
 import pytest
 from data import data_path
 
+from kvbench.base.conf import entries
+from kvbench.base.errors import UsageError
 from kvbench.cli.main import main
-from kvbench.conf import entries
-from kvbench.errors import UsageError
-from kvbench.metrics import METRICS
-from kvbench.run import words
-from kvbench.run.config import parse
-from kvbench.run.plan import build_groups
+from kvbench.plan import words
+from kvbench.plan.cells import build_groups
+from kvbench.plan.config import parse
 from kvbench.tasks import longbench
 from kvbench.tasks.base import load_tasks
+from kvbench.tasks.metrics import METRICS
 
 ENGLISH = [
     *("narrativeqa", "qasper", "multifieldqa_en", "hotpotqa", "2wikimqa", "musique", "gov_report", "qmsum"),

@@ -5,9 +5,9 @@ from data import data_path
 from metrics.slow import squad_words
 from tasks.shared import load, write_lines
 
-from kvbench.errors import UsageError
-from kvbench.metrics import score
+from kvbench.base.errors import UsageError
 from kvbench.tasks.base import own_wording
+from kvbench.tasks.metrics import score
 
 DOCUMENT = re.compile(r"^Document \[(\d+)\]\(Title: (.*?)\) (.*)$", re.MULTILINE)
 

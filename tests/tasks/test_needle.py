@@ -9,10 +9,10 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from kvbench.errors import UsageError
-from kvbench.metrics import score
-from kvbench.run.advice import at_floor
+from kvbench.base.errors import UsageError
+from kvbench.plan.advice import at_floor
 from kvbench.tasks.base import load_tasks
+from kvbench.tasks.metrics import score
 
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "kvbench/models/embedded/tiny"

@@ -11,9 +11,9 @@ from families import FAMILIES, build, prompt
 from transformers import AutoTokenizer
 
 import kvbench
+from kvbench.base.errors import UsageError
 from kvbench.cli.main import main
 from kvbench.engine.likelihood import teacher_force
-from kvbench.errors import UsageError
 from kvbench.tasks import perplexity
 from kvbench.tasks.source import Files
 
@@ -162,7 +162,7 @@ def test_rolled_h2o_streams_too(tmp_path, capsys):
 def test_the_interval_of_a_perplexity_difference_resamples_pairs():
     import numpy as np
 
-    from kvbench.run.summary import shown_delta
+    from kvbench.report.summary import shown_delta
 
     rng = np.random.default_rng(3)
     peers_value = rng.normal(3.0, 0.4, 40)

@@ -5,11 +5,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvbench.conf import entries
-from kvbench.errors import UsageError
-from kvbench.example import Example
-from kvbench.run import config
-from kvbench.run import words as words_of
+from kvbench.base.conf import entries
+from kvbench.base.errors import UsageError
+from kvbench.base.example import Example
+from kvbench.plan import config
+from kvbench.plan import words as words_of
 from kvbench.tasks.base import Task
 from kvbench.tasks.prompt import PromptPolicy, check, encode
 

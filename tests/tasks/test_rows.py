@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from kvbench.errors import UsageError
+from kvbench.base.errors import UsageError
 from kvbench.tasks.rows import FileRow, read
 
 

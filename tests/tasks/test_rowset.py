@@ -12,7 +12,7 @@ import worked
 import yaml
 from tasks.shared import write_lines
 
-from kvbench.errors import UsageError
+from kvbench.base.errors import UsageError
 from kvbench.tasks.base import load_tasks
 
 ROOT = Path(__file__).parents[2]

@@ -12,10 +12,10 @@ from data import data_path
 from grids import grid
 from transformers import AutoTokenizer
 
+from kvbench.base.errors import UsageError
 from kvbench.cli.main import main
-from kvbench.errors import UsageError
 from kvbench.models import embedded
-from kvbench.tables import ruler as tables
+from kvbench.report import ruler as tables
 from kvbench.tasks.base import load_tasks
 from kvbench.tasks.prompt import PromptPolicy
 from kvbench.tasks.ruler import words

@@ -5,9 +5,9 @@ from itertools import product
 
 from data import data_path
 
+from kvbench.base.conf import entries
+from kvbench.base.example import Example
 from kvbench.cli.main import main
-from kvbench.conf import entries
-from kvbench.example import Example
 from kvbench.tasks.base import Task, load_tasks
 from kvbench.tasks.spread import left_out, spread
 

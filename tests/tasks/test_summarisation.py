@@ -2,8 +2,8 @@ import pytest
 from data import data_path
 from tasks.shared import load, write_lines
 
-from kvbench.errors import UsageError
-from kvbench.metrics import score
+from kvbench.base.errors import UsageError
+from kvbench.tasks.metrics import score
 
 ASKED = "Summarize the above article in 1 sentence.\n"
 

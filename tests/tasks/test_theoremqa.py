@@ -5,9 +5,9 @@ import pytest
 from data import data_path
 from tasks.shared import load, write_lines
 
-from kvbench.errors import UsageError
-from kvbench.metrics import score
+from kvbench.base.errors import UsageError
 from kvbench.tasks.base import own_wording
+from kvbench.tasks.metrics import score
 
 
 def row(answer=3, of="integer", **values):

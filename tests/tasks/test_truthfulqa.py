@@ -2,9 +2,9 @@ import pytest
 from data import data_path
 from tasks.shared import load, write_lines, write_table
 
-from kvbench.errors import UsageError
-from kvbench.metrics import score
+from kvbench.base.errors import UsageError
 from kvbench.tasks.base import own_wording
+from kvbench.tasks.metrics import score
 from kvbench.tasks.rows import read
 
 SHOTS = """Q: How many legs does a spider have?

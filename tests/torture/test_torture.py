@@ -33,7 +33,7 @@ def test_the_checks_see_what_they_are_for(tmp_path):
         sys.path.pop(0)
     from stored import Cell, measure
 
-    from kvbench.run.store import ResultStore
+    from kvbench.store.store import ResultStore
 
     for name in ("a", "b"):
         store = ResultStore(tmp_path / name)

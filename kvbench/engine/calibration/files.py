@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import kvbench
-from kvbench.errors import KvbenchError, UsageError
-from kvbench.files import read_json, write_json
-from kvbench.methods.recipe import Calibration, Request, digest
+from kvbench.base.errors import KvbenchError, UsageError
+from kvbench.base.files import read_json, write_json
+from kvbench.methods.core.recipe import Calibration, Request, digest
 
 FORMAT = 1  # of the record: files of another are refused
 

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvbench.base.errors import UsageError
 from kvbench.engine.calibration import tiny_corpus
-from kvbench.errors import UsageError
 from kvbench.tasks.base import read_text
 from kvbench.tasks.source import Files, data_root
 

@@ -9,9 +9,8 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any
 
-from kvbench.errors import UsageError
-from kvbench.files import write_json
-from kvbench.metrics import stats
+from kvbench.base.errors import UsageError
+from kvbench.base.files import write_json
 from kvbench.papers.claims import claims
 from kvbench.papers.claims.claims import (
     DIVERGENCE,
@@ -31,9 +30,10 @@ from kvbench.papers.measured import our_table
 from kvbench.papers.measured.joint import joint
 from kvbench.papers.measured.our_table import OurTable
 from kvbench.papers.spec import stand_ins, table_spec
+from kvbench.report.table import Table
 from kvbench.run import experiment
-from kvbench.run.provenance import local_changes
-from kvbench.tables.table import Table
+from kvbench.store.provenance import local_changes
+from kvbench.tasks.metrics import stats
 
 FOLDER = "claims"
 """The folder below a results folder with a ledger for each model."""

@@ -22,18 +22,18 @@ import numpy as np
 import yaml
 from numpy.typing import NDArray
 
-from kvbench.errors import KvbenchError, unknown
-from kvbench.metrics import metric, stats
+from kvbench.base.errors import KvbenchError, unknown
 from kvbench.papers import files
 from kvbench.papers.measured.our_table import OurTable, scores
 from kvbench.papers.spec import catalogue, table_spec
 from kvbench.papers.spec.table_spec import Given
-from kvbench.run.advice import at_floor
-from kvbench.run.labels import label
-from kvbench.run.plan import Cell, Group
-from kvbench.run.store import ResultStore
-from kvbench.run.summary import nothing_compressed
+from kvbench.plan.advice import at_floor
+from kvbench.plan.cells import Cell, Group
+from kvbench.report.summary import nothing_compressed
+from kvbench.store.labels import label
+from kvbench.store.store import ResultStore
 from kvbench.tasks.longbench import names
+from kvbench.tasks.metrics import metric, stats
 
 TABLE = "claims"
 TESTS = ("better", "no_worse", "elsewhere")

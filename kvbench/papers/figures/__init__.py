@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from kvbench.conf import read_yaml
+from kvbench.base.conf import read_yaml
 from kvbench.papers import DATA
 
 

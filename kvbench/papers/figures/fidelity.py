@@ -10,14 +10,14 @@ import torch
 
 from kvbench.engine.divergence import with_one_layer
 from kvbench.engine.likelihood import diverge
-from kvbench.methods.chain import Chain
+from kvbench.methods.core.chain import Chain
 from kvbench.papers.figures.figure import Code, Fact
 from kvbench.papers.figures.measured import FULL, MeasuredFigure, Point
+from kvbench.plan.cells import Group
 from kvbench.run import experiment
-from kvbench.run.fidelity import FidelitySummary, TextFidelity, summarise_texts
 from kvbench.run.forced import texts_of
-from kvbench.run.plan import Group
-from kvbench.run.results import Sample, share
+from kvbench.store.fidelity import FidelitySummary, TextFidelity, summarise_texts
+from kvbench.store.results import Sample, share
 
 TEXTS = {"reference": "reference text", "greedy": "full cache's answer"}
 ALL = "all layers"

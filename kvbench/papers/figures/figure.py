@@ -16,10 +16,10 @@ import pandas as pd
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure as Canvas
 
-from kvbench.errors import UsageError
+from kvbench.base.errors import UsageError
 from kvbench.papers.figures.panels import Picture
 from kvbench.papers.spec import stand_ins
-from kvbench.tables.style import styled
+from kvbench.report.style import styled
 from kvbench.tasks.base import read_text
 
 if TYPE_CHECKING:

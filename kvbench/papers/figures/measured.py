@@ -15,21 +15,23 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from kvbench.conf import entries
-from kvbench.errors import UsageError
-from kvbench.methods import registry
-from kvbench.methods.chain import Chain
-from kvbench.methods.resolve import ChainConfig, chain_of
-from kvbench.metrics import metric, stats
+from kvbench.base.conf import entries
+from kvbench.base.errors import UsageError
+from kvbench.methods.core import registry
+from kvbench.methods.core.chain import Chain
+from kvbench.methods.core.resolve import ChainConfig, chain_of
 from kvbench.papers.figures.figure import OWN_METHODS, Figure
 from kvbench.papers.measured.our_table import scores
 from kvbench.papers.spec import row_knobs, stand_ins
-from kvbench.run import config, experiment, presets, summary, words
+from kvbench.plan import config, presets, words
+from kvbench.plan.cells import Cell, Group
+from kvbench.plan.words import split_list
+from kvbench.report import summary
+from kvbench.report.scatter import line_of
+from kvbench.run import experiment
 from kvbench.run.experiment import RunPlan
-from kvbench.run.plan import Cell, Group
-from kvbench.run.results import CellSummary, share
-from kvbench.run.words import split_list
-from kvbench.tables.scatter import line_of
+from kvbench.store.results import CellSummary, share
+from kvbench.tasks.metrics import metric, stats
 
 MEAN = "mean"
 FULL = "full"

@@ -16,7 +16,7 @@ from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure as Canvas
 from matplotlib.ticker import FixedLocator, LogLocator, NullLocator
 
-from kvbench.tables import style
+from kvbench.report import style
 
 WIDE = 10  # highest over lowest value, from where on an ``auto`` scale is logarithmic
 PREFIX = len("(a) ")  # what a letter adds to a title

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvbench.errors import UsageError, say
+from kvbench.base.errors import UsageError, say
 from kvbench.papers.figures.figure import OWN_METHODS, Figure, facts_of, folder, own_folder
 from kvbench.tasks.base import read_text
 

@@ -9,13 +9,13 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from kvbench.base.errors import UsageError
 from kvbench.engine.limits import check_capacity
 from kvbench.engine.prefill import as_prompt
 from kvbench.engine.prompt_pass import observe
-from kvbench.errors import UsageError
 from kvbench.kv.model_shape import Shape, from_config
 from kvbench.kv.observation import Needs, Observation
-from kvbench.methods.chain import Chain
+from kvbench.methods.core.chain import Chain
 from kvbench.models.interface import sliding_window
 
 OnLayer = Callable[[Observation, Tensor, Tensor], None]

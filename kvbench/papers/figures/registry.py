@@ -8,7 +8,7 @@ from functools import partial
 from itertools import product
 from typing import Any
 
-from kvbench.errors import unknown
+from kvbench.base.errors import unknown
 from kvbench.papers.figures import declared, fidelity, qhitter, scores, think, uncomp, vatp
 from kvbench.papers.figures.figure import Code, Figure
 from kvbench.papers.figures.measured import COLUMNS, MeasuredFigure, Point, Sweep

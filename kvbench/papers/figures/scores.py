@@ -8,10 +8,10 @@ from typing import Any
 
 import pandas as pd
 
-from kvbench.metrics import metric
 from kvbench.papers.figures.figure import Code, Fact
 from kvbench.papers.figures.measured import FULL, MEAN, MeasuredFigure
-from kvbench.tables import heatmap
+from kvbench.report import heatmap
+from kvbench.tasks.metrics import metric
 
 CLOSE = 2.0
 LOST = 50  # a mean score below which a needle is lost

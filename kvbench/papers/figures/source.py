@@ -11,14 +11,14 @@ from typing import Any, cast
 import torch
 from transformers import PreTrainedModel
 
+from kvbench.base.errors import UsageError
+from kvbench.base.example import Example
 from kvbench.engine.calibration import text as texts
-from kvbench.errors import UsageError
-from kvbench.example import Example
 from kvbench.models import load
 from kvbench.papers.figures.figure import Figure
 from kvbench.papers.figures.reading import Prompt
+from kvbench.plan.config import RunConfig
 from kvbench.run import experiment
-from kvbench.run.config import RunConfig
 from kvbench.tasks.base import Task, Tokenizer, load_tasks, read_text
 from kvbench.tasks.prompt import check, encode
 

@@ -15,15 +15,15 @@ import torch
 from torch import Tensor
 
 from kvbench.audit.accounting import bytes_declared
-from kvbench.conf import entries
+from kvbench.base.conf import entries
 from kvbench.kv.exact_attention import causal_softmax
 from kvbench.kv.model_shape import from_entry
 from kvbench.kv.observation import Needs, Observation
-from kvbench.methods.resolve import chain_of
+from kvbench.methods.core.resolve import chain_of
 from kvbench.papers.figures.figure import Code, Fact, percent
 from kvbench.papers.figures.measured import MeasuredFigure
 from kvbench.papers.figures.reading import Reading
-from kvbench.run import presets
+from kvbench.plan import presets
 
 DEPTHS = (14 / 32, 20 / 32)  # layers 14 and 20 of LLaMA-2-7B's 32
 NAMES = {"k": "keys", "v": "values"}

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from kvbench.kv.observation import Needs, Observation
-from kvbench.methods.entropy import entropy, layer_groups, spectrum
+from kvbench.methods.core.entropy import entropy, layer_groups, spectrum
 from kvbench.models.interface import decoder_layers
 from kvbench.papers.figures.figure import Code, Fact
 from kvbench.papers.figures.reading import Prompt, Reading

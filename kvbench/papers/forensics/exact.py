@@ -12,7 +12,7 @@ import pandas as pd
 import yaml
 
 from kvbench.audit.accounting import nominal_payload
-from kvbench.methods.resolve import chain_of
+from kvbench.methods.core.resolve import chain_of
 from kvbench.papers import DATA
 from kvbench.papers.forensics.formulas import cells, evaluate, query
 from kvbench.papers.spec import numbers

@@ -22,7 +22,7 @@ from typing import Any
 
 import pandas as pd
 
-from kvbench.errors import KvbenchError
+from kvbench.base.errors import KvbenchError
 from kvbench.papers.spec.numbers import exactly
 from kvbench.papers.spec.published import Published
 from kvbench.papers.spec.published_cells import Book, PublishedRow

@@ -17,8 +17,8 @@ from kvbench.papers.spec import catalogue
 from kvbench.papers.spec.numbers import fixed
 from kvbench.papers.spec.published import Published
 from kvbench.papers.spec.published_cells import Book
-from kvbench.tables.table import WIDTH, Table
-from kvbench.tables.writers import compose, table
+from kvbench.report.table import WIDTH, Table
+from kvbench.report.writers import compose, table
 
 MARKS = {"wrong": "✗", "doubt": "?", "note": "·"}
 LEGEND = (

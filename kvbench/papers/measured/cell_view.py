@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 
 from kvbench.bench.records import NOT_RUN
-from kvbench.metrics import metric, stats
 from kvbench.papers.forensics.exact import exact
 from kvbench.papers.measured.our_table import OurTable, TableLine, scores
 from kvbench.papers.spec.numbers import decimals
@@ -18,10 +17,11 @@ from kvbench.papers.spec.published import MARKS, Published
 from kvbench.papers.spec.table_spec import BUDGET, MEAN, MEANS, RATIO, RELATIVE, SCORE, SHARE, Column
 from kvbench.papers.spec.workloads import FAMILIES
 from kvbench.papers.timed.row_matching import TimedCell as Timed
-from kvbench.run import presets
-from kvbench.run.advice import at_floor
-from kvbench.run.report import CellResult
+from kvbench.plan import presets
+from kvbench.plan.advice import at_floor
+from kvbench.report.report import CellResult
 from kvbench.tasks.longbench import TASKS
+from kvbench.tasks.metrics import metric, stats
 
 AVERAGE = Column("avg", SCORE)
 OF_ALL = Column("avg", "all")

@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvbench.errors import KvbenchError
+from kvbench.base.errors import KvbenchError
 from kvbench.papers.spec.table_spec import MEANS
-from kvbench.tables import writers
+from kvbench.report import writers
 
 if TYPE_CHECKING:
     from kvbench.papers.measured.cell_view import View

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from textwrap import wrap
 
-from kvbench.metrics.stats import FEWEST, FLOOR
 from kvbench.papers.measured import timing_text
 from kvbench.papers.measured.cell_view import OF_ALL, WIDE, CellView, View
 from kvbench.papers.measured.our_table import OurTable, TableLine
@@ -15,10 +14,11 @@ from kvbench.papers.spec.published import FRACTION
 from kvbench.papers.spec.row_knobs import parse
 from kvbench.papers.spec.table_spec import MEANS, SCORE
 from kvbench.papers.spec.workloads import labels
-from kvbench.run.provenance import local_changes
-from kvbench.run.summary import MANY_EMPTY
-from kvbench.tables.render import EVICTING, EVICTS
-from kvbench.tables.table import Bold, Table
+from kvbench.report.render import EVICTING, EVICTS
+from kvbench.report.summary import MANY_EMPTY
+from kvbench.report.table import Bold, Table
+from kvbench.store.provenance import local_changes
+from kvbench.tasks.metrics.stats import FEWEST, FLOOR
 
 SHOWS = ("both", "ours", "published", "delta")
 WRONG = ("refused", "failed")

@@ -6,8 +6,8 @@ import json
 from collections.abc import Iterable
 from dataclasses import replace
 
+from kvbench.plan.cells import Group
 from kvbench.run.experiment import RunPlan
-from kvbench.run.plan import Group
 
 
 def joint(runs: Iterable[RunPlan]) -> list[RunPlan]:

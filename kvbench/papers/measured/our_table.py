@@ -9,11 +9,11 @@ from typing import Any, cast
 
 import yaml
 
-from kvbench.conf import entries
-from kvbench.errors import UsageError
-from kvbench.methods import registry
-from kvbench.methods.chain import Chain
-from kvbench.methods.resolve import ChainConfig, chain_of
+from kvbench.base.conf import entries
+from kvbench.base.errors import UsageError
+from kvbench.methods.core import registry
+from kvbench.methods.core.chain import Chain
+from kvbench.methods.core.resolve import ChainConfig, chain_of
 from kvbench.models import load, traits
 from kvbench.papers.spec import row_knobs, stand_ins
 from kvbench.papers.spec.published import model_id
@@ -21,12 +21,14 @@ from kvbench.papers.spec.table_spec import Column, Given, TableRow, TableSpec
 from kvbench.papers.spec.workloads import FAMILIES, INSTEAD, Reader, TableWorkload, composed, labels
 from kvbench.papers.timed import timings
 from kvbench.papers.timed.timings import Timings
-from kvbench.run import experiment, presets, summary
+from kvbench.plan import presets
+from kvbench.plan.cells import Cell, Group
+from kvbench.plan.run_plan import context_of
+from kvbench.report import summary
+from kvbench.report.report import CellResult
+from kvbench.run import experiment
 from kvbench.run.experiment import RunPlan
-from kvbench.run.plan import Cell, Group
-from kvbench.run.report import CellResult
-from kvbench.run.run_plan import context_of
-from kvbench.run.store import ResultStore
+from kvbench.store.store import ResultStore
 from kvbench.tasks.base import Tokenizer
 
 RESULTS = "results"

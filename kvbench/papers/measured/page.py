@@ -10,8 +10,8 @@ from typing import Any
 from kvbench.papers.measured.cell_view import CellView, View
 from kvbench.papers.measured.grid import grid, notes, title
 from kvbench.papers.timed.row_matching import TimedCell
-from kvbench.tables import writers
-from kvbench.tables.table import WIDTH, Table
+from kvbench.report import writers
+from kvbench.report.table import WIDTH, Table
 
 FORMATS = ("text", "md", "csv", "latex", "html")
 CSV_FIELDS = (

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from kvbench.errors import UsageError, unknown
-from kvbench.methods.chain import Chain
+from kvbench.base.errors import UsageError, unknown
+from kvbench.methods.core.chain import Chain
 from kvbench.papers.measured.cell_view import CellView, view
 from kvbench.papers.measured.our_table import OurTable, Parts, TableLine
 from kvbench.papers.spec.table_spec import MEANS, Column
-from kvbench.run.report import CellResult
+from kvbench.report.report import CellResult
 
 
 def trace(ours: OurTable, row: str, column: str) -> str:

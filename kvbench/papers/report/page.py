@@ -21,9 +21,9 @@ from kvbench.papers.figures.registry import FIGURES
 from kvbench.papers.forensics.finding import Finding
 from kvbench.papers.report.tables import ReportPart
 from kvbench.papers.spec import catalogue
-from kvbench.tables import writers
-from kvbench.tables.render import UNCHANGED
-from kvbench.tables.table import Table
+from kvbench.report import writers
+from kvbench.report.render import UNCHANGED
+from kvbench.report.table import Table
 
 HERE = Path(__file__).parent
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'unsafe-inline'"

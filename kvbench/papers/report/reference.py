@@ -9,18 +9,18 @@ from typing import Any
 
 import yaml
 
-from kvbench.conf import entries
-from kvbench.methods import registry
+from kvbench.base.conf import entries
+from kvbench.methods.core import registry
 from kvbench.papers.forensics.exact import everything
 from kvbench.papers.forensics.finding import place
 from kvbench.papers.forensics.statements import NOTE, judged
 from kvbench.papers.spec.catalogue import CatalogueEntry, Paper
 from kvbench.papers.spec.published import SCORES, model_id
 from kvbench.papers.spec.published_cells import Book, published
-from kvbench.run import presets
-from kvbench.run.presets import Setting
-from kvbench.tables.table import WIDTH
-from kvbench.tables.writers import table
+from kvbench.plan import presets
+from kvbench.plan.presets import Setting
+from kvbench.report.table import WIDTH
+from kvbench.report.writers import table
 from kvbench.tasks.longbench import TASKS
 
 HEAD = """# Reference of the papers

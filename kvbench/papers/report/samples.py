@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvbench.errors import UsageError
-from kvbench.example import Example
-from kvbench.methods.prompt_cache import Cache
+from kvbench.base.errors import UsageError
+from kvbench.base.example import Example
+from kvbench.methods.core.prompt_cache import Cache
+from kvbench.plan.cells import Group
 from kvbench.run import experiment
 from kvbench.run.experiment import RunPlan
-from kvbench.run.plan import Group
 
 LEVELS = 10
 """Shades of a token: the share of layers and heads that kept it, from none (0) to all (9)."""

@@ -9,15 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvbench.base.progress import progress
 from kvbench.papers.measured import our_table, page
 from kvbench.papers.measured.cell_view import View, view
 from kvbench.papers.measured.grid import grid, notes, title
 from kvbench.papers.spec import stand_ins, table_spec
 from kvbench.papers.spec.table_spec import TableSpec
-from kvbench.progress import progress
-from kvbench.run import archive
-from kvbench.run.store import ResultStore
-from kvbench.tables import writers
+from kvbench.report import writers
+from kvbench.store import archive
+from kvbench.store.store import ResultStore
 
 FACTS = ("model", "device", "dtype", "torch", "transformers", "kvbench", "commit")
 VIEWS = ("ours", "beside", "published", "delta")

@@ -13,7 +13,7 @@ from fractions import Fraction
 from functools import cache
 from pathlib import Path
 
-from kvbench.errors import KvbenchError, unknown
+from kvbench.base.errors import KvbenchError, unknown
 from kvbench.papers import files
 from kvbench.papers.spec.numbers import decimals, fixed
 

@@ -9,8 +9,8 @@ from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kvbench.errors import KvbenchError
-from kvbench.methods import registry
+from kvbench.base.errors import KvbenchError
+from kvbench.methods.core import registry
 
 Knobs = dict[str, str]
 

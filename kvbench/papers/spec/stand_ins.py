@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from kvbench.errors import KvbenchError
+from kvbench.base.errors import KvbenchError
 from kvbench.kv.model_shape import from_config
 from kvbench.methods.uncomp_stage import STARTS
 from kvbench.papers.spec import row_knobs

@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from kvbench.errors import KvbenchError, unknown
+from kvbench.base.errors import KvbenchError, unknown
 from kvbench.papers import files
 from kvbench.papers.spec import catalogue, published
 from kvbench.papers.spec.published import Published

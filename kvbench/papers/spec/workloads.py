@@ -11,13 +11,13 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kvbench.conf import entries
-from kvbench.errors import UsageError, unknown
+from kvbench.base.conf import entries
+from kvbench.base.errors import UsageError, unknown
 from kvbench.papers.spec import row_knobs, stand_ins
 from kvbench.papers.spec.table_spec import TableRow, TableSpec
-from kvbench.run import config
-from kvbench.run.config import DatasetConfig, RunConfig
-from kvbench.run.plan import Group
+from kvbench.plan import config
+from kvbench.plan.cells import Group
+from kvbench.plan.config import DatasetConfig, RunConfig
 from kvbench.tasks.base import Tokenizer, load_tasks
 from kvbench.tasks.longbench import TASKS
 from kvbench.tasks.needle import PHRASINGS

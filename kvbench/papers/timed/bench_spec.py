@@ -15,8 +15,8 @@ from functools import cache
 
 import yaml
 
+from kvbench.base.errors import KvbenchError, unknown
 from kvbench.bench import workload
-from kvbench.errors import KvbenchError, unknown
 from kvbench.papers import files as papers_files
 from kvbench.papers.spec.published import Published
 

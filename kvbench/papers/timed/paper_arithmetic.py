@@ -7,13 +7,13 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from kvbench.audit.accounting import bytes_declared, nominal_payload
-from kvbench.errors import unknown
+from kvbench.base.errors import unknown
 from kvbench.kv.model_shape import Shape
-from kvbench.methods.chain import Chain
-from kvbench.methods.resolve import chain_of
+from kvbench.methods.core.chain import Chain
+from kvbench.methods.core.resolve import chain_of
 from kvbench.papers.spec.published import load_table
-from kvbench.tables.table import Table
-from kvbench.tables.writers import compose
+from kvbench.report.table import Table
+from kvbench.report.writers import compose
 
 FP16, MIB, GIB = 2, 2**20, 2**30
 LLAMA2_7B = Shape(32, 32, 32, 128)

@@ -14,16 +14,16 @@ from typing import Any
 
 import torch
 
+from kvbench.base.errors import UsageError, unknown
 from kvbench.bench import records, request
 from kvbench.bench.records import Row
-from kvbench.errors import UsageError, unknown
 from kvbench.kv.model_shape import Shape
 from kvbench.papers.spec import stand_ins
 from kvbench.papers.spec.published import Published, model_id
 from kvbench.papers.spec.table_spec import TableSpec
 from kvbench.papers.timed import bench_spec, row_matching
 from kvbench.papers.timed.row_matching import TimedCell
-from kvbench.run import config
+from kvbench.plan import config
 
 KIND = "efficiency"
 SCRIPT = "scripts/gpu_tables.sh"

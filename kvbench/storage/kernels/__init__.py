@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kvbench.errors import UsageError
+from kvbench.base.errors import UsageError
 from kvbench.storage.row_segments import Ragged, RowSegment
 
 if TYPE_CHECKING:

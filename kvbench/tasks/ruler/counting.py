@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from random import Random
 
-from kvbench.errors import UsageError
+from kvbench.base.errors import UsageError
 from kvbench.tasks.ruler.fitting import LengthBudget, LengthTooShort, RulerPrompt
 
 COMMON_CONTEXT = (

@@ -10,8 +10,8 @@ from pathlib import Path
 from random import Random
 from types import MappingProxyType
 
-from kvbench.errors import MissingData, UsageError, unknown
-from kvbench.example import Example, Turn
+from kvbench.base.errors import MissingData, UsageError, unknown
+from kvbench.base.example import Example, Turn
 from kvbench.tasks.base import Task, Tokenizer, read_text
 from kvbench.tasks.knobs import one_of, whole
 from kvbench.tasks.ruler import counting, documents, niah, tracing

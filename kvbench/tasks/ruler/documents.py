@@ -10,7 +10,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from kvbench.errors import UsageError
+from kvbench.base.errors import UsageError
 from kvbench.tasks.base import read_text
 from kvbench.tasks.ruler.fitting import LengthBudget, RulerPrompt
 

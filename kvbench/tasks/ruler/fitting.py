@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvbench.errors import UsageError
+from kvbench.base.errors import UsageError
 
 
 class LengthTooShort(UsageError):

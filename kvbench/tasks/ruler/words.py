@@ -10,8 +10,8 @@ from importlib.resources import files as package_files
 from itertools import accumulate, pairwise
 from typing import Any
 
-from kvbench.errors import UsageError
-from kvbench.extras import require
+from kvbench.base.errors import UsageError
+from kvbench.base.extras import require
 
 LISTS = ("noun", "adjective", "verb")
 VERSION = "2.2.0"

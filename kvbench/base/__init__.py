@@ -1,0 +1,1 @@
+"""What every room uses: errors, configuration files, examples, files and progress."""

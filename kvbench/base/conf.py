@@ -1,0 +1,125 @@
+"""The folder ``conf/``, the YAML entries of its groups, and helpers for the records of a configuration."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from kvbench.base.errors import UsageError, unknown
+
+LISTED = {"model": "hf", "prompt": "plain", "logger": "wandb"}
+"""The config groups that hold the keys of one chosen entry, each with the entry that has all keys."""
+HIDDEN = ("defaults", "hydra", "chains", "tasks", "data", "preset")
+KEY_FILES = ("config", "prompt/plain", "model/hf", "logger/wandb")
+"""The files of conf/ that hold the keys of ``run``, besides those of its methods and datasets."""
+NOT_TYPED = re.compile(
+    r"^( *)(defaults|hydra|chains|tasks|preset|hub|_target_|_rows_|architecture):.*\n(\1 +.*\n)*\n?", re.MULTILINE
+)
+"""The blocks of conf/'s files that hold nothing to type."""
+
+
+@cache
+def conf_dir() -> Path:
+    """Return the folder of configurations: beside the package in a clone, inside it in an installed wheel."""
+    package = Path(__file__).resolve().parent
+    inside = package / "conf"
+    return inside if inside.is_dir() else package.parent / "conf"
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """Return the mapping in a YAML file. Raises UsageError with file and line if the file holds none."""
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    except UnicodeDecodeError as error:
+        line = error.object[: error.start].count(b"\n") + 1
+        raise UsageError(f"{path}:{line} is not UTF-8: byte {error.object[error.start]:#x}") from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        place = f"{path}:{mark.line + 1}" if mark else path
+        raise UsageError(f"{place} is not YAML: {getattr(error, 'problem', None) or error}") from None
+    if not isinstance(content, dict):
+        raise UsageError(f"{path}:1 holds no mapping: write key: value")
+    return content
+
+
+def entry_of(path: Path) -> dict[str, Any]:
+    """Return the entry in a method's file: ``_target_`` and its knobs. That of ``full`` is {}."""
+    method = path.stem
+    entry = read_yaml(path).get(method)
+    if method == "full":
+        return {}
+    if not isinstance(entry, dict) or not isinstance(entry.get("_target_"), str):
+        raise UsageError(
+            f"{path}:1 does not say what {method} is: write {method}: {{_target_: package.module.Class, knob: default}}"
+        )
+    return entry
+
+
+@cache
+def whole_config() -> dict[str, Any]:
+    """Return the mapping in conf/config.yaml, before its groups are read."""
+    return read_yaml(conf_dir() / "config.yaml")
+
+
+@cache
+def top_level() -> dict[str, Any]:
+    """Return the keys of conf/config.yaml that users set, with their defaults."""
+    return {k: v for k, v in whole_config().items() if k not in HIDDEN}
+
+
+@cache
+def entries(group: str) -> dict[str, dict[str, Any]]:
+    """Return the entries of one config group by id, those of datasets without their outer key."""
+    return {path.stem: entry(group, path) for path in sorted((conf_dir() / group).glob("*.yaml"))}
+
+
+def entry(group: str, path: Path) -> dict[str, Any]:
+    """Return the entry in one YAML file of a config group. Raises UsageError if the file is malformed."""
+    content = entry_of(path) if group == "method" else read_yaml(path)
+    inner = content if group in (*LISTED, "method") else content.get(path.stem) or {}
+    return {k: v for k, v in inner.items() if k not in ("default_limit", "hub")}
+
+
+def commented(name: str) -> str:
+    """Return the keys in the file ``name`` of conf/ with their comments, without what is not typed."""
+    text = (conf_dir() / f"{name}.yaml").read_text(encoding="utf-8")
+    return NOT_TYPED.sub("", text)
+
+
+def key_help(topic: str) -> str:
+    """Return the keys of ``run`` with their comments, or those of the methods, datasets, ... of the name ``topic``.
+
+    Raises UsageError for a topic that there is not.
+    """
+    groups = ("method", "dataset", "prompt")
+    named = [f"{group}/{topic}" for group in groups if topic in entries(group)]
+    names = KEY_FILES if topic == "keys" else named
+    if not names:
+        raise unknown("topic of help", topic, ("keys", *(name for group in groups for name in entries(group))))
+    return "\n".join(f"conf/{name}.yaml\n{commented(name)}" for name in names)
+
+
+def identity(**kwargs: Any) -> Any:
+    """Return a dataclass field that decides the measured numbers and so is part of a result's identity."""
+    return field(metadata={"role": "identity"}, **kwargs)
+
+
+def runtime(**kwargs: Any) -> Any:
+    """Return a dataclass field that decides only how the numbers are measured."""
+    return field(metadata={"role": "runtime"}, **kwargs)
+
+
+def is_whole(value: Any) -> bool:
+    """Return True if a value is a whole number. True and False are not."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def check(key: str, value: Any, ok: bool, allowed: str) -> None:
+    """Raise UsageError that names the key, its value and the allowed values, unless ``ok``."""
+    if not ok:
+        raise UsageError(f"{key}={value!r} is not possible: {allowed} (see conf/config.yaml)")

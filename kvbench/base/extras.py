@@ -1,0 +1,49 @@
+"""Packages that few commands need: which extra of kvbench installs each, and what is said where one is missing."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+
+from kvbench.base.errors import UsageError
+
+EXTRAS = {
+    "accelerate": "gpu",
+    "datasets": "data",
+    "gguf": "data",
+    "hydra_plugins.hydra_ray_launcher": "ray",
+    "hydra_plugins.hydra_submitit_launcher": "slurm",
+    "jieba": "zh",
+    "kvpress": "peers",
+    "lm_eval": "lm-eval",
+    "matplotlib": "plots",
+    "pandas": "plots",
+    "punkt": "data",
+    "rouge_score": "data",
+    "triton": "gpu",
+    "wandb": "wandb",
+    "wonderwords": "data",
+}
+"""The extra of each package, by the name that it is imported under."""
+
+
+def require(package: str, use: str) -> None:
+    """Raise UsageError with the command that installs ``package`` if it is missing. ``use`` says what needs it."""
+    if not installed(package):
+        raise missing(package, use)
+
+
+def missing(package: str, use: str) -> UsageError:
+    """Return the error for a package of EXTRAS that ``use`` needs and that is not installed."""
+    extra = EXTRAS[package]
+    clone = (Path(__file__).parent.parent / "pyproject.toml").is_file()
+    command = f"pip install -e '.[{extra}]'" if clone else f"pip install 'kvbench[{extra}]'"
+    return UsageError(f"{use} needs the package {package}, which is not installed: {command}")
+
+
+def installed(package: str) -> bool:
+    """Return True if a package could be imported. It is not imported."""
+    try:
+        return find_spec(package) is not None
+    except ModuleNotFoundError:  # of the package that it is part of
+        return False

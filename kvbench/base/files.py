@@ -1,0 +1,299 @@
+"""Files that survive a crash: lines with a checksum, JSON replaced atomically, locks that end with their process."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import secrets
+import time
+import zlib
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvbench.base.errors import KvbenchError, UsageError
+
+Line = dict[str, Any]
+"""One JSON object of a file."""
+FULL = (errno.ENOSPC, errno.EDQUOT)
+RETRY_S = 0.02
+
+
+@dataclass(frozen=True)
+class Lines:
+    """The lines of a file of samples.
+
+    intact: (line, sample) of each intact line, in order.
+    damaged: the numbers of the damaged lines, counted from 1.
+    foreign: the numbers of the intact lines that name another cell than the file's.
+    torn: the number of a last line without a newline that cannot be read. It is being written, or its process was
+    killed.
+    """
+
+    intact: tuple[tuple[bytes, Line], ...]
+    damaged: tuple[int, ...]
+    foreign: tuple[int, ...] = ()
+    torn: int | None = None
+
+    @property
+    def uncounted(self) -> tuple[int, ...]:
+        """Return the line numbers of all lines that do not count, including the torn one."""
+        numbers = [*self.damaged, *self.foreign]
+        if self.torn is not None:
+            numbers.append(self.torn)
+        return tuple(sorted(numbers))
+
+
+def is_blocked(path: Path) -> bool:
+    """Tell whether something is at ``path`` that is no readable file: a folder, a pipe, a link that leads nowhere."""
+    # looked for last: a file that is removed meanwhile blocks nothing
+    return not (path.is_file() and os.access(path, os.R_OK)) and os.path.lexists(path)
+
+
+def check_ends(path: Path) -> None:
+    """Raise OSError for a device, a pipe or a socket: reading one may never end."""
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise OSError(errno.EINVAL, "it is a device or a pipe; give a file", str(path))
+
+
+def sha256(path: Path) -> str:
+    """Return the SHA-256 of a file's content as hexadecimal digits."""
+    with path.open("rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest()
+
+
+def line_of(sample: Mapping[str, object]) -> str:
+    """Return the sample as a line of JSON whose last field, ``crc``, is the CRC-32 of the JSON without that field."""
+    return _with_checksum(json.dumps(dict(sample), ensure_ascii=False)) + "\n"
+
+
+def parse_line(line: bytes) -> Line | None:
+    """Return the sample in one line, without its checksum. Return None if the line is torn or damaged."""
+    try:
+        text = line.decode("utf-8")
+        body = text.rpartition(', "crc": ')[0] + "}"
+        if text != _with_checksum(body):
+            return None
+        sample = json.loads(body)
+    except ValueError:
+        return None
+    return sample if isinstance(sample, dict) and "id" in sample else None
+
+
+def _with_checksum(body: str) -> str:
+    """Return a JSON object with its CRC-32 added as the last field, ``crc``."""
+    return f'{body[:-1]}, "crc": {zlib.crc32(body.encode())}}}'
+
+
+def read_lines(path: Path, cell: str | None = None) -> Lines:
+    """Return the lines of a file of samples. Raises UsageError if the file cannot be read.
+
+    cell: the id of the cell that the file belongs to. Lines of an older version name none and belong to every cell.
+    """
+    try:
+        check_ends(path)
+        lines = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}") from None
+    intact, damaged, foreign = [], [], []
+    for number, line in enumerate(lines, 1):
+        sample = parse_line(line)
+        if sample is None:
+            if line:
+                damaged.append(number)
+        elif cell is not None and sample.get("cell", cell) != cell:
+            foreign.append(number)
+        else:
+            intact.append((line, sample))
+    torn = damaged.pop() if damaged and damaged[-1] == len(lines) else None
+    return Lines(tuple(intact), tuple(damaged), tuple(foreign), torn)
+
+
+@dataclass
+class Appender:
+    """A file to which one process appends whole lines.
+
+    fd: its open descriptor.
+    torn: whether the file does not end with a newline, so that the next line must start with one.
+    unsynced: the monotonic time of the oldest line that is not synced yet; None if all are.
+    """
+
+    path: Path
+    fd: int
+    torn: bool
+    unsynced: float | None = None
+
+    @classmethod
+    def open(cls, path: Path) -> Appender:
+        """Open a file for appending, and create it if it does not exist."""
+        fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
+        size = os.fstat(fd).st_size
+        return cls(path, fd, bool(size) and os.pread(fd, 1, size - 1) != b"\n")
+
+    def append(self, line: bytes) -> None:
+        """Append one line that ends with a newline. Raises KvbenchError, with earlier lines safe, if that fails."""
+        remaining = b"\n" + line if self.torn else line
+        self.torn = True
+        try:
+            while remaining:
+                remaining = remaining[os.write(self.fd, remaining) :]
+            # no link: the file was deleted while it was open, and writes to it vanish
+            if not os.fstat(self.fd).st_nlink:
+                raise KvbenchError(
+                    f"{self.path} was removed while it was written: the answers in it are gone. Run the same command "
+                    "again to measure them"
+                )
+        except OSError as error:
+            raise disk_error(error, self.path) from None
+        self.torn = False
+        self.unsynced = time.monotonic() if self.unsynced is None else self.unsynced
+
+    def sync(self) -> None:
+        """Sync all lines to the device. Raises KvbenchError if the device fails."""
+        if self.unsynced is None:
+            return
+        try:
+            os.fsync(self.fd)
+        except OSError as error:
+            raise KvbenchError(
+                f"{self.path}: the device did not take the last lines ({error.strerror}). Check it, then run the same "
+                "command again: lines that were lost or damaged are measured again"
+            ) from None
+        self.unsynced = None
+
+    def close(self) -> None:
+        """Sync and close the file. It is closed even if the sync fails."""
+        try:
+            self.sync()
+        finally:
+            self.unsynced = None
+            with suppress(OSError):
+                os.close(self.fd)
+
+
+def write_json(path: Path, content: Mapping[str, object], sync: bool = True) -> None:
+    """Write a JSON file atomically: readers see the old or the new content, never a part.
+
+    With ``sync`` that holds after a power cut, too. A file with the same content is not written again.
+    """
+    data = json.dumps(content, indent=1, ensure_ascii=False, default=str).encode()
+    temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        with suppress(FileNotFoundError):
+            # whatever else is there is replaced unread: a pipe would never end, a link to itself cannot be followed
+            if path.is_file() and path.read_bytes() == data:
+                return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with temporary.open("xb") as out:
+            out.write(data)
+            out.flush()
+            if sync:
+                os.fsync(out.fileno())
+        temporary.replace(path)
+    except OSError as error:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise disk_error(error, path) from None
+
+
+def read_json(path: Path) -> Line | None:
+    """Return the content of a JSON file, or None if it does not exist. Raises UsageError if it is damaged."""
+    try:
+        check_ends(path)
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (ValueError, OSError, RecursionError) as error:
+        raise unreadable(path, error) from None
+    if not isinstance(content, dict):
+        raise unreadable(path, f"it holds {json.dumps(content)[:20]}, not a record")
+    return content
+
+
+def unreadable(path: Path, why: object) -> UsageError:
+    """Return the error that says that a JSON file cannot be read, and ``why``."""
+    return UsageError(f"{path} cannot be read ({why})")
+
+
+def lock(path: Path, wait_s: float) -> int | None:
+    """Take an exclusive lock on a file, which is created. Return its open descriptor, or None after ``wait_s`` seconds.
+
+    None means that another process held the lock all the time. The lock ends when the descriptor is closed, or with
+    the process, however that ends.
+    ``locked`` takes it for a moment, so ``wait_s`` should not be 0.
+    """
+    end = time.monotonic() + wait_s
+    while True:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+        # a file that was removed between opening and locking locks nothing any more
+        if _take(fd, fcntl.LOCK_EX, path) and _is_still_at(path, fd):
+            return fd
+        os.close(fd)
+        if time.monotonic() > end:
+            return None
+        time.sleep(RETRY_S)
+
+
+def locked(path: Path) -> bool:
+    """Return True if some process holds the exclusive lock on a file now."""
+    try:
+        fd = os.open(path, os.O_RDONLY)
+    except FileNotFoundError:
+        return False
+    try:
+        return not _take(fd, fcntl.LOCK_SH, path)
+    finally:
+        os.close(fd)
+
+
+def sync_folder(folder: Path) -> None:
+    """Sync the names in a folder to the device, if the file system supports it."""
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+    finally:
+        os.close(fd)
+
+
+def disk_error(error: OSError, path: Path) -> KvbenchError:
+    """Return the error that says that ``path`` could not be written, and that the disk is full if that is why."""
+    if error.errno in FULL:
+        return KvbenchError(
+            f"the disk is full: {path} could not be written. Everything before is safe; free some space and run the "
+            "same command again to go on"
+        )
+    return KvbenchError(f"{path} could not be written ({error.strerror}). Everything before is safe")
+
+
+def _take(fd: int, kind: int, path: Path) -> bool:
+    """Take a lock without waiting, and return False if another process holds it.
+
+    Raises UsageError if the file system has no locks.
+    """
+    try:
+        fcntl.flock(fd, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        raise UsageError(
+            f"{path} cannot be locked ({error.strerror}): this file system has no locks between processes; give "
+            "results=FOLDER on another one"
+        ) from None
+    return True
+
+
+def _is_still_at(path: Path, fd: int) -> bool:
+    """Return True if the file at ``path`` is still the open one."""
+    try:
+        return os.path.samestat(os.fstat(fd), path.stat())
+    except FileNotFoundError:
+        return False

@@ -1,0 +1,1 @@
+"""The machinery that methods stand on: stages, chains, the registry, calibration and isolation."""

@@ -1,0 +1,328 @@
+"""Chains: stages in canonical order, and what they promise together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any, Literal
+
+import torch
+
+from kvbench.base.errors import UsageError
+from kvbench.kv import ops
+from kvbench.kv.observation import Needs, Observation
+from kvbench.kv.segment import LayerCache
+from kvbench.methods.core.base import (
+    Block,
+    Capacity,
+    Expected,
+    Mask,
+    Modifier,
+    Role,
+    Selector,
+    Stage,
+    TokenSelector,
+    protect,
+    sinks_of,
+)
+from kvbench.methods.core.decode_budget import DecodeBudget
+from kvbench.methods.core.evicting import EvictingSelector, Modified
+from kvbench.methods.core.foreign import code_of
+from kvbench.methods.core.legal_sets import check_chain, check_set
+from kvbench.methods.core.lowrank import LowRankStage
+from kvbench.methods.core.prefill_changing import BlockReader, HeadSharer, HiddenPruner
+from kvbench.methods.core.pruner import ChannelPruner
+from kvbench.methods.core.quantiser import Quantiser
+from kvbench.methods.core.replaying import ReplayingSelector
+from kvbench.models.traits import ModelTraits
+from kvbench.storage.roles import Coder, Evictor
+
+ROLES: tuple[Role, ...] = ("hidden", "lowrank", "selector", "modifier", "prune", "quantise", "mask", "share")
+PER = ("kv_head", "query_head")
+
+
+@dataclass(frozen=True)
+class Chain:
+    """A method: stages in canonical order, and the heads under which their result is stored.
+
+    ``per='kv_head'`` stores Hk heads (a group's query heads decide together); ``'query_head'`` repeats keys and
+    values to Hq heads first and lets each decide alone, as much published code does, at Hq / Hk times the bytes.
+    """
+
+    stages: tuple[Stage, ...] = ()
+    per: Literal["kv_head", "query_head"] = "kv_head"
+
+    def __post_init__(self) -> None:
+        if self.per not in PER:
+            raise UsageError(f"per={self.per!r} is not possible: one of {', '.join(PER)}")
+        check_set(self.stages)
+        ordered = tuple(sorted(self.stages, key=lambda s: ROLES.index(s.role)))
+        object.__setattr__(self, "stages", ordered)
+        check_chain(self)
+
+    @property
+    def name(self) -> str:
+        return "+".join(s.id for s in self.stages) or "full"
+
+    @property
+    def prefill_key(self) -> str:
+        """The key of the prompt's computation: chains with equal keys can share one prefill.
+
+        Where code that is not kvbench's own has a part in it, only equal chains have equal keys.
+        """
+        key = "+".join(s.prefill_key for s in self.stages if s.prefill_key)
+        reads = any(type(s).read is not Stage.read for s in self.stages)
+        if self.foreign and (key or reads or self.adaptation or self.hidden or self.sharer):
+            return f"{key} {self.identity()}"
+        return key
+
+    @cached_property
+    def foreign_stages(self) -> tuple[str, ...]:
+        """The ids of the stages that are not kvbench's own."""
+        return tuple(s.id for s in self.stages if code_of(s) is not None)
+
+    @property
+    def foreign(self) -> bool:
+        """True if a stage is not kvbench's own."""
+        return bool(self.foreign_stages)
+
+    @property
+    def adaptation(self) -> tuple[Stage, ...]:
+        """The stages that change the model."""
+        return tuple(s for s in self.stages if s.adapts)
+
+    @property
+    def batch_key(self) -> object:
+        """The key of the decode batch: chains with equal keys change the model alike, and decode together.
+
+        Code that is not kvbench's own decodes alone.
+        """
+        return self if self.foreign else self.adaptation
+
+    @property
+    def lowrank(self) -> LowRankStage | None:
+        return next((s for s in self.stages if isinstance(s, LowRankStage)), None)
+
+    @property
+    def hidden(self) -> HiddenPruner | None:
+        """The stage that drops hidden states while the prompt is read."""
+        return next((s for s in self.stages if isinstance(s, HiddenPruner)), None)
+
+    def tokens_read(self, n: int, layer: int, n_layers: int) -> int:
+        """Return how many tokens of a prompt of n the layer reads."""
+        return self.hidden.sizes(n, n_layers)[layer] if self.hidden else n
+
+    @property
+    def sharer(self) -> HeadSharer | None:
+        """The stage under which query heads share logits."""
+        return next((s for s in self.stages if isinstance(s, HeadSharer)), None)
+
+    @property
+    def block_reader(self) -> BlockReader | None:
+        """The stage that may have the prompt read in blocks."""
+        return next((s for s in self.stages if isinstance(s, BlockReader)), None)
+
+    def leading_heads(self, n: int, layer: int, n_layers: int, query_heads: int, kv_heads: int) -> int:
+        """Return how many query heads of a layer have their logits computed, for a prompt of n tokens."""
+        return self.sharer.leading_heads(n, layer, n_layers, query_heads, kv_heads) if self.sharer else query_heads
+
+    @property
+    def evicts(self) -> bool:
+        """True if the chain evicts tokens while decoding."""
+        return self.evictor is not None
+
+    @property
+    def rolled(self) -> bool:
+        """True if new tokens take the positions of slots, so that a text without an end stays within the context."""
+        return self.selector is not None and self.selector.rolled
+
+    @property
+    def selector(self) -> TokenSelector | None:
+        return next((s for s in self.stages if isinstance(s, TokenSelector)), None)
+
+    @property
+    def modifiers(self) -> tuple[Modifier, ...]:
+        return tuple(s for s in self.stages if isinstance(s, Modifier))
+
+    @property
+    def quantiser(self) -> Quantiser | None:
+        return next((s for s in self.stages if isinstance(s, Quantiser)), None)
+
+    @property
+    def packed_pruner(self) -> ChannelPruner | None:
+        """The pruner that only chooses the channels which the chain's quantiser packs; None without a quantiser."""
+        return next((s for s in self.stages if isinstance(s, ChannelPruner)), None) if self.quantiser else None
+
+    @property
+    def coder(self) -> Coder | None:
+        """The coder that packs tokens while decoding; None for a chain that stores them exactly."""
+        return self.quantiser.coder(self.packed_pruner) if self.quantiser else None
+
+    def coder_at(self, layer: int) -> Coder | None:
+        """Return the coder of one layer, under which all tokens stay exact where the layer is not packed."""
+        return self.quantiser.coder(self.packed_pruner, layer) if self.quantiser else None
+
+    def first_alike(self, layer: int) -> int:
+        """Return the first layer that packs tokens if and only if ``layer`` does."""
+        packs = self.quantiser.packs_in if self.quantiser else lambda layer: True
+        return next(i for i in range(layer + 1) if packs(i) == packs(layer))
+
+    @property
+    def evictor(self) -> Evictor | None:
+        """The evictor that decides over slots while decoding; None for a chain whose cache grows."""
+        selector = self.selector
+        if isinstance(selector, Selector) and selector.decode_budget is not None and selector.decode_every is not None:
+            return DecodeBudget(selector.while_decoding(), self.modifiers, selector.decode_every, self.quantiser)
+        if not isinstance(selector, EvictingSelector) or not selector.evicts:
+            return None
+        packer = self.quantiser or selector.packer
+        return Modified(selector, self.modifiers, packer) if self.modifiers or self.quantiser else selector
+
+    @property
+    def replayer(self) -> ReplayingSelector | None:
+        """The selector whose scores need further passes over the prompt."""
+        return self.selector if isinstance(self.selector, ReplayingSelector) else None
+
+    @property
+    def masks(self) -> bool:
+        """True if decode steps attend only some of the tokens held."""
+        return any(s.role == "mask" for s in self.stages)
+
+    def masker(self, layer: int) -> Mask | None:
+        """Return the stage that masks this layer while decoding."""
+        return next((s for s in self.stages if isinstance(s, Mask) and s.masks(layer)), None)
+
+    def capacity(self, n: int) -> Capacity | None:
+        """Return the selector's budget for a prompt of n tokens, with the modifiers' sinks; None without a selector."""
+        return protect(self.selector.capacity(n), sinks_of(self.modifiers), n) if self.selector else None
+
+    def heads(self, kv_heads: int, query_heads: int) -> int:
+        """Return how many heads each layer stores: kv heads for the full cache, 1 for latents, which all heads share.
+
+        Otherwise ``per`` decides.
+        """
+        if self.lowrank:
+            return 1
+        expands = any(s.role != "mask" for s in self.stages)  # each query head masks for itself anyway
+        return query_heads if self.per == "query_head" and expands else kv_heads
+
+    def read(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (keys, values) [Hk, n, D] that the prompt's own attention reads in place of k and v."""
+        for stage in self.stages:
+            k, v = stage.read(k, v)
+        return k, v
+
+    def needs(self, n: int) -> Needs:
+        """Return what the stages read of each layer of a prompt of n tokens."""
+        return Needs.union(stage.needs(n) for stage in self.stages)
+
+    def nominal(self, n: int) -> int | None:
+        """Return the budget that the user gave, in tokens of a prompt of n.
+
+        All n where no stage chooses tokens, None where the data alone decide.
+        """
+        if self.selector is None:
+            return None if self.masks or self.hidden else n
+        return self.selector.nominal(n)
+
+    def check_model(self, model: ModelTraits) -> None:
+        """Raise UsageError if a stage cannot run on a model, or names layers that it does not have."""
+        for stage in self.stages:
+            stage.check_layers(model.shape.layers)
+        if self.quantiser is not None:
+            self.quantiser.check_width(model.shape.head_dim)
+        evictor = self.evictor
+        if evictor is not None and evictor.rolled and model.unrolled is not None:
+            raise UsageError(f"method {self.name}: positions=rolled needs rotary positions, {model.unrolled}")
+        for stage in self.stages:
+            stage.check_heads(self.heads(model.shape.kv_heads, model.shape.query_heads), model.shape.query_heads)
+            if (reason := _unsupported(stage, model)) is not None:
+                raise UsageError(f"method {stage.id} does not support the model family {model.family!r}: {reason}")
+
+    def provenance(self) -> dict[str, Any]:
+        """Return the hashes of the calibrations of the chain's stages, for the record; {} without calibrations."""
+        hashes = {s.id: s.calibration.sha256 for s in self.stages if s.calibration is not None}
+        return {"calibration": hashes} if hashes else {}
+
+    def expected(self, n: int, layer: int, n_layers: int, heads: int) -> Expected:
+        """Return how many tokens each stored head of a layer must hold after prefill."""
+        rows = self.tokens_read(n, layer, n_layers)
+        for stage in self.stages:
+            declared = stage.expected(n, layer, n_layers, heads)
+            if declared is not None:
+                return declared if rows == n else declared.within(rows)
+        return Expected.exactly(rows, heads)
+
+    def layout(self, slots: int, head_dim: int, itemsize: int, layer: int = 0) -> list[Block]:
+        """Return the blocks, one for each segment, of a stored head of a layer that holds ``slots`` tokens."""
+        k, v = self.lowrank.widths(layer) if self.lowrank else (head_dim, head_dim)
+        blocks = [Block(slots, slots * k * itemsize, slots * v * itemsize)]
+        for stage in self.stages:
+            if stage is self.packed_pruner:
+                continue
+            if isinstance(stage, Quantiser):
+                blocks = stage.packed_layout(blocks, head_dim, itemsize, self.packed_pruner, layer)
+            else:
+                blocks = stage.layout(blocks, head_dim, itemsize)
+            if isinstance(stage, Modifier) and self.selector is not None and self.selector.evicts:
+                state = stage.slot_bytes(itemsize)
+                blocks = [replace(b, slot_overhead=b.slot_overhead + state) for b in blocks]
+        return blocks
+
+    def observed_bytes(self, n: int, query_heads: int, head_dim: int, itemsize: int) -> int:
+        """Return the bytes of the queries that a layer keeps of a prompt of n tokens, to choose again by them."""
+        kept = self.evictor.queries if self.evictor is not None else 0
+        return query_heads * min(kept, n) * head_dim * itemsize
+
+    def expected_sum(self, n: int, n_layers: int, heads: int) -> int | None:
+        """Return the tokens of all layers and heads after prefill; None where ``expected`` of each layer says all."""
+        sums = (stage.expected_sum(n, n_layers, heads) for stage in self.stages)
+        return next((s for s in sums if s is not None), None)
+
+    @property
+    def rebalancer(self) -> Stage | None:
+        return next((s for s in self.stages if s.rebalances), None)
+
+    def compress(self, cache: LayerCache, obs: Observation) -> LayerCache:
+        """Return the layer's cache after all stages, stored under ``cache.heads`` heads.
+
+        A stage that divides a budget over all layers takes this one for the whole model: see ``engine.layer_by_layer``.
+        """
+        for stage in self.stages:
+            cache = self.run(stage, cache, obs)
+            if stage.rebalances:
+                (cache,) = stage.rebalance([cache], 1)
+        cache, evictor = ops.expand(cache), self.evictor
+        if evictor is None or not evictor.every:
+            return cache
+        return replace(cache, observed=obs.for_decoding(evictor.queries))
+
+    def run(self, stage: Stage, cache: LayerCache, obs: Observation) -> LayerCache:
+        """Return the layer's cache after one stage.
+
+        A selector runs under the chain's modifiers, and a quantiser with the chain's pruner.
+        """
+        if isinstance(stage, Selector):
+            modified = partial(stage.choose, cache, obs, self.modifiers)
+            choose = modified if self.modifiers else partial(stage.compress, cache, obs)
+            # chains that begin alike choose alike
+            return obs.once((stage, self.modifiers, cache.heads), choose) if stage is self.stages[0] else choose()
+        if stage is self.packed_pruner:
+            return cache
+        if isinstance(stage, Quantiser):
+            return stage.encode(cache, obs, self.packed_pruner)
+        return stage.compress(cache, obs)
+
+    def identity(self) -> dict[str, Any]:
+        """Return everything that decides what the chain computes: its stages in order, and heads."""
+        return {"stages": [s.identity() for s in self.stages], "per": self.per if self.stages else "kv_head"}
+
+
+def _unsupported(stage: Stage, model: ModelTraits) -> str | None:
+    """Return why a stage cannot run on any model with these traits, or None."""
+    reads_modules = stage.needs(1).call or isinstance(stage, ReplayingSelector)
+    if model.shape.local_layers and (stage.adapts or stage.role == "hidden" or reads_modules):
+        return f"{model.shape.local_layers} of its {model.shape.all_layers} layers are local, and it reaches into those"
+    if model.capped and (stage.uncapped or reads_modules):
+        return "it caps attention logits (softcapping), which the method's formula does not"
+    return model.mixed if stage.role == "lowrank" else model.unrolled if stage.rotates else None

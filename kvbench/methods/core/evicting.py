@@ -1,0 +1,139 @@
+"""Selectors that also evict while decoding: they hold their budget for the whole generation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from kvbench.kv.segment import LayerCache
+from kvbench.methods.core.base import Block, Modifier, Selector, sinks_of
+from kvbench.methods.core.contract import protect
+from kvbench.storage.roles import Evictor, Packer, Slots
+
+POSITIONS = (None, "true", "rolled")
+SPARE_KNOBS = ("evict_after", "code_mask")
+NO_LIMIT = 2**31 - 1  # tokens, of a layer that keeps everything
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvictingSelector(Selector, Evictor):
+    """A selector whose ``evicts`` may be True.
+
+    It implements ``keep_scores`` and, with a running state, ``initial_state``, ``state_bytes`` and ``fold``. All of
+    them have this knob:
+
+    positions: ``true`` and null leave cached keys at their own positions. ``rolled``, for unbounded streams, gives keys
+    the positions of their slots and the query that of the last; it needs rotary positions.
+    """
+
+    positions: str | None = None
+
+    def check(self) -> None:
+        written = None if self.positions is None else str(self.positions).lower()
+        self.require("positions", written in POSITIONS, "true or rolled")
+        # what is not set and what is set to the default are one method, under one identity
+        object.__setattr__(self, "positions", written if written == "rolled" else type(self).positions)
+        super().check()
+        self.require(
+            "positions",
+            self.evicts or not self.rolled,
+            f"rolled positions are those of a cache that evicts while decoding, and {self.id} set so evicts only after "
+            "the prompt",
+        )
+
+    @property
+    def evicts(self) -> bool:
+        return True
+
+    @property
+    def rolled(self) -> bool:
+        return self.positions == "rolled"
+
+    @property
+    def state_bytes(self) -> int:
+        """The bytes of the running state per slot."""
+        return 0
+
+    def layout(self, blocks: list[Block], head_dim: int, itemsize: int) -> list[Block]:
+        return [replace(b, slot_overhead=self.state_bytes) for b in blocks]
+
+    def generation_budget(self, n: int) -> int:
+        """Return the budget of a whole generation: ``kv_size`` itself, also after a prompt of fewer tokens n."""
+        return self.kv_size if self.kv_size is not None else super().capacity(n).tokens
+
+    def decode_limit(self, n: int, layer: int) -> int:
+        """Return how many tokens a head may hold while decoding after a prompt of n tokens."""
+        return NO_LIMIT if layer in self.frozen_layers else self.competing(n) + self.spare
+
+    def competing(self, n: int) -> int:
+        """Return how many tokens per head compete while decoding after a prompt of n tokens."""
+        return self.kv_size if self.kv_size is not None else self.capacity(n).tokens
+
+    @property
+    def spare(self) -> int:
+        """The number of tokens stored beside the budget while decoding.
+
+        It is 1 under a knob by which the newest token competes one step late, and else 0.
+        """
+        return int(any(getattr(self, knob, None) for knob in SPARE_KNOBS))
+
+    def max_chunk(self, n: int) -> int:
+        """Return how many tokens every head can take in one step after a prompt of n tokens."""
+        return self.decode_limit(n, 0)
+
+    def layer_budget(self, cache: LayerCache, layer: int) -> int:
+        """Return the most tokens that a head of this layer may hold while decoding."""
+        return self.decode_limit(cache.prompt_tokens, layer)
+
+    def head_budgets(self, cache: LayerCache, layer: int) -> Sequence[int]:
+        return [self.layer_budget(cache, layer)] * cache.heads
+
+
+@dataclass(frozen=True)
+class Modified(Evictor):
+    """A selector that evicts while decoding, by scores that its modifiers change.
+
+    Its tokens are packed by ``packer``, if there is one.
+    """
+
+    selector: EvictingSelector
+    modifiers: tuple[Modifier, ...]
+    packer: Packer | None = None
+
+    @property
+    def rolled(self) -> bool:
+        return self.selector.rolled
+
+    def head_budgets(self, cache: LayerCache, layer: int) -> Sequence[int]:
+        return self.selector.head_budgets(cache, layer)
+
+    def token_counts(self, n: int) -> Mapping[str, int]:
+        sinks = protect(self.selector.capacity(n), sinks_of(self.modifiers), n).sinks
+        return {**self.selector.token_counts(n), "sinks": sinks}
+
+    def unattended(self, n: int) -> int | None:
+        return self.selector.unattended(n)
+
+    @property
+    def estimates(self) -> bool:
+        return self.selector.estimates
+
+    def estimate(self, keys: torch.Tensor) -> torch.Tensor:
+        return self.selector.estimate(keys)
+
+    def new_token_state(self, k: torch.Tensor, v: torch.Tensor) -> Mapping[str, torch.Tensor]:
+        state = dict(self.selector.new_token_state(k, v))
+        for modifier in self.modifiers:
+            state.update(modifier.new_token_state(v))
+        return state
+
+    def keep_scores(self, slots: Slots) -> torch.Tensor:
+        scores = self.selector.keep_scores(slots)
+        for modifier in self.modifiers:
+            scores = modifier.reweigh(scores, slots)
+        return scores.masked_fill(slots.positions < slots.counts["sinks"], torch.inf)
+
+    def fold(self, slots: Slots, probs: torch.Tensor) -> Mapping[str, torch.Tensor]:
+        return self.selector.fold(slots, probs)

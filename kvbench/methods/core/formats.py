@@ -1,0 +1,124 @@
+"""Storage formats of inference engines as stages: every token of a head by itself, as a codec stores it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+
+from kvbench.base.errors import UsageError
+from kvbench.kv.codecs import NAMED
+from kvbench.kv.coded import FROZEN_BYTES, Codec
+from kvbench.kv.packed import Packed
+from kvbench.kv.partly_packed import Residual
+from kvbench.kv.rotation import ROTATIONS
+from kvbench.methods.core.knobs import Rule, at_least, knob, one_of
+from kvbench.methods.core.quantiser import Quantiser
+
+ROTATE = Rule(
+    "none, hadamard (plain), signed (random signs, then Hadamard) or haar (a random rotation)",
+    lambda name: name in ROTATIONS,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StorageFormat(Quantiser):
+    """A stage that stores every token in a format as it enters the cache. All of them have these knobs:
+
+    decode: ``coded`` stores new tokens before their own step reads them, as engines do; ``exact`` keeps them exact.
+    residual: R tokens are gathered exact and stored together once there are R; 0 stores each at once.
+    values: the format of values by its name (``q4_0`` beside keys in q8_0, say); null takes that of the keys.
+    exact_layers: the numbers of layers whose tokens all stay exact.
+    code_prefill: the prompt's own attention reads stored keys and values, too, as where a prompt is read in pieces.
+
+    Behind a pruner its newest ``recent`` tokens stay exact. Blocks and rotations then pad the channels that are left,
+    and the padding is counted.
+    """
+
+    packs_after_step: ClassVar[bool] = False
+
+    decode: str = knob("coded", one_of("coded", "exact"))
+    residual: int = knob(0, at_least(0, "tokens"))
+    values: str | None = knob(None, one_of(*NAMED))
+    code_prefill: bool = False
+    exact_layers: tuple[int, ...] = ()
+
+    def check(self) -> None:
+        super().check()
+        self.require_layers("exact_layers")
+        self.require("values", self.values is None or self.only != "keys", "null where only=keys")
+        self.require("code_prefill", not (self.code_prefill and self.exact_layers), "false beside exact_layers")
+
+    def check_layers(self, n_layers: int) -> None:
+        self.require_layers("exact_layers", n_layers)
+
+    def packs_in(self, layer: int) -> bool:
+        return layer not in self.exact_layers
+
+    def codecs(self) -> tuple[Codec, Codec]:
+        """Return (codec of keys, codec of values), as far as ``values`` does not say otherwise."""
+        raise TypeError(f"{type(self).__name__} does not say how it stores tokens")
+
+    def codec(self, half: Literal["k", "v"]) -> Codec:
+        """Return the codec of keys or of values."""
+        return NAMED[self.values] if half == "v" and self.values else self.codecs()[half == "v"]
+
+    @property
+    def partly_exact(self) -> bool:
+        """True if some tokens stay exact beside stored ones."""
+        return self.decode == "exact" or self.residual > 0 or bool(self.exact_layers)
+
+    @property
+    def by_token(self) -> bool:  # type: ignore[override]
+        return not self.partly_exact
+
+    @property
+    def grows(self) -> bool:  # type: ignore[override]
+        return self.decode == "coded"
+
+    def residuals(self) -> tuple[Residual, Residual]:
+        rule = Residual(0, max(self.residual, 1), 1)
+        return rule, rule
+
+    @property
+    def prefill_key(self) -> str:
+        half = f" only={self.only}" if self.only else ""
+        return f"{self.codec('k')} {self.codec('v')}{half}" if self.code_prefill else ""
+
+    def read(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if not self.code_prefill:
+            return k, v
+        return (
+            k if self.only == "values" else self.pack_keys(k).dequantise(k.dtype),
+            v if self.only == "keys" else self.pack_values(v).dequantise(v.dtype),
+        )
+
+    def check_width(self, head_dim: int) -> None:
+        for half in ("k", "v"):
+            allowed = self.codec(half).refusal(head_dim)
+            if allowed:
+                raise UsageError(
+                    f"method {self.id} does not fit heads of {head_dim} channels: it takes {allowed}; give another "
+                    "group=, or use method=int8 or int4"
+                )
+
+    def pack_keys(self, x: torch.Tensor, frozen: torch.Tensor | None = None) -> Packed:
+        return self.codec("k").pack(x, frozen)
+
+    def pack_values(self, x: torch.Tensor, frozen: torch.Tensor | None = None) -> Packed:
+        return self.codec("v").pack(x, frozen)
+
+    def key_bytes(self, tokens: int, channels: int) -> int:
+        return tokens * self.codec("k").token_bytes(channels)
+
+    def value_bytes(self, tokens: int, channels: int) -> int:
+        return tokens * self.codec("v").token_bytes(channels)
+
+    @property
+    def frozen_bytes(self) -> int:
+        return FROZEN_BYTES * sum(bool(self.codec(half).settles) for half in ("k", "v"))
+
+    def frozen(self, half: Literal["k", "v"], t: torch.Tensor, lengths: torch.Tensor | None) -> torch.Tensor | None:
+        codec = self.codec(half)
+        return codec.settled(codec.turned(t), lengths) if codec.settles else None

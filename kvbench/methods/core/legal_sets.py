@@ -1,0 +1,185 @@
+"""The table of which stages may stand in one chain, with the reason where they may not.
+
+``check_set`` holds stages to the rules that no knob can change, ``check_chain`` a chain to all others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from kvbench.base.errors import UsageError
+from kvbench.methods.core.base import Role, Selector, Stage
+from kvbench.methods.core.decode_budget import refusal
+
+if TYPE_CHECKING:
+    from kvbench.methods.core.chain import Chain
+
+AT_MOST_ONE: tuple[tuple[Role, str], ...] = (
+    ("lowrank", "each replaces the same projections: a chain has at most one low-rank stage"),
+    ("selector", "each chooses which tokens stay: a chain has at most one selector"),
+    ("prune", "each chooses which key channels stay: a chain has at most one pruning stage"),
+    ("mask", "each decides what a step attends: a chain has at most one mask"),
+    ("quantise", "each packs the same values: a chain has at most one quantiser"),
+    ("hidden", "each decides which tokens later layers read: a chain has at most one such stage"),
+)
+Kind = Callable[[Stage], bool]
+
+
+class Conflict(NamedTuple):
+    """Two kinds of stages that cannot stand in one chain, and why.
+
+    a, b: the two kinds.
+    reason: a format string with the ids of the stages, {a} and {b}, and the other words of ``_words``.
+    beside: the role of a third stage, {c}, without which the two do not conflict; None if they always do.
+    """
+
+    a: Kind
+    b: Kind
+    reason: str
+    beside: Role | None = None
+
+
+def kind(*roles: Role, **flags: bool) -> Kind:
+    """Return the kind of stages that have one of ``roles`` and attributes as true or false as ``flags`` says.
+
+    Without ``roles``, stages of any role are of this kind.
+    """
+    return lambda stage: (
+        (not roles or stage.role in roles)
+        and all(bool(getattr(stage, name, False)) == flag for name, flag in flags.items())
+    )
+
+
+AGAIN, ROLLS = kind("selector", decode_budget=True), kind("selector", evicts=True, rolled=True)
+PACKS_TOGETHER, PACKS_HALF = kind("quantise", by_token=False), kind("quantise", only=True)
+
+
+def EVICTS(stage: Stage) -> bool:
+    """Tell whether the stage evicts tokens while decoding, by itself or under a ``decode_budget``."""
+    return AGAIN(stage) or kind("selector", evicts=True)(stage)
+
+
+_EVICTING = "{a} evicts tokens while decoding as set here"
+_ROLLED = "method.{a}.{rolled} turns stored keys to new positions at every step, and {b} stores them "
+_ONLY_AFTER = "use a variant that evicts only after the prompt, without decode_budget"
+_OWNER = (
+    "{owner} owns its quantiser, which packs every token that it keeps; {b} has nothing left to store: use h2o+{b}, or "
+    "{owner} alone"
+)
+_SHARER = (
+    "{a} shares logits between heads and holds keys for some of them only, which other stages cannot choose by: it is "
+    "written alone"
+)
+_BALANCER = "{a} divides one budget over layers that all read the whole prompt; use another selector"
+_LATENT_CHANNELS = (
+    "{b} removes channels of stored keys or values, and {a} stores none: its latents have no channels to rank; leave "
+    "out one of them"
+)
+_LATENT_CODES = (
+    "{b} packs keys and values as attention reads them, and {a} stores latents from before rotation; leave out one of "
+    "them"
+)
+_LATENT_SLOTS = ", from slots that hold each head's own keys, and the heads of a layer share the latents of {b}; "
+_TWO_WIDTHS = (
+    "; {c} then leaves new tokens whole, and {b} would have to pack them at another width: leave out {c} or {b}, or "
+)
+_HALF_PRUNED = (
+    "{a} drops channels of what {b} packs, and method.{b}.only={only} leaves half of the cache exact: leave out one of "
+    "the two"
+)
+_PARTLY_EXACT = (
+    ", and {b} as set here keeps some tokens exact beside packed ones: leave out method.{b}.decode=exact, residual and "
+    "exact_layers, or "
+)
+_GROUPED = ", and {b} packs tokens together, of which some leave before the others; "
+_MISSING = (
+    "{a} chooses again while decoding, by the last queries, and {b} leaves later layers without some of the last "
+    "tokens: leave out decode_budget"
+)
+_WHOLE = "{b} leaves later layers only some of the tokens that {a} as set here cuts into whole chunks: use variant=fill"
+
+ALWAYS = (
+    Conflict(kind("selector", packs=True), kind("prune", "quantise"), _OWNER),
+    Conflict(kind("share"), kind(), _SHARER),
+    Conflict(kind(rebalances=True), kind("hidden"), _BALANCER),
+)
+"""Conflicts whatever the knobs."""
+AS_SET = (
+    Conflict(kind("lowrank"), kind("prune"), _LATENT_CHANNELS),
+    Conflict(kind("lowrank"), kind("quantise"), _LATENT_CODES),
+    Conflict(EVICTS, kind("lowrank"), _EVICTING + _LATENT_SLOTS + _ONLY_AFTER),
+    Conflict(ROLLS, kind("prune"), _ROLLED + "without some of the channels that turn together: leave out {rolled}"),
+    Conflict(EVICTS, kind("quantise", partly_exact=True), _EVICTING + _PARTLY_EXACT + _ONLY_AFTER),
+    Conflict(EVICTS, PACKS_TOGETHER, _EVICTING + _GROUPED + _ONLY_AFTER),
+    Conflict(ROLLS, kind("quantise"), _ROLLED + "packed: leave out {rolled}"),
+    Conflict(EVICTS, kind("mask"), _EVICTING + ", and {b} masks caches that only grow; " + _ONLY_AFTER),
+    Conflict(EVICTS, kind("quantise"), _EVICTING + _TWO_WIDTHS + _ONLY_AFTER, beside="prune"),
+    Conflict(kind("prune"), PACKS_HALF, _HALF_PRUNED),
+    Conflict(kind("selector", whole=True), kind("hidden"), _WHOLE),
+    Conflict(AGAIN, kind("hidden"), _MISSING),
+    Conflict(EVICTS, PACKS_HALF, _EVICTING + ", from a cache of one format: leave out method.{b}.only={only}"),
+)
+"""Conflicts of stages as their knobs are set."""
+
+
+def check_set(stages: Sequence[Stage]) -> None:
+    """Raise UsageError, with the reason, for stages that cannot form one method, whatever their knobs."""
+    ids = [s.id for s in stages]
+    method = "+".join(ids)
+    twice = sorted({i for i in ids if ids.count(i) > 1})
+    if twice:
+        raise UsageError(f"method={method!r} names {', '.join(twice)} twice")
+    for role, reason in AT_MOST_ONE:
+        rivals = [s.id for s in stages if s.role == role]
+        if len(rivals) > 1:
+            raise UsageError(f"method={method!r} combines {' and '.join(rivals)}, but {reason}")
+    _refuse(ALWAYS, stages)
+    selector = next((s.id for s in stages if s.role == "selector"), None)
+    for modifier in (s for s in stages if s.role == "modifier"):
+        bases: tuple[str, ...] = getattr(modifier, "decorates", ())
+        if selector is None:
+            raise UsageError(f"method={method!r}: {modifier.id} changes a selector's scores and needs one beside it")
+        if selector not in bases:
+            scores = f"the scores of {', '.join(bases)}, not those of {selector}"
+            raise UsageError(f"method={method!r}: {modifier.id} changes {scores}")
+
+
+def check_chain(chain: Chain) -> None:
+    """Raise UsageError, with the reason, for a chain whose stages cannot stand together as their knobs are set."""
+    selector = chain.selector
+    if isinstance(selector, Selector) and selector.decode_budget is not None:
+        reason = refusal(selector)
+        selector.require("decode_budget", not reason, f"not for {selector.id} as set here, as {reason}")
+    if chain.modifiers and isinstance(selector, Selector) and selector.kv_size is not None:
+        capacity = selector.capacity(2**31)
+        room = capacity.tokens - capacity.window
+        for m in chain.modifiers:
+            m.require(
+                "sinks",
+                m.sink_size() < max(room, 1),
+                f"fewer than the {room} tokens that {selector.id} keeps beside its window at kv_size={capacity.tokens}",
+            )
+    _refuse(AS_SET, chain.stages)
+
+
+def _refuse(conflicts: Sequence[Conflict], stages: Sequence[Stage]) -> None:
+    for conflict in conflicts:
+        a = next((s for s in stages if conflict.a(s)), None)
+        b = next((s for s in stages if s is not a and conflict.b(s)), None)
+        c = next((s for s in stages if s.role == conflict.beside), None)
+        if a is not None and b is not None and (c is not None or conflict.beside is None):
+            method = "+".join(s.id for s in stages)
+            raise UsageError(f"method={method!r}: {conflict.reason.format(**_words(a, b, c))}")
+
+
+def _words(a: Stage, b: Stage, c: Stage | None) -> dict[str, str]:
+    """Return the words of a reason: the ids of the stages, and knobs as the user may have written them."""
+    return {
+        "a": a.id,
+        "owner": a.id + (" (with lam=1: h2o+quant)" if getattr(a, "lam", None) == 1 else ""),
+        "b": b.id,
+        "c": "" if c is None else c.id,
+        "rolled": "mode=rolled" if getattr(a, "mode", "") == "rolled" else "positions=rolled",
+        "only": str(getattr(b, "only", "")),
+    }

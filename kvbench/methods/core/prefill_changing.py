@@ -1,0 +1,78 @@
+"""Stages that change how the prompt is computed: fewer tokens in later layers, in blocks, or with shared logits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from kvbench.kv.observation import Observation
+from kvbench.methods.core.base import Role, Stage
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlteredPrefill(Stage):
+    """A stage of which every knob changes how the prompt is computed."""
+
+    @property
+    def prefill_key(self) -> str:
+        knobs = ",".join(f"{k}={v}" for k, v in self.knobs().items())
+        content = "" if self.calibration is None else self.calibration.sha256
+        return f"{self.id}.{self.revision}({knobs}){content}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class HiddenPruner(AlteredPrefill):
+    """A stage that drops hidden states between the layers of a prompt: later layers read fewer tokens.
+
+    A layer then holds its tokens in the order in which it read them, at their original positions.
+    """
+
+    role: ClassVar[Role] = "hidden"
+
+    def sizes(self, n: int, n_layers: int) -> list[int]:
+        """Return how many tokens of a prompt of n each layer reads: never more than the layer before."""
+        raise TypeError(f"{type(self).__name__} does not say how many hidden states it keeps")
+
+    def keep_hidden(self, keys: torch.Tensor, obs: Observation) -> torch.Tensor:
+        """Return the indices [m], ascending, of the tokens that the next layer reads, among this layer's.
+
+        ``keys`` [Hk, n, D] are those of the tokens that this layer read.
+        """
+        raise TypeError(f"{type(self).__name__} does not say which hidden states it keeps")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadSharer(AlteredPrefill):
+    """A stage under which query heads take the logits of another, in the whole prompt and while decoding."""
+
+    role: ClassVar[Role] = "share"
+
+    def leading_heads(self, n: int, layer: int, n_layers: int, query_heads: int, kv_heads: int) -> int:
+        """Return how many query heads of a layer have their logits computed, for a prompt of n tokens."""
+        raise TypeError(f"{type(self).__name__} does not say how many heads lead")
+
+    def leads(
+        self, first_q: torch.Tensor, first_k: torch.Tensor, n: int, layer: int, n_layers: int, scale: float
+    ) -> torch.Tensor | None:
+        """Return [Hq] int64: for each query head, the head whose logits it takes. None if each takes its own.
+
+        first_q [Hq, m, D] and first_k [Hk, m, D] are queries and keys of the first tokens. This is called before the
+        layer attends.
+        """
+        raise TypeError(f"{type(self).__name__} does not say which heads lead")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockReader(Stage):
+    """A stage that may have the prompt read in blocks, each of which sees only what was kept of those before it."""
+
+    def blocks(
+        self, keys: torch.Tensor, n: int, layer: int, n_layers: int, heads: int
+    ) -> list[tuple[int, torch.Tensor]]:
+        """Return (first token, tokens [Hk, m] held before it) of each block; [] where all is read at once.
+
+        keys [Hk, n, D] are those of one layer, whose result is stored under ``heads`` heads.
+        """
+        raise TypeError(f"{type(self).__name__} does not say what its blocks hold")

@@ -1,0 +1,86 @@
+"""The cache of one prompt under one chain."""
+
+from __future__ import annotations
+
+import weakref
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import Tensor
+
+from kvbench.kv.segment import LayerCache, storage_bytes
+from kvbench.methods.core.chain import Chain
+
+SHOWN = ("kv_size", "kv_ratio", "ratio", "bits")
+
+
+@dataclass(frozen=True, eq=False)
+class Cache:
+    """The compressed layers of one prompt and the next token's logits [V], ready to generate from.
+
+    No function changes a cache, so that it can be used again. It cannot be pickled, since its chain is code and it
+    belongs to a model object: keep the prompt's ids and the method, and prefill again.
+
+    prefill_s: the seconds of the prompt's forward pass without compression, which all chains of that pass share.
+    compress_s: the seconds of this chain alone, with the statistics that it needs.
+    layers: the layers that methods compress, all but the local ones.
+    local: the layers that attend a window beside others that do not, as the model itself holds them.
+    long: whether the prompt was rotated as long texts are, in a model that rotates them otherwise (LongRoPE).
+    model: the model that read the prompt.
+    mismatch: where the cache differs from the prompt, as found while the prompt's own keys and values were at hand.
+    """
+
+    layers: tuple[LayerCache, ...]
+    logits: Tensor
+    chain: Chain
+    prompt_tokens: int
+    prefill_s: float = 0.0
+    compress_s: float = 0.0
+    model: weakref.ref[Any] | None = field(default=None, compare=False, repr=False)
+    mismatch: str = ""
+    local: tuple[LayerCache, ...] = ()
+    long: bool = False
+
+    def __repr__(self) -> str:
+        knobs = [(k, v) for stage in self.chain.stages for k, v in stage.knobs().items()]
+        name = " ".join([self.chain.name, *(f"{k}={v}" for k, v in knobs if k in SHOWN and v is not None)])
+        counts = [len(positions) for layer in self.layers for positions in layer.kept_positions()]
+        some = (
+            f"{min(counts)} to {max(counts)}, {sum(counts) / len(counts):.0f} in the mean,"
+            if len({*counts}) > 1
+            else f"{counts[0]}"
+        )
+        return f"<Cache {name}: {some} of {self.seen} tokens, {self.nbytes() / 2**20:.2f} MiB>"
+
+    def __copy__(self) -> Cache:
+        return replace(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Cache:
+        layers, local = deepcopy((self.layers, self.local), memo)
+        return replace(self, layers=layers, local=local, logits=self.logits.clone())
+
+    def __reduce__(self) -> str:
+        raise TypeError(
+            "a kvbench Cache cannot be pickled: its chain is code and it belongs to a model object. Keep the prompt's "
+            "ids and the method, and call kvbench.prefill again"
+        )
+
+    @property
+    def seen(self) -> int:
+        """The number of tokens read so far, hence the position of the next one."""
+        return self.layers[0].seen
+
+    @property
+    def batch_key(self) -> object:
+        """The key of the decode batch: the chain's, and the rotation, which all rows of a step have in common."""
+        return self.chain.batch_key, self.long
+
+    def shapes(self) -> Cache:
+        """Return the cache without its numbers, for what is to be checked once its storage is given up."""
+        layers, local = (tuple(layer.shapes() for layer in some) for some in (self.layers, self.local))
+        return replace(self, layers=layers, local=local, logits=self.logits[:0].clone())
+
+    def nbytes(self) -> int:
+        """Return the bytes of the storages held for keys, values and their overhead, each storage once."""
+        return storage_bytes(t for layer in (*self.layers, *self.local) for t in layer.tensors())

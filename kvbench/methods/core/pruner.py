@@ -1,0 +1,120 @@
+"""Stages that keep some channels of the older tokens: the base of ThinK, its value variant and magnitudes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+
+from kvbench.kv import ops
+from kvbench.kv.observation import Observation
+from kvbench.kv.segment import LayerCache, per_head
+from kvbench.methods.core.base import Block, Role, Stage, top_indices
+from kvbench.methods.core.knobs import Rule, at_least, knob, one_of
+
+Channels = tuple[torch.Tensor | None, torch.Tensor | None]
+
+
+def removed(kind: str) -> Rule:
+    """Return the rule of a fraction of channels that leaves some."""
+    return Rule(f"a fraction of the {kind} channels removed, at least 0 and below 1", lambda ratio: 0 <= ratio < 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChannelPruner(Stage):
+    """A stage that keeps T of D key channels of all tokens but the last ``recent``. Its knobs:
+
+    ratio: the fraction of channels removed, 0 <= ratio < 1.
+    recent: the number of last tokens whose keys keep all channels.
+    rounding: ``code`` keeps T = D - int(ratio * D) as released code does, ``paper`` T = floor((1 - ratio) * D).
+
+    In a chain with a quantiser the pruner only chooses the channels of the packed tokens. The exact tokens are then the
+    larger of ``recent`` and the quantiser's residual.
+    """
+
+    role: ClassVar[Role] = "prune"
+
+    ratio: float = knob(0.4, removed("key"))
+    recent: int = knob(32, at_least(0, "tokens"))
+    rounding: str = knob("code", one_of("code", "paper"))
+
+    def kept(self, ratio: float, head_dim: int) -> int:
+        """Return T, the number of channels that stay (at least one)."""
+        exact = (1 - ratio) * head_dim  # + 1e-9: a product that should be whole must not be cut to the number below
+        return max(1, int(exact + 1e-9) if self.rounding == "paper" else head_dim - int(ratio * head_dim))
+
+    def kept_keys(self, head_dim: int) -> int:
+        """Return the number of key channels that stay."""
+        return self.kept(self.ratio, head_dim)
+
+    def kept_values(self, head_dim: int) -> int:
+        """Return the number of value channels that stay: all, unless the method prunes values, too."""
+        return head_dim
+
+    def layout(self, blocks: list[Block], head_dim: int, itemsize: int) -> list[Block]:
+        (block,) = blocks
+        keys, values = self.kept_keys(head_dim), self.kept_values(head_dim)
+        if keys == values == head_dim or block.slots <= self.recent:
+            return blocks
+        older = block.slots - self.recent
+        ids = self.id_bytes(head_dim)
+        pruned = replace(block, slots=older, key_bytes=older * keys * itemsize, value_bytes=older * values * itemsize)
+        dense = self.recent * head_dim * itemsize
+        recent_block = replace(block, slots=self.recent, key_bytes=dense, value_bytes=dense)
+        return [replace(pruned, fixed_overhead=ids), *([recent_block] if self.recent else [])]
+
+    def id_bytes(self, head_dim: int) -> int:
+        """Return the bytes of one head's channel ids, 2 each, where not all channels stay."""
+        counts = (self.kept_keys(head_dim), self.kept_values(head_dim))
+        return sum(2 * count for count in counts if count < head_dim)
+
+    def channel_scores(self, keys: torch.Tensor, cache: LayerCache, obs: Observation) -> torch.Tensor:
+        """Return the score of each key channel [H, D]; keys [H, L, D] fp32 with zeros for tokens that do not count."""
+        raise TypeError(f"{type(self).__name__} does not say how it scores channels")
+
+    def value_scores(self, cache: LayerCache, obs: Observation, counted: torch.Tensor) -> torch.Tensor:
+        """Return the score of each value channel [H, D] over the tokens ``counted`` [H, L]."""
+        raise TypeError(f"{type(self).__name__} does not say how it scores value channels")
+
+    def channels(self, cache: LayerCache, obs: Observation, scored: tuple[Sequence[int], Sequence[int]]) -> Channels:
+        """Return (channels of keys, channels of values) that stay, [H, T], ascending; None where all stay.
+
+        ``scored`` says how many of each head's first tokens are scored, as keys and as values.
+        """
+        segment = ops.only_segment(cache)
+        head_dim = segment.k.shape[2]
+        keys, values = self.kept_keys(head_dim), self.kept_values(head_dim)
+        slots = torch.arange(segment.tokens, device=segment.k.device)
+
+        def counted(tokens: Sequence[int]) -> torch.Tensor:
+            return slots < torch.tensor(tokens, device=slots.device)[:, None]
+
+        key_channels = value_channels = None
+        if keys < head_dim:
+            # tokens that are not scored become zeros, which add nothing to a norm
+            k = padded(segment.k, segment.lengths, cache.heads).float()
+            key_channels = top_indices(self.channel_scores(k * counted(scored[0])[..., None], cache, obs), keys)
+        if values < head_dim:
+            value_channels = top_indices(self.value_scores(cache, obs, counted(scored[1])), values)
+        return key_channels, value_channels
+
+    def compress(self, cache: LayerCache, obs: Observation) -> LayerCache:
+        segment = ops.only_segment(cache)
+        if segment.tokens <= self.recent:
+            return cache
+        lengths = head_lengths(cache)
+        keys, values = self.channels(cache, obs, (lengths, lengths))
+        return cache if keys is None and values is None else ops.prune(cache, keys, values, self.recent)
+
+
+def head_lengths(cache: LayerCache) -> list[int]:
+    """Return how many tokens each of the heads holds under which a cache of one segment will be stored."""
+    s = ops.only_segment(cache)
+    return [s.tokens] * cache.heads if s.lengths is None else s.counts
+
+
+def padded(t: torch.Tensor, lengths: torch.Tensor | None, heads: int) -> torch.Tensor:
+    """Return keys, values or positions as [heads, L, ...], ragged heads padded with zeros."""
+    return per_head(t, heads) if lengths is None else ops.by_head(t, lengths)

@@ -1,0 +1,163 @@
+"""Stages that pack the older tokens into few bits: the base of KIVI and FlexGen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import ClassVar, Literal
+
+import torch
+
+from kvbench.kv import ops
+from kvbench.kv.observation import Observation
+from kvbench.kv.packed import Packed
+from kvbench.kv.partly_packed import Codes, Residual, encode, side_by_side
+from kvbench.kv.segment import LayerCache, Segment
+from kvbench.methods.core.base import Block, Role, Stage
+from kvbench.methods.core.knobs import knob, one_of
+from kvbench.methods.core.pruner import ChannelPruner
+from kvbench.storage.roles import Coder, Packer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quantiser(Stage, Packer):
+    """A stage that packs all tokens but a residual of the newest, and goes on packing while decoding.
+
+    A token is still read exactly in the step in which it leaves the residual.
+
+    only: ``keys`` or ``values`` packs these alone and keeps the other half exact (Q-Hitter's figure 10). Without it,
+    both are packed.
+    """
+
+    role: ClassVar[Role] = "quantise"
+    by_token: ClassVar[bool] = False  # True: each token is packed alone and at once, so that any can be evicted
+    grows: ClassVar[bool] = True  # False: tokens after the prompt stay exact
+
+    only: str | None = knob(None, one_of("keys", "values"))
+
+    def residuals(self) -> tuple[Residual, Residual]:
+        """Return (rule of keys, rule of values): how many of the newest tokens stay exact."""
+        raise TypeError(f"{type(self).__name__} does not say what stays exact")
+
+    def key_bytes(self, tokens: int, channels: int) -> int:
+        """Return the bytes that ``tokens`` packed keys of one head take, each with ``channels`` channels."""
+        raise TypeError(f"{type(self).__name__} does not say what packed keys cost")
+
+    def value_bytes(self, tokens: int, channels: int) -> int:
+        """Return the bytes that ``tokens`` packed values of one head take, each with ``channels`` channels."""
+        raise TypeError(f"{type(self).__name__} does not say what packed values cost")
+
+    @property
+    def frozen_bytes(self) -> int:
+        """The bytes of one head's scales that the prompt settles for all tokens, of keys and of values."""
+        return 0
+
+    def frozen(self, half: Literal["k", "v"], t: torch.Tensor, lengths: torch.Tensor | None) -> torch.Tensor | None:
+        """Return the scales [H, 1, 1] that the prompt's keys or values t [H, n, D] settle, or None.
+
+        ``lengths`` [H] are the tokens of ragged heads, which lie one after the other in t [1, N, D].
+        """
+        return None
+
+    def check_width(self, head_dim: int) -> None:
+        """Raise UsageError if heads of ``head_dim`` channels cannot be packed."""
+
+    def packs_in(self, layer: int) -> bool:
+        """Tell whether this layer's tokens are packed at all."""
+        return True
+
+    def coder(self, pruner: ChannelPruner | None, layer: int | None = None) -> Coder:
+        """Return the coder that packs for this stage, in ``layer`` or in any that is packed.
+
+        With a ``pruner``, at least ``pruner.recent`` tokens stay exact; with ``only``, the other half of the cache
+        stays exact entirely.
+        """
+        key_residual, value_residual = self.residuals()
+        if pruner is not None:
+            key_residual, value_residual = key_residual.at_least(pruner.recent), value_residual.at_least(pruner.recent)
+        if self.only == "keys":
+            value_residual = Residual.everything()
+        elif self.only == "values":
+            key_residual = Residual.everything()
+        if layer is not None and not self.packs_in(layer):
+            key_residual = value_residual = Residual.everything()
+        return Coder(self, key_residual, value_residual, self.grows)
+
+    def packed_layout(
+        self, blocks: list[Block], head_dim: int, itemsize: int, pruner: ChannelPruner | None, layer: int
+    ) -> list[Block]:
+        """Return the only block of ``blocks`` with the bytes that it has once its older tokens are packed."""
+        (block,) = blocks
+        coder = self.coder(pruner, layer)
+        packed_keys, packed_values = coder.keys.packed(block.slots), coder.values.packed(block.slots)
+        key_channels = pruner.kept_keys(head_dim) if pruner else head_dim
+        value_channels = pruner.kept_values(head_dim) if pruner else head_dim
+        dense = head_dim * itemsize
+        return [
+            replace(
+                block,
+                key_bytes=self.key_bytes(packed_keys, key_channels) + (block.slots - packed_keys) * dense,
+                value_bytes=self.value_bytes(packed_values, value_channels) + (block.slots - packed_values) * dense,
+                fixed_overhead=block.fixed_overhead + self.frozen_bytes + (pruner.id_bytes(head_dim) if pruner else 0),
+            )
+        ]
+
+    def compress(self, cache: LayerCache, obs: Observation) -> LayerCache:
+        return self.encode(cache, obs, None)
+
+    def encode(self, cache: LayerCache, obs: Observation, pruner: ChannelPruner | None) -> LayerCache:
+        """Return the cache with its older tokens packed. Of these, only the channels that ``pruner`` keeps remain."""
+        cache = ops.expand(cache)
+        s = ops.only_segment(cache)
+        self.check_width(s.k.shape[2])
+        coder = self.coder(pruner, obs.layer)
+        key_channels = value_channels = None
+        if pruner is not None:
+            # a prompt too short to pack anything still settles the channels of what decoding will pack
+            scored = [[r.packed(m) or m for m in s.counts] for r in (coder.keys, coder.values)]
+            key_channels, value_channels = pruner.channels(cache, obs, (scored[0], scored[1]))
+        k_codes, k_counts, k = self._pack(s, "k", coder.keys, key_channels)
+        v_codes, v_counts, v = self._pack(s, "v", coder.values, value_channels)
+        packed_segment = replace(
+            s,
+            k=k,
+            v=v,
+            codes=Codes(k_codes, v_codes, k_counts, v_counts),
+            key_channels=None if key_channels is None else key_channels.to(torch.int16),
+            value_channels=None if value_channels is None else value_channels.to(torch.int16),
+        )
+        return replace(cache, segments=(packed_segment,))
+
+    def _pack(
+        self,
+        s: Segment,
+        half: Literal["k", "v"],
+        residual: Residual,
+        channels: torch.Tensor | None,
+    ) -> tuple[Packed, torch.Tensor | None, torch.Tensor]:
+        """Return (codes, counts, exact tokens) of keys or values.
+
+        ``counts`` are the packed tokens of each head where heads are ragged, None otherwise.
+        """
+        t, pack = (s.k, self.pack_keys) if half == "k" else (s.v, self.pack_values)
+        frozen = self.frozen(half, t, s.lengths)
+
+        def packing(heads: slice) -> Callable[[torch.Tensor], Packed]:
+            return pack if frozen is None else partial(pack, frozen=frozen[heads])  # type: ignore[call-arg]
+
+        if s.lengths is None:
+            codes, exact = encode(t, packing(slice(None)), residual.packed(s.tokens), channels)
+            return codes, None, exact
+        # ragged heads are packed one by one, and stored one after the other
+        parts = [
+            encode(
+                x,
+                packing(slice(h, h + 1)),
+                residual.packed(x.shape[1]),
+                None if channels is None else channels[h : h + 1],
+            )
+            for h, x in enumerate(t.split(s.lengths.tolist(), dim=1))
+        ]
+        codes, counts = side_by_side([packed for packed, _ in parts])
+        return codes, counts, torch.cat([exact for _, exact in parts], dim=1)

@@ -1,0 +1,40 @@
+"""Selectors that score a prompt's tokens by further passes, in which the model reads the prompt again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvbench.methods.core.base import Selector
+
+QUOTED = 8  # tokens before a later chunk that its instruction quotes
+
+
+@dataclass(frozen=True)
+class Replay:
+    """Passes that read a prompt again behind its whole cache, chunk by chunk.
+
+    chunk: tokens of the prompt that one pass repeats.
+    sinks: first tokens of the prompt whose keys compete for attention with those of the chunk.
+    instruction: what stands before a chunk, see conf/method/kvzip.yaml.
+    """
+
+    chunk: int
+    sinks: int
+    instruction: str
+
+    def spans(self, n: int) -> list[tuple[int, int]]:
+        """Return (start, end) of each chunk of a prompt of n tokens."""
+        return [(start, min(start + self.chunk, n)) for start in range(0, n, self.chunk)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplayingSelector(Selector):
+    """A selector that ``rebalance``s all layers once each has the state ``score`` [heads, n] of its tokens.
+
+    A score is the most attention that a token receives in the passes of ``replay``, over all queries and all heads of a
+    group. Until then layers stay as they are.
+    """
+
+    def replay(self, n: int) -> Replay | None:
+        """Return the passes that a prompt of n tokens needs; None if all its tokens stay."""
+        raise TypeError(f"{type(self).__name__} does not say what it reads again")

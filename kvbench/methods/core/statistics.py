@@ -1,0 +1,142 @@
+"""Statistics of a layer that several methods score with, all in fp32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+import torch.nn.functional as F
+
+from kvbench.base.errors import Refused
+from kvbench.kv import ops
+from kvbench.kv.exact_attention import causal_softmax
+from kvbench.kv.observation import Observation
+from kvbench.kv.segment import LayerCache, per_head
+from kvbench.storage.roles import Slots
+
+EXACT_WHOLE = 2**24
+"""The largest whole number up to which float32 tells all whole numbers apart."""
+
+
+def window_rows(
+    cache: LayerCache,
+    obs: Observation,
+    window: int,
+    estimate: Callable[[torch.Tensor], torch.Tensor] = lambda keys: keys,
+) -> torch.Tensor:
+    """Return attention rows [Hq, w, n] of the last w = min(window, n) prompt tokens over ``estimate`` of the keys."""
+    return causal_softmax(obs.queries(window), estimate(_keys(cache, obs)), obs.scale)
+
+
+def window_sums(cache: LayerCache, obs: Observation, window: int, block: int = 64) -> torch.Tensor:
+    """Return the attention [Hq, n] that each token received from the last ``window`` queries, ``block`` at a time."""
+    queries, keys = obs.queries(window), _keys(cache, obs)
+    earlier_tokens = obs.n - queries.shape[1]
+    sums = torch.zeros(queries.shape[0], obs.n, device=queries.device)
+    for start in range(0, queries.shape[1], block):
+        rows = queries[:, start : start + block]
+        end = earlier_tokens + start + rows.shape[1]
+        # sum over the queries i of A[h, i, j]; keys past the last query of the block receive nothing
+        sums[:, :end] += causal_softmax(rows, keys[:, :end], obs.scale).sum(dim=1)
+    return sums
+
+
+def _keys(cache: LayerCache, obs: Observation) -> torch.Tensor:
+    """Return the keys [H, n, D] that the prompt's attention read."""
+    return ops.only_segment(cache).k if obs.read_k is None else obs.read_k
+
+
+def group_mean(scores: torch.Tensor, heads: int) -> torch.Tensor:
+    """Return [heads, ...]: the mean of [Hq, ...] over the query heads that share a stored head."""
+    if scores.shape[0] == heads:
+        return scores
+    return scores.view(heads, scores.shape[0] // heads, *scores.shape[1:]).mean(dim=1)
+
+
+def group_rows(probs: torch.Tensor, heads: int) -> torch.Tensor:
+    """Return [B, heads, T, S]: the mean of attention probs [B, Hq, T, S] over query heads that share a stored head."""
+    b, _, t, size = probs.shape
+    return probs.view(b, heads, -1, t, size).mean(dim=2)
+
+
+def at_heads(scores: torch.Tensor, heads: int) -> torch.Tensor:
+    """Return scores [Hk, ...] as [heads, ...]: repeated where more heads are stored, averaged where fewer are."""
+    return per_head(scores, heads) if scores.shape[0] <= heads else group_mean(scores, heads)
+
+
+def check_scores(method: str, scores: object, cache: LayerCache, obs: Observation) -> None:
+    """Raise Refused unless the scores are real numbers [H, n], or [1, n] for all heads alike."""
+    if not isinstance(scores, torch.Tensor):
+        raise Refused(
+            f"scores() of {method} returns {type(scores).__name__} in layer {obs.layer}, not a tensor "
+            f"[{cache.heads}, {obs.n}]: a score for each stored head and token"
+        )
+    if scores.is_complex():
+        raise Refused(
+            f"scores() of {method} returns complex numbers in layer {obs.layer}, which have no order: return real "
+            "ones, as scores.abs()"
+        )
+    whole = not scores.is_floating_point() and scores.numel() > 0
+    if whole and not -EXACT_WHOLE <= int(scores.min()) <= int(scores.max()) <= EXACT_WHOLE:
+        raise Refused(
+            f"scores() of {method} returns whole numbers above {EXACT_WHOLE} in layer {obs.layer}, which float32 does "
+            "not tell apart: scale them"
+        )
+    if scores.ndim != 2 or scores.shape[0] not in (1, cache.heads) or scores.shape[1] != obs.n:
+        raise Refused(
+            f"scores() of {method} returns {[*scores.shape]} in layer {obs.layer}, not [{cache.heads}, {obs.n}]: "
+            "a score for each stored head and token"
+        )
+
+
+def top_indices(scores: torch.Tensor, k: int) -> torch.Tensor:
+    """Return the indices [H, k], ascending, of the k largest of scores [H, n]; ties go to the lower index."""
+    heads, n = scores.shape
+    if not scores.is_cuda and 0 < k < n:  # selecting is faster than sorting; on a GPU it would have to wait for counts
+        chosen = scores >= scores.kthvalue(n - k + 1, dim=-1, keepdim=True).values
+        if bool((chosen.sum(dim=-1) == k).all()):
+            return chosen.nonzero()[:, 1].view(heads, k)
+    order = torch.sort(scores, dim=-1, descending=True, stable=True).indices[:, :k]
+    return order.sort(dim=-1).values
+
+
+def pool(scores: torch.Tensor, kernel: int, kind: str) -> torch.Tensor:
+    """Return scores [H, m] pooled over ``kernel`` neighbours: max pads with -inf, avg with zeros that it counts."""
+    if kernel == 1 or scores.shape[-1] == 0:
+        return scores
+    if kind == "max":
+        return F.max_pool1d(scores[:, None], kernel, stride=1, padding=kernel // 2)[:, 0]
+    return F.avg_pool1d(scores[:, None], kernel, stride=1, padding=kernel // 2)[:, 0]
+
+
+def pool_slots(scores: torch.Tensor, slots: Slots, kernel: int, kind: str) -> torch.Tensor:
+    """Return scores [B, H, S] of slots pooled over neighbouring positions, as ``pool`` does; free slots come last."""
+    order = ops.order_by_position(slots.positions, slots.valid)
+    ordered = scores.gather(2, order)
+    pooled = pool(ordered.flatten(0, 1), kernel, kind).view_as(ordered)
+    return torch.empty_like(pooled).scatter_(2, order, pooled)
+
+
+def recent_slots(slots: Slots, count: str) -> torch.Tensor:
+    """Return a mask [B, H, S] of the slots that hold one of the last ``slots.counts[count]`` tokens."""
+    return slots.positions > slots.now - slots.counts[count]
+
+
+def ring_of_rows(rows: torch.Tensor, end: int, size: int) -> torch.Tensor:
+    """Return attention rows [H, w, n] as a ring [H, n, size]: the row of position i in column i mod size.
+
+    The last row is that of position ``end`` - 1, by which rows do not meet in one column even where the layer read
+    fewer tokens than the prompt has. A token's entries are what the last ``size`` queries attended of it.
+    """
+    heads, w, n = rows.shape
+    ring = rows.new_zeros(heads, n, size)
+    columns = torch.arange(end - w, end, device=rows.device) % size
+    ring[:, :, columns] = rows.transpose(1, 2)
+    return ring
+
+
+def fold_ring(slots: Slots, probs: torch.Tensor, size: int) -> Mapping[str, torch.Tensor]:
+    """Return the state ``ring`` [B, H, S, size] with the rows of probs [B, Hq, T, S] in place of its oldest rows."""
+    rows = group_rows(probs, slots.positions.shape[1])[:, :, -size:].transpose(2, 3)  # [B, H, S, T]
+    columns = (slots.now - torch.arange(rows.shape[3] - 1, -1, -1, device=rows.device)) % size
+    return {"ring": slots.state["ring"].scatter(3, columns[:, :, None].expand_as(rows), rows)}

@@ -1,0 +1,1 @@
+"""From words to work: requests, configurations, cells and the plan of a run."""

@@ -1,0 +1,99 @@
+"""Notes for readers of scores: on prompts, on answers, and on columns that show nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kvbench.base.conf import entries
+from kvbench.plan.config import RunConfig
+from kvbench.tasks.base import Task
+from kvbench.tasks.metrics import metric, score, stats
+from kvbench.tasks.prompt import PromptPolicy
+
+LITTLE_LEFT = 0.1
+"""The part of cut prompts' tokens below which a note says so."""
+SHORT_ANSWER = 16
+"""Answers of fewer new tokens may end early: a chat model begins with words of the question."""
+
+
+def about_prompts(policy: PromptPolicy, tasks: Sequence[Task], tokenizer: Any) -> list[str]:
+    """Return notes on prompt settings that are pointless or harmful with this tokenizer and these tasks."""
+    answered = [t for t in tasks if not t.examples[0].tokens]
+    templated = [t for t in answered if policy.templated(t)]
+    notes = []
+    if answered and policy.name == "plain" and policy.template == "off" and getattr(tokenizer, "chat_template", None):
+        notes.append("The tokenizer has a chat template; prompt=chat applies it.")
+    if policy.system and not templated:
+        notes.append("system= is ignored: no prompt here goes through a chat template (prompt=chat applies it).")
+    short = {t.id: n for t in templated if (n := max(e.max_new_tokens for e in t.examples)) < SHORT_ANSWER}
+    if short:
+        notes.append(
+            f"{', '.join(short)}: answers of at most {max(short.values())} tokens can end before a chat model has come "
+            "to the point; max_new_tokens=32 or so gives it room."
+        )
+    return notes
+
+
+def about_ignored(cfg: RunConfig, tasks: Sequence[Task]) -> list[str]:
+    """Return notes on keys that were given and change nothing of these tasks."""
+    notes = []
+    drawing = {"top_p": cfg.sampling.top_p != 1, "sample_seed": cfg.sampling.sample_seed != 0}
+    answering = {
+        "temperature": cfg.sampling.temperature != 0,
+        **drawing,
+        "max_length": cfg.max_length is not None,
+        "min_new_tokens": cfg.prompt.min_new_tokens is not None,
+    }
+    if all(t.examples[0].tokens for t in tasks):
+        notes += _ignored(answering, "texts are read here, and nothing is answered")
+    elif not cfg.sampling.temperature:
+        notes += _ignored(drawing, "answers are greedy unless temperature= is above 0")
+    for dataset in cfg.datasets:
+        defaults = entries("dataset").get(dataset.name, {})
+        given: dict[str, bool] = {
+            k: dataset.knobs.get(k) != defaults[k] for k in ("turns", "questions") if k in defaults
+        }
+        if not any(t.turns for t in tasks if t.id.partition("/")[0] == dataset.name):
+            notes += _ignored(given, f"no context of dataset={dataset.name} has several questions")
+    return list(dict.fromkeys(notes))
+
+
+def _ignored(given: Mapping[str, bool], reason: str) -> list[str]:
+    """Return the note that the keys which were given are ignored, and why; [] if none was."""
+    keys = [f"{key}=" for key, was_given in given.items() if was_given]
+    if not keys:
+        return []
+    return [f"{' and '.join(keys)} {'are' if len(keys) > 1 else 'is'} ignored: {reason}."]
+
+
+def at_floor(task: Task, full: stats.Scores) -> bool:
+    """Return True if the full cache's scores of a task say nothing, as ``stats.at_floor`` decides.
+
+    Return False for a likelihood, which has no floor.
+    """
+    return metric(task.metric).shown is None and stats.at_floor(full, chance(task))
+
+
+def chance(task: Task) -> float:
+    """Return the score of an empty answer or of guessing a class, whichever is higher; 0 for a likelihood."""
+    first = task.examples[0]
+    if first.tokens:
+        return 0.0
+    empty_score = score(task.metric, task.answer(""), first.asked(0) if first.turns else first) or 0.0
+    return max(empty_score, 1 / len(first.classes) if first.classes else 0.0)
+
+
+def about_floors(names: Sequence[str], columns: int) -> list[str]:
+    """Return the note on the columns ``names``, in which the full cache's scores say nothing; [] without names.
+
+    ``columns`` is the number of all columns.
+    """
+    if not names:
+        return []
+    clause = "that column shows" if len(names) == 1 else "those columns show"
+    effect_on_mean = f" The mean counts {'it' if len(names) == 1 else 'them'}, too." if columns > 1 else ""
+    return [
+        f"{', '.join(names)}: the full cache itself scores next to nothing or no better than guessing, so {clause} "
+        f"nothing about compression.{effect_on_mean}"
+    ]

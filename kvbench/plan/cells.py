@@ -1,0 +1,338 @@
+"""Build the cells of a run's configuration, and the groups of cells that share prefills."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from kvbench.base.errors import Refused, UsageError
+from kvbench.base.example import Example
+from kvbench.methods.core.chain import Chain
+from kvbench.methods.core.evicting import EvictingSelector
+from kvbench.methods.core.resolve import ChainConfig
+from kvbench.plan.config import THROUGH_CACHE, RunConfig
+from kvbench.run.host import encode_prompt
+from kvbench.store.fidelity import fidelity_identity
+from kvbench.tasks.base import UNCUT, Task, Tokenizer, load_tasks
+from kvbench.tasks.metrics import check_installed, metric
+from kvbench.tasks.prompt import PromptPolicy, check
+
+SCHEMA = 1
+LEAST_PROMPT = 32  # tokens; a shorter prompt is looked at before the run
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One number of a table: a model, a chain and a task, with everything that decides the number.
+
+    ``id`` is a hash of the identity alone: samples of equal ids may be pooled.
+    """
+
+    identity: Mapping[str, Any]
+    chain: Chain
+    label: str
+    task: Task
+    column: str
+    hidden: bool = False  # read for others to be compared with, and not stored
+
+    @property
+    def fidelity(self) -> bool:
+        """True if the cell's distributions are compared with the full cache's."""
+        return "fidelity" in self.identity
+
+    @cached_property
+    def id(self) -> str:
+        return identity_hash(self.identity)
+
+    @property
+    def full(self) -> Cell:
+        """The cell of the full cache under the same settings."""
+        return replace(self, identity={**self.identity, "chain": Chain().identity()}, chain=Chain(), label="full")
+
+    def check_knobs(self) -> None:
+        """Raise Refused if a stage that is not kvbench's own has changed its knobs since the run began."""
+        now = {**self.identity, "chain": {**self.identity["chain"], **self.chain.identity()}}
+        if self.chain.foreign and identity_hash(now) != self.id:
+            raise Refused(f"{self.chain.name} changes its own knobs while it runs")
+
+
+def identity_hash(identity: Mapping[str, Any]) -> str:
+    """Return the id of the cell with an identity."""
+    return hashlib.sha256(json.dumps(identity, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class Group:
+    """Cells on the same prompts: each prompt is read once per distinct prefill key for all of them.
+
+    ``examples`` are those of this run (its limit and shard), in order.
+    """
+
+    task: Task
+    column: str
+    cells: tuple[Cell, ...]
+    examples: tuple[Example, ...]
+
+
+@dataclass(frozen=True)
+class GroupTodo:
+    """The remaining work of one group in prompts and answers, and the answers already stored.
+
+    task: the group's column.
+    methods, cells: the labels and the ids of its cells.
+    examples, of: how many of the task's examples this run has, and how many there are.
+    prefills: the prompts to read.
+    prefills_saved: the answers that share the prefill of another answer.
+    calibrations: a text for each calibration to compute before any answer.
+    """
+
+    task: str
+    methods: list[str]
+    cells: list[str]
+    examples: int
+    of: int
+    answers_to_do: int
+    answers_done: int
+    prefills: int
+    prefills_saved: int
+    calibrations: list[str]
+
+
+@dataclass(frozen=True)
+class GroupPlan(GroupTodo):
+    """The remaining work of one group, with the memory and the time that it takes.
+
+    prompt_tokens: the length of the longest prompt.
+    bytes: the most bytes that the caches take.
+    parts: the labels of the cells that run together, part by part.
+    too_large: the labels of the cells that do not fit into memory even alone.
+    seconds: the time left; None if no answer of the group is measured yet.
+    """
+
+    prompt_tokens: int
+    bytes: int
+    parts: list[list[str]]
+    too_large: list[str]
+    seconds: float | None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The groups that a run will measure, with the bytes of memory that their caches may take, and notes."""
+
+    memory: int
+    device: str
+    dtype: str
+    groups: list[GroupPlan]
+    notes: list[str]
+
+
+def build_groups(
+    cfg: RunConfig,
+    model_identity: Mapping[str, Any],
+    tokenizer: Tokenizer | None,
+    context: int | None,
+    identify: Callable[[Chain], Mapping[str, Any]] = Chain.identity,
+) -> list[Group]:
+    """Return a run's groups, one per task, each with the full cache as its first cell unless ``baseline=false``.
+
+    ``context`` is the number of tokens that the model can read. ``identify`` returns all that decides a chain's
+    results: its own identity, and that of its calibration if it has one.
+    """
+    policy = cfg.prompt
+    chains = with_baseline(cfg.chains, cfg.baseline)
+    groups: list[Group] = []
+    for dataset in cfg.datasets:
+        knobs = dict(dataset.knobs)
+        if cfg.fidelity == THROUGH_CACHE:
+            _check_through_cache(dataset.name, knobs, chains)
+            knobs["windows"] = "llamacpp"
+        tasks = load_tasks(dataset.name, knobs, dataset.tasks, tokenizer, cfg.data_root, policy.renderer(tokenizer))
+        if dataset.query_aware is not None:
+            tasks = [replace(t, query_aware=dataset.query_aware) for t in tasks]
+        for task in tasks:
+            check_installed(task.metric)
+            label = dataset.label
+            if dataset.query_aware is not None and (task.turns or task.examples[0].tokens):
+                # both values are one protocol there: a column of its own for neither
+                label = ",".join(part for part in label.split(",") if not part.startswith("query_aware="))
+            column = f"{task.id} {label}".strip()
+            if any(g.column == column for g in groups):
+                continue
+            answer_rules, prompt_identity = task.answering(), policy.identity(task, tokenizer)
+            likelihood = bool(task.examples[0].tokens)
+            if policy.min_new_tokens is not None:
+                answer_rules["min_new_tokens"] = max(policy.min_new_tokens, task.min_new_tokens)
+            decoding = {**cfg.sampling.identity(), "model_stop": list(cfg.model.stop), **answer_rules}
+            base = {
+                "schema": SCHEMA,
+                "model": dict(model_identity),
+                "task": task.id,
+                "content": task.content_hash(),
+                "prompt": prompt_identity if likelihood else {**prompt_identity, "context": context},
+                "decoding": {} if likelihood else decoding,
+                "metric": {"name": task.metric, "revision": metric(task.metric).revision},
+                **({"turns": task.turns} if task.turns else {}),
+                **({"fidelity": fidelity_identity(cfg.fidelity)} if cfg.fidelity or task.fidelity else {}),
+            }
+            cells = tuple(Cell({**base, "chain": identify(c.chain)}, c.chain, c.label, task, column) for c in chains)
+            if task.turns and "fidelity" in base:
+                raise UsageError(f"{task.id}: fidelity=true is not possible where a context has several questions")
+            check(tokenizer, task, policy)
+            _check_answers(task, context)
+            _check_chunks(task, [c.chain for c in chains])
+            limit = cfg.limit if cfg.limit is not None else dataset.default_limit
+            examples = _examples_of_shard(task.taken(limit), cfg)
+            _check_room(task, examples, policy, tokenizer, context)
+            groups.append(Group(task, column, cells, examples))
+    if not any(g.examples for g in groups) and cfg.shards == 1:
+        raise UsageError("nothing to measure: the datasets have no examples")
+    return groups
+
+
+def _check_through_cache(dataset: str, knobs: Mapping[str, Any], chains: Sequence[ChainConfig]) -> None:
+    """Raise UsageError unless the dataset has windows without a prompt, and methods only change how tokens are kept."""
+    if "windows" not in knobs:
+        raise UsageError(
+            f"fidelity={THROUGH_CACHE} reads windows of a text, not dataset={dataset}: take dataset=fidelity/wikitext2"
+        )
+    for config in chains:
+        if any(getattr(stage, "frozen_bytes", 0) for stage in config.chain.stages):
+            raise UsageError(
+                f"fidelity={THROUGH_CACHE} has no prompt on which {config.chain.name} could settle its scales: take a "
+                "format with a scale for each token or block, or fidelity=true"
+            )
+        if any(stage.role != "quantise" for stage in config.chain.stages):
+            raise UsageError(
+                f"fidelity={THROUGH_CACHE} has no prompt that {config.chain.name} could compress: it compares storage "
+                "formats, which code each token as it comes. Take fidelity=true"
+            )
+
+
+def _check_answers(task: Task, context: int | None) -> None:
+    """Raise UsageError if answers cannot be scored, or leave no room for their prompts, or for whole ones if UNCUT."""
+    if metric(task.metric).shown is not None and not task.examples[0].tokens:
+        raise UsageError(
+            f"{task.id}: metric={task.metric} is not possible for answers: it is of texts that are read, as those of "
+            "dataset=wikitext2"
+        )
+    for example in task.examples:
+        length = example.meta.get("tokens", 0) if task.category in UNCUT else 0
+        if context is not None and length and length + example.max_new_tokens > context:
+            raise UsageError(
+                f"{task.id}: {length} tokens and an answer of {example.max_new_tokens} exceed the model's context of "
+                f"{context}; cutting the middle could cut what is asked for: lower lengths="
+            )
+        if context is not None and not example.tokens and example.max_new_tokens >= context:
+            raise UsageError(
+                f"{task.id}, example {example.id}: max_new_tokens={example.max_new_tokens} leaves no room for a prompt "
+                f"in the model's context of {context} tokens"
+            )
+
+
+def _check_room(
+    task: Task, examples: Sequence[Example], policy: PromptPolicy, tokenizer: Any, context: int | None
+) -> None:
+    """Raise UsageError if a context so short that it holds little more than an answer would cut a prompt away."""
+    for example in examples:
+        if example.tokens or context is None or context - example.max_new_tokens >= LEAST_PROMPT:
+            continue
+        encoded = encode_prompt(tokenizer, example, task, policy, context)
+        if encoded.cut > len(encoded):
+            raise UsageError(
+                f"{task.id}, example {example.id}: the model's context of {context} tokens and an answer of "
+                f"{example.max_new_tokens} leave {len(encoded)} of the prompt's {len(encoded) + encoded.cut} tokens: "
+                "give a longer model.context= if the model reads more, shorter prompts, or a lower max_new_tokens="
+            )
+
+
+def _check_chunks(task: Task, chains: Sequence[Chain]) -> None:
+    """Raise UsageError if a text is fed in chunks larger than a method's budget while decoding can take."""
+    meta = task.examples[0].meta
+    if not task.examples[0].tokens:
+        return
+    for chain in chains:
+        selector = chain.selector
+        if isinstance(selector, EvictingSelector) and selector.evicts:
+            budget = selector.max_chunk(int(meta["prefix"]))
+            if budget < int(meta["chunk"]):
+                raise UsageError(
+                    f"{task.id}: chunk={meta['chunk']} tokens at once do not fit into the budget of {budget} that "
+                    f"{chain.name} holds after a prefix of {meta['prefix']}: lower chunk="
+                )
+        every = chain.evictor.every if chain.evictor is not None else 0
+        if every % int(meta["chunk"]):
+            raise UsageError(
+                f"{task.id}: chunk={meta['chunk']} does not divide decode_every={every} of {chain.name}, which chooses "
+                "again between two chunks: lower chunk="
+            )
+
+
+def with_baseline(chains: Sequence[ChainConfig], baseline: bool) -> list[ChainConfig]:
+    """Return the chains with those of the full cache first. With ``baseline`` it is added if it is not among them."""
+    full = [c for c in chains if not c.chain.stages]
+    compressing = [c for c in chains if c.chain.stages]
+    if not full and baseline:
+        full = [ChainConfig(Chain(), "full")]
+    return [*full, *compressing]
+
+
+def with_full(cells: Sequence[Cell]) -> list[Cell]:
+    """Return the cells of one prompt, with a hidden full cache if they are compared with one that is not there."""
+    if not cells or not cells[0].fidelity or any(not c.chain.stages for c in cells):
+        return [*cells]
+    return [*cells, replace(cells[0], chain=Chain(), label="full", hidden=True)]
+
+
+def rounds(groups: Sequence[Group]) -> list[tuple[Group, ...]]:
+    """Return the groups in rounds: all with kvbench's own methods alone, then with those of one user's class a round.
+
+    kvbench's own answers are stored before other code is first asked in a run, so that it cannot change them, and each
+    foreign class has its prompts read for it alone. Groups without cells in a round are left out.
+    """
+    classes = dict.fromkeys(cell.chain.foreign_stages for group in groups for cell in group.cells)
+    in_rounds = []
+    for stages in sorted(classes, key=len):  # kvbench's own methods have none
+        cells = [tuple(c for c in group.cells if c.chain.foreign_stages == stages) for group in groups]
+        in_rounds.append(tuple(replace(g, cells=own) for g, own in zip(groups, cells, strict=True) if own))
+    return in_rounds
+
+
+def pairs(groups: Sequence[Group]) -> list[tuple[Group, ...]]:
+    """Return the groups, those of one task with its question in view and withheld as one pair, in that order."""
+    by_task: dict[tuple[str, int], dict[bool, Group]] = {}
+    for group in groups:
+        alike = [key for key in by_task if key[0] == group.task.id]
+        # other knobs may give a task several groups of one kind: each begins another pair
+        key = next((key for key in alike if _withholds(group) not in by_task[key]), (group.task.id, len(alike)))
+        by_task.setdefault(key, {})[_withholds(group)] = group
+    return [tuple(pair[kind] for kind in sorted(pair)) for pair in by_task.values()]
+
+
+def _withholds(group: Group) -> bool:
+    return not group.task.query_aware
+
+
+def pending(group: Group, done: Mapping[str, Sequence[str]]) -> dict[str, list[Cell]]:
+    """Return the cells that still need each example, by example id, without examples that no cell needs.
+
+    ``done`` holds the ids of the finished examples by cell id.
+    """
+    finished = {c.id: set(done.get(c.id, ())) for c in group.cells}
+    todo = {}
+    for example in group.examples:
+        cells = [c for c in group.cells if example.id not in finished[c.id]]
+        if cells:
+            todo[example.id] = cells
+    return todo
+
+
+def _examples_of_shard(examples: Sequence[Example], cfg: RunConfig) -> tuple[Example, ...]:
+    """Return the examples of this shard. The shard of an example is a hash of its id, whatever the order and limit."""
+    if cfg.shards == 1:
+        return tuple(examples)
+    return tuple(e for e in examples if int(hashlib.sha256(e.id.encode()).hexdigest(), 16) % cfg.shards == cfg.shard)

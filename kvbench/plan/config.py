@@ -1,0 +1,320 @@
+"""The composed configuration as typed, frozen records. Every field is marked as identity or runtime of a result."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from kvbench.base.conf import check, conf_dir, entries, identity, is_whole, runtime, whole_config
+from kvbench.base.errors import UsageError, unknown
+from kvbench.engine.shared_prefix import check_size
+from kvbench.methods.core import registry
+from kvbench.methods.core.resolve import ChainConfig, entries_of, grids, resolve
+from kvbench.models.config import ModelConfig
+from kvbench.plan import presets, words
+from kvbench.plan.words import RunRequest
+from kvbench.tasks.prompt import TEMPLATES, PromptPolicy
+
+THROUGH_CACHE = "through_cache"
+"""The value of ``fidelity`` under which every token is read from the cache as it is stored, prompts too."""
+MAX_THREADS = 1024
+"""The largest ``threads``. A million would take the machine down before PyTorch refused it."""
+
+
+LEAST_TEMPERATURE = 1e-4
+"""The lowest ``temperature`` above 0: logits over it stay far below float32's largest number."""
+
+
+def _is_number(value: Any) -> bool:
+    return (is_whole(value) or isinstance(value, float)) and 0 <= value < float("inf")
+
+
+@dataclass(frozen=True)
+class DatasetConfig:
+    """One entry of conf/dataset with its final knobs, and the names of the tasks to run; all if ``tasks`` is empty."""
+
+    name: str = identity()
+    knobs: Mapping[str, Any] = identity()
+    tasks: tuple[str, ...] = identity(default=())
+    label: str = runtime(default="")
+    default_limit: int | None = runtime(default=None)
+    query_aware: bool | None = identity(default=None)  # of a grid
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """The choice of tokens: greedy at temperature 0, else drawn with a seed per example, independent of batches."""
+
+    temperature: float = identity(default=0.0)
+    top_p: float = identity(default=1.0)
+    sample_seed: int = identity(default=0)
+
+    def __post_init__(self) -> None:
+        drawn = _is_number(self.temperature) and LEAST_TEMPERATURE <= self.temperature <= 1000
+        fits = drawn or (_is_number(self.temperature) and self.temperature == 0)
+        check("temperature", self.temperature, fits, f"0 (greedy), or {LEAST_TEMPERATURE:g} to 1000")
+        fits = _is_number(self.top_p) and 0 < self.top_p <= 1
+        check("top_p", self.top_p, fits, "above 0, at most 1")
+        check("sample_seed", self.sample_seed, is_whole(self.sample_seed), "a whole number")
+
+    def identity(self) -> dict[str, Any]:
+        """Return the settings that decide the numbers. If decoding is greedy, ``top_p`` and the seed are left out."""
+        if not self.temperature:
+            return {"greedy": True}
+        return {"temperature": self.temperature, "top_p": self.top_p, "seed": self.sample_seed}
+
+
+@dataclass(frozen=True)
+class LoggerConfig:
+    """The service that a run is sent to besides its results folder: none, or Weights & Biases."""
+
+    name: str = runtime(default="none")
+    mode: str = runtime(default="disabled")
+    project: str = runtime(default="kvbench")
+    entity: str | None = runtime(default=None)
+    group: str | None = runtime(default=None)
+    samples: int = runtime(default=100)
+
+    def __post_init__(self) -> None:
+        modes = ("online", "offline", "disabled")
+        check("logger.mode", self.mode, self.mode in modes, ", ".join(modes))
+        if self.mode != "disabled" and self.name != "wandb":
+            raise UsageError(f"logger.mode={self.mode} needs a logger: add logger=wandb")
+        text = isinstance(self.project, str) and bool(self.project)
+        check("logger.project", self.project, text, "a name")
+        check("logger.samples", self.samples, is_whole(self.samples) and self.samples >= 0, "a whole number, 0 or more")
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """One run: a model, its chains and datasets, and the settings of prompts, decoding and resources."""
+
+    model: ModelConfig = identity()
+    chains: tuple[ChainConfig, ...] = identity()
+    datasets: tuple[DatasetConfig, ...] = identity()
+    prompt: PromptPolicy = identity(default_factory=PromptPolicy)
+    sampling: Sampling = identity(default_factory=Sampling)
+    max_length: int | None = identity(default=None)
+    fidelity: bool | int | str = identity(default=False)
+    baseline: bool = runtime(default=True)
+    limit: int | None = runtime(default=None)
+    results: str = runtime(default="results")
+    batch_rows: int | None = runtime(default=None)
+    shared_prefix: int | None = runtime(default=None)
+    memory: float | None = runtime(default=None)
+    threads: int | None = runtime(default=None)
+    device: str = runtime(default="auto")
+    mix: bool = runtime(default=False)
+    data_root: str | None = runtime(default=None)
+    calibration: str | None = runtime(default=None)
+    calibration_text: str | None = runtime(default=None)
+    shard: int = runtime(default=0)
+    shards: int = runtime(default=1)
+    preset: str | None = runtime(default=None)
+    match: str | None = runtime(default=None)
+    reference: str | None = runtime(default=None)
+    logger: LoggerConfig = runtime(default_factory=LoggerConfig)
+
+    @property
+    def model_name(self) -> str:
+        """Return the entry of conf/model, or the folder or hub id of a model that has none."""
+        return self.model.name if self.model.name != "hf" else self.model.path
+
+    def __post_init__(self) -> None:
+        tokens = is_whole(self.fidelity) and not isinstance(self.fidelity, str) and self.fidelity >= 2
+        modes = isinstance(self.fidelity, bool) or self.fidelity == THROUGH_CACHE or tokens
+        check("fidelity", self.fidelity, modes, f"a number of tokens (2 or more), true, false, or {THROUGH_CACHE}")
+        for name in ("baseline", "mix"):
+            check(name, getattr(self, name), isinstance(getattr(self, name), bool), "true or false")
+        for name in ("max_length", "limit", "batch_rows", "threads"):
+            value = getattr(self, name)
+            check(name, value, value is None or (is_whole(value) and value >= 1), "a whole number, 1 or more")
+        check_size(self.shared_prefix)
+        enough = self.threads is None or self.threads <= MAX_THREADS
+        check("threads", self.threads, enough, f"auto, or 1 to {MAX_THREADS}")
+        size = self.memory is None or (_is_number(self.memory) and self.memory > 0)
+        check("memory", self.memory, size, "auto, or GiB that caches may take, above 0")
+        check(
+            "shards",
+            self.shards,
+            is_whole(self.shards) and 1 <= self.shards <= words.MAX_SHARDS,
+            f"1 to {words.MAX_SHARDS}",
+        )
+        in_range = is_whole(self.shard) and 0 <= self.shard < self.shards
+        check("shard", self.shard, in_range, f"0 to {self.shards - 1}, since shards={self.shards}")
+        named = self.reference is None or isinstance(self.reference, str)
+        check("reference", self.reference, named, "one of method=, or null")
+        check("device", self.device, isinstance(self.device, str), "auto, cpu, cuda, cuda:0, ...")
+        check("results", self.results, bool(self.results) and isinstance(self.results, str), "a folder")
+        check("match", self.match, self.match in (None, "bytes", "nominal"), "bytes, nominal, or true for either")
+        for name in ("calibration", "calibration_text", "data_root"):
+            value = getattr(self, name)
+            check(
+                name.replace("_root", ".root"),
+                value,
+                value is None or (isinstance(value, str) and bool(value)),
+                "a path, or null",
+            )
+
+
+def read(arguments: Sequence[str]) -> RunConfig:
+    """Return the one run that ``key=value`` arguments ask for. Raises UsageError naming the key and value at fault."""
+    (request,) = words.read(arguments).runs
+    return parse(request)
+
+
+def parse(
+    request: RunRequest,
+    composed: Mapping[str, Any] | None = None,
+    methods: Sequence[str | Mapping[str, Any]] | None = None,
+) -> RunConfig:
+    """Return the run that a request asks for, with grids of knobs expanded. Raises UsageError naming key and value.
+
+    ``composed`` is Hydra's composition of the request's ``group_overrides``, if there is one already. ``methods`` are
+    the request's own, where some are dicts with knobs of their own.
+    """
+    raw = compose(request, composed)
+    model = ModelConfig(**raw["model"])
+    try:
+        chains = resolve(methods or raw["chains"], {registry.PER: raw["per"], **request.knobs}, _preset_values(request))
+    except UsageError as error:
+        raise presets.explain(error, request.preset) from None
+    rest = {f.name: raw[f.name] for f in fields(RunConfig) if f.name in raw and f.name not in ("model", "chains")}
+    rest["prompt"] = _prompt_policy(raw, model)
+    rest["sampling"] = Sampling(raw["temperature"], raw["top_p"], raw["sample_seed"])
+    rest["data_root"] = raw["data"]["root"]
+    rest["preset"] = request.preset
+    rest["logger"] = LoggerConfig(**raw["logger"])
+    logging = next((key for key in request.values if key.startswith("logger.")), None)
+    if logging is not None and rest["logger"].name != "wandb":
+        raise UsageError(f"{logging}={request.values[logging]} needs a logger: add logger=wandb")
+    for key in ("batch_rows", "memory", "threads"):
+        rest[key] = None if rest[key] == "auto" else rest[key]
+    return RunConfig(model=model, chains=tuple(chains), datasets=tuple(_dataset_configs(raw)), **rest)
+
+
+def group_overrides(request: RunRequest) -> list[str]:
+    """Return the Hydra overrides that choose the request's entries from the groups of conf/."""
+    datasets = dict.fromkeys(t.partition("/")[0] for t in request.tasks or whole_config()["tasks"])
+    chosen = (f"{group}={entry}" for group, entry in request.groups.items())
+    return [*chosen, f"dataset=[{','.join(datasets)}]", "method=[]"]
+
+
+def compose(request: RunRequest, composed: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return the entries of conf/ that the request chooses, with its values set and its knobs under their stages."""
+    raw = copy.deepcopy(dict(composed)) if composed is not None else _compose_with_hydra(group_overrides(request))
+    methods = request.methods or tuple(whole_config()["chains"])
+    preset = _preset_values(request)
+    raw |= {"chains": list(methods), "preset": {"name": request.preset}, "per": preset.get("per", raw["per"])}
+    raw["tasks"] = list(request.tasks) or raw["tasks"]
+    stages = tuple(dict.fromkeys(s for m in methods for s in registry.split(m)))
+    raw["method"] = entries_of(stages, preset, request.knobs)
+    for key, value in request.values.items():
+        _set_value(raw, key, value)
+    missing = next((k for k, v in raw["model"].items() if v == "???"), None)
+    if missing:
+        raise UsageError(f"model.{missing} has no value; give model.{missing}=...")
+    return raw
+
+
+@lru_cache(maxsize=256)
+def _composed(folder: Path, overrides: tuple[str, ...]) -> DictConfig:
+    """Return the configurations in ``folder`` as Hydra composes them, which takes 50 ms."""
+    with initialize_config_dir(config_dir=str(folder), version_base="1.3"):
+        return hydra_compose(config_name="config", overrides=list(overrides))
+
+
+def _compose_with_hydra(overrides: Sequence[str]) -> dict[str, Any]:
+    """Return conf/ as Hydra composes it under ``overrides``. Raises UsageError in place of Hydra's errors."""
+    try:
+        composed = _composed(conf_dir(), tuple(overrides))
+        return OmegaConf.to_container(composed, resolve=True)  # type: ignore[return-value]
+    except (HydraException, OmegaConfBaseException) as error:
+        raise UsageError(plain(error)) from None
+
+
+def _preset_values(request: RunRequest) -> dict[str, Any]:
+    """Return the values of the request's preset for its model by full key; {} without a preset."""
+    return presets.values(request.preset, request.groups["model"]) if request.preset is not None else {}
+
+
+def _set_value(raw: dict[str, Any], key: str, value: Any) -> None:
+    """Set the value of a full key, as ``model.dtype``. Raises UsageError if there is no such key."""
+    *path, last = key.split(".")
+    mapping = raw
+    for part in path:
+        mapping = mapping[part]
+    if last not in mapping:
+        raise unknown("key", key, (".".join([*path, k]) for k in mapping))
+    mapping[last] = value
+
+
+def _limit_names() -> set[str]:
+    """Return the names of the prompt limits that the entries of conf/model state."""
+    return {name for entry in entries("model").values() for name in entry["prompt_limits"]}
+
+
+def _prompt_policy(raw: Mapping[str, Any], model: ModelConfig) -> PromptPolicy:
+    """Return the prompt policy, with the model's length limit for it unless ``max_length`` is set.
+
+    If the model's entry states a template for this policy (off, on, skip or a Jinja text), that is used.
+    """
+    policy = dict(raw["prompt"])
+    if isinstance(policy["query_aware"], list):
+        policy["query_aware"] = None  # each dataset has its own
+    template = model.prompt_templates.get(policy["name"])
+    if template in TEMPLATES:
+        policy["template"] = template
+    elif template is not None and model.chat_template is None:  # a template that the user gave wins
+        fits = "messages" in template and not policy["system"]
+        key = f"model.prompt_templates.{policy['name']}"
+        check(key, template, fits, "off, on, skip, or Jinja of messages without system=")
+        policy["frame"] = template
+    limits = policy.pop("limits")
+    if limits is not None and limits not in _limit_names():
+        raise unknown("name of a prompt limit, prompt.limits", limits, _limit_names())
+    limit = model.prompt_limits.get(limits) if limits else None
+    return PromptPolicy(**{**policy, "max_length": raw["max_length"] if raw["max_length"] is not None else limit})
+
+
+def _dataset_configs(raw: Mapping[str, Any]) -> Iterator[DatasetConfig]:
+    """Yield each chosen dataset, once for each combination of the values in its knobs' grids."""
+    for name, entry in raw["dataset"].items():
+        tasks_by_dataset = [str(t).partition("/") for t in raw["tasks"]]
+        task_names = [task for owner, _, task in tasks_by_dataset if owner == name]
+        tasks = () if "" in task_names else tuple(dict.fromkeys(task_names))
+        asked = raw["prompt"]["query_aware"]
+        if isinstance(asked, list):
+            for value in asked:
+                check("query_aware", value, isinstance(value, bool), "true, false, or both")
+        axes = [("query_aware", asked)] if isinstance(asked, list) else []
+        axes += list(grids(entry, entries("dataset").get(name, {})))
+        for key, swept in axes:
+            check(f"dataset.{name}.{key}", swept, bool(swept), "a value, or a list of at least one")
+        for values in itertools.product(*(v for _, v in axes)):
+            knobs = {**entry, **{k: v for (k, _), v in zip(axes, values, strict=True)}}
+            aware = knobs.pop("query_aware", None)
+            limit = knobs.pop("default_limit", None)
+            shown = {k: str(v).lower() if k == "query_aware" else v for (k, _), v in zip(axes, values, strict=True)}
+            label = ",".join(f"{k}={v}" for k, v in shown.items())
+            yield DatasetConfig(name, knobs, tasks, label, limit, aware)
+
+
+def plain(error: Exception) -> str:
+    """Return the message of one of Hydra's errors in one line, without hints on Hydra's internals."""
+    lines = [line.rstrip() for line in str(error).splitlines() if line.strip()]
+    cause = error.__cause__
+    if cause is not None and str(cause) and str(cause) not in str(error):
+        lines += [line.rstrip() for line in str(cause).splitlines() if line.strip()]
+    return "; ".join(line.strip() for line in lines if "HYDRA_FULL_ERROR" not in line and "reference_type" not in line)

@@ -1,0 +1,216 @@
+"""Equal memory: find the kv_size at which a chain holds as many bytes as a reference, before anything is measured.
+
+    method=h2o,h2o+think kv_size=128 match=bytes     h2o runs with kv_size=109
+
+The reference is the last method named, or ``reference=``. Bytes are payload after the prompt at 16 bits:
+``match=bytes`` counts what is stored, ``match=nominal`` what ThinK's paper counts (arXiv 2407.21018, table 7).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from kvbench.audit.accounting import HALF, bytes_declared, nominal_payload
+from kvbench.base.errors import UsageError, unknown
+from kvbench.kv.model_shape import Shape
+from kvbench.methods.core import registry
+from kvbench.methods.core.base import Selector
+from kvbench.methods.core.chain import Chain
+from kvbench.methods.core.resolve import BUDGET_PARTS, ChainConfig, chain_config, overlay
+from kvbench.plan.config import RunConfig
+
+KINDS = ("bytes", "nominal")
+LONG = 2**20
+TOLERANCE = 0.05
+CLOSE = 0.005
+FLOOR = 4096  # a chain's least kv_size is searched at most this far above its window and sinks
+Price = Callable[[Chain], float]
+
+
+@dataclass(frozen=True)
+class Matched:
+    """One chain with a ``kv_size`` that matches a reference in bytes, for prompts that fill both budgets.
+
+    by: how bytes are counted, ``bytes`` or ``nominal``.
+    reference, method: the labels of the two chains.
+    bytes: the payloads (of the chain, of the reference) as they are stored.
+    nominal: the same payloads as ThinK's paper counts them.
+    sizes: the kv_size that each of the two counts gives.
+    """
+
+    by: str
+    reference: str
+    method: str
+    kv_size: int
+    bytes: tuple[float, float]
+    nominal: tuple[float, float]
+    sizes: dict[str, int]
+
+    def __str__(self) -> str:
+        counts = [f"{_compare_bytes(*self.bytes)} are held at 16 bits"]
+        if self.nominal != self.bytes:
+            counts.append(f"{_compare_bytes(*self.nominal)} nominal")
+        other = next(k for k in KINDS if k != self.by)
+        also = "" if self.sizes[other] == self.kv_size else f"; match={other} gives kv_size={self.sizes[other]}"
+        return f"match={self.by}: {self.method} against {self.reference}: {', '.join(counts)}{also}"
+
+
+def settle(cfg: RunConfig, shape: Shape, tokens: int | None = None) -> tuple[RunConfig, tuple[Matched, ...]]:
+    """Return (run, matches): every chain of the run but the reference gets the kv_size that is nearest in bytes.
+
+    Each setting of the reference gives every other chain a kv_size of its own. The full cache stays as it is.
+    ``tokens`` is the prompt length. Without it prompts are taken to be longer than any budget, so the reference must
+    have a kv_size. Raises UsageError that names the chain that cannot be matched and says what to do.
+    """
+    if cfg.match is None:
+        return cfg, ()
+    name = _reference_name(cfg)
+    references = [c for c in cfg.chains if c.chain.name == name]
+    others = _distinct_templates([c for c in cfg.chains if c.chain.name != name and c.chain.stages])
+    if not others:
+        raise UsageError(
+            f"match={cfg.match} sets the kv_size of other methods by {name}, and this run has none: "
+            f"name one beside it, as in method=snapkv,{name}"
+        )
+    matches: list[Matched] = []
+    chains = [c for c in cfg.chains if not c.chain.stages]
+    prices = {kind: _price(kind, shape, tokens or LONG) for kind in KINDS}
+    for reference in references:
+        _check_reference(reference.chain, cfg.match, tokens)
+        for other in others:
+            if other.chain.per != reference.chain.per:
+                continue
+            sizes = {k: nearest(other, reference, price, k) for k, price in prices.items()}
+            best = with_size(other, sizes[cfg.match])
+            chains.append(best)
+            stored, nominal = ((p(best.chain), p(reference.chain)) for p in prices.values())
+            matches.append(Matched(cfg.match, reference.label, best.label, sizes[cfg.match], stored, nominal, sizes))
+        chains.append(reference)
+    distinct = {(c.chain.name, repr(c.chain.identity())): c for c in chains}
+    return replace(cfg, chains=tuple(distinct.values())), tuple(matches)
+
+
+def nearest(template: ChainConfig, reference: ChainConfig, price: Price, kind: str) -> int:
+    """Return the kv_size at which the chain's price is nearest to the reference's. A tie goes to the smaller size.
+
+    Packing in blocks makes bytes fall now and then as tokens are added. So a chain with a quantiser takes the largest
+    size within CLOSE of the reference, if there is one. Raises UsageError if the nearest is off by over TOLERANCE.
+    """
+    target = price(reference.chain)
+    least = _smallest_size(template, kind)
+
+    def price_at(size: int) -> float:
+        return price(with_size(template, size).chain)
+
+    high = least
+    # double the size until its price reaches the target, then bisect
+    while price_at(high) < target and high < LONG:
+        high *= 2
+    low = max(least, high // 2)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if price_at(middle) < target else (low, middle)
+    # the price is not monotone within a block of the quantiser: every size a few blocks around is tried
+    coder = template.chain.coder
+    reach = 2 if coder is None else 8 * (coder.keys.block + coder.values.block)
+    distance = {size: abs(price_at(size) - target) for size in range(max(least, low - reach), high + reach + 1)}
+    best = min(distance, key=lambda size: (distance[size], size))
+    if coder is not None:
+        best = max((size for size in distance if distance[size] <= CLOSE * target), default=best)
+    if abs(price_at(best) - target) > TOLERANCE * target:
+        raise UsageError(
+            f"match={kind}: {template.chain.name} cannot hold as many bytes as {reference.label}: "
+            f"{_compare_bytes(price_at(best), target)} at the nearest, kv_size={best}. Give the reference another "
+            "budget, or leave one of them out"
+        )
+    return best
+
+
+def with_size(template: ChainConfig, size: int) -> ChainConfig:
+    """Return the chain with kv_size=``size`` in place of its budget, and with its other knobs as they are."""
+    owner = next(s.id for s in template.chain.stages if isinstance(s, Selector))
+    entry = overlay(template.entries[owner], {"kv_size": size})
+    return chain_config({**template.entries, owner: entry}, template.chain.per, written=template.written)
+
+
+def _reference_name(cfg: RunConfig) -> str:
+    """Return the canonical name of the chain that the others are matched to: ``reference=``, else the last one named.
+
+    The last is the default since the chain under test is commonly named after the method that it extends, as in
+    method=h2o,h2o+think kv_size=128: its setting stays as written, and the method before it gets the same bytes.
+    """
+    names = list(dict.fromkeys(c.chain.name for c in cfg.chains if c.chain.stages))
+    if cfg.reference is None:
+        if not names:
+            raise UsageError(f"match={cfg.match} compares methods, and this run has only full: name one with method=")
+        return names[-1]
+    stages = sorted(registry.split(cfg.reference))
+    match = next((name for name in names if sorted(name.split("+")) == stages), None)
+    if match is None:
+        raise unknown("reference: no method of this run is", cfg.reference, names, "Name it in method= too.")
+    return match
+
+
+def _distinct_templates(chains: Sequence[ChainConfig]) -> list[ChainConfig]:
+    """Return the first of each set of chains that differ in their budget alone."""
+    distinct: dict[str, ChainConfig] = {}
+    for config in chains:
+        budget_keys = (*registry.BUDGET_KNOBS, *BUDGET_PARTS)
+        rest = {m: {k: v for k, v in e.items() if k not in budget_keys} for m, e in config.entries.items()}
+        distinct.setdefault(repr((config.chain.name, config.chain.per, sorted(rest.items()))), config)
+    return list(distinct.values())
+
+
+def _check_reference(chain: Chain, kind: str, tokens: int | None) -> None:
+    """Raise UsageError if the reference's bytes grow with the prompt and the prompt's length is unknown."""
+    selector = chain.selector
+    if tokens is None and not (isinstance(selector, Selector) and selector.kv_size is not None):
+        grows = "its budget is a fraction of each prompt" if isinstance(selector, Selector) else "it has no kv_size"
+        raise UsageError(
+            f"match={kind}: the bytes of the reference {chain.name} grow with the prompt, as {grows}. Give it "
+            "kv_size=, or find sizes at one prompt length (python -m kvbench bench memory n=4096 match=...), give those"
+        )
+
+
+def _smallest_size(template: ChainConfig, kind: str) -> int:
+    """Return the smallest kv_size that the chain accepts. Raises UsageError if it accepts none."""
+    chain, selector = template.chain, template.chain.selector
+    if not isinstance(selector, Selector):
+        raise UsageError(
+            f"match={kind}: {chain.name} has no kv_size to set. Leave it out, or chain it with a method that selects "
+            f"tokens, as in snapkv+{chain.name}"
+        )
+    size = sum(selector.protected()) + 1
+    for more in range(FLOOR):
+        try:
+            with_size(template, size + more)
+        except UsageError:
+            continue
+        return size + more
+    raise UsageError(f"match={kind}: {template.label} takes no kv_size; leave it out")
+
+
+def _compare_bytes(chain_bytes: float, reference_bytes: float) -> str:
+    """Return as text two numbers of bytes in one unit, and by how many per cent the first differs from the second."""
+    percent = round(100 * (chain_bytes / reference_bytes - 1), 2) + 0.0  # turns -0.0 into 0.0
+    unit, size = ("MiB", 2**20) if reference_bytes >= 10 * 2**20 else ("KiB", 2**10)
+    return f"{chain_bytes / size:.2f} and {reference_bytes / size:.2f} {unit} ({percent:+.2f} %)".replace("-", "−")
+
+
+def _price(kind: str, shape: Shape, tokens: int) -> Price:
+    """Return a function of a chain: its payload in bytes after a prompt of ``tokens``, counted as ``kind`` says."""
+
+    def price(chain: Chain) -> float:
+        if kind == "nominal":
+            payload = nominal_payload(chain, shape, tokens, HALF)
+        else:
+            declared = bytes_declared(chain, shape, tokens, HALF)
+            payload = None if declared is None else declared.payload
+        if payload is None:
+            raise UsageError(
+                f"match={kind}: how many tokens {chain.name} keeps is decided by the prompt alone: leave it out"
+            )
+        return payload
+
+    return price

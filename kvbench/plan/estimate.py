@@ -1,0 +1,138 @@
+"""Estimate a group before it runs: bytes by the formulas of accounting, time from the answers measured so far."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+
+from kvbench.audit.accounting import bytes_declared
+from kvbench.base.example import Example
+from kvbench.kv.model_shape import Shape
+from kvbench.kv.observation import Needs
+from kvbench.methods.core.chain import Chain
+from kvbench.plan.cells import Cell, Group
+from kvbench.store.results import Sample
+
+LENGTHS_LOOKED_AT = 3
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """The memory and time that the remaining work of a group takes.
+
+    prompt_tokens: the length of the longest prompt.
+    cells: the bytes that one prompt takes while it is decoded, by id of each cell that still lacks an answer.
+    layer: the bytes of one dense layer with its observations.
+    rows: the most rows, of all cells together, that are decoded at once.
+    seconds: the time left, by the stored samples of this group; None if there are none.
+    """
+
+    prompt_tokens: int
+    cells: Mapping[str, int]
+    layer: int
+    rows: int
+    seconds: float | None
+
+    def bytes(self, cells: Sequence[Cell], memory: int) -> int:
+        """Return the peak bytes of caches and observations, with as many prompts as ``rows`` and ``memory`` allow."""
+        per_prompt = sum(self.cells[c.id] for c in cells)
+        prompts = max(1, self.rows // max(1, len(cells)))
+        return self.layer + max(per_prompt, min(prompts * per_prompt, memory))
+
+    def alone(self, cell: Cell) -> int:
+        """Return the bytes that one prompt of the cell takes: the least for any part of the group with this cell."""
+        return self.layer + self.cells.get(cell.id, 0)
+
+    def parts(self, group: Group, memory: int) -> list[Group]:
+        """Return parts of the group that fit into ``memory`` with one prompt each. A cell that cannot is a part alone.
+
+        Cells that share a prefill stay together where they can, since each further part reads the prompts again.
+        """
+        memory_for_rows = memory - self.layer
+        by_key: dict[str, list[Cell]] = {}
+        for cell in group.cells:
+            if cell.id in self.cells:
+                by_key.setdefault(cell.chain.prefill_key, []).append(cell)
+        parts: list[list[Cell]] = [[]]
+        for cells in by_key.values():
+            if parts[-1] and self._prompt_bytes(parts[-1]) + self._prompt_bytes(
+                cells
+            ) > memory_for_rows >= self._prompt_bytes(cells):
+                parts.append([])
+            for cell in cells:
+                if parts[-1] and self._prompt_bytes([*parts[-1], cell]) > memory_for_rows:
+                    parts.append([])
+                parts[-1].append(cell)
+        return [replace(group, cells=tuple(cells)) for cells in parts if cells]
+
+    def _prompt_bytes(self, cells: Sequence[Cell]) -> int:
+        return sum(self.cells[c.id] for c in cells)
+
+
+def estimate(
+    group: Group,
+    todo: Mapping[str, Sequence[Cell]],
+    samples: Mapping[str, Mapping[str, Sample]],
+    shape: Shape,
+    itemsize: int,
+    hidden_size: int,
+    rows: int,
+    prompt_tokens: Callable[[Example], int],
+) -> Estimate:
+    """Return the estimate of a group's remaining work, as if every prompt were as long as the longest.
+
+    ``todo`` holds, by example id, the cells that still need the example, and ``samples`` the stored samples by cell id.
+    A chain whose size depends on the prompt's text counts as the full cache.
+    """
+    examples = [e for e in group.examples if e.id in todo]
+    longest = sorted(examples, key=lambda e: len(e.tokens) or len(e.prompt), reverse=True)[:LENGTHS_LOOKED_AT]
+    n = max(map(prompt_tokens, longest), default=0)
+    new = max((e.max_new_tokens for e in examples), default=0)
+    cells = {c.id: c for some in todo.values() for c in some}
+    needs = Needs()
+    for cell in cells.values():
+        needs = needs | cell.chain.needs(n)
+    tail = shape.full_bytes(new, itemsize)
+    # questions of one context branch from a cache, which stays beside its copy in the decode batch
+    copies = 2 if group.task.turns else 1
+    costs = {i: copies * cache_bytes(c.chain, shape, n, itemsize) + tail for i, c in cells.items()}
+    observed = _observation_bytes(needs, shape, n, itemsize, hidden_size)
+    dense = (shape.full_bytes(n, itemsize) - shape.local_bytes(n, itemsize)) // shape.layers
+    answers = sum(len(some) for some in todo.values())
+    return Estimate(n, costs, dense + observed, min(rows, answers), _seconds_left(todo, samples))
+
+
+def cache_bytes(chain: Chain, shape: Shape, n: int, itemsize: int) -> int:
+    """Return the bytes of a prompt's cache by the chain's formula.
+
+    Return those of the full cache if the chain has no formula, or is not calibrated yet.
+    """
+    computable = n and not any(s.unbound for s in chain.stages)
+    declared = bytes_declared(chain, shape, n, itemsize) if computable else None
+    # latents are stored as one head, and are as wide as all kv heads at most
+    heads = max(shape.kv_heads, chain.heads(shape.kv_heads, shape.query_heads))
+    return shape.full_bytes(n, itemsize, heads) if declared is None else declared.total
+
+
+def _observation_bytes(needs: Needs, shape: Shape, n: int, itemsize: int, hidden_size: int) -> int:
+    """Return the bytes of the observations of one layer: queries, column sums in fp32 and hidden states."""
+    queries = min(needs.last_q, n) + min(needs.first_q, n)
+    sums = int(needs.colsums) + len(needs.colsums_bits)
+    of_heads = shape.query_heads * (queries * shape.head_dim * itemsize + sums * n * 4)
+    return of_heads + (n * hidden_size * itemsize if needs.hidden else 0)
+
+
+def _seconds_left(todo: Mapping[str, Sequence[Cell]], samples: Mapping[str, Mapping[str, Sample]]) -> float | None:
+    """Return the seconds that the remaining work takes, by mean times of the stored samples; None without samples."""
+    if not todo:
+        return 0.0
+    timings = {i: [s.timing for s in of_cell.values()] for i, of_cell in samples.items()}
+    per_answer = {i: fmean(t.compress_s + t.decode_s for t in times) for i, times in timings.items() if times}
+    if not per_answer:
+        return None
+    prefill = fmean(t.prefill_s for times in timings.values() for t in times)
+    typical = fmean(per_answer.values())
+    prefills = sum(len({c.chain.prefill_key for c in cells}) for cells in todo.values())
+    answers = sum(per_answer.get(c.id, typical) for cells in todo.values() for c in cells)
+    return prefills * prefill + answers

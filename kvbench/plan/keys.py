@@ -1,0 +1,105 @@
+"""``key=value`` arguments, and the keys that verbs take beside those of runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from kvbench.base.errors import UsageError, unknown
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key of a verb.
+
+    default: the text that stands for the key if it is not given; None if its value is None then.
+    read: a function from a text to its value, which raises ValueError for a text that is not allowed.
+    allowed: what is allowed, in words, for the message to the user.
+    """
+
+    name: str
+    default: str | None = None
+    read: Callable[[str], Any] = str
+    allowed: str = ""
+
+    def value(self, texts: Mapping[str, str]) -> Any:
+        """Return the value of the key's text, or of its default. Raises UsageError for a text that is not allowed."""
+        text = texts.get(self.name, self.default)
+        try:
+            return None if text is None else self.read(text)
+        except UsageError:
+            raise
+        except ValueError:
+            raise UsageError(f"{self.name}={text} is not possible: {self.allowed}") from None
+
+
+def values(keys: Iterable[Key], texts: Mapping[str, str]) -> dict[str, Any]:
+    """Return the value of each key by the key's name, from its text in ``texts`` or its default."""
+    return {key.name: key.value(texts) for key in keys}
+
+
+def whole(name: str, least: int, default: str | None = None, allowed: str = "") -> Key:
+    """Return a key whose values are whole numbers of at least ``least``."""
+    return Key(name, default, partial(whole_number, least=least), allowed or f"a whole number, {least} or more")
+
+
+def flag(name: str) -> Key:
+    """Return a key that is true or false, by default false."""
+
+    def read(text: str) -> bool:
+        if text not in ("true", "false"):
+            raise ValueError(text)
+        return text == "true"
+
+    return Key(name, "false", read, "true or false")
+
+
+def choice(name: str, choices: Sequence[str]) -> Key:
+    """Return a key that takes one of ``choices``, the first by default."""
+    return Key(name, choices[0], partial(one_of, f"value of {name}", choices))
+
+
+def optional(key: Key) -> Key:
+    """Return the key with null, which stands for None, as an allowed text and as its default."""
+    return Key(key.name, "null", lambda text: None if text == "null" else key.read(text), key.allowed)
+
+
+def whole_number(text: str, least: int) -> int:
+    """Return the number that a text of digits states. Raises ValueError for other texts and numbers below ``least``."""
+    if not text.isdigit() or int(text) < least:
+        raise ValueError(text)
+    return int(text)
+
+
+def one_of(kind: str, choices: Collection[str], text: str) -> str:
+    """Return ``text`` if it is one of ``choices``. Raises UsageError that names the nearest choices if it is not."""
+    if text not in choices:
+        raise unknown(kind, text, choices)
+    return text
+
+
+def pairs(arguments: Iterable[str], example: str = "method=snapkv+think or kv_size=64,128") -> dict[str, str]:
+    """Return the values of ``key=value`` arguments as texts by key.
+
+    Raises UsageError for an argument of another form, and for a key given twice.
+    """
+    texts: list[tuple[str, str]] = []
+    for argument in arguments:
+        key, sign, text = argument.partition("=")
+        if not sign or not key:
+            raise UsageError(f"{argument!r} is not key=value, as in {example}")
+        if "\0" in argument:
+            raise UsageError(f"{argument!r} is not possible: it holds a NUL character")
+        texts.append((key.strip(), text.strip()))
+    keys = [key for key, _ in texts]
+    for key in keys:
+        if keys.count(key) > 1:
+            raise UsageError(f"{key}= is given {keys.count(key)} times: give it once, with a comma list for a grid")
+    return dict(texts)
+
+
+def divide(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """Return (arguments without =, texts of the ``key=value`` arguments by key as ``pairs`` returns them)."""
+    return [a for a in arguments if "=" not in a], pairs(a for a in arguments if "=" in a)

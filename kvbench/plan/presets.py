@@ -1,0 +1,91 @@
+"""Presets: the settings that reproduce a paper's tables, in YAML files in conf/preset, one per paper.
+
+Keys are ``prompt`` (a policy of conf/prompt), ``per``, ``match`` (the kind of equal memory, if a run asks for it) and
+knobs below ``method``. Those below ``models`` hold for one entry of conf/model only. Every value stands on a line of
+its own, with its source behind it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from itertools import takewhile
+from typing import Any
+
+import yaml
+
+from kvbench.base.conf import conf_dir
+from kvbench.base.errors import UsageError, unknown
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One value of a preset, with its full key (``method.snapkv.window``), its source, and the model that it is for."""
+
+    key: str
+    value: Any
+    source: str
+    model: str = ""  # '': every model that has no value of its own
+
+
+@cache
+def available() -> tuple[str, ...]:
+    """Return the names of all presets."""
+    return tuple(sorted(p.stem for p in (conf_dir() / "preset").glob("*.yaml")))
+
+
+def about(name: str) -> str:
+    """Return the description of a preset: the comment at the head of its file."""
+    return " ".join(line[1:].strip() for line in takewhile(lambda x: x.startswith("#"), _read_text(name).splitlines()))
+
+
+@cache
+def settings(name: str) -> tuple[Setting, ...]:
+    """Return all settings of a preset in the order of its file. Raises UsageError for an unknown name."""
+    text = _read_text(name)
+    lines = text.splitlines()
+    result = []
+    root = yaml.compose(text, yaml.SafeLoader)
+    for path, node in _value_nodes(root) if root else ():
+        if path[:1] == ("models",):
+            model, key = path[1], ".".join(path[2:])
+        else:
+            model, key = "", ".".join(path)
+        source = lines[node.end_mark.line].partition(" #")[2].strip()
+        result.append(Setting(key, yaml.safe_load(text[node.start_mark.index : node.end_mark.index]), source, model))
+    return tuple(result)
+
+
+def values(name: str, model: str = "") -> dict[str, Any]:
+    """Return the values of a preset by full key, for one entry of conf/model; '' stands for any other model."""
+    all_settings = settings(name)
+    return {s.key: s.value for setting_model in ("", model) for s in all_settings if s.model == setting_model}
+
+
+def untouched(name: str, model: str, methods: Iterable[str]) -> list[str]:
+    """Return those ``methods`` of which the preset sets no knob, so that they run with their plain defaults."""
+    keys = values(name, model)
+    return [m for m in dict.fromkeys(methods) if not any(k.startswith(f"method.{m}.") for k in keys)]
+
+
+def explain(error: UsageError, name: str | None) -> UsageError:
+    """Return the error, with the preset named as the source if the error is about a knob that the preset sets."""
+    if name is None or not any(s.key.startswith("method.") and f"{s.key}=" in str(error) for s in settings(name)):
+        return error
+    return UsageError(f"{error}; preset={name} sets it (python -m kvbench list presets), and what you type wins")
+
+
+def _read_text(name: str) -> str:
+    if name not in available():
+        raise unknown("preset", name, available(), "One preset a run." if "," in name else "")
+    return (conf_dir() / "preset" / f"{name}.yaml").read_text(encoding="utf-8")
+
+
+def _value_nodes(node: yaml.Node, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], yaml.Node]]:
+    """Yield (path of keys, node) of every value below a node. A mapping written in braces counts as one value."""
+    if not isinstance(node, yaml.MappingNode) or node.flow_style:
+        yield path, node
+        return
+    for key, value in node.value:
+        yield from _value_nodes(value, (*path, key.value))

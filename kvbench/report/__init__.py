@@ -1,0 +1,1 @@
+"""Summaries of stored results, and the tables and pictures that show them."""

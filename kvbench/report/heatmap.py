@@ -1,0 +1,71 @@
+"""Needle heat maps: the mean score at every length of the text and depth of the needle, as numbers and as a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from kvbench.store.results import Sample
+
+
+@dataclass(frozen=True)
+class Heat:
+    """A needle heat map.
+
+    scores: the mean scores [depths, lengths]; nan where nothing was measured.
+    counts: the numbers of samples behind them.
+    """
+
+    lengths: tuple[float, ...]
+    depths: tuple[float, ...]
+    scores: np.ndarray
+    counts: np.ndarray
+
+    def rows(self) -> Iterator[tuple[float, float, float, int]]:
+        """Yield (length, depth, score, number of samples) of every measured point."""
+        for i, depth in enumerate(self.depths):
+            for j, length in enumerate(self.lengths):
+                if self.counts[i, j]:
+                    yield length, depth, float(self.scores[i, j]), int(self.counts[i, j])
+
+
+def points(samples: Iterable[Sample], show: Callable[[float], float]) -> list[tuple[float, float, float]]:
+    """Return (length, depth, score in printed units) of each sample of the needle dataset that has a score."""
+    return [(s.meta["length"], s.meta["depth"], show(s.score)) for s in samples if s.score is not None]
+
+
+def heat_map(points: Sequence[tuple[float, float, float]]) -> Heat:
+    """Return the heat map of (length, depth, score) points."""
+    lengths = sorted({length for length, _, _ in points})
+    depths = sorted({depth for _, depth, _ in points})
+    sums, counts = np.zeros((len(depths), len(lengths))), np.zeros((len(depths), len(lengths)), int)
+    for length, depth, score in points:
+        place = depths.index(depth), lengths.index(length)
+        sums[place] += score
+        counts[place] += 1
+    scores = np.where(counts > 0, sums / np.maximum(counts, 1), np.nan)
+    return Heat(tuple(lengths), tuple(depths), scores, counts)
+
+
+def draw(heat: Heat, title: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """Return the map as a picture [height, width, 3]: lengths to the right, depths downwards, dark 0 to light 100."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    from kvbench.report import style
+
+    with style.styled():
+        figure = style.canvas(2.5 + 0.6 * len(heat.lengths), 1.5 + 0.4 * len(heat.depths))
+        canvas = FigureCanvasAgg(figure)
+        ax = figure.add_subplot()
+        lengths, depths = ([f"{x:g}" for x in axis] for axis in (heat.lengths, heat.depths))
+        image = style.heat(ax, heat.scores, depths, lengths, "%.0f", vmin=0, vmax=100)
+        ax.set_xlabel("tokens")
+        ax.set_ylabel("depth, %")
+        ax.set_title(title, loc="left", fontsize=6.5)
+        figure.colorbar(image, label="score")
+        canvas.draw()
+        return np.asarray(canvas.buffer_rgba())[..., :3].copy()

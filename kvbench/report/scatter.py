@@ -1,0 +1,77 @@
+"""The picture of a report: scores against bytes held, one panel a task."""
+
+from __future__ import annotations
+
+import io
+import math
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from matplotlib.figure import Figure as Canvas
+
+from kvbench.report.style import GREY, series, styled
+
+if TYPE_CHECKING:
+    from kvbench.report.report import Report
+    from kvbench.store.results import CellSummary
+
+BUDGETS = ("kv_size=", "kv_ratio=")
+COLUMNS = 3
+WIDTH, HEIGHT = 3.6, 2.8
+"""Inches of a panel."""
+LETTERS = 34
+"""Letters of the legend below a panel: what does not fit stands in a line of its own."""
+
+
+class Shown(Canvas):
+    """A figure that a notebook shows by itself, whatever its settings of matplotlib are."""
+
+    def _repr_png_(self) -> bytes:
+        picture = io.BytesIO()
+        self.savefig(picture, format="png", dpi=110)
+        return picture.getvalue()
+
+
+def draw(report: Report) -> Shown:
+    """Return a figure with a panel per task: each method's score with its interval over its bytes in % of full."""
+    tasks = report.columns
+    columns = min(COLUMNS, len(tasks))
+    rows = math.ceil(len(tasks) / columns)
+    with styled():
+        figure = Shown(figsize=(WIDTH * columns, HEIGHT * rows + 0.5), dpi=200, layout="constrained")
+        panels = figure.subplots(rows, columns, squeeze=False).flat
+        for i, (panel, task) in enumerate(zip(panels, tasks, strict=False)):
+            _panel(panel, report, i)
+            panel.set_title(task.task)
+            panel.set_ylabel(task.metric)
+            panel.set_xlabel("bytes in % of full, 16 bits")
+        for panel in list(panels)[len(tasks) :]:
+            panel.set_visible(False)
+        handles, labels = figure.axes[0].get_legend_handles_labels()
+        fitting = columns * LETTERS // (8 + max(map(len, labels), default=0))
+        figure.legend(handles, labels, loc="outside lower center", ncols=max(1, min(fitting, len(labels))))
+    return figure
+
+
+def line_of(label: str) -> str:
+    """Return the name of the line on which a method stands: its label without its budgets."""
+    return " ".join(word for word in label.split() if not word.startswith(BUDGETS))
+
+
+def _panel(panel: Any, report: Report, task: int) -> None:
+    """Draw the methods' points on one task, those of one method by budget as a line; the full cache is dashed."""
+    lines: dict[str, list[CellSummary]] = {}
+    for row in report.rows:
+        summary = row.cells[task].summary
+        if row.cells[task].unchanged:
+            # a point at the full cache's would look like a method that loses nothing
+            panel.plot([], [], " ", label=f"{line_of(row.method)}: nothing was compressed")
+        elif summary is not None and summary.score is not None:
+            lines.setdefault(line_of(row.method), []).append(summary)
+    for full in lines.pop("full", []):
+        panel.axhline(full.score, color=GREY, linestyle="--", label="full")
+    for number, (name, summaries) in enumerate(lines.items()):
+        points = sorted((s.percent_of_full, s.score or 0.0, *(s.ci or (s.score, s.score))) for s in summaries)
+        shares, scores, lows, highs = np.array(points, dtype=float).T
+        panel.errorbar(shares, scores, yerr=[scores - lows, highs - scores], label=name, capsize=2, **series(number))
+    panel.set_xlim(left=0)

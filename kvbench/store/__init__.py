@@ -1,0 +1,1 @@
+"""Results on disk: samples and metrics of cells, and their records."""

@@ -1,0 +1,55 @@
+"""The samples behind a committed table in one small file, from which a reader can make the table again."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+
+from kvbench.base.errors import UsageError
+from kvbench.base.files import line_of, write_json
+from kvbench.store.store import ResultStore
+
+
+def pack(store: ResultStore, cells: Iterable[str], path: Path) -> None:
+    """Write the records and samples of ``cells`` as gzipped JSON lines. Equal content gives equal bytes."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("wb") as raw, gzip.GzipFile(fileobj=raw, mode="wb", filename="", mtime=0) as out:
+        for cell in sorted(set(cells)):
+            record = store.cell(cell)
+            out.write(_line_of({"cell": None if record is None else record.record()}))
+            for line in store.lines(cell).values():
+                out.write(_line_of({"of": cell, "sample": line}))
+
+
+def unpack(path: Path, store: ResultStore) -> dict[str, int]:
+    """Add the records and samples of ``path`` that ``store`` lacks. Return how many samples were added, by cell id."""
+    records = {}
+    samples = defaultdict(list)
+    try:
+        with gzip.open(path, "rt", encoding="utf-8") as lines:
+            for entry in map(json.loads, lines):
+                if "cell" in entry:
+                    records[str(entry["cell"]["id"])] = entry["cell"]
+                else:
+                    samples[entry["of"]].append(entry["sample"])
+    except (OSError, ValueError, KeyError) as error:
+        raise UsageError(f"{path} is not a file of samples: {error}") from None
+    added = {}
+    for cell, record in records.items():
+        if store.cell(cell) is None:
+            write_json(store.folder(cell) / "cell.json", record)
+        stored = store.lines(cell)
+        missing = [line_of({**sample, "cell": cell}) for sample in samples[cell] if sample["id"] not in stored]
+        if missing:
+            with (store.folder(cell) / "samples-0.jsonl").open("a", encoding="utf-8") as out:
+                out.writelines(missing)
+        added[cell] = len(missing)
+    return added
+
+
+def _line_of(entry: object) -> bytes:
+    """Return an entry as a line of JSON. Its keys are sorted, so that equal entries give equal bytes."""
+    return (json.dumps(entry, ensure_ascii=False, sort_keys=True) + "\n").encode()

@@ -1,0 +1,159 @@
+"""Fidelity: how far a cell's next-token distributions are from the full cache's, over prompts, with intervals."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import exp, sqrt
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvbench.tasks.metrics import stats
+
+TOKENS = 256
+"""The most tokens of a text that is forced on an answer's cache, unless ``fidelity=`` says another number."""
+IDENTITY: Mapping[str, object] = {"tokens": TOKENS, "revision": 1}
+
+
+def fidelity_identity(asked: bool | int | str) -> dict[str, object]:
+    """Return what decides the texts compared under ``fidelity=``, which may say their most tokens."""
+    return {**IDENTITY, **({"tokens": asked} if isinstance(asked, int) and not isinstance(asked, bool) else {})}
+
+
+KINDS = ("reference", "greedy")
+"""The texts compared on: the reference that the data give, and the full cache's own greedy answer."""
+ABOVE_FLOOR = 3.0
+"""Divergences below this multiple of the floor say nothing."""
+FOR_PERCENTILE = {"kl_p90": (90, 100), "kl_p99": (99, 1_000), "kl_p999": (99.9, 10_000)}
+"""The percentiles shown, each with the fewest tokens that it needs."""
+
+
+@dataclass(frozen=True)
+class TextFidelity:
+    """One row beside the full cache on one text, at each scored position; sums are over positions.
+
+    kl: divergences in nats, rounded to four digits.
+    same: "1" where both have the same first choice, else "0".
+    log_ratio: the sum of ``ln p(y) - ln q(y)`` of the true tokens y.
+    shift: the sum of ``(q(y) - p(y))^2``.
+    loss: the sum of ``-ln q(y)``.
+    floor: the mean divergence that one unit in the last place of one element of each first key makes.
+    document: what the text is one of several windows of; '' for a text of its own.
+    """
+
+    kl: tuple[float, ...]
+    same: str
+    log_ratio: float
+    shift: float
+    loss: float
+    floor: float
+    document: str = ""
+
+    @classmethod
+    def read(cls, record: Mapping[str, Any]) -> TextFidelity:
+        """Return the fidelity in the JSON of a stored sample."""
+        return cls(**{**record, "kl": tuple(record["kl"])})
+
+    def record(self) -> dict[str, Any]:
+        """Return the fidelity as a stored sample's JSON has it."""
+        return {name: value for name, value in vars(self).items() if name != "document" or value}
+
+    @property
+    def sums(self) -> tuple[float, float, float, float]:
+        """Return the sums of tokens, divergences, equal first choices and log ratios."""
+        return float(len(self.kl)), float(np.sum(self.kl)), float(self.same.count("1")), self.log_ratio
+
+
+@dataclass(frozen=True)
+class FidelitySummary:
+    """The fidelity of a cell on one kind of text, pooled over its tokens; intervals are over prompts or documents.
+
+    n, n_tokens: the prompts with such a text, and their scored tokens.
+    kl_*: the divergence from the full cache in nats; percentiles are None on too few tokens.
+    top1: equal first choices in per cent.
+    shift_rms: the root mean square of the true token's change in probability, in percentage points.
+    ppl_ratio: the perplexity over the full cache's; perplexity: its own.
+    floor: the divergence that rounding alone makes.
+    at_floor: whether the mean divergence is not above what rounding makes.
+    """
+
+    n: int
+    n_tokens: int
+    kl_mean: float
+    ci: stats.Interval | None
+    kl_median: float
+    kl_p90: float | None
+    kl_p99: float | None
+    kl_p999: float | None
+    kl_max: float
+    top1: float
+    top1_ci: stats.Interval | None
+    shift_rms: float
+    perplexity: float
+    ppl_ratio: float
+    ppl_ratio_ci: stats.Interval | None
+    floor: float
+    at_floor: bool
+
+
+def diverges(text: TextFidelity) -> bool:
+    """Return True if a row's mean divergence from the full cache on a text is above what rounding makes."""
+    return float(np.mean(text.kl)) > ABOVE_FLOOR * text.floor
+
+
+def summarise_texts(texts: Sequence[TextFidelity]) -> FidelitySummary | None:
+    """Return the summary over the texts of one cell, one a prompt; None without texts."""
+    if not texts:
+        return None
+    kl = np.concatenate([t.kl for t in texts])
+    sums = np.array([t.sums for t in texts])
+    tokens, total, same, log_ratio = sums.sum(0).tolist()
+
+    clusters = _by_document(sums, texts)
+
+    def percentile(name: str) -> float | None:
+        at, fewest = FOR_PERCENTILE[name]
+        return float(np.percentile(kl, at)) if len(kl) >= fewest else None
+
+    top1 = stats.pooled_interval(clusters[:, [2, 0]], (0.0, 1.0))
+    ratio = stats.pooled_interval(clusters[:, [3, 0]], None)
+    floor = float(np.average([t.floor for t in texts], weights=sums[:, 0]))
+    return FidelitySummary(
+        n=len(texts),
+        n_tokens=len(kl),
+        kl_mean=total / tokens,
+        ci=stats.ratio_interval(clusters[:, [1, 0]]),
+        kl_median=float(np.median(kl)),
+        **{name: percentile(name) for name in FOR_PERCENTILE},
+        kl_max=float(kl.max()),
+        top1=100 * same / tokens,
+        top1_ci=top1 and (100 * top1[0], 100 * top1[1]),
+        shift_rms=100 * sqrt(sum(t.shift for t in texts) / tokens),
+        perplexity=exp(sum(t.loss for t in texts) / tokens),
+        ppl_ratio=exp(log_ratio / tokens),
+        ppl_ratio_ci=ratio and (exp(ratio[0]), exp(ratio[1])),
+        floor=floor,
+        at_floor=total / tokens <= ABOVE_FLOOR * floor,
+    )
+
+
+def _by_document(sums: NDArray[np.float64], texts: Sequence[TextFidelity]) -> NDArray[np.float64]:
+    """Return the sums [texts, ...] added up over windows of one document, which are alike and are drawn together."""
+    places: dict[object, int] = {}
+    rows = [places.setdefault(text.document or i, len(places)) for i, text in enumerate(texts)]
+    clusters = np.zeros((len(places), *sums.shape[1:]))
+    np.add.at(clusters, rows, sums)
+    return clusters
+
+
+def log_ratio_of_means(
+    ours: Sequence[TextFidelity], theirs: Sequence[TextFidelity]
+) -> tuple[float, stats.Interval | None]:
+    """Return ``ln(mean KL of ours / mean KL of theirs)`` over the same texts, with its interval over paired prompts."""
+    sums: NDArray[np.float64] = np.array([(a.sums[1], b.sums[1]) for a, b in zip(ours, theirs, strict=True)])
+    interval = stats.ratio_interval(_by_document(sums, ours))
+    ours_mean, theirs_mean = sums.mean(0)
+    point = float(np.log(ours_mean) - np.log(theirs_mean))
+    return point, interval and (float(np.log(interval[0])), float(np.log(interval[1])))

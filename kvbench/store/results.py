@@ -1,0 +1,280 @@
+"""Results as records: a stored answer, and the record and the summary of a cell.
+
+``read`` takes the JSON that lies on disk, ``record`` returns the JSON to write. A field that an older version did not
+write is None; fields that this version does not know are kept in ``more``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any, Self
+
+from kvbench.base.errors import UsageError
+from kvbench.store.fidelity import FidelitySummary, TextFidelity
+from kvbench.store.turns import TurnAnswer, TurnsSummary
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+Facts = Mapping[str, Any]
+"""The provenance of numbers by name: versions, device, dtype and more, and facts that a method adds."""
+CELL_RECORD: Mapping[str, type] = {"label": str, "column": str, "of": int, "identity": dict, "provenance": list}
+
+
+@dataclass(frozen=True)
+class Timing:
+    """The time of one answer.
+
+    prefill_s, compress_s, decode_s: seconds of each stage.
+    batch_rows: how many rows were decoded together.
+    batch_factor: the key and value bytes of that batch over those of its rows' tokens.
+    """
+
+    prefill_s: float
+    compress_s: float
+    decode_s: float
+    batch_rows: int | None = None
+    batch_factor: float | None = None
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One stored answer: tokens and bytes of its cache as audited, seconds, the text, and its score.
+
+    nominal: the tokens of the method's budget; None if it has none.
+    cut: the tokens cut out of the prompt.
+    score: None if the metric gives this answer none.
+    answers: the references.
+    attended: the mean number of tokens that a masking method reads.
+    provenance: an index into the provenance of the cell's record.
+    fidelity: the cache beside the full one by kind of text, where that was asked for.
+    turns: the answers to the questions of a context that has several; ``score`` is their mean.
+    """
+
+    id: str
+    n: int
+    kept: float
+    nominal: int | None
+    payload: float
+    overhead: float
+    full_bytes: float
+    payload_kv_head: float | None
+    payload_query_head: float | None
+    payload16: float
+    overhead16: float
+    full16: float
+    cut: int
+    shrunk: bool
+    new_tokens: int
+    meta: Mapping[str, Any]
+    timing: Timing
+    prediction: str
+    score: float | None
+    answers: tuple[str, ...] | None = None
+    attended: float | None = None
+    decode_peak: int | None = None
+    provenance: int | None = None
+    fidelity: Mapping[str, TextFidelity] | None = None
+    turns: tuple[TurnAnswer, ...] | None = None
+    more: Mapping[str, object] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, line: Mapping[str, Any]) -> Self:
+        """Return the sample in a stored line. Raises UsageError for an old version's line, without bytes at 16 bits."""
+        if "full16" not in line:
+            raise UsageError(
+                f"example {line['id']} was measured by an older version, without bytes at 16 bits: measure it again in "
+                "another results=FOLDER"
+            )
+        known: dict[str, Any] = dict.fromkeys(("nominal", "payload_kv_head", "payload_query_head"))
+        known |= {name: line[name] for name in _field_names(cls) if name in line}
+        if "answers" in line:
+            known["answers"] = tuple(line["answers"])
+        if "fidelity" in line:
+            known["fidelity"] = {kind: TextFidelity.read(record) for kind, record in line["fidelity"].items()}
+        if "turns" in line:
+            known["turns"] = tuple(TurnAnswer(**turn | {"answers": tuple(turn["answers"])}) for turn in line["turns"])
+        timing = {key: line["timing"][key] for key in _field_names(Timing) if key in line["timing"]}
+        return cls(**known | {"timing": Timing(**timing), "more": _unknown_fields(cls, line)})
+
+    def record(self) -> dict[str, object]:
+        """Return the sample as the JSON to store."""
+        known = {name: getattr(self, name) for name in _field_names(Sample)}
+        if self.fidelity is not None:
+            known["fidelity"] = {kind: text.record() for kind, text in self.fidelity.items()}
+        if self.turns is not None:
+            known["turns"] = [asdict(turn) for turn in self.turns]
+        known["timing"] = {k: v for k, v in asdict(self.timing).items() if v is not None}
+        always = ("nominal", "score")
+        return {k: v for k, v in known.items() if k in always or v is not None} | dict(self.more)
+
+
+@dataclass(frozen=True)
+class CellRecord:
+    """The record of a cell.
+
+    kind: None for a cell that kvbench measured, "imported" for any other.
+    label, column: the method and the task in words.
+    of: the number of examples of the task.
+    identity: all that decides the cell's numbers.
+    provenance: the facts of each process that measured samples.
+    """
+
+    id: str = ""
+    kind: str | None = None
+    label: str = ""
+    column: str = ""
+    of: int | None = None
+    identity: Mapping[str, Any] = field(default_factory=dict)
+    provenance: tuple[Facts, ...] = ()
+    more: Mapping[str, object] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, record: Mapping[str, Any]) -> Self:
+        """Return the record that the JSON of a cell.json states. Raises ValueError naming its damaged fields."""
+        damaged = [key for key, kind in CELL_RECORD.items() if not isinstance(record.get(key, kind()), kind)]
+        if not damaged and not all(isinstance(facts, dict) for facts in record.get("provenance", ())):
+            damaged = ["provenance"]
+        if not damaged and not _whole_chain(record.get("identity", {}).get("chain", {"per": "", "stages": []})):
+            damaged = ["identity"]
+        if damaged:
+            raise ValueError(f"{', '.join(damaged)} of it is damaged")
+        known = {name: record[name] for name in _field_names(cls) if name in record}
+        return cls(**known | {"provenance": tuple(record.get("provenance", ())), "more": _unknown_fields(cls, record)})
+
+    def record(self) -> dict[str, object]:
+        """Return the record as the JSON of cell.json."""
+        known = {name: getattr(self, name) for name in _field_names(CellRecord)}
+        return {k: v for k, v in known.items() if v is not None} | dict(self.more)
+
+    @property
+    def model(self) -> str:
+        """Return the model's name as the last run gave it, or its fingerprint if no run gave a name."""
+        names = [facts["model"] for facts in self.provenance if facts.get("model")]
+        if names:
+            return str(names[-1])
+        model = self.identity.get("model", "")
+        return str(model.get("fingerprint", "") if isinstance(model, dict) else model)
+
+
+@dataclass(frozen=True)
+class Status:
+    """The current status of a cell.
+
+    status: never, started (being measured now), partial, complete, refused, failed or interrupted.
+    n, of: how many examples are measured, and how many there are; ``of`` is None if unknown.
+    reason: why the cell is refused, failed or interrupted.
+    measuring: the shards that some process is measuring now.
+    changed: the time of the last write, in seconds since the epoch.
+    """
+
+    status: str
+    n: int
+    of: int | None
+    reason: str | None = None
+    measuring: tuple[int, ...] = ()
+    changed: float | None = None
+
+
+@dataclass(frozen=True)
+class ScoreSummary:
+    """The mean score of a cell in printed units, with its 95 % interval.
+
+    n, of: how many examples are answered, and how many there are.
+    unscored: the answers that the metric gives no score.
+    """
+
+    metric: str
+    n: int
+    of: int
+    unscored: int
+    score: float | None
+    ci: tuple[float, float] | None
+
+    @classmethod
+    def read(cls, metrics: Mapping[str, Any]) -> Self | None:
+        """Return the summary in the JSON of a metrics.json, or None if that holds no metric."""
+        known: dict[str, Any] = {name: metrics.get(name) for name in _field_names(cls)}
+        return cls(**known) if "metric" in metrics else None
+
+    def record(self) -> dict[str, object]:
+        """Return the summary as the JSON of metrics.json, without the status."""
+        return {k: v for k, v in asdict(self).items() if k not in ("buckets", "fidelity", "questions") or v}
+
+
+@dataclass(frozen=True)
+class MeanTiming:
+    """The mean seconds of a cell's answers, and their mean ``batch_factor``."""
+
+    prefill_s: float
+    compress_s: float
+    decode_s_per_token: float
+    batch_factor: float | None
+
+
+@dataclass(frozen=True)
+class BucketScore:
+    """The mean score of the answers on prompts of one range of lengths."""
+
+    n: int
+    score: float | None
+
+
+@dataclass(frozen=True)
+class CellSummary(ScoreSummary):
+    """The means over a cell's samples; ``cut`` and ``shrunk`` are counts, ``decode_peak`` is a maximum.
+
+    new_tokens: the length of answers.
+    empty: how many answers are empty.
+    questions: the scores by question, where contexts have several.
+    """
+
+    prompt_tokens: float
+    kept: float
+    nominal: float | None
+    payload: float
+    overhead: float
+    payload_kv_head: float | None
+    payload_query_head: float | None
+    full_bytes: float
+    payload16: float
+    overhead16: float
+    full16: float
+    percent_of_full: float
+    decode_peak: int | None
+    cut: int
+    shrunk: int
+    attended: float | None
+    buckets: Mapping[str, BucketScore]
+    timing: MeanTiming
+    new_tokens: float | None = None
+    empty: int = 0
+    fidelity: Mapping[str, FidelitySummary] = field(default_factory=dict)
+    questions: TurnsSummary | None = None
+
+
+def share(payload16: float, overhead16: float, full16: float) -> float:
+    """Return the bytes held in per cent of the bytes of the full cache, both at 16 bits."""
+    return 100 * (payload16 + overhead16) / full16
+
+
+def _field_names(cls: type[DataclassInstance]) -> list[str]:
+    """Return the names of a record's fields, without ``more``."""
+    return [name for name in cls.__dataclass_fields__ if name != "more"]
+
+
+def _unknown_fields(cls: type[DataclassInstance], record: Mapping[str, Any]) -> dict[str, object]:
+    """Return the entries of a JSON record for which ``cls`` has no field."""
+    names = _field_names(cls)
+    return {key: value for key, value in record.items() if key not in names}
+
+
+def _whole_chain(chain: object) -> bool:
+    """Return True if the chain of an identity has every field that a label needs."""
+    if not isinstance(chain, dict) or "per" not in chain or not isinstance(chain.get("stages"), list):
+        return False
+    return all(
+        isinstance(s, dict) and {"id", "revision"} <= set(s) and isinstance(s.get("knobs"), dict)
+        for s in chain["stages"]
+    )

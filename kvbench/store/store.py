@@ -1,0 +1,431 @@
+"""Measured samples on disk, below results/cells/<id>/:
+
+    cell.json            what the cell is, how many examples it has, and what its samples were measured with
+    samples-<shard>.jsonl  one appended line per answer, with the cell's id and a checksum
+    metrics.json         means over all intact samples, made again from them at the end of every run
+    refused-*.json       an example that shows why the cell must not be reported
+    state-<shard>.json   there while a shard is measured, and after it failed or was interrupted
+    lock, lock-<shard>   locks that end with the process holding them
+
+The store gives these guarantees. Nothing that was measured is ever rewritten. A torn or damaged line is reported, and
+its example is measured again. An example in several files counts once. Whatever ends the process (kill -9, a full
+disk), every line written earlier is still there. After a power cut every synced line is there: all lines older than
+SYNC_S are synced when the next line of any open cell is written, all lines of a cell when it is closed, and all when
+``sync`` is called. Records and metrics are synced before they replace the old ones. metrics.json depends on the samples
+alone, not on their order or on the files they are in.
+
+Lines are not synced one by one, since a sync takes hundreds of times as long as a write (results/benchmarks/sync.txt).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import tempfile
+import time
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from kvbench.base.errors import KvbenchError, UsageError, unknown
+from kvbench.base.files import (
+    Appender,
+    Line,
+    disk_error,
+    is_blocked,
+    lock,
+    locked,
+    read_json,
+    read_lines,
+    sync_folder,
+    unreadable,
+    write_json,
+)
+from kvbench.store import labels
+from kvbench.store.results import CellRecord, Sample, Status
+from kvbench.store.store_writer import Writer
+
+if TYPE_CHECKING:
+    from kvbench.plan.cells import Cell
+
+SYNC_S = 10.0
+SHARD_WAIT_S = 0.3
+RECORD_WAIT_S = 60.0
+ID = re.compile("[0-9a-f]{16}")
+LINK = "is a symbolic link"
+NEEDED = re.compile(r"cell\.json|lock|lock-\d+|refused-.*\.json|samples-.*\.jsonl")
+"""The names of files without which a cell can be neither measured nor reported."""
+IS_FOLDER = "is a folder; python -m kvbench clean sets it aside"
+SHARD_LOCK = re.compile(r"lock-(\d+)")
+Mark = Literal["started", "failed", "interrupted"]
+DAMAGED = "damaged"
+STATUSES = ("started", "complete", "partial", "refused", "failed", "interrupted", "never", DAMAGED)
+
+
+class Busy(KvbenchError):
+    """The error for a cell that another process is measuring."""
+
+
+@dataclass
+class ResultStore:
+    """All cells below one results folder.
+
+    warnings: one text for each damaged file found so far.
+    writers: the writers of the cells that this process has opened, by cell id.
+    """
+
+    root: Path
+    warnings: list[str] = field(default_factory=list)
+    writers: dict[str, Writer] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        """Raise UsageError if there is something else in place of the folder of all cells."""
+        cells = self.root / "cells"
+        if os.path.lexists(cells) and not cells.is_dir():
+            raise UsageError(
+                f"results={self.root}: {cells} is no folder. Move it away, or give another results=FOLDER that runs "
+                "were made in"
+            )
+
+    def folder(self, cell_id: str) -> Path:
+        """Return the folder of a cell. Raises UsageError for a malformed id, and for a link to another folder."""
+        if not ID.fullmatch(cell_id):
+            raise UsageError(
+                f"{cell_id!r} is no cell's id: 16 digits from 0 to f, as python -m kvbench list runs prints them"
+            )
+        path = self.root / "cells" / cell_id
+        if _is_link(path):
+            raise UsageError(f"{path} {LINK}: put the folder itself there, or give the results=FOLDER that it lies in")
+        return path
+
+    def _files(self, cell_id: str, pattern: str) -> list[Path]:
+        """Return the files of a cell whose names match ``pattern``, sorted. A link to another folder has none."""
+        if _is_link(self.root / "cells" / cell_id):
+            return []
+        return sorted(self.folder(cell_id).glob(pattern))
+
+    def find(self, cell_id: str) -> str:
+        """Return ``cell_id`` itself, if the store has a cell of that id. Raises UsageError if it has none."""
+        if not os.path.lexists(self.folder(cell_id)):
+            raise unknown("cell", cell_id, self.folders(), f"They lie in {self.root}/cells.")
+        return cell_id
+
+    def check_there(self) -> None:
+        """Raise UsageError if there is no results folder to read."""
+        if not self.root.is_dir():
+            raise UsageError(
+                f"results={self.root}: there is no such folder, so that nothing is measured there yet. "
+                "python -m kvbench run ... makes it; results=FOLDER reads another"
+            )
+
+    def check(self) -> None:
+        """Raise UsageError if no file can be written below the results folder."""
+        cells = self.root / "cells"
+        try:
+            # what is only planned or read makes no folder: the nearest that is there tells whether one can be made
+            there = next(p for p in (cells, *cells.parents) if p.exists() or p.is_symlink())
+            with tempfile.TemporaryFile(dir=there):
+                pass
+        except OSError as error:
+            raise UsageError(
+                f"results={self.root} cannot be written ({error.strerror}): give results=FOLDER that can"
+            ) from None
+
+    def open(
+        self, cell: Cell, provenance: Mapping[str, Any], shard: int, mix: bool, wait_s: float = SHARD_WAIT_S
+    ) -> Writer:
+        """Start or resume a cell, mark it as started, and return the writer of one shard of it.
+
+        Raises Busy for a shard that another process has measured for ``wait_s`` seconds. Raises UsageError for another
+        device, torch version or calibration than the cell's samples have, unless ``mix`` is set.
+        """
+        folder = self.folder(cell.id)
+        try:
+            shard_lock = lock(folder / f"lock-{shard}", wait_s)
+            if shard_lock is None:
+                raise Busy(f"{cell.label} on {cell.column} (cell {cell.id}, shard {shard})")
+            try:
+                index = self._register(cell, provenance, mix)
+                path = folder / f"samples-{shard}.jsonl"
+                new = not path.exists()
+                appender = Appender.open(path)
+                if new:
+                    # lines that are synced are lost all the same if the names of their file and folder are not
+                    sync_folder(folder)
+                    sync_folder(folder.parent)
+            except BaseException:
+                os.close(shard_lock)
+                raise
+        except OSError as error:
+            raise disk_error(error, folder) from None
+        writer = Writer(appender, shard_lock, cell.id, shard, index, partial(self.sync, SYNC_S))
+        self.writers[cell.id] = writer
+        self.mark(cell, "started")
+        return writer
+
+    def sync(self, age_s: float = 0.0) -> None:
+        """Sync the files of all open cells whose oldest unsynced line was written at least ``age_s`` seconds ago."""
+        deadline = time.monotonic() - age_s
+        for writer in self.writers.values():
+            if writer.out.unsynced is not None and writer.out.unsynced <= deadline:
+                writer.out.sync()
+
+    def mark(self, cell: Cell, status: Mark, reason: str | None = None) -> None:
+        """Record that measuring the cell has started, failed or was interrupted, for the shard that is open here.
+
+        ``open`` marks started, and closing removes that mark. A mark as failed or interrupted stays until that shard
+        is opened again or the cell is complete. A cell left started by a process that is gone counts as interrupted.
+        A mark that cannot be written is skipped, so that its error does not hide the one that it records.
+        """
+        writer = self.writers.get(cell.id)
+        if writer is not None:
+            writer.ended = status != "started"
+        process = {"host": socket.gethostname(), "pid": os.getpid()}
+        with suppress(KvbenchError, OSError):
+            if self.cell(cell.id) is None:
+                with self._record(cell):
+                    pass
+            path = self.folder(cell.id) / f"state-{writer.shard if writer is not None else 0}.json"
+            write_json(path, {"status": status, "reason": reason, "time": time.time(), **process}, sync=False)
+
+    def status(self, cell_id: str) -> Status:
+        """Return the status of a cell, read from its files alone."""
+        damage = self.damage(cell_id)
+        if damage is not None:
+            return Status(DAMAGED, 0, None, damage)
+        n = len(self.lines(cell_id))
+        record = self.cell(cell_id)
+        of = record.of if record is not None else None
+        of = self.metrics(cell_id).get("of") if of is None else of
+        earlier_marks = self._marks(cell_id)
+        measuring = self.measuring(cell_id)
+        # read twice: only a mark seen on both sides of the locks is not of a cell being opened or closed meanwhile
+        marks = [m for m in self._marks(cell_id) if m in earlier_marks]
+        failed = [m for m in marks if m.get("status") == "failed"]
+        refusal = self.refusal(cell_id)
+        if refusal is not None:
+            status, reason = "refused", refusal
+        elif measuring:
+            status, reason = "started", None
+        elif n and of is not None and n >= of:
+            status, reason = "complete", None
+        elif failed:
+            status, reason = "failed", failed[-1].get("reason")
+        elif marks:
+            died = marks[-1].get("status") == "started"
+            status, reason = "interrupted", "its process ended in the middle" if died else marks[-1].get("reason")
+        else:
+            status, reason = "partial" if n else "never", None
+        times = []
+        folder = self.folder(cell_id)
+        for path in (*folder.glob("samples-*.jsonl"), *folder.glob("*.json")):
+            with suppress(OSError):
+                times.append(path.stat().st_mtime)
+        return Status(status, n, of, reason, measuring, max(times, default=None))
+
+    def measuring(self, cell_id: str) -> tuple[int, ...]:
+        """Return the shards of the cell that some process is measuring."""
+        return tuple(sorted(int(p.name.removeprefix("lock-")) for p in self.shard_locks(cell_id) if locked(p)))
+
+    def shard_locks(self, cell_id: str) -> list[Path]:
+        """Return the locks of all shards of the cell. What is no file locks nothing, and is left out."""
+        paths = sorted(self.folder(cell_id).glob("lock-*"))
+        return [p for p in paths if SHARD_LOCK.fullmatch(p.name) and not is_blocked(p)]
+
+    def _marks(self, cell_id: str) -> list[Line]:
+        """Return the marks of all shards, oldest first, without those that cannot be read."""
+        marks = []
+        for path in self._files(cell_id, "state-*.json"):
+            with suppress(UsageError):
+                marks.append(read_json(path) or {})
+        return sorted(filter(None, marks), key=lambda m: float(m.get("time") or 0))
+
+    def cell(self, cell_id: str) -> CellRecord | None:
+        """Return the cell's record, or None if it was never started. Raises UsageError for a damaged one."""
+        path = self.folder(cell_id) / "cell.json"
+        record = read_json(path)
+        try:
+            return None if record is None else CellRecord.read(record)
+        except ValueError as error:
+            raise unreadable(path, error) from None
+
+    def damage(self, cell_id: str) -> str | None:
+        """Return why the cell cannot be used: its folder or a file that it needs cannot be read. None if it can."""
+        try:
+            folder = self.folder(cell_id)
+        except UsageError as error:  # which a cleaning leaves alone
+            return str(error)
+        try:
+            self._check_files(folder)
+            self.cell(cell_id)
+        except UsageError as error:
+            return f"{error}; python -m kvbench clean sets the cell aside, so that it is measured again"
+        return None
+
+    def _check_files(self, folder: Path) -> None:
+        """Raise UsageError if a cell's folder is none, or if something else is in place of a file that it needs."""
+        if os.path.lexists(folder) and not folder.is_dir():
+            raise unreadable(folder, "it is no folder")
+        for path in sorted(p for p in folder.glob("*") if NEEDED.fullmatch(p.name)):
+            # locks are opened without following links
+            if is_blocked(path) or (path.name.startswith("lock") and path.is_symlink()):
+                raise unreadable(path, "it is no readable file")
+
+    def metrics(self, cell_id: str) -> Line:
+        """Return the content of metrics.json, or {} if there is none. A damaged file gives {} and a warning."""
+        path = self.folder(cell_id) / "metrics.json"
+        try:
+            return read_json(path) or {}
+        except UsageError:
+            if path.is_dir():
+                self._warn(path, IS_FOLDER)
+            else:
+                self._warn(path, "cannot be read; the same run makes it again from the samples, which are safe")
+            return {}
+
+    def samples(self, cell_id: str) -> dict[str, Sample]:
+        """Return the samples of a cell by example id, parsed from its ``lines``."""
+        return {name: Sample.read(line) for name, line in self.lines(cell_id).items()}
+
+    def lines(self, cell_id: str) -> dict[str, Line]:
+        """Return the cell's intact lines by example id, sorted by id. Damaged lines become warnings.
+
+        So do lines that name another cell: a file of samples that was copied from one cell's folder into another's.
+        If several lines are about one example, the one whose bytes sort first counts, whatever file it is in.
+        """
+        least: dict[str, tuple[bytes, Line]] = {}
+        for path in self._files(cell_id, "samples-*.jsonl"):
+            try:
+                lines = read_lines(path, cell_id)
+            except UsageError:
+                self._warn(path, "cannot be read, and its answers do not count")
+                continue
+            for text, line in lines.intact:
+                line.pop("cell", None)  # it guards the file; the folder says it to all who read a sample
+                example_id = str(line["id"])
+                # any order that depends on the text alone would do; it must not depend on file or position
+                if example_id not in least or text < least[example_id][0]:
+                    least[example_id] = (text, line)
+            wrong = []
+            if lines.damaged:
+                wrong.append(_not_counted("damaged line", lines.damaged))
+            if lines.foreign:
+                wrong.append(_not_counted("line of another cell", lines.foreign, plural="lines of another cell"))
+            if wrong:
+                self._warn(path, f"{'; '.join(wrong)}; python -m kvbench clean sets them aside")
+        return {example_id: line for example_id, (_, line) in sorted(least.items())}
+
+    def _refusal_path(self, cell_id: str, example_id: str) -> Path:
+        """Return the path of the file that holds a refusal. It is named by a hash, since ids may be no file names."""
+        return self.folder(cell_id) / f"refused-{zlib.crc32(example_id.encode()):08x}.json"
+
+    def refuse(self, cell: Cell, reason: str, example: str) -> None:
+        """Record that the cell must not be reported, why, and the example that showed it."""
+        write_json(self._refusal_path(cell.id, example), {"reason": reason, "example": example})
+
+    def refusal(self, cell_id: str) -> str | None:
+        """Return the reason why the cell must not be reported, or None."""
+        for path in self._files(cell_id, "refused-*.json"):
+            try:
+                reason = (read_json(path) or {}).get("reason")
+            except UsageError:  # it was refused, whatever the reason was
+                reason = None
+            unread = f"{path.name} cannot be read; python -m kvbench clean cells={cell_id} removes the cell"
+            return str(reason) if reason else unread
+        return None
+
+    def clear_refusal(self, cell_id: str, example_id: str) -> None:
+        """Delete the cell's refusal for an example that now passes the audit, if there is one."""
+        path = self._refusal_path(cell_id, example_id)
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            raise disk_error(error, path) from None
+
+    def write_metrics(self, cell_id: str, metrics: Mapping[str, object]) -> None:
+        """Replace the cell's metrics.json with ``metrics``, atomically. A folder in its place becomes a warning."""
+        path = self.folder(cell_id) / "metrics.json"
+        if path.is_dir():
+            self._warn(path, IS_FOLDER)
+        else:
+            write_json(path, metrics)
+
+    def folders(self) -> list[str]:
+        """Return the ids of all cells, even of those without a record, or whose folder is none.
+
+        Links to other folders are left out, with a warning.
+        """
+        paths = sorted(p for p in (self.root / "cells").glob("*") if ID.fullmatch(p.name))
+        links = [path for path in paths if _is_link(path)]
+        for path in links:
+            self._warn(path, f"{LINK} and is left alone")
+        return [path.name for path in paths if path not in links]
+
+    def cells(self) -> list[str]:
+        """Return the ids of the cells that have a record, which is written when a cell is first started."""
+        return [name for name in self.folders() if (self.folder(name) / "cell.json").exists()]
+
+    @contextmanager
+    def _record(self, cell: Cell) -> Iterator[list[Line]]:
+        """Yield the provenance of the cell's record as a list to change, and write the record with it on exit.
+
+        The record is locked for this process meanwhile. A cell without a record gets one.
+        """
+        folder = self.folder(cell.id)
+        record_lock = lock(folder / "lock", RECORD_WAIT_S)
+        if record_lock is None:
+            raise KvbenchError(f"{folder / 'lock'} has been held by another process for {RECORD_WAIT_S:g} s")
+        try:
+            record = self.cell(cell.id)
+            if record is None:
+                label = labels.label(cell.identity, cell.label)
+                record = CellRecord(
+                    id=cell.id,
+                    label=label,
+                    column=cell.column,
+                    of=len(cell.task.examples),
+                    identity=cell.identity,
+                )
+            provenance = [dict(facts) for facts in record.provenance]
+            yield provenance
+            write_json(folder / "cell.json", replace(record, provenance=tuple(provenance)).record())
+        finally:
+            os.close(record_lock)
+
+    def _register(self, cell: Cell, provenance: Mapping[str, Any], mix: bool) -> int:
+        """Add ``provenance`` to the cell's record if it is not there yet, and return its index in the record's list."""
+        facts = dict(provenance)
+        with self._record(cell) as recorded:
+            if facts not in recorded:
+                for old in recorded:
+                    for key in ("device", "torch", "calibration"):
+                        if old.get(key) != facts.get(key) and not mix:
+                            raise UsageError(
+                                f"cell {cell.id} ({cell.label} on {cell.column}) was begun with {key} {old.get(key)}, "
+                                f"this is {facts.get(key)}: its numbers could differ. Use the same {key}, another "
+                                "results=FOLDER, or mix=true to allow both"
+                            )
+                recorded.append(facts)
+            return recorded.index(facts)
+
+    def _warn(self, path: Path, text: str) -> None:
+        """Add a warning about a file, which replaces an earlier warning about the same file."""
+        self.warnings[:] = [w for w in self.warnings if not w.startswith(f"{path}: ")] + [f"{path}: {text}"]
+
+
+def _not_counted(what: str, numbers: Sequence[int], plural: str | None = None) -> str:
+    """Say that lines do not count, how many they are, and where they stand."""
+    where = ", ".join(map(str, numbers))
+    if len(numbers) == 1:
+        return f"1 {what} does not count (line {where})"
+    return f"{len(numbers)} {plural or what + 's'} do not count (lines {where})"
+
+
+def _is_link(folder: Path) -> bool:
+    """Tell whether a cell's folder is a link to one elsewhere, in which nothing is read or written."""
+    return folder.is_symlink() and folder.is_dir()

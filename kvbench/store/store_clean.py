@@ -1,0 +1,186 @@
+"""Remove waste from a store: cells without an answer, remains of killed processes, and lines that do not count.
+
+Intact samples stay, unless their cell is named. A cell that is being measured is not touched.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import time
+from collections.abc import Collection, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from itertools import groupby
+from operator import attrgetter
+from pathlib import Path
+
+from kvbench.base.errors import KvbenchError, UsageError
+from kvbench.base.files import disk_error, is_blocked, lock, read_lines
+from kvbench.store.store import DAMAGED, ResultStore
+
+EMPTY = ("never", "failed", "interrupted")
+MARKS = ("state-*.json", "traceback-*.txt")
+STALE_S = 60.0
+LOCK_WAIT_S = 0.3
+
+
+@dataclass(frozen=True)
+class Removal:
+    """One thing to remove.
+
+    kind: cell, mark, lock, temporary, lines, which are moved into another file, or aside: moved out of the way.
+    cell: the cell's id.
+    about: what it is, in words.
+    """
+
+    kind: str
+    cell: str
+    path: Path
+    about: str
+
+
+def plan(store: ResultStore, cells: Collection[str], whole: bool) -> list[Removal]:
+    """Return what to remove of ``cells``: with ``whole`` each cell with its samples, else its waste alone.
+
+    Cells that are being measured are left out.
+    """
+    removals = []
+    for cell in cells:
+        if not store.measuring(cell):
+            removals += [_cell_removal(store, cell)] if whole else list(_waste_removals(store, cell))
+    return removals
+
+
+def leftovers(store: ResultStore) -> list[Removal]:
+    """Return the folders that an earlier cleaning renamed but did not come to delete."""
+    folder = store.root / "cells"
+    paths = sorted(p for p in folder.glob(".removed-*") if not p.is_symlink())
+    return [Removal("cell", "", path, "half removed") for path in paths]
+
+
+def carry_out(store: ResultStore, removals: Collection[Removal]) -> None:
+    """Carry out the removals, each cell's under its locks. Raises KvbenchError if a process began to measure one."""
+    for cell, group in groupby(removals, key=attrgetter("cell")):
+        with _cell_locked(store, cell) if cell else nullcontext():
+            for removal in group:
+                try:
+                    _remove(store, removal)
+                except OSError as error:
+                    raise disk_error(error, removal.path) from None
+
+
+def _cell_removal(store: ResultStore, cell: str) -> Removal:
+    """Return the removal of a whole cell."""
+    try:
+        n = len(store.lines(cell))
+        about = f"{n} samples" if n else "nothing measured"
+    except UsageError:
+        about = "unreadable"
+    return Removal("cell", cell, store.folder(cell), about)
+
+
+def _waste_removals(store: ResultStore, cell: str) -> Iterator[Removal]:
+    """Yield what can be removed of a cell without loss: all of it if it has no sample, else remains beside samples."""
+    folder = store.folder(cell)
+    status = store.status(cell)
+    if status.status == DAMAGED:
+        # what its samples were measured with is unknown; they stay, out of the way of a new measurement
+        yield Removal("aside", cell, folder, f"{status.reason}; moved to {aside_path(store, cell).parent}")
+        return
+    if status.status in EMPTY and not status.n:
+        if _has_lines(folder):
+            about = f"none of its lines count; moved to {aside_path(store, cell).parent}"
+            yield Removal("aside", cell, folder, about)
+        else:
+            yield Removal("cell", cell, folder, f"{status.status}, nothing measured")
+        return
+    marks = sorted(p for pattern in MARKS for p in folder.glob(pattern))
+    blocked = [p for p in (folder / "metrics.json", *marks) if is_blocked(p)]
+    for path in (p for p in marks if p not in blocked):
+        yield Removal("mark", cell, path, f"{status.status}, {status.n} samples stay")
+    for path in blocked:
+        kind = "a folder" if path.is_dir() else "no readable file"
+        yield Removal("aside", cell, path, f"{kind}, moved to {aside_path(store, cell).parent}")
+    for path in sorted(p for p in folder.glob("*.tmp") if not p.is_dir()):
+        with suppress(FileNotFoundError):
+            if time.time() - path.lstat().st_mtime > STALE_S:
+                yield Removal("temporary", cell, path, "half written")
+    for path in sorted(folder.glob("samples-*.jsonl")):
+        if numbers := read_lines(path, cell).uncounted:
+            count = "1 line that does not count" if len(numbers) == 1 else f"{len(numbers)} lines that do not count"
+            yield Removal("lines", cell, path, f"{count}, moved to {damaged_path(path).name}")
+    for path in sorted(folder.glob("lock*")):
+        yield Removal("lock", cell, path, "held by nobody")
+
+
+def _has_lines(folder: Path) -> bool:
+    """Tell whether a cell's folder has lines of samples, which may be those of another cell."""
+    return any(path.is_file() and path.stat().st_size for path in folder.glob("samples-*.jsonl"))
+
+
+def aside_path(store: ResultStore, cell: str) -> Path:
+    """Return a new path for what is damaged of a cell, outside the folder of cells."""
+    return store.root / "damaged" / f"{cell}-{secrets.token_hex(4)}"
+
+
+def damaged_path(samples: Path) -> Path:
+    """Return the path that the lines of a file of samples that do not count are moved to."""
+    return samples.with_name(samples.name.replace("samples-", "damaged-", 1))
+
+
+def _remove(store: ResultStore, removal: Removal) -> None:
+    """Carry out one removal."""
+    if not removal.cell:
+        shutil.rmtree(removal.path)
+    elif removal.kind == "cell":
+        # renamed in one step, so that a cell is never half there
+        renamed = store.root / "cells" / f".removed-{removal.cell}-{secrets.token_hex(4)}"
+        removal.path.rename(renamed)
+        shutil.rmtree(renamed)
+    elif removal.kind == "aside":
+        path = aside_path(store, removal.cell)
+        path.parent.mkdir(exist_ok=True)
+        removal.path.rename(path)
+    elif removal.kind == "lines":
+        _set_aside(removal.path, removal.cell)
+    else:
+        removal.path.unlink(missing_ok=True)
+
+
+def _set_aside(path: Path, cell: str) -> None:
+    """Move the lines of a cell's file of samples that do not count into the file ``damaged_path`` beside it."""
+    uncounted = read_lines(path, cell).uncounted
+    all_lines = path.read_bytes().split(b"\n")
+    to_move = b"".join(all_lines[i - 1] + b"\n" for i in uncounted)
+    to_keep = b"".join(line + b"\n" for i, line in enumerate(all_lines, 1) if line and i not in uncounted)
+    temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        for target, mode, content in ((damaged_path(path), "ab", to_move), (temporary, "xb", to_keep)):
+            with target.open(mode) as out:
+                out.write(content)
+                out.flush()
+                os.fsync(out.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def _cell_locked(store: ResultStore, cell: str) -> Iterator[None]:
+    """Hold every lock of the cell, so that no process can start to measure it."""
+    folder = store.folder(cell)
+    with ExitStack() as stack:
+        locks = [folder / "lock", *store.shard_locks(cell)] if folder.is_dir() else []
+        for path in locks:
+            if is_blocked(path) or path.is_symlink():  # nobody can hold it, and no run begins this cell
+                continue
+            try:
+                lock_handle = lock(path, LOCK_WAIT_S)
+            except OSError as error:
+                raise disk_error(error, path) from None
+            if lock_handle is None:
+                raise KvbenchError(f"cell {cell} is being measured now; wait for it, or stop it first")
+            stack.callback(os.close, lock_handle)
+        yield

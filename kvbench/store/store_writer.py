@@ -1,0 +1,53 @@
+"""The writer of one open cell: it appends samples to one shard's file and holds that shard's lock."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvbench.base.files import Appender, line_of
+
+
+@dataclass
+class Writer:
+    """An open cell. It appends samples to one shard's file and holds the shard's lock, which ends with the process.
+
+    cell: the cell's id, which every line names, so that a file in another cell's folder is not taken for its answers.
+    provenance: the index of this process's facts in the cell's record.
+    written: called after every line.
+    ended: whether the cell is marked as failed or interrupted.
+    """
+
+    out: Appender
+    lock: int
+    cell: str
+    shard: int
+    provenance: int
+    written: Callable[[], None]
+    ended: bool = False
+
+    @property
+    def path(self) -> Path:
+        return self.out.path
+
+    def append(self, line: Mapping[str, object]) -> None:
+        """Append one line, with the cell's id and the index of this process's facts in the cell's provenance.
+
+        Raises KvbenchError if it cannot be written; earlier lines are safe then.
+        """
+        self.out.append(line_of({**line, "cell": self.cell, "provenance": self.provenance}).encode())
+        self.written()
+
+    def close(self) -> None:
+        """Sync the file and release the lock. A mark as failed or interrupted stays."""
+        try:
+            self.out.close()
+            if not self.ended:
+                with suppress(OSError):
+                    self.path.with_name(f"state-{self.shard}.json").unlink(missing_ok=True)
+        finally:
+            with suppress(OSError):
+                os.close(self.lock)

@@ -1,0 +1,1 @@
+"""Tables over many runs of kvbench's own: leaderboard, ranking, equal bytes, and results of other tools."""

@@ -1,1 +1,0 @@
-"""One model of a table with its writers (text, Markdown, CSV, LaTeX, HTML), and the look of pictures."""
