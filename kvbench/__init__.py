@@ -28,6 +28,7 @@ __all__ = [
     "results",
 ]
 
+# where each public name is defined; the imports above are for type checkers alone
 _HOMES = {
     "Cache": "kvbench.methods.core.prompt_cache",
     "LayerCache": "kvbench.kv.segment",
@@ -53,4 +54,5 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     """Return the public names, for completion, without importing them."""
-    return [*__all__, "__version__"]
+    # __version__ is no part of ``from kvbench import *``
+    return __all__ + ["__version__"]
