@@ -9,17 +9,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from torch import Tensor
 
 from kvbench.kv.observation import Observation
 from kvbench.kv.segment import LayerCache, Segment
-from kvbench.storage.roles import Coder, Evictor, Masker, Rotary
+from kvbench.storage.roles import Coder, Evictor, Lift, Masker, Rotary
 from kvbench.storage.row_segments import format_of
-
-if TYPE_CHECKING:
-    from kvbench.models.lowrank import LatentLift
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +28,7 @@ class StoredRow:
     masker: Masker | None = None
     coder: Coder | None = None
     evictor: Evictor | None = None
-    lift: LatentLift | None = None  # set where projections are low-rank
+    lift: Lift | None = None  # set where projections are low-rank
     rotary: Rotary | None = None  # set where the model has a rotation
     size: int | None = None  # the number of tokens that a single head goes on holding, where heads differ in that
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -152,6 +152,42 @@ class Evictor:
     def fold(self, slots: Slots, probs: Tensor) -> Mapping[str, Tensor]:
         """Return {name: new running state} for each state that attention probs [B, Hq, T, S] change."""
         return {}
+
+
+class Projection(Protocol):
+    """A low-rank projection from latents, in groups of heads that share one.
+
+    ups: the matrices [G D, r] from a group's latents to its G heads; None where the latents are the values themselves.
+    ranks: the widths r of the groups' latents.
+    bias: [Hk D], added once to each value; None without.
+    """
+
+    @property
+    def ups(self) -> Sequence[Tensor | None]: ...
+
+    @property
+    def ranks(self) -> Sequence[int]: ...
+
+    @property
+    def bias(self) -> Tensor | None: ...
+
+
+class Lift(Protocol):
+    """The step from one layer's latents to the ``heads`` keys and values that attention reads."""
+
+    @property
+    def v(self) -> Projection: ...
+
+    @property
+    def heads(self) -> int: ...
+
+    def keys(self, latent: Tensor, positions: Tensor) -> Tensor:
+        """Return rotated keys [U, Hk, L, D] of latents [U, L, R] at positions [U, L]."""
+        ...
+
+    def new(self) -> tuple[Tensor, Tensor]:
+        """Return the (key latents, value latents) [B, T, R] of the tokens that the projections read last."""
+        ...
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,8 @@ import pytest
 from kvbench.base.errors import UsageError
 from kvbench.cli.main import main
 from kvbench.papers.figures import measured, registry, scores, think
-from kvbench.papers.figures.measured import MEAN, VALUES, MeasuredFigure, Point, Sweep, prepare
+from kvbench.papers.figures.measured import MEAN, VALUES, MeasuredFigure, prepare
+from kvbench.papers.figures.sweep import Point, Sweep
 from kvbench.report import summary
 
 pytestmark = pytest.mark.e2e("draws every measured figure twice")

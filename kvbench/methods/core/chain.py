@@ -25,10 +25,10 @@ from kvbench.methods.core.base import (
     protect,
     sinks_of,
 )
-from kvbench.methods.core.decode_budget import DecodeBudget
+from kvbench.methods.core.decode_budget import DecodeBudget, refusal
 from kvbench.methods.core.evicting import EvictingSelector, Modified
 from kvbench.methods.core.foreign import code_of
-from kvbench.methods.core.legal_sets import check_chain, check_set
+from kvbench.methods.core.legal_sets import AS_SET, check_set, refuse_conflicts
 from kvbench.methods.core.lowrank import LowRankStage
 from kvbench.methods.core.prefill_changing import BlockReader, HeadSharer, HiddenPruner
 from kvbench.methods.core.pruner import ChannelPruner
@@ -61,7 +61,7 @@ class Chain:
         # users may write the stages in any order; equal sets of stages are equal chains
         ordered = tuple(sorted(self.stages, key=lambda s: ROLES.index(s.role)))
         object.__setattr__(self, "stages", ordered)
-        check_chain(self)
+        _check_as_set(self)
 
     @property
     def name(self) -> str:
@@ -401,3 +401,23 @@ def _unsupported(stage: Stage, model: ModelTraits) -> str | None:
     if stage.rotates:
         return model.unrolled
     return None
+
+
+def _check_as_set(chain: Chain) -> None:
+    """Raise UsageError, with the reason, for a chain whose stages cannot stand together as their knobs are set."""
+    selector = chain.selector
+    if isinstance(selector, Selector) and selector.decode_budget is not None:
+        reason = refusal(selector)
+        selector.require("decode_budget", not reason, f"not for {selector.id} as set here, as {reason}")
+    if chain.modifiers and isinstance(selector, Selector) and selector.kv_size is not None:
+        # a prompt longer than any budget: of a shorter one all tokens may stay
+        capacity = selector.capacity(2**31)
+        # C - w tokens are left for sinks and chosen tokens
+        room = capacity.tokens - capacity.window
+        for modifier in chain.modifiers:
+            modifier.require(
+                "sinks",
+                modifier.sink_size() < max(room, 1),
+                f"fewer than the {room} tokens that {selector.id} keeps beside its window at kv_size={capacity.tokens}",
+            )
+    refuse_conflicts(AS_SET, chain.stages)

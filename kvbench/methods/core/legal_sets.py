@@ -6,14 +6,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from kvbench.base.errors import UsageError
-from kvbench.methods.core.base import Role, Selector, Stage
-from kvbench.methods.core.decode_budget import refusal
-
-if TYPE_CHECKING:
-    from kvbench.methods.core.chain import Chain
+from kvbench.methods.core.base import Role, Stage
 
 AT_MOST_ONE: tuple[tuple[Role, str], ...] = (
     ("lowrank", "each replaces the same projections: a chain has at most one low-rank stage"),
@@ -143,7 +139,7 @@ def check_set(stages: Sequence[Stage]) -> None:
         rivals = [s.id for s in stages if s.role == role]
         if len(rivals) > 1:
             raise UsageError(f"method={method!r} combines {' and '.join(rivals)}, but {reason}")
-    _refuse(ALWAYS, stages)
+    refuse_conflicts(ALWAYS, stages)
     selector = next((s.id for s in stages if s.role == "selector"), None)
     for stage in stages:
         if stage.role != "modifier":
@@ -157,27 +153,7 @@ def check_set(stages: Sequence[Stage]) -> None:
             raise UsageError(f"method={method!r}: {stage.id} changes {scores}")
 
 
-def check_chain(chain: Chain) -> None:
-    """Raise UsageError, with the reason, for a chain whose stages cannot stand together as their knobs are set."""
-    selector = chain.selector
-    if isinstance(selector, Selector) and selector.decode_budget is not None:
-        reason = refusal(selector)
-        selector.require("decode_budget", not reason, f"not for {selector.id} as set here, as {reason}")
-    if chain.modifiers and isinstance(selector, Selector) and selector.kv_size is not None:
-        # a prompt longer than any budget: of a shorter one all tokens may stay
-        capacity = selector.capacity(2**31)
-        # C - w tokens are left for sinks and chosen tokens
-        room = capacity.tokens - capacity.window
-        for modifier in chain.modifiers:
-            modifier.require(
-                "sinks",
-                modifier.sink_size() < max(room, 1),
-                f"fewer than the {room} tokens that {selector.id} keeps beside its window at kv_size={capacity.tokens}",
-            )
-    _refuse(AS_SET, chain.stages)
-
-
-def _refuse(conflicts: Sequence[Conflict], stages: Sequence[Stage]) -> None:
+def refuse_conflicts(conflicts: Sequence[Conflict], stages: Sequence[Stage]) -> None:
     """Raise UsageError, with the reason, for the first of ``conflicts`` that two of the stages have."""
     for conflict in conflicts:
         # one stage may be of both kinds, but is in no conflict with itself

@@ -15,7 +15,8 @@ from kvbench.engine.likelihood import diverge
 from kvbench.methods.core.chain import Chain
 from kvbench.methods.core.prompt_cache import Cache
 from kvbench.papers.figures.figure import Code, Fact
-from kvbench.papers.figures.measured import FULL, MeasuredFigure, Point
+from kvbench.papers.figures.measured import MeasuredFigure
+from kvbench.papers.figures.sweep import FULL, Point
 from kvbench.plan.cells import Group
 from kvbench.run import experiment
 from kvbench.run.forced import texts_of

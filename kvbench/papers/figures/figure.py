@@ -10,7 +10,7 @@ import io
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import pandas as pd
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -18,12 +18,10 @@ from matplotlib.figure import Figure as Canvas
 
 from kvbench.base.errors import UsageError
 from kvbench.papers.figures.panels import Picture
+from kvbench.papers.figures.sweep import Sweep
 from kvbench.papers.spec import stand_ins
 from kvbench.report.style import styled
 from kvbench.tasks.base import read_text
-
-if TYPE_CHECKING:
-    from kvbench.papers.figures.measured import Sweep
 
 DIGITS = "%.5g"
 OWN_METHODS = "methods"

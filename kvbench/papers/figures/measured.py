@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from kvbench.methods.core import registry
 from kvbench.methods.core.chain import Chain
 from kvbench.methods.core.resolve import ChainConfig, chain_of
 from kvbench.papers.figures.figure import OWN_METHODS, Figure
+from kvbench.papers.figures.sweep import FULL_POINT, Point, Sweep
 from kvbench.papers.measured.our_table import scores, split_options
 from kvbench.papers.spec import row_knobs, stand_ins
 from kvbench.plan import config, presets, words
@@ -34,52 +35,8 @@ from kvbench.store.results import CellSummary, share
 from kvbench.tasks.metrics import metric, stats
 
 MEAN = "mean"
-FULL = "full"
 VALUES = ("score", "low", "high", "relative", "relative_low", "relative_high", "n", "kept", "bytes")
 COLUMNS = ("series", "x", "task", "metric", *VALUES)
-
-
-@dataclass(frozen=True)
-class Point:
-    """One place of a figure: a method with its knobs, under the name of its series, at ``x``.
-
-    An ``x`` that is nan stands for the per cent of tokens that were kept.
-    """
-
-    series: str
-    x: float
-    method: str
-    knobs: Mapping[str, object] = field(default_factory=dict)
-
-
-FULL_POINT = Point(FULL, 0.0, "full")
-
-
-@dataclass(frozen=True)
-class Sweep:
-    """Points that are measured on the same prompts.
-
-    dataset: the tiny model's. published: the paper's own, for any other model.
-    arguments: more arguments of ``run``. pretrained: those for any model but the tiny one. Options of a dataset go to
-    the datasets that have them.
-    baseline: True where the full cache is measured, too.
-    length: prompt tokens of the paper, by which windows and sizes are scaled for the tiny model.
-    """
-
-    points: tuple[Point, ...]
-    dataset: str = "tiny"
-    published: str = ""
-    preset: str | None = None
-    arguments: tuple[str, ...] = ()
-    pretrained: tuple[str, ...] = ()
-    baseline: bool = True
-    length: int = stand_ins.PROMPT
-
-    def reads(self, tiny: bool) -> str:
-        """Return the dataset that is read unless another is asked for."""
-        if tiny:
-            return self.dataset
-        return self.published or self.dataset
 
 
 Row = dict[str, str | float | None]

@@ -12,8 +12,9 @@ import pandas as pd
 from kvbench.base.errors import unknown
 from kvbench.papers.figures import declared, fidelity, qhitter, scores, think, uncomp, vatp
 from kvbench.papers.figures.figure import Code, Fact, Figure
-from kvbench.papers.figures.measured import COLUMNS, MeasuredFigure, Point, Sweep
+from kvbench.papers.figures.measured import COLUMNS, MeasuredFigure
 from kvbench.papers.figures.panels import Panel, Picture
+from kvbench.papers.figures.sweep import Point, Sweep
 
 CODE: dict[str, Code] = {}
 for _module in (fidelity, qhitter, scores, think, uncomp, vatp):

@@ -9,7 +9,8 @@ from typing import NotRequired, TypedDict
 import pandas as pd
 
 from kvbench.papers.figures.figure import Code, Fact
-from kvbench.papers.figures.measured import FULL, MEAN, MeasuredFigure
+from kvbench.papers.figures.measured import MEAN, MeasuredFigure
+from kvbench.papers.figures.sweep import FULL
 from kvbench.report import heatmap
 from kvbench.tasks.metrics import metric
 

@@ -23,7 +23,7 @@ from kvbench.base.errors import UsageError
 from kvbench.storage.row_segments import Ragged, RowSegment
 
 if TYPE_CHECKING:
-    from kvbench.storage.packed_rows import PackedHalf
+    from kvbench.storage.packed_half import PackedHalf
 
 SWITCH = "KVBENCH_KERNELS"
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

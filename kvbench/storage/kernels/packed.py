@@ -30,7 +30,7 @@ from kvbench.storage.kernels.softmax import (
 )
 
 if TYPE_CHECKING:
-    from kvbench.storage.packed_rows import PackedHalf
+    from kvbench.storage.packed_half import PackedHalf
 
 
 def readable(x: Packed) -> bool:

@@ -1,0 +1,238 @@
+"""Keys, or values, of rows whose older tokens are packed: packed buffers that grow, and a ring of exact tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from kvbench.kv.packed import Packed
+from kvbench.kv.partly_packed import Residual, batched
+from kvbench.storage.format import Room
+from kvbench.storage.row_segments import beside, grown, per_place, roomy, take
+
+
+class PackedHalf:
+    """Keys, or values, of U rows: packed tokens first, then exact ones in a ring.
+
+    A ring of S slots holds token t of a row in slot t mod S.
+
+    codes: the packed tokens [U, H, ., C] of all rows, with room for more.
+    ring: the exact tokens [U, H, S, D].
+    packed, total: of each row, the number of packed tokens and of all tokens.
+    channels: [U, H, C], the channels that packed tokens keep; None: all.
+    most: the most steps of tokens that can be packed before the batch ends.
+    seen: [U, 1, T, 1], how many tokens each new query sees as packed, where queries differ in that; else None.
+    before: of each row, how many tokens were packed before the newest step, where ``seen`` is set.
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[tuple[Packed, Tensor, Tensor | None]],
+        residual: Residual,
+        pack: Callable[[Tensor], Packed],
+        room: Room,
+        grows: bool = True,
+    ) -> None:
+        # a row: its packed tokens [H, Lq, .], its exact tokens [H, L - Lq, D], and, if it is thin, its channels [H, C]
+        packed, exact, channels = zip(*rows, strict=True)
+        self.residual, self.pack, self.grows, self.step = residual, pack, grows, packed[0].step
+        self.packed = [row.shape[1] for row in packed]
+        self.total = [old.shape[1] + new.shape[1] for old, new in zip(packed, exact, strict=True)]
+        exact_now = max(row.shape[1] for row in exact)
+        if grows:
+            most_packed = max(residual.packed(total + room.tokens) for total in self.total)
+            # a residual of everything would be endless: no ring needs more slots than tokens can come
+            most_exact = min(residual.most, max(self.total) + room.tokens)
+        else:
+            most_packed = max(self.packed)
+            most_exact = exact_now + room.tokens
+        self.most = most_packed // self.step
+        size = max(max(self.packed) // self.step, 1)
+
+        def make_buffer(t: Tensor) -> Tensor:
+            # axis 1 of a packed tensor counts steps of tokens: single tokens, or groups that are coded together
+            return t.new_zeros(len(packed), t.shape[0], size, *t.shape[2:])
+
+        self.codes = batched(packed, make_buffer)
+        # a step writes its tokens before the oldest ones leave
+        slots = max(most_exact, exact_now) + room.at_once
+        self.ring = exact[0].new_zeros(len(packed), exact[0].shape[0], slots, exact[0].shape[2])
+        self.channels = beside(channels)
+        self.seen: Tensor | None = None
+        self.before = self.packed
+        for u, (old, new) in enumerate(zip(packed, exact, strict=True)):
+            for buffer, codes in zip(self.codes.payload(), old.payload(), strict=True):
+                buffer[u, :, : codes.shape[1]] = codes
+            slot = (torch.arange(new.shape[1], device=new.device) + old.shape[1]) % slots
+            self.ring[u, :, slot] = new
+
+    @property
+    def slots(self) -> int:
+        return self.ring.shape[2]
+
+    def add(self, x: Tensor) -> None:
+        """Write new tokens x [U, Hk, T, D] into the ring, repeated for the H stored heads."""
+        u, heads, t = x.shape[0], self.ring.shape[1], x.shape[2]
+        if heads != x.shape[1]:
+            x = x.repeat_interleave(heads // x.shape[1], dim=1)
+        span = self._ring_span(self.total, t)
+        if span is not None:
+            self.ring[:, :, span] = x
+        else:
+            slot = (self.numbers(self.total)[:, None] + torch.arange(t, device=x.device)) % self.slots
+            # the two index tensors [U, T] come first: [U, T, H, D]
+            self.ring[torch.arange(u, device=x.device)[:, None], :, slot] = x.transpose(1, 2)
+        self.total = [total + t for total in self.total]
+
+    def see(self, tokens: int, settles_first: bool) -> None:
+        """Let each of the newest ``tokens`` see what was packed when it came, as if they had come one by one."""
+        self.before = list(self.packed)
+        # token i of them comes after total - tokens + i others, and counts itself where packing precedes attention
+        end = 1 if settles_first else 0
+        offsets = range(end - tokens, end)
+        packed_for_queries = []
+        for total, packed in zip(self.total, self.packed, strict=True):
+            if self.grows:
+                packed_for_queries.append([max(packed, self.residual.packed(total + offset)) for offset in offsets])
+            else:
+                packed_for_queries.append([packed] * tokens)
+        self.seen = torch.tensor(packed_for_queries, device=self.ring.device)[:, None, :, None]
+
+    def columns(self) -> Tensor:
+        """Return the token of each ring slot [U, S] that some query reads exactly; the largest total for others."""
+        first_exact = self.packed if self.seen is None else self.before
+        total, packed = self.numbers(self.total)[:, None], self.numbers(first_exact)[:, None]
+        slot = torch.arange(self.slots, device=self.ring.device)
+        # the newest token t with t mod S = slot
+        token = total - 1 - (total - 1 - slot) % self.slots
+        return token.masked_fill((token < packed) | (token < 0), max(self.total))
+
+    @property
+    def alike(self) -> bool:
+        """True if all rows hold as many tokens, packed and in all, and every query sees the same ones as packed."""
+        return self.seen is None and len(set(self.total)) == len(set(self.packed)) == 1
+
+    def exact(self) -> Tensor:
+        """Return the exact tokens [U, H, L - Lq, D] in their order, of rows that are ``alike``."""
+        start, count = self.packed[0] % self.slots, self.total[0] - self.packed[0]
+        tokens = self.ring[:, :, start : start + count]
+        missing = count - tokens.shape[2]
+        if missing == 0:
+            return tokens
+        # behind the ring's last slot the tokens go on in its first one
+        return torch.cat([tokens, self.ring[:, :, :missing]], dim=2)
+
+    def old(self) -> Packed:
+        """Return a view of the packed tokens [U, H, L, C]; behind a shorter row's last one they are undefined."""
+        return self.codes.tokens(0, max(self.packed))
+
+    def settle(self) -> None:
+        """Pack the tokens that are no longer among the newest, which stay exact."""
+        rows = self._rows_to_pack()
+        while rows:
+            self._pack_block(rows)
+            rows = self._rows_to_pack()
+
+    def _rows_to_pack(self) -> Sequence[int]:
+        """Return the rows from which at least a unit of tokens has left the residual."""
+        if not self.grows:
+            return ()
+        if len(set(self.total)) == len(set(self.packed)) == 1:
+            # rows of a batch are often alike: one comparison, not one for each of hundreds of rows in every layer
+            if self.residual.packed(self.total[0]) > self.packed[0]:
+                return range(len(self.total))
+            return ()
+        return [u for u, total in enumerate(self.total) if self.residual.packed(total) > self.packed[u]]
+
+    def _pack_block(self, rows: Sequence[int]) -> None:
+        """Pack the oldest exact tokens of ``rows``, equally many of each: the most that all of them can pack."""
+        block = min(self.residual.packed(self.total[u]) - self.packed[u] for u in rows)
+        all_rows = len(rows) == len(self.total)
+        span = self._ring_span(self.packed, block) if all_rows else None
+        channels = self.channels
+        if span is not None:
+            # every row packs the same slots next: no index is made for them
+            x = self.ring[:, :, span]
+        else:
+            row, packed = self.numbers(rows)[:, None], self.numbers([self.packed[u] for u in rows])[:, None]
+            slot = (packed + torch.arange(block, device=row.device)) % self.slots
+            x = self.ring[row, :, slot].transpose(1, 2)
+            place = packed // self.step + torch.arange(block // self.step, device=row.device)
+            channels = take(channels, row[:, 0])
+        if channels is not None:
+            x = x.gather(3, channels[:, :, None].expand(-1, -1, block, -1))
+        coded = self.codes.more(x, self.pack, None if all_rows else rows)
+        self._reserve((max(self.packed[u] for u in rows) + block) // self.step)
+        for buffer, codes in zip(self.codes.payload(), coded.payload(), strict=True):
+            if span is not None:
+                first = self.packed[0] // self.step
+                buffer[:, :, first : first + codes.shape[2]] = codes
+            else:
+                buffer[row, :, place] = codes.transpose(1, 2)
+        for u in rows:
+            self.packed[u] += block
+
+    def _reserve(self, steps: int) -> None:
+        """Make room for codes of ``steps`` times ``step`` tokens."""
+        payload = list(self.codes.payload())
+        if payload[0].shape[2] < steps:
+            size = roomy(steps, max(self.total) // self.step, self.most)
+            self.codes = self.codes.holding([grown(t, size) for t in payload], self.codes.frozen)
+
+    def skip(self, tokens: int) -> None:
+        """Count ``tokens`` more in each row and fill their storage with random numbers instead of packing any."""
+        first = min(self.packed)
+        self.total = [total + tokens for total in self.total]
+        if self.grows:
+            pairs = zip(self.packed, self.total, strict=True)
+            self.packed = [max(packed, self.residual.packed(total)) for packed, total in pairs]
+        self._reserve(max(self.packed) // self.step)
+        for t in self.codes.tokens(first, max(self.packed)).payload():
+            if t.is_floating_point():
+                t.uniform_(0.01, 0.1)
+            else:
+                t.random_(0, 120)  # bytes below 120 are finite numbers where a format reads them as 8-bit floats
+        self.ring.normal_()
+
+    def _ring_span(self, first: Sequence[int], count: int) -> slice | None:
+        """Return the slice of the ring slots that hold ``count`` tokens of each row from its ``first`` on.
+
+        Returns None if rows differ in ``first`` or the slots pass the ring's end.
+        """
+        start = first[0] % self.slots
+        if len(set(first)) > 1 or start + count > self.slots:
+            return None
+        return slice(start, start + count)
+
+    def keep(self, at: Tensor) -> None:
+        """Drop all rows but those at the indices ``at``."""
+        self.codes, self.ring = self.codes[at], self.ring[at]
+        self.channels = take(self.channels, at)
+        rows = at.tolist()
+        self.packed, self.total = [self.packed[u] for u in rows], [self.total[u] for u in rows]
+
+    def payload(self) -> list[int]:
+        """Return how many bytes each row's tokens take."""
+        codes = tuple(self.codes.payload())
+        step_bytes = sum(per_place(t, codes[0].shape[0] * codes[0].shape[2]) for t in codes)
+        token_bytes = per_place(self.ring, self.ring.shape[0] * self.slots)
+        sizes = []
+        for packed, total in zip(self.packed, self.total, strict=True):
+            sizes.append(packed // self.step * step_bytes + (total - packed) * token_bytes)
+        return sizes
+
+    def held(self, u: int) -> tuple[Packed, Tensor]:
+        """Return copies of row u's (packed tokens [H, Lq, .], exact tokens [H, L - Lq, D])."""
+        steps = self.packed[u] // self.step
+        codes = self.codes[u]
+        frozen = codes.frozen
+        if frozen is not None:
+            frozen = frozen.clone()
+        slot = torch.arange(self.packed[u], self.total[u], device=self.ring.device) % self.slots
+        return codes.holding([t[:, :steps].clone() for t in codes.payload()], frozen), self.ring[u][:, slot]
+
+    def numbers(self, numbers: Sequence[int]) -> Tensor:
+        """Return one number for each row [U] as a tensor on the device."""
+        return torch.tensor(numbers, device=self.ring.device)
