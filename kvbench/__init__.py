@@ -10,14 +10,16 @@ from kvbench.base.version import version
 if TYPE_CHECKING:
     from kvbench.api import cache, calibrate, extend, generate, prefill
     from kvbench.kv.segment import LayerCache
-    from kvbench.methods.core.prompt_cache import Cache
+    from kvbench.methods.core.chain import Chain
+    from kvbench.methods.core.prompt_cache import PromptCache
     from kvbench.models.load import load_model
     from kvbench.report.listing import results
     from kvbench.run.compare import compare
 
 __all__ = [
-    "Cache",
+    "Chain",
     "LayerCache",
+    "PromptCache",
     "cache",
     "calibrate",
     "compare",
@@ -30,8 +32,9 @@ __all__ = [
 
 # where each public name is defined; the imports above are for type checkers alone
 _HOMES = {
-    "Cache": "kvbench.methods.core.prompt_cache",
+    "Chain": "kvbench.methods.core.chain",
     "LayerCache": "kvbench.kv.segment",
+    "PromptCache": "kvbench.methods.core.prompt_cache",
     "cache": "kvbench.api",
     "calibrate": "kvbench.api",
     "compare": "kvbench.run.compare",
@@ -47,6 +50,9 @@ def __getattr__(name: str) -> Any:
     """Import the public names when they are first used: ``--help`` must not wait for torch."""
     if name == "__version__":
         return version()
+    # its name before: it differed from the function ``cache`` by a capital alone
+    if name == "Cache":
+        name = "PromptCache"
     if name not in _HOMES:
         raise AttributeError(f"module 'kvbench' has no attribute {name!r}")
     return getattr(importlib.import_module(_HOMES[name]), name)

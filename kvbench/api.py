@@ -28,7 +28,7 @@ from kvbench.engine.memory import is_out_of_memory
 from kvbench.engine.prefill import as_prompt, prefill_chains
 from kvbench.engine.weights_digest import check_calibrated, weights_of
 from kvbench.methods.core.chain import Chain
-from kvbench.methods.core.prompt_cache import Cache
+from kvbench.methods.core.prompt_cache import PromptCache
 from kvbench.methods.core.resolve import chains_of
 from kvbench.models import traits
 from kvbench.models.interface import TURN
@@ -66,7 +66,7 @@ def prefill(
     preset: str | None = None,
     tokenizer: Any = None,
     **knobs: Any,
-) -> list[Cache]:
+) -> list[PromptCache]:
     """Read one prompt once and compress its cache by each method.
 
     ``input_ids`` is one unpadded prompt, [n] or [1, n]. An entry of ``methods`` is a string such as
@@ -124,7 +124,7 @@ def _model_entry(model: PreTrainedModel) -> str:
 @_in_turn
 def generate(
     model: PreTrainedModel,
-    caches: Sequence[Cache],
+    caches: Sequence[PromptCache],
     max_new_tokens: int,
     eos_token_id: int | Sequence[int] | Tensor | None = None,
 ) -> list[list[int]]:
@@ -135,7 +135,7 @@ def generate(
     are not changed and can be used again.
     """
     new = tokens_of("max_new_tokens", max_new_tokens)
-    if not isinstance(caches, Sequence) or not all(isinstance(entry, Cache) for entry in caches):
+    if not isinstance(caches, Sequence) or not all(isinstance(entry, PromptCache) for entry in caches):
         raise UsageError(f"caches={caches!r} is not possible: a list of what prefill returned, as [full, small]")
     stop = _end_tokens(eos_token_id)
     # chains of one key run the same model: those that change its weights or projections cannot share a batch
@@ -212,13 +212,13 @@ def calibrate(
 
 
 @_in_turn
-def extend(model: PreTrainedModel, cache: Cache, input_ids: Tensor | Sequence[int]) -> Cache:
+def extend(model: PreTrainedModel, cache: PromptCache, input_ids: Tensor | Sequence[int]) -> PromptCache:
     """Return a new cache that has also read ``input_ids``, for example a later question.
 
     The appended tokens are kept exact, unless the chain packs or evicts while decoding: then they are stored as those
     of an answer.
     """
-    if not isinstance(cache, Cache):
+    if not isinstance(cache, PromptCache):
         raise UsageError(f"cache={cache!r} is not possible: one of those that prefill returned")
     # the cache itself stays as it is: several questions may branch from it
     extended = decode.extend_cache(model, cache, input_ids)

@@ -31,7 +31,7 @@ from kvbench.base.conf import KEY_FILES, commented, conf_dir, entries
 from kvbench.methods.core import registry
 from kvbench.methods.core.base import Modifier
 from kvbench.methods.core.lowrank import LowRankStage
-from kvbench.methods.core.prompt_cache import Cache
+from kvbench.methods.core.prompt_cache import PromptCache
 from kvbench.papers.report import reference
 from kvbench.papers.spec import catalogue
 from kvbench.plan import presets
@@ -222,7 +222,7 @@ def _picture(method: str) -> str:
     return f"`{written}` holds {share} of this prompt, which the tiny model reads:\n\n" + drawing(small, words, method)
 
 
-def drawing(kept: Cache, words: Sequence[str], method: str) -> str:
+def drawing(kept: PromptCache, words: Sequence[str], method: str) -> str:
     """Return a picture (SVG) of the tokens that each layer and head keeps, and the prompt shaded by how many do."""
     n, boxes, counts, y = kept.prompt_tokens, [], [0] * kept.prompt_tokens, 0
     for layer in kept.layers:

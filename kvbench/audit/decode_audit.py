@@ -13,7 +13,7 @@ import torch
 from kvbench.audit.accounting import bytes_after_decoding
 from kvbench.audit.prompt_audit import Refused
 from kvbench.methods.core.evicting import EvictingSelector
-from kvbench.methods.core.prompt_cache import Cache
+from kvbench.methods.core.prompt_cache import PromptCache
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Stored:
     payload: Sequence[int]
 
 
-def check_peak(cache: Cache, held: Sequence[int], fed: int) -> int:
+def check_peak(cache: PromptCache, held: Sequence[int], fed: int) -> int:
     """Return the most tokens that a head of any layer held while decoding. Raises Refused if a layer held too many.
 
     cache: the cache as it was before the new tokens.
@@ -72,7 +72,7 @@ def check_peak(cache: Cache, held: Sequence[int], fed: int) -> int:
     return max(held)
 
 
-def check_bytes(cache: Cache, stored: Stored, kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
+def check_bytes(cache: PromptCache, stored: Stored, kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
     """Raise Refused, with the reason, unless the row's payload is as declared for ``cache`` and its new tokens.
 
     cache: the cache as it was before the new tokens.

@@ -14,7 +14,7 @@ from kvbench.kv.ops import key_heads
 from kvbench.kv.segment import LayerCache, storage_bytes
 from kvbench.methods.core.base import Block
 from kvbench.methods.core.chain import Chain
-from kvbench.methods.core.prompt_cache import Cache
+from kvbench.methods.core.prompt_cache import PromptCache
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class _Sums:
     storages: set[int] = field(default_factory=set)
 
 
-def audit(cache: Cache, kv_heads: int, head_dim: int, dtype: torch.dtype) -> MeasuredBytes:
+def audit(cache: PromptCache, kv_heads: int, head_dim: int, dtype: torch.dtype) -> MeasuredBytes:
     """Return the measurements of a freshly compressed cache. Raises Refused where it breaks its chain's promises.
 
     The audit checks for each layer and head the tokens kept (against those recorded, if the data decide) and their
@@ -104,7 +104,7 @@ def audit(cache: Cache, kv_heads: int, head_dim: int, dtype: torch.dtype) -> Mea
     )
 
 
-def _audit_layer(cache: Cache, index: int, kv_heads: int, *, head_dim: int, itemsize: int, sums: _Sums) -> None:
+def _audit_layer(cache: PromptCache, index: int, kv_heads: int, *, head_dim: int, itemsize: int, sums: _Sums) -> None:
     """Add a layer's tokens and bytes to ``sums``. Raises Refused where the layer breaks its chain's promises."""
     chain, n, n_layers = cache.chain, cache.prompt_tokens, len(cache.layers)
     layer = cache.layers[index]
@@ -143,7 +143,7 @@ def _audit_layer(cache: Cache, index: int, kv_heads: int, *, head_dim: int, item
 
 
 def _audit_local_layers(
-    cache: Cache, kv_heads: int, head_dim: int, *, itemsize: int, storage_addresses: set[int]
+    cache: PromptCache, kv_heads: int, head_dim: int, *, itemsize: int, storage_addresses: set[int]
 ) -> tuple[int, int]:
     """Return (numbers of keys and values, overhead bytes) that local layers hold.
 

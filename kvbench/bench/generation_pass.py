@@ -25,7 +25,7 @@ from kvbench.engine.patches import adapted
 from kvbench.engine.prefill import prefill_chains
 from kvbench.engine.step import build, given_up, step
 from kvbench.methods.core.chain import Chain
-from kvbench.methods.core.prompt_cache import Cache
+from kvbench.methods.core.prompt_cache import PromptCache
 from kvbench.models.interface import NAME, attached
 
 
@@ -158,7 +158,7 @@ def run(
     )
 
 
-def _bytes_held(caches: Sequence[Cache]) -> int:
+def _bytes_held(caches: Sequence[PromptCache]) -> int:
     """Return the payload and overhead that all layers of ``caches`` hold, local ones included."""
     total = 0
     for cache in caches:

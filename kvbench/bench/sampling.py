@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from kvbench.engine.decode_layer import RowLayer
 from kvbench.kv.model_shape import from_config
-from kvbench.methods.core.prompt_cache import Cache
+from kvbench.methods.core.prompt_cache import PromptCache
 from kvbench.storage.evicting_rows import EvictingRows
 from kvbench.storage.packed_rows import PackedRows
 
@@ -74,7 +74,7 @@ def windows(steps: int, width: int) -> list[int] | None:
     return [round(i * (steps - width) / (LENGTHS - 1)) for i in range(LENGTHS)]
 
 
-def moves(caches: Sequence[Cache]) -> bool:
+def moves(caches: Sequence[PromptCache]) -> bool:
     """Return True if the decode batch of ``caches`` can be brought to a later length without the model.
 
     Caches that grow take random tokens. Those that evict while decoding choose by attention, which only a step

@@ -23,7 +23,7 @@ from kvbench.engine.patches import adapted
 from kvbench.engine.step import build, given_up, step
 from kvbench.engine.stopping import Ending, sample, without
 from kvbench.methods.core.chain import Chain
-from kvbench.methods.core.prompt_cache import Cache
+from kvbench.methods.core.prompt_cache import PromptCache
 from kvbench.methods.core.walls import contained
 from kvbench.methods.core.watch import note_progress
 from kvbench.models.interface import attached
@@ -78,7 +78,7 @@ class AnsweringRow(Generic[Key]):
     key: Key
     chain: Chain
     ending: Ending
-    cache: Cache | None = None
+    cache: PromptCache | None = None
     tokens: list[int] = field(default_factory=list)
     draw: torch.Generator | None = None
     tally: list[Tensor] = field(default_factory=list)
@@ -95,7 +95,7 @@ class AnsweringRow(Generic[Key]):
     def over(self) -> bool:
         return not self.finite or self.ending.over(self.tokens)
 
-    def give_up(self) -> Cache:
+    def give_up(self) -> PromptCache:
         """Return the cache and drop it here, so that the batch can free it layer by layer."""
         cache, self.cache = self.cache, None
         assert cache is not None
@@ -164,7 +164,7 @@ class DecodeBatch(Generic[Key]):
         entries = {row.entry for row in self.rows}
         return not self.adapts and len(entries) < MOST_ENTRIES
 
-    def enter(self, rows: Sequence[tuple[Key, Cache, Ending]]) -> None:
+    def enter(self, rows: Sequence[tuple[Key, PromptCache, Ending]]) -> None:
         """Add rows, which start together at the next step."""
         if not self.open:
             raise UsageError("no rows can enter this batch now")

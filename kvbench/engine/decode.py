@@ -20,7 +20,7 @@ from kvbench.engine.step import build, step
 from kvbench.engine.stopping import Ending as Ending
 from kvbench.engine.stopping import sample as sample
 from kvbench.kv.segment import LayerCache
-from kvbench.methods.core.prompt_cache import Cache
+from kvbench.methods.core.prompt_cache import PromptCache
 from kvbench.methods.core.walls import contained
 from kvbench.models.interface import attached
 
@@ -28,7 +28,7 @@ EXTENDED_BYTES = 2**30
 """Caches that read more tokens in one batch take at most so many bytes, as the batch copies them."""
 
 
-def generate_rows(model: PreTrainedModel, caches: Sequence[Cache], endings: Sequence[Ending]) -> list[Answer]:
+def generate_rows(model: PreTrainedModel, caches: Sequence[PromptCache], endings: Sequence[Ending]) -> list[Answer]:
     """Return the answer of each cache, in order. Each goes on until its own ending.
 
     Caches whose chains change the model alike are rows of one batch. Raises Refused where logits are not finite.
@@ -45,12 +45,14 @@ def generate_rows(model: PreTrainedModel, caches: Sequence[Cache], endings: Sequ
     return [answers[r] for r in range(len(caches))]
 
 
-def extend_cache(model: PreTrainedModel, cache: Cache, input_ids: Tensor | Sequence[int]) -> Cache:
+def extend_cache(model: PreTrainedModel, cache: PromptCache, input_ids: Tensor | Sequence[int]) -> PromptCache:
     """Return a new cache that has also read ``input_ids`` [T] behind its prompt, as ``extend_caches`` does."""
     return extend_caches(model, [cache], input_ids)[0]
 
 
-def extend_caches(model: PreTrainedModel, caches: Sequence[Cache], input_ids: Tensor | Sequence[int]) -> list[Cache]:
+def extend_caches(
+    model: PreTrainedModel, caches: Sequence[PromptCache], input_ids: Tensor | Sequence[int]
+) -> list[PromptCache]:
     """Return new caches that have also read ``input_ids`` [T] behind their compressed prompts, in order.
 
     The new tokens [T] stay exact, unless the chain packs or evicts while decoding. Then they are stored one by one, as
@@ -60,7 +62,7 @@ def extend_caches(model: PreTrainedModel, caches: Sequence[Cache], input_ids: Te
     ids = as_prompt(model, input_ids)
     for cache in caches:
         check_continuation(model, cache, len(ids))
-    extended: dict[int, Cache] = {}
+    extended: dict[int, PromptCache] = {}
     for rows in by_batch(caches):
         # methods that evict or pack while decoding do so after every token; others read all tokens at once
         one_by_one = [r for r in rows if caches[r].chain.evicts or caches[r].chain.coder]
@@ -72,7 +74,7 @@ def extend_caches(model: PreTrainedModel, caches: Sequence[Cache], input_ids: Te
     return [extended[r] for r in range(len(caches))]
 
 
-def _divide_by_bytes(caches: Sequence[Cache], rows: Sequence[int]) -> list[list[int]]:
+def _divide_by_bytes(caches: Sequence[PromptCache], rows: Sequence[int]) -> list[list[int]]:
     """Return ``rows`` in parts of at most EXTENDED_BYTES, or of one row."""
     parts: list[list[int]] = []
     part_bytes = 0
@@ -86,7 +88,7 @@ def _divide_by_bytes(caches: Sequence[Cache], rows: Sequence[int]) -> list[list[
     return parts
 
 
-def _extend(model: PreTrainedModel, caches: Sequence[Cache], ids: Tensor, size: int) -> list[Cache]:
+def _extend(model: PreTrainedModel, caches: Sequence[PromptCache], ids: Tensor, size: int) -> list[PromptCache]:
     """Return the caches of one batch after ``ids`` [T], which are read ``size`` at a time."""
     chain = caches[0].chain
     seen = torch.tensor([cache.seen for cache in caches], device=ids.device)[:, None]  # [B, 1]
@@ -100,7 +102,7 @@ def _extend(model: PreTrainedModel, caches: Sequence[Cache], ids: Tensor, size: 
     return [settled(cache, batch, logits[i, -1], i) for i, cache in enumerate(caches)]
 
 
-def settled(cache: Cache, batch: Sequence[RowLayer], logits: Tensor, row: int = 0) -> Cache:
+def settled(cache: PromptCache, batch: Sequence[RowLayer], logits: Tensor, row: int = 0) -> PromptCache:
     """Return ``cache`` with the tokens that have come to its row of ``batch``. ``logits`` [V] follow them."""
     # the batch has the model's layers in order, in which local layers stand among those that methods compress
     former_layers, former_local = iter(cache.layers), iter(cache.local)
@@ -114,7 +116,7 @@ def settled(cache: Cache, batch: Sequence[RowLayer], logits: Tensor, row: int = 
     return replace(cache, layers=tuple(layers), local=tuple(local), logits=logits.clone())
 
 
-def check_continuation(model: PreTrainedModel, cache: Cache, new_tokens: int) -> None:
+def check_continuation(model: PreTrainedModel, cache: PromptCache, new_tokens: int) -> None:
     """Raise UsageError unless ``cache`` is of this model and can take ``new_tokens`` more."""
     if cache.model is not None and cache.model() is not model:
         raise UsageError("this cache was made by another model object; prefill the prompt with this one")

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from kvbench.base.errors import UsageError
 from kvbench.kv.segment import Segment
-from kvbench.methods.core.prompt_cache import Cache
+from kvbench.methods.core.prompt_cache import PromptCache
 
 BLOCK = 64
 """Positions compared at a time: their distributions in fp64 take 64 MiB at 128k tokens of vocabulary."""
@@ -108,7 +108,7 @@ def _compare_block(full: Tensor, rows: Tensor, targets: Tensor) -> list[Divergen
     return compared
 
 
-def nudged(cache: Cache) -> Cache:
+def nudged(cache: PromptCache) -> PromptCache:
     """Return a full cache with one element of each key of the first layer moved by one unit in the last place.
 
     Its divergence is the effect of rounding alone on this model: the floor below which divergences say nothing.
@@ -124,7 +124,7 @@ def nudged(cache: Cache) -> Cache:
     return replace(cache, layers=tuple(layers))
 
 
-def with_one_layer(full: Cache, cache: Cache, layer: int) -> Cache:
+def with_one_layer(full: PromptCache, cache: PromptCache, layer: int) -> PromptCache:
     """Return the full cache with one layer as another cache of the same prompt holds it. New tokens stay exact.
 
     Raises UsageError for a method that changes more than the keys and values in a prompt's layers.

@@ -32,7 +32,7 @@ from kvbench.engine.prefill import as_prompt, prefill_chains
 from kvbench.engine.shared_prefix import SharedPrefix
 from kvbench.engine.step import build, step
 from kvbench.methods.core.chain import Chain
-from kvbench.methods.core.prompt_cache import Cache
+from kvbench.methods.core.prompt_cache import PromptCache
 from kvbench.methods.core.walls import contained
 from kvbench.models.interface import TURN, attached, cache_shape
 from kvbench.models.releases import CACHE_NAMES, caches_among, named_cache
@@ -83,7 +83,7 @@ class TransformersCache(HFCache):
 
     def reset(self) -> None:
         """Forget everything, so that another prompt can be read."""
-        self.state: Cache | None = None
+        self.state: PromptCache | None = None
         self.measured: MeasuredBytes | None = None
         self.ids = torch.empty(0, dtype=torch.int64)
 

@@ -17,7 +17,7 @@ from kvbench.engine.limits import check_turn
 from kvbench.engine.patches import adapted, by_batch
 from kvbench.engine.prefill import as_prompt
 from kvbench.engine.step import build, step
-from kvbench.methods.core.prompt_cache import Cache
+from kvbench.methods.core.prompt_cache import PromptCache
 from kvbench.methods.core.walls import contained
 from kvbench.methods.core.watch import note_progress
 from kvbench.models.interface import attached
@@ -42,7 +42,7 @@ class Forced:
     divergence: Divergence | None = None
 
 
-def teacher_force(model: PreTrainedModel, caches: Sequence[Cache], tokens: Tensor, chunk: int) -> list[Forced]:
+def teacher_force(model: PreTrainedModel, caches: Sequence[PromptCache], tokens: Tensor, chunk: int) -> list[Forced]:
     """Return the losses of ``tokens`` [T] after each cache, in order. ``chunk`` tokens are fed at a time.
 
     Caches are not changed. Those whose chains change the model alike are rows of one batch. Raises UsageError unless
@@ -56,7 +56,7 @@ def teacher_force(model: PreTrainedModel, caches: Sequence[Cache], tokens: Tenso
 
 
 def diverge(
-    model: PreTrainedModel, full: Cache, caches: Sequence[Cache], tokens: Tensor
+    model: PreTrainedModel, full: PromptCache, caches: Sequence[PromptCache], tokens: Tensor
 ) -> tuple[list[Forced], Divergence]:
     """Return (losses and divergence from ``full`` of ``tokens`` [T] after each cache, the divergence floor).
 
@@ -83,7 +83,7 @@ def diverge(
 
 
 def _diverge(
-    model: PreTrainedModel, full: Cache, caches: Sequence[Cache], *, ids: Tensor, one_by_one: bool
+    model: PreTrainedModel, full: PromptCache, caches: Sequence[PromptCache], *, ids: Tensor, one_by_one: bool
 ) -> tuple[Forced, list[Forced], Forced]:
     """Return the results of the full cache, of each cache, and of the nudged full cache."""
     rows = [full, *caches, nudged(full)]
@@ -114,7 +114,7 @@ def _diverge(
     return results[0], [results[r] for r in range(1, floor_row)], results[floor_row]
 
 
-def forced_logits(model: PreTrainedModel, cache: Cache, tokens: Tensor | Sequence[int]) -> Tensor:
+def forced_logits(model: PreTrainedModel, cache: PromptCache, tokens: Tensor | Sequence[int]) -> Tensor:
     """Return the logits [T, V] by which the cache predicts each of ``tokens`` [T], as they are fed after it."""
     ids = as_prompt(model, tokens)
     # the first token is predicted by the prompt's own logits
@@ -130,7 +130,7 @@ def forced_logits(model: PreTrainedModel, cache: Cache, tokens: Tensor | Sequenc
     return torch.cat(logits)
 
 
-def _check_continuation(model: PreTrainedModel, caches: Sequence[Cache], tokens: Tensor) -> Tensor:
+def _check_continuation(model: PreTrainedModel, caches: Sequence[PromptCache], tokens: Tensor) -> Tensor:
     """Return ``tokens`` [T] on the model's device. Raises UsageError unless all caches can be continued by them."""
     if len({cache.seen for cache in caches}) > 1:
         raise UsageError("teacher forcing continues caches that have read equally many tokens")
@@ -140,7 +140,7 @@ def _check_continuation(model: PreTrainedModel, caches: Sequence[Cache], tokens:
 
 def _force(
     model: PreTrainedModel,
-    caches: Sequence[Cache],
+    caches: Sequence[PromptCache],
     ids: Tensor,
     chunk: int,
     on_logits: Callable[[int, Tensor], None] = lambda start, logits: None,

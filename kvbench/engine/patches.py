@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 from transformers import PreTrainedModel
 
 from kvbench.methods.core.chain import Chain
-from kvbench.methods.core.prompt_cache import Cache
+from kvbench.methods.core.prompt_cache import PromptCache
 
 
 @contextmanager
@@ -20,7 +20,7 @@ def adapted(model: PreTrainedModel, chain: Chain) -> Iterator[None]:
         yield
 
 
-def by_batch(caches: Sequence[Cache]) -> list[list[int]]:
+def by_batch(caches: Sequence[PromptCache]) -> list[list[int]]:
     """Return the indices of caches in groups of equal ``batch_key``. A group can be the rows of one batch."""
     # groups keep the order of their first caches
     groups: dict[object, list[int]] = {}

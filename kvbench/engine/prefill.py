@@ -32,7 +32,7 @@ from kvbench.kv import ops
 from kvbench.kv.observation import Needs, Observation
 from kvbench.kv.segment import LayerCache
 from kvbench.methods.core.chain import Chain
-from kvbench.methods.core.prompt_cache import Cache
+from kvbench.methods.core.prompt_cache import PromptCache
 from kvbench.methods.core.recipe import Observe
 from kvbench.methods.core.replaying import Replay
 from kvbench.methods.core.walls import contained, seed_of
@@ -48,7 +48,7 @@ def prefill_chains(
     tokenizer: Any = None,
     lengths: Sequence[int] | None = None,
     prefix: SharedPrefix | None = None,
-) -> list[Cache]:
+) -> list[PromptCache]:
     """Return one cache per chain, in order, from one pass over ``input_ids`` [n] per distinct ``prefill_key``.
 
     plain: attend by fp32 softmax rows instead of PyTorch's fused attention.
@@ -83,7 +83,7 @@ def prefill_chains(
         if chain.prefill_key or chain.replayer or chain.foreign or chain.needs(n).call:
             tokens_read = n
         passes.setdefault((chain.prefill_key, tokens_read), []).append(i)
-    caches: dict[int, Cache] = {}
+    caches: dict[int, PromptCache] = {}
     for members in passes.values():
         pass_chains = [chains[i] for i in members]
         pass_lengths = [lengths[i] for i in members]
@@ -158,7 +158,7 @@ class _PassReceiver:
         logits: Mapping[int, Tensor],
         forward_s: float,
         colsums_s: Mapping[tuple[int, int], float],
-    ) -> list[Cache]:
+    ) -> list[PromptCache]:
         """Return the cache of each chain, once its layers are compressed.
 
         logits: those of the next token [V], by the number of tokens read.
@@ -171,7 +171,7 @@ class _PassReceiver:
             widths = set(needs.colsums_bits)
             if needs.colsums:
                 widths.add(EXACT)
-            cache = Cache(
+            cache = PromptCache(
                 layers=tuple(self.layers[i].caches),
                 logits=logits[n],
                 chain=chain,
@@ -190,7 +190,7 @@ class _PassReceiver:
 
 def _shared_pass(
     model: PreTrainedModel, ids: Tensor, chains: Sequence[Chain], lengths: Sequence[int], reading: _Reading
-) -> list[Cache]:
+) -> list[PromptCache]:
     """Return one cache per chain from one prefill, for chains under which the prompt is computed alike."""
     needs_by_length: dict[int, Needs] = {}
     for n in sorted(set(lengths)):

@@ -12,7 +12,7 @@ from transformers.cache_utils import Cache as HFCache
 from kvbench.base.errors import UsageError
 from kvbench.engine.decode_layer import RowLayer
 from kvbench.kv.model_shape import local_layers
-from kvbench.methods.core.prompt_cache import Cache
+from kvbench.methods.core.prompt_cache import PromptCache
 from kvbench.models.interface import KvbenchLayer, sliding_window
 from kvbench.models.lowrank import lifts
 from kvbench.models.releases import named_cache
@@ -21,7 +21,7 @@ from kvbench.storage.roles import Rotary
 
 
 def build(
-    model: PreTrainedModel, caches: Iterable[Cache], capacity: int, at_once: int = 1, alone: bool = False
+    model: PreTrainedModel, caches: Iterable[PromptCache], capacity: int, at_once: int = 1, alone: bool = False
 ) -> list[RowLayer]:
     """Build the decode batch of ``caches``: one RowLayer per model layer, with room for ``capacity`` new tokens.
 
@@ -74,7 +74,7 @@ def build(
     return layers
 
 
-def given_up(caches: list[Cache]) -> Iterator[Cache]:
+def given_up(caches: list[PromptCache]) -> Iterator[PromptCache]:
     """Yield the caches, removing each from the list."""
     while caches:
         yield caches.pop(0)

@@ -20,7 +20,7 @@ from kvbench.engine.batch import Answer, DecodeBatch
 from kvbench.engine.decode import extend_cache, extend_caches
 from kvbench.engine.memory import is_out_of_memory, release
 from kvbench.engine.stopping import Ending
-from kvbench.methods.core.prompt_cache import Cache
+from kvbench.methods.core.prompt_cache import PromptCache
 from kvbench.run.host import Host
 from kvbench.store.cell import Cell
 from kvbench.store.fidelity import TextFidelity
@@ -49,7 +49,7 @@ class QueuedRow:
 
     cell: Cell
     example: Example
-    cache: Cache
+    cache: PromptCache
     measured: MeasuredBytes
     cut: int
     ending: Ending
@@ -277,7 +277,7 @@ class Asking:
     host: Host
     row: QueuedRow
     encoded: EncodedTurns
-    cache: Cache
+    cache: PromptCache
     answered: dict[int, tuple[TurnAnswer, Answer, int]] = field(default_factory=dict)
 
     @property

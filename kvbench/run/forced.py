@@ -14,7 +14,7 @@ from kvbench.engine.batch import Answer
 from kvbench.engine.decode import Ending, generate_rows
 from kvbench.engine.divergence import Divergence
 from kvbench.engine.likelihood import Forced, diverge, teacher_force
-from kvbench.methods.core.prompt_cache import Cache
+from kvbench.methods.core.prompt_cache import PromptCache
 from kvbench.models.interface import synchronise
 from kvbench.run.answers import QueuedRow, in_parts
 from kvbench.run.host import Host
@@ -28,7 +28,7 @@ Scored = tuple[float, Answer, QueuedRow]
 
 
 def score_text(
-    host: Host, example: Example, rows: Sequence[QueuedRow], full: Cache | None
+    host: Host, example: Example, rows: Sequence[QueuedRow], full: PromptCache | None
 ) -> list[tuple[QueuedRow, Scored | Exception]]:
     """Score the rest of a text under the cache of each row, and compare it with ``full`` if that is given."""
     rest = torch.tensor(example.tokens[int(example.meta["prefix"]) :])
@@ -75,7 +75,7 @@ def score_text(
 
 
 def compare(
-    host: Host, rows: Sequence[QueuedRow], full: Cache, texts: Mapping[str, Sequence[int]]
+    host: Host, rows: Sequence[QueuedRow], full: PromptCache, texts: Mapping[str, Sequence[int]]
 ) -> list[tuple[QueuedRow, QueuedRow | Exception]]:
     """Return each row with its divergences from ``full`` on the texts, or the exception that it raised."""
 
@@ -94,7 +94,7 @@ def compare(
     return outcomes
 
 
-def texts_of(host: Host, example: Example, full: Cache, most: int = TOKENS) -> dict[str, list[int]]:
+def texts_of(host: Host, example: Example, full: PromptCache, most: int = TOKENS) -> dict[str, list[int]]:
     """Return the texts to compare on by kind, without those of one token, whose prediction the prompt has made.
 
     ``reference`` is the first reference of an example with answers, ``greedy`` the full cache's own likeliest answer.

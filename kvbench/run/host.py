@@ -16,7 +16,7 @@ from kvbench.engine.prefill import prefill_chains
 from kvbench.engine.shared_prefix import SharedPrefix
 from kvbench.engine.stopping import Ending
 from kvbench.methods.core.chain import Chain
-from kvbench.methods.core.prompt_cache import Cache
+from kvbench.methods.core.prompt_cache import PromptCache
 from kvbench.methods.core.shared_functions import Functions
 from kvbench.models.interface import cache_shape
 from kvbench.plan.config import Sampling
@@ -66,7 +66,9 @@ class Host:
             return Encoded(example.tokens[: int(example.meta["prefix"])], (), 0)
         return encode_prompt(self.tokenizer, example, task, self.policy, self.context)
 
-    def prefill(self, ids: Sequence[int], chains: Sequence[Chain], lengths: Sequence[int] | None = None) -> list[Cache]:
+    def prefill(
+        self, ids: Sequence[int], chains: Sequence[Chain], lengths: Sequence[int] | None = None
+    ) -> list[PromptCache]:
         """Return a prompt's cache under each chain, of its first ``lengths`` tokens; see ``prefill_chains``."""
         return prefill_chains(
             self.model,

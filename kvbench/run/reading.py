@@ -10,7 +10,7 @@ from kvbench.base.errors import UsageError
 from kvbench.base.example import Example
 from kvbench.engine.limits import check_turn, check_window
 from kvbench.engine.memory import is_out_of_memory
-from kvbench.methods.core.prompt_cache import Cache
+from kvbench.methods.core.prompt_cache import PromptCache
 from kvbench.plan.cells import with_full
 from kvbench.run.answers import in_parts
 from kvbench.run.host import Host
@@ -39,7 +39,7 @@ class PromptReader:
     def forget(self) -> None:
         """Drop the caches that are kept."""
         self._ids: Sequence[int] = ()
-        self._known: dict[Key, Cache] = {}
+        self._known: dict[Key, PromptCache] = {}
 
     @property
     def holds(self) -> bool:
@@ -56,9 +56,9 @@ class PromptReader:
 
     def caches(
         self, example: Example, encoded: Encoded, cells: Sequence[Cell], following: Work | None
-    ) -> list[tuple[Cell, Cache | Exception]]:
+    ) -> list[tuple[Cell, PromptCache | Exception]]:
         """Return (cell, cache) for each cell, or (cell, exception) if its prefill failed."""
-        caches: dict[Key, Cache | Exception] = {}
+        caches: dict[Key, PromptCache | Exception] = {}
         if encoded.question and self._ids == encoded.ids:
             # the context that was read last, with another question behind it
             caches |= self._known
@@ -80,7 +80,7 @@ class PromptReader:
             self._ids = encoded.ids
         for cell in cells_to_keep:
             cache = caches[_key(cell)]
-            if isinstance(cache, Cache):
+            if isinstance(cache, PromptCache):
                 self._known[_key(cell)] = cache
         return [(cell, caches[_key(cell)]) for cell in cells]
 
@@ -101,14 +101,14 @@ class PromptReader:
 
     def _prefill(
         self, ids: Sequence[int], wanted: Sequence[tuple[Cell, int]]
-    ) -> list[tuple[tuple[Cell, int], Cache | Exception]]:
+    ) -> list[tuple[tuple[Cell, int], PromptCache | Exception]]:
         """Return the cache of each cell's first tokens, or the exception that it raised."""
 
-        def prefill_together(part: Sequence[tuple[Cell, int]]) -> list[Cache]:
+        def prefill_together(part: Sequence[tuple[Cell, int]]) -> list[PromptCache]:
             chains = [cell.chain for cell, _ in part]
             lengths = [length for _, length in part]
             try:
-                caches: list[Cache] = self.with_room(partial(self.host.prefill, ids, chains, lengths))
+                caches: list[PromptCache] = self.with_room(partial(self.host.prefill, ids, chains, lengths))
                 return caches
             except Exception as error:
                 if is_out_of_memory(error):
@@ -116,7 +116,7 @@ class PromptReader:
                 raise
 
         most = self.most_cells or max(1, len(wanted))
-        outcomes: list[tuple[tuple[Cell, int], Cache | Exception]] = []
+        outcomes: list[tuple[tuple[Cell, int], PromptCache | Exception]] = []
         for start in range(0, len(wanted), most):
             outcomes += in_parts(wanted[start : start + most], prefill_together)
         return outcomes

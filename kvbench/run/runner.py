@@ -24,7 +24,7 @@ from kvbench.engine.limits import check_capacity
 from kvbench.engine.memory import is_out_of_memory, release
 from kvbench.engine.model_state import state_of
 from kvbench.kv.content import digests, first_difference
-from kvbench.methods.core.prompt_cache import Cache
+from kvbench.methods.core.prompt_cache import PromptCache
 from kvbench.methods.core.shared_functions import replacing
 from kvbench.methods.core.walls import contained
 from kvbench.models.interface import attached
@@ -257,7 +257,7 @@ class GroupRun:
             self.finish()
         return work()
 
-    def compare(self, example: Example, rows: Sequence[QueuedRow], full: Cache) -> list[QueuedRow]:
+    def compare(self, example: Example, rows: Sequence[QueuedRow], full: PromptCache) -> list[QueuedRow]:
         """Return the rows with their divergences from the full cache on texts that the prompt is continued with."""
         try:
             texts = forced.texts_of(self.host, example, full, int(rows[0].cell.identity["fidelity"]["tokens"]))
@@ -275,7 +275,7 @@ class GroupRun:
                 compared.append(outcome)
         return compared
 
-    def force(self, example: Example, rows: Sequence[QueuedRow], full: Cache | None) -> None:
+    def force(self, example: Example, rows: Sequence[QueuedRow], full: PromptCache | None) -> None:
         """Score the rest of a text under the cache of each row, and store one sample for each."""
         outcomes = forced.score_text(self.host, example, rows, full)
         self.check_model([r.cell for r in rows], example)
@@ -339,7 +339,7 @@ class GroupRun:
         self.writers[cell.id].append(sample.record())
         self.listeners.stored(cell, sample)
 
-    def check_repeatable(self, cell: Cell, cache: Cache, encoded: Encoded, example: Example) -> None:
+    def check_repeatable(self, cell: Cell, cache: PromptCache, encoded: Encoded, example: Example) -> None:
         """Raise Refused if a method that is not kvbench's own computes something else of the prompt the second time.
 
         The first prompt of a run is computed twice for each such method, and once more at the end of the run: results

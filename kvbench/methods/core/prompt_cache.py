@@ -17,7 +17,7 @@ SHOWN = ("kv_size", "kv_ratio", "ratio", "bits")
 
 
 @dataclass(frozen=True, eq=False)
-class Cache:
+class PromptCache:
     """The compressed layers of one prompt and the next token's logits [V], ready to generate from.
 
     No function changes a cache, so that it can be used again. It cannot be pickled, since its chain is code and it
@@ -57,20 +57,20 @@ class Cache:
         tokens = f"{counts[0]}"
         if min(counts) < max(counts):
             tokens = f"{min(counts)} to {max(counts)}, {sum(counts) / len(counts):.0f} in the mean,"
-        return f"<Cache {name}: {tokens} of {self.seen} tokens, {self.nbytes() / 2**20:.2f} MiB>"
+        return f"<PromptCache {name}: {tokens} of {self.seen} tokens, {self.nbytes() / 2**20:.2f} MiB>"
 
-    def __copy__(self) -> Cache:
+    def __copy__(self) -> PromptCache:
         # the layers are shared, as no function changes them
         return replace(self)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Cache:
+    def __deepcopy__(self, memo: dict[int, Any]) -> PromptCache:
         # the chain cannot change, and the model is not the cache's own: neither is copied
         layers, local = deepcopy((self.layers, self.local), memo)
         return replace(self, layers=layers, local=local, logits=self.logits.clone())
 
     def __reduce__(self) -> str:
         raise TypeError(
-            "a kvbench Cache cannot be pickled: its chain is code and it belongs to a model object. Keep the prompt's "
+            "a kvbench PromptCache cannot be pickled: its chain is code and it belongs to a model object. Keep the prompt's "
             "ids and the method, and call kvbench.prefill again"
         )
 
@@ -85,7 +85,7 @@ class Cache:
         # LongRoPE rotates long texts by other frequencies
         return self.chain.batch_key, self.long
 
-    def shapes(self) -> Cache:
+    def shapes(self) -> PromptCache:
         """Return the cache without its numbers, for checks that come after its storage is given up."""
         layers = tuple(layer.shapes() for layer in self.layers)
         local = tuple(layer.shapes() for layer in self.local)

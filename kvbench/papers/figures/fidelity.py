@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from kvbench.engine.divergence import with_one_layer
 from kvbench.engine.likelihood import diverge
 from kvbench.methods.core.chain import Chain
-from kvbench.methods.core.prompt_cache import Cache
+from kvbench.methods.core.prompt_cache import PromptCache
 from kvbench.papers.figures.figure import Code, Fact
 from kvbench.papers.figures.measured import MeasuredFigure
 from kvbench.papers.figures.sweep import FULL, Point
@@ -147,7 +147,9 @@ def by_layer(measured: MeasuredFigure) -> pd.DataFrame:
     return data.groupby(by, sort=False)["kl"].agg(kl="mean", n="count").reset_index()
 
 
-def _layer_divergences(model: PreTrainedModel, full: Cache, cache: Cache, tokens: Tensor) -> list[tuple[int, float]]:
+def _layer_divergences(
+    model: PreTrainedModel, full: PromptCache, cache: PromptCache, tokens: Tensor
+) -> list[tuple[int, float]]:
     """Return (layer, mean divergence over ``tokens``) with that layer of ``cache`` alone; layer -1 has all of them."""
     single = [with_one_layer(full, cache, layer) for layer in range(len(full.layers))]
     means: list[float] = []

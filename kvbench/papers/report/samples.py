@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvbench.base.errors import UsageError
 from kvbench.base.example import Example
-from kvbench.methods.core.prompt_cache import Cache
+from kvbench.methods.core.prompt_cache import PromptCache
 from kvbench.plan.cells import Group
 from kvbench.plan.run_plan import RunPlan
 from kvbench.run import experiment
@@ -40,7 +40,7 @@ def _example(host: Host, prepared: RunPlan, group: Group, example: Example) -> d
     """Return one example with every method's answer and kept tokens."""
     encoded = host.encode(example, group.task)
     cells = [cell for cell in group.cells if example.id in prepared.store.samples(cell.id)]
-    caches: list[Cache | None] = [None] * len(cells)
+    caches: list[PromptCache | None] = [None] * len(cells)
     # a chain that cannot read this prompt leaves all methods of the group without shades
     with suppress(UsageError):
         caches = list(host.prefill(encoded.ids, [cell.chain for cell in cells]))
@@ -74,7 +74,7 @@ def _example(host: Host, prepared: RunPlan, group: Group, example: Example) -> d
     }
 
 
-def shades(cache: Cache) -> Tensor:
+def shades(cache: PromptCache) -> Tensor:
     """Return for each prompt token the share of layers and heads that hold it, in LEVELS steps [n]."""
     counts = torch.zeros(cache.seen)
     heads = 0
