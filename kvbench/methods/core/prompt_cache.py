@@ -70,7 +70,7 @@ class PromptCache:
 
     def __reduce__(self) -> str:
         raise TypeError(
-            "a kvbench PromptCache cannot be pickled: its chain is code and it belongs to a model object. Keep the prompt's "
+            "a kvbench cache cannot be pickled: its chain is code and it belongs to a model object. Keep the prompt's "
             "ids and the method, and call kvbench.prefill again"
         )
 
