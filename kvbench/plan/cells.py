@@ -92,10 +92,10 @@ class Plan:
 
 def build_groups(
     cfg: RunConfig,
-    model_identity: Mapping[str, Any],
+    model_identity: Mapping[str, object],
     tokenizer: Tokenizer | None,
     context: int | None,
-    identify: Callable[[Chain], Mapping[str, Any]] = Chain.identity,
+    identify: Callable[[Chain], Mapping[str, object]] = Chain.identity,
 ) -> list[Group]:
     """Return a run's groups, one per task, each with the full cache as its first cell unless ``baseline=false``.
 
@@ -144,14 +144,14 @@ def build_groups(
 
 
 def _task_identity(
-    cfg: RunConfig, task: Task, tokenizer: Tokenizer | None, model_identity: Mapping[str, Any], context: int | None
-) -> dict[str, Any]:
+    cfg: RunConfig, task: Task, tokenizer: Tokenizer | None, model_identity: Mapping[str, object], context: int | None
+) -> dict[str, object]:
     """Return all but the method that decides the numbers of a task's cells, for their ids.
 
     A text that is scored, not answered, has neither a context to be cut to nor settings of decoding.
     """
     prompt = dict(cfg.prompt.identity(task, tokenizer))
-    decoding: dict[str, Any] = {}
+    decoding: dict[str, object] = {}
     if not task.examples[0].tokens:
         prompt["context"] = context
         decoding = cfg.sampling.identity() | {"model_stop": list(cfg.model.stop)} | task.answering()
@@ -174,7 +174,7 @@ def _task_identity(
     return identity
 
 
-def _check_through_cache(dataset: str, knobs: Mapping[str, Any], chains: Sequence[ChainConfig]) -> None:
+def _check_through_cache(dataset: str, knobs: Mapping[str, object], chains: Sequence[ChainConfig]) -> None:
     """Raise UsageError unless the dataset has windows without a prompt, and methods only change how tokens are kept."""
     if "windows" not in knobs:
         raise UsageError(

@@ -45,7 +45,7 @@ class DatasetConfig:
     """One entry of conf/dataset with its final knobs, and the names of the tasks to run; all if ``tasks`` is empty."""
 
     name: str = identity()
-    knobs: Mapping[str, Any] = identity()
+    knobs: Mapping[str, object] = identity()
     tasks: tuple[str, ...] = identity(default=())
     label: str = runtime(default="")
     default_limit: int | None = runtime(default=None)
@@ -68,7 +68,7 @@ class Sampling:
         check("top_p", self.top_p, fits, "above 0, at most 1")
         check("sample_seed", self.sample_seed, is_whole(self.sample_seed), "a whole number")
 
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, object]:
         """Return the settings that decide the numbers. If decoding is greedy, ``top_p`` and the seed are left out."""
         if not self.temperature:
             return {"greedy": True}
@@ -176,7 +176,7 @@ def read(arguments: Sequence[str]) -> RunConfig:
     return parse(request)
 
 
-def configure(settings: Mapping[str, Any]) -> RunConfig:
+def configure(settings: Mapping[str, object]) -> RunConfig:
     """Return the one run that settings ask for: keys of ``run`` with Python values, or texts as they are typed.
 
     Raises UsageError naming the key and value at fault.
@@ -186,8 +186,8 @@ def configure(settings: Mapping[str, Any]) -> RunConfig:
 
 def parse(
     request: RunRequest,
-    composed: Mapping[str, Any] | None = None,
-    methods: Sequence[str | Mapping[str, Any]] | None = None,
+    composed: Mapping[str, object] | None = None,
+    methods: Sequence[str | Mapping[str, object]] | None = None,
 ) -> RunConfig:
     """Return the run that a request asks for, with grids of knobs expanded. Raises UsageError naming key and value.
 
@@ -249,7 +249,7 @@ def _composed(folder: Path, overrides: tuple[str, ...]) -> DictConfig:
         return hydra_compose(config_name="config", overrides=list(overrides))
 
 
-def _compose_with_hydra(overrides: Sequence[str]) -> dict[str, Any]:
+def _compose_with_hydra(overrides: Sequence[str]) -> dict[str, object]:
     """Return conf/ as Hydra composes it under ``overrides``. Raises UsageError in place of Hydra's errors."""
     try:
         composed = _composed(conf_dir(), tuple(overrides))
@@ -258,7 +258,7 @@ def _compose_with_hydra(overrides: Sequence[str]) -> dict[str, Any]:
         raise UsageError(plain(error)) from None
 
 
-def _preset_values(request: RunRequest) -> dict[str, Any]:
+def _preset_values(request: RunRequest) -> dict[str, object]:
     """Return the values of the request's preset for its model by full key; {} without a preset."""
     if request.preset is None:
         return {}

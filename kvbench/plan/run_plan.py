@@ -406,7 +406,7 @@ def plan_of(
         groups=groups,
         unplanned=unplanned,
         context=context,
-        dtype=identity["dtype"],
+        dtype=str(identity["dtype"]),
         store=store,
         session=session,
         matched=matched,
@@ -468,12 +468,12 @@ def check_model(cfg: RunConfig, source: load.ModelSource) -> None:
         entry.chain.check_model(model)
 
 
-def identify(cfg: RunConfig, source: load.ModelSource, device: torch.device) -> dict[str, Any]:
+def identify(cfg: RunConfig, source: load.ModelSource, device: torch.device) -> dict[str, object]:
     """Return the facts about the model that are part of a cell's identity.
 
     ``local`` is one of them only where local layers pass through: once methods compressed these, too.
     """
-    facts = {
+    facts: dict[str, object] = {
         "fingerprint": source.fingerprint,
         "weights": cfg.model.weights,
         "attention": cfg.model.attention,
@@ -490,7 +490,7 @@ def context_of(cfg: RunConfig, source: load.ModelSource) -> int | None:
     return cfg.model.context or getattr(source.config, "max_position_embeddings", None)
 
 
-def open_session(cfg: RunConfig, identity: Mapping[str, Any], tokenizer: Tokenizer, context: int | None) -> Session:
+def open_session(cfg: RunConfig, identity: Mapping[str, object], tokenizer: Tokenizer, context: int | None) -> Session:
     """Return the session that reads and computes the calibrations of this run's model."""
     return Session(
         folder=Path(cfg.calibration or Path(cfg.results) / DEFAULT_FOLDER).expanduser(),

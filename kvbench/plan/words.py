@@ -46,8 +46,8 @@ class RunRequest:
     groups: Mapping[str, str] = field(default_factory=dict)
     methods: tuple[str, ...] = ()
     tasks: tuple[str, ...] = ()
-    knobs: Mapping[str, Any] = field(default_factory=dict)
-    values: Mapping[str, Any] = field(default_factory=dict)
+    knobs: Mapping[str, object] = field(default_factory=dict)
+    values: Mapping[str, object] = field(default_factory=dict)
     preset: str | None = None
 
 
@@ -67,7 +67,7 @@ def read(arguments: Sequence[str], multirun: bool = False) -> Command:
     return command(keys.pairs(arguments), multirun)
 
 
-def request(settings: Mapping[str, Any]) -> RunRequest:
+def request(settings: Mapping[str, object]) -> RunRequest:
     """Return the run that settings ask for: keys of ``run`` with Python values, or with texts as they are typed.
 
     A list is a grid of values, or the value of a knob whose default is a list. Raises UsageError for a key or value
@@ -79,7 +79,7 @@ def request(settings: Mapping[str, Any]) -> RunRequest:
     return runs[0]
 
 
-def command(settings: Mapping[str, Any], multirun: bool = False) -> Command:
+def command(settings: Mapping[str, object], multirun: bool = False) -> Command:
     """Return the command that settings ask for, one run per model. Raises UsageError for one that is not allowed."""
     texts = {key: text_of(value) for key, value in settings.items()}
     for group, example in GROUPS.items():
@@ -101,7 +101,7 @@ def command(settings: Mapping[str, Any], multirun: bool = False) -> Command:
     preset = texts.get("preset")
     runs = []
     for model in split_list(texts.get("model", "tiny")):
-        preset_values: dict[str, Any] = {}
+        preset_values: dict[str, object] = {}
         if preset is not None:
             preset_values = presets.values(preset, model)
         run_groups, run_values = {"model": model}, {}
@@ -110,7 +110,7 @@ def command(settings: Mapping[str, Any], multirun: bool = False) -> Command:
             run_groups["model"] = "hf"
             run_values["model.path"] = model
         if "prompt" in preset_values:
-            run_groups["prompt"] = preset_values["prompt"]
+            run_groups["prompt"] = str(preset_values["prompt"])
         run = RunRequest(
             words=_words_of_run(texts, model, sharded=bool(sweep)),
             groups=run_groups | groups,
@@ -136,11 +136,11 @@ def _chosen_groups(texts: Mapping[str, str]) -> dict[str, str]:
 
 
 def _read_settings(
-    settings: Mapping[str, Any], methods: Sequence[str], datasets: Sequence[str], multirun: bool
-) -> tuple[dict[str, Any], dict[str, Any]]:
+    settings: Mapping[str, object], methods: Sequence[str], datasets: Sequence[str], multirun: bool
+) -> tuple[dict[str, object], dict[str, object]]:
     """Return (values of the methods' knobs, all other values), by key."""
-    knobs: dict[str, Any] = {}
-    values: dict[str, Any] = {}
+    knobs: dict[str, object] = {}
+    values: dict[str, object] = {}
     for key, value in settings.items():
         swept = multirun and key in ("shard", "shards")
         if key in GROUPS or key in ("preset", "match") or swept or key.startswith(LAUNCHER_KEYS):
@@ -257,7 +257,7 @@ def _dataset_names(tasks: Sequence[str]) -> list[str]:
     return names
 
 
-def _matching_kind(texts: Mapping[str, str], preset: Mapping[str, Any]) -> dict[str, Any]:
+def _matching_kind(texts: Mapping[str, str], preset: Mapping[str, object]) -> dict[str, object]:
     """Return {"match": kind of equal memory}, or {} if none is asked for.
 
     The kind is the one typed. With match=true, or reference= alone, it is the preset's, or else bytes.
@@ -302,7 +302,7 @@ def _launcher_override(key: str, value: str) -> str:
     return f"{key}={value}"
 
 
-def _parse_argument(key: str, value: Any, methods: Sequence[str], datasets: Sequence[str]) -> dict[str, Any]:
+def _parse_argument(key: str, value: Any, methods: Sequence[str], datasets: Sequence[str]) -> dict[str, object]:
     """Return a key with its value, a text as it is typed or a Python value, as {full key: value}.
 
     Raises UsageError if it is not allowed.
@@ -338,7 +338,7 @@ def _parse_argument(key: str, value: Any, methods: Sequence[str], datasets: Sequ
 
 def _parse_full_key(
     group: str, rest: str, value: Any, methods: Sequence[str], datasets: Sequence[str]
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Return {full key: value} for the key ``group.rest``. Raises UsageError for a key that this run does not have."""
     text = text_of(value)
     if group in LISTED:
@@ -362,7 +362,7 @@ def _parse_full_key(
     return {f"{group}.{owner}.{knob}": _read_grid(value, known[knob])}
 
 
-def _parse_plain_knob(knob: str, value: Any, methods: Sequence[str], datasets: Sequence[str]) -> dict[str, Any]:
+def _parse_plain_knob(knob: str, value: Any, methods: Sequence[str], datasets: Sequence[str]) -> dict[str, object]:
     """Return {full key: value} for a knob typed without its owner, with one key for each owner of its group.
 
     Raises UsageError if no owner has the knob, or if owners in several groups have it.
@@ -370,7 +370,7 @@ def _parse_plain_knob(knob: str, value: Any, methods: Sequence[str], datasets: S
     text = text_of(value)
     stages = list(dict.fromkeys(s for m in methods for s in registry.split(m)))
     # who has knobs, each with its knobs and their plain values
-    holders: dict[str, Mapping[str, Any]] = {f"dataset.{d}": entries("dataset")[d] for d in datasets}
+    holders: dict[str, Mapping[str, object]] = {f"dataset.{d}": entries("dataset")[d] for d in datasets}
     holders["model"] = {k: v for k, v in entries("model")["hf"].items() if k not in MODEL_FACTS}
     holders["prompt"] = {k: v for k, v in entries("prompt")["plain"].items() if k != "name"}
     holders |= {f"method.{stage}": registry.defaults(stage) for stage in stages}

@@ -139,7 +139,7 @@ class ResultStore:
             ) from None
 
     def open(
-        self, cell: Cell, provenance: Mapping[str, Any], shard: int, mix: bool, wait_s: float = SHARD_WAIT_S
+        self, cell: Cell, provenance: Mapping[str, object], shard: int, mix: bool, wait_s: float = SHARD_WAIT_S
     ) -> Writer:
         """Start or resume a cell, mark it as started, and return the writer of one shard of it.
 
@@ -417,7 +417,7 @@ class ResultStore:
         finally:
             os.close(record_lock)
 
-    def _register(self, cell: Cell, provenance: Mapping[str, Any], mix: bool) -> int:
+    def _register(self, cell: Cell, provenance: Mapping[str, object], mix: bool) -> int:
         """Add ``provenance`` to the cell's record if it is not there yet, and return its index in the record's list."""
         facts = dict(provenance)
         with self._record(cell) as recorded:

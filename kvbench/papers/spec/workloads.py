@@ -194,8 +194,9 @@ class Reader:
             knobs = dict(dataset.knobs)
             # prompts of a given length are made one by one: the first shows whether there is any
             for knob in ("lengths", "depths"):
-                if isinstance(knobs.get(knob), list):
-                    knobs[knob] = knobs[knob][:1]
+                values = knobs.get(knob)
+                if isinstance(values, list):
+                    knobs[knob] = values[:1]
             load_tasks(dataset.name, knobs, dataset.tasks, self.tokenizer, data=self.cfg.data_root)
         except UsageError as error:
             return self._without_paths(str(error))
