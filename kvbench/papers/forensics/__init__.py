@@ -14,16 +14,35 @@ from kvbench.papers.spec import catalogue
 from kvbench.papers.spec.published_cells import Book, published
 
 CHECKS: tuple[Callable[[Book], Iterator[Finding]], ...] = (
-    *(derived, ranking, repeats, copies, twins, gains, breaks, granularity, statements, full_rows),
+    derived,
+    ranking,
+    repeats,
+    copies,
+    twins,
+    gains,
+    breaks,
+    granularity,
+    statements,
+    full_rows,
 )
 
 
 def audit(book: Book | None = None, paper: str = "all") -> list[Finding]:
-    """Return the findings about a paper, a table (``think/7``) or all; by paper, in the order of the checks."""
+    """Return the findings about a paper, a table (``think/7``) or all, by paper and in the order of the checks."""
     book = book or published()
     name, _, table = paper.partition("/")
-    findings = [f for check in CHECKS for f in check(book)]
-    papers = [p.id for p in catalogue.chosen(name)]
-    matches = [f for f in findings if set(f.paper.split("+")) & set(papers) and table in ("", *f.table.split("+"))]
-    # findings about several papers stand behind those about one
-    return sorted(matches, key=lambda f: papers.index(f.paper) if f.paper in papers else len(papers))
+    papers = [entry.id for entry in catalogue.chosen(name)]
+    findings = []
+    for check in CHECKS:
+        for finding in check(book):
+            # several papers or tables are joined by +
+            about_paper = not set(finding.paper.split("+")).isdisjoint(papers)
+            about_table = table == "" or table in finding.table.split("+")
+            if about_paper and about_table:
+                findings.append(finding)
+
+    def place_of(finding: Finding) -> int:
+        # findings about several papers stand behind those about one
+        return papers.index(finding.paper) if finding.paper in papers else len(papers)
+
+    return sorted(findings, key=place_of)

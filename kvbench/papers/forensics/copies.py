@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import combinations
 
 from kvbench.papers.forensics.finding import Finding
@@ -13,102 +13,193 @@ from kvbench.papers.spec.published_cells import Book, PublishedRow
 
 COARSE = ("trec", "passage_retrieval_en", "passage_count", "gsm8k", "gpqa", "theoremqa", "needle")
 """Datasets whose scores take few values, so that equal ones say little."""
+COMPARED = 5
+"""Rows with fewer scores than this are not compared, as they may agree by chance."""
 SHARED = 3
 """The number of equal scores of two models in one paper from which on they look copied."""
 GAIN = 6 / 5
-"""A compressed cache this much better than the full one is looked at; below a score of 10 it is noise."""
+"""A compressed cache this much better than the full one is looked at."""
 LEAST = 10
+"""Full-cache scores up to this are noise, and no gain over them is looked at."""
 TWIN = 20
-"""Scores above this that stand twice in a row or a column."""
+"""Only scores above this are looked at where they stand twice in a row or a column."""
 FALL = 2 / 3
 """A last value below this share of the one before, in a series that else moves by less than STEADY of its mean."""
 STEADY = 0.2
+SERIES = 3
+"""A series of fewer values has no course that one of them could fall out of."""
 
 
 def copies(book: Book) -> Iterator[Finding]:
     """Yield rows of different models or methods that share values to the last digit."""
-    rows = [r for r in book.rows if len(r.scores) >= 5 and r.table.isdigit()]
-    values = [(r, identity(r), {d: c.printed for d, c in r.scores.items()}) for r in rows]
-    for (one, first, a), (two, second, b) in combinations(values, 2):
-        if one.paper != two.paper or first == second:
+    rows = [row for row in book.rows if len(row.scores) >= COMPARED and row.table.isdigit()]
+    identities = {row: identity(row) for row in rows}
+    for one, two in combinations(rows, 2):
+        # the same measurement printed twice is no copy, and neither is one paper's quotation of another
+        if one.paper != two.paper or identities[one] == identities[two]:
             continue
-        equal = [d for d in a if a[d] == b.get(d)]
-        all_equal = len(equal) == len(a.keys() & b.keys()) >= 5
-        telling = [d for d in equal if _telling(one.scores[d])]
-        if all_equal or (one.model != two.model and len(telling) >= SHARED):
-            shared = equal if all_equal else telling
-            shown = ", ".join(f"{d} {a[d]}" for d in shared)
-            why = "every score is" if all_equal else f"{len(shared)} scores are"
-            why += f" those of {two.label} in table {two.table}, to the last digit"
-            yield Finding("copy", "doubt", one.paper, one.table, one.label, "+".join(shared), shown, "", why)
+        common = one.scores.keys() & two.scores.keys()
+        equal = [dataset for dataset in one.scores if dataset in common and _are_equal(one, two, dataset)]
+        all_equal = len(equal) == len(common) >= COMPARED
+        # two models that share even a few scores of three digits are unlikely, and two methods of one model are not
+        telling = [dataset for dataset in equal if _is_telling(one.scores[dataset])]
+        if all_equal:
+            shared, why = equal, "every score is"
+        elif one.model != two.model and len(telling) >= SHARED:
+            shared, why = telling, f"{len(telling)} scores are"
+        else:
+            continue
+        yield Finding(
+            check="copy",
+            weight="doubt",
+            paper=one.paper,
+            table=one.table,
+            row=one.label,
+            cell="+".join(shared),
+            printed=", ".join(f"{dataset} {one.scores[dataset].printed}" for dataset in shared),
+            recomputed="",
+            why=f"{why} those of {two.label} in table {two.table}, to the last digit",
+        )
+
+
+def _are_equal(one: PublishedRow, two: PublishedRow, dataset: str) -> bool:
+    """Tell whether two rows print the same characters for a dataset."""
+    return one.scores[dataset].printed == two.scores[dataset].printed
 
 
 def twins(book: Book) -> Iterator[Finding]:
     """Yield two datasets of a row with one value, and one value under two budgets of a method."""
     for row in book.rows:
-        if not row.table.isdigit():
+        if row.table.isdigit():
+            yield from _twins_in_row(row)
+
+    def method_of(row: PublishedRow) -> object:
+        """Return what a row shares with those of the same method."""
+        return row.paper, row.table, row.model, row.method
+
+    for method_rows in _groups(book, method_of):
+        for first, second in combinations(method_rows, 2):
+            # ReFreeKV's baselines at several budgets: elsewhere a setting may change nothing for good reasons
+            if first.paper == "refreekv" and "budget" in first.settings:
+                yield from _twins_under_budgets(first, second)
+
+
+def _twins_in_row(row: PublishedRow) -> Iterator[Finding]:
+    """Yield two datasets of a row that print one value."""
+    # accuracies over the same few questions coincide by chance, and low scores do as well
+    for one, two in combinations(row.scores.values(), 2):
+        both_coarse = one.dataset in COARSE and two.dataset in COARSE
+        if one.printed == two.printed and _is_high(one) and not both_coarse:
+            yield Finding(
+                check="twin",
+                weight="doubt",
+                paper=row.paper,
+                table=row.table,
+                row=row.label,
+                cell=f"{one.dataset}+{two.dataset}",
+                printed=one.printed,
+                recomputed="",
+                why="two datasets of the row with one value; may be chance",
+            )
+
+
+def _twins_under_budgets(first: PublishedRow, second: PublishedRow) -> Iterator[Finding]:
+    """Yield the scores that a method has under two budgets to the last digit."""
+    for dataset, cell in first.scores.items():
+        # another budget should change some digit of a score that can take many values
+        other = second.scores.get(dataset)
+        if other is None or other.printed != cell.printed:
             continue
-        for one, two in combinations(row.scores.values(), 2):
-            if one.printed == two.printed and _high(one) and not (one.dataset in COARSE and two.dataset in COARSE):
-                cells = f"{one.dataset}+{two.dataset}"
-                why = "two datasets of the row with one value; may be chance"
-                yield Finding("twin", "doubt", row.paper, row.table, row.label, cells, one.printed, "", why)
-    for block in _by(book, lambda r: (r.paper, r.table, r.model, r.method)):
-        for first, second in combinations(block, 2):
-            for dataset, cell in first.scores.items():
-                other = second.scores.get(dataset)
-                same = other is not None and other.printed == cell.printed
-                if same and _high(cell) and _telling(cell) and first.paper == "refreekv" and "budget" in first.settings:
-                    why = f"the value of this method under {second.setting}, to the last digit; may be chance"
-                    place = (first.paper, first.table, first.label, dataset)
-                    yield Finding("twin", "doubt", *place, cell.printed, "", why)
+        if _is_high(cell) and _is_telling(cell):
+            yield Finding(
+                check="twin",
+                weight="doubt",
+                paper=first.paper,
+                table=first.table,
+                row=first.label,
+                cell=dataset,
+                printed=cell.printed,
+                recomputed="",
+                why=f"the value of this method under {second.setting}, to the last digit; may be chance",
+            )
 
 
 def gains(book: Book) -> Iterator[Finding]:
     """Yield compressed caches that beat the full one by more than 20 %."""
-    full = {(r.paper, r.table, r.model): r for r in book.rows if r.method == "full"}
+    full_rows = {(row.paper, row.table, row.model): row for row in book.rows if row.method == "full"}
     for row in book.rows:
-        base = full.get((row.paper, row.table, row.model))
-        if base is None or base is row or not row.table.isdigit():
+        full = full_rows.get((row.paper, row.table, row.model))
+        if full is None or full is row or not row.table.isdigit():
             continue
         for dataset, cell in row.scores.items():
-            full_cell = base.scores.get(dataset)
+            full_cell = full.scores.get(dataset)
             if full_cell is None or not cell.value or not full_cell.value or cell.unit != full_cell.unit:
                 continue
+            # score / full score
             ratio = cell.value / full_cell.value
             if full_cell.value > LEAST and ratio > GAIN:
-                shown = f"{cell.printed} against {full_cell.printed}"
-                why = f"{ratio:.2f} times the full cache's score"
-                yield Finding("gain", "doubt", row.paper, row.table, row.label, dataset, shown, "", why)
+                yield Finding(
+                    check="gain",
+                    weight="doubt",
+                    paper=row.paper,
+                    table=row.table,
+                    row=row.label,
+                    cell=dataset,
+                    printed=f"{cell.printed} against {full_cell.printed}",
+                    recomputed="",
+                    why=f"{ratio:.2f} times the full cache's score",
+                )
 
 
 def breaks(book: Book) -> Iterator[Finding]:
     """Yield scores that fall out of an otherwise steady series over k, as where a digit is lost."""
 
-    def series_of(row: PublishedRow) -> object:
+    def method_and_setting(row: PublishedRow) -> object:
         """Return what a row shares with those of other k."""
-        others = tuple(sorted((k, v) for k, v in row.settings.items() if k != "k"))
+        # sorted, as two tables may write the parts of a setting in another order
+        others = tuple(sorted((key, value) for key, value in row.settings.items() if key != "k"))
         return row.paper, row.table, row.model, row.method, others
 
-    for block in _by(book, series_of):
-        # k is a per cent of the prompt
-        series = [r for r in block if "%" in r.settings.get("k", "")]
-        series.sort(key=lambda r: float(r.settings["k"].rstrip("%n")))
-        for dataset in series[0].scores if len(series) >= 3 else ():
-            values = [r.scores[dataset].value or 0.0 for r in series if dataset in r.scores]
-            for i, row in enumerate(series):
-                rest = values[:i] + values[i + 1 :]
-                centre = sum(rest) / len(rest)
-                neighbour = values[i - 1] if i else values[1]
-                if values[i] < FALL * neighbour and max(rest) - min(rest) < STEADY * centre:
-                    cell = row.scores[dataset]
-                    fitting = fixed(printed(cell.printed).value + 10, 2)
-                    why = f"the others of the series are {', '.join(f'{v:.2f}' for v in rest)}; {fitting} would fit"
-                    place = (row.paper, row.table, row.label, dataset)
-                    yield Finding("break", "doubt", *place, cell.printed, fitting, why)
+    def share(row: PublishedRow) -> float:
+        """Return k in per cent of the prompt."""
+        return float(row.settings["k"].rstrip("%n"))
+
+    for group in _groups(book, method_and_setting):
+        series = sorted((row for row in group if "%" in row.settings.get("k", "")), key=share)
+        if len(series) < SERIES:
+            continue
+        for dataset in series[0].scores:
+            yield from _breaks_of_dataset(series, dataset)
 
 
-def _by(book: Book, key: Callable[[PublishedRow], object]) -> Iterator[list[PublishedRow]]:
+def _breaks_of_dataset(series: Sequence[PublishedRow], dataset: str) -> Iterator[Finding]:
+    """Yield the values of a dataset that fall out of a series of rows."""
+    values = [row.scores[dataset].value or 0.0 for row in series if dataset in row.scores]
+    for i, row in enumerate(series):
+        # the others are steady if max - min < STEADY * mean, so that one value alone stands out
+        rest = values[:i] + values[i + 1 :]
+        centre = sum(rest) / len(rest)
+        neighbour = values[i - 1] if i > 0 else values[1]
+        is_steady = max(rest) - min(rest) < STEADY * centre
+        if values[i] >= FALL * neighbour or not is_steady:
+            continue
+        cell = row.scores[dataset]
+        # a lost tens digit: 3.21 would fit as 13.21
+        fitting = fixed(printed(cell.printed).value + 10, 2)
+        yield Finding(
+            check="break",
+            weight="doubt",
+            paper=row.paper,
+            table=row.table,
+            row=row.label,
+            cell=dataset,
+            printed=cell.printed,
+            recomputed=fitting,
+            why=f"the others of the series are {', '.join(f'{v:.2f}' for v in rest)}; {fitting} would fit",
+        )
+
+
+def _groups(book: Book, key: Callable[[PublishedRow], object]) -> Iterator[list[PublishedRow]]:
     """Yield the rows of a book in groups of one key."""
     groups: dict[object, list[PublishedRow]] = {}
     for row in book.rows:
@@ -116,11 +207,13 @@ def _by(book: Book, key: Callable[[PublishedRow], object]) -> Iterator[list[Publ
     yield from groups.values()
 
 
-def _high(cell: Published) -> bool:
+def _is_high(cell: Published) -> bool:
     """Tell whether a score is above TWIN."""
     return (cell.value or 0) > TWIN and cell.unit == "pct"
 
 
-def _telling(cell: Published) -> bool:
+def _is_telling(cell: Published) -> bool:
     """Tell whether an equal score says something: many values are possible, and it has three digits."""
-    return cell.dataset not in COARSE and len(cell.printed.replace(".", "").strip("0")) >= 3
+    # 50.0 has one digit that says something, 41.86 has four
+    digits = cell.printed.replace(".", "").strip("0")
+    return cell.dataset not in COARSE and len(digits) >= 3

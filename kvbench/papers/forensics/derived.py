@@ -16,63 +16,113 @@ def derived(book: Book) -> Iterator[Finding]:
 
     The check is ``rounding`` where hidden digits of the inputs can explain the difference, else ``derived``.
     """
-    row_of_cell = {id(cell): row for row in book.rows for cell in row.cells.values()}
+    # by identity: the rows of a book hold the very cells that rules recompute
+    row_of_cell: dict[int, PublishedRow] = {}
+    for row in book.rows:
+        for cell in row.cells.values():
+            row_of_cell[id(cell)] = row
     for exact in everything(book):
         if exact.grade == "equal":
             continue
-        cell = exact.cell
-        check, weight, why = "rounding", "note", f"{exact.formula}; hidden digits can explain it"
-        if not exact.ok:
-            gap = abs(printed(exact.published).value - exact.recomputed.value) if exact.recomputed else 1
-            # a mean off by less than two units of its last digit may be a slip of rounding
-            nearly_equal = exact.is_mean and gap * 10 ** decimals(exact.published) < 2
-            check, weight = "derived", "doubt" if nearly_equal else "wrong"
-            why = "; ".join([f"{exact.formula}; off by {exact.mark}", *_reasons(book, exact, row_of_cell[id(cell)])])
+        if exact.ok:
+            check, weight = "rounding", "note"
+            why = f"{exact.formula}; hidden digits can explain it"
+        else:
+            check = "derived"
+            weight = "doubt" if _is_slip_of_rounding(exact) else "wrong"
+            why = f"{exact.formula}; off by {exact.mark}"
+            for reason in _reasons(book, exact, row_of_cell[id(exact.cell)]):
+                why += f"; {reason}"
         yield Finding(
             check=check,
             weight=weight,
-            paper=cell.paper,
-            table=cell.table,
+            paper=exact.cell.paper,
+            table=exact.cell.table,
             row=exact.row,
             cell=exact.column,
-            printed=cell.printed,
+            printed=exact.cell.printed,
             recomputed=exact.shown,
             why=why,
         )
 
 
+def _is_slip_of_rounding(exact: Exact) -> bool:
+    """Tell whether a mean is off by less than two units of its last printed digit."""
+    if not exact.is_mean or exact.recomputed is None:
+        return False
+    # in units of the last digit: gap * 10^decimals
+    gap = abs(printed(exact.published).value - exact.recomputed.value)
+    return gap * 10 ** decimals(exact.published) < 2
+
+
 def ranking(book: Book) -> Iterator[Finding]:
-    """Yield where wrong averages of ReFreeKV's table 2 put its baselines in a wrong order."""
-    averaged = [e for e in everything(book) if e.cell.table == "2" and e.cell.metric == "ratio_to_full_minus_1"]
-    blocks: dict[tuple[str, str], list[Exact]] = {}
-    for e in averaged:
-        if e.cell.paper == "refreekv" and e.cell.method != "refreekv":
-            blocks.setdefault((e.cell.model, e.cell.setting), []).append(e)
-    for (model, setting), block in blocks.items():
-        shown = sorted(block, key=lambda e: -printed(e.published).value)
-        true = sorted(block, key=lambda e: -float(e.recomputed or 0))
-        if [e.cell.method for e in shown] != [e.cell.method for e in true]:
-            stated = " > ".join(f"{e.cell.method} {e.published}" for e in shown)
-            recomputed = " > ".join(f"{e.cell.method} {e.recomputed.text(2)}" for e in true if e.recomputed)
-            why = "the order of the baselines changes once averages are those of their cells"
-            yield Finding("ranking", "wrong", "refreekv", "2", f"{model} {setting}", "avg", stated, recomputed, why)
+    """Yield the blocks of ReFreeKV's table 2 in which wrong averages put the baselines in a wrong order."""
+    averages_by_block: dict[tuple[str, str], list[Exact]] = {}
+    for exact in everything(book):
+        cell = exact.cell
+        is_average = (cell.paper, cell.table, cell.metric) == ("refreekv", "2", "ratio_to_full_minus_1")
+        if is_average and cell.method != "refreekv":
+            averages_by_block.setdefault((cell.model, cell.setting), []).append(exact)
+
+    def printed_average(exact: Exact) -> Fraction:
+        return printed(exact.published).value
+
+    def true_average(exact: Exact) -> float:
+        return float(exact.recomputed or 0)
+
+    for (model, setting), averages in averages_by_block.items():
+        # the best first; methods of one average stay in the table's order
+        as_printed = sorted(averages, key=printed_average, reverse=True)
+        as_recomputed = sorted(averages, key=true_average, reverse=True)
+        if [e.cell.method for e in as_printed] == [e.cell.method for e in as_recomputed]:
+            continue
+        true_order = [f"{e.cell.method} {e.recomputed.text(2)}" for e in as_recomputed if e.recomputed]
+        yield Finding(
+            check="ranking",
+            weight="wrong",
+            paper="refreekv",
+            table="2",
+            row=f"{model} {setting}",
+            cell="avg",
+            printed=" > ".join(f"{e.cell.method} {e.published}" for e in as_printed),
+            recomputed=" > ".join(true_order),
+            why="the order of the baselines changes once averages are those of their cells",
+        )
 
 
-def _reasons(book: Book, e: Exact, row: PublishedRow) -> Iterator[str]:
+def _reasons(book: Book, exact: Exact, row: PublishedRow) -> Iterator[str]:
     """Yield other ways to arrive at the printed value."""
-    if e.cell.metric == "ratio_to_full_minus_1":
-        others = [r for r in book.table(row.paper, row.table) if r.method == "full" and r.model != row.model]
-        models = [r.model for r in others if grade(e.published, (ratio(row, r) - 1) * 100) == "equal"]
-        yield f"the full row of {models[0]} as the base gives it" if models else "no full row of the table gives it"
-    elif e.is_mean and e.recomputed is not None:
-        missing = (printed(e.published).value - e.recomputed.value) * len(row.scores)
-        yield f"the cells sum to {fixed(abs(missing), 2)} too {'little' if missing > 0 else 'much'}"
-        by_value: dict[str, list[str]] = {}
-        for dataset, cell in row.scores.items():
-            by_value.setdefault(cell.printed, []).append(dataset)
-        value, twins = next(((value, names) for value, names in by_value.items() if len(names) > 1), ("", []))
-        if twins:
-            needed = fixed(printed(value).value + Fraction(round(2 * missing), 2), 2)
-            yield f"{' and '.join(twins)} print the same {value}, and {needed} in one would do"
-    elif e.cell.metric == "kv_memory" and e.cell.paper == "refreekv":
+    if exact.cell.metric == "ratio_to_full_minus_1":
+        yield _other_full_row(book, exact, row)
+    elif exact.is_mean and exact.recomputed is not None:
+        # n (printed mean - mean of the cells): what the cells would have to sum to besides
+        missing = (printed(exact.published).value - exact.recomputed.value) * len(row.scores)
+        direction = "little" if missing > 0 else "much"
+        yield f"the cells sum to {fixed(abs(missing), 2)} too {direction}"
+        yield from _copied_cell(row, missing)
+    elif exact.cell.metric == "kv_memory" and exact.cell.paper == "refreekv":
         yield "it fits keys and values of every query head, which these models do not have"
+
+
+def _other_full_row(book: Book, exact: Exact, row: PublishedRow) -> str:
+    """Name the model whose full-cache row as the base gives the printed ratio, or say that none does."""
+    for full in book.table(row.paper, row.table):
+        if full.method != "full" or full.model == row.model:
+            continue
+        # mean ratio to that full row, less one, in per cent
+        if grade(exact.published, (ratio(row, full) - 1) * 100) == "equal":
+            return f"the full row of {full.model} as the base gives it"
+    return "no full row of the table gives it"
+
+
+def _copied_cell(row: PublishedRow, missing: Fraction) -> Iterator[str]:
+    """Yield the first datasets of a row that print one value, with the value of one of them that mends the mean."""
+    datasets_by_value: dict[str, list[str]] = {}
+    for dataset, cell in row.scores.items():
+        datasets_by_value.setdefault(cell.printed, []).append(dataset)
+    for value, datasets in datasets_by_value.items():
+        if len(datasets) > 1:
+            # the missing sum is known to the half, as the mean hides digits
+            needed = printed(value).value + Fraction(round(2 * missing), 2)
+            yield f"{' and '.join(datasets)} print the same {value}, and {fixed(needed, 2)} in one would do"
+            return

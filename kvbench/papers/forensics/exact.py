@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache, lru_cache
-from typing import Any
+from typing import TypedDict
 
 import pandas as pd
 import yaml
@@ -27,10 +27,12 @@ LAYERS = {"1": 1, "2": 1, "3-31": 29, "32": 1}
 CONTEXTS = {"llama-2-7b-chat": 4096, "llama-3-8b-instruct": 8096, "llama-2-13b-chat": 4096}
 """Tokens that UNComp's appendix A.3 lets each model read; so many hidden states stay in the first layers."""
 SIZES = {"seq=2048": 2048, "seq=2K": 2048, "seq=20K": 20480}
+"""Tokens by the part of a setting that states them in a paper's prose."""
 WORDS = {
     "uncomp": ("F1", "rouge-l", "classification accuracy", "exact match accuracy", "edit similarity"),
     "vatp": ("F1", "Rouge-L", "Accuracy (CLS)", "Accuracy (EM)", "Edit Sim"),
 }
+"""A paper's words for LongBench's metrics, in its table 5."""
 METRICS = {"f1": 0, "rouge": 1, "classification": 2, "count": 3, "retrieval": 3, "code_sim": 4}
 """The place in a paper's WORDS of LongBench's metrics, by the beginning of our names of them."""
 
@@ -39,8 +41,8 @@ METRICS = {"f1": 0, "rouge": 1, "classification": 2, "count": 3, "retrieval": 3,
 class Exact:
     """A published cell beside the value that it must have.
 
-    ``row`` is the row's label. ``recomputed`` carries the rounding of its inputs. ``text`` replaces the
-    number where the cell is a word.
+    ``row`` is the row's label. ``recomputed`` carries the rounding of its inputs. ``text`` replaces the number where
+    the cell is a word.
     """
 
     cell: Published
@@ -52,9 +54,12 @@ class Exact:
     @property
     def column(self) -> str:
         """Return the dataset, or the measured quantity where a column is no dataset."""
+        # a measured quantity, such as kv_memory, is the dataset of its cells as well
         c = self.cell
-        plain = c.metric in ("mean", c.dataset) or c.metric.startswith(("f1", "rouge", "accuracy", "edit", "bleu"))
-        return c.dataset if plain else f"{c.dataset} {c.metric}"
+        is_score = c.metric in ("mean", c.dataset) or c.metric.startswith(("f1", "rouge", "accuracy", "edit", "bleu"))
+        if is_score:
+            return c.dataset
+        return f"{c.dataset} {c.metric}"
 
     @property
     def is_mean(self) -> bool:
@@ -71,14 +76,18 @@ class Exact:
         """Return the recomputed value with as many digits as are printed, and more where those differ."""
         if self.recomputed is None:
             return self.text
-        return self.recomputed.text(self._digits if self.grade != "equal" else decimals(self.published))
+        if self.grade == "equal":
+            return self.recomputed.text(decimals(self.published))
+        return self.recomputed.text(self._digits)
 
     @property
     def grade(self) -> str:
         """Return equal, rounding or off, as numbers.grade."""
-        if self.recomputed is None:
-            return "equal" if self.text.lower() == self.published.lower() else "off"
-        return numbers.grade(self.published, self.recomputed)
+        if self.recomputed is not None:
+            return numbers.grade(self.published, self.recomputed)
+        if self.text.lower() == self.published.lower():
+            return "equal"
+        return "off"
 
     @property
     def ok(self) -> bool:
@@ -92,40 +101,54 @@ class Exact:
             return "✓"
         if self.recomputed is None:
             return "✗"
+        # printed - recomputed, with the sign that tables have
         gap = numbers.fixed(printed(self.published).value - self.recomputed.value, self._digits)
-        return gap.replace("-", "−") if gap.startswith("-") else f"+{gap}"
+        if gap.startswith("-"):
+            return gap.replace("-", "−")
+        return f"+{gap}"
 
     @property
     def _digits(self) -> int:
         """Return the decimals that are shown: one more than printed, but at least two, unless it is an integer."""
-        is_integer = self.recomputed is not None and self.recomputed.value.denominator == 1
-        return decimals(self.published) if is_integer else max(2, decimals(self.published) + 1)
+        # a number of tokens has no decimals that could differ
+        if self.recomputed is not None and self.recomputed.value.denominator == 1:
+            return decimals(self.published)
+        return max(2, decimals(self.published) + 1)
 
 
 @lru_cache(maxsize=4)
 def everything(book: Book) -> tuple[Exact, ...]:
     """Return every cell of a book that can be recomputed, with its value."""
-    recomputed = [e for rule in RULES for e in rule(book)]
-    by_a_rule = {id(e.cell) for e in recomputed}
-    return (*recomputed, *(e for e in _other_means(book) if id(e.cell) not in by_a_rule))
+    recomputed: list[Exact] = []
+    for rule in RULES:
+        recomputed.extend(rule(book))
+    # a rule that knows a table's averages goes before the plain mean of its column
+    cells_of_rules = {id(exact.cell) for exact in recomputed}
+    for exact in _other_means(book):
+        if id(exact.cell) not in cells_of_rules:
+            recomputed.append(exact)
+    return tuple(recomputed)
 
 
 def exact(paper: str, table: str, book: Book | None = None) -> list[Exact]:
-    """Return the cells of one table (``2``, ``text``) that can be recomputed; none where all need a model."""
+    """Return the cells of one table (``2``, ``text``) that can be recomputed, or none where all need a model."""
     return [e for e in everything(book or published()) if (e.cell.paper, e.cell.table) == (paper, table)]
 
 
 def _means(book: Book) -> Iterator[Exact]:
     """Yield the ``Avg.`` cells of scores that are the plain mean of their row, whatever their metric is called."""
     for row in book.rows:
-        for metric, stated in row.averages.items():
-            scores = [printed(c.printed) for c in row.averaged(metric)] if metric in SCORES else []
+        for metric, average in row.averages.items():
+            if metric not in SCORES:
+                continue
+            # (1/n) sum of the printed scores, whose hidden digits give the mean an interval
+            scores = [printed(cell.printed) for cell in row.averaged(metric)]
             if scores:
-                yield Exact(stated, row.label, f"mean of the {len(scores)} scores", mean(scores))
+                yield Exact(average, row.label, f"mean of the {len(scores)} scores", mean(scores))
 
 
 def _other_means(book: Book) -> Iterator[Exact]:
-    """Yield the averages of what is no score of an answer, as of perplexities, times and bytes."""
+    """Yield the averages of perplexities, times, bytes and other numbers that are no scores of answers."""
     for row in book.rows:
         for metric in row.averages:
             if metric not in SCORES:
@@ -135,27 +158,38 @@ def _other_means(book: Book) -> Iterator[Exact]:
 def _ratios(book: Book) -> Iterator[Exact]:
     """Yield the averages of ReFreeKV's tables 2 and 8: mean ratios to the full cache, less one, and mean budgets."""
     for table in ("2", "8"):
-        full = {row.model: row for row in book.table("refreekv", table) if row.method == "full"}
+        full_rows = {row.model: row for row in book.table("refreekv", table) if row.method == "full"}
         for row in book.table("refreekv", table):
             for (dataset, metric), cell in row.cells.items():
                 if dataset == AVERAGE and metric.startswith("ratio_to_full"):
+                    # in per cent: the mean of score / full score, or how far it is from 1
                     offset = 1 if metric.endswith("minus_1") else 0
+                    value = (ratio(row, full_rows[row.model]) - offset) * 100
                     formula = f"mean ratio to the full row over {len(row.scores)} datasets"
-                    yield Exact(cell, row.label, formula, (ratio(row, full[row.model]) - offset) * 100)
+                    yield Exact(cell, row.label, formula, value)
             yield from _column_mean(row, "budget")
 
 
 def ratio(row: PublishedRow, full: PublishedRow) -> Number:
     """Return the mean over datasets of a row's scores relative to those of ``full``."""
     if row is full:
+        # a number over itself is 1, whatever rounding hides
         return exactly(1)
-    return mean(printed(c.printed) / printed(full.scores[d].printed) for d, c in row.scores.items() if d in full.scores)
+    # (1/n) sum over datasets of score / full score
+    ratios = []
+    for dataset, cell in row.scores.items():
+        if dataset in full.scores:
+            ratios.append(printed(cell.printed) / printed(full.scores[dataset].printed))
+    return mean(ratios)
 
 
 def _relative(book: Book) -> Iterator[Exact]:
     """Yield the cells of ReFreeKV's table 1: table 2 in per cent of its full row, and the mean of that."""
-    scores = {(r.model, r.method, r.setting): r.scores for r in book.table("refreekv", 2)}
-    full = {r.model: r.scores for r in book.table("refreekv", 2) if r.method == "full"}
+    scores, full_scores = {}, {}
+    for row in book.table("refreekv", 2):
+        scores[row.model, row.method, row.setting] = row.scores
+        if row.method == "full":
+            full_scores[row.model] = row.scores
     for row in book.table("refreekv", 1):
         shares: list[Number] = []
         for (dataset, _), cell in row.cells.items():
@@ -163,8 +197,10 @@ def _relative(book: Book) -> Iterator[Exact]:
                 yield Exact(cell, row.label, "mean of the three, from table 2", mean(shares))
                 continue
             score = printed(scores[row.model, row.method, row.setting][dataset].printed)
-            shares.append(score / printed(full[row.model][dataset].printed) * 100)
-            yield Exact(cell, row.label, "table 2 divided by its full row", shares[-1])
+            # 100 * score / full score, both as table 2 prints them
+            share = score / printed(full_scores[row.model][dataset].printed) * 100
+            shares.append(share)
+            yield Exact(cell, row.label, "table 2 divided by its full row", share)
 
 
 def _times(book: Book) -> Iterator[Exact]:
@@ -177,50 +213,56 @@ def _times(book: Book) -> Iterator[Exact]:
 def _layers(book: Book) -> Iterator[Exact]:
     """Yield the means of ReFreeKV's table 6: the budget over 32 layers, of which 29 share a line."""
     rows = book.table("refreekv", 6)
-    for average_row in (r for r in rows if r.settings["layer"] == "avg"):
+    layer_rows = [row for row in rows if row.settings["layer"] != "avg"]
+    for average_row in rows:
+        if average_row.settings["layer"] != "avg":
+            continue
         for key, cell in average_row.cells.items():
+            # sum over lines of budget * number of layers, divided by 32
             total = exactly(0)
-            for row in rows:
-                if row is not average_row and key in row.cells:
+            for row in layer_rows:
+                if key in row.cells:
                     total = total + printed(row.cells[key].printed) * LAYERS[row.settings["layer"]]
             yield Exact(cell, average_row.label, "mean over the 32 layers", total / sum(LAYERS.values()))
 
 
 def _column_mean(row: PublishedRow, metric: str) -> Iterator[Exact]:
     """Yield the average of a metric over the datasets of a row, where the row prints one."""
-    stated = row.averages.get(metric)
-    parts = [printed(c.printed) for c in row.averaged(metric)]
-    if stated is not None and parts:
-        yield Exact(stated, row.label, f"mean of the {len(parts)} datasets", mean(parts))
+    average = row.averages.get(metric)
+    values = [printed(cell.printed) for cell in row.averaged(metric)]
+    if average is not None and values:
+        yield Exact(average, row.label, f"mean of the {len(values)} datasets", mean(values))
 
 
-def _of_quantity(
+def _cells_of_quantity(
     book: Book, paper: str, table: str, dataset: str, metric: str = ""
 ) -> Iterator[tuple[PublishedRow, Published]]:
-    """Yield the rows of a table that print a quantity, with its cell; ``metric`` where it is not the dataset's name."""
+    """Yield the rows of a table that print a quantity, with its cell. ``metric`` is the dataset's name by default."""
     for row in book.table(paper, table):
-        if (cell := row.cells.get((dataset, metric or dataset))) is not None:
+        cell = row.cells.get((dataset, metric or dataset))
+        if cell is not None:
             yield row, cell
 
 
 def _memory(book: Book) -> Iterator[Exact]:
     """Yield ThinK's table 7, column Memory: payload by its own formula, under all 32 query heads in fp16."""
-    for row, cell in _of_quantity(book, "think", "7", "kv_memory"):
+    for row, cell in _cells_of_quantity(book, "think", "7", "kv_memory"):
+        # the pruned channels are those of all tokens but the 32 most recent
         formula = "0.5 N MiB" if "ratio" not in row.settings else "0.5 N − 0.1 (N − 32) MiB"
-        yield Exact(cell, row.label, f"{formula}, 32 heads", _expanded(row.method, row.settings) / MIB)
+        yield Exact(cell, row.label, f"{formula}, 32 heads", _expanded_payload(row.method, row.settings) / MIB)
 
 
 def _equal_sizes(book: Book) -> Iterator[Exact]:
     """Yield the plain cache of ThinK's prose that is as large as a pruned one of 128 tokens."""
-    for row, cell in _of_quantity(book, "think", "text", "kv_size"):
-        pruned = _expanded("h2o+think", {"kv_size": row.settings["matched_to"], "ratio": "0.4"})
+    for row, cell in _cells_of_quantity(book, "think", "text", "kv_size"):
+        pruned = _expanded_payload("h2o+think", {"kv_size": row.settings["matched_to"], "ratio": "0.4"})
         formula = "bytes with 40 % of key channels gone / 0.5 MiB"
         yield Exact(cell, row.label, formula, pruned / LLAMA2_7B.full_bytes(1, FP16))
 
 
-def _expanded(method: str, settings: dict[str, str]) -> Number:
+def _expanded_payload(method: str, settings: Mapping[str, str]) -> Number:
     """Return the payload by ThinK's formula, under query heads of a model of 32 layers and 32 heads."""
-    knobs: dict[str, Any] = {"method": method, "kv_size": int(settings["kv_size"]), "per": "query_head"}
+    knobs: dict[str, object] = {"method": method, "kv_size": int(settings["kv_size"]), "per": "query_head"}
     if "ratio" in settings:
         knobs |= {"ratio": float(settings["ratio"]), "recent": 32}
     payload = nominal_payload(chain_of(knobs), MISTRAL_7B, LONG, FP16)
@@ -232,18 +274,20 @@ def _caches(book: Book) -> Iterator[Exact]:
     """Yield the sizes of whole caches in prose, of the kv heads that the models store."""
     shapes = {"llama-2-7b-chat": LLAMA2_7B, "llama-3-8b": LLAMA3_8B, "llama-3-70b": LLAMA3_70B}
     for paper in ("think", "refreekv"):
-        for row, cell in _of_quantity(book, paper, "text", "kv_memory"):
+        for row, cell in _cells_of_quantity(book, paper, "text", "kv_memory"):
             shape = shapes[row.model]
-            length = next(n for part, n in SIZES.items() if part in row.setting.split(";"))
+            (length,) = (SIZES[part] for part in row.setting.split(";") if part in SIZES)
             tokens = length * int(row.settings.get("batch", 1))
+            # layers * kv heads * (keys and values) * head dimension * bytes of a number * tokens
             formula = f"{shape.layers} layers x {shape.kv_heads} kv heads x 2 x 128 x fp16 x {tokens} tokens"
             yield Exact(cell, row.label, formula, exactly(Fraction(shape.full_bytes(tokens, FP16), GIB)))
 
 
 def _shares(book: Book) -> Iterator[Exact]:
     """Yield UNComp's shares of the cache: tokens kept over the context."""
-    for row, cell in _of_quantity(book, "uncomp", "text", "kv_ratio", "compression_ratio"):
+    for row, cell in _cells_of_quantity(book, "uncomp", "text", "kv_ratio", metric="compression_ratio"):
         if "kv_size" in row.settings:
+            # 100 * tokens kept / tokens read
             size, context = int(row.settings["kv_size"]), CONTEXTS[row.model]
             yield Exact(cell, row.label, f"{size} / {context} tokens", exactly(Fraction(100 * size, context)))
 
@@ -251,27 +295,34 @@ def _shares(book: Book) -> Iterator[Exact]:
 def _schedules(book: Book) -> Iterator[Exact]:
     """Yield UNComp's hidden states by group of layers: equal steps from S_max to S_min, whole tokens."""
     groups: dict[tuple[str, str], list[tuple[PublishedRow, Published]]] = {}
-    for row, cell in _of_quantity(book, "uncomp", "text", "hidden_state_size"):
+    for row, cell in _cells_of_quantity(book, "uncomp", "text", "hidden_state_size"):
         groups.setdefault((row.model, row.settings["where"]), []).append((row, cell))
-    for (model, where), rows in groups.items():
-        largest, smallest = CONTEXTS[model], int(rows[0][0].settings["S_min"])
-        step = (largest - smallest) // (len(rows) - 1)
-        for i, (row, cell) in enumerate(rows[:-1]):
+    for (model, where), schedule in groups.items():
+        last_row, last_cell = schedule[-1]
+        largest, smallest = CONTEXTS[model], int(last_row.settings["S_min"])
+        # S_i = S_max - i * floor((S_max - S_min) / (groups - 1)), and S_min itself for the last group
+        step = (largest - smallest) // (len(schedule) - 1)
+        for i, (row, cell) in enumerate(schedule[:-1]):
             yield Exact(cell, row.label, f"{largest} − {i} x {step}", exactly(largest - i * step))
-        yield Exact(rows[-1][1], rows[-1][0].label, "S_min", exactly(smallest))
+        yield Exact(last_cell, last_row.label, "S_min", exactly(smallest))
         if model == "llama-2-7b-chat" and where == "appendix E":
             ((_, stated_row, stated),) = cells(book, "uncomp", {"table": "text", "of": "hidden_state_ratio"})
-            share = kept_share([row for row, _ in rows], largest)
+            share = kept_share([row for row, _ in schedule], largest)
             yield Exact(stated, stated_row.label, "mean over the layers of appendix E / 4096", share)
 
 
-def kept_share(rows: list[PublishedRow], most: int) -> Number:
-    """Return the per cent of hidden states that a schedule keeps, over all layers."""
+def kept_share(rows: Sequence[PublishedRow], most: int) -> Number:
+    """Return the per cent of hidden states that a schedule keeps, over all layers.
+
+    ``rows`` state a number of hidden states for some layers each, ``most`` is that of a layer that drops none.
+    """
     sizes = []
     for row in rows:
+        # layers=5-8, or one layer alone
         first, _, last = row.settings["layers"].partition("-")
+        layers = int(last or first) - int(first) + 1
         size = printed(row.cells["hidden_state_size", "hidden_state_size"].printed).value
-        sizes += [exactly(size)] * (int(last or first) - int(first) + 1)
+        sizes.extend([exactly(size)] * layers)
     return mean(sizes) / most * 100
 
 
@@ -280,37 +331,74 @@ def _benchmark(book: Book) -> Iterator[Exact]:
     for paper, words in WORDS.items():
         for row in book.table(paper, 5):
             for (dataset, metric), cell in row.cells.items():
+                # average lengths are not checked: they are in words of the original texts
                 task = TASKS[dataset]
                 if metric == "n_samples":
                     yield Exact(cell, row.label or dataset, "examples of the dataset", exactly(task.size))
                 elif metric == "metric_name":
-                    word = next(words[i] for start, i in METRICS.items() if task.metric.startswith(start))
-                    yield Exact(cell, row.label or dataset, "metric of the dataset", None, word)
+                    word = words[_place_of_metric(task.metric)]
+                    yield Exact(cell, row.label or dataset, "metric of the dataset", None, text=word)
+
+
+def _place_of_metric(name: str) -> int:
+    """Return the place of a metric in a paper's WORDS."""
+    for beginning, place in METRICS.items():
+        if name.startswith(beginning):
+            return place
+    raise KeyError(name)
+
+
+class FormulaEntry(TypedDict):
+    """One entry of a paper's exact.yaml: a query for cells, and the formula that gives their values.
+
+    ``values`` are queries by the name that the formula ``is`` uses. ``formula`` says it in words.
+    """
+
+    cells: dict[str, object]
+    values: dict[str, dict[str, object]]
+    formula: str
 
 
 def _formulas(book: Book) -> Iterator[Exact]:
     """Yield the cells of each entry of the papers' exact.yaml, with the values of its formula."""
-    for paper, entry in _entries():
+    for paper, expression, entry in _entries():
+        # a query in a book without the paper would find no cell, which is an error of the formula
         if paper not in book.papers:
             continue
-        names: dict[str, Any] = {k: query(book, paper, v, printed) for k, v in entry["values"].items()}
-        value = evaluate(entry["is"], names)
+        values = {name: query(book, paper, wanted, printed) for name, wanted in entry["values"].items()}
+        result = evaluate(expression, values)
         for fields, row, cell in cells(book, paper, entry["cells"]):
-            recomputed = value  # one number for all cells, or a series with one for each by its fields
-            if isinstance(value, pd.Series):
-                key = tuple(fields[name] for name in value.index.names)
-                recomputed = value[key if len(key) > 1 else key[0]]
+            # one number for all cells, or a series with one for each by its fields
+            recomputed = result
+            if isinstance(result, pd.Series):
+                key = tuple(fields[name] for name in result.index.names)
+                recomputed = result[key if len(key) > 1 else key[0]]
             yield Exact(cell, row.label, entry["formula"], recomputed)
 
 
 @cache
-def _entries() -> list[tuple[str, dict[str, Any]]]:
-    """Return (paper, entry) of every formula in the papers' exact.yaml."""
-    paths = sorted(DATA.glob("*/exact.yaml"))
-    return [(p.parent.name, entry) for p in paths for entry in yaml.safe_load(p.read_text(encoding="utf-8"))]
+def _entries() -> list[tuple[str, str, FormulaEntry]]:
+    """Return (paper, expression, entry) of every formula in the papers' exact.yaml."""
+    # ``is`` is no name in Python, so that the expression stands beside its entry
+    entries = []
+    for path in sorted(DATA.glob("*/exact.yaml")):
+        for entry in yaml.safe_load(path.read_text(encoding="utf-8")):
+            entries.append((path.parent.name, entry["is"], entry))
+    return entries
 
 
 RULES: tuple[Callable[[Book], Iterator[Exact]], ...] = (
-    *(_means, _ratios, _relative, _times, _layers),
-    *(_memory, _equal_sizes, _caches, _shares, _schedules, _benchmark, _formulas),
+    _means,
+    _ratios,
+    _relative,
+    _times,
+    _layers,
+    _memory,
+    _equal_sizes,
+    _caches,
+    _shares,
+    _schedules,
+    _benchmark,
+    _formulas,
 )
+"""The rules that recompute cells, in the order in which ``audit --exact`` lists the cells of a table."""

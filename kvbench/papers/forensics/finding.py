@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any
 
 WEIGHTS = ("wrong", "doubt", "note")
+"""The certainty of findings, the gravest first."""
 
 
 @dataclass(frozen=True)
@@ -13,8 +13,9 @@ class Finding:
     """One finding. ``check`` is the kind of check, ``weight`` its certainty.
 
     ``wrong``: the page contradicts itself. ``doubt``: unlikely, or impossible by an assumption that ``why`` names.
-    ``note``: nothing wrong, but it changes what a number means. ``printed`` and ``recomputed`` are texts as shown,
-    ``recomputed`` '' where nothing can be said instead.
+    ``note``: nothing wrong, but it changes the meaning of a number. ``paper`` and ``table`` join several by ``+``, and
+    so does ``cell`` with datasets. ``printed`` and ``recomputed`` are texts as shown. ``recomputed`` is '' where
+    nothing can be said instead.
     """
 
     check: str
@@ -30,15 +31,19 @@ class Finding:
     @property
     def id(self) -> str:
         """Return the check and the place, which stay the same when only values change."""
+        # a corrected number does not make it another finding
         return f"{self.check}:{self.paper}/{self.table}:{self.row}:{self.cell}"
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, str]:
         """Return plain data."""
-        return {"id": self.id, **asdict(self)}
+        return {"id": self.id} | asdict(self)
 
 
 def place(table: str) -> str:
     """Name a table: ``2`` is table 2, ``fig6`` figure 6, ``text`` the prose."""
+    # published numbers of figure 6 are in fig6.csv
     if table.startswith("fig"):
         return f"figure {table[3:]}"
-    return "prose" if table == "text" else f"table {table}"
+    if table == "text":
+        return "prose"
+    return f"table {table}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -15,9 +15,10 @@ from kvbench.papers.spec.published_cells import Book, PublishedRow
 
 @dataclass(frozen=True)
 class ScoreGrid:
-    """A dataset whose scores are k/n per cent in one paper. ``why`` says where n comes from.
+    """A dataset whose scores are k/n per cent in one paper. ``why`` names the source of n.
 
-    ``holds``: cells off the grid are findings; False tries an n that is not believed, to show that it does not fit.
+    Cells off the grid are findings if n ``holds``. Otherwise n is not believed, and is tried to show that it does not
+    fit.
     """
 
     paper: str
@@ -28,14 +29,14 @@ class ScoreGrid:
 
 
 GRIDS = (
-    ScoreGrid("refreekv", "gsm8k", 1319, "GSM8K's test set; the paper states no n"),
-    ScoreGrid("refreekv", "gpqa", 448, "GPQA's main set; the paper states no n"),
-    ScoreGrid("refreekv", "theoremqa", 747, "TheoremQA without pictures; the paper states no n"),
-    ScoreGrid("refreekv", "theoremqa", 800, "all of TheoremQA", holds=False),
-    ScoreGrid("think", "trec", 200, "LongBench"),
-    ScoreGrid("uncomp", "trec", 200, "LongBench, table 5"),
-    ScoreGrid("vatp", "trec", 200, "the paper's table 5", holds=False),
-    ScoreGrid("vatp", "trec", 300, "LongBench-E, whose TREC has 300 questions"),
+    ScoreGrid("refreekv", "gsm8k", 1319, why="GSM8K's test set; the paper states no n"),
+    ScoreGrid("refreekv", "gpqa", 448, why="GPQA's main set; the paper states no n"),
+    ScoreGrid("refreekv", "theoremqa", 747, why="TheoremQA without pictures; the paper states no n"),
+    ScoreGrid("refreekv", "theoremqa", 800, why="all of TheoremQA", holds=False),
+    ScoreGrid("think", "trec", 200, why="LongBench"),
+    ScoreGrid("uncomp", "trec", 200, why="LongBench, table 5"),
+    ScoreGrid("vatp", "trec", 200, why="the paper's table 5", holds=False),
+    ScoreGrid("vatp", "trec", 300, why="LongBench-E, whose TREC has 300 questions"),
 )
 FEW = Fraction(1, 2)
 """An n that fewer than this share of cells fits is not the n of the paper."""
@@ -50,53 +51,98 @@ class Fit:
     off: tuple[tuple[PublishedRow, Published], ...]
 
     @property
+    def attained(self) -> int:
+        """Return the number of cells that are k/n."""
+        return len(self.cells) - len(self.off)
+
+    @property
     def chance(self) -> float:
         """Return the share of two-decimal values from 0 to 100 that are k/n."""
         n = self.grid.n
-        return len({fixed(Fraction(100 * k, n), 2) for k in range(n + 1)}) / 10001
+        # rounded to two decimals, 100 k / n are all different while n is below 10,000
+        values = {fixed(Fraction(100 * k, n), 2) for k in range(n + 1)}
+        # 0.00, 0.01, ..., 100.00
+        return len(values) / 10001
 
 
 def attainable(text: str, n: int) -> bool:
     """Tell whether some k/n in per cent can be printed as these characters."""
     shown = printed(text)
-    k = round(shown.value * n / 100)
-    unit = Fraction(1, 2 * 10 ** decimals(text))
-    return any(abs(Fraction(100 * i, n) - shown.value) <= unit for i in (k - 1, k, k + 1) if 0 <= i <= n)
+    half_unit = Fraction(1, 2 * 10 ** decimals(text))
+    # |100 k / n - shown| <= half a unit of the last digit; only the k nearest to shown * n / 100 can fulfil it
+    nearest = round(shown.value * n / 100)
+    for k in (nearest - 1, nearest, nearest + 1):
+        if 0 <= k <= n and abs(Fraction(100 * k, n) - shown.value) <= half_unit:
+            return True
+    return False
 
 
 def fits(book: Book) -> list[Fit]:
-    """Return every grid with its cells; a measurement printed twice with the same value counts once."""
+    """Return every grid with its cells. A measurement printed twice with the same value counts once."""
     grid_fits = []
     for grid in GRIDS:
+        # repeated numbers would give a grid more support than it has
         cells: dict[tuple[object, ...], tuple[PublishedRow, Published]] = {}
         for row in book.rows:
             cell = row.cells.get((grid.dataset, "accuracy"))
             if row.paper == grid.paper and row.table.isdigit() and cell is not None and cell.unit == "pct":
-                cells.setdefault((*identity(row), cell.value), (row, cell))
-        distinct = tuple(cells.values())
-        grid_fits.append(Fit(grid, distinct, tuple((r, c) for r, c in distinct if not attainable(c.printed, grid.n))))
+                cells.setdefault((identity(row), cell.value), (row, cell))
+        off = [(row, cell) for row, cell in cells.values() if not attainable(cell.printed, grid.n)]
+        grid_fits.append(Fit(grid, tuple(cells.values()), tuple(off)))
     return grid_fits
 
 
 def granularity(book: Book) -> Iterator[Finding]:
     """Yield cells off their grid one by one, and a stated n that most cells do not fit as a whole."""
-    for fit in fits(book):
-        g = fit.grid
-        on = len(fit.cells) - len(fit.off)
-        if not g.holds:
-            if fit.cells and Fraction(on, len(fit.cells)) < FEW:
-                table = "5" if g.paper == "vatp" else fit.cells[0][1].table
-                why = f"{on} of {len(fit.cells)} scores are k/{g.n} ({g.why}), {100 * fit.chance:.0f} % would by chance"
-                believed = (f for f in fits(book) if f.grid.holds)
-                better = next((f for f in believed if (f.grid.paper, f.grid.dataset) == (g.paper, g.dataset)), None)
-                if better is not None:
-                    why += f"; {len(better.cells) - len(better.off)} are k/{better.grid.n} ({better.grid.why})"
-                better_n = str(better.grid.n) if better else ""
-                yield Finding("sample-count", "doubt", g.paper, table, "", g.dataset, f"n={g.n}", better_n, why)
-            continue
-        for row, cell in fit.off:
-            exact = printed(cell.printed).value * g.n / 100
-            neighbours = [fixed(Fraction(100 * k, g.n), 2) for k in (int(exact), int(exact) + 1)]
-            why = f"no k/{g.n} ({g.why}); the nearest are {' and '.join(neighbours)}"
-            place = (g.paper, cell.table, row.label, g.dataset)
-            yield Finding("granularity", "doubt", *place, cell.printed, " or ".join(neighbours), why)
+    grid_fits = fits(book)
+    for fit in grid_fits:
+        if fit.grid.holds:
+            yield from _cells_off_grid(fit)
+        elif fit.cells and Fraction(fit.attained, len(fit.cells)) < FEW:
+            yield _wrong_sample_count(fit, grid_fits)
+
+
+def _cells_off_grid(fit: Fit) -> Iterator[Finding]:
+    """Yield a finding for each cell that no number of right answers gives, with the two scores next to it."""
+    grid = fit.grid
+    for row, cell in fit.off:
+        # 100 k / n = score, so that k lies between two whole numbers
+        k = int(printed(cell.printed).value * grid.n / 100)
+        neighbours = [fixed(Fraction(100 * k, grid.n), 2), fixed(Fraction(100 * (k + 1), grid.n), 2)]
+        yield Finding(
+            check="granularity",
+            weight="doubt",
+            paper=grid.paper,
+            table=cell.table,
+            row=row.label,
+            cell=grid.dataset,
+            printed=cell.printed,
+            recomputed=" or ".join(neighbours),
+            why=f"no k/{grid.n} ({grid.why}); the nearest are {' and '.join(neighbours)}",
+        )
+
+
+def _wrong_sample_count(fit: Fit, grid_fits: Sequence[Fit]) -> Finding:
+    """Return the finding that few scores fit an n, with the n that is believed instead."""
+    grid = fit.grid
+    why = f"{fit.attained} of {len(fit.cells)} scores are k/{grid.n} ({grid.why})"
+    why += f", {100 * fit.chance:.0f} % would by chance"
+    believed_n = ""
+    for other in grid_fits:
+        if other.grid.holds and (other.grid.paper, other.grid.dataset) == (grid.paper, grid.dataset):
+            believed_n = str(other.grid.n)
+            why += f"; {other.attained} are k/{other.grid.n} ({other.grid.why})"
+            break
+    # VATP states its numbers of questions in table 5, the other papers state none
+    table = "5" if grid.paper == "vatp" else fit.cells[0][1].table
+    return Finding(
+        check="sample-count",
+        weight="doubt",
+        paper=grid.paper,
+        table=table,
+        row="",
+        cell=grid.dataset,
+        printed=f"n={grid.n}",
+        recomputed=believed_n,
+        why=why,
+    )

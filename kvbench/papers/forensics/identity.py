@@ -20,9 +20,15 @@ UNCOMP_MAIN = ({"topk": "32"}, {"group_sizes": "256/512"}, {"kv_high": "512", "k
 
 def settings(row: PublishedRow) -> tuple[tuple[str, str], ...]:
     """Return the part of a row's setting that tells measurements apart, sorted."""
-    parts = {k: v for k, v in row.settings.items() if k not in SILENT.get(row.paper, ())}
-    parts = {k: v for k, v in parts.items() if DEFAULTS.get(row.paper, {}).get(k) != v}
+    silent = SILENT.get(row.paper, set())
+    defaults = DEFAULTS.get(row.paper, {})
+    # a table that states a default measures the same as one that leaves it out
+    parts = {}
+    for key, value in row.settings.items():
+        if key not in silent and defaults.get(key) != value:
+            parts[key] = value
     if row.paper == "uncomp":
+        # its tables name one configuration by the part that they vary
         if parts.get("partition") == "effective_rank":
             parts = {"kv_size": "64"}
         elif any(main.items() <= parts.items() for main in UNCOMP_MAIN):
@@ -31,10 +37,12 @@ def settings(row: PublishedRow) -> tuple[tuple[str, str], ...]:
 
 
 def identity(row: PublishedRow) -> tuple[str, str, str, tuple[tuple[str, str], ...]]:
-    """Return (paper, model, method, settings); equal ones are the same measurement."""
+    """Return (paper, model, method, settings), which are equal for the same measurement."""
     return row.paper, row.model, row.method, settings(row)
 
 
 def family(model: str) -> str:
     """Return one name for a model's versions: ``mistral-7b-instruct-v0.2`` is ``mistral-7b-instruct``."""
-    return "mistral-7b-instruct" if model.startswith("mistral-7b-instruct") else model
+    if model.startswith("mistral-7b-instruct"):
+        return "mistral-7b-instruct"
+    return model

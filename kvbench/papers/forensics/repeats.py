@@ -2,49 +2,86 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from fractions import Fraction
+from typing import NamedTuple
 
 from kvbench.papers.forensics.finding import Finding, place
 from kvbench.papers.forensics.identity import family, identity
 from kvbench.papers.spec.numbers import fixed, printed
-from kvbench.papers.spec.published import Published
+from kvbench.papers.spec.published import AVERAGE, Published
 from kvbench.papers.spec.published_cells import Book, PublishedRow
 
 Places = list[tuple[PublishedRow, Published]]
+"""The rows that print one measurement, each with its cell."""
 
 
-def repeated(book: Book) -> dict[tuple[str, ...], Places]:
-    """Return the places of every number that is printed more than once, by what it measures."""
-    places_of: dict[tuple[str, ...], Places] = {}
+class Measurement(NamedTuple):
+    """The measurement that a cell prints. Cells that agree in all fields must have one value.
+
+    ``tasks`` are the datasets of an average, '' for other cells.
+    """
+
+    paper: str
+    model: str
+    method: str
+    setting: str
+    dataset: str
+    metric: str
+    unit: str
+    tasks: str
+
+
+def repeated(book: Book) -> dict[Measurement, Places]:
+    """Return the places of every number that is printed more than once, by its measurement."""
+    places_of: dict[Measurement, Places] = {}
     for row in book.rows:
         paper, model, method, settings = identity(row)
+        setting = " ".join(f"{key}={value}" for key, value in settings)
         for (dataset, metric), cell in row.cells.items():
+            # prose gives speed-ups of different workloads without their names
             if cell.value is None or not method or metric.startswith("speedup"):
                 continue
-            # an average repeats another only over the same tasks
-            tasks = ",".join(sorted(row.scores)) if dataset == "avg" else ""
-            setting = " ".join(f"{k}={v}" for k, v in settings)
-            key = (paper, model, method, setting, dataset, metric, cell.unit, tasks)
-            places_of.setdefault(key, []).append((row, cell))
-    return {key: places for key, places in places_of.items() if len(places) > 1}
+            tasks = ""
+            if dataset == AVERAGE:
+                # an average repeats another only over the same tasks
+                tasks = ",".join(sorted(row.scores))
+            measurement = Measurement(
+                paper, model, method, setting=setting, dataset=dataset, metric=metric, unit=cell.unit, tasks=tasks
+            )
+            places_of.setdefault(measurement, []).append((row, cell))
+    return {measurement: places for measurement, places in places_of.items() if len(places) > 1}
 
 
 def repeats(book: Book) -> Iterator[Finding]:
     """Yield a finding for each measurement that is printed in several places with different values."""
-    for (paper, model, method, setting, dataset, *_), places in repeated(book).items():
+    for measurement, places in repeated(book).items():
+        # by the value to four decimals, as 41.9 and 41.90 are the same
         tables_of: dict[str, list[str]] = {}
         for row, cell in places:
             tables_of.setdefault(fixed(printed(cell.printed).value, 4), []).append(row.table)
-        if len(tables_of) > 1:
-            values = [f"{_short(value)} ({', '.join(map(place, tables))})" for value, tables in tables_of.items()]
-            most_printed = max(tables_of, key=lambda v: len(tables_of[v]))
-            has_majority = sum(len(t) == len(tables_of[most_printed]) for t in tables_of.values()) == 1
-            tables = "+".join(dict.fromkeys(row.table for row, _ in places))
-            label = " ".join(filter(None, (model, method, setting)))
-            why = "the same measurement, printed with different values"
-            likely = _short(most_printed) if has_majority else ""
-            yield Finding("repeat", "wrong", paper, tables, label, dataset, "; ".join(values), likely, why)
+        if len(tables_of) == 1:
+            continue
+        values = []
+        for value, tables in tables_of.items():
+            values.append(f"{_short(value)} ({', '.join(map(place, tables))})")
+        # the value that stands most often is likely the right one, unless another does so as often
+        counts = Counter({value: len(tables) for value, tables in tables_of.items()})
+        (likely_value, most), (_, second) = counts.most_common(2)
+        likely = _short(likely_value) if most > second else ""
+        row_parts = (measurement.model, measurement.method, measurement.setting)
+        yield Finding(
+            check="repeat",
+            weight="wrong",
+            paper=measurement.paper,
+            table="+".join(dict.fromkeys(row.table for row, _ in places)),
+            row=" ".join(part for part in row_parts if part),
+            cell=measurement.dataset,
+            printed="; ".join(values),
+            recomputed=likely,
+            why="the same measurement, printed with different values",
+        )
 
 
 def baselines(book: Book) -> dict[tuple[str, str], dict[str, Published]]:
@@ -54,6 +91,7 @@ def baselines(book: Book) -> dict[tuple[str, str], dict[str, Published]]:
         if row.method == "full" and row.table.isdigit():
             for dataset, cell in row.scores.items():
                 if cell.unit == "pct":
+                    # a paper's first table speaks for it; that its tables agree is what ``repeats`` checks
                     by_place.setdefault((family(row.model), dataset), {}).setdefault(row.paper, cell)
     return {key: by_paper for key, by_paper in by_place.items() if len(by_paper) > 1}
 
@@ -62,17 +100,30 @@ def full_rows(book: Book) -> Iterator[Finding]:
     """Yield full-cache scores of one model that differ between papers: scores compare inside a paper only."""
     for (model, dataset), by_paper in baselines(book).items():
         spread = gap(by_paper)
-        if spread:
-            values = "; ".join(f"{c.printed} ({p} {place(c.table)})" for p, c in by_paper.items())
-            versions = {c.model for c in by_paper.values()}
-            why = f"the full cache of one model, {fixed(spread, 2)} points apart between papers"
-            why += f" ({', '.join(sorted(versions))})" if len(versions) > 1 else ""
-            yield Finding("baseline", "note", "+".join(by_paper), "", model, dataset, values, "", why)
+        if not spread:
+            continue
+        why = f"the full cache of one model, {fixed(spread, 2)} points apart between papers"
+        versions = {cell.model for cell in by_paper.values()}
+        if len(versions) > 1:
+            why += f" ({', '.join(sorted(versions))})"
+        values = [f"{cell.printed} ({paper} {place(cell.table)})" for paper, cell in by_paper.items()]
+        yield Finding(
+            check="baseline",
+            weight="note",
+            paper="+".join(by_paper),
+            table="",
+            row=model,
+            cell=dataset,
+            printed="; ".join(values),
+            recomputed="",
+            why=why,
+        )
 
 
-def gap(by: Mapping[str, Published]) -> Fraction:
+def gap(cell_by_paper: Mapping[str, Published]) -> Fraction:
     """Return the largest difference in points."""
-    values = [printed(c.printed).value for c in by.values()]
+    # exact fractions, so that equal printed scores have a gap of exactly 0
+    values = [printed(cell.printed).value for cell in cell_by_paper.values()]
     return max(values) - min(values)
 
 

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
+from operator import attrgetter
 from textwrap import fill
-from typing import Any
 
 from kvbench.papers.forensics.exact import Exact, everything
 from kvbench.papers.forensics.finding import WEIGHTS, Finding, place
 from kvbench.papers.forensics.granularity import fits
 from kvbench.papers.forensics.repeats import baselines, gap, repeated
-from kvbench.papers.forensics.statements import judged
+from kvbench.papers.forensics.statements import FAILS, HOLDS, PARTLY, judged
 from kvbench.papers.spec import catalogue
 from kvbench.papers.spec.numbers import fixed
 from kvbench.papers.spec.published import Published
@@ -49,201 +49,283 @@ printed cells is off only where no digits behind the printed ones could give it.
 """
 
 
+COLUMNS = ("", "place", "row", "cell", "printed", "recomputed", "why")
+EXACT = ("row", "column", "published", "recomputed", "", "formula")
+FEW_CELLS = 5
+"""The page names the flagged cells of a row if they are no more than this, and else counts them."""
+
+
 def text(findings: Sequence[Finding], exact: Sequence[Exact] | None = None) -> str:
-    """Format findings for a terminal of 100 columns, by paper and check; or the recomputed cells, where given."""
+    """Format findings for a terminal of 100 columns, by paper and check, or the recomputed cells where given."""
     if exact is not None:
-        parts = []
-        for name, rows in _by_table(exact):
-            without_formula = Table(EXACT[:5], tuple(row[:5] for row in rows))
-            parts.append(f"{name}\n\n{compose([without_formula], (), 'text')}")
-        return (
-            "\n".join(parts) + "✓: what is printed follows, within what rounding hides; else by how much it is off.\n"
-        )
+        return _exact_text(exact)
     parts = []
-    for paper, group in groupby(findings, key=lambda f: f.paper):
-        paper_findings = list(group)
-        weights, count = Counter(f.weight for f in paper_findings), len(paper_findings)
-        kinds = ", ".join(f"{weights[w]} {w}" for w in WEIGHTS if weights[w])
-        parts.append(f"{fill(_title(paper), WIDTH)}\n{count} finding{'s' if count != 1 else ''}: {kinds}\n")
-        for check, check_findings in _by_check(paper_findings):
-            parts.append(f"{HEADS[check]}\n" + "".join(_line(f) for f in check_findings))
-    return "\n".join([*parts, fill(LEGEND, WIDTH)]) + "\n"
+    # findings come by paper, and those about several papers last
+    for paper, paper_findings in _group_by_paper(findings):
+        weights = Counter(finding.weight for finding in paper_findings)
+        kinds = ", ".join(f"{weights[weight]} {weight}" for weight in WEIGHTS if weights[weight])
+        count = len(paper_findings)
+        plural = "" if count == 1 else "s"
+        parts.append(f"{fill(_title(paper), WIDTH)}\n{count} finding{plural}: {kinds}\n")
+        for check, check_findings in _group_by_check(paper_findings):
+            parts.append(f"{HEADS[check]}\n" + "".join(map(_terminal_lines, check_findings)))
+    parts.append(fill(LEGEND, WIDTH))
+    return "\n".join(parts) + "\n"
+
+
+def _exact_text(exact: Sequence[Exact]) -> str:
+    """Format the recomputed cells for a terminal, without their formulas, for which there is no room."""
+    parts = []
+    for name, rows in _group_by_table(exact):
+        without_formula = Table(EXACT[:-1], tuple(row[:-1] for row in rows))
+        parts.append(f"{name}\n\n{compose([without_formula], (), 'text')}")
+    return "\n".join(parts) + "✓: what is printed follows, within what rounding hides; else by how much it is off.\n"
+
+
+def _terminal_lines(finding: Finding) -> str:
+    """Format one finding for a terminal: its place on the first lines, its numbers and reason below."""
+    location = " · ".join(part for part in (_places(finding), finding.row, finding.cell) if part)
+    if finding.check in ("statement", "accounting"):
+        # the statement is the row, and stands in the location
+        body = f"{finding.recomputed} ({finding.why})"
+    else:
+        values = [value for value in (finding.printed, finding.recomputed) if value]
+        body = f"{' → '.join(values)}: {finding.why}"
+    # lines below the mark are indented, so that findings are told apart at their left
+    head = fill(f"{MARKS[finding.weight]} {location}", WIDTH, initial_indent="  ", subsequent_indent="    ")
+    indent = " " * 6
+    lines = fill(body, WIDTH, initial_indent=indent, subsequent_indent=indent, break_long_words=False)
+    return f"{head}\n{lines}\n"
 
 
 def markdown(findings: Sequence[Finding], book: Book, what: str) -> str:
     """Return the page: findings with their values, the ledger of statements, and the tables behind them."""
     name = what.partition("/")[0]
-    parts = [HEAD, LEGEND + "\n", *_summary(findings, book)]
-    of_cells = [f for f in findings if f.check not in ("statement", "accounting") and "+" not in f.paper]
-    for paper, group in groupby(of_cells, key=lambda f: f.paper):
+    parts = [HEAD, LEGEND + "\n"]
+    parts.extend(_summary_section(findings, book))
+    # statements and full rows of several papers have sections of their own
+    cell_findings = [f for f in findings if f.check not in ("statement", "accounting") and "+" not in f.paper]
+    for paper, paper_findings in _group_by_paper(cell_findings):
         parts.append(f"## {_title(paper)}\n")
-        for check, block in _by_check(list(group)):
-            cells = [(MARKS[f.weight], _where(f), f.row, f.cell, f.printed, f.recomputed, f.why) for f in block]
-            parts.append(f"### {HEADS[check]}\n\n{table(COLUMNS, cells)}")
+        for check, check_findings in _group_by_check(paper_findings):
+            rows = []
+            for f in check_findings:
+                rows.append((MARKS[f.weight], _places(f), f.row, f.cell, f.printed, f.recomputed, f.why))
+            parts.append(f"### {HEADS[check]}\n\n{table(COLUMNS, rows)}")
+    # the page of one table has no sections about its paper
     if "/" not in what:
-        parts += [*_ledger(book, name), *_granularity(book, name)]
-        parts += [*_full_rows(book)] if name == "all" else []
-        parts += [*_exact(book, name), *_flags(book, name)]
+        parts.extend(_ledger_section(book, name))
+        parts.extend(_granularity_section(book, name))
+        if name == "all":
+            parts.extend(_full_rows_section(book))
+        parts.extend(_exact_section(book, name))
+        parts.extend(_flags_section(book, name))
     return "\n".join(parts).rstrip() + "\n"
 
 
-def as_json(findings: Sequence[Finding], book: Book, exact: Sequence[Exact] | None = None) -> Any:
+def as_json(findings: Sequence[Finding], book: Book, exact: Sequence[Exact] | None = None) -> object:
     """Return plain data: the findings with every statement's verdict, or the recomputed cells."""
     if exact is not None:
-        return [
-            {
-                **{"paper": e.cell.paper, "table": e.cell.table, "row": e.row, "column": e.column},
-                **{"published": e.published, "recomputed": e.shown, "formula": e.formula, "grade": e.grade, "ok": e.ok},
-            }
-            for e in exact
-        ]
-    papers = {f.paper for f in findings}
-    ledger = [
-        {
-            **{"paper": s.paper, "place": s.place, "table": s.table},
-            **{"statement": s.text, "verdict": j.verdict, "shown": j.shown},
-        }
-        for j in judged(book)
-        if (s := j.statement).paper in papers
-    ]
-    return {"findings": [f.as_json() for f in findings], "statements": ledger}
+        return [_exact_record(e) for e in exact]
+    papers = {finding.paper for finding in findings}
+    ledger = []
+    for judgement in judged(book):
+        statement = judgement.statement
+        # also statements that hold, which are no findings
+        if statement.paper in papers:
+            ledger.append(
+                {
+                    "paper": statement.paper,
+                    "place": statement.place,
+                    "table": statement.table,
+                    "statement": statement.text,
+                    "verdict": judgement.verdict,
+                    "shown": judgement.shown,
+                }
+            )
+    return {"findings": [finding.as_json() for finding in findings], "statements": ledger}
+
+
+def _exact_record(exact: Exact) -> dict[str, str | bool]:
+    """Return a recomputed cell as plain data."""
+    return {
+        "paper": exact.cell.paper,
+        "table": exact.cell.table,
+        "row": exact.row,
+        "column": exact.column,
+        "published": exact.published,
+        "recomputed": exact.shown,
+        "formula": exact.formula,
+        "grade": exact.grade,
+        "ok": exact.ok,
+    }
 
 
 def exact_markdown(exact: Sequence[Exact]) -> str:
     """Format the recomputed cells, one table of Markdown for each printed table."""
-    return "\n".join(f"## {name}\n\n{table(EXACT, rows)}" for name, rows in _by_table(exact))
+    return "\n".join(f"## {name}\n\n{table(EXACT, rows)}" for name, rows in _group_by_table(exact))
 
 
-def _by_table(exact: Sequence[Exact]) -> Iterator[tuple[str, list[tuple[str, ...]]]]:
+def _group_by_table(exact: Sequence[Exact]) -> Iterator[tuple[str, list[tuple[str, ...]]]]:
     """Yield the name of each printed table, with a row of EXACT for each of its recomputed cells."""
-    for (paper, number), block in groupby(exact, key=lambda e: (e.cell.paper, e.cell.table)):
-        yield f"{paper}, {place(number)}", [(e.row, e.column, e.published, e.shown, e.mark, e.formula) for e in block]
+
+    def table_of(e: Exact) -> tuple[str, str]:
+        return e.cell.paper, e.cell.table
+
+    for (paper, number), block in groupby(exact, key=table_of):
+        rows: list[tuple[str, ...]] = []
+        for e in block:
+            rows.append((e.row, e.column, e.published, e.shown, e.mark, e.formula))
+        yield f"{paper}, {place(number)}", rows
 
 
-COLUMNS = ("", "place", "row", "cell", "printed", "recomputed", "why")
-EXACT = ("row", "column", "published", "recomputed", "", "formula")
+def _places(finding: Finding) -> str:
+    """Return the tables of a finding in words, or '' where it is about no table."""
+    if not finding.table:
+        return ""
+    return ", ".join(map(place, finding.table.split("+")))
 
 
-def _line(f: Finding) -> str:
-    """Format one finding for a terminal: its place on the first lines, its numbers and reason below."""
-    location = " · ".join(filter(None, (_where(f), f.row, f.cell)))
-    if f.check in ("statement", "accounting"):
-        body = f"{f.recomputed} ({f.why})"
-    else:
-        body = f"{' → '.join(filter(None, (f.printed, f.recomputed)))}: {f.why}"
-    head = fill(f"{MARKS[f.weight]} {location}", WIDTH, initial_indent="  ", subsequent_indent="    ")
-    return f"{head}\n{fill(body, WIDTH, initial_indent=' ' * 6, subsequent_indent=' ' * 6, break_long_words=False)}\n"
+def _group_by_paper(findings: Sequence[Finding]) -> Iterator[tuple[str, list[Finding]]]:
+    """Yield every paper with its findings, which stand together."""
+    for paper, group in groupby(findings, key=attrgetter("paper")):
+        yield paper, list(group)
 
 
-def _where(f: Finding) -> str:
-    """Return the tables of a finding in words."""
-    return ", ".join(place(t) for t in f.table.split("+")) if f.table else ""
-
-
-def _by_check(findings: Sequence[Finding]) -> Iterator[tuple[str, list[Finding]]]:
+def _group_by_check(findings: Sequence[Finding]) -> Iterator[tuple[str, list[Finding]]]:
     """Yield every check that has findings, in the order of HEADS, with them."""
+    # HEADS goes from contradictions to coincidences to facts
     for check in HEADS:
-        block = [f for f in findings if f.check == check]
-        if block:
-            yield check, block
+        check_findings = [finding for finding in findings if finding.check == check]
+        if check_findings:
+            yield check, check_findings
 
 
 def _title(paper: str) -> str:
     """Return a paper's title and source, or the names of several papers."""
     if "+" in paper:
         return ", ".join(paper.split("+"))
-    p = catalogue.paper(paper)
-    return f"{p.title} ({p.source})"
+    entry = catalogue.paper(paper)
+    return f"{entry.title} ({entry.source})"
 
 
-def _summary(findings: Sequence[Finding], book: Book) -> Iterator[str]:
+def _summary_section(findings: Sequence[Finding], book: Book) -> Iterator[str]:
     """Yield a table by paper (cells, recomputed cells, findings, verdicts), then how many measurements are repeated."""
-    exact, ledger = everything(book), judged(book)
+    exact, judgements = everything(book), judged(book)
     rows = []
-    for paper in dict.fromkeys(f.paper for f in findings if "+" not in f.paper):
-        weights = Counter(f.weight for f in findings if f.paper == paper)
+    # a paper about which nothing is found has no row
+    for paper in dict.fromkeys(finding.paper for finding in findings if "+" not in finding.paper):
+        weights = Counter(finding.weight for finding in findings if finding.paper == paper)
         recomputed = [e for e in exact if e.cell.paper == paper]
-        verdicts = Counter(j.verdict for j in ledger if j.statement.paper == paper)
-        verdict_text = f"{verdicts['holds']} / {verdicts['partly']} / {verdicts['does not hold']}"
-        cells = sum(c.paper == paper for c in book.cells)
-        numbers = (cells, len(recomputed), sum(not e.ok for e in recomputed), *(weights[w] for w in WEIGHTS))
-        rows.append((paper, *map(str, numbers), verdict_text))
-    head = ("paper", "cells", "recomputed", "off", "wrong", "doubt", "note", "statements hold / partly / not")
-    yield table(head, rows)
+        # notes are no verdicts on statements, and are not shown
+        verdicts = Counter(j.verdict for j in judgements if j.statement.paper == paper)
+        row = [
+            paper,
+            str(sum(cell.paper == paper for cell in book.cells)),
+            str(len(recomputed)),
+            str(sum(not e.ok for e in recomputed)),
+        ]
+        row.extend(str(weights[weight]) for weight in WEIGHTS)
+        row.append(f"{verdicts[HOLDS]} / {verdicts[PARTLY]} / {verdicts[FAILS]}")
+        rows.append(row)
+    heads = ("paper", "cells", "recomputed", "off", "wrong", "doubt", "note", "statements hold / partly / not")
+    yield table(heads, rows)
+    # a measurement that is printed three times is one
     places = repeated(book)
-    differ = len({f.id for f in findings if f.check == "repeat"})
+    differ = len({finding.id for finding in findings if finding.check == "repeat"})
     yield f"{len(places)} measurements are printed in more than one place; {differ} of them with different values.\n"
 
 
-def _ledger(book: Book, name: str) -> Iterator[str]:
+def _ledger_section(book: Book, name: str) -> Iterator[str]:
     """Yield the section of statements with their verdicts."""
-    judgements = [j for j in judged(book) if name in ("all", j.statement.paper)]
     yield "## Statements of the papers against their own numbers\n"
     yield "Picked by hand, so the share that holds says nothing about a paper. A note is no statement of the paper.\n"
-    rows = [(j.statement.paper, j.statement.place, j.statement.text, j.verdict, j.shown) for j in judgements]
+    rows = []
+    for judgement in judged(book):
+        statement = judgement.statement
+        if name in ("all", statement.paper):
+            rows.append((statement.paper, statement.place, statement.text, judgement.verdict, judgement.shown))
     yield table(("paper", "place", "statement, in our words", "verdict", "recomputed"), rows)
 
 
-def _granularity(book: Book, name: str) -> Iterator[str]:
+def _granularity_section(book: Book, name: str) -> Iterator[str]:
     """Yield the section on accuracies that must be k of n."""
-    grid_fits = [f for f in fits(book) if name in ("all", f.grid.paper)]
-    if grid_fits:
+    rows = []
+    for fit in fits(book):
+        grid = fit.grid
+        if name in ("all", grid.paper):
+            counts = (str(len(fit.cells)), str(fit.attained), f"{100 * fit.chance:.0f} %")
+            rows.append((grid.paper, grid.dataset, str(grid.n), grid.why) + counts)
+    if rows:
         yield "## Accuracies as k of n\n"
-        head = ("paper", "dataset", "n", "where n is from", "scores", "attainable", "by chance")
-        rows = [
-            (
-                *(f.grid.paper, f.grid.dataset, str(f.grid.n), f.grid.why),
-                *(str(len(f.cells)), str(len(f.cells) - len(f.off)), f"{100 * f.chance:.0f} %"),
-            )
-            for f in grid_fits
-        ]
-        yield table(head, rows)
+        yield table(("paper", "dataset", "n", "where n is from", "scores", "attainable", "by chance"), rows)
 
 
-def _full_rows(book: Book) -> Iterator[str]:
+def _full_rows_section(book: Book) -> Iterator[str]:
     """Yield the section on the full cache of one model in several papers."""
     yield "## The full cache of one model in several papers\n"
     yield "Scores compare inside a paper only.\n"
-    by_model: dict[str, dict[str, Mapping[str, Published]]] = {}
-    for (model, dataset), cells in baselines(book).items():
-        by_model.setdefault(model, {})[dataset] = cells
-    for model, datasets in by_model.items():
-        papers = list(dict.fromkeys(p for cells in datasets.values() for p in cells))
-        rows = [
-            (d, *(cells[p].printed if p in cells else "" for p in papers), fixed(gap(cells), 2))
-            for d, cells in datasets.items()
-        ]
-        yield f"### {model}\n\n{table(('dataset', *papers, 'apart'), rows)}"
+    datasets_by_model: dict[str, dict[str, dict[str, Published]]] = {}
+    for (model, dataset), cell_by_paper in baselines(book).items():
+        datasets_by_model.setdefault(model, {})[dataset] = cell_by_paper
+    for model, datasets in datasets_by_model.items():
+        # a column for each paper that prints the model, in the order in which they come up
+        papers: dict[str, None] = {}
+        for cell_by_paper in datasets.values():
+            papers |= dict.fromkeys(cell_by_paper)
+        heads = ["dataset"]
+        heads.extend(papers)
+        heads.append("apart")
+        rows = []
+        for dataset, cell_by_paper in datasets.items():
+            row = [dataset]
+            for paper in papers:
+                row.append(cell_by_paper[paper].printed if paper in cell_by_paper else "")
+            row.append(fixed(gap(cell_by_paper), 2))
+            rows.append(row)
+        yield f"### {model}\n\n{table(heads, rows)}"
 
 
-def _exact(book: Book, name: str) -> Iterator[str]:
+def _exact_section(book: Book, name: str) -> Iterator[str]:
     """Yield the section that counts recomputed cells by table and grade."""
     yield "## Cells that need no model\n"
     yield "Recomputed from other cells, budgets, shapes and datasets; `audit PAPER --exact` lists them.\n"
-    recomputed = [e for e in everything(book) if name in ("all", e.cell.paper)]
-    counts: dict[tuple[str, str], Counter[str]] = {}
-    for e in recomputed:
-        counts.setdefault((e.cell.paper, e.cell.table), Counter())[e.grade] += 1
-    rows = [
-        (p, place(t), str(sum(c.values())), str(c["equal"]), str(c["rounding"]), str(c["off"]))
-        for (p, t), c in sorted(counts.items(), key=lambda x: (x[0][0], not x[0][1].isdigit(), x[0][1].zfill(3)))
-    ]
+    grades: dict[tuple[str, str], Counter[str]] = {}
+    for e in everything(book):
+        if name in ("all", e.cell.paper):
+            grades.setdefault((e.cell.paper, e.cell.table), Counter())[e.grade] += 1
+
+    def numbers_first(paper_table: tuple[str, str]) -> tuple[str, bool, str]:
+        paper, number = paper_table
+        return paper, not number.isdigit(), number.zfill(3)
+
+    rows = []
+    for paper, number in sorted(grades, key=numbers_first):
+        # equal + rounding + off are all recomputed cells
+        counts = grades[paper, number]
+        row = [paper, place(number), str(counts.total())]
+        row.extend(str(counts[grade]) for grade in ("equal", "rounding", "off"))
+        rows.append(row)
     yield table(("paper", "table", "recomputed", "equal", "within rounding", "off"), rows)
 
 
-def _flags(book: Book, name: str) -> Iterator[str]:
+def _flags_section(book: Book, name: str) -> Iterator[str]:
     """Yield the section of repaired, suspect and missing cells, a row and reason at a time."""
-    flagged: dict[tuple[str, str, str, str, str], list[str]] = {}
+    # one reason often holds for a whole row: its cells stand in one line
+    cells_by_reason: dict[tuple[str, str, str, str, str], list[str]] = {}
     for row in book.rows:
+        if name not in ("all", row.paper):
+            continue
         for cell in row.cells.values():
-            for kind, reason in cell.flags.items() if name in ("all", row.paper) else ():
-                shown = f"{cell.dataset} {cell.printed}".strip()
-                flagged.setdefault((kind, row.paper, row.table, row.label, reason), []).append(shown)
-    if flagged:
-        yield "## Cells with a flag\n"
-        yield "Repaired: the text is certainly wrong, and other places say what stands there. Suspect: as printed.\n"
-        rows = [
-            (kind, paper, place(t), row, ", ".join(cells) if len(cells) < 6 else f"{len(cells)} cells", reason)
-            for (kind, paper, t, row, reason), cells in sorted(flagged.items())
-        ]
-        yield table(("flag", "paper", "place", "row", "cells", "reason"), rows)
+            for kind, reason in cell.flags.items():
+                key = (kind, row.paper, row.table, row.label, reason)
+                cells_by_reason.setdefault(key, []).append(f"{cell.dataset} {cell.printed}".strip())
+    if not cells_by_reason:
+        return
+    yield "## Cells with a flag\n"
+    yield "Repaired: the text is certainly wrong, and other places say what stands there. Suspect: as printed.\n"
+    rows = []
+    for (kind, paper, number, label, reason), cells in sorted(cells_by_reason.items()):
+        names = f"{len(cells)} cells" if len(cells) > FEW_CELLS else ", ".join(cells)
+        rows.append((kind, paper, place(number), label, names, reason))
+    yield table(("flag", "paper", "place", "row", "cells", "reason"), rows)

@@ -1,6 +1,6 @@
 """One self-contained HTML page of everything: tables, figures, claims, audit, single examples, provenance.
 
-Nothing is fetched: styles, scripts and pictures are inside. Whatever comes from data is escaped; the sample browser
+Nothing is fetched: styles, scripts and pictures are inside. Whatever comes from data is escaped. The sample browser
 builds its elements from text alone.
 """
 
@@ -12,8 +12,9 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from kvbench.papers.claims import claim_runner
 from kvbench.papers.figures.figure import facts_of
@@ -26,23 +27,63 @@ from kvbench.report.render import UNCHANGED
 from kvbench.report.table import Table
 
 HERE = Path(__file__).parent
+# the page may fetch nothing: its pictures, styles and scripts are all inline
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
-NAMED = 3  # models in the title
+NAMED = 3
+"""The page's title names this many models, and counts them where there are more."""
 SHORT = 16
-"""Characters of a cell that is not broken into lines."""
+"""A column is not broken into lines if none of its cells has more characters than this."""
 RUN_HEADS = {
     "interval": "95 % interval",
     "percent_of_full": "% of full, 16 bits",
     "kl_reference": "KL from full, nats, on the reference",
     "kl_greedy": "on the full cache's answer",
 }
+"""The heads of columns whose key is no name for a reader."""
 RUN_COLUMNS = (
-    *("model", "method", "dataset", "question", "metric", "score", "interval", "n", "bytes", "percent_of_full"),
-    *("kl_reference", "kl_greedy", "status", "dtype", "device", "torch", "transformers", "commit", "cell", "from"),
+    "model",
+    "method",
+    "dataset",
+    "question",
+    "metric",
+    "score",
+    "interval",
+    "n",
+    "bytes",
+    "percent_of_full",
+    "kl_reference",
+    "kl_greedy",
+    "status",
+    "dtype",
+    "device",
+    "torch",
+    "transformers",
+    "commit",
+    "cell",
+    "from",
 )
-"""The columns of the table of runs, of which those are left out that no run fills."""
+"""The columns of the table of runs. Those that no run fills are left out."""
+RUN_FORMATS = {
+    "score": "{:.1f}",
+    "interval": "[{0[0]:.0f}, {0[1]:.0f}]",
+    "bytes": "{:,.0f}",
+    "percent_of_full": "{:.1f}",
+}
+"""How the table of runs prints its numbers."""
 OWN_PLOT = "python -m kvbench plot results/pareto method=snapkv,h2o kv_ratio=0.5,0.25"
 VIEWS = (("both", "both"), ("ours", "ours"), ("published", "published"), ("delta", "difference"))
+"""What the cells of papers' tables can show: the view's name in page.css, and the label of its button."""
+
+
+class Divergence(TypedDict, total=False):
+    """The KL divergence of a run's distributions from the full cache's, in nats, with its 95 % interval.
+
+    ``at_floor`` tells that the mean is not above the divergence that rounding alone makes.
+    """
+
+    kl_mean: float | None
+    ci: tuple[float, float] | None
+    at_floor: bool
 
 
 @dataclass(frozen=True)
@@ -58,17 +99,26 @@ class ReportPage:
     figures: Sequence[Mapping[str, str]]
     claims: Sequence[Mapping[str, Any]]
     audit: Sequence[Finding]
-    samples: Sequence[Mapping[str, Any]]
+    samples: Sequence[Mapping[str, object]]
     runs: Sequence[Mapping[str, Any]]
     own_figures: Sequence[Mapping[str, str]] = ()
     papers: bool = True
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, object]:
         """Return the report as plain data."""
+        table_records = []
+        for table in self.tables:
+            measured = None
+            if table.measured is not None:
+                measured = asdict(table.measured)
+            table_records.append(table.plain | {"measured": measured})
+        figure_records = []
+        for figure in chain(self.own_figures, self.figures):
+            figure_records.append({key.lower(): text for key, text in figure.items()})
         return {
             "model": self.model,
-            "tables": [{**t.plain, "measured": t.measured and asdict(t.measured)} for t in self.tables],
-            "figures": [{key.lower(): text for key, text in f.items()} for f in (*self.own_figures, *self.figures)],
+            "tables": table_records,
+            "figures": figure_records,
             "claims": self.claims,
             "audit": [asdict(finding) for finding in self.audit],
             "samples": self.samples,
@@ -77,110 +127,178 @@ class ReportPage:
 
     def page(self) -> str:
         """Return the report as one HTML page."""
-        sections = [
-            ("runs", "Your runs", self._runs()),
-            ("samples", "Examples", browser(len(self.samples))),
-            *(self._of_papers() if self.papers else ()),
-        ]
+        # the user's own numbers come first
+        sections = [("runs", "Your runs", self._runs()), ("samples", "Examples", browser(len(self.samples)))]
+        if self.papers:
+            sections += self._paper_sections()
         return build(f"kvbench: KV-cache compression, {self._title()}", sections, self.samples, self._lead())
 
     def _title(self) -> str:
-        """Return the sections in words, each with the models whose numbers stand in it."""
+        """Name the sections, each with the models whose numbers stand in it."""
+        # lines of other folders may be about other models than the report's
         models = list(dict.fromkeys(str(run.get("model")) for run in self.runs))
-        runs = "your runs"
-        if models:
-            runs += f" on {', '.join(models) if len(models) <= NAMED else f'{len(models)} models'}"
-        return f"{runs}, and five papers beside {self.model}" if self.papers else runs
+        if not models:
+            runs = "your runs"
+        elif len(models) <= NAMED:
+            runs = f"your runs on {', '.join(models)}"
+        else:
+            runs = f"your runs on {len(models)} models"
+        if not self.papers:
+            return runs
+        return f"{runs}, and five papers beside {self.model}"
 
     def _lead(self) -> str:
-        """Return the first text of the page: what is in it."""
-        runs = f"{len(self.runs)} of your cells, {len(self.samples)} single example{'s' * (len(self.samples) != 1)}"
+        """Return the first text of the page, which counts its contents."""
+        plural = "" if len(self.samples) == 1 else "s"
+        runs = f"{len(self.runs)} of your cells, {len(self.samples)} single example{plural}"
         if not self.papers:
             return f"{runs}. Click a column's head to sort."
-        ours = sum(any("ours" in c and c["method"] != "full" for c in t.plain["cells"]) for t in self.tables)
-        stand_in = any("stand-in" in t.title for t in self.tables)
-        stands = ", a stand-in: compare orders with the papers', not values" if stand_in else ""
+        # a table whose only measured rows are those of the full cache says nothing about a method
+        tables_with_ours = 0
+        for table in self.tables:
+            if any("ours" in cell and cell["method"] != "full" for cell in table.plain["cells"]):
+                tables_with_ours += 1
+        stand_in_note = ""
+        if any("stand-in" in table.title for table in self.tables):
+            stand_in_note = ", a stand-in: compare orders with the papers', not values"
         return (
-            f"{runs}; of five papers {len(self.tables)} tables, {ours} of them with our numbers on {self.model}"
-            f"{stands}. In a cell ours comes first, the paper's below it. {len(self.audit)} findings about the papers' "
-            "own numbers. Click a column's head to sort."
+            f"{runs}; of five papers {len(self.tables)} tables, {tables_with_ours} of them with our numbers on "
+            f"{self.model}{stand_in_note}. In a cell ours comes first, the paper's below it. "
+            f"{len(self.audit)} findings about the papers' own numbers. Click a column's head to sort."
         )
 
-    def _of_papers(self) -> list[tuple[str, str, str]]:
-        """Return the sections on the papers: (id, heading, HTML) each."""
-        facts = ("table", "row", "cell", "printed", "recomputed", "weight", "why")
+    def _paper_sections(self) -> list[tuple[str, str, str]]:
+        """Return (id, heading, HTML) of each section on the papers."""
+        heads = ("table", "row", "cell", "printed", "recomputed", "weight", "why")
         findings = []
         for f in self.audit:
+            # the row of a finding about a statement is the statement, which need not stand there twice
             printed = "" if f.printed == f.row else f.printed
             findings.append((f"{f.paper}/{f.table}", f.row, f.cell, printed, f.recomputed, f.weight, f.why))
+        ledgers = "".join(map(ledger, self.claims)) or "<p>None yet: python -m kvbench claims.</p>"
         return [
             ("tables", "Tables", tables((t.paper, t.title, t.content) for t in self.tables)),
             ("figures", "Figures", figures(self.figures)),
-            ("claims", "Claims", "".join(map(ledger, self.claims)) or "<p>None yet: python -m kvbench claims.</p>"),
-            ("audit", "Audit", rows(facts, findings)),
+            ("claims", "Claims", ledgers),
+            ("audit", "Audit", rows(heads, findings)),
             ("provenance", "Samples behind the tables", self._provenance()),
         ]
 
     def _runs(self) -> str:
         """Return the figures of the user's methods, and a table of the store's cells with scores and bytes."""
-        drawn = figures(self.own_figures) if self.own_figures else f"<p>No figures yet: {html.escape(OWN_PLOT)}.</p>"
-        flat = [_flat(run) for run in self.runs]
-        columns = [key for key in RUN_COLUMNS if any(run.get(key) not in (None, "") for run in flat)]
-        cells = [[run.get(key) for key in columns] for run in flat]
-        return drawn + (filtered(rows([RUN_HEADS.get(h, h) for h in columns], cells)) if cells else "<p>None.</p>")
+        if self.own_figures:
+            figures_html = figures(self.own_figures)
+        else:
+            figures_html = f"<p>No figures yet: {html.escape(OWN_PLOT)}.</p>"
+        if not self.runs:
+            return f"{figures_html}<p>None.</p>"
+        run_values = [_printed_run(run) for run in self.runs]
+        # a column that no run fills would only push the others out of sight
+        filled_columns: set[str] = set()
+        for values in run_values:
+            filled_columns.update(key for key, value in values.items() if value not in (None, ""))
+        columns = [key for key in RUN_COLUMNS if key in filled_columns]
+        heads = [RUN_HEADS.get(key, key) for key in columns]
+        body = []
+        for values in run_values:
+            body.append([values.get(key) for key in columns])
+        return figures_html + filtered(rows(heads, body))
 
     def _provenance(self) -> str:
-        """Return what the samples behind the tables were measured with."""
-        measured = [t.measured for t in self.tables if t.measured]
-        body = [(m.table, m.cells, m.answers, *m.facts.values()) for m in measured]
-        return rows(("table", "cells", "answers", *measured[0].facts), body) if body else "<p>None.</p>"
+        """Return a table of what the samples behind the papers' tables were measured with."""
+        measured = [table.measured for table in self.tables if table.measured is not None]
+        if not measured:
+            return "<p>None.</p>"
+        # all have the facts of tables.FACTS, in one order
+        heads = ["table", "cells", "answers"]
+        heads.extend(measured[0].facts)
+        body = []
+        for m in measured:
+            cells: list[object] = [m.table, m.cells, m.answers]
+            cells.extend(m.facts.values())
+            body.append(cells)
+        return rows(heads, body)
 
 
-def _flat(run: Mapping[str, Any]) -> dict[str, Any]:
+def _printed_run(run: Mapping[str, Any]) -> dict[str, object]:
     """Return a line of the open format by RUN_COLUMNS, with its numbers as they are printed."""
-    seen = (run.get("protocol") or {}).get("query_aware")
-    far = {f"kl_{kind}": _nats(some) for kind, some in (run.get("fidelity") or {}).items()}
-    values = {**run, **far, "question": None if seen is None else "seen" if seen else "withheld"}
-    forms = {"score": "{:.1f}", "interval": "[{0[0]:.0f}, {0[1]:.0f}]", "bytes": "{:,.0f}", "percent_of_full": "{:.1f}"}
-    values |= {key: form.format(values[key]) for key, form in forms.items() if values.get(key) is not None}
+    values: dict[str, object] = dict(run)
+    # other programs' lines may lack the parts that kvbench writes, or have null there
+    for kind, divergence in (run.get("fidelity") or {}).items():
+        values[f"kl_{kind}"] = _format_divergence(divergence)
+    query_aware = (run.get("protocol") or {}).get("query_aware")
+    if query_aware is None:
+        values["question"] = None
+    elif query_aware:
+        values["question"] = "seen"
+    else:
+        values["question"] = "withheld"
+    # a refused or failed run has no score, and stays without one
+    for key, form in RUN_FORMATS.items():
+        if values.get(key) is not None:
+            values[key] = form.format(values[key])
     if run.get("nothing_compressed"):
-        values |= {"score": UNCHANGED.replace("\n", " "), "interval": None}
+        values["score"] = UNCHANGED.replace("\n", " ")
+        values["interval"] = None
     return values
 
 
-def _nats(far: Mapping[str, Any]) -> str | None:
-    if far.get("kl_mean") is None:
+def _format_divergence(divergence: Divergence) -> str | None:
+    """Return a divergence with its interval as text, or None where it was not measured."""
+    mean = divergence.get("kl_mean")
+    if mean is None:
         return None
-    ci = " [{:.2g}, {:.2g}]".format(*far["ci"]) if far.get("ci") else ""
-    return "≤ floor" if far.get("at_floor") else f"{far['kl_mean']:.3g}{ci}"
+    if divergence.get("at_floor"):
+        return "≤ floor"
+    interval = divergence.get("ci")
+    if not interval:
+        return f"{mean:.3g}"
+    return "{:.3g} [{:.2g}, {:.2g}]".format(mean, *interval)
 
 
 def ledger(content: Mapping[str, Any]) -> str:
     """Return a model's claims with their verdicts and evidence."""
-    body = []
-    for v in content["verdicts"]:
-        tested = v["tested"] + (f" Ran: {'; '.join(v['ran'])}." if v["ran"] else "")
-        quote = f"“{v['quote']}” ({v['paper']}, {v['where']})"
-        body.append((v["id"], quote, tested, claim_runner.outcome(v), claim_runner.evidence(v), v["reason"]))
-    kinds = [f"verdict-{v['verdict'].split()[0]}" for v in content["verdicts"]]
-    head = ("claim", "what the paper says", "what is tested", "verdict", "evidence", "why")
-    title = f"{content['model']}{', a stand-in' if content['stand_in'] else ''}"
+    # a row of the table, and the class of its element, for each claim
+    body, verdict_classes = [], []
+    for verdict in content["verdicts"]:
+        tested = verdict["tested"]
+        if verdict["ran"]:
+            tested += f" Ran: {'; '.join(verdict['ran'])}."
+        quote = f"“{verdict['quote']}” ({verdict['paper']}, {verdict['where']})"
+        outcome, evidence = claim_runner.outcome(verdict), claim_runner.evidence(verdict)
+        body.append((verdict["id"], quote, tested, outcome, evidence, verdict["reason"]))
+        # page.css colours a row by the first word of its verdict
+        verdict_classes.append(f"verdict-{verdict['verdict'].split()[0]}")
+    heads = ("claim", "what the paper says", "what is tested", "verdict", "evidence", "why")
+    title = content["model"]
+    if content["stand_in"]:
+        title += ", a stand-in"
     notes = "".join(f"<li>{html.escape(note)}</li>" for note in claim_runner.notes(content))
-    return f"<h3>{html.escape(title)}</h3><ul>{notes}</ul>" + rows(head, body, kinds)
+    return f"<h3>{html.escape(title)}</h3><ul>{notes}</ul>" + rows(heads, body, verdict_classes)
 
 
 def build(
-    title: str, sections: Sequence[tuple[str, str, str]], data: Sequence[Mapping[str, Any]] = (), lead: str = ""
+    title: str, sections: Sequence[tuple[str, str, str]], data: Sequence[Mapping[str, object]] = (), lead: str = ""
 ) -> str:
-    """Build the page: ``sections`` are (id, heading, HTML), ``data`` the browser's samples, ``lead`` the first text."""
-    style, script = ((HERE / name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
-    links = "".join(f'<a href="#{i}">{html.escape(h)}</a>' for i, h, _ in sections)
-    views = "".join(
-        f'<button data-view="{view}" aria-pressed="{"true" if view == "both" else "false"}">{label}</button>'
-        for view, label in VIEWS
-    )
-    views_note = f" <span>cells show {views}</span>" if any(i == "tables" for i, _, _ in sections) else ""
-    body = "\n".join(f'<section><h2 id="{i}">{html.escape(h)}</h2>\n{content}</section>' for i, h, content in sections)
+    """Build the page.
+
+    ``sections`` are (id, heading, HTML), ``data`` the browser's samples, and ``lead`` is the first text.
+    """
+    style = (HERE / "page.css").read_text(encoding="utf-8")
+    script = (HERE / "page.js").read_text(encoding="utf-8")
+    links = "".join(f'<a href="#{section}">{html.escape(heading)}</a>' for section, heading, _ in sections)
+    buttons = []
+    for view, label in VIEWS:
+        # the page opens with both sides of a cell
+        pressed = "true" if view == "both" else "false"
+        buttons.append(f'<button data-view="{view}" aria-pressed="{pressed}">{label}</button>')
+    views_note = ""
+    if any(section == "tables" for section, _, _ in sections):
+        views_note = f" <span>cells show {''.join(buttons)}</span>"
+    elements = []
+    for section, heading, content in sections:
+        elements.append(f'<section><h2 id="{section}">{html.escape(heading)}</h2>\n{content}</section>')
+    body = "\n".join(elements)
     # a tag inside the data must not end the element that holds it
     samples = json.dumps(list(data), ensure_ascii=False).replace("<", "\\u003c")
     return (
@@ -194,59 +312,91 @@ def build(
     )
 
 
-def tables(found: Iterable[tuple[str, str, str]]) -> str:
-    """Return tables to unfold: (paper, title, HTML) each, with a heading for every paper; the first is open."""
-    parts, paper = [], None
-    for name, title, content in found:
-        if name != paper:
-            parts.append(f"<h3>{html.escape(catalogue.paper(name).called)}</h3>")
-        opened = " open" if paper is None else ""
-        paper = name
-        parts.append(f"<details{opened}><summary>{html.escape(title)}</summary>{content}</details>")
-    return "\n".join(parts)
+def tables(parts: Iterable[tuple[str, str, str]]) -> str:
+    """Return tables to unfold: (paper, title, HTML) each, with a heading for every paper. The first is open."""
+    elements = []
+    # tables come by paper, so that a paper's heading stands before the first of its tables
+    last_paper = None
+    for paper, title, content in parts:
+        if paper != last_paper:
+            elements.append(f"<h3>{html.escape(catalogue.paper(paper).called)}</h3>")
+        opened = " open" if last_paper is None else ""
+        last_paper = paper
+        elements.append(f"<details{opened}><summary>{html.escape(title)}</summary>{content}</details>")
+    return "\n".join(elements)
 
 
 def figures_of(folder: Path) -> list[dict[str, str]]:
     """Return every figure of ``folder``: its picture, what it shows, the paper's finding, and ours."""
-    figures = []
-    for path in sorted(folder.rglob("*.png"), key=lambda path: _order(str(path.relative_to(folder)))):
-        name, csv = str(path.relative_to(folder).with_suffix("")), path.with_suffix(".csv")
+
+    def by_number(path: Path) -> tuple[str | int, ...]:
+        return _order(str(path.relative_to(folder)))
+
+    figure_texts = []
+    for path in sorted(folder.rglob("*.png"), key=by_number):
+        name = str(path.relative_to(folder).with_suffix(""))
         texts = {"name": name, "picture": str(path)}
-        if (figure := FIGURES.get(name)) is not None:
-            text = csv.read_text(encoding="utf-8") if csv.exists() else ""
-            figure, finding = figure.captioned(facts_of(text)), figure.finding(figure.parse(text)) if text else ""
+        # a picture that is no figure of a paper is shown under its name alone
+        figure = FIGURES.get(name)
+        if figure is not None:
+            csv = path.with_suffix(".csv")
+            csv_text, finding = "", ""
+            if csv.exists():
+                csv_text = csv.read_text(encoding="utf-8")
+            if csv_text:
+                finding = figure.finding(figure.parse(csv_text))
+            facts = facts_of(csv_text)
+            figure = figure.captioned(facts)
             texts |= {"title": figure.title, "Shows": figure.shows, "Here": finding}
-            texts |= {"The paper": figure.claim, "Open": figure.unsaid, "Ran": facts_of(text).get("runs", "")}
-        figures.append(texts)
-    return figures
+            texts |= {"The paper": figure.claim, "Open": figure.unsaid, "Ran": facts.get("runs", "")}
+        figure_texts.append(texts)
+    return figure_texts
 
 
-def _order(name: str) -> tuple[Any, ...]:
+def _order(name: str) -> tuple[str | int, ...]:
     """Return a sort key with numbers as numbers: figure 10 comes behind figure 9."""
-    return tuple(int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name))
+    parts: list[str | int] = []
+    # the group in the pattern keeps the numbers: texts and numbers alternate, so that like is compared with like
+    for part in re.split(r"(\d+)", name):
+        if part.isdigit():
+            parts.append(int(part))
+        else:
+            parts.append(part)
+    return tuple(parts)
 
 
-def figures(found: Sequence[Mapping[str, str]]) -> str:
+def figures(figure_texts: Sequence[Mapping[str, str]]) -> str:
     """Return the figures as HTML."""
-    parts = []
-    for figure in found:
-        texts = ((key, figure.get(key)) for key in ("Shows", "Here", "The paper", "Open", "Ran"))
-        lines = "".join(f"<p><b>{what}</b> {html.escape(text)}</p>" for what, text in texts if text)
-        title = html.escape(": ".join(figure[key] for key in ("name", "title") if key in figure))
-        data = base64.b64encode(Path(figure["picture"]).read_bytes()).decode()
-        parts.append(
+    elements = []
+    for texts in figure_texts:
+        caption = ""
+        for key in ("Shows", "Here", "The paper", "Open", "Ran"):
+            if texts.get(key):
+                caption += f"<p><b>{key}</b> {html.escape(texts[key])}</p>"
+        title = html.escape(": ".join(texts[key] for key in ("name", "title") if key in texts))
+        # a data: address, as the page may fetch no file
+        data = base64.b64encode(Path(texts["picture"]).read_bytes()).decode()
+        elements.append(
             f"<details><summary>{title}</summary><figure><img loading='lazy' alt='{title}' "
-            f"src='data:image/png;base64,{data}'><figcaption>{lines}</figcaption></figure></details>"
+            f"src='data:image/png;base64,{data}'><figcaption>{caption}</figcaption></figure></details>"
         )
-    return "\n".join(parts) or "<p>None yet: python -m kvbench plot.</p>"
+    return "\n".join(elements) or "<p>None yet: python -m kvbench plot.</p>"
 
 
-def rows(headers: Sequence[str], body: Iterable[Sequence[Any]], classes: Iterable[str] = ()) -> str:
-    """Return a sortable table of texts; ``classes`` are those of its rows. Columns of numbers stand at the right."""
-    texts = tuple(tuple("" if c is None else str(c).replace("\n", " ") for c in row) for row in body)
-    kinds = [_kind(column) for column in zip(*texts, strict=True)] or ["text"] * len(headers)
+def rows(headers: Sequence[str], body: Iterable[Sequence[object]], classes: Iterable[str] = ()) -> str:
+    """Return a sortable table of texts. ``classes`` are those of its rows. Columns of numbers stand at the right."""
+    texts = tuple(tuple(map(_cell_text, row)) for row in body)
+    # a table without rows has no columns to tell the kinds from
+    kinds = [_column_kind(column) for column in zip(*texts, strict=True)] or ["text"] * len(headers)
     table = writers.html(Table(tuple(headers), texts), "sortable", columns=kinds, rows=list(classes))
     return f'<div class="scroll">{table}</div>'
+
+
+def _cell_text(value: object) -> str:
+    """Return a value on one line, or '' for None."""
+    if value is None:
+        return ""
+    return str(value).replace("\n", " ")
 
 
 def filtered(table: str) -> str:
@@ -255,11 +405,13 @@ def filtered(table: str) -> str:
     return f'<div class="filtered"><p>{box} <span class="count" aria-live="polite"></span></p>{table}</div>'
 
 
-def _kind(column: Sequence[str]) -> str:
+def _column_kind(column: Sequence[str]) -> str:
     """Return number, short (one line) or text (wrapped), by what the column holds."""
-    if all(re.fullmatch(r"[+\-−]?[\d,.]*(e-?\d+)?", c) for c in column):
+    if all(re.fullmatch(r"[+\-−]?[\d,.]*(e-?\d+)?", cell) for cell in column):
         return "number"
-    return "short" if max(map(len, column)) <= SHORT else "text"
+    if max(map(len, column)) <= SHORT:
+        return "short"
+    return "text"
 
 
 def browser(count: int) -> str:

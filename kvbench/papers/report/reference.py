@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from textwrap import fill
-from typing import Any
+from typing import NamedTuple
 
 import yaml
 
@@ -15,7 +15,7 @@ from kvbench.papers.forensics.exact import everything
 from kvbench.papers.forensics.finding import place
 from kvbench.papers.forensics.statements import NOTE, judged
 from kvbench.papers.spec.catalogue import CatalogueEntry, Paper
-from kvbench.papers.spec.published import SCORES, model_id
+from kvbench.papers.spec.published import AVERAGE, SCORES, model_id
 from kvbench.papers.spec.published_cells import Book, published
 from kvbench.plan import presets
 from kvbench.plan.presets import Setting
@@ -33,8 +33,28 @@ checkpoint that it names: `model=tiny` is a stand-in and shows trends at best. W
 against the paper's own numbers alone ([the audit](../results/audit.md)).
 """
 QUANT = "quant"
-"""``h2o+quant`` is ``qhitter`` with lam=1."""
+"""A stage of ``h2o+quant``, which is ``qhitter`` with lam=1: kvbench has no method of that name."""
 TIMES = "times and peaks are those of its GPU"
+COLUMNS = ("", "kind", "title", "cells", "what can be reproduced")
+SAYS = ("place", "statement, in our words", "by its own numbers")
+
+
+class EntryRow(NamedTuple):
+    """One row of COLUMNS: a table or figure, and what can be reproduced of it."""
+
+    name: str
+    kind: str
+    title: str
+    cells: str
+    reproduction: str
+
+
+class ClaimRow(NamedTuple):
+    """One row of SAYS: a statement of a paper, and its verdict by the paper's own numbers."""
+
+    place: str
+    text: str
+    verdict: str
 
 
 def reproduction(entry: CatalogueEntry, book: Book) -> str:
@@ -42,117 +62,169 @@ def reproduction(entry: CatalogueEntry, book: Book) -> str:
     if entry.kind == "drawing":
         return "a drawing"
     if entry.kind == "dataset-facts":
-        return _exact(entry, book)
-    facts, entry_of = entry.as_json(), {model_id(m): m for m in entries("model")}
-    models = [entry_of[model_id(m)] for m in facts["models"] if model_id(m) in entry_of]
-    # names in its rows and columns that kvbench does not have
-    absent = [m for m in facts["models"] if model_id(m) not in entry_of]
-    absent += sorted({part for m in facts["methods"] for part in m.split("+")} - {*registry.available(), QUANT})
-    measured = {c.dataset for c in entry.cells if c.metric in (*SCORES, "perplexity")} - {"avg"}
-    absent += sorted(measured - {*entries("dataset"), *TASKS})
-    parts = [_exact(entry, book)] if entry.exact else []
+        return _describe_exact_part(entry, book)
+    parts = []
+    if entry.exact:
+        parts.append(_describe_exact_part(entry, book))
     if entry.kind == "efficiency":
         parts.append(TIMES)
-    parts.append(f"with {', '.join(models)}" if models else "with the paper's model")
+    # conf/model by one spelling, as papers write llama-2-7b and kvbench llama2-7b
+    entry_of = {model_id(model): model for model in entries("model")}
+    models = [entry_of[model_id(model)] for model in entry.model_names if model_id(model) in entry_of]
+    if models:
+        parts.append(f"with {', '.join(models)}")
+    else:
+        parts.append("with the paper's model")
+    # names in a table's rows and columns that kvbench does not have
+    absent = [model for model in entry.model_names if model_id(model) not in entry_of]
+    absent += _absent_stages(entry) + _absent_datasets(entry)
     if absent:
         parts.append(f"not here: {', '.join(absent)}")
     return "; ".join(parts)
 
 
+def _absent_stages(entry: CatalogueEntry) -> list[str]:
+    """Return the stages of a table's methods that kvbench does not have, sorted."""
+    # snapkv+think is a chain of two methods, of which either can be missing
+    stages: set[str] = set()
+    for method in entry.method_names:
+        stages.update(method.split("+"))
+    return sorted(stages - {QUANT} - set(registry.available()))
+
+
+def _absent_datasets(entry: CatalogueEntry) -> list[str]:
+    """Return the datasets of a table's scores that kvbench cannot read, sorted."""
+    # columns of bytes and times have no dataset that kvbench would need
+    datasets = {cell.dataset for cell in entry.cells if cell.metric in SCORES or cell.metric == "perplexity"}
+    return sorted(datasets - {AVERAGE} - set(entries("dataset")) - set(TASKS))
+
+
 def markdown(papers: Sequence[Paper]) -> str:
     """Return papers as Markdown."""
-    book, parts = published(), [HEAD]
+    book = published()
+    parts = [HEAD]
     for paper in papers:
-        preset = f", `preset={paper.preset}`. {presets.about(paper.preset)}" if paper.preset else "."
+        # a paper without a preset ends its line here
+        preset = "."
+        if paper.preset:
+            preset = f", `preset={paper.preset}`. {presets.about(paper.preset)}"
         parts.append(f"## {paper.title}\n\n{paper.source}{preset}\n")
-        rows = [(s.key, _plain(s.value), s.model or "any", s.source) for s in _settings(paper)]
-        parts += ["### What the preset sets\n", table(("key", "value", "model", "where it comes from"), rows)]
-        parts += ["### Tables, figures and prose\n", table(COLUMNS, [_entry(e, book) for e in paper.entries])]
-        notes = [f"- {_name(e)}: {e.note}" for e in paper.entries if e.note]
-        parts += ["\n".join(notes) + "\n"] if notes else []
-        parts += ["### What it says\n", table(SAYS, list(_claims(paper, book)))]
+        settings = [(s.key, _as_typed(s.value), s.model or "any", s.source) for s in _settings(paper)]
+        parts += ["### What the preset sets\n", table(("key", "value", "model", "where it comes from"), settings)]
+        entry_rows = [_entry_row(entry, book) for entry in paper.entries]
+        parts += ["### Tables, figures and prose\n", table(COLUMNS, entry_rows)]
+        notes = [f"- {_place_name(entry)}: {entry.note}" for entry in paper.entries if entry.note]
+        if notes:
+            parts.append("\n".join(notes) + "\n")
+        parts += ["### What it says\n", table(SAYS, list(_claim_rows(paper, book)))]
     return "\n".join(parts).rstrip() + "\n"
 
 
 def text(papers: Sequence[Paper]) -> str:
     """Return papers as plain text of WIDTH columns: preset with its sources, what can be reproduced, and claims."""
-    book, lines = published(), []
+    book = published()
+    lines = []
     for paper in papers:
-        preset = f", preset={paper.preset}" if paper.preset else ""
+        preset = ""
+        if paper.preset:
+            preset = f", preset={paper.preset}"
         lines += [fill(f"{paper.title} ({paper.source}{preset})", WIDTH), ""]
-        for s in _settings(paper):
-            setting = f"{s.key.removeprefix('method.')}={_plain(s.value)}"
-            lines.append(_hanging(f"{setting:<30} {s.source}" + (f" ({s.model} only)" if s.model else ""), 33))
+        for setting in _settings(paper):
+            # all keys of a preset begin alike, which a line of text has no room for
+            line = f"{setting.key.removeprefix('method.')}={_as_typed(setting.value)}"
+            line = f"{line:<30} {setting.source}"
+            if setting.model:
+                line += f" ({setting.model} only)"
+            lines.append(_wrap_hanging(line, 33))
         lines.append("")
-        for e in paper.entries:
-            name, kind, title, cells, reproducible = _entry(e, book)
-            lines.append(_hanging(f"{name:<10} {kind}: {title}{f'; cells: {cells}' if cells else ''}", 13))
+        for entry in paper.entries:
+            row = _entry_row(entry, book)
+            line = f"{row.name:<10} {row.kind}: {row.title}"
+            if row.cells:
+                line += f"; cells: {row.cells}"
+            lines.append(_wrap_hanging(line, 13))
+            # below the kind, behind the column of names
             indent = " " * 13
-            lines.append(fill(reproducible.replace("`", ""), WIDTH, initial_indent=indent, subsequent_indent=indent))
+            reproducible = row.reproduction.replace("`", "")
+            lines.append(fill(reproducible, WIDTH, initial_indent=indent, subsequent_indent=indent))
         lines.append("")
-        lines += [
-            _hanging(f"{verdict:<14} {statement} ({place})", 17) for place, statement, verdict in _claims(paper, book)
-        ]
+        for claim in _claim_rows(paper, book):
+            lines.append(_wrap_hanging(f"{claim.verdict:<14} {claim.text} ({claim.place})", 17))
         lines.append("")
     return "\n".join(lines).rstrip() + "\n"
 
 
-def as_json(paper: Paper) -> dict[str, Any]:
+def as_json(paper: Paper) -> dict[str, object]:
     """Return a paper as plain data: its preset with sources, what can be reproduced, and what it says."""
     book = published()
-    names = ("name", "kind", "title", "cells", "reproduction")
+    about = ""
+    if paper.preset:
+        about = presets.about(paper.preset)
     return {
         "paper": paper.id,
         "title": paper.title,
         "source": paper.source,
-        "preset": {"name": paper.preset, "about": presets.about(paper.preset) if paper.preset else ""},
-        "settings": [asdict(s) for s in _settings(paper)],
-        "entries": [dict(zip(names, _entry(e, book), strict=True)) for e in paper.entries],
-        "statements": [dict(zip(("place", "text", "verdict"), c, strict=True)) for c in _claims(paper, book)],
+        "preset": {"name": paper.preset, "about": about},
+        "settings": [asdict(setting) for setting in _settings(paper)],
+        "entries": [_entry_row(entry, book)._asdict() for entry in paper.entries],
+        "statements": [claim._asdict() for claim in _claim_rows(paper, book)],
     }
 
 
 def _settings(paper: Paper) -> tuple[Setting, ...]:
-    """Return the settings of a paper's preset; none where it has no preset."""
-    return presets.settings(paper.preset) if paper.preset else ()
+    """Return the settings of a paper's preset, or none where it has no preset."""
+    if not paper.preset:
+        return ()
+    return presets.settings(paper.preset)
 
 
-COLUMNS = ("", "kind", "title", "cells", "what can be reproduced")
-SAYS = ("place", "statement, in our words", "by its own numbers")
+def _entry_row(entry: CatalogueEntry, book: Book) -> EntryRow:
+    """Return the row of a table or figure, with its numbers of published and of flagged cells."""
+    cells = ""
+    if not entry.is_figure:
+        counts = entry.counts()
+        cells = str(counts["published"])
+        # a flag that no cell has is not named
+        flagged = [f"{counts[kind]} {kind}" for kind in ("suspect", "repaired", "missing") if counts[kind]]
+        if flagged:
+            cells += f" ({', '.join(flagged)})"
+    return EntryRow(
+        name=_place_name(entry), kind=entry.kind, title=entry.title, cells=cells, reproduction=reproduction(entry, book)
+    )
 
 
-def _entry(entry: CatalogueEntry, book: Book) -> tuple[str, str, str, str, str]:
-    """Return one row of COLUMNS."""
-    counts = entry.counts()
-    marked = [f"{counts[k]} {k}" for k in ("suspect", "repaired", "missing") if counts[k]]
-    cells = "" if entry.is_figure else str(counts["published"]) + (f" ({', '.join(marked)})" if marked else "")
-    return _name(entry), entry.kind, entry.title, cells, reproduction(entry, book)
-
-
-def _exact(entry: CatalogueEntry, book: Book) -> str:
+def _describe_exact_part(entry: CatalogueEntry, book: Book) -> str:
     """Describe which part can be computed without a model, with the number of cells."""
-    cells = [e for e in everything(book) if (e.cell.paper, e.cell.table) == (entry.paper, entry.id)]
-    counts = f" ({len(cells)} cells, {sum(not e.ok for e in cells)} off)" if cells else ""
-    return f"without a model: {entry.exact}{counts}"
+    description = f"without a model: {entry.exact}"
+    recomputed = [e for e in everything(book) if (e.cell.paper, e.cell.table) == (entry.paper, entry.id)]
+    if recomputed:
+        off = sum(not e.ok for e in recomputed)
+        description += f" ({len(recomputed)} cells, {off} off)"
+    return description
 
 
-def _claims(paper: Paper, book: Book) -> Iterator[tuple[str, str, str]]:
-    """Yield (place, statement, verdict) of a paper's statements, without notes and those about tables."""
-    for j in judged(book):
-        if j.statement.paper == paper.id and not (j.verdict == NOTE or j.statement.place.startswith("table")):
-            yield j.statement.place, j.statement.text, j.verdict
+def _claim_rows(paper: Paper, book: Book) -> Iterator[ClaimRow]:
+    """Yield a paper's statements with their verdicts, without notes and statements about tables."""
+    for judgement in judged(book):
+        statement = judgement.statement
+        is_claim = judgement.verdict != NOTE and not statement.place.startswith("table")
+        if statement.paper == paper.id and is_claim:
+            yield ClaimRow(statement.place, statement.text, judgement.verdict)
 
 
-def _name(entry: CatalogueEntry) -> str:
+def _place_name(entry: CatalogueEntry) -> str:
     """Return an entry's place in words."""
-    return f"figure {entry.id.removeprefix('figure')}" if entry.is_figure else place(entry.id)
+    if entry.is_figure:
+        return f"figure {entry.id.removeprefix('figure')}"
+    return place(entry.id)
 
 
-def _plain(value: Any) -> str:
+def _as_typed(value: object) -> str:
     """Return a value as it is typed."""
+    # YAML ends a lone number or word with a line of three dots
     return yaml.safe_dump(value, default_flow_style=True, width=1000).replace("\n...", "").strip()
 
 
-def _hanging(line: str, indent: int) -> str:
+def _wrap_hanging(line: str, indent: int) -> str:
     """Wrap a line, with further lines indented."""
     return fill(line, WIDTH, initial_indent="  ", subsequent_indent=" " * indent, break_long_words=False)

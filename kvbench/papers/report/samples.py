@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,12 +13,13 @@ from kvbench.methods.core.prompt_cache import Cache
 from kvbench.plan.cells import Group
 from kvbench.run import experiment
 from kvbench.run.experiment import RunPlan
+from kvbench.run.host import Host
 
 LEVELS = 10
 """Shades of a token: the share of layers and heads that kept it, from none (0) to all (9)."""
 
 
-def collect(prepared: RunPlan, per_task: int) -> list[dict[str, Any]]:
+def collect(prepared: RunPlan, per_task: int) -> list[dict[str, object]]:
     """Return the first ``per_task`` examples of every task with all methods' answers, measured where missing.
 
     Prompts are read again to see what each method keeps: positions are not part of what a run stores.
@@ -30,30 +30,45 @@ def collect(prepared: RunPlan, per_task: int) -> list[dict[str, Any]]:
     examples = []
     for group in prepared.bound(prepared.groups, model, quiet=True):
         for example in group.examples[:per_task]:
+            # a text that is scored by its likelihood alone has no answers to show
             if not example.tokens:
                 examples.append(_example(host, prepared, group, example))
     return examples
 
 
-def _example(host: Any, prepared: RunPlan, group: Group, example: Example) -> dict[str, Any]:
+def _example(host: Host, prepared: RunPlan, group: Group, example: Example) -> dict[str, object]:
     """Return one example with every method's answer and kept tokens."""
     encoded = host.encode(example, group.task)
-    methods = []
-    cells = [c for c in group.cells if example.id in prepared.store.samples(c.id)]
+    cells = [cell for cell in group.cells if example.id in prepared.store.samples(cell.id)]
     caches: list[Cache | None] = [None] * len(cells)
-    with suppress(UsageError):  # a chain that cannot read this prompt
-        caches = [*host.prefill(encoded.ids, [c.chain for c in cells])]
+    # a chain that cannot read this prompt leaves all methods of the group without shades
+    with suppress(UsageError):
+        caches = list(host.prefill(encoded.ids, [cell.chain for cell in cells]))
+    methods = []
     for cell, cache in zip(cells, caches, strict=True):
-        line = prepared.store.samples(cell.id)[example.id]
-        kept = "" if cache is None else "".join(map(str, shades(cache).tolist()))
-        answer = {"label": cell.label, "prediction": line.prediction, "score": line.score}
-        methods.append({**answer, "kept": kept, "cell": cell.id})
+        sample = prepared.store.samples(cell.id)[example.id]
+        digits = ""
+        if cache is not None:
+            digits = "".join(map(str, shades(cache).tolist()))
+        methods.append(
+            {
+                "label": cell.label,
+                "prediction": sample.prediction,
+                "score": sample.score,
+                "kept": digits,
+                "cell": cell.id,
+            }
+        )
+    question = ""
+    if encoded.question:
+        question = host.tokenizer.decode(list(encoded.question))
     return {
         "task": group.column,
         "id": example.id,
         "metric": group.task.metric,
-        "tokens": [host.tokenizer.decode([i]) for i in encoded.ids],
-        "question": host.tokenizer.decode(list(encoded.question)) if encoded.question else "",
+        # one text a token, to each of which the page gives its shade
+        "tokens": [host.tokenizer.decode([token]) for token in encoded.ids],
+        "question": question,
         "answers": list(example.answers),
         "methods": methods,
     }
@@ -67,4 +82,5 @@ def shades(cache: Cache) -> Tensor:
         for positions in layer.kept_positions():
             counts[positions.long().cpu()] += 1
             heads += 1
+    # round(9 c / H) for a token that c of all layers' H heads keep; a cache without layers has no heads
     return (counts / max(1, heads) * (LEVELS - 1)).round().long()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,53 +47,95 @@ class MeasuredTable:
 
 def parts(model: str, results: str, samples: Path, arguments: Sequence[str] = ()) -> list[ReportPart]:
     """Build every declared table: from the samples committed in ``samples``, else from the store."""
-    tables, built = table_spec.find("all"), []
+    tables = table_spec.find("all")
+    report_parts = []
+    # building them takes minutes where tables have thousands of samples
     with progress({"tables": len(tables)}, unit="tables") as tick:
         for table in tables:
-            built.append(_part(table, model, results, samples, arguments))
+            part = None
+            if table.measurable:
+                part = _committed_part(table, model, samples, arguments)
+            report_parts.append(part or _stored_part(table, model, results, arguments))
             tick("tables", 1)
-    return built
+    return report_parts
 
 
-def _part(table: TableSpec, model: str, results: str, samples: Path, arguments: Sequence[str]) -> ReportPart:
-    """Build one table, from committed samples where there are any that it shows."""
+def _committed_part(table: TableSpec, model: str, samples: Path, arguments: Sequence[str]) -> ReportPart | None:
+    """Build a table from its committed samples. Return None where there are none that it shows."""
     packed = samples / f"{table.paper}-{table.table}.samples.jsonl.gz"
-    if table.measurable and packed.exists():
-        with tempfile.TemporaryDirectory() as folder:
-            store = ResultStore(Path(folder))
-            cells = list(archive.unpack(packed, store))
-            counts = [len(store.samples(c)) for c in cells]
-            limit = [f"limit={max(counts)}"] if model == stand_ins.MODEL else []
-            ours = our_table.prepare(table, model, [f"results={folder}", *limit, *arguments])
-            if ours.run is not None and {c.id for g in ours.run.groups for c in g.cells} & set(cells):
-                measured = MeasuredTable(table.id, len(cells), sum(counts), provenance(store, cells))
-                return _of(view(ours), measured)
-    extra = arguments if table.measurable else ()
-    return _of(view(our_table.prepare(table, model, [f"results={results}", *extra])))
+    if not packed.exists():
+        return None
+    # into a store of their own: the user's results must not change by a report
+    with tempfile.TemporaryDirectory() as folder:
+        store = ResultStore(Path(folder))
+        cells = list(archive.unpack(packed, store))
+        answer_counts = [len(store.samples(cell)) for cell in cells]
+        words = [f"results={folder}"]
+        if model == stand_ins.MODEL:
+            # the tiny suite's tables show as many examples as are committed, whatever the default limit is
+            words.append(f"limit={max(answer_counts)}")
+        words.extend(arguments)
+        ours = our_table.prepare(table, model, words)
+        if ours.run is None:
+            return None
+        shown_cells: set[str] = set()
+        for group in ours.run.groups:
+            shown_cells.update(cell.id for cell in group.cells)
+        # samples of another version of the methods belong to cells that this one does not have
+        if shown_cells.isdisjoint(cells):
+            return None
+        measured = MeasuredTable(table.id, len(cells), sum(answer_counts), provenance(store, cells))
+        return _report_part(view(ours), measured)
 
 
-def _of(seen: View, behind: MeasuredTable | None = None) -> ReportPart:
+def _stored_part(table: TableSpec, model: str, results: str, arguments: Sequence[str]) -> ReportPart:
+    """Build a table from what the store in ``results`` has of it."""
+    words = [f"results={results}"]
+    if table.measurable:
+        words.extend(arguments)
+    return _report_part(view(our_table.prepare(table, model, words)))
+
+
+def _report_part(seen: View, measured: MeasuredTable | None = None) -> ReportPart:
     """Build the part of a table that was read."""
-    return ReportPart(seen.ours.declared.paper, title(seen), fragment(seen), page.as_json(seen), behind)
+    return ReportPart(
+        paper=seen.ours.declared.paper,
+        title=title(seen),
+        content=fragment(seen),
+        plain=page.as_json(seen),
+        measured=measured,
+    )
 
 
 def provenance(store: ResultStore, cells: Sequence[str]) -> dict[str, str]:
     """Return each fact of FACTS (model, device, ...) over the cells with these ids: its distinct values, joined."""
-    entries = [p for c in cells if (record := store.cell(c)) is not None for p in record.provenance]
-    return {key: ", ".join(dict.fromkeys(str(e[key]) for e in entries if e.get(key))) for key in FACTS}
+    # a cell that was measured in several sessions has an entry for each
+    entries: list[Mapping[str, object]] = []
+    for cell in cells:
+        record = store.cell(cell)
+        if record is not None:
+            entries.extend(record.provenance)
+    facts = {}
+    for key in FACTS:
+        values = [str(entry[key]) for entry in entries if entry.get(key)]
+        facts[key] = ", ".join(dict.fromkeys(values))
+    return facts
 
 
 def fragment(seen: View) -> str:
-    """Return one table as HTML: four spans a cell, of which the page shows what its view asks for."""
-    views = {show: grid(seen, show) for show in VIEWS}
+    """Return one table as HTML: four spans a cell, of which the page shows the one that the reader chose."""
+    tables_by_view = {show: grid(seen, show) for show in VIEWS}
 
     def cell(row: int, column: int) -> str:
-        """Return a cell's spans, one for each view; the first column is the same in all."""
-        if not column:
-            return writers.html_lines(views["ours"].rows[row][0], small=True)
-        texts = ((show, writers.html_lines(table.rows[row][column], small=True)) for show, table in views.items())
-        return "".join(f'<span class="{show}">{text}</span>' for show, text in texts)
+        """Return a cell's spans, one for each view. The first column is the same in all."""
+        if column == 0:
+            return writers.html_lines(tables_by_view["ours"].rows[row][0], small=True)
+        spans = ""
+        for show, table in tables_by_view.items():
+            spans += f'<span class="{show}">{writers.html_lines(table.rows[row][column], small=True)}</span>'
+        return spans
 
-    items = "".join(f"<li>{html.escape(n)}</li>" for n in notes(seen, "beside"))
-    table = writers.html(views["ours"], "paper", cell)
+    items = "".join(f"<li>{html.escape(note)}</li>" for note in notes(seen, "beside"))
+    # heads and groups are those of one view, as all have the same columns
+    table = writers.html(tables_by_view["ours"], "paper", cell)
     return f'<div class="scroll">{table}</div><ul class="notes">{items}</ul>'

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -21,10 +20,11 @@ FIELDS = ("title", "kind", "exact", "note", "models")
 
 @dataclass(frozen=True)
 class CatalogueEntry:
-    """A table or figure. ``id`` as in published files (``2``, ``fig6``, ``text``), a figure's is ``figure3``.
+    """A table or figure of a paper.
 
-    ``kind`` is one of KINDS, ``measured`` and ``drawing`` for figures. ``exact`` says which part of it can be computed
-    again without a model, '' for none. ``models`` is only written for figures; a table's follow from its cells.
+    A table's ``id`` is that of its file of published cells (``2``, ``fig6``, ``text``), a figure's is ``figure3``.
+    ``kind`` is one of KINDS: ``measured`` or ``drawing`` for figures. ``exact`` says which part of it can be computed
+    again without a model, '' for none. ``models`` is only written for figures, as a table's follow from its cells.
     """
 
     paper: str
@@ -47,37 +47,62 @@ class CatalogueEntry:
 
     @property
     def cells(self) -> tuple[Published, ...]:
-        """Return the published cells; none of a figure."""
-        return () if self.is_figure else load_table(self.paper, self.id)
+        """Return the published cells, or none of a figure."""
+        if self.is_figure:
+            return ()
+        return load_table(self.paper, self.id)
+
+    @property
+    def model_names(self) -> list[str]:
+        """Return the published models of the cells, sorted, or those that a figure's entry names."""
+        # a fact about a dataset has no model
+        names = {cell.model for cell in self.cells} - {""}
+        if names:
+            return sorted(names)
+        return [name for name in self.models.split(", ") if name]
+
+    @property
+    def method_names(self) -> list[str]:
+        """Return the published methods of the cells, sorted."""
+        return sorted({cell.method for cell in self.cells} - {""})
 
     def counts(self) -> dict[str, int]:
         """Count the published cells, and the suspect, repaired and missing ones (a cell can be two of these)."""
-        flags = Counter(kind for c in self.cells for kind in c.flags)
-        marked = {kind: flags[kind] for kind in ("suspect", "repaired", "missing")}
-        return {"published": len(self.cells) - marked["missing"], **marked}
-
-    def as_json(self) -> dict[str, Any]:
-        """Return plain data, for lists."""
+        # a cell can be suspect and repaired, and then counts as both
+        flags: Counter[str] = Counter()
+        for cell in self.cells:
+            flags.update(cell.flags.keys())
+        # a missing cell is empty or n/a on the page, so nothing is published there
         return {
+            "published": len(self.cells) - flags["missing"],
+            "suspect": flags["suspect"],
+            "repaired": flags["repaired"],
+            "missing": flags["missing"],
+        }
+
+    def as_json(self) -> dict[str, object]:
+        """Return plain data, for lists."""
+        facts: dict[str, object] = {
             "id": self.name,
             "kind": self.kind,
             "title": self.title,
-            "models": sorted({c.model for c in self.cells} - {""}) or list(filter(None, self.models.split(", "))),
-            "methods": sorted({c.method for c in self.cells} - {""}),
-            "datasets": list(dict.fromkeys(c.dataset for c in self.cells)),
+            "models": self.model_names,
+            "methods": self.method_names,
+            "datasets": list(dict.fromkeys(cell.dataset for cell in self.cells)),
             "exact": self.exact,
             "note": self.note,
-            **self.counts(),
         }
+        facts.update(self.counts())
+        return facts
 
 
 @dataclass(frozen=True)
 class Paper:
     """A paper with its tables, prose and figures in order.
 
-    ``name`` is what it calls its method, ``source`` where it appeared, ``place`` its place among the papers' tables.
-    ``preset`` is the entry of conf/preset that its tables are made with, ``prompt`` the prompt policy in conf/prompt of
-    its LongBench scores; '' where there is none, or the paper does not say.
+    ``name`` is its method's name, ``source`` where it appeared, ``place`` its place among the papers' tables.
+    ``preset`` is the entry of conf/preset that its tables are made with. ``prompt`` is the prompt policy in conf/prompt
+    of its LongBench scores. Both are '' where there is none, or where the paper does not say.
     """
 
     id: str
@@ -96,35 +121,47 @@ class Paper:
 
 
 def papers() -> tuple[str, ...]:
-    """Return the ids of all papers."""
+    """Return the ids of all papers, sorted."""
     return tuple(path.parent.name for path in files("*/paper.yaml"))
 
 
 @cache
 def paper(name: str) -> Paper:
-    """Read one paper; raise UsageError for a name that is none, KvbenchError for a damaged file."""
+    """Read one paper. Raises UsageError for an unknown name, KvbenchError for a damaged file."""
     if name not in papers():
         raise unknown("paper", name, (*papers(), "all"))
+    # a second folder of papers (KVBENCH_PAPERS_DATA) may not have a paper of the same id
     (path,) = files(f"{name}/paper.yaml")
     content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    # keys that are missing have the defaults of Paper
     fields = {key: content[key] for key in ("title", "source", "name", "preset", "prompt", "place") if key in content}
-    return Paper(name, entries=tuple(_entries(path, name, content)), **fields)
+    return Paper(name, entries=tuple(_read_entries(path, name, content)), **fields)
 
 
 def chosen(name: str) -> list[Paper]:
     """Return the paper of that name, or each for ``all``."""
-    return [paper(p) for p in (papers() if name == "all" else [name])]
+    if name == "all":
+        return [paper(paper_id) for paper_id in papers()]
+    return [paper(name)]
 
 
 def in_place() -> tuple[str, ...]:
     """Return the ids of all papers in the order of their tables."""
-    return tuple(sorted(papers(), key=lambda p: paper(p).place))
+
+    def place_of(paper_id: str) -> int:
+        return paper(paper_id).place
+
+    return tuple(sorted(papers(), key=place_of))
 
 
-def _entries(path: Path, name: str, content: Mapping[str, Any]) -> Iterator[CatalogueEntry]:
-    """Yield the tables and figures of a paper.yaml; raise KvbenchError for an unknown kind or field."""
+def _read_entries(
+    path: Path, name: str, content: Mapping[str, Mapping[str | int, Mapping[str, str]]]
+) -> Iterator[CatalogueEntry]:
+    """Yield the tables and figures of a paper.yaml. Raises KvbenchError for an unknown kind or field."""
+    # table 2 is think/2 on the command line, and figure 2 is think/figure2
     for group, prefix in (("tables", ""), ("figures", "figure")):
         for number, fields in content.get(group, {}).items():
+            # a slip in a key would otherwise be a default in silence
             if set(fields) - set(FIELDS) or fields.get("kind") not in KINDS:
                 raise KvbenchError(f"{path}: {group} {number} needs a kind of {', '.join(KINDS)} and only {FIELDS}")
             yield CatalogueEntry(name, f"{prefix}{number}", **fields)

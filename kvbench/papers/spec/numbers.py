@@ -9,48 +9,56 @@ from fractions import Fraction
 
 @dataclass(frozen=True)
 class Number:
-    """A number and the interval that it can lie in: 41.86 as printed stands for anything from 41.855 to 41.865."""
+    """A number and the interval that it can lie in: 41.86 as printed stands for anything from 41.855 to 41.865.
+
+    All three are exact fractions, so that arithmetic adds no error of its own.
+    """
 
     value: Fraction
     low: Fraction
     high: Fraction
 
     def __add__(self, other: Number | int) -> Number:
-        b = _number(other)
+        b = _as_number(other)
         return Number(self.value + b.value, self.low + b.low, self.high + b.high)
 
     def __sub__(self, other: Number | int) -> Number:
-        b = _number(other)
+        b = _as_number(other)
+        # the difference is smallest where this is low and the other high
         return Number(self.value - b.value, self.low - b.high, self.high - b.low)
 
     def __mul__(self, other: Number | int | Fraction) -> Number:
-        b = _number(other)
-        ends = [x * y for x in (self.low, self.high) for y in (b.low, b.high)]
+        b = _as_number(other)
+        # signs decide which two ends give the smallest product, so try all four
+        ends = (self.low * b.low, self.low * b.high, self.high * b.low, self.high * b.high)
         return Number(self.value * b.value, min(ends), max(ends))
 
     def __truediv__(self, other: Number | int | Fraction) -> Number:
-        b = _number(other)
+        b = _as_number(other)
         if b.low <= 0 <= b.high:
             raise ZeroDivisionError(f"{float(b.value)} cannot be told from zero")
+        # a / b = a * (1 / b), and 1 / b falls as b grows, so that its ends change places
         return self * Number(1 / b.value, 1 / b.high, 1 / b.low)
 
     def __float__(self) -> float:
         return float(self.value)
 
     def text(self, decimals: int) -> str:
-        """Return the value with as many decimals, ties rounded away from zero as papers do."""
+        """Return the value with ``decimals`` digits behind the point, ties rounded away from zero as papers do."""
         return fixed(self.value, decimals)
 
 
 def exactly(value: int | float | Fraction) -> Number:
-    """Return a number that hides nothing; a float stands for its shortest decimal."""
+    """Return a number that hides nothing. A float stands for its shortest decimal."""
+    # 0.1 is meant as 1/10, not as the binary fraction nearest to it
     exact = Fraction(str(value)) if isinstance(value, float) else Fraction(value)
     return Number(exact, exact, exact)
 
 
 def printed(text: str) -> Number:
     """Return the number of these characters, with half a unit of the last digit either way."""
-    value, half = Fraction(text), Fraction(1, 2 * 10 ** decimals(text))
+    value = Fraction(text)
+    half = Fraction(1, 2 * 10 ** decimals(text))
     return Number(value, value - half, value + half)
 
 
@@ -63,10 +71,17 @@ def grade(text: str, recomputed: Number) -> str:
     """Return ``equal`` (rounds to these characters), ``rounding`` (hidden or cut digits explain them) or ``off``."""
     if fixed(recomputed.value, decimals(text)) == fixed(Fraction(text), decimals(text)):
         return "equal"
-    shown, unit = printed(text), Fraction(1, 10 ** decimals(text))
-    # 1.585 printed as 1.58 is cut, not rounded; towards zero
-    low, high = (shown.low, shown.value + unit) if shown.value >= 0 else (shown.value - unit, shown.high)
-    return "rounding" if recomputed.low <= high and low <= recomputed.high else "off"
+    shown = printed(text)
+    unit = Fraction(1, 10 ** decimals(text))
+    # 1.585 may be printed as 1.58, cut towards zero instead of rounded: a whole unit away from zero is possible
+    if shown.value >= 0:
+        low, high = shown.low, shown.value + unit
+    else:
+        low, high = shown.value - unit, shown.high
+    # the two intervals overlap
+    if recomputed.low <= high and low <= recomputed.high:
+        return "rounding"
+    return "off"
 
 
 def mean(numbers: Iterable[Number]) -> Number:
@@ -84,10 +99,15 @@ def fixed(value: Fraction, digits: int) -> str:
     # floor(x + 1/2) of the absolute value, in whole units of the last digit
     units = (2 * scaled.numerator + scaled.denominator) // (2 * scaled.denominator)
     text = f"{units:0{digits + 1}d}"
-    text = f"{text[:-digits]}.{text[-digits:]}" if digits else text
-    return f"-{text}" if value < 0 and units else text
+    if digits:
+        text = f"{text[:-digits]}.{text[-digits:]}"
+    if value < 0 and units:
+        return f"-{text}"
+    return text
 
 
-def _number(other: Number | int | Fraction) -> Number:
+def _as_number(other: Number | int | Fraction) -> Number:
     """Return an exact number for an int or a fraction."""
-    return other if isinstance(other, Number) else exactly(other)
+    if isinstance(other, Number):
+        return other
+    return exactly(other)

@@ -19,12 +19,13 @@ from kvbench.papers.spec.numbers import decimals, fixed
 
 COLUMNS = ("paper", "table", "model", "method", "setting", "dataset", "metric", "value", "unit", "row_order", "flag")
 MARKS = {"suspect": "?", "repaired": "~", "missing": ""}
+"""The sign behind a printed value by the kind of its flag."""
 FRACTION = "fraction"
 SCORES = ("f1", "rouge_l", "accuracy", "edit_sim", "bleu", "mean")
 """Metrics of answers; the others measure bytes, times and budgets."""
 
 AVERAGE = "avg"
-"""What stands in place of a dataset in the cell that averages a row."""
+"""The dataset of a cell that averages its row."""
 
 
 @dataclass(frozen=True)
@@ -56,19 +57,24 @@ class Published:
 
     @property
     def flags(self) -> dict[str, str]:
-        """Return the reasons by kind of flag (suspect, repaired, missing); a cell can have two flags."""
+        """Return the reasons by kind of flag (suspect, repaired, missing). A cell can have two flags."""
+        # a reason may hold further colons
         return dict(part.split(":", 1) for part in self.flag.split(" | ") if part)
 
     @property
     def points(self) -> float | None:
         """Return ``value`` in the unit of our scores: a printed fraction in per cent."""
-        return self.value if self.value is None or self.unit != FRACTION else 100 * self.value
+        # kvbench's scores go from 0 to 100, and most papers' too
+        if self.value is None or self.unit != FRACTION:
+            return self.value
+        return 100 * self.value
 
     @property
     def shown(self) -> str:
         """Return ``printed`` in the unit of our scores: 0.171 as 17.1."""
         if self.value is None or self.unit != FRACTION:
             return self.printed
+        # times 100 moves two digits before the point
         return fixed(100 * Fraction(self.printed), max(0, decimals(self.printed) - 2))
 
     @property
@@ -79,22 +85,30 @@ class Published:
 
 def tables() -> list[tuple[str, str]]:
     """Return (paper, table) of every file: numbered tables in their order, then ``fig6`` and ``text``."""
-    names = ((p.parent.parent.name, p.stem.removeprefix("table")) for p in files("*/published/*.csv"))
-    return sorted(names, key=lambda f: (f[0], not f[1].isdigit(), f[1].zfill(3)))
+
+    def numbers_first(name: tuple[str, str]) -> tuple[str, bool, str]:
+        paper, table = name
+        # as texts of three characters, 010 comes behind 009
+        return paper, not table.isdigit(), table.zfill(3)
+
+    names = [(path.parent.parent.name, path.stem.removeprefix("table")) for path in files("*/published/*.csv")]
+    return sorted(names, key=numbers_first)
 
 
 @cache
 def load_table(paper: str, table: str) -> tuple[Published, ...]:
-    """Return the cells of one table in the paper's order; raise KvbenchError with file and line of damage."""
+    """Return the cells of one table in the paper's order. Raises KvbenchError with file and line of damage."""
+    # table7.csv, fig6.csv and text.csv
     stem = f"table{table}" if table.isdigit() else table
     path = next(iter(files(f"{paper}/published/{stem}.csv")), None)
     if path is None:
-        raise unknown("table", f"{paper}/{table}", [f"{p}/{t}" for p, t in tables()])
+        raise unknown("table", f"{paper}/{table}", ["/".join(name) for name in tables()])
+    # newline="" leaves line ends inside quotes to the reader, as the csv module asks
     with path.open(encoding="utf-8", newline="") as lines:
         reader = csv.DictReader(lines)
         if tuple(reader.fieldnames or ()) != COLUMNS:
             raise KvbenchError(f"{path}: its columns must be {','.join(COLUMNS)}")
-        return tuple(_cell(path, reader.line_num, row) for row in reader)
+        return tuple(_read_cell(path, reader.line_num, fields) for fields in reader)
 
 
 def rows(model: str, method: str, setting: str = "") -> Iterator[tuple[str, str, dict[str, Published]]]:
@@ -103,14 +117,16 @@ def rows(model: str, method: str, setting: str = "") -> Iterator[tuple[str, str,
     A row's setting must hold all parts of ``setting``. Only scores in per cent of numbered tables count. A table with
     several such rows gives each of them.
     """
-    parts = set(filter(None, setting.split(";")))
+    parts = {part for part in setting.split(";") if part}
     for paper, table in tables():
         if not table.isdigit():
             continue
+        # a method under several budgets has a row for each
         by_setting: dict[str, dict[str, Published]] = {}
         for cell in load_table(paper, table):
             is_row = model_id(cell.model) == model_id(model) and cell.method == method
-            if is_row and cell.metric in SCORES and cell.unit == "pct" and parts <= set(cell.setting.split(";")):
+            is_score = cell.metric in SCORES and cell.unit == "pct"
+            if is_row and is_score and parts <= set(cell.setting.split(";")):
                 by_setting.setdefault(cell.setting, {})[cell.dataset] = cell
         for cells in by_setting.values():
             yield paper, table, cells
@@ -121,18 +137,34 @@ def model_id(name: str) -> str:
     return re.sub(r"^llama-(\d)", r"llama\1", name.strip().lower())
 
 
-def _cell(path: Path, line: int, row: dict[str, str]) -> Published:
-    """Parse one line of a file; raise KvbenchError for a bad number."""
+def _read_cell(path: Path, line: int, fields: dict[str, str]) -> Published:
+    """Parse one line of a file. Raises KvbenchError for a bad number."""
+    # the name of a metric, as LongBench's tables have it, is a cell of text and has no value
+    value = None
     try:
-        value = float(row["value"]) if row["value"] and row["unit"] != "text" else None
-        order = int(row["row_order"])
+        if fields["value"] and fields["unit"] != "text":
+            value = float(fields["value"])
+        row = int(fields["row_order"])
     except ValueError:
-        raise KvbenchError(f"{path}, line {line}: {row['value']!r} is not a number, or the row's is not") from None
-    dataset = row["dataset"]
+        raise KvbenchError(f"{path}, line {line}: {fields['value']!r} is not a number, or the row's is not") from None
+    dataset = fields["dataset"]
+    # another spelling of an average would be taken for a dataset, and averaged with the others
     if dataset != AVERAGE and dataset.strip(" .").lower() in (AVERAGE, "average", "mean"):
         raise KvbenchError(
             f"{path}, line {line}: the dataset {dataset!r} would be one more score of its row: write {AVERAGE} for an "
             "average, which is audited and computed"
         )
-    texts = {key: row[key] for key in COLUMNS if key not in ("value", "row_order")}
-    return Published(value=value, printed=row["value"], row=order, **texts)
+    return Published(
+        paper=fields["paper"],
+        table=fields["table"],
+        model=fields["model"],
+        method=fields["method"],
+        setting=fields["setting"],
+        dataset=dataset,
+        metric=fields["metric"],
+        value=value,
+        unit=fields["unit"],
+        flag=fields["flag"],
+        printed=fields["value"],
+        row=row,
+    )

@@ -5,14 +5,14 @@ A setting is ``key=value;key=value`` as the published CSV files have it (``kv_si
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from kvbench.base.errors import KvbenchError
 from kvbench.methods.core import registry
 
 Knobs = dict[str, str]
+"""Arguments of ``run``, as they are typed, by key."""
 
 SHORTEST_WINDOW = 2
 """Tokens below which no window of a stand-in is scaled: its prompts end with the key that they ask for."""
@@ -24,8 +24,24 @@ METHODS = {
     "uncomp-stage": "uncomp-stage+uncomp-group",
 }
 FACTS = {
-    *("mem_m", "matched_to", "compress_pct", "block", "gpu", "samples", "same_memory", "where", "id", "layer"),
-    *("batch", "prompt", "gen", "input", "output", "context", "shots", "windows"),
+    "mem_m",
+    "matched_to",
+    "compress_pct",
+    "block",
+    "gpu",
+    "samples",
+    "same_memory",
+    "where",
+    "id",
+    "layer",
+    "batch",
+    "prompt",
+    "gen",
+    "input",
+    "output",
+    "context",
+    "shots",
+    "windows",
 }
 """Keys that describe a row, its workload or its prompts, and set no knob of a method."""
 
@@ -46,9 +62,9 @@ LENGTHS = ("window", "recent", "observed", "sinks")
 class StandIn:
     """A small model in place of a published one: its prompts have ``length`` tokens where the paper's had ``of``.
 
-    ``windows``: scaled, or paper where they stay as they are. ``layers``, ``heads`` (query heads) and ``dim`` (of a
-    head) are the stand-in's own, ``heads_of`` and ``dim_of`` those that published numbers of heads and of dimensions
-    are of.
+    ``windows`` is ``scaled``, or ``paper`` where windows stay as published. ``layers``, ``heads`` (query heads) and
+    ``dim`` (of a head) are the stand-in's own. ``heads_of`` and ``dim_of`` are those of the published model, by which
+    its numbers of heads and of dimensions are scaled.
     """
 
     length: int
@@ -65,8 +81,10 @@ class StandIn:
         return max(1, round(count * self.length / self.of))
 
     def window(self, count: int) -> int:
-        """Return a published window at the stand-in's length, but not below what a query needs."""
-        return count if self.windows == "paper" else min(count, max(SHORTEST_WINDOW, self.tokens(count)))
+        """Return a published window at the stand-in's length, but not below the tokens that a query needs."""
+        if self.windows == "paper":
+            return count
+        return min(count, max(SHORTEST_WINDOW, self.tokens(count)))
 
 
 AS_PUBLISHED = StandIn(1, 1, layers=1 << 16, heads=HEADS, dim=DIM, windows="paper")
@@ -75,7 +93,12 @@ AS_PUBLISHED = StandIn(1, 1, layers=1 << 16, heads=HEADS, dim=DIM, windows="pape
 
 def parse(setting: str) -> dict[str, str]:
     """Return the keys and values of a setting."""
-    return dict(part.partition("=")[::2] for part in setting.split(";") if part)
+    values = {}
+    for part in setting.split(";"):
+        if part:
+            key, _, value = part.partition("=")
+            values[key] = value
+    return values
 
 
 def method_of(method: str, setting: Mapping[str, str]) -> str:
@@ -86,60 +109,102 @@ def method_of(method: str, setting: Mapping[str, str]) -> str:
 
 
 def knobs(method: str, setting: str, stand_in: StandIn | None = None) -> Knobs:
-    """Return arguments of ``run`` by key for a published row; raise KvbenchError for an unknown key."""
+    """Return arguments of ``run`` by key for a published row. Raises KvbenchError for an unknown key."""
     settings = parse(setting)
     stages = method_of(method, settings).split("+")
-    knob_names = {knob for stage in stages if stage in registry.available() for knob in registry.knob_names(stage)}
+    knob_names: set[str] = set()
+    for stage in stages:
+        if stage in registry.available():
+            knob_names.update(registry.knob_names(stage))
     arguments: Knobs = {}
     for key, value in settings.items():
         if key not in FACTS:
-            arguments |= _knobs(key, value, stand_in or AS_PUBLISHED, knob_names)
-    if "deleted_heads" in settings:  # the heads that stay all keep the high group's tokens
+            arguments |= _knobs_of_part(key, value, stand_in or AS_PUBLISHED, knob_names)
+    # heads of the low group are deleted, so that all heads that stay keep the high group's tokens
+    if "deleted_heads" in settings:
         arguments["kv_size"] = arguments.pop("high")
-    full_keys = {k: f"method.{s}.{k}" for k, owners in OWNERS.items() for s in reversed(stages) if s in owners}
-    return {full_keys.get(key, key): value for key, value in arguments.items()}
+    return {_key_with_owner(key, stages): value for key, value in arguments.items()}
 
 
-def scaled_windows(values: Mapping[str, Any], stages: Iterable[str], stand_in: StandIn) -> Knobs:
+def _key_with_owner(key: str, stages: Sequence[str]) -> str:
+    """Return the key of a knob, with the stage that a published row means where OWNERS says it."""
+    for stage in stages:
+        if stage in OWNERS.get(key, ()):
+            return f"method.{stage}.{key}"
+    return key
+
+
+def scaled_windows(values: Mapping[str, object], stages: Iterable[str], stand_in: StandIn) -> Knobs:
     """Return the windows that a preset (``values`` by full key) sets for ``stages``, at the stand-in's length."""
-    return {
-        f"method.{stage}.{knob}": str(stand_in.window(int(values[f"method.{stage}.{knob}"])))
-        for stage in stages
-        for knob in LENGTHS
-        if isinstance(values.get(f"method.{stage}.{knob}"), int)
-    }
+    windows: Knobs = {}
+    for stage in stages:
+        for knob in LENGTHS:
+            key = f"method.{stage}.{knob}"
+            count = values.get(key)
+            if isinstance(count, int):
+                windows[key] = str(stand_in.window(int(count)))
+    return windows
 
 
-def _knobs(key: str, value: str, to: StandIn, known: Container[str]) -> Knobs:
-    """Return the knobs that one part of a setting sets on a stand-in; ``known`` are those of the row's methods."""
+def _knobs_of_part(key: str, value: str, stand_in: StandIn, knob_names: Container[str]) -> Knobs:
+    """Return the knobs that one part of a setting sets on a stand-in.
+
+    ``knob_names`` are the knobs of the row's methods. Raises KvbenchError for a key that is none of them.
+    """
     match key:
         case "kv_size" | "kv_high" | "kv_low":
-            return {} if value in ("full", "n/a") else {RENAMED.get(key, key): str(to.tokens(int(value)))}
+            # the full cache keeps all tokens, which is the knobs' default
+            if value in ("full", "n/a"):
+                return {}
+            return {RENAMED.get(key, key): str(stand_in.tokens(int(value)))}
         case "recent":
-            return {key: str(to.window(int(value)) if int(value) else 0)}
+            # no window at all stays none, where a scaled one would have at least a token
+            count = int(value)
+            return {key: str(stand_in.window(count) if count else 0)}
         case "kv":
             return {}
         case "budget":
-            return {} if float(value) == 1 else {"kv_ratio": value}
+            # a budget of 1 keeps all tokens, which is the default
+            if float(value) == 1:
+                return {}
+            return {"kv_ratio": value}
         case "bits":
+            # 2/2 are the bits of keys and of values, which are equal in every published row
             return {key: value.partition("/")[0]}
         case "selection_bits":
-            return {} if value == "16" else {"score_bits": value}
-        case "k":  # a row, or per cent of the prompt's
-            return {key: f"{int(value.removesuffix('%n')) / 100:g}" if value.endswith("%n") else value}
+            if value == "16":
+                return {}
+            return {"score_bits": value}
+        case "k":
+            # ReFreeKV's k is a number of queries, or per cent of the prompt's
+            if value.endswith("%n"):
+                return {key: f"{int(value.removesuffix('%n')) / 100:g}"}
+            return {key: value}
         case "frozen":
-            layers = [] if value == "none" else [min(int(layer), to.layers - 1) for layer in value.split("+")]
-            return {"frozen_layers": f"[{','.join(map(str, dict.fromkeys(layers)))}]"}
-        case "group_sizes":  # the first and last of a row of sizes; those between fall linearly
-            sizes = [to.tokens(int(size)) for size in value.split("/")]
+            return {"frozen_layers": _frozen_layers(value, stand_in)}
+        case "group_sizes":
+            # only the first and last of a row of sizes are set, as UNComp's sizes fall linearly between them
+            sizes = [stand_in.tokens(int(size)) for size in value.split("/")]
             return {"low": str(min(sizes)), "high": str(max(sizes)), "kv_size": "null", "kv_ratio": "null"}
         case "deleted_heads":
-            return {"delete": str(max(1, round(int(value) * to.heads / to.heads_of)))}
+            return {"delete": str(max(1, round(int(value) * stand_in.heads / stand_in.heads_of)))}
         case "topk":
-            count = to.dim_of if value == "all" else int(value)
-            return {"top": str(min(to.dim, max(1, count * to.dim // to.dim_of)))}
+            # a number of a head's dimensions, of which the stand-in takes the same share
+            count = stand_in.dim_of if value == "all" else int(value)
+            return {"top": str(min(stand_in.dim, max(1, count * stand_in.dim // stand_in.dim_of)))}
         case "partition":
-            return {"grouping": "calibrated" if value == "effective_rank" else value}
-        case _ if key in RENAMED or key in known:
+            if value == "effective_rank":
+                return {"grouping": "calibrated"}
+            return {"grouping": value}
+        case _ if key in RENAMED or key in knob_names:
             return {RENAMED.get(key, key): value}
     raise KvbenchError(f"the setting {key}={value} of a published row has no knob in kvbench/papers/spec/row_knobs.py")
+
+
+def _frozen_layers(value: str, stand_in: StandIn) -> str:
+    """Return ``frozen=0+1+31`` as a list of the stand-in's layers. Layers beyond its last are its last, once."""
+    layers = []
+    if value != "none":
+        for layer in value.split("+"):
+            layers.append(min(int(layer), stand_in.layers - 1))
+    return f"[{','.join(map(str, dict.fromkeys(layers)))}]"

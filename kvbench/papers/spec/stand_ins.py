@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any
 
 from kvbench.base.errors import KvbenchError
 from kvbench.kv.model_shape import from_config
@@ -20,6 +19,7 @@ from kvbench.tasks.longbench import CODE, FEW_SHOT, MULTI, SINGLE, SUMMARY, SYNT
 
 MODEL = "tiny"
 PROMPT = 1024
+"""Tokens of a prompt of the tiny suite."""
 TINY = StandIn(length=PROMPT, of=PROMPT, layers=6, heads=8, dim=32)
 
 BY_GROUP = {
@@ -30,6 +30,7 @@ BY_GROUP = {
     SYNTHETIC: "multikey",
     CODE: "code",
 }
+"""The tiny task by the task group of a LongBench dataset: one that asks for the same kind of reading."""
 OTHERS = {
     "needle": "needle",
     "gsm8k": "hop",
@@ -43,12 +44,14 @@ OTHERS = {
     "wikitext103": "listing",
     "ptb": "code",
 }
+"""The tiny task by a dataset that is not LongBench's: different ones for the datasets of one table."""
 SAMPLES = {method: {"samples": "32"} for method in ("uncomp-group", "uncomp-stage", "palu", "asvd")}
 """Calibration windows: the tiny model's statistics settle with fewer than the papers' models need."""
 
 
 def task_of(dataset: str, table: TableSpec) -> str:
     """Return the tiny task that stands for a table's dataset, or the dataset where it is such a task."""
+    # the columns of a stand-in's own table are tasks already
     if dataset in BY_GROUP.values():
         return dataset
     task = table.tasks.get(dataset) or BY_GROUP.get(group_of(dataset)) or OTHERS.get(dataset)
@@ -58,32 +61,45 @@ def task_of(dataset: str, table: TableSpec) -> str:
     return task
 
 
-def size(config: Any, scaled_from: int | None) -> StandIn:
-    """Return the stand-in of a model's configuration; tiny has the length of prompts that it is scaled from."""
+def size(config: object, scaled_from: int | None) -> StandIn:
+    """Return the stand-in of a model's configuration. Tiny has the length of prompts that it is scaled from."""
     if scaled_from is not None:
         return replace(TINY, of=scaled_from)
     shape = from_config(config)
-    heads, dim = shape.query_heads, shape.head_dim
-    return StandIn(1, 1, shape.layers, heads, dim, heads_of=heads, dim_of=dim)
+    # numbers of tokens, heads and dimensions stay as they are: this model reads the paper's own prompts
+    return StandIn(
+        length=1,
+        of=1,
+        layers=shape.layers,
+        heads=shape.query_heads,
+        dim=shape.head_dim,
+        heads_of=shape.query_heads,
+        dim_of=shape.head_dim,
+    )
 
 
 def depths(size: StandIn) -> Mapping[str, Mapping[str, str]]:
     """Return knobs by method where a paper states them for its own models' numbers of layers only."""
-    return {} if size.layers in STARTS else {"uncomp-stage": {"schedule": "relative"}}
+    # UNComp's schedule lists layers of models of 32 and 40 layers; others take the same fractions of their depth
+    if size.layers in STARTS:
+        return {}
+    return {"uncomp-stage": {"schedule": "relative"}}
 
 
 def notes(table: TableSpec) -> Iterator[str]:
     """Yield what the tiny model's tasks and numbers of tokens stand for."""
+    # several datasets of a table share a task, as there are six
     datasets_of: dict[str, list[str]] = {}
-    for dataset in dict.fromkeys(c.dataset for c in table.scores):
+    for dataset in dict.fromkeys(column.dataset for column in table.scores):
         datasets_of.setdefault(task_of(dataset, table), []).append(dataset)
-    pairs = (f"{task} for {', '.join(names)}" for task, names in datasets_of.items())
+    pairs = [f"{task} for {', '.join(datasets)}" for task, datasets in datasets_of.items()]
     yield f"Tasks of the tiny suite: {'; '.join(pairs)}."
-    methods = {line.method for line in table.rows}
+    methods = {row.method for row in table.rows}
     for method, knobs in table.stand_in.items():
         if method in methods:
-            yield f"{method} runs with {', '.join(f'{k}={v}' for k, v in knobs.items())} here."
+            yield f"{method} runs with {', '.join(f'{knob}={value}' for knob, value in knobs.items())} here."
     if table.length != PROMPT:
+        # 512 tokens as an example, the budget that most tables have
         yield (
             f"Numbers of tokens are the paper's times {PROMPT}/{table.length}: 512 there are "
             f"{round(512 * PROMPT / table.length)} here; windows likewise, down to {row_knobs.SHORTEST_WINDOW}."
@@ -93,16 +109,25 @@ def notes(table: TableSpec) -> Iterator[str]:
 def settled(row: TableRow, stand_in: StandIn) -> str:
     """Return a row's setting in kvbench's knobs, at the stand-in's size."""
     knobs = row_knobs.knobs(row.method, row.setting, stand_in)
-    return ";".join(f"{k.rpartition('.')[2]}={v}" for k, v in knobs.items() if v != "null")
+    parts = []
+    for key, value in knobs.items():
+        # a knob that is null is one that another replaces
+        if value != "null":
+            knob = key.rpartition(".")[2]
+            parts.append(f"{knob}={value}")
+    return ";".join(parts)
 
 
 def own_table(table: TableSpec, rows: Iterable[tuple[str, str]]) -> Given:
     """Return ``table`` with the tiny suite's tasks as columns, each once, and (method, setting) of ``rows``."""
-    tasks = list(dict.fromkeys(task_of(c.dataset, table) for c in table.scores))
-    budget_tasks = {task_of(c.dataset, table) for c in table.columns if c.what == BUDGET}
+    tasks = list(dict.fromkeys(task_of(column.dataset, table) for column in table.scores))
+    budget_tasks = {task_of(column.dataset, table) for column in table.columns if column.what == BUDGET}
     cells = []
     for method, setting in rows:
         cells += [("", method, setting, task, "mean") for task in tasks]
         cells += [("", method, setting, task, BUDGET) for task in tasks if task in budget_tasks]
-        cells += [("", method, setting, name, "mean") for name in MEANS if len(tasks) > 1]
-    return given(table, cells, average=MEAN if table.average == MEAN else SHARE)
+        if len(tasks) > 1:
+            cells += [("", method, setting, average, "mean") for average in MEANS]
+    # a difference from the full cache (relative) is shown as the share that it is taken from
+    average = MEAN if table.average == MEAN else SHARE
+    return given(table, cells, average=average)

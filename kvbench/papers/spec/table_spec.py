@@ -1,8 +1,8 @@
 """The declaration of a paper's table: its measurement and its layout.
 
-What it shows and of which kind it is stands in kvbench/papers/data/<paper>/paper.yaml, and its printed cells in
-published/table<N>.csv. What differs from the defaults below stands in tables.yaml for all of the paper's tables and in
-table<N>.yaml for one; either need not be there.
+Its title and kind stand in kvbench/papers/data/<paper>/paper.yaml, its printed cells in published/table<N>.csv. Values
+that differ from the defaults below stand in tables.yaml for all of the paper's tables, and in table<N>.yaml for one.
+Either file need not be there.
 """
 
 from __future__ import annotations
@@ -32,6 +32,10 @@ SCORE, BUDGET = "score", "budget"
 MEAN, RELATIVE, SHARE = "mean", "relative", "share"
 
 
+DatasetKnob = str | int | float | bool | list[int]
+"""The value of a dataset's knob as tables.yaml has it; a list of lengths or depths is read one by one."""
+
+
 @dataclass(frozen=True)
 class Column:
     """A column of a paper's table: a dataset, the quantity printed (its score, or another) and its group."""
@@ -43,7 +47,10 @@ class Column:
     @property
     def name(self) -> str:
         """Return the name in addresses: the dataset, followed by its quantity unless that is its score."""
-        return self.dataset if self.what in (SCORE, self.dataset) else f"{self.dataset}/{self.what}".lstrip("/")
+        if self.what in (SCORE, self.dataset):
+            return self.dataset
+        # a dataset's facts have no dataset in their columns, but in their rows
+        return f"{self.dataset}/{self.what}".lstrip("/")
 
 
 @dataclass(frozen=True)
@@ -65,15 +72,23 @@ class TableRow:
 class TableSpec:
     """A table of a paper as declared.
 
-    title: its content. kind: as in paper.yaml. length: tokens of the prompts, by which the tiny model scales numbers
-    of tokens. blocks: keys of a row's setting (or ``model``) whose values head blocks of rows. full: the paper's tables
-    that have a full-cache row where this one has none. arguments: of ``run`` by published method, for what the paper's
-    rows leave unsaid. average: how the paper averages, the mean, the mean share of the full cache (share), or how far
-    that is from 100 (relative). entries: conf/model by published model, where the names differ. stand_in: arguments
-    that the tiny stand-in alone needs, by method. sources: where what is not printed comes from. workloads: the paper's
-    knobs of a dataset (``needle``), or of it in one model's rows (``needle/mistral-7b-instruct-v0.2``). settings: by
-    dataset, settings that its rows have beside their own. tasks: the task of the tiny suite that stands for a
-    dataset. unlike: conditions of its scores that the paper leaves open. extended: they seem to be of LongBench-E.
+    title: its content.
+    kind: as in paper.yaml.
+    length: tokens of the prompts, by which the tiny model scales numbers of tokens.
+    blocks: keys of a row's setting (or ``model``) whose values head blocks of rows.
+    full: the paper's tables that have a full-cache row where this one has none.
+    arguments: arguments of ``run`` that the paper's rows leave unsaid, by published method.
+    average: how the paper averages: the mean, the mean share of the full cache (share), or how far that is from 100
+        (relative).
+    entries: conf/model by published model, where the names differ.
+    stand_in: arguments that the tiny stand-in alone needs, by method.
+    sources: the sources of settings that are not printed.
+    workloads: the paper's knobs of a dataset (``needle``), or of it in one model's rows
+        (``needle/mistral-7b-instruct-v0.2``).
+    settings: settings that a dataset's rows have beside their own, by dataset.
+    tasks: the task of the tiny suite that stands for a dataset.
+    unlike: conditions of its scores that the paper leaves open.
+    extended: whether its scores seem to be of LongBench-E.
     """
 
     paper: str
@@ -89,7 +104,7 @@ class TableSpec:
     entries: Mapping[str, str] = field(default_factory=dict)
     stand_in: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     sources: tuple[str, ...] = ()
-    workloads: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    workloads: Mapping[str, Mapping[str, DatasetKnob]] = field(default_factory=dict)
     settings: Mapping[str, str] = field(default_factory=dict)
     tasks: Mapping[str, str] = field(default_factory=dict)
     unlike: str = ""
@@ -108,22 +123,32 @@ class TableSpec:
     @cached_property
     def columns(self) -> tuple[Column, ...]:
         """Return the columns in the paper's order, without averages of scores, which are computed."""
+        # kvbench averages its own scores, and compares the result with the printed average
         computed = MEANS if self.kind in RUN_KINDS else ()
-        return tuple(dict.fromkeys(_place(self.kind, c)[1] for c in self.printed if c.dataset not in computed))
+        columns = []
+        for cell in self.printed:
+            if cell.dataset not in computed:
+                _, column = _row_and_column(self.kind, cell)
+                columns.append(column)
+        return tuple(dict.fromkeys(columns))
 
     @cached_property
     def rows(self) -> tuple[TableRow, ...]:
         """Return the rows in the paper's order."""
-        by_row: dict[tuple[str, str, str], dict[str, Published]] = {}
-        for c in self.printed:
-            row, column = _place(self.kind, c)
-            by_row.setdefault(row, {})[column.name] = c
-        return tuple(TableRow(*key, cells) for key, cells in by_row.items())
+        # a file may have the cells of a row apart: rows stand in the order of their first cells
+        cells_by_row: dict[tuple[str, str, str], dict[str, Published]] = {}
+        for cell in self.printed:
+            row, column = _row_and_column(self.kind, cell)
+            cells_by_row.setdefault(row, {})[column.name] = cell
+        rows = []
+        for (model, method, setting), cells in cells_by_row.items():
+            rows.append(TableRow(model, method, setting, cells=cells))
+        return tuple(rows)
 
     @property
     def scores(self) -> tuple[Column, ...]:
         """Return the columns that are scores of datasets."""
-        return tuple(c for c in self.columns if c.what == SCORE)
+        return tuple(column for column in self.columns if column.what == SCORE)
 
     @property
     def measurable(self) -> bool:
@@ -140,10 +165,18 @@ class TableSpec:
 
     def full_row(self, model: str) -> TableRow | None:
         """Return the full-cache row of ``model``, here or in the tables that ``full`` names."""
-        for table in (self, *(load(self.paper, t) for t in self.full)):
-            rows = [r for r in table.rows if r.model == model and r.method == "full"]
-            if rows:
-                return rows[0]
+        row = self._own_full_row(model)
+        # a table of ablations often leaves out the full cache, which another table has
+        for table in self.full:
+            if row is None:
+                row = load(self.paper, table)._own_full_row(model)
+        return row
+
+    def _own_full_row(self, model: str) -> TableRow | None:
+        """Return the full-cache row of ``model`` in this table."""
+        for row in self.rows:
+            if row.model == model and row.method == "full":
+                return row
         return None
 
 
@@ -160,40 +193,76 @@ class Given(TableSpec):
 
 
 def given(base: TableSpec, cells: Iterable[tuple[str, str, str, str, str]], **other: Any) -> Given:
-    """Return ``base`` with other rows and columns: (model, method, setting, dataset, metric) of each cell."""
-    published_cells = tuple(
-        Published(base.paper, base.table, model, method, setting, dataset, metric, None, "", "", "", 0)
-        for model, method, setting, dataset, metric in cells
-    )
-    return Given(**{**{f.name: getattr(base, f.name) for f in fields(base)}, **other, "cells": published_cells})
+    """Return ``base`` with other rows and columns: (model, method, setting, dataset, metric) of each cell.
+
+    ``other`` are fields of the table that replace those of ``base``.
+    """
+    # cells without a printed value: kvbench measures them as it measures a paper's
+    published_cells = []
+    for model, method, setting, dataset, metric in cells:
+        published_cells.append(
+            Published(
+                paper=base.paper,
+                table=base.table,
+                model=model,
+                method=method,
+                setting=setting,
+                dataset=dataset,
+                metric=metric,
+                value=None,
+                unit="",
+                flag="",
+                printed="",
+                row=0,
+            )
+        )
+    # dataclasses.replace keeps the class of base, and this one needs another
+    values = {f.name: getattr(base, f.name) for f in fields(base)}
+    values |= other
+    values["cells"] = tuple(published_cells)
+    return Given(**values)
 
 
-def _place(kind: str, cell: Published) -> tuple[tuple[str, str, str], Column]:
-    """Return the row (model, method, setting) and the column of a printed cell; each dataset's facts are a row."""
+def _row_and_column(kind: str, cell: Published) -> tuple[tuple[str, str, str], Column]:
+    """Return the row (model, method, setting) and the column of a printed cell.
+
+    In a table of facts about datasets, each dataset is a row and each fact a column.
+    """
     if kind == FACTS:
         return ("", cell.dataset, ""), Column("", cell.metric)
-    what = SCORE if cell.metric in (*SCORES, RATIO) else cell.metric
+    # columns of a table may have different metrics, and all are scores of their datasets
+    what = cell.metric
+    if cell.metric in SCORES or cell.metric == RATIO:
+        what = SCORE
     return (cell.model, cell.method, cell.setting), Column(cell.dataset, what, group_of(cell.dataset))
 
 
 @cache
 def load(paper: str, table: str) -> TableSpec:
-    """Read one table's declaration; raise UsageError for a missing one, KvbenchError for a damaged file."""
+    """Read one table's declaration. Raises UsageError for a missing one, KvbenchError for a damaged file."""
     if (paper, table) not in ids():
-        listed = any(e.id == table for e in catalogue.paper(paper).entries)
-        hint = "It is no table that is measured: python -m kvbench plot list has the figures." if listed else ""
-        raise unknown("table", f"{paper}/{table}", [f"{p}/{t}" for p, t in ids()], hint)
+        # figures and prose are in the catalogue, but no command measures them as tables
+        hint = ""
+        if any(entry.id == table for entry in catalogue.paper(paper).entries):
+            hint = "It is no table that is measured: python -m kvbench plot list has the figures."
+        raise unknown("table", f"{paper}/{table}", ["/".join(table_id) for table_id in ids()], hint)
     raw: dict[str, Any] = {}
+    # a key of table<N>.yaml replaces the same key of tables.yaml, which holds for all of the paper's tables
     for path in files(f"{paper}/tables.yaml") + files(f"{paper}/table{table}.yaml"):
         try:
             raw |= yaml.safe_load(path.read_text(encoding="utf-8"))
         except (TypeError, ValueError, yaml.YAMLError) as error:
             raise KvbenchError(f"{path}: {error}") from None
-    raw |= {key: tuple(map(str, raw[key])) for key in ("blocks", "full", "sources") if key in raw}
+    for key in ("blocks", "full", "sources"):
+        if key in raw:
+            # tables are numbers in YAML, and texts here
+            raw[key] = tuple(map(str, raw[key]))
     about = catalogue.paper(paper)
     try:
-        (entry,) = (e for e in about.entries if e.id == table)
-        return TableSpec(paper, table, **{"title": entry.title, "kind": entry.kind, "preset": about.preset, **raw})
+        # the title and kind stand in paper.yaml, unless the table's own file has others
+        (entry,) = (entry for entry in about.entries if entry.id == table)
+        values = {"title": entry.title, "kind": entry.kind, "preset": about.preset} | raw
+        return TableSpec(paper, table, **values)
     except (TypeError, ValueError) as error:
         raise KvbenchError(f"{paper}/{table}: {error}") from None
 
@@ -201,21 +270,30 @@ def load(paper: str, table: str) -> TableSpec:
 def ids() -> tuple[tuple[str, str], ...]:
     """Return (paper, table) of every table with a number, in the papers' order."""
     order = catalogue.in_place()
-    return tuple(
-        sorted((t for t in published.tables() if t[1].isdigit()), key=lambda t: (order.index(t[0]), int(t[1])))
-    )
+
+    def place_of(table_id: tuple[str, str]) -> tuple[int, int]:
+        paper, table = table_id
+        # by number: table 10 behind table 9
+        return order.index(paper), int(table)
+
+    # fig6 and text are cells that are audited alone
+    numbered = [table_id for table_id in published.tables() if table_id[1].isdigit()]
+    return tuple(sorted(numbered, key=place_of))
 
 
 def find(wanted: str) -> tuple[TableSpec, ...]:
-    """Return the tables of ``think/2``, ``think`` or ``all``; raise UsageError naming what there is."""
+    """Return the tables of ``think/2``, ``think`` or ``all``. Raises UsageError naming the tables that there are."""
     name, _, table = wanted.partition("/")
     if wanted != "all" and name not in catalogue.papers():
         raise unknown("paper", name, (*catalogue.in_place(), "all"))
     if table:
+        # think/table2 is think/2
         return (load(name, table.removeprefix("table")),)
-    return tuple(load(*t) for t in ids() if wanted in ("all", t[0]))
+    return tuple(load(paper, number) for paper, number in ids() if wanted in ("all", paper))
 
 
 def group_of(dataset: str) -> str:
-    """Return the task group of a LongBench dataset; '' for others."""
-    return TASKS[dataset].category if dataset in TASKS else ""
+    """Return the task group of a LongBench dataset, or '' for others."""
+    if dataset not in TASKS:
+        return ""
+    return TASKS[dataset].category

@@ -1,20 +1,19 @@
 """Workloads of printed cells: a dataset as ``run`` takes it, with the paper's knobs and the row's own.
 
-LongBench's columns of a table are all of LongBench or all of MiniLongBench, never of both: of LongBench where all of
-them can be read, else of MiniLongBench where it is there.
+A table's LongBench columns are read from LongBench or from MiniLongBench, never from both. Full LongBench is taken
+where as many columns can be read from it as from MiniLongBench.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
 
 from kvbench.base.conf import entries
 from kvbench.base.errors import UsageError, unknown
 from kvbench.papers.spec import row_knobs, stand_ins
-from kvbench.papers.spec.table_spec import TableRow, TableSpec
+from kvbench.papers.spec.table_spec import DatasetKnob, TableRow, TableSpec
 from kvbench.plan import config
 from kvbench.plan.cells import Group
 from kvbench.plan.config import DatasetConfig, RunConfig
@@ -38,13 +37,13 @@ class TableWorkload:
     """The data that are read for a published ``dataset``.
 
     name: the dataset as ``run`` takes it (``longbench/qasper``).
-    knobs: settings that replace those of its conf/dataset entry.
-    parts: the lengths of a needle test that are read; None for all.
+    knobs: settings that replace those of its conf/dataset entry. Lists are tuples here, as workloads are keys.
+    parts: the lengths of a needle test that are read, or None for all.
     """
 
     dataset: str
     name: str
-    knobs: tuple[tuple[str, Any], ...] = ()
+    knobs: tuple[tuple[str, object], ...] = ()
     parts: tuple[str, ...] | None = None
 
     @property
@@ -58,20 +57,27 @@ class TableWorkload:
         return replace(self, parts=None)
 
     def owns(self, group: Group, label: str) -> bool:
-        """Tell whether a run's group is one of its tasks; ``label`` tells it from others of its dataset."""
+        """Tell whether a run's group is one of its tasks. ``label`` tells it from others of its dataset."""
+        # the column of a group is dataset/part, followed by its label
         task, _, group_label = group.column.partition(" ")
-        same = group_label == label and self.name in (task, task.partition("/")[0])
-        return same and (self.parts is None or task.partition("/")[2] in self.parts)
+        dataset, _, part = task.partition("/")
+        if group_label != label or self.name not in (task, dataset):
+            return False
+        return self.parts is None or part in self.parts
 
 
 def labels(workloads: Iterable[TableWorkload]) -> dict[TableWorkload, str]:
-    """Return by workload the knobs that tell it from others of its name; '' where it is alone."""
-    by_workload: dict[TableWorkload, str] = {}
+    """Return by workload the knobs that tell it from others of its name, or '' where it is alone."""
+    label_of: dict[TableWorkload, str] = {}
     distinct = list(dict.fromkeys(workloads))
-    for w in distinct:
-        others = [dict(o.knobs) for o in distinct if o.name == w.name and o != w]
-        by_workload[w] = " ".join(f"{k}={v}" for k, v in w.knobs if any(o.get(k) != v for o in others))
-    return by_workload
+    for workload in distinct:
+        others = [dict(other.knobs) for other in distinct if other.name == workload.name and other != workload]
+        parts = []
+        for knob, value in workload.knobs:
+            if any(knobs.get(knob) != value for knobs in others):
+                parts.append(f"{knob}={value}")
+        label_of[workload] = " ".join(parts)
+    return label_of
 
 
 @dataclass(frozen=True)
@@ -94,76 +100,116 @@ class Reader:
         if self.small:
             task = stand_ins.task_of(dataset, self.declared)
             return TableWorkload(task, f"tiny/{task}")
-        name = f"{family}/{dataset}" if dataset in TASKS else dataset
-        knobs, facts = self._knobs(row, dataset), row_knobs.parse(row.setting)
-        plain = entries("dataset").get(name.partition("/")[0], {})
-        knobs |= {k: int(facts[k]) for k in ROW_KNOBS if k in facts and k in plain}
-        typed, parts = self._typed(), None
-        if "lengths" in knobs and "lengths" not in typed:
-            parts = tuple(str(n) for n in self._lengths(row, dataset) if self._fits(n, knobs))
-        settings = tuple(
-            (k, tuple(v) if isinstance(v, list) else v) for k, v in knobs.items() if k not in typed and k != "lengths"
-        )
-        return TableWorkload(dataset, name, settings, parts)
+        name = dataset
+        if dataset in TASKS:
+            name = f"{family}/{dataset}"
+        knobs: dict[str, object] = dict(self._paper_knobs(row, dataset))
+        facts = row_knobs.parse(row.setting)
+        entry = entries("dataset").get(name.partition("/")[0], {})
+        for knob in ROW_KNOBS:
+            if knob in facts and knob in entry:
+                knobs[knob] = int(facts[knob])
+        typed_knobs = self._typed_knobs()
+        # lengths become parts and no knob, so that all rows read one dataset, each the lengths that it has
+        parts = None
+        if "lengths" in knobs and "lengths" not in typed_knobs:
+            parts = tuple(str(length) for length in self._lengths(row, dataset) if self._fits(row, dataset, length))
+        settings = []
+        for knob, value in knobs.items():
+            if knob not in typed_knobs and knob != "lengths":
+                # hashable, as workloads are keys
+                settings.append((knob, tuple(value) if isinstance(value, list) else value))
+        return TableWorkload(dataset, name, tuple(settings), parts)
 
     def beyond(self, row: TableRow, dataset: str) -> list[int]:
-        """Return the paper's lengths that do not fit this model's context; none if the user typed lengths."""
-        if "lengths" in self._typed():
+        """Return the paper's lengths that do not fit this model's context, or none if the user typed lengths."""
+        if "lengths" in self._typed_knobs():
             return []
-        knobs = self._knobs(row, dataset)
-        return [n for n in self._lengths(row, dataset) if not self._fits(n, knobs)]
+        return [length for length in self._lengths(row, dataset) if not self._fits(row, dataset, length)]
 
-    def _typed(self) -> set[str]:
-        """Return the names, without owners, of the knobs that the user typed; these override the paper's."""
-        return {w.partition("=")[0].rpartition(".")[2] for w in self.written}
+    def _typed_knobs(self) -> set[str]:
+        """Return the names, without owners, of the knobs that the user typed, which override the paper's."""
+        names = set()
+        for argument in self.written:
+            # a knob may be typed with its owner before it, behind a dot
+            key = argument.partition("=")[0]
+            names.add(key.rpartition(".")[2])
+        return names
 
-    def _knobs(self, row: TableRow, dataset: str) -> dict[str, Any]:
+    def _paper_knobs(self, row: TableRow, dataset: str) -> dict[str, DatasetKnob]:
         """Return the paper's knobs of a dataset, in the rows of one model."""
-        knobs = self.declared.workloads
-        return {**knobs.get(dataset, {}), **knobs.get(f"{dataset}/{row.model}", {})}
+        workloads = self.declared.workloads
+        knobs = dict(workloads.get(dataset, {}))
+        # what a model's rows have of their own replaces what holds for all
+        knobs.update(workloads.get(f"{dataset}/{row.model}", {}))
+        return knobs
 
     def _lengths(self, row: TableRow, dataset: str) -> list[int]:
-        """Return the paper's lengths within the row's own context; none of a dataset without that knob."""
-        stated = row_knobs.parse(row.setting).get("context")  # as in 4k
-        lengths = self._knobs(row, dataset).get("lengths", ())
-        return [n for n in lengths if stated is None or n <= 1024 * int(stated.removesuffix("k"))]
+        """Return the paper's lengths within the row's own context, or none of a dataset without that knob."""
+        lengths = self._paper_knobs(row, dataset).get("lengths")
+        if not isinstance(lengths, list):
+            return []
+        stated_context = row_knobs.parse(row.setting).get("context")
+        if stated_context is None:
+            return lengths
+        # a context of 4k has 4,096 tokens
+        longest = 1024 * int(stated_context.removesuffix("k"))
+        return [length for length in lengths if length <= longest]
 
-    def _fits(self, length: int, knobs: Mapping[str, Any]) -> bool:
-        """Tell whether a prompt of that many tokens is read whole, with room for its answer."""
-        answer, limit = PHRASINGS[knobs["phrasing"]].max_new_tokens, self.cfg.prompt.max_length
-        return (self.context is None or length + answer <= self.context) and (limit is None or length <= limit)
+    def _fits(self, row: TableRow, dataset: str, length: int) -> bool:
+        """Tell whether a needle prompt of ``length`` tokens is read whole, with room for its answer."""
+        limit = self.cfg.prompt.max_length
+        if limit is not None and length > limit:
+            return False
+        if self.context is None:
+            return True
+        phrasing = PHRASINGS[str(self._paper_knobs(row, dataset)["phrasing"])]
+        return length + phrasing.max_new_tokens <= self.context
 
     def config(self, workload: TableWorkload, label: str = "") -> DatasetConfig:
-        """Return the dataset of a run; raise UsageError for an unknown one, or for a grid of its knobs."""
-        matches = [d for d in self.cfg.datasets if d.name == workload.entry]
+        """Return the dataset of a run. Raises UsageError for an unknown one, or for a grid of its knobs."""
+        # a grid of knobs gives a dataset for each of its combinations
+        matches = [dataset for dataset in self.cfg.datasets if dataset.name == workload.entry]
         if not matches:
             raise unknown("dataset", workload.entry, entries("dataset"))
         if len(matches) > 1:
             raise UsageError(f"{self.declared.id} takes one value of each knob of {workload.entry}, not a grid")
-        knobs = {**matches[0].knobs, **{k: list(v) if isinstance(v, tuple) else v for k, v in workload.knobs}}
+        dataset = matches[0]
+        knobs = dict(dataset.knobs)
+        for knob, value in workload.knobs:
+            knobs[knob] = list(value) if isinstance(value, tuple) else value
         if workload.parts is not None:
-            knobs["lengths"] = [int(n) for n in workload.parts]
-        tasks = tuple(filter(None, [workload.name.partition("/")[2]]))
-        return replace(matches[0], knobs=knobs, tasks=tasks, label=label)
+            knobs["lengths"] = [int(part) for part in workload.parts]
+        # longbench/qasper is one task; a name without a task is all of a dataset's
+        task = workload.name.partition("/")[2]
+        tasks = (task,) if task else ()
+        return replace(dataset, knobs=knobs, tasks=tasks, label=label)
 
     def why_not(self, workload: TableWorkload) -> str:
-        """Return the reason why a workload cannot be read, without paths of this machine; '' if it can be read."""
+        """Return the reason why a workload cannot be read, without paths of this machine, or '' if it can be read."""
         if workload.parts == ():
             return f"all of its lengths are beyond the model's context of {self.context} tokens"
         try:
             dataset = self.config(workload)
+            knobs = dict(dataset.knobs)
             # prompts of a given length are made one by one: the first shows whether there is any
-            few = {k: v[:1] for k, v in dataset.knobs.items() if k in ("lengths", "depths") and isinstance(v, list)}
-            knobs = {**dataset.knobs, **few}
-            load_tasks(dataset.name, knobs, dataset.tasks, self.tokenizer, self.cfg.data_root)
+            for knob in ("lengths", "depths"):
+                if isinstance(knobs.get(knob), list):
+                    knobs[knob] = knobs[knob][:1]
+            load_tasks(dataset.name, knobs, dataset.tasks, self.tokenizer, data=self.cfg.data_root)
         except UsageError as error:
-            # without the ways to get a file, which are always the same
-            reason = str(error).partition(": put the file there yourself")[0]
-            with suppress(UsageError):
-                if (root := data_root(self.cfg.data_root)) is not None:
-                    reason = reason.replace(f" below {root}", "").replace(f"{root}/", "")
-            return reason.replace(", which does not exist", ", which is not there").removesuffix(":")
+            return self._without_paths(str(error))
         return ""
+
+    def _without_paths(self, message: str) -> str:
+        """Return a reason for tables: without the data folder, and without the ways to get a file."""
+        reason = message.partition(": put the file there yourself")[0]
+        # a data folder that does not exist is an error of its own, and in no message
+        with suppress(UsageError):
+            root = data_root(self.cfg.data_root)
+            if root is not None:
+                reason = reason.replace(f" below {root}", "").replace(f"{root}/", "")
+        return reason.replace(", which does not exist", ", which is not there").removesuffix(":")
 
     def family(self, datasets: Iterable[str], asked: str) -> str:
         """Return the conf/dataset entry that a table's LongBench columns are read from.
@@ -175,17 +221,35 @@ class Reader:
             raise unknown("value of longbench", asked, FAMILIES)
         if asked and self.small:
             raise UsageError(f"longbench={asked} is not possible with model={stand_ins.MODEL}, which has its own tasks")
-        columns = [d for d in datasets if d in TASKS]
-        if asked or self.small or not columns:
-            return FAMILIES[asked or "full"]
-        readable = {f: sum(not self.why_not(TableWorkload(d, f"{f}/{d}")) for d in columns) for f in FAMILIES.values()}
-        return max(readable, key=lambda f: readable[f])  # a tie goes to the first: the full data
+        if asked:
+            return FAMILIES[asked]
+        columns = [dataset for dataset in datasets if dataset in TASKS]
+        if self.small or not columns:
+            return FAMILIES["full"]
+        readable_columns = {}
+        for family in FAMILIES.values():
+            readable = [column for column in columns if not self.why_not(TableWorkload(column, f"{family}/{column}"))]
+            readable_columns[family] = len(readable)
+        # a tie goes to the first: the full data
+        return max(readable_columns, key=readable_columns.__getitem__)
 
 
 def composed(written: Sequence[str], datasets: Iterable[str], small: bool) -> RunConfig:
     """Parse ``written`` as a run with every dataset that published ``datasets`` may be read from."""
-    names = {"tiny": None} if small else {}
-    for dataset in () if small else datasets:
-        names |= dict.fromkeys(FAMILIES.values() if dataset in TASKS else (dataset, *INSTEAD.get(dataset, ())[:1]))
-    entry_names = [n for n in names if n in entries("dataset")]
-    return config.read([*written, f"dataset={','.join(entry_names)}"])
+    names: list[str] = []
+    if small:
+        names.append("tiny")
+    else:
+        for dataset in datasets:
+            if dataset in TASKS:
+                names.extend(FAMILIES.values())
+                continue
+            names.append(dataset)
+            if dataset in INSTEAD:
+                replacement, _ = INSTEAD[dataset]
+                names.append(replacement)
+    # datasets that kvbench cannot read are reported as absent by the table
+    entry_names = [name for name in dict.fromkeys(names) if name in entries("dataset")]
+    words = list(written)
+    words.append(f"dataset={','.join(entry_names)}")
+    return config.read(words)

@@ -28,9 +28,10 @@ SMALL = ("device=cpu", "threads=1", "repeats=3", "generate=sampled", "steps=8")
 class Scale:
     """The sizes of a stand-in's workloads, as parts of the paper's.
 
-    lengths: divides the numbers of tokens of the prompt, generated, and kept (``kv_size``). rows: divides the rows of a
-    batch, down to one. memory: the process's limit in GiB where a workload has as many rows as fit. without: arguments
-    that are made for the paper's models and dropped.
+    lengths: divides the numbers of tokens of the prompt, generated, and kept (``kv_size``).
+    rows: divides the rows of a batch, down to one.
+    memory: the process's limit in GiB where a workload has as many rows as fit.
+    without: arguments that are made for the paper's models and dropped.
     """
 
     lengths: int = 1
@@ -41,21 +42,35 @@ class Scale:
     def workload(self, name: str) -> str:
         """Return a workload at the stand-in's size, rounded up, with at least two new tokens and one row."""
         paper = workload.parse(name)
-        prompt, new = math.ceil(paper.prompt / self.lengths), max(2, math.ceil(paper.new / self.lengths))
-        batch = None if paper.batch is None else math.ceil(paper.batch / self.rows)
+        prompt = math.ceil(paper.prompt / self.lengths)
+        # a time per token needs a second token
+        new = max(2, math.ceil(paper.new / self.lengths))
+        batch = None
+        if paper.batch is not None:
+            batch = math.ceil(paper.batch / self.rows)
         return workload.Workload(prompt, new, batch).name
 
     def knobs(self, text: str) -> str:
         """Scale the ``kv_size`` in a method's text, and drop the arguments of ``without``."""
-        words = [w for w in text.split() if w not in self.without]
-        return re.sub(r"\bkv_size=(\d+)", lambda m: f"kv_size={int(m[1]) // self.lengths}", " ".join(words))
+
+        def scaled(match: re.Match[str]) -> str:
+            return f"kv_size={int(match[1]) // self.lengths}"
+
+        words = [word for word in text.split() if word not in self.without]
+        # the boundary keeps knobs out whose names end in kv_size
+        return re.sub(r"\bkv_size=(\d+)", scaled, " ".join(words))
 
     def words(self) -> str:
         """Describe the scale in words, for below a table."""
-        parts = [f"numbers of tokens are those of the paper over {self.lengths}"] if self.lengths > 1 else []
-        parts += [f"rows those over {self.rows}, rounded up"] if self.rows > 1 else []
-        parts += [f"as many rows as fit into {self.memory:g} GiB"] if self.memory else []
-        parts += [f"without {', '.join(self.without)}"] if self.without else []
+        parts = []
+        if self.lengths > 1:
+            parts.append(f"numbers of tokens are those of the paper over {self.lengths}")
+        if self.rows > 1:
+            parts.append(f"rows those over {self.rows}, rounded up")
+        if self.memory:
+            parts.append(f"as many rows as fit into {self.memory:g} GiB")
+        if self.without:
+            parts.append(f"without {', '.join(self.without)}")
         return "; ".join(parts) or "as in the paper"
 
 
@@ -63,12 +78,18 @@ class Scale:
 class BenchSpec:
     """The declaration of one efficiency table.
 
-    results: the file of measured rows. base: the published method that ratios are to. arguments: those of ``bench
-    time`` for all methods. methods: our row by published method, which names as many settings as tell it apart.
-    quantities: ours by published metric. workload: a template with the settings of a row in braces; workloads: one for
-    each dataset instead. device: the paper's, where its rows name none. notes: more that a reader must know about our
-    rows. not_run: reasons by model, method or dataset, followed by settings where a reason is about some cells only.
-    stand_in: the scale of a small model on a CPU. scaled: True on the stand-in's side.
+    results: the file of measured rows.
+    base: the published method that ratios are to.
+    arguments: the arguments of ``bench time`` for all methods.
+    methods: our row by published method, which names as many settings as tell it apart.
+    quantities: our quantity by published metric.
+    workload: a template with the settings of a row in braces.
+    workloads: a workload for each dataset instead of a template.
+    device: the paper's device, where its rows name none.
+    notes: more that a reader must know about our rows.
+    not_run: reasons by model, method or dataset, followed by settings where a reason is about some cells only.
+    stand_in: the scale of a small model on a CPU.
+    scaled: whether this is the stand-in's side.
     """
 
     results: str
@@ -86,58 +107,98 @@ class BenchSpec:
     scaled: bool = False
 
     def ours(self, cell: Published, method: str | None = None) -> tuple[str, str] | None:
-        """Return (workload, method) of our row for a published cell; None where there is none."""
-        printed = self.printed_workload(cell)
-        parts = {f"{k}={v}" for k, v in cell.settings.items()}
-        texts = [words for words in self.methods if words.split()[0] == (method or cell.method)]
-        matches = [words for words in texts if set(words.split()[1:]) <= parts]
-        if not printed or not matches:
+        """Return (workload, method) of our row for a published cell, or None where there is none.
+
+        ``method`` names another published method, as that of the base row.
+        """
+        workload_name = self.printed_workload(cell)
+        text = self._method_text(method or cell.method, _facts(cell))
+        if not workload_name or text is None:
             return None
-        ours = self.methods[max(matches, key=lambda words: len(words.split()))]
-        return (self.stand_in.workload(printed) if self.scaled else printed), ours
+        if self.scaled:
+            workload_name = self.stand_in.workload(workload_name)
+        return workload_name, text
+
+    def _method_text(self, method: str, facts: set[str]) -> str | None:
+        """Return our row for a published method: that which names the most settings of a cell, and no other."""
+        # ``kivi bits=2`` is nearer to a row with bits=2 than ``kivi``, which holds for all other rows
+        text, most_settings = None, -1
+        for words, candidate in self.methods.items():
+            name, *settings = words.split()
+            if name == method and facts.issuperset(settings) and len(settings) > most_settings:
+                text, most_settings = candidate, len(settings)
+        return text
 
     def printed_workload(self, cell: Published) -> str:
-        """Return the workload of a published cell at the paper's size; '' where it is not known."""
+        """Return the workload of a published cell at the paper's size, or '' where it is not known."""
+        # a dataset whose prompts have their own lengths
+        if self.workloads.get(cell.dataset):
+            return self.workloads[cell.dataset]
         try:
-            return self.workloads.get(cell.dataset, "") or self.workload.format(**cell.settings)
+            return self.workload.format(**cell.settings)
         except KeyError:
+            # the row does not state a length that the template asks for
             return ""
 
     def why_not(self, cell: Published) -> str:
-        """Return the reason why a published cell is not run; '' if it is run."""
-        names, facts = (cell.model, cell.method, cell.dataset), {f"{k}={v}" for k, v in cell.settings.items()}
-        reasons = ((*words.split(), why) for words, why in self.not_run.items())
-        return next((why for name, *parts, why in reasons if name in names and set(parts) <= facts), "")
+        """Return the reason why a published cell is not run, or '' if it is run."""
+        # the first reason that fits is given
+        facts = _facts(cell)
+        for words, reason in self.not_run.items():
+            name, *settings = words.split()
+            if name in (cell.model, cell.method, cell.dataset) and facts.issuperset(settings):
+                return reason
+        return ""
 
     def on(self, model: str) -> BenchSpec:
         """Return the same table on a small model, at the stand-in's sizes."""
-        knobs = self.stand_in.knobs
-        methods = {name: knobs(text) for name, text in self.methods.items()}
-        return replace(self, model=model, arguments=knobs(self.arguments), methods=methods, scaled=True)
+        # the published settings stay, by which cells are matched; what runs for them is scaled
+        methods = {name: self.stand_in.knobs(text) for name, text in self.methods.items()}
+        arguments = self.stand_in.knobs(self.arguments)
+        return replace(self, model=model, arguments=arguments, methods=methods, scaled=True)
 
     def words(self, workloads: Sequence[str]) -> list[str]:
         """Return the arguments of ``bench time`` that measure this table's methods on ``workloads``."""
-        words = [f"model={self.model}", *self.arguments.split(), f"workloads={','.join(workloads)}"]
-        words += [] if "peers=" in self.arguments else ["peers=none"]
-        memory = [f"memory_limit={self.stand_in.memory}"] if self.stand_in.memory else []
-        return [*words, *SMALL, *memory] if self.scaled else words
+        words = [f"model={self.model}"]
+        words.extend(self.arguments.split())
+        words.append(f"workloads={','.join(workloads)}")
+        # other libraries are timed beside ours only where a table prints them
+        if "peers=" not in self.arguments:
+            words.append("peers=none")
+        if self.scaled:
+            words.extend(SMALL)
+            if self.stand_in.memory:
+                words.append(f"memory_limit={self.stand_in.memory}")
+        return words
+
+
+def _facts(cell: Published) -> set[str]:
+    """Return the settings of a cell's row as they are written in bench<N>.yaml."""
+    return {f"{key}={value}" for key, value in cell.settings.items()}
 
 
 def tables() -> list[tuple[str, str]]:
     """Return (paper, table) of every declaration."""
-    names = [(p.parent.name, p.stem.removeprefix("bench")) for p in papers_files("*/bench[0-9]*.yaml")]
-    return sorted(names, key=lambda t: (t[0], int(t[1])))
+
+    def number_of(name: tuple[str, str]) -> tuple[str, int]:
+        paper, table = name
+        # table 10 stands behind table 9
+        return paper, int(table)
+
+    names = [(path.parent.name, path.stem.removeprefix("bench")) for path in papers_files("*/bench[0-9]*.yaml")]
+    return sorted(names, key=number_of)
 
 
 @cache
 def load(paper: str, table: str) -> BenchSpec:
-    """Read one declaration; raise UsageError for one that is not there, KvbenchError for a damaged file."""
+    """Read one declaration. Raises UsageError for one that is not there, KvbenchError for a damaged file."""
     path = next(iter(papers_files(f"{paper}/bench{table}.yaml")), None)
     if path is None:
-        raise unknown("efficiency table", f"{paper}/{table}", [f"{p}/{t}" for p, t in tables()])
+        raise unknown("efficiency table", f"{paper}/{table}", ["/".join(name) for name in tables()])
     try:
         raw = yaml.safe_load(path.read_text(encoding="utf-8"))
-        return BenchSpec(**{**raw, "stand_in": Scale(**raw.get("stand_in", {}))})
+        stand_in = Scale(**raw.get("stand_in", {}))
+        return BenchSpec(**raw | {"stand_in": stand_in})
     except (TypeError, AttributeError, yaml.YAMLError) as error:
         raise KvbenchError(f"{path}: {error}") from None
 

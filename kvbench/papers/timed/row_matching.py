@@ -7,14 +7,12 @@ A ratio is of two rows that were measured beside each other on one device, or th
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
 
 from kvbench.bench import records
 from kvbench.bench.records import MEASURED, NOT_RUN, Row
-from kvbench.papers.spec.published import Published
+from kvbench.papers.spec.published import AVERAGE, Published
 from kvbench.papers.timed.bench_spec import BenchSpec
 
 UNITS = {"s": 1.0, "ms": 1e-3, "ms/token": 1e-3, "s/100token": 0.01, "GB": 1e9, "MB": 1e6, "MiB": 2**20, "pct": 0.01}
@@ -24,7 +22,6 @@ MISSING = "missing"
 INTEGRATED = "integrated"
 OF_STEPS = ("tpot", "decode", "total", "throughput", "attention")
 """Quantities that a mark of integrated steps is about; the rest of a row was measured as it is."""
-QUARTILES = ("median", "q1", "q3")
 
 
 @dataclass(frozen=True)
@@ -33,7 +30,8 @@ class TimedCell:
 
     status: the row's (``measured``, ``OOM``, ...), ``not run`` (see ``reason``), or ``missing`` if it can be measured.
     value, spread: our median and (lower, upper) quartile, in the printed unit.
-    ratio: our value over that of our base row; published_ratio: the same of the printed values.
+    ratio: our value over that of our base row.
+    published_ratio: the printed value over that of the printed base.
     marks: the row's marks that concern this quantity, such as ``integrated``.
     row, base: our measured rows, if any.
     """
@@ -56,111 +54,189 @@ class TimedCell:
 
     @property
     def device(self) -> str:
-        """Return the device of the row; '' without one."""
+        """Return the device of the row, or '' without one."""
         return "" if self.row is None else device(self.row)
 
 
 def device(row: Row) -> str:
-    """Return the device of a row by name; a CPU with its number of threads, without which times say nothing."""
+    """Return the device of a row by name. A CPU has its number of threads, without which times say nothing."""
+    # the name of a CPU is its architecture, so that the processor says more
     facts = row["facts"]
     if not str(facts["device"]).startswith("cpu"):
         return str(facts["device"])
     threads = facts.get("threads")
-    name = facts.get("processor") or facts["device"]
-    return f"CPU {name}, {threads} thread{'s' if threads != 1 else ''}"
+    plural = "" if threads == 1 else "s"
+    return f"CPU {facts.get('processor') or facts['device']}, {threads} thread{plural}"
 
 
 def place(declared: BenchSpec, printed: Sequence[Published], rows: Sequence[Row]) -> list[TimedCell]:
     """Match every printed cell with its latest row on one device: that of the latest row of all."""
-    wanted = {(declared.model, *row_key) for c in printed if (row_key := declared.ours(c)) is not None}
-    candidates = [r for r in rows if (r.get("model"), r.get("workload"), r.get("method")) in wanted]
-    latest_device = next((device(r) for r in reversed(candidates) if r["status"] != NOT_RUN), None)
-    device_rows = [r for r in rows if latest_device is None or device(r) == latest_device]
-    return [_cell(c, declared, printed, device_rows) for c in printed]
+    table_rows = set()
+    for cell in printed:
+        key = declared.ours(cell)
+        if key is not None:
+            table_rows.add(key)
+    # rows of two devices do not compare: a table shows the device that was measured last
+    latest_device = None
+    for row in rows:
+        is_of_table = row.get("model") == declared.model and (row.get("workload"), row.get("method")) in table_rows
+        if is_of_table and row["status"] != NOT_RUN:
+            latest_device = device(row)
+    device_rows = [row for row in rows if latest_device is None or device(row) == latest_device]
+    return [_timed_cell(cell, declared, printed, device_rows) for cell in printed]
 
 
 def others(declared: BenchSpec, cells: Sequence[TimedCell], rows: Sequence[Row]) -> Mapping[str, int]:
     """Count the rows of the table's model on devices that it does not show."""
-    shown = {c.device for c in cells if c.row is not None}
-    devices = [device(r) for r in rows if r.get("model") == declared.model]
-    return Counter(d for d in devices if shown and d not in shown)
+    # nothing is left out of a table that shows nothing
+    shown_devices = {cell.device for cell in cells if cell.row is not None}
+    if not shown_devices:
+        return Counter()
+    devices = [device(row) for row in rows if row.get("model") == declared.model]
+    return Counter(name for name in devices if name not in shown_devices)
 
 
 def workloads(declared: BenchSpec, cells: Sequence[TimedCell], measured: bool = False) -> list[str]:
-    """Return the workloads that are wanted and not measured, in the paper's order; all with ``measured``."""
-    row_keys = (declared.ours(c.printed) for c in cells if c.status == MISSING or (measured and c.row is not None))
-    return list(dict.fromkeys(key[0] for key in row_keys if key is not None))
+    """Return the workloads that are wanted and not measured, in the paper's order, or all with ``measured``."""
+    names = []
+    for cell in cells:
+        # a reason against running a cell holds for ``measured`` as well
+        if cell.status == MISSING or (measured and cell.row is not None):
+            key = declared.ours(cell.printed)
+            if key is not None:
+                workload, _ = key
+                names.append(workload)
+    return list(dict.fromkeys(names))
 
 
 def source(quantity: str) -> str:
     """Return the quantity of a row from which one of a table follows."""
-    return SHARES.get(quantity, PER.get(quantity, (quantity,))[0])
+    if quantity in SHARES:
+        return SHARES[quantity]
+    if quantity in PER:
+        stored_quantity, _ = PER[quantity]
+        return stored_quantity
+    return quantity
 
 
-def _cell(cell: Published, declared: BenchSpec, printed: Sequence[Published], rows: Sequence[Row]) -> TimedCell:
+def _timed_cell(cell: Published, declared: BenchSpec, printed: Sequence[Published], rows: Sequence[Row]) -> TimedCell:
     """Build a printed cell's timing: its row, the base row measured beside it, and both ratios."""
+    # printed value / printed value of the base
     printed_base = _printed_base(cell, declared, printed)
     published_ratio = None
     if printed_base is not None and printed_base.value and cell.value is not None:
         published_ratio = cell.value / printed_base.value
-    cell_with = partial(TimedCell, cell, published_ratio=published_ratio)
-    row_key, quantity, reason = declared.ours(cell), declared.quantities.get(cell.metric), declared.why_not(cell)
-    if cell.dataset == "avg":
-        reason = reason or "an average over all datasets, of which some are not run"
-    if reason or row_key is None or quantity is None:
-        return cell_with(NOT_RUN, reason or "no row is declared for it")
-    fields = {"model": declared.model, "workload": row_key[0], "method": row_key[1]}
-    row = next((r for r in reversed(rows) if all(r.get(k) == v for k, v in fields.items())), None)
+    key = declared.ours(cell)
+    quantity = declared.quantities.get(cell.metric)
+    reason = declared.why_not(cell)
+    if not reason and cell.dataset == AVERAGE:
+        reason = "an average over all datasets, of which some are not run"
+    if reason or key is None or quantity is None:
+        reason = reason or "no row is declared for it"
+        return TimedCell(cell, NOT_RUN, reason, published_ratio=published_ratio)
+    row = _latest_row(rows, declared.model, *key)
     if row is None:
-        return cell_with(MISSING)
-    marks = tuple(m for m in row["marks"] if m != INTEGRATED or source(quantity) in OF_STEPS)
-    cell_with = partial(cell_with, marks=marks, row=row)
-    if row["status"] != MEASURED:
-        return cell_with(str(row["status"]), str(row["reason"]))
-    base_key = declared.ours(cell, declared.base)
-    base = records.base(row, rows, base_key[1]) if base_key is not None else None
+        return TimedCell(cell, MISSING, published_ratio=published_ratio)
+    # integrated steps were timed one by one and interpolated between: a peak of memory is not concerned
+    marks = tuple(mark for mark in row["marks"] if mark != INTEGRATED or source(quantity) in OF_STEPS)
+    status = str(row["status"])
+    if status != MEASURED:
+        return TimedCell(cell, status, str(row["reason"]), published_ratio=published_ratio, marks=marks, row=row)
+    base = None
     # what the paper's base does not have, such as a time to prune, is no share of what ours has
-    if base is not None and (printed_base is None or base["status"] != MEASURED or device(base) != device(row)):
-        base = None
+    if printed_base is not None:
+        base = _base_row(declared, cell, row, rows)
+    value = _value(row, rows, quantity, "median")
+    # our value / our base row's value, whose unit cancels
+    ratio = None
+    if base is not None and value is not None:
+        base_value = _value(base, rows, quantity, "median")
+        if base_value:
+            ratio = value / base_value
     unit = UNITS.get(cell.unit, 1.0)
-    value, low, high = (_value(row, rows, quantity, stat) for stat in QUARTILES)
-    base_value = None if base is None else _value(base, rows, quantity, "median")
-    repeats = int(row["quantities"].get(source(quantity), {}).get("n", 1))
-    return cell_with(
-        MEASURED,
+    return TimedCell(
+        printed=cell,
+        status=MEASURED,
         value=None if value is None else value / unit,
-        spread=None if low is None or high is None or repeats < 2 else (low / unit, high / unit),
-        ratio=value / base_value if value is not None and base_value else None,
+        spread=_spread(row, rows, quantity, unit),
+        ratio=ratio,
+        published_ratio=published_ratio,
+        marks=marks,
+        row=row,
         base=base,
     )
+
+
+def _latest_row(rows: Sequence[Row], model: str, workload: str, method: str) -> Row | None:
+    """Return the last row of a model, workload and method, or None where there is none."""
+    # rows are appended as they are measured
+    for row in reversed(rows):
+        if (row.get("model"), row.get("workload"), row.get("method")) == (model, workload, method):
+            return row
+    return None
+
+
+def _base_row(declared: BenchSpec, cell: Published, row: Row, rows: Sequence[Row]) -> Row | None:
+    """Return the row of the base method that was measured beside ``row`` on its device, or None where there is none."""
+    key = declared.ours(cell, declared.base)
+    if key is None:
+        return None
+    _, method = key
+    base = records.base(row, rows, method)
+    if base is None or base["status"] != MEASURED or device(base) != device(row):
+        return None
+    return base
 
 
 def _printed_base(cell: Published, declared: BenchSpec, printed: Sequence[Published]) -> Published | None:
     """Return the printed cell of the base method on the same model, dataset, device and workload."""
 
-    def where(c: Published) -> tuple[Any, ...]:
+    def conditions(c: Published) -> tuple[str | None, ...]:
         """Return the parts of a cell that it shares with that of its base."""
-        return (c.model, c.dataset, c.metric, c.settings.get("gpu"), declared.printed_workload(c))
+        return c.model, c.dataset, c.metric, c.settings.get("gpu"), declared.printed_workload(c)
 
-    return next((c for c in printed if c.method == declared.base and where(c) == where(cell)), None)
+    for candidate in printed:
+        if candidate.method == declared.base and conditions(candidate) == conditions(cell):
+            return candidate
+    return None
+
+
+def _spread(row: Row, rows: Sequence[Row], quantity: str, unit: float) -> tuple[float, float] | None:
+    """Return the quartiles of a row's quantity in the printed unit, or None where it was measured once."""
+    low, high = (_value(row, rows, quantity, stat) for stat in ("q1", "q3"))
+    # a single repeat has no spread
+    repeats = int(row["quantities"].get(source(quantity), {}).get("n", 1))
+    if low is None or high is None or repeats < 2:
+        return None
+    return low / unit, high / unit
 
 
 def _value(row: Row, rows: Sequence[Row], quantity: str, stat: str) -> float | None:
-    """Return a statistic of a row's quantity, in seconds, bytes or as a share; None where there is none."""
+    """Return a statistic of a row's quantity, in seconds, bytes or as a share, or None where there is none."""
     if quantity in SHARES:
-        name = SHARES[quantity]
-        return records.ratio(row, records.base(row, rows), name) if stat == "median" else None
-    name, divisor = PER.get(quantity, (quantity, lambda row: 1.0))
-    statistics = row["quantities"].get(name)
-    return None if statistics is None or stat not in statistics else float(statistics[stat]) / divisor(row)
+        # quartiles of a row and of its full cache give none of their ratio
+        if stat != "median":
+            return None
+        return records.ratio(row, records.base(row, rows), SHARES[quantity])
+    statistics = row["quantities"].get(source(quantity))
+    if statistics is None or stat not in statistics:
+        return None
+    value = float(statistics[stat])
+    if quantity in PER:
+        _, divisor = PER[quantity]
+        value /= float(row[divisor])
+    return value
 
 
-PER: dict[str, tuple[str, Callable[[Row], float]]] = {
-    "token_time": ("tpot", lambda row: float(row["batch"])),
-    "first_token_time": ("ttft", lambda row: float(row["batch"])),
-    "latency": ("total", lambda row: float(row["new"])),
+PER = {
+    "token_time": ("tpot", "batch"),
+    "first_token_time": ("ttft", "batch"),
+    "latency": ("total", "new"),
 }
-"""Seconds of a token of one row, of one prompt's first token, and of a token of all rows."""
+"""Seconds of a token of one row, of one prompt's first token, and of a token of all rows.
+
+Each is a stored quantity over a number of its row: rows of the batch, or new tokens.
+"""
 
 SHARES = {"kept": "cache_bytes", "speedup": "throughput"}
 """Over the full cache of the same session."""

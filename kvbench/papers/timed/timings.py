@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -56,35 +55,52 @@ class Timings:
 
     @property
     def device(self) -> str:
-        """Return the device of the measured rows; '' without any."""
-        return next((c.device for c in self.cells.values() if c.row is not None), "")
+        """Return the device of the measured rows, or '' without any."""
+        for cell in self.cells.values():
+            if cell.row is not None:
+                return cell.device
+        return ""
 
     @property
     def command(self) -> str:
         """Return the command that measures the missing rows."""
         if not self.stand_in:
             return f"{SCRIPT} {self.bench.results}"
-        model = "" if self.bench.model == stand_ins.MODEL else f" model={self.bench.model}"
-        return f"python -m kvbench table {self.table.id}{model}"
+        command = f"python -m kvbench table {self.table.id}"
+        if self.bench.model != stand_ins.MODEL:
+            command += f" model={self.bench.model}"
+        return command
 
 
 def read(table: TableSpec, model: str, results: Path) -> Timings:
-    """Read the stored rows of a table on ``model``; raise KvbenchError for a damaged file.
+    """Read the stored rows of a table on ``model``. Raises KvbenchError for a damaged file.
 
     Without a model, read those of the paper's own model where there are any, else those of tiny.
     """
     bench = bench_spec.load(table.paper, table.table)
     if not model:
         timings = read(table, bench.model, results)
-        return timings if timings.there else read(table, stand_ins.MODEL, results)
-    paper_models = [bench.model, *(table.entry(m) for m in table.models())]
-    if model_id(model) not in map(model_id, paper_models):
+        if timings.there:
+            return timings
+        return read(table, stand_ins.MODEL, results)
+    # on any of the paper's models its own sizes are run, on others those of the stand-in
+    paper_models = {model_id(table.entry(name)) for name in table.models()}
+    paper_models.add(model_id(bench.model))
+    folder = "gpu"
+    if model_id(model) not in paper_models:
         bench = bench.on(model)
-    file = results / ("cpu" if bench.scaled else "gpu") / f"{bench.results}.jsonl"
+    if bench.scaled:
+        folder = "cpu"
+    file = results / folder / f"{bench.results}.jsonl"
     rows = records.read(file)
-    cells = [_with_tokens(bench, c, rows) for c in row_matching.place(bench, table.printed, rows)]
-    by_cell = dict(zip(table.printed, cells, strict=True))
-    return Timings(table, bench, file, by_cell, row_matching.others(bench, cells, rows))
+    cells = [_with_share_of_tokens(bench, cell, rows) for cell in row_matching.place(bench, table.printed, rows)]
+    return Timings(
+        table=table,
+        bench=bench,
+        file=file,
+        cells=dict(zip(table.printed, cells, strict=True)),
+        left_out=row_matching.others(bench, cells, rows),
+    )
 
 
 def kept_tokens(row: Row, full: Row, shape: Shape) -> float:
@@ -94,92 +110,127 @@ def kept_tokens(row: Row, full: Row, shape: Shape) -> float:
     all tokens would take the full cache's bytes, with the payload of as many heads as the method stores.
     """
     itemsize = getattr(torch, row["dtype"]).itemsize
-    heads = shape.query_heads if "per=query_head" in row["method"].split() else shape.kv_heads
-    payloads = (shape.full_bytes(row["prompt"], itemsize, h) for h in (heads, shape.kv_heads))
-    all_bytes = full["quantities"][BYTES]["median"] + row["batch"] * (next(payloads) - next(payloads))
+    stored_heads = shape.kv_heads
+    if "per=query_head" in row["method"].split():
+        stored_heads = shape.query_heads
+    # bytes of one prompt's keys and values, under the heads of the method and of the full cache
+    method_payload = shape.full_bytes(row["prompt"], itemsize, stored_heads)
+    full_payload = shape.full_bytes(row["prompt"], itemsize, shape.kv_heads)
+    all_bytes = full["quantities"][BYTES]["median"] + row["batch"] * (method_payload - full_payload)
     return float(row["quantities"][BYTES]["median"] / all_bytes)
 
 
-def _with_tokens(bench: bench_spec.BenchSpec, cell: TimedCell, rows: Sequence[Row]) -> TimedCell:
+def _with_share_of_tokens(bench: bench_spec.BenchSpec, cell: TimedCell, rows: Sequence[Row]) -> TimedCell:
     """Return the cell with its share of tokens where that is its quantity."""
     if bench.quantities.get(cell.printed.metric) != TOKENS or cell.row is None or cell.status != records.MEASURED:
         return cell
+    # the full cache of the same session, without which a share of tokens is not known
     full = records.base(cell.row, rows)
     if full is None or full["status"] != records.MEASURED:
         return cell
-    return replace(cell, value=100 * kept_tokens(cell.row, full, _shape(bench.model)))
+    return replace(cell, value=100 * kept_tokens(cell.row, full, _shape_of_model(bench.model)))
 
 
 @cache
-def _shape(model: str) -> Shape:
+def _shape_of_model(model: str) -> Shape:
     """Return the shape of a model's cache."""
     return request.shape_of(config.read([f"model={model}"]))
 
 
 def measure(timings: Timings, more: Sequence[str] = (), plan: bool = False) -> None:
-    """Measure the missing rows of a stand-in; ``more`` are arguments of ``bench time``, such as again=true.
+    """Measure the missing rows of a stand-in. ``more`` are arguments of ``bench time``, such as again=true.
 
     With ``plan`` only print what would be measured. Raises UsageError for an argument that is not possible.
     """
-    options = dict(m.partition("=")[::2] for m in more)
+    # key=value as typed
+    options = {}
+    for argument in more:
+        key, _, value = argument.partition("=")
+        options[key] = value
     again = options.get("again") == "true"
+    # the paper's own model is timed by a script on a GPU, not from here
     if not timings.stand_in:
         if again:
             raise UsageError(f"again=true is not possible here: {timings.command} measures {timings.table.id}")
         return
-    cells = timings.cells.values()
-    workloads = row_matching.workloads(timings.bench, list(cells), measured=again or plan)
+    cells = list(timings.cells.values())
+    workloads = row_matching.workloads(timings.bench, cells, measured=again or plan)
     if not workloads:
         return
-    words = [w for w in timings.bench.words(workloads) if w.partition("=")[0] not in options]
+    # an argument that the user typed replaces the table's own
+    words = [word for word in timings.bench.words(workloads) if word.partition("=")[0] not in options]
+    words.extend(more)
+    words += [f"folder={timings.file.parent}", f"name={timings.file.stem}"]
+    # a benchmark sets the number of threads for its process, which here goes on with other tables
     threads = torch.get_num_threads()
     try:
-        arguments = [*words, *more, f"folder={timings.file.parent}", f"name={timings.file.stem}"]
-        request.measure(arguments, plan, beside=False)
+        request.measure(words, plan, beside=False)
     finally:
         torch.set_num_threads(threads)
 
 
 def allowed(key: str) -> bool:
     """Tell whether an argument of ``table`` is results=, or one of ``bench time`` that a table leaves open."""
-    return key in ("results", *KEYS)
+    return key == "results" or key in KEYS
 
 
 def trace(timings: Timings, row: str, column: str) -> str:
-    """Return the origin of a number: the lines of the file, and the steps from them; UsageError for no such cell."""
-    table = timings.table
-    rows = [r for r in table.rows if r.name == row]
-    if not rows:
-        raise unknown("row", row, list(dict.fromkeys(r.name for r in table.rows)))
-    if column not in [c.name for c in table.columns]:
-        raise unknown("column", column, [c.name for c in table.columns])
-    cells = [timings.cells[r.cells[column]] for r in rows if column in r.cells]
-    cell = next((c for c in cells if c.row is not None), cells[0] if cells else None)
-    if cell is None:
-        raise UsageError(f"{row} has no {column} in {table.id}")
+    """Return the origin of a number: the lines of the file, and the steps from them.
+
+    Raises UsageError for a cell that is not there.
+    """
+    cell = _find_cell(timings, row, column)
     if cell.row is None:
         reason = cell.reason or f"not measured yet ({timings.command})"
         raise UsageError(f"{row} on {column} is not there: {reason}")
     quantity = timings.bench.quantities[cell.printed.metric]
-    lines = [f"{table.id}, {row}, {column}: {quantity} of {cell.row['method']} at {cell.row['workload']}"]
-    for name, measured_row in (("row", cell.row), ("base", cell.base)):
-        if measured_row is not None:
-            stored = BYTES if quantity == TOKENS else row_matching.source(quantity)
-            lines += _lines(timings.file, name, measured_row, stored)
+    # shares of tokens follow from bytes, and other quantities from the one that is stored
+    stored_quantity = BYTES if quantity == TOKENS else row_matching.source(quantity)
+    lines = [f"{timings.table.id}, {row}, {column}: {quantity} of {cell.row['method']} at {cell.row['workload']}"]
+    lines.extend(_lines_of_row(timings.file, "row", cell.row, stored_quantity))
+    if cell.base is not None:
+        lines.extend(_lines_of_row(timings.file, "base", cell.base, stored_quantity))
     unit = cell.printed.unit
     if cell.value is not None:
         lines.append(f"{cell.value:.6g} {unit} on {cell.device}")
     if cell.ratio is not None:
         lines.append(f"ratio {cell.ratio:.6g}")
     if cell.printed.value is not None:
-        ratio = "" if cell.published_ratio is None else f", ratio {cell.published_ratio:.6g}"
-        lines.append(f"printed {cell.printed.printed} {unit}{ratio}")
+        line = f"printed {cell.printed.printed} {unit}"
+        if cell.published_ratio is not None:
+            line += f", ratio {cell.published_ratio:.6g}"
+        lines.append(line)
     return "\n".join(lines)
 
 
-def _lines(file: Path, name: str, row: Mapping[str, Any], quantity: str) -> list[str]:
+def _find_cell(timings: Timings, row: str, column: str) -> TimedCell:
+    """Return the cell of a row and column by their names, a measured one where several models have such a row.
+
+    Raises UsageError where there is none.
+    """
+    table = timings.table
+    rows = [table_row for table_row in table.rows if table_row.name == row]
+    if not rows:
+        raise unknown("row", row, list(dict.fromkeys(table_row.name for table_row in table.rows)))
+    columns = [table_column.name for table_column in table.columns]
+    if column not in columns:
+        raise unknown("column", column, columns)
+    cells = [timings.cells[table_row.cells[column]] for table_row in rows if column in table_row.cells]
+    if not cells:
+        raise UsageError(f"{row} has no {column} in {table.id}")
+    # a row of this name under another model may be the measured one
+    for cell in cells:
+        if cell.row is not None:
+            return cell
+    return cells[0]
+
+
+def _lines_of_row(file: Path, name: str, row: Row, quantity: str) -> list[str]:
     """Return where a row stands in the file, and its values of a quantity."""
-    number = 1 + max(i for i, r in enumerate(records.read(file)) if r == row)
+    # the last of equal rows, counted from 1
+    number = 1 + max(i for i, stored_row in enumerate(records.read(file)) if stored_row == row)
     statistics = row["quantities"].get(quantity)
-    value = row["status"] if statistics is None else ", ".join(f"{k} {v}" for k, v in statistics.items())
-    return [f"{name}: {file}, line {number}, key {row['key']}, session {row['session']}", f"  {quantity}: {value}"]
+    values = row["status"]
+    if statistics is not None:
+        values = ", ".join(f"{key} {value}" for key, value in statistics.items())
+    return [f"{name}: {file}, line {number}, key {row['key']}, session {row['session']}", f"  {quantity}: {values}"]
