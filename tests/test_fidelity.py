@@ -12,7 +12,7 @@ import pytest
 import kvbench
 from kvbench.base.errors import UsageError
 from kvbench.cli.main import main
-from kvbench.papers.claims import claim_runner, claims
+from kvbench.papers.claims import claim_runner, claims, evidence
 from kvbench.run import wandb_logger
 from kvbench.store.fidelity import TextFidelity, log_ratio_of_means, summarise_texts
 from kvbench.studies import byte_table
@@ -222,10 +222,10 @@ def test_claims_are_told_by_divergence_and_likelihood_beside_points():
     store = SimpleNamespace(samples=stored.get)
     near, far = SimpleNamespace(id="near"), SimpleNamespace(id="far")
     group = SimpleNamespace(examples=[SimpleNamespace(id=i) for i in "abc"], task=SimpleNamespace(metric="f1"))
-    asked = claims.Asked(group, ((near, far),))
+    comparison = evidence.Comparison(group, ((near, far),))
 
     def differences(test, measure):
-        return claims._paired(store, [asked], test, measure).tolist()
+        return evidence._pair_differences(store, [comparison], test, measure).tolist()
 
     # of a loss in nats, one at most; of a gain each prompt counts alike, whatever its size
     assert differences("no_worse", claims.DIVERGENCE) == [[pytest.approx(0.8)], [pytest.approx(-0.1)]]

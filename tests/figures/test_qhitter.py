@@ -106,7 +106,7 @@ def test_tokens_are_marked_by_prompt_and_layer():
 
     attention, error = [9.0, 3, *[0.1] * 8], [0.1, 7, 5, *[1.0] * 7]
     data = pd.DataFrame({"prompt": 0, "layer": 0, "token": range(10), "attention": attention, "k_error": error})
-    marked = qhitter._marked(pd.concat([data, data.assign(layer=1)]), "k_error")
+    marked = qhitter._mark_tokens(pd.concat([data, data.assign(layer=1)]), "k_error")
     assert marked["outlier"].tolist() == [True, *[False] * 9] * 2
     assert marked["both"].tolist() == [False, True, *[False] * 8] * 2
     shown = marked.assign(v_error=marked["k_error"])

@@ -11,7 +11,7 @@ from papers_text import text_of
 
 from kvbench.base.errors import KvbenchError, UsageError
 from kvbench.cli.main import main
-from kvbench.papers.claims import claim_runner, claims
+from kvbench.papers.claims import claim_runner, claims, evidence
 from kvbench.papers.claims.claims import (
     CONTRADICTED,
     DIVERGENCE,
@@ -137,12 +137,14 @@ def test_a_verdict_that_another_scaling_does_not_share_is_fragile():
 
 def test_one_example_asked_in_three_ways_is_one_pair(tmp_path, monkeypatch):
     """MDQA asks each question with the answer in three places: three equal pairs rejected a true null too often."""
-    monkeypatch.setitem(claims.READ, claims.POINTS, lambda store, group, cell: cell)
+    monkeypatch.setitem(evidence.READ, claims.POINTS, lambda store, group, cell: cell)
     group = SimpleNamespace(
         examples=[SimpleNamespace(id="a"), SimpleNamespace(id="b")], task=SimpleNamespace(metric="f1")
     )
     sides = ({"a": 1.0, "b": 0.5}, {"a": 0.5, "b": 0.5}), ({"a": 0.0}, {"a": 1.0})
-    actual = claims._paired(None, [claims.Asked(group, (pair,)) for pair in sides], "better", claims.POINTS)
+    actual = evidence._pair_differences(
+        None, [evidence.Comparison(group, (pair,)) for pair in sides], "better", claims.POINTS
+    )
     assert actual.tolist() == [[-0.25], [0.0]]
 
 

@@ -70,7 +70,7 @@ def test_a_row_is_what_run_would_make_of_the_same_words(tmp_path):
 def test_on_a_model_of_the_paper_numbers_are_those_printed():
     values = presets.values("think", "llama3-8b-instruct")
     row = next(r for r in table("think/2").rows if r.name == "snapkv+think kv_size=512;ratio=0.4")
-    chain = our_table._line(table("think/2"), row, values, None).chain
+    chain = our_table._build_line(table("think/2"), row, values, size=None).chain
     assert chain.selector.kv_size == 512
     assert chain.selector.window == 32
 

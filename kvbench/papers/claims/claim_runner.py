@@ -1,4 +1,4 @@
-"""The ledger of claims: they are measured, decided together, and shown with their evidence, a column a model."""
+"""The ledger of claims: it measures claims, decides them together, and shows their evidence, one column per model."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from math import nan
 from pathlib import Path
 from textwrap import fill
-from typing import Any
+from typing import Any, TypedDict
 
 from kvbench.base.errors import UsageError
 from kvbench.base.files import write_json
@@ -22,16 +22,17 @@ from kvbench.papers.claims.claims import (
     NOT_DECIDABLE,
     POINTS,
     UNDECIDED,
-    Claim,
     Evidence,
     Verdict,
 )
+from kvbench.papers.claims.evidence import evidence_by_measure
 from kvbench.papers.measured import our_table
 from kvbench.papers.measured.joint import joint
 from kvbench.papers.measured.our_table import OurTable
 from kvbench.papers.spec import stand_ins, table_spec
 from kvbench.report.table import Table
 from kvbench.run import experiment
+from kvbench.run.experiment import RunPlan
 from kvbench.store.provenance import local_changes
 from kvbench.tasks.metrics import stats
 
@@ -48,9 +49,9 @@ MARKS = {
     UNDECIDED: "?",
 }
 NAMES = {POINTS: "points", LIKELIHOOD: "likelihood of the answer, nats a token", DIVERGENCE: "divergence"}
-"""What tables call the measures, beside their numbers."""
+"""The measures' names beside their numbers."""
 BY = {POINTS: "points", LIKELIHOOD: "the likelihood of the answer", DIVERGENCE: "divergence"}
-"""What they call the measure that decided a claim."""
+"""The measures' names behind a verdict that they decided."""
 
 Outcomes = Mapping[str, Sequence[Verdict]]
 """The verdicts on all claims of a ledger, in order, by measure."""
@@ -66,102 +67,231 @@ ABOUT_NATS = (
 )
 
 
+class MeasureRecord(TypedDict):
+    """A verdict by one measure, with its numbers in hundredths, as a ledger's JSON has it.
+
+    n, tasks: by task, the number of examples and the mean difference. settings: the mean difference of each pair.
+    """
+
+    verdict: str
+    side: str
+    why_not: str
+    mean: float | None
+    elsewhere: float | None
+    ci: list[float] | None
+    p_for: float | None
+    p_against: float | None
+    p_same: float | None
+    needs: int | None
+    n: dict[str, int]
+    tasks: dict[str, float]
+    settings: list[float]
+    floors: list[str]
+
+
+class ClaimRecord(TypedDict):
+    """A claim with its verdict, as a ledger's JSON has it; ``measures`` has the verdict of each measure."""
+
+    id: str
+    paper: str
+    quote: str
+    where: str
+    tested: str
+    test: str
+    margin: float
+    pairs: tuple[tuple[str, str], ...]
+    verdict: str
+    side: str
+    decided_by: str
+    ran: tuple[str, ...]
+    cells: tuple[str, ...]
+    reason: str
+    measures: dict[str, MeasureRecord]
+
+
+class Ledger(TypedDict):
+    """The claims of some papers on a model, as JSON has them; ``tested`` counts those that a score can decide."""
+
+    model: str
+    stand_in: bool
+    dtype: str
+    level: float
+    tested: int
+    notes: list[str]
+    verdicts: list[ClaimRecord]
+
+
 def tables(papers: Sequence[str], model: str) -> list[table_spec.Given]:
     """Return the rows that the claims of ``papers`` compare, as tables to be measured."""
-    return [t for paper in papers for t in claims.sides(claims.load(paper), scaled=model == stand_ins.MODEL)]
+    scaled = model == stand_ins.MODEL
+    specs: list[table_spec.Given] = []
+    for paper in papers:
+        specs += claims.sides(claims.load(paper), scaled=scaled)
+    return specs
 
 
 def prepare(papers: Sequence[str], model: str, arguments: Sequence[str]) -> dict[str, list[OurTable]]:
     """Plan the claims' tables on a model, by paper."""
-    return {p: [our_table.prepare(t, model, arguments) for t in tables([p], model)] for p in papers}
+    prepared = {}
+    for paper in papers:
+        prepared[paper] = [our_table.prepare(table, model, arguments) for table in tables([paper], model)]
+    return prepared
 
 
 def measure(prepared: Mapping[str, Sequence[OurTable]]) -> None:
-    """Measure what is missing, each prompt once for all papers that read it alike."""
-    for run in joint(ours.run for some in prepared.values() for ours in some if ours.run is not None):
+    """Measure the missing answers, each prompt once for all papers that read it alike."""
+    for run in joint(_list_runs(prepared)):
         experiment.fill(run)
 
 
+def _list_runs(prepared: Mapping[str, Sequence[OurTable]]) -> list[RunPlan]:
+    """Return the runs of the tables that can be run."""
+    runs = []
+    for our_tables in prepared.values():
+        runs += [ours.run for ours in our_tables if ours.run is not None]
+    return runs
+
+
 def settle(prepared: Mapping[str, Sequence[OurTable]], model: str) -> Outcomes:
-    """Return the verdicts on all claims of the prepared papers by measure, in order; each measure's corrected together.
+    """Return the verdicts on all claims of the prepared papers by measure, in order.
 
-    Only points are there where no answer was compared with the full cache's (``fidelity=true``).
+    The verdicts by one measure are corrected together. Without comparisons of answers with the full cache's
+    (``fidelity=true``) there are only verdicts by points.
     """
-    ledger = [c for paper in prepared for c in claims.load(paper)]
-    runs = [ours.run for some in prepared.values() for ours in some if ours.run is not None]
-    compared = any(c.fidelity for r in runs for g in r.groups for c in g.cells)
-    measures = MEASURES if compared else (POINTS,)
-    return {m: _settled(prepared, ledger, model, m, len(measures)) for m in measures}
+    # likelihoods and divergences are only stored where answers were compared with the full cache's
+    measures: tuple[str, ...] = (POINTS,)
+    for run in _list_runs(prepared):
+        for group in run.groups:
+            if any(cell.fidelity for cell in group.cells):
+                measures = MEASURES
+    ledger: list[claims.Claim] = []
+    for paper in prepared:
+        ledger += claims.load(paper)
+    # evidence by measure and claim; on the stand-in also that of rows with the paper's own windows, unscaled
+    found: dict[str, dict[str, Evidence]] = {measure: {} for measure in measures}
+    found_elsewhere: dict[str, dict[str, Evidence]] = {measure: {} for measure in measures}
+    tested = [claim for claim in ledger if claim.test != "elsewhere"]
+    for claim in tested:
+        our_tables = prepared[claim.paper]
+        for measure, evidence in evidence_by_measure(claim, our_tables, measures).items():
+            found[measure][claim.id] = evidence
+        if model == stand_ins.MODEL:
+            as_printed = evidence_by_measure(claim, our_tables, measures, windows_as_printed=True)
+            for measure, evidence in as_printed.items():
+                found_elsewhere[measure][claim.id] = evidence
+    outcomes = {}
+    for measure in measures:
+        # the family counts all testable claims, also those that nothing is measured of yet
+        outcomes[measure] = claims.decide(
+            ledger,
+            found[measure],
+            found_elsewhere[measure],
+            family=len(tested),
+            measure=measure,
+            measures=len(measures),
+        )
+    return outcomes
 
 
-def _settled(
-    prepared: Mapping[str, Sequence[OurTable]], ledger: Sequence[Claim], model: str, measure: str, measures: int
-) -> list[Verdict]:
-    tested = [c for c in ledger if c.test != "elsewhere"]
-    found = {c.id: claims.evidence(c, prepared[c.paper], measure=measure) for c in tested}
-    others: dict[str, Evidence] = {}
-    if model == stand_ins.MODEL:
-        others = {c.id: claims.evidence(c, prepared[c.paper], True, measure) for c in tested}
-    return claims.decide(ledger, found, others, len(tested), measure, measures)
-
-
-def plain(prepared: Mapping[str, Sequence[OurTable]], model: str, outcomes: Outcomes) -> dict[str, Any]:
+def plain(prepared: Mapping[str, Sequence[OurTable]], model: str, outcomes: Outcomes) -> Ledger:
     """Return a ledger as plain data: the model, whether it stands in for the papers', and a record of each claim."""
-    our_tables = [ours for some in prepared.values() for ours in some]
-    runs = [ours.run for ours in our_tables if ours.run is not None]
-    dtypes = {str(c.identity["model"]["dtype"]) for r in runs for g in r.groups for c in g.cells}
-    # data read in place of others, notes of tasks, and local changes
-    tasks = [f"{g.task.note}." for r in runs for g in r.groups if g.task.note and not g.task.id.startswith("tiny/")]
-    changed = local_changes({c.id: c for r in runs for c in r.records()}.values())
-    records = [_record(dict(zip(outcomes, verdicts, strict=True))) for verdicts in zip(*outcomes.values(), strict=True)]
-    all_notes = [*(note for ours in our_tables for note in ours.notes), *tasks, changed]
+    notes: list[str] = []
+    stand_in = True
+    for our_tables in prepared.values():
+        for ours in our_tables:
+            notes.extend(ours.notes)
+            stand_in = stand_in and ours.stand_in
+    dtypes: set[str] = set()
+    cell_records = {}
+    for run in _list_runs(prepared):
+        for group in run.groups:
+            dtypes.update(str(cell.identity["model"]["dtype"]) for cell in group.cells)
+            # a task's note says which data are read in place of the paper's; of tiny's tasks the title says enough
+            if group.task.note and not group.task.id.startswith("tiny/"):
+                notes.append(f"{group.task.note}.")
+        # tables share cells, and a cell counts once among those with local changes
+        cell_records.update({record.id: record for record in run.records()})
+    notes.append(local_changes(cell_records.values()))
+    # each measure has the claims in the ledger's order
+    records = []
+    for verdicts in zip(*outcomes.values(), strict=True):
+        records.append(_record(dict(zip(outcomes, verdicts, strict=True))))
     return {
         "model": model,
-        "stand_in": all(ours.stand_in for ours in our_tables),
+        "stand_in": stand_in,
         "dtype": ", ".join(sorted(dtypes)),
         "level": claims.LEVEL,
         "tested": sum(record["test"] != "elsewhere" for record in records),
-        "notes": [note for note in dict.fromkeys(all_notes) if note],
+        "notes": [note for note in dict.fromkeys(notes) if note],
         "verdicts": records,
     }
 
 
-def _record(verdicts: Mapping[str, Verdict]) -> dict[str, Any]:
+def _record(verdicts: Mapping[str, Verdict]) -> ClaimRecord:
     """Return a claim with its verdict, and the verdict and numbers of each measure, as plain data."""
-    by = claims.deciding(verdicts)
-    verdict, first = verdicts[by], verdicts[POINTS]
-    claim = first.claim
+    deciding_measure = claims.deciding(verdicts)
+    verdict = verdicts[deciding_measure]
+    # the reason and the cells are those of the score, which is tried first
+    by_points = verdicts[POINTS]
+    claim = by_points.claim
+    decided_by = ""
+    if verdict.verdict in claims.DECIDED:
+        decided_by = deciding_measure
     return {
-        **{key: getattr(claim, key) for key in ("id", "paper", "quote", "where", "tested", "test", "margin", "pairs")},
+        "id": claim.id,
+        "paper": claim.paper,
+        "quote": claim.quote,
+        "where": claim.where,
+        "tested": claim.tested,
+        "test": claim.test,
+        "margin": claim.margin,
+        "pairs": claim.pairs,
         "verdict": verdict.verdict,
         "side": verdict.side,
-        "decided_by": by if verdict.verdict in claims.DECIDED else "",
-        **{key: getattr(first.evidence, key) for key in ("ran", "cells")},
-        "reason": first.reason,
-        "measures": {measure: _numbers(v) for measure, v in verdicts.items()},
+        "decided_by": decided_by,
+        "ran": by_points.evidence.ran,
+        "cells": by_points.evidence.cells,
+        "reason": by_points.reason,
+        "measures": {measure: _record_measure(verdict) for measure, verdict in verdicts.items()},
     }
 
 
-def _numbers(v: Verdict) -> dict[str, Any]:
+def _record_measure(verdict: Verdict) -> MeasureRecord:
     """Return a verdict by one measure with its numbers as plain data."""
-    means = {key: None if x is None else round(x, 6) for key, x in (("mean", v.mean), ("elsewhere", v.elsewhere))}
-    evidence = v.evidence
+    evidence = verdict.evidence
+    ci = None
+    if verdict.ci is not None:
+        ci = [round(bound, 3) for bound in verdict.ci]
     return {
-        **{key: getattr(v, key) for key in ("verdict", "side", "why_not")},
-        **means,
-        "ci": None if v.ci is None else [round(x, 3) for x in v.ci],
-        **{key: getattr(v, key) for key in ("p_for", "p_against", "p_same", "needs")},
-        "n": {task: len(d) for task, d in evidence.differences.items()},
-        "tasks": {task: round(x, 6) for task, x in evidence.tasks.items()},
-        "settings": [round(float(x), 6) for x in evidence.settings],
+        "verdict": verdict.verdict,
+        "side": verdict.side,
+        "why_not": verdict.why_not,
+        "mean": _round(verdict.mean),
+        "elsewhere": _round(verdict.elsewhere),
+        "ci": ci,
+        "p_for": verdict.p_for,
+        "p_against": verdict.p_against,
+        "p_same": verdict.p_same,
+        "needs": verdict.needs,
+        "n": {task: len(differences) for task, differences in evidence.differences.items()},
+        "tasks": {task: round(mean, 6) for task, mean in evidence.tasks.items()},
+        "settings": [round(float(mean), 6) for mean in evidence.settings],
         "floors": list(evidence.floors),
     }
 
 
+def _round(mean: float | None) -> float | None:
+    """Return a mean with six digits behind the point; None stays None."""
+    return None if mean is None else round(mean, 6)
+
+
 def place(model: str, results: Path, papers: Sequence[str]) -> Path:
     """Return the path of a model's ledger below a results folder; that of some papers has a name of its own."""
-    some = "" if len(papers) == len(claims.papers()) else f".{'-'.join(papers)}"
-    return results / FOLDER / f"{model.replace('/', '--')}{some}.json"
+    # a ledger of some papers is corrected for fewer claims, so that it must not replace that of all
+    suffix = ""
+    if len(papers) != len(claims.papers()):
+        suffix = f".{'-'.join(papers)}"
+    return results / FOLDER / f"{model.replace('/', '--')}{suffix}.json"
 
 
 def write(content: Mapping[str, Any], results: Path, papers: Sequence[str]) -> Path:
@@ -172,91 +302,130 @@ def write(content: Mapping[str, Any], results: Path, papers: Sequence[str]) -> P
     return path
 
 
-def read(results: Path) -> list[dict[str, Any]]:
+def read(results: Path) -> list[Ledger]:
     """Read the ledgers below a results folder, pretrained models first; raise UsageError for a damaged one."""
     ledgers = []
+    # False sorts before True: the stand-in comes last
     for path in sorted((results / FOLDER).glob("*.json"), key=lambda p: (p.stem == stand_ins.MODEL, p.name)):
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
-            sheet([content]), notes(content)
+            # a ledger that can be shown has all keys that its readers ask for
+            sheet([content])
+            notes(content)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UsageError(f"{path} cannot be read ({error}); run python -m kvbench claims again") from None
         ledgers.append(content)
     return ledgers
 
 
-def sheet(ledgers: Sequence[Mapping[str, Any]]) -> Table:
+def sheet(ledgers: Sequence[Ledger]) -> Table:
     """Return ledgers side by side as a table of texts; the first with a claim supplies its words."""
-    by_id = [{v["id"]: v for v in content["verdicts"]} for content in ledgers]
+    records_by_ledger: list[dict[str, ClaimRecord]] = []
+    for content in ledgers:
+        records_by_ledger.append({record["id"]: record for record in content["verdicts"]})
+    # in reverse, so that the first ledger's record of a claim replaces those of later ledgers
+    first_records: dict[str, ClaimRecord] = {}
+    for records in reversed(records_by_ledger):
+        first_records.update(records)
     rows = []
-    for first in {v["id"]: v for content in reversed(ledgers) for v in content["verdicts"]}.values():
-        cells = [f"{MARKS.get(first['verdict'], '—')} {first['id']}"]
+    for first in first_records.values():
+        words = f"{MARKS.get(first['verdict'], '—')} {first['id']}"
         for text in (f"“{first['quote']}” ({first['paper']}, {first['where']})", f"Tested: {first['tested']}"):
-            cells[0] += "\n" + fill(text, SAYS, break_on_hyphens=False)
-        for v in (verdicts.get(first["id"]) for verdicts in by_id):
-            cells.append("—" if v is None else f"{outcome(v)}\n{evidence(v)}")
+            words += "\n" + fill(text, SAYS, break_on_hyphens=False)
+        cells = [words]
+        for records in records_by_ledger:
+            record = records.get(first["id"])
+            if record is None:
+                cells.append("—")
+            else:
+                cells.append(f"{outcome(record)}\n{evidence(record)}")
         rows.append(tuple(cells))
-    heads = (
-        f"{content['model']}{', a stand-in' if content['stand_in'] else ''}"
-        + ("" if _compared(content) else ": points")
-        for content in ledgers
-    )
-    headers = ("what the paper says, and what is tested", *heads)
-    return Table(headers, tuple(rows), left=len(headers), ruled=True, breaks=True)
+    headers = ["what the paper says, and what is tested"]
+    for content in ledgers:
+        header = content["model"]
+        if content["stand_in"]:
+            header += ", a stand-in"
+        if not _has_measures_beside_points(content["verdicts"]):
+            header += ": points"
+        headers.append(header)
+    return Table(tuple(headers), tuple(rows), left=len(headers), ruled=True, breaks=True)
 
 
-def _compared(content: Mapping[str, Any]) -> bool:
-    """Tell whether a ledger has measures beside points."""
-    return any(len(v["measures"]) > 1 for v in content["verdicts"])
+def _has_measures_beside_points(records: Sequence[ClaimRecord]) -> bool:
+    """Tell whether the claims of a ledger were tested by measures beside points."""
+    return any(len(record["measures"]) > 1 for record in records)
 
 
-def _level(content: Mapping[str, Any]) -> float:
-    """Return the corrected p-value that a verdict of a ledger needs in one direction."""
-    measures = max((len(v["measures"]) for v in content["verdicts"]), default=1)
-    return content["level"] / 2 / measures
-
-
-def outcome(v: Mapping[str, Any]) -> str:
+def outcome(v: ClaimRecord) -> str:
     """Return a claim's verdict, with the side of a mixed one and the measure that decided it."""
-    side = f" ({v['side']} in the mean)" if v["side"] else ""
-    by = f" by {BY[v['decided_by']]}" if v["decided_by"] and len(v["measures"]) > 1 else ""
-    return f"{v['verdict']}{side}{by}"
+    text = v["verdict"]
+    if v["side"]:
+        text += f" ({v['side']} in the mean)"
+    if v["decided_by"] and len(v["measures"]) > 1:
+        text += f" by {BY[v['decided_by']]}"
+    return text
 
 
-def evidence(v: Mapping[str, Any]) -> str:
+def evidence(v: ClaimRecord) -> str:
     """Return the numbers behind a verdict, a block of lines for each measure that was taken."""
-    blocks = [_told(v, measure, found) for measure, found in v["measures"].items() if found["mean"] is not None]
-    return "\n".join("\n".join(lines) for lines in blocks).replace("-", "−") or "—"
+    lines = []
+    for measure, numbers in v["measures"].items():
+        if numbers["mean"] is not None:
+            lines += _describe_measure(v, measure, numbers)
+    # minus signs are as wide as plus signs, unlike hyphens
+    return "\n".join(lines).replace("-", "−") or "—"
 
 
-def _told(v: Mapping[str, Any], measure: str, found: Mapping[str, Any]) -> list[str]:
-    """Return the lines of one measure: mean difference and interval, pairs and p, tasks on each side, what it needs."""
+def _describe_measure(v: ClaimRecord, measure: str, numbers: MeasureRecord) -> list[str]:
+    """Return the lines of one measure: mean difference and interval, pairs and p, tasks on each side, pairs needed."""
+    assert numbers["mean"] is not None
+    # a ledger has all numbers in hundredths; divergences of claimed gains are relative, and stay per cent
     in_nats = measure == LIKELIHOOD or (measure == DIVERGENCE and v["test"] != "better")
-    scale, digits = (100, 3) if in_nats else (1, 1)
-    low, high = found["ci"] or (nan, nan)  # one pair has no interval
-    mean, low, high = (x / scale for x in (found["mean"], low, high))
-    margin = v["margin"] if measure == POINTS else claims.NATS
-    least = 0.0 if v["test"] == "better" else -margin * (100 if in_nats else 1)
-    signs = [(m > least + 1e-9) - (m < least - 1e-9) for m in found["tasks"].values()]
-    sizes = sorted(found["n"].values())
-    n = f"{sizes[0]}" if sizes[0] == sizes[-1] else f"{sizes[0]} to {sizes[-1]}"
-    unit = " %" if measure == DIVERGENCE and not in_nats else ""
-    several = len(v["measures"]) > 1
-    ps = [found[key] for key in ("p_for", "p_against", "p_same") if found[key] is not None]
+    scale, digits = 1, 1
+    if in_nats:
+        scale, digits = 100, 3
+    margin = claims.NATS
+    if measure == POINTS:
+        margin = v["margin"]
+    # the bound that the mean must exceed, in the hundredths of the ledger
+    least = 0.0
+    if v["test"] != "better":
+        least = -margin * scale
+    low, high = numbers["ci"] or (nan, nan)  # one pair has no interval
+    mean, low, high = numbers["mean"] / scale, low / scale, high / scale
+    unit = ""
+    if measure == DIVERGENCE and not in_nats:
+        unit = " %"
+    difference = f"{mean:+.{digits}f}{unit} [{low:.{digits}f}, {high:.{digits}f}]"
+    if least:
+        difference += f", margin {margin:g}"
+    if len(v["measures"]) > 1:
+        difference = f"{NAMES[measure]}\n{difference}"
+    # tasks can have different numbers of examples
+    sizes = sorted(numbers["n"].values())
+    n = f"{sizes[0]}"
+    if sizes[0] != sizes[-1]:
+        n = f"{sizes[0]} to {sizes[-1]}"
+    task_word = "tasks" if len(sizes) > 1 else "task"
+    p_values = [p for p in (numbers["p_for"], numbers["p_against"], numbers["p_same"]) if p is not None]
+    # a task whose mean is the bound itself, up to rounding, is on neither side
+    tasks_for = sum(task_mean > least + claims.SAME for task_mean in numbers["tasks"].values())
+    tasks_against = sum(task_mean < least - claims.SAME for task_mean in numbers["tasks"].values())
+    tasks_even = len(numbers["tasks"]) - tasks_for - tasks_against
     lines = [
-        (f"{NAMES[measure]}\n" if several else "")
-        + f"{mean:+.{digits}f}{unit} [{low:.{digits}f}, {high:.{digits}f}]"
-        + (f", margin {margin:g}" if least else ""),
-        f"n {n} in {len(sizes)} task{'s' if len(sizes) > 1 else ''}, p {min(ps):.2g}",
-        f"tasks for {signs.count(1)}, even {signs.count(0)}, against {signs.count(-1)}",
+        difference,
+        f"n {n} in {len(sizes)} {task_word}, p {min(p_values):.2g}",
+        f"tasks for {tasks_for}, even {tasks_even}, against {tasks_against}",
     ]
-    if len(found["settings"]) > 1:
-        lines.append("settings " + ", ".join(f"{m / scale:+.{digits}f}" for m in found["settings"]))
-    if found["needs"] is not None:
-        lines.append(f"about {found['needs']:,} pairs would decide")
-    if found["elsewhere"] is not None:
-        lines.append(f"the paper's windows {found['elsewhere'] / scale:+.{digits}f}")
-    elif found["why_not"]:
+    if len(numbers["settings"]) > 1:
+        settings = [f"{setting_mean / scale:+.{digits}f}" for setting_mean in numbers["settings"]]
+        lines.append("settings " + ", ".join(settings))
+    if numbers["needs"] is not None:
+        lines.append(f"about {numbers['needs']:,} pairs would decide")
+    # on the stand-in the rows also ran with the paper's windows, where its prompts are long enough for them
+    if numbers["elsewhere"] is not None:
+        lines.append(f"the paper's windows {numbers['elsewhere'] / scale:+.{digits}f}")
+    elif numbers["why_not"]:
         lines.append("the paper's windows do not fit")
     return lines
 
@@ -264,19 +433,24 @@ def _told(v: Mapping[str, Any], measure: str, found: Mapping[str, Any]) -> list[
 def notes(content: Mapping[str, Any]) -> list[str]:
     """Return the notes that readers of a ledger need."""
     model, tested = content["model"], content["tested"]
-    words = [v["verdict"] for v in content["verdicts"]]
-    counts = ", ".join(f"{words.count(word)} {word}" for word in claims.VERDICTS if word in words)
-    own = (
-        "tasks and budgets are its own, and nothing here is said about a paper"
-        if model == stand_ins.MODEL
-        else "the papers' data under their budgets and windows"
-    )
-    return [
-        f"{model}{', ' * bool(content['dtype'])}{content['dtype']}"
-        + (f", a stand-in for the papers' models: {own}." if content["stand_in"] else "."),
-        f"{model}: {counts}.",
+    model_note = model
+    if content["dtype"]:
+        model_note += f", {content['dtype']}"
+    if content["stand_in"]:
+        read_here = "the papers' data under their budgets and windows"
+        if model == stand_ins.MODEL:
+            read_here = "tasks and budgets are its own, and nothing here is said about a paper"
+        model_note += f", a stand-in for the papers' models: {read_here}"
+    words = [record["verdict"] for record in content["verdicts"]]
+    counts = [f"{words.count(word)} {word}" for word in claims.VERDICTS if word in words]
+    # the corrected p-value that a verdict needs: half of the level for each direction, shared among the measures
+    measures = max((len(record["measures"]) for record in content["verdicts"]), default=1)
+    p_needed = content["level"] / 2 / measures
+    lines = [
+        f"{model_note}.",
+        f"{model}: {', '.join(counts)}.",
         "Differences are paired, in points of 100, pooled over tasks, [95 % interval]. p is corrected for the number "
-        f"of claims; a verdict needs {_level(content):.2g}, and any of the {tested} claims gets a wrong one by any "
+        f"of claims; a verdict needs {p_needed:.2g}, and any of the {tested} claims gets a wrong one by any "
         f"measure with a chance of at most {100 * content['level']:g} % (signs of the differences are flipped at "
         "random; Holm). No verdict decided when to stop measuring.",
         f"{NO_DIFFERENCE}: a claimed gain is shown to be less than a point, 0.01 nats a token, or 10 % of the "
@@ -287,15 +461,16 @@ def notes(content: Mapping[str, Any]) -> list[str]:
         "few to support it. A claim of losing nothing counts one lost pair more than was seen. Log losses: a nat "
         "counts as 100 points, and no pair as more. Tasks at the floor are left out by the full cache's own scores "
         "of these examples, which speaks against methods that are compared with it.",
-        *([ABOUT_NATS] if _compared(content) else []),
-        *content["notes"],
     ]
+    if _has_measures_beside_points(content["verdicts"]):
+        lines.append(ABOUT_NATS)
+    return lines + content["notes"]
 
 
-def reasons(content: Mapping[str, Any]) -> list[str]:
+def reasons(content: Ledger) -> list[str]:
     """Return each reason for a missing verdict or missing data, with the claims that it is about."""
     ids_by_reason: dict[str, list[str]] = {}
-    for v in content["verdicts"]:
-        if v["reason"]:
-            ids_by_reason.setdefault(v["reason"], []).append(v["id"])
+    for record in content["verdicts"]:
+        if record["reason"]:
+            ids_by_reason.setdefault(record["reason"], []).append(record["id"])
     return [f"{content['model']}, {', '.join(ids)}: {reason}." for reason, ids in ids_by_reason.items()]

@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import pandas as pd
 import torch
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from kvbench.engine.divergence import with_one_layer
 from kvbench.engine.likelihood import diverge
 from kvbench.methods.core.chain import Chain
+from kvbench.methods.core.prompt_cache import Cache
 from kvbench.papers.figures.figure import Code, Fact
 from kvbench.papers.figures.measured import FULL, MeasuredFigure, Point
 from kvbench.plan.cells import Group
 from kvbench.run import experiment
 from kvbench.run.forced import texts_of
-from kvbench.store.fidelity import FidelitySummary, TextFidelity, summarise_texts
+from kvbench.store.fidelity import TextFidelity, summarise_texts
 from kvbench.store.results import Sample, share
 
 TEXTS = {"reference": "reference text", "greedy": "full cache's answer"}
-ALL = "all layers"
 SMOOTH, SMOOTH_LONG = 8, 32
 """Positions of which the mean is drawn."""
 ROWS = 16
@@ -31,7 +33,8 @@ def _cells(measured: MeasuredFigure) -> Iterator[tuple[Point, Group, list[Sample
     """Yield each measured cell but the full cache's, with the samples of this run."""
     for ran in measured.ran:
         for point, group, cell in ran.cells():
-            samples = [*ran.run.samples(group, cell).values()]
+            samples = list(ran.run.samples(group, cell).values())
+            # the full cache's divergence from itself is 0
             if point.series != FULL and samples and ran.run.store.refusal(cell.id) is None:
                 yield point, group, samples
 
@@ -40,25 +43,42 @@ def by_budget(measured: MeasuredFigure) -> pd.DataFrame:
     """Return the mean divergence of each method and task with its interval, beside tokens kept and bytes held."""
     rows = []
     for point, group, samples in _cells(measured):
-        kept = 100 * sum(s.kept for s in samples) / sum(s.n for s in samples)
-        held = (sum(values) for values in zip(*((s.payload16, s.overhead16, s.full16) for s in samples), strict=True))
-        place = {
-            "series": point.series,
-            "x": point.x if point.x == point.x else float(f"{kept:.2g}"),
-            "task": group.task.id,
-            "kept": kept,
-            "bytes": share(*held),
-        }
+        kept = 100 * sum(sample.kept for sample in samples) / sum(sample.n for sample in samples)
+        x = point.x
+        if math.isnan(x):
+            # a method that the user named stands at the share of tokens that it kept, with two digits
+            x = float(f"{kept:.2g}")
+        bytes_held = share(
+            sum(sample.payload16 for sample in samples),
+            sum(sample.overhead16 for sample in samples),
+            sum(sample.full16 for sample in samples),
+        )
         for kind, text in TEXTS.items():
-            summary = summarise_texts([s.fidelity[kind] for s in samples if s.fidelity and kind in s.fidelity])
-            if summary is not None:
-                rows.append({**place, "text": text, **_numbers(summary)})
+            summary = summarise_texts(_texts_of_kind(samples, kind))
+            if summary is None:
+                continue
+            low, high = summary.ci or (math.nan, math.nan)
+            rows.append(
+                {
+                    "series": point.series,
+                    "x": x,
+                    "task": group.task.id,
+                    "kept": kept,
+                    "bytes": bytes_held,
+                    "text": text,
+                    "kl": summary.kl_mean,
+                    "low": low,
+                    "high": high,
+                    "floor": summary.floor,
+                    "n": summary.n,
+                }
+            )
     return pd.DataFrame(rows)
 
 
-def _numbers(summary: FidelitySummary) -> dict[str, float]:
-    low, high = summary.ci or (float("nan"), float("nan"))
-    return {"kl": summary.kl_mean, "low": low, "high": high, "floor": summary.floor, "n": summary.n}
+def _texts_of_kind(samples: Sequence[Sample], kind: str) -> list[TextFidelity]:
+    """Return the comparisons on one kind of text (see TEXTS), of the samples that have it."""
+    return [sample.fidelity[kind] for sample in samples if sample.fidelity and kind in sample.fidelity]
 
 
 def by_position(measured: MeasuredFigure, smooth: int = SMOOTH) -> pd.DataFrame:
@@ -68,63 +88,86 @@ def by_position(measured: MeasuredFigure, smooth: int = SMOOTH) -> pd.DataFrame:
     """
     rows = []
     for point, group, samples in _cells(measured):
+        # samples that were compared without decoding have no peak
+        tokens_held = max((sample.decode_peak or 0 for sample in samples), default=0)
         for kind, text in TEXTS.items():
-            texts = [s.fidelity[kind] for s in samples if s.fidelity and kind in s.fidelity]
-            held = max((s.decode_peak or 0 for s in samples), default=0)
-            place = {"series": point.series, "task": group.task.id, "text": text, "n": len(texts), "held": held}
-            rows += [{**place, "position": at, "kl": mean} for at, mean in _runs(texts, smooth)]
+            texts = _texts_of_kind(samples, kind)
+            for position, mean in _average_runs(texts, smooth):
+                rows.append(
+                    {
+                        "series": point.series,
+                        "task": group.task.id,
+                        "text": text,
+                        "n": len(texts),
+                        "held": tokens_held,
+                        "position": position,
+                        "kl": mean,
+                    }
+                )
     return pd.DataFrame(rows)
 
 
-def _runs(texts: Sequence[TextFidelity], smooth: int) -> Iterator[tuple[float, float]]:
+def _average_runs(texts: Sequence[TextFidelity], smooth: int) -> Iterator[tuple[float, float]]:
     """Yield the middle and the mean divergence of each run of positions that some text reaches."""
-    for start in range(0, max((len(t.kl) for t in texts), default=0), smooth):
-        values = [x for t in texts for x in t.kl[start : start + smooth]]
+    longest = max((len(text.kl) for text in texts), default=0)
+    for start in range(0, longest, smooth):
+        # a shorter text adds the positions that it has
+        values: list[float] = []
+        for text in texts:
+            values.extend(text.kl[start : start + smooth])
+        # positions are counted from 1: the run has start + 1 to start + smooth
         yield start + (smooth + 1) / 2, sum(values) / len(values)
 
 
 def by_layer(measured: MeasuredFigure) -> pd.DataFrame:
     """Return the mean divergence of each method with one layer compressed and all others exact, and with all."""
-    rows: list[dict[str, Any]] = []
+    rows: list[tuple[str, str, str, int, float]] = []
     for ran in measured.ran:
         model = ran.run.load_model()
         host = experiment.make_host(ran.run, model)
         for group in ran.run.groups:
             for example in group.examples:
                 encoded = host.encode(example, group.task)
-                ids = [*encoded.ids, *encoded.question]
+                ids = list(encoded.ids) + list(encoded.question)
+                # one pass over the prompt fills the full cache and that of each method
                 full, *caches = host.prefill(ids, [Chain(), *ran.chains])
                 texts = texts_of(host, example, full)
                 if example.tokens:
-                    texts["reference"] = [*example.tokens[len(ids) :]]
+                    # an example of given tokens goes on behind the prompt with the text's own
+                    texts["reference"] = list(example.tokens[len(ids) :])
                 for kind, tokens in texts.items():
                     for point, cache in zip(ran.sweep.points, caches, strict=True):
-                        single = [with_one_layer(full, cache, i) for i in range(len(full.layers))]
-                        means = [
-                            float(forced.divergence.kl.mean())
-                            for i in range(0, len(single), ROWS)
-                            for forced in diverge(model, full, single[i : i + ROWS], torch.tensor(tokens))[0]
-                            if forced.divergence is not None
-                        ]
-                        (whole,) = diverge(model, full, [cache], torch.tensor(tokens))[0]
-                        assert whole.divergence is not None
-                        place = {
-                            "series": point.series,
-                            "task": group.task.id,
-                            "text": TEXTS[kind],
-                            "prompt": example.id,
-                        }
-                        rows += [{**place, "layer": layer, "kl": mean} for layer, mean in enumerate(means)]
-                        rows.append({**place, "layer": -1, "kl": float(whole.divergence.kl.mean())})
-    data = pd.DataFrame(rows)
+                        place = (point.series, group.task.id, TEXTS[kind])
+                        for layer, mean in _layer_divergences(model, full, cache, torch.tensor(tokens)):
+                            rows.append((*place, layer, mean))
+    data = pd.DataFrame(rows, columns=["series", "task", "text", "layer", "kl"])
+    # the mean over prompts
     by = ["series", "task", "text", "layer"]
     return data.groupby(by, sort=False)["kl"].agg(kl="mean", n="count").reset_index()
 
 
+def _layer_divergences(model: PreTrainedModel, full: Cache, cache: Cache, tokens: Tensor) -> list[tuple[int, float]]:
+    """Return (layer, mean divergence over ``tokens``) with that layer of ``cache`` alone; layer -1 has all of them."""
+    single = [with_one_layer(full, cache, layer) for layer in range(len(full.layers))]
+    means: list[float] = []
+    for start in range(0, len(single), ROWS):
+        forced_texts, _ = diverge(model, full, single[start : start + ROWS], tokens)
+        for forced in forced_texts:
+            if forced.divergence is not None:
+                means.append(float(forced.divergence.kl.mean()))
+    # all layers at once can diverge by more, or by less, than the sum of the single ones
+    (all_layers,), _ = diverge(model, full, [cache], tokens)
+    assert all_layers.divergence is not None
+    return list(enumerate(means)) + [(-1, float(all_layers.divergence.kl.mean()))]
+
+
 def with_samples(data: pd.DataFrame) -> pd.DataFrame:
     """Return the data with the column ``samples``, the number of texts behind each point in words, for titles."""
-    counts = dict.fromkeys((int(data["n"].min()), int(data["n"].max())))
-    return data.assign(samples=f"n = {' to '.join(map(str, counts))}")
+    fewest, most = int(data["n"].min()), int(data["n"].max())
+    count = f"n = {fewest}"
+    if fewest != most:
+        count += f" to {most}"
+    return data.assign(samples=count)
 
 
 def single_layers(data: pd.DataFrame) -> pd.DataFrame:
@@ -133,12 +176,13 @@ def single_layers(data: pd.DataFrame) -> pd.DataFrame:
 
 
 def layer_facts(data: pd.DataFrame) -> Iterator[Fact]:
-    """Yield for each text the layer whose compression alone diverges most, and the divergence of all together."""
-    single, whole = single_layers(data), data[data["layer"] < 0]
+    """Yield for each text the layer that alone diverges most when compressed, and the divergence of all together."""
+    # by_layer has all layers together as layer -1
+    single, all_layers = single_layers(data), data[data["layer"] < 0]
     worst = single.loc[single.groupby(["text", "series"], sort=False)["kl"].idxmax()]
     yield Fact("Layer that alone diverges most", worst.set_index(["text", "series"])["layer"].astype(float), "{:.0f}")
     yield Fact("Its divergence in nats", worst.set_index(["text", "series", "layer"])["kl"], "{:.3g}", "layer {:g}")
-    yield Fact("All layers together", whole.set_index(["text", "series", "n"])["kl"], "{:.3g}", "n = {:g}")
+    yield Fact("All layers together", all_layers.set_index(["text", "series", "n"])["kl"], "{:.3g}", "n = {:g}")
 
 
 def budget_facts(data: pd.DataFrame) -> Iterator[Fact]:
@@ -158,13 +202,14 @@ def position_facts(data: pd.DataFrame) -> Iterator[Fact]:
 
 
 def by_long_position(measured: MeasuredFigure) -> pd.DataFrame:
-    """Return what ``by_position`` does on the texts' own continuations, over longer runs."""
+    """Return the rows of ``by_position`` on the texts' own continuations, over longer runs."""
     data = by_position(measured, SMOOTH_LONG)
     return data[data["text"] == TEXTS["reference"]].reset_index(drop=True)
 
 
 def answer_facts(data: pd.DataFrame) -> Iterator[Fact]:
     """Yield the divergence over four parts of the continuation, and the most tokens that a head held."""
+    # four runs of positions of equal length
     quarter = pd.cut(data["position"], 4, labels=["first", "second", "third", "last"])
     for label, rows in data.groupby(quarter, observed=True):
         means = rows.groupby("series", sort=False)["kl"].mean()

@@ -1,7 +1,7 @@
 """Figures: tidy data computed from something, and a drawing of those data alone.
 
-A figure's CSV begins with ``# key: value`` lines that say which figure it is and what it was computed from. Drawings
-are always made from the CSV as it is on disk, so that redrawing one gives the same bytes.
+A figure's CSV begins with ``# key: value`` lines, which name the figure and the origin of its data. Drawings are always
+made from the CSV as it is on disk, so that redrawing one gives the same bytes.
 """
 
 from __future__ import annotations
@@ -46,24 +46,31 @@ class Fact:
         """Return ``label: values``, with names before numbers and places after them; '' where no number is known."""
         if isinstance(self.values, str):
             return f"{self.label}: {self.values}"
+        # values that could not be computed are left out
         values = pd.Series(self.values).dropna()
+        if values.empty:
+            return ""
         if not isinstance(self.values, pd.Series | dict):
-            parts = [self.form.format(v) for v in values]
-        elif values.index.nlevels == 1:
-            parts = [f"{self.at.format(i)} {self.form.format(v)}" for i, v in values.items()]
-        else:
-            parts = []
-            for name, rows in values.groupby(level=list(range(values.index.nlevels - 1)), sort=False):
-                numbers = (f"{self.form.format(v)} at {self.at.format(i[-1])}" for i, v in rows.items())
-                title = " ".join(map(str, name)) if isinstance(name, tuple) else name
-                parts.append(f"{title} {', '.join(numbers)}")
-        several = values.index.nlevels > 1
-        return f"{self.label}: {('; ' if several else ', ').join(parts)}" if parts else ""
+            return f"{self.label}: {', '.join(self.form.format(value) for value in values)}"
+        if values.index.nlevels == 1:
+            parts = [f"{self.at.format(name)} {self.form.format(value)}" for name, value in values.items()]
+            return f"{self.label}: {', '.join(parts)}"
+        # the last level of the index is the place, those before it are the name
+        name_levels = list(range(values.index.nlevels - 1))
+        parts = []
+        for name, rows in values.groupby(level=name_levels, sort=False):
+            title = name
+            if isinstance(name, tuple):
+                title = " ".join(map(str, name))
+            numbers = [f"{self.form.format(value)} at {self.at.format(index[-1])}" for index, value in rows.items()]
+            parts.append(f"{title} {', '.join(numbers)}")
+        return f"{self.label}: {'; '.join(parts)}"
 
 
 def sentences(facts: Iterable[Fact]) -> str:
     """Return the facts as one text, a sentence each, without those that have no value."""
-    return " ".join(f"{text}." for text in (fact.text() for fact in facts) if text)
+    texts = [fact.text() for fact in facts]
+    return " ".join(f"{text}." for text in texts if text)
 
 
 class Code(NamedTuple):
@@ -97,6 +104,7 @@ class Figure:
     unsaid: str
     columns: tuple[str, ...]
     picture: Picture
+    # a figure is a value: its functions are fields of it, not methods of a class for each
     compute: Callable[[Any], pd.DataFrame]
     facts: Callable[[pd.DataFrame], Iterable[Fact]]
     prepare: Callable[[pd.DataFrame], pd.DataFrame]
@@ -106,9 +114,11 @@ class Figure:
     sweeps: tuple[Sweep, ...] | None = None
     own: str = ""
 
-    def captioned(self, csv_facts: Mapping[str, Any]) -> Figure:
+    def captioned(self, csv_facts: Mapping[str, object]) -> Figure:
         """Return the figure with the caption that fits data of these facts: methods of the user's own test no claim."""
-        return replace(self, shows=self.own, claim="", unsaid="") if OWN_METHODS in csv_facts else self
+        if OWN_METHODS not in csv_facts:
+            return self
+        return replace(self, shows=self.own, claim="", unsaid="")
 
     @property
     def paper(self) -> str:
@@ -123,13 +133,15 @@ class Figure:
         """Return the findings about the claim, in numbers."""
         return sentences(self.facts(data))
 
-    def write(self, data: pd.DataFrame, facts: Mapping[str, Any], folder: Path) -> tuple[list[Path], str]:
+    def write(self, data: pd.DataFrame, facts: Mapping[str, object], folder: Path) -> tuple[list[Path], str]:
         """Write the data as CSV, headed by comment lines of ``facts`` (their provenance), and as PNG and SVG.
 
         Returns (paths, finding).
         """
-        head = "".join(f"# {key}: {value}\n" for key, value in {"figure": self.id, **facts}.items())
-        csv_text = head + data[list(self.columns)].to_csv(index=False, float_format=DIGITS, lineterminator="\n")
+        csv_text = f"# figure: {self.id}\n"
+        for key, value in facts.items():
+            csv_text += f"# {key}: {value}\n"
+        csv_text += data[list(self.columns)].to_csv(index=False, float_format=DIGITS, lineterminator="\n")
         path = folder / f"{self.id}.csv"
         _save(path, csv_text.encode())
         # drawn from the CSV, so that a later redraw gives the same picture
@@ -139,7 +151,6 @@ class Figure:
     def redraw(self, text: str, stem: Path) -> tuple[list[Path], str]:
         """Write ``stem``.png and ``stem``.svg from the text of a CSV, and return (paths, finding)."""
         data = self.parse(text)
-        paths = [stem.with_suffix(".png"), stem.with_suffix(".svg")]
         with styled():
             canvas = self.draw(data)
             FigureCanvasAgg(canvas)
@@ -150,27 +161,28 @@ class Figure:
                 # the last bits of a layout depend on what was drawn before, and names in an SVG on them
                 left, bottom, width, height = (round(x, 6) for x in ax.get_position(original=True).bounds)
                 ax.set_position((left, bottom, width, height))
-            for path in paths:
-                kind = path.suffix[1:]
-                buffer = io.BytesIO()
-                # neither a date nor a version, so that equal data give equal bytes
-                facts = {"Software": None} if kind == "png" else {"Date": None, "Creator": None}
-                canvas.savefig(buffer, format=kind, metadata={"Title": f"{self.id}: {self.title}", **facts})
-                _save(path, buffer.getvalue())
-        return paths, self.finding(data)
+            title = f"{self.id}: {self.title}"
+            # neither a date nor a version, so that equal data give equal bytes
+            _save_drawing(canvas, stem.with_suffix(".png"), {"Title": title, "Software": None})
+            _save_drawing(canvas, stem.with_suffix(".svg"), {"Title": title, "Date": None, "Creator": None})
+        return [stem.with_suffix(".png"), stem.with_suffix(".svg")], self.finding(data)
 
     def parse(self, text: str) -> pd.DataFrame:
         """Return the data of a CSV; raise UsageError where they are not this figure's."""
+        # pandas would take any # inside a line for the start of a comment
         body = "".join(line for line in text.splitlines(keepends=True) if not line.startswith("# "))
         try:
             data = pd.read_csv(io.StringIO(body))
         except ValueError as error:
             raise UsageError(f"{self.id}: the CSV cannot be read: {error}") from None
-        missing = [c for c in self.columns if c not in data.columns]
-        if missing or data.empty:
-            problem = f"it has no column {', '.join(missing)}" if missing else "it has no rows"
-            raise UsageError(f"{self.id}: the CSV does not hold this figure's data: {problem}")
-        return data
+        missing = [column for column in self.columns if column not in data.columns]
+        if missing:
+            problem = f"it has no column {', '.join(missing)}"
+        elif data.empty:
+            problem = "it has no rows"
+        else:
+            return data
+        raise UsageError(f"{self.id}: the CSV does not hold this figure's data: {problem}")
 
 
 def own_folder(results: Path | str, model: str) -> Path:
@@ -180,7 +192,9 @@ def own_folder(results: Path | str, model: str) -> Path:
 
 def folder(results: Path | str, model: str) -> Path:
     """Return the folder of a model's figures; the tiny model has its own, so that it never replaces others."""
-    return Path(results) / ("tiny/figures" if model == stand_ins.MODEL else "figures")
+    if model == stand_ins.MODEL:
+        return Path(results) / "tiny" / "figures"
+    return Path(results) / "figures"
 
 
 def percent(x: float) -> str:
@@ -192,6 +206,7 @@ def facts_of(text: str) -> dict[str, str]:
     """Return {key: value} of the ``# key: value`` lines at the start of a CSV."""
     facts = {}
     for line in text.splitlines():
+        # the first line without a mark is the CSV's own header
         if not line.startswith("# "):
             break
         key, _, value = line[2:].partition(": ")
@@ -209,6 +224,14 @@ def read_csv(path: Path) -> tuple[str, str]:
             "'# figure: uncomp/fig1'"
         )
     return facts["figure"], text
+
+
+def _save_drawing(canvas: Canvas, path: Path, metadata: Mapping[str, str | None]) -> None:
+    """Write a drawing in the format that the path's ending names; None leaves out an entry of matplotlib's own."""
+    buffer = io.BytesIO()
+    # drawn in memory first, so that a failure leaves no half of a file
+    canvas.savefig(buffer, format=path.suffix[1:], metadata=dict(metadata))
+    _save(path, buffer.getvalue())
 
 
 def _save(path: Path, content: bytes) -> None:

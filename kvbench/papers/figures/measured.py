@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from numpy.typing import NDArray
 
 from kvbench.base.conf import entries
 from kvbench.base.errors import UsageError
@@ -21,7 +20,7 @@ from kvbench.methods.core import registry
 from kvbench.methods.core.chain import Chain
 from kvbench.methods.core.resolve import ChainConfig, chain_of
 from kvbench.papers.figures.figure import OWN_METHODS, Figure
-from kvbench.papers.measured.our_table import scores
+from kvbench.papers.measured.our_table import scores, split_options
 from kvbench.papers.spec import row_knobs, stand_ins
 from kvbench.plan import config, presets, words
 from kvbench.plan.cells import Cell, Group
@@ -49,7 +48,7 @@ class Point:
     series: str
     x: float
     method: str
-    knobs: Mapping[str, Any] = field(default_factory=dict)
+    knobs: Mapping[str, object] = field(default_factory=dict)
 
 
 FULL_POINT = Point(FULL, 0.0, "full")
@@ -59,10 +58,11 @@ FULL_POINT = Point(FULL, 0.0, "full")
 class Sweep:
     """Points that are measured on the same prompts.
 
-    dataset: the tiny model's. published: the paper's own, for any other model. arguments: more arguments of ``run``,
-    with those of ``pretrained`` for any model but the tiny one; options of a dataset go to those that have them.
-    baseline: True where the full cache is measured, too. length: prompt tokens of the paper, by which windows and sizes
-    are scaled for the tiny model.
+    dataset: the tiny model's. published: the paper's own, for any other model.
+    arguments: more arguments of ``run``. pretrained: those for any model but the tiny one. Options of a dataset go to
+    the datasets that have them.
+    baseline: True where the full cache is measured, too.
+    length: prompt tokens of the paper, by which windows and sizes are scaled for the tiny model.
     """
 
     points: tuple[Point, ...]
@@ -76,7 +76,22 @@ class Sweep:
 
     def reads(self, tiny: bool) -> str:
         """Return the dataset that is read unless another is asked for."""
-        return self.dataset if tiny else self.published or self.dataset
+        if tiny:
+            return self.dataset
+        return self.published or self.dataset
+
+
+Row = dict[str, str | float | None]
+"""A row of a figure's data: a point and a task with their numbers, by the names of COLUMNS."""
+
+
+@dataclass(frozen=True)
+class _TaskResult:
+    """The numbers of a point on one task; ``pairs`` are scores [n, 2] of the method and of the full cache."""
+
+    group: Group
+    means: CellSummary
+    pairs: stats.Pairs
 
 
 @dataclass(frozen=True)
@@ -89,64 +104,93 @@ class Ran:
 
     def points(self) -> Iterator[tuple[Point, list[tuple[Group, Cell]]]]:
         """Yield every point of the sweep with its cells and their groups, the full cache first."""
-        full = [(FULL_POINT, Chain())] if self.sweep.baseline else []
-        for point, chain in [*full, *zip(self.sweep.points, self.chains, strict=True)]:
-            yield point, [(g, next(c for c in g.cells if c.chain == chain)) for g in self.run.groups]
+        points = list(zip(self.sweep.points, self.chains, strict=True))
+        if self.sweep.baseline:
+            points.insert(0, (FULL_POINT, Chain()))
+        for point, chain in points:
+            # a group has a cell for each chain of the run
+            cells = []
+            for group in self.run.groups:
+                cells.append((group, next(cell for cell in group.cells if cell.chain == chain)))
+            yield point, cells
 
     def cells(self) -> Iterator[tuple[Point, Group, Cell]]:
         """Yield every cell with its point."""
-        yield from ((point, group, cell) for point, cells in self.points() for group, cell in cells)
+        for point, cells in self.points():
+            for group, cell in cells:
+                yield point, group, cell
 
     def frame(self) -> pd.DataFrame:
         """Return a row per point and task with its numbers, and one for the mean over tasks.
 
-        Scores as printed, with 95 % intervals; ``relative`` in per cent of the full cache over the same examples;
-        tokens kept and, at 16 bits, bytes held in per cent of the prompt's. Cells that were refused, or of which
-        nothing is there, are left out; a mean is over all tasks or not at all.
+        Scores are as printed, with 95 % intervals. ``relative`` is in per cent of the full cache over the same
+        examples. Tokens kept and bytes held, at 16 bits, are in per cent of the prompt's. Refused cells and cells
+        without any answer are left out. A mean is over all tasks or not at all.
         """
-        rows: list[dict[str, Any]] = []
+        rows: list[Row] = []
         for point, cells in self.points():
-            results = [(g, summary.measured(g, c, self.run.store), self._pairs(g, c)) for g, c in cells]
-            measured = [(g, c.summary, pairs) for g, c, pairs in results if c.summary is not None]
+            measured = []
+            for group, cell in cells:
+                means = summary.measured(group, cell, self.run.store).summary
+                if means is not None:
+                    measured.append(_TaskResult(group, means, self._pairs(group, cell)))
+            # a point of which nothing is measured has no row, and the CSV's head names it
             if not measured:
                 continue
-            kept = _held([means for _, means, _ in measured])["kept"]
-            place = {"series": point.series, "x": float(f"{kept:.2g}") if math.isnan(point.x) else point.x}
-            for group, means, pairs in measured:
-                name = group.task.id.partition("/")[2] if len(results) > 1 else group.task.id
-                low, high = means.ci or (None, None)
-                numbers = {"metric": means.metric, "score": means.score, "low": low, "high": high, "n": means.n}
-                relative = _relative([pairs], group.task.metric)
-                rows.append({**place, "task": name or group.task.id, **numbers, **_held([means]), **relative})
-            if len(measured) == len(results) > 1:
-                rows.append({**place, "task": MEAN, **_mean(measured)})
+            x = point.x
+            if math.isnan(x):
+                # a method that the user named stands at the share of tokens that it kept, with two digits
+                x = float(f"{_held([result.means for result in measured])['kept']:.2g}")
+            place: Row = {"series": point.series, "x": x}
+            for result in measured:
+                task = result.group.task.id
+                if len(cells) > 1:
+                    # the part behind the dataset tells its tasks apart; another dataset has one task, without parts
+                    task = task.partition("/")[2] or task
+                rows.append(place | {"task": task} | _task_numbers(result))
+            # a mean over some of the tasks would compare with none of the other points
+            if len(measured) == len(cells) > 1:
+                rows.append(place | {"task": MEAN} | _mean_numbers(measured))
         return pd.DataFrame(rows).reindex(columns=list(COLUMNS)).astype(dict.fromkeys(VALUES, float))
 
-    def _pairs(self, group: Group, cell: Cell) -> NDArray[np.float64]:
+    def _pairs(self, group: Group, cell: Cell) -> stats.Pairs:
         """Return the scores [n, 2] of a cell and of the full cache, over the examples of this run that both have."""
+        # a run without a baseline has no full cache: the cell is then its own, and all shares are 100
         full_cell = next((c for c in group.cells if not c.chain.stages), cell)
-        own, full = (scores(self.run.store, group, c) for c in (cell, full_cell))
-        return np.array([(x, full[e]) for e, x in own.items() if e in full], dtype=float).reshape(-1, 2)
+        own_scores = scores(self.run.store, group, cell)
+        full_scores = scores(self.run.store, group, full_cell)
+        pairs = [(score, full_scores[e]) for e, score in own_scores.items() if e in full_scores]
+        return np.array(pairs, dtype=float).reshape(-1, 2)
 
     def left_out(self) -> list[str]:
         """Return the cells that are not shown, shown in part, or show nothing about their method, with the reason."""
-        store, reasons = self.run.store, []
+        reasons = []
         for _, group, cell in self.cells():
-            reason, measured = store.refusal(cell.id), store.samples(cell.id).keys() & {e.id for e in group.examples}
-            if reason is None and not measured:
-                reason = store.status(cell.id).reason or "not measured"
-            elif reason is None and len(measured) < len(group.examples):
-                reason = f"{len(measured)} of {len(group.examples)} examples measured"
-            elif reason is None and summary.measured(group, cell, store).unchanged:
-                reason = "nothing was compressed"
+            reason = self._why_left_out(group, cell)
             if reason is not None:
                 reasons.append(f"{cell.label} on {group.column}: {reason}")
         return reasons
 
+    def _why_left_out(self, group: Group, cell: Cell) -> str | None:
+        """Return why a cell is not shown, shown in part, or shows nothing about its method; None if all is well."""
+        store = self.run.store
+        # samples that a refused cell has from before are not shown
+        refusal = store.refusal(cell.id)
+        if refusal is not None:
+            return refusal
+        measured = store.samples(cell.id).keys() & {e.id for e in group.examples}
+        if not measured:
+            return store.status(cell.id).reason or "not measured"
+        if len(measured) < len(group.examples):
+            return f"{len(measured)} of {len(group.examples)} examples measured"
+        if summary.measured(group, cell, store).unchanged:
+            return "nothing was compressed"
+        return None
+
 
 @dataclass(frozen=True)
 class MeasuredFigure:
-    """The runs of a figure's sweeps, in their order."""
+    """The runs of a figure's sweeps, in the order of the sweeps."""
 
     ran: tuple[Ran, ...]
 
@@ -155,25 +199,35 @@ class MeasuredFigure:
         return pd.concat([r.frame() for r in self.ran], ignore_index=True)
 
     def measure(self, quiet: bool = False) -> None:
-        """Measure what is missing."""
-        for r in self.ran:
-            experiment.measure(r.run, quiet)
+        """Measure the missing answers."""
+        for ran in self.ran:
+            experiment.measure(ran.run, quiet)
 
     def facts(self) -> dict[str, Any]:
         """Return the origin of the data, for the head of the CSV."""
         if not self.ran:
             return {}
-        omissions = [reason for r in self.ran for reason in r.left_out()]
-        settings = [experiment.settings(r.run).removesuffix(".") for r in self.ran]
-        own = [p.method for r in self.ran for p in r.sweep.points if math.isnan(p.x)]
-        counts = sorted({len(g.examples) for r in self.ran for g in r.run.groups})
-        return {
-            "runs": " | ".join(dict.fromkeys(settings)),
-            **({OWN_METHODS: ", ".join(own)} if own else {}),
-            "weights": self.ran[0].run.source.fingerprint,
-            "examples": f"{' to '.join(map(str, dict.fromkeys((counts[0], counts[-1]))))} of each task",
-            **({"left out": "; ".join(omissions)} if omissions else {}),
-        }
+        settings: dict[str, None] = {}
+        own_methods: list[str] = []
+        counts: set[int] = set()
+        omissions: list[str] = []
+        for ran in self.ran:
+            settings[experiment.settings(ran.run).removesuffix(".")] = None
+            # points without a place of their own are methods that the user named
+            own_methods += [point.method for point in ran.sweep.points if math.isnan(point.x)]
+            counts.update(len(group.examples) for group in ran.run.groups)
+            omissions += ran.left_out()
+        examples = f"{min(counts)}"
+        if len(counts) > 1:
+            examples += f" to {max(counts)}"
+        facts = {"runs": " | ".join(settings)}
+        if own_methods:
+            facts[OWN_METHODS] = ", ".join(own_methods)
+        facts["weights"] = self.ran[0].run.source.fingerprint
+        facts["examples"] = f"{examples} of each task"
+        if omissions:
+            facts["left out"] = "; ".join(omissions)
+        return facts
 
 
 def prepare(figure: Figure, arguments: Sequence[str]) -> MeasuredFigure:
@@ -183,104 +237,154 @@ def prepare(figure: Figure, arguments: Sequence[str]) -> MeasuredFigure:
     budget), method= with its knobs likewise, limit=, results=, data.root=, ... Raises UsageError for a model, a dataset
     or an argument that is not possible.
     """
-    options, sweeps = dict(a.partition("=")[::2] for a in arguments), figure.sweeps or ()
+    options, sweeps = split_options(arguments), figure.sweeps or ()
     model = options.get("model", stand_ins.MODEL)
-    datasets = list(dict.fromkeys(s.reads(model == stand_ins.MODEL) for s in sweeps))
-    wanted = split_list(options["dataset"]) if "dataset" in options else datasets
-    strange = [n for n in wanted if len(datasets) > 1 and not any(_within(n, dataset) for dataset in datasets)]
-    if strange:
-        raise UsageError(
-            f"dataset={strange[0]} is not possible with {figure.id}, which has a budget for each of its datasets: "
-            f"{', '.join(datasets)}"
-        )
+    tiny = model == stand_ins.MODEL
+    datasets = list(dict.fromkeys(sweep.reads(tiny) for sweep in sweeps))
+    names = datasets
+    if "dataset" in options:
+        names = split_list(options["dataset"])
+    # with several datasets each has a budget of its own, so that none can stand in for another
+    if len(datasets) > 1:
+        for name in names:
+            if not any(_is_within(name, dataset) for dataset in datasets):
+                raise UsageError(
+                    f"dataset={name} is not possible with {figure.id}, which has a budget for each of its datasets: "
+                    f"{', '.join(datasets)}"
+                )
+    # results= says where the figure goes, and limit= is an argument of all figures in one command
     if options and not sweeps and set(options) - {"results", "limit"}:
         raise UsageError(f"{next(iter(options))}= is not possible with {figure.id}: it is computed from formulas alone")
     ran = []
     for sweep in sweeps:
-        names = [n for n in wanted if len(datasets) == 1 or _within(n, sweep.reads(model == stand_ins.MODEL))]
-        if names:
-            ran.append(_ran(figure, sweep, model, {**options, "dataset": ",".join(names)}))
+        sweep_names = names
+        if len(datasets) > 1:
+            sweep_names = [name for name in names if _is_within(name, sweep.reads(tiny))]
+        if sweep_names:
+            ran.append(_plan_sweep(figure, sweep, model, options | {"dataset": ",".join(sweep_names)}))
     return MeasuredFigure(tuple(ran))
 
 
-def _within(name: str, dataset: str) -> bool:
+def _is_within(name: str, dataset: str) -> bool:
     """Tell whether ``name`` is the dataset or one of its tasks."""
     return name == dataset or name.startswith(f"{dataset}/")
 
 
-def _ran(figure: Figure, sweep: Sweep, model: str, given: Mapping[str, str]) -> Ran:
-    """Plan the run of one sweep on a model."""
+def _plan_sweep(figure: Figure, sweep: Sweep, model: str, options: Mapping[str, str]) -> Ran:
+    """Plan the run of one sweep on a model; ``options`` are the user's, with the dataset that is read."""
     tiny = model == stand_ins.MODEL
-    sweep_options = dict(a.partition("=")[::2] for a in (*sweep.arguments, *(() if tiny else sweep.pretrained)))
-    dataset_options = [entries("dataset").get(n.partition("/")[0], {}) for n in split_list(given["dataset"])]
-    defaults = {
-        "model": model,
-        "limit": str(figure.each),
-        **{key: value for key, value in sweep_options.items() if all(key in options for options in dataset_options)},
-        **({"preset": sweep.preset} if sweep.preset else {}),
-        "method": "full",
-        "baseline": str(sweep.baseline).lower(),
-    }
-    merged = {**defaults, **given}
-    (run,) = words.read([f"{k}={v}" for k, v in merged.items()]).runs
+    (run,) = words.read([f"{key}={value}" for key, value in _merge_options(figure, sweep, model, options).items()]).runs
     cfg = config.parse(run)
-    if "method" in given:
-        own = [c for c in cfg.chains if c.chain.stages]
-        points = _own_points([c.label for c in own], several="x" in figure.columns)
-        return Ran(replace(sweep, points=points), experiment.prepare(cfg), tuple(c.chain for c in own))
-    values = presets.values(sweep.preset, model if model in entries("model") else "") if sweep.preset else {}
+    if "method" in options:
+        # the user's methods stand in place of the figure's, the full cache beside them
+        chain_configs = [c for c in cfg.chains if c.chain.stages]
+        points = _own_points([c.label for c in chain_configs], several="x" in figure.columns)
+        chains = tuple(c.chain for c in chain_configs)
+        return Ran(replace(sweep, points=points), experiment.prepare(cfg), chains)
+    values: Mapping[str, object] = {}
+    if sweep.preset:
+        # values of a preset can be stated for single models; a folder or hub id gets those for any model
+        values = presets.values(sweep.preset, model if model in entries("model") else "")
     small = replace(stand_ins.TINY, of=sweep.length) if tiny else None
-    chains = tuple(_chain(p, values, small) for p in sweep.points)
-    labels = {c: f"{p.series} {p.x:g}" for p, c in zip(sweep.points, chains, strict=True)}
-    cfg = replace(cfg, chains=tuple(ChainConfig(c, label) for c, label in labels.items()))
+    chains = tuple(_build_chain(point, values, small) for point in sweep.points)
+    # scaled points can become one chain, which is measured once
+    labels: dict[Chain, str] = {}
+    for point, chain in zip(sweep.points, chains, strict=True):
+        labels[chain] = f"{point.series} {point.x:g}"
+    cfg = replace(cfg, chains=tuple(ChainConfig(chain, label) for chain, label in labels.items()))
     return Ran(sweep, experiment.prepare(cfg), chains)
+
+
+def _merge_options(figure: Figure, sweep: Sweep, model: str, options: Mapping[str, str]) -> dict[str, str]:
+    """Return the arguments of a sweep's run: the user's ``options`` replace the figure's."""
+    merged = {"model": model, "limit": str(figure.each)}
+    arguments = list(sweep.arguments)
+    if model != stand_ins.MODEL:
+        arguments += sweep.pretrained
+    # an option of a dataset would be refused for one that does not have it
+    known_options = [entries("dataset").get(name.partition("/")[0], {}) for name in split_list(options["dataset"])]
+    for key, value in split_options(arguments).items():
+        if all(key in known for known in known_options):
+            merged[key] = value
+    if sweep.preset:
+        merged["preset"] = sweep.preset
+    merged |= {"method": "full", "baseline": str(sweep.baseline).lower()}
+    return merged | dict(options)
 
 
 def _own_points(labels: Sequence[str], several: bool) -> tuple[Point, ...]:
     """Return a point per label of a method; labels that differ in budgets alone share a series if ``several`` may."""
     lines = [line_of(label) for label in labels]
-    names = [line if several or lines.count(line) == 1 else label for label, line in zip(labels, lines, strict=True)]
-    return tuple(Point(name, math.nan, label) for name, label in zip(names, labels, strict=True))
+    points = []
+    for label, line in zip(labels, lines, strict=True):
+        name = label
+        if several or lines.count(line) == 1:
+            name = line
+        points.append(Point(name, math.nan, label))
+    return tuple(points)
 
 
-def _chain(point: Point, values: Mapping[str, Any], small: row_knobs.StandIn | None) -> Chain:
+def _build_chain(point: Point, values: Mapping[str, object], small: row_knobs.StandIn | None) -> Chain:
     """Build the chain of a point, with windows and sizes scaled to a ``small`` model."""
-    stages = registry.split(point.method)
-    scaled = row_knobs.scaled_windows(values, stages, small) if small else {}
-    knobs = {**{k: int(v) for k, v in scaled.items()}, **point.knobs}
-    if small and "kv_size" in knobs:
-        knobs["kv_size"] = small.tokens(knobs["kv_size"])
-    return chain_of({"method": point.method, **knobs}, preset=values)
+    entry: dict[str, Any] = {"method": point.method}
+    if small is not None:
+        scaled = row_knobs.scaled_windows(values, registry.split(point.method), small)
+        entry |= {key: int(value) for key, value in scaled.items()}
+    entry |= point.knobs
+    # a figure's own numbers of tokens are the paper's, as those of its preset
+    if small is not None and "kv_size" in entry:
+        entry["kv_size"] = small.tokens(entry["kv_size"])
+    return chain_of(entry, preset=values)
 
 
 def _held(cells: Sequence[CellSummary]) -> dict[str, float]:
     """Return tokens kept and bytes held at 16 bits, in per cent of the prompts', over all of them."""
-    tokens_kept, prompts, *byte_counts = (
-        float(sum(c.n * x for c, x in zip(cells, values, strict=True)))
-        for values in zip(*((c.kept, c.prompt_tokens, c.payload16, c.overhead16, c.full16) for c in cells), strict=True)
-    )
-    return {"kept": 100 * tokens_kept / prompts, "bytes": share(*byte_counts)}
+
+    def total(field_name: str) -> float:
+        """Return the sum over all prompts of a field that has the mean over a cell's prompts."""
+        return float(sum(cell.n * getattr(cell, field_name) for cell in cells))
+
+    return {
+        "kept": 100 * total("kept") / total("prompt_tokens"),
+        "bytes": share(total("payload16"), total("overhead16"), total("full16")),
+    }
 
 
-def _mean(results: Sequence[tuple[Group, CellSummary, NDArray[np.float64]]]) -> dict[str, Any]:
+def _task_numbers(result: _TaskResult) -> Row:
+    """Return the columns of a point on one task."""
+    means = result.means
+    low, high = means.ci or (None, None)
+    row: Row = {"metric": means.metric, "score": means.score, "low": low, "high": high, "n": means.n}
+    return row | _held([means]) | _relative_numbers([result.pairs], result.group.task.metric)
+
+
+def _mean_numbers(results: Sequence[_TaskResult]) -> Row:
     """Return the columns of the mean over tasks of equal weight; a score only where all have one metric's unit.
 
     Its interval is stratified by task.
     """
-    values = [v for _, v, _ in results]
-    names = {v.metric for v in values}
-    columns = {"metric": MEAN, "n": sum(v.n for v in values), **_held(values)}
-    if any(metric(n).shown for n in names) or any(v.score is None for v in values):
-        return columns
-    name, tasks = next(iter(names)), [pairs for _, _, pairs in results]
+    means = [result.means for result in results]
+    names = {task_means.metric for task_means in means}
+    row: Row = {"metric": MEAN, "n": sum(task_means.n for task_means in means)}
+    row |= _held(means)
+    # log losses are in units of their own, which no mean with other scores has
+    if any(metric(name).shown for name in names) or any(task_means.score is None for task_means in means):
+        return row
+    name = next(iter(names))
     scale = metric(name).scale
-    score, interval = stats.mean_over_tasks([t[:, 0] for t in tasks])
-    low, high = (scale * interval[0], scale * interval[1]) if interval else (None, None)
-    return {**columns, "score": scale * score, "low": low, "high": high, **_relative(tasks, name)}
+    # scores are stored from 0 to 1, and shown in the metric's unit
+    score, interval = stats.mean_over_tasks([result.pairs[:, 0] for result in results])
+    row["score"] = scale * score
+    row |= {"low": None, "high": None}
+    if interval is not None:
+        row |= {"low": scale * interval[0], "high": scale * interval[1]}
+    return row | _relative_numbers([result.pairs for result in results], name)
 
 
-def _relative(tasks: Sequence[stats.Pairs], name: str) -> dict[str, Any]:
+def _relative_numbers(tasks: Sequence[stats.Pairs], name: str) -> Row:
     """Return the score in per cent of the full cache's: the mean over tasks of one over that of the other."""
-    share = stats.Share() if metric(name).shown else stats.share(tasks)
-    low, high = share.ci or (None, None)
-    return {"relative": share.point, "relative_low": low, "relative_high": high}
+    relative = stats.Share()
+    if not metric(name).shown:
+        relative = stats.share(tasks)
+    low, high = relative.ci or (None, None)
+    return {"relative": relative.point, "relative_low": low, "relative_high": high}

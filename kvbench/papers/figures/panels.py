@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import product
 from typing import Any
 
 import numpy as np
@@ -44,7 +43,7 @@ class Panel:
     kind: str
     x: str
     y: str
-    where: Mapping[str, Any] = field(default_factory=dict)
+    where: Mapping[str, object] = field(default_factory=dict)
     title: str = ""
     xlabel: str = ""
     ylabel: str = ""
@@ -56,9 +55,9 @@ class Panel:
     low: str = ""
     high: str = ""
     first_band: bool = False
-    level: Mapping[str, Any] = field(default_factory=dict)
-    look: Mapping[str, Any] = field(default_factory=dict)
-    looks: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    level: Mapping[str, object] = field(default_factory=dict)
+    look: Mapping[str, object] = field(default_factory=dict)
+    looks: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
     quiet: Sequence[str] = ()
     crowd: str = ""
     shades: bool = False
@@ -100,7 +99,7 @@ class Picture:
     columns: str = ""
     wrap: int = 0
     heights: Sequence[float] = ()
-    names: Mapping[str, Mapping[Any, str]] = field(default_factory=dict)
+    names: Mapping[str, Mapping[object, str]] = field(default_factory=dict)
     sharex: bool | str = False
     sharey: bool | str = False
     legend: str = "below"
@@ -111,68 +110,96 @@ class Picture:
 
     def draw(self, data: pd.DataFrame) -> Canvas:
         """Return the drawing of ``data``."""
-        data = data.assign(**{c: data[c].map(lambda v, of=of: of.get(v, v)) for c, of in self.names.items()})
+        for column, texts in self.names.items():
+            data = data.assign(**{column: data[column].map(lambda value, texts=texts: texts.get(value, value))})
         places = self._places(data)
-        fig = style.canvas(self.width, self.base + self.height * math.ceil(len(places) / self._wide(places)))
+        rows_of_places = math.ceil(len(places) / self._places_in_a_row(places))
+        fig = style.canvas(self.width, self.base + self.height * rows_of_places)
         if self.beside is None:
             self._fill(fig, data, 0)
         else:
             halves: Any = fig.subfigures(1, 2, width_ratios=[self.share, 1])
-            drawn = self._fill(halves[0], data, 0)
-            self.beside._fill(halves[1], data, drawn)
+            # the letters of the second picture go on where those of the first end
+            letters_used = self._fill(halves[0], data, 0)
+            self.beside._fill(halves[1], data, letters_used)
         _legend(fig, self.legend, self.legend_columns)
         return fig
 
-    def _places(self, data: pd.DataFrame) -> list[dict[str, Any]]:
+    def _places(self, data: pd.DataFrame) -> list[dict[str, object]]:
         """Return {column: value} of ``rows`` and ``columns`` for each place of the grid, row by row."""
-        data = data[_chosen(data, self.panels[0].where)]
-        places: list[dict[str, Any]] = [{}]
-        for column in filter(None, (self.rows, self.columns)):
-            present = list(dict.fromkeys(data[column]))
-            order = [v for v in self.names[column].values() if v in present] if column in self.names else present
-            places = [{**place, column: value} for place in places for value in order]
+        data = data[_select(data, self.panels[0].where)]
+        places: list[dict[str, object]] = [{}]
+        for column in (self.rows, self.columns):
+            if not column:
+                continue
+            values = list(dict.fromkeys(data[column]))
+            if column in self.names:
+                values = [text for text in self.names[column].values() if text in values]
+            # the last column varies fastest, which puts its values beside each other
+            places = [place | {column: value} for place in places for value in values]
         return places
 
-    def _wide(self, places: Sequence[Mapping[str, Any]]) -> int:
+    def _places_in_a_row(self, places: Sequence[Mapping[str, object]]) -> int:
         """Return how many places stand beside each other in a row of the grid."""
-        across = len({place.get(self.columns) for place in places})
-        return min(across, self.wrap or across)
+        values = {place.get(self.columns) for place in places}
+        return min(len(values), self.wrap or len(values))
 
     def _fill(self, fig: Any, data: pd.DataFrame, first_letter: int) -> int:
         """Draw the panels on ``fig`` and return how many letters are used: ``first_letter`` plus one for each title."""
         places = self._places(data)
-        wide, stack = self._wide(places), len(self.heights) or 1
+        # a place holds ``stack`` panels below each other, or ``beside`` panels beside each other
+        wide, stack = self._places_in_a_row(places), len(self.heights) or 1
         deep, beside = math.ceil(len(places) / wide), len(self.panels) // stack
-        shape: dict[str, Any] = {"sharex": self.sharex, "sharey": self.sharey, "squeeze": False}
-        axes = fig.subplots(deep * stack, wide * beside, height_ratios=list(self.heights or [1]) * deep, **shape)
+        axes = fig.subplots(
+            deep * stack,
+            wide * beside,
+            height_ratios=list(self.heights or [1]) * deep,
+            sharex=self.sharex,
+            sharey=self.sharey,
+            squeeze=False,
+        )
         titles: list[tuple[Axes, str]] = []
-        maps: dict[int, list[tuple[Axes, Any, str]]] = {}
-        for (i, place), (j, panel) in product(enumerate(places), enumerate(self.panels)):
-            (row, column), (down, across) = divmod(i, wide), (j, 0) if stack > 1 else (0, j)
-            ax = axes[row * stack + down, column * beside + across]
-            everything = data[_chosen(data, panel.where)]
-            rows = everything[_chosen(everything, place)]
-            if rows.empty:
-                continue
-            image = KINDS[panel.kind](ax, rows, panel, everything)
-            _axes(ax, rows, panel, everything)
-            first = rows.iloc[0]
-            if panel.title:
-                titles.append((ax, panel.title.format(**first)))
-            if i + wide >= len(places):
-                ax.set_xlabel(panel.xlabel.format(**first))
-                ax.tick_params(labelbottom=stack == 1 or j == len(self.panels) - 1)
-            if column == 0:
-                ax.set_ylabel(panel.ylabel.format(**first))
-            if image is not None:
-                maps.setdefault(i if self.bars == "each" else 0, []).append((ax, image, panel.bar.format(**first)))
+        # by colour bar: the axes that it belongs to, with their images and its label
+        images: dict[int, list[tuple[Axes, Any, str]]] = {}
+        for i, place in enumerate(places):
+            row, column = divmod(i, wide)
+            for j, panel in enumerate(self.panels):
+                down, across = row * stack, column * beside
+                if stack > 1:
+                    down += j
+                else:
+                    across += j
+                ax = axes[down, across]
+                everything = data[_select(data, panel.where)]
+                rows = everything[_select(everything, place)]
+                if rows.empty:
+                    continue
+                image = KINDS[panel.kind](ax, rows, panel, everything)
+                _set_axes(ax, rows, panel, everything)
+                first = rows.iloc[0]
+                if panel.title:
+                    titles.append((ax, panel.title.format(**first)))
+                # x is labelled below the last place of each column of the grid, y at the left of each row
+                if i + wide >= len(places):
+                    ax.set_xlabel(panel.xlabel.format(**first))
+                    ax.tick_params(labelbottom=stack == 1 or j == len(self.panels) - 1)
+                if column == 0:
+                    ax.set_ylabel(panel.ylabel.format(**first))
+                if image is not None:
+                    bar = 0
+                    if self.bars == "each":
+                        bar = i
+                    images.setdefault(bar, []).append((ax, image, panel.bar.format(**first)))
         for ax in axes.flat:
             if not ax.has_data():
                 ax.set_axis_off()
-        self._write_titles(titles, first_letter, 15 * self.width / (wide * beside), "\n" if stack > 1 else "")
-        for group in maps.values():
-            bar = fig.colorbar(group[-1][1], ax=[ax for ax, _, _ in group], aspect=20, pad=0.01, label=group[-1][2])
-            bar.outline.set_visible(False)
+        # about 15 characters of a title fit into an inch
+        max_characters = 15 * self.width / (wide * beside)
+        self._write_titles(titles, first_letter, max_characters, gap="\n" if stack > 1 else "")
+        for drawn in images.values():
+            _, image, label = drawn[-1]
+            bar_axes = fig.colorbar(image, ax=[ax for ax, _, _ in drawn], aspect=20, pad=0.01, label=label)
+            bar_axes.outline.set_visible(False)
         if stack > 1 and deep > 1:
             style.tighten(fig)
         return first_letter + len(titles)
@@ -186,52 +213,76 @@ class Picture:
         ``gap`` goes before those below the first row.
         """
         lettered = first_letter or len(titles) > 1 or self.beside
-        longest = max((len(t) + PREFIX for _, t in titles), default=0)
-        size: dict[str, Any] = {"fontsize": 6.5} if longest > max_characters else {}
-        if longest > FAR * max_characters:
-            titles = [(ax, textwrap.fill(t, int(max_characters), break_long_words=False)) for ax, t in titles]
+        longest = max((len(title) + PREFIX for _, title in titles), default=0)
         for i, (ax, title) in enumerate(titles):
-            prefix = "" if ax.get_subplotspec().is_first_row() else gap  # type: ignore[union-attr]
-            ax.set_title(f"{prefix}({chr(97 + first_letter + i)}) {title}" if lettered else title, loc="left", **size)
+            text = title
+            if longest > FAR * max_characters:
+                text = textwrap.fill(title, int(max_characters), break_long_words=False)
+            if lettered:
+                letter = chr(ord("a") + first_letter + i)
+                first_row = ax.get_subplotspec().is_first_row()  # type: ignore[union-attr]
+                text = f"{'' if first_row else gap}({letter}) {text}"
+            written = ax.set_title(text, loc="left")
+            if longest > max_characters:
+                written.set_fontsize(6.5)
 
 
 def lines(ax: Axes, rows: pd.DataFrame, panel: Panel, everything: pd.DataFrame) -> None:
     """Draw a line with its band for each value of ``hue``; without a line style, points with error bars."""
-    is_level = _chosen(rows, panel.level) if panel.level else pd.Series(False, index=rows.index)
+    is_level = pd.Series(False, index=rows.index)
+    curves = everything
+    if panel.level:
+        is_level = _select(rows, panel.level)
+        curves = everything[~_select(everything, panel.level)]
     level_rows = rows[is_level].dropna(subset=[panel.y])
     if len(level_rows):
-        ax.axhline(float(level_rows[panel.y].iloc[0]), color=style.GREY, ls="--", lw=0.9, label="full cache", zorder=0)
-    curves = everything[~_chosen(everything, panel.level)] if panel.level else everything
+        level = float(level_rows[panel.y].iloc[0])
+        ax.axhline(level, color=style.GREY, ls="--", lw=0.9, label="full cache", zorder=0)
+    # the names of all places, so that a name has one look in all of them
     names = list(dict.fromkeys(curves[panel.hue]))
     crowded = bool(panel.crowd) and len(names) > len(style.PALETTE)
     unstyled = [name for name in names if name not in panel.looks]
     for name in names:
-        i = unstyled.index(name) if name in unstyled else 0
+        # names with a look of their own use up no marker and colour of the others
+        number = 0
+        if name in unstyled:
+            number = unstyled.index(name)
         curve_rows = rows[~is_level & (rows[panel.hue] == name)].sort_values(panel.x, kind="stable")
-        quiet = crowded or name in panel.quiet
-        look = style.series(i, len(curve_rows))
+        look: dict[str, Any] = style.series(number, len(curve_rows))
         if panel.shades:
-            look = {"color": style.shades(len(names))[i], "linestyle": style.LINES[i % 4], "lw": 0.8}
-        look |= {**panel.look, **panel.looks.get(str(name), {})}
-        if quiet:
+            look = {"color": style.shades(len(names))[number], "linestyle": style.LINES[number % 4], "lw": 0.8}
+        look |= panel.look
+        look |= panel.looks.get(str(name), {})
+        if crowded or name in panel.quiet:
             look = {"color": style.GREY, "lw": 0.6, "zorder": BEHIND}
-        for _, line in curve_rows.groupby(panel.unit, sort=False) if panel.unit else [(0, curve_rows)]:
+        units: Iterable[tuple[object, pd.DataFrame]] = [(0, curve_rows)]
+        if panel.unit:
+            units = curve_rows.groupby(panel.unit, sort=False)
+        for _, line in units:
             if line.empty:
                 continue
-            label = panel.crowd if crowded else f"{name}"
+            label = f"{name}"
+            if crowded:
+                label = panel.crowd  # a legend has a label once: all quiet lines together are one entry
             (curve,) = ax.plot(line[panel.x], line[panel.y], label=label, **look)
-            banded = line.dropna(subset=[panel.low, panel.high]) if panel.low else line.iloc[:0]
-            if banded.empty or (panel.first_band and name != names[0]):
-                continue
-            if look.get("linestyle") == "none":
-                spread = (banded[panel.y] - banded[panel.low], banded[panel.high] - banded[panel.y])
-                ax.errorbar(banded[panel.x], banded[panel.y], spread, ls="", lw=0.5, color=curve.get_color())
-            else:
-                band: dict[str, Any] = {"color": curve.get_color(), "alpha": 0.13, "linewidth": 0}
-                ax.fill_between(banded[panel.x], banded[panel.low], banded[panel.high], **band)
+            if panel.low and not (panel.first_band and name != names[0]):
+                with_line = look.get("linestyle") != "none"
+                _draw_band(ax, line.dropna(subset=[panel.low, panel.high]), panel, curve.get_color(), with_line)
     if crowded:
         mean = rows.groupby(panel.x)[panel.y].mean()
         ax.plot(mean.index, mean, color=style.BLUE, lw=1.6, marker="o", label="mean")
+
+
+def _draw_band(ax: Axes, rows: pd.DataFrame, panel: Panel, color: Any, with_line: bool) -> None:
+    """Draw the band from ``low`` to ``high`` of a line's points, or error bars where no line joins them."""
+    if rows.empty:
+        return
+    if with_line:
+        ax.fill_between(rows[panel.x], rows[panel.low], rows[panel.high], color=color, alpha=0.13, linewidth=0)
+    else:
+        # matplotlib takes the distances from the point, not the ends
+        spread = (rows[panel.y] - rows[panel.low], rows[panel.high] - rows[panel.y])
+        ax.errorbar(rows[panel.x], rows[panel.y], spread, ls="", lw=0.5, color=color)
 
 
 def points(ax: Axes, rows: pd.DataFrame, panel: Panel, everything: pd.DataFrame) -> Any:
@@ -242,18 +293,29 @@ def points(ax: Axes, rows: pd.DataFrame, panel: Panel, everything: pd.DataFrame)
 def bars(ax: Axes, rows: pd.DataFrame, panel: Panel, everything: pd.DataFrame) -> None:
     """Draw a bar for each x, red where it is ``marked``."""
     rows = rows.drop_duplicates(panel.x)
-    marked = rows[panel.marked] if panel.marked else [False] * len(rows)
-    ax.bar(rows[panel.x], rows[panel.y], width=0.8, color=[style.VERMILLION if m else style.GREY for m in marked])
+    colors = [style.GREY] * len(rows)
+    if panel.marked:
+        colors = [style.VERMILLION if marked else style.GREY for marked in rows[panel.marked]]
+    ax.bar(rows[panel.x], rows[panel.y], width=0.8, color=colors)
 
 
 def heat(ax: Axes, rows: pd.DataFrame, panel: Panel, everything: pd.DataFrame) -> Any:
     """Draw a map of means of ``value``, x to the right and y downwards, with its numbers where there are few."""
     table = rows.pivot_table(index=panel.y, columns=panel.x, values=panel.value)
-    look: dict[str, Any] = dict(zip(("vmin", "vmax"), panel.limits, strict=False))
-    look["numbers"] = panel.numbers if table.size <= 100 else ""
+    lowest, highest = None, None
+    if panel.limits:
+        lowest, highest = panel.limits
+    numbers = panel.numbers
+    if table.size > 100:
+        numbers = ""  # they would be too small to read
+    norm = None
     if panel.floor:
-        table, look["norm"] = table.clip(lower=panel.floor), LogNorm(panel.floor, 1)
-    image = style.heat(ax, table, [f"{v:g}" for v in table.index], [f"{v:g}" for v in table.columns], **look)
+        # a logarithm needs values above 0
+        table, norm = table.clip(lower=panel.floor), LogNorm(panel.floor, 1)
+    row_labels, column_labels = [f"{v:g}" for v in table.index], [f"{v:g}" for v in table.columns]
+    image = style.heat(
+        ax, table, row_labels, columns=column_labels, numbers=numbers, vmin=lowest, vmax=highest, norm=norm
+    )
     if panel.runs:
         style.token_ticks(ax, list(table.index))
     return image
@@ -267,45 +329,30 @@ KINDS: dict[str, Callable[[Axes, pd.DataFrame, Panel, pd.DataFrame], Any]] = {
 }
 
 
-def _axes(ax: Axes, rows: pd.DataFrame, panel: Panel, everything: pd.DataFrame) -> None:
+def _set_axes(ax: Axes, rows: pd.DataFrame, panel: Panel, everything: pd.DataFrame) -> None:
     """Set the scales, ticks and limits of a panel, and draw its reference lines."""
     if panel.kind == "heat":
         return
     if panel.level:
-        everything = everything[~_chosen(everything, panel.level)]
+        everything = everything[~_select(everything, panel.level)]
+    # all places have the limits of all data, so that they compare
     values = everything[panel.y].dropna()
-    for axis, scale in (("x", panel.xscale), ("y", panel.yscale)):
-        if scale == "log2":
-            getattr(ax, f"set_{axis}scale")("log", base=2)
-            getattr(ax, f"{axis}axis").set_major_formatter(lambda v, _: f"{v:.3g}")
-        elif scale == "log":
-            getattr(ax, f"set_{axis}scale")("log")
-        elif scale == "auto" and values.max() > WIDE * values.min():
-            ax.set_yscale("log")
-            ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-            ax.yaxis.set_major_formatter(lambda v, _: f"{v:g}")
-            ax.yaxis.set_minor_locator(NullLocator())
-    xs = sorted(everything[panel.x].unique())
-    if panel.ticks == "even":
-        ax.xaxis.set_major_locator(FixedLocator([xs[i] for i in style.integer_ticks(xs, 9)[0]]))
-    elif panel.ticks:
-        ticks = panel.ticks if panel.ticks != "data" else _apart(xs) if panel.xscale == "log" else xs
-        if panel.ticks == "powers":
-            ticks = [2.0**k for k in range(math.floor(math.log2(xs[0])), math.ceil(math.log2(xs[-1])) + 1)]
-        ax.set_xticks(ticks, [f"{t:g}" for t in ticks])
-    if panel.ticks:
-        ax.xaxis.set_minor_locator(NullLocator())
+    _set_scales(ax, panel, values)
+    _set_ticks(ax, panel, sorted(everything[panel.x].unique()))
     if panel.reverse and not ax.xaxis_inverted():
         ax.invert_xaxis()
-    maximum = values.max()
+    highest = values.max()
     if panel.decades:
-        ax.set_ylim(max(maximum * 10**-panel.decades, 0.8 * values.clip(lower=1e-12).min()), 1.6 * maximum)
+        # from so many decades below the highest value, or just below the lowest, to just above the highest
+        lowest_positive = values.clip(lower=1e-12).min()
+        ax.set_ylim(max(highest * 10**-panel.decades, 0.8 * lowest_positive), 1.6 * highest)
     elif panel.bottom is not None:
         ax.set_ylim(bottom=panel.bottom)
     elif panel.top:
-        highest = max(maximum, everything[panel.high].max() if panel.high else 0)
+        top = float(max(highest, everything[panel.high].max() if panel.high else 0))
         # per cent that come near to 100 get the whole scale, with 4 % of room at both ends
-        top = 100.0 if 60 < highest <= 100 else float(highest)
+        if 60 < top <= 100:
+            top = 100.0
         ax.set_ylim(-0.04 * top, 1.04 * top)
     if panel.shade:
         ax.axvspan(*panel.shade, color=style.PALE, alpha=0.4, lw=0)
@@ -315,28 +362,73 @@ def _axes(ax: Axes, rows: pd.DataFrame, panel: Panel, everything: pd.DataFrame) 
         ax.axhline(panel.at_y, color=style.GREY, lw=0.6, ls=":")
 
 
-def _apart(values: Sequence[float]) -> list[float]:
+def _set_scales(ax: Axes, panel: Panel, values: pd.Series[float]) -> None:
+    """Set logarithmic scales; an ``auto`` one is logarithmic where ``values`` are far apart."""
+    for set_scale, axis, scale in (
+        (ax.set_xscale, ax.xaxis, panel.xscale),
+        (ax.set_yscale, ax.yaxis, panel.yscale),
+    ):
+        if scale == "log2":
+            set_scale("log", base=2)
+            axis.set_major_formatter(lambda v, _: f"{v:.3g}")
+        elif scale == "log":
+            set_scale("log")
+        elif scale == "auto" and values.max() > WIDE * values.min():
+            ax.set_yscale("log")
+            ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            ax.yaxis.set_major_formatter(lambda v, _: f"{v:g}")
+            ax.yaxis.set_minor_locator(NullLocator())
+
+
+def _set_ticks(ax: Axes, panel: Panel, xs: Sequence[float]) -> None:
+    """Set the ticks of the x axis on the ascending values ``xs`` of the data; matplotlib's stay without ``ticks``."""
+    if not panel.ticks:
+        return
+    # minor ticks of a logarithmic axis would stand between those that are set
+    ax.xaxis.set_minor_locator(NullLocator())
+    if panel.ticks == "even":
+        places, _ = style.integer_ticks(xs, 9)
+        ax.xaxis.set_major_locator(FixedLocator([xs[i] for i in places]))
+        return
+    if panel.ticks == "powers":
+        lowest_power, highest_power = math.floor(math.log2(xs[0])), math.ceil(math.log2(xs[-1]))
+        ticks = [2.0**power for power in range(lowest_power, highest_power + 1)]
+    elif not isinstance(panel.ticks, str):
+        ticks = list(panel.ticks)
+    elif panel.xscale == "log":
+        ticks = _thin_out(xs)
+    else:
+        ticks = list(xs)
+    ax.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+
+
+def _thin_out(values: Sequence[float]) -> list[float]:
     """Return the values that leave room for their labels on a logarithmic axis, the smallest first."""
-    ticks = values[:1]
+    ticks = list(values[:1])
     for value in values[1:]:
         if value > 1.2 * ticks[-1]:
-            ticks = [*ticks, value]
-    return list(ticks)
+            ticks.append(value)
+    return ticks
 
 
 def _legend(fig: Any, where: str, columns: int) -> None:
     """Draw one legend for all panels at ``where``, with quiet lines last; draw none if ``where`` is empty."""
-    entries = [p for ax in fig.axes for p in zip(*ax.get_legend_handles_labels(), strict=True)]
-    handles = {label: handle for handle, label in entries}
+    handles = {}
+    for ax in fig.axes:
+        for handle, label in zip(*ax.get_legend_handles_labels(), strict=True):
+            handles[label] = handle
     labels = sorted(handles, key=lambda label: handles[label].get_zorder() == BEHIND)
-    if where and labels:
-        place: dict[str, Any] = {"loc": "outside right center"}
-        if where == "below":
-            place = {"loc": "outside lower center", "ncols": min(columns, len(labels)), "columnspacing": 1.2}
-        fig.legend([handles[label] for label in labels], labels, **place)
+    if not where or not labels:
+        return
+    entries = [handles[label] for label in labels]
+    if where == "below":
+        columns = min(columns, len(labels))
+        fig.legend(entries, labels, loc="outside lower center", ncols=columns, columnspacing=1.2)
+    else:
+        fig.legend(entries, labels, loc="outside right center")
 
 
-def _chosen(data: pd.DataFrame, where: Mapping[str, Any]) -> pd.Series[bool]:
+def _select(data: pd.DataFrame, where: Mapping[str, object]) -> pd.Series[bool]:
     """Return a mask of the rows that have these values."""
     mask = pd.Series(np.ones(len(data), bool), index=data.index)
     for column, value in where.items():

@@ -6,7 +6,6 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from kvbench.base.errors import UsageError, say
 from kvbench.papers.figures.figure import OWN_METHODS, Figure, facts_of, folder, own_folder
@@ -37,37 +36,52 @@ class Place:
         settings = tuple(f"{key}={value}" for key, value in options.items() if key not in SAME_FIGURE)
         return cls(Path(results), model, options.get("output", ""), settings)
 
-    def folder(self, figure: Figure, facts: Mapping[str, Any]) -> Path:
+    def folder(self, figure: Figure, facts: Mapping[str, object]) -> Path:
         """Return the folder of a figure of these facts.
 
-        The folder of results has figures with their own settings. One with others goes to the folder of the user's own
-        figures, and so does one that would replace a figure of other facts; both are said.
+        The folder of results has figures with their own settings. A figure with other settings goes to the folder of
+        the user's own figures. So does a figure that would replace one of other facts. A message tells both.
         """
         if self.output:
             return Path(self.output)
-        plain, own = folder(self.results, self.model), own_folder(self.results, self.model)
+        results_folder = folder(self.results, self.model)
+        users_folder = own_folder(self.results, self.model)
+        # the user's methods are none of the figure's, whatever lies in the folder of results
         if OWN_METHODS in facts:
-            return own
-        path = plain / f"{figure.id}.csv"
+            return users_folder
+        path = results_folder / f"{figure.id}.csv"
         if path.exists():
-            if _as_told(facts_of(read_text(path, figure.id)), {"figure": figure.id, **facts}):
-                return plain
-            say(f"{path} shows something else and stays: {figure.id} goes to {own}; output=FOLDER names another")
-            return own
+            # equal facts were computed from the same data, so that nothing is lost
+            if _can_replace(facts_of(read_text(path, figure.id)), {"figure": figure.id} | dict(facts)):
+                return results_folder
+            say(
+                f"{path} shows something else and stays: {figure.id} goes to {users_folder}; "
+                "output=FOLDER names another"
+            )
+            return users_folder
+        # a first figure with other settings would keep the one with its own from being written
         if self.settings:
-            say(f"{figure.id} with {' '.join(self.settings)} goes to {own}; output=FOLDER names another")
-            return own
-        return plain
+            settings = " ".join(self.settings)
+            say(f"{figure.id} with {settings} goes to {users_folder}; output=FOLDER names another")
+            return users_folder
+        return results_folder
 
 
-def _as_told(there: Mapping[str, str], new: Mapping[str, Any]) -> bool:
-    """Tell whether a figure of the facts ``new`` shows what the one that is there does, and not less of it."""
-    return _compared(there) == _compared(new) and (LEFT_OUT not in new or LEFT_OUT in there)
+def _can_replace(old: Mapping[str, str], new: Mapping[str, object]) -> bool:
+    """Tell whether a figure of the facts ``new`` shows the same as that of the facts ``old``, and not less of it."""
+    if _normalise(old) != _normalise(new):
+        return False
+    return LEFT_OUT not in new or LEFT_OUT in old
 
 
-def _compared(facts: Mapping[str, Any]) -> dict[str, str]:
-    """Return facts as they are compared: without what is missing, and lists however they were written."""
-    return {key: re.sub(r"[\[\]\s]", "", str(value)) for key, value in facts.items() if key != LEFT_OUT}
+def _normalise(facts: Mapping[str, object]) -> dict[str, str]:
+    """Return facts for comparison: without the one that names missing measurements, and lists without brackets."""
+    texts = {}
+    for key, value in facts.items():
+        if key != LEFT_OUT:
+            # in a CSV a fact is a text, which may have been written as [1, 2] or as 1,2
+            texts[key] = re.sub(r"[\[\]\s]", "", str(value))
+    return texts
 
 
 def redrawn(figure: Figure, csv: Path, text: str, results: str, output: str) -> Path:
@@ -81,6 +95,7 @@ def redrawn(figure: Figure, csv: Path, text: str, results: str, output: str) -> 
         stem = Path(results) / "figures" / figure.id
     else:
         return csv.with_suffix("")
+    # with output= the user names the folder, and answers for what is in it
     beside = stem.with_suffix(".csv")
     if not output and beside.exists() and read_text(beside, figure.id) != text:
         raise UsageError(

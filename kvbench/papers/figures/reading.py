@@ -50,6 +50,7 @@ class Reading:
 
         Raises UsageError where fewer than ``least`` are left, or more than the model reads with full attention.
         """
+        # ids [n] on the model's device
         ids = as_prompt(self.model, prompt.ids)
         if self.knobs.get("tokens") is not None:
             # attention is causal: the first tokens of a prompt are computed as if it ended there
@@ -57,6 +58,7 @@ class Reading:
         if len(ids) < least:
             raise UsageError(f"{prompt.name} has {len(ids)} tokens: {why}; give longer prompts, or a higher tokens=")
         check_capacity(self.model, len(ids))
+        # a longer prompt would have attention that no longer sums over all of its tokens
         window = sliding_window(self.model.config)
         if window is not None and len(ids) > window:
             raise UsageError(
@@ -67,22 +69,25 @@ class Reading:
 
     def read(self, ids: Tensor, needs: Needs, on_layer: OnLayer, chain: Chain | None = None) -> None:
         """Hand every layer of one pass over ``ids`` to ``on_layer``: observation, keys and values [Hk, n, D]."""
+        # one layer's activations are held at a time, so that long prompts fit
         observe(self.model, ids, needs, on_layer, chain=chain)
 
     def layers(self, depths: Sequence[float]) -> list[int]:
         """Return the knob ``layers``, or those at ``depths`` in [0, 1): 0 is the first layer; -1 names the last."""
-        knob = self.knobs.get("layers")
         count = self.shape.layers
-        numbers = knob or [count - 1 if d < 0 else int(d * count) for d in depths]
-        return self._existing("layers", numbers, count)
+        numbers = self.knobs.get("layers")
+        if not numbers:
+            # a depth is a fraction of the layers in front of one, so that figures of deep and flat models compare
+            numbers = [int(depth * count) if depth >= 0 else count - 1 for depth in depths]
+        return self._check_numbers("layers", numbers, count)
 
     def chosen_heads(self, default: Sequence[int], count: int) -> list[int]:
         """Return the knob ``heads``, or ``default``, of ``count`` heads."""
-        return self._existing("heads", self.knobs.get("heads") or default, count)
+        return self._check_numbers("heads", self.knobs.get("heads") or default, count)
 
-    def _existing(self, knob: str, numbers: Sequence[int], count: int) -> list[int]:
+    def _check_numbers(self, knob: str, numbers: Sequence[int], count: int) -> list[int]:
         """Return the numbers in order, each once; raise UsageError for one that the model does not have."""
-        absent = [i for i in numbers if i >= count]
+        absent = [number for number in numbers if number >= count]
         if absent:
             raise UsageError(
                 f"{knob}={absent[0]} is not possible: the model has {knob} 0 to {count - 1} in this figure"

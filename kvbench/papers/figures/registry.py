@@ -1,51 +1,93 @@
-"""All figures by id: texts, pictures and sweeps from each paper's figures.yaml, joined with what computes them."""
+"""All figures by id: texts, pictures and sweeps from the papers' figures.yaml, with the code that computes them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
-from functools import partial
 from itertools import product
 from typing import Any
 
+import pandas as pd
+
 from kvbench.base.errors import unknown
 from kvbench.papers.figures import declared, fidelity, qhitter, scores, think, uncomp, vatp
-from kvbench.papers.figures.figure import Code, Figure
+from kvbench.papers.figures.figure import Code, Fact, Figure
 from kvbench.papers.figures.measured import COLUMNS, MeasuredFigure, Point, Sweep
 from kvbench.papers.figures.panels import Panel, Picture
 
-CODE = {name: code for module in (fidelity, qhitter, scores, think, uncomp, vatp) for name, code in module.CODE.items()}
+CODE: dict[str, Code] = {}
+for _module in (fidelity, qhitter, scores, think, uncomp, vatp):
+    CODE |= _module.CODE
 
 
 def _figure(name: str, entry: dict[str, Any]) -> Figure:
     """Build a figure from its entry, with the code that computes and describes it."""
-    knobs = {k: tuple(v) if isinstance(v, list) else v for k, v in entry.pop("knobs", {}).items()}
+    knobs = {}
+    for knob, default in entry.pop("knobs", {}).items():
+        # YAML has lists, and the options of a command are tuples
+        if isinstance(default, list):
+            default = tuple(default)
+        knobs[knob] = default
     columns = tuple(entry.pop("columns", COLUMNS))
-    texts: dict[str, Any] = {"id": name, "columns": columns, "knobs": knobs, "picture": _picture(entry.pop("picture"))}
+    picture = _picture(entry.pop("picture"))
+    sweeps = None
     if "sweeps" not in entry:
-        return Figure(**texts, **entry, **CODE[name]._asdict())
-    sweeps = tuple(_sweep(s) for s in entry.pop("sweeps"))
-    tasks, fact_tables = entry.pop("tasks", "mean"), entry.pop("says", [])
-    code = CODE.get(name, Code())
-    if code.compute is None:
-        prepare, facts = code.prepare, partial(scores.told, says=fact_tables, more=code.facts)
-        code = Code(MeasuredFigure.frame, facts, lambda data: prepare(scores.chosen(data, tasks)))
-    return Figure(**texts, **entry, **code._asdict(), sweeps=sweeps)
+        code = CODE[name]
+    else:
+        # a figure of measured scores needs no code of its own
+        code = CODE.get(name, Code())
+        sweeps = tuple(_sweep(sweep) for sweep in entry.pop("sweeps"))
+        tasks, fact_tables = entry.pop("tasks", "mean"), entry.pop("says", [])
+        if code.compute is None:
+            code = _score_code(code, tasks, fact_tables)
+    # what is left of the entry are texts and numbers under the names of the figure's fields
+    return Figure(
+        id=name,
+        columns=columns,
+        knobs=knobs,
+        picture=picture,
+        compute=code.compute,  # type: ignore[arg-type]
+        facts=code.facts,
+        prepare=code.prepare,
+        sweeps=sweeps,
+        **entry,
+    )
+
+
+def _score_code(code: Code, tasks: str, fact_tables: Sequence[scores.FactTable]) -> Code:
+    """Return the code of a figure of measured scores: its own facts and columns come behind those of all of them."""
+
+    def facts(data: pd.DataFrame) -> Iterator[Fact]:
+        """Yield the facts that the entry asks for, and those of the figure's own code."""
+        return scores.told(data, fact_tables, code.facts)
+
+    def prepare(data: pd.DataFrame) -> pd.DataFrame:
+        """Return the rows of the tasks that the entry asks for, with the columns that the picture shows."""
+        return code.prepare(scores.chosen(data, tasks))
+
+    return Code(MeasuredFigure.frame, facts, prepare)
 
 
 def _picture(entry: dict[str, Any]) -> Picture:
     """Build a picture, and the one beside it, from its entry."""
-    beside = entry.pop("beside", None)
+    beside_entry = entry.pop("beside", None)
+    beside = None
+    if beside_entry:
+        beside = _picture(beside_entry)
     panels = tuple(Panel(**panel) for panel in entry.pop("panels"))
-    return Picture(panels=panels, beside=_picture(beside) if beside else None, **entry)
+    return Picture(panels=panels, beside=beside, **entry)
 
 
 def _sweep(entry: dict[str, Any]) -> Sweep:
     """Build a sweep with the points of its entry; ``x`` holds for all points that name none."""
     x = entry.pop("x", None)
-    points = tuple(p for grid in entry.pop("points") for p in _points(**{"x": x, **grid}))
-    lists: dict[str, Any] = {k: tuple(entry.pop(k)) for k in ("arguments", "pretrained") if k in entry}
-    return Sweep(points, **lists, **entry)
+    points: list[Point] = []
+    for grid in entry.pop("points"):
+        points += _points(**({"x": x} | grid))
+    for key in ("arguments", "pretrained"):
+        if key in entry:
+            entry[key] = tuple(entry[key])
+    return Sweep(tuple(points), **entry)
 
 
 def _points(
@@ -53,10 +95,15 @@ def _points(
 ) -> Iterator[Point]:
     """Yield a point for each method and combination of knobs that are lists.
 
-    ``x`` is a number or the name of a knob, whose value is multiplied by ``times``; None counts the combinations.
+    ``x`` is a number, or the name of a knob with the value at which a point stands, ``times`` a factor. None counts
+    the combinations.
     """
-    for name in [method] if isinstance(method, str) else method:
-        lists = [v if isinstance(v, list) else [v] for v in knobs.values()]
+    methods = method
+    if isinstance(method, str):
+        methods = [method]
+    # a knob with one value is a list of one
+    lists = [values if isinstance(values, list) else [values] for values in knobs.values()]
+    for name in methods:
         for i, values in enumerate(product(*lists)):
             point_knobs = dict(zip(knobs, values, strict=True))
             position: float = i
@@ -67,7 +114,7 @@ def _points(
             yield Point(series or name, position, name, point_knobs)
 
 
-# entries share lists by YAML's anchors
+# building takes an entry apart, and entries share lists by YAML's anchors
 FIGURES: dict[str, Figure] = {name: _figure(name, deepcopy(entry)) for name, entry in declared().items()}
 
 
@@ -75,8 +122,9 @@ def of(names: Sequence[str]) -> list[Figure]:
     """Return the figures of ids (``uncomp/fig1``), papers (``uncomp``) or ``all``, each once."""
     figures: dict[str, Figure] = {}
     for name in names:
-        matches = {i: f for i, f in FIGURES.items() if name in (i, f.paper, "all")}
+        matches = {id_: figure for id_, figure in FIGURES.items() if name in (id_, figure.paper, "all")}
         if not matches:
-            raise unknown("figure", name, [*FIGURES, *{f.paper for f in FIGURES.values()}, "all"])
+            papers = {figure.paper for figure in FIGURES.values()}
+            raise unknown("figure", name, list(FIGURES) + list(papers) + ["all"])
         figures |= matches
     return list(figures.values())

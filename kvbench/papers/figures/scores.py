@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import NotRequired, TypedDict
 
 import pandas as pd
 
@@ -16,6 +16,17 @@ from kvbench.tasks.metrics import metric
 CLOSE = 2.0
 LOST = 50  # a mean score below which a needle is lost
 FRONT = "Pareto front"
+
+
+class FactTable(TypedDict):
+    """An entry of ``says`` in a figure's YAML: the arguments of ``table``."""
+
+    label: str
+    y: NotRequired[str]
+    tasks: NotRequired[str]
+    x: NotRequired[float]
+    at: NotRequired[str]
+    form: NotRequired[str]
 
 
 def series_of(data: pd.DataFrame) -> list[str]:
@@ -31,8 +42,18 @@ def tasks_of(data: pd.DataFrame) -> list[str]:
 def samples(data: pd.DataFrame) -> str:
     """Return the number of examples behind each point, in words: n = 8 of each task."""
     counts = data.loc[data["task"] != MEAN, "n"].astype(int)
-    each = " to ".join(str(n) for n in dict.fromkeys((counts.min(), counts.max())))
-    return f"n = {each} a task" if len(tasks_of(data)) > 1 else f"n = {each}"
+    text = f"n = {_range_of(counts)}"
+    if len(tasks_of(data)) > 1:
+        text += " a task"
+    return text
+
+
+def _range_of(counts: pd.Series[int]) -> str:
+    """Return numbers of examples in words: the lowest to the highest, or the one that all of them are."""
+    lowest, highest = int(counts.min()), int(counts.max())
+    if lowest == highest:
+        return str(lowest)
+    return f"{lowest} to {highest}"
 
 
 def chosen(data: pd.DataFrame, tasks: str) -> pd.DataFrame:
@@ -42,20 +63,29 @@ def chosen(data: pd.DataFrame, tasks: str) -> pd.DataFrame:
     over tasks, or the only task) and ``share`` (per cent of tokens kept).
     """
     names = tasks_of(data)
-    several = len(names) > 1
+    # one task has no mean beside it: its own rows are the mean's
+    mean_task, over = names[0], names[0]
+    if len(names) > 1:
+        mean_task, over = MEAN, "mean over tasks"
+    # the full cache keeps all tokens and would raise the mean share
     share = data[data["series"] != FULL].groupby("task")["kept"].mean()
-    shown = data.assign(samples=samples(data), over="mean over tasks" if several else names[0])
+    shown = data.assign(samples=samples(data), over=over)
     shown["share"] = data["task"].map(share).round()
+    mean_rows = shown[shown["task"] == mean_task]
     if tasks == "mean":
-        return shown[shown["task"] == (MEAN if several else names[0])]
-    each = shown[shown["task"] != MEAN]
-    return each if tasks == "each" or not several else pd.concat([shown[shown["task"] == MEAN], each])
+        return mean_rows
+    task_rows = shown[shown["task"] != MEAN]
+    if tasks == "each" or len(names) == 1:
+        return task_rows
+    return pd.concat([mean_rows, task_rows])
 
 
 def front(data: pd.DataFrame) -> pd.DataFrame:
     """Return the points that no other equals or beats with fewer bytes, smallest first."""
     rows = data.dropna(subset=["score"]).sort_values(["bytes", "score"], ascending=[True, False], kind="stable")
-    return rows[rows["score"] > rows["score"].cummax().shift(fill_value=float("-inf"))]
+    # the best score of all points with fewer bytes, or with as many and a higher score
+    best_before = rows["score"].cummax().shift(fill_value=float("-inf"))
+    return rows[rows["score"] > best_before]
 
 
 def with_front(data: pd.DataFrame) -> pd.DataFrame:
@@ -77,18 +107,26 @@ def table(
     rows = chosen(data[data["series"] != FULL], tasks).sort_values("x", kind="stable")
     if x is not None:
         return Fact(label, rows[rows["x"] == x].set_index("task")[y], form)
-    names = ["task"] * (rows["task"].nunique() > 1) + ["series"] * (len(series_of(data)) > 1)
-    return Fact(label, rows.set_index([*names, "x"])[y], form, at if names else f"{at}:")
+    index = []
+    if rows["task"].nunique() > 1:
+        index.append("task")
+    if len(series_of(data)) > 1:
+        index.append("series")
+    # without names before the numbers the place itself is the name, as in "4 bits: 31.2"
+    if not index:
+        at = f"{at}:"
+    return Fact(label, rows.set_index(index + ["x"])[y], form, at)
 
 
 def told(
-    data: pd.DataFrame, says: Sequence[Mapping[str, Any]], more: Callable[[pd.DataFrame], Iterable[Fact]]
+    data: pd.DataFrame, says: Sequence[FactTable], more: Callable[[pd.DataFrame], Iterable[Fact]]
 ) -> Iterator[Fact]:
     """Yield the facts below a figure: the full cache's scores, a table per entry of ``says``, ``more``, and n."""
     full = data[data["series"] == FULL]
     if len(full):
         yield Fact("Full cache", full.set_index("task")["score"])
-    yield from (table(data, **entry) for entry in says)
+    for entry in says:
+        yield table(data, **entry)
     yield from more(data)
     yield Fact("Examples", samples(data))
 
@@ -97,9 +135,10 @@ def front_facts(data: pd.DataFrame) -> Iterator[Fact]:
     """Yield the points on the front, and the fewest bytes at next to no loss."""
     rows = chosen(data, "mean")
     best = front(rows)
-    points = ", ".join(f"{r.series} {r.bytes:.1f} % with {r.score:.1f}" for r in best.itertuples())
-    yield Fact("Bytes and score on the front", points)
+    points = [f"{point.series} {point.bytes:.1f} % with {point.score:.1f}" for point in best.itertuples()]
+    yield Fact("Bytes and score on the front", ", ".join(points))
     full_score = rows.loc[rows["series"] == FULL, "score"].iloc[0]
+    # the full cache itself is such a row, so that there is always one
     least = rows[rows["score"] >= full_score - CLOSE].sort_values("bytes").iloc[0]
     yield Fact(f"Fewest bytes within {CLOSE:g} points of the full cache", {least["series"]: least["bytes"]}, "{:.1f} %")
 
@@ -107,8 +146,12 @@ def front_facts(data: pd.DataFrame) -> Iterator[Fact]:
 def gain_facts(data: pd.DataFrame, stage: str, at: str) -> Iterator[Fact]:
     """Yield the points that ``stage`` adds at every x to each series that has it."""
     scores = chosen(data, "mean").pivot_table(index="x", columns="series", values="score")
-    bases = [s for s in series_of(data) if f"{s}+{stage}" in scores]
-    gains = {base: (scores[f"{base}+{stage}"] - scores[base]).dropna() for base in bases}
+    gains = {}
+    for base in series_of(data):
+        # a chain's name is that of its stages in order, as in snapkv+think
+        chain = f"{base}+{stage}"
+        if chain in scores:
+            gains[base] = (scores[chain] - scores[base]).dropna()
     yield Fact(f"Points that {stage} adds", pd.concat(gains), "{:+.1f}", at)
 
 
@@ -123,6 +166,7 @@ def half_facts(data: pd.DataFrame) -> Iterator[Fact]:
     """Yield the number of tasks on which keys lose more than values at the fewest bits."""
     rows = chosen(data[data["series"] != FULL], "each")
     scores = rows[rows["x"] == rows["x"].min()].pivot_table(index="task", columns="series", values="score")
+    # below 0 where quantised keys lose more of the score than quantised values
     lost = scores["keys alone"] - scores["values alone"]
     counts = {"more than values": (lost < 0).sum(), "less": (lost > 0).sum()}
     yield Fact(f"Tasks of {len(lost)} on which keys lose at {rows['x'].min():g} bits", counts, "{:d}")
@@ -130,20 +174,25 @@ def half_facts(data: pd.DataFrame) -> Iterator[Fact]:
 
 def needle_maps(measured: MeasuredFigure) -> pd.DataFrame:
     """Return the mean score and the number of prompts of every method, length and depth."""
+    # (length, depth, score) of each prompt, by the name of the method's series
     points: dict[str, list[tuple[float, float, float]]] = {}
     for ran in measured.ran:
         for point, group, cell in ran.cells():
-            samples = [*ran.run.samples(group, cell).values()]
-            if group.task.category == "needle" and samples and ran.run.store.refusal(cell.id) is None:
-                points.setdefault(point.series, []).extend(heatmap.points(samples, metric(group.task.metric).show))
-    rows = [(name, *row) for name, series_points in points.items() for row in heatmap.heat_map(series_points).rows()]
+            cell_samples = list(ran.run.samples(group, cell).values())
+            if group.task.category == "needle" and cell_samples and ran.run.store.refusal(cell.id) is None:
+                shown_points = heatmap.points(cell_samples, metric(group.task.metric).show)
+                points.setdefault(point.series, []).extend(shown_points)
+    rows = []
+    for series, series_points in points.items():
+        for length, depth, score, n in heatmap.heat_map(series_points).rows():
+            rows.append((series, length, depth, score, n))
     return pd.DataFrame(rows, columns=["series", "length", "depth", "score", "n"])
 
 
 def with_map_means(data: pd.DataFrame) -> pd.DataFrame:
     """Add the ``mean`` of each map and, in words, how many prompts are ``behind`` a field."""
-    behind = " to ".join(str(int(n)) for n in dict.fromkeys((data["n"].min(), data["n"].max())))
-    return data.assign(mean=data["series"].map(_prompt_means(data, "series").map("{:.1f}".format)), behind=behind)
+    mean_texts = _prompt_means(data, "series").map("{:.1f}".format)
+    return data.assign(mean=data["series"].map(mean_texts), behind=_range_of(data["n"]))
 
 
 def needle_facts(data: pd.DataFrame) -> Iterator[Fact]:
@@ -154,11 +203,15 @@ def needle_facts(data: pd.DataFrame) -> Iterator[Fact]:
         yield Fact(f"Depths with a mean below {LOST}", by_depth[by_depth < LOST], at="{:g} %")
     fields = data.groupby(["length", "depth"]).ngroups
     least = int(data["n"].min())
-    yield Fact("Examples", f"{least} prompt{'s' * (least > 1)} at each of {fields} pairs of length and depth")
+    prompts = "1 prompt"
+    if least > 1:
+        prompts = f"{least} prompts"
+    yield Fact("Examples", f"{prompts} at each of {fields} pairs of length and depth")
 
 
 def _prompt_means(data: pd.DataFrame, by: str | list[str]) -> pd.Series[float]:
     """Return the mean score over prompts."""
+    # a field has the mean of its n prompts: sum(n * mean) / sum(n)
     sums = data.assign(total=data["score"] * data["n"]).groupby(by, sort=False)[["total", "n"]].sum()
     return sums["total"] / sums["n"]
 

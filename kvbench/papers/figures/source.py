@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
 from transformers import PreTrainedModel
@@ -29,14 +30,15 @@ SAMPLES, TOKENS = 6, 1024
 class Origin:
     """A checkpoint and the texts to read, both checked; weights are loaded when a figure asks for ``model``.
 
-    ``named``: prompts of the datasets of ``cfg``; else ``samples`` windows of ``tokens`` tokens of a text: ``text``
-    (a file), or what a calibration of this model reads.
+    tasks: those of the datasets of ``cfg``, with the prompts to read; none where a text is read.
+    text: the text of a file, or that of a calibration of this model. ``samples`` windows of ``tokens`` tokens are read.
     """
 
     cfg: RunConfig
     source: load.ModelSource
     tokenizer: Tokenizer
-    tasks: tuple[tuple[Task, str], ...]  # with the name under which figures show it
+    # each task with the name under which figures show it
+    tasks: tuple[tuple[Task, str], ...]
     text: texts.CalibrationText | None = None
     samples: int = SAMPLES
     tokens: int | None = None
@@ -54,71 +56,99 @@ class Origin:
     def prompts(self, figure: Figure) -> list[Prompt]:
         """Return the prompts that the figure reads."""
         if self.text is not None:
-            room = self.context or TOKENS
-            size = min(self.tokens or figure.knobs.get("tokens") or TOKENS, room)
-            windows = self.text.windows(self.tokenizer, min(self.samples, figure.most or self.samples), size)
-            return [Prompt(self.text.name, f"sample {i + 1}", ids) for i, ids in enumerate(windows)]
+            tokens = self.tokens or figure.knobs.get("tokens") or TOKENS
+            # a model that does not state its context is asked for no more than most have
+            tokens = min(tokens, self.context or TOKENS)
+            count = self.samples
+            if figure.most:
+                count = min(count, figure.most)
+            windows = self.text.windows(self.tokenizer, count, tokens)
+            return [Prompt(self.text.name, f"sample {i}", ids) for i, ids in enumerate(windows, start=1)]
+        limit = figure.each
+        if self.cfg.limit is not None:
+            limit = self.cfg.limit
         prompts = []
         for task, name in self.tasks:
-            limit = self.cfg.limit if self.cfg.limit is not None else figure.each
-            prompts += [Prompt(name, f"{task.id}, example {e.id}", self._ids(task, e)) for e in task.taken(limit)]
+            for example in task.taken(limit):
+                prompts.append(Prompt(name, f"{task.id}, example {example.id}", self._ids(task, example)))
         return prompts[: figure.most]
 
-    def facts(self, prompts: Sequence[Prompt], tokens: int | None) -> dict[str, Any]:
+    def facts(self, prompts: Sequence[Prompt], tokens: int | None) -> dict[str, str]:
         """Return the origin of a figure's data, for the head of its CSV: the first ``tokens`` of each prompt."""
-        cfg, config = self.cfg, self.source.config
-        counts = {s: sum(p.source == s for p in prompts) for s in dict.fromkeys(p.source for p in prompts)}
-        lengths = sorted(len(p.ids[:tokens]) for p in prompts)
-        dtype = load.resolve_dtype(cfg.model, load.resolve_device(cfg.device), config)
+        cfg = self.cfg.model
+        # a model that has no entry of its own is named by its folder or hub id
+        name = cfg.name
+        if name == "hf":
+            name = cfg.path
+        dtype = load.resolve_dtype(cfg, load.resolve_device(self.cfg.device), self.source.config)
+        model = f"{name} ({self.source.fingerprint}), {str(dtype).removeprefix('torch.')}"
+        if cfg.weights == "random":
+            model += ", random weights"
+        counts = Counter(prompt.source for prompt in prompts)
+        lengths = [len(prompt.ids[:tokens]) for prompt in prompts]
         return {
-            "model": f"{cfg.model.name if cfg.model.name != 'hf' else cfg.model.path} ({self.source.fingerprint}), "
-            f"{str(dtype).removeprefix('torch.')}" + (", random weights" if cfg.model.weights == "random" else ""),
-            "texts": ", ".join(f"{s} ({n})" for s, n in counts.items()),
-            "prompts": f"{len(prompts)} of {lengths[0]} to {lengths[-1]} tokens",
+            "model": model,
+            "texts": ", ".join(f"{source} ({count})" for source, count in counts.items()),
+            "prompts": f"{len(prompts)} of {min(lengths)} to {max(lengths)} tokens",
         }
 
     def _ids(self, task: Task, example: Example) -> torch.Tensor:
         """Return an example's ids, cut as a run cuts its prompt, with the question behind them."""
         if example.tokens:
             return torch.tensor(example.tokens)
-        room = None if self.context is None else self.context - example.max_new_tokens
+        # a run leaves room for the answer behind the prompt, and cuts a longer prompt accordingly
+        room = None
+        if self.context is not None:
+            room = self.context - example.max_new_tokens
         encoded = encode(self.tokenizer, example, task, self.cfg.prompt, room)
-        return torch.tensor([*encoded.ids, *encoded.question])
+        return torch.tensor(list(encoded.ids) + list(encoded.question))
 
 
 def locate(cfg: RunConfig, named: bool, text: str | None, samples: int | None, tokens: int | None) -> Origin:
     """Find and check the checkpoint and texts of ``cfg``, before any weights are loaded.
 
-    ``named`` says that the user named datasets; without, the tiny model reads the tiny suite, and others the text that
-    a calibration of theirs reads (WikiText-2). Raises UsageError naming key and value.
+    ``named`` says that the user named datasets. Without one the tiny model reads the tiny suite, and any other reads
+    the text of its calibrations (WikiText-2). Raises UsageError naming key and value.
     """
     source = load.locate(cfg.model)
     load.resolve_device(cfg.device)
     tokenizer = cast(Tokenizer, load.load_tokenizer(cfg.model, source))
     is_tiny = cfg.model.path == "embedded:tiny"
     experiment.set_threads(cfg, source.config)
+    # without a dataset a pretrained model reads a long text, and tiny the suite that it was trained for
     if text is not None or not (named or is_tiny):
-        return Origin(cfg, source, tokenizer, (), _text(cfg, text), samples or SAMPLES, tokens)
+        windows = _read_text(cfg, text)
+        return Origin(cfg, source, tokenizer, tasks=(), text=windows, samples=samples or SAMPLES, tokens=tokens)
     if samples is not None:
         raise UsageError(f"samples={samples} counts windows of text=FILE: prompts of a dataset are counted by limit=")
-    tasks = tuple(_tasks(cfg, tokenizer))
+    tasks = tuple(_load_named_tasks(cfg, tokenizer))
     for task, _ in tasks:
         check(tokenizer, task, cfg.prompt)
-    return Origin(cfg, source, tokenizer, tasks, None, SAMPLES, tokens)
+    return Origin(cfg, source, tokenizer, tasks=tasks, tokens=tokens)
 
 
-def _tasks(cfg: RunConfig, tokenizer: Tokenizer) -> Iterator[tuple[Task, str]]:
+def _load_named_tasks(cfg: RunConfig, tokenizer: Tokenizer) -> Iterator[tuple[Task, str]]:
     """Yield the tasks of a run's datasets with the names that figures show."""
-    for d in cfg.datasets:
-        for task in load_tasks(d.name, d.knobs, d.tasks, tokenizer, cfg.data_root, cfg.prompt.renderer(tokenizer)):
-            dataset, _, part = task.id.partition("/")
-            # what follows wikitext2/ is the unit of its perplexity
-            name = dataset if task.category == "language modelling" else part
-            yield task, f"{name if name and len(cfg.datasets) == 1 else task.id} {d.label}".strip()
+    renderer = cfg.prompt.renderer(tokenizer)
+    for dataset in cfg.datasets:
+        tasks = load_tasks(
+            dataset.name, dataset.knobs, dataset.tasks, tokenizer=tokenizer, data=cfg.data_root, render=renderer
+        )
+        for task in tasks:
+            dataset_name, _, part = task.id.partition("/")
+            # of one dataset the parts tell its tasks apart; a dataset without parts has its own name
+            name = task.id
+            if len(cfg.datasets) == 1 and task.category == "language modelling":
+                # the part behind wikitext2/ is the unit of its perplexity, which figures do not show
+                name = dataset_name
+            elif len(cfg.datasets) == 1 and part:
+                name = part
+            # a grid of a dataset's knobs gives its datasets labels
+            yield task, f"{name} {dataset.label}".strip()
 
 
-def _text(cfg: RunConfig, file: str | None) -> texts.CalibrationText:
-    """Return the content of a text file, else what a calibration of the model reads; UsageError for an empty file."""
+def _read_text(cfg: RunConfig, file: str | None) -> texts.CalibrationText:
+    """Return the content of a text file, else the text of the model's calibrations; UsageError for an empty file."""
     if file:
         content = read_text(Path(file).expanduser(), f"text={file}")
         if not content.strip():

@@ -1,14 +1,13 @@
 """ThinK's figures 3b, 4 and 5: memory with KIVI, channel magnitudes, singular values of attention (arXiv 2407.21018).
 
-Figure 3b (section 4.4) is computed from the bytes of weights and caches alone: prompts of 160 tokens and answers of 338
-on LLaMA-2-7B in fp16, as in KIVI's own test. What KIVI leaves exact is all that ThinK leaves whole (appendix on KIVI:
+Figure 3b (section 4.4) is computed from the bytes of weights and caches alone. Prompts have 160 tokens and answers 338,
+on LLaMA-2-7B in fp16, as in KIVI's own test. ThinK prunes all keys but those that KIVI leaves exact (appendix on KIVI:
 keys are pruned when they are packed). Figure 3a, the rows of table 7, is measured.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import pandas as pd
 import torch
@@ -28,6 +27,7 @@ from kvbench.plan import presets
 DEPTHS = (14 / 32, 20 / 32)  # layers 14 and 20 of LLaMA-2-7B's 32
 NAMES = {"k": "keys", "v": "values"}
 HEAD = ["layer", "head", "what"]
+HEAD_CHANNEL = ["layer", "head", "what", "channel"]
 BINS = 48  # rows of a map: consecutive tokens, whose magnitudes are averaged
 SHOWN = 128  # largest singular values that are kept
 HIGH, ENOUGH, FIRST = 0.01, 0.9, 50  # a high energy, a share of all energy, and a number of singular values
@@ -37,7 +37,7 @@ FP16, GIB = 2, 2**30
 TOKENS = 160 + 338 - 1  # the last token is never read
 BATCHES = (1, 50, 100, 150, 200, 250, 300, 350, 400)
 ROOM = 80  # GiB, of an A100
-METHODS: dict[str, dict[str, Any]] = {
+METHODS: dict[str, dict[str, str | int]] = {
     "full": {"method": "full"},
     "KIVI 4/4": {"method": "kivi", "bits": 4},
     "KIVI 4/4 + ThinK 0.4": {"method": "think+kivi", "bits": 4, "think.recent": 0},
@@ -55,31 +55,36 @@ def memory(_: MeasuredFigure) -> pd.DataFrame:
         cache = bytes_declared(chain_of(entry, preset=values), shape, TOKENS, FP16)
         assert cache is not None
         for batch in BATCHES:
+            # weights are held once, caches once for each sequence of the batch
             total = (FP16 * PARAMETERS + batch * cache.total) / GIB
             rows.append({"method": name, "batch": batch, "cache": cache.total / 2**20, "memory": total})
     return pd.DataFrame(rows)
 
 
 def largest(data: pd.DataFrame) -> dict[str, int]:
-    """Return the largest batch by method whose weights and caches fit into ROOM."""
-    each = data.groupby("method", sort=False)["cache"].first()
-    return {str(m): int((ROOM * GIB - FP16 * PARAMETERS) / (2**20 * cache)) for m, cache in each.items()}
+    """Return by method the largest batch that fits into ROOM with its caches and the weights."""
+    batches = {}
+    for method, cache in data.groupby("method", sort=False)["cache"].first().items():
+        # batch = (room - weights) / cache, in bytes; the data have MiB
+        batches[str(method)] = int((ROOM * GIB - FP16 * PARAMETERS) / (2**20 * cache))
+    return batches
 
 
 def memory_facts(data: pd.DataFrame) -> Iterator[Fact]:
     """Yield the cache bytes of one sequence, and how many sequences fit, against the full cache."""
-    each, fit = data.groupby("method", sort=False)["cache"].first(), largest(data)
-    yield Fact(f"One sequence of {TOKENS} tokens", each, "{:.1f} MiB")
-    yield Fact("Times less than in full", each["full"] / each.drop("full"), "{:.2f}")
-    yield Fact(f"Caches that fit into {ROOM} GiB beside the weights", fit, "{}")
-    yield Fact("Times more than in full", {m: b / fit["full"] for m, b in fit.items() if m != "full"})
+    caches, batches = data.groupby("method", sort=False)["cache"].first(), largest(data)
+    yield Fact(f"One sequence of {TOKENS} tokens", caches, "{:.1f} MiB")
+    yield Fact("Times less than in full", caches["full"] / caches.drop("full"), "{:.2f}")
+    yield Fact(f"Caches that fit into {ROOM} GiB beside the weights", batches, "{}")
+    gains = {method: batch / batches["full"] for method, batch in batches.items() if method != "full"}
+    yield Fact("Times more than in full", gains)
 
 
 def magnitudes(reading: Reading) -> pd.DataFrame:
     """Return mean |K| and |V| per channel over runs of tokens: per layer, kv head, channel and first token."""
     layers = reading.layers(DEPTHS)
     heads = reading.chosen_heads([0], reading.shape.kv_heads)
-    rows: list[dict[str, Any]] = []
+    rows: list[tuple[int, int, str, int, int, float]] = []
     ids = reading.ids(reading.prompts[0])
 
     def on_layer(obs: Observation, k: Tensor, v: Tensor) -> None:
@@ -88,29 +93,31 @@ def magnitudes(reading: Reading) -> pd.DataFrame:
             return
         step = -(-obs.n // BINS)  # rounded up, so that there are at most BINS runs
         for what, cache in (("k", k), ("v", v)):
-            for h in heads:
+            for head in heads:
                 for start in range(0, obs.n, step):
-                    means = cache[h, start : start + step].float().abs().mean(dim=0).tolist()
-                    place = {"layer": obs.layer, "head": h, "what": what, "token": start}
-                    rows.extend({**place, "channel": c, "magnitude": m} for c, m in enumerate(means))
+                    # the mean over a run of tokens [D]
+                    means = cache[head, start : start + step].float().abs().mean(dim=0).tolist()
+                    for channel, magnitude in enumerate(means):
+                        rows.append((obs.layer, head, what, start, channel, magnitude))
 
     reading.read(ids, Needs(), on_layer)
     reading.tick()
-    return pd.DataFrame(rows)
+    return pd.DataFrame(rows, columns=["layer", "head", "what", "token", "channel", "magnitude"])
 
 
 def with_means(data: pd.DataFrame) -> pd.DataFrame:
     """Add the ``mean`` of each channel over tokens, in times that of all channels of its head."""
-    means = data.groupby([*HEAD, "channel"])["magnitude"].transform("mean")
+    means = data.groupby(HEAD_CHANNEL)["magnitude"].transform("mean")
+    # every row has its channel's mean, so that the mean of these is the head's
     relative = means / data.assign(m=means).groupby(HEAD)["m"].transform("mean")
-    return data.assign(
-        mean=relative, place=[f"layer {n}, head {h}" for n, h in zip(data["layer"], data["head"], strict=True)]
-    )
+    places = [f"layer {layer}, head {head}" for layer, head in zip(data["layer"], data["head"], strict=True)]
+    return data.assign(mean=relative, place=places)
 
 
 def magnitude_facts(data: pd.DataFrame) -> Iterator[Fact]:
     """Yield how unequal channels are, of keys and of values."""
-    means = with_means(data).replace({"what": NAMES}).drop_duplicates([*HEAD, "channel"])
+    # one row for each channel: rows of its other runs of tokens have the same mean
+    means = with_means(data).replace({"what": NAMES}).drop_duplicates(HEAD_CHANNEL)
     for (layer, head), rows in means.groupby(["layer", "head"]):
         by_half = rows.groupby("what")["mean"]
         yield Fact(f"Layer {layer}, head {head}, largest channel in times the mean", by_half.max())
@@ -129,9 +136,10 @@ def energies(reading: Reading) -> pd.DataFrame:
     def add(key: tuple[int, str, int], matrix: Tensor) -> None:
         """Add the leading energies of a matrix to their sum, cut to the shortest prompt's."""
         values = energy(matrix)[:SHOWN].cpu()
-        running = sums.get(key)
-        size = len(values) if running is None else min(len(values), len(running))
-        sums[key] = values if running is None else running[:size] + values[:size]
+        if key in sums:
+            size = min(len(values), len(sums[key]))
+            values = sums[key][:size] + values[:size]
+        sums[key] = values
 
     for prompt in reading.prompts:
         ids = reading.ids(prompt)
@@ -141,26 +149,30 @@ def energies(reading: Reading) -> pd.DataFrame:
             if obs.layer not in layers:
                 return
             queries = obs.queries(obs.n)
+            # so many query heads share one kv head
             group = len(queries) // len(k)
-            for h in heads:
-                keys = k[h // group : h // group + 1]
-                add((obs.layer, "attention", h), causal_softmax(queries[h : h + 1], keys, obs.scale)[0])
-            for h in sorted({h // group for h in heads}):
-                add((obs.layer, "keys", h), k[h])
+            kv_heads = {head // group for head in heads}
+            for head in heads:
+                keys = k[head // group : head // group + 1]
+                add((obs.layer, "attention", head), causal_softmax(queries[head : head + 1], keys, obs.scale)[0])
+            for head in sorted(kv_heads):
+                add((obs.layer, "keys", head), k[head])
 
         reading.read(ids, Needs(last_q=len(ids)), on_layer)
         reading.tick()
 
-    count = len(reading.prompts)
-    return pd.DataFrame(
-        {"layer": layer, "what": what, "head": h, "index": i + 1, "energy": e, "cumulative": c}
-        for (layer, what, h), total in sums.items()
-        for i, (e, c) in enumerate(zip((total / count).tolist(), (total / count).cumsum(0).tolist(), strict=True))
-    )
+    rows = []
+    for (layer, what, head), total in sums.items():
+        mean = total / len(reading.prompts)
+        cumulative = mean.cumsum(0)
+        for index, (one, up_to_here) in enumerate(zip(mean.tolist(), cumulative.tolist(), strict=True), start=1):
+            rows.append((layer, what, head, index, one, up_to_here))
+    return pd.DataFrame(rows, columns=["layer", "what", "head", "index", "energy", "cumulative"])
 
 
 def energy(matrix: Tensor) -> Tensor:
     """Return s_i^2 / sum of s^2 of the singular values of a matrix [n, m], largest first."""
+    # squared in fp64: the tail of a spectrum is many orders below its head
     squares = torch.linalg.svdvals(matrix.float()).double().square()
     return squares / squares.sum()
 
@@ -177,11 +189,15 @@ def energy_facts(data: pd.DataFrame) -> Iterator[Fact]:
         heads, size = rows.groupby(["layer", "head"]), int(rows["index"].max())
         high = heads["energy"].agg(lambda e: int((e > HIGH).sum()))
         needed = heads["cumulative"].agg(lambda c: int((c < ENOUGH).sum()) + 1)
-        largest = f"more than {size}" if needed.max() > size else f"{needed.max()}"
+        most = f"{needed.max()}"
+        if needed.max() > size:
+            most = f"more than {size}"  # the data end there
         counts = f"{high.min()} to {high.max()}, median {high.median():.0f}"
         yield Fact(f"Singular values of {what} with an energy above {HIGH}, by head", counts)
-        shown = f" of {size}" if size < SHOWN else ""
-        yield Fact(f"With {percent(ENOUGH)} of the energy", f"{needed.min()} to {largest}{shown}")
+        text = f"{needed.min()} to {most}"
+        if size < SHOWN:
+            text += f" of {size}"
+        yield Fact(f"With {percent(ENOUGH)} of the energy", text)
         sums = rows[rows["index"] == FIRST]["cumulative"]
         if len(sums):
             heads_over = f"in {int((sums > ENOUGH).sum())} of {len(sums)} heads"

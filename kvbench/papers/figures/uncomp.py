@@ -6,7 +6,7 @@ arXiv 2410.03090. Sigma, H and erank are those of ``calibration.entropy``; queri
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -36,9 +36,11 @@ def _spectra(reading: Reading, names: str, layers: Collection[int]) -> list[tupl
 
         def on_layer(obs: Observation, k: Tensor, v: Tensor, source: str = prompt.source) -> None:
             """Append the spectra of a chosen layer."""
-            if obs.layer in layers:
-                rows = {"q": obs.queries(obs.n), "k": k, "v": v}
-                by_layer.extend((source, obs.layer, name, spectrum(rows[name]).cpu()) for name in names)
+            if obs.layer not in layers:
+                return
+            activations = {"q": obs.queries(obs.n), "k": k, "v": v}  # [heads, n, D] each
+            for name in names:
+                by_layer.append((source, obs.layer, name, spectrum(activations[name]).cpu()))
 
         reading.read(ids, Needs(last_q=len(ids)), on_layer)
         reading.tick()
@@ -48,11 +50,13 @@ def _spectra(reading: Reading, names: str, layers: Collection[int]) -> list[tupl
 def rank_by_layer(reading: Reading) -> pd.DataFrame:
     """Return means of erank and erank_k, and erank's deviation, per text, q, k or v, and layer."""
     top = reading.knobs.get("top", TOP)
-    layers = reading.layers([i / reading.shape.layers for i in range(reading.shape.layers)])
-    rows = [
-        (source, name, layer, float(entropy(values).exp().mean()), float(entropy(values, top).exp().mean()))
-        for source, layer, name, values in _spectra(reading, "qkv", layers)
-    ]
+    # without the knob all layers are read: layer i begins at the depth i / layers
+    layers = reading.layers([layer / reading.shape.layers for layer in range(reading.shape.layers)])
+    rows = []
+    for source, layer, name, values in _spectra(reading, "qkv", layers):
+        # erank = exp(H(p)) of each head's eigenvalues p [H, D], and erank_k that of the k largest; means over heads
+        erank, erank_k = entropy(values).exp(), entropy(values, top).exp()
+        rows.append((source, name, layer, float(erank.mean()), float(erank_k.mean())))
     data = pd.DataFrame(rows, columns=["source", "what", "layer", "erank", "erank_k"])
     groups = data.groupby(["source", "what", "layer"], sort=False)
     means = groups[["erank", "erank_k"]].mean()
@@ -69,22 +73,27 @@ def rank_facts(data: pd.DataFrame) -> Iterator[Fact]:
     yield Fact(f"Layers of {len(curves)} in which queries lie above keys", int((queries > keys).sum()), "{}")
     yield Fact("Rank of queries", {"first layer": queries.iloc[0], "last layer": queries.iloc[-1]})
     yield Fact(f"Steps of {len(curves) - 1} in which it rises", int((np.diff(queries) > 0).sum()), "{}")
-    ends = [(curves.index[g[0]], curves.index[g[-1]]) for g in layer_groups(queries.tolist())]
-    groups = ", ".join(str(a) if a == b else f"{a} to {b}" for a, b in ends)
-    yield Fact("Groups of layers between drops of more than 1", groups)
+    groups = []
+    for group in layer_groups(queries.tolist()):
+        # a group has positions in the list, and the index has the numbers of the layers that were read
+        first, last = curves.index[group[0]], curves.index[group[-1]]
+        groups.append(f"{first}" if first == last else f"{first} to {last}")
+    yield Fact("Groups of layers between drops of more than 1", ", ".join(groups))
 
 
 def spectra(reading: Reading) -> pd.DataFrame:
     """Return mean eigenvalues over prompts of Sigma of the queries: per text, chosen layer, head and index."""
-    by_place: dict[tuple[str, int], list[Tensor]] = {}
+    # the spectra [query heads, D] of each prompt, by text and layer
+    spectra_by_place: dict[tuple[str, int], list[Tensor]] = {}
     for source, layer, _, values in _spectra(reading, "q", reading.layers([-1])):
-        by_place.setdefault((source, layer), []).append(values)
-    return pd.DataFrame(
-        {"source": source, "layer": layer, "head": h, "index": i + 1, "eigenvalue": value}
-        for (source, layer), of_prompts in by_place.items()
-        for h, row in enumerate((sum(of_prompts, torch.zeros(())) / len(of_prompts)).tolist())
-        for i, value in enumerate(row)
-    )
+        spectra_by_place.setdefault((source, layer), []).append(values)
+    rows = []
+    for (source, layer), prompt_spectra in spectra_by_place.items():
+        mean = sum(prompt_spectra, torch.zeros(())) / len(prompt_spectra)
+        for head, eigenvalues in enumerate(mean.tolist()):
+            for index, eigenvalue in enumerate(eigenvalues, start=1):
+                rows.append((source, layer, head, index, eigenvalue))
+    return pd.DataFrame(rows, columns=["source", "layer", "head", "index", "eigenvalue"])
 
 
 def with_extremes(data: pd.DataFrame) -> pd.DataFrame:
@@ -92,13 +101,16 @@ def with_extremes(data: pd.DataFrame) -> pd.DataFrame:
     mean = data.groupby(["layer", "head", "index"])["eigenvalue"].mean().unstack("index")
     # erank = exp(-sum p log p), untruncated; eigenvalues of 0 add nothing
     ranks = np.exp(-(mean * np.log(mean.clip(lower=1e-300))).sum(axis=1))
-    named = {at: f"layer {at[0]}, head {at[1]}: erank {ranks[at]:.1f}" for at in (ranks.idxmin(), ranks.idxmax())}
-    places = list(zip(data["layer"], data["head"], strict=True))
-    layers = [f", layer {n}" if data["layer"].nunique() > 1 else "" for n in data["layer"]]
-    panels = data["source"].astype(str) + pd.Series(layers, index=data.index)
-    marked = data.assign(
-        panel=panels, name=[named.get(at, OTHERS) for at in places], shown=data["eigenvalue"].clip(1e-9)
-    )
+    names_of_extremes = {}
+    for layer, head in (ranks.idxmin(), ranks.idxmax()):
+        names_of_extremes[layer, head] = f"layer {layer}, head {head}: erank {ranks[layer, head]:.1f}"
+    places = zip(data["layer"], data["head"], strict=True)
+    names = [names_of_extremes.get(place, OTHERS) for place in places]
+    panels = data["source"].astype(str)
+    if data["layer"].nunique() > 1:
+        panels = panels + ", layer " + data["layer"].astype(str)
+    # the axis is logarithmic, and eigenvalues can be 0
+    marked = data.assign(panel=panels, name=names, shown=data["eigenvalue"].clip(1e-9))
     return marked.sort_values("name", key=lambda names: names == OTHERS, kind="stable")
 
 
@@ -109,8 +121,10 @@ def spectrum_facts(data: pd.DataFrame) -> Iterator[Fact]:
     yield Fact("Largest eigenvalue by head", {"lowest": first.min(), "highest": first.max()}, "{:.2f}")
     heads = mean.unstack("index")
     dims = heads.shape[1]
+    # the largest eigenvalues whose sum reaches 90 % of all: those before that sum, and one more
     needed = (heads.cumsum(axis=1).div(heads.sum(axis=1), axis=0) < 0.9).sum(axis=1) + 1
     yield Fact(f"Eigenvalues of {dims} with 90 % of the trace", {"lowest": needed.min(), "highest": needed.max()}, "{}")
+    # at each index the standard deviation over heads, in per cent of the mean
     spread = 100 * mean.groupby("index").std(ddof=0) / mean.groupby("index").mean()
     parts = {
         "leading eighth": spread.iloc[: max(1, dims // 8)].mean(),
@@ -127,11 +141,11 @@ def spectrum_facts(data: pd.DataFrame) -> Iterator[Fact]:
 def head_map(reading: Reading) -> pd.DataFrame:
     """Return the mean erank_k of the queries over prompts: per text, layer and head."""
     top = reading.knobs.get("top", TOP)
-    data = pd.DataFrame(
-        {"source": source, "layer": layer, "head": h, "erank_k": value}
-        for source, layer, _, values in _spectra(reading, "q", range(reading.shape.layers))
-        for h, value in enumerate(entropy(values, top).exp().tolist())
-    )
+    rows = []
+    for source, layer, _, values in _spectra(reading, "q", range(reading.shape.layers)):
+        for head, erank_k in enumerate(entropy(values, top).exp().tolist()):
+            rows.append((source, layer, head, erank_k))
+    data = pd.DataFrame(rows, columns=["source", "layer", "head", "erank_k"])
     return data.groupby(["source", "layer", "head"], sort=False)["erank_k"].mean().reset_index()
 
 
@@ -142,8 +156,11 @@ def head_facts(data: pd.DataFrame) -> Iterator[Fact]:
     yield Fact("Difference of heads within a layer, mean", (table.max(axis=1) - table.min(axis=1)).mean())
     by_source = data.pivot_table(index=["layer", "head"], columns="source", values="erank_k")
     ranks = by_source.groupby("layer").rank()
+    # Pearson's correlation of ranks is Spearman's of the values
     correlations_by_layer = [ranks.loc[layer].corr().to_numpy() for layer in table.index]
-    pairs = np.concatenate([a[np.triu_indices(len(a), 1)] for a in correlations_by_layer])
+    # each pair of texts once: above the diagonal of the matrix [texts, texts]
+    pairs = np.concatenate([matrix[np.triu_indices(len(matrix), 1)] for matrix in correlations_by_layer])
+    # heads of one rank have no order
     pairs = pairs[np.isfinite(pairs)]
     if len(pairs):
         correlations = {"mean": pairs.mean(), "lowest": pairs.min()}
@@ -155,54 +172,70 @@ def head_facts(data: pd.DataFrame) -> Iterator[Fact]:
 def _pearson(a: Any, b: Any) -> float:
     """Return the correlation of two rows of numbers; not a number where one of them is constant."""
     a, b = np.asarray(a), np.asarray(b)
-    return float(np.corrcoef(a, b)[0, 1]) if a.std() > 0 and b.std() > 0 else float("nan")
+    if a.std() > 0 and b.std() > 0:
+        return float(np.corrcoef(a, b)[0, 1])
+    return float("nan")
 
 
 def hidden_entropy(reading: Reading) -> pd.DataFrame:
     """Return H of Sigma of the residual stream before each layer and after the last: per prompt and depth."""
-    rows: list[dict[str, Any]] = []
+    rows: list[tuple[str, int, int, int, float, float]] = []
     for number, prompt in enumerate(reading.prompts):
         ids = reading.ids(prompt)
 
         def see(depth: int, hidden: Tensor, prompt: Prompt = prompt, number: int = number, n: int = len(ids)) -> None:
             """Append the entropy of hidden states [n, d] in front of layer ``depth``."""
             h = matrix_entropy(hidden)
-            place = {"source": prompt.source, "prompt": number, "tokens": n, "layer": depth}
-            rows.append({**place, "entropy": h, "erank": float(np.exp(h))})
+            rows.append((prompt.source, number, n, depth, h, float(np.exp(h))))
 
         with residual_stream(reading.model, see):
             reading.read(ids, Needs(), lambda obs, k, v: None)
         reading.tick()
-    return pd.DataFrame(rows)
+    return pd.DataFrame(rows, columns=["source", "prompt", "tokens", "layer", "entropy", "erank"])
 
 
 def matrix_entropy(rows: Tensor) -> float:
-    """Return H of Sigma of rows [n, d], from the smaller of X'X and XX', whose eigenvalues differ only in zeros."""
+    """Return H of Sigma of rows [n, d].
+
+    The eigenvalues are those of the smaller of X'X and XX'. Both have the same ones, up to zeros.
+    """
     centred = rows.float() - rows.float().mean(dim=0)
     unit = centred / centred.norm(dim=1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
     n, d = unit.shape
-    small = (unit @ unit.T if n < d else unit.T @ unit) / n
+    # Sigma = X'X / n [d, d] of unit rows X, so that its trace is 1
+    if n < d:
+        small = unit @ unit.T / n
+    else:
+        small = unit.T @ unit / n
     return float(entropy(torch.linalg.eigvalsh(small.double()).clamp(min=0)))
 
 
 @contextmanager
 def residual_stream(model: Any, see: Callable[[int, Tensor], None]) -> Iterator[None]:
-    """Call ``see(depth, hidden [n, d])`` with what goes into each decoder layer and, at the end, comes out of the last.
+    """Call ``see(depth, hidden [n, d])`` with each decoder layer's input and, at the end, with the last one's output.
 
-    Hooks go on exit.
+    The hooks on the layers are removed on exit.
     """
     decoders = decoder_layers(model)
 
-    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def see_input(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Tensor]) -> None:
         """Show the input of the first layer."""
-        see(0, (kwargs["hidden_states"] if "hidden_states" in kwargs else args[0])[0])
+        # some families pass the hidden states [1, n, d] by name
+        hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+        see(0, hidden[0])
 
-    def after(depth: int) -> Callable[..., None]:
+    def see_output(depth: int) -> Callable[..., None]:
         """Return a hook that shows the output of the layer in front of ``depth``."""
-        return lambda module, args, output: see(depth, (output[0] if isinstance(output, tuple) else output)[0])
 
-    handles = [decoders[0].register_forward_pre_hook(before, with_kwargs=True)]
-    handles += [layer.register_forward_hook(after(depth)) for depth, layer in enumerate(decoders, start=1)]
+        def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            """Show the hidden states [1, n, d], which some families return first of several values."""
+            hidden = output[0] if isinstance(output, tuple) else output
+            see(depth, hidden[0])
+
+        return hook
+
+    handles = [decoders[0].register_forward_pre_hook(see_input, with_kwargs=True)]
+    handles += [layer.register_forward_hook(see_output(depth)) for depth, layer in enumerate(decoders, start=1)]
     try:
         yield
     finally:
@@ -212,8 +245,9 @@ def residual_stream(model: Any, see: Callable[[int, Tensor], None]) -> Iterator[
 
 def named(data: pd.DataFrame) -> pd.DataFrame:
     """Add a ``name`` for each prompt: its text, or its number where texts have several."""
-    texts = data["source"].nunique() == data["prompt"].nunique()
-    return data.assign(name=data["source"] if texts else [f"sample {int(i) + 1}" for i in data["prompt"]])
+    if data["source"].nunique() == data["prompt"].nunique():
+        return data.assign(name=data["source"])
+    return data.assign(name=[f"sample {int(prompt) + 1}" for prompt in data["prompt"]])
 
 
 def entropy_facts(data: pd.DataFrame) -> Iterator[Fact]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pandas as pd
@@ -19,19 +18,24 @@ SHOWN = 48  # first tokens of the first prompt whose attention is drawn
 SINK = 0.3  # of all attention that a head pays: more to one token makes that a sink
 DEPTHS = (0.0, 0.5, -1.0)
 
+Row = dict[str, str | float]
+"""A row of the data by the names of COLUMNS; a quantity that a column does not apply to has no value there."""
+
 
 def value_norms(reading: Reading) -> pd.DataFrame:
     """Return attention and value norms of a few heads, and the most attended token of every head.
 
-    Rows of ``quantity``: ``attention`` of a query to a token and ``norm``, ||v||_1 of a token, for the first ``SHOWN``
-    tokens of the first prompt and the chosen heads; ``share``, the part of all attention that a head's most attended
-    token receives (its accumulated attention over the number of queries), and ``ratio``, that token's ||v||_1 over the
-    median of the head's tokens, for every prompt, layer and head.
+    Rows have one of four values of ``quantity``.
+    attention: the attention of a query to a token, of the first SHOWN tokens of the first prompt and the chosen heads.
+    norm: ||v||_1 of each of these tokens.
+    share: the part of all attention that a head's most attended token receives, for every prompt, layer and head. It is
+    that token's accumulated attention over the number of queries.
+    ratio: that token's ||v||_1 over the median of the head's tokens.
     """
     layers = reading.layers(DEPTHS)
     named_heads = reading.knobs.get("heads")
     chosen_heads = reading.chosen_heads([0], reading.shape.query_heads)
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
     for number, prompt in enumerate(reading.prompts):
         ids = reading.ids(prompt)
 
@@ -43,39 +47,47 @@ def value_norms(reading: Reading) -> pd.DataFrame:
             queries = obs.colsums.shape[0]
             norms = per_head(v.float().abs().sum(dim=-1), queries).cpu()
             share = obs.colsums.cpu() / obs.n  # every query pays 1 in all, so that a head's tokens sum to 1
+            # the most attended token of each head [query heads], and its norm in times the median of the head
             top = share.argmax(dim=1)
             ratios = norms.gather(1, top[:, None])[:, 0] / norms.median(dim=1).values
-            place = {"source": prompt.source, "prompt": number, "layer": obs.layer}
-            for h in range(queries):
-                row = {**place, "head": h, "token": int(top[h])}
-                rows.append({**row, "quantity": "share", "value": float(share[h, top[h]])})
-                rows.append({**row, "quantity": "ratio", "value": float(ratios[h])})
+            place: Row = {"source": prompt.source, "prompt": number, "layer": obs.layer}
+            for head in range(queries):
+                row = place | {"head": head, "token": int(top[head])}
+                rows.append(row | {"quantity": "share", "value": float(share[head, top[head]])})
+                rows.append(row | {"quantity": "ratio", "value": float(ratios[head])})
             if number == 0 and obs.layer in layers:
-                heads = chosen_heads if named_heads else [int(share.amax(dim=1).argmax())]
-                for h in heads:
-                    rows.extend(_pattern(obs, k, norms[h], h, {**place, "head": h}, ids, reading))
+                # unless the user names heads, the one with the strongest sink is drawn
+                heads = chosen_heads
+                if not named_heads:
+                    heads = [int(share.amax(dim=1).argmax())]
+                texts = [repr(reading.decode(int(token))) for token in ids[: min(SHOWN, obs.n)]]
+                for head in heads:
+                    for row in _pattern(obs, k, norms[head], head=head, texts=texts):
+                        rows.append(place | {"head": head} | row)
 
         reading.read(ids, Needs(last_q=len(ids), colsums=True), on_layer)
         reading.tick()
     return pd.DataFrame(rows).reindex(columns=list(COLUMNS))
 
 
-def _pattern(
-    obs: Observation, k: Tensor, norms: Tensor, head: int, place: dict[str, Any], ids: Tensor, reading: Reading
-) -> list[dict[str, Any]]:
-    """Return one head's attention [m, m] and value norms [m] of the first m tokens, as rows of the data."""
-    m = min(SHOWN, obs.n)
-    group = obs.queries(obs.n).shape[0] // k.shape[0]
-    query, keys = obs.queries(obs.n)[head : head + 1, :m], k[head // group : head // group + 1, :m]
+def _pattern(obs: Observation, k: Tensor, norms: Tensor, *, head: int, texts: Sequence[str]) -> list[Row]:
+    """Return one query head's attention [m, m] and value norms [m] of the first m tokens, as rows of the data.
+
+    k: the keys [kv heads, n, D]. norms: ||v||_1 [n] of the head. texts: the m tokens' own.
+    """
+    m = len(texts)
+    queries = obs.queries(obs.n)
+    # so many query heads share one kv head
+    group = queries.shape[0] // k.shape[0]
+    query, keys = queries[head : head + 1, :m], k[head // group : head // group + 1, :m]
+    # the first m rows of causal attention need no later token
     attention = causal_softmax(query, keys, obs.scale)[0].cpu()
-    rows = [
-        {**place, "quantity": "attention", "query": i, "token": j, "value": float(attention[i, j])}
-        for i in range(m)
-        for j in range(i + 1)
-    ]
-    for j in range(m):
-        text = repr(reading.decode(int(ids[j])))
-        rows.append({**place, "quantity": "norm", "token": j, "text": text, "value": float(norms[j])})
+    rows: list[Row] = []
+    for i in range(m):
+        for j in range(i + 1):
+            rows.append({"quantity": "attention", "query": i, "token": j, "value": float(attention[i, j])})
+    for j, text in enumerate(texts):
+        rows.append({"quantity": "norm", "token": j, "text": text, "value": float(norms[j])})
     return rows
 
 
@@ -83,14 +95,16 @@ def marked(data: pd.DataFrame) -> pd.DataFrame:
     """Return the data for drawing: three heads at most, with their sinks, and a row ``head`` for every head."""
     maps = data[data["quantity"] == "attention"]
     heads = list(maps.groupby(["layer", "head"]))[:3]
-    parts = []
+    parts: list[pd.DataFrame] = []
     for (layer, head), weights in heads:
         table = weights.pivot(index="query", columns="token", values="value")
+        # each query pays 1, so that a column's sum over the number of queries is the token's share
         sinks = table.columns[table.sum() / len(table) >= SINK]
         of_head = (data["layer"] == layer) & (data["head"] == head)
         head_rows = data[data["quantity"].isin(("attention", "norm")) & of_head]
         parts.append(head_rows.assign(sink=head_rows["token"].isin(sinks), place=f"layer {layer}, head {head}"))
-    return pd.concat([*parts, _heads(data).assign(quantity="head")], ignore_index=True)
+    parts.append(_heads(data).assign(quantity="head"))
+    return pd.concat(parts, ignore_index=True)
 
 
 def _heads(data: pd.DataFrame) -> pd.DataFrame:
@@ -98,6 +112,7 @@ def _heads(data: pd.DataFrame) -> pd.DataFrame:
     rows = data[data["quantity"].isin(("share", "ratio"))]
     tokens = rows.pivot(index=["prompt", "layer", "head", "token"], columns="quantity", values="value").reset_index()
     tokens = tokens.assign(first=tokens["token"] == 0, ratio=np.log(tokens["ratio"].clip(lower=1e-9)))
+    # the mean of logarithms is the logarithm of the geometric mean
     means = tokens.groupby(["layer", "head"])[["share", "ratio", "first"]].mean().reset_index()
     return means.assign(ratio=np.exp(means["ratio"]))
 

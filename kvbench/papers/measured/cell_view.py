@@ -1,6 +1,7 @@
-"""A paper's table as numbers: every cell with what is printed, what we measured, and both as a share of the full cache.
+"""A paper's table as numbers: the printed value of every cell, ours, and both as shares of the full cache.
 
-Averages are computed here from the cells, never taken from the paper; what it states is kept beside them.
+Averages are computed here from the cells, never taken from the paper. An average that the paper states otherwise is
+kept beside ours.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from kvbench.papers.forensics.exact import exact
 from kvbench.papers.measured.our_table import OurTable, TableLine, scores
 from kvbench.papers.spec.numbers import decimals
 from kvbench.papers.spec.published import MARKS, Published
-from kvbench.papers.spec.table_spec import BUDGET, MEAN, MEANS, RATIO, RELATIVE, SCORE, SHARE, Column
+from kvbench.papers.spec.table_spec import BUDGET, MEAN, MEANS, RATIO, RELATIVE, SCORE, SHARE, Column, TableRow
 from kvbench.papers.spec.workloads import FAMILIES
 from kvbench.papers.timed.row_matching import TimedCell as Timed
 from kvbench.plan import presets
@@ -27,14 +28,14 @@ AVERAGE = Column("avg", SCORE)
 OF_ALL = Column("avg", "all")
 """The average over all tasks, beside that over the tasks above the floor."""
 WIDE = 100.0
-"""Percentage points: a share of the full cache with a wider interval is no number."""
+"""Percentage points: a share of the full cache with a wider interval says nothing and is not shown."""
 ROUNDING = 2
 """Units of a printed average's last digit by which rounding can explain a difference to that of its printed cells."""
 
 
 @dataclass(frozen=True)
 class CellView:
-    """One cell of a table: our number, the printed one, and what marks and notes say about both.
+    """One cell of a table: our number, the printed one, and the facts behind the marks and notes on both.
 
     status: measured, refused (see ``reason``), missing, or none if the paper has no such cell; OOM for timings, too.
     ours, published: the values in printed units, fractions in per cent.
@@ -87,13 +88,15 @@ class CellView:
 
     @property
     def delta(self) -> float | None:
-        """Return ours minus what is printed; ``unlike`` names the conditions that differ from the paper's."""
-        return None if self.ours is None or self.published is None else self.ours - self.published
+        """Return ours minus the printed value; ``unlike`` names the conditions that differ from the paper's."""
+        if self.ours is None or self.published is None:
+            return None
+        return self.ours - self.published
 
 
 @dataclass(frozen=True)
 class View:
-    """A table with all of its entries: a list per row, one entry per column, averages last."""
+    """A table with its entries: for each row a tuple with one entry per column, averages last."""
 
     ours: OurTable
     columns: tuple[Column, ...]
@@ -101,8 +104,13 @@ class View:
 
 
 @dataclass(frozen=True)
-class _Read:
-    """The measured side of one number: its summary, the pairs [n, 2] with the full cache, and their share."""
+class _OurScore:
+    """The measured side of one number.
+
+    value: its summary. pairs: scores [n, 2] of the method and of the full cache on the same examples.
+    floor: whether the full cache is at the floor in one of its tasks. full: the full cache's score.
+    share: the score in per cent of the full cache's, without a value at the floor.
+    """
 
     value: CellResult
     pairs: stats.Pairs
@@ -111,33 +119,65 @@ class _Read:
     full: float | None
 
 
+@dataclass(frozen=True)
+class _ColumnEntry:
+    """An entry of a line with its column and our score; ``score`` is None for columns of other values."""
+
+    column: Column
+    cell: CellView
+    score: _OurScore | None
+
+
 def view(ours: OurTable) -> View:
     """Build all entries of a table, from the paper's data and from the store."""
     table = ours.declared
-    recomputed = {e.cell: "✓" if e.ok else f"recomputed {e.shown}" for e in exact(table.paper, table.table)}
+    recomputed: dict[Published, str] = {}
+    for value in exact(table.paper, table.table):
+        # values that follow from others on the page need no model: such a cell says whether the paper's is right
+        recomputed[value.cell] = "✓" if value.ok else f"recomputed {value.shown}"
     if ours.timings is not None:
-        rows = tuple(
-            (x, tuple(_timed(ours, x.row.cells.get(c.name), recomputed) for c in table.columns)) for x in ours.lines
-        )
-        return View(ours, table.columns, rows)
-    # what a score kept of the cache stands below the score
-    columns = tuple(c for c in table.columns if c.what != BUDGET) or table.columns
-    read_by_cells: dict[tuple[str, ...], _Read] = {}
-    reads = [[_read(ours, line, c, read_by_cells) for c in columns] for line in ours.lines]
-    entries = [
-        tuple(_entry(ours, line, c, read, recomputed) for c, read in zip(columns, row, strict=True))
-        for line, row in zip(ours.lines, reads, strict=True)
-    ]
-    means: tuple[Column, ...] = ()
-    if table.scores and any(c.dataset in MEANS for c in table.printed):
-        every = [e for row in entries for e in row]
-        left_out = any(e.floor for e in every) or len({e.few for e in every if e.n}) > 1
-        means = (AVERAGE, OF_ALL) if ours.stand_in and table.average == MEAN and left_out else (AVERAGE,)
-    rows = tuple(
-        (line, (*row, *(_average(ours, line, list(zip(columns, row, read, strict=True)), m) for m in means)))
-        for line, row, read in zip(ours.lines, entries, reads, strict=True)
-    )
-    return View(ours, (*columns, *means), rows)
+        timed_rows = []
+        for line in ours.lines:
+            cells = [_timed(ours, line.row.cells.get(column.name), recomputed) for column in table.columns]
+            timed_rows.append((line, tuple(cells)))
+        return View(ours, table.columns, tuple(timed_rows))
+    # a budget is shown below its score; a table that prints budgets alone shows them as columns
+    columns = tuple(column for column in table.columns if column.what != BUDGET) or table.columns
+    score_by_cells: dict[tuple[str, ...], _OurScore] = {}
+    entries_by_line: list[list[_ColumnEntry]] = []
+    for line in ours.lines:
+        entries = []
+        for column in columns:
+            score = _read_score(ours, line, column, score_by_cells)
+            entries.append(_ColumnEntry(column, _entry(ours, line, column, score, recomputed), score))
+        entries_by_line.append(entries)
+    means = _mean_columns(ours, entries_by_line)
+    rows = []
+    # whether a second average is needed shows when all cells are read
+    for line, entries in zip(ours.lines, entries_by_line, strict=True):
+        cells = [entry.cell for entry in entries]
+        cells += [_average(ours, line, entries, mean) for mean in means]
+        rows.append((line, tuple(cells)))
+    return View(ours, columns + means, tuple(rows))
+
+
+def _mean_columns(ours: OurTable, entries_by_line: Sequence[Sequence[_ColumnEntry]]) -> tuple[Column, ...]:
+    """Return the columns of averages: none unless the paper prints one, and two where ours leaves tasks out."""
+    table = ours.declared
+    if not table.scores or not any(cell.dataset in MEANS for cell in table.printed):
+        return ()
+    at_floor_somewhere = False
+    # a mean leaves out columns of too few examples, unless all columns have too few
+    few: set[bool] = set()
+    for entries in entries_by_line:
+        for entry in entries:
+            at_floor_somewhere = at_floor_somewhere or entry.cell.floor
+            if entry.cell.n:
+                few.add(entry.cell.few)
+    leaves_out = at_floor_somewhere or len(few) > 1
+    if ours.stand_in and table.average == MEAN and leaves_out:
+        return (AVERAGE, OF_ALL)
+    return (AVERAGE,)
 
 
 def _timed(ours: OurTable, printed: Published | None, recomputed: Mapping[Published, str]) -> CellView:
@@ -150,9 +190,9 @@ def _timed(ours: OurTable, printed: Published | None, recomputed: Mapping[Publis
         reason=cell.reason,
         ours=cell.value,
         ci=cell.spread,
-        relative=None if cell.ratio is None else 100 * cell.ratio,
+        relative=_percent(cell.ratio),
         published=printed.points,
-        published_relative=None if cell.published_ratio is None else 100 * cell.published_ratio,
+        published_relative=_percent(cell.published_ratio),
         mark=MARKS.get(printed.certainty, ""),
         printed=printed.printed,
         exact=recomputed.get(printed, ""),
@@ -160,93 +200,128 @@ def _timed(ours: OurTable, printed: Published | None, recomputed: Mapping[Publis
     )
 
 
-def _read(ours: OurTable, line: TableLine, column: Column, read_by_cells: dict[tuple[str, ...], _Read]) -> _Read | None:
-    """Return our score in a column, read once for all cells that show it; None for columns of other values."""
+def _percent(ratio: float | None) -> float | None:
+    """Return a ratio in per cent; None stays None."""
+    return None if ratio is None else 100 * ratio
+
+
+def _read_score(
+    ours: OurTable, line: TableLine, column: Column, score_by_cells: dict[tuple[str, ...], _OurScore]
+) -> _OurScore | None:
+    """Return our score in a column, read once for all entries that show it; None for columns of other values."""
     if column.what != SCORE:
         return None
     cells = ours.cells(line, column)
-    ids = tuple(c.id for _, c in cells)
-    if cells and ids in read_by_cells:
-        return read_by_cells[ids]
+    ids = tuple(cell.id for _, cell in cells)
+    if cells and ids in score_by_cells:
+        return score_by_cells[ids]
     full_cells = ours.full(line, column)
     groups = [group for group, _ in full_cells]
-    by_example: dict[str, list[tuple[float, float]]] = {}
-    for (group, own_cell), (_, full_cell) in zip(cells, full_cells if cells else (), strict=True):
-        assert ours.run is not None
-        own, full_scores = (scores(ours.run.store, group, cell) for cell in (own_cell, full_cell))
-        for e in sorted(own.keys() & full_scores.keys()):
-            by_example.setdefault(e, []).append((own[e], full_scores[e]))
-    # an example that is asked in several ways (MDQA's three positions) is one, with its mean scores
-    value, pairs = ours.value(line, column), stats.by_example(by_example, 2)
-    floor = any(at_floor(g.task, pairs[:, 1]) for g in groups)
-    # of log losses, less is better
-    losses = any(metric(g.task.metric).shown is not None for g in groups)
-    share = stats.Share() if floor else stats.share([pairs], log_losses=losses)
-    full = metric(groups[0].task.metric).show(float(pairs[:, 1].mean())) if len(pairs) and groups else None
-    result = _Read(value, pairs, floor, share, full)
+    scores_by_example: dict[str, list[tuple[float, float]]] = {}
     if cells:
-        read_by_cells[ids] = result
-    return result
+        assert ours.run is not None
+        for (group, cell), (_, full_cell) in zip(cells, full_cells, strict=True):
+            own_scores = scores(ours.run.store, group, cell)
+            full_scores = scores(ours.run.store, group, full_cell)
+            for e in sorted(own_scores.keys() & full_scores.keys()):
+                scores_by_example.setdefault(e, []).append((own_scores[e], full_scores[e]))
+    # an example that is asked in several ways (MDQA's three positions) is one, with its mean scores
+    pairs = stats.by_example(scores_by_example, 2)
+    # pairs[:, 1] are the full cache's scores, on the examples that the method answered as well
+    floor = any(at_floor(group.task, pairs[:, 1]) for group in groups)
+    share = stats.Share()
+    if not floor:
+        # log losses are better the smaller they are, so that their share is inverse
+        losses = any(metric(group.task.metric).shown is not None for group in groups)
+        share = stats.share([pairs], log_losses=losses)
+    full_score = None
+    if len(pairs) and groups:
+        full_score = metric(groups[0].task.metric).show(float(pairs[:, 1].mean()))
+    score = _OurScore(ours.value(line, column), pairs, floor, share=share, full=full_score)
+    if cells:
+        score_by_cells[ids] = score
+    return score
 
 
 def _entry(
-    ours: OurTable, line: TableLine, column: Column, read: _Read | None, recomputed: Mapping[Published, str]
+    ours: OurTable, line: TableLine, column: Column, score: _OurScore | None, recomputed: Mapping[Published, str]
 ) -> CellView:
     """Build an entry of a table of scores."""
+    result = CellResult("", "", "missing", reason=line.skipped)
+    if score is not None:
+        result = score.value
     printed = line.row.cells.get(column.name)
     if printed is None:
-        return CellView(reason=(line.skipped if read is None else read.value.reason) or "")
-    budget = line.row.cells.get(Column(column.dataset, BUDGET).name) if column.what == SCORE else None
-    result = CellResult("", "", "missing", reason=line.skipped) if read is None else read.value
+        return CellView(reason=result.reason or "")
+    budget = None
+    if column.what == SCORE:
+        budget = line.row.cells.get(Column(column.dataset, BUDGET).name)
+    # the printed side is there whether or not anything is measured
     entry = CellView(
         status=result.status,
         reason=result.reason or "",
         published=printed.points,
-        published_relative=_share(printed, _printed_full(ours, line, column)),
+        published_relative=_printed_share(printed, _printed_full(ours, line, column)),
         mark=MARKS.get(printed.certainty, ""),
-        published_budget=budget.value if budget else None,
+        published_budget=None if budget is None else budget.value,
         budgeted=budget is not None,
         printed=printed.shown,
         exact=recomputed.get(printed, ""),
     )
     summary = result.summary
-    if read is None or summary is None or summary.score is None:
+    if score is None or summary is None or summary.score is None:
         return entry
-    score, ci = (read.share.point, read.share.ci) if printed.metric == RATIO else (summary.score, summary.ci)
+    # a column of shares of the full cache has our share beside it
+    value: float | None = summary.score
+    ci = summary.ci
+    if printed.metric == RATIO:
+        value, ci = score.share.point, score.share.ci
+    unlike: tuple[str, ...] = ()
+    if not ours.stand_in:
+        unlike = tuple(_unlike(ours, line, column))
+    tokens_kept = None
+    if summary.prompt_tokens:
+        tokens_kept = 100 * summary.kept / summary.prompt_tokens
     return replace(
         entry,
-        ours=score,
+        ours=value,
         ci=ci,
-        relative=read.share.point,
-        relative_ci=read.share.ci,
-        floor=read.floor,
-        full=read.full,
-        unlike=() if ours.stand_in else tuple(_unlike(ours, line, column)),
+        relative=score.share.point,
+        relative_ci=score.share.ci,
+        floor=score.floor,
+        full=score.full,
+        unlike=unlike,
         n=summary.n,
         of=summary.of,
         cell=result.cell,
         unchanged=result.unchanged,
         stand_in=ours.stand_in,
-        empty=_empty(ours, line, column),
-        wide=ours.stand_in and _wide(line, read.share),
-        budget=100 * summary.kept / summary.prompt_tokens if summary.prompt_tokens else None,
+        empty=_count_empty(ours, line, column),
+        wide=ours.stand_in and _is_wide(line, score.share),
+        budget=tokens_kept,
     )
 
 
-def _wide(line: TableLine, share: stats.Share) -> bool:
-    """Tell whether a share says nothing: its interval is wider than WIDE or has no end. The full cache's is 100."""
+def _is_wide(line: TableLine, share: stats.Share) -> bool:
+    """Tell whether a share says nothing: its interval is wider than WIDE or has no end."""
+    # the full cache's share of itself is 100
     if share.point is None or line.row.method == "full":
         return False
+    # an interval without an end (None) is wider than any
     return share.ci is None or share.ci[1] - share.ci[0] > WIDE
 
 
-def _empty(ours: OurTable, line: TableLine, column: Column) -> int:
+def _count_empty(ours: OurTable, line: TableLine, column: Column) -> int:
     """Return how many answers of the full cache are empty, of those to a line's prompts in a column."""
+    if ours.run is None:
+        return 0
     count = 0
     for group, cell in ours.full(line, column):
-        samples = ours.run.store.samples(cell.id) if ours.run is not None else {}
-        texts = [samples[e.id].prediction for e in group.examples if e.id in samples and not e.tokens]
-        count += sum(not text.strip() for text in texts)
+        samples = ours.run.store.samples(cell.id)
+        for e in group.examples:
+            # an example with given tokens (a text of known continuation) has no answer of the model's own
+            if e.id in samples and not e.tokens and not samples[e.id].prediction.strip():
+                count += 1
     return count
 
 
@@ -257,9 +332,10 @@ def _unlike(ours: OurTable, line: TableLine, column: Column) -> Iterator[str]:
         yield table.unlike
     if table.extended and column.dataset in TASKS and TASKS[column.dataset].extended:
         yield "the paper's scores fit LongBench-E, ours are of LongBench's own split"
-    if any(g.task.id.startswith(FAMILIES["mini"]) for g in groups):
+    if any(group.task.id.startswith(FAMILIES["mini"]) for group in groups):
         yield "ours are of MiniLongBench's examples"
-    yield from dict.fromkeys(g.task.note for g in groups if g.task.note)
+    yield from dict.fromkeys(group.task.note for group in groups if group.task.note)
+    # the user can have chosen another prompt than the paper's preset
     if table.preset and ours.run is not None and ours.run.cfg.preset == table.preset:
         preset_prompt = presets.values(table.preset, "").get("prompt")
         if preset_prompt is not None and ours.run.cfg.prompt.name != preset_prompt:
@@ -268,88 +344,142 @@ def _unlike(ours: OurTable, line: TableLine, column: Column) -> Iterator[str]:
         yield f"{' '.join(ours.typed)} here"
 
 
-def _average(
-    ours: OurTable, line: TableLine, columns: Sequence[tuple[Column, CellView, _Read | None]], kind: Column
-) -> CellView:
+def _average(ours: OurTable, line: TableLine, entries: Sequence[_ColumnEntry], kind: Column) -> CellView:
     """Return the entry of a line's average, taken as the paper does, over the columns that can be read here.
 
-    On a stand-in the mean leaves out columns where the full cache is at the floor, and those of too few examples
-    unless all are; that of OF_ALL keeps both.
+    On a stand-in the mean leaves out columns where the full cache is at the floor. It also leaves out columns of too
+    few examples, unless all columns have too few. The mean of OF_ALL keeps both.
     """
-    scored = [(c, e, read) for c, e, read in columns if c.what == SCORE]
-    readable = [(c, e, read) for c, e, read in scored if not (ours.run and ours.why_absent(line, c))]
+    scored = [entry for entry in entries if entry.column.what == SCORE]
+    readable = [entry for entry in scored if not (ours.run and ours.why_absent(line, entry.column))]
     if ours.stand_in and kind is AVERAGE:
-        above = [(c, e, read) for c, e, read in readable if not e.floor]
-        readable = [(c, e, read) for c, e, read in above if not e.few] or above
+        above_floor = [entry for entry in readable if not entry.cell.floor]
+        readable = [entry for entry in above_floor if not entry.cell.few] or above_floor
     if not readable:
         return CellView(status="missing")
-    entries = [e for _, e, _ in readable]
-    ratios = ours.declared.average in (RELATIVE, SHARE)
-    stated = line.row.cells.get(AVERAGE.name) or next(
-        (c for name, c in line.row.cells.items() if name.startswith("avg/")), None
+    cells = [entry.cell for entry in readable]
+    # a mean over some columns cannot contradict one that the paper states over all of them
+    average = _average_as_printed(ours, line, readable, compare_stated=len(readable) == len(scored))
+    if any(cell.status != "measured" or cell.ours is None for cell in cells):
+        return average
+    of_ratios = ours.declared.average in (RELATIVE, SHARE)
+    share = stats.share([entry.score.pairs for entry in readable if entry.score is not None], of_ratios=of_ratios)
+    # an average of shares is taken over the tasks' shares, not from the means of both sides
+    values = [cell.relative if of_ratios else cell.ours for cell in cells]
+    known_values = [value for value in values if value is not None]
+    mean = None
+    if known_values:
+        mean = fmean(known_values) - _average_offset(ours, line)
+    conditions: dict[str, None] = {}
+    for cell in cells:
+        conditions |= dict.fromkeys(cell.unlike)
+    return replace(
+        average,
+        status="measured",
+        ours=mean,
+        relative=share.point,
+        relative_ci=share.ci,
+        # a mean over tasks rests on all of their examples
+        n=sum(cell.n for cell in cells),
+        stand_in=ours.stand_in,
+        wide=ours.stand_in and _is_wide(line, share),
+        of=sum(cell.of for cell in cells),
+        unlike=tuple(conditions),
     )
-    # of the full cache itself the paper prints the share, 100, not how far it is from that
-    is_full = stated is not None and stated.metric == RATIO
-    offset = 100 if ours.declared.average == RELATIVE and not is_full else 0
-    mean, share = _printed_average([(_printed_full(ours, line, c), e) for c, e, _ in readable], ratios)
-    published, stated_otherwise = None if mean is None else mean - offset, None
-    if stated is not None and stated.value is not None and published is not None and len(readable) == len(scored):
-        differs = abs(stated.value - published) > ROUNDING * 10.0 ** -decimals(stated.printed)
-        stated_otherwise = stated.value if differs else None
-    entry = CellView(
-        status="missing" if any(e.status in ("missing", "none") for e in entries) else entries[0].status,
-        reason=entries[0].reason,
+
+
+def _average_as_printed(
+    ours: OurTable, line: TableLine, readable: Sequence[_ColumnEntry], compare_stated: bool
+) -> CellView:
+    """Return the printed side of a line's average; ``compare_stated`` notes a stated one that its cells contradict."""
+    cells = [entry.cell for entry in readable]
+    full_cells = [_printed_full(ours, line, entry.column) for entry in readable]
+    of_ratios = ours.declared.average in (RELATIVE, SHARE)
+    mean, share = _average_printed(cells, full_cells, of_ratios)
+    published = None
+    stated_otherwise = None
+    if mean is not None:
+        published = mean - _average_offset(ours, line)
+        stated = _find_stated_average(line.row)
+        if compare_stated and stated is not None and stated.value is not None:
+            # decimals(printed) digits stand behind the point, so that 10^-decimals is a unit of the last one
+            rounding = ROUNDING * 10.0 ** -decimals(stated.printed)
+            if abs(stated.value - published) > rounding:
+                stated_otherwise = stated.value
+    # an average over columns of which one has no number has none either
+    status = cells[0].status
+    if any(cell.status in ("missing", "none") for cell in cells):
+        status = "missing"
+    return CellView(
+        status=status,
+        reason=cells[0].reason,
         published=published,
         published_relative=share,
         stated=stated_otherwise,
     )
-    if any(e.status != "measured" or e.ours is None for e in entries):
-        return entry
-    share_of_full = stats.share([read.pairs for _, _, read in readable if read is not None], of_ratios=ratios)
-    values = [s for s in (e.relative if ratios else e.ours for e in entries) if s is not None]
-    return replace(
-        entry,
-        status="measured",
-        ours=fmean(values) - offset if values else None,
-        relative=share_of_full.point,
-        relative_ci=share_of_full.ci,
-        # a mean over tasks rests on all of their examples
-        n=sum(e.n for e in entries),
-        stand_in=ours.stand_in,
-        wide=ours.stand_in and _wide(line, share_of_full),
-        of=sum(e.of for e in entries),
-        unlike=tuple(dict.fromkeys(reason for e in entries for reason in e.unlike)),
-    )
 
 
-def _printed_average(
-    entries: Sequence[tuple[Published | None, CellView]], ratios: bool
+def _average_offset(ours: OurTable, line: TableLine) -> int:
+    """Return the number that the paper subtracts from a mean: 100 where it prints how far a share is from 100."""
+    if ours.declared.average != RELATIVE:
+        return 0
+    # of the full cache itself the paper prints the share, 100
+    stated = _find_stated_average(line.row)
+    if stated is not None and stated.metric == RATIO:
+        return 0
+    return 100
+
+
+def _find_stated_average(row: TableRow) -> Published | None:
+    """Return the average that the paper prints in a row, in whatever unit; None where it prints none."""
+    if AVERAGE.name in row.cells:
+        return row.cells[AVERAGE.name]
+    for name, cell in row.cells.items():
+        if name.startswith("avg/"):
+            return cell
+    return None
+
+
+def _average_printed(
+    cells: Sequence[CellView], full_cells: Sequence[Published | None], of_ratios: bool
 ) -> tuple[float | None, float | None]:
-    """Return (mean, share): the mean of the printed values or of their shares, and its own share of the full cache."""
-    values = [v for v in (e.published_relative if ratios else e.published for _, e in entries) if v is not None]
-    if len(values) < len(entries):
+    """Return (mean, share): the mean of the printed values or of their shares, and its own share of the full cache.
+
+    ``full_cells`` are the full cache's printed values in the same columns.
+    """
+    values = [cell.published_relative if of_ratios else cell.published for cell in cells]
+    known_values = [value for value in values if value is not None]
+    # an average over some of the columns is none of the paper's
+    if len(known_values) < len(cells):
         return None, None
-    if ratios:
-        return fmean(values), fmean(values)
-    full_values = [whole.points for whole, _ in entries if whole is not None and whole.points is not None]
-    full = fmean(full_values) if len(full_values) == len(entries) else 0
-    return fmean(values), 100 * fmean(values) / full if full else None
+    mean = fmean(known_values)
+    if of_ratios:
+        return mean, mean
+    full_values = [full.points for full in full_cells if full is not None and full.points is not None]
+    if len(full_values) < len(full_cells):
+        return mean, None
+    full_mean = fmean(full_values)
+    if not full_mean:
+        return mean, None
+    # share of the means, not the mean of shares: sum(values) / sum(full values), in per cent
+    return mean, 100 * mean / full_mean
 
 
 def _printed_full(ours: OurTable, line: TableLine, column: Column) -> Published | None:
     """Return the printed cell of the full cache in a line's model and a column."""
     full = ours.declared.full_row(line.row.model)
-    return None if full is None else full.cells.get(column.name)
+    if full is None:
+        return None
+    return full.cells.get(column.name)
 
 
-def _share(value: Published, whole: Published | None) -> float | None:
-    """Return a printed value in per cent of the printed full cache; of a perplexity the inverse."""
+def _printed_share(value: Published, full: Published | None) -> float | None:
+    """Return a printed value in per cent of the printed full cache, or the inverse share for a perplexity."""
     if value.metric == RATIO:
         return value.value
-    if whole is None or value.points is None or not whole.points:
+    if full is None or value.points is None or not full.points:
         return None
-    # less is better of a perplexity: its share is full / value
-    numerator, denominator = (
-        (whole.points, value.points) if value.metric == "perplexity" else (value.points, whole.points)
-    )
-    return 100 * numerator / denominator
+    # a perplexity is better the smaller it is: its share is full / value
+    if value.metric == "perplexity":
+        return 100 * full.points / value.points
+    return 100 * value.points / full.points

@@ -30,15 +30,22 @@ def count(seen: View) -> dict[str, str]:
     Several rows and columns can show one cell of the store. Means do not count; out of memory counts as measured.
     """
     cells: set[tuple[str, object]] = set()
-    for line, row in seen.rows:
-        for column, e in zip(seen.columns, row, strict=True):
+    # a set, so that entries that show one cell count once
+    for line, entries in seen.rows:
+        for column, entry in zip(seen.columns, entries, strict=True):
+            if column.dataset in MEANS or entry.status not in _STATE:
+                continue
             chain = line.chain_of(column.dataset)
-            # what is not in the store is told apart by its chain and its workload, or else its row
-            position = (chain, line.reads.get(column.dataset)) if chain is not None else (line.row.model, line.row.name)
-            if column.dataset not in MEANS and e.status in _STATE:
-                cells.add((_STATE[e.status], e.cell or (*position, column)))
+            # a cell that is not in the store has no id: its chain and its workload identify it, or else its row
+            identity: object = (line.row.model, line.row.name, column)
+            if chain is not None:
+                identity = (chain, line.reads.get(column.dataset), column)
+            cells.add((_STATE[entry.status], entry.cell or identity))
     counts = Counter(state for state, _ in cells)
-    return {"table": seen.ours.declared.id, "model": seen.ours.model, **{s: str(counts[s]) for s in STATES}}
+    record = {"table": seen.ours.declared.id, "model": seen.ours.model}
+    for state in STATES:
+        record[state] = str(counts[state])
+    return record
 
 
 def read(folder: Path) -> dict[str, Counts]:
@@ -54,7 +61,15 @@ def read(folder: Path) -> dict[str, Counts]:
 
 def write(folder: Path, line: Counts) -> None:
     """Write one table's line to the file of ``folder``, in place of the table's old one."""
-    lines = {**read(folder), line["table"]: line}
-    order = sorted(lines, key=lambda table: (table.partition("/")[0], int(table.partition("/")[2])))
+    # other tables of the folder keep their lines, so that a table can be written alone
+    lines = read(folder)
+    lines[line["table"]] = line
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / FILE).write_text(writers.csv(FIELDS, (lines[table] for table in order)), encoding="utf-8")
+    in_order = [lines[table] for table in sorted(lines, key=_paper_and_number)]
+    (folder / FILE).write_text(writers.csv(FIELDS, in_order), encoding="utf-8")
+
+
+def _paper_and_number(table: str) -> tuple[str, int]:
+    """Return the sort key of a table's address: table 10 of a paper comes behind its table 2."""
+    paper, _, number = table.partition("/")
+    return paper, int(number)

@@ -1,4 +1,4 @@
-"""A paper's table as text: the paper's layout, our numbers beside the printed ones, and what the reader must know."""
+"""A paper's table as text: the paper's layout, our numbers beside the printed ones, and notes for the reader."""
 
 from __future__ import annotations
 
@@ -34,45 +34,77 @@ Line = tuple[TableLine, tuple[CellView, ...]]
 def grid(view: View, show: str) -> Table:
     """Return the cells as text: one of SHOWS, or ``beside``, the printed side in the unit of ours."""
     stand_in, timings = view.ours.stand_in, view.ours.timings
-    printed = show in ("published", "beside")
-    field = "relative" if stand_in else "ours"
-    if printed:
-        field = "published"
+    field = _compared_field(view, show)
+    base = "full"
     if timings is not None:
-        field = "published_relative" if printed else "relative"
-    base = "full" if timings is None else timings.bench.base
+        base = timings.bench.base
     headings: dict[int, str] = {}
     rows: list[tuple[str, ...]] = []
     for heading, block in _by_block(view.rows, view.ours.declared.blocks).items():
         headings[len(rows)] = heading
+        # the base row is the measure of the others, and never the best one
         compressed = [(line, entries) for line, entries in block if line.row.method != base]
-        best_values = [_best(compressed, i, column.name, field) for i, column in enumerate(view.columns)]
-        differing = [_counts_differ(block, i) for i in range(len(view.columns))]
+        best_values = [_find_best(compressed, i, column.name, field) for i, column in enumerate(view.columns)]
+        counts_differ = [_counts_differ(block, i) for i in range(len(view.columns))]
         for line, entries in block:
-            evicts = line.chain is not None and line.chain.evicts and show != "published"
-            # what the heading of its block says does not stand in a row, too
-            parts = [
-                p for p in line.row.setting.split(";") if p and _heading(*p.split("=", 1)) not in heading.split(", ")
-            ]
-            setting = wrap(" ".join(parts), LABEL, break_long_words=False)
-            label = [line.row.method, *setting, *([EVICTS] if evicts else [])]
-            cells = []
-            for e, best, differs in zip(entries, best_values, differing, strict=True):
+            cells = [_label(line, heading, show)]
+            for entry, best, n_differs in zip(entries, best_values, counts_differ, strict=True):
                 if line.row.method == "full":  # its share of itself needs no interval
-                    e = replace(e, relative_ci=None)
-                cell_lines = timing_text.lines(e, show) if e.timed is not None else _cell(e, show, stand_in)
-                if e.n and differs and not e.few and show in ("both", "ours"):
-                    cell_lines.append(f"n {e.n}")
+                    entry = replace(entry, relative_ci=None)
+                if entry.timed is None:
+                    cell_lines = _cell_lines(entry, show, stand_in)
+                else:
+                    cell_lines = timing_text.lines(entry, show)
+                # where all rows of a block have the same n, a note below the table has it
+                if entry.n and n_differs and not entry.few and show in ("both", "ours"):
+                    cell_lines.append(f"n {entry.n}")
                 text = "\n".join(cell_lines)
-                says_something = printed or not e.unchanged
-                bold = line.row.method != base and best is not None and getattr(e, field) == best and says_something
-                cells.append(Bold(text) if bold else text)
-            rows.append(("\n".join(label), *cells))
-    names = ("", *(c.name if timings is None else timing_text.name(timings, c.name) for c in view.columns))
-    table = Table(names, tuple(rows), breaks=True, groups=("", *(c.group for c in view.columns)), headings=headings)
+                is_best = best is not None and getattr(entry, field) == best and line.row.method != base
+                # an unchanged cell is not compressed, unless the paper's own number is shown
+                if is_best and (show in ("published", "beside") or not entry.unchanged):
+                    text = Bold(text)
+                cells.append(text)
+            rows.append(tuple(cells))
+    names, groups = [""], [""]
+    for column in view.columns:
+        name = column.name
+        if timings is not None:
+            name = timing_text.name(timings, name)
+        names.append(name)
+        groups.append(column.group)
+    table = Table(tuple(names), tuple(rows), breaks=True, groups=tuple(groups), headings=headings)
     spans = [count for group, count in table.spans() if group]
-    # what is one group, or one column, says nothing
-    return table if len(spans) > 1 and max(spans) > 1 else replace(table, groups=())
+    # a line of groups says nothing where there is one group, or each group is one column
+    if len(spans) > 1 and max(spans) > 1:
+        return table
+    return replace(table, groups=())
+
+
+def _compared_field(view: View, show: str) -> str:
+    """Return the field of an entry by which the best row of a block is found."""
+    printed = show in ("published", "beside")
+    # times compare as ratios to a base row, and a stand-in's scores as shares of its full cache
+    if view.ours.timings is not None:
+        return "published_relative" if printed else "relative"
+    if printed:
+        return "published"
+    if view.ours.stand_in:
+        return "relative"
+    return "ours"
+
+
+def _label(line: TableLine, heading: str, show: str) -> str:
+    """Return a row's label: its method, and the settings that the heading of its block does not have."""
+    in_heading = heading.split(", ")
+    parts = []
+    for part in line.row.setting.split(";"):
+        if part and _heading(*part.split("=", 1)) not in in_heading:
+            parts.append(part)
+    label = [line.row.method]
+    label += wrap(" ".join(parts), LABEL, break_long_words=False)
+    if line.chain is not None and line.chain.evicts and show != "published":
+        label.append(EVICTS)
+    return "\n".join(label)
 
 
 def _counts_differ(rows: Sequence[Line], index: int) -> bool:
@@ -81,53 +113,86 @@ def _counts_differ(rows: Sequence[Line], index: int) -> bool:
     return len(counts - {0}) > 1
 
 
-def _best(rows: Sequence[Line], index: int, column: str, field: str) -> float | None:
+def _find_best(rows: Sequence[Line], index: int, column: str, field: str) -> float | None:
     """Return the best value of a field (``ours``, ``relative``, ``published``) in a block's column, or None.
 
     Two values are needed to have a best one. Less is better of some times, and of perplexities, but not of their
     shares, which are inverse.
     """
-    entries = [entries[index] for _, entries in rows]
+    column_entries = [entries[index] for _, entries in rows]
     if field != "published":
-        entries = [e for e in entries if not e.unchanged and not e.few and not e.wide]
-        if len({e.n for e in entries if e.n}) > 1:  # the best of other examples is not the best
+        column_entries = [e for e in column_entries if not e.unchanged and not e.few and not e.wide]
+        # a row that answered other examples can be better by chance of these examples
+        counts = {entry.n for entry in column_entries if entry.n}
+        if len(counts) > 1:
             return None
-    values = [value for e in entries if (value := getattr(e, field)) is not None]
+    values = []
+    less_is_better = False
+    for entry in column_entries:
+        value = getattr(entry, field)
+        if value is not None:
+            values.append(value)
+        if entry.timed is not None and entry.timed.lower:
+            less_is_better = True
     if len(values) < 2:
         return None
-    printed = (line.row.cells.get(column) for line, _ in rows if field in ("ours", "published"))
-    less_is_better = any(e.timed is not None and e.timed.lower for e in entries)
-    less_is_better |= any(c is not None and c.metric == "perplexity" for c in printed)
+    if field in ("ours", "published"):
+        for line, _ in rows:
+            printed = line.row.cells.get(column)
+            if printed is not None and printed.metric == "perplexity":
+                less_is_better = True
     return min(values) if less_is_better else max(values)
 
 
-def _cell(entry: CellView, show: str, stand_in: bool) -> list[str]:
+def _cell_lines(entry: CellView, show: str, stand_in: bool) -> list[str]:
     """Return the lines of a cell that is a score."""
-    ours = _ours(entry, stand_in)
+    ours = _our_lines(entry, stand_in)
     printed = _printed(entry, stand_in and show != "published")
-    difference = _number(entry.delta, 2, sign=True) + (UNLIKE if entry.unlike else "")
-    kept, printed_kept = ("" if b is None else f"{b:.0f}%" for b in (entry.budget, entry.published_budget))
+    difference = _number(entry.delta, 2, sign=True)
+    if entry.unlike:
+        difference += UNLIKE
+    kept = _kept(entry.budget)
+    printed_kept = _kept(entry.published_budget)
     if show == "ours":
-        lines = [*ours, kept and f"kept {kept}"] if entry.budgeted else ours
-    elif show in ("published", "beside"):
-        lines = [printed, printed_kept and f"kept {printed_kept}"]
-    elif show == "delta":
-        # of a stand-in a difference says nothing
-        lines = ours if entry.status in ("none", *WRONG) else ["—" if stand_in else difference]
-    else:
-        delta = "" if stand_in or not printed or entry.delta is None else f", Δ {difference}"
-        lines = [*ours, f"({printed}{delta})"]
+        lines = ours
         if entry.budgeted:
-            lines.append(" ".join(filter(None, (kept and f"kept {kept}", printed_kept and f"({printed_kept})"))))
+            lines.append(kept)
+    elif show in ("published", "beside"):
+        lines = [printed, printed_kept]
+    elif show == "delta":
+        if entry.status in ("none", *WRONG):
+            lines = ours
+        elif stand_in:
+            # the models differ, and so do their scores
+            lines = ["—"]
+        else:
+            lines = [difference]
+    else:
+        delta = ""
+        if printed and not stand_in and entry.delta is not None:
+            delta = f", Δ {difference}"
+        lines = ours
+        lines.append(f"({printed}{delta})")
+        if entry.budgeted:
+            budgets = [kept]
+            if entry.published_budget is not None:
+                budgets.append(f"({entry.published_budget:.0f}%)")
+            lines.append(" ".join(text for text in budgets if text))
     return [line for line in lines if line not in ("", "()")]
 
 
-def _ours(entry: CellView, stand_in: bool) -> list[str]:
+def _kept(budget: float | None) -> str:
+    """Return the text of a share of tokens kept in per cent; '' where none is known."""
+    return "" if budget is None else f"kept {budget:.0f}%"
+
+
+def _our_lines(entry: CellView, stand_in: bool) -> list[str]:
     """Return our side of a cell as lines: its number and, if known, its interval; or a sign in place of a number."""
     if entry.status == "none":
         return [""]
     if entry.status in WRONG:
         return ["✗"]
+    # the reasons why a number would say nothing, the weightiest first
     if stand_in and entry.floor:
         return ["floor"]
     if entry.unchanged:
@@ -136,25 +201,33 @@ def _ours(entry: CellView, stand_in: bool) -> list[str]:
         return [f"n {entry.n}"]
     if entry.wide:
         return ["wide"]
-    value, ci = (entry.relative, entry.relative_ci) if stand_in else (entry.ours, entry.ci)
+    value, ci, digits = entry.ours, entry.ci, 2
+    if stand_in:
+        value, ci, digits = entry.relative, entry.relative_ci, 1
     if entry.status == "missing" or value is None:
+        # a number that follows from others needs no measurement
         return ["" if entry.exact else "—"]
-    digits = 1 if stand_in else 2
-    interval = f"[{ci[0]:.0f}, {ci[1]:.0f}]" if ci else ""
-    return [_number(value, digits), interval]
+    if ci is None:
+        return [_number(value, digits), ""]
+    return [_number(value, digits), f"[{ci[0]:.0f}, {ci[1]:.0f}]"]
 
 
 def _printed(entry: CellView, relative: bool) -> str:
     """Return the text of the printed side of a cell, with its marks."""
-    value = entry.published_relative if relative else entry.published
+    value, digits = entry.published, 2
+    if relative:
+        value, digits = entry.published_relative, 1
     if entry.status == "none" and value is None:
         return ""
+    # without a full-cache row of the paper's there is no share of it
     if relative and value is None and entry.published is not None:
         return f"{_number(entry.published, 2)}{entry.mark} abs"
     if value is None and not entry.printed:
         return ""
+    text = _number(value, digits)
     as_printed = not relative or value == entry.published  # of some tables the printed values are shares
-    text = entry.printed if entry.printed and as_printed else _number(value, 1 if relative else 2)
+    if entry.printed and as_printed:
+        text = entry.printed
     text += entry.mark
     if entry.exact and as_printed:
         text += f" {entry.exact}"
@@ -165,45 +238,111 @@ def _printed(entry: CellView, relative: bool) -> str:
 
 def notes(view: View, show: str = "both") -> list[str]:
     """Return the notes for readers of one of SHOWS, or ``beside``: origin of numbers, n, marks and refusals."""
-    ours, declared = view.ours, view.ours.declared
-    entries = [e for _, row in view.rows for e in row]
+    ours, sources = view.ours, list(view.ours.declared.sources)
+    entries: list[CellView] = []
+    for _, row in view.rows:
+        entries.extend(row)
     if ours.timings is not None:
-        return [*timing_text.notes(ours.timings, entries, show), *declared.sources]
-    lines = list(_ours_notes(view, entries, show)) if ours.run is not None and show != "published" else []
+        return timing_text.notes(ours.timings, entries, show) + sources
+    lines: list[str] = []
+    if ours.run is not None and show != "published":
+        lines += _ours_notes(view, entries, show)
     if show in ("both", "beside", "published"):
         lines += _printed_notes(view, entries, ours.stand_in and show != "published")
     if show == "published":
-        return [*lines, *declared.sources]
-    refused = {e.reason: line.row.name for line, row in view.rows for e in row if e.status in WRONG}
-    lines += [f"✗ {name}: {reason}" for reason, name in refused.items()]
+        return lines + sources
+    # of several rows with one reason the last is named
+    row_by_reason: dict[str, str] = {}
+    for line, row in view.rows:
+        for entry in row:
+            if entry.status in WRONG:
+                row_by_reason[entry.reason] = line.row.name
+    lines += [f"✗ {name}: {reason}" for reason, name in row_by_reason.items()]
     skipped = list(dict.fromkeys(line.skipped for line, _ in view.rows if line.skipped))
     if skipped:
         lines.append(f"— not run here: {', '.join(skipped)}.")
-    # columns of scores that could be read and have a row without a number
-    waiting = [
-        column.name
-        for i, column in enumerate(view.columns)
-        if ours.run is not None and column.what == SCORE and column.dataset not in MEANS
-        if any(line.chain and row[i].status == "missing" and not row[i].reason for line, row in view.rows)
-    ]
+    waiting = _list_waiting_columns(view)
     if waiting:
         lines.append(f"— not measured yet: {', '.join(waiting)}.")
-    if show != "published" and any(e.unchanged for e in entries):
+    if any(entry.unchanged for entry in entries):
         lines.append("not compressed: tokens, bytes and answers are the full cache's, so the number says nothing.")
-    lines += [f"— {what}." for what in absent(ours)]
-    return [*lines, *declared.sources]
+    lines += [f"— {reason}." for reason in absent(ours)]
+    return lines + sources
+
+
+def _list_waiting_columns(view: View) -> list[str]:
+    """Return the columns of scores that could be read and have a row without a number."""
+    if view.ours.run is None:
+        return []
+    names = []
+    for i, column in enumerate(view.columns):
+        if column.what != SCORE or column.dataset in MEANS:
+            continue
+        # a missing number with a reason waits for data, not for a run
+        if any(line.chain and row[i].status == "missing" and not row[i].reason for line, row in view.rows):
+            names.append(column.name)
+    return names
 
 
 def absent(ours: OurTable) -> list[str]:
     """Return each dataset that cannot be read here, with the reason."""
-    tags = labels(w.whole for w in ours.absent)
-    return [f"{w.dataset} {tags[w.whole]}".strip() + f" is not here: {why}" for w, why in ours.absent.items()]
+    labels_by_workload = labels(workload.whole for workload in ours.absent)
+    reasons = []
+    for workload, why in ours.absent.items():
+        name = f"{workload.dataset} {labels_by_workload[workload.whole]}".strip()
+        reasons.append(f"{name} is not here: {why}")
+    return reasons
 
 
 def _ours_notes(view: View, entries: Sequence[CellView], show: str) -> Iterator[str]:
     """Yield notes on our numbers: their unit, the data that were read, and n."""
     ours = view.ours
-    printed = any(e.published is not None for e in entries)
+    yield from _unit_notes(view, entries, show)
+    if any(entry.published is not None for entry in entries) and _prints_fractions(view):
+        yield "What the paper prints as fractions stands here in per cent, as ours."
+    yield from ours.notes
+    if ours.model != stand_ins.MODEL and ours.run is not None:  # of tiny's tasks the title says enough
+        for note in dict.fromkeys(group.task.note for group in ours.run.groups if group.task.note):
+            yield f"{note}."
+    unlike: dict[str, None] = {}
+    for entry in entries:
+        unlike |= dict.fromkeys(entry.unlike)
+    if unlike and show in ("both", "delta"):
+        yield f"{UNLIKE}: other conditions than the paper's, so that the difference is indicative: {'; '.join(unlike)}."
+    # an average has the sum of its cells' examples, and no cell of its own
+    measured = [entry for entry in entries if entry.n and entry.cell]
+    if measured:
+        counts = sorted({entry.n for entry in measured})
+        sizes = sorted({entry.of for entry in measured})
+        total = f"{sizes[0]} to {sizes[-1]}"
+        if sizes[0] == sizes[-1]:
+            total = str(sizes[-1])
+        dtype = ""
+        if ours.run is not None:
+            dtype = f", {ours.run.dtype}"
+        interval = ""
+        if show != "delta":
+            # a share is of the full cache's score on the same examples
+            interval = "; [a, b]: 95 % interval"
+            if ours.stand_in:
+                interval += " of paired examples"
+        yield f"n = {', '.join(map(str, counts))} of {total} examples a cell{dtype}{interval}."
+    if any(entry.few for entry in entries):
+        yield f"n in place of a share: fewer than {FEWEST} examples say nothing."
+    if any(entry.wide and not entry.few for entry in entries):
+        yield f"wide: the interval of the share is wider than {WIDE:g} percentage points, so that it says nothing."
+    yield from _empty_answers(view)
+    if ours.run is not None:
+        changed = local_changes(ours.run.records())
+        if changed:
+            yield changed
+    if any(line.chain is not None and line.chain.evicts for line in ours.lines):
+        yield f"{EVICTS}: {EVICTING}"
+
+
+def _unit_notes(view: View, entries: Sequence[CellView], show: str) -> Iterator[str]:
+    """Yield notes on the unit of our numbers: printed units on the paper's model, else per cent of the full cache."""
+    ours = view.ours
     if ours.model == stand_ins.MODEL:
         yield "Model tiny: numbers are per cent of its own full cache. What the paper prints: --show published."
     elif ours.stand_in:
@@ -224,47 +363,38 @@ def _ours_notes(view: View, entries: Sequence[CellView], show: str) -> Iterator[
     else:
         texts = {"ours": "Ours", "delta": "Δ: ours minus published"}
         yield f"{texts.get(show, 'Ours (published, Δ ours minus published)')}; averages are computed from the cells."
-    if printed and FRACTION in {c.unit for line, _ in view.rows for c in line.row.cells.values()}:
-        yield "What the paper prints as fractions stands here in per cent, as ours."
-    yield from ours.notes
-    if ours.model != stand_ins.MODEL and ours.run is not None:  # of tiny's tasks the title says enough
-        yield from (f"{note}." for note in dict.fromkeys(g.task.note for g in ours.run.groups if g.task.note))
-    unlike = dict.fromkeys(reason for e in entries for reason in e.unlike)
-    if unlike and show in ("both", "delta"):
-        yield f"{UNLIKE}: other conditions than the paper's, so that the difference is indicative: {'; '.join(unlike)}."
-    counts = sorted({e.n for e in entries if e.n and e.cell})  # an average has the sum of its cells'
-    if counts:
-        paired = " of paired examples" if ours.stand_in else ""
-        dtype = "" if ours.run is None else f", {ours.run.dtype}"
-        interval = "" if show == "delta" else f"; [a, b]: 95 % interval{paired}"
-        sizes = sorted({e.of for e in entries if e.n and e.cell})
-        total = str(sizes[-1]) if sizes[0] == sizes[-1] else f"{sizes[0]} to {sizes[-1]}"
-        yield f"n = {', '.join(map(str, counts))} of {total} examples a cell{dtype}{interval}."
-    if any(e.few for e in entries):
-        yield f"n in place of a share: fewer than {FEWEST} examples say nothing."
-    if any(e.wide and not e.few for e in entries):
-        yield f"wide: the interval of the share is wider than {WIDE:g} percentage points, so that it says nothing."
-    yield from _empty_answers(view)
-    if ours.run is not None and (changed := local_changes(ours.run.records())):
-        yield changed
-    if any(line.chain is not None and line.chain.evicts for line in ours.lines):
-        yield f"{EVICTS}: {EVICTING}"
+
+
+def _prints_fractions(view: View) -> bool:
+    """Tell whether the paper prints some values of a table as fractions of 1."""
+    units: set[str] = set()
+    for line, _ in view.rows:
+        units.update(cell.unit for cell in line.row.cells.values())
+    return FRACTION in units
 
 
 def _full_scores(view: View) -> Iterator[str]:
     """Yield the full cache's own scores, of which the numbers are shares, and a note on those too low for that."""
+    # rows can rest on different numbers of examples: the entry of the most has the full cache's score
     full_entries: dict[str, CellView] = {}
     for line, row in view.rows:
-        for column, e in zip(view.columns, row, strict=True):
-            parts = view.ours.full(line, column) if e.n and e.full is not None and column.what == SCORE else ()
+        for column, entry in zip(view.columns, row, strict=True):
+            if not entry.n or entry.full is None or column.what != SCORE:
+                continue
+            parts = view.ours.full(line, column)
             if parts:
-                name = f"{column.dataset} {parts[0][0].column.partition(' ')[2]}".strip()
-                full_entries[name] = max(e, full_entries.get(name, e), key=lambda entry: entry.n)
-    texts = [f"{name} {_number(e.full, 1)}" for name, e in full_entries.items()]
+                # behind the task a group's column has the label that tells it from others of its dataset
+                label = parts[0][0].column.partition(" ")[2]
+                name = f"{column.dataset} {label}".strip()
+                if name not in full_entries or full_entries[name].n <= entry.n:
+                    full_entries[name] = entry
+    texts = [f"{name} {_number(entry.full, 1)}" for name, entry in full_entries.items()]
     if texts:
         yield f"The full cache's own scores on the same examples: {', '.join(texts)}."
-    if any(e.floor for _, row in view.rows for e in row):
-        count = "; avg is over the others, avg/all over all" if OF_ALL in view.columns else ""
+    if any(entry.floor for _, row in view.rows for entry in row):
+        count = ""
+        if OF_ALL in view.columns:
+            count = "; avg is over the others, avg/all over all"
         yield (
             f"floor: the full cache scores less than {100 * FLOOR:g} points of 100 above empty answers and guessing, "
             f"or its interval reaches them: a share of it says nothing{count}."
@@ -275,11 +405,14 @@ def _empty_answers(view: View) -> Iterator[str]:
     """Yield a note on the datasets of which many of the full cache's answers are empty."""
     most: dict[str, CellView] = {}
     for _, row in view.rows:
-        for column, e in zip(view.columns, row, strict=True):
-            if e.n and e.empty >= MANY_EMPTY * e.n and (column.dataset not in most or e.n > most[column.dataset].n):
-                most[column.dataset] = e
+        for column, entry in zip(view.columns, row, strict=True):
+            if not entry.n or entry.empty < MANY_EMPTY * entry.n:
+                continue
+            # a dataset is told once, with its largest number of examples
+            if column.dataset not in most or entry.n > most[column.dataset].n:
+                most[column.dataset] = entry
     if most:
-        counts = ", ".join(f"{name} {e.empty} of {e.n}" for name, e in most.items())
+        counts = ", ".join(f"{name} {entry.empty} of {entry.n}" for name, entry in most.items())
         yield f"Answers of the full cache that are empty: {counts}. Such a column shows when a model falls silent."
 
 
@@ -287,18 +420,22 @@ def _printed_notes(view: View, entries: Sequence[CellView], relative: bool) -> I
     """Yield notes that explain the marks of printed values, and averages that the paper states against its cells."""
     paper = view.ours.declared.paper
     for mark, text in (("?", "suspect"), ("~", "repaired")):
-        if any(e.mark == mark for e in entries):
+        if any(entry.mark == mark for entry in entries):
             yield f"{mark}: the printed value is {text} (kvbench/papers/data/{paper})."
-    stated = [(line.row, e) for line, row in view.rows for e in row if e.stated is not None]
-    if stated and relative:  # a share has no room for it
-        several = len(view.ours.declared.models()) > 1
-        names = (f"{row.model} {row.name}" if several else row.name for row, _ in stated)
-        values = (f"{_number(e.stated, 2)} for {_number(e.published, 2)}" for _, e in stated)
-        corrections = ", ".join(f"{value} ({name})" for value, name in zip(values, names, strict=True))
-        yield f"Averages that the paper states, for what its cells give: {corrections}."
-    elif stated:
+    several_models = len(view.ours.declared.models()) > 1
+    corrections = []
+    for line, row in view.rows:
+        name = line.row.name
+        if several_models:
+            name = f"{line.row.model} {name}"
+        for entry in row:
+            if entry.stated is not None:
+                corrections.append(f"{_number(entry.stated, 2)} for {_number(entry.published, 2)} ({name})")
+    if corrections and relative:  # a share has no room for it
+        yield f"Averages that the paper states, for what its cells give: {', '.join(corrections)}."
+    elif corrections:
         yield "stated: the average that the paper states, where its cells give another."
-    recomputed = [e.exact for e in entries if e.exact]
+    recomputed = [entry.exact for entry in entries if entry.exact]
     if recomputed:
         right = recomputed.count("✓")
         yield f"✓: {right} of {len(recomputed)} printed values that need no model follow from what they rest on."
@@ -308,16 +445,21 @@ def title(view: View, show: str = "both") -> str:
     """Return one line: the table, its title, and our model."""
     declared, timings = view.ours.declared, view.ours.timings
     start = f"{declared.id}: {declared.title}"
-    if show == "published" or (view.ours.run is None and (timings is None or not timings.there)):
+    measured = view.ours.run is not None or (timings is not None and timings.there)
+    if show == "published" or not measured:
         return f"{start} — as printed"
-    return f"{start} — {view.ours.model}{' (stand-in)' if view.ours.stand_in else ''}"
+    model = view.ours.model
+    if view.ours.stand_in:
+        model += " (stand-in)"
+    return f"{start} — {model}"
 
 
 def _number(value: float | None, digits: int, sign: bool = False) -> str:
     """Format a number with a minus sign of its own width; None is a dash."""
     if value is None:
         return "—"
-    return f"{value:{'+' if sign else ''}.{digits}f}".replace("-", "−")
+    text = f"{value:+.{digits}f}" if sign else f"{value:.{digits}f}"
+    return text.replace("-", "−")
 
 
 def _heading(key: str, value: str) -> str:
@@ -329,7 +471,8 @@ def _by_block(rows: Sequence[Line], heading_keys: Sequence[str]) -> Mapping[str,
     """Group rows by the heading above them, in the paper's order; '' is the heading of rows without one."""
     blocks: dict[str, list[Line]] = {}
     for line, entries in rows:
-        setting = {"model": line.row.model, **parse(line.row.setting)}
-        heading = ", ".join(_heading(k, setting[k]) for k in heading_keys if setting.get(k))
+        # a setting named model would stand in place of the row's own
+        setting = {"model": line.row.model} | parse(line.row.setting)
+        heading = ", ".join(_heading(key, setting[key]) for key in heading_keys if setting.get(key))
         blocks.setdefault(heading, []).append((line, entries))
     return blocks

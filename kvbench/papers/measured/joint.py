@@ -15,27 +15,34 @@ def joint(runs: Iterable[RunPlan]) -> list[RunPlan]:
 
     Runs of one model can differ in prompt policy or sampling, as tables of two papers do.
     """
-    by_policy: dict[str, list[RunPlan]] = {}
+    runs_by_policy: dict[str, list[RunPlan]] = {}
     for run in runs:
         cfg = run.cfg
-        key = json.dumps([repr(cfg.model), repr(cfg.prompt), repr(cfg.sampling), run.dtype, str(run.store.root)])
-        by_policy.setdefault(key, []).append(run)
-    return [
-        replace(mergeable[0], groups=_merge_groups(g for r in mergeable for g in r.groups))
-        for mergeable in by_policy.values()
-    ]
+        policy = json.dumps([repr(cfg.model), repr(cfg.prompt), repr(cfg.sampling), run.dtype, str(run.store.root)])
+        runs_by_policy.setdefault(policy, []).append(run)
+    merged = []
+    for runs_alike in runs_by_policy.values():
+        groups: list[Group] = []
+        for run in runs_alike:
+            groups.extend(run.groups)
+        # nothing else of a run differs: its datasets and chains are in the groups
+        merged.append(replace(runs_alike[0], groups=_merge_groups(groups)))
+    return merged
 
 
 def _merge_groups(groups: Iterable[Group]) -> tuple[Group, ...]:
     """Return one group per task as it is asked: all cells, each once, over the examples of the largest group."""
-    by_task: dict[str, list[Group]] = {}
+    groups_by_task: dict[str, list[Group]] = {}
     for group in groups:
-        identity = {k: v for k, v in group.cells[0].identity.items() if k != "chain"}
-        by_task.setdefault(json.dumps(identity, sort_keys=True, default=str), []).append(group)
-    return tuple(
-        replace(
-            max(same_task, key=lambda g: len(g.examples)),
-            cells=tuple({c.id: c for g in same_task for c in g.cells}.values()),
-        )
-        for same_task in by_task.values()
-    )
+        # the identity of a cell without its chain is that of the task, its prompts and its sampling
+        identity = {key: value for key, value in group.cells[0].identity.items() if key != "chain"}
+        task = json.dumps(identity, sort_keys=True, default=str)
+        groups_by_task.setdefault(task, []).append(group)
+    merged = []
+    for same_task in groups_by_task.values():
+        largest = max(same_task, key=lambda group: len(group.examples))
+        cells = {}
+        for group in same_task:
+            cells.update({cell.id: cell for cell in group.cells})
+        merged.append(replace(largest, cells=tuple(cells.values())))
+    return tuple(merged)

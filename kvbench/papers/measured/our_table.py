@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import yaml
 
@@ -23,6 +23,7 @@ from kvbench.papers.timed import timings
 from kvbench.papers.timed.timings import Timings
 from kvbench.plan import presets
 from kvbench.plan.cells import Cell, Group
+from kvbench.plan.config import RunConfig
 from kvbench.plan.run_plan import context_of
 from kvbench.report import summary
 from kvbench.report.report import CellResult
@@ -32,16 +33,17 @@ from kvbench.store.store import ResultStore
 from kvbench.tasks.base import Tokenizer
 
 RESULTS = "results"
-_READING = ("max_length", "template", "truncation", "system", "query_aware", "bos")
-CONDITIONS = frozenset((*_READING, "min_new_tokens", "max_new_tokens", "temperature"))
+_READING_KEYS = frozenset(("max_length", "template", "truncation", "system", "query_aware", "bos"))
+CONDITIONS = _READING_KEYS | {"min_new_tokens", "max_new_tokens", "temperature"}
 """Keys of ``run`` without which prompts are read, and answers made, as a paper's own."""
 
 
 @dataclass(frozen=True)
 class TableLine:
-    """A row of the paper on our model: its chain, or why it is ``refused`` on it or ``skipped`` here.
+    """A row of the paper on our model: its chain, or the reason why it has none.
 
-    ``reads``: the workload of each of the table's datasets. ``others``: chains of datasets that have one of their own.
+    refused: why the model cannot run the row. skipped: why the row is not run here.
+    reads: the workload of each of the table's datasets. others: chains of datasets that have one of their own.
     """
 
     row: TableRow
@@ -68,7 +70,7 @@ class OurTable:
     run: the run of all lines; None if nothing of the table can be run.
     groups: the groups of the run by workload.
     absent: for each workload that cannot be read, the reason.
-    notes: what readers must know about the data that are read.
+    notes: sentences for readers about the data that are read.
     timings: the timed rows of an efficiency table.
     typed: the user's arguments that change how prompts are read and answered.
     """
@@ -86,11 +88,18 @@ class OurTable:
 
     def cells(self, line: TableLine, column: Column, chain: Chain | None = None) -> Parts:
         """Return the store's cells of a line's chain, or of ``chain``, in a column; none if it is not measured."""
-        wanted_chain = line.chain_of(column.dataset) if chain is None else chain
+        wanted_chain = chain
+        if wanted_chain is None:
+            wanted_chain = line.chain_of(column.dataset)
         workload = line.reads.get(column.dataset)
+        # a refused or skipped line has no chain, and a row without a printed cell reads nothing in a column
         if wanted_chain is None or workload is None:
             return ()
-        return tuple((g, c) for g in self.groups.get(workload, ()) for c in g.cells if c.chain == wanted_chain)
+        parts = []
+        # a workload that could not be read has no groups
+        for group in self.groups.get(workload, ()):
+            parts += [(group, cell) for cell in group.cells if cell.chain == wanted_chain]
+        return tuple(parts)
 
     def full(self, line: TableLine, column: Column) -> Parts:
         """Return the full-cache cells of a line's workload in a column."""
@@ -99,7 +108,9 @@ class OurTable:
     def why_absent(self, line: TableLine, column: Column) -> str:
         """Return why a line's workload in a column cannot be read; '' where it can."""
         workload = line.reads.get(column.dataset)
-        return self.absent.get(workload, "") if workload is not None else ""
+        if workload is None:
+            return ""
+        return self.absent.get(workload, "")
 
     def value(self, line: TableLine, column: Column) -> CellResult:
         """Return the result of a line in a column, over all tasks together where the dataset has several."""
@@ -110,36 +121,61 @@ class OurTable:
             return CellResult("", "", "missing", reason=line.skipped or self.why_absent(line, column))
         assert self.run is not None
         store = self.run.store
-        parts = [summary.measured(g, c, store) for g, c in cells]
-        failure = next((p for p in parts if p.status in ("refused", "failed")), None)
-        measured = [(g, c) for (g, c), p in zip(cells, parts, strict=True) if p.status == "measured"]
-        if len(cells) == 1 or failure is not None or not measured:
-            return failure or parts[0]
-        samples = [store.samples(c.id)[e.id] for g, c in measured for e in g.examples if e.id in store.samples(c.id)]
-        pooled = summary.summarise(samples, cells[0][0].task.metric, sum(len(g.task.examples) for g, _ in cells))
-        unchanged = all(p.unchanged for p in parts if p.status == "measured")
-        return CellResult("", " ".join(c.id for _, c in cells), "measured", summary=pooled, unchanged=unchanged)
+        results = [summary.measured(group, cell, store) for group, cell in cells]
+        measured = []
+        for part, result in zip(cells, results, strict=True):
+            if result.status in ("refused", "failed"):
+                return result
+            if result.status == "measured":
+                measured.append(part)
+        if len(cells) == 1 or not measured:
+            return results[0]
+        # the tasks of one dataset are pooled: each of their examples counts the same
+        samples = []
+        for group, cell in measured:
+            stored = store.samples(cell.id)
+            samples += [stored[e.id] for e in group.examples if e.id in stored]
+        total = sum(len(group.task.examples) for group, _ in cells)
+        pooled = summary.summarise(samples, cells[0][0].task.metric, total)
+        unchanged = all(result.unchanged for result in results if result.status == "measured")
+        ids = " ".join(cell.id for _, cell in cells)
+        return CellResult("", ids, "measured", summary=pooled, unchanged=unchanged)
 
 
 def scores(store: ResultStore, group: Group, cell: Cell) -> dict[str, float]:
     """Return the stored scores of a cell by example, in the order of the group's examples."""
     samples = store.samples(cell.id)
-    return {e.id: x for e in group.examples if e.id in samples and (x := samples[e.id].score) is not None}
+    score_by_example = {}
+    for e in group.examples:
+        score = samples[e.id].score if e.id in samples else None
+        if score is not None:
+            score_by_example[e.id] = score
+    return score_by_example
+
+
+def split_options(arguments: Iterable[str]) -> dict[str, str]:
+    """Return arguments of the form ``key=value`` as a mapping; a later one replaces an earlier one of its key."""
+    options = {}
+    for argument in arguments:
+        key, _, value = argument.partition("=")
+        options[key] = value
+    return options
 
 
 def printed(declared: TableSpec, model: str, why: str) -> OurTable:
     """Build the table with the paper's side only; ``why`` says why nothing is measured."""
     if declared.kind == timings.KIND:
         return timed(timings.read(declared, model, Path(RESULTS)))
-    lines = tuple(TableLine(r, skipped=why) for r in declared.rows)
+    lines = tuple(TableLine(row, skipped=why) for row in declared.rows)
     # other numbers than scores stand as printed, so that no model stands in for them
-    return OurTable(declared, model, declared.measurable and stands_in(declared, model), lines, None)
+    stand_in = declared.measurable and stands_in(declared, model)
+    return OurTable(declared, model, stand_in, lines=lines, run=None)
 
 
 def timed(found: Timings) -> OurTable:
     """Build an efficiency table from its measured rows."""
-    lines = tuple(TableLine(r) for r in found.table.rows)
-    return OurTable(found.table, found.bench.model, found.stand_in, lines, None, timings=found)
+    lines = tuple(TableLine(row) for row in found.table.rows)
+    return OurTable(found.table, found.bench.model, found.stand_in, lines=lines, run=None, timings=found)
 
 
 def prepare(declared: TableSpec, model: str, arguments: Sequence[str] = ()) -> OurTable:
@@ -151,173 +187,300 @@ def prepare(declared: TableSpec, model: str, arguments: Sequence[str] = ()) -> O
     columns. An efficiency table shows the rows stored in ``results=``; tiny gives way to the paper's own model where
     there are rows of it. Raises UsageError for arguments that are not possible.
     """
-    options = dict(a.partition("=")[::2] for a in arguments)
+    options = split_options(arguments)
     if declared.kind == timings.KIND:
-        chosen = "" if model == stand_ins.MODEL else model
-        return timed(timings.read(declared, chosen, Path(options.get("results", RESULTS))))
-    model, family = model or stand_ins.MODEL, options.pop("longbench", "")
+        # without a model the rows of the paper's own model are shown before those of tiny
+        timed_model = "" if model == stand_ins.MODEL else model
+        return timed(timings.read(declared, timed_model, Path(options.get("results", RESULTS))))
+    model = model or stand_ins.MODEL
+    family = options.pop("longbench", "")
+    # tables of facts, or of sizes, have no scores to compare with
     if not declared.measurable:
         return printed(declared, model, f"its numbers are no scores ({declared.kind})")
     stand_in, tiny = stands_in(declared, model), model == stand_ins.MODEL
-    preset = [f"preset={declared.preset}"] if declared.preset else []
-    written = (f"model={model}", *preset, "method=full", *(f"{k}={v}" for k, v in options.items()))
-    base = composed(written, [c.dataset for c in declared.scores], tiny)
-    if "max_length" not in options and {c.dataset for c in declared.scores} <= declared.workloads.keys() & {"needle"}:
-        # texts of given lengths are not cut; limits of prompts are those of LongBench
-        base = replace(base, prompt=replace(base.prompt, max_length=None))
+    written = [f"model={model}"]
+    if declared.preset:
+        written.append(f"preset={declared.preset}")
+    written.append("method=full")
+    written += [f"{key}={value}" for key, value in options.items()]
+    base = _compose(declared, written, options, tiny)
     source = load.locate(base.model)
-    size = stand_ins.size(source.config, declared.length if tiny else None) if stand_in else None
-    values = presets.values(declared.preset, model if model in entries("model") else "") if preset else {}
-    lines = tuple(
-        _line(declared, row, values, size, tiny, source.config)
-        if stand_in or model_id(declared.entry(row.model)) == model_id(model)
-        else TableLine(row, skipped=f"a row of {row.model}")
-        for row in declared.rows
-    )
+    # the size to which the paper's numbers of tokens and layers are scaled; the paper's own models need none
+    size = None
+    if stand_in:
+        size = stand_ins.size(source.config, declared.length if tiny else None)
+    lines = _build_lines(declared, model, size, source.config)
     notes: list[str] = []
+    # rows that claims declare have tiny's tasks as columns already
     if size is not None and tiny and not isinstance(declared, Given):
         notes += stand_ins.notes(declared)
-        declared, lines = _distinct(declared, lines, size)
-    elif size is not None and stand_ins.depths(size) and any("uncomp-stage" in line.row.method for line in lines):
-        notes.append(f"uncomp-stage: the paper's schedule is of other numbers of layers than {size.layers}; relative.")
-    if size is not None and not tiny:
-        frozen_layers = (row_knobs.parse(line.row.setting).get("frozen", "none") for line in lines)
-        too_deep = dict.fromkeys(f for f in frozen_layers if f != "none" and max(map(int, f.split("+"))) >= size.layers)
-        notes += [f"frozen={f}: layers that this model of {size.layers} does not have are its last." for f in too_deep]
+        declared, lines = _make_tiny_table(declared, lines, size)
+    elif size is not None:
+        notes += _depth_notes(lines, size, tiny)
     tokenizer = cast(Tokenizer, load.load_tokenizer(base.model, source))
-    reader = Reader(declared, base, written, tokenizer, context_of(base, source), tiny)
-    lines, absent, reading_notes = _reading(reader, lines, family, stand_in)
+    context = context_of(base, source)
+    reader = Reader(declared, base, tuple(written), tokenizer=tokenizer, context=context, small=tiny)
+    lines, absent, reading_notes = _assign_workloads(reader, lines, family, stand_in)
     notes += reading_notes
-    workloads = dict.fromkeys(w for line in lines if line.chain is not None for w in line.reads.values())
-    reads = [w for w in workloads if w not in absent]
-    if not reads:
-        return OurTable(declared, model, stand_in, lines, None, {}, absent, tuple(notes))
-    run, groups = _plan(reader, lines, reads)
-    mini_sizes = [len(g.task.examples) for w, members in groups.items() for g in members if w.entry == FAMILIES["mini"]]
-    if mini_sizes:
-        notes.append(f"LongBench columns: MiniLongBench's examples, {min(mini_sizes)} to {max(mini_sizes)} a task.")
-    typed = tuple(f"{k}={v}" for k, v in options.items() if k.removeprefix("prompt.") in CONDITIONS)
-    return OurTable(declared, model, stand_in, lines, run, groups, absent, tuple(notes), typed=typed)
+    workloads: dict[TableWorkload, None] = {}
+    for line in lines:
+        if line.chain is not None:
+            workloads |= dict.fromkeys(line.reads.values())
+    readable = [workload for workload in workloads if workload not in absent]
+    if not readable:
+        return OurTable(declared, model, stand_in, lines=lines, run=None, absent=absent, notes=tuple(notes))
+    run, groups = _plan(reader, lines, readable)
+    notes += _minilongbench_notes(groups)
+    # the user's own conditions of reading and answering, under which scores are not the paper's
+    typed = [f"{key}={value}" for key, value in options.items() if key.removeprefix("prompt.") in CONDITIONS]
+    return OurTable(
+        declared,
+        model,
+        stand_in,
+        lines=lines,
+        run=run,
+        groups=groups,
+        absent=absent,
+        notes=tuple(notes),
+        typed=tuple(typed),
+    )
+
+
+def _compose(declared: TableSpec, written: Sequence[str], options: Mapping[str, str], tiny: bool) -> RunConfig:
+    """Return the run of ``written`` arguments with every dataset that the table's columns may be read from."""
+    datasets = [column.dataset for column in declared.scores]
+    base = composed(written, datasets, tiny)
+    only_needles = set(datasets) <= declared.workloads.keys() & {"needle"}
+    if only_needles and "max_length" not in options:
+        # texts of given lengths are not cut; limits of prompts are those of LongBench
+        base = replace(base, prompt=replace(base.prompt, max_length=None))
+    return base
+
+
+def _build_lines(
+    declared: TableSpec, model: str, size: row_knobs.StandIn | None, config: object
+) -> tuple[TableLine, ...]:
+    """Return a line for each row of a table, with its chain on ``model`` or the reason why it has none.
+
+    ``size`` is that of a stand-in, which runs the rows of all models; None for one of the paper's models.
+    """
+    values: Mapping[str, object] = {}
+    if declared.preset:
+        # values of a preset can be stated for single models; a folder or hub id gets those for any model
+        values = presets.values(declared.preset, model if model in entries("model") else "")
+    lines = []
+    for row in declared.rows:
+        if size is not None or model_id(declared.entry(row.model)) == model_id(model):
+            tiny = model == stand_ins.MODEL
+            lines.append(_build_line(declared, row, values, size=size, tiny=tiny, config=config))
+        else:
+            lines.append(TableLine(row, skipped=f"a row of {row.model}"))
+    return tuple(lines)
+
+
+def _depth_notes(lines: Sequence[TableLine], size: row_knobs.StandIn, tiny: bool) -> list[str]:
+    """Return notes on the layers of a stand-in that is not as deep as the paper's models."""
+    notes = []
+    if stand_ins.depths(size) and any("uncomp-stage" in line.row.method for line in lines):
+        notes.append(f"uncomp-stage: the paper's schedule is of other numbers of layers than {size.layers}; relative.")
+    if tiny:
+        return notes
+    too_deep: dict[str, None] = {}
+    for line in lines:
+        # as in 0+1+31: the layers that a row leaves uncompressed
+        frozen = row_knobs.parse(line.row.setting).get("frozen", "none")
+        if frozen != "none" and max(map(int, frozen.split("+"))) >= size.layers:
+            too_deep[frozen] = None
+    for frozen in too_deep:
+        notes.append(f"frozen={frozen}: layers that this model of {size.layers} does not have are its last.")
+    return notes
+
+
+def _minilongbench_notes(groups: Mapping[TableWorkload, Sequence[Group]]) -> list[str]:
+    """Return a note on the number of examples where LongBench's columns are read from MiniLongBench."""
+    sizes = []
+    for workload, workload_groups in groups.items():
+        if workload.entry == FAMILIES["mini"]:
+            sizes += [len(group.task.examples) for group in workload_groups]
+    if not sizes:
+        return []
+    return [f"LongBench columns: MiniLongBench's examples, {min(sizes)} to {max(sizes)} a task."]
 
 
 def _plan(
-    reader: Reader, lines: Sequence[TableLine], reads: Sequence[TableWorkload]
+    reader: Reader, lines: Sequence[TableLine], workloads: Sequence[TableWorkload]
 ) -> tuple[RunPlan, dict[TableWorkload, tuple[Group, ...]]]:
     """Plan the run of the cells behind printed numbers, and of the full cache; return it with groups by workload."""
-    label_of = labels(w.whole for w in reads)
+    # rows read different lengths of a needle test, and the run reads all of them as one dataset
+    label_of = labels(workload.whole for workload in workloads)
     datasets = []
     for whole, label in label_of.items():
-        parts = dict.fromkeys(p for w in reads if w.whole == whole for p in w.parts or ())
+        parts: dict[str, None] = {}
+        for workload in workloads:
+            if workload.whole == whole:
+                parts |= dict.fromkeys(workload.parts or ())
         datasets.append(reader.config(replace(whole, parts=tuple(parts) or None), label))
-    chains: dict[Chain, str] = {}
+    chain_labels: dict[Chain, str] = {}
     for line in lines:
         for chain in (line.chain, *line.others.values()):
             if chain is not None:
-                chains.setdefault(chain, line.row.name if chain.stages else "full")
-    chain_configs = tuple(ChainConfig(chain, name) for chain, name in chains.items())
+                chain_labels.setdefault(chain, line.row.name if chain.stages else "full")
+    chain_configs = tuple(ChainConfig(chain, label) for chain, label in chain_labels.items())
+    # one run, so that every prompt is read once for all rows
     run = experiment.prepare(replace(reader.cfg, chains=chain_configs, datasets=tuple(datasets)))
     groups = []
     for group in run.groups:
-        chains_here = {Chain()} | {
-            line.chain_of(d)
-            for line in lines
-            for d, w in line.reads.items()
-            if line.chain is not None and w.owns(group, label_of.get(w.whole, "-"))
-        }
-        groups.append(replace(group, cells=tuple(c for c in group.cells if c.chain in chains_here)))
-    by_workload = {w: tuple(g for g in groups if w.owns(g, label_of[w.whole])) for w in reads}
-    return replace(run, groups=tuple(groups)), by_workload
+        # a row that does not read a group's task has no cell there; the full cache is measured in all groups
+        chains: set[Chain | None] = {Chain()}
+        for line in lines:
+            if line.chain is None:
+                continue
+            for dataset, workload in line.reads.items():
+                if workload.owns(group, label_of.get(workload.whole, "-")):
+                    chains.add(line.chain_of(dataset))
+        groups.append(replace(group, cells=tuple(cell for cell in group.cells if cell.chain in chains)))
+    groups_by_workload = {}
+    for workload in workloads:
+        label = label_of[workload.whole]
+        groups_by_workload[workload] = tuple(group for group in groups if workload.owns(group, label))
+    return replace(run, groups=tuple(groups)), groups_by_workload
 
 
-def _distinct(
+def _make_tiny_table(
     declared: TableSpec, lines: Sequence[TableLine], size: row_knobs.StandIn
 ) -> tuple[Given, tuple[TableLine, ...]]:
     """Return the tiny model's own table: its tasks as columns, and each chain once with the knobs that it has."""
-    first: dict[object, tuple[TableLine, str]] = {}
+    first_lines: dict[object, tuple[TableLine, str]] = {}
     for line in lines:
         setting = stand_ins.settled(line.row, size)
-        first.setdefault(line.chain if line.chain is not None else (line.row.method, setting), (line, setting))
-    table = stand_ins.own_table(declared, ((line.row.method, setting) for line, setting in first.values()))
-    rows = zip(table.rows, first.values(), strict=True)
-    return table, tuple(
-        replace(line, row=row, others={stand_ins.task_of(d, declared): c for d, c in line.others.items()})
-        for row, (line, _) in rows
-    )
+        # scaled to short prompts, rows of two budgets can become one chain; refused rows have no chain to compare
+        identity: object = line.chain
+        if line.chain is None:
+            identity = (line.row.method, setting)
+        first_lines.setdefault(identity, (line, setting))
+    names = [(line.row.method, setting) for line, setting in first_lines.values()]
+    table = stand_ins.own_table(declared, names)
+    tiny_lines = []
+    for row, (line, _) in zip(table.rows, first_lines.values(), strict=True):
+        # chains of single datasets move to the tasks that stand for these datasets
+        others = {stand_ins.task_of(dataset, declared): chain for dataset, chain in line.others.items()}
+        tiny_lines.append(replace(line, row=row, others=others))
+    return table, tuple(tiny_lines)
 
 
-def _reading(
+def _assign_workloads(
     reader: Reader, lines: Sequence[TableLine], family: str, stand_in: bool
 ) -> tuple[tuple[TableLine, ...], dict[TableWorkload, str], list[str]]:
-    """Return (lines with workloads, reason by workload that cannot be read, notes on what is read instead)."""
-    datasets = list(dict.fromkeys(c.dataset for c in reader.declared.scores))
-    family_name = reader.family(datasets, family)
+    """Return (lines with workloads, reason by workload that cannot be read, notes on substitutes).
+
+    ``family`` is the user's choice of the source of LongBench's columns, '' for none.
+    """
+    columns = reader.declared.scores
+    family_name = reader.family(list(dict.fromkeys(column.dataset for column in columns)), family)
     absent: dict[TableWorkload, str] = {}
-    seen: set[TableWorkload] = set()
+    # whether a workload can be read is tried once, since it can take long
+    tried: set[TableWorkload] = set()
     notes: dict[str, None] = {}
     new_lines = []
     for line in lines:
         reads = {}
-        for dataset in (c.dataset for c in reader.declared.scores if c.name in line.row.cells):
+        for column in columns:
+            if column.name not in line.row.cells:
+                continue
+            dataset = column.dataset
             workload = reader.workload(line.row, dataset, family_name)
-            if workload not in seen and not reader.small:
-                seen.add(workload)
-                if why := reader.why_not(workload):
+            if workload not in tried and not reader.small:
+                tried.add(workload)
+                why = reader.why_not(workload)
+                if why:
                     absent[workload] = why
+            # on the paper's own model only the paper's data will do
             if workload in absent and stand_in and dataset in INSTEAD:
                 substitute, note = INSTEAD[dataset]
                 instead = replace(workload, name=substitute)
-                if instead in seen or not reader.why_not(instead):
-                    seen.add(instead)
+                if instead in tried or not reader.why_not(instead):
+                    tried.add(instead)
                     notes[note] = None
                     workload = instead
-            if line.chain is not None and not reader.small and (too_long := reader.beyond(line.row, dataset)):
-                lengths = ", ".join(map(str, too_long))
-                prompts = f"{dataset}: prompts of {lengths} tokens, which rows of {line.row.model} have,"
-                notes[f"{prompts} are beyond the model's context."] = None
+            if line.chain is not None and not reader.small:
+                too_long = reader.beyond(line.row, dataset)
+                if too_long:
+                    lengths = ", ".join(map(str, too_long))
+                    prompts = f"{dataset}: prompts of {lengths} tokens, which rows of {line.row.model} have,"
+                    notes[f"{prompts} are beyond the model's context."] = None
             reads[dataset] = workload
         new_lines.append(replace(line, reads=reads))
-    used = {w for line in new_lines for w in line.reads.values()}
-    return tuple(new_lines), {w: why for w, why in absent.items() if w in used}, list(notes)
+    # a workload that gave way to another is not missing
+    used: set[TableWorkload] = set()
+    for line in new_lines:
+        used.update(line.reads.values())
+    absent = {workload: why for workload, why in absent.items() if workload in used}
+    return tuple(new_lines), absent, list(notes)
 
 
 def stands_in(declared: TableSpec, model: str) -> bool:
-    """Tell whether a model is none of those whose numbers a table prints."""
+    """Tell whether a table prints no numbers of a model."""
     return model_id(model) not in [model_id(declared.entry(m)) for m in declared.models()]
 
 
-def _line(
+def _build_line(
     declared: TableSpec,
     row: TableRow,
-    values: Mapping[str, Any],
+    values: Mapping[str, object],
+    *,
     size: row_knobs.StandIn | None,
     tiny: bool = False,
-    model: Any = None,
+    config: object | None = None,
 ) -> TableLine:
-    """Build a row's line with its chain; it is refused where no chain is possible or the model cannot run it."""
+    """Build a row's line with its chain; it is refused where no chain is possible or the model cannot run it.
+
+    ``values`` are those of the paper's preset, ``config`` is the model's.
+    """
     setting = row_knobs.parse(row.setting)
     method = row_knobs.method_of(row.method, setting)
     if size is not None and "windows" in setting:
+        # claims also run rows with the paper's windows as printed, without scaling them
         size = replace(size, windows=setting["windows"])
     if method == "full":
         return TableLine(row, Chain())
-    columns = {c.dataset for c in declared.scores if c.name in row.cells}
+    datasets = {column.dataset for column in declared.scores if column.name in row.cells}
     try:
         stages = registry.split(method)
+        # each source replaces those before it: scaled windows, a stand-in's arguments, the table's, the row's own
         knobs: row_knobs.Knobs = {}
         if size is not None:
             knobs |= row_knobs.scaled_windows(values, stages, size)
-            stage_knobs = {**stand_ins.SAMPLES, **declared.stand_in} if tiny else stand_ins.depths(size)
-            knobs |= {f"method.{s}.{k}": v for s in stages for k, v in stage_knobs.get(s, {}).items()}
+            knobs |= _stand_in_knobs(declared, stages, size, tiny)
         knobs |= declared.arguments.get(row.method, {})
 
-        def chain(more: str = "") -> Chain:
-            """Build the row's chain, with ``more`` settings of a dataset before its own."""
-            texts = knobs | row_knobs.knobs(row.method, ";".join(filter(None, (more, row.setting))), size)
-            return chain_of({"method": method, **{k: yaml.safe_load(v) for k, v in texts.items()}}, preset=values)
+        def build_chain(dataset_setting: str = "") -> Chain:
+            """Build the row's chain, with the settings of a dataset before its own."""
+            full_setting = ";".join(text for text in (dataset_setting, row.setting) if text)
+            texts = knobs | row_knobs.knobs(row.method, full_setting, size)
+            entry: dict[str, object] = {"method": method}
+            for key, text in texts.items():
+                entry[key] = yaml.safe_load(text)
+            return chain_of(entry, preset=values)
 
-        line = TableLine(row, chain(), others={d: chain(more) for d, more in declared.settings.items() if d in columns})
-        if line.chain is not None and model is not None:
-            line.chain.check_model(traits.of_config(model))
+        chain = build_chain()
+        others = {}
+        for dataset, dataset_setting in declared.settings.items():
+            if dataset in datasets:
+                others[dataset] = build_chain(dataset_setting)
+        if config is not None:
+            chain.check_model(traits.of_config(config))
     except UsageError as reason:
         return TableLine(row, refused=str(reason))
-    return line
+    return TableLine(row, chain, others=others)
+
+
+def _stand_in_knobs(declared: TableSpec, stages: Sequence[str], size: row_knobs.StandIn, tiny: bool) -> row_knobs.Knobs:
+    """Return the arguments that a stand-in alone needs for some of a chain's stages."""
+    knobs_by_stage = stand_ins.depths(size)
+    if tiny:
+        knobs_by_stage = stand_ins.SAMPLES | dict(declared.stand_in)
+    knobs: row_knobs.Knobs = {}
+    for stage in stages:
+        for key, value in knobs_by_stage.get(stage, {}).items():
+            knobs[f"method.{stage}.{key}"] = value
+    return knobs

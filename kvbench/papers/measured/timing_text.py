@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     from kvbench.papers.measured.cell_view import CellView
 
 SHORT = {"pct": "%", "x": ""}
-"""Printed units as a column's head says them."""
+"""How a column's head writes a printed unit, where it does not write the unit itself."""
 
 
 def name(timings: Timings, column: str) -> str:
     """Return a column's name with its unit."""
-    unit = next(c.unit for r in timings.table.rows for n, c in r.cells.items() if n == column)
+    unit = next(row.cells[column].unit for row in timings.table.rows if column in row.cells)
     return f"{column} {SHORT.get(unit, unit)}".rstrip()
 
 
@@ -27,23 +27,42 @@ def lines(entry: CellView, show: str) -> list[str]:
     """Return the lines of one cell; ``show`` as in grid."""
     cell = entry.timed
     assert cell is not None
-    ours, their_ratio, printed = _state(entry) or _ratio(cell.ratio), _ratio(cell.published_ratio), _printed(entry)
+    ours = _sign_without_number(entry) or _ratio(cell.ratio)
+    their_ratio, printed = _ratio(cell.published_ratio), _printed(entry)
     if show in ("published", "beside"):
-        return [printed] if cell.published_ratio is None else [their_ratio, printed]
+        # a base row has no ratio to itself, and some rows have none in the paper
+        if cell.published_ratio is None:
+            return [printed]
+        return [their_ratio, printed]
     if show == "delta":
         if cell.ratio is None or cell.published_ratio is None:
-            return [_state(entry) or "—"]
+            return [_sign_without_number(entry) or "—"]
         return [f"{cell.ratio - cell.published_ratio:+.2f}".replace("-", "−")]
-    value = "" if cell.value is None else _number(cell.value) + (" ∫" if INTEGRATED in cell.marks else "")
-    without_ratio = value and cell.ratio is None
+    value = ""
+    if cell.value is not None:
+        value = _number(cell.value)
+        if INTEGRATED in cell.marks:
+            value += " ∫"
+    # without a ratio the value alone says enough, and a dash above it would say that nothing was measured
+    without_ratio = bool(value) and cell.ratio is None
     if show == "ours":
-        spread = "" if cell.spread is None else f"[{_number(cell.spread[0])}, {_number(cell.spread[1])}]"
-        return [text for text in ("" if without_ratio else ours, value, spread) if text]
-    ratio = "" if without_ratio and cell.published_ratio is None else f"{ours} ({their_ratio})"
-    return [text for text in (ratio, value and f"ours {value}", f"paper {printed}") if text]
+        spread = ""
+        if cell.spread is not None:
+            spread = f"[{_number(cell.spread[0])}, {_number(cell.spread[1])}]"
+        texts = [value, spread]
+        if not without_ratio:
+            texts.insert(0, ours)
+        return [text for text in texts if text]
+    texts = []
+    if not without_ratio or cell.published_ratio is not None:
+        texts.append(f"{ours} ({their_ratio})")
+    if value:
+        texts.append(f"ours {value}")
+    texts.append(f"paper {printed}")
+    return texts
 
 
-def _state(entry: CellView) -> str:
+def _sign_without_number(entry: CellView) -> str:
     """Return the text that stands in place of a number; '' where there is a number."""
     if entry.status in (REFUSED, FAILED):
         return "✗"
@@ -53,10 +72,13 @@ def _state(entry: CellView) -> str:
 def _printed(entry: CellView) -> str:
     """Return the text of the printed value, with its marks."""
     assert entry.timed is not None
+    # papers write that a row does not fit in many ways; the flag of the cell says it in one
     if "out-of-memory" in entry.timed.printed.flag.lower():
         return OOM
-    text = entry.printed or "—"
-    return f"{text}{entry.mark}" + (f" {entry.exact}" if entry.exact else "")
+    text = f"{entry.printed or '—'}{entry.mark}"
+    if entry.exact:
+        text += f" {entry.exact}"
+    return text
 
 
 def _ratio(ratio: float | None) -> str:
@@ -66,34 +88,42 @@ def _ratio(ratio: float | None) -> str:
 
 def _number(value: float) -> str:
     """Format a number with three digits, or all before the point."""
-    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+    if value >= 100:
+        return f"{value:.0f}"
+    return f"{value:.3g}"
 
 
 def notes(timings: Timings, entries: Sequence[CellView], show: str = "both") -> list[str]:
-    """Return the notes for readers: both devices, what ratios are of, a stand-in's scale, and what is missing."""
+    """Return the notes for readers: both devices, the base of ratios, a stand-in's scale, and missing rows."""
     bench = timings.bench
-    their_note = f"N.NN×: the paper's over its own {bench.base}; the paper's is {_theirs(timings)}."
+    their_note = f"N.NN×: the paper's over its own {bench.base}; the paper's is {_their_models(timings)}."
     if show == "published":
         return [their_note, *_printed_notes(entries)]
-    cells = [e.timed for e in entries if e.timed is not None]
-    texts = list(_ours_notes(timings, show)) if timings.there else [their_note.replace("N.NN×", "(N.NN×)", 1)]
-    if any(INTEGRATED in c.marks for c in cells):
+    cells = [entry.timed for entry in entries if entry.timed is not None]
+    texts: list[str] = []
+    if timings.there:
+        texts += _ours_notes(timings, show)
+    else:
+        # only the paper's ratios are shown, in brackets where ours would be in front of them
+        texts.append(their_note.replace("N.NN×", "(N.NN×)", 1))
+    if any(INTEGRATED in cell.marks for cell in cells):
         texts.append("∫ integrated: steps were run at a few cache lengths and interpolated between them.")
-    if show != "delta":
-        texts += _printed_notes([replace(e, exact="", mark="") if show == "ours" else e for e in entries])
-    failed = [c for c in cells if c.status in (REFUSED, FAILED)]
-    failures = {(c.row["method"], c.row["workload"], c.reason) for c in failed if c.row}
+    if show == "ours":
+        # marks of printed values do not stand in the table
+        texts += _printed_notes([replace(entry, exact="", mark="") for entry in entries])
+    elif show != "delta":
+        texts += _printed_notes(entries)
+    failures = set()
+    for cell in cells:
+        if cell.status in (REFUSED, FAILED) and cell.row:
+            failures.add((cell.row["method"], cell.row["workload"], cell.reason))
     texts += [f"✗ {method} at {workload}: {reason}" for method, workload, reason in sorted(failures)]
-    names_by_reason: dict[str, dict[str, None]] = {}
-    for printed, cell in timings.cells.items():
-        if cell.status == NOT_RUN:
-            places = (printed.model, printed.method, printed.dataset)
-            other = printed.dataset if printed.dataset == "avg" else printed.method
-            names_by_reason.setdefault(cell.reason, {})[next((p for p in places if p in bench.not_run), other)] = None
-    texts += [f"— not run: {', '.join(names)}: {reason}" for reason, names in names_by_reason.items()]
-    if any(c.status == MISSING for c in cells):
+    for reason, names in _names_by_reason(timings).items():
+        texts.append(f"— not run: {', '.join(names)}: {reason}")
+    if any(cell.status == MISSING for cell in cells):
         texts.append(f"— not measured yet: {timings.command}")
-    texts += [f"Left out: {n} rows of {device}; a table shows one device." for device, n in timings.left_out.items()]
+    for device, count in timings.left_out.items():
+        texts.append(f"Left out: {count} rows of {device}; a table shows one device.")
     if timings.stand_in:
         texts.append(f"GPU numbers are missing: {SCRIPT} {bench.results} measures them; they are then shown instead.")
     if timings.there:
@@ -101,62 +131,111 @@ def notes(timings: Timings, entries: Sequence[CellView], show: str = "both") -> 
     return texts
 
 
+def _names_by_reason(timings: Timings) -> dict[str, dict[str, None]]:
+    """Return by reason the models, methods or datasets that are not run."""
+    names_by_reason: dict[str, dict[str, None]] = {}
+    for printed, cell in timings.cells.items():
+        if cell.status != NOT_RUN:
+            continue
+        # of the facts of a cell, the one that the declaration excludes
+        excluded = printed.method
+        if printed.dataset == "avg":
+            excluded = printed.dataset
+        for place in (printed.model, printed.method, printed.dataset):
+            if place in timings.bench.not_run:
+                excluded = place
+                break
+        names_by_reason.setdefault(cell.reason, {})[excluded] = None
+    return names_by_reason
+
+
 def _ours_notes(timings: Timings, show: str) -> Iterator[str]:
     """Yield both devices, the base of ratios, a stand-in's scale, and how many ratios agree in direction."""
     bench, cells = timings.bench, timings.cells
-    start = "±N.NN: our ratio less the paper's. A ratio is" if show == "delta" else "N.NN×:"
+    start = "N.NN×:"
+    if show == "delta":
+        start = "±N.NN: our ratio less the paper's. A ratio is"
     ratio_text = f"{start} ours over our {bench.base} row, measured beside it (the paper's over its own)"
     ours = f"{bench.model} with random weights on {timings.device}; the paper's"
+    measured_rows = {printed: cell.row for printed, cell in cells.items() if cell.row is not None}
     if timings.stand_in:
         yield (
-            f"Stand-in: ours is {ours} is {_theirs(timings)}. {ratio_text}. Only ratios compare, and of those the "
-            "direction; no GPU took part."
+            f"Stand-in: ours is {ours} is {_their_models(timings)}. {ratio_text}. "
+            "Only ratios compare, and of those the direction; no GPU took part."
         )
-        pairs = {bench.printed_workload(p): str(c.row["workload"]) for p, c in cells.items() if c.row is not None}
-        workloads = ", ".join(f"{b} for {a}" if a != b else a for a, b in pairs.items())
-        yield f"Stand-in's workloads: {bench.stand_in.words()}. Prompt + new tokens x rows: {workloads}."
+        # the paper's workload with the scaled one that was run in its place
+        workloads = {bench.printed_workload(printed): str(row["workload"]) for printed, row in measured_rows.items()}
+        pairs = [theirs if theirs == scaled else f"{scaled} for {theirs}" for theirs, scaled in workloads.items()]
+        yield f"Stand-in's workloads: {bench.stand_in.words()}. Prompt + new tokens x rows: {', '.join(pairs)}."
     else:
-        yield f"Ours: {ours}: {_theirs(timings)}. {ratio_text}. Only ratios compare."
+        yield f"Ours: {ours}: {_their_models(timings)}. {ratio_text}. Only ratios compare."
     if len(_devices(timings)) > 1:
         yield "Ours is of one device and stands beside each of the paper's."
-    rows = [c.row for c in cells.values() if c.row is not None and "total" in c.row["quantities"]]
-    counts = sorted({int(r["quantities"]["total"].get("n", 1)) for r in rows})
-    largest_batches = sorted(
-        {(str(r["workload"]), r["method"], r["batch"]) for r in rows if str(r["workload"]).endswith("xmax")}
-    )
-    fitted = f" Rows that fit: {', '.join(f'{m} {b}' for _, m, b in largest_batches)}." if largest_batches else ""
-    yield f"Medians of {', '.join(map(str, counts)) or 'no'} repeats in shuffled order.{fitted}"
-    # as they are shown, with two digits
-    sides = [
-        (round(c.ratio, 2) - 1, round(c.published_ratio, 2) - 1)
-        for p, c in cells.items()
-        if c.ratio is not None and c.published_ratio is not None and p.method != bench.base
-    ]
-    if sides:
-        agreeing = sum((a > 0) == (b > 0) and (a < 0) == (b < 0) for a, b in sides)
-        yield f"{agreeing} of {len(sides)} ratios lie on the paper's side of 1."
-    yield from (f"Ours: {note}." for note in bench.notes)
+    # the repeats of a row are counted where it ran as a whole
+    repeats: set[int] = set()
+    largest_batches: set[tuple[str, str, int]] = set()
+    for row in measured_rows.values():
+        workload = str(row["workload"])
+        if "total" in row["quantities"]:
+            repeats.add(int(row["quantities"]["total"].get("n", 1)))
+            # the paper's workload of as many rows as fit
+            if workload.endswith("xmax"):
+                largest_batches.add((workload, row["method"], row["batch"]))
+    fitted = ""
+    if largest_batches:
+        batches = [f"{method} {batch}" for _, method, batch in sorted(largest_batches)]
+        fitted = f" Rows that fit: {', '.join(batches)}."
+    counts = ", ".join(str(count) for count in sorted(repeats)) or "no"
+    yield f"Medians of {counts} repeats in shuffled order.{fitted}"
+    yield from _agreement_note(timings)
+    for note in bench.notes:
+        yield f"Ours: {note}."
+
+
+def _agreement_note(timings: Timings) -> Iterator[str]:
+    """Yield how many of our ratios lie on the same side of 1 as the paper's; nothing where none compares."""
+    compared, agreeing = 0, 0
+    for printed, cell in timings.cells.items():
+        if cell.ratio is None or cell.published_ratio is None or printed.method == timings.bench.base:
+            continue
+        # rounded as they are shown, with two digits, so that 1.00 agrees with 1.00 alone
+        ours, theirs = round(cell.ratio, 2), round(cell.published_ratio, 2)
+        compared += 1
+        if (ours > 1) == (theirs > 1) and (ours < 1) == (theirs < 1):
+            agreeing += 1
+    if compared:
+        yield f"{agreeing} of {compared} ratios lie on the paper's side of 1."
 
 
 def _printed_notes(entries: Sequence[CellView]) -> Iterator[str]:
-    """Yield what marks beside the numbers say."""
-    if any(e.timed is not None and (_printed(e) == OOM or e.timed.status == OOM) for e in entries):
+    """Yield the meaning of the marks beside the numbers."""
+    timed_entries = [entry for entry in entries if entry.timed is not None]
+    if any(_printed(entry) == OOM or entry.status == OOM for entry in timed_entries):
         yield "OOM: out of memory."
-    recomputed = [e.exact for e in entries if e.exact]
+    recomputed = [entry.exact for entry in entries if entry.exact]
     if recomputed:
         yield f"✓: {recomputed.count('✓')} of {len(recomputed)} printed values follow from those beside them."
     for mark, text in (("?", "suspect"), ("~", "repaired")):
-        paper = next((e.timed.printed.paper for e in entries if e.mark == mark and e.timed is not None), "")
+        paper = ""
+        for entry in entries:
+            if entry.mark == mark and entry.timed is not None:
+                paper = paper or entry.timed.printed.paper
         if paper:
             yield f"{mark}: the printed value is {text} (kvbench/papers/data/{paper})."
 
 
-def _theirs(timings: Timings) -> str:
+def _their_models(timings: Timings) -> str:
     """Return the paper's models and devices."""
-    models = [{"unstated": "a model that is not stated"}.get(m, m) for m in timings.table.models() if m]
+    models = []
+    for model in timings.table.models():
+        if model == "unstated":
+            models.append("a model that is not stated")
+        elif model:
+            models.append(model)
     return f"{' and '.join(models)} on {' and '.join(_devices(timings)) or timings.bench.device}"
 
 
 def _devices(timings: Timings) -> list[str]:
     """Return the paper's devices that its rows name."""
-    return list(dict.fromkeys(c.settings["gpu"] for c in timings.table.printed if "gpu" in c.settings))
+    devices = [cell.settings["gpu"] for cell in timings.table.printed if "gpu" in cell.settings]
+    return list(dict.fromkeys(devices))
