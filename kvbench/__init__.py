@@ -26,6 +26,7 @@ __all__ = [
     "results",
 ]
 
+# where each public name is defined; the imports above are for type checkers alone
 _HOMES = {
     "Cache": "kvbench.methods.core.prompt_cache",
     "LayerCache": "kvbench.kv.segment",
@@ -53,6 +54,7 @@ def _version() -> str:
     """Return the version that was installed; it comes from the tags of git."""
     from importlib.metadata import PackageNotFoundError, version
 
+    # a folder of sources that is on the path, but not installed, has no version
     try:
         return version("kvbench")
     except PackageNotFoundError:
@@ -61,4 +63,5 @@ def _version() -> str:
 
 def __dir__() -> list[str]:
     """Return the public names, for completion, without importing them."""
-    return [*__all__, "__version__"]
+    # __version__ is no part of ``from kvbench import *``
+    return __all__ + ["__version__"]

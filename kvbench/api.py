@@ -40,6 +40,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
+# calls share the one attention that is registered with transformers, and with it the state of a reading
 def _in_turn(function: Callable[P, R]) -> Callable[P, R]:
     """Return the function so that calls from several threads run one after another: each sets the model's attention."""
 
@@ -66,7 +67,7 @@ def prefill(
     tokenizer: Any = None,
     **knobs: Any,
 ) -> list[Cache]:
-    """Read one prompt once and keep what each method keeps of it.
+    """Read one prompt once and compress its cache by each method.
 
     ``input_ids`` is one unpadded prompt, [n] or [1, n]. An entry of ``methods`` is a string such as
     ``"snapkv+think"``, a dict such as ``{"method": "snapkv", "kv_size": 512}``, or a Chain. ``knobs`` are defaults
@@ -78,6 +79,7 @@ def prefill(
     """
     if isinstance(methods, str) or not isinstance(methods, Sequence):
         raise UsageError(f"methods={methods!r} is not possible: a list of entries, as ['full', 'snapkv+think']")
+    # stacklevel 3: the caller's line, behind in_turn's
     note = traits.of_model(model).note
     if note:
         warnings.warn(note, stacklevel=3)
@@ -90,22 +92,33 @@ def prefill(
 
 
 def _chains(
-    model: PreTrainedModel, methods: Sequence[Entry], preset: str | None, knobs: Mapping[str, Any]
+    model: PreTrainedModel, methods: Sequence[Entry], preset: str | None, knobs: Mapping[str, object]
 ) -> list[Chain]:
     """Return the chain of each entry. An entry that is a chain is returned as it is."""
     check("preset", preset, preset is None or isinstance(preset, str), "the name of an entry of conf/preset")
-    values = presets.values(preset, _model_entry(model)) if preset is not None else {}
+    preset_values: dict[str, object] = {}
+    if preset is not None:
+        preset_values = dict(presets.values(preset, _model_entry(model)))
+    # all entries are resolved together: a knob that none of them owns is an error, one that some own is not
+    entries_to_resolve = [entry for entry in methods if not isinstance(entry, Chain)]
     try:
-        resolved = iter(chains_of([m for m in methods if not isinstance(m, Chain)], knobs, values))
+        resolved_chains = iter(chains_of(entries_to_resolve, knobs, preset_values))
     except UsageError as error:
         raise presets.explain(error, preset) from None
-    return [m if isinstance(m, Chain) else next(resolved) for m in methods]
+    chains = []
+    for entry in methods:
+        chains.append(entry if isinstance(entry, Chain) else next(resolved_chains))
+    return chains
 
 
 def _model_entry(model: PreTrainedModel) -> str:
     """Return the name of the entry of conf/model with the model's hub id, or '' if there is none."""
+    # transformers stores the argument of from_pretrained here
     path = str(getattr(model.config, "_name_or_path", ""))
-    return next((name for name, entry in entries("model").items() if entry["path"] == path), "")
+    for name, entry in entries("model").items():
+        if entry["path"] == path:
+            return name
+    return ""
 
 
 @_in_turn
@@ -122,14 +135,18 @@ def generate(
     are not changed and can be used again.
     """
     new = tokens_of("max_new_tokens", max_new_tokens)
-    if not isinstance(caches, Sequence) or not all(isinstance(c, Cache) for c in caches):
+    if not isinstance(caches, Sequence) or not all(isinstance(entry, Cache) for entry in caches):
         raise UsageError(f"caches={caches!r} is not possible: a list of what prefill returned, as [full, small]")
     stop = _end_tokens(eos_token_id)
+    # chains of one key run the same model: those that change its weights or projections cannot share a batch
+    rows_by_key: dict[str, list[int]] = {}
+    for i, prompt_cache in enumerate(caches):
+        rows_by_key.setdefault(prompt_cache.chain.prefill_key, []).append(i)
     outputs: list[list[int]] = [[] for _ in caches]
-    for key in dict.fromkeys(c.chain.prefill_key for c in caches):
-        rows = [i for i, c in enumerate(caches) if c.chain.prefill_key == key]
+    for rows in rows_by_key.values():
         for i in rows:
             decode.check_continuation(model, caches[i], new)
+            # a rolled chain gives new tokens the positions of slots: any text stays within the model's context
             if not caches[i].chain.rolled:
                 warn_beyond_context(model, caches[i].seen + new, stacklevel=3)
         endings = [decode.Ending(new, stop)] * len(rows)
@@ -140,9 +157,12 @@ def generate(
 
 
 def _end_tokens(eos_token_id: Any) -> frozenset[int]:
-    """Return the ids that end an answer. Raises UsageError for what is neither an id nor a list of ids."""
+    """Return the ids that end an answer. Raises UsageError for a value that is neither an id nor a list of ids."""
+    if eos_token_id is None:
+        return frozenset()
+    # model.generate takes an id, a list of ids and a tensor of ids
     try:
-        ids = torch.as_tensor([] if eos_token_id is None else eos_token_id).flatten().tolist()
+        ids = torch.as_tensor(eos_token_id).flatten().tolist()
     except (TypeError, ValueError, RuntimeError):
         ids = [None]
     if not all(map(is_whole, ids)):
@@ -170,18 +190,23 @@ def calibrate(
     """
     check("folder", folder, isinstance(folder, (str, Path)), "a path")
     model_traits = traits.of_model(model)
-    (chain,) = _chains(model, [method], preset, {} if isinstance(method, Chain) else knobs)
+    # a chain has its knobs: those given here would have no owner
+    own_knobs: Mapping[str, object] = knobs
+    if isinstance(method, Chain):
+        own_knobs = {}
+    (chain,) = _chains(model, [method], preset, own_knobs)
     chain.check_model(model_traits)
     traits.check_tokenizer(tokenizer)
     path = Path(str(getattr(model.config, "_name_or_path", "")))
     session = Session(
-        Path(folder).expanduser(),
-        {"weights": weights_of(model), "rope": getattr(model.config, "rope_parameters", None)},
-        tokenizer,
-        getattr(model.config, "max_position_embeddings", None),
-        path == EMBEDDED / "tiny",
-        None if text is None else str(text),
-        None if data is None else str(data),
+        folder=Path(folder).expanduser(),
+        # a calibration of other weights, or of other positions, is another one
+        identity={"weights": weights_of(model), "rope": getattr(model.config, "rope_parameters", None)},
+        tokenizer=tokenizer,
+        context=getattr(model.config, "max_position_embeddings", None),
+        own_corpus=path == EMBEDDED / "tiny",
+        text=str(text) if text is not None else None,
+        data=str(data) if data is not None else None,
     )
     return session.bind(chain, model, quiet=True)
 
@@ -195,6 +220,7 @@ def extend(model: PreTrainedModel, cache: Cache, input_ids: Tensor | Sequence[in
     """
     if not isinstance(cache, Cache):
         raise UsageError(f"cache={cache!r} is not possible: one of those that prefill returned")
+    # the cache itself stays as it is: several questions may branch from it
     extended = decode.extend_cache(model, cache, input_ids)
     if not cache.chain.rolled:
         warn_beyond_context(model, extended.seen, stacklevel=3)
@@ -216,5 +242,6 @@ def cache(model: PreTrainedModel, method: Entry, preset: str | None = None, **kn
         warnings.warn(model_traits.note, stacklevel=3)
     (chain,) = _chains(model, [method], preset, knobs)
     chain.check_model(model_traits)
+    # as prefill does when it reads: here the reading waits for model.generate
     check_calibrated(chain, model)
     return TransformersCache(model, chain)

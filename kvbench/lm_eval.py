@@ -68,28 +68,41 @@ class KvbenchLM(HFLM):  # type: ignore[misc]
         shared_prefix: int | None = None,
         **options: Any,
     ) -> None:
-        own = {name: value for name, value in options.items() if name in OPTIONS}
-        if own.setdefault("batch_size", 1) not in (1, "1"):
-            raise UsageError(f"batch_size={own['batch_size']} is not possible: a kvbench cache is one prompt's, give 1")
+        hf_options = {name: value for name, value in options.items() if name in OPTIONS}
+        knobs = {name: value for name, value in options.items() if name not in OPTIONS}
+        # the command line gives texts
+        if hf_options.setdefault("batch_size", 1) not in (1, "1"):
+            raise UsageError(
+                f"batch_size={hf_options['batch_size']} is not possible: a kvbench cache is one prompt's, give 1"
+            )
         if pretrained in entries("model"):
             # lm-eval's device is cuda:0 unless it is given, and its hf model takes the CPU where there is none
-            device = own.get("device", "auto") if torch.cuda.is_available() else "cpu"
-            pretrained, own["tokenizer"] = load_model(pretrained, device, own.get("dtype", "auto"))
-        super().__init__(pretrained=pretrained, **own)
-        knobs = {name: value for name, value in options.items() if name not in OPTIONS}
+            device = "cpu"
+            if torch.cuda.is_available():
+                device = hf_options.get("device", "auto")
+            pretrained, hf_options["tokenizer"] = load_model(pretrained, device, hf_options.get("dtype", "auto"))
+        super().__init__(pretrained=pretrained, **hf_options)
+        # an empty cache knows the chain that the method and its knobs make on this model
         with api.cache(self.model, method, preset, **knobs) as cache:
             self.chain = cache.chain
-        self.separator, self.task = separator, ""
-        self.prefix = None if shared_prefix is None else SharedPrefix(self.model, shared_prefix)
+        self.separator = separator
+        self.prefix: SharedPrefix | None = None
+        if shared_prefix is not None:
+            self.prefix = SharedPrefix(self.model, shared_prefix)
+        # the task whose requests are being answered
+        self.task = ""
+        # the bytes of each prompt, by task
         self.measured: dict[str, list[MeasuredBytes]] = {}
-        self.prompts: Counter[str] = Counter()  # by task, how many prompts there are to read
-        self.unchanged: dict[str, list[bool]] = {}  # by prompt, whether cache and answer were the full cache's
+        # the number of prompts there are to read, by task
+        self.prompts: Counter[str] = Counter()
+        # whether cache and answer were the full cache's, of each prompt by task
+        self.unchanged: dict[str, list[bool]] = {}
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        return self._by_task(super().generate_until, requests, disable_tqdm)
+        return self._run_by_task(super().generate_until, requests, disable_tqdm)
 
     def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        return self._by_task(super().loglikelihood, requests, disable_tqdm)
+        return self._run_by_task(super().loglikelihood, requests, disable_tqdm)
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
         raise UsageError(
@@ -98,28 +111,36 @@ class KvbenchLM(HFLM):  # type: ignore[misc]
         )
 
     def get_model_info(self) -> dict[str, Any]:
-        """Return what lm-eval's report says of the model, with the method and the mean bytes of each task's prompts."""
-        tasks = {}
+        """Return the model's part of lm-eval's report, with the method and the mean bytes of each task's prompts."""
+        tasks: dict[str, dict[str, float]] = {}
         for name, caches in self.measured.items():
-            means = {
-                key: fmean(getattr(c, key) for c in caches) for key in ("payload", "overhead", "full_bytes", "kept")
-            }
-            tasks[name] = {"prompts": len(caches), **means}
+            means = {}
+            for key in ("payload", "overhead", "full_bytes", "kept"):
+                means[key] = fmean(getattr(cache, key) for cache in caches)
+            tasks[name] = {"prompts": len(caches)}
+            tasks[name] |= means
             share = (means["payload"] + means["overhead"]) / means["full_bytes"]
             say(f"{name}: {self.chain.name} holds {share:.1%} of the bytes of the full cache, {len(caches)} prompts")
-            # what was measured is the full cache under another name
+            # the scores are those of the full cache under another name
             if sum(self.unchanged[name]) >= UNCHANGED * len(caches):
                 tasks[name]["nothing_compressed"] = True
                 say(f"{name}: nothing was compressed, so that the scores say nothing about {self.chain.name}")
-        return {**super().get_model_info(), "kvbench": {"chain": self.chain.identity(), "tasks": tasks}}
+        info: dict[str, Any] = super().get_model_info()
+        return info | {"kvbench": {"chain": self.chain.identity(), "tasks": tasks}}
 
-    def _by_task(self, run: Callable[..., list[Any]], requests: Sequence[Any], disable_tqdm: bool) -> list[Any]:
+    def _run_by_task(self, run: Callable[..., list[Any]], requests: Sequence[Any], disable_tqdm: bool) -> list[Any]:
         """Return the results of ``run`` for all requests in order, run task by task so that bytes are told apart."""
+        places_by_task: dict[str, list[int]] = {}
+        for i, request in enumerate(requests):
+            places_by_task.setdefault(request.task_name, []).append(i)
         results: dict[int, Any] = {}
-        for self.task in dict.fromkeys(r.task_name for r in requests):
-            places = [i for i, r in enumerate(requests) if r.task_name == self.task]
-            self.prompts[self.task] += len(places)
-            results.update(zip(places, run([requests[i] for i in places], disable_tqdm=disable_tqdm), strict=True))
+        for task, places in places_by_task.items():
+            # lm-eval's own methods run in between and do not pass the task on
+            self.task = task
+            self.prompts[task] += len(places)
+            task_requests = [requests[i] for i in places]
+            task_results = run(task_requests, disable_tqdm=disable_tqdm)
+            results.update(zip(places, task_results, strict=True))
         return [results[i] for i in range(len(requests))]
 
     def _model_generate(self, context: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -129,28 +150,32 @@ class KvbenchLM(HFLM):  # type: ignore[misc]
         def answer(cache: TransformersCache) -> torch.Tensor:
             return generate(context, *args, **named_cache(cache), **kwargs)
 
-        return self._answered(context[0], answer, torch.equal)
+        return self._answer_prompt(context[0], answer, torch.equal)
 
     def _loglikelihood_tokens(self, requests: Sequence[Any], **kwargs: Any) -> list[tuple[float, bool]]:
         """Return (log-likelihood, whether it is the greedy answer) of each (texts, context ids, continuation ids).
 
         A context is compressed once for all its continuations, which are forced.
         """
-        results: dict[int, tuple[float, bool]] = {}
+        # the places of the requests with one context
         by_context: dict[tuple[int, ...], list[int]] = {}
-        for i, ((context, _), ids, forced) in enumerate(requests):
+        for i, ((context, continuation), ids, forced) in enumerate(requests):
             # as hf cuts them: the last token is predicted but not read
             start = max(0, len(ids) + len(forced) - self.max_length - 1)
             if not context or start >= len(ids):
                 raise UsageError(
-                    f"task {self.task}: no context stands before {requests[i][0][1][:40]!r}, so that there is nothing "
+                    f"task {self.task}: no context stands before {continuation[:40]!r}, so that there is nothing "
                     "to compress and its likelihood would not be the method's"
                 )
             by_context.setdefault(tuple(ids[start:]), []).append(i)
+        results: dict[int, tuple[float, bool]] = {}
         for ids, places in by_context.items():
-            answer = partial(self._likelihoods, ids, [requests[i][2] for i in places])
-            for i, result in zip(places, self._answered(torch.tensor(ids), answer, operator.eq), strict=True):
+            continuations = [requests[i][2] for i in places]
+            answer = partial(self._likelihoods, ids, continuations)
+            likelihoods = self._answer_prompt(torch.tensor(ids), answer, operator.eq)
+            for i, result in zip(places, likelihoods, strict=True):
                 results[i] = result
+                # lm-eval's --use_cache stores it under the texts
                 self.cache_hook.add_partial("loglikelihood", requests[i][0], result)
         return [results[i] for i in range(len(requests))]
 
@@ -162,20 +187,22 @@ class KvbenchLM(HFLM):  # type: ignore[misc]
         assert cache.state is not None
         results = []
         for continuation in continuations:
+            # log p(y) = sum over t of log p(y_t | context, y_1 ... y_{t-1})
             forced = torch.tensor(continuation, device=self.device)
             logp = forced_logits(self.model, cache.state, forced).log_softmax(dim=-1, dtype=self.softmax_dtype)
             greedy = bool((logp.argmax(dim=-1) == forced).all())
             results.append((float(logp.gather(1, forced[:, None]).sum()), greedy))
         return results
 
-    def _answered(
+    def _answer_prompt(
         self, ids: torch.Tensor, answer: Callable[[TransformersCache], Result], same: Callable[[Result, Result], bool]
     ) -> Result:
         """Return the ``answer`` to a prompt [n] from its compressed cache, and note whether it is the full cache's.
 
         The full cache answers, too, where all tokens and bytes are held and the task's verdict is still open.
         """
-        draws = _random_states()
+        # sampled answers of both caches must draw the same numbers
+        states_before = _random_states()
         with self._cache(ids, self.chain) as cache:
             result = answer(cache)
             assert cache.measured is not None
@@ -183,17 +210,18 @@ class KvbenchLM(HFLM):  # type: ignore[misc]
             unchanged = only_compresses(self.chain) and _is_whole(cache, cache.measured)
         verdicts = self.unchanged.setdefault(self.task, [])
         if unchanged and verdicts.count(False) <= (1 - UNCHANGED) * self.prompts[self.task]:
-            after = _random_states()
-            _restore(draws)
+            # the second answer leaves no trace in the numbers that later prompts draw
+            states_after = _random_states()
+            _restore(states_before)
             with self._cache(ids, Chain()) as cache:
                 unchanged = same(result, answer(cache))
-            _restore(after)
+            _restore(states_after)
         verdicts.append(unchanged)
         return result
 
     @contextmanager
     def _cache(self, ids: torch.Tensor, chain: Chain) -> Iterator[TransformersCache]:
-        """Open a cache for a prompt [n], which has read what comes before the question if there is a separator."""
+        """Open a cache for a prompt [n]. If there is a separator, the tokens before the question are read into it."""
         with TransformersCache(self.model, chain, self.prefix) as cache:
             if self.separator:
                 cache.read(ids[: self._before_question(ids)])
@@ -205,7 +233,9 @@ class KvbenchLM(HFLM):  # type: ignore[misc]
         def characters(n: int) -> int:
             return len(self.tokenizer.decode(ids[:n], clean_up_tokenization_spaces=False))
 
+        # -1 where the text has no separator: then no number of tokens ends before it
         at = self.tokenizer.decode(ids, clean_up_tokenization_spaces=False).rfind(self.separator)
+        # the largest n with characters(n) <= at, by halving, as more tokens decode to no fewer characters
         count = bisect_right(range(len(ids) + 1), at, key=characters) - 1
         if count < 1:
             raise UsageError(
@@ -217,8 +247,13 @@ class KvbenchLM(HFLM):  # type: ignore[misc]
 
 def _is_whole(cache: TransformersCache, measured: MeasuredBytes) -> bool:
     """Return True if a cache holds all tokens to the end of the answer, and no byte less than the full cache."""
-    fewest = min(len(positions) for layer in cache.kept_positions() for positions in layer)
+    # the head that holds fewest tokens of all layers
+    fewest = len(cache.ids)
+    for layer in cache.kept_positions():
+        for positions in layer:
+            fewest = min(fewest, len(positions))
     size = float(measured.full16)
+    # the full cache's bytes are those of key-value heads: copies for each query head are more
     if cache.chain.per == "query_head":
         size *= measured.payload_query_head / measured.payload_kv_head
     return fewest >= len(cache.ids) and measured.payload16 >= size
@@ -226,7 +261,11 @@ def _is_whole(cache: TransformersCache, measured: MeasuredBytes) -> bool:
 
 def _random_states() -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Return the states of torch's generators of random numbers, on the CPU and on all GPUs."""
-    return torch.get_rng_state(), torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    # asking CUDA for its states would start it
+    gpu_states = []
+    if torch.cuda.is_initialized():
+        gpu_states = torch.cuda.get_rng_state_all()
+    return torch.get_rng_state(), gpu_states
 
 
 def _restore(states: tuple[torch.Tensor, list[torch.Tensor]]) -> None:
@@ -237,7 +276,7 @@ def _restore(states: tuple[torch.Tensor, list[torch.Tensor]]) -> None:
 
 
 def main() -> int:
-    """Run lm-eval's command line. Return the exit status; what kvbench refuses is one message."""
+    """Run lm-eval's command line. Return the exit status. An error of kvbench is one line on stderr."""
     try:
         cli_evaluate()
     except KvbenchError as error:

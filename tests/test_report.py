@@ -16,7 +16,7 @@ from kvbench.methods.core.resolve import ChainConfig
 from kvbench.methods.streamingllm import StreamingLLM
 from kvbench.plan import config
 from kvbench.report import summary
-from kvbench.report.render import _kept, _payload, render
+from kvbench.report.render import _kept_text, _payload_text, render
 from kvbench.run import experiment
 from kvbench.store.store import ResultStore
 
@@ -103,8 +103,8 @@ def test_what_masks_shows_what_it_attends_and_only_tables_with_such_a_method_hav
 
 
 def test_a_difference_of_less_than_a_tenth_of_a_per_cent_is_shown():
-    assert _kept(25.04, 25.0, evicts=False) == "25.04\nasked 25.00"
-    assert _kept(25.0, 25.0, evicts=False) == "25.0"
+    assert _kept_text(25.04, 25.0, evicts=False) == "25.04\nasked 25.00"
+    assert _kept_text(25.0, 25.0, evicts=False) == "25.0"
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_bytes_of_batches_are_a_range_only_where_they_differ(factors, words):
 
 
 def test_heads_that_share_nothing_need_no_second_count():
-    assert _payload(8.0, 8.0, 8.0) == "8 B"
+    assert _payload_text(8.0, 8.0, 8.0) == "8 B"
 
 
 def test_table_shows_scores_bytes_n_and_where_results_lie(tmp_path, capsys):

@@ -291,8 +291,8 @@ def test_a_row_is_printed_with_its_means_under_their_heads():
     [(1024.0, "1.0 KiB\nq 2.0 KiB"), (2048.0, "2.0 KiB\nkv 1.0 KiB")],
 )
 def test_bytes_of_other_heads_are_those_that_are_not_held(held, printed):
-    assert render._payload(held, 1024.0, 2048.0) == printed
-    assert render._payload(held, held, held) == printed.split("\n")[0]
+    assert render._payload_text(held, 1024.0, 2048.0) == printed
+    assert render._payload_text(held, held, held) == printed.split("\n")[0]
 
 
 def test_notes_of_a_report_by_hand():
@@ -319,7 +319,7 @@ def test_lengths_of_answers_are_weighed_by_prompts_and_the_most_tokens_held_is_o
 
 @pytest.mark.parametrize(("shown", "stars"), [(9, None), (10, 1), (20, 1), (21, 2), (60, 3)])
 def test_stars_by_chance_are_one_in_twenty(shown, stars):
-    note = render._by_chance([*[Delta(0.0, (-1.0, 1.0))] * shown, Delta(0.0, None)])
+    note = render._chance_note([*[Delta(0.0, (-1.0, 1.0))] * shown, Delta(0.0, None)])
     assert note == ("" if stars is None else f" (of {shown} about {stars} would by chance alone)")
 
 

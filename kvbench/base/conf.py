@@ -14,6 +14,7 @@ from kvbench.base.errors import UsageError, unknown
 
 LISTED = {"model": "hf", "prompt": "plain", "logger": "wandb"}
 """The config groups that hold the keys of one chosen entry, each with the entry that has all keys."""
+# Hydra's own keys, and those that users set under other names, as method= for chains and dataset= for tasks
 HIDDEN = ("defaults", "hydra", "chains", "tasks", "data", "preset")
 KEY_FILES = ("config", "prompt/plain", "model/hf", "logger/wandb")
 """The files of conf/ that hold the keys of ``run``, besides those of its methods and datasets."""
@@ -28,19 +29,25 @@ def conf_dir() -> Path:
     """Return the folder of configurations: beside the package in a clone, inside it in an installed wheel."""
     package = Path(__file__).resolve().parent
     inside = package / "conf"
-    return inside if inside.is_dir() else package.parent / "conf"
+    if inside.is_dir():
+        return inside
+    return package.parent / "conf"
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
     """Return the mapping in a YAML file. Raises UsageError with file and line if the file holds none."""
+    # an empty file is an empty mapping
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
     except UnicodeDecodeError as error:
         line = error.object[: error.start].count(b"\n") + 1
         raise UsageError(f"{path}:{line} is not UTF-8: byte {error.object[error.start]:#x}") from None
     except yaml.YAMLError as error:
+        # only errors of the parser have a mark, whose lines count from 0
         mark = getattr(error, "problem_mark", None)
-        place = f"{path}:{mark.line + 1}" if mark else path
+        place = str(path)
+        if mark:
+            place = f"{path}:{mark.line + 1}"
         raise UsageError(f"{place} is not YAML: {getattr(error, 'problem', None) or error}") from None
     if not isinstance(content, dict):
         raise UsageError(f"{path}:1 holds no mapping: write key: value")
@@ -51,6 +58,7 @@ def entry_of(path: Path) -> dict[str, Any]:
     """Return the entry in a method's file: ``_target_`` and its knobs. That of ``full`` is {}."""
     method = path.stem
     entry = read_yaml(path).get(method)
+    # the full cache is no chain of stages: nothing is to be made
     if method == "full":
         return {}
     if not isinstance(entry, dict) or not isinstance(entry.get("_target_"), str):
@@ -69,7 +77,7 @@ def whole_config() -> dict[str, Any]:
 @cache
 def top_level() -> dict[str, Any]:
     """Return the keys of conf/config.yaml that users set, with their defaults."""
-    return {k: v for k, v in whole_config().items() if k not in HIDDEN}
+    return {key: value for key, value in whole_config().items() if key not in HIDDEN}
 
 
 @cache
@@ -80,13 +88,19 @@ def entries(group: str) -> dict[str, dict[str, Any]]:
 
 def entry(group: str, path: Path) -> dict[str, Any]:
     """Return the entry in one YAML file of a config group. Raises UsageError if the file is malformed."""
-    content = entry_of(path) if group == "method" else read_yaml(path)
-    inner = content if group in (*LISTED, "method") else content.get(path.stem) or {}
-    return {k: v for k, v in inner.items() if k not in ("default_limit", "hub")}
+    if group == "method":
+        content = entry_of(path)
+    elif group in LISTED:
+        content = read_yaml(path)
+    else:
+        # a dataset's keys stand under its name, which Hydra merges into one mapping of all datasets
+        content = read_yaml(path).get(path.stem) or {}
+    # the limit and the origin of a dataset's files are no keys of its loader
+    return {key: value for key, value in content.items() if key not in ("default_limit", "hub")}
 
 
 def commented(name: str) -> str:
-    """Return the keys in the file ``name`` of conf/ with their comments, without what is not typed."""
+    """Return the keys in the file ``name`` of conf/ with their comments, without blocks that nobody types."""
     text = (conf_dir() / f"{name}.yaml").read_text(encoding="utf-8")
     return NOT_TYPED.sub("", text)
 
@@ -94,13 +108,19 @@ def commented(name: str) -> str:
 def key_help(topic: str) -> str:
     """Return the keys of ``run`` with their comments, or those of the methods, datasets, ... of the name ``topic``.
 
-    Raises UsageError for a topic that there is not.
+    Raises UsageError for an unknown topic.
     """
     groups = ("method", "dataset", "prompt")
-    named = [f"{group}/{topic}" for group in groups if topic in entries(group)]
-    names = KEY_FILES if topic == "keys" else named
+    if topic == "keys":
+        names = list(KEY_FILES)
+    else:
+        # one name may be that of a method and of a prompt policy, as snapkv
+        names = [f"{group}/{topic}" for group in groups if topic in entries(group)]
     if not names:
-        raise unknown("topic of help", topic, ("keys", *(name for group in groups for name in entries(group))))
+        topics = ["keys"]
+        for group in groups:
+            topics += entries(group)
+        raise unknown("topic of help", topic, topics)
     return "\n".join(f"conf/{name}.yaml\n{commented(name)}" for name in names)
 
 
@@ -114,12 +134,12 @@ def runtime(**kwargs: Any) -> Any:
     return field(metadata={"role": "runtime"}, **kwargs)
 
 
-def is_whole(value: Any) -> bool:
+def is_whole(value: object) -> bool:
     """Return True if a value is a whole number. True and False are not."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def check(key: str, value: Any, ok: bool, allowed: str) -> None:
+def check(key: str, value: object, ok: bool, allowed: str) -> None:
     """Raise UsageError that names the key, its value and the allowed values, unless ``ok``."""
     if not ok:
         raise UsageError(f"{key}={value!r} is not possible: {allowed} (see conf/config.yaml)")

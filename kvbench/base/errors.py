@@ -16,7 +16,7 @@ class KvbenchError(Exception):
 
 
 class UsageError(KvbenchError, ValueError):
-    """A request that cannot be carried out as written. Its message names key, value, allowed values and what to do."""
+    """A request that cannot be carried out as written. Its message names key, value, allowed values and a remedy."""
 
     status = 2
 
@@ -47,23 +47,25 @@ class Refused(KvbenchError):
 
 def say(text: str) -> None:
     """Print a line to stderr with kvbench's name."""
+    # stdout is the result's; an error's text may quote a file, and so anything
     print(f"kvbench: {visible(text)}", file=sys.stderr, flush=True)
 
 
 def ending(error: BaseException) -> str:
-    """Return as text why a run ended early."""
+    """Return the reason why a run ended early, as text."""
     if isinstance(error, SystemExit):
         return "its process was told to end"
     return str(error) or type(error).__name__
 
 
 def notes(error: BaseException) -> list[str]:
-    """Return the notes on an error, such as what was being done when it was raised."""
+    """Return the notes on an error, such as the work during which it was raised."""
     return list(getattr(error, "__notes__", ()))
 
 
 def headline(error: BaseException) -> str:
     """Return an error's first line, with the next where it ends in a colon or comma, or the name of its type."""
+    # libraries raise errors of many lines, or with an empty text
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if not lines:
         return type(error).__name__
@@ -77,13 +79,20 @@ def headline(error: BaseException) -> str:
 
 def did_you_mean(value: object, names: Iterable[str]) -> str:
     """Return the question whether one of the nearest ``names`` was meant, behind a space; empty if none is near."""
+    # 0.5: about half of the letters in common; below that, a suggestion misleads
     near = difflib.get_close_matches(str(value), sorted(names), n=3, cutoff=0.5)
-    return f" Did you mean {' or '.join(near)}?" if near else ""
+    if not near:
+        return ""
+    return f" Did you mean {' or '.join(near)}?"
 
 
 def unknown(kind: str, value: object, allowed: Iterable[str], hint: str = "") -> UsageError:
     """Return the error for a name that is not one of ``allowed``. It names the nearest ones, then all."""
     names = sorted(set(allowed))
-    meant = did_you_mean(value, names)
-    listed = f" Available: {', '.join(names)}." if names else ""
-    return UsageError(f"unknown {kind} {value!r}.{meant}{listed}{' ' + hint if hint else ''}")
+    message = f"unknown {kind} {value!r}.{did_you_mean(value, names)}"
+    # a store without cells, for example, has no names
+    if names:
+        message += f" Available: {', '.join(names)}."
+    if hint:
+        message += f" {hint}"
+    return UsageError(message)

@@ -42,8 +42,17 @@ class Example:
     turns: tuple[Turn, ...] = ()
 
     def asked(self, turn: int) -> Example:
-        """Return one of the context's questions as a prompt of its own."""
-        question, answers = self.turns[turn].question, self.turns[turn].answers
-        name, prompt, begun = f"{self.id}#{turn + 1}", self.prompt + question, self.turns[turn].prefix
-        own = replace(self, id=name, prompt=prompt, question=question, answers=answers, turns=())
-        return replace(own, answer_prefix=begun) if begun else own
+        """Return one of the context's questions as a prompt of its own; ``turn`` counts from 0."""
+        question = self.turns[turn]
+        return replace(
+            self,
+            # ids count questions from 1, as people do
+            id=f"{self.id}#{turn + 1}",
+            # a question stands behind its context, which is why one compressed context serves all of them
+            prompt=self.prompt + question.question,
+            question=question.question,
+            answers=question.answers,
+            # a question without a beginning of its answer has that of its context
+            answer_prefix=question.prefix or self.answer_prefix,
+            turns=(),
+        )

@@ -1,4 +1,4 @@
-"""Packages that few commands need: which extra of kvbench installs each, and what is said where one is missing."""
+"""Optional packages: the extra of kvbench that installs each, and the error for a missing one."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ EXTRAS = {
 
 
 def require(package: str, use: str) -> None:
-    """Raise UsageError with the command that installs ``package`` if it is missing. ``use`` says what needs it."""
+    """Raise UsageError with the command that installs ``package`` if it is missing. ``use`` names its user."""
     if not installed(package):
         raise missing(package, use)
 
@@ -36,8 +36,10 @@ def require(package: str, use: str) -> None:
 def missing(package: str, use: str) -> UsageError:
     """Return the error for a package of EXTRAS that ``use`` needs and that is not installed."""
     extra = EXTRAS[package]
-    clone = (Path(__file__).parent.parent / "pyproject.toml").is_file()
-    command = f"pip install -e '.[{extra}]'" if clone else f"pip install 'kvbench[{extra}]'"
+    command = f"pip install 'kvbench[{extra}]'"
+    # a clone is installed from its own folder, else pip would put a release in its place
+    if (Path(__file__).parent.parent / "pyproject.toml").is_file():
+        command = f"pip install -e '.[{extra}]'"
     return UsageError(f"{use} needs the package {package}, which is not installed: {command}")
 
 

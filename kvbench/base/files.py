@@ -43,9 +43,9 @@ class Lines:
     @property
     def uncounted(self) -> tuple[int, ...]:
         """Return the line numbers of all lines that do not count, including the torn one."""
-        numbers = [*self.damaged, *self.foreign]
+        numbers = self.damaged + self.foreign
         if self.torn is not None:
-            numbers.append(self.torn)
+            numbers += (self.torn,)
         return tuple(sorted(numbers))
 
 
@@ -68,7 +68,8 @@ def sha256(path: Path) -> str:
 
 
 def line_of(sample: Mapping[str, object]) -> str:
-    """Return the sample as a line of JSON whose last field, ``crc``, is the CRC-32 of the JSON without that field."""
+    """Return the sample as a line of JSON. Its last field, ``crc``, is the CRC-32 of the JSON without that field."""
+    # a text of any language stays readable, and is shorter than its escapes
     return _with_checksum(json.dumps(dict(sample), ensure_ascii=False)) + "\n"
 
 
@@ -76,13 +77,16 @@ def parse_line(line: bytes) -> Line | None:
     """Return the sample in one line, without its checksum. Return None if the line is torn or damaged."""
     try:
         text = line.decode("utf-8")
+        # the last occurrence: a sample's own texts may hold the words
         body = text.rpartition(', "crc": ')[0] + "}"
         if text != _with_checksum(body):
             return None
         sample = json.loads(body)
     except ValueError:
         return None
-    return sample if isinstance(sample, dict) and "id" in sample else None
+    if not isinstance(sample, dict) or "id" not in sample:
+        return None
+    return sample
 
 
 def _with_checksum(body: str) -> str:
@@ -100,6 +104,7 @@ def read_lines(path: Path, cell: str | None = None) -> Lines:
         lines = path.read_bytes().split(b"\n")
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}") from None
+    # behind the last newline stands an empty piece, unless a line was torn
     intact, damaged, foreign = [], [], []
     for number, line in enumerate(lines, 1):
         sample = parse_line(line)
@@ -110,7 +115,9 @@ def read_lines(path: Path, cell: str | None = None) -> Lines:
             foreign.append(number)
         else:
             intact.append((line, sample))
-    torn = damaged.pop() if damaged and damaged[-1] == len(lines) else None
+    torn = None
+    if damaged and damaged[-1] == len(lines):
+        torn = damaged.pop()
     return Lines(tuple(intact), tuple(damaged), tuple(foreign), torn)
 
 
@@ -137,7 +144,10 @@ class Appender:
 
     def append(self, line: bytes) -> None:
         """Append one line that ends with a newline. Raises KvbenchError, with earlier lines safe, if that fails."""
-        remaining = b"\n" + line if self.torn else line
+        remaining = line
+        if self.torn:
+            remaining = b"\n" + line
+        # until all of it is written
         self.torn = True
         try:
             while remaining:
@@ -151,7 +161,8 @@ class Appender:
         except OSError as error:
             raise disk_error(error, self.path) from None
         self.torn = False
-        self.unsynced = time.monotonic() if self.unsynced is None else self.unsynced
+        if self.unsynced is None:
+            self.unsynced = time.monotonic()
 
     def sync(self) -> None:
         """Sync all lines to the device. Raises KvbenchError if the device fails."""
@@ -182,10 +193,11 @@ def write_json(path: Path, content: Mapping[str, object], sync: bool = True) -> 
     With ``sync`` that holds after a power cut, too. A file with the same content is not written again.
     """
     data = json.dumps(content, indent=1, ensure_ascii=False, default=str).encode()
+    # in the same folder, as a file is replaced atomically only within one file system; several processes may write it
     temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
     try:
         with suppress(FileNotFoundError):
-            # whatever else is there is replaced unread: a pipe would never end, a link to itself cannot be followed
+            # anything but a file is replaced unread: a pipe would never end, a link to itself cannot be followed
             if path.is_file() and path.read_bytes() == data:
                 return
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -228,8 +240,10 @@ def lock(path: Path, wait_s: float) -> int | None:
     ``locked`` takes it for a moment, so ``wait_s`` should not be 0.
     """
     end = time.monotonic() + wait_s
+    # flock could wait by itself, but for ever
     while True:
         path.parent.mkdir(parents=True, exist_ok=True)
+        # O_NOFOLLOW: through a link, two names would lock one file
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         # a file that was removed between opening and locking locks nothing any more
         if _take(fd, fcntl.LOCK_EX, path) and _is_still_at(path, fd):
@@ -246,6 +260,7 @@ def locked(path: Path) -> bool:
         fd = os.open(path, os.O_RDONLY)
     except FileNotFoundError:
         return False
+    # a shared lock can be had unless a process has the exclusive one
     try:
         return not _take(fd, fcntl.LOCK_SH, path)
     finally:
@@ -258,6 +273,7 @@ def sync_folder(folder: Path) -> None:
     try:
         os.fsync(fd)
     except OSError as error:
+        # EINVAL: this file system cannot sync folders
         if error.errno != errno.EINVAL:
             raise
     finally:
@@ -293,6 +309,7 @@ def _take(fd: int, kind: int, path: Path) -> bool:
 
 def _is_still_at(path: Path, fd: int) -> bool:
     """Return True if the file at ``path`` is still the open one."""
+    # the same inode on the same device
     try:
         return os.path.samestat(os.fstat(fd), path.stat())
     except FileNotFoundError:

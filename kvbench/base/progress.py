@@ -34,14 +34,24 @@ def progress(totals: Mapping[str, int], quiet: bool = False, unit: str = "answer
 
     ``unit`` names what is counted, for the plain lines.
     """
-    if quiet or not sum(totals.values()):
-        yield lambda name, n: None
+    total = sum(totals.values())
+    if quiet or not total:
+        yield _ignore
     elif sys.stderr.isatty():
         with bars_of("") as bars:
-            tasks = {m: bars.add_task(m, total=n) for m, n in totals.items() if n}
-            yield lambda name, n: bars.advance(tasks[name], n)
+            # work that is done has no bar
+            tasks = {name: bars.add_task(name, total=n) for name, n in totals.items() if n}
+
+            def advance(name: str, n: int) -> None:
+                bars.advance(tasks[name], n)
+
+            yield advance
     else:
-        yield _Plain(sum(totals.values()), unit).tick
+        yield _PlainLines(total, unit).tick
+
+
+def _ignore(name: str, n: int) -> None:
+    """Report nothing."""
 
 
 class Left(ProgressColumn):
@@ -56,41 +66,59 @@ class Left(ProgressColumn):
         self._last: dict[TaskID, tuple[float, float, float | None]] = {}
 
     def render(self, task: Task) -> Text:
+        """Return the column's text, counted down since the task was last advanced."""
         if not task.completed or task.total is None or task.elapsed is None:
             return Text(UNKNOWN, style="progress.remaining")
-        if self._last.get(task.id, (0.0,))[0] != task.completed:
+        last = self._last.get(task.id)
+        if last is None or last[0] != task.completed:
+            # seconds a piece so far, times the pieces to do
             by_rate = task.elapsed / task.completed * (task.total - task.completed)
-            self._last[task.id] = task.completed, task.elapsed, task.fields.get("left", by_rate)
-        _, elapsed, left = self._last[task.id]
+            last = task.completed, task.elapsed, task.fields.get("left", by_rate)
+            self._last[task.id] = last
+        _, elapsed, left = last
         if left is None:
             return Text(UNKNOWN, style="progress.remaining")
+        # an estimate that was too short stands at 0
         seconds_left = max(0.0, left - (task.elapsed - elapsed))
         return Text(str(timedelta(seconds=round(seconds_left))), style="progress.remaining")
 
 
 def bars_of(more: str) -> Progress:
     """Return bars for a terminal, with an added column of the text ``more``."""
-    what = TextColumn("{task.description}", markup=False)
-    bar = [what, BarColumn(bar_width=10), MofNCompleteColumn(), TextColumn(more)]
-    times = [TimeElapsedColumn(), TextColumn("ETA"), Left()]
-    return Progress(*bar, *times, console=Console(stderr=True), transient=True)
+    columns = (
+        # a description may hold brackets, which are no markup
+        TextColumn("{task.description}", markup=False),
+        BarColumn(bar_width=10),
+        MofNCompleteColumn(),
+        TextColumn(more),
+        TimeElapsedColumn(),
+        TextColumn("ETA"),
+        Left(),
+    )
+    return Progress(*columns, console=Console(stderr=True), transient=True)
 
 
-class _Plain:
+class _PlainLines:
     """A plain line every PLAIN_EVERY_S seconds, and one at the end of work that took longer than that."""
 
     def __init__(self, total: int, unit: str) -> None:
-        self.total, self.done, self.unit = total, 0, unit
+        self.total = total
+        self.done = 0
+        self.unit = unit
+        # ``last`` is the time of the last line, at first that of the start
         self.start = self.last = time.monotonic()
 
     def tick(self, name: str, n: int) -> None:
+        """Count ``n`` more as done, and print a line if it is time for one."""
         self.done += n
         now = time.monotonic()
-        ends = self.done >= self.total and self.last > self.start
-        if now - self.last < PLAIN_EVERY_S and not ends:
+        is_end_of_long_work = self.done >= self.total and self.last > self.start
+        if now - self.last < PLAIN_EVERY_S and not is_end_of_long_work:
             return
         self.last = now
         elapsed = now - self.start
         seconds_left = elapsed / self.done * (self.total - self.done)
-        remaining = f", about {seconds_left:.0f} s left" if seconds_left else ""
-        say(f"{self.done} of {self.total} {self.unit}, {elapsed:.0f} s{remaining}")
+        line = f"{self.done} of {self.total} {self.unit}, {elapsed:.0f} s"
+        if seconds_left:
+            line += f", about {seconds_left:.0f} s left"
+        say(line)

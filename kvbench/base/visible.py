@@ -1,4 +1,4 @@
-"""Text of others as it is printed: what would steer a terminal is written out, so that it can only be read."""
+"""Printing text from files and models: control characters are written out, so that they cannot steer a terminal."""
 
 from __future__ import annotations
 
@@ -13,7 +13,11 @@ STEERS = re.compile(r"(?!\x1b\[[01]m)[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u2028-\u
 
 def visible(text: str) -> str:
     """Return a text with its control characters written as JSON writes them, ``\\u001b``."""
-    return STEERS.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+    return STEERS.sub(_escape, text)
+
+
+def _escape(match: re.Match[str]) -> str:
+    return f"\\u{ord(match[0]):04x}"
 
 
 def one_line(text: str) -> str:
@@ -25,10 +29,14 @@ class VisibleStream:
     """A stream of text that writes nothing that steers a terminal."""
 
     def __init__(self, stream: IO[str], as_json: bool) -> None:
-        """Signs that the stream's encoding lacks become ? in what people read, and escapes in JSON."""
+        """Wrap a stream. Signs that its encoding lacks are printed as ?, and as escapes in JSON."""
         self._stream = stream
+        # a stream in memory, as tests use, encodes nothing
         if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="json" if as_json else "replace")
+            errors = "replace"
+            if as_json:
+                errors = "json"
+            stream.reconfigure(errors=errors)
 
     def write(self, text: str) -> int:
         return self._stream.write(visible(text))

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from kvbench.base.errors import UsageError, unknown
+
+if TYPE_CHECKING:
+    from kvbench.papers.forensics.exact import Exact
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,24 +27,45 @@ def main(args: argparse.Namespace) -> int:
     from kvbench.papers.spec import catalogue
     from kvbench.papers.spec.published_cells import published
 
+    # "think/7" is a table, "think" all tables of a paper
     name, _, table = args.what.partition("/")
-    tables = [e.id for p in catalogue.chosen(name) for e in p.entries if not e.is_figure]
+    tables = []
+    for paper in catalogue.chosen(name):
+        tables += [entry.id for entry in paper.entries if not entry.is_figure]
     if "/" in args.what and (name == "all" or table not in tables):
-        raise unknown("table", args.what, [f"{name}/{t}" for t in tables] if name != "all" else (), "As in think/7.")
+        # all/7 is no table of any paper, so that there are no near names to offer
+        available = []
+        if name != "all":
+            available = [f"{name}/{table_id}" for table_id in tables]
+        raise unknown("table", args.what, available, "As in think/7.")
     book = published()
-    exact = None
+    findings, exact = [], None
     if args.exact:
-        mine = [e for e in everything(book) if name in ("all", e.cell.paper) and table in ("", e.cell.table)]
-        exact = sorted(mine, key=lambda e: (e.cell.paper, not e.cell.table.isdigit(), e.cell.table.zfill(3)))
+        exact = _select(everything(book), name, table)
         if not exact:
             raise UsageError(f"{args.what}: no cell of it can be computed without a model")
-    findings = audit(book, args.what) if exact is None else []
+    else:
+        findings = audit(book, args.what)
     if args.json:
         print(json.dumps(report.as_json(findings, book, exact), indent=1, ensure_ascii=False))
+    elif args.format == "md" and exact:
+        print(report.exact_markdown(exact), end="")
     elif args.format == "md":
-        print(report.exact_markdown(exact) if exact else report.markdown(findings, book, args.what), end="")
-    elif not findings and exact is None:
-        print(f"{args.what}: nothing found")
-    else:
+        print(report.markdown(findings, book, args.what), end="")
+    elif findings or exact:
         print(report.text(findings, exact), end="")
+    else:
+        print(f"{args.what}: nothing found")
     return 0
+
+
+def _select(cells: Iterable[Exact], paper: str, table: str) -> list[Exact]:
+    """Return the cells of a paper (or of ``all``) in the order of its tables; '' stands for all tables."""
+    selected = [cell for cell in cells if paper in ("all", cell.cell.paper) and table in ("", cell.cell.table)]
+
+    def place(cell: Exact) -> tuple[str, bool, str]:
+        # numbered tables come first, and 10 comes behind 9
+        name = cell.cell.table
+        return cell.cell.paper, not name.isdigit(), name.zfill(3)
+
+    return sorted(selected, key=place)

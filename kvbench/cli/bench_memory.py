@@ -1,11 +1,12 @@
-"""bench memory: what methods hold, by the byte, and papers' own arithmetic about it."""
+"""bench memory: the bytes that methods hold, and papers' own arithmetic about memory."""
 
 from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypedDict
 
 from kvbench.base.errors import UsageError
 from kvbench.plan import words
@@ -15,12 +16,12 @@ from kvbench.plan.words import split_list
 if TYPE_CHECKING:
     from kvbench.plan.config import RunConfig
 
-SIZES = Key(
-    "n",
-    "512,4096",
-    lambda text: [whole_number(n, least=1) for n in split_list(text)],
-    "prompt sizes in tokens, whole numbers, as in n=512,4096",
-)
+
+def _read_sizes(text: str) -> list[int]:
+    return [whole_number(part, least=1) for part in split_list(text)]
+
+
+SIZES = Key("n", "512,4096", read=_read_sizes, allowed="prompt sizes in tokens, whole numbers, as in n=512,4096")
 KEYS = ("per", "match", "reference", "threads")
 
 
@@ -33,18 +34,46 @@ def main(args: argparse.Namespace) -> int:
     from kvbench.bench import memory_table, request
     from kvbench.plan import config
 
-    run_words = [request.alias(o) for o in args.overrides if o.partition("=")[0] != "n"]
+    # n= is this verb's own key: a run has no prompt sizes
+    run_words = [request.alias(word) for word in args.overrides if not word.startswith("n=")]
     if "method" not in options:
         run_words.append(f"method={','.join(memory_table.default_methods())}")
-    request.refuse_keys("memory", options, KEYS, ("model", "method", "n", "paper", "preset", "dtype", *KEYS))
-    results = [_measure(config.parse(run), sizes, not args.formula, args.json) for run in words.read(run_words).runs]
+    known_keys = ["model", "method", "n", "paper", "preset", "dtype"]
+    known_keys += KEYS
+    request.refuse_keys("memory", options, KEYS, known_keys)
+    results = []
+    for run in words.read(run_words).runs:
+        results.append(_measure(config.parse(run), sizes, build=not args.formula, quiet=args.json))
     if args.json:
-        print(json.dumps(results[0] if len(results) == 1 else results, indent=1, ensure_ascii=False))
-    return 0 if all(row["agrees"] in (True, None) for r in results for row in r["rows"]) else 1
+        # one model's result stands alone, without a list around it
+        content = results[0] if len(results) == 1 else results
+        print(json.dumps(content, indent=1, ensure_ascii=False))
+    for result in results:
+        # None: with --formula nothing was built to compare
+        if any(row["agrees"] not in (True, None) for row in result["rows"]):
+            return 1
+    return 0
 
 
-def _measure(cfg: RunConfig, sizes: list[int], build: bool, quiet: bool) -> dict[str, Any]:
-    """Return the rows of one model at all prompt sizes. Print each table once it is ready, unless ``quiet``."""
+class MemoryResult(TypedDict):
+    """The rows of one model, as ``--json`` prints them.
+
+    shape: the model's numbers of layers, heads and channels.
+    matched: the budgets that were chosen so that methods hold equal bytes, with the prompt size ``n``.
+    """
+
+    model: str
+    shape: dict[str, object]
+    dtype: str
+    rows: list[dict[str, object]]
+    matched: list[dict[str, object]]
+
+
+def _measure(cfg: RunConfig, sizes: Sequence[int], build: bool, quiet: bool) -> MemoryResult:
+    """Return the rows of one model at all prompt sizes. Print each table once it is ready, unless ``quiet``.
+
+    With ``build`` caches are built and their bytes compared with the formulas.
+    """
     import torch
 
     from kvbench.base.progress import progress
@@ -52,37 +81,44 @@ def _measure(cfg: RunConfig, sizes: list[int], build: bool, quiet: bool) -> dict
     from kvbench.plan import equal_memory
 
     shape = request.shape_of(cfg)
-    tiny = cfg.model.path == "embedded:tiny"
     name = cfg.model.dtype
     if name == "auto":
-        name = "float32" if tiny else "float16"
+        # the papers' models are served in half precision, whatever this machine would run them in
+        name = "float16"
+        if cfg.model.path == "embedded:tiny":
+            name = "float32"
     dtype = getattr(torch, name)
     if cfg.threads is not None:
         torch.set_num_threads(cfg.threads)
     if not quiet:
         print(f"{cfg.model_name}: {shape}; {name}\n")
-    rows, matches = [], []
+    rows: list[dict[str, object]] = []
+    matches: list[dict[str, object]] = []
     for n in sizes:
+        # budgets of equal bytes differ with the size of the prompt
         matched_cfg, matched = equal_memory.settle(cfg, shape, n)
         accounts = []
         with progress({f"{n} tokens": len(matched_cfg.chains)}, quiet, "methods") as tick:
             for chain in matched_cfg.chains:
-                accounts.append(memory_table.account(chain, shape, n, dtype, build))
+                accounts.append(memory_table.account(chain, shape, n, dtype=dtype, build=build))
                 tick(f"{n} tokens", 1)
-        rows += [r.as_json() for r in accounts]
-        matches += [{"n": n, **asdict(m)} for m in matched]
+        rows += [account.as_json() for account in accounts]
+        matches += [{"n": n} | asdict(match) for match in matched]
         if not quiet:
-            print(memory_table.render(accounts, [str(m) for m in matched]))
+            print(memory_table.render(accounts, [str(match) for match in matched]))
     return {"model": cfg.model_name, "shape": asdict(shape), "dtype": name, "rows": rows, "matched": matches}
 
 
-def _print_paper(options: dict[str, str], as_json: bool) -> int:
+def _print_paper(options: Mapping[str, str], as_json: bool) -> int:
+    """Print the numbers that a paper computes about memory, computed again. Return exit status 0."""
     from kvbench.papers.timed import paper_arithmetic
 
-    if set(options) != {"paper"}:
-        other = next(k for k in options if k != "paper")
-        raise UsageError(f"{other}={options[other]} is not possible with paper=: a paper's figures have no knobs")
+    for key, value in options.items():
+        if key != "paper":
+            raise UsageError(f"{key}={value} is not possible with paper=: a paper's figures have no knobs")
     figures = paper_arithmetic.of(options["paper"])
-    plain = [f.as_json() for f in figures]
-    print(json.dumps(plain, indent=1, ensure_ascii=False) if as_json else paper_arithmetic.render(figures))
+    if as_json:
+        print(json.dumps([figure.as_json() for figure in figures], indent=1, ensure_ascii=False))
+    else:
+        print(paper_arithmetic.render(figures))
     return 0

@@ -1,4 +1,4 @@
-"""calibrate: measure what methods need of a model, and keep it; a run does the same at first use."""
+"""calibrate: compute and store the statistics of a model that some methods need. A run does the same at first use."""
 
 from __future__ import annotations
 
@@ -18,18 +18,28 @@ def main(args: argparse.Namespace) -> int:
     """Compute missing calibrations and print all."""
     if not any(o.startswith("method=") for o in args.overrides):
         raise UsageError("calibrate needs a method, as in: python -m kvbench calibrate method=uncomp-group")
-    overrides = [f"calibration_{o}" if o.startswith("text=") else o for o in args.overrides]
+    overrides = []
+    for word in args.overrides:
+        # text= is a run's key calibration_text=
+        if word.startswith("text="):
+            word = f"calibration_{word}"
+        overrides.append(word)
     from kvbench.plan import config
     from kvbench.run import experiment
 
+    # all runs are parsed before the first calibration, which may take minutes, is computed
     cfgs = [config.parse(run) for run in words.read(overrides).runs]
-    records = [record for cfg in cfgs for record in experiment.calibrate(cfg, quiet=args.json)]
+    records = []
+    for cfg in cfgs:
+        records += experiment.calibrate(cfg, quiet=args.json)
     if args.json:
         print(json.dumps(records, indent=1, ensure_ascii=False))
         return 0
-    for r in records:
-        shapes = ", ".join(f"{name} {shape}" for name, shape in r["shapes"].items())
-        print(f"{r['method']}: {r['file']}")
-        print(f"  {r['samples']} samples of {r['tokens']} tokens, {r['text']}; sha256 {r['sha256'][:16]}")
+    for record in records:
+        shapes = ", ".join(f"{name} {shape}" for name, shape in record["shapes"].items())
+        print(f"{record['method']}: {record['file']}")
+        # the first digits of the digest tell two calibrations apart
+        sha256 = record["sha256"][:16]
+        print(f"  {record['samples']} samples of {record['tokens']} tokens, {record['text']}; sha256 {sha256}")
         print(f"  {shapes}")
     return 0

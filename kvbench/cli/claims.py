@@ -1,4 +1,4 @@
-"""claims: what papers claim, tested on a model, with the evidence for each verdict."""
+"""claims: the claims of papers, tested on a model, with the evidence for each verdict."""
 
 from __future__ import annotations
 
@@ -29,31 +29,31 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Measure what the claims need and print the ledger."""
+    """Measure the cells that the claims need and print the ledger."""
+    # without a paper, argparse takes the first key=value for it
     if "=" in args.paper:
-        args.paper, args.overrides = "all", [args.paper, *args.overrides]
-    options = {"limit": "20", **pairs(args.overrides)}
+        args.overrides = [args.paper] + args.overrides
+        args.paper = "all"
+    options = {"limit": "20"}
+    options |= pairs(args.overrides)
     refuse_fixed(options, "the claim")
-    model, results = options.pop("model", "tiny"), Path(options.get("results", "results"))
+    model = options.pop("model", "tiny")
+    results = Path(options.get("results", "results"))
     if not model:
         raise UsageError("model= needs a name: an entry of conf/model, a folder or a hub id")
     from kvbench.papers.claims import claim_runner, claims
     from kvbench.report import writers
 
     papers = claims.find(args.paper)
-    prepared = claim_runner.prepare(papers, model, [f"{k}={v}" for k, v in options.items()])
+    prepared = claim_runner.prepare(papers, model, [f"{key}={value}" for key, value in options.items()])
     claim_runner.measure(prepared)
     content = claim_runner.plain(prepared, model, claim_runner.settle(prepared, model))
+    # stored before it is printed: the report page reads it
     claim_runner.write(content, results, papers)
     if args.json:
         print(json.dumps(content, indent=1, ensure_ascii=False))
     else:
-        print(
-            writers.compose(
-                [claim_runner.sheet([content])],
-                [*claim_runner.notes(content), *claim_runner.reasons(content)],
-                args.format,
-            ),
-            end="",
-        )
+        # first how to read the ledger, then why verdicts are missing
+        notes = claim_runner.notes(content) + claim_runner.reasons(content)
+        print(writers.compose([claim_runner.sheet([content])], notes, args.format), end="")
     return 0

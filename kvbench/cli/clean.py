@@ -1,4 +1,4 @@
-"""clean: remove what runs left behind, and cells that are named."""
+"""clean: remove leftovers of runs, and cells that the user names."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ WORDS = {
     "lock": "lock{s} that nobody holds",
     "aside": "damaged part{s} (kept in the folder damaged)",
 }
+"""The kinds of leftovers; {s} is the s of a plural."""
 KEYS = ("results", "cells", "status", "model", "method", "dataset")
 
 
@@ -28,7 +29,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Show what can go, and with --yes remove it."""
+    """Print the files that can go, and remove them with --yes."""
     from kvbench.report.listing import given, rows
     from kvbench.store.store import LINK, ResultStore
     from kvbench.store.store_clean import carry_out, leftovers, plan
@@ -37,31 +38,53 @@ def main(args: argparse.Namespace) -> int:
     store = ResultStore(Path(filters.pop("results", "results")).expanduser())
     if not store.root.is_dir():
         raise UsageError(f"results={store.root} is not a folder: give results=FOLDER that runs were made in")
+    # cells that the user names by id or status go as a whole; other cells lose only lines that do not count
     all_samples = "cells" in filters or "status" in filters
     cells = [cell.id for cell in rows(store, filters)]
-    busy = {cell: shards for cell in cells if (shards := store.measuring(cell))}
+    busy: dict[str, tuple[int, ...]] = {}
+    for cell in cells:
+        shards = store.measuring(cell)
+        if shards:
+            busy[cell] = shards
+    # a cell that is named must go, or the user must know why not; others are left alone
     if busy and "cells" in filters:
         cell, shards = next(iter(busy.items()))
         raise KvbenchError(
             f"cells={cell}: shard {', '.join(map(str, shards))} of it is being measured now; stop that run first"
         )
-    removals = [*plan(store, cells, all_samples), *(leftovers(store) if not filters else ())]
-    for warning in filter(lambda w: LINK in w, store.warnings):
-        say(warning)
+    removals = plan(store, cells, whole=all_samples)
+    # half-removed folders belong to no cell, so that no filter chooses them
+    if not filters:
+        removals += leftovers(store)
+    for warning in store.warnings:
+        if LINK in warning:
+            say(warning)
     if args.yes:
         carry_out(store, removals)
     if args.json:
-        shown = [{"kind": r.kind, "cell": r.cell, "path": str(r.path), "about": r.about} for r in removals]
-        print(json.dumps({"removed": args.yes, "items": shown, "busy": sorted(busy)}, indent=1, ensure_ascii=False))
+        items = []
+        for removal in removals:
+            items.append(
+                {"kind": removal.kind, "cell": removal.cell, "path": str(removal.path), "about": removal.about}
+            )
+        print(json.dumps({"removed": args.yes, "items": items, "busy": sorted(busy)}, indent=1, ensure_ascii=False))
         return 0
+    # every cell has a lock: they are counted, not listed
     for removal in removals:
         if removal.kind != "lock":
             print(f"{removal.kind:<10} {removal.path.relative_to(store.root / 'cells')}: {removal.about}")
     for cell in busy:
         print(f"left alone {cell}: it is being measured now")
-    counts = Counter(r.kind for r in removals)
-    total = ", ".join(f"{n} {WORDS[kind].format(s='s' * (n > 1))}" for kind, n in counts.items()) or "nothing"
-    print(
-        f"{'removed' if args.yes else 'would remove'} {total}" + ("" if args.yes or not removals else "; --yes does it")
-    )
+    counts = Counter(removal.kind for removal in removals)
+    totals = []
+    for kind, n in counts.items():
+        plural = "s" if n > 1 else ""
+        totals.append(f"{n} {WORDS[kind].format(s=plural)}")
+    total = ", ".join(totals) or "nothing"
+    if args.yes:
+        print(f"removed {total}")
+    elif removals:
+        print(f"would remove {total}; --yes does it")
+    else:
+        print(f"would remove {total}")
     return 0

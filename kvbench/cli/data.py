@@ -1,14 +1,14 @@
-"""data: which datasets are there, fetching them from their publishers with checksums, and what models read of them."""
+"""data: show which datasets are on this machine, fetch them with checksums, and print the prompts that models read."""
 
 from __future__ import annotations
 
 import argparse
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from textwrap import fill
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypedDict
 
 from kvbench.base.errors import UsageError, say
 from kvbench.plan.keys import divide
@@ -17,9 +17,54 @@ if TYPE_CHECKING:
     from kvbench.base.example import Example
     from kvbench.plan.run_plan import RunPlan
     from kvbench.tasks.base import Task
+    from kvbench.tasks.fetch import FileSource
 
 ACTIONS = ("status", "fetch", "show")
 WIDTH = 100
+
+
+class TurnRecord(TypedDict):
+    """One question of a context as the model reads it, with its references."""
+
+    question: str
+    answers: list[str]
+
+
+class PromptRecord(TypedDict, total=False):
+    """An example as the model reads it, whole (``prompt``) and divided where the cache is compressed.
+
+    ``turns`` is there where a context has several questions. All other keys are in every record.
+    """
+
+    task: str
+    id: str
+    tokens: int
+    cut: int
+    prompt: str
+    context: str
+    after: str
+    question: str
+    answer_prefix: str
+    answers: list[str]
+    meta: dict[str, object]
+    max_new_tokens: int
+    turns: list[TurnRecord]
+
+
+class DatasetRecord(TypedDict):
+    """The state of a dataset's files, by their places below the data folder, and where the files come from.
+
+    None stands for a key that conf/dataset does not have.
+    """
+
+    dataset: str
+    state: str
+    files: dict[str, str]
+    repo: str | None
+    revision: str | None
+    commits: list[str]
+    verified: bool | None
+    licence: str | None
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,7 +84,9 @@ def main(args: argparse.Namespace) -> int:
     folder = options.get("data.root")
     if "data.root" in options and not folder:
         raise UsageError("data.root= is empty: give a folder")
-    return _fetch_datasets(ids, folder, args.json) if args.action == "fetch" else _print_status(ids, folder, args.json)
+    if args.action == "fetch":
+        return _fetch_datasets(ids, folder, args.json)
+    return _print_status(ids, folder, args.json)
 
 
 def _print_prompts(ids: list[str], options: dict[str, str], as_json: bool) -> int:
@@ -49,71 +96,97 @@ def _print_prompts(ids: list[str], options: dict[str, str], as_json: bool) -> in
 
     if not ids:
         raise UsageError("data show needs a dataset, as in: data show tiny/needle limit=1 prompt=plain")
-    asked = {"dataset": ",".join(ids), "method": "full", "limit": "1", **options}
-    requests = words.read([f"{key}={value}" for key, value in asked.items()]).runs
-    prepared = [experiment.prepare(config.parse(r), reading=True) for r in requests]
-    records = [_prompt_record(p, g.task, e) for p in prepared for g in p.groups for e in g.examples]
+    # a run needs a method, and the full cache's prompts are those of all methods
+    run_options = {"dataset": ",".join(ids), "method": "full", "limit": "1"}
+    run_options |= options
+    requests = words.read([f"{key}={value}" for key, value in run_options.items()]).runs
+    # reading: nothing is written, so that the results folder need not be there
+    plans = [experiment.prepare(config.parse(request), reading=True) for request in requests]
+    records = []
+    for prepared in plans:
+        for group in prepared.groups:
+            records += [_prompt_record(prepared, group.task, example) for example in group.examples]
     if as_json:
         print(json.dumps({"examples": records}, indent=1, ensure_ascii=False))
         return 0
     for record in records:
-        cut = f", {record['cut']} cut from the middle" if record["cut"] else ""
-        print(f"{record['task']}, example {record['id']}: {record['tokens']} tokens{cut}\n{record['context']}")
-        for turn in record.get("turns", ()):
-            print(f"--- a question of the compressed context:\n{turn['question']}")
-            print(f"--- references: {', '.join(map(repr, turn['answers']))}")
-        if record["after"]:
-            print(f"--- once that is compressed:\n{record['after']}")
-        references = ", ".join(map(repr, record["answers"]))
-        print(f"--- at most {record['max_new_tokens']} new tokens; references: {references}\n" if references else "")
+        _print_prompt(record)
     return 0
 
 
-def _prompt_record(prepared: RunPlan, task: Task, example: Example) -> dict[str, Any]:
-    """Return what the model reads of an example as text, whole and divided where the cache is compressed."""
+def _print_prompt(record: PromptRecord) -> None:
+    """Print a prompt in the parts that the model reads one after another, and an empty line."""
+    heading = f"{record['task']}, example {record['id']}: {record['tokens']} tokens"
+    if record["cut"]:
+        heading += f", {record['cut']} cut from the middle"
+    print(f"{heading}\n{record['context']}")
+    for turn in record.get("turns", ()):
+        print(f"--- a question of the compressed context:\n{turn['question']}")
+        print(f"--- references: {', '.join(map(repr, turn['answers']))}")
+    if record["after"]:
+        print(f"--- once that is compressed:\n{record['after']}")
+    # a text that is scored, and a context of several questions, have no references of their own
+    if record["answers"]:
+        references = ", ".join(map(repr, record["answers"]))
+        print(f"--- at most {record['max_new_tokens']} new tokens; references: {references}")
+    print()
+
+
+def _prompt_record(prepared: RunPlan, task: Task, example: Example) -> PromptRecord:
+    """Return an example as the model reads it, as text, whole and divided where the cache is compressed."""
     from kvbench.run.host import encode_prompt
     from kvbench.tasks.turns import EncodedTurns
 
+    ids: Sequence[int]
+    after: Sequence[int]
     questions: Sequence[Sequence[int]] = ()
     if example.tokens:
+        # a text that is scored: the tokens before ``prefix`` are compressed, those from it on are scored
         prefix = int(example.meta["prefix"])
-        ids, after, cut = example.tokens[:prefix], example.tokens[prefix:], 0
+        ids, after = example.tokens[:prefix], example.tokens[prefix:]
+        cut = 0
+        max_new_tokens = 0
     else:
-        encoded = encode_prompt(prepared.tokenizer, example, task, prepared.cfg.prompt, prepared.context)
-        questions = encoded.questions if isinstance(encoded, EncodedTurns) else ()
-        ids, after, cut = encoded.ids, encoded.question, encoded.cut
-    return {
+        encoded = encode_prompt(prepared.tokenizer, example, task, policy=prepared.cfg.prompt, context=prepared.context)
+        ids, after = encoded.ids, encoded.question
+        cut = encoded.cut
+        max_new_tokens = example.max_new_tokens
+        if isinstance(encoded, EncodedTurns):
+            questions = encoded.questions
+    decode = prepared.tokenizer.decode
+    record: PromptRecord = {
         "task": task.id,
         "id": example.id,
         "tokens": len(ids) + len(after),
         "cut": cut,
-        "prompt": prepared.tokenizer.decode([*ids, *after]),
-        "context": prepared.tokenizer.decode(ids),
-        "after": prepared.tokenizer.decode(after),
+        # all tokens at once: a word's pieces on both sides of the cut may decode otherwise together than apart
+        "prompt": decode(list(ids) + list(after)),
+        "context": decode(ids),
+        "after": decode(after),
         "question": example.question,
         "answer_prefix": example.answer_prefix,
         "answers": list(example.answers),
         "meta": dict(example.meta),
-        "max_new_tokens": 0 if example.tokens else example.max_new_tokens,
-        **({"turns": _turn_records(prepared, example, questions)} if example.turns else {}),
+        "max_new_tokens": max_new_tokens,
     }
-
-
-def _turn_records(prepared: RunPlan, example: Example, questions: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
-    """Return what the model reads of each question of a context, with its references."""
-    return [
-        {"question": prepared.tokenizer.decode(ids), "answers": list(turn.answers)}
-        for ids, turn in zip(questions, example.turns, strict=True)
-    ]
+    if example.turns:
+        turns: list[TurnRecord] = []
+        for question_ids, turn in zip(questions, example.turns, strict=True):
+            turns.append({"question": decode(question_ids), "answers": list(turn.answers)})
+        record["turns"] = turns
+    return record
 
 
 def _fetch_datasets(ids: list[str], folder: str | None, as_json: bool) -> int:
-    """Fetch the datasets with these ids and print what was fetched. Return exit status 0."""
+    """Fetch the datasets with these ids and print the number of fetched files. Return exit status 0."""
     from kvbench.tasks import fetch, hub, source
 
+    # no id does not mean all: together they are a long download
     if not ids:
-        raise UsageError(f"data fetch needs a dataset: {', '.join(sorted(n for n, s in fetch.sources().items() if s))}")
-    sources = [fetch.source_of(i) for i in ids]
+        fetchable = sorted(name for name, file_source in fetch.sources().items() if file_source)
+        raise UsageError(f"data fetch needs a dataset: {', '.join(fetchable)}")
+    # all ids are looked up before the first file is downloaded
+    sources = [fetch.source_of(name) for name in ids]
     if folder is not None:
         try:
             Path(folder).expanduser().mkdir(parents=True, exist_ok=True)
@@ -123,26 +196,25 @@ def _fetch_datasets(ids: list[str], folder: str | None, as_json: bool) -> int:
     if root is None:
         raise UsageError(f"data fetch needs a data folder: data.root=FOLDER or the variable {source.ENVIRONMENT}")
     report = []
-    for dataset_source in sources:
-        fetched_paths = fetch.fetch(dataset_source, root, hub.HuggingFace(), say)
+    lines = []
+    for file_source in sources:
+        fetched_paths = fetch.fetch(file_source, root, hub.HuggingFace(), say)
         report.append(
             {
-                "dataset": dataset_source.dataset,
+                "dataset": file_source.dataset,
                 "fetched": fetched_paths,
-                "licence": dataset_source.licence,
+                "licence": file_source.licence,
                 "root": str(root),
             }
         )
+        outcome = "nothing was missing"
+        if fetched_paths:
+            outcome = f"{len(fetched_paths)} of {len(file_source.files)} files fetched"
+        lines.append(f"{file_source.dataset}: {outcome}, in {root}. Licence: {file_source.licence}")
     if as_json:
         print(json.dumps(report, indent=1, ensure_ascii=False))
-        return 0
-    for line, dataset_source in zip(report, sources, strict=True):
-        outcome = (
-            f"{len(line['fetched'])} of {len(dataset_source.files)} files fetched"
-            if line["fetched"]
-            else "nothing was missing"
-        )
-        print(f"{line['dataset']}: {outcome}, in {root}. Licence: {line['licence']}")
+    else:
+        print("\n".join(lines))
     return 0
 
 
@@ -151,6 +223,7 @@ def _print_status(ids: list[str], folder: str | None, as_json: bool) -> int:
     from kvbench.base.errors import unknown
     from kvbench.tasks import fetch, source
 
+    # without a data folder, all files are missing
     root = source.data_root(folder)
     sources = fetch.sources()
     for name in ids:
@@ -160,12 +233,21 @@ def _print_status(ids: list[str], folder: str | None, as_json: bool) -> int:
     report = []
     changed_files = []
     for name in ids or sources:
-        entry = sources[name]
-        states = {w: fetch.state(root, w, lock) for w in entry.files} if entry else {}
-        changed_files += [fetch.changed(root, w) for w, s in states.items() if s == "changed" and root]
-        record = _dataset_record(name, entry, {w.to: s for w, s in states.items()}, lock)
-        if root and entry and entry.instead and (root / entry.instead).is_file() and "missing" in states.values():
-            record["state"] += f"; {entry.instead} is read in their place"
+        file_source = sources[name]
+        states: dict[str, str] = {}
+        if file_source is not None:
+            for file in file_source.files:
+                state = fetch.state(root, file, lock)
+                states[file.to] = state
+                if root and state == "changed":
+                    changed_files.append(fetch.changed(root, file))
+        record = _dataset_record(name, file_source, states, lock)
+        # one file of another layout can stand in for the missing files of some datasets
+        instead = ""
+        if file_source is not None:
+            instead = file_source.instead
+        if root and instead and (root / instead).is_file() and "missing" in states.values():
+            record["state"] += f"; {instead} is read in their place"
         report.append(record)
     if as_json:
         print(json.dumps({"root": str(root) if root else None, "datasets": report}, indent=1, ensure_ascii=False))
@@ -176,44 +258,69 @@ def _print_status(ids: list[str], folder: str | None, as_json: bool) -> int:
     return 1 if changed_files else 0
 
 
-def _dataset_record(name: str, entry: Any, states: dict[str, str], lock: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    commits = sorted({lock[f]["commit"] for f in states if f in lock and "commit" in lock[f]})
-    return {
+def _dataset_record(
+    name: str, file_source: FileSource | None, states: dict[str, str], lock: Mapping[str, Mapping[str, object]]
+) -> DatasetRecord:
+    """Return a dataset's state, with the commits that its fetched files come from."""
+    commits = set()
+    for place in states:
+        # files with an address of their own have no commit
+        if place in lock and "commit" in lock[place]:
+            commits.add(str(lock[place]["commit"]))
+    record: DatasetRecord = {
         "dataset": name,
         "state": _summarise_states(states),
         "files": states,
-        "repo": entry.repo if entry else None,
-        "revision": entry.revision if entry and entry.repo else None,
-        "commits": commits,
-        "verified": entry.verified if entry else None,
-        "licence": entry.licence if entry else None,
+        "repo": None,
+        "revision": None,
+        "commits": sorted(commits),
+        "verified": None,
+        "licence": None,
     }
+    if file_source is not None:
+        record["repo"] = file_source.repo
+        # a revision is that of a repo: files with an address of their own have none
+        if file_source.repo:
+            record["revision"] = file_source.revision
+        record["verified"] = file_source.verified
+        record["licence"] = file_source.licence
+    return record
 
 
-def _summarise_states(states: dict[str, str]) -> str:
+def _summarise_states(states: Mapping[str, str]) -> str:
     """Return the state that all files have, or else how many files are in each state."""
     if not states:
         return "no files listed"
     counts = Counter(states.values())
     if len(counts) == 1:
         return next(iter(counts))
-    return ", ".join(f"{n} {s}" for s, n in sorted(counts.items())) + f", of {len(states)} files"
+    parts = [f"{n} {state}" for state, n in sorted(counts.items())]
+    return f"{', '.join(parts)}, of {len(states)} files"
 
 
-def _print_table(report: list[dict[str, Any]], root: Path | None) -> None:
+def _print_table(report: Sequence[DatasetRecord], root: Path | None) -> None:
+    """Print a line for each dataset, and below it where its files come from and which are missing."""
     print(f"data folder: {root or 'none (data.root=FOLDER or the environment variable KVBENCH_DATA)'}")
-    for r in report:
-        print(f"  {r['dataset']:<14} {r['state']}")
-        if r["licence"] is None:
+    for record in report:
+        print(f"  {record['dataset']:<14} {record['state']}")
+        # datasets that come with kvbench, or are made here, have no source
+        if record["licence"] is None:
             continue
-        commits = ", ".join(c[:12] for c in r["commits"])
-        fetched = f" (fetched: {commits})" if commits else ""
-        where = f"{r['repo']} at {r['revision']}{fetched}" if r["repo"] else "own address"
-        _print_detail(f"{where}; {'verified' if r['verified'] else 'not verified'}; licence: {r['licence']}")
-        missing = [f for f, s in r["files"].items() if s == "missing"]
-        if missing and len(missing) < len(r["files"]):
+        origin = "own address"
+        if record["repo"]:
+            origin = f"{record['repo']} at {record['revision']}"
+            # the first digits of a commit tell it from others, as git abbreviates it
+            commits = ", ".join(commit[:12] for commit in record["commits"])
+            if commits:
+                origin += f" (fetched: {commits})"
+        verified = "verified" if record["verified"] else "not verified"
+        _print_detail(f"{origin}; {verified}; licence: {record['licence']}")
+        # where all files are missing, the state says it
+        missing = [place for place, state in record["files"].items() if state == "missing"]
+        if missing and len(missing) < len(record["files"]):
             _print_detail(f"missing: {', '.join(missing)}")
 
 
 def _print_detail(text: str) -> None:
+    """Print a text below a dataset's state, in lines of at most WIDTH characters."""
     print(fill(text, WIDTH, initial_indent=" " * 17, subsequent_indent=" " * 17, break_long_words=False))

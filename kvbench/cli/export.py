@@ -23,37 +23,53 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Write what is chosen and print where."""
+    """Write the chosen cells and print the names of the files."""
     from kvbench.report.listing import FILTERS, given
     from kvbench.store.store import ResultStore
 
     one_of("format of export", FORMATS, args.form)
-    own = ("name",) if args.form == "kvpress" else ()
-    options = given(args.overrides, ("results", "output", *own, *FILTERS))
-    named = "results" in options
+    keys = ["results", "output"]
+    if args.form == "kvpress":
+        keys.append("name")
+    keys += FILTERS
+    options = given(args.overrides, keys)
+    # the default folder may be missing, one that is named may not
+    is_named = "results" in options
     store = ResultStore(Path(options.pop("results", "results")).expanduser())
-    if named:
+    if is_named:
         store.check_there()
     if args.form == "kvpress":
-        return _folders(store, options, as_json=args.json)
+        return _write_folders(store, options, as_json=args.json)
+    return _write_lines(store, options, as_json=args.json)
+
+
+def _write_lines(store: ResultStore, options: dict[str, str], as_json: bool) -> int:
+    """Write a line of the open format for each cell that has a score; print the file's name."""
     from kvbench.report import open_results
 
     path = Path(options.pop("output", open_results.NAME)).expanduser()
     if path.is_dir():
         raise UsageError(f"output={path} is a folder: name a file in it, as in output={path / open_results.NAME}")
+    # the remaining options are filters
     lines = [line for line in open_results.records(store, options) if line["score"] is not None]
     if not lines:
-        raise UsageError(_nothing(store) + (f"; {path} is left as it is" if path.exists() else ""))
+        message = _nothing_chosen(store)
+        if path.exists():
+            message += f"; {path} is left as it is"
+        raise UsageError(message)
     count = open_results.write(lines, path)
-    print(json.dumps({"file": str(path), "results": count}) if args.json else f"{path} ({count} results)")
+    if as_json:
+        print(json.dumps({"file": str(path), "results": count}))
+    else:
+        print(f"{path} ({count} results)")
     return 0
 
 
-def _nothing(store: ResultStore) -> str:
+def _nothing_chosen(store: ResultStore) -> str:
     return f"{store.root} holds no measured answers that are chosen here (python -m kvbench list runs)"
 
 
-def _folders(store: ResultStore, options: dict[str, str], as_json: bool) -> int:
+def _write_folders(store: ResultStore, options: dict[str, str], as_json: bool) -> int:
     """Write a folder for each model, method and length; print their names."""
     from kvbench.report import export_kvpress
     from kvbench.report.listing import rows
@@ -61,28 +77,31 @@ def _folders(store: ResultStore, options: dict[str, str], as_json: bool) -> int:
     root = Path(options.pop("output", "kvpress-results")).expanduser()
     if root.exists() and not root.is_dir():
         raise UsageError(f"output={root} is a file: name a folder, which is made")
+    # the name becomes a part of the folders' names
     name = options.pop("name", None)
     if name is not None and (name != Path(name).name or name == ".."):
         raise UsageError(f"name={name} is not possible: what the data set is called in the folders' names, without /")
     runs, notes = export_kvpress.runs(store, rows(store, options), name)
     if not runs:
-        raise UsageError("; ".join(notes) or _nothing(store))
+        raise UsageError("; ".join(notes) or _nothing_chosen(store))
+    # all names are checked before the first folder is written
     export_kvpress.check_names(runs, root)
     folders = [export_kvpress.write(run, root) for run in runs]
     for note in notes:
         say(note)
     if as_json:
-        listed = [
-            {"folder": str(f), "tasks": [*run.tasks], "n": len(run.samples)}
-            for f, run in zip(folders, runs, strict=True)
-        ]
-        print(json.dumps({"folders": listed}, indent=1, ensure_ascii=False))
+        records = []
+        for folder, run in zip(folders, runs, strict=True):
+            records.append({"folder": str(folder), "tasks": list(run.tasks), "n": len(run.samples)})
+        print(json.dumps({"folders": records}, indent=1, ensure_ascii=False))
     else:
         print("\n".join(map(str, folders)))
-    partial = [run for run in runs if run.fraction < 1]
-    short = [run for run in runs if run.is_ruler and len(run.tasks) < len(export_kvpress.RULER)]
-    if partial:
-        say(f"{len(partial)} folders hold a part of their data set, which kvpress's leaderboard leaves out")
-    if short:
-        say(f"{len(short)} folders hold {len(short[0].tasks)} of RULER's 13 tasks: their mean is no RULER score")
+    partial_runs = [run for run in runs if run.fraction < 1]
+    if partial_runs:
+        say(f"{len(partial_runs)} folders hold a part of their data set, which kvpress's leaderboard leaves out")
+    # RULER's score is the mean of all its tasks
+    short_runs = [run for run in runs if run.is_ruler and len(run.tasks) < len(export_kvpress.RULER)]
+    if short_runs:
+        count = len(short_runs[0].tasks)
+        say(f"{len(short_runs)} folders hold {count} of RULER's 13 tasks: their mean is no RULER score")
     return 0

@@ -17,9 +17,15 @@ LAUNCHERS = {
 
 def check(command: Command) -> None:
     """Raise UsageError, naming the extra, for a launcher that is unknown or not installed."""
-    name = next((o.partition("=")[2] for o in command.sweep if o.startswith("hydra/launcher=")), "basic")
+    # without a word on it, Hydra runs jobs one after another in its own process
+    name = "basic"
+    for word in command.sweep:
+        if word.startswith("hydra/launcher="):
+            name = word.removeprefix("hydra/launcher=")
+            break
     if name not in LAUNCHERS:
         raise unknown("launcher, hydra/launcher", name, LAUNCHERS)
+    # Hydra's own launcher needs no package
     package = LAUNCHERS[name]
     if package:
         require(package, f"hydra/launcher={name}")

@@ -1,22 +1,40 @@
-"""list: what there is to run, read from the same YAML files that run reads."""
+"""list: the methods, datasets, models and so on that can be run, read from the same YAML files that run reads."""
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from textwrap import fill
-from typing import Any
+from typing import TYPE_CHECKING
 
 from kvbench.base.conf import conf_dir
 from kvbench.base.errors import UsageError, say, unknown
 from kvbench.plan import presets
 
+if TYPE_CHECKING:
+    from kvbench.papers.spec.catalogue import CatalogueEntry
+
 KINDS = ("methods", "datasets", "models", "metrics", "presets", "figures", "tables", "runs", "kvpress")
 ASKED = ("tables", "runs", "kvpress")
 """The kinds that are listed only if they are named."""
+
+
+@dataclass(frozen=True)
+class ListItem:
+    """One entry of a list.
+
+    record: the item as ``--json`` prints it.
+    settings: the values that a preset sets.
+    """
+
+    id: str
+    about: str
+    record: Mapping[str, object]
+    knobs: Mapping[str, object] = field(default_factory=dict)
+    settings: Sequence[presets.Setting] = ()
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,125 +54,200 @@ def main(args: argparse.Namespace) -> int:
     from kvbench.report.listing import FILTERS, given, rows
     from kvbench.store.store import ResultStore
 
-    args.filters = given([k for k in args.kind if "=" in k], ("results", *FILTERS))
-    named = args.filters.pop("results", args.results)
-    kinds = [k for k in args.kind if "=" not in k] or [k for k in KINDS if k not in ASKED]
+    # kinds and filters may stand in any order
+    keys = list(FILTERS)
+    keys.append("results")
+    filters = given([word for word in args.kind if "=" in word], keys)
+    # results= and --results are the same, and a folder that is named must be there
+    named_folder = filters.pop("results", args.results)
+    named_kinds = [word for word in args.kind if "=" not in word]
+    kinds = named_kinds or [kind for kind in KINDS if kind not in ASKED]
     for kind in kinds:
         if kind not in KINDS:
             raise unknown("kind of list", kind, KINDS)
-    if args.filters and "runs" not in kinds:
-        raise UsageError(f"{next(iter(args.filters))}= chooses among runs: python -m kvbench list runs ...")
-    folder = Path(named or "results").expanduser()
+    if filters and "runs" not in kinds:
+        raise UsageError(f"{next(iter(filters))}= chooses among runs: python -m kvbench list runs ...")
+    folder = Path(named_folder or "results").expanduser()
+    store = ResultStore(folder)
     cells = []
     if "runs" in kinds:
-        store = ResultStore(folder)
-        if named is not None:
+        if named_folder is not None:
             store.check_there()
-        cells = rows(store, args.filters)
-    lists: dict[str, list[Any]] = {
-        kind: [cell.json() for cell in cells] if kind == "runs" else _items(kind, folder) for kind in kinds
-    }
+        cells = rows(store, filters)
+    items_by_kind = {kind: _items(kind, folder) for kind in kinds if kind != "runs"}
     if args.json:
-        print(json.dumps(lists, indent=1, ensure_ascii=False))
+        records: dict[str, list[Mapping[str, object]]] = {}
+        for kind in kinds:
+            if kind == "runs":
+                records[kind] = [cell.json() for cell in cells]
+            else:
+                records[kind] = [item.record for item in items_by_kind[kind]]
+        print(json.dumps(records, indent=1, ensure_ascii=False))
         return 0
-    for kind, items in lists.items():
-        if kind == "runs":
-            chosen = " ".join(f"{k}={v}" for k, v in args.filters.items())
-            none = f"no runs in {folder}{f' with {chosen}' if chosen else ' yet'}\n"
-            print(table(cells, store) if cells else none, end="")
-            continue
-        print(f"{kind}:")
-        for item in items:
-            knobs = " ".join(f"{k}={_short(v)}" for k, v in item.get("knobs", {}).items())
-            for text in filter(None, (f"{item['id']:<18} {item['about']}", f"{'':18} {knobs}" if knobs else "")):
-                print(fill(text, 100, initial_indent="  ", subsequent_indent=" " * 21, break_long_words=False))
-            for s in item.get("settings", ()) if kind in args.kind else ():
-                what = f"{s['key'].removeprefix('method.')}={_short(s['value'])}"
-                text = f"{what:<30} {s['source']}" + (f" ({s['model']} only)" if s["model"] else "")
-                print(fill(text, 100, initial_indent=" " * 6, subsequent_indent=" " * 37, break_long_words=False))
-        if not items:
-            print("  none")
+    # a kind that is named twice is listed once
+    for kind in dict.fromkeys(kinds):
+        if kind != "runs":
+            # settings are many: they are printed where presets are named
+            _print_items(kind, items_by_kind[kind], with_settings=kind in named_kinds)
+        elif cells:
+            print(table(cells, store), end="")
+        else:
+            chosen = " ".join(f"{key}={value}" for key, value in filters.items())
+            print(f"no runs in {folder} {f'with {chosen}' if chosen else 'yet'}")
     return 0
 
 
-def _items(kind: str, results: Path) -> list[dict[str, Any]]:
-    """Return the entries of one kind as plain data, each with ``id``, ``about`` and more."""
+def _print_items(kind: str, items: Sequence[ListItem], with_settings: bool) -> None:
+    """Print a line for each item, with its knobs below it and, if asked for, a preset's settings."""
+    print(f"{kind}:")
+    for item in items:
+        lines = [f"{item.id:<18} {item.about}"]
+        if item.knobs:
+            knobs = " ".join(f"{name}={_short(value)}" for name, value in item.knobs.items())
+            lines.append(f"{'':18} {knobs}")
+        for line in lines:
+            print(fill(line, 100, initial_indent="  ", subsequent_indent=" " * 21, break_long_words=False))
+        if with_settings:
+            for setting in item.settings:
+                line = f"{setting.key.removeprefix('method.')}={_short(setting.value)}"
+                line = f"{line:<30} {setting.source}"
+                if setting.model:
+                    line += f" ({setting.model} only)"
+                print(fill(line, 100, initial_indent=" " * 6, subsequent_indent=" " * 37, break_long_words=False))
+    if not items:
+        print("  none")
+
+
+def _items(kind: str, results: Path) -> list[ListItem]:
+    """Return the entries of one kind; ``results`` is the folder of measured tables."""
     if kind == "methods":
         return _methods()
     if kind == "tables":
         return _tables(results)
     if kind == "metrics":
-        from kvbench.tasks.metrics import METRICS
-
-        return [{"id": m.name, "about": m.description} for m in METRICS.values()]
+        return _metrics()
     if kind == "presets":
-        settings = {name: [asdict(s) for s in presets.settings(name)] for name in presets.available()}
-        return [{"id": name, "about": presets.about(name), "settings": s} for name, s in settings.items()]
+        return _presets()
     if kind == "kvpress":
-        from kvbench.methods.core.kvpress_package import listing as presses
-
-        return presses()
+        return _presses()
     if kind == "figures":
-        from kvbench.cli.plot import listing
+        return _figures()
+    # the other kinds are groups of conf/, which have names in the singular
+    return _entries(kind.removesuffix("s"))
 
-        return listing()
-    return _yaml(kind.removesuffix("s"))
+
+def _metrics() -> list[ListItem]:
+    # imports wait until a list needs them, so that the other lists are printed at once
+    from kvbench.tasks.metrics import METRICS
+
+    return [_item(metric.name, metric.description) for metric in METRICS.values()]
 
 
-def _yaml(group: str) -> list[dict[str, Any]]:
+def _presets() -> list[ListItem]:
+    items = []
+    for name in presets.available():
+        about, settings = presets.about(name), presets.settings(name)
+        record = {"id": name, "about": about, "settings": [asdict(setting) for setting in settings]}
+        items.append(ListItem(name, about, record, settings=settings))
+    return items
+
+
+def _presses() -> list[ListItem]:
+    from kvbench.methods.core.kvpress_package import listing
+
+    return [ListItem(record["id"], record["about"], record, knobs=record["knobs"]) for record in listing()]
+
+
+def _figures() -> list[ListItem]:
+    from kvbench.cli.plot import listing
+
+    return [ListItem(record["id"], record["about"], record) for record in listing()]
+
+
+def _item(name: str, about: str, knobs: Mapping[str, object] | None = None) -> ListItem:
+    """Return an item whose record has its id, its description and, unless None, its knobs."""
+    if knobs is None:
+        return ListItem(name, about, {"id": name, "about": about})
+    return ListItem(name, about, {"id": name, "about": about, "knobs": knobs}, knobs)
+
+
+def _entries(group: str) -> list[ListItem]:
+    """Return the entries of a group of conf/, each with its file's first comment and its knobs."""
     from kvbench.base.conf import entry
 
     items = []
     for path in sorted((conf_dir() / group).glob("*.yaml")):
+        # one malformed file of a user must not hide the others
         try:
-            knobs = entry(group, path)
+            values = entry(group, path)
         except UsageError as error:
-            items.append({"id": path.stem, "about": f"cannot be used: {error}", "knobs": {}})
+            items.append(_item(path.stem, f"cannot be used: {error}", {}))
             continue
-        first = path.read_text(encoding="utf-8").splitlines()[0]
-        items.append({"id": path.stem, "about": first.lstrip("# "), "knobs": _knobs(knobs)})
+        first_line = path.read_text(encoding="utf-8").splitlines()[0]
+        # keys such as _target_ are Hydra's
+        knobs = {key: value for key, value in values.items() if not key.startswith("_") and key != "name"}
+        items.append(_item(path.stem, first_line.lstrip("# "), knobs))
     return items
 
 
-def _methods() -> list[dict[str, Any]]:
+def _methods() -> list[ListItem]:
+    """Return the methods with a YAML file, and behind them those that are a Python file alone."""
     from kvbench.methods.core import registry
 
     for sentence in registry.broken_files().values():
         say(sentence)
-    items = _yaml("method")
-    for method in sorted(set(registry.available()) - {item["id"] for item in items}):
+    items = _entries("method")
+    for method in sorted(set(registry.available()) - {item.id for item in items}):
         try:
             about, knobs = registry.described(method)
-            items.append({"id": method, "about": about, "knobs": knobs})
+            items.append(_item(method, about, knobs))
         except UsageError as error:
-            items.append({"id": method, "about": f"cannot be used: {error}", "knobs": {}})
+            items.append(_item(method, f"cannot be used: {error}", {}))
     return items
 
 
-def _knobs(entry: Mapping[str, Any]) -> dict[str, Any]:
-    return {k: v for k, v in entry.items() if not k.startswith("_") and k != "name"}
-
-
-def _tables(results: Path) -> list[dict[str, Any]]:
+def _tables(results: Path) -> list[ListItem]:
+    """Return the papers' tables and figures, each with how much of it is printed and how much is measured."""
     from kvbench.papers.measured import coverage
     from kvbench.papers.spec import catalogue
 
-    known = [coverage.read(results / folder) for folder in ("tiny", "tables")]
+    # the tables of the tiny model and those of pretrained models have a folder each
+    counts_by_folder = [coverage.read(results / folder) for folder in ("tiny", "tables")]
     items = []
-    for entry in (e for p in catalogue.chosen("all") for e in p.entries):
-        marked = [", ".join(f"{n} {kind}" for kind, n in entry.counts().items() if n)]
-        ours = [lines[entry.name] for lines in known if entry.name in lines]
-        for line in ours:
-            found = ", ".join(f"{line[s]} {s}" for s in coverage.STATES if line[s] != "0")
-            marked.append(f"{line['model']}: {found}")
-        said = "; ".join(filter(None, marked))
-        about = f"{entry.kind}: {entry.title}" + (f" ({said})" if said else "")
-        here = [{"model": line["model"], **{s: int(line[s]) for s in coverage.STATES}} for line in ours]
-        items.append({"about": about, **entry.as_json(), "ours": here})
+    for paper in catalogue.chosen("all"):
+        for entry in paper.entries:
+            ours = [counts[entry.name] for counts in counts_by_folder if entry.name in counts]
+            items.append(_table_item(entry, ours))
     return items
 
 
-def _short(value: Any) -> str:
+def _table_item(entry: CatalogueEntry, ours: Sequence[Mapping[str, str]]) -> ListItem:
+    """Return one table of a paper; ``ours`` has the model and the numbers of our cells by state."""
+    from kvbench.papers.measured import coverage
+
+    parts = [", ".join(f"{n} {kind}" for kind, n in entry.counts().items() if n)]
+    records = []
+    for counts in ours:
+        cells = ", ".join(f"{counts[state]} {state}" for state in coverage.STATES if counts[state] != "0")
+        parts.append(f"{counts['model']}: {cells}")
+        record: dict[str, object] = {"model": counts["model"]}
+        record |= {state: int(counts[state]) for state in coverage.STATES}
+        records.append(record)
+    about = f"{entry.kind}: {entry.title}"
+    # a table whose numbers are not entered has no counts
+    sizes = "; ".join(filter(None, parts))
+    if sizes:
+        about += f" ({sizes})"
+    item: dict[str, object] = {"about": about}
+    item |= entry.as_json()
+    item["ours"] = records
+    return ListItem(str(item["id"]), about, item)
+
+
+def _short(value: object) -> str:
+    """Return a value as users type it: mappings without quotes, texts as they are."""
     if isinstance(value, dict) and value:
-        return "{" + ", ".join(f"{k}: {_short(v)}" for k, v in value.items()) + "}"
-    return value if isinstance(value, str) else json.dumps(value)
+        return "{" + ", ".join(f"{key}: {_short(inner)}" for key, inner in value.items()) + "}"
+    if isinstance(value, str):
+        return value
+    return json.dumps(value)

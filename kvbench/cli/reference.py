@@ -1,4 +1,4 @@
-"""reference: what each preset sets and from where, and what of each paper can be reproduced."""
+"""reference: the value and the source of each preset's settings, and the paper results that can be reproduced."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ def main(args: argparse.Namespace) -> int:
 
     papers = catalogue.chosen(args.paper)
     if args.json:
-        print(json.dumps([reference.as_json(p) for p in papers], indent=1, ensure_ascii=False))
-        return 0
-    print(reference.markdown(papers) if args.format == "md" else reference.text(papers), end="")
+        print(json.dumps([reference.as_json(paper) for paper in papers], indent=1, ensure_ascii=False))
+    elif args.format == "md":
+        # the text ends with its own newline, so that a file made of it has one
+        print(reference.markdown(papers), end="")
+    else:
+        print(reference.text(papers), end="")
     return 0

@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kvbench.base.errors import KvbenchError, UsageError
 from kvbench.plan.keys import choice, pairs, whole
@@ -25,7 +26,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Write the page and print its path, or print what it shows."""
+    """Write the page and print its path, or print its content as JSON."""
     options = pairs(args.overrides, "output=report.html samples=1")
     if args.json and "output" in options:
         raise UsageError(f"output={options['output']} is not possible with --json, which prints and writes no page")
@@ -35,6 +36,7 @@ def main(args: argparse.Namespace) -> int:
     count = SAMPLES.value(options)
     papers = PAPERS.value(options) == "true"
     places = [Path(name) for name in options.get("also", "").split(",") if name]
+    # the remaining keys are those of a run
     for key in ("samples", "papers", "also"):
         options.pop(key, None)
     report = _collect_page(options, count, papers, places)
@@ -42,6 +44,7 @@ def main(args: argparse.Namespace) -> int:
         print(json.dumps(report.as_json(), indent=1, ensure_ascii=False))
         return 0
     text = report.page()
+    # the page took minutes: a folder that is missing is made, not asked for
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         output.write_text(text, encoding="utf-8")
@@ -52,6 +55,11 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _collect_page(options: dict[str, str], count: int, papers: bool, places: Sequence[Path]) -> ReportPage:
+    """Measure missing results and return the page.
+
+    options: the keys of a run. count: the answers of each task to show. papers: whether to show what papers print.
+    places: folders and files of other results.
+    """
     from kvbench.papers.claims import claim_runner
     from kvbench.papers.figures.figure import folder, own_folder
     from kvbench.papers.forensics import audit
@@ -62,27 +70,48 @@ def _collect_page(options: dict[str, str], count: int, papers: bool, places: Seq
     from kvbench.run import experiment
     from kvbench.store.store import ResultStore
 
-    results, model = Path(options.get("results", "results")), options.get("model", "tiny")
-    arguments = [f"{k}={v}" for k, v in options.items() if k not in ("results", "longbench")]
-    limit = () if "limit" in options else (f"limit={max(1, count)}",)
-    methods = () if "method" in options else METHODS
-    run = words.read([*methods, *arguments, f"results={results}", *limit]).runs[0]
-    answers: list[dict[str, Any]] = []
+    results = Path(options.get("results", "results"))
+    model = options.get("model", "tiny")
+    run_words: list[str] = []
+    if "method" not in options:
+        run_words += METHODS
+    # longbench= is a key of papers' tables, not of runs
+    run_words += [f"{key}={value}" for key, value in options.items() if key not in ("results", "longbench")]
+    run_words.append(f"results={results}")
+    if "limit" not in options:
+        run_words.append(f"limit={max(1, count)}")
+    # parsed even if no answers are shown, so that a wrong key is an error in any case
+    request = words.read(run_words).runs[0]
+    answers = []
     if count:
-        answers = samples.collect(experiment.prepare(config.parse(run)), count)
-    table_arguments = [f"{k}={options[k]}" for k in ("data.root", "longbench") if k in options]
+        answers = samples.collect(experiment.prepare(config.parse(request)), count)
     runs = open_results.records(ResultStore(results))
     for place in places:
-        runs += [{**line, "from": str(place)} for line in open_results.read(place)]
-    committed = results / ("tiny" if model == stand_ins.MODEL else "tables")
-    return page.ReportPage(
-        model,
-        tables.parts(model, str(results), committed, table_arguments) if papers else [],
-        page.figures_of(folder(results, model)) if papers else [],
-        claim_runner.read(results) if papers else [],
-        audit() if papers else [],
-        answers,
-        runs,
-        page.figures_of(own_folder(results, model)),
-        papers,
+        for line in open_results.read(place):
+            line["from"] = str(place)
+            runs.append(line)
+    report = page.ReportPage(
+        model=model,
+        tables=[],
+        figures=[],
+        claims=[],
+        audit=[],
+        samples=answers,
+        runs=runs,
+        own_figures=page.figures_of(own_folder(results, model)),
+        papers=papers,
+    )
+    if not papers:
+        return report
+    # tables of the stand-in model and those of pretrained models are committed to a folder each
+    committed = results / "tables"
+    if model == stand_ins.MODEL:
+        committed = results / "tiny"
+    table_words = [f"{key}={options[key]}" for key in ("data.root", "longbench") if key in options]
+    return replace(
+        report,
+        tables=tables.parts(model, str(results), committed, table_words),
+        figures=page.figures_of(folder(results, model)),
+        claims=claim_runner.read(results),
+        audit=audit(),
     )

@@ -45,7 +45,10 @@ class Help(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, namespace: object, values: Any, option: object = None) -> None:
         """Print the help. An argument of the form ``key=value`` behind --help is no topic."""
         try:
-            print(_help(values) if values and "=" not in values else parser.format_help(), end="")
+            if values and "=" not in values:
+                print(_help(values), end="")
+            else:
+                print(parser.format_help(), end="")
         except UsageError as error:
             parser.error(str(error))
         parser.exit()
@@ -77,35 +80,42 @@ def main(args: argparse.Namespace) -> int:
 
     if args.config:
         for request in command.runs:
-            config.parse(request)  # what cannot be carried out is not shown
+            config.parse(request)  # raises for a run that is not possible: its configuration is not shown
             composed = config.compose(request)
-            print(json.dumps(composed, indent=1) if args.json else yaml.safe_dump(composed, sort_keys=False))
+            if args.json:
+                print(json.dumps(composed, indent=1))
+            else:
+                print(yaml.safe_dump(composed, sort_keys=False))
         return 0
-    prepared = [experiment.prepare(config.parse(r)) for r in command.runs]
+    # a grid of models is a run for each; all are planned before the first is measured
+    prepared = [experiment.prepare(config.parse(request)) for request in command.runs]
     if args.plan:
         return print_plans(prepared, args.json)
     if command.sweep:
         from kvbench.cli.sweep import sweep
 
-        with stopping(prepared, ["run", "-m", *args.overrides]) as stop:
+        with stopping(prepared, ["run", "-m"] + args.overrides) as stop:
+            # the shards are measured by other processes, into the same folder of results
             sweep(command, prepared[0])
             reports = [experiment.settle(prepared[0], listeners(prepared[0].cfg.logger))]
     else:
-        with stopping(prepared, ["run", *args.overrides]) as stop:
-            reports = [experiment.measure(p, args.json, listeners(p.cfg.logger)) for p in prepared]
+        with stopping(prepared, ["run"] + args.overrides) as stop:
+            reports = [experiment.measure(plan, args.json, listeners(plan.cfg.logger)) for plan in prepared]
     if stop.status is not None:
         return stop.status
     return print_reports(reports, args)
 
 
 def _help(topic: str) -> str:
-    """Return what ``run --help TOPIC`` prints. Raises UsageError for a topic that there is not."""
+    """Return the text of ``run --help TOPIC``. Raises UsageError for an unknown topic."""
     if not registry.of_kvpress(topic):
         return key_help(topic)
     from kvbench.methods.core.kvpress import stage_class
 
+    # kvpress's methods have no YAML file: their knobs are the arguments of their classes
     press = stage_class(topic)
-    knobs = "\n".join(f"  {k}: {registry.defaults(press.id)[k]}" for k in registry.knob_names(press.id))
+    defaults = registry.defaults(press.id)
+    knobs = "\n".join(f"  {name}: {defaults[name]}" for name in registry.knob_names(press.id))
     return f"{press.id}\n{knobs}\n\n{inspect.getdoc(press)}\n"
 
 
@@ -114,20 +124,28 @@ def print_reports(reports: list[Report], args: argparse.Namespace) -> int:
     from kvbench.report import render
 
     if args.json:
-        records = [r.record() for r in reports]
-        print(json.dumps(records[0] if len(records) == 1 else records, indent=1, ensure_ascii=False))
+        # one model's report stands alone, without a list around it
+        records = [report.record() for report in reports]
+        content = records[0] if len(records) == 1 else records
+        print(json.dumps(content, indent=1, ensure_ascii=False))
     else:
-        for r in reports:
+        for report in reports:
             if len(reports) > 1:
-                print(f"model {r.model}\n")
-            print(render.render(r, args.format), end="")
-            if r.apart:
-                say(f"measured in another run or part, so that times do not compare: {', '.join(r.apart)}")
-    counts = Counter("damaged" if cell.damaged else cell.status for r in reports for cell in r.cells)
+                print(f"model {report.model}\n")
+            print(render.render(report, args.format), end="")
+            if report.apart:
+                say(f"measured in another run or part, so that times do not compare: {', '.join(report.apart)}")
+    counts: Counter[str] = Counter()
+    for report in reports:
+        for cell in report.cells:
+            # the report counts damaged cells as failed, but another command helps them
+            counts["damaged" if cell.damaged else cell.status] += 1
+    exit_status = 0
     for status, did, hint in ENDS:
         if counts[status]:
             say(f"{counts[status]} of the cells {did}; the reasons stand in the table{hint}")
-    return 1 if any(counts[status] for status, _, _ in ENDS) else 0
+            exit_status = 1
+    return exit_status
 
 
 @dataclass
@@ -138,56 +156,73 @@ class Stop:
 
 
 @contextmanager
-def stopping(prepared: Sequence[RunPlan], asked: Sequence[str]) -> Iterator[Stop]:
-    """End on SIGINT or SIGTERM once measured answers are safe; print the progress and the command to go on.
+def stopping(prepared: Sequence[RunPlan], arguments: Sequence[str]) -> Iterator[Stop]:
+    """End on SIGINT or SIGTERM once measured answers are safe. Print the progress and the command to go on.
 
-    A second signal ends the process at once, since code of a method may have caught the first. ``asked`` are the verb
-    and its arguments.
+    A second signal ends the process at once, since code of a method may have caught the first. ``arguments`` are the
+    verb and its own arguments.
     """
     stop = Stop()
     signals: list[int] = []
 
     def interrupt(number: int, frame: object) -> None:
+        # the default handler ends the process without any more of Python's code
         if signals:
             say("ended at once; the answers that were stored are safe")
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         signals.append(number)
-        raise KeyboardInterrupt(f"stopped by {'Ctrl-C' if number == signal.SIGINT else signal.Signals(number).name}")
+        name = signal.Signals(number).name
+        if number == signal.SIGINT:
+            name = "Ctrl-C"
+        raise KeyboardInterrupt(f"stopped by {name}")
 
     previous_handlers = {}
+    # Python lets only the main thread set handlers
     if threading.current_thread() is threading.main_thread():
-        previous_handlers = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
+        for number in (signal.SIGINT, signal.SIGTERM):
+            previous_handlers[number] = signal.signal(number, interrupt)
     try:
         yield stop
     except KeyboardInterrupt as error:
         for note in notes(error):
             say(note)
-        stop.status = 128 + (signals[-1] if signals else signal.SIGINT)
-        todo = [t for p in prepared for t in p.todo()]
-        answered, left = (sum(t.answers_done for t in todo), sum(t.answers_to_do for t in todo))
-        command = shlex.join(["python", "-m", "kvbench", *asked])
-        say(f"interrupted. {answered} of {answered + left} answers are done and safe; to go on:\n  {command}")
+        # a shell's exit status of a process that a signal ended; a method's code may raise the error without a signal
+        last_signal = signals[-1] if signals else signal.SIGINT
+        stop.status = 128 + last_signal
+        done = left = 0
+        for plan in prepared:
+            for group in plan.todo():
+                done += group.answers_done
+                left += group.answers_to_do
+        command = shlex.join(["python", "-m", "kvbench"] + list(arguments))
+        say(f"interrupted. {done} of {done + left} answers are done and safe; to go on:\n  {command}")
     finally:
         for number, handler in previous_handlers.items():
             signal.signal(number, handler)
 
 
 def print_plans(prepared: Sequence[RunPlan], as_json: bool) -> int:
-    """Print what would be measured, and measure nothing."""
-    plans = [p.plan() for p in prepared]
+    """Print the plans of runs, and measure nothing. Return exit status 0."""
+    plans = [run.plan() for run in prepared]
     if as_json:
-        shown = [
-            {"model": p.cfg.model.path, "preset": p.cfg.preset, **asdict(plan)}
-            | {"matched": [{**asdict(m), "text": str(m)} for m in p.matched]}
-            for p, plan in zip(prepared, plans, strict=True)
-        ]
-        print(json.dumps(shown, indent=1, ensure_ascii=False))
+        records = []
+        for run, plan in zip(prepared, plans, strict=True):
+            record: dict[str, object] = {"model": run.cfg.model.path, "preset": run.cfg.preset}
+            record |= asdict(plan)
+            record["matched"] = [asdict(match) | {"text": str(match)} for match in run.matched]
+            records.append(record)
+        print(json.dumps(records, indent=1, ensure_ascii=False))
         return 0
-    for p, plan in zip(prepared, plans, strict=True):
-        print(f"model {p.cfg.model.path}" + (f", preset {p.cfg.preset}" if p.cfg.preset else ""))
-        for text in (*map(str, p.matched), *_plan_lines(plan)):
-            print(fill(text, 100, initial_indent="  ", subsequent_indent="    "))
+    for run, plan in zip(prepared, plans, strict=True):
+        heading = f"model {run.cfg.model.path}"
+        if run.cfg.preset:
+            heading += f", preset {run.cfg.preset}"
+        print(heading)
+        lines = [str(match) for match in run.matched]
+        lines += _plan_lines(plan)
+        for line in lines:
+            print(fill(line, 100, initial_indent="  ", subsequent_indent="    "))
     return 0
 
 
@@ -196,63 +231,78 @@ def _plan_lines(plan: Plan) -> Iterator[str]:
     from kvbench.report.render import size
 
     for group in plan.groups:
-        yield from _planned(group)
+        yield from _group_lines(group)
     yield f"dtype {plan.dtype}"
-    yield from _together(plan)
+    yield from _total_lines(plan.groups)
     yield f"memory for caches: {size(plan.memory)} (memory=GiB sets it)"
     yield from plan.notes
-    yield from dict.fromkeys(f"computed first: calibration of {c}" for g in plan.groups for c in g.calibrations)
-    methods: dict[str, list[str]] = {}
-    for g in plan.groups:
-        for method, cell in zip(g.methods, g.cells, strict=True):
-            methods.setdefault(method, []).append(cell)
-    count = sum(map(len, methods.values()))
+    # several tasks need the same calibration, which is computed once
+    calibrations: list[str] = []
+    for group in plan.groups:
+        calibrations += group.calibrations
+    for calibration in dict.fromkeys(calibrations):
+        yield f"computed first: calibration of {calibration}"
+    # a method has a cell for each task
+    cells_by_method: dict[str, list[str]] = {}
+    for group in plan.groups:
+        for method, cell in zip(group.methods, group.cells, strict=True):
+            cells_by_method.setdefault(method, []).append(cell)
+    count = sum(map(len, cells_by_method.values()))
     if count <= MOST_IDS:
-        yield from (f"method {method}: cells {', '.join(cells)}" for method, cells in methods.items())
+        for method, cells in cells_by_method.items():
+            yield f"method {method}: cells {', '.join(cells)}"
     else:
-        yield f"{count} cells of {len(methods)} methods: {', '.join(methods)} (list runs has their ids, once begun)"
+        methods = ", ".join(cells_by_method)
+        yield f"{count} cells of {len(cells_by_method)} methods: {methods} (list runs has their ids, once begun)"
 
 
-def _planned(g: GroupPlan) -> Iterator[str]:
+def _group_lines(group: GroupPlan) -> Iterator[str]:
     """Yield the lines of one group: answers done and left, memory and time, and the parts in which it runs."""
     from kvbench.report.render import size
 
     yield (
-        f"{g.task}: {g.examples} of {g.of} examples x {len(g.methods)} methods; "
-        f"{g.answers_done} answers done, {g.answers_to_do} to do in {g.prefills} prefills "
-        f"({g.prefills_saved} saved by sharing)"
+        f"{group.task}: {group.examples} of {group.of} examples x {len(group.methods)} methods; "
+        f"{group.answers_done} answers done, {group.answers_to_do} to do in {group.prefills} prefills "
+        f"({group.prefills_saved} saved by sharing)"
     )
-    if not g.answers_to_do:
+    if not group.answers_to_do:
         return
-    time = "" if g.seconds is None else f", about {_duration(g.seconds)}"
-    yield f"  prompts of at most {g.prompt_tokens} tokens: caches of about {size(g.bytes)}{time}"
-    if len(g.parts) > 1:
-        named = "; ".join(", ".join(part) for part in g.parts)
+    line = f"  prompts of at most {group.prompt_tokens} tokens: caches of about {size(group.bytes)}"
+    # a time is known once something like it was measured on this machine
+    if group.seconds is not None:
+        line += f", about {_duration(group.seconds)}"
+    yield line
+    if len(group.parts) > 1:
+        methods = "; ".join(map(", ".join, group.parts))
         why = "methods of yours are read apart, and each has to fit into memory"
-        yield f"  in {len(g.parts)} parts, of which each reads the prompts ({why}): {named}"
-    if g.too_large:
+        yield f"  in {len(group.parts)} parts, of which each reads the prompts ({why}): {methods}"
+    if group.too_large:
         yield (
-            f"  not within the memory for caches, even alone, and run all the same: {', '.join(g.too_large)}. Raise "
-            "memory=, or shorten the prompts (max_length=)"
+            f"  not within the memory for caches, even alone, and run all the same: {', '.join(group.too_large)}. "
+            "Raise memory=, or shorten the prompts (max_length=)"
         )
 
 
-def _together(plan: Plan) -> Iterator[str]:
+def _total_lines(groups: Sequence[GroupPlan]) -> Iterator[str]:
     """Yield the line on all groups together, with their time or how to get one. No line if nothing is left to do."""
-    todo = [g for g in plan.groups if g.answers_to_do]
+    todo = [group for group in groups if group.answers_to_do]
     if not todo:
         return
-    seconds = [g.seconds for g in todo if g.seconds is not None]
-    known = len(seconds) == len(todo)
-    time = f"about {_duration(sum(seconds))}" if known else "for a time measure a few first (limit=2), then ask again"
+    # the sum over some of the groups would be too short a time
+    seconds = [group.seconds for group in todo if group.seconds is not None]
+    time = "for a time measure a few first (limit=2), then ask again"
+    if len(seconds) == len(todo):
+        time = f"about {_duration(sum(seconds))}"
     yield (
-        f"together: {sum(g.answers_to_do for g in todo)} answers in {sum(g.prefills for g in todo)} prefills "
-        f"({sum(g.prefills_saved for g in todo)} saved by sharing); {time}"
+        f"together: {sum(group.answers_to_do for group in todo)} answers in "
+        f"{sum(group.prefills for group in todo)} prefills "
+        f"({sum(group.prefills_saved for group in todo)} saved by sharing); {time}"
     )
 
 
 def _duration(seconds: float) -> str:
-    for unit, size in (("h", 3600), ("min", 60)):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.0f} {unit}"
+    """Return a time in its largest unit of which it has at least two."""
+    for unit, unit_seconds in (("h", 3600), ("min", 60)):
+        if seconds >= 2 * unit_seconds:
+            return f"{seconds / unit_seconds:.0f} {unit}"
     return f"{seconds:.0f} s"

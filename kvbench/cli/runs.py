@@ -10,42 +10,59 @@ from kvbench.report.listing import StoredCell
 from kvbench.store.store import DAMAGED, STATUSES, ResultStore
 
 WIDTH = 24
+"""The number of characters in a line of a cell of the table."""
 
 
-def table(found: Sequence[StoredCell], store: ResultStore) -> str:
+def table(cells: Sequence[StoredCell], store: ResultStore) -> str:
     """Return the cells as text that fits 100 columns, with reasons and counts below."""
     from kvbench.report.table import Table
     from kvbench.report.writers import compose
 
     headers = ("status\nn of N", "method", "dataset\nmodel", "score\ninterval", "last change\ncell")
-    sheet = Table(headers, tuple(_texts(cell) for cell in found))
-    counts = Counter(cell.status.status for cell in found)
-    alike: dict[tuple[str, str], list[str]] = {}
-    for cell in found:
+    sheet = Table(headers, tuple(_texts(cell) for cell in cells))
+    # one reason often holds for many cells: it is printed once, with their ids
+    ids_by_reason: dict[tuple[str, str], list[str]] = {}
+    for cell in cells:
         if cell.status.reason:
-            alike.setdefault((cell.status.status, cell.status.reason), []).append(cell.id)
-    notes = [f"{status} {', '.join(names)}: {reason}" for (status, reason), names in alike.items()]
-    busy = [(cell.id, ", ".join(map(str, cell.status.measuring))) for cell in found if cell.status.measuring]
-    notes += [f"{name} is being measured now, shard {shards}" for name, shards in busy]
+            ids_by_reason.setdefault((cell.status.status, cell.status.reason), []).append(cell.id)
+    notes = [f"{status} {', '.join(ids)}: {reason}" for (status, reason), ids in ids_by_reason.items()]
+    for cell in cells:
+        if cell.status.measuring:
+            shards = ", ".join(map(str, cell.status.measuring))
+            notes.append(f"{cell.id} is being measured now, shard {shards}")
     notes += store.warnings
-    total = ", ".join(f"{counts[s]} {s}" for s in (*STATUSES, DAMAGED) if counts[s])
-    return compose([sheet], [*notes, f"{len(found)} cells in {store.root}/cells/<cell>/: {total}."], "text")
+    counts = Counter(cell.status.status for cell in cells)
+    totals = [f"{counts[status]} {status}" for status in STATUSES if counts[status]]
+    if counts[DAMAGED]:
+        totals.append(f"{counts[DAMAGED]} {DAMAGED}")
+    notes.append(f"{len(cells)} cells in {store.root}/cells/<cell>/: {', '.join(totals)}.")
+    return compose([sheet], notes, "text")
 
 
 def _texts(cell: StoredCell) -> tuple[str, ...]:
+    """Return the line of one cell."""
     status = cell.status
+    # None: the cell's record does not say how many examples there are
+    of = "?"
+    if status.of is not None:
+        of = str(status.of)
+    # a label is the method's name, and behind it the knobs that tell it from other rows
     name, _, knobs = cell.label.partition(" ")
-    imported = ["imported"] if cell.record.kind == "imported" else []
+    method_lines = _fold(name, "+") + _fold(knobs, " ") + _fold(cell.differs, " ")
+    place_lines = _fold(cell.record.column, " ") + _fold(cell.record.model, "/")
+    if cell.record.kind == "imported":
+        place_lines.append("imported")
     return (
-        f"{status.status}\n{status.n} of {'?' if status.of is None else status.of}",
-        "\n".join([*_fold(name, "+"), *_fold(knobs, " "), *_fold(cell.differs, " ")]),
-        "\n".join([*_fold(cell.record.column, " "), *_fold(cell.record.model, "/"), *imported]),
+        f"{status.status}\n{status.n} of {of}",
+        "\n".join(method_lines),
+        "\n".join(place_lines),
         _score(cell),
         f"{_ago(status.changed)}\n{cell.id}",
     )
 
 
 def _score(cell: StoredCell) -> str:
+    """Return a cell's score with its interval, or the text in place of a score."""
     from kvbench.report.render import UNCHANGED
 
     score = cell.summary
@@ -53,29 +70,45 @@ def _score(cell: StoredCell) -> str:
         return "—"
     if cell.unchanged:
         return UNCHANGED
-    ci = f"\n[{score.ci[0]:.0f}, {score.ci[1]:.0f}]" if score.ci else ""
-    return f"{score.metric} {score.score:.1f}{ci}"
+    text = f"{score.metric} {score.score:.1f}"
+    if score.ci:
+        text += f"\n[{score.ci[0]:.0f}, {score.ci[1]:.0f}]"
+    return text
 
 
 def _fold(text: str, at: str) -> list[str]:
     """Return the lines, of at most WIDTH characters, of a text broken behind ``at``. Longer parts are cut anywhere."""
-    lines = [""]
-    for i, part in enumerate(text.split(at) if text else ()):
-        piece = f"{lines[-1]}{at}{part}" if i else part
-        if len(piece) <= WIDTH:
-            lines[-1] = piece
+    if not text:
+        return []
+    lines: list[str] = []
+    line = ""
+    for i, part in enumerate(text.split(at)):
+        longer = f"{line}{at}{part}" if i > 0 else part
+        if len(longer) <= WIDTH:
+            line = longer
             continue
-        lines[-1:] = [f"{lines[-1]}{at}".rstrip(" ")] if i else []
-        lines += [part[i : i + WIDTH] for i in range(0, len(part), WIDTH)] or [""]
+        # the separator ends the line in front of it; at the end of a line, a space would not be seen
+        if i > 0:
+            lines.append(f"{line}{at}".rstrip(" "))
+        # the pieces of a part that is longer than a line: the last one is not full and takes the next parts
+        pieces = [part[start : start + WIDTH] for start in range(0, len(part), WIDTH)] or [""]
+        lines += pieces[:-1]
+        line = pieces[-1]
+    lines.append(line)
+    # a text may begin or end with a separator
     return [line for line in lines if line]
 
 
 def _ago(changed: float | None) -> str:
+    """Return in words how long ago a time in seconds was, in the largest unit that it reaches."""
     if changed is None:
         return "—"
+    # a clock that was set back gives a time in the future
     seconds = max(0.0, time.time() - int(changed))
-    for unit, size in (("day", 86400), ("hour", 3600), ("minute", 60)):
-        count = int(seconds // size)
-        if count:
-            return f"{count} {unit}{'s' if count > 1 else ''} ago"
+    for unit, unit_seconds in (("day", 86400), ("hour", 3600), ("minute", 60)):
+        count = int(seconds // unit_seconds)
+        if count == 1:
+            return f"1 {unit} ago"
+        if count > 1:
+            return f"{count} {unit}s ago"
     return "just now"

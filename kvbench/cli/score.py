@@ -1,17 +1,23 @@
-"""score: answers that were generated elsewhere, by the official metrics, beside what papers print."""
+"""score: score answers of other programs by the official metrics, and print them beside published values."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from kvbench.base.errors import UsageError, say
 from kvbench.cli.run import output_arguments
 from kvbench.plan.keys import Key, one_of, pairs, values
+
+if TYPE_CHECKING:
+    from kvbench.studies.imports.base import Predictions
+    from kvbench.studies.imports.table import TaskRecord
 
 KEYS = (
     Key("code_sim", "levenshtein"),
@@ -23,6 +29,20 @@ KEYS = (
     Key("prompt"),
     Key("results", "results"),
 )
+
+
+@dataclass(frozen=True)
+class ScoreOptions:
+    """The values of KEYS: how to score, and the source of the answers. None stands for a key that was not given."""
+
+    code_sim: str
+    split: str
+    metric: str | None
+    model: str | None
+    method: str | None
+    setting: str
+    prompt: str | None
+    results: str
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,21 +66,26 @@ def main(args: argparse.Namespace) -> int:
     from kvbench.studies.imports import scoring, stored, table, verdict
     from kvbench.tasks import longbench, metrics
 
-    longbench.metric_name("lcc", options["code_sim"])
-    if options["metric"] is not None:
-        metrics.metric(options["metric"])
-    source = verdict.PredictionSource(options["model"], options["method"], options["setting"], options["prompt"])
+    # unknown metrics are refused before files are read, which may take minutes
+    longbench.metric_name("lcc", options.code_sim)
+    if options.metric is not None:
+        metrics.metric(options.metric)
+    source = verdict.PredictionSource(
+        model=options.model, method=options.method, setting=options.setting, prompt=options.prompt
+    )
     if args.store and not (source.model and source.method):
         raise UsageError("--store needs model=NAME method=NAME: what made these answers")
     files, errors = _read_predictions(imports.find(Path(args.path)), options)
     read_at = time.perf_counter()
     scored = [scoring.score_file(predictions, name) for predictions, name in files]
     scored_at = time.perf_counter()
-    verdicts = verdict.beside(source, scored, options["code_sim"])
-    records, means = table.tasks(scored, verdicts), verdict.means(source, scored)
+    verdicts = verdict.beside(source, scored, options.code_sim)
+    means = verdict.means(source, scored)
+    records = table.tasks(scored, verdicts)
+    # importing the same answers again changes nothing: a cell's id is a hash of them
     cells = []
     if args.store and scored:
-        store = ResultStore(Path(options["results"]).expanduser())
+        store = ResultStore(Path(options.results).expanduser())
         cells = stored.store_cells(store, source, scored)
         for record, cell in zip(records, cells, strict=True):
             record["cell"] = cell
@@ -68,12 +93,12 @@ def main(args: argparse.Namespace) -> int:
     if args.json:
         result = {
             "path": args.path,
-            "code_sim": options["code_sim"],
+            "code_sim": options.code_sim,
             "tasks": records,
             "mean": table.average(records),
-            "published_means": [{"paper": p, "table": t, **m} for (p, t), m in means.items()],
+            "published_means": [{"paper": paper, "table": name} | mean for (paper, name), mean in means.items()],
             "errors": errors,
-            "timing": {**timing, "total_s": round(time.perf_counter() - start, 2)},
+            "timing": timing | {"total_s": round(time.perf_counter() - start, 2)},
         }
         print(json.dumps(result, indent=1, ensure_ascii=False))
     elif args.format == "csv":
@@ -81,61 +106,88 @@ def main(args: argparse.Namespace) -> int:
     elif scored:
         notes = table.notes(records, verdicts)
         if cells:
-            notes.append(f"Imported as {len(cells)} cells of {options['results']}/cells (python -m kvbench list runs).")
+            notes.append(f"Imported as {len(cells)} cells of {options.results}/cells (python -m kvbench list runs).")
         print(writers.compose(table.sheets(records, verdicts, means, args.timing), notes, args.format), end="")
+    # stdout may be read by a program: times and errors go to stderr
     if scored:
         _report_time(records, timing, time.perf_counter() - start)
     for error in errors:
         say(error["error"])
-    return 0 if not errors else 1 if scored else 2
+    if not errors:
+        return 0
+    return 1 if scored else 2
 
 
-def _parse_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the value of each of KEYS by name. Raises UsageError for an unknown, repeated or empty key."""
-    options = [f"{k}={v}" for k, v in (("model", args.model), ("method", args.method)) if v is not None]
-    texts = pairs([*options, *args.overrides], "code_sim=difflib")
+def _parse_options(args: argparse.Namespace) -> ScoreOptions:
+    """Return the value of each of KEYS. Raises UsageError for an unknown, repeated or empty key."""
+    # --model X is model=X, so that both together are a key given twice
+    overrides = list(args.overrides)
+    if args.method is not None:
+        overrides.insert(0, f"method={args.method}")
+    if args.model is not None:
+        overrides.insert(0, f"model={args.model}")
+    texts = pairs(overrides, "code_sim=difflib")
     for key, text in texts.items():
-        one_of("key of score", [k.name for k in KEYS], key)
+        one_of("key of score", [known.name for known in KEYS], key)
         if not text:
             raise UsageError(f"{key}= is empty")
-    return values(KEYS, texts)
+    return ScoreOptions(**values(KEYS, texts))
 
 
-def _read_predictions(paths: list[Path], options: dict[str, Any]) -> tuple[list[tuple[Any, str]], list[dict[str, str]]]:
+def _read_predictions(
+    paths: Sequence[Path], options: ScoreOptions
+) -> tuple[list[tuple[Predictions, str]], list[dict[str, str]]]:
     """Return (predictions with their metrics, errors): the files that can be scored, and the errors of the others."""
     from kvbench.studies import imports
     from kvbench.studies.imports import layouts, scoring
     from kvbench.tasks import longbench
 
-    answers, errors = [], []
+    predictions: list[Predictions] = []
+    errors = []
     for path in paths:
+        # a folder of runs may hold tables of other kinds; a file that the user names is read in any case
         if len(paths) > 1 and layouts.unrelated(path):
             say(f"skipped {path}: a CSV without the column predicted_answer")
             continue
         try:
-            answers.append((path, imports.read(path)))
+            predictions += imports.read(path)
         except UsageError as error:
             errors.append({"file": str(path), "error": str(error)})
-    if not answers and not errors:
+    if not predictions and not errors:
         raise UsageError(f"{paths[0].parent} holds no predictions ({imports.LAYOUTS})")
-    predictions_by_split = imports.settle_split([p for _, every in answers for p in every], options["split"])
     files = []
-    for predictions in predictions_by_split:
+    # the split of a folder follows from all of its files, so that it waits until they are read
+    for file in imports.settle_split(predictions, options.split):
         try:
-            name = scoring.choose_metric(predictions, options["code_sim"], options["metric"])
-            scoring.check(predictions, name)
-            files.append((predictions, name))
+            name = scoring.choose_metric(file, options.code_sim, options.metric)
+            scoring.check(file, name)
+            files.append((file, name))
         except UsageError as error:
-            errors.append({"file": str(predictions.path), "error": str(error)})
+            errors.append({"file": str(file.path), "error": str(error)})
+    # in the order of LongBench's paper; datasets of other benchmarks stand behind them
+    # in the order of their files
     order = list(longbench.TASKS)
-    files.sort(key=lambda f: order.index(f[0].dataset) if f[0].dataset in order else len(order))
+
+    def place(entry: tuple[Predictions, str]) -> int:
+        file, _ = entry
+        if file.dataset in order:
+            return order.index(file.dataset)
+        return len(order)
+
+    files.sort(key=place)
     return files, errors
 
 
-def _report_time(records: list[dict[str, Any]], timing: dict[str, float], total: float) -> None:
-    slow = ", ".join(f"{r['dataset']} {r['seconds']:.1f} s" for r in sorted(records, key=lambda r: -r["seconds"])[:3])
-    say(
-        f"{sum(r['n'] for r in records)} answers to {len(records)} datasets in {total:.1f} s: "
+def _report_time(records: Sequence[TaskRecord], timing: dict[str, float], total: float) -> None:
+    """Print the seconds of reading and scoring to stderr, and the three datasets that took longest."""
+    # a stable sort of the negative seconds: datasets that took as long keep their order
+    slowest = sorted(records, key=lambda record: -record["seconds"])[:3]
+    count = sum(record["n"] for record in records)
+    text = (
+        f"{count} answers to {len(records)} datasets in {total:.1f} s: "
         f"start and reading {timing['read_s']:.1f} s, scoring and intervals {timing['score_s']:.1f} s"
-        + (f"; most in {slow}" if slow else "")
     )
+    if slowest:
+        names = ", ".join(f"{record['dataset']} {record['seconds']:.1f} s" for record in slowest)
+        text += f"; most in {names}"
+    say(text)

@@ -1,20 +1,25 @@
-"""show: the table of what the store holds, or one cell with its first answers."""
+"""show: the table of stored results, or one cell with its first answers."""
 
 from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from textwrap import fill
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvbench.base.errors import UsageError
 from kvbench.base.visible import one_line
 from kvbench.cli.run import output_arguments, print_reports
 from kvbench.plan import keys, words
 
+if TYPE_CHECKING:
+    from kvbench.report.report import Report
+
 LONGEST = 2000
 """The most characters of an answer that are printed."""
+DEFAULT_SAMPLES = 3
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,7 +31,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Print what is stored; nothing is run."""
+    """Print stored results. Nothing is run."""
     cells, options = keys.divide(args.overrides)
     if args.results is not None:
         options["results"] = args.results
@@ -44,18 +49,24 @@ def main(args: argparse.Namespace) -> int:
     from kvbench.run import experiment
 
     runs = words.read([f"{key}={value}" for key, value in options.items()]).runs
-    prepared = [experiment.prepare(config.parse(o), reading=True) for o in runs]
+    plans = [experiment.prepare(config.parse(request), reading=True) for request in runs]
+    # all models of a command share one folder of results
     if "results" in options:
-        prepared[0].store.check_there()
-    reports = [experiment.report(p) for p in prepared]
-    if not args.json and all(cell.status == "missing" for r in reports for cell in r.cells):
+        plans[0].store.check_there()
+    reports = [experiment.report(plan) for plan in plans]
+    # a table of nothing but dashes would say less
+    if not args.json and all(_is_unmeasured(report) for report in reports):
         print(f"nothing of this is measured yet in {reports[0].results}; run it: python -m kvbench run ...")
         return 0
     return print_reports(reports, args)
 
 
+def _is_unmeasured(report: Report) -> bool:
+    return all(cell.status == "missing" for cell in report.cells)
+
+
 def _show_cell(cell_id: str, results: Path, args: argparse.Namespace) -> int:
-    from kvbench.report.render import size
+    """Print one stored cell with its first answers. Return exit status 0."""
     from kvbench.store.labels import fields, label
     from kvbench.store.store import ResultStore
 
@@ -68,41 +79,61 @@ def _show_cell(cell_id: str, results: Path, args: argparse.Namespace) -> int:
         raise UsageError(f"cell {cell_id} was never started; it lies in {store.root}/cells")
     samples = list(store.lines(cell_id).values())
     identity = record.identity
-    settings = {"label": label(identity, record.label), "model": record.model, **fields(identity)}
-    shown: dict[str, Any] = {
-        **record.record(),
-        **settings,
-        "refused": store.refusal(cell_id),
-        "metrics": store.metrics(cell_id) or None,
-        "samples": samples[: 3 if args.samples is None else args.samples],
-    }
+    cell_label = label(identity, record.label)
+    settings: dict[str, object] = {"model": record.model}
+    settings |= fields(identity)
+    refusal = store.refusal(cell_id)
+    metrics = store.metrics(cell_id)
+    count = args.samples
+    if count is None:
+        count = DEFAULT_SAMPLES
+    samples = samples[:count]
     if args.json:
-        print(json.dumps(shown, indent=1, ensure_ascii=False))
+        # later keys of one name replace earlier ones, in their place
+        content = record.record()
+        content |= {"label": cell_label}
+        content |= settings
+        content |= {"refused": refusal, "metrics": metrics or None, "samples": samples}
+        print(json.dumps(content, indent=1, ensure_ascii=False))
         return 0
-    metrics = shown["metrics"] or {}
-    print(f"cell {cell_id}: {settings.pop('label')} on {record.column}")
-    print(_wrapped(", ".join(f"{key} {_plain(value)}" for key, value in settings.items() if value not in (None, {}))))
-    if shown["refused"]:
-        print(f"refused: {shown['refused']}")
+    print(f"cell {cell_id}: {cell_label} on {record.column}")
+    facts = [f"{key} {_plain(value)}" for key, value in settings.items() if value not in (None, {})]
+    print(_wrapped(", ".join(facts)))
+    if refusal:
+        print(f"refused: {refusal}")
     if metrics.get("score") is not None:
         print(f"{metrics['metric']} {metrics['score']:.2f}, {metrics['n']} of {metrics['of']} examples")
-    imported = record.kind == "imported"
-    for facts in record.provenance:
-        told = ", ".join(f"{key} {_plain(value)}" for key, value in facts.items())
-        print(_wrapped(f"{'imported from' if imported else 'measured with'} {told}"))
-    for s in shown["samples"]:
-        held = "" if imported else f", {s['kept']:g} of {s['n']} tokens, {size(s['payload'])} payload"
-        print(f"\n{one_line(s['id'])}: score {s['score']}{held}")
-        if s.get("answers") is None:  # a text that was read, not answered
-            continue
-        print(_wrapped(f"  answer    {_cut(s['prediction'])}"))
-        print(_wrapped(f"  reference {', '.join(map(_cut, s['answers']))}"))
+    is_imported = record.kind == "imported"
+    # a cell that several runs measured has a provenance of each
+    for provenance in record.provenance:
+        facts = [f"{key} {_plain(value)}" for key, value in provenance.items()]
+        origin = "imported from" if is_imported else "measured with"
+        print(_wrapped(f"{origin} {', '.join(facts)}"))
+    for sample in samples:
+        _print_sample(sample, is_imported)
     return 0
 
 
-def _cut(text: str) -> str:
+def _print_sample(sample: Mapping[str, Any], is_imported: bool) -> None:
+    """Print an example's score, the size of its cache, and its answer above the references."""
+    from kvbench.report.render import size
+
+    line = f"{one_line(sample['id'])}: score {sample['score']}"
+    # nothing is known of the caches behind imported answers
+    if not is_imported:
+        line += f", {sample['kept']:g} of {sample['n']} tokens, {size(sample['payload'])} payload"
+    print(f"\n{line}")
+    if sample.get("answers") is None:  # a text that was read, not answered
+        return
+    print(_wrapped(f"  answer    {_abbreviate(sample['prediction'])}"))
+    print(_wrapped(f"  reference {', '.join(map(_abbreviate, sample['answers']))}"))
+
+
+def _abbreviate(text: str) -> str:
     """Return a text in quotes, of a long one its beginning and length."""
-    return repr(text) if len(text) <= LONGEST else f"{text[:LONGEST]!r}... ({len(text):,} characters; --json has all)"
+    if len(text) <= LONGEST:
+        return repr(text)
+    return f"{text[:LONGEST]!r}... ({len(text):,} characters; --json has all)"
 
 
 def _wrapped(text: str) -> str:
@@ -110,8 +141,9 @@ def _wrapped(text: str) -> str:
     return fill(text, 100, subsequent_indent="    ", break_on_hyphens=False)
 
 
-def _plain(value: Any) -> str:
+def _plain(value: object) -> str:
     """Return a fact in words, without the braces and quotes of JSON."""
-    if isinstance(value, dict):
-        return "(" + ", ".join(f"{k} {_plain(v)}" for k, v in value.items()) + ")"
-    return str(value)
+    if not isinstance(value, dict):
+        return str(value)
+    facts = [f"{key} {_plain(inner)}" for key, inner in value.items()]
+    return f"({', '.join(facts)})"

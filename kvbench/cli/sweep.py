@@ -25,7 +25,10 @@ from kvbench.run.wandb_logger import listeners
 def job(cfg: DictConfig) -> None:
     """Measure one shard, in the folder that the sweep was started from."""
     os.chdir(HydraConfig.get().runtime.cwd)
-    (request,) = words.read([*cfg.words, f"shard={cfg.shard}", f"shards={cfg.shards}"]).runs
+    # Hydra's own values of the sweep come behind the words that the user typed
+    job_words = list(cfg.words)
+    job_words += [f"shard={cfg.shard}", f"shards={cfg.shards}"]
+    (request,) = words.read(job_words).runs
     run = config.parse(request, OmegaConf.to_container(cfg))  # type: ignore[arg-type]
     experiment.measure(experiment.prepare(run), listeners=listeners(run.logger))
 
@@ -36,15 +39,21 @@ def sweep(command: Command, prepared: RunPlan) -> None:
     ``prepared`` is the whole run, as this machine sees it.
     """
     _check_dtype(command, prepared)
-    previous = sys.argv
-    data = os.environ.get("KVBENCH_DATA")
-    # workers on a cluster have an environment of their own
-    env = [f"+hydra.job.env_set.KVBENCH_DATA={_quoted(os.path.abspath(data))}"] if data else []
     (request,) = command.runs
-    typed = [f"+words=[{','.join(map(_quoted, request.words))}]", f"results={_quoted(prepared.cfg.results)}"]
+    # a job parses the user's own words again: Hydra's overrides cannot say all that they can
+    arguments = ["kvbench", "--multirun"]
+    arguments += config.group_overrides(request)
+    arguments.append(f"+words=[{','.join(map(_quoted, request.words))}]")
+    arguments.append(f"results={_quoted(prepared.cfg.results)}")
+    arguments += command.sweep
+    data = os.environ.get("KVBENCH_DATA")
+    if data:
+        # workers on a cluster have an environment of their own
+        arguments.append(f"+hydra.job.env_set.KVBENCH_DATA={_quoted(os.path.abspath(data))}")
     # with it Hydra lets our errors through instead of printing its own
     os.environ["HYDRA_FULL_ERROR"] = "1"
-    sys.argv = ["kvbench", "--multirun", *config.group_overrides(request), *typed, *command.sweep, *env]
+    previous = sys.argv
+    sys.argv = arguments
     try:
         hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="config")(job)()
     except KvbenchError:
@@ -62,18 +71,26 @@ def sweep(command: Command, prepared: RunPlan) -> None:
 
 def _quoted(text: str) -> str:
     """Return a text quoted so that Hydra reads it unchanged."""
+    # Hydra's grammar: a quote inside is escaped, and backslashes count only in front of a quote, where they are doubled
     escaped = re.sub(r"(\\*)'", r"\1\1\\'", text)
-    return "'" + re.sub(r"(\\+)$", r"\1\1", escaped) + "'"
+    # those at the end stand in front of the closing quote
+    escaped = re.sub(r"(\\+)$", r"\1\1", escaped)
+    return f"'{escaped}'"
 
 
 def _check_dtype(command: Command, prepared: RunPlan) -> None:
     """Raise UsageError if workers with GPUs would choose another precision, and so other cells, than this machine."""
-    gpus = next((o for o in command.sweep if "gpu" in o.partition("=")[0] and o.partition("=")[2] != "0"), None)
-    if gpus and prepared.cfg.model.dtype == "auto" and not torch.cuda.is_available():
-        raise UsageError(
-            f"{gpus.lstrip('+')} asks for workers with GPUs, and this machine has none: dtype=auto would mean another "
-            "precision there than here. Name it, as in dtype=bfloat16"
-        )
+    # a precision that is named is the same everywhere, and with a GPU here auto means the same as there
+    if prepared.cfg.model.dtype != "auto" or torch.cuda.is_available():
+        return
+    for word in command.sweep:
+        # launchers have keys such as hydra.launcher.gpus_per_node
+        key, _, value = word.partition("=")
+        if "gpu" in key and value != "0":
+            raise UsageError(
+                f"{word.lstrip('+')} asks for workers with GPUs, and this machine has none: dtype=auto would mean "
+                "another precision there than here. Name it, as in dtype=bfloat16"
+            )
 
 
 def _cause(error: BaseException) -> str:
@@ -81,4 +98,7 @@ def _cause(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if not lines:
         return type(error).__name__
-    return f"{type(error).__name__}: {lines[-1 if 'ray::' in lines[0] else 0]}"
+    reason = lines[0]
+    if "ray::" in reason:
+        reason = lines[-1]
+    return f"{type(error).__name__}: {reason}"

@@ -1,14 +1,15 @@
-"""table: a paper's table on a model, beside what the paper prints; what is missing is measured first."""
+"""table: a paper's table on a model, beside the printed values. Missing cells are measured first."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from textwrap import fill
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kvbench.base.errors import UsageError, say, unknown
 from kvbench.cli.claims import refuse_fixed
@@ -16,6 +17,7 @@ from kvbench.plan.keys import one_of, pairs
 
 if TYPE_CHECKING:
     from kvbench.papers.measured.cell_view import View
+    from kvbench.papers.spec.table_spec import TableSpec
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,14 +40,18 @@ def main(args: argparse.Namespace) -> int:
     from kvbench.papers.timed import timings
     from kvbench.studies import own_tables
 
-    for name, value, allowed in (("--show", args.show, grid.SHOWS), ("--format", args.format, page.FORMATS)):
-        one_of(f"value of {name}", allowed, value)
+    one_of("value of --show", grid.SHOWS, args.show)
+    one_of("value of --format", page.FORMATS, args.format)
     options = pairs(args.overrides)
+    # kvbench's own studies of all methods are no paper's tables
     if args.table in own_tables.NAMES:
-        return _own(args.table, options, args)
+        return _print_own_table(args.table, options, args)
     refuse_fixed(options, "the paper's table")
     if args.table != "all" and args.table.partition("/")[0] not in catalogue.papers():
-        raise unknown("paper or table", args.table, ("all", *catalogue.in_place(), *own_tables.NAMES))
+        names = ["all"]
+        names += catalogue.in_place()
+        names += own_tables.NAMES
+        raise unknown("paper or table", args.table, names)
     model = options.pop("model", "")
     tables = table_spec.find(args.table)
     if args.trace and len(tables) > 1:
@@ -53,35 +59,47 @@ def main(args: argparse.Namespace) -> int:
     if args.json and (args.plan or args.trace):
         raise UsageError("--json prints the cells of tables: leave it out with --plan and --trace")
     views: list[View] = []
-    wrong = False
+    has_failed = False
     for i, table in enumerate(tables):
         if i and args.format == "text" and not args.json:
             print()
-        overrides = [f"{k}={v}" for k, v in options.items()]
+        overrides = [f"{key}={value}" for key, value in options.items()]
         if table.kind == timings.KIND:
-            # of several tables each takes what is its own; of one, a key that is not is an error
-            mine = [o for o in overrides if len(tables) == 1 or timings.allowed(o.partition("=")[0])]
-            shown = _timed(table, model, mine, args)
+            # of several tables each takes its own keys; of one, a key that it does not take is an error
+            if len(tables) > 1:
+                overrides = [word for word in overrides if timings.allowed(word.partition("=")[0])]
+            outcome = _time_table(table, model, overrides, args)
         else:
-            shown = _one(table, model, overrides, args)
-        if isinstance(shown, int):
-            if shown > 1:
-                return shown
-            wrong |= bool(shown)
+            outcome = _measure_table(table, model, overrides, args)
+        # an exit status: something else was printed, or a signal ended the measuring (128 and more)
+        if isinstance(outcome, int):
+            if outcome > 1:
+                return outcome
+            has_failed |= bool(outcome)
             continue
-        views.append(shown)
+        views.append(outcome)
+        # each table is printed once it is measured: all tables of a paper take hours
         if not args.json:
-            print(page.render(shown, args.format, args.show, sys.stdout.isatty()), end="")
+            print(page.render(outcome, args.format, args.show, sys.stdout.isatty()), end="")
     if args.json:
-        plain = [page.as_json(v) for v in views]
-        print(json.dumps(plain if len(tables) > 1 else plain[0], indent=1, ensure_ascii=False))
-    wrong |= any(e.status in ("refused", "failed") for v in views for _, entries in v.rows for e in entries)
-    if wrong:
+        records = [page.as_json(view) for view in views]
+        content = records if len(tables) > 1 else records[0]
+        print(json.dumps(content, indent=1, ensure_ascii=False))
+    has_failed |= any(map(_has_failed_cells, views))
+    if has_failed:
         say("some cells were refused or failed; the reasons stand below the table")
-    return 1 if wrong else 0
+    return int(has_failed)
 
 
-def _own(name: str, options: dict[str, str], args: argparse.Namespace) -> int:
+def _has_failed_cells(view: View) -> bool:
+    """Return True if a cell of a paper's table was refused or failed."""
+    statuses: set[str] = set()
+    for _, entries in view.rows:
+        statuses |= {entry.status for entry in entries}
+    return bool(statuses & {"refused", "failed"})
+
+
+def _print_own_table(name: str, options: dict[str, str], args: argparse.Namespace) -> int:
     """Measure a table that no paper prints, and print it. Return the exit status."""
     from kvbench.cli.run import print_plans, stopping
     from kvbench.report import writers
@@ -95,25 +113,31 @@ def _own(name: str, options: dict[str, str], args: argparse.Namespace) -> int:
     if args.plan:
         return print_plans(runs, as_json=args.json)
     if not args.stored:
-        with stopping(runs, ["table", name, *args.overrides]) as stop:
+        with stopping(runs, ["table", name] + args.overrides) as stop:
             for run in runs:
                 experiment.fill(run, quiet=args.json)
         if stop.status is not None:
             return stop.status
     reports = [experiment.report(run) for run in runs]
-    if not args.json and all(cell.status == "missing" for report in reports for cell in report.cells):
+    statuses: set[str] = set()
+    for report in reports:
+        statuses |= {cell.status for cell in report.cells}
+    if not args.json and statuses <= {"missing"}:
         print(f"nothing of table {name} is measured yet in {reports[0].results}; leave out --stored to measure it")
         return 0
     table = own_tables.read(name, model, runs, reports)
     if args.json:
         print(json.dumps(table.plain, indent=1, ensure_ascii=False))
     else:
-        settings = dict.fromkeys(report.settings for report in reports)
-        print(writers.compose(table.sheets, [*settings, *table.notes, *reports[0].notes], args.format), end="")
-    return 1 if any(c.status in ("refused", "failed") for report in reports for c in report.cells) else 0
+        # the parts of a table often have the same settings: each line is printed once, in their order
+        notes = list(dict.fromkeys(report.settings for report in reports))
+        notes += table.notes
+        notes += reports[0].notes
+        print(writers.compose(table.sheets, notes, args.format), end="")
+    return 1 if statuses & {"refused", "failed"} else 0
 
 
-def _one(table: Any, model: str, overrides: list[str], args: argparse.Namespace) -> int | View:
+def _measure_table(table: TableSpec, model: str, overrides: Sequence[str], args: argparse.Namespace) -> int | View:
     """Measure one table and return its view, or an exit status if something else was printed or a signal ended it."""
     from kvbench.cli.run import print_plans, stopping
     from kvbench.papers.measured import cell_view, grid, our_table, trace
@@ -124,23 +148,27 @@ def _one(table: Any, model: str, overrides: list[str], args: argparse.Namespace)
         ours = our_table.printed(table, model, "--show published")
     else:
         ours = our_table.prepare(table, model, overrides)
+    # of a whole paper, a table without data is shown with its reasons
     if ours.run is None and ours.absent and "/" in args.table:
         raise UsageError(f"{table.id}: none of its datasets can be read: {'; '.join(grid.absent(ours))}")
     if args.plan:
-        if ours.run is None:
-            print(f"{table.id}: nothing to measure" + ("" if table.measurable else ", its numbers are no scores"))
-        code = print_plans([ours.run] if ours.run else [], as_json=False)
+        if ours.run is not None:
+            print_plans([ours.run], as_json=False)
+        elif table.measurable:
+            print(f"{table.id}: nothing to measure")
+        else:
+            print(f"{table.id}: nothing to measure, its numbers are no scores")
         for reason in grid.absent(ours):
             print(fill(reason, 100, initial_indent="  ", subsequent_indent="    "))
-        return code
+        return 0
     if args.trace:
         trace.find(ours, *args.trace)  # a name that is not there costs no measuring
     if ours.run is not None and not args.stored:
-        words = ["table", args.table, *args.overrides]
+        # W&B shows the runs of one table together
         logger = ours.run.cfg.logger
-        follow = listeners(replace(logger, group=logger.group or table.id))
-        with stopping([ours.run], words) as stop:
-            experiment.measure(ours.run, listeners=follow)
+        logger = replace(logger, group=logger.group or table.id)
+        with stopping([ours.run], ["table", args.table] + args.overrides) as stop:
+            experiment.measure(ours.run, listeners=listeners(logger))
         if stop.status is not None:
             return stop.status
     if args.trace:
@@ -149,29 +177,38 @@ def _one(table: Any, model: str, overrides: list[str], args: argparse.Namespace)
     return cell_view.view(ours)
 
 
-def _timed(table: Any, model: str, overrides: list[str], args: argparse.Namespace) -> int | View:
+def _time_table(table: TableSpec, model: str, overrides: Sequence[str], args: argparse.Namespace) -> int | View:
     """Time one efficiency table and return its view. Return exit status 0 if something else was printed."""
     from kvbench.papers.measured import cell_view, our_table
     from kvbench.papers.timed import timings
 
-    other = next((o for o in overrides if not timings.allowed(o.partition("=")[0])), None)
-    if other:
+    results = Path("results")
+    bench_words = []
+    for word in overrides:
+        key, _, value = word.partition("=")
+        if not timings.allowed(key):
+            keys = ", ".join(f"{name}=" for name in timings.KEYS)
+            raise UsageError(
+                f"{word} is not possible here: {table.id} is timed, not scored; it takes model=, results=, {keys}"
+            )
+        if key == "results":
+            results = Path(value)
+        else:
+            bench_words.append(word)
+    # of a whole paper, the keys are those of its scored tables
+    if bench_words and args.stored and "/" in args.table:
         raise UsageError(
-            f"{other} is not possible here: {table.id} is timed, not scored; it takes model=, results=, "
-            f"{', '.join(f'{k}=' for k in timings.KEYS)}"
+            f"{' '.join(bench_words)} is not possible with --stored, which times nothing: leave one of them out"
         )
-    results = Path(next((o.removeprefix("results=") for o in overrides if o.startswith("results=")), "results"))
-    more = [o for o in overrides if not o.startswith("results=")]
-    if more and args.stored and "/" in args.table:
-        raise UsageError(f"{' '.join(more)} is not possible with --stored, which times nothing: leave one of them out")
-    found = timings.read(table, model, results)
+    times = timings.read(table, model, results)
     if args.plan:
-        timings.measure(found, more, plan=True)
+        timings.measure(times, bench_words, plan=True)
         return 0
     if not args.stored and args.show != "published":
-        timings.measure(found, more)
-        found = timings.read(table, found.bench.model, results)
+        timings.measure(times, bench_words)
+        # the times just measured, of the same model even if it was chosen by default
+        times = timings.read(table, times.bench.model, results)
     if args.trace:
-        print(timings.trace(found, *args.trace))
+        print(timings.trace(times, *args.trace))
         return 0
-    return cell_view.view(our_table.timed(found))
+    return cell_view.view(our_table.timed(times))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from kvbench.report.table import Table
@@ -11,6 +12,7 @@ if TYPE_CHECKING:
     from kvbench.store.fidelity import FidelitySummary
 
 HEADS = ("method", "KL\nnats", "median", "99 %", "most", "same\nchoice %", "Δp\npoints", "perplexity\nratio")
+# a column of CSV has the kind of text in front, as reference_kl_mean
 CSV_FIELDS = (
     "kl_mean",
     "kl_low",
@@ -31,7 +33,7 @@ CSV_FIELDS = (
     "n_tokens",
 )
 TEXTS = {"reference": "on the reference text", "greedy": "on the full cache's own answer"}
-"""What a block's texts are, by kind."""
+"""The texts of a block, by their kind."""
 
 
 def sheets(report: Report) -> list[Table]:
@@ -40,24 +42,46 @@ def sheets(report: Report) -> list[Table]:
     headings: dict[int, str] = {}
     for i, column in enumerate(report.columns):
         for kind, text in TEXTS.items():
-            cells = [(row.method, row.cells[i].summary) for row in report.rows]
-            compared = [(method, s.fidelity[kind]) for method, s in cells if s is not None and kind in s.fidelity]
-            if compared:
-                headings[len(rows)] = f"{column.task} {text}, {compared[0][1].n_tokens} tokens"
-                rows += [(method.replace(" ", "\n"), *_texts(fidelity)) for method, fidelity in compared]
-    return [Table(HEADS, tuple(rows), headings=headings)] if rows else []
+            block_start = len(rows)
+            for row in report.rows:
+                fidelity = _texts_of(row.cells[i]).get(kind)
+                if fidelity is None:
+                    continue
+                # all methods of a block are compared on the same texts, so that any of them has their length
+                if len(rows) == block_start:
+                    headings[block_start] = f"{column.task} {text}, {fidelity.n_tokens} tokens"
+                rows.append(_line(row.method, fidelity))
+    if not rows:
+        return []
+    return [Table(HEADS, tuple(rows), headings=headings)]
 
 
-def _texts(fidelity: FidelitySummary) -> tuple[str, ...]:
+def _texts_of(cell: CellResult) -> Mapping[str, FidelitySummary]:
+    """Return a cell's divergences by kind of text, {} if it is not measured."""
+    if cell.summary is None:
+        return {}
+    return cell.summary.fidelity
+
+
+def _line(method: str, fidelity: FidelitySummary) -> tuple[str, ...]:
     """Return a line of the table: numbers with their intervals below them."""
-    if fidelity.at_floor:
-        mean = "0" if not fidelity.kl_max else "≤ floor"
-    else:
+    if not fidelity.at_floor:
         mean = _with_interval(f"{fidelity.kl_mean:.3g}", fidelity.ci, ".2g")
+    elif fidelity.kl_max:
+        # rounding alone makes as much: the number would say nothing about the method
+        mean = "≤ floor"
+    else:
+        mean = "0"
+    # the percentile of few tokens would be their maximum
+    p99 = "—"
+    if fidelity.kl_p99 is not None:
+        p99 = f"{fidelity.kl_p99:.2g}"
     return (
+        # one knob below the other keeps the first column narrow
+        method.replace(" ", "\n"),
         mean,
         f"{fidelity.kl_median:.2g}",
-        "—" if fidelity.kl_p99 is None else f"{fidelity.kl_p99:.2g}",
+        p99,
         f"{fidelity.kl_max:.2g}",
         _with_interval(f"{fidelity.top1:.1f}", fidelity.top1_ci, ".0f"),
         f"{fidelity.shift_rms:.2f}",
@@ -66,36 +90,38 @@ def _texts(fidelity: FidelitySummary) -> tuple[str, ...]:
 
 
 def _with_interval(text: str, ci: tuple[float, float] | None, style: str) -> str:
-    return text if ci is None else f"{text}\n[{ci[0]:{style}}, {ci[1]:{style}}]"
+    """Return a number with its interval on a line below; ``style`` is the format of the interval's ends."""
+    if ci is None:
+        return text
+    return f"{text}\n[{ci[0]:{style}}, {ci[1]:{style}}]"
 
 
 def record(cell: CellResult) -> dict[str, object]:
-    """Return the divergences of one cell by kind of text and name of CSV_FIELDS."""
-    texts = cell.summary.fidelity if cell.summary is not None else {}
-
-    def ends(s: FidelitySummary) -> dict[str, float]:
-        intervals = {"kl": s.ci, "top1": s.top1_ci, "ppl_ratio": s.ppl_ratio_ci}
-        return {
-            f"{name}_{end}": x
-            for name, ci in intervals.items()
-            if ci
-            for end, x in zip(("low", "high"), ci, strict=True)
-        }
-
-    values = {kind: {**vars(summary), **ends(summary)} for kind, summary in texts.items()}
-    return {f"{kind}_{name}": value[name] for kind, value in values.items() for name in CSV_FIELDS if name in value}
+    """Return the divergences of one cell by kind of text and name of CSV_FIELDS: ``reference_kl_mean``."""
+    values: dict[str, object] = {}
+    for kind, summary in _texts_of(cell).items():
+        fields: dict[str, object] = dict(vars(summary))
+        # the summary has intervals as pairs, CSV has a column for each end
+        for name, ci in (("kl", summary.ci), ("top1", summary.top1_ci), ("ppl_ratio", summary.ppl_ratio_ci)):
+            if ci is not None:
+                fields[f"{name}_low"], fields[f"{name}_high"] = ci
+        for name in CSV_FIELDS:
+            if name in fields:
+                values[f"{kind}_{name}"] = fields[name]
+    return values
 
 
 def legend(report: Report) -> list[str]:
-    """Return the lines below the table: what is compared, intervals and the floor."""
-    summaries = [c.summary.fidelity for c in report.cells if c.summary is not None and c.summary.fidelity]
-    if not summaries:
+    """Return the line below the table: the meaning of its columns, intervals and the floor."""
+    floors: list[float] = []
+    for cell in report.cells:
+        floors += [fidelity.floor for fidelity in _texts_of(cell).values()]
+    if not floors:
         return []
-    floor = max(f.floor for fidelity in summaries for f in fidelity.values())
     return [
         "KL: divergence of the next-token distribution from the full cache's, in nats, mean over the tokens of a text "
         "that is forced on both; [a, b]: 95 % interval over prompts. Same choice: equal likeliest token. Δp: "
         "root mean square change of the true token's probability. Perplexity ratio: over the full cache's. Floor: what "
         "moving one element of each key of the first layer by one unit in the last place does, at most "
-        f"{floor:.1g} nats here; means below 3 times it say nothing."
+        f"{max(floors):.1g} nats here; means below 3 times it say nothing."
     ]

@@ -42,30 +42,37 @@ def heat_map(points: Sequence[tuple[float, float, float]]) -> Heat:
     """Return the heat map of (length, depth, score) points."""
     lengths = sorted({length for length, _, _ in points})
     depths = sorted({depth for _, depth, _ in points})
-    sums, counts = np.zeros((len(depths), len(lengths))), np.zeros((len(depths), len(lengths)), int)
+    shape = (len(depths), len(lengths))
+    sums = np.zeros(shape)
+    counts = np.zeros(shape, int)
     for length, depth, score in points:
         place = depths.index(depth), lengths.index(length)
         sums[place] += score
         counts[place] += 1
+    # numpy computes the quotient at empty places, too, and would warn of 0 / 0
     scores = np.where(counts > 0, sums / np.maximum(counts, 1), np.nan)
     return Heat(tuple(lengths), tuple(depths), scores, counts)
 
 
 def draw(heat: Heat, title: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
     """Return the map as a picture [height, width, 3]: lengths to the right, depths downwards, dark 0 to light 100."""
+    # matplotlib is an optional package: numbers are had without it
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     from kvbench.report import style
 
     with style.styled():
+        # inches: fixed margins for labels and the colour bar, and a share for each place, so that numbers fit into it
         figure = style.canvas(2.5 + 0.6 * len(heat.lengths), 1.5 + 0.4 * len(heat.depths))
         canvas = FigureCanvasAgg(figure)
         ax = figure.add_subplot()
-        lengths, depths = ([f"{x:g}" for x in axis] for axis in (heat.lengths, heat.depths))
+        lengths = [f"{length:g}" for length in heat.lengths]
+        depths = [f"{depth:g}" for depth in heat.depths]
         image = style.heat(ax, heat.scores, depths, lengths, "%.0f", vmin=0, vmax=100)
         ax.set_xlabel("tokens")
         ax.set_ylabel("depth, %")
         ax.set_title(title, loc="left", fontsize=6.5)
         figure.colorbar(image, label="score")
         canvas.draw()
+        # without its alpha channel; a copy, since the canvas draws into its own buffer again
         return np.asarray(canvas.buffer_rgba())[..., :3].copy()

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from kvbench.report.table import Table
 from kvbench.tasks.metrics.ruler import over_lengths
 
 if TYPE_CHECKING:
-    from kvbench.report.report import Report
+    from kvbench.report.report import Report, ReportColumn
 
+# RULER evaluates 13 tasks (arXiv 2404.06654); without the documents of its two QA tasks, 11 can be made
 ALL, WITHOUT_QA = 13, 11
 QA = ("qa_1", "qa_2")
 MEANS = ("plain\nmean", "weights\nrising", "weights\nfalling")
@@ -17,48 +19,79 @@ MEANS = ("plain\nmean", "weights\nrising", "weights\nfalling")
 
 def sheets(report: Report) -> list[Table]:
     """Return the table of scores by length: of several tasks at several lengths, or of all that RULER has at one."""
-    places = _places(report)
-    lengths = sorted({length for _, length in places})
-    tasks = list(dict.fromkeys(task for task, _ in places))
-    complete = len(places) == len(tasks) * len(lengths)
-    if not complete or len(tasks) < (2 if len(lengths) > 1 else WITHOUT_QA):
+    columns = _columns_by_place(report)
+    lengths = sorted({length for _, length in columns})
+    tasks = list(dict.fromkeys(task for task, _ in columns))
+    # each length must have the same tasks, else their means do not compare
+    is_complete = len(columns) == len(tasks) * len(lengths)
+    # at one length, a mean over some of the tasks repeats the table of scores
+    has_several_lengths = len(lengths) > 1
+    fewest_tasks = 2 if has_several_lengths else WITHOUT_QA
+    if not is_complete or len(tasks) < fewest_tasks:
         return []
     rows = []
     for row in report.rows:
-        summaries = {place: row.cells[i].summary for place, i in places.items()}
-        scores = [s.score for s in summaries.values() if s is not None and s.score is not None]
-        if len(scores) < len(places):
+        scores: dict[tuple[str, int], float] = {}
+        for place, column in columns.items():
+            summary = row.cells[column].summary
+            if summary is not None and summary.score is not None:
+                scores[place] = summary.score
+        if len(scores) < len(columns):
             continue
-        by_place = dict(zip(places, scores, strict=True))
-        by_length = [sum(by_place[task, length] for task in tasks) / len(tasks) for length in lengths]
-        shown = [*by_length, *(over_lengths(by_length) if len(lengths) > 1 else ())]
-        rows.append((row.method.replace(" ", "\n"), *(f"{score:.1f}" for score in shown)))
-    heads = ("method", *map(str, lengths), *(MEANS if len(lengths) > 1 else ()))
-    return [Table(heads, tuple(rows), headings={0: _heading(tasks)})] if rows else []
+        means = []
+        for length in lengths:
+            # the score of a length: the sum of its tasks' scores over the number of tasks
+            total = sum(scores[task, length] for task in tasks)
+            means.append(total / len(tasks))
+        if has_several_lengths:
+            means += over_lengths(means)
+        texts = [row.method.replace(" ", "\n")]
+        texts += [f"{mean:.1f}" for mean in means]
+        rows.append(tuple(texts))
+    if not rows:
+        return []
+    heads = ["method"]
+    heads += [str(length) for length in lengths]
+    if has_several_lengths:
+        heads += MEANS
+    return [Table(tuple(heads), tuple(rows), headings={0: _heading(tasks)})]
 
 
-def _places(report: Report) -> dict[tuple[str, int], int]:
+def _columns_by_place(report: Report) -> dict[tuple[str, int], int]:
     """Return the number of the column of each (task, length) of RULER, without its substitutes."""
-    places = {}
+    columns = {}
     for i, column in enumerate(report.columns):
-        _, task, length = (*column.task.split("/"), "", "")[:3]
-        if column.category == "RULER" and "@" not in task and length.isdigit():
-            places[task, int(length)] = i
-    return places
+        place = _place_of(column)
+        if place is not None:
+            columns[place] = i
+    return columns
 
 
-def _heading(tasks: list[str]) -> str:
-    """Return what the mean over these tasks by length is called, and which are missing."""
+def _place_of(column: ReportColumn) -> tuple[str, int] | None:
+    """Return (task, length) of a column such as ``ruler/niah_single_1/4096``, or None if it is not RULER's own."""
+    # a dataset without tasks, or a task without a length, has fewer parts
+    parts = column.task.split("/")
+    if column.category != "RULER" or len(parts) < 3:
+        return None
+    task, length = parts[1], parts[2]
+    # qa_1@xquad and niah_multikey_1@many stand in for tasks of RULER, whose scores theirs are not
+    if "@" in task or not length.isdigit():
+        return None
+    return task, int(length)
+
+
+def _heading(tasks: Sequence[str]) -> str:
+    """Return the name of the mean over these tasks by length, and which tasks it lacks."""
     name = mean_name(tasks)
-    missing = {
+    coverage = {
         f"ruler-{ALL}": ": mean of all tasks",
         f"ruler-{WITHOUT_QA}": f": mean of all tasks but {' and '.join(QA)}",
     }
-    return f"{name}{missing.get(name, '')}, by length"
+    return f"{name}{coverage.get(name, '')}, by length"
 
 
-def mean_name(tasks: list[str]) -> str:
-    """Return what a mean over these tasks is called: RULER's own name only for all of them."""
+def mean_name(tasks: Sequence[str]) -> str:
+    """Return the name of a mean over these tasks: RULER's own name only for all of them."""
     if len(tasks) == ALL:
         return f"ruler-{ALL}"
     if len(tasks) == WITHOUT_QA and not any(qa in tasks for qa in QA):

@@ -20,7 +20,7 @@ COLUMNS = 3
 WIDTH, HEIGHT = 3.6, 2.8
 """Inches of a panel."""
 LETTERS = 34
-"""Letters of the legend below a panel: what does not fit stands in a line of its own."""
+"""Letters of the legend below a panel. What does not fit stands in a line of its own."""
 
 
 class Shown(Canvas):
@@ -38,16 +38,21 @@ def draw(report: Report) -> Shown:
     columns = min(COLUMNS, len(tasks))
     rows = math.ceil(len(tasks) / columns)
     with styled():
+        # half an inch below the panels is the legend's
         figure = Shown(figsize=(WIDTH * columns, HEIGHT * rows + 0.5), dpi=200, layout="constrained")
-        panels = figure.subplots(rows, columns, squeeze=False).flat
-        for i, (panel, task) in enumerate(zip(panels, tasks, strict=False)):
-            _panel(panel, report, i)
+        panels = list(figure.subplots(rows, columns, squeeze=False).flat)
+        for i, task in enumerate(tasks):
+            panel = panels[i]
+            _draw_panel(panel, report, i)
             panel.set_title(task.task)
             panel.set_ylabel(task.metric)
             panel.set_xlabel("bytes in % of full, 16 bits")
-        for panel in list(panels)[len(tasks) :]:
+        # the last row may have more places than tasks
+        for panel in panels[len(tasks) :]:
             panel.set_visible(False)
+        # one legend for all panels: the first panel's lines
         handles, labels = figure.axes[0].get_legend_handles_labels()
+        # an entry is as wide as the longest label, and its line and the gap to the next one as eight letters
         fitting = columns * LETTERS // (8 + max(map(len, labels), default=0))
         figure.legend(handles, labels, loc="outside lower center", ncols=max(1, min(fitting, len(labels))))
     return figure
@@ -58,7 +63,7 @@ def line_of(label: str) -> str:
     return " ".join(word for word in label.split() if not word.startswith(BUDGETS))
 
 
-def _panel(panel: Any, report: Report, task: int) -> None:
+def _draw_panel(panel: Any, report: Report, task: int) -> None:
     """Draw the methods' points on one task, those of one method by budget as a line; the full cache is dashed."""
     lines: dict[str, list[CellSummary]] = {}
     for row in report.rows:
@@ -71,7 +76,13 @@ def _panel(panel: Any, report: Report, task: int) -> None:
     for full in lines.pop("full", []):
         panel.axhline(full.score, color=GREY, linestyle="--", label="full")
     for number, (name, summaries) in enumerate(lines.items()):
-        points = sorted((s.percent_of_full, s.score or 0.0, *(s.ci or (s.score, s.score))) for s in summaries)
-        shares, scores, lows, highs = np.array(points, dtype=float).T
+        points = []
+        for summary in summaries:
+            score = summary.score or 0.0
+            # too few examples have no interval: a bar of length 0
+            low, high = summary.ci or (score, score)
+            points.append((summary.percent_of_full, score, low, high))
+        # [4, points]: a line runs from the smallest budget to the largest
+        shares, scores, lows, highs = np.array(sorted(points), dtype=float).T
         panel.errorbar(shares, scores, yerr=[scores - lows, highs - scores], label=name, capsize=2, **series(number))
     panel.set_xlim(left=0)

@@ -53,29 +53,52 @@ def series(i: int, points: int = 0) -> dict[str, Any]:
     Markers are hollow once the colours are used up.
     """
     k = i % len(PALETTE)
-    look = {"color": PALETTE[k], "linestyle": LINES[k], "marker": MARKERS[k], "markevery": max(1, points // 8)}
-    return look if i < len(PALETTE) else {**look, "markerfacecolor": "white"}
+    look: dict[str, Any] = {
+        "color": PALETTE[k],
+        "linestyle": LINES[k],
+        "marker": MARKERS[k],
+        "markevery": max(1, points // 8),
+    }
+    if i >= len(PALETTE):
+        look["markerfacecolor"] = "white"
+    return look
 
 
 def shades(count: int) -> list[Any]:
     """Return ``count`` colours from dark to light for ordered things, such as layers."""
+    # the lightest end of the map, above 0.88, is lost on white
     return [mpl.colormaps[MAP](x) for x in np.linspace(0.0, 0.88, count)]
 
 
 def integer_ticks(labels: Sequence[Any], most: int = 8) -> tuple[list[int], list[str]]:
     """Return (places, names) of at most ``most`` evenly spaced ticks on an axis with one step per label."""
+    # the number of labels over ``most``, rounded up
     step = max(1, -(-len(labels) // most))
     places = list(range(0, len(labels), step))
     return places, [str(labels[i]) for i in places]
 
 
 def token_ticks(ax: Axes, starts: Sequence[int], most: int = 8) -> None:
-    """Set ticks at round numbers of tokens on the rows of a map, each of which covers tokens from its start on."""
-    run = starts[1] - starts[0] if len(starts) > 1 else 1
-    end = starts[-1] + run
-    round_ = (m * 10**e for e in range(9) for m in (1, 2, 5))
-    tokens = range(0, end, next(step for step in round_ if end <= step * most))
-    ax.set_yticks([t / run - 0.5 for t in tokens], [str(t) for t in tokens])
+    """Set ticks at round numbers of tokens on the rows of a map.
+
+    Row r covers the tokens from ``starts[r]`` on. All rows cover as many tokens. There are at most ``most`` ticks.
+    """
+    tokens_per_row = 1
+    if len(starts) > 1:
+        tokens_per_row = starts[1] - starts[0]
+    end = starts[-1] + tokens_per_row
+    # the smallest of 1, 2, 5, 10, 20, 50, ... that needs at most ``most`` ticks
+    step = next(step for step in _round_numbers() if end <= step * most)
+    tokens = range(0, end, step)
+    # row r covers the tokens from r * tokens_per_row on and reaches from r - 0.5 to r + 0.5 on the axis
+    ax.set_yticks([token / tokens_per_row - 0.5 for token in tokens], [str(token) for token in tokens])
+
+
+def _round_numbers() -> Iterator[int]:
+    """Yield 1, 2, 5, 10, 20, 50 and so on up to 500 millions."""
+    for exponent in range(9):
+        for factor in (1, 2, 5):
+            yield factor * 10**exponent
 
 
 def heat(
@@ -88,6 +111,7 @@ def heat(
 ) -> Any:
     """Draw a map of values [rows, columns] with a tick per row and column; the format ``numbers`` prints cells."""
     values = np.asarray(values, dtype=float)
+    # cells need not be squares: the figure's size decides
     image = ax.imshow(values, aspect="auto", **kwargs)
     ax.set_yticks(*integer_ticks(rows))
     ax.set_xticks(*integer_ticks(columns))
@@ -96,6 +120,8 @@ def heat(
         ax.spines[side].set_visible(False)
     if numbers:
         for (i, j), value in np.ndenumerate(values):
-            light = sum(image.cmap(image.norm(value))[:3]) > 1.6
-            ax.text(j, i, numbers % value, ha="center", va="center", fontsize=6, color="black" if light else "white")
+            # the sum of red, green and blue, each from 0 to 1: black is readable on light cells alone
+            is_light = sum(image.cmap(image.norm(value))[:3]) > 1.6
+            colour = "black" if is_light else "white"
+            ax.text(j, i, numbers % value, ha="center", va="center", fontsize=6, color=colour)
     return image

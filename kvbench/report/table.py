@@ -11,10 +11,12 @@ from kvbench.base.visible import visible
 
 WIDTH = 100
 """The number of characters in a line of text."""
+LONGEST_HEAD = 10
+"""The number of characters up to which a head stays on one line."""
 
 
 class Bold(str):
-    """The text of a cell whose first line is the best of its block."""
+    """The text of the best cell of a block. Writers print its first line bold."""
 
 
 @dataclass(frozen=True)
@@ -40,44 +42,68 @@ class Table:
     def blocks(self) -> list[tuple[str, tuple[tuple[str, ...], ...]]]:
         """Return (heading, rows) of each block."""
         starts = sorted(self.headings)
-        ends = [*starts[1:], len(self.rows)] if starts else []
-        return [(self.headings[a], self.rows[a:b]) for a, b in zip(starts, ends, strict=True)]
+        # a block ends where the next one starts, and the last one ends with the table
+        ends = starts[1:]
+        if starts:
+            ends.append(len(self.rows))
+        return [(self.headings[start], self.rows[start:end]) for start, end in zip(starts, ends, strict=True)]
 
     @property
     def heads(self) -> tuple[str, ...]:
         """Return the heads for text: a long one is broken into several lines at _, / or -."""
         if not self.breaks:
             return self.headers
-        return tuple(re.sub(r"([_/-])(?=\w{2})", r"\1\n", h) if len(h) > 10 else h for h in self.headers)
+        heads = []
+        for header in self.headers:
+            if len(header) <= LONGEST_HEAD:
+                heads.append(header)
+            else:
+                # two word characters must follow: a break in front of a single letter would leave it alone on a line
+                heads.append(re.sub(r"([_/-])(?=\w{2})", r"\1\n", header))
+        return tuple(heads)
 
     def width(self, column: int) -> int:
         """Return the number of characters in a column's widest line."""
-        return max(len(line) for text in (self.heads[column], *(r[column] for r in self.rows)) for line in lines(text))
+        widest = max(len(line) for line in lines(self.heads[column]))
+        for row in self.rows:
+            for line in lines(row[column]):
+                widest = max(widest, len(line))
+        return widest
 
     def spans(self) -> list[tuple[str, int]]:
         """Return (name, number of columns) of each group of neighbouring columns; [] if no group has a name."""
-        return [(name, len(list(columns))) for name, columns in groupby(self.groups)] if any(self.groups) else []
+        if not any(self.groups):
+            return []
+        return [(name, len(list(columns))) for name, columns in groupby(self.groups)]
 
     def folded(self) -> Iterator[Table]:
         """Yield the table in pieces of columns that fit WIDTH, each with the first column."""
-        headings = max(len(part) + 4 for heading in self.headings.values() for part in heading.split(", "))
-        first = max(self.width(0) + 2, headings)
-        part, used = [0], first
+        # writers put "· " in front of a heading, break it at each comma and indent what follows the break
+        parts: list[str] = []
+        for heading in self.headings.values():
+            parts += heading.split(", ")
+        # two characters separate a column from the next one
+        first_width = max(self.width(0) + 2, max(map(len, parts)) + 4)
+        columns, used = [0], first_width
         for column in range(1, len(self.headers)):
             needed = self.width(column) + 2
-            if len(part) > 1 and used + needed > WIDTH:
-                yield self._select(part)
-                part, used = [0], first
-            part.append(column)
+            # a column that is too wide for any piece still stands in one, beside the first column
+            if len(columns) > 1 and used + needed > WIDTH:
+                yield self._select(columns)
+                columns, used = [0], first_width
+            columns.append(column)
             used += needed
-        yield self._select(part)
+        yield self._select(columns)
 
     def _select(self, columns: Sequence[int]) -> Table:
         """Return the table with these columns alone."""
-        headers, groups, *rows = (
-            tuple(texts[i] for i in columns) for texts in (self.headers, self.groups or self.headers, *self.rows)
-        )
-        return replace(self, headers=headers, groups=groups if self.groups else (), rows=tuple(rows))
+
+        def pick(texts: Sequence[str]) -> tuple[str, ...]:
+            return tuple(texts[column] for column in columns)
+
+        # a table without groups has () there, from which no column can be picked
+        groups = pick(self.groups) if self.groups else ()
+        return replace(self, headers=pick(self.headers), groups=groups, rows=tuple(map(pick, self.rows)))
 
 
 def lines(text: str) -> list[str]:

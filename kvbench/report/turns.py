@@ -8,18 +8,31 @@ from kvbench.report.table import Table, size
 
 if TYPE_CHECKING:
     from kvbench.report.report import CellResult, Report
+    from kvbench.store.turns import TurnsSummary
 
 HEADS = ("method", "first\nquestion", "last\nquestion", "fall", "beside\nfull's", "compressed", "after\nthe last")
 CSV_FIELDS = (
-    *("first", "last", "fall", "fall_low", "fall_high", "fall_beside_full", "fall_beside_full_low"),
-    *("fall_beside_full_high", "question_mean", "questions", "pairs", "bytes_compressed", "bytes_last", "by_index"),
+    "first",
+    "last",
+    "fall",
+    "fall_low",
+    "fall_high",
+    "fall_beside_full",
+    "fall_beside_full_low",
+    "fall_beside_full_high",
+    "question_mean",
+    "questions",
+    "pairs",
+    "bytes_compressed",
+    "bytes_last",
+    "by_index",
 )
 MODES = {
     "isolated": "each question branches from the compressed context",
     "gold": "earlier questions stay with their references",
     "own": "earlier questions stay with the model's answers",
 }
-"""What a cache holds when a question comes, by ``turns=``."""
+"""The content of a cache when a question comes, by ``turns=``."""
 
 
 def sheets(report: Report) -> list[Table]:
@@ -27,73 +40,116 @@ def sheets(report: Report) -> list[Table]:
     rows: list[tuple[str, ...]] = []
     headings: dict[int, str] = {}
     for i, column in enumerate(report.columns):
-        cells = [(row.method, row.cells[i], row.cells[i].summary) for row in report.rows]
-        asked = [(method, c, s.questions) for method, c, s in cells if s is not None and s.questions is not None]
-        if asked:
-            headings[len(rows)] = _heading(column.task, asked[0][1])
-        for method, cell, turns in asked:
-            beside = cell.fall_beside_full
-            line = (
-                _number(turns.first),
-                _number(turns.last),
-                _with_interval(turns.fall, turns.fall_ci),
-                "" if beside is None else _with_interval(beside.mean, beside.ci),
-                size(turns.bytes_compressed),
-                size(turns.bytes_last),
-            )
-            rows.append((method.replace(" ", "\n"), *line))
-    return [Table(HEADS, tuple(rows), headings=headings)] if rows else []
+        block_start = len(rows)
+        for row in report.rows:
+            cell = row.cells[i]
+            turns = _turns_of(cell)
+            if turns is None:
+                continue
+            # all methods answer the same questions, so that any of them counts them for the heading
+            if len(rows) == block_start:
+                headings[block_start] = _heading(column.task, turns, str(cell.settings["turns"]))
+            rows.append(_line(row.method, turns, cell))
+    if not rows:
+        return []
+    return [Table(HEADS, tuple(rows), headings=headings)]
 
 
-def _heading(task: str, cell: CellResult) -> str:
-    """Return the heading of a task's block: how many contexts and questions, and what stays between questions."""
-    assert cell.summary is not None and cell.summary.questions is not None
-    turns = cell.summary.questions
-    alone = f", {turns.contexts - turns.pairs} of them with one" if turns.pairs < turns.contexts else ""
-    count = f"{turns.questions} questions on {turns.contexts} contexts{alone}"
-    return f"{task}: {count}; {MODES[str(cell.settings['turns'])]}"
+def _turns_of(cell: CellResult) -> TurnsSummary | None:
+    """Return a cell's scores by question, or None if it is not measured or its contexts have one question."""
+    if cell.summary is None:
+        return None
+    return cell.summary.questions
 
 
-def _number(value: float | None, sign: bool = False) -> str:
-    return "—" if value is None else f"{value:{'+' if sign else ''}.1f}".replace("-", "−")
+def _heading(task: str, turns: TurnsSummary, mode: str) -> str:
+    """Return the heading of a task's block: the numbers of contexts and questions, and the history of a question."""
+    count = f"{turns.questions} questions on {turns.contexts} contexts"
+    # a context with one question has no fall: the block's first and last scores are means over the others
+    if turns.pairs < turns.contexts:
+        count += f", {turns.contexts - turns.pairs} of them with one"
+    return f"{task}: {count}; {MODES[mode]}"
 
 
-def _with_interval(value: float | None, ci: tuple[float, float] | None) -> str:
-    return _number(value, True) + ("" if ci is None else f"\n[{ci[0]:.0f}, {ci[1]:.0f}]")
+def _line(method: str, turns: TurnsSummary, cell: CellResult) -> tuple[str, ...]:
+    """Return the line of a method on one task."""
+    # the full cache's own line has no fall beside the full cache's
+    beside_full = ""
+    if cell.fall_beside_full is not None:
+        beside_full = _with_interval(cell.fall_beside_full.mean, cell.fall_beside_full.ci)
+    return (
+        # one knob below the other keeps the first column narrow
+        method.replace(" ", "\n"),
+        _number(turns.first),
+        _number(turns.last),
+        _with_interval(turns.fall, turns.fall_ci),
+        beside_full,
+        size(turns.bytes_compressed),
+        size(turns.bytes_last),
+    )
+
+
+def _number(value: float | None) -> str:
+    """Return a score as text."""
+    if value is None:
+        return "—"
+    # U+2212 is as wide as a plus sign, the hyphen is not
+    return f"{value:.1f}".replace("-", "−")
+
+
+def _with_interval(difference: float | None, ci: tuple[float, float] | None) -> str:
+    """Return a difference of scores with its sign, and its interval on a line below."""
+    text = "—"
+    if difference is not None:
+        text = f"{difference:+.1f}".replace("-", "−")
+    if ci is not None:
+        text += f"\n[{ci[0]:.0f}, {ci[1]:.0f}]"
+    return text
 
 
 def record(cell: CellResult) -> dict[str, object]:
-    """Return one cell's scores by question under the names of CSV_FIELDS."""
-    turns = cell.summary.questions if cell.summary is not None else None
+    """Return one cell's scores by question under the names of CSV_FIELDS, {} if it has none."""
+    turns = _turns_of(cell)
     if turns is None:
         return {}
     values: dict[str, object] = {name: value for name, value in vars(turns).items() if name in CSV_FIELDS}
+    # a spreadsheet has one cell for the scores of all questions: numbers with a space between them
     values["by_index"] = " ".join("—" if x.score is None else f"{x.score:.4g}" for x in turns.by_index)
     if turns.fall_ci is not None:
-        values |= {"fall_low": turns.fall_ci[0], "fall_high": turns.fall_ci[1]}
-    if (beside := cell.fall_beside_full) is not None:
-        values["fall_beside_full"] = beside.mean
-        if beside.ci is not None:
-            values |= {"fall_beside_full_low": beside.ci[0], "fall_beside_full_high": beside.ci[1]}
+        values["fall_low"], values["fall_high"] = turns.fall_ci
+    beside_full = cell.fall_beside_full
+    if beside_full is not None:
+        values["fall_beside_full"] = beside_full.mean
+        if beside_full.ci is not None:
+            values["fall_beside_full_low"], values["fall_beside_full_high"] = beside_full.ci
+    # the prefix tells these columns from a report's other columns of CSV
     return {f"turns_{name}": value for name, value in values.items()}
 
 
 def legend(report: Report) -> list[str]:
-    """Return the lines below the table: what a fall is, and the scores by other metrics."""
-    summaries = [(r.method, c.task, c.summary.questions) for r in report.rows for c in r.cells if c.summary is not None]
-    asked = [(method, task, turns) for method, task, turns in summaries if turns is not None]
-    if not asked:
+    """Return the lines below the table: the meaning of its columns, and the scores by other metrics."""
+    lines = []
+    has_questions = False
+    for row in report.rows:
+        for cell in row.cells:
+            turns = _turns_of(cell)
+            if turns is None:
+                continue
+            has_questions = True
+            if turns.beside:
+                others = ", ".join(f"{name} {_number(value)}" for name, value in turns.beside.items())
+                place = row.method
+                if len(report.columns) > 1:
+                    place = f"{cell.task}, {row.method}"
+                lines.append(f"{place}: {others}.")
+    if not has_questions:
         return []
-    lines = [
+    explanation = (
         "Several questions on one context: it is compressed once, before any question is known. A cell's score is the "
         "mean over contexts of the mean over their questions. Fall: score of a context's last question minus that of "
         "its first, mean over contexts with several; [a, b]: 95 % interval over contexts; beside full's: "
         "minus the full cache's fall. Bytes are of keys, values and overhead, mean per context. Scores by index of "
         "question: --json, --format csv."
-    ]
-    columns = len(report.columns)
-    for method, task, turns in asked:
-        if turns.beside:
-            others = ", ".join(f"{name} {_number(value)}" for name, value in turns.beside.items())
-            lines.append(f"{task + ', ' if columns > 1 else ''}{method}: {others}.")
+    )
+    lines.insert(0, explanation)
     return lines

@@ -7,9 +7,7 @@ import html as html_module
 import io
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import chain, islice
 from textwrap import fill, wrap
-from typing import Any
 
 from rich import box
 from rich.console import Console
@@ -19,9 +17,10 @@ from rich.text import Text
 from kvbench.base.visible import visible
 from kvbench.report.table import WIDTH, Bold, Table, lines
 
+# spreadsheets compute a text that begins with one of these signs; a minus with a digit behind it is a number
 FORMULA = re.compile(r"[=+@\t]|-(?!\d)")
+# the beginning of a tag; our own notes have the path results/cells/<cell>/, whose <cell> must stay readable
 MARKUP = re.compile("<(?=[a-zA-Z/!?])(?!cell>)")
-"""The beginning of a tag; results/cells/<cell>/ is what our own notes say."""
 LATEX = str.maketrans(
     {
         "\\": r"\textbackslash{}",
@@ -46,12 +45,14 @@ LATEX = str.maketrans(
         "∫": r"$\int$",
     }
 )
-"""What LaTeX has for signs that mean something to it, or that its fonts lack."""
+"""LaTeX's commands for the signs that it would read as commands, or that its fonts lack."""
 
 
 def compose(tables: Sequence[Table], notes: Sequence[str], style: str) -> str:
     """Return tables with the notes below them as one text; ``style`` is text, md or latex."""
-    return "\n".join([*(WRITERS[style](t) for t in tables), *(note(n, style) for n in notes)]) + "\n"
+    parts = [WRITERS[style](table) for table in tables]
+    parts += [note(sentence, style) for sentence in notes]
+    return "\n".join(parts) + "\n"
 
 
 def note(text: str, style: str) -> str:
@@ -59,8 +60,11 @@ def note(text: str, style: str) -> str:
     text = visible(text)
     if style == "text":
         return fill(text, WIDTH, break_long_words=False, break_on_hyphens=False)
+    # a comment of LaTeX and an item of a Markdown list end with their line
     text = text.replace("\n", " ")
-    return f"% {text}" if style == "latex" else f"- {MARKUP.sub('&lt;', text)}"
+    if style == "latex":
+        return f"% {text}"
+    return f"- {_without_tags(text)}"
 
 
 def text(table: Table, terminal: bool = False) -> str:
@@ -72,10 +76,13 @@ def text(table: Table, terminal: bool = False) -> str:
         rich_table.add_column(Text(visible(head)), justify="left" if i < table.left else "right")
     for heading, rows in table.blocks:
         if heading:
+            # Table.folded leaves four characters for the point and the indentation
             rich_table.add_row(Text(visible("· " + heading.replace(", ", "\n  "))))
         for i, row in enumerate(rows):
-            rich_table.add_row(*map(_styled, row), end_section=table.ruled or i == len(rows) - 1)
+            ends_block = i == len(rows) - 1
+            rich_table.add_row(*map(_rich_text, row), end_section=table.ruled or ends_block)
     out = io.StringIO()
+    # rich would look at this process's own terminal, although the text goes to a string first
     console = Console(
         width=WIDTH,
         file=out,
@@ -85,29 +92,47 @@ def text(table: Table, terminal: bool = False) -> str:
     )
     console.print(rich_table)
     drawn_lines = [line.rstrip() for line in out.getvalue().splitlines()]
-    return "\n".join([*_group_lines(table, drawn_lines), *drawn_lines]) + "\n"
+    return "\n".join(_group_lines(table, drawn_lines) + drawn_lines) + "\n"
 
 
-def _styled(cell: str) -> Text:
-    first, *rest = lines(cell)
-    return Text("\n").join([Text(first, style="bold" if isinstance(cell, Bold) else ""), *map(Text, rest)])
+def _rich_text(cell: str) -> Text:
+    """Return a cell for rich; of a Bold one the first line is bold."""
+    parts = [Text(line) for line in lines(cell)]
+    if isinstance(cell, Bold):
+        parts[0].stylize("bold")
+    return Text("\n").join(parts)
 
 
 def _group_lines(table: Table, drawn_lines: Sequence[str]) -> list[str]:
-    """Return the lines with the groups' names, each ending where the head of its last column does."""
+    """Return the lines with the groups' names, each ending where the head of its last column does.
+
+    ``drawn_lines`` is the table as rich drew it. rich knows no cell over several columns.
+    """
     if not table.spans():
         return []
+    # the heads' last line stands right above the rule; a head there is a run of words with single spaces
     rule = next(i for i, line in enumerate(drawn_lines) if line.startswith("─"))
-    ends = [0, *(match.end() for match in re.finditer(r"\S+(?: \S+)*", drawn_lines[rule - 1]))]
-    places, column = [], 0
+    ends = [0]
+    for match in re.finditer(r"\S+(?: \S+)*", drawn_lines[rule - 1]):
+        ends.append(match.end())
+
+    # (first character, number of characters, lines) of each group's name
+    places: list[tuple[int, int, list[str]]] = []
+    column = 0
     for group, count in table.spans():
         last = column + count - 1
-        start = max(ends[column - 1] + 2, ends[column] - table.width(column)) if column else 0
+        start = 0
+        if column > 0:
+            # two spaces behind the column before; a head narrower than its column begins further to the right
+            start = max(ends[column - 1] + 2, ends[column] - table.width(column))
         if group:
+            # a name that is wider than its columns is wrapped, and a word that is wider begins further to the left
             parts = wrap(group, max(1, ends[last] - start), break_long_words=False)
             start = min(start, ends[last] - max(map(len, parts)))
             places.append((start, ends[last] - start, parts))
         column = last + 1
+
+    # names of fewer lines than the tallest stand at the bottom, right above the heads
     tallest = max(len(parts) for _, _, parts in places)
     out = [""] * tallest
     for start, width, parts in places:
@@ -123,22 +148,38 @@ def markdown(table: Table) -> str:
         return f"| {' | '.join(cells)} |"
 
     def inert(text: str) -> str:
-        return MARKUP.sub("&lt;", text.replace("|", r"\|"))
+        return _without_tags(text.replace("|", r"\|"))
 
     def cell(text: str) -> str:
-        first, *rest = lines(inert(text))
-        first = f"**{first}**" if isinstance(text, Bold) else first
-        return ("<br>" if table.breaks else " ").join([first, *rest])
+        parts = lines(inert(text))
+        if isinstance(text, Bold):
+            parts[0] = f"**{parts[0]}**"
+        line_break = "<br>" if table.breaks else " "
+        return line_break.join(parts)
 
     count = len(table.headers)
-    out = [row(map(cell, table.headers)), f"|{'|'.join(['---'] * table.left + ['---:'] * (count - table.left))}|"]
-    # Markdown has one line of heads, and no cell over several columns
-    firsts = [[f"*{inert(group)}*" if group else ""] + [""] * (count - 1) for group, count in table.spans()]
-    out += [row(chain.from_iterable(firsts))] if firsts else []
+    alignments = ["---"] * table.left + ["---:"] * (count - table.left)
+    out = [row(map(cell, table.headers)), f"|{'|'.join(alignments)}|"]
+    spans = table.spans()
+    if spans:
+        # Markdown has one line of heads, and no cell over several columns: a group's name stands in its first column
+        names = [""] * count
+        column = 0
+        for group, columns in spans:
+            if group:
+                names[column] = f"*{inert(group)}*"
+            column += columns
+        out.append(row(names))
     for heading, rows in table.blocks:
-        out += [f"| *{inert(heading)}* |{' |' * (count - 1)}"] if heading else []
+        if heading:
+            out.append(f"| *{inert(heading)}* |{' |' * (count - 1)}")
         out += [row(map(cell, cells)) for cells in rows]
     return "\n".join(out) + "\n"
+
+
+def _without_tags(text: str) -> str:
+    """Return a text in which Markdown finds no HTML element."""
+    return MARKUP.sub("&lt;", text)
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -150,24 +191,35 @@ def latex(table: Table) -> str:
     """Return a table as a LaTeX tabular of booktabs, with makecell where lines of cells stay lines."""
 
     def cell(text: str) -> str:
-        first, *rest = lines(_escaped(text))
-        first = rf"\textbf{{{first}}}" if isinstance(text, Bold) else first
+        parts = lines(_escaped(text))
+        if isinstance(text, Bold):
+            parts[0] = rf"\textbf{{{parts[0]}}}"
+        if not table.breaks:
+            return " ".join(parts)
         # {}: a bracket right after a line break would be read as its length
-        return r"\makecell{" + r"\\{}".join([first, *rest]) + "}" if table.breaks else " ".join([first, *rest])
+        return r"\makecell{" + r"\\{}".join(parts) + "}"
 
     count = len(table.headers)
-    out = [rf"\begin{{tabular}}{{{'l' * table.left}{'r' * (count - table.left)}}}", r"\toprule"]
-    spans = [
-        rf"\multicolumn{{{n}}}{{c}}{{{_escaped(group)}}}" if group else " & ".join([""] * n)
-        for group, n in table.spans()
-    ]
-    out += [" & ".join(spans) + r" \\"] if spans else []
-    out.append(" & ".join(_escaped(h.replace("\n", " ")) for h in table.headers) + r" \\")
+    alignments = "l" * table.left + "r" * (count - table.left)
+    out = [rf"\begin{{tabular}}{{{alignments}}}", r"\toprule"]
+    spans = []
+    for group, columns in table.spans():
+        if group:
+            spans.append(rf"\multicolumn{{{columns}}}{{c}}{{{_escaped(group)}}}")
+        else:
+            # columns without a group need their separators all the same
+            spans.append(" & ".join([""] * columns))
+    if spans:
+        out.append(" & ".join(spans) + r" \\")
+    heads = [_escaped(header.replace("\n", " ")) for header in table.headers]
+    out.append(" & ".join(heads) + r" \\")
     for heading, rows in table.blocks:
         out.append(r"\midrule")
-        out += [rf"\multicolumn{{{count}}}{{l}}{{\emph{{{_escaped(heading)}}}}} \\"] if heading else []
+        if heading:
+            out.append(rf"\multicolumn{{{count}}}{{l}}{{\emph{{{_escaped(heading)}}}}} \\")
         out += [" & ".join(map(cell, row)) + r" \\" for row in rows]
-    return "\n".join([*out, r"\bottomrule", r"\end{tabular}"]) + "\n"
+    out += [r"\bottomrule", r"\end{tabular}"]
+    return "\n".join(out) + "\n"
 
 
 def _escaped(text: str) -> str:
@@ -190,33 +242,56 @@ def html(
     """
 
     def element(tag: str, content: str, css: str = "") -> str:
-        return f'<{tag} class="{html_module.escape(css)}">{content}</{tag}>' if css else f"<{tag}>{content}</{tag}>"
+        if not css:
+            return f"<{tag}>{content}</{tag}>"
+        return f'<{tag} class="{html_module.escape(css)}">{content}</{tag}>'
 
-    content = cell or (lambda row, column: html_lines(table.rows[row][column]))
-    kinds = columns or [""] * len(table.headers)
+    def content(row: int, column: int) -> str:
+        if cell is not None:
+            return cell(row, column)
+        return html_lines(table.rows[row][column])
+
+    count = len(table.headers)
+    classes = columns or [""] * count
+    row_classes = rows or [""] * len(table.rows)
     spans = "".join(f'<th colspan="{n}">{html_module.escape(name)}</th>' for name, n in table.spans())
-    heads = (element("th", html_module.escape(h), k) for h, k in zip(table.headers, kinds, strict=True))
-    out = [element("tr", spans, "groups")] if spans else []
-    out = [f"<thead>{''.join(out)}<tr>{''.join(heads)}</tr></thead>"]
-    numbers = iter(range(len(table.rows)))
+    head_rows = ""
+    if spans:
+        head_rows += element("tr", spans, "groups")
+    heads = [element("th", html_module.escape(header), css) for header, css in zip(table.headers, classes, strict=True)]
+    head_rows += element("tr", "".join(heads))
+    out = [element("thead", head_rows)]
+    # ``rows`` and ``cell`` number the rows of the whole table, through all blocks
+    number = 0
     for heading, block in table.blocks:
-        name = html_module.escape(heading)
-        body = [f'<tr class="block"><th colspan="{len(kinds)}">{name}</th></tr>'] if heading else []
-        for row in islice(numbers, len(block)):
-            cells = (element("th" if i == 0 and not columns else "td", content(row, i), k) for i, k in enumerate(kinds))
-            body.append(element("tr", "".join(cells), rows[row] if rows else ""))
+        body = []
+        if heading:
+            body.append(f'<tr class="block"><th colspan="{count}">{html_module.escape(heading)}</th></tr>')
+        for _ in block:
+            cells = []
+            for i, css in enumerate(classes):
+                tag = "td"
+                if i == 0 and not columns:
+                    tag = "th"
+                cells.append(element(tag, content(number, i), css))
+            body.append(element("tr", "".join(cells), row_classes[number]))
+            number += 1
         out.append(element("tbody", "\n".join(body)))
     return element("table", "\n".join(out), kind)
 
 
 def html_lines(cell: str, small: bool = False) -> str:
     """Return the lines of a cell below each other as HTML; with ``small``, all but the first are small elements."""
-    first, *rest = lines(html_module.escape(cell))
-    first = f"<b>{first}</b>" if isinstance(cell, Bold) else first
-    return first + "".join(f"<small>{line}</small>" if small else f"<br>{line}" for line in rest)
+    parts = lines(html_module.escape(cell))
+    if isinstance(cell, Bold):
+        parts[0] = f"<b>{parts[0]}</b>"
+    if not small:
+        return "<br>".join(parts)
+    # the page's style sheet shows small elements as blocks, so that they need no line break
+    return parts[0] + "".join(f"<small>{line}</small>" for line in parts[1:])
 
 
-def csv(fields: Sequence[str], records: Iterable[Mapping[str, Any]]) -> str:
+def csv(fields: Sequence[str], records: Iterable[Mapping[str, object]]) -> str:
     """Return records as CSV under a line of ``fields``, without keys that are no field; numbers are not rounded.
 
     A text that a spreadsheet would take for a formula gets an apostrophe in front.
@@ -225,12 +300,15 @@ def csv(fields: Sequence[str], records: Iterable[Mapping[str, Any]]) -> str:
     writer = csv_module.DictWriter(out, fields, restval="", extrasaction="ignore", lineterminator="\n")
     writer.writeheader()
 
-    def inert(value: Any) -> Any:
+    def inert(value: object) -> object:
         if not isinstance(value, str):
             return value
-        return f"'{visible(value)}" if FORMULA.match(value) else visible(value)
+        if FORMULA.match(value):
+            return f"'{visible(value)}"
+        return visible(value)
 
-    writer.writerows({field: inert(value) for field, value in record.items()} for record in records)
+    for record in records:
+        writer.writerow({field: inert(value) for field, value in record.items()})
     return out.getvalue()
 
 

@@ -21,20 +21,28 @@ def find(path: Path) -> list[Path]:
     Raises UsageError if there are none, or ``path`` does not exist, cannot be read or has an unknown layout.
     """
     if path.is_file():
-        if not _layout(path):
+        if _layout_of(path) is None:
             raise UsageError(f"{path} is not a file of predictions ({LAYOUTS})")
         return [path]
     if not path.is_dir():
         raise UsageError(f"there is no folder or file {path}")
     try:
-        folders = [path, *sorted(f for f in path.iterdir() if f.is_dir())]
-        files = [sorted(f for f in folder.iterdir() if f.is_file() and _layout(f)) for folder in folders]
-        paths = files[0] or [f for inner in files[1:] for f in inner]
+        files_here = _files_in(path)
+        # kvpress and lm-evaluation-harness write a folder for each run
+        files_below: list[Path] = []
+        for folder in sorted(entry for entry in path.iterdir() if entry.is_dir()):
+            files_below += _files_in(folder)
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}") from None
+    paths = files_here or files_below
     if not paths:
         raise UsageError(f"{path} holds no predictions ({LAYOUTS})")
     return paths
+
+
+def _files_in(folder: Path) -> list[Path]:
+    """Return the prediction files that lie in a folder itself, by name."""
+    return sorted(path for path in folder.iterdir() if path.is_file() and _layout_of(path) is not None)
 
 
 def read(path: Path) -> list[Predictions]:
@@ -42,24 +50,34 @@ def read(path: Path) -> list[Predictions]:
 
     Raises UsageError, with file, line and reason, if the file cannot be read.
     """
-    layout = _layout(path)
-    assert layout is not None
+    layout = _layout_of(path)
+    assert layout is not None  # ``find`` returns no other files
     try:
         digest = sha256(path)
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}") from None
+    # a file of kvpress holds all tasks of a run
     answers_by_task: dict[str, list[ImportedAnswer]] = {}
     for task, answer in layout.answers(path):
         answers_by_task.setdefault(task, []).append(answer)
     if not answers_by_task:
         raise UsageError(f"{path} is empty: it must hold at least one answer")
     # LongBench's script writes LongBench-E to pred_e/<model>/
-    of_e = layout is layouts.LONGBENCH and path.parent.parent.name == "pred_e"
-    return [
-        Predictions(dataset, extended or of_e, path, layout.name, tuple(answers), digest)
-        for task, answers in answers_by_task.items()
-        for dataset, extended in (dataset_of(task),)
-    ]
+    in_extended_folder = layout is layouts.LONGBENCH and path.parent.parent.name == "pred_e"
+    predictions = []
+    for task, answers in answers_by_task.items():
+        dataset, has_extended_name = dataset_of(task)
+        predictions.append(
+            Predictions(
+                dataset=dataset,
+                extended=has_extended_name or in_extended_folder,
+                path=path,
+                layout=layout.name,
+                answers=tuple(answers),
+                sha256=digest,
+            )
+        )
+    return predictions
 
 
 def settle_split(predictions: Sequence[Predictions], split: str) -> list[Predictions]:
@@ -68,19 +86,28 @@ def settle_split(predictions: Sequence[Predictions], split: str) -> list[Predict
     Tasks that LongBench-E lacks are always of the standard split. A folder is also of LongBench-E where one of its
     files has more answers than the standard split has examples, and all have lengths.
     """
+    # LongBench-E has more examples of a task than the standard split, and one run writes all its tasks to one folder
+    extended_folders = set()
+    for file in predictions:
+        spec = TASKS.get(file.dataset)
+        if spec is not None and spec.extended and len(file.answers) > spec.size:
+            extended_folders.add(file.path.parent)
 
-    def outgrows_standard(p: Predictions) -> bool:
-        spec = TASKS.get(p.dataset)
-        return spec is not None and spec.extended and len(p.answers) > spec.size
+    def is_extended(file: Predictions) -> bool:
+        if file.dataset not in TASKS or not TASKS[file.dataset].extended:
+            return False
+        if split != "auto":
+            return split == "e"
+        if file.extended:
+            return True
+        # LongBench-E reports scores by length, so that its answers have lengths
+        has_lengths = all(answer.length is not None for answer in file.answers)
+        return file.path.parent in extended_folders and has_lengths
 
-    extended_folders = {p.path.parent for p in predictions if outgrows_standard(p)}
-    results = []
-    for p in predictions:
-        has_extended = p.dataset in TASKS and TASKS[p.dataset].extended
-        extended = p.extended or (p.path.parent in extended_folders and all(a.length is not None for a in p.answers))
-        results.append(replace(p, extended=has_extended and (extended if split == "auto" else split == "e")))
-    return results
+    return [replace(file, extended=is_extended(file)) for file in predictions]
 
 
-def _layout(path: Path) -> layouts.Layout | None:
+def _layout_of(path: Path) -> layouts.Layout | None:
+    """Return the layout of a file by its name, or None if it is no file of predictions."""
+    # the first that matches: LongBench's *.jsonl would match lm-evaluation-harness's files, too
     return next((layout for layout in layouts.LAYOUTS if layout.matches(path)), None)

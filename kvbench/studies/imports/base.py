@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import ast
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from kvbench.tasks.longbench import TASKS
 from kvbench.tasks.rows import FileRow, kind
 
+# a text in quotes as Python and numpy print it, with escaped quotes inside
 _LITERAL = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"", re.DOTALL)
 
 
 @dataclass(frozen=True)
 class ImportedAnswer:
-    """One generated text with its references, closed label set and stored length; ``place`` is where it stands."""
+    """One generated text with its references, closed label set and stored length.
+
+    place: where it stands in its file, as ``line 3``.
+    """
 
     prediction: str
     references: tuple[str, ...]
@@ -27,9 +31,11 @@ class ImportedAnswer:
 
 @dataclass(frozen=True)
 class Predictions:
-    """All answers of one file to one dataset. ``extended``: the file says that it is of LongBench-E.
+    """All answers of one file to one dataset.
 
-    ``layout`` is the tool whose format the file has; ``sha256`` is of the whole file.
+    extended: whether the file says that it is of LongBench-E.
+    layout: the tool whose format the file has.
+    sha256: the digest of the whole file.
     """
 
     dataset: str
@@ -44,7 +50,10 @@ def dataset_of(name: str) -> tuple[str, bool]:
     """Return (LongBench's task name, whether it is of LongBench-E): ``longbench_qasper_e`` -> (qasper, True)."""
     short = name.removeprefix("longbench_")
     base = re.sub(r"[_-]e$", "", short)
-    return (base, True) if base != short and base in TASKS else (short, False)
+    # a task of another benchmark may end in _e, too
+    if base != short and base in TASKS:
+        return base, True
+    return short, False
 
 
 def text(row: FileRow, key: str) -> str:
@@ -63,6 +72,7 @@ def texts(row: FileRow, key: str) -> tuple[str, ...]:
     value = row.value(key)
     if isinstance(value, str) and value.startswith("[") and value.endswith("]"):
         value = _printed_list(row, key, value)
+    # True and False are ints of Python
     if isinstance(value, str | int | float) and not isinstance(value, bool):
         value = [value]
     if not isinstance(value, list) or not all(isinstance(v, str | int | float) for v in value):
@@ -74,7 +84,10 @@ def classes(row: FileRow) -> tuple[str, ...] | None:
     """Return the closed set of labels: () if the row gives none, None if it lacks the key."""
     if "all_classes" not in row.values:
         return None
-    return () if row.values["all_classes"] in (None, "", "None") else texts(row, "all_classes")
+    # CSV has no null: pandas writes an empty cell, and str() of None
+    if row.values["all_classes"] in (None, "", "None"):
+        return ()
+    return texts(row, "all_classes")
 
 
 def length(row: FileRow) -> int | None:
@@ -82,20 +95,24 @@ def length(row: FileRow) -> int | None:
     value = row.values.get("length")
     if value in (None, ""):
         return None
-    try:
-        number = int(float(value)) if isinstance(value, str | int | float) and not isinstance(value, bool) else -1
-    except (ValueError, OverflowError):
-        number = -1
+    number = -1
+    if isinstance(value, str | int | float) and not isinstance(value, bool):
+        # pandas writes whole numbers of a column with gaps as 1024.0; int() fails on nan and on infinity
+        with suppress(ValueError, OverflowError):
+            number = int(float(value))
     if number < 0:
         raise row.wrong(f"'length' must be a whole number, got {kind(value)}")
     return number
 
 
-def _printed_list(row: FileRow, key: str, value: str) -> Any:
+def _printed_list(row: FileRow, key: str, value: str) -> str | list[str]:
     """Parse ``['a', 'b']`` or numpy's ``['a' 'b']``, which Python would read as one text; other brackets stay text."""
-    between = _LITERAL.sub("", value[1:-1])
+    content = value[1:-1]
+    between = _LITERAL.sub("", content)
+    # a list has nothing but spaces and commas between its texts
     if not between.replace(",", " ").strip():
-        return [ast.literal_eval(literal) for literal in _LITERAL.findall(value[1:-1])]
+        return [ast.literal_eval(literal) for literal in _LITERAL.findall(content)]
+    # numpy prints the ends of a long list alone: its other texts are lost
     if "..." in between:
         raise row.wrong(f"{key!r} was shortened with ... when it was printed")
     return value

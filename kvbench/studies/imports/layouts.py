@@ -19,7 +19,6 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from kvbench.base.errors import UsageError
 from kvbench.base.files import check_ends
@@ -27,12 +26,18 @@ from kvbench.studies.imports.base import ImportedAnswer, classes, length, text, 
 from kvbench.tasks.rows import FileRow, kind, parse, parse_csv, read_lines
 
 PREDICTION = "predicted_answer"
+# lm-evaluation-harness puts the time of the run behind the task: samples_qasper_2024-05-01T12-30-00.123456
 _SAMPLES = re.compile(r"samples_(?P<task>.+?)(_\d{4}-\d\d-\d\dT[\d.:-]+)?")
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A tool's files: whose name ``matches``, and their ``answers``, each with the tool's name of its task."""
+    """The files of one tool.
+
+    name: the tool.
+    matches: returns True for a path whose name is that of the tool's files.
+    answers: yields (the tool's name of the task, answer) for each answer of a file.
+    """
 
     name: str
     matches: Callable[[Path], bool]
@@ -48,23 +53,30 @@ def longbench(path: Path) -> Iterator[tuple[str, ImportedAnswer]]:
 def lm_eval(path: Path) -> Iterator[tuple[str, ImportedAnswer]]:
     """Yield (task, answer) for each line of an lm-evaluation-harness file that belongs to the file's first filter."""
     match = _SAMPLES.fullmatch(path.stem)
-    chosen = None
+    task = path.stem
+    if match is not None:
+        task = match["task"]
+    first_filter = None
     for row in read_lines(path):
-        of_filter = row.values.get("filter", "none")
-        chosen = of_filter if chosen is None else chosen
-        if of_filter != chosen:
+        # a document has a line for each filter of the task, such as strict-match and flexible-extract
+        filter_name = row.values.get("filter", "none")
+        if first_filter is None:
+            first_filter = filter_name
+        if filter_name != first_filter:
             continue
         doc = row.value("doc")
         if not isinstance(doc, dict):
             raise row.wrong(f"'doc' must be an object, got {kind(doc)}")
-        inner = FileRow(path, f"{row.place}, doc", doc)
-        references = texts(inner, "answers") if "answers" in doc else texts(row, "target")
-        response: Any = row.value("filtered_resps")
+        doc_row = FileRow(path, f"{row.place}, doc", doc)
+        # ``target`` is the one reference that the task's template chose; LongBench's documents have all
+        references = texts(doc_row, "answers") if "answers" in doc else texts(row, "target")
+        # a filter returns a text, or a list of them for several samples of one document
+        response = row.value("filtered_resps")
         while isinstance(response, list) and response:
             response = response[0]
         if not isinstance(response, str):
             raise row.wrong(f"'filtered_resps' must hold a generated text, got {kind(row.value('filtered_resps'))}")
-        yield match["task"] if match else path.stem, _answer(inner, response, references, row.place)
+        yield task, _answer(doc_row, response, references, row.place)
 
 
 def kvpress(path: Path) -> Iterator[tuple[str, ImportedAnswer]]:
@@ -73,20 +85,33 @@ def kvpress(path: Path) -> Iterator[tuple[str, ImportedAnswer]]:
     Its folder is named ``dataset__task__model__press__ratio``, which gives the task where no column does.
     """
     parts = path.parent.name.split("__")
-    folder_task = parts[1] if len(parts) > 3 else path.stem
-    for row in _json(path) if path.suffix == ".json" else parse_csv(path, _text(path), by_line=True):
-        prediction, references = text(row, PREDICTION), texts(row, "answers" if "answers" in row.values else "answer")
+    folder_task = path.stem
+    if len(parts) > 3:
+        folder_task = parts[1]
+    for row in _read_records(path):
+        # datasets of several references have the column "answers", those of one have "answer"
+        column = "answers" if "answers" in row.values else "answer"
+        prediction, references = text(row, PREDICTION), texts(row, column)
         yield str(row.values.get("task") or folder_task), _answer(row, prediction, references)
 
 
-LONGBENCH = Layout("longbench", lambda path: path.suffix == ".jsonl", longbench)
+def _is_longbench(path: Path) -> bool:
+    return path.suffix == ".jsonl"
+
+
+def _is_lm_eval(path: Path) -> bool:
+    return path.suffix == ".jsonl" and path.stem.startswith("samples_")
+
+
+def _is_kvpress(path: Path) -> bool:
+    return path.suffix == ".csv" or (path.suffix == ".json" and path.stem.startswith("predictions"))
+
+
+LONGBENCH = Layout("longbench", _is_longbench, longbench)
+# LongBench's is the last, since it takes every .jsonl
 LAYOUTS = (
-    Layout("lm-evaluation-harness", lambda path: path.suffix == ".jsonl" and path.stem.startswith("samples_"), lm_eval),
-    Layout(
-        "kvpress",
-        lambda path: path.suffix == ".csv" or (path.suffix == ".json" and path.stem.startswith("predictions")),
-        kvpress,
-    ),
+    Layout("lm-evaluation-harness", _is_lm_eval, lm_eval),
+    Layout("kvpress", _is_kvpress, kvpress),
     LONGBENCH,
 )
 
@@ -95,6 +120,7 @@ def unrelated(path: Path) -> bool:
     """Return True for a ``.csv`` of another name than kvpress's that has no column of answers."""
     if path.suffix != ".csv" or path.stem.startswith("predictions"):
         return False
+    # a folder of runs may hold other tables; the first line of a CSV names its columns
     try:
         check_ends(path)
         with path.open("rb") as lines:
@@ -104,10 +130,18 @@ def unrelated(path: Path) -> bool:
 
 
 def _answer(row: FileRow, prediction: str, references: tuple[str, ...], place: str = "") -> ImportedAnswer:
-    return ImportedAnswer(prediction, references, classes(row), length(row), place or row.place)
+    """Return the answer with the classes and the length of its row, at ``place`` or else at the row's own."""
+    return ImportedAnswer(
+        prediction=prediction,
+        references=references,
+        classes=classes(row),
+        length=length(row),
+        place=place or row.place,
+    )
 
 
-def _text(path: Path) -> str:
+def _read_text(path: Path) -> str:
+    """Return the text of a file. Raises UsageError with the line and the byte where it is not UTF-8."""
     check_ends(path)
     data = path.read_bytes()
     try:
@@ -117,15 +151,27 @@ def _text(path: Path) -> str:
         raise UsageError(f"{path}, line {line}: not UTF-8 text (byte {error.start} of the file)") from None
 
 
-def _json(path: Path) -> Iterator[FileRow]:
-    records = content = parse(path, "", _text(path))
-    if isinstance(content, dict) and content and all(isinstance(c, dict) for c in content.values()):
-        # {column: {index: value}}
-        indices = next(iter(content.values()))
-        records = [{name: column[i] for name, column in content.items() if i in column} for i in indices]
+def _read_records(path: Path) -> Iterator[FileRow]:
+    """Return the records of a kvpress file, CSV or JSON."""
+    if path.suffix == ".json":
+        return _read_json(path)
+    return parse_csv(path, _read_text(path), by_line=True)
+
+
+def _read_json(path: Path) -> Iterator[FileRow]:
+    """Yield the records of a JSON file: a list of objects, or columns. Raises UsageError for anything else."""
+    content = parse(path, "", _read_text(path))
+    records = content
+    if isinstance(content, dict) and content and all(isinstance(column, dict) for column in content.values()):
+        # DataFrame.to_json writes {column: {index: value}}, and all columns have the same indices
+        first_column = next(iter(content.values()))
+        records = []
+        for index in first_column:
+            records.append({name: column[index] for name, column in content.items() if index in column})
     if not isinstance(records, list) or not all(isinstance(r, dict) for r in records):
         raise UsageError(f"{path}: must hold a list of objects, or columns, got {kind(content)}")
     for number, record in enumerate(records, start=1):
+        # pandas writes an empty answer as null; a record without the key is an error that names it
         if record.get(PREDICTION, "") is None:
             record[PREDICTION] = ""
         yield FileRow(path, f"entry {number}", record)

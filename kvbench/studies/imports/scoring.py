@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from kvbench.base.errors import UsageError
@@ -49,21 +49,23 @@ def choose_metric(predictions: Predictions, code_sim: str, fallback: str | None)
     Raises UsageError, which names the file, if it is none and there is no ``fallback``.
     """
     dataset = predictions.dataset
+    name = fallback
     if dataset in longbench.TASKS:
-        fallback = longbench.metric_name(dataset, code_sim)
-    if fallback is None and predictions.layout == "kvpress" and dataset in RULER:
-        fallback = "kvpress_part" if dataset.startswith("qa_") else "kvpress_all"
-    if fallback is None:
+        name = longbench.metric_name(dataset, code_sim)
+    elif fallback is None and predictions.layout == "kvpress" and dataset in RULER:
+        # RULER's questions are answered by any of the references, its other tasks by all of them
+        name = "kvpress_part" if dataset.startswith("qa_") else "kvpress_all"
+    if name is None:
         raise UsageError(
             f"{predictions.path}: dataset {dataset!r} has no metric: it is none of LongBench's "
             f"({', '.join(longbench.TASKS)}); give metric=NAME for it ({', '.join(METRICS)})"
         )
-    check_installed(fallback)
-    return fallback
+    check_installed(name)
+    return name
 
 
 def check(predictions: Predictions, name: str) -> None:
-    """Raise UsageError with file and line where an answer lacks what its metric or its buckets need."""
+    """Raise UsageError with file and line where an answer lacks a key that its metric or its buckets need."""
     for answer in predictions.answers:
         if metric(name).needs_classes and answer.classes is None:
             raise UsageError(f"{predictions.path}, {answer.place}: there is no key 'all_classes', which {name} needs")
@@ -74,12 +76,17 @@ def check(predictions: Predictions, name: str) -> None:
 def score_file(predictions: Predictions, name: str) -> Scored:
     """Score a file's answers under its metric, with an interval for all and for each range of length."""
     start = time.perf_counter()
-    scores = tuple(_score(predictions.dataset, name, answer) for answer in predictions.answers)
+    scores = tuple(_score_answer(predictions.dataset, name, answer) for answer in predictions.answers)
+    # the metric's time alone, without that of the intervals
     seconds = time.perf_counter() - start
-    buckets = tuple(
-        Bucket(range_name, values, _interval(values)) for range_name, values in _by_length(predictions, scores).items()
+    return Scored(
+        predictions=predictions,
+        metric=name,
+        scores=scores,
+        interval=_interval(scores),
+        buckets=tuple(_buckets(predictions, scores)),
+        seconds=seconds,
     )
-    return Scored(predictions, name, scores, _interval(scores), buckets, seconds)
 
 
 def printed(name: str, scores: Sequence[Score]) -> Score:
@@ -87,27 +94,44 @@ def printed(name: str, scores: Sequence[Score]) -> Score:
 
     It is added, scaled and divided in the order of LongBench's evaluator, so that the second digit rounds as there.
     """
-    known = [s for s in scores if s is not None]
-    return metric(name).scale * sum(known) / len(known) if known else None
+    known = [value for value in scores if value is not None]
+    if not known:
+        return None
+    # round(100 * total / n, 2) as in LongBench's eval.py: (100 * total) / n and 100 * (total / n) differ in a last bit
+    return metric(name).scale * sum(known) / len(known)
 
 
-def _score(dataset: str, name: str, answer: ImportedAnswer) -> Score:
+def _score_answer(dataset: str, name: str, answer: ImportedAnswer) -> Score:
+    """Return the score of one answer by the metric ``name``, or None if it cannot be scored."""
     text = answer.prediction
-    text = longbench.scored_part(dataset, text) if dataset in longbench.TASKS else text
-    return score(name, text, Example("", "", answer.references, 1, answer.classes or ()))
+    if dataset in longbench.TASKS:
+        # LongBench's evaluator cuts the answers of some tasks at their first line
+        text = longbench.scored_part(dataset, text)
+    # a metric reads the references and the labels of an example; the prompt is not known and not needed
+    example = Example(
+        id="",
+        prompt="",
+        answers=answer.references,
+        max_new_tokens=1,
+        classes=answer.classes or (),
+    )
+    return score(name, text, example)
 
 
 def _interval(scores: Sequence[Score]) -> tuple[float, float] | None:
-    known = [s for s in scores if s is not None]
-    return stats.mean_interval(known) if len(known) >= FEWEST else None
+    """Return the 95 % interval of the mean score in [0, 1]; None for fewer than FEWEST scores."""
+    known = [value for value in scores if value is not None]
+    if len(known) < FEWEST:
+        return None
+    return stats.mean_interval(known)
 
 
-def _by_length(predictions: Predictions, scores: Sequence[Score]) -> dict[str, tuple[Score, ...]]:
-    """Return the scores by range of length of LongBench-E; {} if the predictions are not of LongBench-E."""
+def _buckets(predictions: Predictions, scores: Sequence[Score]) -> Iterator[Bucket]:
+    """Yield the scores in each range of length of LongBench-E; nothing if the predictions are not of LongBench-E."""
     if not predictions.extended:
-        return {}
+        return
+    # ``check`` has refused answers of LongBench-E without a length
     ranges = [longbench.bucket(answer.length or 0) for answer in predictions.answers]
-    return {
-        name: tuple(value for value, range_name in zip(scores, ranges, strict=True) if range_name == name)
-        for name, _ in longbench.BUCKETS
-    }
+    for name, _ in longbench.BUCKETS:
+        values = tuple(value for value, range_name in zip(scores, ranges, strict=True) if range_name == name)
+        yield Bucket(name, values, _interval(values))

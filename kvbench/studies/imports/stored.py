@@ -1,14 +1,13 @@
 """Imported answers as cells of a ResultStore: beside measured ones, and never mistaken for them.
 
-``identity.kind`` is ``imported``. There is no chain, no device and no byte: what is known is the answers, their
-references, and what the user says of model and method.
+``identity.kind`` is ``imported``. Such a cell has no chain, no device and no bytes. It has the answers, their
+references, and the model and the method as the user states them.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from typing import Any
 
 import kvbench
 from kvbench.base.errors import UsageError
@@ -30,13 +29,15 @@ def store_cells(store: ResultStore, source: PredictionSource, scored: list[Score
     """
     if not source.model or not source.method:
         raise UsageError("--store needs what made these answers: model=NAME method=NAME, as in model=llama2-7b-chat")
-    columns = [column(s) for s in scored]
+    # two files with answers to one dataset are two runs, which model and method cannot tell apart
+    columns = [column(file) for file in scored]
     for name in columns:
         if columns.count(name) > 1:
-            files = ", ".join(str(s.predictions.path) for s in scored if column(s) == name)
+            files = ", ".join(str(file.predictions.path) for file in scored if column(file) == name)
             raise UsageError(f"--store: {columns.count(name)} files answer {name} ({files}); give the PATH of one run")
+    # the folder is checked before the first cell is written, so that no part of an import stays behind
     store.check()
-    return [_store(store, source, s) for s in scored]
+    return [_store_cell(store, source, file) for file in scored]
 
 
 def column(scored: Scored) -> str:
@@ -47,13 +48,16 @@ def column(scored: Scored) -> str:
         return f"{KIND}/{name}"
     if extended:
         return f"longbench_e/{name}"
-    return f"longbench{'_zh' if spec.chinese else ''}/{name}"
+    if spec.chinese:
+        return f"longbench_zh/{name}"
+    return f"longbench/{name}"
 
 
-def identity(source: PredictionSource, scored: Scored) -> dict[str, Any]:
-    """Return everything that decides what the imported number is."""
-    answers = scored.predictions.answers
-    references = json.dumps([[a.references, a.classes, a.length] for a in answers])
+def identity(source: PredictionSource, scored: Scored) -> dict[str, object]:
+    """Return everything that decides the imported number, under the keys of a cell's record."""
+    # the examples have no ids here: their references stand for them
+    examples = [[answer.references, answer.classes, answer.length] for answer in scored.predictions.answers]
+    content = json.dumps(examples)
     return {
         "schema": SCHEMA,
         "kind": KIND,
@@ -62,55 +66,66 @@ def identity(source: PredictionSource, scored: Scored) -> dict[str, Any]:
         "setting": source.setting,
         "prompt": source.prompt,
         "task": column(scored),
-        "content": hashlib.sha256(references.encode()).hexdigest(),
+        "content": hashlib.sha256(content.encode()).hexdigest(),
         "predictions": scored.predictions.sha256,
         "metric": {"name": scored.metric, "revision": metric(scored.metric).revision},
     }
 
 
-def _store(store: ResultStore, source: PredictionSource, scored: Scored) -> str:
+def _store_cell(store: ResultStore, source: PredictionSource, scored: Scored) -> str:
+    """Write the samples, the summary and the record of one dataset's answers. Return the cell's id."""
     facts = identity(source, scored)
+    # as ids of measured cells: 16 hexadecimal digits of the hash of the identity
     cell = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
     folder = store.folder(cell)
-    label = " ".join(filter(None, (str(source.method), source.setting.replace(";", " "))))
+    label = str(source.method)
+    if source.setting:
+        label += " " + source.setting.replace(";", " ")
     provenance = {
         "kvbench": kvbench.__version__,
         "file": str(scored.predictions.path),
         "layout": scored.predictions.layout,
     }
     folder.mkdir(parents=True, exist_ok=True)
-    lines = [
-        line_of(
-            {
-                "id": f"{i:05d}",
-                "prediction": _unicode(answer.prediction),
-                "score": value,
-                "answers": [_unicode(r) for r in answer.references],
-                "meta": {"length": answer.length, "place": answer.place},
-            }
-        )
-        for i, (answer, value) in enumerate(zip(scored.predictions.answers, scored.scores, strict=True))
-    ]
+    lines = []
+    for i, (answer, score) in enumerate(zip(scored.predictions.answers, scored.scores, strict=True)):
+        sample = {
+            "id": f"{i:05d}",
+            "prediction": _without_surrogates(answer.prediction),
+            "score": score,
+            "answers": [_without_surrogates(reference) for reference in answer.references],
+            "meta": {"length": answer.length, "place": answer.place},
+        }
+        lines.append(line_of(sample))
+    # one shard: an import is one process
     (folder / "samples-0.jsonl").write_text("".join(lines), encoding="utf-8")
-    scale = metric(scored.metric).scale
-    store.write_metrics(
-        cell,
-        {
-            "status": KIND,
-            "metric": scored.metric,
-            "n": len(scored.scores),
-            "of": len(scored.scores),
-            "unscored": sum(s is None for s in scored.scores),
-            "score": printed(scored.metric, scored.scores),
-            "ci": None if scored.interval is None else [scale * x for x in scored.interval],
-        },
-    )
+    ci = None
+    if scored.interval is not None:
+        scale = metric(scored.metric).scale
+        ci = [scale * end for end in scored.interval]
+    summary = {
+        "status": KIND,
+        "metric": scored.metric,
+        "n": len(scored.scores),
+        "of": len(scored.scores),
+        "unscored": sum(score is None for score in scored.scores),
+        "score": printed(scored.metric, scored.scores),
+        "ci": ci,
+    }
+    store.write_metrics(cell, summary)
     # last, since a cell exists from its record on
-    record = {"id": cell, "kind": KIND, "label": label, "column": column(scored), "identity": facts}
-    write_json(folder / "cell.json", {**record, "provenance": [provenance]})
+    record = {
+        "id": cell,
+        "kind": KIND,
+        "label": label,
+        "column": column(scored),
+        "identity": facts,
+        "provenance": [provenance],
+    }
+    write_json(folder / "cell.json", record)
     return cell
 
 
-def _unicode(text: str) -> str:
+def _without_surrogates(text: str) -> str:
     """Replace halves of surrogate pairs, which JSON may spell and no file can hold."""
     return text.encode("utf-8", errors="replace").decode("utf-8")

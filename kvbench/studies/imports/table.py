@@ -4,152 +4,315 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TypedDict
 
 from kvbench.base.visible import one_line
 from kvbench.papers.spec import catalogue
 from kvbench.report import writers
 from kvbench.report.table import Table
 from kvbench.studies.imports.scoring import Score, Scored, printed
-from kvbench.studies.imports.verdict import mark
+from kvbench.studies.imports.verdict import Judgement, PublishedMean, mark
 from kvbench.tasks.longbench import BUCKETS, TASKS, names
 from kvbench.tasks.metrics import metric
 
+# the lines of all kinds share these columns; a line leaves empty those that it has no value for
 CSV_FIELDS = (
-    *("kind", "dataset", "split", "bucket", "metric", "score", "ci_low", "ci_high", "n", "unscored"),
-    *("paper", "table", "setting", "verdict", "indicative", "because", "certainty", "file", "cell"),
+    "kind",
+    "dataset",
+    "split",
+    "bucket",
+    "metric",
+    "score",
+    "ci_low",
+    "ci_high",
+    "n",
+    "unscored",
+    "paper",
+    "table",
+    "setting",
+    "verdict",
+    "indicative",
+    "because",
+    "certainty",
+    "file",
+    "cell",
 )
 ROUNDING = 0.02
 """Difference of a printed average to the mean of its printed cells that rounding can explain."""
-Verdicts = Mapping[tuple[str, str], Mapping[int, Mapping[str, Any]]]
-Means = Mapping[tuple[str, str], Mapping[str, float | None]]
+Verdicts = Mapping[tuple[str, str], Mapping[int, Judgement]]
+"""(paper, table) -> index of a record -> its published value."""
+Means = Mapping[tuple[str, str], PublishedMean]
 
 
-def tasks(scored: Sequence[Scored], verdicts: Verdicts) -> list[dict[str, Any]]:
+class ScoreNumbers(TypedDict):
+    """A mean score and the ends of its interval in printed units, both rounded to two digits, with two counts."""
+
+    score: float | None
+    ci: list[float] | None
+    n: int
+    unscored: int
+
+
+class TaskRecord(TypedDict, total=False):
+    """The scores of one file's answers to one dataset, as ``--json`` prints them.
+
+    ``buckets`` is there for LongBench-E alone, and ``cell`` where the answers were stored. All other keys are in every
+    record.
+    """
+
+    dataset: str
+    split: str | None
+    metric: str
+    score: float | None
+    ci: list[float] | None
+    n: int
+    unscored: int
+    buckets: dict[str, ScoreNumbers]
+    published: list[Judgement]
+    file: str
+    layout: str
+    seconds: float
+    cell: str
+
+
+def tasks(scored: Sequence[Scored], verdicts: Verdicts) -> list[TaskRecord]:
     """Return a record per file and dataset, with scores and intervals in printed units, rounded to two digits."""
-    return [
-        {
-            "dataset": s.predictions.dataset,
-            "split": "e" if s.predictions.extended else "standard" if s.predictions.dataset in TASKS else None,
-            "metric": s.metric,
-            **_numbers(s.metric, s.scores, s.interval),
-            **({"buckets": {b.name: _numbers(s.metric, b.scores, b.interval) for b in s.buckets}} if s.buckets else {}),
-            "published": [judged[i] for judged in verdicts.values() if i in judged],
-            "file": str(s.predictions.path),
-            "layout": s.predictions.layout,
-            "seconds": round(s.seconds, 3),
+    records = []
+    for i, file in enumerate(scored):
+        numbers = _numbers(file.metric, file.scores, file.interval)
+        # the keys stand in the order in which JSON prints them
+        record: TaskRecord = {
+            "dataset": file.predictions.dataset,
+            "split": _split_of(file),
+            "metric": file.metric,
+            "score": numbers["score"],
+            "ci": numbers["ci"],
+            "n": numbers["n"],
+            "unscored": numbers["unscored"],
         }
-        for i, s in enumerate(scored)
-    ]
+        if file.buckets:
+            record["buckets"] = {
+                bucket.name: _numbers(file.metric, bucket.scores, bucket.interval) for bucket in file.buckets
+            }
+        record["published"] = [judgements[i] for judgements in verdicts.values() if i in judgements]
+        record["file"] = str(file.predictions.path)
+        record["layout"] = file.predictions.layout
+        record["seconds"] = round(file.seconds, 3)
+        records.append(record)
+    return records
 
 
-def average(records: Sequence[Mapping[str, Any]]) -> float | None:
+def _split_of(file: Scored) -> str | None:
+    """Return the split of LongBench that a file answers, or None for a dataset of another benchmark."""
+    if file.predictions.extended:
+        return "e"
+    if file.predictions.dataset in TASKS:
+        return "standard"
+    return None
+
+
+def _numbers(name: str, scores: Sequence[Score], interval: tuple[float, float] | None) -> ScoreNumbers:
+    """Return the mean of scores in [0, 1] by the metric ``name``, with its interval, in printed units."""
+    score = printed(name, scores)
+    if score is not None:
+        score = round(score, 2)
+    ci = None
+    if interval is not None:
+        scale = metric(name).scale
+        ci = [round(scale * end, 2) for end in interval]
+    return {"score": score, "ci": ci, "n": len(scores), "unscored": sum(value is None for value in scores)}
+
+
+def average(records: Sequence[TaskRecord]) -> float | None:
     """Return the mean score over LongBench's 16 English tasks; None unless each is there exactly once."""
-    scores = {r["dataset"]: r["score"] for r in records if r["split"] == "standard" and r["dataset"] in names("en")}
-    once = sorted(r["dataset"] for r in records) == sorted({r["dataset"] for r in records})
-    if not once or len(scores) < len(names("en")) or None in scores.values():
+    # two files with answers to one dataset are two runs, whose mean would be of no run
+    datasets = [record["dataset"] for record in records]
+    if len(datasets) != len(set(datasets)):
         return None
-    return round(sum(scores.values()) / len(scores), 2)
+    scores: list[float] = []
+    for record in records:
+        if record["split"] == "standard" and record["dataset"] in names("en"):
+            # a task whose answers cannot be scored is missing from the mean
+            if record["score"] is None:
+                return None
+            scores.append(record["score"])
+    if len(scores) < len(names("en")):
+        return None
+    return round(sum(scores) / len(scores), 2)
 
 
-def as_csv(records: Sequence[Mapping[str, Any]]) -> str:
+def as_csv(records: Sequence[TaskRecord]) -> str:
     """Return CSV text, a line for each dataset, range of length and published value, told apart by ``kind``."""
-    lines: list[dict[str, Any]] = []
-    for r in records:
-        lines.append({"kind": "score", **r, **_ends(r["ci"])})
-        for name, b in r.get("buckets", {}).items():
-            lines.append({**r, "kind": "bucket", "bucket": name, **b, **_ends(b["ci"])})
-        for j in r["published"]:
-            printed_value = {"score": j["value"], "n": "", "unscored": "", "because": "; ".join(j["because"])}
-            lines.append({**r, **j, "kind": "published", **printed_value})
+    lines: list[dict[str, object]] = []
+    for record in records:
+        score_line: dict[str, object] = {"kind": "score"}
+        score_line |= record
+        score_line |= _ends(record["ci"])
+        lines.append(score_line)
+        for name, numbers in record.get("buckets", {}).items():
+            bucket_line: dict[str, object] = dict(record)
+            bucket_line |= {"kind": "bucket", "bucket": name}
+            # the range's own score and counts in place of the dataset's
+            bucket_line |= numbers
+            bucket_line |= _ends(numbers["ci"])
+            lines.append(bucket_line)
+        for judgement in record["published"]:
+            published_line: dict[str, object] = dict(record)
+            published_line |= judgement
+            # a printed value has no number of examples; its score is that of the paper
+            published_line |= {"kind": "published", "score": judgement["value"], "n": "", "unscored": ""}
+            published_line["because"] = "; ".join(judgement["because"])
+            lines.append(published_line)
     return writers.csv(CSV_FIELDS, lines)
 
 
-def sheets(records: Sequence[Mapping[str, Any]], verdicts: Verdicts, means: Means, times: bool = False) -> list[Table]:
+def _ends(ci: Sequence[float] | None) -> dict[str, float]:
+    """Return the columns of an interval, {} without one."""
+    if not ci:
+        return {}
+    return {"ci_low": ci[0], "ci_high": ci[1]}
+
+
+def sheets(records: Sequence[TaskRecord], verdicts: Verdicts, means: Means, times: bool = False) -> list[Table]:
     """Return the table of scores, and where a paper has the row a second table with its values."""
-    labels = _labels(records)
-    ranges = [name for name, _ in BUCKETS] if any("buckets" in r for r in records) else []
-    headers = ("dataset", "metric", "score", "95 % interval", "n", "unscored", *ranges, *(["s"] if times else []))
-    body = []
-    for label, r in zip(labels, records, strict=True):
-        buckets = [_number(r.get("buckets", {}).get(name, {}).get("score")) for name in ranges]
-        interval = f"[{r['ci'][0]:.2f}, {r['ci'][1]:.2f}]" if r["ci"] else "—"
-        scores = (r["metric"], _number(r["score"]), interval, str(r["n"]), str(r["unscored"]))
-        body.append((label, *scores, *buckets, *([f"{r['seconds']:.2f}"] if times else [])))
-    mean = average(records)
-    if mean is not None:
-        body.append(("mean of the 16", "", f"{mean:.2f}", *[""] * (len(headers) - 3)))
-    tables = [Table(headers, tuple(body))]
+    tables = [_score_table(records, times)]
     if verdicts:
-        titles = [f"{catalogue.paper(paper).called} table {table}" for paper, table in verdicts]
-        rows = [
-            (label, _number(r["score"]), *(mark(judged[i]) if i in judged else "—" for judged in verdicts.values()))
-            for i, (label, r) in enumerate(zip(labels, records, strict=True))
-            if any(i in judged for judged in verdicts.values())
-        ]
-        if mean is not None:
-            rows.append(("mean of the 16", f"{mean:.2f}", *(_mean_text(means[key]) for key in verdicts)))
-        tables.append(Table(("dataset", "score", *titles), tuple(rows)))
+        tables.append(_published_table(records, verdicts, means))
     return tables
 
 
-def notes(records: Sequence[Mapping[str, Any]], verdicts: Verdicts) -> list[str]:
+def _score_table(records: Sequence[TaskRecord], times: bool) -> Table:
+    """Return the table of scores; with ``times``, its last column is the seconds that scoring took."""
+    headers = ["dataset", "metric", "score", "95 % interval", "n", "unscored"]
+    # LongBench-E's ranges of length are columns of all lines, as soon as one line has them
+    ranges: list[str] = []
+    if any("buckets" in record for record in records):
+        ranges = [name for name, _ in BUCKETS]
+    headers += ranges
+    if times:
+        headers.append("s")
+    rows = []
+    for label, record in zip(_labels(records), records, strict=True):
+        interval = "—"
+        if record["ci"]:
+            low, high = record["ci"]
+            interval = f"[{low:.2f}, {high:.2f}]"
+        texts = [label, record["metric"], _number(record["score"]), interval, str(record["n"]), str(record["unscored"])]
+        for name in ranges:
+            buckets = record.get("buckets", {})
+            texts.append(_number(buckets[name]["score"]) if name in buckets else "—")
+        if times:
+            texts.append(f"{record['seconds']:.2f}")
+        rows.append(tuple(texts))
+    mean = average(records)
+    if mean is not None:
+        texts = ["mean of the 16", "", f"{mean:.2f}"]
+        texts += [""] * (len(headers) - len(texts))
+        rows.append(tuple(texts))
+    return Table(tuple(headers), tuple(rows))
+
+
+def _published_table(records: Sequence[TaskRecord], verdicts: Verdicts, means: Means) -> Table:
+    """Return the table of scores beside published values, a column for each paper's table."""
+    headers = ["dataset", "score"]
+    headers += [_title(paper, table) for paper, table in verdicts]
+    rows = []
+    for i, (label, record) in enumerate(zip(_labels(records), records, strict=True)):
+        # a dataset that no paper prints has no line
+        if not any(i in judgements for judgements in verdicts.values()):
+            continue
+        texts = [label, _number(record["score"])]
+        for judgements in verdicts.values():
+            texts.append(mark(judgements[i]) if i in judgements else "—")
+        rows.append(tuple(texts))
+    # papers end a row with the mean of its 16 tasks: it is set beside ours if we have all of them
+    mean = average(records)
+    if mean is not None:
+        texts = ["mean of the 16", f"{mean:.2f}"]
+        texts += [_mean_text(means[place]) for place in verdicts]
+        rows.append(tuple(texts))
+    return Table(tuple(headers), tuple(rows))
+
+
+def _title(paper: str, table: str) -> str:
+    """Return a paper's table as readers know it, as ``ThinK table 2``."""
+    return f"{catalogue.paper(paper).called} table {table}"
+
+
+def notes(records: Sequence[TaskRecord], verdicts: Verdicts) -> list[str]:
     """Return the notes below these tables, a sentence each."""
     lines = ["[a, b]: 95 % interval over examples. unscored: answers whose references cannot be scored."]
-    sizes = [TASKS[r["dataset"]].size if r["split"] == "standard" else r["n"] for r in records]
-    odd = [f"{r['dataset']} {r['n']} of {size}" for r, size in zip(records, sizes, strict=True) if r["n"] != size]
-    if odd:
-        lines.append(f"Not all of the benchmark's examples: {', '.join(odd)}.")
+    incomplete = []
+    for record in records:
+        # LongBench-E's sizes, and those of other benchmarks, are not known here
+        if record["split"] == "standard":
+            size = TASKS[record["dataset"]].size
+            if record["n"] != size:
+                incomplete.append(f"{record['dataset']} {record['n']} of {size}")
+    if incomplete:
+        lines.append(f"Not all of the benchmark's examples: {', '.join(incomplete)}.")
     if verdicts:
         lines.append(
             "inside, outside: whether the published value lies in our interval. *: indicative only. "
             "?: the value is suspect, ~: repaired (kvbench/papers)."
         )
-    for (paper, table), judged in verdicts.items():
-        counts = Counter(reason for j in judged.values() for reason in j["because"])
-        reasons = [f"{reason} ({n} of {len(judged)} tasks)" for reason, n in counts.items()]
-        if reasons:
-            lines.append(f"* {catalogue.paper(paper).called} table {table}: {'; '.join(reasons)}.")
-        first = next(iter(judged.values()))
-        if first["matching"] > 1:
-            shown = f"table {table}, {first['setting'] or 'no setting'}"
-            lines.append(
-                f"{catalogue.paper(paper).called}: {first['matching']} rows match; shown is {shown} (setting= chooses)."
-            )
-        lines += [f"{catalogue.paper(paper).called} table {table}, {j['flag']}" for j in judged.values() if j["flag"]]
+    for (paper, table), judgements in verdicts.items():
+        lines += _notes_of_table(paper, table, list(judgements.values()))
     return lines
 
 
-def _mean_text(mean: Mapping[str, float | None]) -> str:
+def _notes_of_table(paper: str, table: str, judgements: Sequence[Judgement]) -> list[str]:
+    """Return the notes on a paper's table: why values are indicative, which row is shown, and flags of values."""
+    title = _title(paper, table)
+    lines = []
+    # most reasons hold for all tasks: each is printed once, with the number of its tasks
+    counts: Counter[str] = Counter()
+    for judgement in judgements:
+        counts.update(judgement["because"])
+    reasons = [f"{reason} ({n} of {len(judgements)} tasks)" for reason, n in counts.items()]
+    if reasons:
+        lines.append(f"* {title}: {'; '.join(reasons)}.")
+    # the values of one paper's table come from one row, so that any of them knows its setting
+    first = judgements[0]
+    if first["matching"] > 1:
+        shown = f"table {table}, {first['setting'] or 'no setting'}"
+        lines.append(
+            f"{catalogue.paper(paper).called}: {first['matching']} rows match; shown is {shown} (setting= chooses)."
+        )
+    lines += [f"{title}, {judgement['flag']}" for judgement in judgements if judgement["flag"]]
+    return lines
+
+
+def _mean_text(mean: PublishedMean) -> str:
     """Return a published average, and the mean of its cells where that differs or the average is not printed."""
+    # for example 33.37, or "9.00, cells 7.50" for an average that does not follow from its cells
     stated, of_cells = mean["stated"], mean["of_cells"]
-    if of_cells is None or (stated is not None and abs(stated - of_cells) <= ROUNDING):
+    if of_cells is None:
+        return _number(stated)
+    if stated is not None and abs(stated - of_cells) <= ROUNDING:
         return _number(stated)
     return f"{_number(stated)}, cells {of_cells:.2f}"
 
 
-def _numbers(name: str, scores: Sequence[Score], interval: tuple[float, float] | None) -> dict[str, Any]:
-    value, scale = printed(name, scores), metric(name).scale
-    return {
-        "score": None if value is None else round(value, 2),
-        "ci": None if interval is None else [round(scale * x, 2) for x in interval],
-        "n": len(scores),
-        "unscored": sum(s is None for s in scores),
-    }
-
-
-def _ends(ci: Sequence[float] | None) -> dict[str, float]:
-    return {"ci_low": ci[0], "ci_high": ci[1]} if ci else {}
-
-
-def _labels(records: Sequence[Mapping[str, Any]]) -> list[str]:
+def _labels(records: Sequence[TaskRecord]) -> list[str]:
     """Return the dataset of each record, with its file where two records have the same dataset."""
-    plain = [f"{one_line(r['dataset'])}{' (E)' if r['split'] == 'e' else ''}" for r in records]
-    return [
-        name if plain.count(name) == 1 else f"{name}\n{one_line('/'.join(r['file'].rsplit('/', 2)[-2:]))}"
-        for name, r in zip(plain, records, strict=True)
-    ]
+    datasets = []
+    for record in records:
+        suffix = " (E)" if record["split"] == "e" else ""
+        datasets.append(f"{one_line(record['dataset'])}{suffix}")
+    labels = []
+    for dataset, record in zip(datasets, records, strict=True):
+        if datasets.count(dataset) == 1:
+            labels.append(dataset)
+        else:
+            # the name of the run's folder and that of the file
+            file = "/".join(record["file"].rsplit("/", 2)[-2:])
+            labels.append(f"{dataset}\n{one_line(file)}")
+    return labels
 
 
 def _number(value: float | None) -> str:
-    return "—" if value is None else f"{value:.2f}"
+    """Return a score as text, a dash for none."""
+    if value is None:
+        return "—"
+    return f"{value:.2f}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import TypedDict
 
 from kvbench.base.conf import entries
 from kvbench.base.errors import unknown
@@ -24,7 +24,7 @@ WHOLE = ("full", "n/a", "1.0")
 
 @dataclass(frozen=True)
 class PredictionSource:
-    """Where answers come from, as the user says it; None where that was not said."""
+    """The source of answers, as the user says it; None where the user says nothing."""
 
     model: str | None = None
     method: str | None = None
@@ -36,62 +36,113 @@ class PredictionSource:
             raise unknown("prompt policy", self.prompt, entries("prompt"))
 
 
+class Judgement(TypedDict):
+    """A published value with its verdict, as ``--json`` prints it.
+
+    verdict: inside or outside our 95 % interval; None without a value or an interval.
+    because: the reasons why the verdict is only indicative.
+    matching: how many rows of the paper are of that model and method and have the setting that was given.
+    """
+
+    paper: str
+    table: str
+    setting: str
+    value: float | None
+    certainty: str
+    flag: str
+    verdict: str | None
+    indicative: bool
+    because: list[str]
+    matching: int
+
+
+class PublishedMean(TypedDict):
+    """A paper's mean over LongBench's 16 English tasks, as it is ``stated`` and as the mean ``of_cells``."""
+
+    stated: float | None
+    of_cells: float | None
+
+
+@dataclass(frozen=True)
+class MatchingRow:
+    """One row of a paper's table, by dataset, and how many rows of the paper match the source as well."""
+
+    table: str
+    cells: Mapping[str, Published]
+    matching: int
+
+
 def beside(
     source: PredictionSource, scored: list[Scored], code_sim: str
-) -> dict[tuple[str, str], dict[int, dict[str, Any]]]:
-    """Return (paper, table) -> index of a scored file -> the published value and its verdict, as plain data.
+) -> dict[tuple[str, str], dict[int, Judgement]]:
+    """Return (paper, table) -> index of a scored file -> the published value and its verdict.
 
-    Of each paper it is the one row of that model and method which shares most datasets; none where the source is not
-    said.
+    Each paper has one row here: of its rows of that model and method, the one which shares most datasets. There are
+    none where the source is not said.
     """
-    judgements: dict[tuple[str, str], dict[int, dict[str, Any]]] = {}
-    for paper, (table, cells, matching) in _rows(source, scored).items():
-        for i, s in enumerate(scored):
-            cell = cells.get(s.predictions.dataset)
-            if cell is not None and s.predictions.dataset in TASKS:
-                judged = _judge(cell, s, source, code_sim)
-                judgements.setdefault((paper, table), {})[i] = {**judged, "matching": matching}
+    judgements: dict[tuple[str, str], dict[int, Judgement]] = {}
+    for paper, row in _rows_by_paper(source, scored).items():
+        for i, file in enumerate(scored):
+            cell = row.cells.get(file.predictions.dataset)
+            # papers print more than LongBench's tasks, whose scores we would not know how to compare
+            if cell is not None and file.predictions.dataset in TASKS:
+                judgement = _judge(cell, file, source, code_sim, matching=row.matching)
+                judgements.setdefault((paper, row.table), {})[i] = judgement
     return judgements
 
 
-def means(source: PredictionSource, scored: list[Scored]) -> dict[tuple[str, str], dict[str, float | None]]:
+def means(source: PredictionSource, scored: list[Scored]) -> dict[tuple[str, str], PublishedMean]:
     """Return (paper, table) -> the mean over LongBench's 16 English tasks as ``stated`` there, and that ``of_cells``.
 
     Some printed averages do not follow from their cells. Either is None where the table does not have it.
     """
-    by_table = {}
-    for paper, (table, cells, _) in _rows(source, scored).items():
-        values = [cells[name].value for name in names("en") if name in cells]
-        known = [v for v in values if v is not None]
-        of_cells = round(sum(known) / len(known), 2) if len(known) == len(names("en")) else None
-        by_table[paper, table] = {"stated": cells["avg"].value if "avg" in cells else None, "of_cells": of_cells}
+    by_table: dict[tuple[str, str], PublishedMean] = {}
+    for paper, row in _rows_by_paper(source, scored).items():
+        values = []
+        for name in names("en"):
+            cell = row.cells.get(name)
+            if cell is not None and cell.value is not None:
+                values.append(cell.value)
+        # the mean of some of the 16 tasks is no mean that a paper could state
+        of_cells = None
+        if len(values) == len(names("en")):
+            of_cells = round(sum(values) / len(values), 2)
+        stated = row.cells["avg"].value if "avg" in row.cells else None
+        by_table[paper, row.table] = {"stated": stated, "of_cells": of_cells}
     return by_table
 
 
-def _rows(source: PredictionSource, scored: list[Scored]) -> dict[str, tuple[str, dict[str, Published], int]]:
-    """Return by paper the table and the row of that model and method which share most datasets with ``scored``.
-
-    The number is how many rows of the paper are of that model and method and hold the setting that was given.
-    """
+def _rows_by_paper(source: PredictionSource, scored: list[Scored]) -> dict[str, MatchingRow]:
+    """Return of each paper the row of that model and method which shares most datasets with ``scored``."""
     if source.model is None or source.method is None:
         return {}
-    datasets = {s.predictions.dataset for s in scored}
-    by_paper: dict[str, list[tuple[str, dict[str, Published]]]] = {}
+    datasets = {file.predictions.dataset for file in scored}
+    rows_by_paper: dict[str, list[tuple[str, dict[str, Published]]]] = {}
     for paper, table, cells in published.rows(source.model, source.method, source.setting):
-        by_paper.setdefault(paper, []).append((table, cells))
+        rows_by_paper.setdefault(paper, []).append((table, cells))
+
+    def count_shared(row: tuple[str, dict[str, Published]]) -> int:
+        _, cells = row
+        return len(datasets & cells.keys())
+
+    # a paper may print a row in several tables, or under several settings
     chosen = {}
-    for paper, rows in sorted(by_paper.items()):
-        table, cells = max(rows, key=lambda row: len(datasets & row[1].keys()))
-        if datasets & cells.keys():
-            chosen[paper] = (table, cells, len(rows))
+    for paper, rows in sorted(rows_by_paper.items()):
+        # the first of several that share as many
+        best = max(rows, key=count_shared)
+        if count_shared(best) > 0:
+            table, cells = best
+            chosen[paper] = MatchingRow(table, cells, len(rows))
     return chosen
 
 
-def _judge(cell: Published, scored: Scored, source: PredictionSource, code_sim: str) -> dict[str, Any]:
+def _judge(cell: Published, scored: Scored, source: PredictionSource, code_sim: str, matching: int) -> Judgement:
+    """Return a published value with its verdict: whether it lies in the interval of our score, ends included."""
     reasons = _differences(cell, scored, source, code_sim)
     verdict = None
     if cell.value is not None and scored.interval is not None:
-        low, high = (100 * x for x in scored.interval)
+        # papers print LongBench's scores from 0 to 100
+        low, high = (100 * end for end in scored.interval)
         verdict = "inside" if low <= cell.value <= high else "outside"
     return {
         "paper": cell.paper,
@@ -103,41 +154,64 @@ def _judge(cell: Published, scored: Scored, source: PredictionSource, code_sim: 
         "verdict": verdict,
         "indicative": bool(reasons),
         "because": reasons,
+        "matching": matching,
     }
 
 
 def _differences(cell: Published, scored: Scored, source: PredictionSource, code_sim: str) -> list[str]:
     """Return the reasons why the published value was not measured as this score was."""
-    prompt, dataset = catalogue.paper(cell.paper).prompt, scored.predictions.dataset
+    dataset = scored.predictions.dataset
+    prompt = catalogue.paper(cell.paper).prompt
     reasons = []
-    if not prompt or source.prompt is None:
-        whose = "these answers" if prompt else "the paper"
-        reasons.append(f"prompt policy of {whose} unknown")
+    # another template or another cut of long prompts changes scores by as much as a method does
+    if not prompt:
+        reasons.append("prompt policy of the paper unknown")
+    elif source.prompt is None:
+        reasons.append("prompt policy of these answers unknown")
     elif _policy(prompt, source.model) != _policy(source.prompt, source.model):
         reasons.append(f"prompt policy {source.prompt} here, {prompt} there")
+    # a paper that says no split may have used LongBench-E where that has the task
     if table_spec.load(cell.paper, cell.table).extended and TASKS[dataset].extended:
         reasons.append("split unknown: the paper's scores fit LongBench-E")
     elif scored.predictions.extended:
         reasons.append("LongBench-E here, the standard split there")
+    # LongBench's fuzzywuzzy uses difflib, which gives other ratios, only where python-Levenshtein is missing
     if TASKS[dataset].metric == "code_sim" and code_sim != "levenshtein":
         reasons.append(f"code_sim by {code_sim} here, by levenshtein there")
-    if not source.setting and any(part.partition("=")[2] not in WHOLE for part in cell.setting.split(";") if part):
+    if not source.setting and _has_choice(cell.setting):
         reasons.append(f"setting unknown: {cell.setting}")
     return reasons
 
 
+def _has_choice(setting: str) -> bool:
+    """Return True if a row's ``key=value;key=value`` sets a budget or a knob that another row could set otherwise."""
+    for part in setting.split(";"):
+        _, _, value = part.partition("=")
+        if part and value not in WHOLE:
+            return True
+    return False
+
+
 @cache
-def _policy(name: str, model: str | None) -> tuple[tuple[str, Any], ...]:
+def _policy(name: str, model: str | None) -> tuple[tuple[str, object], ...]:
     """Return the settings of a prompt policy for a model: presets of other names can agree."""
-    policy = {k: v for k, v in entries("prompt")[name].items() if k != "name"}
-    known = {published.model_id(m): entry.get("prompt_limits") or {} for m, entry in entries("model").items()}
-    limits = known.get(published.model_id(model or ""), {})
+    policy = {key: value for key, value in entries("prompt")[name].items() if key != "name"}
+    # ``limits`` names one of the model's prompt_limits: two names of as many tokens are one policy
+    limits_by_model = {}
+    for entry_name, entry in entries("model").items():
+        limits_by_model[published.model_id(entry_name)] = entry.get("prompt_limits") or {}
+    limits = limits_by_model.get(published.model_id(model or ""), {})
     policy["limits"] = limits.get(policy["limits"], policy["limits"])
     return tuple(sorted(policy.items()))
 
 
-def mark(judged: Mapping[str, Any]) -> str:
+def mark(judged: Judgement) -> str:
     """Return a published value with its verdict as tables show it: ``20.99 inside*``, ``31.77? outside``."""
-    value = "—" if judged["value"] is None else f"{judged['value']:.2f}"
+    value = "—"
+    if judged["value"] is not None:
+        value = f"{judged['value']:.2f}"
+    certainty = MARKS.get(judged["certainty"], "")
     verdict = judged["verdict"] or "no interval"
-    return f"{value}{MARKS.get(judged['certainty'], '')} {verdict}{'*' if judged['indicative'] else ''}"
+    if judged["indicative"]:
+        verdict += "*"
+    return f"{value}{certainty} {verdict}"
