@@ -71,29 +71,29 @@ smoke: $(VENV)/.ready  ## the main job on two examples a task
 	$(PY) -m kvbench run $(ARGS) limit=2
 
 bench-overhead: $(VENV)/.ready  ## cost of running through kvbench, as ratios
-	$(PY) -m kvbench.bench.tables --part overhead --examples 16 --repeats 5 --threads 1
+	$(PY) scripts/bench/tables.py --part overhead --examples 16 --repeats 5 --threads 1
 
 bench-tables: $(VENV)/.ready .venv-peers/.ready  ## a whole table at once, over its rows one by one and over kvpress; a pretrained model on essays (DATA=folder)
-	$(PY) -m kvbench.bench.tables --peers .venv-peers/bin/python
-	KVBENCH_DATA=$(DATA) $(PY) -m kvbench.bench.real_table --peers .venv-peers/bin/python
+	$(PY) scripts/bench/tables.py --peers .venv-peers/bin/python
+	KVBENCH_DATA=$(DATA) $(PY) scripts/bench/real_table.py --peers .venv-peers/bin/python
 
 bench-memory: $(VENV)/.ready  ## memory of a long prefill (H2O over SnapKV; every method by length) and of a long answer
-	$(PY) -m kvbench.bench.memory prefill
-	$(PY) -m kvbench.bench.memory decode
-	$(PY) -m kvbench.bench.memory long
+	$(PY) scripts/bench/memory.py prefill
+	$(PY) scripts/bench/memory.py decode
+	$(PY) scripts/bench/memory.py long
 
 bench-resident: $(VENV)/.ready  ## resident memory of 64 caches, and of 64 rows while they decode 256 tokens, against the accounted bytes
-	$(PY) -m kvbench.bench.resident
-	$(PY) -m kvbench.bench.resident --decode 256
+	$(PY) scripts/bench/resident.py
+	$(PY) scripts/bench/resident.py --decode 256
 
 bench-shared: $(VENV)/.ready  ## a table beside a busy process over the same alone, and what waiting so costs alone
-	$(PY) -m kvbench.bench.shared
+	$(PY) scripts/bench/shared.py
 
 bench-reading: $(VENV)/.ready  ## what statistics add to the pass over a prompt; bfloat16, several prompts at once
-	$(PY) -m kvbench.bench.reading
+	$(PY) scripts/bench/reading.py
 
 bench-growth: $(VENV)/.ready  ## how time and memory of a run grow with methods, prompts, their length and new tokens
-	$(PY) -m kvbench.bench.growth
+	$(PY) scripts/bench/growth.py
 
 bench-bytes: $(VENV)/.ready  ## bytes of every method beside its formula; another model with BENCH="model=llama2-7b n=4096"
 	$(PY) -m kvbench bench memory $(BENCH)
@@ -102,7 +102,7 @@ bench-time: $(VENV)/.ready  ## time, throughput and peaks end to end; other rows
 	$(PY) -m kvbench bench time $(BENCH)
 
 bench-decode: $(VENV)/.ready  ## attention of one decode step by storage format, over the full cache's; on a GPU by kernels, beside plain PyTorch and SDPA
-	$(PY) -m kvbench.bench.decode
+	$(PY) scripts/bench/decode.py
 
 bench-tiny: $(VENV)/.ready  ## measure the committed tables of the tiny suite (results/tiny)
 	$(PY) scripts/tiny_table.py

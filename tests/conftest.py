@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "scripts")]
+SCRIPTS = Path(__file__).parents[1] / "scripts"
+sys.path[:0] = [str(Path(__file__).parent), str(SCRIPTS), str(SCRIPTS / "bench")]
 torch.set_num_threads(1)
 gc.set_threshold(50_000, 50, 100)
 # Tests kill processes, not machines: what the device has taken, no test can see. A closed descriptor still raises.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from typing import Any
+from itertools import chain
 
 import torch
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
@@ -25,16 +25,18 @@ def model_config(cfg: ModelConfig) -> PretrainedConfig:
     family = settings.pop("model_type", None)
     if family not in CONFIG_MAPPING:
         raise UsageError(f"model.architecture.model_type={family!r} is not possible: transformers has no such family")
-    size_settings: dict[str, Any] = {"num_hidden_layers": shape.all_layers, "num_attention_heads": shape.query_heads}
-    if "rope_theta" not in settings:  # learned positions
-        return load.scaled(cfg, AutoConfig.for_model(family, **size_settings, **settings))
-    theta = settings.pop("rope_theta")
-    size_settings |= {"num_key_value_heads": shape.kv_heads, "head_dim": shape.head_dim}
-    size_settings["tie_word_embeddings"] = settings.pop("tie_word_embeddings", False)
-    config = AutoConfig.for_model(
-        family, **size_settings, **settings, rope_parameters={"rope_type": "default", "rope_theta": float(theta)}
-    )
-    return load.scaled(cfg, config)
+    # the entry states heads and layers once, under shape, and all other sizes under architecture
+    sizes: dict[str, object] = {"num_hidden_layers": shape.all_layers, "num_attention_heads": shape.query_heads}
+    if "rope_theta" in settings:
+        theta = float(settings.pop("rope_theta"))
+        sizes |= {
+            "num_key_value_heads": shape.kv_heads,
+            "head_dim": shape.head_dim,
+            "tie_word_embeddings": settings.pop("tie_word_embeddings", False),
+            "rope_parameters": {"rope_type": "default", "rope_theta": theta},
+        }
+    # without it the family has learned positions (OPT), whose configuration knows none of these four
+    return load.scaled(cfg, AutoConfig.for_model(family, **sizes, **settings))
 
 
 def build(cfg: ModelConfig, device: torch.device, layers: int | None = None) -> PreTrainedModel:
@@ -51,34 +53,44 @@ def build(cfg: ModelConfig, device: torch.device, layers: int | None = None) -> 
         if layers > config.num_hidden_layers:
             raise UsageError(f"layers={layers} is not possible: {cfg.name} has {config.num_hidden_layers}")
         config.num_hidden_layers = layers
+        # transformers refuses a list with an entry too many
         if getattr(config, "layer_types", None):
             config.layer_types = config.layer_types[: config.num_hidden_layers]
     dtype = load.resolve_dtype(cfg, device, config)
+    generator_devices = [device] if device.type == "cuda" else []
     try:
-        with torch.device(device), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        # forked, so that the caller's random numbers are those of a process that builds no model
+        with torch.device(device), torch.random.fork_rng(devices=generator_devices):
             torch.manual_seed(0)
             return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
     except torch.OutOfMemoryError:
+        # the part that was built is freed before the caller goes on
         gc.collect()
         raise KvbenchError(f"model={cfg.name} does not fit into the memory of {device} as {dtype}") from None
 
 
 def weight_bytes(model: PreTrainedModel) -> int:
     """Return the bytes of the model's parameters and buffers. Tied ones count once."""
-    tensors = {t.untyped_storage().data_ptr(): t.nbytes for t in (*model.parameters(), *model.buffers())}
-    return sum(tensors.values())
+    bytes_by_address: dict[int, int] = {}
+    for tensor in chain(model.parameters(), model.buffers()):
+        bytes_by_address[tensor.untyped_storage().data_ptr()] = tensor.nbytes
+    return sum(bytes_by_address.values())
 
 
 def step_weight_bytes(model: PreTrainedModel, batch: int) -> int:
     """Return the bytes of weights that a decode step of ``batch`` rows reads.
 
-    They are all, but only ``batch`` rows of the embedding. An embedding that is also the output layer is read whole.
+    A step reads all weights but of an embedding only ``batch`` rows. An embedding that is also the output layer is read
+    whole.
     """
     total = weight_bytes(model)
     output = model.get_output_embeddings()
     for module in model.modules():
-        if isinstance(module, torch.nn.Embedding):
-            table = module.weight
-            if output is None or output.weight.data_ptr() != table.data_ptr():
-                total -= max(0, table.shape[0] - batch) * table.shape[1] * table.element_size()
+        if not isinstance(module, torch.nn.Embedding):
+            continue
+        table = module.weight
+        is_output_layer = output is not None and output.weight.data_ptr() == table.data_ptr()
+        if not is_output_layer:
+            unread_rows = max(0, table.shape[0] - batch)
+            total -= unread_rows * table.shape[1] * table.element_size()
     return total

@@ -38,12 +38,16 @@ class Clock:
 
     def seconds(self, start: Mark, end: Mark) -> float:
         """Return the seconds between two moments. Call ``wait`` first."""
-        return end - start if isinstance(start, float) else start.elapsed_time(end) / 1000
+        if isinstance(start, float):
+            return float(end - start)
+        # CUDA events count in milliseconds
+        return float(start.elapsed_time(end)) / 1000
 
     def attention_seconds(self) -> float:
         """Return the seconds in attention since the last call of this. Call ``wait`` first."""
-        spans, self.attention = self.attention, []
-        return sum(self.seconds(*span) for span in spans)
+        total = sum(self.seconds(start, end) for start, end in self.attention)
+        self.attention = []
+        return total
 
 
 @contextmanager
@@ -57,11 +61,12 @@ def timed_attention(name: str, clock: Clock) -> Iterator[None]:
         clock.attention.append((start, clock.mark()))
         return output
 
-    # set directly, since a wrapper installed by others would hide one set by register
+    # set in the instance's own mapping, which others read first: what register sets lies below it
     ALL_ATTENTION_FUNCTIONS[name] = timed
     try:
         yield
     finally:
+        # uncovers the registered function, which is the plain one unless that was set directly, too
         del ALL_ATTENTION_FUNCTIONS[name]
         if ALL_ATTENTION_FUNCTIONS[name] is not plain:
             ALL_ATTENTION_FUNCTIONS[name] = plain

@@ -7,7 +7,7 @@ import platform
 import shutil
 import subprocess
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from pathlib import Path
 
 import torch
 
@@ -15,66 +15,89 @@ import kvbench
 from kvbench.storage import kernels
 from kvbench.store.provenance import git_commit
 
+# as nvidia-smi --query-gpu calls them
 GPU_FACTS = ("clocks.sm", "clocks.mem", "clocks.max.sm", "clocks.max.mem", "power.limit", "driver_version")
 PACKAGES = ("transformers", "triton", "accelerate", "optimum-quanto", "hqq", "kvpress", "deepspeed")
 
 
-def facts(device: torch.device) -> dict[str, Any]:
+def facts(device: torch.device) -> dict[str, object]:
     """Return device, threads, versions and more by name, and on a GPU its clocks if they can be read."""
-    cuda = device.type == "cuda"
-    result: dict[str, Any] = {
-        "device": torch.cuda.get_device_name(device) if cuda else f"cpu {platform.machine()}",
+    on_gpu = device.type == "cuda"
+    name = torch.cuda.get_device_name(device) if on_gpu else f"cpu {platform.machine()}"
+    # other processes slow measurements down: the load tells that later
+    load = list(os.getloadavg()) if hasattr(os, "getloadavg") else None
+    result: dict[str, object] = {
+        "device": name,
         "processor": _processor(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
-        "load": list(os.getloadavg()) if hasattr(os, "getloadavg") else None,
+        "load": load,
         "paths": paths(device),
         "kvbench": kvbench.__version__,
         "commit": git_commit(),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "versions": {p: v for p in PACKAGES if (v := _version(p))},
+        "versions": _installed_versions(),
     }
-    if cuda:
-        result |= {"memory": torch.cuda.get_device_properties(device).total_memory, "cuda": torch.version.cuda}
-        result |= {"clocks": clocks(device)}
+    if on_gpu:
+        result["memory"] = torch.cuda.get_device_properties(device).total_memory
+        result["cuda"] = torch.version.cuda
+        result["clocks"] = clocks(device)
     return result
 
 
-def under_load(device: torch.device) -> dict[str, Any]:
-    """Return a GPU's clocks right after work, since those of an idle one differ; {} on a CPU."""
-    return {"clocks_after": clocks(device)} if device.type == "cuda" else {}
+def under_load(device: torch.device) -> dict[str, object]:
+    """Return a GPU's clocks right after work, since those of an idle GPU differ. Return {} on a CPU."""
+    if device.type != "cuda":
+        return {}
+    return {"clocks_after": clocks(device)}
 
 
 def paths(device: torch.device) -> str:
     """Return ``kernels`` if decode attention runs in kernels on this device, else ``plain`` for plain PyTorch."""
-    return "kernels" if device.type != "cpu" and kernels.serves(device) else "plain"
+    # on a CPU kernels can only run in Triton's interpreter, which is no speed to report
+    if device.type != "cpu" and kernels.serves(device):
+        return "kernels"
+    return "plain"
 
 
 def clocks(device: torch.device) -> dict[str, str]:
     """Return the device's clocks from nvidia-smi, or {} if it cannot be run."""
     if shutil.which("nvidia-smi") is None:
         return {}
-    # by its UUID, since PyTorch's number for it depends on CUDA_VISIBLE_DEVICES
+    # PyTorch's number of a card depends on CUDA_VISIBLE_DEVICES, nvidia-smi's does not: only the UUID is shared
     card = f"--id=GPU-{torch.cuda.get_device_properties(device).uuid}"
     command = ["nvidia-smi", f"--query-gpu={','.join(GPU_FACTS)}", "--format=csv,noheader", card]
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError):
         return {}
-    return dict(zip(GPU_FACTS, (part.strip() for part in result.stdout.split(",")), strict=False))
+    values = [part.strip() for part in result.stdout.split(",")]
+    return dict(zip(GPU_FACTS, values, strict=False))
 
 
 def _processor() -> str:
+    """Return the processor's name, or '' if it is unknown."""
+    # platform.processor() is empty on most Linux systems
     try:
-        lines = open("/proc/cpuinfo", encoding="utf-8").read().splitlines()  # noqa: SIM115
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
         return platform.processor()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+    for line in text.splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return ""
 
 
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
+def _installed_versions() -> dict[str, str]:
+    """Return the versions of those PACKAGES that are installed."""
+    versions = {}
+    for package in PACKAGES:
+        try:
+            installed = version(package)
+        except PackageNotFoundError:
+            continue
+        # a package whose metadata is damaged has none
+        if installed:
+            versions[package] = installed
+    return versions

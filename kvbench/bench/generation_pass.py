@@ -25,6 +25,7 @@ from kvbench.engine.patches import adapted
 from kvbench.engine.prefill import prefill_chains
 from kvbench.engine.step import build, given_up, step
 from kvbench.methods.core.chain import Chain
+from kvbench.methods.core.prompt_cache import Cache
 from kvbench.models.interface import NAME, attached
 
 
@@ -73,64 +74,96 @@ def run(
 ) -> Pass:
     """Read ``ids`` [B, n], generate ``new`` tokens a row under ``chain``, and return the cost of that.
 
-    With ``sample``, only so many steps run at each of several cache lengths, if the method allows it; the others are
-    interpolated. With ``graph``, one recorded step decodes; recording it counts as build, and its attention is not
-    timed. Running out of memory raises PyTorch's error. Raises KvbenchError if the step cannot be recorded.
+    sample: how many steps run at each of several cache lengths, if the method allows it. The others are interpolated.
+    graph: whether one recorded step decodes. Recording it counts as build, and its attention is not timed.
+
+    Running out of memory raises PyTorch's error. Raises KvbenchError if the step cannot be recorded.
     """
     clock = Clock(model.device)
     clock.wait()
     began = time.perf_counter()
-    with torch.no_grad(), nullcontext() if graph else timed_attention(NAME, clock):
+    # replaying a recorded step calls no attention function that could be timed
+    attention_timing = nullcontext() if graph else timed_attention(NAME, clock)
+    with torch.no_grad(), attention_timing:
         caches = [prefill_chains(model, row, [chain])[0] for row in ids]
-        first = torch.stack([c.logits for c in caches]).argmax(dim=-1)[:, None]
+        # greedy tokens [B, 1]
+        first = torch.stack([cache.logits for cache in caches]).argmax(dim=-1)[:, None]
         clock.wait()
         prompts_s = time.perf_counter() - began
-        prefill_attention_s = clock.attention_seconds()
-        cache_bytes = sum(bytes_held(layer).total for c in caches for layer in (*c.layers, *c.local))
-        prefill, compress = sum(c.prefill_s for c in caches), sum(c.compress_s for c in caches)
-        stretches = windows(new - 1, sample) if sample is not None and moves(caches) else None
+        prompt_attention_s = clock.attention_seconds()
+        cache_bytes = _bytes_held(caches)
+        prefill_s = sum(cache.prefill_s for cache in caches)
+        compress_s = sum(cache.compress_s for cache in caches)
+        starts = None
+        if sample is not None and moves(caches):
+            starts = windows(new - 1, sample)
         with adapted(model, chain), attached(model):
-            start = time.perf_counter()
+            build_start = time.perf_counter()
             seen = caches[0].seen
             batch = build(model, given_up(caches), new - 1)
             next_logits = Graph(model, batch).step if graph else partial(step, model, batch)
             clock.wait()
-            ready = time.perf_counter()
-            reads = [_payload(batch)]
-            # the time of counting bytes, subtracted from the total
-            counting_s = start - began - prompts_s + time.perf_counter() - ready
-            token, tokens, spans = first, [first], []
-            for offset in stretches or [0]:
-                skip(model, batch, offset - batch[0].used)
-                for _ in range(new - 1 if stretches is None else sample or 0):
-                    mark = clock.mark()
-                    positions = torch.full_like(token, seen + batch[0].used)
+            build_end = time.perf_counter()
+            payload_before = _payload(batch)
+            # bytes were counted twice, after the prompts and just now: that time is no part of the work
+            counting_s = build_start - began - prompts_s + time.perf_counter() - build_end
+            tokens, spans = [first], []
+            # all steps are one stretch, unless only samples of them run
+            stretches, stretch_steps = [0], new - 1
+            if starts is not None and sample is not None:
+                stretches, stretch_steps = starts, sample
+            for start in stretches:
+                skip(model, batch, start - batch[0].used)
+                for _ in range(stretch_steps):
+                    step_start = clock.mark()
+                    # rows that evict are not brought to a later length, so the batch says how many tokens have come
+                    positions = torch.full_like(first, seen + batch[0].used)
                     # the next token stays on the device, without a copy to the processor
-                    token = next_logits(token, positions)[:, -1].argmax(dim=-1)[:, None]
-                    spans.append((mark, clock.mark()))
-                    tokens.append(token)
+                    next_token = next_logits(tokens[-1], positions)[:, -1].argmax(dim=-1)[:, None]
+                    spans.append((step_start, clock.mark()))
+                    tokens.append(next_token)
             clock.wait()
             ended = time.perf_counter()
-            reads.append(_payload(batch))
-    steps = tuple(clock.seconds(*s) for s in spans)
-    attention, ttft = clock.attention_seconds(), prompts_s + ready - start
-    estimate = None if stretches is None else sampled(new - 1, stretches, steps)
-    decode = estimate.seconds if estimate is not None else sum(steps)
+            payload_after = _payload(batch)
+    steps = tuple(clock.seconds(start, end) for start, end in spans)
+    decode_attention_s = clock.attention_seconds()
+    ttft = prompts_s + build_end - build_start
+    if starts is None:
+        estimate = None
+        decode_s = sum(steps)
+        total_s = ended - began - counting_s
+    else:
+        estimate = sampled(new - 1, starts, steps)
+        decode_s = estimate.seconds
+        total_s = ttft + decode_s
+    attention_s = None
+    if not graph:
+        # attention's share of the steps that ran is taken as its share of all steps
+        attention_s = prompt_attention_s + decode_attention_s * decode_s / sum(steps)
     return Pass(
         ttft=ttft,
-        prefill=prefill,
-        compress=compress,
-        build=ready - start,
-        decode=decode,
-        tpot=decode / (new - 1),
-        attention=None if graph else prefill_attention_s + attention * decode / sum(steps),
-        total=ttft + decode if estimate is not None else ended - began - counting_s,
+        prefill=prefill_s,
+        compress=compress_s,
+        build=build_end - build_start,
+        decode=decode_s,
+        tpot=decode_s / (new - 1),
+        attention=attention_s,
+        total=total_s,
         steps=steps,
         cache_bytes=cache_bytes,
-        read_bytes=sum(reads) / len(reads),
+        # the payload grows about evenly with the steps
+        read_bytes=(payload_before + payload_after) / 2,
         sampled=estimate,
         tokens=torch.cat(tokens, dim=1).cpu(),
     )
+
+
+def _bytes_held(caches: Sequence[Cache]) -> int:
+    """Return the payload and overhead that all layers of ``caches`` hold, local ones included."""
+    total = 0
+    for cache in caches:
+        total += sum(bytes_held(layer).total for layer in cache.layers + cache.local)
+    return total
 
 
 def _payload(batch: Sequence[RowLayer]) -> int:

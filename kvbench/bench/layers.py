@@ -41,52 +41,72 @@ class MeasuredLayers:
 
     @property
     def agrees(self) -> bool:
+        """Return True if payload and overhead each equal their formula."""
         return (self.held.payload, self.held.overhead) == (self.payload_formula, self.overhead_formula)
 
 
 def random_layer(
     chain: Chain, shape: Shape, n: int, dtype: torch.dtype, index: int = 0, device: torch.device | None = None
 ) -> tuple[Observation, LayerCache]:
-    """Return (observation, cache) of one layer: of a prompt of n tokens, with normal random keys and values."""
-    g = torch.Generator().manual_seed(index)
+    """Return (observation, cache) of layer ``index`` after a prompt of n tokens, with normal random keys and values.
+
+    The observation holds random statistics, but only those that the chain needs.
+    """
+    generator = torch.Generator().manual_seed(index)
     needs = chain.needs(n)
-    length = n
-    n = chain.tokens_read(length, index, shape.layers)
-    # a layer that reads fewer tokens reads the last ones: which do not matter here
-    positions = None if n == length else torch.arange(length - n, length, device=device)
+    rows = chain.tokens_read(n, index, shape.layers)
+    positions = None
+    if rows < n:
+        # a layer that reads fewer tokens is taken to read the last ones, since bytes do not depend on which
+        positions = torch.arange(n - rows, n, device=device)
+    head_dim = shape.head_dim
 
-    def normal(*size: int) -> torch.Tensor:
-        return torch.randn(*size, generator=g).to(device, dtype)
+    def draw_normal(*size: int) -> torch.Tensor:
+        return torch.randn(*size, generator=generator).to(device, dtype)
 
-    def received() -> torch.Tensor:
-        return torch.rand(shape.query_heads, n, generator=g).to(device)
+    def draw_attention_sums() -> torch.Tensor:
+        return torch.rand(shape.query_heads, rows, generator=generator).to(device)
 
-    d = shape.head_dim
-    obs = Observation(
+    # one generator serves all, so the order of these draws is part of the result
+    last_queries = first_queries = column_sums = hidden = None
+    if needs.last_q:
+        last_queries = draw_normal(shape.query_heads, min(needs.last_q, rows), head_dim)
+    if needs.first_q:
+        first_queries = draw_normal(shape.query_heads, min(needs.first_q, rows), head_dim)
+    if needs.colsums:
+        column_sums = draw_attention_sums()
+    quantised_sums = {bits: draw_attention_sums() for bits in needs.colsums_bits}
+    if needs.hidden:
+        hidden = draw_normal(rows, shape.query_heads * head_dim)
+    observation = Observation(
         layer=index,
         n_layers=shape.layers,
-        n=n,
-        scale=1 / math.sqrt(d),
+        n=rows,
+        scale=1 / math.sqrt(head_dim),
         prompt=index,
-        last_q=normal(shape.query_heads, min(needs.last_q, n), d) if needs.last_q else None,
-        first_q=normal(shape.query_heads, min(needs.first_q, n), d) if needs.first_q else None,
-        colsums=received() if needs.colsums else None,
-        colsums_q={bits: received() for bits in needs.colsums_bits},
-        hidden=normal(n, shape.query_heads * d) if needs.hidden else None,
-        inv_freq=1e4 ** (-torch.arange(0, d, 2, device=device) / d),
-        length=length,
+        last_q=last_queries,
+        first_q=first_queries,
+        colsums=column_sums,
+        colsums_q=quantised_sums,
+        hidden=hidden,
+        # rotary frequencies theta_i = 10000^(-2i / d), as Llama 2 has them
+        inv_freq=1e4 ** (-torch.arange(0, head_dim, 2, device=device) / head_dim),
+        length=n,
         positions=positions,
     )
-    k, v = (t.to(device, copy=True) for t in _dense(shape.kv_heads, n, d, dtype))
+    k, v = (x.to(device, copy=True) for x in _random_keys_and_values(shape.kv_heads, rows, head_dim, dtype))
     heads = chain.heads(shape.kv_heads, shape.query_heads)
-    return obs, ops.dense(k, v, heads=heads, query_heads=shape.query_heads, positions=positions, length=length)
+    cache = ops.dense(k, v, heads=heads, query_heads=shape.query_heads, positions=positions, length=n)
+    return observation, cache
 
 
+# drawing takes longer than copying, and the layers of a benchmark have one size
 @lru_cache(maxsize=1)
-def _dense(heads: int, n: int, head_dim: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return keys and values [heads, n, head_dim], the same for every layer, to be copied."""
-    g = torch.Generator().manual_seed(0)
-    k, v = (torch.randn(heads, n, head_dim, generator=g).to(dtype) for _ in range(2))
+def _random_keys_and_values(heads: int, n: int, head_dim: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return keys and values [heads, n, head_dim], the same for every layer. They are copied before use."""
+    generator = torch.Generator().manual_seed(0)
+    k = torch.randn(heads, n, head_dim, generator=generator).to(dtype)
+    v = torch.randn(heads, n, head_dim, generator=generator).to(dtype)
     return k, v
 
 
@@ -94,35 +114,44 @@ def all_layers(chain: Chain, shape: Shape, n: int, dtype: torch.dtype) -> list[L
     """Return the cache of every layer of a model under the chain, from random numbers."""
     layers = CompressedLayers(chain)
     for i in range(shape.layers):
-        obs, dense = random_layer(chain, shape, n, dtype, i)
-        layers.add(dense, obs)
+        observation, dense = random_layer(chain, shape, n, dtype=dtype, index=i)
+        layers.add(dense, observation)
     if chain.replayer is not None:
-        g = torch.Generator().manual_seed(1)
-        received = [torch.rand(shape.query_heads, n, generator=g) for _ in range(shape.layers)]
-        layers.replayed(received if chain.replayer.replay(n) else None)
+        # a replayer chooses by attention that a second pass over the prompt gives: [query heads, n] of each layer
+        attention_sums = None
+        if chain.replayer.replay(n):
+            generator = torch.Generator().manual_seed(1)
+            attention_sums = [torch.rand(shape.query_heads, n, generator=generator) for _ in range(shape.layers)]
+        layers.replayed(attention_sums)
     return layers.caches
 
 
 def compressed(chain: Chain, shape: Shape, n: int, dtype: torch.dtype) -> list[tuple[int, LayerCache, int]]:
-    """Return (number, cache) of one layer of each kind, with how many of the model's layers are of that kind.
+    """Return (number, cache, count) of one layer of each kind. ``count`` layers of the model are of that kind.
 
     Layers are of one kind if they must keep the same tokens, read as many and have the same leading heads. If the
     chain divides one budget over all layers, every layer is built.
     """
     if chain.rebalancer is not None:
+        # what one layer keeps depends on all others, so none can stand for another
         return [(i, layer, 1) for i, layer in enumerate(all_layers(chain, shape, n, dtype))]
     heads = chain.heads(shape.kv_heads, shape.query_heads)
-    layers_of_kind: dict[object, list[int]] = {}
+    layers_by_kind: dict[object, list[int]] = {}
     for i in range(shape.layers):
-        leading = chain.leading_heads(n, i, shape.layers, shape.query_heads, shape.kv_heads)
-        rows = chain.tokens_read(n, i, shape.layers)
-        kind = chain.expected(n, i, shape.layers, heads), rows, leading, chain.first_alike(i)
-        layers_of_kind.setdefault(kind, []).append(i)
+        kind = (
+            chain.expected(n, i, shape.layers, heads),
+            chain.tokens_read(n, i, shape.layers),
+            chain.leading_heads(n, i, shape.layers, query_heads=shape.query_heads, kv_heads=shape.kv_heads),
+            chain.first_alike(i),
+        )
+        layers_by_kind.setdefault(kind, []).append(i)
     built = []
-    for members in layers_of_kind.values():
-        obs, dense = random_layer(chain, shape, n, dtype, members[0])
-        built.append((members[0], chain.compress(dense, obs), len(members)))
-        del dense  # its memory is free before the next layer is drawn
+    for members in layers_by_kind.values():
+        first = members[0]
+        observation, dense = random_layer(chain, shape, n, dtype=dtype, index=first)
+        built.append((first, chain.compress(dense, observation), len(members)))
+        # its memory is free before the next layer is drawn
+        del dense
     return built
 
 
@@ -132,21 +161,26 @@ def measure(chain: Chain, shape: Shape, n: int, dtype: torch.dtype) -> MeasuredL
     heads = chain.heads(shape.kv_heads, shape.query_heads)
     total = HeldBytes()
     payload, overhead, tokens, total16 = 0, 0, 0, 0
+    # collects storages over all layers, since one that two layers share would be counted twice
     storages: set[int] = set()
-    for i, layer, count in layers:
-        counts = check_positions(chain.name, layer, i, n, heads)
+    for i, layer, alike in layers:
+        tokens_by_head = check_positions(chain.name, layer, i, n=n, heads=heads)
         check_storages(chain.name, layer, i, storages)
-        blocks = [chain.layout(k, shape.head_dim, dtype.itemsize, i) for k in counts]
-        total += bytes_held(layer).times(count)
-        payload += count * payload_formula(layer, blocks)
+        total += bytes_held(layer).times(alike)
+        tokens += alike * sum(tokens_by_head)
+        # the formulas in the number type that was built
+        blocks = [chain.layout(count, shape.head_dim, dtype.itemsize, i) for count in tokens_by_head]
         observed = chain.observed_bytes(n, shape.query_heads, shape.head_dim, dtype.itemsize)
-        overhead += count * (overhead_formula(layer, blocks) + observed)
-        blocks = [chain.layout(k, shape.head_dim, HALF, i) for k in counts]
+        payload += alike * payload_formula(layer, blocks)
+        overhead += alike * (overhead_formula(layer, blocks) + observed)
+        # the same formulas at 16 bits
+        blocks = [chain.layout(count, shape.head_dim, HALF, i) for count in tokens_by_head]
         observed = chain.observed_bytes(n, shape.query_heads, shape.head_dim, HALF)
-        total16 += count * (payload_formula(layer, blocks) + overhead_formula(layer, blocks) + observed)
-        tokens += count * sum(counts)
+        total16 += alike * (payload_formula(layer, blocks) + overhead_formula(layer, blocks) + observed)
     if shape.local_layers:
-        local = ops.local(*_dense(shape.kv_heads, n, shape.head_dim, dtype), shape.window, shape.query_heads)
+        # layers with a sliding window, which no method compresses
+        k, v = _random_keys_and_values(shape.kv_heads, n, shape.head_dim, dtype)
+        local = ops.local(k, v, shape.window, shape.query_heads)
         total += bytes_held(local).times(shape.local_layers)
         payload += shape.local_bytes(n, dtype.itemsize)
         overhead += shape.local_overhead(n)
@@ -163,8 +197,13 @@ def measure(chain: Chain, shape: Shape, n: int, dtype: torch.dtype) -> MeasuredL
 
 def working_bytes(chain: Chain, shape: Shape, n: int, itemsize: int) -> int:
     """Estimate the bytes that building a layer takes: keys, values, fp32 copies, scores of queries, and results."""
-    heads, d = chain.heads(shape.kv_heads, shape.query_heads), shape.head_dim
-    dense = 2 * shape.kv_heads * n * d * (itemsize + 4) + 4 * heads * n * d * 4
-    rows = 3 * 4 * shape.query_heads * n * min(chain.needs(n).last_q, 512)
-    stored = shape.full_bytes(n, itemsize, heads) if chain.rebalancer is not None else 0
-    return dense + rows + stored
+    heads = chain.heads(shape.kv_heads, shape.query_heads)
+    # keys and values with their fp32 copies, and four more fp32 tensors of every head while a stage works
+    dense = 2 * shape.kv_heads * n * shape.head_dim * (itemsize + 4) + 4 * heads * n * shape.head_dim * 4
+    # fp32 scores [query heads, last queries, n], their softmax and one more copy
+    scores = 3 * 4 * shape.query_heads * n * min(chain.needs(n).last_q, 512)
+    stored = 0
+    if chain.rebalancer is not None:
+        # all layers are built before the budget is divided
+        stored = shape.full_bytes(n, itemsize, heads)
+    return dense + scores + stored

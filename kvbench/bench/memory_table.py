@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -20,13 +19,41 @@ from kvbench.report.table import Table
 from kvbench.report.writers import compose
 
 CHAINS = ("snapkv+think", "snapkv+kivi", "think+kivi", "snapkv+think+kivi")
+# the order of HeldBytes.parts(): the first three make up the payload, the others the overhead
 PARTS = ("exact", "codes", "scales", "positions", "ids", "state")
-OPTIONAL = ("exact", "codes", "scales", "posi-\ntions", "ids", "state")
+PAYLOAD_PARTS = 3
 HEAD = (
-    *("method", "pay-\nload", *OPTIONAL[:3], "over-\nhead", *OPTIONAL[3:]),
-    *("total", "% of\nfull at\n16 bits", "as the\nformula"),
+    "method",
+    "pay-\nload",
+    "exact",
+    "codes",
+    "scales",
+    "over-\nhead",
+    "posi-\ntions",
+    "ids",
+    "state",
+    "total",
+    "% of\nfull at\n16 bits",
+    "as the\nformula",
 )
+OPTIONAL = ("exact", "codes", "scales", "posi-\ntions", "ids", "state")
+"""The columns of PARTS, which are left out where no row has a number."""
 LAYERWISE = "a layer would need about {need:.1f} GiB"
+UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+
+
+@dataclass(frozen=True)
+class ByteSums:
+    """The sums of one chain at one prompt size: tokens per stored head, bytes of payload and of overhead."""
+
+    tokens: float
+    payload: int
+    overhead: int
+
+    @property
+    def total(self) -> int:
+        """Return the bytes of payload and overhead."""
+        return self.payload + self.overhead
 
 
 @dataclass(frozen=True)
@@ -35,7 +62,7 @@ class Account:
 
     full: the bytes of the full cache.
     measured: the layers that were built, if any were.
-    formula: (tokens per stored head, payload, overhead) without a cache; None if only data decide.
+    formula: the sums without a cache; None if only data decide.
     percent: the bytes at 16 bits in per cent of the full cache's.
     even: whether the formula takes tokens as spread evenly over heads and layers.
     why: why ``measured`` or ``formula`` is missing.
@@ -45,37 +72,43 @@ class Account:
     n: int
     full: int
     measured: MeasuredLayers | None
-    formula: tuple[float, int, int] | None
+    formula: ByteSums | None
     percent: float | None
     even: bool = False
     why: str = ""
 
     @property
-    def sums(self) -> tuple[float, int, int] | None:
-        """Return (tokens per stored head, payload, overhead), measured if a cache was built, else by formula."""
+    def sums(self) -> ByteSums | None:
+        """Return the measured sums if a cache was built, else those by formula."""
         if self.measured is None:
             return self.formula
-        return self.measured.tokens, self.measured.held.payload, self.measured.held.overhead
+        held = self.measured.held
+        return ByteSums(tokens=self.measured.tokens, payload=held.payload, overhead=held.overhead)
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, object]:
         """Return the account as plain data."""
+        record: dict[str, object] = {"method": self.method, "n": self.n, "full_bytes": self.full}
+        sums = self.sums
+        if sums is not None:
+            record |= {"tokens": sums.tokens, "payload": sums.payload, "overhead": sums.overhead}
+        record["total"] = None if sums is None else sums.total
+        record["percent_of_full"] = self.percent
         built = self.measured
-        by_formula = (built.payload_formula, built.overhead_formula) if built else self.formula and self.formula[1:]
-        return {
-            "method": self.method,
-            "n": self.n,
-            "full_bytes": self.full,
-            **(dict(zip(("tokens", "payload", "overhead"), self.sums, strict=True)) if self.sums else {}),
-            "total": sum(self.sums[1:]) if self.sums else None,
-            "percent_of_full": self.percent,
-            "measured": built is not None,
-            "layers_built": built.made if built else 0,
-            "parts": dict(zip(PARTS, built.held.parts(), strict=True)) if built else {},
-            "formula": dict(zip(("payload", "overhead"), by_formula, strict=True)) if by_formula else None,
-            "agrees": built.agrees if built else None,
-            "even": self.even,
-            "why": self.why,
-        }
+        if built is not None:
+            record |= {
+                "measured": True,
+                "layers_built": built.made,
+                "parts": dict(zip(PARTS, built.held.parts(), strict=True)),
+                # of the tokens that the built layers kept, not of those that the chain promises
+                "formula": {"payload": built.payload_formula, "overhead": built.overhead_formula},
+                "agrees": built.agrees,
+            }
+        else:
+            by_formula = None
+            if self.formula is not None:
+                by_formula = {"payload": self.formula.payload, "overhead": self.formula.overhead}
+            record |= {"measured": False, "layers_built": 0, "parts": {}, "formula": by_formula, "agrees": None}
+        return record | {"even": self.even, "why": self.why}
 
 
 def default_methods() -> list[str]:
@@ -83,51 +116,71 @@ def default_methods() -> list[str]:
 
     Methods that need a calibration are left out, since a model's weights decide their bytes.
     """
-    names = []
+    names = ["full"]
     for method in registry.available():
+        if method == "full":
+            continue
         try:
-            stage = registry.make_stage(method, registry.defaults(method)) if method != "full" else None
+            stage = registry.make_stage(method, registry.defaults(method))
         except UsageError as error:
+            # a user's method whose defaults are not possible: the others go on
             say(str(error))
             continue
-        if stage is None or not stage.unbound:
-            names.append(f"{stage.decorates[0]}+{method}" if isinstance(stage, Modifier) else method)
-    return [*sorted(names, key=lambda m: m != "full"), *CHAINS]
+        if stage.unbound:
+            continue
+        if isinstance(stage, Modifier):
+            # a modifier has no effect alone
+            names.append(f"{stage.decorates[0]}+{method}")
+        else:
+            names.append(method)
+    names.extend(CHAINS)
+    return names
 
 
 def account(c: ChainConfig, shape: Shape, n: int, dtype: torch.dtype, build: bool = True) -> Account:
     """Return the account of one chain at a prompt of n tokens. A cache is built if ``build`` and memory allow it."""
+    # None: the prompt's text decides how many tokens stay
     declared = bytes_declared(c.chain, shape, n, dtype.itemsize)
-    formula = None if declared is None else (declared.tokens, declared.payload, declared.overhead)
-    full = shape.full_bytes(n, dtype.itemsize)
-    need = working_bytes(c.chain, shape, n, dtype.itemsize)
+    formula = None
+    if declared is not None:
+        formula = ByteSums(tokens=declared.tokens, payload=declared.payload, overhead=declared.overhead)
     measured, why = None, ""
-    if build and need > room():
-        why = LAYERWISE.format(need=need / 2**30)
-    elif build:
-        try:
-            measured = measure(c.chain, shape, n, dtype)
-        except Exception as error:
-            if not (c.chain.foreign or isinstance(error, KvbenchError)):
-                raise
-            why = str(error) if isinstance(error, KvbenchError) else f"failed: {type(error).__name__}: {error}"
+    if build:
+        measured, why = _measure_if_possible(c, shape, n, dtype)
     if formula is None and measured is None:
         why = f"only a prompt decides what is kept; {why}".rstrip("; ")
-    declared16 = bytes_declared(c.chain, shape, n, HALF)
-    total16 = None if declared16 is None else declared16.total
+    # shares compare methods in the 16 bits of papers, whatever the number type that was asked for
+    total16 = None
     if measured is not None:
         total16 = measured.total16
-    percent = None if total16 is None else 100 * total16 / shape.full_bytes(n, HALF)
+    elif (declared16 := bytes_declared(c.chain, shape, n, HALF)) is not None:
+        total16 = declared16.total
     return Account(
         method=c.label,
         n=n,
-        full=full,
+        full=shape.full_bytes(n, dtype.itemsize),
         measured=measured,
         formula=formula,
-        percent=percent,
+        percent=None if total16 is None else 100 * total16 / shape.full_bytes(n, HALF),
         even=declared is not None and declared.even,
         why=why,
     )
+
+
+def _measure_if_possible(c: ChainConfig, shape: Shape, n: int, dtype: torch.dtype) -> tuple[MeasuredLayers | None, str]:
+    """Return (the layers of one chain, ''), or (None, why they were not built)."""
+    need = working_bytes(c.chain, shape, n, dtype.itemsize)
+    if need > room():
+        return None, LAYERWISE.format(need=need / 2**30)
+    try:
+        return measure(c.chain, shape, n, dtype), ""
+    except KvbenchError as error:
+        return None, str(error)
+    except Exception as error:
+        # an error in kvbench itself must not hide in a row, that of a user's method costs only its row
+        if not c.chain.foreign:
+            raise
+        return None, f"failed: {type(error).__name__}: {error}"
 
 
 def room() -> float:
@@ -137,32 +190,59 @@ def room() -> float:
 
 def render(rows: Sequence[Account], notes: Sequence[str] = ()) -> str:
     """Return the table of rows with the same n as text, without columns that are all empty, with notes below it."""
-    units = (("KiB", 2**10), ("MiB", 2**20), ("GiB", 2**30))
-    unit, size = next(((u, s) for u, s in units if rows[0].full < 1e4 * s), ("TiB", 2**40))
-    lines = [_row(r, size) for r in rows]
-    used = [name for name in HEAD if name not in OPTIONAL or any(line[name].strip("—0") for line in lines)]
-    sheet = Table(tuple(used), tuple(tuple(line[name] for name in used) for line in lines))
+    unit = _unit_of(rows[0].full)
+    size = UNITS[unit]
+    lines = [_cells_by_head(account, size) for account in rows]
+    heads = []
+    for head in HEAD:
+        # a cell without bytes is a dash or 0
+        has_numbers = any(line[head].strip("—0") for line in lines)
+        if head not in OPTIONAL or has_numbers:
+            heads.append(head)
+    body = []
+    for line in lines:
+        body.append(tuple(line[head] for head in heads))
+    sheet = Table(tuple(heads), tuple(body))
     title = f"prompt of {rows[0].n} tokens; full cache {rows[0].full / size:.4g} {unit}; all numbers in {unit}\n\n"
-    return title + compose([sheet], [*_notes(rows), *notes], "text")
+    all_notes = list(_notes(rows))
+    all_notes.extend(notes)
+    return title + compose([sheet], all_notes, "text")
 
 
-def _row(r: Account, size: int) -> dict[str, str]:
-    name = r.method.replace(" ", "\n")
-    if r.sums is None:
+def _unit_of(count: int) -> str:
+    """Return the smallest unit in which ``count`` bytes are below 10,000; TiB if none is."""
+    for unit, size in UNITS.items():
+        if count < 1e4 * size:
+            return unit
+    return "TiB"
+
+
+def _cells_by_head(account: Account, size: int) -> dict[str, str]:
+    """Return one row's texts by the column's head, in units of ``size`` bytes."""
+    # a knob a line keeps the table within the page
+    name = account.method.replace(" ", "\n")
+    sums = account.sums
+    if sums is None:
         return dict.fromkeys(HEAD, "—") | {"method": name}
-    _, payload, overhead = r.sums
-    parts = [_number(p / size) for p in r.measured.held.parts()] if r.measured else ["—"] * len(PARTS)
-    if r.measured is None:
-        verdict = "≈ formula" if r.even else "formula"
+    built = account.measured
+    if built is None:
+        parts = ["—"] * len(PARTS)
+        verdict = "≈ formula" if account.even else "formula"
     else:
-        verdict = "✓" if r.measured.agrees else f"{r.measured.off:+d} B".replace("-", "−")
-    sums = [_number(x / size) for x in (payload, overhead, payload + overhead)]
-    values = (name, sums[0], *parts[:3], sums[1], *parts[3:], sums[2], f"{r.percent:.1f}", verdict)
-    return dict(zip(HEAD, values, strict=True))
+        parts = [_five_characters(part / size) for part in built.held.parts()]
+        # a difference is printed with its sign, a minus as U+2212
+        verdict = "✓" if built.agrees else f"{built.off:+d} B".replace("-", "−")
+    cells = [name, _five_characters(sums.payload / size)]
+    cells += parts[:PAYLOAD_PARTS]
+    cells.append(_five_characters(sums.overhead / size))
+    cells += parts[PAYLOAD_PARTS:]
+    cells += [_five_characters(sums.total / size), f"{account.percent:.1f}", verdict]
+    return dict(zip(HEAD, cells, strict=True))
 
 
 def _notes(rows: Sequence[Account]) -> Iterator[str]:
-    built = [r.measured for r in rows if r.measured]
+    """Yield what the columns mean, and why cells are missing, each reason with its methods."""
+    built = [row for row in rows if row.measured is not None]
     if built:
         yield (
             "Payload: exact keys and values, packed codes, their scales and minima. Overhead: positions, ids of kept "
@@ -172,10 +252,21 @@ def _notes(rows: Sequence[Account]) -> Iterator[str]:
         yield "One layer is built for all that promise the same number of tokens, and counts for each of them."
     if len(built) < len(rows):
         yield "formula: not built, bytes by formula alone (≈: tokens taken as spread evenly over heads and layers)."
-    for why in dict.fromkeys(r.why for r in rows if r.why):
-        yield f"{', '.join(r.method.partition(' ')[0] for r in rows if r.why == why)}: {why}."
+    methods_by_reason: dict[str, list[str]] = {}
+    for row in rows:
+        if row.why:
+            # the label without its knobs
+            methods_by_reason.setdefault(row.why, []).append(row.method.partition(" ")[0])
+    for why, methods in methods_by_reason.items():
+        yield f"{', '.join(methods)}: {why}."
 
 
-def _number(x: float) -> str:
+def _five_characters(x: float) -> str:
     """Return a number in at most five characters."""
-    return "0" if x == 0 else f"{x:.{max(0, 3 - len(str(int(x))) + (x < 1))}f}"
+    if x == 0:
+        return "0"
+    if x < 1:
+        return f"{x:.3f}"
+    # 1.00, 10.0, 100 and 1000
+    decimals = max(0, 3 - len(str(int(x))))
+    return f"{x:.{decimals}f}"

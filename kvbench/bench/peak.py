@@ -12,13 +12,13 @@ import os
 import resource
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib import import_module
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
-from typing import Any, TypeVar
+from typing import TypedDict, TypeVar
 
 import torch
 from torch import Tensor
@@ -60,20 +60,25 @@ def watched(run: Callable[[], T], device: torch.device) -> tuple[T, Peak | None]
 
 def largest(fits: Callable[[int], bool], most: int = MOST_ROWS) -> int:
     """Return the largest batch up to ``most`` that fits, found by doubling and then bisection; 0 if no row does."""
+    # low rows fit, high rows do not or are more than allowed
     low, high = 0, 1
     while high <= most and fits(high):
         low, high = high, 2 * high
     high = min(high, most + 1)
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
+        if fits(middle):
+            low = middle
+        else:
+            high = middle
     return low
 
 
 def fits(model: PreTrainedModel, chain: Chain, workload: Workload, seed: int) -> bool:
     """Return True if ``workload`` fits into memory: all its caches, the read of its last prompt, its last step."""
     try:
-        _fill(model, chain, workload, prompts(workload.sized(1), int(model.config.vocab_size), seed)[0])
+        prompt = prompts(workload.sized(1), int(model.config.vocab_size), seed)[0]
+        _fill(model, chain, workload, prompt)
         fitting = True
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
@@ -91,11 +96,14 @@ def _fill(model: PreTrainedModel, chain: Chain, workload: Workload, prompt: Tens
     (cache,) = prefill_chains(model, prompt, [chain])
     caches = [copy.deepcopy(cache) for _ in range(workload.batch - 1)]
     del cache
+    # the last row is read beside all other caches, since a read's scratch memory counts, too
     caches += prefill_chains(model, prompt, [chain])
     with adapted(model, chain), attached(model):
-        moving, seen = moves(caches), caches[0].seen
+        can_skip = moves(caches)
+        seen = caches[0].seen
         batch = build(model, given_up(caches), workload.new - 1)
-        if moving:
+        if can_skip:
+            # the last of new - 1 steps runs over the longest cache
             skip(model, batch, workload.new - 2)
         token = torch.zeros(workload.batch, 1, dtype=torch.int64, device=model.device)
         step(model, batch, token, torch.full_like(token, seen + batch[0].used))
@@ -109,7 +117,8 @@ def limited(limit: float | None, device: torch.device) -> Iterator[None]:
     """
     if limit is None:
         yield
-    elif device.type == "cuda":
+        return
+    if device.type == "cuda":
         total_bytes = torch.cuda.get_device_properties(device).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, limit * GIB / total_bytes), device)
         try:
@@ -118,14 +127,63 @@ def limited(limit: float | None, device: torch.device) -> Iterator[None]:
             torch.cuda.set_per_process_memory_fraction(1.0, device)
     else:
         previous = resource.getrlimit(resource.RLIMIT_DATA)
-        resource.setrlimit(resource.RLIMIT_DATA, (int(process_memory("VmData") + limit * GIB), previous[1]))
+        soft_limit = int(process_memory("VmData") + limit * GIB)
+        # a hard limit, once lowered, cannot be raised again
+        resource.setrlimit(resource.RLIMIT_DATA, (soft_limit, previous[1]))
         try:
             yield
         finally:
             resource.setrlimit(resource.RLIMIT_DATA, previous)
 
 
-def ask(what: str, overrides: Sequence[str], label: str, workload: str, **options: Any) -> dict[str, Any]:
+@dataclass(frozen=True)
+class PeakRequest:
+    """The request to a child process.
+
+    what: peak, largest or peak of a peer.
+    overrides: the arguments of the run that the chains come from.
+    label: the chain or the peer.
+    seed, sample, limit, layers: as in the settings of a session.
+    """
+
+    what: str
+    overrides: tuple[str, ...]
+    label: str
+    workload: str
+    seed: int
+    sample: int | None
+    limit: float | None
+    layers: int | None
+    graph: bool
+    threads: int
+
+
+class PeakAnswer(TypedDict, total=False):
+    """The answer of a child process.
+
+    It holds the peak bytes ``allocated`` and ``reserved``, or the largest ``batch``, or ``oom`` if memory did not
+    suffice, or the ``error`` that ended the process's work.
+    """
+
+    allocated: int
+    reserved: int
+    batch: int
+    oom: bool
+    error: str
+
+
+def ask(
+    what: str,
+    overrides: Sequence[str],
+    label: str,
+    workload: str,
+    *,
+    seed: int,
+    sample: int | None,
+    limit: float | None,
+    layers: int | None,
+    graph: bool,
+) -> PeakAnswer:
     """Return the answer of a child process to ``what``, which is peak, largest or peak of a peer.
 
     ``label`` names the chain or peer. The child is forked from a process that has imported everything. If it dies for
@@ -134,65 +192,91 @@ def ask(what: str, overrides: Sequence[str], label: str, workload: str, **option
     server = get_context("forkserver")
     server.set_forkserver_preload([__name__, "transformers.models.llama.modeling_llama"])
     reader, writer = server.Pipe(duplex=False)
-    request = {"what": what, "overrides": list(overrides), "label": label, "workload": workload, **options}
-    request["threads"] = torch.get_num_threads()
+    request = PeakRequest(
+        what=what,
+        overrides=tuple(overrides),
+        label=label,
+        workload=workload,
+        seed=seed,
+        sample=sample,
+        limit=limit,
+        layers=layers,
+        graph=graph,
+        threads=torch.get_num_threads(),
+    )
     process = server.Process(target=_send_answer, args=(writer, request), daemon=True)
     process.start()
+    # the child holds its own end: with this one closed, its death ends the wait below
     writer.close()
     try:
-        answer: dict[str, Any] = reader.recv()
+        answer: PeakAnswer = reader.recv()
     except EOFError:
         process.join()
-        # killed: by the kernel, for want of memory, or after an allocation that C++ could not make
-        answer = {"oom": True} if (process.exitcode or 0) < 0 else {"error": "its process failed"}
+        # a signal ended it: the kernel's, for want of memory, or after an allocation that C++ could not make
+        if process.exitcode is not None and process.exitcode < 0:
+            answer = {"oom": True}
+        else:
+            answer = {"error": "its process failed"}
     process.join()
     if "error" in answer:
         raise KvbenchError(f"{label} at {workload}: {answer['error']}")
     return answer
 
 
-def _send_answer(writer: Connection, request: Mapping[str, Any]) -> None:
-    # an interrupt from the keyboard ends this process, too, and is for the process that asks to report
+def _send_answer(writer: Connection, request: PeakRequest) -> None:
+    """Answer ``request`` in this child process, and send the answer to the parent."""
+    # Ctrl-C kills this child; the parent reports it
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    # standard output is for tables and JSON, whatever others write there
+    # the parent's standard output is for tables and JSON, so that libraries' prints go to standard error
     os.dup2(2, 1)
     sys.stdout = sys.stderr
+    # a parent that was interrupted does not read
     with suppress(BrokenPipeError):
         writer.send(_answer(request))
 
 
-def _answer(request: Mapping[str, Any]) -> dict[str, Any]:
-    torch.set_num_threads(request["threads"])
+def _answer(request: PeakRequest) -> PeakAnswer:
+    """Return the answer to ``request``. Errors are part of it, since the parent cannot catch them."""
+    torch.set_num_threads(request.threads)
     try:
-        cfg = config.read(request["overrides"])
-        chains = {"full": Chain(), **{c.label: c.chain for c in cfg.chains}}
-        label, workload, device = request["label"], parse(request["workload"]), torch.device("cpu")
-        # what is imported is not what a pass takes: a model without storage has everything imported
-        model_config = architecture.model_config(cfg.model)
-        with torch.device("meta"):
-            AutoModelForCausalLM.from_config(model_config)
-        if request["what"] == "peak of a peer":
-            for package in peers.find(label).packages:
-                import_module(package)
-        release()
-        imported = process_memory("VmRSS")
-        with limited(request["limit"], device):
-            model = architecture.build(cfg.model, device, request["layers"])
-            if request["what"] == "largest":
-                return {
-                    "batch": largest(lambda b: fits(model, chains[label], workload.sized(b), request["seed"])),
-                }
-            ids = prompts(workload, int(model.config.vocab_size), request["seed"])
-            if request["what"] == "peak":
-                decoding = {"sample": request["sample"], "graph": request["graph"]}
-                generation_pass.run(model, chains[label], ids, workload.new, **decoding)
-            else:
-                peers.run(model, peers.find(label), ids, workload.new)
-            peak_bytes = process_memory("VmHWM")
-            return asdict(Peak(peak_bytes - imported, peak_bytes))
+        return _measure(request)
     except KvbenchError as error:
         return {"error": str(error)}
     except Exception as error:
         if is_out_of_memory(error):
             return {"oom": True}
         return {"error": f"{type(error).__name__}: {error}".split("\n")[0]}
+
+
+def _measure(request: PeakRequest) -> PeakAnswer:
+    """Build the model in this process, and return the largest batch or the peak bytes of one pass."""
+    cfg = config.read(request.overrides)
+    chains = {"full": Chain()}
+    chains |= {c.label: c.chain for c in cfg.chains}
+    what, label, seed = request.what, request.label, request.seed
+    workload, device = parse(request.workload), torch.device("cpu")
+    # imports must not count as memory of the pass: building the model without storage imports all of its code
+    model_config = architecture.model_config(cfg.model)
+    with torch.device("meta"):
+        AutoModelForCausalLM.from_config(model_config)
+    if what == "peak of a peer":
+        for package in peers.find(label).packages:
+            import_module(package)
+    release()
+    imported = process_memory("VmRSS")
+    with limited(request.limit, device):
+        model = architecture.build(cfg.model, device, request.layers)
+        if what == "largest":
+
+            def rows_fit(rows: int) -> bool:
+                return fits(model, chains[label], workload.sized(rows), seed)
+
+            return {"batch": largest(rows_fit)}
+        ids = prompts(workload, int(model.config.vocab_size), seed)
+        if what == "peak":
+            chain = chains[label]
+            generation_pass.run(model, chain, ids, new=workload.new, sample=request.sample, graph=request.graph)
+        else:
+            peers.run(model, peers.find(label), ids, workload.new)
+        peak_bytes = process_memory("VmHWM")
+        return {"allocated": peak_bytes - imported, "reserved": peak_bytes}

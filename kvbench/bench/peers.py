@@ -7,10 +7,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, redirect_stdout
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -29,6 +30,10 @@ RATIO = 0.5
 WHOLE = "the whole cache is made exact again in every step"
 
 
+def _dynamic_cache(model: PreTrainedModel, tokens: int) -> Any:
+    return cache_utils.DynamicCache(config=model.config)
+
+
 @dataclass(frozen=True)
 class Peer:
     """Another way to generate.
@@ -43,7 +48,7 @@ class Peer:
 
     name: str
     packages: tuple[str, ...] = ()
-    cache: Callable[[PreTrainedModel, int], Any] = lambda model, tokens: cache_utils.DynamicCache(config=model.config)
+    cache: Callable[[PreTrainedModel, int], Any] = _dynamic_cache
     context: Callable[[PreTrainedModel], Any] = nullcontext
     marks: tuple[str, ...] = ()
     cpu_marks: tuple[str, ...] = ()
@@ -52,24 +57,36 @@ class Peer:
 
     def missing(self) -> str:
         """Return why the peer cannot run here, or '' if it can."""
-        absent = [p.replace(".", "-") for p in self.packages if not _installed(p)]
-        return f"needs {' and '.join(absent)}, which is not installed" if absent else self.never
+        absent = [package.replace(".", "-") for package in self.packages if not _is_installed(package)]
+        if absent:
+            return f"needs {' and '.join(absent)}, which is not installed"
+        return self.never
 
 
-def _installed(package: str) -> bool:
+def _is_installed(package: str) -> bool:
+    """Return True if a package, or a module within one, can be imported."""
     try:
         return find_spec(package) is not None
     except ModuleNotFoundError:
+        # the package around the module is missing
         return False
 
 
 def _static_cache(model: PreTrainedModel, tokens: int) -> Any:
+    # the last token of an answer is never fed to the model
     return cache_utils.StaticCache(config=model.config, max_cache_len=tokens - 1)
 
 
 def _quantised_cache(backend: str) -> Callable[[PreTrainedModel, int], Any]:
-    options = {} if backend == "fp8" else {"nbits": BITS}
-    return lambda model, tokens: cache_utils.QuantizedCache(backend, model.config, **options)
+    """Return the maker of transformers' quantised cache in one of its backends, at BITS bits except for fp8."""
+    options: dict[str, int] = {}
+    if backend != "fp8":
+        options["nbits"] = BITS
+
+    def make_cache(model: PreTrainedModel, tokens: int) -> Any:
+        return cache_utils.QuantizedCache(backend, model.config, **options)
+
+    return make_cache
 
 
 @contextmanager
@@ -87,6 +104,7 @@ def _with_kvpress(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
         with kvpress.SnapKVPress(compression_ratio=RATIO)(model):
             yield model
     finally:
+        # deleting what was set on the instance uncovers the function that was registered
         for name, plain in previous.items():
             if ALL_ATTENTION_FUNCTIONS[name] is not plain:
                 del ALL_ATTENTION_FUNCTIONS[name]
@@ -108,6 +126,7 @@ def _with_offload(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
         finally:
             import_module("accelerate.hooks").remove_hook_from_submodules(model)
             if device.type != "cuda":
+                # weights are views of files in the folder, which is removed
                 for p in model.parameters():
                     p.data = p.data.clone()
             # the hooks gave each module its own copy of tied weights
@@ -136,17 +155,13 @@ def _with_deepspeed(model: PreTrainedModel) -> Iterator[Any]:
     yield engine
 
 
+FP8_NEVER = "" if hasattr(cache_utils, "Fp8QuantizedLayer") else "needs a newer transformers"
 _PEERS = (
     Peer("dynamic"),
     Peer("static", cache=_static_cache, compiled=True),
-    Peer("quanto", ("optimum.quanto",), _quantised_cache("quanto"), marks=(WHOLE,)),
-    Peer("hqq", ("hqq",), _quantised_cache("hqq"), marks=(WHOLE,)),
-    Peer(
-        "fp8",
-        cache=_quantised_cache("fp8"),
-        marks=(WHOLE,),
-        never="" if hasattr(cache_utils, "Fp8QuantizedLayer") else "needs a newer transformers",
-    ),
+    Peer("quanto", ("optimum.quanto",), cache=_quantised_cache("quanto"), marks=(WHOLE,)),
+    Peer("hqq", ("hqq",), cache=_quantised_cache("hqq"), marks=(WHOLE,)),
+    Peer("fp8", cache=_quantised_cache("fp8"), marks=(WHOLE,), never=FP8_NEVER),
     Peer("accelerate", ("accelerate",), context=_with_hooks),
     Peer(
         "offload",
@@ -178,27 +193,28 @@ def find(name: str) -> Peer:
     return PEERS[name]
 
 
-class _Marks(StoppingCriteria):
+class _TokenRecorder(StoppingCriteria):
     """A criterion that never stops generation. It records the moments between tokens and the bytes of the cache.
 
-    marks: (end of a token, start of the next) for each token.
-    held: the cache's bytes after the first token.
-    aside: the seconds that counting them took, to be subtracted.
+    gaps: (end of a token, start of the next) for each token.
+    first_bytes: the cache's bytes after the first token.
+    counting_s: the seconds that counting them took, to be subtracted.
     """
 
     def __init__(self, clock: Clock, cache: Any) -> None:
         self.clock, self.cache = clock, cache
-        self.marks: list[tuple[Mark, Mark]] = []
-        self.held, self.aside = 0, 0.0
+        self.gaps: list[tuple[Mark, Mark]] = []
+        self.first_bytes, self.counting_s = 0, 0.0
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        ended = self.clock.mark()
-        if not self.marks:
-            # counting bytes is subtracted from the time of the work
+        """Record the end of a token, and return False for every row of ``input_ids`` [B, tokens]."""
+        token_end = self.clock.mark()
+        if not self.gaps:
             start = time.perf_counter()
-            self.held = cache_bytes(self.cache)
-            self.aside = time.perf_counter() - start
-        self.marks.append((ended, self.clock.mark()))
+            self.first_bytes = cache_bytes(self.cache)
+            self.counting_s = time.perf_counter() - start
+        # between the two marks lies only this criterion's own work
+        self.gaps.append((token_end, self.clock.mark()))
         return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
 
@@ -209,13 +225,17 @@ def run(model: PreTrainedModel, peer: Peer, ids: Tensor, new: int) -> Pass:
     number of tokens.
     """
     device, n = model.device, ids.shape[1]
-    clock, ids, cache = Clock(device), ids.to(device), peer.cache(model, n + new)
-    marks = _Marks(clock, cache)
-    untimed = peer.compiled and device.type == "cuda"
-    timed = nullcontext() if untimed else timed_attention(str(model.config._attn_implementation), clock)
-    with torch.no_grad(), peer.context(model) as generator, timed:
+    clock, ids = Clock(device), ids.to(device)
+    cache = peer.cache(model, n + new)
+    recorder = _TokenRecorder(clock, cache)
+    attention_is_timed = not (peer.compiled and device.type == "cuda")
+    attention_timing: AbstractContextManager[None] = nullcontext()
+    if attention_is_timed:
+        attention_timing = timed_attention(str(model.config._attn_implementation), clock)
+    with torch.no_grad(), peer.context(model) as generator, attention_timing:
         clock.wait()
         began, start = time.perf_counter(), clock.mark()
+        # every row generates exactly ``new`` tokens: nothing ends an answer
         tokens = generator.generate(
             ids,
             attention_mask=torch.ones_like(ids),
@@ -224,17 +244,21 @@ def run(model: PreTrainedModel, peer: Peer, ids: Tensor, new: int) -> Pass:
             do_sample=False,
             eos_token_id=None,
             pad_token_id=0,
-            stopping_criteria=StoppingCriteriaList([marks]),
+            stopping_criteria=StoppingCriteriaList([recorder]),
             **named_cache(cache),
         )[:, n:]
         clock.wait()
-        total = time.perf_counter() - began - marks.aside
-    if tokens.shape[1] != new or len(marks.marks) != new:
+        total = time.perf_counter() - began - recorder.counting_s
+    gaps = recorder.gaps
+    if tokens.shape[1] != new or len(gaps) != new:
         raise KvbenchError(f"{peer.name} generated {tokens.shape[1]} tokens a row instead of {new}")
-    steps = tuple(clock.seconds(a, b) for (_, a), (b, _) in zip(marks.marks, marks.marks[1:], strict=False))
-    first = clock.seconds(start, marks.marks[0][0])
-    read = (marks.held + cache_bytes(cache)) / 2
-    del cache, marks.cache
+    # a step lasts from the end of one gap to the start of the next
+    steps = tuple(clock.seconds(gap[1], next_gap[0]) for gap, next_gap in pairwise(gaps))
+    first = clock.seconds(start, gaps[0][0])
+    # the mean over the steps, of a cache that grows evenly or not at all
+    read = (recorder.first_bytes + cache_bytes(cache)) / 2
+    # this peer's memory is free before the next one is timed
+    del cache, recorder.cache
     gc.collect()
     return Pass(
         ttft=first,
@@ -243,10 +267,10 @@ def run(model: PreTrainedModel, peer: Peer, ids: Tensor, new: int) -> Pass:
         build=0.0,
         decode=sum(steps),
         tpot=sum(steps) / len(steps),
-        attention=None if untimed else clock.attention_seconds(),
+        attention=clock.attention_seconds() if attention_is_timed else None,
         total=total,
         steps=steps,
-        cache_bytes=marks.held,
+        cache_bytes=recorder.first_bytes,
         read_bytes=read,
         tokens=tokens.cpu(),
     )
@@ -254,24 +278,27 @@ def run(model: PreTrainedModel, peer: Peer, ids: Tensor, new: int) -> Pass:
 
 def cache_bytes(cache: Any) -> int:
     """Return the bytes of a transformers cache: of its storages, packed codes and scales included, each once."""
-    names = ("keys", "values", "_quantized_keys", "_quantized_values")
-    storages = {
-        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
-        for layer in cache.layers
-        for name in names
-        for t in _tensors(getattr(layer, name, None))
-    }
-    return sum(storages.values())
+    bytes_by_address: dict[int, int] = {}
+    for layer in cache.layers:
+        for name in ("keys", "values", "_quantized_keys", "_quantized_values"):
+            for tensor in _tensors_in(getattr(layer, name, None)):
+                storage = tensor.untyped_storage()
+                bytes_by_address[storage.data_ptr()] = storage.nbytes()
+    return sum(bytes_by_address.values())
 
 
-def _tensors(x: Any) -> Iterator[Tensor]:
+def _tensors_in(x: Any) -> Iterator[Tensor]:
     """Yield the plain tensors in ``x``: a tensor, a pair, a mapping, or a tensor that wraps others."""
     parts: Iterable[Any] = ()
-    if isinstance(x, Tensor) and hasattr(x, "__tensor_flatten__"):
-        parts = (getattr(x, name) for name in x.__tensor_flatten__()[0])
-    elif isinstance(x, Tensor):
-        yield x
-    elif isinstance(x, (Mapping, tuple, list)):
-        parts = x.values() if isinstance(x, Mapping) else x
+    if isinstance(x, Tensor):
+        # quanto's tensors are subclasses that name the tensors inside them by PyTorch's protocol
+        if hasattr(x, "__tensor_flatten__"):
+            parts = [getattr(x, name) for name in x.__tensor_flatten__()[0]]
+        else:
+            yield x
+    elif isinstance(x, Mapping):
+        parts = x.values()
+    elif isinstance(x, (tuple, list)):
+        parts = x
     for part in parts:
-        yield from _tensors(part)
+        yield from _tensors_in(part)

@@ -8,7 +8,7 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median, quantiles
-from typing import Any
+from typing import Any, TypedDict
 
 from kvbench.base.errors import KvbenchError
 
@@ -18,10 +18,21 @@ FINISHED = (MEASURED, OOM, REFUSED)
 FULL = "full"
 
 Row = dict[str, Any]
+"""One JSON object: an entrant on a workload, with its status, facts and quantities. Older files may lack newer keys."""
 
 
-def key(identity: Mapping[str, Any]) -> str:
+class RepeatSpread(TypedDict):
+    """The distribution of one quantity over the ``n`` repeats of a row."""
+
+    median: float
+    q1: float
+    q3: float
+    n: int
+
+
+def key(identity: Mapping[str, object]) -> str:
     """Return the hash of the facts that decide a row's numbers, as 12 hexadecimal digits."""
+    # sorted, so that the order in which facts are collected decides nothing
     text = json.dumps(identity, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
@@ -38,7 +49,7 @@ def read(path: Path) -> list[Row]:
         try:
             rows.append(dict(json.loads(line)))
         except ValueError:
-            # without its newline a line was still being written
+            # the last line has no newline: its process was killed while it wrote
             if number == len(lines):
                 continue
             raise KvbenchError(f"{path}, line {number}: not JSON; remove the line to go on") from None
@@ -53,10 +64,11 @@ def append(path: Path, rows: Sequence[Row]) -> None:
         if size:
             f.seek(size - 1)
             if f.read(1) != b"\n":
-                intact = path.read_bytes().rpartition(b"\n")
-                f.truncate(len(intact[0]) + len(intact[1]))
+                intact, newline, _ = path.read_bytes().rpartition(b"\n")
+                f.truncate(len(intact) + len(newline))
         for row in rows:
             f.write(json.dumps(row, ensure_ascii=False, default=str).encode() + b"\n")
+        # measuring again takes minutes, so rows are on the disk before the next workload starts
         f.flush()
         os.fsync(f.fileno())
 
@@ -66,20 +78,29 @@ def latest(rows: Sequence[Row]) -> dict[str, Row]:
     return {row["key"]: row for row in rows}
 
 
-def spread(values: Sequence[float]) -> dict[str, Any]:
+def spread(values: Sequence[float]) -> RepeatSpread:
     """Return the median, quartiles and number of values of one quantity. A single value is its own quartiles."""
-    low, _, high = quantiles(values, n=4, method="inclusive") if len(values) > 1 else (values[0],) * 3
+    if len(values) == 1:
+        low = high = values[0]
+    else:
+        # inclusive: the smallest and the largest value are the quantiles 0 and 1, so no quartile lies outside
+        low, _, high = quantiles(values, n=4, method="inclusive")
     return {"median": median(values), "q1": low, "q3": high, "n": len(values)}
 
 
-def value(row: Mapping[str, Any], quantity: str) -> float | None:
+def value(row: Row, quantity: str) -> float | None:
     """Return the median of one quantity of a row, or None if the row lacks that quantity."""
     statistics = row.get("quantities", {}).get(quantity)
-    return None if statistics is None else float(statistics["median"])
+    if statistics is None:
+        return None
+    return float(statistics["median"])
 
 
-def base(row: Mapping[str, Any], rows: Sequence[Row], method: str = FULL) -> Row | None:
-    """Return the last row of ``method`` with the same session, model and workload as ``row``, or None."""
+def base(row: Row, rows: Sequence[Row], method: str = FULL) -> Row | None:
+    """Return the last row of ``method`` with the same session, model and workload as ``row``, or None.
+
+    Only times of one session are compared, since machines differ and drift.
+    """
     for candidate in reversed(rows):
         alike = all(candidate.get(k) == row.get(k) for k in ("session", "model", "workload"))
         if alike and candidate["method"] == method:
@@ -87,7 +108,11 @@ def base(row: Mapping[str, Any], rows: Sequence[Row], method: str = FULL) -> Row
     return None
 
 
-def ratio(row: Mapping[str, Any], to: Mapping[str, Any] | None, quantity: str) -> float | None:
+def ratio(row: Row, to: Row | None, quantity: str) -> float | None:
     """Return the median of the row's quantity over that of ``to``, or None if one is missing or ``to``'s is 0."""
-    numerator, denominator = value(row, quantity), None if to is None else value(to, quantity)
-    return numerator / denominator if numerator is not None and denominator else None
+    if to is None:
+        return None
+    numerator, denominator = value(row, quantity), value(to, quantity)
+    if numerator is None or not denominator:
+        return None
+    return numerator / denominator

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -14,7 +14,7 @@ from kvbench.base.conf import top_level
 from kvbench.base.errors import UsageError, say, unknown
 from kvbench.bench import architecture, environment, records, timing
 from kvbench.bench.peers import PEERS, Peer, find
-from kvbench.bench.records import NOT_RUN
+from kvbench.bench.records import NOT_RUN, Row
 from kvbench.bench.timing import Entrant, Settings, row_key, settled, why_not
 from kvbench.bench.workload import Workload, parse
 from kvbench.kv.model_shape import Shape, from_config, from_entry
@@ -43,17 +43,35 @@ def _read_file_name(text: str) -> str:
 
 GROUPS: dict[str, list[str]] = {"all": list(PEERS), "none": []}
 """The words that name several peers."""
+STEP_KINDS = ("plain", "graph")
+
+
+def _read_workloads(text: str) -> list[Workload]:
+    return [parse(word) for word in split_list(text)]
+
+
+def _read_steps(text: str) -> list[str]:
+    return [one_of("value of step", STEP_KINDS, word) for word in split_list(text)]
+
+
+def _read_peers(text: str) -> list[Peer]:
+    names = GROUPS.get(text)
+    if names is None:
+        names = split_list(text)
+    return [find(name) for name in names]
+
+
 OWN = {
     key.name: key
     for key in (
-        Key("workloads", "128+16x4", lambda text: [parse(w) for w in split_list(text)]),
+        Key("workloads", "128+16x4", _read_workloads),
         whole("repeats", 1, "3"),
         whole("warmup", 0, "1"),
         choice("generate", ("full", "sampled")),
         whole("steps", 1, "64"),
         flag("check"),
-        Key("step", "plain", lambda text: [one_of("value of step", ("plain", "graph"), w) for w in split_list(text)]),
-        Key("peers", "dynamic,static", lambda text: [find(name) for name in GROUPS.get(text, split_list(text))]),
+        Key("step", "plain", _read_steps),
+        Key("peers", "dynamic,static", _read_peers),
         Key("over", records.FULL),
         optional(Key("memory_limit", None, _read_gib, "GiB, a number above 0, as in memory_limit=40")),
         optional(whole("layers", 1)),
@@ -63,126 +81,202 @@ OWN = {
         flag("again"),
     )
 }
+"""The keys that only ``bench time`` has, by name."""
 OTHERS = ("device", "per", "match", "reference", "threads")
+"""The keys of runs that ``bench time`` takes, too, besides models, methods and their knobs."""
 METHODS = "full,snapkv,kivi"
 DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
 
 
-def measure(words: Sequence[str], plan: bool = False, beside: bool = True) -> tuple[list[dict[str, Any]], Path]:
+@dataclass(frozen=True)
+class TimeOptions:
+    """The values of the keys of OWN, besides the file's: see their help in ``bench time``."""
+
+    workloads: list[Workload]
+    repeats: int
+    warmup: int
+    generate: str
+    steps: int
+    check: bool
+    step: list[str]
+    peers: list[Peer]
+    over: str
+    memory_limit: float | None
+    layers: int | None
+    seed: int
+    again: bool
+
+
+@dataclass(frozen=True)
+class RequestedRow:
+    """A row that is asked for: an entrant on a workload, with the key under which it is stored."""
+
+    workload: Workload
+    entrant: Entrant
+    key: str
+
+
+def measure(words: Sequence[str], plan: bool = False, beside: bool = True) -> tuple[list[Row], Path]:
     """Measure the missing rows that ``bench time``'s words ask for. Return (all rows asked for, the file with them).
 
     With ``plan`` only the rows that would be measured are printed. With ``beside`` each older row comes with the full
     cache of its own session.
     """
-    # results= means the same folder as in all other verbs, of which folder= is a part
-    words = [f"folder={w.removeprefix('results=')}/bench" if w.startswith("results=") else w for w in words]
+    # words are of two kinds: keys of OWN, and the words of a run that names models and methods
+    words = [_results_as_folder(word) for word in words]
     arguments = pairs(words)
     refuse_keys("time", arguments, OTHERS, ("model", "method", "preset", "dtype", "weights", *OTHERS, *OWN))
-    settings = values(OWN.values(), arguments)
-    run_words = [alias(o) for o in words if o.partition("=")[0] not in OWN]
+    own_values = values(OWN.values(), arguments)
+    folder, name = own_values.pop("folder"), own_values.pop("name")
+    options = TimeOptions(**own_values)
+    run_words = [alias(word) for word in words if word.partition("=")[0] not in OWN]
     if "method" not in arguments:
         run_words.append(f"method={METHODS}")
-    if not {"weights", "model.weights"} & set(arguments):
+    # the time of a step does not depend on what the weights are, so none need be downloaded
+    if "weights" not in arguments and "model.weights" not in arguments:
         run_words.append("weights=random")
-    path = settings["folder"] / f"{settings['name']}.jsonl"
-    try:
-        if not plan:
-            settings["folder"].mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"folder={settings['folder']} cannot be made: {error.strerror}") from None
-    return [
-        row for request in read(run_words).runs for row in _measure_model(request, settings, path, plan, beside)
-    ], path
+    if not plan:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(f"folder={folder} cannot be made: {error.strerror}") from None
+    path = folder / f"{name}.jsonl"
+    rows = []
+    for request in read(run_words).runs:
+        rows += _measure_model(request, options, path, plan=plan, older=beside)
+    return rows, path
 
 
-def _measure_model(
-    request: RunRequest, options: Mapping[str, Any], path: Path, plan: bool, older: bool
-) -> list[dict[str, Any]]:
-    """Measure the missing rows of one model and return all rows asked for."""
+def _results_as_folder(word: str) -> str:
+    """Return ``results=`` as the ``folder=`` within it, since it means the same folder as in all other verbs."""
+    if word.startswith("results="):
+        return f"folder={word.removeprefix('results=')}/bench"
+    return word
+
+
+def _measure_model(request: RunRequest, options: TimeOptions, path: Path, plan: bool, older: bool) -> list[Row]:
+    """Measure the missing rows of one model and return all rows asked for.
+
+    With ``older``, rows of earlier sessions come with the base rows of their sessions.
+    """
     cfg = config.parse(request)
     if cfg.threads is not None:
         torch.set_num_threads(cfg.threads)
     device = load.resolve_device(cfg.device)
-    workloads = options["workloads"]
-    entrants = _entrants(cfg, options["peers"], options["step"])
-    one_of("value of over", [e.name for e in entrants], options["over"])
-    beside = (records.FULL, options["over"])
+    entrants = _entrants(cfg, options.peers, options.step)
+    one_of("value of over", [entrant.name for entrant in entrants], options.over)
+    base_names = [records.FULL, options.over]
     settings = _settings(cfg, request.words, options, device)
-    requested = [(w, e, row_key(e, w, settings)) for w in workloads for e in entrants]
-    known = {} if options["again"] else records.latest(records.read(path))
-    finished = {key for w, e, key in requested if settled(known.get(key), e, w, settings)}
+    requested = []
+    for workload in options.workloads:
+        for entrant in entrants:
+            requested.append(RequestedRow(workload, entrant, row_key(entrant, workload, settings)))
+    stored: dict[str, Row] = {}
+    if not options.again:
+        stored = records.latest(records.read(path))
+    finished = set()
+    for target in requested:
+        if settled(stored.get(target.key), target.entrant, target.workload, settings):
+            finished.add(target.key)
     if plan:
-        _print_plan(requested, {key for key in finished if known[key]["status"] != NOT_RUN}, settings, path)
+        measured = {key for key in finished if stored[key]["status"] != NOT_RUN}
+        _print_plan(requested, measured, settings, path)
         return []
     model: PreTrainedModel | None = None
-    for workload in workloads:
-        keys = {e.name: key for w, e, key in requested if w == workload}
+    for workload in options.workloads:
+        keys = {target.entrant.name: target.key for target in requested if target.workload == workload}
         missing = [name for name, key in keys.items() if key not in finished]
         if not missing:
             continue
         if model is None:
             say(f"building {cfg.model.name}")
             model = architecture.build(cfg.model, device, settings.layers)
-        chosen = [e for e in entrants if e.name in (*missing, *beside)]
+        # base rows are measured again, since ratios are only of rows of one session
+        names = missing + base_names
+        chosen = [entrant for entrant in entrants if entrant.name in names]
         rows = timing.measure(model, chosen, workload, settings)
+        # after each workload, so that an interruption loses one at most
         records.append(path, [row | {"key": keys[row["method"]], "workload": workload.name} for row in rows])
-    known = records.latest(records.read(path))
-    wanted = [known[key] for *_, key in requested if key in known]
-    if not older:
-        return wanted
-    # rows of earlier sessions come with the full cache of their own session
-    shown = {(r["session"], r["key"]) for r in wanted}
-    sessions = {r["session"] for r in wanted}
-    session_rows = [r for r in records.read(path) if r["session"] in sessions and r["method"] in beside]
-    return [*wanted, *(r for r in session_rows if (r["session"], r["key"]) not in shown)]
+    # read again, with the rows that have just been appended
+    all_rows = records.read(path)
+    latest = records.latest(all_rows)
+    rows = [latest[target.key] for target in requested if target.key in latest]
+    if older:
+        rows += _older_base_rows(rows, all_rows, base_names)
+    return rows
 
 
-def _entrants(cfg: RunConfig, peers: Sequence[Peer], ways: Sequence[str]) -> list[Entrant]:
-    """Return what is timed: the full cache, then the methods, each in all ``ways`` to run a step, then the peers."""
-    full = ChainConfig(Chain(), "full")
-    chains = [full, *(c for c in cfg.chains if c.chain.stages)]
-    timed = {"plain": [Entrant(c.label, c) for c in chains]}
-    timed["graph"] = [Entrant(f"{c.label} step=graph", c, graph=True) for c in chains]
-    return [
-        *timed["plain"][: "plain" not in ways],
-        *(entrant for way in dict.fromkeys(ways) for entrant in timed[way]),
-        *(Entrant(p.name, peer=p) for p in peers),
-    ]
+def _older_base_rows(rows: Sequence[Row], all_rows: Sequence[Row], base_names: Collection[str]) -> list[Row]:
+    """Return the base rows of the sessions of ``rows`` that are not among ``rows``."""
+    present = {(row["session"], row["key"]) for row in rows}
+    sessions = {row["session"] for row in rows}
+    older = []
+    for row in all_rows:
+        is_base = row["session"] in sessions and row["method"] in base_names
+        if is_base and (row["session"], row["key"]) not in present:
+            older.append(row)
+    return older
 
 
-def _settings(cfg: RunConfig, overrides: Sequence[str], options: Mapping[str, Any], device: torch.device) -> Settings:
+def _entrants(cfg: RunConfig, peers: Sequence[Peer], step_kinds: Sequence[str]) -> list[Entrant]:
+    """Return what is timed: the full cache, then the methods, with each kind of step, then the peers.
+
+    The full cache by plain steps is always among them: all ratios need it.
+    """
+    # a chain without stages is the full cache, which stands first whether it is asked for or not
+    chains = [ChainConfig(Chain(), "full")]
+    chains += [c for c in cfg.chains if c.chain.stages]
+    entrants = []
+    if "plain" not in step_kinds:
+        entrants.append(Entrant(chains[0].label, chains[0]))
+    # a kind that is named twice is timed once
+    for kind in dict.fromkeys(step_kinds):
+        for c in chains:
+            if kind == "plain":
+                entrants.append(Entrant(c.label, c))
+            else:
+                entrants.append(Entrant(f"{c.label} step=graph", c, graph=True))
+    entrants += [Entrant(peer.name, peer=peer) for peer in peers]
+    return entrants
+
+
+def _settings(cfg: RunConfig, overrides: Sequence[str], options: TimeOptions, device: torch.device) -> Settings:
+    """Return the settings of a session with the facts about the model and the machine."""
     dtype = load.resolve_dtype(cfg.model, device, architecture.model_config(cfg.model))
-    facts = {
+    facts: dict[str, object] = {
         "model": cfg.model_name,
         "weights": cfg.model.weights,
         "dtype": str(dtype).removeprefix("torch."),
-        **environment.facts(device),
     }
+    facts |= environment.facts(device)
     return Settings(
         tuple(overrides),
         facts,
-        sample=options["steps"] if options["generate"] == "sampled" else None,
-        limit=options["memory_limit"],
-        **{name: options[name] for name in ("repeats", "warmup", "check", "seed", "layers")},
+        repeats=options.repeats,
+        warmup=options.warmup,
+        sample=options.steps if options.generate == "sampled" else None,
+        check=options.check,
+        seed=options.seed,
+        limit=options.memory_limit,
+        layers=options.layers,
     )
 
 
-def _print_plan(
-    requested: Sequence[tuple[Workload, Entrant, str]],
-    measured: Collection[str],
-    settings: Settings,
-    path: Path,
-) -> None:
-    widths = (
-        max(len(workload.name) for workload, *_ in requested),
-        max(len(entrant.name) for _, entrant, _ in requested),
-    )
-    for workload, entrant, key in requested:
-        missing = why_not(entrant, workload)
-        state = f"not run: {missing}" if missing else "to measure"
-        if key in measured:
+def _print_plan(requested: Sequence[RequestedRow], measured: Collection[str], settings: Settings, path: Path) -> None:
+    """Print each requested row and whether it is there, would be measured or cannot run. ``measured``: keys."""
+    workload_width = max(len(target.workload.name) for target in requested)
+    name_width = max(len(target.entrant.name) for target in requested)
+    for target in requested:
+        missing = why_not(target.entrant, target.workload)
+        # a row that was measured stays, also where its peer is missing now
+        if target.key in measured:
             state = "there"
-        line = f"{settings.facts['model']}  {workload.name:<{widths[0]}}  {entrant.name:<{widths[1]}}  {state}"
+        elif missing:
+            state = f"not run: {missing}"
+        else:
+            state = "to measure"
+        workload = target.workload.name.ljust(workload_width)
+        line = f"{settings.facts['model']}  {workload}  {target.entrant.name:<{name_width}}  {state}"
         print(textwrap.fill(line, 100, subsequent_indent="    ", drop_whitespace=True))
     print(f"Rows: {path}")
 
@@ -190,7 +284,9 @@ def _print_plan(
 def refuse_keys(what: str, given: Iterable[str], top: Collection[str], allowed: Sequence[str]) -> None:
     """Raise UsageError for a key that only runs use, unless it is in ``top``. Benchmarks read and score no answers."""
     for key in given:
-        if key.partition(".")[0] in ("dataset", "prompt") or (key in top_level() and key not in top):
+        # dataset.name, prompt.template and others: words of any depth
+        is_of_answers = key.partition(".")[0] in ("dataset", "prompt")
+        if is_of_answers or (key in top_level() and key not in top):
             raise unknown(f"key of bench {what}", key, allowed)
 
 
@@ -204,4 +300,6 @@ def shape_of(cfg: RunConfig) -> Shape:
 def alias(override: str) -> str:
     """Return an override with a short dtype (fp16, bf16, fp32) written in full."""
     key, sign, value = override.partition("=")
-    return f"{key}={DTYPES.get(value, value)}" if sign and key in ("dtype", "model.dtype") else override
+    if sign and key in ("dtype", "model.dtype"):
+        return f"{key}={DTYPES.get(value, value)}"
+    return override

@@ -14,6 +14,7 @@ from kvbench.kv.model_shape import from_config
 from kvbench.models.interface import synchronise
 
 COPIED = {"cuda": 2**30, "cpu": 2**28}
+"""How many bytes are copied to find a device's bandwidth: far more than its last-level cache holds."""
 REPEATS = 7
 
 
@@ -30,11 +31,20 @@ def of(model: PreTrainedModel, batch: int, cache_bytes: float, bandwidth: float,
     shape = from_config(model.config)
     itemsize = next(model.parameters()).element_size()
     weights = step_weight_bytes(model, batch)
+    # one new token of each row, taken as exact keys and values in the model's number type
     written = shape.full_bytes(batch, itemsize)
     moved = weights + cache_bytes + written
     bound = moved / bandwidth
-    parts = {"weights": weights, "cache": cache_bytes, "written": written, "bandwidth": bandwidth, "step": step}
-    return {**parts, "moved": moved, "bound": bound, "fraction": bound / step}
+    return {
+        "weights": weights,
+        "cache": cache_bytes,
+        "written": written,
+        "bandwidth": bandwidth,
+        "step": step,
+        "moved": moved,
+        "bound": bound,
+        "fraction": bound / step,
+    }
 
 
 def copy_bandwidth(device: torch.device, size: int | None = None) -> float:
@@ -54,4 +64,5 @@ def copy_bandwidth(device: torch.device, size: int | None = None) -> float:
         target.copy_(source)
         synchronise(device)
         seconds.append(time.perf_counter() - start)
-    return 2 * copied / median(seconds[1:])  # the first copy warms up
+    # the first copy warms up, and each byte is read once and written once
+    return 2 * copied / median(seconds[1:])

@@ -16,8 +16,9 @@ from kvbench.storage.evicting_rows import EvictingRows
 from kvbench.storage.packed_rows import PackedRows
 
 LENGTHS = 4
-STEPS = 64
+"""At how many cache lengths a stretch of steps runs."""
 CHUNK = 256
+"""How many random tokens are drawn at once where a batch is brought to a later length."""
 
 
 @dataclass(frozen=True)
@@ -41,11 +42,14 @@ class Sampled:
         The time of a step lies on the straight line between the middles of the stretches around it. The first and the
         last line also hold for the steps before and after.
         """
-        middles = [s + (self.width - 1) / 2 for s in self.starts]
+        middles = [start + (self.width - 1) / 2 for start in self.starts]
         total = 0.0
         for t in range(self.steps):
-            i = sum(m <= t for m in middles[1:-1])
-            (a, b), (x, y) = middles[i : i + 2], self.times[i : i + 2]
+            # the line's left end is the last inner middle that is not behind step t, else the first
+            left = sum(middle <= t for middle in middles[1:-1])
+            a, b = middles[left], middles[left + 1]
+            x, y = self.times[left], self.times[left + 1]
+            # through (a, x) and (b, y)
             total += x + (y - x) * (t - a) / (b - a)
         return total
 
@@ -56,8 +60,8 @@ def sampled(steps: int, starts: Sequence[int], spans: Sequence[float]) -> Sample
     Means, not medians: the occasional step that packs tokens takes longer and must count.
     """
     width = len(spans) // len(starts)
-    times = (fmean(spans[i * width : (i + 1) * width]) for i in range(len(starts)))
-    return Sampled(steps, width, tuple(starts), tuple(times))
+    times = [fmean(spans[i * width : (i + 1) * width]) for i in range(len(starts))]
+    return Sampled(steps, width, starts=tuple(starts), times=tuple(times))
 
 
 def windows(steps: int, width: int) -> list[int] | None:
@@ -77,32 +81,40 @@ def moves(caches: Sequence[Cache]) -> bool:
     computes. They can be sampled if they hold their budget already, so that their size is constant. Latents cannot.
     """
     for cache in caches:
-        evictor = cache.chain.evictor
         if cache.chain.lowrank is not None:
             return False
-        for i, layer in enumerate(cache.layers if evictor is not None else ()):
-            assert evictor is not None
-            counts = map(sum, zip(*(s.counts for s in layer.segments), strict=True))
-            if any(h < share for h, share in zip(counts, evictor.head_budgets(layer, i), strict=True)):
+        evictor = cache.chain.evictor
+        if evictor is None:
+            continue
+        for i, layer in enumerate(cache.layers):
+            # a head's tokens can lie in several segments of the layer
+            counts_by_segment = [segment.counts for segment in layer.segments]
+            tokens_by_head = [sum(counts) for counts in zip(*counts_by_segment, strict=True)]
+            budgets = evictor.head_budgets(layer, i)
+            if any(count < budget for count, budget in zip(tokens_by_head, budgets, strict=True)):
                 return False
     return True
 
 
 def skip(model: PreTrainedModel, batch: Sequence[RowLayer], tokens: int) -> None:
     """Add ``tokens`` random tokens to every row of ``batch``, without the model."""
+    if tokens < 1:
+        return
     size = from_config(model.config)
     for layer in batch:
         stored = [rows for _, rows in layer.formats]
-        if tokens < 1 or all(isinstance(rows, EvictingRows) for rows in stored):
+        # rows that evict hold as many tokens at every length
+        if all(isinstance(rows, EvictingRows) for rows in stored):
             continue
         packing = [rows for rows in stored if isinstance(rows, PackedRows)]
         for rows in packing:
-            # packing them one by one, as steps do, would take as long as the steps that are left out
+            # packing tokens one by one, as steps do, would take as long as the steps that are left out
             rows.skip(tokens)
         if packing and len(packing) == len(stored):
             layer.grow(tokens)
             continue
         assert not packing, "packed rows beside others: a benchmark's rows are of one chain"
+        # in chunks, so that the random numbers take little memory beside the cache
         for first in range(0, tokens, CHUNK):
             shape = (len(layer.next), size.kv_heads, min(CHUNK, tokens - first), size.head_dim)
             k, v = (torch.randn(shape, device=model.device).to(model.dtype) for _ in range(2))

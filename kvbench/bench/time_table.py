@@ -2,129 +2,199 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 from kvbench.bench.records import FULL, MEASURED, NOT_RUN, Row, base, ratio, value
 from kvbench.report.render import size
 from kvbench.report.table import Table
 from kvbench.report.writers import compose
 
-TIMES = (("ttft", "TTFT"), ("tpot", "TPOT"), ("decode", "decode"), ("total", "total"))
-PARTS = (("prefill", "prefill"), ("compress", "compress"), ("build", "build"), ("attention", "attention"))
-BYTES = (("peak_allocated", "peak"), ("peak_reserved", "reserved"), ("cache_bytes", "cache"))
+# the quantities of each table, in the order of its columns
+TIMES = ("ttft", "tpot", "decode", "total")
+PARTS = ("prefill", "compress", "build", "attention")
+BYTES = ("peak_allocated", "peak_reserved", "cache_bytes")
 
 
 def render(rows: Sequence[Row], over: str = FULL) -> str:
     """Return as text the tables of each model and workload, with ratios to the row of ``over``, and notes below."""
-    blocks = dict.fromkeys((r["model"], r["workload"]) for r in rows)
+    rows_by_block: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        rows_by_block.setdefault((row["model"], row["workload"]), []).append(row)
     parts = []
-    for model, workload in blocks:
-        block_rows = [r for r in rows if (r["model"], r["workload"]) == (model, workload)]
-        parts.append(
-            f"{model}: prompt + new tokens x rows {workload}\n\n"
-            + compose(list(_sheets(block_rows, rows, over)), [], "text")
-        )
-    return "\n".join([*parts, compose([], list(_notes(rows, over)), "text")])
+    for (model, workload), block_rows in rows_by_block.items():
+        bases = [base(row, block_rows, over) for row in block_rows]
+        sheets = compose(list(_sheets(block_rows, bases)), [], "text")
+        parts.append(f"{model}: prompt + new tokens x rows {workload}\n\n{sheets}")
+    parts.append(compose([], list(_notes(rows, over)), "text"))
+    return "\n".join(parts)
 
 
-def _sheets(block_rows: Sequence[Row], rows: Sequence[Row], over: str) -> Iterator[Table]:
-    bases = [(r, base(r, rows, over)) for r in block_rows if r["status"] != NOT_RUN]
+def _sheets(rows: Sequence[Row], bases: Sequence[Row | None]) -> Iterator[Table]:
+    """Yield the tables of one model and workload: times, their parts, and bytes. ``bases`` are the rows' base rows."""
     body = []
-    for r, base_row in bases:
-        ended = r["status"] != MEASURED
-        cells = [str(r["status"]), *[""] * len(TIMES)] if ended else [_time(r, q, base_row) for q, _ in TIMES]
-        speed = [] if ended else [_cell(r, "throughput", base_row, lambda speed: f"{speed:.1f}")]
-        body.append((_label(r), str(r["batch"] or "max"), *cells, *speed))
-    yield Table(("method", "batch", *(name for _, name in TIMES), "tokens/s"), tuple(body))
-    measured = [(r, base_row) for r, base_row in bases if r["status"] == MEASURED]
+    measured = []
+    for row, base_row in zip(rows, bases, strict=True):
+        # rows that were not run have their reason in the notes alone
+        if row["status"] == NOT_RUN:
+            continue
+        cells = [_label(row), str(row["batch"] or "max")]
+        if row["status"] == MEASURED:
+            measured.append((row, base_row))
+            cells += [_time(row, quantity, base_row) for quantity in TIMES]
+            cells.append(_throughput(row, base_row))
+        else:
+            # the status takes the place of the first number, and all others stay empty
+            cells.append(str(row["status"]))
+            cells += [""] * len(TIMES)
+        body.append(tuple(cells))
+    yield Table(("method", "batch", "TTFT", "TPOT", "decode", "total", "tokens/s"), tuple(body))
     if not measured:
         return
-    parts = tuple((_label(r), *(_time(r, q, base_row) for q, _ in PARTS)) for r, base_row in measured)
-    yield Table(("method", *(name for _, name in PARTS)), parts)
-    lines = []
-    for r, base_row in measured:
-        roof, sizes = r["roofline"], [_cell(r, q, base_row, size) for q, _ in BYTES]
-        bound = (size(roof["moved"]), _seconds(roof["bound"]), f"{100 * roof['fraction']:.1f} %")
-        lines.append((_label(r), *sizes, *bound))
-    yield Table(("method", *(name for _, name in BYTES), "step\nmoves", "bound", "reached"), tuple(lines))
+    body = []
+    for row, base_row in measured:
+        cells = [_label(row)]
+        cells += [_time(row, quantity, base_row) for quantity in PARTS]
+        body.append(tuple(cells))
+    # the parts of TTFT, and attention in all passes
+    yield Table(("method", "prefill", "compress", "build", "attention"), tuple(body))
+    body = []
+    for row, base_row in measured:
+        cells = [_label(row)]
+        cells += [_bytes(row, quantity, base_row) for quantity in BYTES]
+        roof = row["roofline"]
+        cells += [size(roof["moved"]), _seconds(roof["bound"]), f"{100 * roof['fraction']:.1f} %"]
+        body.append(tuple(cells))
+    yield Table(("method", "peak", "reserved", "cache", "step\nmoves", "bound", "reached"), tuple(body))
 
 
 def _notes(rows: Sequence[Row], over: str) -> Iterator[str]:
-    measured = [r for r in rows if r["status"] == MEASURED]
+    """Yield the meaning of the columns, the machine, the remarks, and why rows were not measured."""
+    measured = [row for row in rows if row["status"] == MEASURED]
     if measured:
-        repeats = sorted({r["quantities"]["total"]["n"] for r in measured})
-        yield (
-            f"Medians of {', '.join(map(str, repeats))} repeats in shuffled order, [quartiles]; N.NNx: over {over} in "
-            "the same session. TTFT: all rows have their first token and the decode batch stands. TPOT: one step of "
-            "all rows. tokens/s: new tokens of all rows over the total."
-        )
-        facts = measured[-1]["facts"]
-        on_cpu = str(facts["device"]).startswith("cpu")
-        yield (
-            "peak, reserved: the most that a process of its own grew by above its imports, and held in all."
-            if on_cpu
-            else "peak, reserved: the most that PyTorch's allocator gave out, and held."
-        )
-        speed = sorted({round(r["roofline"]["bandwidth"] / 1e9, 1) for r in measured})
-        yield (
-            "moves: weights, stored keys and values, and the new ones, of a mean step; bound: their time at the "
-            f"bandwidth of a copy ({', '.join(map(str, speed))} GB/s here); reached: bound over TPOT."
-        )
-        yield (
-            f"{facts['device']}, {facts['threads']} threads, torch {facts['torch']}, {measured[-1]['dtype']}, weights "
-            f"{measured[-1]['weights']}, decode attention {facts.get('paths', 'plain')}."
-        )
-    if len({r["session"] for r in measured}) > 1:
+        yield from _notes_on_columns(measured, over)
+    if len({row["session"] for row in measured}) > 1:
         yield f"Rows are of several sessions: each has its own row of {over}, and ratios are to that."
-    if any("integrated" in r["marks"] for r in measured):
-        checks = [f"{r['method']} {value(r, 'check'):.3f}" for r in measured if value(r, "check") is not None]
-        yield "∫ integrated: steps were run at a few cache lengths and interpolated between them." + (
-            f" Over a full generation: {', '.join(checks)}." if checks else ""
-        )
-    marks = dict.fromkeys(mark for r in measured for mark in r["marks"] if mark != "integrated")
-    for mark in marks:
-        yield f"{', '.join(dict.fromkeys(r['method'] for r in measured if mark in r['marks']))}: {mark}."
-    for r in rows:
-        if r["status"] != MEASURED:
-            yield f"{r['status']}: {r['method']} at {r['workload']}{': ' if r['reason'] else ''}{r['reason']}"
+    if any("integrated" in row["marks"] for row in measured):
+        note = "∫ integrated: steps were run at a few cache lengths and interpolated between them."
+        # the estimated total over that of a generation in which all steps ran
+        checks = []
+        for row in measured:
+            share = value(row, "check")
+            if share is not None:
+                checks.append(f"{row['method']} {share:.3f}")
+        if checks:
+            note += f" Over a full generation: {', '.join(checks)}."
+        yield note
+    methods_by_mark: dict[str, list[str]] = {}
+    for row in measured:
+        for mark in row["marks"]:
+            if mark != "integrated":
+                methods_by_mark.setdefault(mark, []).append(row["method"])
+    for mark, methods in methods_by_mark.items():
+        yield f"{', '.join(dict.fromkeys(methods))}: {mark}."
+    for row in rows:
+        if row["status"] != MEASURED:
+            reason = f": {row['reason']}" if row["reason"] else ""
+            yield f"{row['status']}: {row['method']} at {row['workload']}{reason}"
+
+
+def _notes_on_columns(measured: Sequence[Row], over: str) -> Iterator[str]:
+    """Yield what the columns of measured rows mean, and the machine of the last row."""
+    # rows of several sessions can have different numbers of repeats
+    repeats = sorted({row["quantities"]["total"]["n"] for row in measured})
+    yield (
+        f"Medians of {', '.join(map(str, repeats))} repeats in shuffled order, [quartiles]; N.NNx: over {over} in "
+        "the same session. TTFT: all rows have their first token and the decode batch stands. TPOT: one step of "
+        "all rows. tokens/s: new tokens of all rows over the total."
+    )
+    last = measured[-1]
+    facts = last["facts"]
+    if str(facts["device"]).startswith("cpu"):
+        yield "peak, reserved: the most that a process of its own grew by above its imports, and held in all."
+    else:
+        yield "peak, reserved: the most that PyTorch's allocator gave out, and held."
+    # the bandwidth was measured once a session, in GB/s
+    speeds = sorted({round(row["roofline"]["bandwidth"] / 1e9, 1) for row in measured})
+    yield (
+        "moves: weights, stored keys and values, and the new ones, of a mean step; bound: their time at the "
+        f"bandwidth of a copy ({', '.join(map(str, speeds))} GB/s here); reached: bound over TPOT."
+    )
+    yield (
+        f"{facts['device']}, {facts['threads']} threads, torch {facts['torch']}, {last['dtype']}, weights "
+        f"{last['weights']}, decode attention {facts.get('paths', 'plain')}."
+    )
 
 
 def _label(row: Row) -> str:
-    mark = " ∫" if "integrated" in row["marks"] else ""
-    return (row["method"] + mark).replace(" ", "\n")
+    """Return the method's name, a word a line, with the mark of an interpolated row."""
+    label: str = row["method"]
+    if "integrated" in row["marks"]:
+        label += " ∫"
+    return label.replace(" ", "\n")
 
 
-def _cell(row: Row, quantity: str, to: Row | None, show: Callable[[float], str]) -> str:
-    median, share = value(row, quantity), ratio(row, to, quantity)
+def _time(row: Row, quantity: str, base_row: Row | None) -> str:
+    """Return the cell of a time: the median, its quartiles if there are several repeats, and its ratio."""
+    median = value(row, quantity)
     if median is None:
         return "—"
-    return show(median) + (f"\n{share:.2f}x" if share is not None and to is not row else "")
+    text = _seconds(median)
+    spread = row["quantities"][quantity]
+    if spread["n"] > 1:
+        text += f"\n[{_plain(spread['q1'])}, {_plain(spread['q3'])}]"
+    return text + _ratio_line(row, quantity, base_row)
 
 
-def _time(row: Row, quantity: str, to: Row | None) -> str:
-    spread = row["quantities"].get(quantity, {"n": 0})
-    quartiles = f"\n[{_plain(spread['q1'])}, {_plain(spread['q3'])}]" if spread["n"] > 1 else ""
-    return _cell(row, quantity, to, lambda median: _seconds(median) + quartiles)
+def _throughput(row: Row, base_row: Row | None) -> str:
+    """Return the cell of the new tokens of all rows a second."""
+    median = value(row, "throughput")
+    if median is None:
+        return "—"
+    return f"{median:.1f}" + _ratio_line(row, "throughput", base_row)
+
+
+def _bytes(row: Row, quantity: str, base_row: Row | None) -> str:
+    """Return the cell of a number of bytes."""
+    median = value(row, quantity)
+    if median is None:
+        return "—"
+    return size(median) + _ratio_line(row, quantity, base_row)
+
+
+def _ratio_line(row: Row, quantity: str, base_row: Row | None) -> str:
+    """Return the line of a cell with its ratio to the base row, or '' if there is none and in the base row itself."""
+    share = ratio(row, base_row, quantity)
+    if share is None or base_row is row:
+        return ""
+    return f"\n{share:.2f}x"
 
 
 def _seconds(s: float) -> str:
-    return f"{_plain(s)} {'s' if s >= 1 else 'ms'}"
+    """Return a time with its unit: seconds from 1 s on, else milliseconds."""
+    unit = "s" if s >= 1 else "ms"
+    return f"{_plain(s)} {unit}"
 
 
 def _plain(s: float) -> str:
     """Return the number alone, in the unit of ``_seconds``: seconds from 1 s on, else milliseconds."""
     if s >= 1:
         return f"{s:.2f}"
-    return f"{1000 * s:.3g}" if s < 0.1 else f"{1000 * s:.0f}"
+    milliseconds = 1000 * s
+    if s < 0.1:
+        # three significant digits, since times below 100 ms can be microseconds
+        return f"{milliseconds:.3g}"
+    return f"{milliseconds:.0f}"
 
 
-def as_json(rows: Sequence[Row], over: str = FULL) -> list[dict[str, Any]]:
+def as_json(rows: Sequence[Row], over: str = FULL) -> list[Row]:
     """Return the rows with their ratios to the row of ``over``, a method or a peer, in the same session."""
-
-    def ratios(row: Mapping[str, Any]) -> dict[str, float]:
+    records = []
+    for row in rows:
         base_row = base(row, rows, over)
-        quotients = {q: ratio(row, base_row, q) for q in row["quantities"]}
-        return {q: r for q, r in quotients.items() if r is not None}
-
-    return [{**r, "ratios": ratios(r)} for r in rows]
+        ratios = {}
+        for quantity in row["quantities"]:
+            share = ratio(row, base_row, quantity)
+            if share is not None:
+                ratios[quantity] = share
+        records.append(row | {"ratios": ratios})
+    return records

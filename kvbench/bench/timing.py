@@ -6,7 +6,8 @@ import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import TypeVar
 
 import torch
 from transformers import PreTrainedModel
@@ -15,8 +16,8 @@ from kvbench.base.errors import KvbenchError, say
 from kvbench.bench import environment, generation_pass, peak, peers, roofline
 from kvbench.bench.architecture import weight_bytes
 from kvbench.bench.generation_pass import Pass
-from kvbench.bench.peak import Peak
-from kvbench.bench.records import FAILED, FINISHED, MEASURED, NOT_RUN, OOM, REFUSED, Row, key, spread
+from kvbench.bench.peak import Peak, PeakAnswer
+from kvbench.bench.records import FAILED, FINISHED, MEASURED, NOT_RUN, OOM, REFUSED, RepeatSpread, Row, key, spread
 from kvbench.bench.workload import Workload, prompts
 from kvbench.engine.memory import is_out_of_memory, release
 from kvbench.methods.core.resolve import ChainConfig
@@ -24,7 +25,9 @@ from kvbench.methods.core.resolve import ChainConfig
 TOGETHER = "its prompts are read all at once, kvbench's one by one"
 GRAPH = "recording the graph is part of build"
 ON_CPU = "a CPU runs the graph's operations one by one: a check of its answers, not of its speed"
+# the fields of a pass that are quantities of its row
 SECONDS = ("ttft", "prefill", "compress", "build", "decode", "tpot", "attention", "total")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,7 @@ class Settings:
     """
 
     overrides: tuple[str, ...]
-    facts: Mapping[str, Any]
+    facts: Mapping[str, object]
     repeats: int = 3
     warmup: int = 1
     sample: int | None = None
@@ -49,9 +52,9 @@ class Settings:
     limit: float | None = None
     layers: int | None = None
 
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, object]:
         """Return the settings that decide a row's numbers, besides its entrant and workload."""
-        return {k: getattr(self, k) for k in ("sample", "limit", "layers", "seed")}
+        return {"sample": self.sample, "limit": self.limit, "layers": self.layers, "seed": self.seed}
 
 
 @dataclass(frozen=True)
@@ -63,38 +66,60 @@ class Entrant:
     peer: peers.Peer | None = None
     graph: bool = False
 
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, object]:
         """Return the facts that decide its numbers, besides model, workload and settings."""
         if self.chain is None:
             return {"peer": self.name}
-        by = {"step": "graph"} if self.graph else {}
-        return {"method": self.chain.chain.name, **self.chain.chain.identity(), **by}
+        chain = self.chain.chain
+        facts: dict[str, object] = {"method": chain.name}
+        facts |= chain.identity()
+        # only a graph is stated, since stored rows of plain steps have keys without it
+        if self.graph:
+            facts["step"] = "graph"
+        return facts
 
-    def marks(self, device: torch.device) -> tuple[str, ...]:
+    def marks(self, device: torch.device) -> list[str]:
         """Return the remarks that belong beside its row."""
+        remarks = []
         on_cpu = device.type == "cpu"
         if self.peer is not None:
-            return (TOGETHER, *self.peer.marks, *(self.peer.cpu_marks if on_cpu else ()))
-        return (GRAPH, *([ON_CPU] if on_cpu else [])) if self.graph else ()
+            remarks.append(TOGETHER)
+            remarks.extend(self.peer.marks)
+            if on_cpu:
+                remarks.extend(self.peer.cpu_marks)
+        elif self.graph:
+            remarks.append(GRAPH)
+            if on_cpu:
+                remarks.append(ON_CPU)
+        return remarks
 
 
 def row_key(entrant: Entrant, workload: Workload, settings: Settings) -> str:
     """Return the key of a row's identity: entrant, workload, settings and machine."""
-    where = {k: settings.facts.get(k) for k in ("model", "weights", "dtype", "device", "threads", "paths")}
-    return key({"who": entrant.identity(), "workload": workload.name, **settings.identity(), **where})
+    # a row is measured again on another machine, but not with other versions or another number of repeats
+    identity: dict[str, object] = {"who": entrant.identity(), "workload": workload.name}
+    identity |= settings.identity()
+    for name in ("model", "weights", "dtype", "device", "threads", "paths"):
+        identity[name] = settings.facts.get(name)
+    return key(identity)
 
 
 def why_not(entrant: Entrant, workload: Workload) -> str:
     """Return why a peer does not run here. Return '' if it does, and for kvbench's own methods."""
     if entrant.peer is None:
         return ""
-    searched = "the largest batch is searched for kvbench's methods alone" if workload.batch is None else ""
-    return entrant.peer.missing() or searched
+    missing = entrant.peer.missing()
+    if not missing and workload.batch is None:
+        return "the largest batch is searched for kvbench's methods alone"
+    return missing
 
 
 @dataclass
 class Trial:
-    """The trial of one entrant on one workload, with its passes so far."""
+    """The trial of one entrant on one workload, with its passes so far.
+
+    full: the pass in which all steps ran, beside passes in which only samples of them did.
+    """
 
     model: PreTrainedModel
     entrant: Entrant
@@ -115,44 +140,63 @@ class Trial:
         """Report the progress of the trial."""
         say(f"{self.workload.name} {self.entrant.name}: {text}")
 
-    def attempt(self, run: Callable[[], Any]) -> Any:
+    def attempt(self, run: Callable[[], T]) -> T | None:
         """Return the result of ``run``. If it fails, record status and reason, and return None."""
         try:
             return run()
         except KvbenchError as error:
             self.status, self.reason = REFUSED, str(error)
         except Exception as error:
-            self.status, self.reason = FAILED, f"{type(error).__name__}: {error}".split("\n")[0]
+            # a peer, or a method of a user, must not end the measurement of the others
             if is_out_of_memory(error):
                 self.status, self.reason = OOM, ""
+            else:
+                self.status, self.reason = FAILED, f"{type(error).__name__}: {error}".split("\n")[0]
+        # outside the except blocks, so that no traceback keeps the failed attempt's tensors alive
         release()
         return None
 
-    def ask(self, what: str) -> dict[str, Any]:
+    def ask(self, what: str) -> PeakAnswer:
         """Measure in a child process and return its answer."""
-        label = self.entrant.name if self.entrant.chain is None else self.entrant.chain.label
-        options = {**self.settings.identity(), "graph": self.entrant.graph}
-        return peak.ask(what, self.settings.overrides, label, self.workload.name, **options)
+        label = self.entrant.name
+        if self.entrant.chain is not None:
+            # the name of a graph's row also says how it steps
+            label = self.entrant.chain.label
+        return peak.ask(
+            what,
+            self.settings.overrides,
+            label,
+            self.workload.name,
+            seed=self.settings.seed,
+            sample=self.settings.sample,
+            limit=self.settings.limit,
+            layers=self.settings.layers,
+            graph=self.entrant.graph,
+        )
 
     def enter(self) -> None:
         """Determine the batch and run the warm-up."""
-        if why := why_not(self.entrant, self.workload):
+        why = why_not(self.entrant, self.workload)
+        if why:
             self.status, self.reason = NOT_RUN, why
             return
-        searched = self.workload.batch is None
-        if searched:
-            self.tell("the largest batch")
-            batch = self.attempt(self.largest)
-            if not batch:
-                if self.going:
-                    self.status, self.reason = OOM, "not even one row fits"
-                return
-            self.workload = self.workload.sized(batch)
+        if self.workload.batch is not None:
+            self.ready()
+            return
+        self.tell("the largest batch")
+        batch = self.attempt(self.largest)
+        if not batch:
+            # a search that failed has set its own status
+            if self.going:
+                self.status, self.reason = OOM, "not even one row fits"
+            return
+        self.workload = self.workload.sized(batch)
         self.ready()
-        while searched and self.status == OOM and (batch := self.workload.batch or 0) > 1:
-            # the search stops short of a whole pass: a few rows less
+        # a whole pass can take a little more than the search tried: then a twentieth of the rows is left out
+        while self.status == OOM and batch > 1:
             self.status, self.reason = MEASURED, ""
-            self.workload = self.workload.sized(min(batch - 1, int(0.95 * batch)))
+            batch = min(batch - 1, int(0.95 * batch))
+            self.workload = self.workload.sized(batch)
             self.ready()
 
     def largest(self) -> int:
@@ -161,7 +205,11 @@ class Trial:
             return int(self.ask("largest").get("batch", 0))
         assert self.entrant.chain is not None
         chain, seed = self.entrant.chain.chain, self.settings.seed
-        return peak.largest(lambda rows: peak.fits(self.model, chain, self.workload.sized(rows), seed))
+
+        def rows_fit(rows: int) -> bool:
+            return peak.fits(self.model, chain, self.workload.sized(rows), seed)
+
+        return peak.largest(rows_fit)
 
     def ready(self) -> None:
         """Measure the peak of memory in a child process on a CPU, and warm up."""
@@ -175,37 +223,40 @@ class Trial:
                 self.status, self.reason = OOM, "out of memory in a process of its own"
                 return
             self.peak = Peak(answer["allocated"], answer["reserved"])
+        # the first passes compile kernels and fill the allocator's pools
         for _ in range(self.settings.warmup):
             self.tell("warm-up")
             if self.attempt(self.watched_pass) is None:
                 return
 
     def generate(self, sample: int | None) -> Pass:
-        """Run the workload once and return its pass."""
+        """Run the workload once and return its pass. ``sample``: how many steps run at each cache length; None: all."""
         ids = prompts(self.workload, int(self.model.config.vocab_size), self.settings.seed)
         if self.entrant.peer is not None:
             return peers.run(self.model, self.entrant.peer, ids, self.workload.new)
         assert self.entrant.chain is not None
-        chain = self.entrant.chain.chain
-        return generation_pass.run(self.model, chain, ids, self.workload.new, sample, graph=self.entrant.graph)
+        chain, new = self.entrant.chain.chain, self.workload.new
+        return generation_pass.run(self.model, chain, ids, new=new, sample=sample, graph=self.entrant.graph)
 
     def watched_pass(self) -> Pass:
         """Run the workload as it is timed and return its pass. The first time, measure a GPU's peak of memory, too."""
         if self.peak is not None:
             return self.generate(self.settings.sample)
-        done, self.peak = peak.watched(lambda: self.generate(self.settings.sample), self.model.device)
-        return done
+        cost, self.peak = peak.watched(lambda: self.generate(self.settings.sample), self.model.device)
+        return cost
 
     def row(self, bandwidth: float) -> Row:
         """Return the row of the trial. Its quantities are empty if it did not run to its end."""
-        prompt, new, batch = self.workload.prompt, self.workload.new, self.workload.batch
+        facts, batch = self.settings.facts, self.workload.batch
         row: Row = {
             "key": "",
             "method": self.entrant.name,
-            "kind": "peer" if self.entrant.peer is not None else "kvbench",
-            **{k: self.settings.facts.get(k) for k in ("model", "weights", "dtype")},
-            "prompt": prompt,
-            "new": new,
+            "kind": "kvbench" if self.entrant.peer is None else "peer",
+            "model": facts.get("model"),
+            "weights": facts.get("weights"),
+            "dtype": facts.get("dtype"),
+            "prompt": self.workload.prompt,
+            "new": self.workload.new,
             "batch": batch,
             "status": self.status,
             "reason": self.reason,
@@ -215,27 +266,41 @@ class Trial:
         if not self.going or not self.passes:
             return row
         assert batch is not None
-        seconds = {name: [getattr(p, name) for p in self.passes] for name in SECONDS}
-        values: dict[str, list[float]] = {name: samples for name, samples in seconds.items() if None not in samples}
-        values["throughput"] = [batch * new / p.total for p in self.passes]
-        values["decode_throughput"] = [batch / p.tpot for p in self.passes]
-        values["cache_bytes"] = [float(p.cache_bytes) for p in self.passes]
+        row["quantities"] = self._quantities(batch)
+        if any(cost.integrated for cost in self.passes):
+            row["marks"].append("integrated")
+        row["marks"].extend(self.entrant.marks(self.model.device))
+        step = row["quantities"]["tpot"]["median"]
+        read = sum(cost.read_bytes for cost in self.passes) / len(self.passes)
+        row["roofline"] = roofline.of(self.model, batch, read, bandwidth=bandwidth, step=step)
+        row["sampled"] = []
+        for cost in self.passes:
+            sampled = cost.sampled
+            if sampled is not None:
+                row["sampled"].append({"starts": sampled.starts, "width": sampled.width, "times": sampled.times})
+        return row
+
+    def _quantities(self, batch: int) -> dict[str, RepeatSpread]:
+        """Return the distribution over the passes of every quantity that was measured, for ``batch`` rows."""
+        values: dict[str, list[float]] = {}
+        for name in SECONDS:
+            seconds = [getattr(cost, name) for cost in self.passes]
+            # attention inside a recorded or compiled step has no time of its own
+            if None not in seconds:
+                values[name] = seconds
+        # new tokens of all rows a second: over the total, and over the decode steps alone
+        values["throughput"] = [batch * self.workload.new / cost.total for cost in self.passes]
+        values["decode_throughput"] = [batch / cost.tpot for cost in self.passes]
+        values["cache_bytes"] = [float(cost.cache_bytes) for cost in self.passes]
         values["weight_bytes"] = [float(weight_bytes(self.model))]
         values["batch"] = [float(batch)]
         if self.peak is not None:
             values["peak_allocated"] = [float(self.peak.allocated)]
             values["peak_reserved"] = [float(self.peak.reserved)]
         if self.full is not None:
-            values["check"] = [p.total / self.full.total for p in self.passes]
-        row["quantities"] = {name: spread(v) for name, v in values.items()}
-        row["marks"] = ["integrated"] if any(p.integrated for p in self.passes) else []
-        row["marks"] += self.entrant.marks(self.model.device)
-        step = row["quantities"]["tpot"]["median"]
-        read = sum(p.read_bytes for p in self.passes) / len(self.passes)
-        row["roofline"] = roofline.of(self.model, batch, read, bandwidth, step)
-        sampled = [p.sampled for p in self.passes if p.sampled]
-        row["sampled"] = [{"starts": s.starts, "width": s.width, "times": s.times} for s in sampled]
-        return row
+            # the estimated total over that of a generation in which all steps ran
+            values["check"] = [cost.total / self.full.total for cost in self.passes]
+        return {name: spread(samples) for name, samples in values.items()}
 
 
 def measure(
@@ -246,8 +311,9 @@ def measure(
 ) -> list[Row]:
     """Return one row per entrant, measured in turns in this process.
 
-    Out of memory, a refusal or a failure is the row's status with its reason; the others go on.
+    Out of memory, a refusal or a failure is the row's status with its reason, and the others go on.
     """
+    # all rows of this call share a session: only their times are compared with each other
     session = f"{time.strftime('%Y%m%dT%H%M%S')}-{random.randrange(16**4):04x}"
     order = random.Random(settings.seed)
     trials = [Trial(model, entrant, workload, settings) for entrant in entrants]
@@ -260,19 +326,23 @@ def measure(
         orders = []
         for i in range(settings.repeats):
             going = [trial for trial in trials if trial.going]
+            # shuffled, so that no entrant always runs behind the same other one
             order.shuffle(going)
             orders.append([trial.entrant.name for trial in going])
             for trial in going:
                 trial.tell(f"{i + 1} of {settings.repeats}")
                 result = trial.attempt(trial.watched_pass)
-                trial.passes += [] if result is None else [result]
-        for trial in trials:
-            if settings.check and trial.going and any(p.integrated for p in trial.passes):
-                trial.tell("all steps, to check")
-                trial.full = trial.attempt(lambda trial=trial: trial.generate(None))  # type: ignore[misc]
-        facts = {**settings.facts, **environment.under_load(model.device)}
-    together = {"session": session, "seed": settings.seed, "orders": orders, "facts": facts}
-    return [trial.row(bandwidth) | together for trial in trials]
+                if result is not None:
+                    trial.passes.append(result)
+        if settings.check:
+            for trial in trials:
+                if trial.going and any(cost.integrated for cost in trial.passes):
+                    trial.tell("all steps, to check")
+                    trial.full = trial.attempt(partial(trial.generate, None))
+        # read while the device is still warm from the work
+        facts = dict(settings.facts) | environment.under_load(model.device)
+    shared = {"session": session, "seed": settings.seed, "orders": orders, "facts": facts}
+    return [trial.row(bandwidth) | shared for trial in trials]
 
 
 def settled(row: Row | None, entrant: Entrant, workload: Workload, settings: Settings) -> bool:
@@ -280,9 +350,13 @@ def settled(row: Row | None, entrant: Entrant, workload: Workload, settings: Set
 
     A row with fewer repeats than asked for, or without a check that is asked for, is not finished.
     """
-    if row is None or row["status"] == NOT_RUN:
-        return row is not None and row["reason"] == why_not(entrant, workload)
+    if row is None:
+        return False
+    if row["status"] == NOT_RUN:
+        return bool(row["reason"] == why_not(entrant, workload))
     if row["status"] != MEASURED:
+        # too large or refused stays so, a failure may have had a passing cause
         return row["status"] in FINISHED
-    unchecked = settings.check and "integrated" in row["marks"] and "check" not in row["quantities"]
-    return row["quantities"]["total"]["n"] >= settings.repeats and not unchecked
+    if settings.check and "integrated" in row["marks"] and "check" not in row["quantities"]:
+        return False
+    return bool(row["quantities"]["total"]["n"] >= settings.repeats)

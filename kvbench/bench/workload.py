@@ -28,7 +28,8 @@ class Workload:
     @property
     def name(self) -> str:
         """Return the workload as it is written on the command line."""
-        return f"{self.prompt}+{self.new}x{'max' if self.batch is None else self.batch}"
+        rows = "max" if self.batch is None else str(self.batch)
+        return f"{self.prompt}+{self.new}x{rows}"
 
     def sized(self, batch: int) -> Workload:
         """Return the same workload for ``batch`` rows."""
@@ -38,14 +39,18 @@ class Workload:
 def parse(text: str) -> Workload:
     """Return the workload that a text of the form FORM states. Raises UsageError naming a malformed one."""
     match = WRITTEN.fullmatch(text.strip())
+    # two new tokens at least: the first comes from the prompt, only the others from a decode step
     if not match or int(match[1]) < 1 or int(match[2]) < 2 or match[3] == "0":
         raise UsageError(f"workloads={text} is not possible: {FORM}")
-    batch = match[3] or "1"
-    return Workload(int(match[1]), int(match[2]), None if batch == "max" else int(batch))
+    prompt, new, batch = int(match[1]), int(match[2]), match[3] or "1"
+    if batch == "max":
+        return Workload(prompt, new, batch=None)
+    return Workload(prompt, new, batch=int(batch))
 
 
 def prompts(workload: Workload, vocabulary: int, seed: int) -> Tensor:
     """Return random token ids [batch, prompt]: each row has a prompt of its own, and every method the same ones."""
-    assert workload.batch is not None
-    g = torch.Generator().manual_seed(seed)
-    return torch.randint(0, vocabulary, (workload.batch, workload.prompt), generator=g)
+    assert workload.batch is not None, "the largest batch must be found first"
+    # drawn on the processor, so that the same seed gives the same prompts on every device
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, vocabulary, (workload.batch, workload.prompt), generator=generator)

@@ -1,8 +1,7 @@
 """The benchmark of decode attention: each format's step over the full cache's."""
 
+import decode
 import torch
-
-from kvbench.bench import decode
 
 CPU = torch.device("cpu")
 SMALL = decode.StepShape(300, 1, heads=2, query_heads=4, head_dim=16, dtype=torch.float32)

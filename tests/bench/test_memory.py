@@ -1,8 +1,7 @@
 """The decode benchmark's verdict, and what it measures of one method."""
 
+import memory
 import pytest
-
-from kvbench.bench import memory
 
 pytestmark = pytest.mark.e2e("runs benchmarks")
 

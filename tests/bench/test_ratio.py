@@ -2,11 +2,13 @@
 
 import sys
 
+import growth
 import pytest
+import ratio
+import real_table
+from ratio import in_process
 
 from kvbench.base.errors import KvbenchError, UsageError
-from kvbench.bench import growth, ratio, real_table
-from kvbench.bench.ratio import in_process
 
 pytestmark = pytest.mark.e2e("starts processes")
 
@@ -40,7 +42,7 @@ def test_options_have_the_defaults_that_are_asked_for():
 
 
 def test_a_process_that_fails_says_why(capsys):
-    with pytest.raises(KvbenchError, match=r"ended with status 2: .*memory nothing"):
+    with pytest.raises(KvbenchError, match=r"ended with status 2: .*memory.py nothing"):
         ratio.in_process("memory", "nothing")
     assert "invalid choice: 'nothing'" in capsys.readouterr().err
 
@@ -68,8 +70,8 @@ def test_growth_is_the_slope_between_the_logarithms_of_the_last_three_points():
 
 
 def test_a_point_of_growth_measures_a_run_of_so_many_rows(tmp_path):
-    assert len(growth.planned(*growth.arguments("methods", 12, tmp_path)).groups[0].cells) == 12
-    (group,) = growth.planned(*growth.arguments("prompts", 3, tmp_path)).groups
+    assert len(growth.plan_run(*growth.arguments("methods", 12, tmp_path)).groups[0].cells) == 12
+    (group,) = growth.plan_run(*growth.arguments("prompts", 3, tmp_path)).groups
     assert len(group.examples) == 3 and len(group.cells) == 5
     measured = in_process("growth", "--curve", "new", "--point", 2, "--threads", 1)
     assert measured["seconds"] > 0 and measured["memory"] > 0

@@ -3,10 +3,9 @@
 from types import SimpleNamespace
 
 import pytest
+import reading
 import torch
-
-from kvbench.bench import reading
-from kvbench.bench.tables import loaded, planned
+from tables import load_host, plan_run
 
 pytestmark = pytest.mark.e2e("runs benchmarks")
 
@@ -21,7 +20,8 @@ def test_a_method_that_takes_over_a_tenth_of_the_pass_misses_its_aim(slow, ok, m
 
 def test_both_kinds_of_numbers_and_prompts_at_once_are_timed(capsys):
     models = [
-        loaded(planned("model=tiny", f"model.dtype={kind}", "dataset=tiny")).model for kind in ("float32", "bfloat16")
+        load_host(plan_run("model=tiny", f"model.dtype={kind}", "dataset=tiny")).model
+        for kind in ("float32", "bfloat16")
     ]
     assert [model.dtype for model in models] == [torch.float32, torch.bfloat16]
     reading.passes(models, torch.arange(10, 60), 1)
@@ -32,7 +32,7 @@ def test_both_kinds_of_numbers_and_prompts_at_once_are_timed(capsys):
 
 def test_prompts_that_begin_alike_are_timed_whole_and_with_their_beginning_read_once(capsys, monkeypatch):
     monkeypatch.setattr(reading, "ALIKE", {"prompts": 3, "tokens": 80, "first": 64, "pieces": 32})
-    reading.beginnings(loaded(planned("model=tiny", "dataset=tiny")).model, 1)
+    reading.beginnings(load_host(plan_run("model=tiny", "dataset=tiny")).model, 1)
     lines = [line.split(": ") for line in capsys.readouterr().out.splitlines()]
     alike = "3 prompts of 80 tokens, of which 64 are alike, whole / shared_prefix=32"
     assert [words for words, _ in lines] == [alike, "one of them alone, in pieces / whole"]

@@ -3,9 +3,9 @@
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import resident
+from ratio import in_process
 
-from kvbench.bench import resident
-from kvbench.bench.ratio import in_process
 from kvbench.kv.model_shape import Shape
 
 pytestmark = pytest.mark.e2e("measures processes")

@@ -1,12 +1,12 @@
 """Triton's kernels beside plain PyTorch, which is the reference. Run by test_kernels.py in a process of its own, in
 Triton's interpreter where there is no GPU: that must be chosen before anything imports Triton."""
 
+import decode
 import pytest
 import torch
 from families import build
 
 import kvbench
-from kvbench.bench import decode
 from kvbench.engine.cuda_graph import StillLayer
 from kvbench.engine.decode_layer import RowLayer
 from kvbench.kv.packed import BITS, quantise_channels, quantise_tokens, quantise_zero_point

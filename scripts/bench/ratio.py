@@ -20,10 +20,12 @@ from typing import Any, NoReturn
 from kvbench.base.conf import read_yaml
 from kvbench.base.errors import KvbenchError, say
 
+HERE = Path(__file__).parent
+
 
 def compared_methods(benchmark: str) -> dict[str, dict[str, Any]]:
     """Return the entries of methods that a benchmark compares, by their names in its table."""
-    methods: dict[str, dict[str, Any]] = read_yaml(Path(__file__).with_name("methods.yaml"))[benchmark]
+    methods: dict[str, dict[str, Any]] = read_yaml(HERE / "methods.yaml")[benchmark]
     return methods
 
 
@@ -40,6 +42,7 @@ def add_peers(parser: argparse.ArgumentParser) -> None:
     """Let a benchmark take ``--peers``, a Python that can be started."""
 
     def interpreter(path: str) -> str:
+        # refused at once, since kvpress runs only after minutes of other measurements
         if shutil.which(path) is None:
             raise argparse.ArgumentTypeError(f"{path!r} cannot be started: make .venv-peers/.ready installs one")
         return path
@@ -49,7 +52,7 @@ def add_peers(parser: argparse.ArgumentParser) -> None:
 
 
 def finish(main: Callable[[], int]) -> NoReturn:
-    """Exit with the status of a benchmark's ``main``; what kvbench refuses is one message."""
+    """Exit with the status of a benchmark's ``main``. An error of kvbench becomes one message."""
     try:
         status = main()
     except KvbenchError as error:
@@ -70,7 +73,9 @@ def in_turns(variants: Mapping[str, Callable[[], float]], repeats: int) -> dict[
     times: dict[str, list[float]] = {name: [] for name in variants}
     names = list(variants)
     for i in range(repeats):
-        for name in names[i % len(names) :] + names[: i % len(names)]:
+        # rotated, so that no variant always runs first
+        first = i % len(names)
+        for name in names[first:] + names[:first]:
             times[name].append(variants[name]())
     return times
 
@@ -83,9 +88,10 @@ def median_ratio(above: Sequence[float], below: Sequence[float]) -> float:
     return median(a / b for a, b in zip(above, below, strict=True))
 
 
-def verdict(what: str, ratio: float, ok: bool, terms: str) -> bool:
+def verdict(name: str, ratio: float, ok: bool, terms: str) -> bool:
     """Print a ratio with its ``terms`` and the verdict, and return ``ok``."""
-    print(f"  {what}: {ratio:.2f}x ({terms}: {'ok' if ok else 'MISSED'})", flush=True)
+    word = "ok" if ok else "MISSED"
+    print(f"  {name}: {ratio:.2f}x ({terms}: {word})", flush=True)
     return ok
 
 
@@ -94,22 +100,30 @@ def in_process(
 ) -> Any:
     """Run the benchmark ``module`` in a process of its own, and return the JSON on the last line that it prints.
 
-    ``env`` are changes to the environment; None takes a variable out. Raises KvbenchError if it fails, and passes on
-    its standard error.
+    ``env`` are changes to the environment. None takes a variable out. Raises KvbenchError if the process fails, and
+    passes on its standard error.
     """
-    changed = {name: value for name, value in {**os.environ, **(env or {})}.items() if value is not None}
-    command = [python, "-m", f"kvbench.bench.{module}", *map(str, arguments)]
-    result = subprocess.run(command, capture_output=True, text=True, check=False, env=changed)
+    # a child starts from nothing: memory and caches of other measurements change none of its numbers
+    environment = dict(os.environ)
+    for name, value in (env or {}).items():
+        if value is None:
+            environment.pop(name, None)
+        else:
+            environment[name] = value
+    command = [python, str(HERE / f"{module}.py")]
+    command += map(str, arguments)
+    result = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     if result.returncode:
         print(result.stderr, end="", file=sys.stderr)
         raise KvbenchError(f"a process of this benchmark ended with status {result.returncode}: {' '.join(command)}")
+    # libraries may print above it
     return json.loads(result.stdout.splitlines()[-1])
 
 
 def kvpress_seconds(python: str, *arguments: object) -> dict[str, float]:
     """Return the seconds of each of kvpress's rows, measured by ``python``.
 
-    Its threads wait as OpenMP has them wait, ours as kvbench's command line does.
+    Its threads wait as OpenMP lets them wait by default, ours as kvbench's command line sets it.
     """
     by_row: dict[str, float] = in_process("kvpress_rows", *arguments, python=python, env={"GOMP_SPINCOUNT": None})
     return by_row

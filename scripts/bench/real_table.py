@@ -6,7 +6,7 @@ bits; essays of 2,048 and 4,096 tokens, 64 new tokens. kvpress runs the 22 rows 
 out where they would take half of the memory. The bound: one pass over each prompt by the bare model, and for each new
 token every row's products and every row's bytes at the bandwidth of a copy.
 
-    python -m kvbench.bench.real_table [--peers PYTHON] [--lengths 2048 4096] [--prompts 1] [--repeats 2] [--threads 2]
+    python scripts/bench/real_table.py [--peers PYTHON] [--lengths 2048 4096] [--prompts 1] [--repeats 2] [--threads 2]
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from pathlib import Path
 from statistics import median
 
 import torch
+from ratio import add_peers, finish, kvpress_seconds, options, seconds
+from tables import bare_generate, compare_at_least, compare_at_most, load_host, plan_run, through_kvbench, time_run
 from torch import nn
 from transformers import PretrainedConfig
 
-from kvbench.bench.ratio import add_peers, finish, kvpress_seconds, options, seconds
 from kvbench.bench.roofline import copy_bandwidth
-from kvbench.bench.tables import bare_generate, compare, loaded, measured, planned, through_kvbench
 from kvbench.engine.prefill import prefill_chains
 from kvbench.run.experiment import RunPlan
 from kvbench.run.host import Host
@@ -41,32 +41,55 @@ ROWS = (
     ["method=snapkv+think", "kv_ratio=0.25", "ratio=0.4"],
     ["method=kivi", "bits=4,2", "group=32", "residual=32"],
 )
-"""What each part of the 24 rows is asked for as; the full cache is the first row of each."""
-PEERS = ("full", *(f"{method} {budget}" for method in SELECTORS for budget in BUDGETS), "snapkv+think 0.25")
-OVER_PEERS, OVER_BOUND = 12.0, 1.4
+"""The words of each part of the 24 rows. The full cache is the first row of each part."""
+OVER_PEERS = 12.0
+"""How many times as long as our table kvpress's rows take, at least."""
+OVER_BOUND = 1.4
+"""How many times as long as the bound our table takes, at most."""
+
+
+def _peer_labels() -> list[str]:
+    """Return the 22 rows that kvpress has, as a method with the part of the tokens that it keeps."""
+    labels = ["full"]
+    for method in SELECTORS:
+        labels += [f"{method} {budget}" for budget in BUDGETS]
+    labels.append("snapkv+think 0.25")
+    return labels
+
+
+PEERS = tuple(_peer_labels())
 
 
 def table(model: str, data: str | None, folder: Path, length: int, prompts: int) -> tuple[Host, RunPlan]:
-    """Return (host, run) of the 24 rows on ``prompts`` essays of ``length`` tokens. No token ends an answer."""
-    texts = [text for _, text in TEXTS["essays"](Files("essays", Path(data) if data else None))]
-    lines = [
-        {"id": str(i), "prompt": text, "answers": ["none"]} for i, text in enumerate(texts) if len(text) > 8 * length
-    ]
+    """Return (host, run) of the 24 rows on ``prompts`` essays of ``length`` tokens. No token ends an answer.
+
+    ``data`` is the folder with the essays. The prompts are written to ``folder``.
+    """
+    files = Files("essays", Path(data) if data else None)
+    lines = []
+    for i, (_, text) in enumerate(TEXTS["essays"](files)):
+        # a token of English has four or five characters: at eight a text is surely long enough
+        if len(text) > 8 * length:
+            lines.append(json.dumps({"id": str(i), "prompt": text, "answers": ["none"]}) + "\n")
     path = folder / "prompts.jsonl"
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines[:prompts]), encoding="utf-8")
-    named = [f"model={model}", "dataset=file", f"path={path}", f"max_new_tokens={NEW}", f"max_length={length}"]
-    runs = [planned(*named, "prompt=plain", *rows) for rows in ROWS]
+    path.write_text("".join(lines[:prompts]), encoding="utf-8")
+    words = [f"model={model}", "dataset=file", f"path={path}", f"max_new_tokens={NEW}", f"max_length={length}"]
+    runs = [plan_run(*words, "prompt=plain", *rows) for rows in ROWS]
+    # one run of all rows, with the full cache once
+    cells = {}
+    for part in runs:
+        for cell in part.groups[0].cells:
+            cells[cell.id] = cell
     (group,) = runs[0].groups
-    rows = (cell for run in runs for cell in run.groups[0].cells)
-    cells = tuple({cell.id: cell for cell in rows}.values())
-    run = replace(runs[0], groups=(replace(group, cells=cells),))
-    return replace(loaded(run), stop=frozenset()), run
+    run = replace(runs[0], groups=(replace(group, cells=tuple(cells.values())),))
+    return replace(load_host(run), stop=frozenset()), run
 
 
 def products(model: nn.Module, rows: int) -> float:
     """Return the seconds of the products of one decode step with all weight matrices, for a batch of ``rows``."""
-    layers = [m for m in model.modules() if isinstance(m, nn.Linear)]
-    inputs = {m.in_features: torch.randn(rows, m.in_features) for m in layers}
+    layers = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    # [rows, in_features], one for all matrices of that width
+    inputs = {layer.in_features: torch.randn(rows, layer.in_features) for layer in layers}
 
     def step() -> None:
         for layer in layers:
@@ -77,18 +100,29 @@ def products(model: nn.Module, rows: int) -> float:
 
 
 def bound(host: Host, run: RunPlan) -> float:
-    """Return the seconds that the run takes at least; print its parts, and those of a run by kvbench."""
+    """Return the seconds that the run takes at least. Print their parts, and those of a run by kvbench.
+
+    The bound is reading + (NEW - 1) * (products + moving). Each row has its first token from the prompt.
+    """
     (group,) = run.groups
-    spent, cells = measured(host, run)
-    prompts = [host.tokenizer.encode(e.prompt)[: run.cfg.prompt.max_length] for e in group.examples]
-    # one new token is the pass over the prompt
-    reading = sum(median(seconds(partial(bare_generate, host, ids, 1)) for _ in range(3)) for ids in prompts)
+    spent, samples_by_cell = time_run(host, run)
+    prompts = [host.tokenizer.encode(example.prompt)[: run.cfg.prompt.max_length] for example in group.examples]
     chains = [cell.chain for cell in group.cells]
-    # by a clock of its own: statistics that rows share are in the time of each
-    shared = sum(seconds(partial(prefill_chains, host.model, torch.tensor(ids), chains)) for ids in prompts)
-    print(f"  ours: {shared:.2f} s reading and compressing, {spent - shared:.2f} s for answers and all else")
+    reading, compressing = 0.0, 0.0
+    for ids in prompts:
+        # one new token is the pass over the prompt
+        read_bare = partial(bare_generate, host, ids, 1)
+        reading += median(seconds(read_bare) for _ in range(3))
+    for ids in prompts:
+        # not the sum of the rows' own times, each of which contains the statistics that they share
+        compressing += seconds(partial(prefill_chains, host.model, torch.tensor(ids), chains))
+    print(f"  ours: {compressing:.2f} s reading and compressing, {spent - compressing:.2f} s for answers and all else")
     step = products(host.model, len(group.cells) * len(prompts))
-    moving = sum(s.payload + s.overhead for samples in cells for s in samples) / copy_bandwidth(host.model.device)
+    held_bytes = 0.0
+    for samples in samples_by_cell:
+        held_bytes += sum(sample.payload + sample.overhead for sample in samples)
+    # a step reads every row's bytes
+    moving = held_bytes / copy_bandwidth(host.model.device)
     print(
         f"  bound: {reading:.2f} s reading, {NEW - 1} x ({1000 * step:.0f} ms of products + {1000 * moving:.0f} ms of "
         "bytes)"
@@ -98,9 +132,11 @@ def bound(host: Host, run: RunPlan) -> float:
 
 def peer_rows(model: PretrainedConfig, length: int) -> list[str]:
     """Return the rows that kvpress can run in this memory: its H2O keeps the attention weights of all layers."""
+    # fp32, [layers, query heads, length, length]
     weights = model.num_hidden_layers * model.num_attention_heads * length**2 * 4
-    if weights < os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2:
-        return [*PEERS]
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if weights < memory / 2:
+        return list(PEERS)
     print(f"  kvpress's H2O would keep {weights / 2**30:.0f} GiB of attention weights: left out")
     return [row for row in PEERS if not row.startswith("h2o")]
 
@@ -115,12 +151,13 @@ def measure(host: Host, run: RunPlan, peers: Callable[[], Mapping[str, float]] |
         if peers is not None:
             by_row = peers()
             theirs.append(sum(by_row.values()))
-    ok = compare("at once / bound", ours, [least] * repeats, OVER_BOUND, least=False)
+    ok = compare_at_most("at once / bound", ours, [least] * repeats, OVER_BOUND)
     if peers is None:
         print("  kvpress is not measured: give --peers")
         return ok
     print(f"  kvpress by row, s: {', '.join(f'{row} {time:.1f}' for row, time in by_row.items())}")
-    return compare(f"kvpress, {len(by_row)} rows / at once, all rows", theirs, ours, OVER_PEERS) and ok
+    name = f"kvpress, {len(by_row)} rows / at once, all rows"
+    return compare_at_least(name, theirs, ours, OVER_PEERS) and ok
 
 
 def main() -> int:
@@ -142,9 +179,9 @@ def main() -> int:
             print(f"{len(cells)} rows x {args.prompts} essays of {length} tokens, {NEW} new, {args.model}")
             peers = None
             if args.peers:
-                rows = peer_rows(host.model.config, length)
-                sizes = ["--prompts", Path(name) / "prompts.jsonl", "--n", length, "--new", NEW, "--rows", *rows]
-                sizes += ["--threads", args.threads]
+                sizes = ["--prompts", Path(name) / "prompts.jsonl", "--n", length, "--new", NEW]
+                sizes += ["--threads", args.threads, "--rows"]
+                sizes += peer_rows(host.model.config, length)
                 peers = partial(kvpress_seconds, args.peers, run.source.location, *sizes)
             ok &= measure(host, run, peers, args.repeats)
     return 0 if ok else 1

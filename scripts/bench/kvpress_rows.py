@@ -1,4 +1,4 @@
-"""The rows of kvbench.bench.tables and real_table through kvpress one by one: seconds by row, as JSON, the last line.
+"""The rows of tables.py and real_table.py through kvpress one by one: seconds by row, as JSON, the last line.
 
 Run in an environment that has kvpress, which pins older transformers than kvbench's own has.
 """
@@ -6,18 +6,20 @@ Run in an environment that has kvpress, which pins older transformers than kvben
 from __future__ import annotations
 
 import json
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from ratio import options, seconds
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
-from kvbench.bench.ratio import options, seconds
 from kvbench.models.releases import named_cache
 
 THINK = 0.4
+PRESSES = {"keynorm": "KnormPress", "h2o": "ObservedAttentionPress", "expectedattention": "ExpectedAttentionPress"}
+"""kvpress's names of methods that need no settings besides the part of the tokens that they remove."""
 
 
 def press_of(row: str) -> Any:
@@ -27,30 +29,36 @@ def press_of(row: str) -> Any:
     method, _, budget = row.partition(" ")
     if method == "full":
         return None
+    # kvpress counts what is removed
     removed = 1 - float(budget)
-    if method in ("snapkv", "snapkv+think"):
-        snapkv = kvpress.SnapKVPress(removed, window_size=32, kernel_size=7)
-        think = kvpress.ThinKPress(key_channel_compression_ratio=THINK, window_size=32)
-        return kvpress.ComposedPress([snapkv, think]) if method == "snapkv+think" else snapkv
     if method == "streamingllm":
         return kvpress.StreamingLLMPress(removed, n_sink=4)
-    classes = {"keynorm": "KnormPress", "h2o": "ObservedAttentionPress", "expectedattention": "ExpectedAttentionPress"}
-    return getattr(kvpress, classes[method])(removed)
+    if method not in ("snapkv", "snapkv+think"):
+        return getattr(kvpress, PRESSES[method])(removed)
+    snapkv = kvpress.SnapKVPress(removed, window_size=32, kernel_size=7)
+    if method == "snapkv":
+        return snapkv
+    think = kvpress.ThinKPress(key_channel_compression_ratio=THINK, window_size=32)
+    return kvpress.ComposedPress([snapkv, think])
 
 
 def answer(model: Any, press: Any, ids: torch.Tensor, new: int) -> None:
-    """Prefill under the press, then decode greedily, as kvpress's own pipeline does."""
-    # column sums are read from attention weights, which only eager attention returns
-    eager = type(press).__name__ == "ObservedAttentionPress"
-    model.set_attn_implementation("eager" if eager else "sdpa")
+    """Prefill ``ids`` [n] under the press, then decode ``new`` tokens greedily, as kvpress's own pipeline does."""
+    implementation, extra = "sdpa", {}
+    if type(press).__name__ == "ObservedAttentionPress":
+        # column sums are read from attention weights, which only eager attention returns
+        implementation, extra = "eager", {"output_attentions": True}
+    model.set_attn_implementation(implementation)
     cache = DynamicCache()
+    compression: AbstractContextManager[object] = nullcontext() if press is None else press(model)
     with torch.no_grad():
-        with press(model) if press is not None else nullcontext():
-            options = {"output_attentions": True} if eager else {}
-            out = model(ids[None], logits_to_keep=1, **named_cache(cache), **options)
+        with compression:
+            out = model(ids[None], logits_to_keep=1, **named_cache(cache), **extra)
         token = out.logits[:, -1].argmax(dim=-1, keepdim=True)
+        # eager attention's weights are in the output: they are free before the next pass
         del out
         for i in range(new - 1):
+            # positions go on behind the prompt, however few of its tokens are left
             position = torch.tensor([[len(ids) + i]])
             out = model(token, position_ids=position, **named_cache(cache))
             token = out.logits[:, -1].argmax(dim=-1, keepdim=True)
@@ -71,9 +79,13 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(args.folder)
     texts = [json.loads(line)["prompt"] for line in args.prompts.read_text(encoding="utf-8").splitlines()]
     prompts = [torch.tensor(tokenizer.encode(text)[: args.n]) for text in texts]
-    seconds_by_row = {
-        row: sum(seconds(partial(answer, model, press_of(row), ids, args.new)) for ids in prompts) for row in args.rows
-    }
+    seconds_by_row = {}
+    for row in args.rows:
+        times = []
+        for ids in prompts:
+            # a press of its own for each prompt, made before the clock starts
+            times.append(seconds(partial(answer, model, press_of(row), ids, args.new)))
+        seconds_by_row[row] = sum(times)
     print(json.dumps(seconds_by_row))
 
 
