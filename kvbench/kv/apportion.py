@@ -11,15 +11,23 @@ def proportional_shares(weights: Sequence[float], total: int, room: int) -> list
 
     The excess of full shares goes to the others in proportion. No share grows when another weight joins.
     """
-    shares, open_shares, undivided = [0.0] * len(weights), list(range(len(weights))), float(total)
+    shares = [0.0] * len(weights)
+    open_shares = list(range(len(weights)))
+    undivided = float(total)
+    # each round fills at least one share to ``room``, or gives the open ones what is left and ends
     while open_shares:
         mass = sum(weights[i] for i in open_shares)
-        offers = {i: undivided * (weights[i] / mass if mass > 0 else 1 / len(open_shares)) for i in open_shares}
+        offers = {}
+        for i in open_shares:
+            fraction = weights[i] / mass if mass > 0 else 1 / len(open_shares)
+            offers[i] = undivided * fraction
         full = [i for i in open_shares if offers[i] >= room]
-        for i in full or open_shares:
-            shares[i] = min(offers[i], float(room))
         if not full:
+            for i in open_shares:
+                shares[i] = offers[i]
             break
+        for i in full:
+            shares[i] = float(room)
         undivided -= room * len(full)
         open_shares = [i for i in open_shares if offers[i] < room]
     return shares
@@ -28,9 +36,10 @@ def proportional_shares(weights: Sequence[float], total: int, room: int) -> list
 def round_shares(shares: Sequence[float], total: int) -> list[int]:
     """Return the shares rounded to whole numbers that add up to ``total``.
 
-    All are rounded down, and what is left goes to the largest fractions, to the first among equals.
+    All shares are rounded down. The units that are missing then go to the largest fractions, the first among equals.
     """
     sizes = [math.floor(share) for share in shares]
+    # floor(x) - x is the negative fraction: the largest fraction comes first, and of equals the lowest index
     by_fraction = sorted(range(len(shares)), key=lambda i: (sizes[i] - shares[i], i))
     for i in by_fraction[: total - sum(sizes)]:
         sizes[i] += 1

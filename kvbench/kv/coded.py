@@ -1,7 +1,8 @@
-"""Keys or values stored in a format, each token of a head by itself: a codec makes named tensors of them, and back.
+"""Keys or values stored in a format, each token of a head by itself: a codec turns them into named tensors and back.
 
 A codec is pure: it knows one tensor, no cache and no method. ``kvbench.kv.codecs`` has one file a family of formats.
-Shapes: H heads, L tokens, C channels (D, or T after pruning), C' channels that are coded (C, or C and padding).
+Shapes: H heads, L tokens, C channels (D, or T after pruning), C' channels that are coded (C, or C and padding), m
+numbers that a token has in one of the named tensors.
 """
 
 from __future__ import annotations
@@ -18,27 +19,34 @@ from kvbench.base.errors import KvbenchError
 from kvbench.kv.packed import Packed
 from kvbench.kv.rotation import basis, width
 
-FROZEN_BYTES = 4  # of a head: a scale that was settled once, fp32
-PART = 2**18  # elements coded together
+FROZEN_BYTES = 4  # a scale that a head settled once is fp32
+PART = 2**18  # ``pack`` codes this many elements together
 
 
 @dataclass(frozen=True, kw_only=True)
 class Codec(ABC):
-    """A storage format of single tokens. Arithmetic is fp32, and rounding to nearest with ties to even, unless said.
+    """A storage format of single tokens.
+
+    Unless a codec says otherwise, arithmetic is fp32, and numbers are rounded to nearest with ties to even.
 
     rotate: the orthogonal basis in which values are coded, or ``none``: see ``rotation.basis``.
     block: the most channels that are rotated together.
     """
 
     settles: ClassVar[Literal["", "tensor", "head"]] = ""
-    """What has a scale of its own that is settled once, by ``settle``: all heads of a layer, or each; '': nothing."""
+    """Who shares a scale that ``settle`` sets once: all heads of a layer, each head by itself, or '' for no one."""
 
     rotate: str = "none"
     block: int = 2**30
 
     def __str__(self) -> str:
-        set_fields = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
-        return f"{type(self).__name__}({', '.join(f'{name}={value}' for name, value in set_fields.items())})"
+        # only the settings that were changed: error messages name a codec so
+        settings = []
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if value != f.default:
+                settings.append(f"{f.name}={value}")
+        return f"{type(self).__name__}({', '.join(settings)})"
 
     @abstractmethod
     def token_bytes(self, channels: int) -> int:
@@ -46,63 +54,85 @@ class Codec(ABC):
 
     @abstractmethod
     def encode(self, x: Tensor, frozen: Tensor | None) -> dict[str, Tensor]:
-        """Return the tensors [..., L, m] of x [..., L, C'] fp32, of which ``codes...`` have codes and others scales."""
+        """Return x [..., L, C'] fp32 as named tensors [..., L, m].
+
+        Tensors whose names begin with ``codes`` hold codes, the others scales.
+        """
 
     @abstractmethod
     def decode(self, tensors: Mapping[str, Tensor], channels: int, frozen: Tensor | None) -> Tensor:
         """Return the numbers [..., L, C'] fp32 that ``tensors`` stand for; C' is ``channels``."""
 
     def settle(self, absmax: Tensor) -> Tensor:
-        """Return the scale that is settled where ``absmax`` is the largest magnitude."""
+        """Return the scale for values whose largest magnitude is ``absmax``."""
         raise TypeError(f"{type(self).__name__} settles no scale")
 
     def turned(self, x: Tensor) -> Tensor:
         """Return x [..., L, C] as it is coded [..., L, C'] fp32: rotated if the codec says so."""
         rotation = self.rotation(x.shape[-1], x.device)
-        return x.float() if rotation is None else x.float() @ rotation
+        if rotation is None:
+            return x.float()
+        return x.float() @ rotation
 
     def rotation(self, channels: int, device: torch.device) -> Tensor | None:
-        """Return the basis [C, C'] of what is coded, or None."""
-        return None if self.rotate == "none" else basis(channels, self.rotate, self.block, device)
+        """Return the basis [C, C'] in which values are coded; None without one."""
+        if self.rotate == "none":
+            return None
+        return basis(channels, self.rotate, self.block, device)
 
     def coded_channels(self, channels: int) -> int:
-        """Return C': as many channels as ``channels``, and what a rotation pads."""
-        return channels if self.rotate == "none" else width(channels, self.rotate)
+        """Return C': ``channels``, and as many more as a rotation pads."""
+        if self.rotate == "none":
+            return channels
+        return width(channels, self.rotate)
 
     def refusal(self, channels: int) -> str:
         """Return why heads of so many channels cannot be coded, or ''."""
         return ""
 
     def pack(self, x: Tensor, frozen: Tensor | None = None) -> Coded:
-        """Return x [..., H, L, C] coded. Scales that are settled once are those of x, unless ``frozen`` has them.
+        """Return x [..., H, L, C] coded. ``frozen`` are scales settled before; without them x settles its own.
 
-        Raises KvbenchError if a value is not finite.
+        Raises KvbenchError if a value is not finite, or a scale exceeds the type in which it is stored.
         """
         if not bool(x.isfinite().all()):
             raise KvbenchError(f"cannot store as {self}: a key or value is infinite or not a number")
-        turned = self.turned(x)
-        frozen = self.settled(turned) if frozen is None else frozen
-        # each token is coded by itself, and codes in the making take many times their bytes
-        parts = turned.split(max(1, PART * turned.shape[-2] // max(1, turned.numel())), dim=-2)
-        encoded = [self.encode(part, frozen) for part in parts]
-        tensors = encoded[0] if len(encoded) == 1 else {n: torch.cat([e[n] for e in encoded], -2) for n in encoded[0]}
+        rotated = self.turned(x)
+        if frozen is None:
+            # the prompt comes first, and settles the scales for all tokens after it
+            frozen = self.settled(rotated)
+        tensors = self._encode_in_parts(rotated, frozen)
         for name, t in tensors.items():
             if t.is_floating_point() and not bool(t.isfinite().all()):
                 raise KvbenchError(f"cannot store as {self}: a {name} exceeds {str(t.dtype).removeprefix('torch.')}")
         return Coded(self, tensors, x.shape[-1], frozen)
 
-    def settled(self, turned: Tensor, lengths: Tensor | None = None) -> Tensor | None:
-        """Return the scales [..., H, 1, 1] fp32 that values [..., H, L, C'] settle, one for each head; None if none.
+    def _encode_in_parts(self, x: Tensor, frozen: Tensor | None) -> dict[str, Tensor]:
+        """Return ``encode`` of x [..., L, C'], computed for PART elements at a time."""
+        # each token is coded by itself, and codes in the making take many times their bytes
+        part_tokens = max(1, PART * x.shape[-2] // max(1, x.numel()))
+        encoded = [self.encode(part, frozen) for part in x.split(part_tokens, dim=-2)]
+        if len(encoded) == 1:
+            return encoded[0]
+        tensors = {}
+        for name in encoded[0]:
+            tensors[name] = torch.cat([part[name] for part in encoded], dim=-2)
+        return tensors
+
+    def settled(self, x: Tensor, lengths: Tensor | None = None) -> Tensor | None:
+        """Return the scales [..., H, 1, 1] fp32 that values x [..., H, L, C'] settle, one for each head; None if none.
 
         ``lengths`` [H] are the tokens of ragged heads, which lie one after the other in [1, N, C'].
         """
         if not self.settles:
             return None
         if lengths is None:
-            absmax = turned.abs().amax(dim=(-2, -1), keepdim=True)
+            absmax = x.abs().amax(dim=(-2, -1), keepdim=True)
         else:
-            absmax = torch.stack([t.abs().amax() for t in turned[0].split(lengths.tolist())])[:, None, None]
+            by_head = x[0].split(lengths.tolist())
+            absmax = torch.stack([values.abs().amax() for values in by_head])[:, None, None]
         if self.settles == "tensor":
+            # all heads of the layer share one scale, which each of them stores
             absmax = absmax.amax(dim=-3, keepdim=True).expand_as(absmax)
         return self.settle(absmax).clone()
 
@@ -118,7 +148,9 @@ class Coded(Packed):
 
     @property
     def shape(self) -> torch.Size:
-        return torch.Size((*next(self.payload()).shape[:-1], self.size))
+        sizes = list(next(self.payload()).shape)
+        sizes[-1] = self.size
+        return torch.Size(sizes)
 
     @property
     def format(self) -> tuple[object, ...]:
@@ -132,7 +164,9 @@ class Coded(Packed):
         yield from self.tensors.values()
 
     def codes_only(self) -> Iterator[Tensor]:
-        yield from (t for name, t in self.tensors.items() if name.startswith("codes"))
+        for name, t in self.tensors.items():
+            if name.startswith("codes"):
+                yield t
 
     def holding(self, tensors: Sequence[Tensor], frozen: Tensor | None) -> Self:
         return replace(self, tensors=dict(zip(self.tensors, tensors, strict=True)), frozen=frozen)
@@ -141,13 +175,19 @@ class Coded(Packed):
         return self.map(lambda t: t[..., start:stop, :])
 
     def flat(self) -> Self:
-        frozen = None if self.frozen is None else self.frozen.flatten(0, -3)
+        frozen = self.frozen
+        if frozen is not None:
+            frozen = frozen.flatten(0, -3)
         return self.holding([t.flatten(0, -3) for t in self.payload()], frozen)
 
     def more(self, x: Tensor, pack: Callable[..., Packed], rows: Sequence[int] | None = None) -> Packed:
-        if self.frozen is None:
+        frozen = self.frozen
+        if frozen is None:
             return pack(x)
-        return pack(x, frozen=self.frozen if rows is None else self.frozen[list(rows)])
+        if rows is not None:
+            # new tokens are coded under the scales that their own row settled
+            frozen = frozen[list(rows)]
+        return pack(x, frozen=frozen)
 
     def rotated(self, dtype: torch.dtype, scratch: Tensor | None = None) -> Tensor:
         return self.codec.decode(self.tensors, self.codec.coded_channels(self.size), self.frozen).to(dtype)
@@ -156,47 +196,8 @@ class Coded(Packed):
         rotation = self.rotation
         if rotation is None:
             return self.rotated(dtype)
+        # the rows of the basis are orthonormal: its transpose undoes the rotation, in fp32 and rounded once
         return (self.rotated(torch.float32) @ rotation.T).to(dtype)
-
-
-def pack_bits(codes: Tensor, bits: int) -> Tensor:
-    """Return codes [..., m] below 2^bits, at most 8, as bytes [..., ceil(m bits / 8)], the first in the lowest bits.
-
-    That is pairs of nibbles for 4 bits, and eight codes in 24 bits, little-endian, for 3: the layout of the engines
-    whose formats these are. ``kvbench.kv.packed.pack`` lays codes out in runs: its bytes are another format.
-    """
-    _check_bits(bits)
-    m = codes.shape[-1]
-    codes = torch.nn.functional.pad(codes.to(torch.int64), (0, -m % 8)).unflatten(-1, (-1, 8))
-    word = (codes << (bits * torch.arange(8, device=codes.device))).sum(dim=-1, keepdim=True)
-    parts = (word >> (8 * torch.arange(bits, device=codes.device))) & 255
-    return parts.to(torch.uint8).flatten(-2)[..., : bit_bytes(m, bits)].clone(memory_format=torch.contiguous_format)
-
-
-def unpack_bits(packed: Tensor, bits: int, m: int) -> Tensor:
-    """Return the m codes [..., m] uint8 that ``pack_bits`` put into bytes."""
-    _check_bits(bits)
-    if bits == 8:
-        return packed
-    if bits == 4:
-        return torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2)[..., :m]
-    missing = -packed.shape[-1] % bits
-    # eight codes are a word of 8 bits times ``bits``, of which an int32 holds three bytes without its sign
-    word_type = torch.int32 if bits <= 3 else torch.int64
-    parts = torch.nn.functional.pad(packed, (0, missing)).unflatten(-1, (-1, bits)).to(word_type)
-    word = (parts << (8 * torch.arange(bits, device=packed.device, dtype=word_type))).sum(dim=-1, keepdim=True)
-    shifts = bits * torch.arange(8, device=packed.device)
-    return ((word >> shifts) & (2**bits - 1)).to(torch.uint8).flatten(-2)[..., :m]
-
-
-def _check_bits(bits: int) -> None:
-    if not 1 <= bits <= 8:
-        raise ValueError(f"codes of {bits} bits: must be 1 to 8")
-
-
-def bit_bytes(m: int, bits: int) -> int:
-    """Return the bytes of m codes of ``bits`` bits."""
-    return -(-m * bits // 8)
 
 
 def in_blocks(x: Tensor, group: int) -> Tensor:

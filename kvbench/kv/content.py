@@ -1,7 +1,7 @@
-"""Compare what a cache holds with what the prompt had at the positions that it names, bit for bit.
+"""Compare the tokens of a cache with the prompt's tokens at the same positions, bit for bit.
 
-Compared are keys and values that are stored exactly, with all or some of their channels, and latents of low-rank
-projections. Packed tokens are not compared, as their quantisers have tests of their own. Nor are the caches of stages
+The comparison covers keys and values that are stored exactly, with all or some of their channels, and latents of
+low-rank projections. It leaves out packed tokens, as their quantisers have tests of their own, and the caches of stages
 whose ``changes`` says why their keys or values are not the prompt's.
 """
 
@@ -28,36 +28,49 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def find_mismatch(cache: LayerCache, source: Segment, all_read: bool) -> str:
-    """Return a description of what a layer holds that ``source`` does not have at the same positions, or ''.
+    """Return a description of the tokens of a layer that ``source`` does not have at the same positions, or ''.
 
     ``source`` holds all tokens that the layer read, none of them packed, at the same positions in every head: 0, 1,
-    2, ... if ``all_read``. Positions beyond these, and shapes that do not fit, are left to the audit.
+    2, ... if ``all_read``. The audit checks positions beyond these, and shapes that do not fit.
     """
     n, heads = source.positions.shape[1], source.v.shape[0]
     for s in cache.segments:
         if s.codes is not None or _shares_tensors(s, source):
             continue
-        # a position is its own index where all tokens were read, else its place among those read
-        index = s.positions.long() if all_read else torch.searchsorted(source.positions[0], s.positions)
-        index = index.clamp(0, n - 1)
-        if not all_read and not torch.equal(source.positions[0][index], s.positions):
-            return "tokens that it did not read"
-        # rows of the source, all heads one after the other, that the stored values and keys must equal
-        value_rows = _source_rows(s, index, torch.arange(s.heads, device=index.device), n, heads)
-        with_keys = None if s.leads is None else key_heads(s.leads, s.heads)
-        key_rows = value_rows if with_keys is None else _source_rows(s, index, with_keys, n, heads)
-        for name, stored, original, channels, rows in (
-            ("keys", s.k, source.k, s.key_channels, key_rows),
-            ("values", s.v, source.v, s.value_channels, value_rows),
-        ):
-            expected = original.flatten(0, 1).index_select(0, rows.flatten()).view(*rows.shape, original.shape[-1])
-            if channels is not None:  # only the kept channels, [H, T], of every token
-                ids = channels.long()
-                by_token = ids[:, None] if s.lengths is None else ids.repeat_interleave(s.lengths, dim=0)[None]
-                expected = expected.gather(2, by_token.expand(*rows.shape, -1))
-            if expected.shape == stored.shape and not same_bits(expected, stored):
-                return f"{name} that are not those of the prompt at the positions it names"
+        if all_read:
+            # a position is its own index
+            index = s.positions.long().clamp(0, n - 1)
+        else:
+            index = torch.searchsorted(source.positions[0], s.positions).clamp(0, n - 1)
+            if not torch.equal(source.positions[0][index], s.positions):
+                return "tokens that it did not read"
+        value_heads = torch.arange(s.heads, device=index.device)
+        value_rows = _source_rows(s, index, value_heads, n, heads)
+        key_rows = value_rows
+        if s.leads is not None:
+            # only heads that a leading query head reads have keys
+            key_rows = _source_rows(s, index, key_heads(s.leads, s.heads), n, heads)
+        if not _equals_source(s.k, source.k, key_rows, s.key_channels, s.lengths):
+            return "keys that are not those of the prompt at the positions it names"
+        if not _equals_source(s.v, source.v, value_rows, s.value_channels, s.lengths):
+            return "values that are not those of the prompt at the positions it names"
     return ""
+
+
+def _equals_source(
+    stored: Tensor, source: Tensor, rows: Tensor, channels: Tensor | None, lengths: Tensor | None
+) -> bool:
+    """Tell whether stored keys or values have the bits of ``rows`` [H, L] of the source [Hk, n, D].
+
+    ``channels`` [H, T] are those kept, ``lengths`` [H] those of ragged heads. Other shapes are not compared.
+    """
+    expected = source.flatten(0, 1).index_select(0, rows.flatten()).view(*rows.shape, source.shape[-1])
+    if channels is not None:
+        ids = channels.long()
+        # the kept channels of its head, for every token
+        by_token = ids[:, None] if lengths is None else ids.repeat_interleave(lengths, dim=0)[None]
+        expected = expected.gather(2, by_token.expand(*rows.shape, -1))
+    return expected.shape != stored.shape or same_bits(expected, stored)
 
 
 def first_difference(layers: Sequence[str], others: Sequence[str]) -> int | None:
@@ -69,33 +82,41 @@ def first_difference(layers: Sequence[str], others: Sequence[str]) -> int | None
 
 
 def digests(layers: Sequence[LayerCache]) -> list[str]:
-    """Return a digest of each layer of a cache: of the positions held and, on a CPU, of all bits.
+    """Return a digest of each layer of a cache: of all bits on a CPU, and of the positions held alone elsewhere.
 
     On other devices equal sums may be rounded differently.
     """
     texts = []
     for layer in layers:
         tensors = list(layer.tensors())
-        exact = all(t.device.type == "cpu" for t in tensors)
         digest = hashlib.blake2b(f"{len(tensors)} tensors".encode(), digest_size=16)
-        for tensor in (*(tensors if exact else ()), *layer.kept_positions()):
-            digest.update(f"{tensor.dtype} {[*tensor.shape]}".encode())
+        # this order is part of the digest
+        compared = []
+        if all(t.device.type == "cpu" for t in tensors):
+            compared += tensors
+        compared += layer.kept_positions()
+        for tensor in compared:
+            digest.update(f"{tensor.dtype} {list(tensor.shape)}".encode())
             digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).cpu().numpy().tobytes())
         texts.append(digest.hexdigest())
     return texts
 
 
 def _source_rows(s: Segment, index: Tensor, stored_heads: Tensor, n: int, heads: int) -> Tensor:
-    """Return the rows in which tokens ``index`` of ``stored_heads`` lie if all heads' n tokens are in one sequence."""
+    """Return the rows [H, L] of the source [heads * n, D] that hold tokens ``index`` of ``stored_heads`` [H]."""
+    # stored head h is the source's head h heads / s.heads, whose rows begin at n times that
     start = stored_heads * heads // s.heads * n
     if s.lengths is not None:
         return index + start.repeat_interleave(s.lengths)
-    return start[:, None] + (index if len(index) == 1 else index[stored_heads])
+    if len(index) == 1:
+        # all heads keep the same tokens
+        return start[:, None] + index
+    return start[:, None] + index[stored_heads]
 
 
 def _shares_tensors(s: Segment, source: Segment) -> bool:
-    """Tell whether a segment is the very tensors of ``source``."""
-    pairs = (s.k, source.k), (s.v, source.v), (s.positions, source.positions)
+    """Tell whether a segment has the tensors of ``source`` themselves, not copies."""
+    pairs = ((s.k, source.k), (s.v, source.v), (s.positions, source.positions))
     return all(a.shape == b.shape and a.data_ptr() == b.data_ptr() for a, b in pairs)
 
 
@@ -103,9 +124,9 @@ def rows_kept(keys: Tensor, values: Tensor, kept_keys: Tensor, kept_values: Tens
     """Return [H, n], 1 for each token of keys and values [H, n, D] that is among the kept ones [H, C, D], else 0."""
     marks = torch.zeros(keys.shape[:2], device=keys.device)
     for head, mark in enumerate(marks):
-        rows = torch.cat(
-            [torch.cat([keys[head], kept_keys[head]]), torch.cat([values[head], kept_values[head]])], dim=1
-        )
-        _, ids = rows.unique(dim=0, return_inverse=True)
+        all_keys = torch.cat([keys[head], kept_keys[head]])
+        all_values = torch.cat([values[head], kept_values[head]])
+        # equal (key, value) rows get one id: a token is kept if its id is among those of the kept ones
+        _, ids = torch.cat([all_keys, all_values], dim=1).unique(dim=0, return_inverse=True)
         mark[torch.isin(ids[: len(mark)], ids[len(mark) :])] = 1
     return marks

@@ -12,8 +12,8 @@ from torch import Tensor
 from kvbench.kv.scale import cap_of, capped
 from kvbench.kv.segment import per_head
 
-BLOCK_BYTES = 16 * 2**20
-CACHED_BYTES = 2**20  # of one CPU thread
+BLOCK_BYTES = 16 * 2**20  # the largest block of attention rows in memory
+CACHED_BYTES = 2**20  # the largest block that stays in the cache of one CPU thread
 FUSED: Any = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
 """PyTorch's attention for CPUs that returns (outputs, log-sum-exps), or None."""
 
@@ -26,8 +26,8 @@ def causal_softmax(query: Tensor, keys: Tensor, scale: float, window: int | None
     hq, w, d = query.shape
     hk, m, _ = keys.shape
     # logits = scale * q k^T; the query heads of a group share one product with their kv head
-    scaled = (query.float() * scale).reshape(hk, hq // hk * w, d)
-    logits = capped(scaled @ keys.float().transpose(1, 2), scale).view(hq, w, m)
+    scaled_query = (query.float() * scale).reshape(hk, hq // hk * w, d)
+    logits = capped(scaled_query @ keys.float().transpose(1, 2), scale).view(hq, w, m)
     # query i is token m - w + i: it sees no later key, and under a window none that is too far behind
     ones = torch.ones(w, m, dtype=torch.bool, device=logits.device)
     hidden = ones.triu(m - w + 1)
@@ -49,6 +49,7 @@ def row_blocks(
     hq, w, _ = query.shape
     k = keys.float()
     m = k.shape[1]
+    # a row of fp32 attention over all heads takes 4 hq m bytes
     block = max(1, block_bytes // (4 * hq * m))
     for start in range(0, w, block):
         end = min(w, start + block)
@@ -61,28 +62,35 @@ def column_sums(
     """Return the attention [Hq, m] that each token receives from all queries, in fp32.
 
     It is the sum of the causal softmax over query rows: query [Hq, w, D] of the last w of m tokens, keys [Hk, m, D].
-    ``lse`` [Hq, w], the logarithm of each row's sum of exponentials, saves passes where attention itself has computed
-    it. A CPU goes through the rows in blocks of ``block_bytes`` that stay in its cache, as many kv heads at a time as
-    it has threads.
+    ``lse`` [Hq, w] is the logarithm of each row's sum of exponentials. It saves passes where attention itself has
+    computed it. A CPU goes through the rows in blocks of ``block_bytes`` that stay in its cache, as many kv heads at a
+    time as it has threads.
     """
     hq, w = query.shape[:2]
     hk, m = keys.shape[:2]
     group, before = hq // hk, m - w
-    heads = hk if query.is_cuda else min(hk, torch.get_num_threads())
-    block_bytes = block_bytes or (BLOCK_BYTES if query.is_cuda else heads * CACHED_BYTES)
-    size = max(1, min(w, block_bytes // (4 * heads * group * m)))
+    if query.is_cuda:
+        heads, default_bytes = hk, BLOCK_BYTES
+    else:
+        heads = min(hk, torch.get_num_threads())
+        default_bytes = heads * CACHED_BYTES
+    size = max(1, min(w, (block_bytes or default_bytes) // (4 * heads * group * m)))
     q = query.float() * scale
     k = keys.float()
-    if lse is not None:  # one more channel subtracts lse from every logit within the product
+    future: Tensor | None = None
+    if lse is None:
+        future = torch.ones(size, size, dtype=torch.bool, device=q.device).triu(1)
+    else:
+        # one more channel subtracts lse from every logit within the product: (q, -lse) . (k, 1)
         q, k = torch.cat([q, -lse[..., None]], dim=-1), F.pad(k, (0, 1), value=1.0)
     q = q.view(hk, group, w, -1)
     k = k.transpose(1, 2).contiguous()
-    future = torch.ones(size, size, dtype=torch.bool, device=q.device).triu(1) if lse is None else None
     sums = q.new_zeros(hk, group, m)
     for first in range(0, hk, heads):
         kv_slice = slice(first, first + heads)
         for start in range(0, w, size):
             end = min(w, start + size)
+            # queries start to end see the keys of all tokens up to the last of them
             seen = before + end
             rows = capped(q[kv_slice, :, start:end].flatten(1, 2) @ k[kv_slice, :, :seen], scale)
             rows = rows.view(-1, group, end - start, seen)
@@ -100,19 +108,21 @@ def column_sums(
 
 
 def fusible(query: Tensor, scale: float) -> bool:
-    """Return True if FUSED serves queries on this device and of this dtype; it caps no logits."""
-    return FUSED is not None and query.device.type == "cpu" and query.dtype == torch.float32 and cap_of(scale) is None
+    """Return True if FUSED exists and serves queries of this device and dtype. It cannot cap logits."""
+    if FUSED is None or cap_of(scale) is not None:
+        return False
+    return query.device.type == "cpu" and query.dtype == torch.float32
 
 
 def attend_with_lse(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor] | None:
     """Return causal attention [Hq, n, D] and each row's log-sum-exp [Hq, n], by PyTorch's fused function for CPUs.
 
-    query [Hq, n, D]; keys and values [Hk, n, D]; fp32. None where PyTorch has no such function for them, and none
-    caps logits.
+    query [Hq, n, D]; keys and values [Hk, n, D]; fp32. Returns None where the function does not serve: see ``fusible``.
     """
     if not fusible(query, scale):
         return None
-    k, v = (per_head(x, len(query)) for x in (keys, values))
+    k, v = per_head(keys, len(query)), per_head(values, len(query))
+    # 0.0 is the dropout, True the causal mask
     out, lse = FUSED(query[None], k[None], v[None], 0.0, True, scale=scale)
     return out[0], lse[0]
 
@@ -128,6 +138,7 @@ def attend_rows(query: Tensor, keys: Tensor, values: Tensor, scale: float, windo
     out = torch.empty_like(query)
     for start, end, rows in row_blocks(query, keys, scale, window):
         seen = rows.shape[2]
+        # the query heads of a group share one product with the values of their kv head
         block = rows.reshape(hk, hq // hk * (end - start), seen) @ v[:, :seen]
         out[:, start:end] = block.reshape(hq, end - start, d).to(query.dtype)
     return out
@@ -136,16 +147,18 @@ def attend_rows(query: Tensor, keys: Tensor, values: Tensor, scale: float, windo
 def attend_in_blocks(
     query: Tensor, keys: Tensor, values: Tensor, scale: float, blocks: Sequence[tuple[int, Tensor]]
 ) -> Tensor:
-    """Return attention [Hq, n, D] where each block attends itself, causally, and the tokens held before it.
+    """Return attention [Hq, n, D] where each block attends itself, causally, and the tokens that are kept before it.
 
-    ``blocks`` are (first token, tokens [Hk, m] held before it), in order. Otherwise as ``attend_rows``.
+    ``blocks`` are (first token, tokens [Hk, m] kept before it), in order. Otherwise as ``attend_rows``.
     """
     out = torch.empty_like(query)
-    ends = [*(start for start, _ in blocks[1:]), query.shape[1]]
-    for (start, held), end in zip(blocks, ends, strict=True):
-        new = torch.arange(start, end, device=query.device).expand(len(held), -1)
-        index = torch.cat([held, new], dim=1)[..., None].expand(-1, -1, query.shape[2])
+    ends = [start for start, _ in blocks[1:]]
+    ends.append(query.shape[1])
+    for (start, kept_tokens), end in zip(blocks, ends, strict=True):
+        new_tokens = torch.arange(start, end, device=query.device).expand(len(kept_tokens), -1)
+        index = torch.cat([kept_tokens, new_tokens], dim=1)[..., None].expand(-1, -1, query.shape[2])
+        # kept tokens come first: the block's own are the last, as ``causal_softmax`` takes its queries to be
         rows = causal_softmax(query[:, start:end], keys.gather(1, index), scale)
-        block = rows.view(len(held), -1, rows.shape[2]) @ values.gather(1, index).float()
+        block = rows.view(len(kept_tokens), -1, rows.shape[2]) @ values.gather(1, index).float()
         out[:, start:end] = block.view(query.shape[0], end - start, -1).to(query.dtype)
     return out

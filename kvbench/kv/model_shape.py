@@ -16,7 +16,7 @@ class Shape:
     """Layers, heads (Hq query heads in groups over Hk kv heads) and head dimension D.
 
     layers: the layers that methods compress. They attend all tokens, or all of the model's layers slide.
-    local_layers: the layers beside them that attend only the last ``window`` tokens, hold no others, and pass through.
+    local_layers: the other layers. They attend and hold only the last ``window`` tokens, and no method compresses them.
     """
 
     layers: int
@@ -27,8 +27,12 @@ class Shape:
     window: int = 0
 
     def __post_init__(self) -> None:
+        has_local = bool(self.local_layers or self.window)
         for name, value in asdict(self).items():
-            least = int(name not in ("local_layers", "window") or bool(self.local_layers or self.window))
+            # a model has no local layers and no window, or both
+            may_be_zero = name in ("local_layers", "window") and not has_local
+            least = 0 if may_be_zero else 1
+            # True and False are integers to Python
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise UsageError(f"model.shape.{name}={value!r} is not possible: a whole number, {least} or more")
         if self.query_heads % self.kv_heads:
@@ -44,10 +48,11 @@ class Shape:
     def full_bytes(self, tokens: int, itemsize: int, heads: int | None = None) -> int:
         """Return the bytes of all keys and values of ``tokens``, stored under ``heads``, by default the kv heads.
 
-        Local layers hold those of their window, under the kv heads.
+        Local layers hold the tokens of their window, under the kv heads.
         """
-        compressed = 2 * self.layers * (heads or self.kv_heads) * tokens * self.head_dim * itemsize
-        return compressed + self.local_bytes(tokens, itemsize)
+        # 2: keys and values
+        compressible = 2 * self.layers * (heads or self.kv_heads) * tokens * self.head_dim * itemsize
+        return compressible + self.local_bytes(tokens, itemsize)
 
     def local_bytes(self, tokens: int, itemsize: int) -> int:
         """Return the bytes of the keys and values that local layers hold of ``tokens``."""
@@ -68,15 +73,17 @@ class Shape:
         )
 
     def __str__(self) -> str:
-        local = f" and {self.local_layers} local ones (window {self.window})" if self.local_layers else ""
+        local = ""
+        if self.local_layers:
+            local = f" and {self.local_layers} local ones (window {self.window})"
         return (
             f"{self.layers} layers{local}, {self.query_heads} query and {self.kv_heads} kv heads of dimension "
             f"{self.head_dim}"
         )
 
 
-def from_entry(entry: Mapping[str, Any]) -> Shape:
-    """Return the shape written in an entry of conf/model. Raises UsageError if a part of it is missing."""
+def from_entry(entry: Mapping[str, int]) -> Shape:
+    """Return the shape written in an entry of conf/model. Raises UsageError if a part is missing, unknown or wrong."""
     names = [f.name for f in fields(Shape)]
     needed = [f.name for f in fields(Shape) if f.default is MISSING]
     if not set(needed) <= set(entry) <= set(names):
@@ -90,6 +97,7 @@ def from_entry(entry: Mapping[str, Any]) -> Shape:
 def local_layers(config: Any) -> frozenset[int]:
     """Return the layers that attend a sliding window beside others that attend all tokens; none if all are alike."""
     kinds = list(getattr(config, "layer_types", None) or ())
+    # where all layers slide, the window is the model's own and methods compress all of them
     if getattr(config, "sliding_window", None) is None or len(set(kinds)) < 2:
         return frozenset()
     return frozenset(i for i, kind in enumerate(kinds) if kind == "sliding_attention")
@@ -98,6 +106,7 @@ def local_layers(config: Any) -> frozenset[int]:
 def from_config(config: Any) -> Shape:
     """Return the shape of a checkpoint by its Hugging Face configuration."""
     heads, local = int(config.num_attention_heads), len(local_layers(config))
+    # configurations without grouped queries have no num_key_value_heads, and many have no head_dim
     return Shape(
         layers=int(config.num_hidden_layers) - local,
         query_heads=heads,

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import reduce
 from operator import or_
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -37,12 +37,12 @@ class Needs:
 
     def __or__(self, other: Needs) -> Needs:
         return Needs(
-            max(self.last_q, other.last_q),
-            max(self.first_q, other.first_q),
-            self.colsums or other.colsums,
-            self.hidden or other.hidden,
-            self.colsums_bits | other.colsums_bits,
-            self.call or other.call,
+            last_q=max(self.last_q, other.last_q),
+            first_q=max(self.first_q, other.first_q),
+            colsums=self.colsums or other.colsums,
+            hidden=self.hidden or other.hidden,
+            colsums_bits=self.colsums_bits | other.colsums_bits,
+            call=self.call or other.call,
         )
 
     @classmethod
@@ -53,7 +53,7 @@ class Needs:
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """The call of a layer's attention module, for code of other packages that reads modules.
+    """The call of a layer's attention module, for other packages' methods, which read modules.
 
     module: the attention module.
     kwargs: the keyword arguments of its call.
@@ -65,7 +65,7 @@ class AttentionCall:
     rotary: Any = None
 
     def __deepcopy__(self, memo: Any) -> AttentionCall:
-        return self  # a model is not copied with what is handed to one method
+        return self  # each method gets a copy of its observation; a copy of the module would copy the model's weights
 
 
 @dataclass(frozen=True)
@@ -73,10 +73,10 @@ class Observation:
     """One layer of one prefill, as every chain sees it. Fields that no stage needs are None.
 
     n: the number of tokens that this layer read. Where a stage drops hidden states, it is less than the prompt's
-    ``length``, to which budgets refer; ``positions`` then names the tokens read, and all fields are in their order.
+    ``length``, to which budgets refer. ``positions`` then names the tokens read, and all fields are in their order.
     scale: the factor of q.k, 1.0 where the model scales its queries itself.
     prompt: the CRC-32 of the token ids. It makes random draws differ between prompts, but never between runs.
-    partial: whether ``last_q`` may hold fewer queries than a stage asks for, as the tokens of older ones are gone.
+    partial: True if ``last_q`` may hold fewer queries than a stage asks for, because older queries' tokens are gone.
     """
 
     layer: int
@@ -96,7 +96,7 @@ class Observation:
     positions: Tensor | None = None  # [n] int64, ascending; None: 0 .. n - 1
     call: AttentionCall | None = None
     partial: bool = False
-    scratch: dict[object, Any] = field(default_factory=dict, compare=False, repr=False)  # see ``once``
+    scratch: dict[object, object] = field(default_factory=dict, compare=False, repr=False)  # see ``once``
 
     def once(self, key: object, compute: Callable[[], Result]) -> Result:
         """Return the result of ``compute``, which is called once for all chains that see this layer.
@@ -105,8 +105,7 @@ class Observation:
         """
         if key not in self.scratch:
             self.scratch[key] = compute()
-        result: Result = self.scratch[key]
-        return result
+        return cast(Result, self.scratch[key])
 
     def received(self, bits: int | None = None) -> Tensor:
         """Return the attention [Hq, n] that each token received from all queries.
@@ -124,14 +123,26 @@ class Observation:
         return self.length or self.n
 
     def for_decoding(self, queries: int) -> Observation:
-        """Return the part that a method keeps which chooses again while decoding: the last ``queries``."""
-        last_q = self.queries(queries).clone() if queries else None
-        kept = {"layer": self.layer, "n_layers": self.n_layers, "scale": self.scale, "prompt": self.prompt}
-        return Observation(n=self.n, last_q=last_q, partial=True, **kept)  # type: ignore[arg-type]
+        """Return what a method that chooses again while decoding keeps: the last ``queries`` and plain numbers."""
+        last_q = None
+        if queries:
+            # a view would keep all queries of the prompt alive
+            last_q = self.queries(queries).clone()
+        return Observation(
+            layer=self.layer,
+            n_layers=self.n_layers,
+            n=self.n,
+            scale=self.scale,
+            prompt=self.prompt,
+            last_q=last_q,
+            partial=True,
+        )
 
     def token_positions(self, device: torch.device) -> Tensor:
         """Return the positions [n] of the tokens that this layer read."""
-        return torch.arange(self.n, device=device) if self.positions is None else self.positions.to(device)
+        if self.positions is None:
+            return torch.arange(self.n, device=device)
+        return self.positions.to(device)
 
     def queries(self, w: int) -> Tensor:
         """Return the last ``min(w, n)`` queries [Hq, w, D]. Raises ValueError if no stage declared such a need."""

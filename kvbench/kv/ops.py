@@ -23,8 +23,10 @@ def dense(
     them it read all, 0 .. n - 1.
     """
     n = length or k.shape[1]
-    positions = torch.arange(n, device=k.device) if positions is None else positions
-    return LayerCache((Segment(k, v, positions.to(torch.int32)[None]),), n, heads, query_heads, prompt=n)
+    if positions is None:
+        positions = torch.arange(n, device=k.device)
+    segment = Segment(k, v, positions.to(torch.int32)[None])
+    return LayerCache((segment,), seen=n, heads=heads, query_heads=query_heads, prompt=n)
 
 
 def local(k: Tensor, v: Tensor, window: int, query_heads: int) -> LayerCache:
@@ -32,8 +34,8 @@ def local(k: Tensor, v: Tensor, window: int, query_heads: int) -> LayerCache:
     n = k.shape[1]
     first = max(0, n - window)
     positions = torch.arange(first, n, dtype=torch.int32, device=k.device)[None]
-    held = Segment(k[:, first:].clone(), v[:, first:].clone(), positions)
-    return LayerCache((held,), n, len(k), query_heads, prompt=n, window=window)
+    segment = Segment(k[:, first:].clone(), v[:, first:].clone(), positions)
+    return LayerCache((segment,), seen=n, heads=len(k), query_heads=query_heads, prompt=n, window=window)
 
 
 def only_segment(cache: LayerCache) -> Segment:
@@ -46,25 +48,26 @@ def only_segment(cache: LayerCache) -> Segment:
 def with_state(cache: LayerCache, **state: Tensor) -> LayerCache:
     """Return the cache with more state tensors [heads, L, ...] in its single segment."""
     segment = only_segment(cache)
-    return replace(cache, segments=(replace(segment, state={**segment.state, **state}),))
+    return replace(cache, segments=(replace(segment, state=dict(segment.state) | state),))
 
 
 def as_stored(s: Segment) -> Segment:
-    """Return the segment as it is stored: its latents, where it has them, in the place of keys and values."""
+    """Return the segment as it is stored, with latents, where it has them, in the place of keys and values."""
     if s.latents is None:
         return s
     return replace(s, k=s.latents[0], v=s.latents[1], latents=None, latent=True)
 
 
 def _gather_slots(t: Tensor, index: Tensor) -> Tensor:
-    """Return t [H, L, ...] at index [H, m] -> [H, m, ...], contiguous."""
-    # whole slots of all heads, one head after the other: on a CPU several times as fast as torch.gather
-    flat = (index + torch.arange(index.shape[0], device=index.device)[:, None] * t.shape[1]).flatten()
-    return t.flatten(0, 1).index_select(0, flat).view(*index.shape, *t.shape[2:])
+    """Return the slots ``index`` [H, m] of t [H, L, ...]: [H, m, ...], contiguous."""
+    # slot i of head h is row h L + i of t [H L, ...]: on a CPU several times as fast as torch.gather
+    heads = torch.arange(index.shape[0], device=index.device)[:, None]
+    rows = (index + heads * t.shape[1]).flatten()
+    return t.flatten(0, 1).index_select(0, rows).view(*index.shape, *t.shape[2:])
 
 
 def select(cache: LayerCache, index: Tensor, lengths: Tensor | None = None) -> LayerCache:
-    """Return the cache with only the slots ``index`` [heads, m], ascending, or [1, m] where all heads keep the same.
+    """Return the cache with only the slots ``index`` [heads, m], ascending; [1, m] where all heads keep the same.
 
     ``lengths`` [heads] makes the result ragged: head h keeps only its first ``lengths[h]`` entries of ``index``.
     """
@@ -72,38 +75,39 @@ def select(cache: LayerCache, index: Tensor, lengths: Tensor | None = None) -> L
     if lengths is not None and bool((lengths != index.shape[1]).any()):
         return replace(cache, segments=(_select_ragged(s, index, lengths),))
     # index [1, m], and keys of heads that share them, are repeated for each stored head
-    per_row = per_head(index, cache.heads)
-    rows = max(index.shape[0], s.positions.shape[0])
+    index_by_head = per_head(index, cache.heads)
 
-    def at(t: Tensor) -> Tensor:
-        return _gather_slots(per_head(t, cache.heads), per_row)
+    def select_slots(t: Tensor) -> Tensor:
+        return _gather_slots(per_head(t, cache.heads), index_by_head)
 
     # positions stay one row as long as all heads keep the same tokens
     if s.positions.shape[0] == 1:
         positions = s.positions[0].index_select(0, index.flatten()).view(index.shape)
     else:
+        rows = max(index.shape[0], s.positions.shape[0])
         positions = _gather_slots(s.positions, per_head(index, rows))
-    new = Segment(s.k, s.v, positions, state={name: at(t) for name, t in s.state.items()}, latent=s.latent)
+    state = {name: select_slots(t) for name, t in s.state.items()}
+    selected = Segment(s.k, s.v, positions, state=state, latent=s.latent)
     k, v = s.stored()
-    return replace(cache, segments=(new.holding(each(k, at), each(v, at)),))
+    return replace(cache, segments=(selected.holding(each(k, select_slots), each(v, select_slots)),))
 
 
 def _select_ragged(s: Segment, index: Tensor, lengths: Tensor) -> Segment:
     """Return the first ``lengths[h]`` slots of ``index`` [heads, m] for each head h, one head after the other."""
     heads = len(lengths)
-    # (head, slot) of every entry that is kept, head by head
-    chosen = torch.arange(index.shape[1], device=index.device) < lengths[:, None]
-    head = torch.arange(heads, device=index.device)[:, None].expand_as(index)[chosen]
-    slot = index[chosen]
+    # (head, slot) of every kept entry, head by head
+    is_kept = torch.arange(index.shape[1], device=index.device) < lengths[:, None]
+    head = torch.arange(heads, device=index.device)[:, None].expand_as(index)[is_kept]
+    slot = index[is_kept]
 
-    def at(t: Tensor) -> Tensor:
+    def select_slots(t: Tensor) -> Tensor:
         # stored head h reads row h // (heads per row) of t
         return t[head // (heads // t.shape[0]), slot][None]
 
-    state = {name: at(t) for name, t in s.state.items()}
+    state = {name: select_slots(t) for name, t in s.state.items()}
     k, v = s.stored()
-    ragged = Segment(s.k, s.v, at(s.positions), lengths.to(torch.int32), state=state)
-    return ragged.holding(each(k, at), each(v, at))
+    ragged = Segment(s.k, s.v, select_slots(s.positions), lengths.to(torch.int32), state=state)
+    return ragged.holding(each(k, select_slots), each(v, select_slots))
 
 
 def select_first(cache: LayerCache, order: Tensor, counts: Tensor) -> LayerCache:
@@ -116,12 +120,13 @@ def select_first(cache: LayerCache, order: Tensor, counts: Tensor) -> LayerCache
     dropped = torch.arange(n, device=order.device) >= counts[:, None]
     # dropped slots sort behind all others; the clamp only keeps the padding of shorter heads in range
     index = order.masked_fill(dropped, n).sort(dim=-1).values[:, : int(counts.max())].clamp(max=n - 1)
-    selected = select(cache, index, counts if len(counts) > 1 else None)
+    lengths = counts if len(counts) > 1 else None
+    selected = select(cache, index, lengths)
     return replace(selected, decided=tuple(counts.expand(cache.heads).tolist()))
 
 
 def order_by_position(positions: Tensor, valid: Tensor) -> Tensor:
-    """Return the slots [..., S] in order of their positions [..., S], those that are not ``valid`` last."""
+    """Return the slots [..., S] in order of their positions [..., S]; slots that are not ``valid`` come last."""
     return positions.masked_fill(~valid, torch.iinfo(torch.int32).max).argsort(dim=-1, stable=True)
 
 
@@ -143,14 +148,18 @@ def expand(cache: LayerCache) -> LayerCache:
         # ragged heads need no repeating: ``select`` repeated them, as it chose tokens for each of ``cache.heads``
         if s.heads == cache.heads or s.lengths is not None:
             return s
-        h = cache.heads
+        key_channels, value_channels = s.key_channels, s.value_channels
+        if key_channels is not None:
+            key_channels = per_head(key_channels, cache.heads)
+        if value_channels is not None:
+            value_channels = per_head(value_channels, cache.heads)
         return replace(
             s,
-            k=per_head(s.k, h),
-            v=per_head(s.v, h),
-            key_channels=None if s.key_channels is None else per_head(s.key_channels, h),
-            value_channels=None if s.value_channels is None else per_head(s.value_channels, h),
-            state={name: per_head(t, h) for name, t in s.state.items()},
+            k=per_head(s.k, cache.heads),
+            v=per_head(s.v, cache.heads),
+            key_channels=key_channels,
+            value_channels=value_channels,
+            state={name: per_head(t, cache.heads) for name, t in s.state.items()},
         )
 
     return replace(cache, segments=tuple(widen(s) for s in cache.segments))
@@ -163,48 +172,57 @@ def split_recent(cache: LayerCache, recent: int) -> tuple[Segment, Segment]:
         return _split_ragged(s, s.lengths, recent)
     cut = max(s.tokens - recent, 0)
 
-    def part(at: slice) -> Segment:
-        state = {name: t[:, at].clone() for name, t in s.state.items()}
-        return Segment(s.k[:, at].clone(), s.v[:, at].clone(), s.positions[:, at].clone(), state=state)
+    def copy_slots(span: slice) -> Segment:
+        state = {name: t[:, span].clone() for name, t in s.state.items()}
+        return Segment(s.k[:, span].clone(), s.v[:, span].clone(), s.positions[:, span].clone(), state=state)
 
-    return part(slice(0, cut)), part(slice(cut, None))
+    return copy_slots(slice(0, cut)), copy_slots(slice(cut, None))
 
 
 def _split_ragged(s: Segment, lengths: Tensor, recent: int) -> tuple[Segment, Segment]:
+    """Split a segment of ragged heads of ``lengths`` [H] as ``split_recent`` does."""
     old_counts = (lengths - recent).clamp(min=0)
     # each token's place within its own head
-    slot = torch.cat([torch.arange(m, device=s.k.device) for m in lengths.tolist()])
+    slot = torch.cat([torch.arange(count, device=s.k.device) for count in lengths.tolist()])
     is_old = slot < old_counts.repeat_interleave(lengths)
 
-    def part(chosen: Tensor, counts: Tensor) -> Segment:
+    def copy_tokens(mask: Tensor, counts: Tensor) -> Segment:
+        """Return the tokens in ``mask`` [N], of which head h has ``counts[h]``."""
+        # heads that hold equally many tokens from now on are ragged no longer
         even = bool((counts == counts[0]).all())
         shape = (len(counts), int(counts[0])) if even else (1, int(counts.sum()))
+        new_lengths = None if even else counts.to(torch.int32)
 
-        def at(t: Tensor) -> Tensor:
-            return t[0, chosen].view(*shape, *t.shape[2:])
+        def copy_part(t: Tensor) -> Tensor:
+            return t[0, mask].view(*shape, *t.shape[2:])
 
-        state = {name: at(t) for name, t in s.state.items()}
-        return Segment(at(s.k), at(s.v), at(s.positions), None if even else counts.to(torch.int32), state=state)
+        state = {name: copy_part(t) for name, t in s.state.items()}
+        return Segment(copy_part(s.k), copy_part(s.v), copy_part(s.positions), new_lengths, state=state)
 
-    return part(is_old, old_counts), part(~is_old, lengths - old_counts)
+    return copy_tokens(is_old, old_counts), copy_tokens(~is_old, lengths - old_counts)
 
 
 def prune(cache: LayerCache, keys: Tensor | None, values: Tensor | None, recent: int) -> LayerCache:
-    """Return the cache with only the channels ``keys`` and ``values`` of all tokens but the last ``recent`` slots.
+    """Return the cache with only some channels of all tokens but the last ``recent`` slots, which keep all channels.
 
-    Channels are [heads, T], ascending; None stands for all."""
+    ``keys`` and ``values`` [heads, T] are the channels kept, ascending; None stands for all.
+    """
     older, newer = split_recent(cache, recent)
 
-    def keep(t: Tensor, channels: Tensor) -> Tensor:
+    def gather_channels(t: Tensor, channels: Tensor) -> Tensor:
+        # the channels of its head, for each token
         if older.lengths is None:
-            return torch.gather(t, 2, channels.long()[:, None, :].expand(-1, older.tokens, -1))
-        return torch.gather(t, 2, channels.long().repeat_interleave(older.lengths, dim=0)[None])
+            index = channels.long()[:, None, :].expand(-1, older.tokens, -1)
+        else:
+            index = channels.long().repeat_interleave(older.lengths, dim=0)[None]
+        return torch.gather(t, 2, index)
 
     pruned = older
     if keys is not None:
-        pruned = replace(pruned, k=keep(pruned.k, keys), key_channels=keys.to(torch.int16))
+        pruned = replace(pruned, k=gather_channels(pruned.k, keys), key_channels=keys.to(torch.int16))
     if values is not None:
-        pruned = replace(pruned, v=keep(pruned.v, values), value_channels=values.to(torch.int16))
+        pruned = replace(pruned, v=gather_channels(pruned.v, values), value_channels=values.to(torch.int16))
+    # one of both may be empty
     return replace(cache, segments=tuple(s for s in (pruned, newer) if s.tokens))
 
 
@@ -212,6 +230,7 @@ def append(cache: LayerCache, k: Tensor, v: Tensor) -> LayerCache:
     """Return the cache with T more tokens k, v [Hk, T, D] as a dense tail behind its other segments."""
     positions = torch.arange(cache.seen, cache.seen + k.shape[1], dtype=torch.int32, device=k.device)[None]
     tail = Segment(k, v, positions)
+    # where heads share logits, they do in every segment
     leads = next((s.leads for s in cache.segments if s.leads is not None), None)
     if leads is not None:
         tail = share_keys(tail, leads.clone())
@@ -220,6 +239,7 @@ def append(cache: LayerCache, k: Tensor, v: Tensor) -> LayerCache:
 
 def key_heads(leads: Tensor, stored: int) -> Tensor:
     """Return the indices, ascending, of the ``stored`` heads whose keys a leading query head reads; leads [Hq]."""
+    # query head q reads stored head q // (Hq / stored)
     return (leads.long() // (leads.shape[0] // stored)).unique()
 
 

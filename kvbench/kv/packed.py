@@ -1,16 +1,23 @@
 """Codes of a few bits packed into bytes, and the min-max quantisers of KIVI, FlexGen and Q-Hitter.
 
-Shapes: L tokens, C channels of a token (D, or T after pruning), G elements that share one scale; ``...`` are leading
-axes (heads, or rows and heads).
+Shapes: L tokens, C channels of a token (D, or T after pruning), G elements that share one scale, m codes of 1 to 8
+bits. ``...`` are leading axes (heads, or rows and heads).
 
-Layout of w bytes that hold m codes of 1, 2 or 4 bits: byte j holds codes j, j + w, j + 2w, ... from its lowest bits up.
-Codes are unpacked in 8 / bits contiguous runs, never interleaved, and w = ceil(m bits / 8). Codes of 3 bits are stored
-as their lower 2 bits in that layout, then their upper bit in that layout: ceil(m / 4) + ceil(m / 8) bytes, which is
-3 bits a code wherever 8 divides m. Codes of 8 bits are bytes. Bits that no code fills are zero, and counted.
+``pack`` lays out m codes in one of two ways. Bits that no code fills are zero, and counted.
+
+``runs`` is the layout of the quantisers below. Codes of 1, 2, 4 or 8 bits take w = ceil(m bits / 8) bytes, and byte j
+holds codes j, j + w, j + 2w, ... from its lowest bits up. They unpack into 8 / bits contiguous runs, which are never
+interleaved. Codes of other widths are cut into planes of 4, 2 and 1 bits, the lowest bits first, and the planes follow
+each other. Codes of 3 bits take ceil(m / 4) + ceil(m / 8) bytes, which is 3 bits a code wherever 8 divides m.
+
+``stream`` is the layout of vLLM and SGLang, whose formats are in ``kvbench.kv.codecs``. All codes are one number with
+the first code in its lowest bits, stored as ceil(m bits / 8) little-endian bytes. Codes of 4 bits are pairs of nibbles,
+and eight codes of 3 bits are 24 bits.
 """
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -22,16 +29,17 @@ from torch import Tensor
 
 from kvbench.base.errors import KvbenchError
 
-BITS = (1, 2, 3, 4, 8)
-SCALE_BYTES = 4  # of a group: its scale and its minimum (or zero point), fp16 each
+Layout = Literal["runs", "stream"]
+
+BITS = (1, 2, 3, 4, 8)  # the widths that the quantisers below are used with, and that the GPU kernels read
+SCALE_BYTES = 4  # a group stores its scale and its minimum (or zero point) in fp16 each
 BLOCK = 2**21  # elements dequantised together: 8 MiB in fp32 fit the last-level cache; smaller blocks cost calls
 
-_PLANES = {1: (1,), 2: (2,), 3: (2, 1), 4: (4,), 8: (8,)}
 
-
-def packed_bytes(m: int, bits: int) -> int:
+def packed_bytes(m: int, bits: int, layout: Layout = "runs") -> int:
     """Return the bytes that hold m codes of ``bits`` bits."""
-    return sum(-(-m * part // 8) for part in _parts(bits))
+    # ceil(m * width / 8) bytes for each plane
+    return sum(-(-m * width // 8) for width in _plane_widths(bits, layout))
 
 
 def run_bytes(m: int, bits: int, group: int) -> int:
@@ -39,54 +47,133 @@ def run_bytes(m: int, bits: int, group: int) -> int:
     return packed_bytes(m, bits) + SCALE_BYTES * -(-m // group)
 
 
-def pack(codes: Tensor, bits: int, dim: int = -1) -> Tensor:
-    """Pack uint8 codes [..., m] below 2^bits into bytes [..., packed_bytes(m, bits)], along ``dim`` (-1, -2, ...).
+def pack(codes: Tensor, bits: int, dim: int = -1, layout: Layout = "runs") -> Tensor:
+    """Pack codes [..., m] below 2^bits along ``dim`` (-1, -2, ...) into uint8 [..., packed_bytes(m, bits, layout)].
 
     The result owns its storage. Bits above the lowest ``bits`` of a code would spill: callers keep codes in range.
+    Raises ValueError unless ``bits`` is 1 to 8.
     """
-    m, packed, below = codes.shape[dim], [], 0  # below: the bits of a code that earlier planes hold
-    for part in _parts(bits):
-        per = 8 // part
-        piece = codes if len(_parts(bits)) == 1 else (codes >> below) & (2**part - 1)
-        width = -(-m // per)
-        piece = F.pad(piece, (*[0, 0] * (-dim - 1), 0, width * per - m)).unflatten(dim, (per, width))
-        # byte j = code j | code (j + w) << b | code (j + 2w) << 2b | ...
-        byte = piece.select(dim - 1, 0).clone(memory_format=torch.contiguous_format)
-        for i in range(1, per):
-            byte |= piece.select(dim - 1, i) << (i * part)
-        packed.append(byte)
-        below += part
-    return packed[0] if len(packed) == 1 else torch.cat(packed, dim)
+    widths = _plane_widths(bits, layout)
+    codes = codes.to(torch.uint8)
+    if len(widths) == 1:
+        return _pack_plane(codes, bits, dim, layout)
+    planes = []
+    first_bit = 0  # the lowest bit of a code that the next plane holds
+    for width in widths:
+        plane = (codes >> first_bit) & (2**width - 1)
+        planes.append(_pack_plane(plane, width, dim, layout))
+        first_bit += width
+    return torch.cat(planes, dim)
 
 
-def unpack(packed: Tensor, bits: int, m: int, dim: int = -1) -> Tensor:
-    """Return the m codes [..., m] uint8 that ``pack`` put into bytes along ``dim``; of 8-bit codes a view."""
+def unpack(packed: Tensor, bits: int, m: int, dim: int = -1, layout: Layout = "runs") -> Tensor:
+    """Return the m codes [..., m] uint8 that ``pack`` put into bytes along ``dim``; 8-bit codes are a view.
+
+    Raises ValueError unless ``bits`` is 1 to 8.
+    """
     if bits == 8:
         return packed
-    codes, start, below = None, 0, 0
-    for part in _parts(bits):
-        per = 8 // part
-        width = -(-m // per)
-        byte = packed.narrow(dim, start, width)
-        shape = list(packed.shape)
-        shape[dim : packed.dim() + dim + 1] = [per, width]
-        out = packed.new_empty(shape)
-        for i in range(per):
-            # shifted in one contiguous run, then placed: masking in short strided runs takes several times as long
-            out.select(dim - 1, i).copy_((byte >> (i * part)) & (2**part - 1))
-        piece = out.flatten(packed.dim() + dim, packed.dim() + dim + 1).narrow(dim, 0, m)
-        codes = piece if codes is None else codes | (piece << below)
-        start, below = start + width, below + part
+    codes: Tensor | None = None
+    first_byte = first_bit = 0  # where the next plane begins in the bytes, and in a code
+    for width in _plane_widths(bits, layout):
+        plane_bytes = -(-m * width // 8)
+        plane = _unpack_plane(packed.narrow(dim, first_byte, plane_bytes), width, m, dim, layout)
+        codes = plane if codes is None else codes | (plane << first_bit)
+        first_byte += plane_bytes
+        first_bit += width
     assert codes is not None
     return codes
+
+
+def _plane_widths(bits: int, layout: Layout) -> tuple[int, ...]:
+    """Return how many bits of a code each plane of the layout holds, the lowest bits first.
+
+    Raises ValueError unless ``bits`` is 1 to 8.
+    """
+    if not 1 <= bits <= 8:
+        raise ValueError(f"codes of {bits} bits: must be 1 to 8")
+    if layout == "stream":
+        return (bits,)
+    # a byte of a run holds whole codes only: other widths are sums of powers of two, as 7 = 4 + 2 + 1
+    return tuple(power for power in (8, 4, 2, 1) if bits & power)
+
+
+def _pack_plane(codes: Tensor, bits: int, dim: int, layout: Layout) -> Tensor:
+    """Pack one plane of uint8 codes [..., m] into bytes [..., ceil(m bits / 8)] along ``dim``."""
+    m = codes.shape[dim]
+    unit_codes, unit_bytes = _unit(bits)
+    units = -(-m // unit_codes)
+    shape = list(codes.shape)
+    shape[dim] = units * unit_bytes
+    packed = codes.new_zeros(shape)
+    byte_at = _split_into_places(packed, unit_bytes, dim, layout)
+    code_at = _split_into_places(_pad_end(codes, units * unit_codes, dim), unit_codes, dim, layout)
+    # code i of a unit begins at bit i * bits of the unit's bytes; a shift to the left drops the bits above its byte
+    for i, code in enumerate(code_at):
+        byte, shift = divmod(i * bits, 8)
+        byte_at[byte].bitwise_or_(code << shift)
+        if shift + bits > 8:
+            byte_at[byte + 1].bitwise_or_(code >> (8 - shift))
+    needed = -(-m * bits // 8)
+    if needed == packed.shape[dim]:
+        return packed
+    # the last unit of a stream has bytes that hold padding alone; a view would keep them alive
+    return packed.narrow(dim, 0, needed).clone(memory_format=torch.contiguous_format)
+
+
+def _unpack_plane(packed: Tensor, bits: int, m: int, dim: int, layout: Layout) -> Tensor:
+    """Return the m codes [..., m] that ``_pack_plane`` put into bytes along ``dim``."""
+    unit_codes, unit_bytes = _unit(bits)
+    units = -(-m // unit_codes)
+    byte_at = _split_into_places(_pad_end(packed, units * unit_bytes, dim), unit_bytes, dim, layout)
+    shape = list(packed.shape)
+    shape[dim] = units * unit_codes
+    codes = packed.new_empty(shape)
+    for i, place in enumerate(_split_into_places(codes, unit_codes, dim, layout)):
+        byte, shift = divmod(i * bits, 8)
+        code = byte_at[byte] >> shift
+        if shift + bits > 8:
+            code |= byte_at[byte + 1] << (8 - shift)
+        # masked in one contiguous run, then placed: masking in short strided runs takes several times as long
+        place.copy_(code & (2**bits - 1))
+    return codes.narrow(dim, 0, m)
+
+
+def _unit(bits: int) -> tuple[int, int]:
+    """Return (codes, bytes) of the fewest codes that fill whole bytes: (2, 1) for 4 bits, (8, 3) for 3 bits."""
+    common = math.gcd(bits, 8)
+    return 8 // common, bits // common
+
+
+def _split_into_places(t: Tensor, per_unit: int, dim: int, layout: Layout) -> tuple[Tensor, ...]:
+    """Return views of the first, the second, ... element of every unit; each is [..., units] along ``dim``.
+
+    t [..., units * per_unit] holds codes or bytes. In a stream the elements of a unit are neighbours. In runs the first
+    elements of all units come first, then all second ones.
+    """
+    units = t.shape[dim] // per_unit
+    if layout == "runs":
+        return t.unflatten(dim, (per_unit, units)).unbind(dim - 1)
+    return t.unflatten(dim, (units, per_unit)).unbind(dim)
+
+
+def _pad_end(t: Tensor, size: int, dim: int) -> Tensor:
+    """Return t with zeros behind its last element along ``dim``, ``size`` elements in all."""
+    missing = size - t.shape[dim]
+    if missing == 0:
+        return t
+    # F.pad takes (before, after) of the last axis first
+    padding = [0, 0] * -dim
+    padding[-1] = missing
+    return F.pad(t, padding)
 
 
 class Packed(ABC):
     """Keys or values [..., L, C] held as codes.
 
-    frozen: scales [..., H, 1, 1] of heads that were settled once, for all tokens, and are overhead, not payload.
+    frozen: scales [..., H, 1, 1] that heads settled once for all tokens. They are overhead, not payload.
     step: how many tokens are coded together.
-    rotation: the basis [C, C'] in which values are coded, which attention enters with its query; None: their own.
+    rotation: the basis [C, C'] in which values are coded. Attention rotates its query into it. None: no rotation.
     """
 
     frozen: Tensor | None = None
@@ -109,7 +196,7 @@ class Packed(ABC):
 
     @abstractmethod
     def codes_only(self) -> Iterator[Tensor]:
-        """Yield those of ``payload`` that hold codes."""
+        """Yield the tensors of ``payload`` that hold codes, without the scales."""
 
     @abstractmethod
     def holding(self, tensors: Sequence[Tensor], frozen: Tensor | None) -> Self:
@@ -117,7 +204,7 @@ class Packed(ABC):
 
     @abstractmethod
     def tokens(self, start: int | None = None, stop: int | None = None) -> Self:
-        """Return tokens ``start`` to ``stop`` as views; where tokens are coded together both must be borders."""
+        """Return tokens ``start`` to ``stop`` as views. Both must be multiples of ``step``."""
 
     @abstractmethod
     def flat(self) -> Self:
@@ -127,8 +214,8 @@ class Packed(ABC):
     def dequantise(self, dtype: torch.dtype, scratch: Tensor | None = None) -> Tensor:
         """Return the values [..., L, C] in ``dtype``, computed in fp32 and rounded once.
 
-        ``scratch`` is fp32 memory of at least as many elements, which the result may use: callers that go block by
-        block would otherwise spend most of the time on fresh memory.
+        ``scratch`` is fp32 memory of at least as many elements. The result may use it. Callers that go block by block
+        would otherwise spend most of the time on fresh memory.
         """
 
     def rotated(self, dtype: torch.dtype, scratch: Tensor | None = None) -> Tensor:
@@ -136,7 +223,7 @@ class Packed(ABC):
         return self.dequantise(dtype, scratch)
 
     def more(self, x: Tensor, pack: Callable[[Tensor], Packed], rows: Sequence[int] | None = None) -> Packed:
-        """Return new tokens x packed to stand beside these, of all rows or of ``rows``."""
+        """Return new tokens x, of all rows or of ``rows``, packed in the format of these tokens."""
         return pack(x)
 
     @property
@@ -145,7 +232,9 @@ class Packed(ABC):
 
     def __getitem__(self, index: slice | Tensor | int) -> Self:
         """Return the packed tokens of the entries ``index`` of the first leading axis; a slice gives views."""
-        frozen = None if self.frozen is None else self.frozen[index]
+        frozen = self.frozen
+        if frozen is not None:
+            frozen = frozen[index]
         return self.holding([t[index] for t in self.payload()], frozen)
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> Self:
@@ -153,8 +242,10 @@ class Packed(ABC):
         return self.holding([fn(t) for t in self.payload()], self.frozen)
 
     def of_head(self, h: int) -> Self:
-        """Return the tokens of head h, which these are alone, with the scales of that head."""
-        return self if self.frozen is None else self.holding(list(self.payload()), self.frozen[h : h + 1])
+        """Return these tokens, all of them head h's, with the frozen scales of that head alone."""
+        if self.frozen is None:
+            return self
+        return self.holding(list(self.payload()), self.frozen[h : h + 1])
 
     def blocks(self, elements: int = BLOCK) -> Iterator[tuple[slice, slice, Self]]:
         """Yield (slice of H, slice of tokens, their packed part), each part of up to ``elements`` values.
@@ -164,24 +255,28 @@ class Packed(ABC):
         """
         flat = self.flat()
         heads, tokens, channels = flat.shape
-        span = max(min(tokens, elements // max(channels, 1)) // self.step * self.step, self.step)
-        count = max(elements // max(span * channels, 1), 1)
-        for h in range(0, heads, count):
-            rows = slice(h, min(h + count, heads))
-            for t in range(0, tokens, span):
-                columns = slice(t, min(t + span, tokens))
-                yield rows, columns, flat[rows].tokens(columns.start, columns.stop)
+        # as many tokens of one head as fit, in whole steps; then as many heads beside it as still fit
+        fitting_tokens = min(tokens, elements // max(channels, 1))
+        part_tokens = max(fitting_tokens // self.step * self.step, self.step)
+        part_heads = max(elements // max(part_tokens * channels, 1), 1)
+        for first_head in range(0, heads, part_heads):
+            head_span = slice(first_head, min(first_head + part_heads, heads))
+            for first_token in range(0, tokens, part_tokens):
+                token_span = slice(first_token, min(first_token + part_tokens, tokens))
+                yield head_span, token_span, flat[head_span].tokens(token_span.start, token_span.stop)
 
 
 @dataclass(frozen=True)
 class MinMax(Packed):
     """Quantised keys or values [..., L, C] as they are stored: value = scale * code + minimum, per group.
 
-    ``axis="token"``: a group is ``group`` consecutive channels of one token (the last one shorter where ``group`` does
-    not divide C); codes [..., L, bytes], scale and low [..., L, groups]. ``axis="channel"``: a group is ``group``
-    consecutive tokens of one channel; codes [..., L / G, bytes, C], packed along tokens with channels innermost so that
-    they unpack into token order; scale and low [..., L / G, C].
-    ``low`` is the minimum, or under ``zero_point`` the code whose value is 0: then value = scale * (code - low).
+    ``axis="token"``: a group is ``group`` consecutive channels of one token. The last group is shorter where ``group``
+    does not divide C. Codes are [..., L, bytes], scale and low [..., L, groups].
+
+    ``axis="channel"``: a group is ``group`` consecutive tokens of one channel. Codes are [..., L / G, bytes, C], scale
+    and low [..., L / G, C]. Codes are packed along tokens, with channels innermost: they unpack into token order.
+
+    ``low`` is the minimum. Under ``zero_point`` it is the code whose value is 0: value = scale * (code - low).
     """
 
     codes: Tensor  # uint8
@@ -195,14 +290,19 @@ class MinMax(Packed):
 
     @property
     def shape(self) -> torch.Size:
-        lead_sizes, last_size = self.codes.shape[:-1], self.codes.shape[-1]
+        sizes = list(self.codes.shape)
         if self.axis == "token":
-            return torch.Size((*lead_sizes, self.size))
-        return torch.Size((*lead_sizes[:-2], lead_sizes[-2] * self.size, last_size))
+            sizes[-1] = self.size
+        else:
+            # codes [..., L / G, bytes, C]
+            sizes[-3:-1] = [sizes[-3] * self.size]
+        return torch.Size(sizes)
 
     @property
     def step(self) -> int:  # type: ignore[override]
-        return self.group if self.axis == "channel" else 1
+        if self.axis == "channel":
+            return self.group
+        return 1
 
     @property
     def format(self) -> tuple[object, ...]:
@@ -220,45 +320,57 @@ class MinMax(Packed):
 
     def minimum(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return the value of code 0, in the shape of ``low``, rounded to ``dtype`` once."""
-        # scale * (code - zero) at code 0
-        low = -self.scale.float() * self.low.float() if self.zero_point else self.low
-        return low.to(dtype)
+        if self.zero_point:
+            # scale * (code - zero) at code 0
+            return (-self.scale.float() * self.low.float()).to(dtype)
+        return self.low.to(dtype)
 
     def tokens(self, start: int | None = None, stop: int | None = None) -> Self:
         first, last, _ = slice(start, stop).indices(self.shape[-2])
         last = max(first, last)
-        dim = -2
+        code_axis = -2
         if self.axis == "channel":
             if first % self.group or last % self.group:
                 raise ValueError(f"tokens {first}..{last} are not whole groups of {self.group}")
-            first, last, dim = first // self.group, last // self.group, -3
-        codes = self.codes.narrow(dim, first, last - first)
-        scale, low = (t.narrow(-2, first, last - first) for t in (self.scale, self.low))
-        return replace(self, codes=codes, scale=scale, low=low)
+            # from tokens to groups of tokens: codes [..., L / G, bytes, C], scale and low [..., L / G, C]
+            first, last = first // self.group, last // self.group
+            code_axis = -3
+        return replace(
+            self,
+            codes=self.codes.narrow(code_axis, first, last - first),
+            scale=self.scale.narrow(-2, first, last - first),
+            low=self.low.narrow(-2, first, last - first),
+        )
 
     def flat(self) -> Self:
-        end = -3 if self.axis == "token" else -4
-        return self.holding([self.codes.flatten(0, end), self.scale.flatten(0, -3), self.low.flatten(0, -3)], None)
+        # the leading axes end before [L, bytes], or before [L / G, bytes, C]
+        last_leading = -4 if self.axis == "channel" else -3
+        codes = self.codes.flatten(0, last_leading)
+        return self.holding([codes, self.scale.flatten(0, -3), self.low.flatten(0, -3)], None)
 
     def dequantise(self, dtype: torch.dtype, scratch: Tensor | None = None) -> Tensor:
         scale, low = self.scale.float(), self.minimum()
-
-        def to_fp32(codes: Tensor) -> Tensor:
-            return codes.float() if scratch is None else scratch[: codes.numel()].view(codes.shape).copy_(codes)
-
         if self.axis == "channel":
-            x = to_fp32(unpack(self.codes, self.bits, self.size, dim=-2))
-            x.mul_(scale[..., None, :]).add_(low[..., None, :])  # value = scale * code + minimum
+            x = _to_fp32(unpack(self.codes, self.bits, self.size, dim=-2), scratch)
+            # value = scale * code + minimum; one scale for the G tokens [L / G, G, C] of a channel
+            x.mul_(scale[..., None, :]).add_(low[..., None, :])
             return x.flatten(-3, -2).to(dtype)
-        x = to_fp32(unpack(self.codes, self.bits, self.size))
-        full = self.size // self.group  # the last group may be shorter, and is scaled by itself
-        for part, s, m in (
-            (x[..., : full * self.group].unflatten(-1, (-1, self.group)), scale[..., :full], low[..., :full]),
-            (x[..., full * self.group :].unsqueeze(-2), scale[..., full:], low[..., full:]),
-        ):
-            if part.numel():
-                part.mul_(s[..., None]).add_(m[..., None])
+        x = _to_fp32(unpack(self.codes, self.bits, self.size), scratch)
+        whole_groups = self.size // self.group
+        rest = whole_groups * self.group
+        grouped = x[..., :rest].unflatten(-1, (whole_groups, self.group))
+        grouped.mul_(scale[..., :whole_groups, None]).add_(low[..., :whole_groups, None])
+        if rest < self.size:
+            # the last group is shorter and has a scale of its own
+            x[..., rest:].mul_(scale[..., whole_groups:]).add_(low[..., whole_groups:])
         return x.to(dtype)
+
+
+def _to_fp32(codes: Tensor, scratch: Tensor | None) -> Tensor:
+    """Return codes as fp32, in the memory of ``scratch`` where there is one."""
+    if scratch is None:
+        return codes.float()
+    return scratch[: codes.numel()].view(codes.shape).copy_(codes)
 
 
 def quantise_tokens(x: Tensor, bits: int, group: int, constant_scale: float = 0.0) -> MinMax:
@@ -266,16 +378,21 @@ def quantise_tokens(x: Tensor, bits: int, group: int, constant_scale: float = 0.
 
     scale = (max - min) / (2^bits - 1) and code = round((x - min) / scale), both against the fp16 numbers that are
     stored. Then |x - value| <= max(scale / 2, 2^-11 |min|) + 2^(bits - 25), plus the rounding of fp32 sums. The second
-    term is the rounding of the stored minimum (0 for fp16 input), the last that of numbers below fp16's normal range.
+    term is the rounding of the stored minimum (0 for fp16 input). The last one is the rounding of numbers below fp16's
+    normal range.
+
     A group of one value has codes 0 and scale ``constant_scale``: 0 (KIVI, arXiv 2402.02750), or 1 (FlexGen, arXiv
     2303.06865). Raises KvbenchError if values, minimum or scale are not finite in fp16.
     """
-    m = x.shape[-1]
-    groups = -(-m // group)
-    if m < groups * group:  # repeating the last element changes no minimum or maximum
-        x = torch.cat([x, x[..., -1:].expand(*x.shape[:-1], groups * group - m)], dim=-1)
-    codes, scale, low = _min_max(x.float().unflatten(-1, (groups, group)), bits, -1, constant_scale)
-    return MinMax(pack(codes.flatten(-2)[..., :m], bits), scale, low, bits, group, "token", m)
+    channels = x.shape[-1]
+    groups = -(-channels // group)
+    padding = groups * group - channels
+    if padding:
+        # repeating the last element changes no minimum or maximum
+        x = torch.cat([x, x[..., -1:].expand(*x.shape[:-1], padding)], dim=-1)
+    codes, scale, low = _quantise_groups(x.float().unflatten(-1, (groups, group)), bits, -1, constant_scale)
+    codes = codes.flatten(-2)[..., :channels]
+    return MinMax(codes=pack(codes, bits), scale=scale, low=low, bits=bits, group=group, axis="token", size=channels)
 
 
 def quantise_channels(x: Tensor, bits: int, group: int) -> MinMax:
@@ -285,15 +402,19 @@ def quantise_channels(x: Tensor, bits: int, group: int) -> MinMax:
     """
     if x.shape[-2] % group:
         raise ValueError(f"{x.shape[-2]} tokens are not whole groups of {group}")
-    codes, scale, low = _min_max(x.float().unflatten(-2, (x.shape[-2] // group, group)), bits, -2, 0.0)
-    return MinMax(pack(codes, bits, dim=-2), scale, low, bits, group, "channel", group)
+    # [..., L / G, G, C]: minimum and maximum over the G tokens of a channel
+    grouped = x.float().unflatten(-2, (x.shape[-2] // group, group))
+    codes, scale, low = _quantise_groups(grouped, bits, -2, constant_scale=0.0)
+    return MinMax(
+        codes=pack(codes, bits, dim=-2), scale=scale, low=low, bits=bits, group=group, axis="channel", size=group
+    )
 
 
 def quantise_zero_point(x: Tensor, bits: int) -> MinMax:
     """Quantise x [..., L, C], each token one group with an integer zero point (the quantiser of Q-Hitter's code).
 
-    scale = max(1e-5, (max - min) / (2^bits - 1)); zero = round(-min / scale) and code = round(x / scale) + zero, both
-    clamped to 0 ... 2^bits - 1. The clamp means that tokens whose range excludes 0 are stored badly: a constant c != 0
+    scale = max(1e-5, (max - min) / (2^bits - 1)), zero = round(-min / scale) and code = round(x / scale) + zero. Zero
+    and codes are clamped to 0 ... 2^bits - 1, so that tokens whose range excludes 0 are stored badly: a constant c != 0
     comes back as nearly 0. Scale and zero are fp16. Raises KvbenchError as ``quantise_tokens`` does.
     """
     top = 2**bits - 1
@@ -303,18 +424,31 @@ def quantise_zero_point(x: Tensor, bits: int) -> MinMax:
     zero = (-low / scale.float()).round().clamp(0, top)
     _check_finite(x, bits, scale, zero)
     codes = ((x32 / scale.float()).round() + zero).clamp(0, top).to(torch.uint8)
-    return MinMax(pack(codes, bits), scale, zero.half(), bits, x.shape[-1], "token", x.shape[-1], zero_point=True)
+    return MinMax(
+        codes=pack(codes, bits),
+        scale=scale,
+        low=zero.half(),
+        bits=bits,
+        group=x.shape[-1],
+        axis="token",
+        size=x.shape[-1],
+        zero_point=True,
+    )
 
 
-def _min_max(x: Tensor, bits: int, dim: int, constant_scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Return codes in the shape of fp32 x, and fp16 scale and minimum of its groups along ``dim``, which is dropped."""
+def _quantise_groups(x: Tensor, bits: int, dim: int, constant_scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (codes, scale, minimum) of the groups of fp32 x along ``dim``; see ``quantise_tokens``.
+
+    Codes have the shape of x. Scale and minimum are fp16 and lack ``dim``.
+    """
     low, high = x.amin(dim=dim, keepdim=True), x.amax(dim=dim, keepdim=True)
     low16 = low.half()
-    # from the stored minimum up, so that the largest value is reached although the minimum was rounded
+    # the span begins at the stored minimum: the largest value is reached although the minimum was rounded
     span = torch.where(high > low, high - low16.float(), 0.0).clamp(min=0.0)
     scale16 = (span / (2**bits - 1)).half()
     _check_finite(x, bits, scale16, low16)
     constant = scale16 == 0
+    # in a constant group every code is (x - minimum) / inf = 0
     step = scale16.float().masked_fill(constant, torch.inf)
     # code = round((x - minimum) / scale), against the fp16 numbers that are stored
     codes = x.sub(low16).div_(step).round_().clamp_(0, 2**bits - 1).to(torch.uint8)
@@ -322,6 +456,7 @@ def _min_max(x: Tensor, bits: int, dim: int, constant_scale: float) -> tuple[Ten
 
 
 def _check_finite(x: Tensor, bits: int, scale: Tensor, low: Tensor) -> None:
+    """Raise KvbenchError if a scale or a minimum is not finite, with the reason."""
     # one test for both: every value that the processor reads back from a GPU holds up a decode step
     if bool((scale.float() + low.float()).isfinite().all()):
         return
@@ -331,9 +466,3 @@ def _check_finite(x: Tensor, bits: int, scale: Tensor, low: Tensor) -> None:
         f"cannot quantise to {bits} bits: a group's minimum or scale exceeds fp16 (65504), in which it is stored; "
         f"the values reach from {x.min():.4g} to {x.max():.4g}"
     )
-
-
-def _parts(bits: int) -> tuple[int, ...]:
-    if bits not in _PLANES:
-        raise ValueError(f"codes of {bits} bits: must be one of {', '.join(map(str, BITS))}")
-    return _PLANES[bits]

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from kvbench.kv.packed import Packed
 
-FOREVER = 2**62  # tokens: more than any cache sees
-Values = Tensor | Packed  # keys or values in one storage format
+FOREVER = 2**62  # more tokens than any cache sees
+Values = Tensor | Packed  # keys or values in one storage format: exact or packed
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Residual:
     """The rule of how many of the newest tokens stay exact.
 
     At least the last ``keep`` stay exact, and at least the last that do not fill a ``block``. Of the others, those that
-    do not fill a ``unit`` stay exact, too: it is the fewest tokens that can be packed, and a divisor of ``block``.
+    do not fill a ``unit`` stay exact, too. A unit is the fewest tokens that can be packed, and divides ``block``.
     """
 
     keep: int
@@ -31,11 +31,12 @@ class Residual:
 
     def packed(self, tokens: int) -> int:
         """Return how many of ``tokens`` are packed. The number never falls as tokens come in."""
-        return max(0, tokens - max(self.keep, tokens % self.block)) // self.unit * self.unit
+        exact = max(self.keep, tokens % self.block)
+        return max(0, tokens - exact) // self.unit * self.unit
 
     @property
     def most(self) -> int:
-        """The largest number of tokens that are exact at a time, once all that can be packed are."""
+        """The largest number of exact tokens at a time, once all tokens that can be packed are packed."""
         return max(self.keep + self.unit, self.block) - 1
 
     @classmethod
@@ -52,8 +53,8 @@ class Residual:
 class Codes:
     """The packed tokens of a segment: the first Lk as keys [H, Lk, .], the first Lv as values [H, Lv, .].
 
-    Ragged heads are stored one after the other. ``k_counts`` and ``v_counts`` then say how many tokens of each head are
-    packed; otherwise they are None.
+    Ragged heads are stored one after the other. ``k_counts`` and ``v_counts`` then are the numbers of packed tokens of
+    each head; otherwise they are None.
     """
 
     k: Packed
@@ -67,8 +68,10 @@ class Codes:
         yield from self.v.payload()
 
     def frozen(self) -> Iterator[Tensor]:
-        """Yield the scales of heads that were settled once."""
-        yield from (x.frozen for x in (self.k, self.v) if x.frozen is not None)
+        """Yield the scales that heads settled once, where there are any."""
+        for packed in (self.k, self.v):
+            if packed.frozen is not None:
+                yield packed.frozen
 
     def head(self, h: int, k: Tensor, v: Tensor, start: int, end: int) -> tuple[Codes, Tensor, Tensor]:
         """Return (codes, exact keys, exact values) of head h, as views; k and v are the exact tokens of all heads.
@@ -76,23 +79,25 @@ class Codes:
         Where heads are ragged, the tokens of this head are ``start`` to ``end`` of all heads' tokens.
         """
         if self.k_counts is None or self.v_counts is None:
-            own = slice(h, h + 1)
-            return Codes(self.k[own], self.v[own]), k[own], v[own]
-        parts = []
-        for packed, counts, exact in ((self.k, self.k_counts, k), (self.v, self.v_counts, v)):
+            row = slice(h, h + 1)
+            return Codes(self.k[row], self.v[row]), k[row], v[row]
+
+        def slice_ragged(packed: Packed, counts: Tensor, exact: Tensor) -> tuple[Packed, Tensor]:
             packed_end = int(counts[: h + 1].sum())
             packed_start = packed_end - int(counts[h])
-            # the heads before this one have ``first`` packed tokens, the others up to ``start`` are exact
-            codes = packed.tokens(packed_start, packed_end).of_head(h)
-            parts.append((codes, exact[:, start - packed_start : end - packed_end]))
-        (k_codes, exact_k), (v_codes, exact_v) = parts
+            # of the ``start`` tokens of earlier heads ``packed_start`` are packed, and the others are exact
+            head_codes = packed.tokens(packed_start, packed_end).of_head(h)
+            return head_codes, exact[:, start - packed_start : end - packed_end]
+
+        k_codes, exact_k = slice_ragged(self.k, self.k_counts, k)
+        v_codes, exact_v = slice_ragged(self.v, self.v_counts, v)
         return Codes(k_codes, v_codes), exact_k, exact_v
 
 
 def encode(
     x: Tensor, pack: Callable[[Tensor], Packed], packed: int, channels: Tensor | None = None
 ) -> tuple[Packed, Tensor]:
-    """Pack the first ``packed`` tokens of x [H, L, D], only their ``channels`` [H, C] if these are given.
+    """Pack the first ``packed`` tokens of x [H, L, D], or only their ``channels`` [H, C].
 
     Returns the codes [H, packed, C or D], and a copy of the exact tokens behind them [H, L - packed, D].
     """
@@ -104,29 +109,41 @@ def encode(
 
 def side_by_side(heads: Sequence[Packed]) -> tuple[Packed, Tensor]:
     """Return (codes, counts): packed tokens of single heads [1, L_h, .] one after the other, and their numbers [H]."""
-    tensors = [torch.cat(column, dim=1) for column in zip(*(tuple(h.payload()) for h in heads), strict=True)]
-    counts = torch.tensor([h.shape[1] for h in heads], dtype=torch.int32, device=tensors[0].device)
-    frozen = [h.frozen for h in heads if h.frozen is not None]
-    return heads[0].holding(tensors, torch.cat(frozen) if frozen else None), counts
+    payloads = [list(head.payload()) for head in heads]
+    # one tensor for the codes of all heads, one for their scales, ...
+    tensors = [torch.cat(same_kind, dim=1) for same_kind in zip(*payloads, strict=True)]
+    counts = torch.tensor([head.shape[1] for head in heads], dtype=torch.int32, device=tensors[0].device)
+    scales = [head.frozen for head in heads if head.frozen is not None]
+    frozen = torch.cat(scales) if scales else None
+    return heads[0].holding(tensors, frozen), counts
 
 
 def batched(rows: Sequence[Packed], room: Callable[[Tensor], Tensor]) -> Packed:
-    """Return buffers for the packed tokens of ``rows``, [B, H, ...]: ``room`` makes each from a tensor of one row."""
-    frozen = [x.frozen for x in rows if x.frozen is not None]
-    return rows[0].holding([room(t) for t in rows[0].payload()], torch.stack(frozen) if frozen else None)
+    """Return buffers [B, H, ...] for the packed tokens of ``rows``, with the frozen scales of each row.
+
+    ``room`` makes a buffer from one row's tensor.
+    """
+    scales = [row.frozen for row in rows if row.frozen is not None]
+    frozen = torch.stack(scales) if scales else None
+    return rows[0].holding([room(t) for t in rows[0].payload()], frozen)
 
 
 def each(x: Values, fn: Callable[[Tensor], Tensor]) -> Values:
     """Apply ``fn`` to keys or values, or to every tensor that they are packed into (see ``Packed.map``)."""
-    return x.map(fn) if isinstance(x, Packed) else fn(x)
+    if isinstance(x, Packed):
+        return x.map(fn)
+    return fn(x)
 
 
 def parts(x: Values) -> tuple[Tensor, ...]:
     """Return the tensors that hold keys or values: one if they are exact, codes, scale and low if they are packed."""
-    return tuple(x.payload()) if isinstance(x, Packed) else (x,)
+    if isinstance(x, Packed):
+        return tuple(x.payload())
+    return (x,)
 
 
 def write(buffer: Values, slots: Tensor, new: Values) -> None:
     """Write T tokens, new [B, H, T, .], into ``slots`` [B, H, T] of buffer [B, H, S, .], in the same format."""
     for target, tokens in zip(parts(buffer), parts(new), strict=True):
+        # target[b, h, slots[b, h, t]] = tokens[b, h, t]
         target.scatter_(2, slots[..., None].expand(-1, -1, -1, target.shape[3]), tokens)

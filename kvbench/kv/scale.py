@@ -8,17 +8,18 @@ from torch import Tensor
 class CappedScale(float):
     """The factor of q.k under a cap on logits (Gemma 2, arXiv 2408.00118, section 2).
 
-    It is a float, so that it takes the road of every other factor, through statistics and storage formats, to where
-    logits are made. ``capped`` of them is the one place that reads the cap.
+    It is a float: statistics and storage formats pass it on like any other factor. Only ``capped`` reads the cap, where
+    logits are computed.
     """
 
     cap: float
 
     @classmethod
     def of(cls, factor: float, cap: float | None) -> float:
-        """Return ``factor`` under a cap above 0, or as it is if that is None."""
+        """Return ``factor`` under a ``cap`` above 0, or the plain factor without one."""
         if cap is None:
             return factor
+        # float's own constructor takes no second argument
         scale = cls(factor)
         scale.cap = cap
         return scale
@@ -26,11 +27,15 @@ class CappedScale(float):
 
 def cap_of(scale: float) -> float | None:
     """Return the cap on the logits that ``scale`` gives, or None."""
-    return scale.cap if isinstance(scale, CappedScale) else None
+    if isinstance(scale, CappedScale):
+        return scale.cap
+    return None
 
 
 def capped(logits: Tensor, scale: float) -> Tensor:
-    """Return scaled logits under the cap of ``scale``: before any of them is hidden, as the cap would show it again."""
+    """Return scaled logits under the cap of ``scale``: cap tanh(x / cap). Logits must not be masked yet."""
     cap = cap_of(scale)
-    # cap tanh(x / cap)
-    return logits if cap is None else (logits / cap).tanh().mul_(cap)
+    if cap is None:
+        return logits
+    # a masked logit of -inf would become -cap, which is visible again
+    return (logits / cap).tanh().mul_(cap)

@@ -6,7 +6,7 @@ tokens, L stored tokens, D head dimension, T kept channels.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -22,21 +22,26 @@ class Segment:
     """A run of stored tokens in one storage format, ascending in position.
 
     ``positions`` is [H, L], or [1, L] where all heads keep the same tokens. ``state`` tensors have leading axes
-    [H, L] and are gathered with their tokens. ``lengths`` marks ragged heads, which are stored one after the other
-    without padding: every leading [H, L] is then [1, N] with N = sum of ``lengths``. Where a quantiser has packed
-    the older tokens, ``codes`` hold these, and ``k`` and ``v`` only the newest tokens, which stay exact. Where query
-    heads share logits, ``leads`` names for each the head whose logits it takes, and ``k`` holds, in order, only the
-    heads that a leading one reads.
+    [H, L] and are gathered with their tokens.
 
-    Latents of low-rank projections are stored as one head [1, L, R] for the layer. While selection still looks at
-    keys they are ``latents``; afterwards they take the place of ``k`` and ``v``, and ``latent`` is True.
+    ``lengths`` marks ragged heads. They are stored one after the other without padding: every leading [H, L] is then
+    [1, N] with N = sum of ``lengths``.
+
+    Where a quantiser has packed the older tokens, ``codes`` hold these. ``k`` and ``v`` then hold only the newest
+    tokens, which stay exact.
+
+    Where query heads share logits, ``leads`` names for each query head the one whose logits it takes. ``k`` then holds,
+    in order, only the heads that a leading query head reads.
+
+    Latents of low-rank projections are stored as one head [1, L, R] for the layer. They are ``latents`` while selection
+    still looks at keys. Afterwards they take the place of ``k`` and ``v``, and ``latent`` is True.
     """
 
     k: Tensor  # [H, L, D or T]
     v: Tensor  # [H, L, D]
     positions: Tensor  # [H or 1, L] int32
     lengths: Tensor | None = None  # [H] int32; None: all heads hold L tokens
-    key_channels: Tensor | None = None  # [H, T] int16, ascending: kept channels, of packed keys where there are any
+    key_channels: Tensor | None = None  # [H, T] int16, ascending: the channels that (packed) keys keep; None: all
     value_channels: Tensor | None = None  # [H, T] int16, likewise for values
     state: Mapping[str, Tensor] = field(default_factory=dict)
     codes: Codes | None = None
@@ -46,33 +51,51 @@ class Segment:
 
     @property
     def heads(self) -> int:
-        return self.v.shape[0] if self.lengths is None else self.lengths.shape[0]
+        # ``k`` may hold fewer heads, where query heads share logits
+        if self.lengths is None:
+            return self.v.shape[0]
+        return self.lengths.shape[0]
 
     @property
     def tokens(self) -> int:
         """The number of tokens of the head that holds most."""
-        return self.positions.shape[1] if self.lengths is None else int(self.lengths.max())
+        if self.lengths is None:
+            return self.positions.shape[1]
+        return int(self.lengths.max())
 
     @property
     def counts(self) -> list[int]:
         """The number of tokens that each head holds."""
-        return [self.tokens] * self.heads if self.lengths is None else self.lengths.tolist()
+        if self.lengths is None:
+            return [self.tokens] * self.heads
+        return self.lengths.tolist()
 
     def head(self, h: int) -> Segment:
         """Return one stored head's tokens as a view [1, its tokens, ...]."""
-        end = self.tokens if self.lengths is None else int(self.lengths[: h + 1].sum())
-        start = 0 if self.lengths is None else end - int(self.lengths[h])
+        start, end = 0, self.tokens
+        if self.lengths is not None:
+            # ragged heads lie one after the other in one row: the tokens of head h are start to end
+            end = int(self.lengths[: h + 1].sum())
+            start = end - int(self.lengths[h])
 
-        # ragged heads lie one after the other in one row: those of head h are start to end
-        def at(t: Tensor) -> Tensor:
-            return t[h if t.shape[0] > 1 else 0, start:end][None]
+        def slice_head(t: Tensor) -> Tensor:
+            # a single row holds all ragged heads, or positions that all heads share
+            row = h if t.shape[0] > 1 else 0
+            return t[row, start:end][None]
 
-        keys, values = (None if c is None else c[h : h + 1] for c in (self.key_channels, self.value_channels))
-        state = {name: at(t) for name, t in self.state.items()}
         if self.codes is None:
-            return Segment(at(self.k), at(self.v), at(self.positions), None, keys, values, state)
-        codes, k, v = self.codes.head(h, self.k, self.v, start, end)
-        return Segment(k, v, at(self.positions), None, keys, values, state, codes)
+            k, v, codes = slice_head(self.k), slice_head(self.v), None
+        else:
+            codes, k, v = self.codes.head(h, self.k, self.v, start=start, end=end)
+        return Segment(
+            k,
+            v,
+            slice_head(self.positions),
+            key_channels=_row(self.key_channels, h),
+            value_channels=_row(self.value_channels, h),
+            state={name: slice_head(t) for name, t in self.state.items()},
+            codes=codes,
+        )
 
     def stored(self) -> tuple[Values, Values]:
         """Return keys and values of all tokens. Raises ValueError where only the older ones are packed."""
@@ -87,16 +110,30 @@ class Segment:
         if not isinstance(k, Packed) or not isinstance(v, Packed):
             assert isinstance(k, Tensor) and isinstance(v, Tensor)
             return replace(self, k=k, v=v, codes=None)
-        no_k, no_v = (self.k.new_zeros(x.shape[0], 0, x.shape[2]) for x in (k, v))
-        counts = (None, None) if self.lengths is None else (self.lengths.clone(), self.lengths.clone())
-        return replace(self, k=no_k, v=no_v, codes=Codes(k, v, *counts))
+        no_k = self.k.new_zeros(k.shape[0], 0, k.shape[2])
+        no_v = self.k.new_zeros(v.shape[0], 0, v.shape[2])
+        codes = Codes(k, v)
+        if self.lengths is not None:
+            # keys and values may be packed at different moments from now on: each has counts of its own
+            codes = Codes(k, v, k_counts=self.lengths.clone(), v_counts=self.lengths.clone())
+        return replace(self, k=no_k, v=no_v, codes=codes)
 
     def shapes(self) -> Segment:
-        """Return the segment without its numbers: its tensors have shapes and no storage, but for counts by head."""
-        codes = self.codes and replace(self.codes, k=self.codes.k.map(_shape), v=self.codes.v.map(_shape))
-        latents = self.latents and (_shape(self.latents[0]), _shape(self.latents[1]))
-        k, v, positions = _shape(self.k), _shape(self.v), _shape(self.positions)
-        return replace(self, k=k, v=v, positions=positions, state={}, codes=codes, latents=latents)
+        """Return the segment with tensors that have shapes and no storage; counts by head stay."""
+        codes, latents = self.codes, self.latents
+        if codes is not None:
+            codes = replace(codes, k=codes.k.map(_shape), v=codes.v.map(_shape))
+        if latents is not None:
+            latents = (_shape(latents[0]), _shape(latents[1]))
+        return replace(
+            self,
+            k=_shape(self.k),
+            v=_shape(self.v),
+            positions=_shape(self.positions),
+            state={},
+            codes=codes,
+            latents=latents,
+        )
 
     def payload(self) -> Iterator[Tensor]:
         """Yield the tensors that hold keys and values as stored."""
@@ -106,12 +143,18 @@ class Segment:
             yield from self.codes.payload()
 
     def overhead(self) -> Iterator[Tensor]:
-        """Yield the tensors that only say what the payload means: positions, lengths, channel ids, state."""
+        """Yield the tensors that describe the payload: positions, lengths, channel ids, frozen scales, state."""
+        # ``kv.content.digests`` hashes the tensors in this order
         yield self.positions
-        counts = () if self.codes is None else (self.codes.k_counts, self.codes.v_counts)
-        frozen = () if self.codes is None else self.codes.frozen()
-        optional = (self.lengths, *counts, self.key_channels, self.value_channels, self.leads, *frozen)
-        yield from (t for t in optional if t is not None)
+        optional = [self.lengths]
+        if self.codes is not None:
+            optional += [self.codes.k_counts, self.codes.v_counts]
+        optional += [self.key_channels, self.value_channels, self.leads]
+        if self.codes is not None:
+            optional += self.codes.frozen()
+        for t in optional:
+            if t is not None:
+                yield t
         yield from self.state.values()
 
 
@@ -119,14 +162,16 @@ class Segment:
 class LayerCache:
     """One layer of one prompt's cache, without a batch axis.
 
-    ``segments`` hold the compressed tokens first and any dense tail last. ``seen`` is the number of tokens read so
-    far, hence the position of the next one. ``heads`` is the number of heads under which a chain stores (Hk, or Hq
-    under ``per=query_head``), ``query_heads`` is Hq. ``weight`` is this layer's weight for a stage that divides one
-    budget over all layers; None: the layer takes no part. ``decided`` are the prompt's tokens that each stored head
-    keeps, recorded by stages whose count depends on the data. ``prompt`` is the prompt's length when it was compressed,
-    to which budgets refer for the whole generation (0: all that was read). ``window`` marks a local layer: it holds the
-    last ``window`` tokens read, no method compresses it, and it holds no others while decoding.
-    ``observed`` is what a method reads that chooses again while decoding, with the last queries.
+    segments: the compressed tokens first and any dense tail last.
+    seen: the number of tokens read so far, which is the position of the next one.
+    heads: the number of heads under which a chain stores: Hk, or Hq under ``per=query_head``.
+    query_heads: Hq.
+    weight: this layer's weight for a stage that divides one budget over all layers; None: the layer takes no part.
+    decided: how many of the prompt's tokens each stored head keeps. Stages whose count depends on the data record it.
+    prompt: the prompt's length when it was compressed, to which budgets refer for the whole generation; 0: ``seen``.
+    copy_from: the query head whose attention output each query head takes; None: all take their own.
+    window: marks a local layer. It holds the last ``window`` tokens read and no others, and no method compresses it.
+    observed: what a method that chooses again while decoding reads, with the last queries.
     """
 
     segments: tuple[Segment, ...]
@@ -136,7 +181,7 @@ class LayerCache:
     weight: float | None = None
     decided: tuple[int, ...] | None = None
     prompt: int = 0
-    copy_from: Tensor | None = None  # [Hq] int16: the head whose attention output each head has; None: all their own
+    copy_from: Tensor | None = None  # [Hq] int16
     window: int | None = None
     observed: Observation | None = None
 
@@ -151,34 +196,38 @@ class LayerCache:
     @property
     def tokens(self) -> int:
         """The number of tokens of the stored head that holds most."""
+        tokens = sum(s.tokens for s in self.segments if s.lengths is None)
         ragged = [s.lengths for s in self.segments if s.lengths is not None]
-        even = sum(s.tokens for s in self.segments if s.lengths is None)
-        return even + (int(torch.stack(ragged).sum(dim=0).max()) if ragged else 0)
+        if ragged:
+            # the longest head need not be the same in every segment: sum first
+            tokens += int(torch.stack(ragged).sum(dim=0).max())
+        return tokens
 
     def kept_positions(self) -> list[Tensor]:
         """Return the original positions of the tokens held, one ascending int32 tensor per stored head."""
-        heads = max([self.heads, *(s.heads for s in self.segments)])
+        heads = max(self.heads, max((s.heads for s in self.segments), default=0))
         parts_by_head: list[list[Tensor]] = [[] for _ in range(heads)]
         for segment in self.segments:
             if segment.lengths is None:
-                parts = per_head(segment.positions, heads).unbind()
+                positions = per_head(segment.positions, heads).unbind()
             else:
-                parts = segment.positions[0].split(segment.lengths.tolist())
-            for h in range(heads):
-                parts_by_head[h].append(parts[h])
-        return [parts[0] if len(parts) == 1 else torch.cat(parts) for parts in parts_by_head]
+                positions = segment.positions[0].split(segment.lengths.tolist())
+            for parts, of_head in zip(parts_by_head, positions, strict=True):
+                parts.append(of_head)
+        return [_join(parts, dim=0) for parts in parts_by_head]
 
     def even_positions(self) -> Tensor | None:
         """Return positions [H, tokens], or [1, tokens] where all heads share them; None where heads are ragged."""
         if any(s.lengths is not None for s in self.segments):
             return None
         heads = max(s.positions.shape[0] for s in self.segments)
-        parts = [per_head(s.positions, heads) for s in self.segments]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+        return _join([per_head(s.positions, heads) for s in self.segments], dim=1)
 
     def shapes(self) -> LayerCache:
-        """Return the layer without its numbers, which says what it holds and cannot be attended."""
-        observed = self.observed and replace(self.observed, last_q=None)
+        """Return the layer with the shapes of its tensors alone: it tells what is held and cannot be attended."""
+        observed = self.observed
+        if observed is not None:
+            observed = replace(observed, last_q=None)
         return replace(self, segments=tuple(s.shapes() for s in self.segments), observed=observed)
 
     def nbytes(self) -> int:
@@ -187,7 +236,9 @@ class LayerCache:
 
     def tensors(self) -> Iterator[Tensor]:
         """Yield every tensor of the layer, payload and overhead."""
-        yield from (t for s in self.segments for t in (*s.payload(), *s.overhead()))
+        for segment in self.segments:
+            yield from segment.payload()
+            yield from segment.overhead()
         yield from self.of_layer()
 
     def of_layer(self) -> Iterator[Tensor]:
@@ -205,13 +256,30 @@ def _shape(t: Tensor) -> Tensor:
 
 def per_head(t: Tensor, heads: int) -> Tensor:
     """Repeat each row of t [H', ...] for the heads that share it -> [heads, ...]; H' must divide ``heads``."""
-    return t if t.shape[0] == heads else t.repeat_interleave(heads // t.shape[0], dim=0)
+    if t.shape[0] == heads:
+        return t
+    return t.repeat_interleave(heads // t.shape[0], dim=0)
+
+
+def _row(t: Tensor | None, h: int) -> Tensor | None:
+    """Return row h of t [H, ...] as a view [1, ...]; None if there is no t."""
+    if t is None:
+        return None
+    return t[h : h + 1]
+
+
+def _join(parts: Sequence[Tensor], dim: int) -> Tensor:
+    """Return the tensors one after the other along ``dim``; a single one is returned as it is, not copied."""
+    if len(parts) == 1:
+        return parts[0]
+    return torch.cat(list(parts), dim=dim)
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
     """Return the bytes of the distinct storages behind ``tensors``; a view counts as all that it keeps alive."""
-    storages = {}
+    bytes_by_storage = {}
     for t in tensors:
         storage = t.untyped_storage()
-        storages[storage.data_ptr() or storage._cdata] = storage.nbytes()  # those without memory have no address
-    return sum(storages.values())
+        # a storage without memory has no address; its object's own tells it apart
+        bytes_by_storage[storage.data_ptr() or storage._cdata] = storage.nbytes()
+    return sum(bytes_by_storage.values())

@@ -16,7 +16,7 @@ from kvbench.storage import kernels
 from kvbench.storage.roles import Masker
 from kvbench.storage.row_segments import Ragged, RowSegment, Shared
 
-Estimate = Callable[[Tensor], Tensor]  # from keys [..., D] to those that attention reads in their place
+Estimate = Callable[[Tensor], Tensor]  # maps keys [..., D] to the keys that attention reads in their place
 
 
 def logits(query: Tensor, keys: Tensor, scale: float, channels: Tensor | None = None) -> Tensor:
@@ -30,7 +30,10 @@ def logits(query: Tensor, keys: Tensor, scale: float, channels: Tensor | None = 
     h = keys.shape[1]
     # half precision is scaled after the product, which is fp32
     is_fp32 = query.dtype == torch.float32
-    q = (query * scale if is_fp32 else query).reshape(b, h, hq // h * t, d)
+    if is_fp32:
+        query = query * scale
+    # the query heads of a group are more queries of their stored head
+    q = query.reshape(b, h, hq // h * t, d)
     if channels is not None:
         q = torch.gather(q, 3, channels[:, :, None].expand(-1, -1, q.shape[2], -1))
     k = keys.transpose(2, 3)
@@ -40,6 +43,7 @@ def logits(query: Tensor, keys: Tensor, scale: float, channels: Tensor | None = 
 
 def summed(a: Tensor, b: Tensor) -> Tensor:
     """Return the matrix products [N, R, S] of a [N, R, C] and b [N, C, S] in fp32, whatever their dtype."""
+    # cuBLAS sums half precision in fp32 itself; a CPU is given fp32 numbers
     if a.is_cuda and b.dtype != torch.float32:
         return torch.bmm(a.to(b.dtype), b, out_dtype=torch.float32)
     return a.float() @ b.float()
@@ -50,6 +54,7 @@ def shared_logits(query: Tensor, keys: Tensor, scale: float, shared: Shared) -> 
     lead = query.gather(1, shared.leading[..., None, None].expand(-1, -1, *query.shape[2:]))
     if shared.key_rows is not None:
         keys = keys.gather(1, shared.key_rows[..., None, None].expand(-1, -1, *keys.shape[2:]))
+    # C leading heads read C rows of keys: each is its own group
     computed = logits(lead, keys, scale)
     return computed.gather(1, shared.place[..., None, None].expand(-1, -1, *computed.shape[2:]))
 
@@ -61,6 +66,7 @@ def weigh(probs: Tensor, values: Tensor) -> Tensor:
     """
     b, hq, t, length = probs.shape
     h = values.shape[1]
+    # the query heads of a group are more rows of weights over their stored head
     out = summed(probs.reshape(b * h, hq // h * t, length), values.flatten(0, 1))
     return out.reshape(b, hq, t, values.shape[3])
 
@@ -76,7 +82,7 @@ def spread(part: Tensor, channels: Tensor, head_dim: int) -> Tensor:
 
 
 def as_they_are(keys: Tensor) -> Tensor:
-    """Return the keys themselves: the estimate of methods without stand-ins."""
+    """Return the keys themselves: the ``Estimate`` of methods that read the stored keys."""
     return keys
 
 
@@ -91,33 +97,40 @@ def attend(
 ) -> tuple[Tensor, Tensor | None]:
     """Return (attention of T new tokens over stored segments and a dense tail that ends with them, tokens attended).
 
-    query [B, Hq, T, D]; tail k, v [B, Hk, t, D] with t >= T; the new tokens see each other causally. Under a sliding
+    query [B, Hq, T, D]; tail k, v [B, Hk, t, D] with t >= T. The new tokens see each other causally. Under a sliding
     window ``floor`` [B, T] is the first position that each new token sees, and ``tail_start`` [B] the tail's first.
-    A ``masker`` restricts exact attention to the tokens it picks.
+    A ``masker`` restricts exact attention to the tokens that it picks.
+
     The attention is [B, Hq, T, D] in the query's dtype; the tokens attended are [B] with a masker, else None.
     """
-    plain = masker is None and floor is None and cap_of(scale) is None
-    if plain and (out := kernels.attend(query, segments, tail, scale)) is not None:
-        return out, None
+    is_plain = masker is None and floor is None and cap_of(scale) is None
+    if is_plain:
+        out = kernels.attend(query, segments, tail, scale)
+        if out is not None:
+            return out, None
     padded = [s.padded() for s in segments]
-    if plain and query.device.type == "cpu" and query.dtype != torch.float32:
+    if is_plain and query.device.type == "cpu" and query.dtype != torch.float32:
         out = _fused(query, padded, tail, scale)
         if out is not None:
             return out, None
 
-    def weighed(probs: Tensor) -> Tensor:
+    def weigh_all(probs: Tensor) -> Tensor:
+        # the columns of probs are the slots of all segments, then the tail: from the last part to the first
         start = probs.shape[3] - tail[1].shape[2]
         out = weigh(probs[..., start:], tail[1])
         for s in reversed(padded):
-            start, end = start - s.v.shape[2], start
+            end = start
+            start -= s.v.shape[2]
             part = weigh(probs[..., start:end], s.v)
-            out = out + (part if s.value_channels is None else spread(part, s.value_channels, out.shape[3]))
+            if s.value_channels is not None:
+                part = spread(part, s.value_channels, out.shape[3])
+            out = out + part
         return out
 
     def logits_of(estimate: Estimate) -> Tensor:
-        return _all_logits(query, padded, tail[0], scale, floor, tail_start, estimate)
+        return _all_logits(query, padded, tail[0], scale=scale, floor=floor, tail_start=tail_start, estimate=estimate)
 
-    return masked_softmax(logits_of, weighed, query.dtype, masker)
+    return masked_softmax(logits_of, weigh_all, query.dtype, masker)
 
 
 def masked_softmax(
@@ -129,7 +142,8 @@ def masked_softmax(
     """Return the outputs softmax(logits) V [B, Hq, T, D], and how many tokens were attended [B].
 
     The number is the mean over heads and new tokens, None without a masker. A masker picks tokens by the logits of
-    estimated keys; those picked are weighted by their exact logits. The softmax is in fp32, the outputs in ``dtype``.
+    estimated keys. The picked tokens are weighted by their exact logits. The softmax is in fp32, the outputs in
+    ``dtype``.
 
     logits_of: maps an estimate of the keys to logits [B, Hq, T, S], -inf where a token must not look.
     weighed: maps weights [B, Hq, T, S] to the weighted sum of values [B, Hq, T, D].
@@ -138,6 +152,7 @@ def masked_softmax(
     attended = None
     if masker is not None:
         weights = logits_of(masker.estimate).float().softmax(dim=-1)
+        # a masker may not show what is hidden
         seen = masker.mask(weights) & ~exact.isneginf()
         exact = exact.masked_fill(~seen, -torch.inf)
         attended = seen.sum(dim=-1).float().mean(dim=(1, 2))
@@ -145,12 +160,13 @@ def masked_softmax(
 
 
 def rounded(probs: Tensor, dtype: torch.dtype, weighed: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return the values weighted by probs [B, Hq, T, S] fp32, which are rounded to ``dtype``; so is the result.
+    """Return the values weighted by probs [B, Hq, T, S] fp32. Weights and result are rounded to ``dtype``.
 
     In half precision, weights are divided by the largest before they are rounded, as in PyTorch's fused attention.
     """
     if dtype == torch.float32:
         return weighed(probs)
+    # never 0: a query that attends nothing has weights 0
     top = probs.amax(dim=-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
     return (weighed((probs / top).to(dtype)) * top).to(dtype)
 
@@ -162,15 +178,17 @@ def _fused(query: Tensor, segments: Sequence[RowSegment], tail: tuple[Tensor, Te
     """
     if any(s.shared is not None or s.key_channels is not None or s.value_channels is not None for s in segments):
         return None
-    heads = max([tail[0].shape[1], *(s.heads for s in segments)])
-    parts = [*((s.k, s.v) for s in segments), tail]
-    k, v = (
-        torch.cat([t if t.shape[1] == heads else t.repeat_interleave(heads // t.shape[1], dim=1) for t in run], dim=2)
-        for run in zip(*parts, strict=True)
-    )
-    # causal among new tokens, False in padding
-    (t_new, t_all), mask = (query.shape[2], tail[0].shape[2]), None
+    keys, values, heads = [s.k for s in segments], [s.v for s in segments], tail[0].shape[1]
+    for s in segments:
+        heads = max(heads, s.heads)
+    keys.append(tail[0])
+    values.append(tail[1])
+    k = torch.cat([_repeat_heads(t, heads) for t in keys], dim=2)
+    v = torch.cat([_repeat_heads(t, heads) for t in values], dim=2)
+    t_new, t_all = query.shape[2], tail[0].shape[2]
+    mask: Tensor | None = None
     if t_new > 1 or any(s.valid is not None for s in segments):
+        # [B, H, T, S]: causal among new tokens, False in padding
         seen = torch.ones(len(query), heads, t_new, k.shape[2], dtype=torch.bool, device=k.device)
         seen[..., -t_all:] = seen[0, 0, :, -t_all:].tril(t_all - t_new)
         start = 0
@@ -180,6 +198,13 @@ def _fused(query: Tensor, segments: Sequence[RowSegment], tail: tuple[Tensor, Te
             start += s.longest
         mask = seen.repeat_interleave(query.shape[1] // heads, dim=1)
     return F.scaled_dot_product_attention(query, k, v, mask, scale=scale, enable_gqa=heads != query.shape[1])
+
+
+def _repeat_heads(t: Tensor, heads: int) -> Tensor:
+    """Return keys or values [B, H', L, D], each head repeated for the stored heads that share it: [B, heads, L, D]."""
+    if t.shape[1] == heads:
+        return t
+    return t.repeat_interleave(heads // t.shape[1], dim=1)
 
 
 def _all_logits(
@@ -204,6 +229,7 @@ def _all_logits(
             assert s.positions is not None
             part = _hide_before(part, s.positions, floor)
         parts.append(part)
+    # where heads share logits in the segments they do in the tail, which stores the keys of all heads
     shared = next((s.shared for s in segments if s.shared is not None), None)
     if shared is not None:
         part = shared_logits(query, tail_k, scale, shared.over(tail_k.shape[1]))
@@ -211,12 +237,15 @@ def _all_logits(
         part = logits(query, estimate(tail_k), scale)
     t_new, t_all = part.shape[2:]
     if t_new > 1:
+        # new token i is tail token t_all - t_new + i
         future = torch.ones(t_new, t_all, dtype=torch.bool, device=part.device).triu(t_all - t_new + 1)
         part = part.masked_fill(future, -torch.inf)
     if floor is not None:
         assert tail_start is not None
-        part = _hide_before(part, (tail_start[:, None] + torch.arange(t_all, device=part.device))[:, None], floor)
-    return torch.cat([*parts, part], dim=-1)
+        positions = tail_start[:, None] + torch.arange(t_all, device=part.device)
+        part = _hide_before(part, positions[:, None], floor)
+    parts.append(part)
+    return torch.cat(parts, dim=-1)
 
 
 def hide_free(part: Tensor, valid: Tensor) -> Tensor:
@@ -228,5 +257,7 @@ def hide_free(part: Tensor, valid: Tensor) -> Tensor:
 def _hide_before(part: Tensor, positions: Tensor, floor: Tensor) -> Tensor:
     """Return logits [B, Hq, T, L], -inf for tokens whose positions [B, H or 1, L] are before floor [B, T]."""
     b, hq, t, length = part.shape
+    # [B, H or 1, 1, T, L]: the query heads of a group hide the same tokens
     hidden = positions[:, :, None, None] < floor[:, None, None, :, None]
-    return part.view(b, positions.shape[1], -1, t, length).masked_fill(hidden, -torch.inf).view(b, hq, t, length)
+    by_head = part.view(b, positions.shape[1], -1, t, length)
+    return by_head.masked_fill(hidden, -torch.inf).view(b, hq, t, length)

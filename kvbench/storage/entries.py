@@ -15,7 +15,7 @@ from kvbench.kv.partly_packed import Codes, side_by_side
 from kvbench.kv.segment import LayerCache, Segment
 from kvbench.storage.format import StoredRow
 
-PADDING_LIMIT = 1.25  # longest over shortest entry of a group
+PADDING_LIMIT = 1.25  # the longest entry of a group is at most so many times as long as the shortest
 
 
 @dataclass(frozen=True)
@@ -30,15 +30,19 @@ class Entry:
     def by_head(self, sizes: Sequence[int] | None = None) -> list[Entry]:
         """Return the entry itself, or one entry per head if its heads hold different numbers of tokens.
 
-        sizes: how many tokens each head goes on holding, where that differs; one with 0 has no entry.
+        sizes: how many tokens each head goes on holding, where that differs. A head with 0 has no entry.
         """
         segments, row = self.row.cache.segments, self.row
         if sizes is None and all(s.lengths is None for s in segments):
             return [self]
         stored = max(s.heads for s in segments)
-        by_head: Sequence[int | None] = sizes or [None] * stored
-        rows = [replace(row, cache=head_of(row.cache, h, stored), size=size) for h, size in enumerate(by_head)]
-        return [Entry(self.index, head, h, stored) for h, head in enumerate(rows) if head.size != 0]
+        size_by_head: Sequence[int | None] = sizes or [None] * stored
+        entries = []
+        for head, size in enumerate(size_by_head):
+            if size != 0:
+                head_row = replace(row, cache=head_of(row.cache, head, stored), size=size)
+                entries.append(Entry(self.index, head_row, head, stored))
+        return entries
 
 
 @dataclass(frozen=True)
@@ -59,27 +63,32 @@ class Entries:
     def of(cls, entries: Sequence[Entry], batch: int) -> Entries:
         """Return the places of ``entries``, which are in the order of the batch, in a batch of ``batch`` rows."""
         device = entries[0].row.cache.segments[0].k.device
-        heads = [e.head for e in entries if e.head is not None]
-        return cls(
-            torch.tensor([e.index for e in entries], device=device),
-            torch.tensor(heads, device=device) if heads else None,
-            entries[0].stored,
-            not heads and len(entries) == batch,
-        )
+        rows = torch.tensor([entry.index for entry in entries], device=device)
+        heads = [entry.head for entry in entries if entry.head is not None]
+        if heads:
+            return cls(rows, torch.tensor(heads, device=device), stored=entries[0].stored, everything=False)
+        return cls(rows, None, stored=entries[0].stored, everything=len(entries) == batch)
 
     def of_rows(self, x: Tensor) -> Tensor:
         """Return the rows of x [B, ...] that belong to these entries [U, ...]."""
-        return x if self.everything else x[self.rows]
+        if self.everything:
+            return x
+        return x[self.rows]
 
     def query(self, x: Tensor) -> Tensor:
         """Return these entries' queries of x [B, Hq, T, D]: [U, Hq, T, D], or [U, group, T, D] of single heads."""
-        return self.of_rows(x) if self.heads is None else x.unflatten(1, (self.stored, -1))[self.rows, self.heads]
+        if self.heads is None:
+            return self.of_rows(x)
+        # the query heads of one stored head are its group: [B, stored, group, T, D]
+        return x.unflatten(1, (self.stored, -1))[self.rows, self.heads]
 
     def tokens(self, x: Tensor) -> Tensor:
         """Return these entries' keys, values or latents of x [B, ...]: [U, ...], or [U, 1, ...] of single heads."""
         if self.heads is None:
             return self.of_rows(x)
-        return x[self.rows, self.heads // (self.stored // x.shape[1])][:, None]
+        # under ``per=query_head`` several stored heads read one kv head
+        kv_heads = self.heads // (self.stored // x.shape[1])
+        return x[self.rows, kv_heads][:, None]
 
     def put(self, x: Tensor, part: Tensor) -> None:
         """Write the part [U, Hq, T, ...], or [U, group, T, ...] of single heads, to its places in x [B, Hq, T, ...]."""
@@ -99,12 +108,16 @@ class Entries:
 
         ``places`` maps old rows of the batch to new ones; rows that are not in it leave.
         """
-        rows = self.rows.tolist()
-        staying = [i for i, row in enumerate(rows) if row in places]
+        staying, new_rows = [], []
+        for i, row in enumerate(self.rows.tolist()):
+            if row in places:
+                staying.append(i)
+                new_rows.append(places[row])
         index = torch.tensor(staying, dtype=torch.int64, device=self.rows.device)
-        new = torch.tensor([places[rows[i]] for i in staying], dtype=torch.int64, device=self.rows.device)
-        heads = None if self.heads is None else self.heads[index]
-        return index, Entries(new, heads, self.stored, heads is None and len(staying) == len(places))
+        rows = torch.tensor(new_rows, dtype=torch.int64, device=self.rows.device)
+        if self.heads is None:
+            return index, Entries(rows, None, stored=self.stored, everything=len(staying) == len(places))
+        return index, Entries(rows, self.heads[index], stored=self.stored, everything=False)
 
 
 def grouped(
@@ -112,32 +125,48 @@ def grouped(
 ) -> Iterator[list[Entry]]:
     """Yield groups of entries whose rows have the same ``key`` and number of stored heads, in the order of the batch.
 
-    Groups are split so that no entry is longer than PADDING_LIMIT times the shortest, by what single heads go on
-    holding where that differs. ``any_length``: not by what entries hold now.
+    Groups are split so that no entry is longer than PADDING_LIMIT times the shortest. The length of a single head with
+    a ``size`` is that size. With ``any_length`` only such heads are split.
     """
     by_key: dict[Hashable, list[Entry]] = {}
     for entry in entries:
         by_key.setdefault((key(entry.row), entry.stored), []).append(entry)
-    for alike in by_key.values():
-        alike.sort(key=lambda e: e.row.size or sum(s.tokens for s in e.row.cache.segments))
-        groups: list[list[Entry]] = [[]]
-        for entry in alike:
-            if groups[-1] and (entry.row.size or not any_length) and _longer(entry, groups[-1][0]):
+    for members in by_key.values():
+        members.sort(key=_length)
+        # in order of length, so that the first of a group is its shortest
+        groups = [[members[0]]]
+        for entry in members[1:]:
+            may_split = entry.row.size or not any_length
+            if may_split and _needs_padding(entry, groups[-1][0]):
                 groups.append([])
             groups[-1].append(entry)
-        yield from (sorted(group, key=lambda e: (e.index, e.head or 0)) for group in groups)
+        for group in groups:
+            yield sorted(group, key=_place_in_batch)
 
 
-def _longer(entry: Entry, shortest: Entry) -> bool:
+def _length(entry: Entry) -> int:
+    """Return how many tokens an entry holds, or goes on holding where heads differ in that."""
+    return entry.row.size or sum(s.tokens for s in entry.row.cache.segments)
+
+
+def _place_in_batch(entry: Entry) -> tuple[int, int]:
+    return (entry.index, entry.head or 0)
+
+
+def _needs_padding(entry: Entry, shortest: Entry) -> bool:
     """Return True if a segment is more than PADDING_LIMIT times as long as that of the shortest entry, or will be."""
     if entry.row.size and shortest.row.size:
         return entry.row.size > PADDING_LIMIT * shortest.row.size
     pairs = zip(entry.row.cache.segments, shortest.row.cache.segments, strict=True)
+    # ragged segments are batched without padding
     return any(s.lengths is None and s.tokens > PADDING_LIMIT * max(short.tokens, 1) for s, short in pairs)
 
 
 def attend_groups(query: Tensor, groups: Sequence[tuple[Entries, Callable[[Tensor], Tensor]]]) -> Tensor:
-    """Return attention [B, Hq, T, D], put together from groups: (entries, function from their query to attention)."""
+    """Return attention [B, Hq, T, D], put together from groups.
+
+    A group is its entries and a function from their query to their attention.
+    """
     if len(groups) == 1 and groups[0][0].everything:
         return groups[0][1](query)
     out = torch.empty_like(query)
@@ -151,14 +180,19 @@ def mean_by_row(groups: Sequence[tuple[Entries, Tensor | None]], rows: int) -> T
 
     Returns None if no group has values.
     """
-    valued = [(entries, values) for entries, values in groups if values is not None]
-    if not valued:
+    with_values = [(entries, values) for entries, values in groups if values is not None]
+    if not with_values:
         return None
-    if len(valued) == 1 and valued[0][0].everything:
-        return valued[0][1]
-    row, values = torch.cat([e.rows for e, _ in valued]), torch.cat([v for _, v in valued])
-    sums, counts = values.new_zeros(2, rows)
-    return sums.index_add(0, row, values) / counts.index_add(0, row, torch.ones_like(values))
+    if len(with_values) == 1:
+        entries, values = with_values[0]
+        if entries.everything:
+            # one value for each row of the batch already
+            return values
+    row = torch.cat([entries.rows for entries, _ in with_values])
+    all_values = torch.cat([values for _, values in with_values])
+    sums, counts = all_values.new_zeros(2, rows)
+    # a row without values is 0 / 0
+    return sums.index_add(0, row, all_values) / counts.index_add(0, row, torch.ones_like(all_values))
 
 
 def head_of(cache: LayerCache, head: int, stored: int) -> LayerCache:
@@ -169,12 +203,21 @@ def head_of(cache: LayerCache, head: int, stored: int) -> LayerCache:
 
 def joined(old: Segment, heads: Sequence[Segment]) -> Segment:
     """Return the ragged segment ``old`` with its heads replaced by ``heads``, which may have grown."""
-    k, v, positions = (torch.cat([getattr(s, name) for s in heads], dim=1) for name in ("k", "v", "positions"))
-    lengths = torch.tensor([s.tokens for s in heads], dtype=torch.int32, device=positions.device)
-    state = {name: torch.cat([s.state[name] for s in heads], dim=1) for name in heads[0].state}
-    ragged = replace(old, k=k, v=v, positions=positions, lengths=lengths, state=state)
+    positions = torch.cat([s.positions for s in heads], dim=1)
+    state = {}
+    for name in heads[0].state:
+        state[name] = torch.cat([s.state[name] for s in heads], dim=1)
+    ragged = replace(
+        old,
+        k=torch.cat([s.k for s in heads], dim=1),
+        v=torch.cat([s.v for s in heads], dim=1),
+        positions=positions,
+        lengths=torch.tensor([s.tokens for s in heads], dtype=torch.int32, device=positions.device),
+        state=state,
+    )
     codes = [s.codes for s in heads if s.codes is not None]
     if not codes:
         return ragged
-    (k_codes, k_counts), (v_codes, v_counts) = (side_by_side([getattr(c, name) for c in codes]) for name in ("k", "v"))
-    return replace(ragged, codes=Codes(k_codes, v_codes, k_counts, v_counts))
+    k_codes, k_counts = side_by_side([head_codes.k for head_codes in codes])
+    v_codes, v_counts = side_by_side([head_codes.v for head_codes in codes])
+    return replace(ragged, codes=Codes(k_codes, v_codes, k_counts=k_counts, v_counts=v_counts))

@@ -1,7 +1,7 @@
 """Rows whose method evicts while decoding: a fixed number of slots per head, reused as tokens come and go.
 
-Each step first evicts the tokens of the lowest keep-scores, then writes the new tokens into the free slots, attends,
-and lets the method fold the attention into its running state; under a ``decode_budget`` the method chooses again after
+Each step first evicts the tokens of the lowest keep-scores. It then writes the new tokens into the free slots, attends,
+and lets the method fold the attention into its running state. Under a ``decode_budget`` the method chooses again after
 every so many tokens instead. Memory is flat: only new tokens are written, and no other is moved. The keys and values of
 the slots, and their attention, are in storage.evicting_store.
 Shapes: B rows, H stored heads, S slots, T new tokens.
@@ -18,16 +18,28 @@ from kvbench.base.errors import UsageError
 from kvbench.kv.observation import Observation
 from kvbench.kv.ops import only_segment, order_by_position
 from kvbench.kv.segment import LayerCache, Segment
-from kvbench.storage.attend import rounded
+from kvbench.storage.attend import as_they_are, rounded
 from kvbench.storage.evicting_store import OneFormat, Read, Thin, at_slots, one_by_one, slot_index
 from kvbench.storage.format import Format, Room, StoredRow
 from kvbench.storage.recent_queries import RecentQueries
-from kvbench.storage.roles import Rotary, Slots
-from kvbench.storage.row_segments import format_of
+from kvbench.storage.roles import Evictor, Rotary, Slots
+from kvbench.storage.row_segments import format_of, take
 
 
 class EvictingRows(Format):
-    """Rows of one method that evicts while decoding."""
+    """Rows of one method that evicts while decoding.
+
+    positions, valid: [B, H, S], the position of the token in each slot, and whether the slot is in use.
+    state: the method's running state by name, each [B, H, S, ...].
+    budget: [B, H or 1, 1], how many tokens a head may hold.
+    n: [B, 1, 1], the prompt's length.
+    newest: [B, T], the positions of the tokens added last.
+    most: [B], the most tokens that any head of a row has held so far.
+    counts: the method's ``token_counts`` by name, each [B, 1, 1].
+    unattended: [B, 1, 1], see ``Evictor.unattended``; None if every token is attended.
+    recent: the last queries, where the method chooses again; else None.
+    store: the keys and values of the slots.
+    """
 
     takes_ragged = True
     moves = "it evicts while decoding"
@@ -35,43 +47,40 @@ class EvictingRows(Format):
     def __init__(self, rows: Sequence[StoredRow], room: Room) -> None:
         evictor, caches = rows[0].evictor, [row.cache for row in rows]
         assert evictor is not None
-        segments = [c.segments for c in caches]
+        segments = [cache.segments for cache in caches]
         first = segments[0][0]
         b, h = len(caches), first.heads
         device = first.positions.device
-        self.evictor, self.rotary = evictor, rows[0].rotary if evictor.rolled else None
-        if rows[0].size is not None:
-            budgets = [[min(row.size or 0, row.cache.seen + room.tokens)] for row in rows]
-        elif evictor.every:
-            budgets = [evictor.tokens_after(row.cache, row.layer, room.tokens)[1] for row in rows]
-        else:
-            shares = [evictor.head_budgets(row.cache, row.layer) for row in rows]
-            budgets = [[min(s, c.seen + room.tokens) for s in share] for share, c in zip(shares, caches, strict=True)]
+        self.evictor = evictor
+        self.rotary = rows[0].rotary if evictor.rolled else None
         self.recent = RecentQueries(caches, evictor.queries) if evictor.every else None
-        self.budget = torch.tensor(budgets, device=device)[:, :, None]
-        self.most = torch.tensor([c.tokens for c in caches], device=device)
+        self.budget = torch.tensor([_budgets_of(row, evictor, room) for row in rows], device=device)[:, :, None]
+        self.most = torch.tensor([cache.tokens for cache in caches], device=device)
         # a prompt that was kept whole may be more than a head holds from now on
-        size = max(int(self.budget.max()), *(c.tokens for c in caches))
-        self.n = torch.tensor([c.prompt_tokens for c in caches], device=device)[:, None, None]
-        counts = [evictor.token_counts(c.prompt_tokens) for c in caches]
-        self.counts = {
-            name: torch.tensor([c[name] for c in counts], device=device)[:, None, None] for name in counts[0]
-        }
-        gaps = [evictor.unattended(c.prompt_tokens) for c in caches]
-        self.unattended = None if None in gaps else torch.tensor(gaps, device=device)[:, None, None]
+        size = max(int(self.budget.max()), max(cache.tokens for cache in caches))
+        self.n = torch.tensor([cache.prompt_tokens for cache in caches], device=device)[:, None, None]
+        counts = [evictor.token_counts(cache.prompt_tokens) for cache in caches]
+        self.counts = {}
+        for name in counts[0]:
+            by_row = [row_counts[name] for row_counts in counts]
+            self.counts[name] = torch.tensor(by_row, device=device)[:, None, None]
+        gaps = [evictor.unattended(cache.prompt_tokens) for cache in caches]
+        self.unattended: Tensor | None = None
+        if None not in gaps:
+            self.unattended = torch.tensor(gaps, device=device)[:, None, None]
         self.positions = torch.zeros(b, h, size, dtype=torch.int32, device=device)
         self.valid = torch.zeros(b, h, size, dtype=torch.bool, device=device)
         self.state = {name: t.new_zeros(b, h, size, *t.shape[2:]) for name, t in first.state.items()}
-        self.newest = self.n[:, :, 0]  # positions [B, T] of the tokens added last
+        self.newest = self.n[:, :, 0]  # there is none yet: [B, 1]
         self.store: OneFormat | Thin
         if first.key_channels is None and first.value_channels is None:
             self.store = OneFormat([first for (first,) in segments], size, evictor.packer)
         else:
             self.store = Thin(segments, size, self._whole_tokens(segments, room.tokens))
-        for i, row in enumerate(segments):
-            used = torch.zeros(h, dtype=torch.int64, device=device)
-            for s in row:
-                used = self._load(i, s, used)
+        for row, row_segments in enumerate(segments):
+            used_slots = torch.zeros(h, dtype=torch.int64, device=device)
+            for s in row_segments:
+                used_slots = self._load(row, s, used_slots)
 
     @classmethod
     def takes(cls, row: StoredRow) -> bool:
@@ -79,40 +88,50 @@ class EvictingRows(Format):
 
     @classmethod
     def key(cls, row: StoredRow) -> Hashable:
-        return (row.evictor, *(format_of(s) for s in row.cache.segments))
+        return (row.evictor, tuple(format_of(s) for s in row.cache.segments))
 
     @classmethod
     def head_sizes(cls, row: StoredRow) -> Sequence[int] | None:
-        # what is thin has segments of two kinds, which are not joined again head by head
-        if row.evictor is None or row.evictor.every or any(s.key_channels is not None for s in row.cache.segments):
+        if row.evictor is None or row.evictor.every:
+            return None
+        # a thin row has segments of two kinds, which cannot be joined again head by head
+        if any(s.key_channels is not None for s in row.cache.segments):
             return None
         budgets = row.evictor.head_budgets(row.cache, row.layer)
-        return budgets if len(set(budgets)) > 1 else None
+        if len(set(budgets)) == 1:
+            return None
+        return budgets
 
     def _whole_tokens(self, segments: Sequence[Sequence[Segment]], room: int) -> int:
         """Return the most tokens with all channels that a head holds until ``room`` more tokens have come."""
-        # a row's first segment is thin, the others have all channels
-        zeros = [0] * self.budget.shape[1]
-        counts = [[sum(c) for c in zip(zeros, *(s.counts for s in row[1:]), strict=True)] for row in segments]
-        now = torch.tensor(counts, device=self.budget.device)
+        counts = []
+        for row in segments:
+            by_head = torch.zeros(self.budget.shape[1], dtype=torch.int64)
+            # a row's first segment is thin, the others have all channels
+            for s in row[1:]:
+                by_head += torch.tensor(s.counts)
+            counts.append(by_head)
+        now = torch.stack(counts).to(self.budget.device)
         later = torch.minimum(self.budget[..., 0], now + room)
         return int(torch.maximum(now, later).max())
 
-    def _load(self, row: int, s: Segment, used: Tensor) -> Tensor:
-        """Put a segment behind the first ``used`` [H] slots of each head; return how many slots [H] are used then."""
-        counts = torch.tensor(s.counts, device=used.device)
+    def _load(self, row: int, s: Segment, used_slots: Tensor) -> Tensor:
+        """Put a segment behind the first ``used_slots`` [H] of each head; return how many slots [H] are used then."""
+        counts = torch.tensor(s.counts, device=used_slots.device)
+        # (head, slot) of every token, head by head
         head = torch.arange(len(counts), device=counts.device).repeat_interleave(counts)
-        slot = torch.cat([torch.arange(a, a + m, device=counts.device) for a, m in zip(used, counts, strict=True)])
+        spans = [(int(start), int(start + count)) for start, count in zip(used_slots, counts, strict=True)]
+        slot = torch.cat([torch.arange(start, end, device=counts.device) for start, end in spans])
         self.valid[row, head, slot] = True
         self.positions[row, head, slot] = one_by_one(s.positions, s)
         for name, t in s.state.items():
             self.state[name][row, head, slot] = one_by_one(t, s)
         self.store.load(row, head, slot, s)
-        return used + counts
+        return used_slots + counts
 
     def view(self, now: Tensor) -> Slots:
         """Return the slots as methods see them when the newest token is at position ``now`` [B]."""
-        return Slots(self.positions, self.valid, self.state, now[:, None, None], self.n, self.counts)
+        return Slots(self.positions, self.valid, self.state, now=now[:, None, None], n=self.n, counts=self.counts)
 
     def add(self, k: Tensor, v: Tensor, positions: Tensor) -> None:
         """Make room for new tokens, then write them into free slots."""
@@ -126,12 +145,13 @@ class EvictingRows(Format):
             for u in self.recent.due(t, self.evictor.every):
                 self.valid[u] = self._chosen(u, self.recent)
         else:
-            # the best ``budget - t`` stay
+            # the best ``budget - t`` stay: with the t new tokens a head holds ``budget``
             scores = self.evictor.keep_scores(self.view(positions[:, -1])).expand_as(self.valid)
             self.valid &= ranks(scores, self.positions, self.valid) < self.budget - t
-        # alone in its storage: the store keeps it until the next step
+        # free slots first; the clone owns its storage, as the store keeps it until the next step
         free = (~self.valid).int().sort(dim=-1, descending=True, stable=True).indices[..., :t].clone()
-        new_k, new_v = (x.repeat_interleave(h // x.shape[1], dim=1) for x in (k, v))
+        new_k = k.repeat_interleave(h // k.shape[1], dim=1)
+        new_v = v.repeat_interleave(h // v.shape[1], dim=1)
         self.store.add(free, new_k, new_v, self.valid)
         self.positions.scatter_(2, free, positions[:, None].expand(b, h, t).to(torch.int32))
         self.valid.scatter_(2, free, True)
@@ -139,17 +159,28 @@ class EvictingRows(Format):
         for name, s in self.state.items():
             index = slot_index(free, s)
             new = initial.get(name)
-            self.state[name] = s.scatter(2, index, torch.zeros_like(index, dtype=s.dtype) if new is None else new)
+            if new is None:
+                # a slot still has the state of the token that was evicted from it
+                new = torch.zeros_like(index, dtype=s.dtype)
+            self.state[name] = s.scatter(2, index, new)
         self.most = torch.maximum(self.most, self.held().amax(dim=1))
 
     def _chosen(self, u: int, recent: RecentQueries) -> Tensor:
-        """Return which slots [H, S] of row ``u`` its method keeps, which chooses among those in use."""
+        """Return a mask [H, S] of the slots of row ``u`` that its method keeps; it chooses among those in use."""
         in_use = self.valid[u]
         # all heads hold equally many
         order = order_by_position(self.positions[u], in_use)[:, : int(in_use[0].sum())]
-        k, v, positions = (at_slots(t, order) for t in (*self.store.exact(u), self.positions[u]))
-        segment = Segment(k, v, positions, state={"slot": order})
-        cache = LayerCache((segment,), recent.seen[u], len(in_use), recent.query_heads, prompt=int(self.n[u]))
+        k, v = self.store.exact(u)
+        positions = at_slots(self.positions[u], order)
+        # the state ``slot`` is selected with its token, and tells afterwards which slots stay
+        segment = Segment(at_slots(k, order), at_slots(v, order), positions, state={"slot": order})
+        cache = LayerCache(
+            (segment,),
+            seen=recent.seen[u],
+            heads=len(in_use),
+            query_heads=recent.query_heads,
+            prompt=int(self.n[u]),
+        )
         chosen = self.evictor.choose_again(cache, recent.observation(u, positions))
         return torch.zeros_like(in_use).scatter_(1, only_segment(chosen).state["slot"], True)
 
@@ -160,35 +191,49 @@ class EvictingRows(Format):
             self.recent.add(query)
         read: Read = None
         if self.rotary is not None:
-            query, read = self._rolled(query, query_positions, self.rotary)
+            query, read = self._turn_to_slots(query, query_positions, self.rotary)
         probs = self._probs(query, scale, query_positions, read)
         out = rounded(probs, query.dtype, self.store.weigh)
         if self.evictor.estimates:
-            turn, estimate = read or (lambda keys: keys), self.evictor.estimate
-            probs = self._probs(query.float(), scale, query_positions, lambda keys: estimate(turn(keys)))
-        self.state = {**self.state, **self.evictor.fold(self.view(query_positions[:, -1]), probs)}
+            # the method folds the attention over its own approximate keys, not the one that made the output
+            turn = read or as_they_are
+
+            def estimate(keys: Tensor) -> Tensor:
+                return self.evictor.estimate(turn(keys))
+
+            probs = self._probs(query.float(), scale, query_positions, estimate)
+        self.state = self.state | dict(self.evictor.fold(self.view(query_positions[:, -1]), probs))
         return out
 
-    def _rolled(self, query: Tensor, query_positions: Tensor, rotary: Rotary) -> tuple[Tensor, Read]:
-        """Return (query at the positions of the last slots, function that rotates keys to positions of their slots)."""
+    def _turn_to_slots(self, query: Tensor, query_positions: Tensor, rotary: Rotary) -> tuple[Tensor, Read]:
+        """Return (query at the positions of the last slots, function that rotates keys to positions of their slots).
+
+        A head's m tokens in order of position count as positions 0 ... m - 1, the T new ones as the last of them.
+        """
         t = query.shape[2]
         order = order_by_position(self.positions, self.valid)
+        # the inverse permutation: rank[order[i]] = i
         rank = torch.empty_like(order)
         rank.scatter_(2, order, torch.arange(order.shape[2], device=order.device).expand_as(order))
         # heads may hold different numbers of tokens, and each counts its own
         counts = self.valid.sum(dim=-1).repeat_interleave(query.shape[1] // self.valid.shape[1], dim=1)
         last = counts[:, :, None] - t + torch.arange(t, device=query.device)
-        return rotary.turn(query, query_positions[:, None], last), lambda keys: rotary.turn(keys, self.positions, rank)
+
+        def turn_keys(keys: Tensor) -> Tensor:
+            return rotary.turn(keys, self.positions, rank)
+
+        return rotary.turn(query, query_positions[:, None], last), turn_keys
 
     def _probs(self, query: Tensor, scale: float, query_positions: Tensor, read: Read) -> Tensor:
         """Return attention weights [B, Hq, T, S] fp32 of query [B, Hq, T, D] at ``query_positions`` [B, T].
 
-        ``read`` makes the keys that are attended out of the stored ones; None attends the stored ones.
+        ``read`` maps stored keys to those that are attended; None attends the stored ones.
         """
         b, hq, t, _ = query.shape
         h = self.valid.shape[1]
         part = self.store.logits(query, scale, read).view(b, h, hq // h, t, -1)
         token_at, query_at = self.positions[:, :, None, None], query_positions[:, None, None, :, None]
+        # new tokens see each other causally
         hidden = ~self.valid[:, :, None, None] | (token_at > query_at)
         if self.unattended is not None:
             hidden |= token_at == query_at - self.unattended[..., None, None]
@@ -199,7 +244,7 @@ class EvictingRows(Format):
             self.recent.keep(at)
         self.budget, self.n, self.most, self.newest = self.budget[at], self.n[at], self.most[at], self.newest[at]
         self.counts = {name: t[at] for name, t in self.counts.items()}
-        self.unattended = None if self.unattended is None else self.unattended[at]
+        self.unattended = take(self.unattended, at)
         self.store.keep(at)
         self.positions, self.valid = self.positions[at], self.valid[at]
         self.state = {name: s[at] for name, s in self.state.items()}
@@ -215,13 +260,27 @@ class EvictingRows(Format):
         return self.valid.sum(dim=-1)
 
     def observation(self, u: int) -> Observation | None:
-        return None if self.recent is None else self.recent.observation(u, None)
+        if self.recent is None:
+            return None
+        return self.recent.observation(u, None)
 
     def segments(self, u: int, cache: LayerCache) -> tuple[Segment, ...]:
         """Return one row's segments, each ascending in position, and ragged if its heads hold different numbers."""
         state = {name: s[u] for name, s in self.state.items()}
-        none = self.positions.new_zeros(self.positions.shape[1], 0, 0)
-        return self.store.segments(u, Segment(none, none, self.positions[u], state=state), self.valid[u])
+        # the store fills in keys and values
+        nothing = self.positions.new_zeros(self.positions.shape[1], 0, 0)
+        return self.store.segments(u, Segment(nothing, nothing, self.positions[u], state=state), self.valid[u])
+
+
+def _budgets_of(row: StoredRow, evictor: Evictor, room: Room) -> list[int]:
+    """Return how many tokens each head of a row may hold, or the one number for a row that is a single head."""
+    if row.size is not None:
+        return [min(row.size, row.cache.seen + room.tokens)]
+    if evictor.every:
+        # a head grows until its method chooses again
+        _, most = evictor.tokens_after(row.cache, row.layer, room.tokens)
+        return most
+    return [min(budget, row.cache.seen + room.tokens) for budget in evictor.head_budgets(row.cache, row.layer)]
 
 
 def ranks(scores: Tensor, positions: Tensor, among: Tensor) -> Tensor:
@@ -231,7 +290,8 @@ def ranks(scores: Tensor, positions: Tensor, among: Tensor) -> Tensor:
     """
     scores = scores.masked_fill(~among, -torch.inf)
     by_position = order_by_position(positions, among)
-    order = scores.gather(-1, by_position).sort(dim=-1, descending=True, stable=True).indices
-    order = by_position.gather(-1, order)
+    # a stable sort of slots that are in order of position keeps that order among equal scores
+    best_first = scores.gather(-1, by_position).sort(dim=-1, descending=True, stable=True).indices
+    order = by_position.gather(-1, best_first)
     ranking = torch.arange(order.shape[-1], device=order.device).expand_as(order)
     return torch.empty_like(order).scatter_(-1, order, ranking)

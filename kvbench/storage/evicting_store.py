@@ -21,9 +21,9 @@ from kvbench.kv.segment import LayerCache, Segment, per_head
 from kvbench.storage.attend import Estimate, as_they_are, logits, spread, weigh
 from kvbench.storage.packed_products import packed_logits, packed_weigh
 from kvbench.storage.roles import Packer
-from kvbench.storage.row_segments import beside, per_place
+from kvbench.storage.row_segments import beside, per_place, take
 
-Read = Estimate | None  # from keys [..., D] to those that attention reads in their place; None: the same
+Read = Estimate | None  # maps stored keys [..., D] to the keys that attention reads; None: the stored ones
 
 
 class OneFormat:
@@ -32,16 +32,19 @@ class OneFormat:
     def __init__(self, segments: Sequence[Segment], size: int, packer: Packer | None) -> None:
         first, self.packer = segments[0], packer
 
-        def room(t: Tensor) -> Tensor:
+        def make_buffer(t: Tensor) -> Tensor:
             return t.new_zeros(len(segments), first.heads, size, *t.shape[2:])
 
-        def rooms(rows: Sequence[Values]) -> Values:
-            packed = [x for x in rows if isinstance(x, Packed)]
-            return batched(packed, room) if packed else each(rows[0], room)
+        def make_buffers(rows: Sequence[Values]) -> Values:
+            packed = [row for row in rows if isinstance(row, Packed)]
+            if packed:
+                # with the frozen scales of all rows
+                return batched(packed, make_buffer)
+            return each(rows[0], make_buffer)
 
         keys, values = zip(*(s.stored() for s in segments), strict=True)
-        self.k, self.v = rooms(keys), rooms(values)
-        self.none = first.k.new_zeros(first.heads, 0, keys[0].shape[2])
+        self.k, self.v = make_buffers(keys), make_buffers(values)
+        self.none = first.k.new_zeros(first.heads, 0, keys[0].shape[2])  # no exact key, where all are packed
         self.fresh: tuple[Tensor, Tensor, Tensor] | None = None  # the newest slots [B, H, T], exact k and v
 
     def load(self, row: int, head: Tensor, slot: Tensor, segment: Segment) -> None:
@@ -53,21 +56,31 @@ class OneFormat:
     def add(self, slots: Tensor, k: Tensor, v: Tensor, held: Tensor) -> None:
         """Write new tokens k, v [B, H, T, D] into ``slots`` [B, H, T]; ``held`` [B, H, S] marks the others in use."""
         packer = self.packer
-        for buffer, new, pack in ((self.k, k, packer and packer.pack_keys), (self.v, v, packer and packer.pack_values)):
-            write(buffer, slots, buffer.more(new, pack) if pack and isinstance(buffer, Packed) else new)
-        self.fresh = (slots, k, v) if packer is not None and packer.packs_after_step else None
+        new_keys: Values = k
+        new_values: Values = v
+        self.fresh = None
+        if packer is not None:
+            if isinstance(self.k, Packed):
+                new_keys = self.k.more(k, packer.pack_keys)
+            if isinstance(self.v, Packed):
+                new_values = self.v.more(v, packer.pack_values)
+            if packer.packs_after_step:
+                self.fresh = (slots, k, v)
+        write(self.k, slots, new_keys)
+        write(self.v, slots, new_values)
 
     def logits(self, query: Tensor, scale: float, read: Read) -> Tensor:
         """Return scaled logits [B, Hq, T, S] of query [B, Hq, T, D] and the keys; those of free slots are undefined."""
-        see = read or as_they_are
+        estimate = read or as_they_are
         if not isinstance(self.k, Packed):
-            return logits(query, see(self.k), scale)
-        scores = packed_logits(query, self.k, scale, None, see)
+            return logits(query, estimate(self.k), scale)
+        scores = packed_logits(query, self.k, scale, None, estimate)
         if self.fresh is None:
             return scores
         # the newest tokens are read exactly, in the place of their codes
         slots, k, _ = self.fresh
-        return scores.scatter(3, _of_queries(slots, query), logits(query, see(k), scale).to(scores.dtype))
+        exact = logits(query, estimate(k), scale).to(scores.dtype)
+        return scores.scatter(3, _repeat_for_queries(slots, query), exact)
 
     def weigh(self, probs: Tensor) -> Tensor:
         """Return values [B, Hq, T, D] fp32 weighted by probs [B, Hq, T, S]."""
@@ -75,8 +88,9 @@ class OneFormat:
             return weigh(probs, self.v)
         if self.fresh is None:
             return packed_weigh(probs, self.v)
+        # codes of the newest tokens get weight 0, and their exact values the weight instead
         slots, _, v = self.fresh
-        index = _of_queries(slots, probs)
+        index = _repeat_for_queries(slots, probs)
         return packed_weigh(probs.scatter(3, index, 0.0), self.v) + weigh(probs.gather(3, index), v)
 
     def keep(self, rows: Tensor) -> None:
@@ -85,28 +99,36 @@ class OneFormat:
 
     def payload(self, held: Tensor) -> list[int]:
         """Return how many bytes each row's tokens take; ``held`` [B, H, S] marks their slots."""
-        slot = _bytes_of_slot(*parts(self.k), *parts(self.v))
-        return [n * slot for n in held.sum(dim=(1, 2)).tolist()]
+        slot_bytes = _bytes_of_slot(parts(self.k) + parts(self.v))
+        return [count * slot_bytes for count in held.sum(dim=(1, 2)).tolist()]
 
     def exact(self, row: int) -> tuple[Tensor, Tensor]:
         """Return the keys and values [H, S, D] of one row's slots, as they are read."""
-        k, v = (x[row] for x in (self.k, self.v))
-        k, v = (x.dequantise(self.none.dtype) if isinstance(x, Packed) else x for x in (k, v))
-        return k, v
+
+        def read_row(buffer: Values) -> Tensor:
+            if isinstance(buffer, Packed):
+                return buffer[row].dequantise(self.none.dtype)
+            return buffer[row]
+
+        return read_row(self.k), read_row(self.v)
 
     def segments(self, row: int, slots: Segment, held: Tensor) -> tuple[Segment, ...]:
         """Return one row's segments, each ascending in position, and ragged if its heads hold different numbers.
 
         ``slots`` has positions and state [H, S, ...] of the slots; ``held`` [H, S] marks those in use.
         """
-        return (ascending(replace(slots, k=self.none, v=self.none).holding(self.k[row], self.v[row]), held),)
+        segment = replace(slots, k=self.none, v=self.none).holding(self.k[row], self.v[row])
+        return (segment_in_position_order(segment, held),)
 
 
 class Thin:
-    """Slots whose older tokens hold some channels, and recent and new ones all; the interface is ``OneFormat``'s.
+    """Slots whose older tokens hold some channels, and recent and new ones all. The interface is ``OneFormat``'s.
 
-    Every slot has room for the channels kept. Whole tokens also have one of W ``places`` for the others: a new token
-    in the slot of an evicted thin one needs only that place more. W is at most the number of a head's slots.
+    Every slot has room for the kept channels. A whole token also has one of W ``places`` for its other channels: a new
+    token in the slot of an evicted thin one needs only a place more. W is at most the number of a head's slots.
+
+    slot: [B, H, W], the slot of the token in each place.
+    whole: [B, H, W], True for the places that are in use.
     """
 
     def __init__(self, rows: Sequence[Sequence[Segment]], size: int, places: int) -> None:
@@ -114,8 +136,8 @@ class Thin:
         self.k = StoredPart([(s.k, s.key_channels) for s in thin], thin[0].heads, size, places)
         self.v = StoredPart([(s.v, s.value_channels) for s in thin], thin[0].heads, size, places)
         shape = (len(rows), thin[0].heads, places)
-        self.slot = torch.zeros(shape, dtype=torch.int64, device=thin[0].k.device)  # of the token in each place
-        self.whole = torch.zeros(shape, dtype=torch.bool, device=thin[0].k.device)  # which places are in use
+        self.slot = torch.zeros(shape, dtype=torch.int64, device=thin[0].k.device)
+        self.whole = torch.zeros(shape, dtype=torch.bool, device=thin[0].k.device)
 
     def load(self, row: int, head: Tensor, slot: Tensor, segment: Segment) -> None:
         k, v = one_by_one(segment.k, segment), one_by_one(segment.v, segment)
@@ -127,13 +149,17 @@ class Thin:
         self.slot[row, head, place], self.whole[row, head, place] = slot, True
         for part, tokens in ((self.k, k), (self.v, v)):
             part.open(tokens.shape[1])
-            order = None if part.order is None else part.order[row, head][None]
+            # ``split`` takes [B, H, T, D]: here one row of N heads with a token each
+            order = part.order
+            if order is not None:
+                order = order[row, head][None]
             kept, others = part.split(tokens[None, :, None], order)
             part.kept[row, head, slot] = kept[0, :, 0]
             if others is not None and part.others is not None:
                 part.others[row, head, place] = others[0, :, 0]
 
     def add(self, slots: Tensor, k: Tensor, v: Tensor, held: Tensor) -> None:
+        # places of evicted tokens are free again
         self.whole &= held.gather(2, self.slot)
         # free places first
         places = (~self.whole).int().sort(dim=-1, descending=True, stable=True).indices[..., : slots.shape[2]]
@@ -147,27 +173,30 @@ class Thin:
                 write(part.others, places, others)
 
     def logits(self, query: Tensor, scale: float, read: Read) -> Tensor:
-        see, kept, others, order = read or as_they_are, self.k.kept, self.k.others, self.k.order
+        estimate, kept, others, order = read or as_they_are, self.k.kept, self.k.others, self.k.order
         if order is None or others is None:
-            return logits(query, see(kept), scale)
-        # the cap is on the sum of both parts
+            return logits(query, estimate(kept), scale)
+        # the cap is on the sum of both parts: float() drops it from the factor of each
         channels, factor = kept.shape[3], float(scale)
-        scores = logits(query, see(kept), factor, order[..., :channels])
+        scores = logits(query, estimate(kept), factor, order[..., :channels])
+        slot = _repeat_for_queries(self.slot, query)
         if read is None:
+            # q.k of a whole token is the sum over its kept channels and over the others
             more = logits(query, others, factor, order[..., channels:])
         else:
             # a stand-in is made of a whole key: its logit replaces that of the kept channels alone
             stand_ins = logits(query, read(self.k.together(self.slot)), factor, order)
-            more = stand_ins - scores.gather(3, _of_queries(self.slot, query))
-        more = more.masked_fill(~_of_queries(self.whole, query), 0)
-        return capped(scores.scatter_add(3, _of_queries(self.slot, query), more), scale)
+            more = stand_ins - scores.gather(3, slot)
+        more = more.masked_fill(~_repeat_for_queries(self.whole, query), 0)
+        return capped(scores.scatter_add(3, slot, more), scale)
 
     def weigh(self, probs: Tensor) -> Tensor:
         kept, others, order = self.v.kept, self.v.others, self.v.order
         out = weigh(probs, kept)
         if order is None or others is None:
             return out
-        whole_probs = probs.gather(3, _of_queries(self.slot, probs)).masked_fill(~_of_queries(self.whole, probs), 0)
+        in_use = _repeat_for_queries(self.whole, probs)
+        whole_probs = probs.gather(3, _repeat_for_queries(self.slot, probs)).masked_fill(~in_use, 0)
         return spread(torch.cat([out, weigh(whole_probs, others)], dim=3), order, order.shape[2])
 
     def keep(self, rows: Tensor) -> None:
@@ -176,17 +205,24 @@ class Thin:
         self.v.keep(rows)
 
     def payload(self, held: Tensor) -> list[int]:
-        whole = (self.whole & held.gather(2, self.slot)).sum(dim=(1, 2)).tolist()
-        others = _bytes_of_slot(*(t for t in (self.k.others, self.v.others) if t is not None))
-        thin = _bytes_of_slot(self.k.kept, self.v.kept)
-        return [n * thin + w * others for n, w in zip(held.sum(dim=(1, 2)).tolist(), whole, strict=True)]
+        tokens = held.sum(dim=(1, 2)).tolist()
+        whole_tokens = (self.whole & held.gather(2, self.slot)).sum(dim=(1, 2)).tolist()
+        kept_bytes = _bytes_of_slot([self.k.kept, self.v.kept])
+        other_bytes = _bytes_of_slot([t for t in (self.k.others, self.v.others) if t is not None])
+        return [
+            count * kept_bytes + whole_count * other_bytes
+            for count, whole_count in zip(tokens, whole_tokens, strict=True)
+        ]
 
     def exact(self, row: int) -> tuple[Tensor, Tensor]:
         return self.k.exact(row, self.slot, self.whole), self.v.exact(row, self.slot, self.whole)
 
     def segments(self, row: int, slots: Segment, held: Tensor) -> tuple[Segment, ...]:
-        slot, whole = self.slot[row], self.whole[row] & held.gather(1, self.slot[row])
-        thin = held & ~torch.zeros_like(held, dtype=torch.int32).scatter_add(1, slot, whole.int()).bool()
+        slot = self.slot[row]
+        whole = self.whole[row] & held.gather(1, slot)
+        # a token is thin if no place in use is its own; several free places may name one slot, hence the sum
+        places_of_slot = torch.zeros_like(held, dtype=torch.int32).scatter_add(1, slot, whole.int())
+        thin = held & ~places_of_slot.bool()
 
         dense = replace(
             slots,
@@ -195,24 +231,32 @@ class Thin:
             positions=at_slots(slots.positions, slot),
             state={name: at_slots(t, slot) for name, t in slots.state.items()},
         )
-        segments = [ascending(dense, whole)]
-        if bool(thin.any()):
-            old = ascending(replace(slots, k=self.k.kept[row], v=self.v.kept[row]), thin)
-            segments.insert(0, replace(old, key_channels=self.k.ids(row), value_channels=self.v.ids(row)))
-        return tuple(segments)
+        whole_segment = segment_in_position_order(dense, whole)
+        if not bool(thin.any()):
+            return (whole_segment,)
+        thin_slots = replace(slots, k=self.k.kept[row], v=self.v.kept[row])
+        thin_segment = replace(
+            segment_in_position_order(thin_slots, thin), key_channels=self.k.ids(row), value_channels=self.v.ids(row)
+        )
+        return (thin_segment, whole_segment)
 
 
 class StoredPart:
-    """Keys, or values, of ``Thin``: ``kept`` [B, H, S, C] of every token, ``others`` [B, H, W, D - C] of whole ones.
+    """Keys, or values, of ``Thin``.
 
-    ``order`` [B, H, D] lists the channels kept and then the others, both ascending. ``others`` and ``order`` are None
-    where all channels are kept, and until a whole token is seen, which tells D.
+    kept: [B, H, S, C], the kept channels of every token.
+    others: [B, H, W, D - C], the other channels of whole tokens.
+    channels: [B, H, C], the kept channels; None where all are kept.
+    order: [B, H, D], the kept channels and then the others, both ascending.
+
+    ``others`` and ``order`` are None where all channels are kept. They are None until the first whole token, too,
+    because only a whole token tells D.
     """
 
     def __init__(self, thin: Sequence[tuple[Tensor, Tensor | None]], heads: int, size: int, places: int) -> None:
         first = thin[0][0]
         self.kept = first.new_zeros(len(thin), heads, size, first.shape[2])
-        self.channels = beside([c for _, c in thin])  # [B, H, C]
+        self.channels = beside([channels for _, channels in thin])
         self.places = places
         self.order: Tensor | None = None
         self.others: Tensor | None = None
@@ -224,7 +268,9 @@ class StoredPart:
         b, h, c = self.channels.shape
         is_other = torch.ones(b, h, head_dim, dtype=torch.bool, device=self.channels.device)
         is_other.scatter_(2, self.channels, False)
-        self.order = torch.cat([self.channels, is_other.nonzero()[:, 2].view(b, h, head_dim - c)], dim=2)
+        # every head has D - C others, which nonzero lists head by head and ascending
+        other_channels = is_other.nonzero()[:, 2].view(b, h, head_dim - c)
+        self.order = torch.cat([self.channels, other_channels], dim=2)
         self.others = self.kept.new_zeros(b, h, self.places, head_dim - c)
 
     def split(self, x: Tensor, order: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -237,13 +283,16 @@ class StoredPart:
     def together(self, slot: Tensor) -> Tensor:
         """Return the whole tokens [B, H, W, D] in ``slot`` [B, H, W] of each place, channels in ``order``."""
         kept = self.kept.gather(2, slot[..., None].expand(-1, -1, -1, self.kept.shape[3]))
-        return kept if self.others is None else torch.cat([kept, self.others], dim=3)
+        if self.others is None:
+            return kept
+        return torch.cat([kept, self.others], dim=3)
 
     def in_order(self, slot: Tensor) -> Tensor:
         """Return the whole tokens as ``together`` does, channels in their natural order."""
         tokens = self.together(slot)
         if self.order is None:
             return tokens
+        # channel i of ``order`` goes to its place order[i]
         return torch.empty_like(tokens).scatter_(3, self.order[:, :, None].expand_as(tokens), tokens)
 
     def exact(self, row: int, slot: Tensor, whole: Tensor) -> Tensor:
@@ -255,7 +304,8 @@ class StoredPart:
         if self.channels is None or self.order is None:
             return kept
         h, size = kept.shape[:2]
-        tokens = kept.new_zeros(h, size + 1, self.order.shape[2])  # the last slot takes places not in use
+        # one slot more than there are: places that are not in use write there
+        tokens = kept.new_zeros(h, size + 1, self.order.shape[2])
         index = self.channels[row][:, None].expand(-1, size, -1)
         tokens[:, :size].scatter_(2, index, kept)
         places = slot[row].masked_fill(~whole[row], size)[..., None].expand(-1, -1, tokens.shape[2])
@@ -263,47 +313,54 @@ class StoredPart:
 
     def ids(self, row: int) -> Tensor | None:
         """Return the channels kept in one row [H, C], in a segment's dtype."""
-        return None if self.channels is None else self.channels[row].to(torch.int16)
+        if self.channels is None:
+            return None
+        return self.channels[row].to(torch.int16)
 
     def keep(self, rows: Tensor) -> None:
         """Drop all rows but those at the indices ``rows``."""
         self.kept = self.kept[rows]
-        self.channels, self.order, self.others = (
-            None if t is None else t[rows] for t in (self.channels, self.order, self.others)
-        )
+        self.channels = take(self.channels, rows)
+        self.order = take(self.order, rows)
+        self.others = take(self.others, rows)
 
 
 def one_by_one(t: Tensor, segment: Segment) -> Tensor:
     """Return a segment's tensor t, [H or 1, L, ...] or ragged [1, N, ...], as [N, ...], one head after the other."""
-    return t[0] if segment.lengths is not None else per_head(t, segment.heads).flatten(0, 1)
+    if segment.lengths is not None:
+        return t[0]
+    return per_head(t, segment.heads).flatten(0, 1)
 
 
 def slot_index(slots: Tensor, t: Tensor) -> Tensor:
     """Return ``slots`` [..., L] as the index that gathers or scatters their parts of t [..., S, ...]."""
-    beyond = t.shape[slots.dim() :]
-    return slots.reshape(*slots.shape, *[1] * len(beyond)).expand(*slots.shape, *beyond)
+    # one index for all that t has of a slot
+    trailing = t.shape[slots.dim() :]
+    ones = [1] * len(trailing)
+    return slots.reshape(*slots.shape, *ones).expand(*slots.shape, *trailing)
 
 
 def at_slots(t: Tensor, slots: Tensor) -> Tensor:
-    """Return what t [H, S, ...] has in ``slots`` [H, L]: [H, L, ...]."""
+    """Return the entries of t [H, S, ...] in ``slots`` [H, L]: [H, L, ...]."""
     return t.gather(1, slot_index(slots, t))
 
 
-def ascending(slots: Segment, held: Tensor) -> Segment:
+def segment_in_position_order(slots: Segment, held: Tensor) -> Segment:
     """Return a segment of the slots ``held`` [H, S] in order of position; ragged if heads hold different numbers."""
     counts = held.sum(dim=-1)
+    # free slots sort behind all positions
     hidden = slots.positions.masked_fill(~held, torch.iinfo(torch.int32).max)
     index = hidden.sort(dim=-1, stable=True).indices[:, : int(counts.max())]
     cache = LayerCache((slots,), seen=0, heads=slots.heads, query_heads=slots.heads)
     return only_segment(select(cache, index, counts))
 
 
-def _bytes_of_slot(*tensors: Tensor) -> int:
+def _bytes_of_slot(tensors: Sequence[Tensor]) -> int:
     """Return how many bytes tensors [B, H, S, ...] take for one slot of one head."""
     return sum(per_place(t, t.shape[:3].numel()) for t in tensors)
 
 
-def _of_queries(t: Tensor, query: Tensor) -> Tensor:
+def _repeat_for_queries(t: Tensor, query: Tensor) -> Tensor:
     """Return t [B, H, m] of stored heads, repeated for the heads and tokens of query [B, Hq, T, .]: [B, Hq, T, m]."""
     group = query.shape[1] // t.shape[1]
     return t.repeat_interleave(group, dim=1)[:, :, None].expand(-1, -1, query.shape[2], -1)

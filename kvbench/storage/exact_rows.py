@@ -19,7 +19,7 @@ from kvbench.storage import kernels, split
 from kvbench.storage.attend import attend
 from kvbench.storage.entries import Entries, Entry, attend_groups, grouped, mean_by_row
 from kvbench.storage.format import Format, Room, StoredRow
-from kvbench.storage.row_segments import Ragged, RowSegment, flat, grown, per_place, roomy, stack
+from kvbench.storage.row_segments import Ragged, RowSegment, flat, grown, per_place, roomy, stack, take
 
 
 @dataclass
@@ -38,8 +38,14 @@ class ExactGroup:
 class ExactRows(Format):
     """All exact rows under one masking method, or under none; entries of one segment format are attended at once.
 
-    Where no kernel reads ragged heads, they are attended one by one: most of a padded batch would be padding. All
-    groups share the tail [B, Hk, t, D].
+    Where no kernel reads ragged heads, they are attended one by one: most of a padded batch would be padding.
+
+    groups: the entries and their stored segments, which do not change.
+    keys, values: the tail of new tokens [B, Hk, at most ``capacity``, D], shared by all groups; None before the first.
+    used, new: how many tokens the tail holds, and how many of them came last.
+    starts: [B], the position of the tail's first token.
+    most, longest: [B] and their largest, the tokens that each row was loaded with.
+    splits: True if attention over parts of the tokens may be merged: no mask, and no heads that share logits.
     """
 
     takes_ragged = True
@@ -47,26 +53,34 @@ class ExactRows(Format):
     def __init__(self, rows: Sequence[StoredRow], room: Room) -> None:
         self.masker, self.capacity, self.windowed = rows[0].masker, room.tokens, room.windowed
         device = rows[0].cache.segments[0].k.device
-        entries = [Entry(i, row) for i, row in enumerate(rows)]
-        if room.windowed or self.masker is not None or not kernels.serves(device):
-            entries = [part for e in entries for part in e.by_head()]
-        self.groups = [
-            ExactGroup(Entries.of(part, len(rows)), _batch_segments(part, room.windowed))
-            for part in grouped(entries, super().key)
-        ]
+        # only kernels read ragged heads side by side, and they know neither masks nor windows
+        single_heads = room.windowed or self.masker is not None or not kernels.serves(device)
+        entries: list[Entry] = []
+        for i, row in enumerate(rows):
+            entry = Entry(i, row)
+            entries.extend(entry.by_head() if single_heads else [entry])
+        self.groups = []
+        # ``key`` of this class is that of a batch; within it entries of one segment format are a group
+        for members in grouped(entries, super().key):
+            segments = _batch_segments(members, room.windowed)
+            self.groups.append(ExactGroup(Entries.of(members, len(rows)), segments))
         self.starts = torch.tensor([row.cache.seen for row in rows], device=device)
         self.most = torch.tensor([row.cache.tokens for row in rows], device=device)
         self.longest = max(row.cache.tokens for row in rows)
-        self.keys: Tensor | None = None  # [B, Hk, at most capacity, D] once a token has come
+        self.keys: Tensor | None = None
         self.values: Tensor | None = None
         self.used, self.new = 0, 0
-        segments = [s for g in self.groups for s in g.segments]
-        self.splits = self.masker is None and not any(s.shared is not None for s in segments)
+        shares_logits = keeps_positions = False
+        for group in self.groups:
+            for s in group.segments:
+                shares_logits = shares_logits or s.shared is not None
+                keeps_positions = keeps_positions or s.positions is not None
+        self.splits = self.masker is None and not shares_logits
         if self.masker is not None:
             self.moves = "it decides in each step what is attended"
-        elif any(s.shared is not None for s in segments):
+        elif shares_logits:
             self.moves = "its heads share logits"
-        elif any(s.positions is not None for s in segments):
+        elif keeps_positions:
             self.moves = "the text outgrows the model's sliding window"
 
     @classmethod
@@ -75,24 +89,30 @@ class ExactRows(Format):
 
     @classmethod
     def key(cls, row: StoredRow) -> Hashable:
+        # rows of all formats and lengths share a batch, hence one tail
         return (row.masker,)
 
     def add(self, k: Tensor, v: Tensor, positions: Tensor) -> None:
         keys, values = self.room(k, v, k.shape[2])
         span = slice(self.used, self.used + k.shape[2])
+        # the step's tokens go right behind those before them
         keys[:, :, span], values[:, :, span] = k, v
         self.grow(k.shape[2])
 
     def room(self, k: Tensor, v: Tensor, tokens: int | None = None) -> tuple[Tensor, Tensor]:
         """Return the tail's buffers (keys, values) [B, Hk, ., D], with room for ``tokens`` more; None: for all to come.
 
-        They are made to fit k and v, and grow by a share of the tokens held.
+        They have the heads, channels and type of k and v, and grow by a share of the tokens held.
         """
-        least = self.capacity if tokens is None else self.used + tokens
         if self.keys is None or self.values is None:
-            self.keys, self.values = (x.new_empty(*x.shape[:2], 0, x.shape[3]) for x in (k, v))
+            self.keys = k.new_empty(*k.shape[:2], 0, k.shape[3])
+            self.values = v.new_empty(*v.shape[:2], 0, v.shape[3])
+        if tokens is None:
+            least = size = self.capacity
+        else:
+            least = self.used + tokens
+            size = roomy(least, self.longest + self.used, self.capacity)
         if self.keys.shape[2] < least:
-            size = least if tokens is None else roomy(least, self.longest + self.used, self.capacity)
             self.keys, self.values = grown(self.keys, size), grown(self.values, size)
         return self.keys, self.values
 
@@ -107,27 +127,38 @@ class ExactRows(Format):
 
     def attend(self, query: Tensor, scale: float, window: int | None) -> Tensor:
         if self.splits and window is None and fusible(query, scale) and not kernels.serves(query.device):
-            return self._in_parts(query, scale)
-        floor = None
+            return self._attend_in_parts(query, scale)
+        floor: Tensor | None = None
         if window is not None and self.windowed:
+            # [B, T]: the query at position p sees positions p - window + 1 to p
             newest = torch.arange(self.used - self.new, self.used, device=query.device)
             floor = self.starts[:, None] + newest - window + 1
 
-        def of_group(group: ExactGroup, query: Tensor) -> Tensor:
-            entries, (k, v) = group.entries, self.tail()
-            below = None if floor is None else entries.of_rows(floor)
-            starts = None if floor is None else entries.of_rows(self.starts)
-            tail = (entries.tokens(k), entries.tokens(v))
-            out, group.attended = attend(query, group.segments, tail, scale, below, starts, self.masker)
+        def attend_group(group: ExactGroup, query: Tensor) -> Tensor:
+            entries = group.entries
+            k, v = self.tail()
+            group_floor = group_starts = None
+            if floor is not None:
+                group_floor, group_starts = entries.of_rows(floor), entries.of_rows(self.starts)
+            out, group.attended = attend(
+                query,
+                group.segments,
+                (entries.tokens(k), entries.tokens(v)),
+                scale=scale,
+                floor=group_floor,
+                tail_start=group_starts,
+                masker=self.masker,
+            )
             return out
 
-        out = self.in_groups(query, of_group)
+        out = self.in_groups(query, attend_group)
         self.attended = mean_by_row([(g.entries, g.attended) for g in self.groups], len(self.starts))
         return out
 
-    def _in_parts(self, query: Tensor, scale: float) -> Tensor:
+    def _attend_in_parts(self, query: Tensor, scale: float) -> Tensor:
         """Return attention as ``attend`` does: over the tail of all rows at once, merged with that over segments."""
         tail = split.causal(query, *self.tail(), scale)
+        # a group is some rows, or single heads of them: each puts its part in its place
         out, lse = torch.empty_like(query), torch.empty_like(query[..., 0])
         for group in self.groups:
             part = split.over(group.entries.query(query), group.segments, scale)
@@ -140,21 +171,26 @@ class ExactRows(Format):
         return attend_groups(query, [(g.entries, partial(attend, g)) for g in self.groups])
 
     def keep(self, at: Tensor) -> None:
-        places = {old: new for new, old in enumerate(at.tolist())}
-        moved = [(*g.entries.keep(places), g.segments) for g in self.groups]
-        self.groups = [ExactGroup(e, [s.rows(index) for s in segments]) for index, e, segments in moved if len(index)]
+        places = {row: place for place, row in enumerate(at.tolist())}
+        groups, self.groups = self.groups, []
+        for group in groups:
+            index, entries = group.entries.keep(places)
+            if len(index):
+                self.groups.append(ExactGroup(entries, [s.rows(index) for s in group.segments]))
         self.starts, self.most = self.starts[at], self.most[at]
-        if self.keys is not None and self.values is not None:
-            self.keys, self.values = self.keys[at], self.values[at]
+        self.keys, self.values = take(self.keys, at), take(self.values, at)
 
     def tokens(self) -> Tensor:
+        # nothing that is exact is ever dropped
         return self.most + self.used
 
     def payload(self) -> list[int]:
-        token = 0
-        if self.keys is not None and self.values is not None:
-            token = sum(per_place(t, t.shape[0] * t.shape[2]) for t in (self.keys, self.values))
-        sizes = [self.used * token] * len(self.starts)
+        token_bytes = 0
+        for t in (self.keys, self.values):
+            if t is not None:
+                token_bytes += per_place(t, t.shape[0] * t.shape[2])
+        sizes = [self.used * token_bytes] * len(self.starts)
+        # an entry may be one head of a row: a row's bytes are those of all its entries
         for group in self.groups:
             for segment in group.segments:
                 for row, size in zip(group.entries.rows.tolist(), segment.payload(), strict=True):
@@ -162,8 +198,9 @@ class ExactRows(Format):
         return sizes
 
     def segments(self, u: int, cache: LayerCache) -> tuple[Segment, ...]:
-        k, v = (t[u].clone() for t in self.tail())  # alone in its storage: the tail is of all rows
-        return ops.append(cache, k, v).segments
+        k, v = self.tail()
+        # copies: a view would keep the tail of all rows alive
+        return ops.append(cache, k[u].clone(), v[u].clone()).segments
 
 
 def _batch_segments(entries: Sequence[Entry], positions: bool) -> list[RowSegment | Ragged]:
@@ -171,5 +208,10 @@ def _batch_segments(entries: Sequence[Entry], positions: bool) -> list[RowSegmen
 
     ``positions``: batches keep the positions of tokens, which a sliding window needs.
     """
-    columns = zip(*(e.row.cache.segments for e in entries), strict=True)
-    return [stack(column, positions) if column[0].lengths is None else flat(column) for column in columns]
+    batches: list[RowSegment | Ragged] = []
+    for same_place in zip(*(entry.row.cache.segments for entry in entries), strict=True):
+        if same_place[0].lengths is None:
+            batches.append(stack(same_place, positions))
+        else:
+            batches.append(flat(same_place))
+    return batches

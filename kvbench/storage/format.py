@@ -31,22 +31,23 @@ class StoredRow:
     masker: Masker | None = None
     coder: Coder | None = None
     evictor: Evictor | None = None
-    lift: LatentLift | None = None  # where projections are low-rank
-    rotary: Rotary | None = None  # the model's, where it has one
-    size: int | None = None  # of a single head: how many tokens it goes on holding, where heads differ in that
+    lift: LatentLift | None = None  # set where projections are low-rank
+    rotary: Rotary | None = None  # set where the model has a rotation
+    size: int | None = None  # the number of tokens that a single head goes on holding, where heads differ in that
 
 
 @dataclass(frozen=True, kw_only=True)
 class Room:
     """The room to reserve in each row: for ``tokens`` still to come, of which one step brings at most ``at_once``.
 
-    alone: whether tokens of one step are read and packed as if each came in a step of its own.
+    alone: True if tokens of one step are read and packed as if each came in a step of its own.
+    windowed: True if the text may outgrow the model's sliding window.
     """
 
     tokens: int
     at_once: int = 1
     alone: bool = False
-    windowed: bool = False  # whether the text may outgrow the model's sliding window
+    windowed: bool = False
 
 
 class Format(ABC):
@@ -76,11 +77,12 @@ class Format(ABC):
     @classmethod
     def key(cls, row: StoredRow) -> Hashable:
         """Return the key by which rows are grouped: rows with equal keys are stored and attended together."""
-        return (row.masker, *(format_of(s) for s in row.cache.segments))
+        # a masker is part of a group's one softmax, and segments of one format are stacked
+        return (row.masker, tuple(format_of(s) for s in row.cache.segments))
 
     @classmethod
     def head_sizes(cls, row: StoredRow) -> Sequence[int] | None:
-        """Return how many tokens each head goes on holding where heads are stored by these sizes; None where not."""
+        """Return how many tokens each head goes on holding, if heads are stored apart by these sizes; else None."""
         return None
 
     @abstractmethod
@@ -111,7 +113,8 @@ class Format(ABC):
         """
 
     def observation(self, u: int) -> Observation | None:
-        """Return what the method of entry ``u`` reads that chooses again while decoding; None for others."""
+        """Return what the method of entry ``u`` reads when it chooses again; None if it does not choose again."""
+        # only formats that evict have one
         return None
 
     @abstractmethod

@@ -16,7 +16,7 @@ from kvbench.storage.attend import Estimate, logits, masked_softmax, weigh
 from kvbench.storage.format import Format, Room, StoredRow
 from kvbench.storage.row_segments import per_place
 
-BLOCK = 2**20  # elements of keys rebuilt at once
+BLOCK = 2**20  # at most so many elements of keys are rebuilt at once
 
 
 class LatentRows(Format):
@@ -28,12 +28,17 @@ class LatentRows(Format):
         lift, self.masker = rows[0].lift, rows[0].masker
         assert lift is not None
         segments = [row.cache.segments[0] for row in rows]
-        self.lift, self.total = lift, [s.tokens for s in segments]
+        self.lift = lift
+        self.total = [s.tokens for s in segments]  # how many tokens each row holds
         first, slots = segments[0], max(self.total) + room.tokens
-        self.k, self.v = (t.new_zeros(len(segments), slots, t.shape[2]) for t in (first.k, first.v))
+        # the latents [U, S, R] of a layer are one stored head, without an axis of its own here
+        self.k = first.k.new_zeros(len(segments), slots, first.k.shape[2])
+        self.v = first.v.new_zeros(len(segments), slots, first.v.shape[2])
         self.positions = first.positions.new_zeros(len(segments), slots)
         for u, s in enumerate(segments):
-            self.k[u, : s.tokens], self.v[u, : s.tokens], self.positions[u, : s.tokens] = s.k[0], s.v[0], s.positions[0]
+            self.k[u, : s.tokens] = s.k[0]
+            self.v[u, : s.tokens] = s.v[0]
+            self.positions[u, : s.tokens] = s.positions[0]
 
     @classmethod
     def takes(cls, row: StoredRow) -> bool:
@@ -44,7 +49,7 @@ class LatentRows(Format):
         slot = torch.tensor(self.total, device=k.device)[:, None] + torch.arange(t, device=k.device)
         self.k[row, slot], self.v[row, slot] = k, v
         self.positions[row, slot] = positions.to(self.positions.dtype)
-        self.total = [n + t for n in self.total]
+        self.total = [total + t for total in self.total]
 
     def attend(self, query: Tensor, scale: float, window: int | None) -> Tensor:
         logits_of = partial(self._logits, query, scale)
@@ -60,6 +65,7 @@ class LatentRows(Format):
             span = slice(start, min(start + block, longest))
             keys = self.lift.keys(self.k[:, span], self.positions[:, span])
             scores[..., span] = logits(query, estimate(keys), scale).float()
+        # new token i of T is token total - T + i of its row, and sees none that comes after it
         total = torch.tensor(self.total, device=query.device)[:, None]
         last = total - t + torch.arange(t, device=query.device)
         hidden = torch.arange(longest, device=query.device) > last[:, None, :, None]
@@ -68,11 +74,15 @@ class LatentRows(Format):
     def _weigh(self, probs: Tensor) -> Tensor:
         """Return values [U, Hq, T, D] fp32 weighted by probs [U, Hq, T, L]; latents are summed, then lifted once."""
         u, hq, t, longest = probs.shape
-        projection, values = self.lift.v, self.v[:, :longest].split(self.lift.v.ranks, dim=-1)
+        projection = self.lift.v
+        # the latents of each group of kv heads that share a projection
+        values = self.v[:, :longest].split(projection.ranks, dim=-1)
         repeats = hq // self.lift.heads
         group_heads = self.lift.heads // len(values)
+        group_probs = probs.split(group_heads * repeats, dim=1)
         outputs = []
-        for part, latent, up in zip(probs.split(group_heads * repeats, dim=1), values, projection.ups, strict=True):
+        for part, latent, up in zip(group_probs, values, projection.ups, strict=True):
+            # sum_t p_t (z_t W) = (sum_t p_t z_t) W
             mixed = weigh(part, latent[:, None]).view(u, group_heads, repeats * t, -1)
             if up is None:
                 # latents [group * D] are the values of the group's heads one after the other: each takes its own
@@ -94,9 +104,12 @@ class LatentRows(Format):
         return torch.tensor(self.total, device=self.k.device)
 
     def payload(self) -> list[int]:
-        token = sum(per_place(t, t.shape[0] * t.shape[1]) for t in (self.k, self.v))
-        return [n * token for n in self.total]
+        places = self.positions.numel()
+        token_bytes = per_place(self.k, places) + per_place(self.v, places)
+        return [total * token_bytes for total in self.total]
 
     def segments(self, u: int, cache: LayerCache) -> tuple[Segment, ...]:
-        k, v, positions = (t[u, : self.total[u]].clone()[None] for t in (self.k, self.v, self.positions))
-        return (Segment(k, v, positions, latent=True),)
+        def copy_row(t: Tensor) -> Tensor:
+            return t[u, : self.total[u]].clone()[None]
+
+        return (Segment(copy_row(self.k), copy_row(self.v), copy_row(self.positions), latent=True),)

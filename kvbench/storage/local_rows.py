@@ -27,9 +27,11 @@ class LocalRows(Format):
         assert caches[0].window is not None
         self.window = caches[0].window
         # the first of several tokens that come at once still sees the whole window before it
-        slots = min(self.window + room.at_once - 1, max(c.seen for c in caches) + room.tokens)
-        segments = [c.segments[0] for c in caches]
-        self.k, self.v = (t.new_zeros(len(rows), t.shape[0], slots, t.shape[2]) for t in (segments[0].k, segments[0].v))
+        slots = min(self.window + room.at_once - 1, max(cache.seen for cache in caches) + room.tokens)
+        segments = [cache.segments[0] for cache in caches]
+        k, v = segments[0].k, segments[0].v
+        self.k = k.new_zeros(len(rows), k.shape[0], slots, k.shape[2])
+        self.v = v.new_zeros(len(rows), v.shape[0], slots, v.shape[2])
         # a free slot stands before everything that the first token sees
         self.positions = torch.full((len(rows), slots), -self.window, dtype=torch.int64, device=self.k.device)
         for u, s in enumerate(segments):
@@ -46,42 +48,50 @@ class LocalRows(Format):
 
     def _write(self, rows: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> None:
         """Put tokens k, v [U', Hk, T, D] at ``positions`` [U', T] into their slots of ``rows`` [U']."""
-        at = rows[:, None], positions % self.positions.shape[1]
-        self.positions[at] = positions
-        for ring, new in ((self.k, k), (self.v, v)):
-            ring.transpose(1, 2)[at] = new.transpose(1, 2)
+        index = (rows[:, None], positions % self.positions.shape[1])
+        self.positions[index] = positions
+        # [U, S, Hk, D]: rows and slots are neighbours, as in the index
+        self.k.transpose(1, 2)[index] = k.transpose(1, 2)
+        self.v.transpose(1, 2)[index] = v.transpose(1, 2)
 
     def add(self, k: Tensor, v: Tensor, positions: Tensor) -> None:
         self._write(torch.arange(len(k), device=k.device), k, v, positions)
         self.newest = positions
 
     def attend(self, query: Tensor, scale: float, window: int | None) -> Tensor:
-        held, now = self.positions[:, None], self.newest[:, :, None]
-        hidden = ((held > now) | (held <= now - self.window))[:, None]  # [U, 1, T, S]
+        token_at, query_at = self.positions[:, None], self.newest[:, :, None]
+        # a query at position p sees positions p - window + 1 to p: [U, 1, T, S]
+        hidden = ((token_at > query_at) | (token_at <= query_at - self.window))[:, None]
 
         def logits_of(estimate: Estimate) -> Tensor:
             return logits(query, estimate(self.k), scale).masked_fill(hidden, -torch.inf)
 
-        return masked_softmax(logits_of, lambda probs: weigh(probs, self.v), query.dtype, None)[0]
+        def weigh_values(probs: Tensor) -> Tensor:
+            return weigh(probs, self.v)
+
+        out, _ = masked_softmax(logits_of, weigh_values, query.dtype, masker=None)
+        return out
 
     def keep(self, at: Tensor) -> None:
         self.k, self.v = self.k[at], self.v[at]
         self.positions, self.newest = self.positions[at], self.newest[at]
 
-    def _held(self) -> Tensor:
+    def _slots_in_window(self) -> Tensor:
         """Return a mask [U, S] of the slots within the window of the newest token."""
         newest = self.positions.amax(dim=1, keepdim=True)
         return (self.positions > newest - self.window) & (self.positions >= 0)
 
     def tokens(self) -> Tensor:
-        return self._held().sum(dim=1)
+        return self._slots_in_window().sum(dim=1)
 
     def payload(self) -> list[int]:
-        token = sum(per_place(t, t.shape[0] * t.shape[2]) for t in (self.k, self.v))
-        return [n * token for n in self.tokens().tolist()]
+        places = self.positions.numel()
+        token_bytes = per_place(self.k, places) + per_place(self.v, places)
+        return [count * token_bytes for count in self.tokens().tolist()]
 
     def segments(self, u: int, cache: LayerCache) -> tuple[Segment, ...]:
-        slots = self._held()[u].nonzero()[:, 0]
+        slots = self._slots_in_window()[u].nonzero()[:, 0]
+        # the ring begins anywhere
         slots = slots[self.positions[u, slots].argsort()]
         positions = self.positions[u, slots].to(torch.int32)[None]
         return (Segment(self.k[u][:, slots], self.v[u][:, slots], positions),)

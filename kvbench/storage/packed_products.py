@@ -24,7 +24,10 @@ def unpacked(packed: Packed, dtype: torch.dtype, rotated: bool) -> Iterator[tupl
     for heads, tokens, part in packed.blocks():
         if scratch is None or scratch.numel() < part.shape.numel():
             scratch = torch.empty(part.shape.numel(), device=packed.device)
-        yield heads, tokens, part.rotated(dtype, scratch) if rotated else part.dequantise(dtype, scratch)
+        if rotated:
+            yield heads, tokens, part.rotated(dtype, scratch)
+        else:
+            yield heads, tokens, part.dequantise(dtype, scratch)
 
 
 def packed_logits(query: Tensor, keys: Packed, scale: float, channels: Tensor | None, estimate: Estimate) -> Tensor:
@@ -34,28 +37,39 @@ def packed_logits(query: Tensor, keys: Packed, scale: float, channels: Tensor | 
     """
     u, hq, t, _ = query.shape
     h, length = keys.shape[1:3]
+    # half precision is scaled after the product, which is fp32
     is_fp32 = query.dtype == torch.float32
-    q = (query * scale if is_fp32 else query).reshape(u, h, hq // h * t, -1)
+    if is_fp32:
+        query = query * scale
+    q = query.reshape(u, h, hq // h * t, -1)
     if channels is not None:
         q = q.gather(3, channels[:, :, None].expand(-1, -1, q.shape[2], -1))
     # the query enters the basis of the keys once; stand-ins are made of keys as they were
     rotation = keys.rotation if estimate is as_they_are else None
     if rotation is not None:
+        # q.k = (q B).(k B) for a basis B with orthonormal rows
         q = (q.float() @ rotation).to(q.dtype)
-    flat, scores = q.flatten(0, 1), query.new_empty(u * h, hq // h * t, length, dtype=torch.float32)
+    flat_query = q.flatten(0, 1)
+    scores = query.new_empty(u * h, hq // h * t, length, dtype=torch.float32)
     for heads, tokens, part in unpacked(keys, query.dtype, rotation is not None):
-        scores[heads, :, tokens] = summed(flat[heads], estimate(part).transpose(1, 2))
-    return capped(scores if is_fp32 else scores.mul_(scale), scale).view(u, hq, t, length)
+        scores[heads, :, tokens] = summed(flat_query[heads], estimate(part).transpose(1, 2))
+    if not is_fp32:
+        scores.mul_(scale)
+    return capped(scores, scale).view(u, hq, t, length)
 
 
 def packed_weigh(probs: Tensor, values: Packed) -> Tensor:
     """Return packed values [U, H, L, C] weighted by probs [U, Hq, T, L]: [U, Hq, T, C] fp32, block by block."""
     u, hq, t, length = probs.shape
+    h, c = values.shape[1], values.shape[3]
     rotation = values.rotation
-    h, c = values.shape[1], values.shape[3] if rotation is None else rotation.shape[1]
-    flat = probs.reshape(u * h, hq // h * t, length)
-    out = flat.new_zeros(u * h, hq // h * t, c, dtype=torch.float32)
+    if rotation is not None:
+        c = rotation.shape[1]
+    flat_probs = probs.reshape(u * h, hq // h * t, length)
+    out = flat_probs.new_zeros(u * h, hq // h * t, c, dtype=torch.float32)
     for heads, tokens, part in unpacked(values, probs.dtype, rotation is not None):
-        out[heads] += weigh(flat[heads, None, :, tokens], part[:, None])[:, 0]
-    # the output leaves the basis of the values
-    return (out if rotation is None else out @ rotation.T).view(u, hq, t, -1)
+        out[heads] += weigh(flat_probs[heads, None, :, tokens], part[:, None])[:, 0]
+    if rotation is not None:
+        # the output leaves the basis of the values: sum_t p_t v_t = (sum_t p_t v_t B) B'
+        out = out @ rotation.T
+    return out.view(u, hq, t, -1)

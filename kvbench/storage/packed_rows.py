@@ -23,11 +23,22 @@ from kvbench.storage import kernels
 from kvbench.storage.attend import Estimate, logits, masked_softmax, spread, weigh
 from kvbench.storage.format import Format, Room, StoredRow
 from kvbench.storage.packed_products import packed_logits, packed_weigh
-from kvbench.storage.row_segments import beside, grown, per_place, roomy
+from kvbench.storage.row_segments import beside, grown, per_place, roomy, take
 
 
 class PackedHalf:
-    """Keys, or values, of U rows: packed tokens first, then exact ones in a ring (token t in slot t mod S)."""
+    """Keys, or values, of U rows: packed tokens first, then exact ones in a ring.
+
+    A ring of S slots holds token t of a row in slot t mod S.
+
+    codes: the packed tokens [U, H, ., C] of all rows, with room for more.
+    ring: the exact tokens [U, H, S, D].
+    packed, total: of each row, the number of packed tokens and of all tokens.
+    channels: [U, H, C], the channels that packed tokens keep; None: all.
+    most: the most steps of tokens that can be packed before the batch ends.
+    seen: [U, 1, T, 1], how many tokens each new query sees as packed, where queries differ in that; else None.
+    before: of each row, how many tokens were packed before the newest step, where ``seen`` is set.
+    """
 
     def __init__(
         self,
@@ -37,27 +48,38 @@ class PackedHalf:
         room: Room,
         grows: bool = True,
     ) -> None:
-        # of each row: its packed tokens, its exact ones, and the channels kept if it is thin
-        packed, rest, channels = zip(*rows, strict=True)
-        first, device = packed[0], rest[0].device
-        self.residual, self.pack, self.grows, self.step = residual, pack, grows, first.step
-        self.packed = [p.shape[1] for p in packed]
-        self.total = [p.shape[1] + r.shape[1] for p, r in zip(packed, rest, strict=True)]
-        most_exact_now = max(r.shape[1] for r in rest)
-        self.most = max([residual.packed(t + room.tokens) for t in self.total] if grows else self.packed) // self.step
+        # a row: its packed tokens [H, Lq, .], its exact tokens [H, L - Lq, D], and, if it is thin, its channels [H, C]
+        packed, exact, channels = zip(*rows, strict=True)
+        self.residual, self.pack, self.grows, self.step = residual, pack, grows, packed[0].step
+        self.packed = [row.shape[1] for row in packed]
+        self.total = [old.shape[1] + new.shape[1] for old, new in zip(packed, exact, strict=True)]
+        exact_now = max(row.shape[1] for row in exact)
+        if grows:
+            most_packed = max(residual.packed(total + room.tokens) for total in self.total)
+            # a residual of everything would be endless: no ring needs more slots than tokens can come
+            most_exact = min(residual.most, max(self.total) + room.tokens)
+        else:
+            most_packed = max(self.packed)
+            most_exact = exact_now + room.tokens
+        self.most = most_packed // self.step
         size = max(max(self.packed) // self.step, 1)
-        self.codes = batched(packed, lambda t: t.new_zeros(len(packed), t.shape[0], size, *t.shape[2:]))
-        # a residual of everything would be endless: no ring needs more slots than tokens can come
-        most_exact = min(residual.most, max(self.total) + room.tokens) if grows else most_exact_now + room.tokens
-        slots = max(most_exact, most_exact_now) + room.at_once
-        self.ring = rest[0].new_zeros(len(packed), rest[0].shape[0], slots, rest[0].shape[2])
-        self.channels = beside(channels)  # [U, H, C]
-        self.seen: Tensor | None = None  # [U, 1, T, 1]: how many tokens are packed for each query, where that differs
-        self.before = self.packed  # how many were before the newest step, where ``seen`` is
-        for u, (p, r) in enumerate(zip(packed, rest, strict=True)):
-            for codes, loaded in zip(self.codes.payload(), p.payload(), strict=True):
-                codes[u, :, : loaded.shape[1]] = loaded
-            self.ring[u, :, (torch.arange(r.shape[1], device=device) + p.shape[1]) % slots] = r
+
+        def make_buffer(t: Tensor) -> Tensor:
+            # axis 1 of a packed tensor counts steps of tokens: single tokens, or groups that are coded together
+            return t.new_zeros(len(packed), t.shape[0], size, *t.shape[2:])
+
+        self.codes = batched(packed, make_buffer)
+        # a step writes its tokens before the oldest ones leave
+        slots = max(most_exact, exact_now) + room.at_once
+        self.ring = exact[0].new_zeros(len(packed), exact[0].shape[0], slots, exact[0].shape[2])
+        self.channels = beside(channels)
+        self.seen: Tensor | None = None
+        self.before = self.packed
+        for u, (old, new) in enumerate(zip(packed, exact, strict=True)):
+            for buffer, codes in zip(self.codes.payload(), old.payload(), strict=True):
+                buffer[u, :, : codes.shape[1]] = codes
+            slot = (torch.arange(new.shape[1], device=new.device) + old.shape[1]) % slots
+            self.ring[u, :, slot] = new
 
     @property
     def slots(self) -> int:
@@ -66,30 +88,35 @@ class PackedHalf:
     def add(self, x: Tensor) -> None:
         """Write new tokens x [U, Hk, T, D] into the ring, repeated for the H stored heads."""
         u, heads, t = x.shape[0], self.ring.shape[1], x.shape[2]
-        wide = x if heads == x.shape[1] else x.repeat_interleave(heads // x.shape[1], dim=1)
-        span = self._span(self.total, t)
+        if heads != x.shape[1]:
+            x = x.repeat_interleave(heads // x.shape[1], dim=1)
+        span = self._ring_span(self.total, t)
         if span is not None:
-            self.ring[:, :, span] = wide
+            self.ring[:, :, span] = x
         else:
             slot = (self.numbers(self.total)[:, None] + torch.arange(t, device=x.device)) % self.slots
-            self.ring[torch.arange(u, device=x.device)[:, None], :, slot] = wide.transpose(1, 2)
-        self.total = [n + t for n in self.total]
+            # the two index tensors [U, T] come first: [U, T, H, D]
+            self.ring[torch.arange(u, device=x.device)[:, None], :, slot] = x.transpose(1, 2)
+        self.total = [total + t for total in self.total]
 
     def see(self, tokens: int, settles_first: bool) -> None:
         """Let each of the newest ``tokens`` see what was packed when it came, as if they had come one by one."""
         self.before = list(self.packed)
-        # token i of them comes to n - tokens + i others, and is one itself where packing comes before attention
-        come = range(settles_first - tokens, int(settles_first))
-        seen = [
-            [max(p, self.residual.packed(n + i)) if self.grows else p for i in come]
-            for n, p in zip(self.total, self.packed, strict=True)
-        ]
-        self.seen = torch.tensor(seen, device=self.ring.device)[:, None, :, None]
+        # token i of them comes after total - tokens + i others, and counts itself where packing precedes attention
+        end = 1 if settles_first else 0
+        offsets = range(end - tokens, end)
+        packed_for_queries = []
+        for total, packed in zip(self.total, self.packed, strict=True):
+            if self.grows:
+                packed_for_queries.append([max(packed, self.residual.packed(total + offset)) for offset in offsets])
+            else:
+                packed_for_queries.append([packed] * tokens)
+        self.seen = torch.tensor(packed_for_queries, device=self.ring.device)[:, None, :, None]
 
     def columns(self) -> Tensor:
         """Return the token of each ring slot [U, S] that some query reads exactly; the largest total for others."""
-        first = self.packed if self.seen is None else self.before
-        total, packed = self.numbers(self.total)[:, None], self.numbers(first)[:, None]
+        first_exact = self.packed if self.seen is None else self.before
+        total, packed = self.numbers(self.total)[:, None], self.numbers(first_exact)[:, None]
         slot = torch.arange(self.slots, device=self.ring.device)
         # the newest token t with t mod S = slot
         token = total - 1 - (total - 1 - slot) % self.slots
@@ -104,102 +131,120 @@ class PackedHalf:
         """Return the exact tokens [U, H, L - Lq, D] in their order, of rows that are ``alike``."""
         start, count = self.packed[0] % self.slots, self.total[0] - self.packed[0]
         tokens = self.ring[:, :, start : start + count]
-        missing = count - tokens.shape[2]  # they begin again at the first slot
-        return torch.cat([tokens, self.ring[:, :, :missing]], dim=2) if missing else tokens
+        missing = count - tokens.shape[2]
+        if missing == 0:
+            return tokens
+        # behind the ring's last slot the tokens go on in its first one
+        return torch.cat([tokens, self.ring[:, :, :missing]], dim=2)
 
     def old(self) -> Packed:
         """Return a view of the packed tokens [U, H, L, C]; behind a shorter row's last one they are undefined."""
         return self.codes.tokens(0, max(self.packed))
 
     def settle(self) -> None:
-        """Pack the tokens that are no longer among the newest, which stay exact.
+        """Pack the tokens that are no longer among the newest, which stay exact."""
+        rows = self._rows_to_pack()
+        while rows:
+            self._pack_block(rows)
+            rows = self._rows_to_pack()
 
-        Each pass packs equally many of every row that has any.
-        """
-        while due := self._due():
-            block = min(self.residual.packed(self.total[u]) - self.packed[u] for u in due)
-            span = self._span(self.packed, block) if len(due) == len(self.total) else None
-            first = self.packed[0] // self.step
-            channels = self.channels
-            if span is not None:
-                # every row packs the same slots next: no index is made for them
-                x = self.ring[:, :, span]
-            else:
-                rows, packed = self.numbers(due)[:, None], self.numbers([self.packed[u] for u in due])[:, None]
-                x = self.ring[rows, :, (packed + torch.arange(block, device=rows.device)) % self.slots].transpose(1, 2)
-                groups = packed // self.step + torch.arange(block // self.step, device=rows.device)
-                channels = None if channels is None else channels[rows[:, 0]]
-            if channels is not None:
-                x = x.gather(3, channels[:, :, None].expand(-1, -1, block, -1))
-            coded = self.codes.more(x, self.pack, due if len(due) < len(self.total) else None)
-            self._reserve((max(self.packed[u] for u in due) + block) // self.step)
-            for codes, new in zip(self.codes.payload(), coded.payload(), strict=True):
-                if span is not None:
-                    codes[:, :, first : first + new.shape[2]] = new
-                else:
-                    codes[rows, :, groups] = new.transpose(1, 2)
-            for u in due:
-                self.packed[u] += block
-
-    def _reserve(self, groups: int) -> None:
-        """Make room for codes of ``groups`` times ``step`` tokens."""
-        payload = [*self.codes.payload()]
-        if payload[0].shape[2] < groups:
-            size = roomy(groups, max(self.total) // self.step, self.most)
-            self.codes = self.codes.holding([grown(t, size) for t in payload], self.codes.frozen)
-
-    def _due(self) -> Sequence[int]:
+    def _rows_to_pack(self) -> Sequence[int]:
         """Return the rows from which at least a unit of tokens has left the residual."""
         if not self.grows:
             return ()
         if len(set(self.total)) == len(set(self.packed)) == 1:
             # rows of a batch are often alike: one comparison, not one for each of hundreds of rows in every layer
-            return range(len(self.total)) if self.residual.packed(self.total[0]) > self.packed[0] else ()
-        return [u for u, n in enumerate(self.total) if self.residual.packed(n) > self.packed[u]]
+            if self.residual.packed(self.total[0]) > self.packed[0]:
+                return range(len(self.total))
+            return ()
+        return [u for u, total in enumerate(self.total) if self.residual.packed(total) > self.packed[u]]
+
+    def _pack_block(self, rows: Sequence[int]) -> None:
+        """Pack the oldest exact tokens of ``rows``, equally many of each: the most that all of them can pack."""
+        block = min(self.residual.packed(self.total[u]) - self.packed[u] for u in rows)
+        all_rows = len(rows) == len(self.total)
+        span = self._ring_span(self.packed, block) if all_rows else None
+        channels = self.channels
+        if span is not None:
+            # every row packs the same slots next: no index is made for them
+            x = self.ring[:, :, span]
+        else:
+            row, packed = self.numbers(rows)[:, None], self.numbers([self.packed[u] for u in rows])[:, None]
+            slot = (packed + torch.arange(block, device=row.device)) % self.slots
+            x = self.ring[row, :, slot].transpose(1, 2)
+            place = packed // self.step + torch.arange(block // self.step, device=row.device)
+            channels = take(channels, row[:, 0])
+        if channels is not None:
+            x = x.gather(3, channels[:, :, None].expand(-1, -1, block, -1))
+        coded = self.codes.more(x, self.pack, None if all_rows else rows)
+        self._reserve((max(self.packed[u] for u in rows) + block) // self.step)
+        for buffer, codes in zip(self.codes.payload(), coded.payload(), strict=True):
+            if span is not None:
+                first = self.packed[0] // self.step
+                buffer[:, :, first : first + codes.shape[2]] = codes
+            else:
+                buffer[row, :, place] = codes.transpose(1, 2)
+        for u in rows:
+            self.packed[u] += block
+
+    def _reserve(self, steps: int) -> None:
+        """Make room for codes of ``steps`` times ``step`` tokens."""
+        payload = list(self.codes.payload())
+        if payload[0].shape[2] < steps:
+            size = roomy(steps, max(self.total) // self.step, self.most)
+            self.codes = self.codes.holding([grown(t, size) for t in payload], self.codes.frozen)
 
     def skip(self, tokens: int) -> None:
         """Count ``tokens`` more in each row and fill their storage with random numbers instead of packing any."""
         first = min(self.packed)
-        self.total = [n + tokens for n in self.total]
+        self.total = [total + tokens for total in self.total]
         if self.grows:
-            self.packed = [max(p, self.residual.packed(n)) for p, n in zip(self.packed, self.total, strict=True)]
+            pairs = zip(self.packed, self.total, strict=True)
+            self.packed = [max(packed, self.residual.packed(total)) for packed, total in pairs]
         self._reserve(max(self.packed) // self.step)
         for t in self.codes.tokens(first, max(self.packed)).payload():
             if t.is_floating_point():
                 t.uniform_(0.01, 0.1)
             else:
-                t.random_(0, 120)  # of 8 bits, read as floats these are finite
+                t.random_(0, 120)  # bytes below 120 are finite numbers where a format reads them as 8-bit floats
         self.ring.normal_()
 
-    def _span(self, first: Sequence[int], count: int) -> slice | None:
+    def _ring_span(self, first: Sequence[int], count: int) -> slice | None:
         """Return the slice of the ring slots that hold ``count`` tokens of each row from its ``first`` on.
 
         Returns None if rows differ in ``first`` or the slots pass the ring's end.
         """
         start = first[0] % self.slots
-        return slice(start, start + count) if len(set(first)) == 1 and start + count <= self.slots else None
+        if len(set(first)) > 1 or start + count > self.slots:
+            return None
+        return slice(start, start + count)
 
     def keep(self, at: Tensor) -> None:
         """Drop all rows but those at the indices ``at``."""
         self.codes, self.ring = self.codes[at], self.ring[at]
-        self.channels = None if self.channels is None else self.channels[at]
-        chosen = at.tolist()
-        self.packed, self.total = [self.packed[u] for u in chosen], [self.total[u] for u in chosen]
+        self.channels = take(self.channels, at)
+        rows = at.tolist()
+        self.packed, self.total = [self.packed[u] for u in rows], [self.total[u] for u in rows]
 
     def payload(self) -> list[int]:
         """Return how many bytes each row's tokens take."""
         codes = tuple(self.codes.payload())
-        step = sum(per_place(t, codes[0].shape[0] * codes[0].shape[2]) for t in codes)
-        token = per_place(self.ring, self.ring.shape[0] * self.slots)
-        return [p // self.step * step + (n - p) * token for p, n in zip(self.packed, self.total, strict=True)]
+        step_bytes = sum(per_place(t, codes[0].shape[0] * codes[0].shape[2]) for t in codes)
+        token_bytes = per_place(self.ring, self.ring.shape[0] * self.slots)
+        sizes = []
+        for packed, total in zip(self.packed, self.total, strict=True):
+            sizes.append(packed // self.step * step_bytes + (total - packed) * token_bytes)
+        return sizes
 
     def held(self, u: int) -> tuple[Packed, Tensor]:
         """Return copies of row u's (packed tokens [H, Lq, .], exact tokens [H, L - Lq, D])."""
-        most = self.packed[u] // self.step
-        slot = torch.arange(self.packed[u], self.total[u], device=self.ring.device) % self.slots
+        steps = self.packed[u] // self.step
         codes = self.codes[u]
-        frozen = None if codes.frozen is None else codes.frozen.clone()
-        return codes.holding([t[:, :most].clone() for t in codes.payload()], frozen), self.ring[u][:, slot]
+        frozen = codes.frozen
+        if frozen is not None:
+            frozen = frozen.clone()
+        slot = torch.arange(self.packed[u], self.total[u], device=self.ring.device) % self.slots
+        return codes.holding([t[:, :steps].clone() for t in codes.payload()], frozen), self.ring[u][:, slot]
 
     def numbers(self, numbers: Sequence[int]) -> Tensor:
         """Return one number for each row [U] as a tensor on the device."""
@@ -214,11 +259,15 @@ class PackedRows(Format):
     def __init__(self, rows: Sequence[StoredRow], room: Room) -> None:
         coder, self.masker = rows[0].coder, rows[0].masker
         assert coder is not None
-        loaded = [(s, s.codes) for row in rows for s in row.cache.segments if s.codes is not None]
-        keys = [(codes.k, s.k, s.key_channels) for s, codes in loaded]
-        values = [(codes.v, s.v, s.value_channels) for s, codes in loaded]
-        self.k = PackedHalf(keys, coder.keys, coder.packer.pack_keys, room, coder.grows)
-        self.v = PackedHalf(values, coder.values, coder.packer.pack_values, room, coder.grows)
+        keys, values = [], []
+        for row in rows:
+            for s in row.cache.segments:
+                if s.codes is not None:
+                    keys.append((s.codes.k, s.k, s.key_channels))
+                    values.append((s.codes.v, s.v, s.value_channels))
+        self.k = PackedHalf(keys, coder.keys, coder.packer.pack_keys, room=room, grows=coder.grows)
+        self.v = PackedHalf(values, coder.values, coder.packer.pack_values, room=room, grows=coder.grows)
+        # True: a token is packed before its own step attends; False: after it
         self.settles_first = not coder.packer.packs_after_step
         self.alone = room.alone
 
@@ -231,6 +280,7 @@ class PackedRows(Format):
         return (row.coder, super().key(row))
 
     def add(self, k: Tensor, v: Tensor, positions: Tensor) -> None:
+        # tokens that come together must see what each would see alone
         several = self.alone and k.shape[2] > 1
         for half, x in ((self.k, k), (self.v, v)):
             half.add(x)
@@ -252,7 +302,7 @@ class PackedRows(Format):
     def attend(self, query: Tensor, scale: float, window: int | None) -> Tensor:
         """Return attention as ``Format.attend`` does, then pack the tokens that are no longer among the newest.
 
-        If the packer does not pack ``after_step``, ``add`` has packed them already.
+        ``add`` has packed them already, unless the packer ``packs_after_step``.
         """
         out = None
         if self.masker is None and self.k.seen is None and cap_of(scale) is None:
@@ -270,16 +320,21 @@ class PackedRows(Format):
         if store.alike:
             return self._logits_alike(query, scale, estimate)
         longest = max(store.total)
-        # one column more than there are tokens: empty ring slots write theirs there
+        # one column more than there are tokens: ring slots that hold no exact token write their logits there
         scores = query.new_full((*query.shape[:3], longest + 1), -torch.inf, dtype=torch.float32)
         most = max(store.packed)
         if most:
             scores[..., :most] = packed_logits(query, store.old(), scale, store.channels, estimate)
         where = store.columns()[:, None, None].expand(*query.shape[:3], -1)
-        exact = scores if store.seen is None else torch.full_like(scores, -torch.inf)
-        exact.scatter_(3, where, logits(query, estimate(store.ring), scale).float())
-        if store.seen is not None:
-            scores = torch.where(torch.arange(longest + 1, device=query.device) < store.seen, scores, exact)
+        ring_logits = logits(query, estimate(store.ring), scale).float()
+        if store.seen is None:
+            scores.scatter_(3, where, ring_logits)
+        else:
+            # some tokens are packed for one query and exact for another: each query takes its own of both logits
+            exact = torch.full_like(scores, -torch.inf).scatter_(3, where, ring_logits)
+            is_packed = torch.arange(longest + 1, device=query.device) < store.seen
+            scores = torch.where(is_packed, scores, exact)
+        # new token i of T is token total - T + i, and sees none that comes after it
         last = store.numbers(store.total)[:, None] - t + torch.arange(t, device=query.device)
         hidden = torch.arange(longest, device=query.device) > last[:, None, :, None]
         return scores[..., :longest].masked_fill(hidden, -torch.inf)
@@ -291,7 +346,8 @@ class PackedRows(Format):
         if store.packed[0]:
             packed = packed_logits(query, store.old(), scale, store.channels, estimate)
             scores = torch.cat([packed, scores], dim=3)
-        if t > 1:  # the new tokens are the last, and see each other causally
+        if t > 1:
+            # the new tokens are the last, and see each other causally
             future = torch.ones(t, t, dtype=torch.bool, device=query.device).triu(1)
             scores[..., -t:].masked_fill_(future, -torch.inf)
         return scores
@@ -301,17 +357,25 @@ class PackedRows(Format):
         store = self.v
         most = max(store.packed)
         if store.alike:
-            out, old = weigh(probs[..., most:], store.exact()), probs[..., :most]
+            out, old_probs = weigh(probs[..., most:], store.exact()), probs[..., :most]
         else:
             where = store.columns()[:, None, None].expand(*probs.shape[:3], -1)
-            packed = store.numbers(store.packed)[:, None, None, None] if store.seen is None else store.seen
-            coded = torch.arange(probs.shape[3], device=probs.device) < packed
-            exact = probs if store.seen is None else probs.masked_fill(coded, 0)
-            out = weigh(F.pad(exact, (0, 1)).gather(3, where), store.ring)
-            old = probs[..., :most].masked_fill(~coded[..., :most], 0)
+            packed = store.seen
+            if packed is None:
+                packed = store.numbers(store.packed)[:, None, None, None]
+            is_packed = torch.arange(probs.shape[3], device=probs.device) < packed
+            exact_probs = probs
+            if store.seen is not None:
+                # a token in the ring may be packed for this query
+                exact_probs = probs.masked_fill(is_packed, 0)
+            # the column of weight 0 behind the last token is that of ring slots without an exact token
+            out = weigh(F.pad(exact_probs, (0, 1)).gather(3, where), store.ring)
+            old_probs = probs[..., :most].masked_fill(~is_packed[..., :most], 0)
         if most:
-            part = packed_weigh(old, store.old())
-            out = out + (part if store.channels is None else spread(part, store.channels, out.shape[3]))
+            part = packed_weigh(old_probs, store.old())
+            if store.channels is not None:
+                part = spread(part, store.channels, out.shape[3])
+            out = out + part
         return out
 
     def keep(self, at: Tensor) -> None:
@@ -325,7 +389,11 @@ class PackedRows(Format):
         return [k + v for k, v in zip(self.k.payload(), self.v.payload(), strict=True)]
 
     def segments(self, u: int, cache: LayerCache) -> tuple[Segment, ...]:
-        (old,), (k_codes, k), (v_codes, v) = cache.segments, self.k.held(u), self.v.held(u)
-        new = torch.arange(cache.seen, cache.seen + self.k.total[u] - cache.tokens, dtype=torch.int32, device=k.device)
+        (old,) = cache.segments
+        k_codes, k = self.k.held(u)
+        v_codes, v = self.v.held(u)
+        # the row has read as many tokens since as it holds more than ``cache``
+        end = cache.seen + self.k.total[u] - cache.tokens
+        new = torch.arange(cache.seen, end, dtype=torch.int32, device=k.device)
         positions = torch.cat([old.positions, new.expand(old.positions.shape[0], -1)], dim=1)
         return (replace(old, k=k, v=v, positions=positions, codes=Codes(k_codes, v_codes)),)

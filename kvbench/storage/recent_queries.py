@@ -14,25 +14,34 @@ from torch import Tensor
 from kvbench.base.errors import UsageError
 from kvbench.kv.observation import Observation
 from kvbench.kv.segment import LayerCache
+from kvbench.storage.row_segments import take
 
 
 class RecentQueries:
     """The last W queries of each row of one layer, the query of position p in place p mod W.
 
+    observed: what each row's method observed of its prompt.
     seen: how many tokens each row has read.
+    prompts: how many of them are its prompt.
+    known: how many queries of each row the ring holds.
+    ring: [B, Hq, W, D]; None if the method reads no queries.
     """
 
     def __init__(self, caches: Sequence[LayerCache], size: int) -> None:
-        observed = [c.observed for c in caches]
-        self.observed = [o for o in observed if o is not None]
-        self.seen, self.prompts = [c.seen for c in caches], [c.prompt_tokens for c in caches]
+        self.observed = [cache.observed for cache in caches if cache.observed is not None]
+        self.seen = [cache.seen for cache in caches]
+        self.prompts = [cache.prompt_tokens for cache in caches]
         self.query_heads, self.size = caches[0].query_heads, size
-        self.known = [0 if o.last_q is None else o.last_q.shape[1] for o in self.observed]
-        self.ring: Tensor | None = None  # [B, Hq, W, D]
+        queries = []
+        self.known = [0] * len(self.observed)
+        for u, observed in enumerate(self.observed):
+            if observed.last_q is not None:
+                queries.append(observed.last_q)
+                self.known[u] = observed.last_q.shape[1]
+        self.ring: Tensor | None = None
         if size:
-            rows = [o.last_q for o in self.observed if o.last_q is not None]
-            self.ring = rows[0].new_zeros(len(rows), rows[0].shape[0], size, rows[0].shape[2])
-            for u, q in enumerate(rows):
+            self.ring = queries[0].new_zeros(len(queries), queries[0].shape[0], size, queries[0].shape[2])
+            for u, q in enumerate(queries):
                 self.ring[u, :, self._places(u, q.shape[1])] = q
 
     def _places(self, u: int, count: int) -> Tensor:
@@ -42,10 +51,11 @@ class RecentQueries:
 
     def due(self, new: int, every: int) -> list[int]:
         """Return the rows that choose before ``new`` tokens come. Raises UsageError if one must choose among these."""
-        since = [seen - prompt for seen, prompt in zip(self.seen, self.prompts, strict=True)]
-        if any(s % every + new > every for s in since):
+        answered = [seen - prompt for seen, prompt in zip(self.seen, self.prompts, strict=True)]
+        if any(tokens % every + new > every for tokens in answered):
             raise UsageError(f"{new} tokens at once go past the next choice of decode_every={every}: lower chunk=")
-        return [u for u, s in enumerate(since) if s and s % every == 0]
+        # right after the prompt nothing is to choose: it has just been compressed
+        return [u for u, tokens in enumerate(answered) if tokens and tokens % every == 0]
 
     def add(self, query: Tensor) -> None:
         """Note the queries [B, Hq, T, D] of the tokens that have come last."""
@@ -53,21 +63,31 @@ class RecentQueries:
         self.known = [min(self.size, known + query.shape[2]) for known in self.known]
         if self.ring is not None:
             t = min(query.shape[2], self.size)
-            places = torch.tensor([[p % self.size for p in range(seen - t, seen)] for seen in self.seen])
-            index = places.to(query.device)[:, None, :, None].expand(-1, query.shape[1], -1, query.shape[3])
+            # [B, t]: token p of a row goes to place p mod W
+            positions = torch.tensor(self.seen)[:, None] - t + torch.arange(t)
+            places = (positions % self.size).to(query.device)
+            index = places[:, None, :, None].expand(-1, query.shape[1], -1, query.shape[3])
             self.ring.scatter_(2, index, query[:, :, -t:])
 
     def observation(self, u: int, positions: Tensor | None) -> Observation:
-        """Return what the method of row ``u`` reads of tokens at ``positions`` [H, m], ascending; None: of a prompt."""
+        """Return what the method of row ``u`` reads when it chooses among tokens at ``positions`` [H, m], ascending.
+
+        Without ``positions`` it is the observation of the prompt, with the last queries.
+        """
         observed, seen, count = self.observed[u], self.seen[u], self.known[u]
         if positions is not None:
-            # a query counts where every head holds its token, as attention rows name tokens by their order
+            # attention rows name tokens by their order: a query counts if no head lacks its token or a later one
             m = positions.shape[1]
-            own = positions == torch.arange(seen - m, seen, device=positions.device)
-            count = min(count, int(own.flip(1).long().cumprod(1).sum(1).min()))
-        last_q = None if self.ring is None else self.ring[u, :, self._places(u, count)]
+            is_newest = positions == torch.arange(seen - m, seen, device=positions.device)
+            # the product of 1s ends at the first 0, from the newest token backwards
+            unbroken = is_newest.flip(1).long().cumprod(1).sum(1)
+            count = min(count, int(unbroken.min()))
+        last_q: Tensor | None = None
+        if self.ring is not None:
+            last_q = self.ring[u, :, self._places(u, count)]
         if positions is None:
             return replace(observed, last_q=last_q)
+        # each choice has random draws of its own, and shares no results with an earlier one
         return replace(
             observed, n=positions.shape[1], length=seen, last_q=last_q, prompt=observed.prompt + seen, scratch={}
         )
@@ -75,7 +95,8 @@ class RecentQueries:
     def keep(self, at: Tensor) -> None:
         """Drop all rows but those at the indices ``at``."""
         rows = at.tolist()
-        self.observed, self.seen, self.prompts, self.known = (
-            [values[i] for i in rows] for values in (self.observed, self.seen, self.prompts, self.known)
-        )
-        self.ring = None if self.ring is None else self.ring[at]
+        self.observed = [self.observed[u] for u in rows]
+        self.seen = [self.seen[u] for u in rows]
+        self.prompts = [self.prompts[u] for u in rows]
+        self.known = [self.known[u] for u in rows]
+        self.ring = take(self.ring, at)

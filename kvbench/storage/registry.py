@@ -12,6 +12,7 @@ from kvbench.storage.latent_rows import LatentRows
 from kvbench.storage.local_rows import LocalRows
 from kvbench.storage.packed_rows import PackedRows
 
+# ExactRows takes every row, and is last
 FORMATS: tuple[type[Format], ...] = (LocalRows, EvictingRows, LatentRows, PackedRows, ExactRows)
 """The formats in order of preference: a row is stored in the first that takes it."""
 
@@ -19,19 +20,22 @@ FORMATS: tuple[type[Format], ...] = (LocalRows, EvictingRows, LatentRows, Packed
 def load(rows: Sequence[StoredRow], room: Room) -> list[tuple[Entries, Format]]:
     """Return (places of a group's entries, format that holds them) for one layer of a batch.
 
-    Entries are in one group if they have the same format and key, and if need be similar lengths.
+    Entries are in one group if they have the same format and key, and similar lengths where the format needs that.
     """
     by_format: dict[type[Format], list[Entry]] = {}
     for i, row in enumerate(rows):
-        by_format.setdefault(next(f for f in FORMATS if f.takes(row)), []).append(Entry(i, row))
-    loaded = []
-    for kind, entries in by_format.items():
-        sizes = [kind.head_sizes(e.row) for e in entries]
-        entries = [
-            part
-            for e, size in zip(entries, sizes, strict=True)
-            for part in ([e] if kind.takes_ragged and size is None else e.by_head(size))
-        ]
-        for group in grouped(entries, kind.key, any_length=kind.takes_ragged):
-            loaded.append((Entries.of(group, len(rows)), kind([e.row for e in group], room)))
-    return loaded
+        row_format = next(kind for kind in FORMATS if kind.takes(row))
+        by_format.setdefault(row_format, []).append(Entry(i, row))
+    groups = []
+    for kind, row_entries in by_format.items():
+        entries: list[Entry] = []
+        for entry in row_entries:
+            # heads that go on holding different numbers of tokens are stored apart
+            sizes = kind.head_sizes(entry.row)
+            if kind.takes_ragged and sizes is None:
+                entries.append(entry)
+            else:
+                entries.extend(entry.by_head(sizes))
+        for members in grouped(entries, kind.key, any_length=kind.takes_ragged):
+            groups.append((Entries.of(members, len(rows)), kind([entry.row for entry in members], room)))
+    return groups

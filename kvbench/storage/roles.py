@@ -99,7 +99,7 @@ class Evictor:
 
     @property
     def every(self) -> int:
-        """After how many new tokens ``choose_again`` is asked; 0: ``keep_scores`` evicts tokens at every step."""
+        """The number of new tokens after which ``choose_again`` is called; 0: ``keep_scores`` evicts at every step."""
         return 0
 
     @property
@@ -108,17 +108,20 @@ class Evictor:
         return 0
 
     def choose_again(self, cache: LayerCache, obs: Observation) -> LayerCache:
-        """Return what stays of a layer's tokens.
+        """Return the layer with only the tokens that stay.
 
-        ``cache`` holds all of them in one exact segment [H, m, ...] with a state ``slot``, which is selected with them.
+        ``cache`` holds all tokens in one exact segment [H, m, ...]. Its state ``slot`` is selected with its tokens.
         """
         raise TypeError(f"{type(self).__name__} does not say what it chooses while decoding")
 
     def tokens_after(self, cache: LayerCache, layer: int, new: int) -> tuple[list[int], list[int]]:
         """Return how many tokens each stored head holds after ``new`` more, and the most that it then has held."""
-        counts = [len(p) for p in cache.kept_positions()]
+        counts = [len(positions) for positions in cache.kept_positions()]
         budgets = self.head_budgets(cache, layer)
-        after = [min(b, c + new) if new else c for b, c in zip(budgets, counts, strict=True)]
+        after = counts
+        if new:
+            # a prompt that was kept whole may shrink to its budget with the first new token
+            after = [min(budget, count + new) for budget, count in zip(budgets, counts, strict=True)]
         return after, [max(pair) for pair in zip(after, counts, strict=True)]
 
     def token_counts(self, n: int) -> Mapping[str, int]:
@@ -126,11 +129,11 @@ class Evictor:
         return {}
 
     def unattended(self, n: int) -> int | None:
-        """Return how many positions before a query lies the one token that it does not attend, or None."""
+        """Return how far before a query the one token lies that it does not attend; None if it attends all."""
         return None
 
     def keep_scores(self, slots: Slots) -> Tensor:
-        """Return the score of each slot [B, H, S] before new tokens come: the lowest are evicted, +inf never is."""
+        """Return the score of each slot [B, H, S] before new tokens come. The lowest are evicted, +inf never is."""
         raise TypeError(f"{type(self).__name__} does not say what it evicts while decoding")
 
     def new_token_state(self, k: Tensor, v: Tensor) -> Mapping[str, Tensor]:
@@ -160,28 +163,32 @@ class Rotary:
     def turn(self, x: Tensor, start: Tensor | int, end: Tensor | int) -> Tensor:
         """Return x [..., D] rotated from positions ``start`` [...] to ``end`` [...]; only rotary dimensions change.
 
-        Both angles are rounded to fp32 as the model rounds them, and their difference taken in fp64: at positions of
-        many thousands an angle of the difference alone would not undo what the model did.
+        Both angles are rounded to fp32 as the model rounds them, and their difference is taken in fp64. At positions of
+        many thousands, the angle of the difference alone would not undo the model's rotation.
         """
-        return self._rotated(x, *self._cos_sin(start, end, x.device))
+        cos, sin = self._cos_sin(start, end, x.device)
+        return self._rotate(x, cos, sin)
 
     def mean_turn(self, x: Tensor, positions: Tensor) -> Tensor:
         """Return the mean of x [..., D] rotated from position 0 to each of ``positions`` [p]."""
+        # rotation is linear in (cos, sin): the mean of rotations is the rotation by the mean cosine and sine
         cos, sin = self._cos_sin(0, positions, x.device)
-        return self._rotated(x, cos.mean(dim=0), sin.mean(dim=0))
+        return self._rotate(x, cos.mean(dim=0), sin.mean(dim=0))
 
     def _cos_sin(self, start: Tensor | int, end: Tensor | int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return cosine and sine [..., r] of the angles from ``start`` to ``end``."""
+        """Return cosine and sine [..., r] fp32 of the angles from ``start`` to ``end``."""
         inv_freq = self.inv_freq.to(device, torch.float32)
 
         def angles(position: Tensor | int) -> Tensor:
             return (torch.as_tensor(position, device=device)[..., None].float() * inv_freq).double()
 
         difference = angles(end) - angles(start)
-        cos, sin = (torch.cat([t.float()] * 2, dim=-1) for t in (difference.cos(), difference.sin()))
-        return cos, sin
+        cos, sin = difference.cos().float(), difference.sin().float()
+        # dimensions i and i + r / 2 turn by the same angle
+        return torch.cat([cos, cos], dim=-1), torch.cat([sin, sin], dim=-1)
 
-    def _rotated(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def _rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Return x [..., D] with its first r dimensions rotated, computed in fp32."""
         part, rest = x[..., : cos.shape[-1]].float(), x[..., cos.shape[-1] :]
         a, b = part.chunk(2, dim=-1)
         # x cos + rot(x) sin, where rot(a, b) = (-b, a)

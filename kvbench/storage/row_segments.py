@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -15,8 +15,8 @@ from torch import Tensor
 
 from kvbench.kv.segment import Segment
 
-GROWTH = 16  # storage that is full grows by this part of the tokens held
-FEWEST = 8  # tokens that it grows by at least
+GROWTH = 16  # storage that is full grows by a sixteenth of the tokens held
+FEWEST = 8  # and by at least so many tokens
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Shared:
 
     leading: the query heads whose logits are computed.
     key_rows: for each leading head, the stored keys that it reads.
-    place: for each query head, the place among the leading heads of the one whose logits it takes.
+    place: for each query head, the index among ``leading`` of the head whose logits it takes.
     """
 
     leading: Tensor  # [B, C] int64, ascending
@@ -34,11 +34,10 @@ class Shared:
 
     def rows(self, index: Tensor) -> Shared:
         """Return the sharing of the rows ``index`` only."""
-        keys = None if self.key_rows is None else self.key_rows[index]
-        return Shared(self.leading[index], keys, self.place[index])
+        return Shared(self.leading[index], take(self.key_rows, index), self.place[index])
 
     def over(self, heads: int) -> Shared:
-        """Return the same sharing for keys of which all ``heads`` are stored."""
+        """Return the same sharing over keys that are stored for all ``heads``, not only for those that are read."""
         group = self.place.shape[1] // heads
         return Shared(self.leading, self.leading // group, self.place)
 
@@ -48,12 +47,16 @@ def shared_by(leads: Sequence[Tensor], stored: int) -> Shared:
 
     Keys that no leading head reads are not stored.
     """
-    unique = [torch.unique(x.long(), return_inverse=True) for x in leads]
-    leading, place = (torch.stack(column) for column in zip(*unique, strict=True))
-    of_key = leading // (place.shape[1] // stored)
-    key_rows = torch.stack([torch.unique(x, return_inverse=True)[1] for x in of_key])
-    one_each = torch.equal(key_rows, torch.arange(key_rows.shape[1], device=key_rows.device).expand_as(key_rows))
-    return Shared(leading, None if one_each else key_rows, place)
+    unique = [torch.unique(row.long(), return_inverse=True) for row in leads]
+    leading = torch.stack([heads for heads, _ in unique])
+    place = torch.stack([index for _, index in unique])
+    # a leading query head reads kv head lead // group; stored are the kv heads that are read, in order
+    kv_heads = leading // (place.shape[1] // stored)
+    key_rows = torch.stack([torch.unique(row, return_inverse=True)[1] for row in kv_heads])
+    in_order = torch.arange(key_rows.shape[1], device=key_rows.device).expand_as(key_rows)
+    if torch.equal(key_rows, in_order):
+        return Shared(leading, None, place)
+    return Shared(leading, key_rows, place)
 
 
 @dataclass(frozen=True)
@@ -80,8 +83,16 @@ class RowSegment:
 
     def rows(self, index: Tensor) -> RowSegment:
         """Return the same segment for the rows ``index`` only."""
-        parts: dict[str, Any] = {f: None if t is None else t[index] for f, t in vars(self).items() if f != "shared"}
-        return RowSegment(**parts, shared=None if self.shared is None else self.shared.rows(index))
+        return RowSegment(
+            self.k[index],
+            self.v[index],
+            valid=take(self.valid, index),
+            key_channels=take(self.key_channels, index),
+            value_channels=take(self.value_channels, index),
+            positions=take(self.positions, index),
+            shared=None if self.shared is None else self.shared.rows(index),
+            lengths=take(self.lengths, index),
+        )
 
     def padded(self) -> RowSegment:
         """Return the segment itself, which is padded already."""
@@ -90,9 +101,11 @@ class RowSegment:
     def payload(self) -> list[int]:
         """Return the bytes of keys and values of each row."""
         rows, length = self.v.shape[0], self.v.shape[2]
-        counts = [length] * rows if self.valid is None else self.valid.sum(dim=(1, 2)).tolist()
-        token = sum(per_place(t, rows * length) for t in (self.k, self.v))
-        return [tokens * token for tokens in counts]
+        counts = [length] * rows
+        if self.valid is not None:
+            counts = self.valid.sum(dim=(1, 2)).tolist()
+        token_bytes = per_place(self.k, rows * length) + per_place(self.v, rows * length)
+        return [count * token_bytes for count in counts]
 
 
 @dataclass(frozen=True)
@@ -119,30 +132,51 @@ class Ragged:
     def rows(self, index: Tensor) -> Ragged:
         """Return the same segment for the rows ``index`` only."""
         lengths, starts = self.lengths[index], self.starts[index]
-        counts, fresh = lengths.flatten().long(), _starts(lengths)
+        counts, new_starts = lengths.flatten().long(), _starts(lengths)
         # new token i of a head comes from its old start + (i - its new start)
         tokens = torch.arange(int(counts.sum()), device=counts.device)
-        tokens += (starts - fresh).flatten().repeat_interleave(counts)
-        keys, values = (None if c is None else c[index] for c in (self.key_channels, self.value_channels))
-        return Ragged(self.k[tokens], self.v[tokens], lengths, fresh, int(lengths.max()), keys, values)
+        tokens += (starts - new_starts).flatten().repeat_interleave(counts)
+        return Ragged(
+            self.k[tokens],
+            self.v[tokens],
+            lengths,
+            starts=new_starts,
+            longest=int(lengths.max()),
+            key_channels=take(self.key_channels, index),
+            value_channels=take(self.value_channels, index),
+        )
 
     def padded(self) -> RowSegment:
         """Return the segment with every head padded to the longest."""
         slot = torch.arange(self.longest, device=self.k.device)
         valid = slot < self.lengths[..., None]
+        # padding repeats token 0, and ``valid`` hides it
         index = (self.starts[..., None] + slot).masked_fill(~valid, 0)
-        return RowSegment(self.k[index], self.v[index], valid, self.key_channels, self.value_channels)
+        return RowSegment(
+            self.k[index],
+            self.v[index],
+            valid=valid,
+            key_channels=self.key_channels,
+            value_channels=self.value_channels,
+        )
 
     def payload(self) -> list[int]:
         """Return the bytes of keys and values of each row."""
-        token = sum(per_place(t, len(t)) for t in (self.k, self.v))
-        return [tokens * token for tokens in self.lengths.sum(dim=1).tolist()]
+        token_bytes = per_place(self.k, len(self.k)) + per_place(self.v, len(self.v))
+        return [count * token_bytes for count in self.lengths.sum(dim=1).tolist()]
+
+
+def take(t: Tensor | None, index: Tensor) -> Tensor | None:
+    """Return the entries ``index`` of t [B, ...]; None if there is no t."""
+    if t is None:
+        return None
+    return t[index]
 
 
 def roomy(least: int, held: int, most: int) -> int:
-    """Return for how many tokens to make room where ``least`` must fit, rows hold ``held``, and ``most`` may come.
+    """Return for how many tokens to make room: ``least`` must fit, rows hold ``held``, and ``most`` may be held in all.
 
-    Storage that grows by a share of what is held is never far above it, and copied a bounded number of times.
+    Storage that grows by a share of the tokens held is never far above them, and is copied a bounded number of times.
     """
     return max(least, min(most, least + max(held // GROWTH, FEWEST)))
 
@@ -156,28 +190,36 @@ def grown(t: Tensor, size: int) -> Tensor:
 
 def per_place(t: Tensor, places: int) -> int:
     """Return how many bytes a tensor takes for each of its ``places``; 0 if it has none."""
-    return t.nbytes // places if places else 0
+    if places == 0:
+        return 0
+    return t.nbytes // places
 
 
 def beside(channels: Sequence[Tensor | None]) -> Tensor | None:
     """Return the channels [H, C] that rows of one format keep as one tensor [B, H, C] int64; None if they keep all."""
-    kept = [c for c in channels if c is not None]
-    return torch.stack(kept).long() if kept else None
+    by_row = [row for row in channels if row is not None]
+    if not by_row:
+        return None
+    return torch.stack(by_row).long()
 
 
 def flat(segments: Sequence[Segment]) -> Ragged:
     """Return segments of one format and ragged heads, one a row, as one ragged batch. A single row is a view."""
     counts = [s.lengths for s in segments if s.lengths is not None]
     lengths = torch.stack(counts).to(torch.int32)
-    k, v = ([t[0] for t in tensors] for tensors in ([s.k for s in segments], [s.v for s in segments]))
+    if len(segments) == 1:
+        k, v = segments[0].k[0], segments[0].v[0]
+    else:
+        k = torch.cat([s.k[0] for s in segments])
+        v = torch.cat([s.v[0] for s in segments])
     return Ragged(
-        k[0] if len(k) == 1 else torch.cat(k),
-        v[0] if len(v) == 1 else torch.cat(v),
+        k,
+        v,
         lengths,
-        _starts(lengths),
-        max(s.tokens for s in segments),
-        beside([s.key_channels for s in segments]),
-        beside([s.value_channels for s in segments]),
+        starts=_starts(lengths),
+        longest=max(s.tokens for s in segments),
+        key_channels=beside([s.key_channels for s in segments]),
+        value_channels=beside([s.value_channels for s in segments]),
     )
 
 
@@ -191,26 +233,43 @@ def stack(segments: Sequence[Segment], positions: bool = False) -> RowSegment:
     if any(s.tokens < longest for s in segments):
         lengths = torch.tensor([[s.tokens] for s in segments], dtype=torch.int32, device=segments[0].k.device)
         valid = (torch.arange(longest, device=lengths.device) < lengths)[:, None]
+    padded_positions = None
+    if positions:
+        padded_positions = torch.stack([F.pad(s.positions, (0, longest - s.positions.shape[1])) for s in segments])
     leads = [s.leads for s in segments if s.leads is not None]
     return RowSegment(
         _pad_stack([s.k for s in segments], longest),
         _pad_stack([s.v for s in segments], longest),
-        valid,
-        beside([s.key_channels for s in segments]),
-        beside([s.value_channels for s in segments]),
-        torch.stack([F.pad(s.positions, (0, longest - s.positions.shape[1])) for s in segments]) if positions else None,
-        shared_by(leads, segments[0].v.shape[0]) if leads else None,
-        lengths,
+        valid=valid,
+        key_channels=beside([s.key_channels for s in segments]),
+        value_channels=beside([s.value_channels for s in segments]),
+        positions=padded_positions,
+        shared=shared_by(leads, segments[0].v.shape[0]) if leads else None,
+        lengths=lengths,
     )
 
 
 def format_of(segment: Segment) -> tuple[object, ...]:
     """Return the format of a segment: segments of equal formats can be attended in one batch."""
-    thin = (segment.key_channels is not None, segment.value_channels is not None, segment.lengths is not None)
-    codes = None if segment.codes is None else (segment.codes.k.format, segment.codes.v.format)
-    sharing = None if segment.leads is None else (segment.k.shape[0], len(segment.leads.unique()))
-    stored = (codes, segment.latent, sharing)
-    return (segment.heads, segment.k.shape[2], segment.v.shape[2], *thin, segment.k.dtype, *stored)
+    codes: tuple[object, ...] | None = None
+    if segment.codes is not None:
+        codes = (segment.codes.k.format, segment.codes.v.format)
+    sharing: tuple[int, int] | None = None
+    if segment.leads is not None:
+        # a batch holds as many keys, and as many leading heads, in every row
+        sharing = (segment.k.shape[0], len(segment.leads.unique()))
+    return (
+        segment.heads,
+        segment.k.shape[2],
+        segment.v.shape[2],
+        segment.key_channels is not None,
+        segment.value_channels is not None,
+        segment.lengths is not None,
+        segment.k.dtype,
+        codes,
+        segment.latent,
+        sharing,
+    )
 
 
 def _starts(lengths: Tensor) -> Tensor:
@@ -220,6 +279,12 @@ def _starts(lengths: Tensor) -> Tensor:
 
 
 def _pad_stack(tensors: Sequence[Tensor], longest: int) -> Tensor:
+    """Return tensors [H, L, .], one a row, as one [B, H, longest, .] with zeros as padding."""
     if len(tensors) == 1:
         return tensors[0][None]
-    return torch.stack([t if t.shape[1] == longest else F.pad(t, (0, 0, 0, longest - t.shape[1])) for t in tensors])
+    padded = []
+    for t in tensors:
+        missing = longest - t.shape[1]
+        # F.pad copies even where nothing is missing
+        padded.append(F.pad(t, (0, 0, 0, missing)) if missing else t)
+    return torch.stack(padded)

@@ -33,53 +33,63 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, scale: float, hidden: Te
     u, hq, t, d = query.shape
     h, length = keys.shape[1:3]
     # the query heads of a group as queries of their kv head: token j of head i is query i T + j
-    q, mask = query.reshape(u, h, hq // h * t, d), None
+    q = query.reshape(u, h, hq // h * t, d)
+    mask: Tensor | None = None
     if hidden is not None:
-        rows = hidden if hidden.shape[2] == 1 else hidden.repeat(1, 1, hq // h, 1)
-        mask = torch.zeros(rows.shape).masked_fill_(rows, -torch.inf).expand(u, -1, q.shape[2], length)
+        hidden_rows = hidden
+        if hidden.shape[2] > 1:
+            # the same T rows for each query head of the group
+            hidden_rows = hidden.repeat(1, 1, hq // h, 1)
+        mask = torch.zeros(hidden_rows.shape).masked_fill_(hidden_rows, -torch.inf).expand(u, -1, q.shape[2], length)
     out, lse = FUSED(q, keys, values, 0.0, False, attn_mask=mask, scale=scale)
     if hidden is not None:
-        # the fused function returns 0 for both over no token
-        lse = lse.masked_fill(hidden.all(dim=-1).repeat(1, 1, q.shape[2] // hidden.shape[2]), -torch.inf)
+        # over no token the fused function returns 0 for both, but log(0) is -inf
+        sees_nothing = hidden.all(dim=-1).repeat(1, 1, q.shape[2] // hidden.shape[2])
+        lse = lse.masked_fill(sees_nothing, -torch.inf)
     return Part(out.reshape(u, hq, t, -1), lse.reshape(u, hq, t))
 
 
 def causal(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Part:
     """Return the attention of the newest T of L tokens, which see each other causally, over all of them."""
     t, length = query.shape[2], keys.shape[2]
-    future = torch.ones(1, 1, t, length, dtype=torch.bool).triu(length - t + 1) if t > 1 else None
-    return attend(query, keys, values, scale, future)
+    if t == 1:
+        return attend(query, keys, values, scale)
+    future = torch.ones(1, 1, t, length, dtype=torch.bool).triu(length - t + 1)
+    return attend(query, keys, values, scale, hidden=future)
 
 
 def behind(
     query: Tensor, earlier: tuple[Tensor, Tensor], own: tuple[Tensor, Tensor], scale: float
 ) -> tuple[Tensor, Tensor] | None:
-    """Return attention [Hq, T, D] and its log-sum-exps [Hq, T] of tokens over the earlier ones, and causally their own.
+    """Return attention [Hq, T, D] and its log-sum-exps [Hq, T] of T tokens over earlier ones and, causally, themselves.
 
-    query [Hq, T, D]; keys and values of L earlier tokens, at least one, and of their own [H, L or T, D]. None where the
-    fused function does not serve them: see ``attend_with_lse``.
+    query [Hq, T, D]; ``earlier`` keys and values [H, L, D] of at least one token, ``own`` ones [H, T, D]. Returns None
+    where the fused function does not serve them: see ``attend_with_lse``.
     """
-    newest = attend_with_lse(query, *own, scale)
-    if newest is None:
+    own_attention = attend_with_lse(query, own[0], own[1], scale)
+    if own_attention is None:
         return None
+    own_out, own_lse = own_attention
     keys, values = earlier
-    both = joined(attend(query[None], keys[None], values[None], scale), Part(*(x[None] for x in newest)))
+    earlier_part = attend(query[None], keys[None], values[None], scale)
+    both = joined(earlier_part, Part(own_out[None], own_lse[None]))
     return both.out[0], both.lse[0]
 
 
 def over(query: Tensor, segments: Sequence[RowSegment | Ragged], scale: float) -> Part:
     """Return the attention over stored segments, of which none shares logits."""
-    parts = [_segment(query, s.padded(), scale) for s in segments if s.longest]
+    parts = [_attend_segment(query, s.padded(), scale) for s in segments if s.longest]
     if not parts:
         return Part(torch.zeros_like(query), query.new_full(query.shape[:3], -torch.inf))
-    first, *others = parts
-    for part in others:
-        first = joined(first, part)
-    return first
+    total = parts[0]
+    for part in parts[1:]:
+        total = joined(total, part)
+    return total
 
 
 def joined(a: Part, b: Part) -> Part:
     """Return the attention over the tokens of both parts, of which b has at least one."""
+    # lse = log(e^a.lse + e^b.lse)
     return Part(merged(a, b), torch.logaddexp(a.lse, b.lse))
 
 
@@ -92,13 +102,20 @@ def merged(a: Part, b: Part) -> Tensor:
     return (a.out - b.out).mul_(weight[..., None]).add_(b.out)
 
 
-def _segment(query: Tensor, s: RowSegment, scale: float) -> Part:
+def _attend_segment(query: Tensor, s: RowSegment, scale: float) -> Part:
+    """Return the attention over a stored segment, whole or thin."""
     if s.key_channels is None and s.value_channels is None:
-        return attend(query, s.k, s.v, scale, None if s.valid is None else ~s.valid[:, :, None])
+        hidden: Tensor | None = None
+        if s.valid is not None:
+            hidden = ~s.valid[:, :, None]
+        return attend(query, s.k, s.v, scale, hidden=hidden)
     scores = logits(query, s.k, scale, s.key_channels)
     if s.valid is not None:
         scores = hide_free(scores, s.valid)
     lse = scores.logsumexp(dim=-1)
-    # over no token the weights are 0, not the NaN of -inf - -inf
-    out = weigh((scores - lse.clamp(min=torch.finfo(lse.dtype).min)[..., None]).exp_(), s.v)
-    return Part(out if s.value_channels is None else spread(out, s.value_channels, query.shape[3]), lse)
+    # weights = exp(logit - lse); over no token they are 0, not the NaN of -inf - -inf
+    finite_lse = lse.clamp(min=torch.finfo(lse.dtype).min)
+    out = weigh((scores - finite_lse[..., None]).exp_(), s.v)
+    if s.value_channels is not None:
+        out = spread(out, s.value_channels, query.shape[3])
+    return Part(out, lse)

@@ -14,8 +14,7 @@ from kvbench.kv.codecs.floating import Fp8Codec
 from kvbench.kv.codecs.integer import CentredInt8, MinMaxInteger, SymmetricInteger, ZeroPointInt4
 from kvbench.kv.codecs.lloyd_max import POSITIVE, LloydMax
 from kvbench.kv.codecs.microscaled import MicroscaledFp4
-from kvbench.kv.coded import pack_bits, unpack_bits
-from kvbench.kv.packed import unpack
+from kvbench.kv.packed import pack, unpack
 from kvbench.kv.rotation import basis, width
 
 ODD, EVEN = (0.3, -1.2, 2.4, 0.9), (0.315, -1.205, 2.54, 0.935)
@@ -80,9 +79,9 @@ def test_codes_of_the_worked_examples(codec, row, width, codes):
         stored = unpack(stored, 4, 32)  # j and j + 16 in one byte
         assert coded(codec, row, width)[0].tensors["codes"][0, 0, 0] == 7 | 8 << 4
     elif isinstance(codec, LloydMax):
-        stored = unpack_bits(stored, codec.bits, len(codes))
+        stored = unpack(stored, codec.bits, len(codes), layout="stream")
     elif stored.dtype == torch.uint8:
-        stored = unpack_bits(stored, 4, len(codes))
+        stored = unpack(stored, 4, len(codes), layout="stream")
         stored = stored.int() - 8 if isinstance(codec, SymmetricInteger) else stored
     assert tuple(stored.tolist()) == codes
 
@@ -265,29 +264,9 @@ def test_what_was_read_back_is_stored_alike(name, normal):
 
 
 def test_bits_are_packed_as_engines_do():
-    assert pack_bits(torch.tensor([1, 2, 3]), 4).tolist() == [0x21, 0x03]
+    assert pack(torch.tensor([1, 2, 3]), 4, layout="stream").tolist() == [0x21, 0x03]
     word = sum(c << (3 * i) for i, c in enumerate(range(8)))
-    assert pack_bits(torch.arange(8), 3).tolist() == list(word.to_bytes(3, "little"))
-
-
-@pytest.mark.parametrize("bits", range(1, 9))
-def test_codes_of_1_to_8_bits_come_back_from_the_documented_bytes(bits):
-    generator = torch.Generator().manual_seed(bits)
-    for m in (1, 7, 8, 13, *torch.randint(1, 300, (6,), generator=generator).tolist()):
-        codes = torch.randint(0, 2**bits, (2, m), generator=generator, dtype=torch.uint8)
-        codes[1] = 2**bits - 1  # all bits set, the sign of every word too
-        packed = pack_bits(codes, bits)
-        for row, stored in zip(codes.tolist(), packed.tolist(), strict=True):
-            number = sum(code << (bits * i) for i, code in enumerate(row))
-            assert stored == list(number.to_bytes(-(-m * bits // 8), "little"))
-        assert torch.equal(unpack_bits(packed, bits, m), codes)
-
-
-@pytest.mark.parametrize("bits", [0, 9])
-def test_codes_of_other_widths_are_refused(bits):
-    for attempt in (lambda: pack_bits(torch.zeros(8), bits), lambda: unpack_bits(torch.zeros(9).byte(), bits, 8)):
-        with pytest.raises(ValueError, match=f"codes of {bits} bits: must be 1 to 8"):
-            attempt()
+    assert pack(torch.arange(8), 3, layout="stream").tolist() == list(word.to_bytes(3, "little"))
 
 
 @pytest.mark.parametrize("kind", ["hadamard", "signed", "haar"])

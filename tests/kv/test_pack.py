@@ -30,10 +30,26 @@ def half(value):
     return torch.tensor(value, dtype=torch.float64).half().double().item()
 
 
-def slow_pack(codes, bits):
-    """The documented layout, bit by bit."""
+# the planes of a run, as (lowest bit, bits)
+PLANES = {
+    1: [(0, 1)],
+    2: [(0, 2)],
+    3: [(0, 2), (2, 1)],
+    4: [(0, 4)],
+    5: [(0, 4), (4, 1)],
+    6: [(0, 4), (4, 2)],
+    7: [(0, 4), (4, 2), (6, 1)],
+    8: [(0, 8)],
+}
+
+
+def slow_pack(codes, bits, layout="runs"):
+    """The documented layouts, code by code."""
+    if layout == "stream":
+        number = sum(code << (bits * i) for i, code in enumerate(codes))
+        return list(number.to_bytes(math.ceil(len(codes) * bits / 8), "little"))
     out = []
-    for below, part in {1: [(0, 1)], 2: [(0, 2)], 3: [(0, 2), (2, 1)], 4: [(0, 4)], 8: [(0, 8)]}[bits]:
+    for below, part in PLANES[bits]:
         width = math.ceil(len(codes) * part / 8)
         stored = [0] * width
         for i, code in enumerate(codes):
@@ -52,25 +68,45 @@ def slow_group(values, bits, constant_scale=0.0):
     return [min(max(round((v - low) / scale), 0), 2**bits - 1) for v in values], scale, low
 
 
-@pytest.mark.parametrize("bits", BITS)
-@pytest.mark.parametrize("dim", [-1, -2, -3])
-def test_codes_come_back_for_every_length(bits, dim):
+@grid("layout", ["runs", "stream"])
+@grid("bits", range(1, 9))
+@grid("dim", [-1, -2, -3])
+def test_codes_of_every_width_come_back_for_every_length(layout, bits, dim):
     generator = torch.Generator().manual_seed(bits)
     for m in [*range(1, 40), 77, 128, 129]:
         shape = [2, 3, 5]
         shape[dim] = m
         codes = torch.randint(0, 2**bits, shape, dtype=torch.uint8, generator=generator)
-        packed = pack(codes, bits, dim)
-        assert packed.shape[dim] == packed_bytes(m, bits)
-        assert storage_bytes([packed]) == packed.nbytes == packed_bytes(m, bits) * codes.numel() // m
-        assert torch.equal(unpack(packed, bits, m, dim), codes)
+        packed = pack(codes, bits, dim, layout)
+        size = packed_bytes(m, bits, layout)
+        assert packed.shape[dim] == size
+        assert storage_bytes([packed]) == packed.nbytes == size * codes.numel() // m
+        assert torch.equal(unpack(packed, bits, m, dim, layout), codes)
 
 
-@grid("bits", BITS)
-@grid("m", [1, 7, 8, 13, 64, 77])
-def test_layout_is_the_documented_one(bits, m):
-    codes = torch.randint(0, 2**bits, (m,), dtype=torch.uint8, generator=torch.Generator().manual_seed(m))
-    assert pack(codes, bits).tolist() == slow_pack(codes.tolist(), bits)
+@grid("layout", ["runs", "stream"])
+@grid("bits", range(1, 9))
+@grid("m", [1, 7, 8, 13, 64, 77, 300])
+def test_bytes_of_every_width_are_the_documented_ones(layout, bits, m):
+    codes = torch.randint(0, 2**bits, (2, m), dtype=torch.uint8, generator=torch.Generator().manual_seed(m))
+    codes[1] = 2**bits - 1  # all bits are set, among them the sign of a word
+    packed = pack(codes, bits, layout=layout)
+    assert packed.tolist() == [slow_pack(row, bits, layout) for row in codes.tolist()]
+    assert torch.equal(unpack(packed, bits, m, layout=layout), codes)
+    for kind in (torch.int64, torch.float32):
+        assert torch.equal(pack(codes.to(kind), bits, layout=layout), packed)
+
+
+@grid("layout", ["runs", "stream"])
+@grid("bits", [0, 9])
+def test_codes_of_other_widths_are_refused(layout, bits):
+    for attempt in (
+        lambda: pack(torch.zeros(8), bits, layout=layout),
+        lambda: unpack(torch.zeros(9).byte(), bits, 8, layout=layout),
+        lambda: packed_bytes(8, bits, layout),
+    ):
+        with pytest.raises(ValueError, match=f"codes of {bits} bits: must be 1 to 8"):
+            attempt()
 
 
 def test_packing_by_hand():
@@ -93,8 +129,8 @@ def test_packed_bytes_waste_less_than_two_bytes():
     for m in range(1, 300):
         for bits in BITS:
             assert 0 <= packed_bytes(m, bits) - m * bits / 8 < (2 if bits == 3 else 1)
-    with pytest.raises(ValueError, match="codes of 5 bits"):
-        packed_bytes(8, 5)
+        for bits in range(1, 9):
+            assert packed_bytes(m, bits, "stream") == math.ceil(m * bits / 8)
 
 
 @grid("bits", BITS)

@@ -11,6 +11,7 @@ from kvbench.kv.codecs.lloyd_max import LloydMax
 from kvbench.kv.codecs.microscaled import MicroscaledFp4
 from kvbench.kv.coded import Codec
 
+# names are those of the engines: vLLM (fp8, int8, int4, tq, nvfp4), SGLang (int8, fp4) and llama.cpp (q8_0, q4_0)
 NAMED: Mapping[str, Codec] = {
     "fp8_e4m3": Fp8Codec(),
     "fp8_e5m2": Fp8Codec(kind="e5m2"),
@@ -21,6 +22,7 @@ NAMED: Mapping[str, Codec] = {
     "int4_plain": ZeroPointInt4(),
     "int4_symmetric": SymmetricInteger(bits=4, half=True),
     "q8_0": Blocks(),
+    # _h: with the Hadamard rotation that llama.cpp has added
     "q8_0_h": Blocks(rotate="hadamard"),
     "q4_0": Blocks(bits=4),
     "q4_0_h": Blocks(bits=4, rotate="hadamard"),

@@ -22,8 +22,10 @@ class Fp8Codec(Codec):
     """Codes c = cast(clip(x / s, -max, max)) to nearest even, read as c * s; ``max`` is 448 (e4m3) or 57344 (e5m2).
 
     kind: ``e4m3`` or ``e5m2``.
-    scale: s is 1, or absmax over ``reach``: of the prompt's tensor or head, frozen afterwards, or of each token.
-    reach: the number that absmax becomes; 0: the type's largest. vLLM's on-the-fly scales leave headroom: 200 and 100.
+    scale: ``one`` is s = 1. The others are s = absmax / ``reach``. ``tensor`` and ``head`` take absmax over the prompt
+    and freeze s, ``token_head`` takes it for each token.
+    reach: the number that absmax becomes; 0 is the type's largest. vLLM's on-the-fly scales leave headroom: they reach
+    200 for keys and 100 for values.
     """
 
     kind: str = "e4m3"
@@ -32,10 +34,14 @@ class Fp8Codec(Codec):
 
     @property
     def settles(self) -> str:  # type: ignore[override]
-        return self.scale if self.scale in ("tensor", "head") else ""
+        if self.scale in ("tensor", "head"):
+            return self.scale
+        return ""
 
     def token_bytes(self, channels: int) -> int:
-        return self.coded_channels(channels) + 4 * (self.scale == "token_head")
+        if self.scale == "token_head":
+            return self.coded_channels(channels) + 4  # an fp32 scale
+        return self.coded_channels(channels)
 
     @property
     def largest(self) -> float:
@@ -46,12 +52,21 @@ class Fp8Codec(Codec):
         return scale.masked_fill(scale == 0, 1.0)  # all zeros: any scale gives zeros
 
     def encode(self, x: Tensor, frozen: Tensor | None) -> dict[str, Tensor]:
-        scale = self.settle(x.abs().amax(dim=-1, keepdim=True)) if self.scale == "token_head" else frozen
-        scaled = x if scale is None else x / scale
-        codes = scaled.clamp(-self.largest, self.largest).to(TYPES[self.kind]).view(torch.uint8)
-        return {"codes": codes} if scale is None or scale is frozen else {"codes": codes, "scale": scale}
+        tensors: dict[str, Tensor] = {}
+        if self.scale == "token_head":
+            scale = self.settle(x.abs().amax(dim=-1, keepdim=True))
+            x = x / scale
+            tensors["scale"] = scale
+        elif frozen is not None:
+            x = x / frozen
+        # the cast alone would turn what exceeds the type into NaN or infinity
+        codes = x.clamp(-self.largest, self.largest).to(TYPES[self.kind])
+        # codes are bytes: few operations know the 8-bit float types
+        return {"codes": codes.view(torch.uint8)} | tensors
 
     def decode(self, tensors: Mapping[str, Tensor], channels: int, frozen: Tensor | None) -> Tensor:
         scale = tensors.get("scale", frozen)
         x = tensors["codes"].view(TYPES[self.kind]).float()
-        return x if scale is None else x * scale
+        if scale is None:
+            return x
+        return x * scale

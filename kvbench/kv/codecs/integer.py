@@ -12,16 +12,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvbench.kv.coded import Codec, bit_bytes, pack_bits, unpack_bits
+from kvbench.kv.coded import Codec
+from kvbench.kv.packed import pack, packed_bytes, unpack
 
-LEAST_SCALE = 1e-6
+LEAST_SCALE = 1e-6  # of vLLM: a token of zeros is divided by it
 
 
 @dataclass(frozen=True, kw_only=True)
 class SymmetricInteger(Codec):
     """Codes c = clip(round(x / s), -2^(bits-1), 2^(bits-1) - 1), read as c * s, with s = absmax / (2^(bits-1) - 1).
 
-    The scale is at least 1e-6 in fp32 (vLLM's int8, 4 bytes). In fp16 (``half``, 2 bytes) codes are of the rounded one.
+    half: False stores the scale in fp32, at least 1e-6 (vLLM's int8, 4 bytes). True stores it in fp16 (2 bytes), and
+    codes are computed with the rounded scale.
     truncate: x / s is cut toward 0 instead of rounded, as in a kernel that casts.
     """
 
@@ -30,21 +32,34 @@ class SymmetricInteger(Codec):
     truncate: bool = False
 
     def token_bytes(self, channels: int) -> int:
-        return bit_bytes(self.coded_channels(channels), self.bits) + (2 if self.half else 4)
+        code_bytes = packed_bytes(self.coded_channels(channels), self.bits, "stream")
+        if self.half:
+            return code_bytes + 2
+        return code_bytes + 4
 
     def encode(self, x: Tensor, frozen: Tensor | None) -> dict[str, Tensor]:
-        top = 2 ** (self.bits - 1)
-        scale = x.abs().amax(dim=-1, keepdim=True) / (top - 1)
-        scale = scale.half() if self.half else scale.clamp(min=LEAST_SCALE)
-        step = scale.float()
-        steps = x / step.masked_fill(step == 0, torch.inf)
-        codes = (steps.trunc() if self.truncate else steps.round()).clamp(-top, top - 1).to(torch.int8)
-        return {"codes": codes if self.bits == 8 else pack_bits(codes + top, self.bits), "scale": scale}
+        levels = 2 ** (self.bits - 1)
+        scale = self._token_scale(x.abs().amax(dim=-1, keepdim=True) / (levels - 1))
+        # computed with the scale as it is stored, which a reader multiplies by
+        steps = x / _nonzero(scale)
+        steps = steps.trunc() if self.truncate else steps.round()
+        codes = steps.clamp(-levels, levels - 1).to(torch.int8)
+        if self.bits < 8:
+            # packed codes are not signed: level 0 is code 2^(bits-1)
+            codes = pack(codes + levels, self.bits, layout="stream")
+        return {"codes": codes, "scale": scale}
+
+    def _token_scale(self, scale: Tensor) -> Tensor:
+        """Return a token's scale as it is stored."""
+        if self.half:
+            return scale.half()
+        return scale.clamp(min=LEAST_SCALE)
 
     def decode(self, tensors: Mapping[str, Tensor], channels: int, frozen: Tensor | None) -> Tensor:
         codes, scale = tensors["codes"], tensors["scale"].float()
+        # codes of 8 bits are stored as signed bytes
         if self.bits < 8:
-            codes = unpack_bits(codes, self.bits, channels).to(torch.int8) - 2 ** (self.bits - 1)
+            codes = unpack(codes, self.bits, channels, layout="stream").to(torch.int8) - 2 ** (self.bits - 1)
         return codes.float() * scale
 
 
@@ -52,7 +67,8 @@ class SymmetricInteger(Codec):
 class CentredInt8(Codec):
     """Codes c = round((x - z) / s) with z = (min + max) / 2 and s = (max - min) / 255, both fp16, read as c * s + z.
 
-    Codes are of the rounded s and z. The ends of the range are ties at +-127.5: they are clipped to -128 and 127.
+    Codes are computed with the rounded s and z. The ends of the range are ties at +-127.5: they are clipped to -128 and
+    127.
     """
 
     def token_bytes(self, channels: int) -> int:
@@ -61,8 +77,7 @@ class CentredInt8(Codec):
     def encode(self, x: Tensor, frozen: Tensor | None) -> dict[str, Tensor]:
         low, high = x.amin(dim=-1, keepdim=True), x.amax(dim=-1, keepdim=True)
         centre, scale = ((low + high) / 2).half(), ((high - low) / 255).half()
-        step = scale.float()
-        steps = (x - centre.float()) / step.masked_fill(step == 0, torch.inf)
+        steps = (x - centre.float()) / _nonzero(scale)
         return {"codes": steps.round().clamp(-128, 127).to(torch.int8), "scale": scale, "centre": centre}
 
     def decode(self, tensors: Mapping[str, Tensor], channels: int, frozen: Tensor | None) -> Tensor:
@@ -74,53 +89,64 @@ class ZeroPointInt4(Codec):
     """Codes c = clip(away(y / s + z), 0, 15), read as (c - z) s, with the zero point z inside the fp32 scale.
 
     s = max((max - min) / 15, 1e-6) and z = clip(away(-min / s), 0, 15), where ``away`` rounds ties away from zero. The
-    lowest 4 bits of the scale's mantissa are z. A token whose values are all of one sign is clipped: rotation makes
-    that rare. A rotated y is sqrt(C') times x in the basis, and rounded back to the model's type, as in vLLM, whose
-    Hadamard matrix is not normalised.
+    lowest 4 bits of the scale's mantissa are z. A token whose values are all of one sign is clipped, which rotation
+    makes rare. y is x. Under a rotation y is sqrt(C') times x in the basis, because vLLM's Hadamard matrix is not
+    normalised, and is rounded back to the model's type.
     """
 
     def token_bytes(self, channels: int) -> int:
-        return bit_bytes(self.coded_channels(channels), 4) + 4
+        return packed_bytes(self.coded_channels(channels), 4, "stream") + 4
 
     def turned(self, x: Tensor) -> Tensor:
         y = super().turned(x)
-        return y if self.rotate == "none" else (y * y.shape[-1] ** 0.5).to(x.dtype).float()
+        if self.rotate == "none":
+            return y
+        return (y * y.shape[-1] ** 0.5).to(x.dtype).float()
 
     def encode(self, x: Tensor, frozen: Tensor | None) -> dict[str, Tensor]:
         low, high = x.amin(dim=-1, keepdim=True), x.amax(dim=-1, keepdim=True)
         scale = ((high - low) / 15).clamp(min=LEAST_SCALE)
-        # ties away from zero: what is below 0 is clipped anyway
+        # floor(a + 0.5) rounds positive ties away from zero; negative numbers are clipped anyway
         zero = (-low / scale + 0.5).floor().clamp(0, 15)
         codes = (x / scale + zero + 0.5).floor().clamp(0, 15)
+        # the zero point takes the place of the lowest 4 bits of the mantissa
         bits = (scale.view(torch.int32) & ~15) | zero.to(torch.int32)
-        return {"codes": pack_bits(codes, 4), "scale": bits.view(torch.float32)}
+        return {"codes": pack(codes, 4, layout="stream"), "scale": bits.view(torch.float32)}
 
     def decode(self, tensors: Mapping[str, Tensor], channels: int, frozen: Tensor | None) -> Tensor:
         bits = tensors["scale"].contiguous().view(torch.int32)
         scale, zero = (bits & ~15).view(torch.float32), (bits & 15).float()
-        y = (unpack_bits(tensors["codes"], 4, channels).float() - zero) * scale
-        return y if self.rotate == "none" else y / channels**0.5
+        y = (unpack(tensors["codes"], 4, channels, layout="stream").float() - zero) * scale
+        if self.rotate == "none":
+            return y
+        return y / channels**0.5
 
 
 @dataclass(frozen=True, kw_only=True)
 class MinMaxInteger(Codec):
     """Codes c = clip(trunc((x - min) / s + .5), 0, 2^bits - 1), read as c * fp16(s) + fp16(min): turboquant's values.
 
-    s = max((max - min) / (2^bits - 1), 1e-8). Codes are of the scale and the minimum before rounding.
+    s = max((max - min) / (2^bits - 1), 1e-8). Codes are computed with the scale and the minimum before rounding.
     """
 
     bits: int = 4
 
     def token_bytes(self, channels: int) -> int:
-        return bit_bytes(self.coded_channels(channels), self.bits) + 4
+        return packed_bytes(self.coded_channels(channels), self.bits, "stream") + 4
 
     def encode(self, x: Tensor, frozen: Tensor | None) -> dict[str, Tensor]:
         low, high = x.amin(dim=-1, keepdim=True), x.amax(dim=-1, keepdim=True)
         top = 2**self.bits - 1
         scale = ((high - low) / top).clamp(min=1e-8)
         codes = ((x - low) / scale + 0.5).trunc().clamp(0, top)
-        return {"codes": pack_bits(codes, self.bits), "scale": scale.half(), "low": low.half()}
+        return {"codes": pack(codes, self.bits, layout="stream"), "scale": scale.half(), "low": low.half()}
 
     def decode(self, tensors: Mapping[str, Tensor], channels: int, frozen: Tensor | None) -> Tensor:
-        codes = unpack_bits(tensors["codes"], self.bits, channels).float()
+        codes = unpack(tensors["codes"], self.bits, channels, layout="stream").float()
         return codes * tensors["scale"].float() + tensors["low"].float()
+
+
+def _nonzero(scale: Tensor) -> Tensor:
+    """Return the scale as fp32, infinite where it is 0: values over it are then 0, not NaN."""
+    step = scale.float()
+    return step.masked_fill(step == 0, torch.inf)

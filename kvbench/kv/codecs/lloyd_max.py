@@ -1,7 +1,7 @@
 """TurboQuant: a rotated unit vector, each coordinate by the best scalar quantiser for a Gaussian (arXiv 2504.19874).
 
-As engines store keys: vLLM's turboquant formats (https://github.com/vllm-project/vllm) rotate by a plain Hadamard
-matrix; the paper by a random rotation, and for inner products it spends one bit on signs of a sketch of the error.
+vLLM's turboquant formats (https://github.com/vllm-project/vllm) store keys so, rotated by a plain Hadamard matrix. The
+paper takes a random rotation. For inner products it spends one bit on the signs of a sketch of the error.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from kvbench.kv.coded import Codec, bit_bytes, pack_bits, unpack_bits
+from kvbench.kv.coded import Codec
+from kvbench.kv.packed import pack, packed_bytes, unpack
 from kvbench.kv.rotation import SEED
 
 POSITIVE = {
@@ -28,10 +29,11 @@ POSITIVE = {
 
 @cache
 def _tables(bits: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return (centroids, ascending, and the borders between them) of N(0, 1)."""
+    """Return the quantiser of N(0, 1): its centroids [2^bits], ascending, and the borders [2^bits - 1] between them."""
     positive = torch.tensor(POSITIVE[bits], dtype=torch.float64)
     centroids = torch.cat([-positive.flip(0), positive])
-    return centroids.float().to(device), ((centroids[1:] + centroids[:-1]) / 2).float().to(device)
+    borders = (centroids[1:] + centroids[:-1]) / 2
+    return centroids.float().to(device), borders.float().to(device)
 
 
 @cache
@@ -44,11 +46,11 @@ def sketch(channels: int, device: torch.device) -> Tensor:
 class LloydMax(Codec):
     """Codes of y = R x / (|x| + 1e-8), coordinate by coordinate, and the norm |x| in fp16; read as |x| times centroids.
 
-    Centroids are those of N(0, 1) over sqrt(C), ties go up. Under ``normed`` the centroids of a token are brought to
-    length 1 before (vLLM's norm correction).
+    Centroids are those of N(0, 1) over sqrt(C). Ties go up.
 
-    inner: one bit of ``bits`` is spent on unbiased inner products: codes have bits - 1, and the residual r = y - y^ is
-    stored as signs of S r, S Gaussian, and |r| in fp16. It is read as y^ + sqrt(pi / 2) / C * |r| * S' sign(S r).
+    normed: the centroids of a token are brought to length 1 before they are scaled (vLLM's norm correction).
+    inner: one bit of ``bits`` is spent on unbiased inner products. Codes have bits - 1. The residual r = y - y^ is
+    stored as the signs of S r, S Gaussian, and |r| in fp16. It is read as y^ + sqrt(pi / 2) / C * |r| * S' sign(S r).
     """
 
     bits: int = 4
@@ -57,34 +59,47 @@ class LloydMax(Codec):
 
     @property
     def code_bits(self) -> int:
-        return self.bits - 1 if self.inner else self.bits
+        """The bits of a centroid's code; under ``inner`` one of ``bits`` goes to the signs."""
+        if self.inner:
+            return self.bits - 1
+        return self.bits
 
     def token_bytes(self, channels: int) -> int:
-        c = self.coded_channels(channels)
-        return bit_bytes(c, self.code_bits) + 2 + (bit_bytes(c, 1) + 2 if self.inner else 0)
+        coded_channels = self.coded_channels(channels)
+        # codes and the norm in fp16
+        size = packed_bytes(coded_channels, self.code_bits, "stream") + 2
+        if self.inner:
+            # signs and the residual's norm in fp16
+            size += packed_bytes(coded_channels, 1, "stream") + 2
+        return size
 
     def encode(self, x: Tensor, frozen: Tensor | None) -> dict[str, Tensor]:
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         y = x / (norm + 1e-8)
         centroids, borders = _tables(self.code_bits, x.device)
         root = x.shape[-1] ** 0.5
-        codes = torch.bucketize(y, borders / root, right=True)  # right: a tie goes up
-        tensors = {"codes": pack_bits(codes, self.code_bits), "norm": norm.half()}
+        # y has C coordinates of variance 1 / C; right=True puts a tie into the upper bucket
+        codes = torch.bucketize(y, borders / root, right=True)
+        tensors = {"codes": pack(codes, self.code_bits, layout="stream"), "norm": norm.half()}
         if self.inner:
             residual = y - centroids[codes] / root
             signs = residual @ sketch(x.shape[-1], x.device).T >= 0
             length = torch.linalg.vector_norm(residual, dim=-1, keepdim=True)
-            tensors |= {"codes_signs": pack_bits(signs, 1), "residual_norm": length.half()}
+            tensors["codes_signs"] = pack(signs, 1, layout="stream")
+            tensors["residual_norm"] = length.half()
         return tensors
 
     def decode(self, tensors: Mapping[str, Tensor], channels: int, frozen: Tensor | None) -> Tensor:
-        codes = tensors["codes"]
-        y = _tables(self.code_bits, codes.device)[0][unpack_bits(codes, self.code_bits, channels).long()]
-        y = y / channels**0.5
+        device = tensors["codes"].device
+        centroids, _ = _tables(self.code_bits, device)
+        codes = unpack(tensors["codes"], self.code_bits, channels, layout="stream")
+        y = centroids[codes.long()] / channels**0.5
         if self.normed:
             y = y / (y.square().sum(dim=-1, keepdim=True) + 1e-16).sqrt()
         if self.inner:
-            signs = unpack_bits(tensors["codes_signs"], 1, channels).float() * 2 - 1
-            back = signs @ sketch(channels, codes.device)
+            # bits 0 and 1 are the signs -1 and +1
+            signs = unpack(tensors["codes_signs"], 1, channels, layout="stream").float() * 2 - 1
+            # S' sign(S r), the sketch read backwards
+            back = signs @ sketch(channels, device)
             y = y + math.sqrt(math.pi / 2) / channels * tensors["residual_norm"].float() * back
         return y * tensors["norm"].float()

@@ -14,38 +14,48 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from kvbench.kv.coded import Codec, bit_bytes, in_blocks, pack_bits, unpack_bits
+from kvbench.kv.coded import Codec, in_blocks
+from kvbench.kv.packed import pack, packed_bytes, unpack
 
-LEVELS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+LEVELS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # the magnitudes of codes 0 to 7
 MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 LARGEST = 6.0
-E4M3_MAX = 448.0
+E4M3_MAX = 448.0  # the largest block scale that NVFP4 can store
 
 
 @cache
 def _tables(device: torch.device) -> tuple[Tensor, Tensor]:
     """Return the values of the 16 codes, and the midpoints between magnitudes."""
-    return torch.tensor([*LEVELS, *(-x for x in LEVELS)]).to(device), torch.tensor(MIDPOINTS).to(device)
+    magnitudes = torch.tensor(LEVELS)
+    # bit 3 of a code is the sign: codes 8 to 15 are the negative levels
+    return torch.cat([magnitudes, -magnitudes]).to(device), torch.tensor(MIDPOINTS).to(device)
 
 
 def e2m1(x: Tensor, ties_up: bool = False) -> Tensor:
-    """Return the codes of x, bit 3 the sign. Ties go to the even code, or to the larger magnitude."""
-    borders, magnitude = _tables(x.device)[1], x.abs().contiguous()
-    upper = torch.bucketize(magnitude, borders, right=True)
+    """Return the codes of x as int64; bit 3 is the sign.
+
+    Ties go to the even code, or to the larger magnitude if ``ties_up``.
+    """
+    _, borders = _tables(x.device)
+    magnitude = x.abs().contiguous()
+    # on a border the code above it has index ``upper``, the one below it ``lower``; elsewhere both are equal
+    codes = torch.bucketize(magnitude, borders, right=True)
     if not ties_up:
         lower = torch.bucketize(magnitude, borders)
-        upper = torch.where(lower % 2 == 0, lower, upper)
-    return upper + 8 * (x < 0)
+        codes = torch.where(lower % 2 == 0, lower, codes)
+    return codes + 8 * (x < 0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class MicroscaledFp4(Codec):
-    """Codes e2m1(x / scale) of blocks, read as code * scale; beyond 6 scales they are clipped.
+    """Codes e2m1(x / scale) of blocks, read as code * scale; beyond 6 scales they are clipped. A scale takes one byte.
 
-    kind: ``nv``, scale b * g with b = e4m3(absmax of the block / (6 g)), a byte, and g = absmax / (6 * 448) of all that
-    the prompt has in a layer as keys or as values, frozen afterwards; ``ocp``, 2^(floor(log2 absmax) - 2), a byte;
-    ``sglang``, 2^ceil(log2 max(absmax / 6, 1e-10)), a byte, which never clips, with ties up.
-    four_over_six: of ``nv`` scales by absmax / 6 and absmax / 4, the one with the smaller squared error of its block.
+    kind ``nv``: the scale is b * g. b = e4m3(absmax of the block / (6 g)) is the byte. g = absmax / (6 * 448) of all
+    keys, or values, that the prompt has in a layer, frozen afterwards.
+    kind ``ocp``: the scale is 2^(floor(log2 absmax) - 2).
+    kind ``sglang``: the scale is 2^ceil(log2 max(absmax / 6, 1e-10)), which never clips. Ties go up.
+    four_over_six: ``nv`` tries scales by absmax / 6 and by absmax / 4. Each block takes the one with the smaller
+    squared error.
     """
 
     kind: str = "nv"
@@ -54,46 +64,57 @@ class MicroscaledFp4(Codec):
 
     @property
     def settles(self) -> str:  # type: ignore[override]
-        return "tensor" if self.kind == "nv" else ""
+        if self.kind == "nv":
+            return "tensor"
+        return ""
 
     def token_bytes(self, channels: int) -> int:
         blocks = -(-self.coded_channels(channels) // self.group)
-        return bit_bytes(blocks * self.group, 4) + blocks
+        return packed_bytes(blocks * self.group, 4, "stream") + blocks
 
     def refusal(self, channels: int) -> str:
-        return f"channels in whole blocks of {self.group}" if channels % self.group else ""
+        if channels % self.group:
+            return f"channels in whole blocks of {self.group}"
+        return ""
 
     def settle(self, absmax: Tensor) -> Tensor:
         g = absmax / (LARGEST * E4M3_MAX)
-        return g.masked_fill(g == 0, 1.0)
+        return g.masked_fill(g == 0, 1.0)  # all zeros: any scale gives zeros
 
     def encode(self, x: Tensor, frozen: Tensor | None) -> dict[str, Tensor]:
         x = in_blocks(x, self.group)
         absmax = x.abs().amax(dim=-1, keepdim=True)
         if self.kind == "nv":
             assert frozen is not None
-            g = frozen[..., None]
-            scale = self._block_scale(absmax / (LARGEST * g))
-            if self.four_over_six:
-                larger = self._block_scale(absmax / (4 * g))
-                errors = [(_levels(_codes(x, s, g)) * s.float() * g - x).square() for s in (scale, larger)]
-                better = errors[1].sum(dim=-1, keepdim=True) < errors[0].sum(dim=-1, keepdim=True)
-                scale = torch.where(better, larger.float(), scale.float()).to(torch.float8_e4m3fn)
-            codes, stored = _codes(x, scale, g), scale.view(torch.uint8)
+            codes, scale_bytes = self._encode_under_shared_scale(x, absmax, frozen[..., None])
         else:
-            if self.kind == "ocp":
-                exponent = torch.frexp(absmax).exponent - 1 - 2  # floor(log2 absmax) - 2
-            else:
-                mantissa, power = torch.frexp((absmax / LARGEST).clamp(min=1e-10))
-                exponent = power - (mantissa == 0.5).to(power.dtype)  # ceil(log2)
-            exponent = exponent.masked_fill(absmax == 0, -127).clamp(-127, 127)
-            codes = e2m1((x / torch.exp2(exponent.double())).float(), ties_up=self.kind == "sglang")
-            stored = (exponent + 127).to(torch.uint8)
-        return {"codes": pack_bits(codes.flatten(-2), 4), "scale": stored[..., 0]}
+            codes, scale_bytes = self._encode_under_powers_of_two(x, absmax)
+        return {"codes": pack(codes.flatten(-2), 4, layout="stream"), "scale": scale_bytes[..., 0]}
 
-    @staticmethod
-    def _block_scale(x: Tensor) -> Tensor:
-        return x.clamp(max=E4M3_MAX).to(torch.float8_e4m3fn)
+    def _encode_under_shared_scale(self, x: Tensor, absmax: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (codes, bytes of the e4m3 scales) of ``nv`` for blocks x [..., blocks, group]."""
+        scale = _e4m3(absmax / (LARGEST * g))
+        if self.four_over_six:
+            # absmax / 4 puts the largest value on level 4: no two levels below it are as far apart as 4 and 6
+            larger = _e4m3(absmax / (4 * g))
+            larger_is_better = _squared_error(x, larger, g) < _squared_error(x, scale, g)
+            scale = torch.where(larger_is_better, larger.float(), scale.float()).to(torch.float8_e4m3fn)
+        return _scaled_codes(x, scale, g), scale.view(torch.uint8)
+
+    def _encode_under_powers_of_two(self, x: Tensor, absmax: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (codes, biased exponents) of ``ocp`` and ``sglang`` for blocks x [..., blocks, group]."""
+        # frexp: absmax = mantissa * 2^exponent with a mantissa in [0.5, 1)
+        if self.kind == "ocp":
+            # floor(log2 absmax) is one less than that exponent; 2 is the exponent of the largest level, 6 = 1.5 * 2^2
+            exponent = torch.frexp(absmax).exponent - 1 - 2
+        else:
+            mantissa, power = torch.frexp((absmax / LARGEST).clamp(min=1e-10))
+            # ceil(log2): a power of two has mantissa 0.5 and is its own ceiling
+            exponent = power - (mantissa == 0.5).to(power.dtype)
+        exponent = exponent.masked_fill(absmax == 0, -127).clamp(-127, 127)
+        # 2^-127 is below fp32's normal range: the division is in fp64
+        codes = e2m1((x / torch.exp2(exponent.double())).float(), ties_up=self.kind == "sglang")
+        return codes, (exponent + 127).to(torch.uint8)
 
     def decode(self, tensors: Mapping[str, Tensor], channels: int, frozen: Tensor | None) -> Tensor:
         stored = tensors["scale"]
@@ -102,14 +123,29 @@ class MicroscaledFp4(Codec):
             scale = stored.view(torch.float8_e4m3fn).float() * frozen
         else:
             scale = torch.exp2(stored.float() - 127)
-        codes = unpack_bits(tensors["codes"], 4, stored.shape[-1] * self.group)
-        return (_levels(codes).unflatten(-1, (-1, self.group)) * scale[..., None]).flatten(-2)[..., :channels]
+        codes = unpack(tensors["codes"], 4, stored.shape[-1] * self.group, layout="stream")
+        blocks = _levels(codes).unflatten(-1, (-1, self.group))
+        return (blocks * scale[..., None]).flatten(-2)[..., :channels]
 
 
-def _codes(x: Tensor, block_scale: Tensor, g: Tensor) -> Tensor:
+def _e4m3(scale: Tensor) -> Tensor:
+    """Return block scales rounded to e4m3, which has no infinity: larger ones are clipped."""
+    return scale.clamp(max=E4M3_MAX).to(torch.float8_e4m3fn)
+
+
+def _scaled_codes(x: Tensor, block_scale: Tensor, g: Tensor) -> Tensor:
+    """Return the codes of x / (b g); where the scale is 0 they are 0."""
     step = block_scale.float() * g
     return e2m1(x / step.masked_fill(step == 0, torch.inf))
 
 
+def _squared_error(x: Tensor, block_scale: Tensor, g: Tensor) -> Tensor:
+    """Return the squared error of each block of x [..., blocks, group] under a scale: [..., blocks, 1]."""
+    read_back = _levels(_scaled_codes(x, block_scale, g)) * block_scale.float() * g
+    return (read_back - x).square().sum(dim=-1, keepdim=True)
+
+
 def _levels(codes: Tensor) -> Tensor:
-    return _tables(codes.device)[0][codes.long()]
+    """Return the fp32 levels that codes 0 to 15 stand for."""
+    levels, _ = _tables(codes.device)
+    return levels[codes.long()]

@@ -1,9 +1,9 @@
 """Decode attention by Triton kernels, for tensors on a GPU: tokens are dequantised and summed as they are read.
 
-``attend`` and ``attend_packed`` return None for what no kernel serves; plain PyTorch computes it then
-(kvbench.storage.attend, packed_rows), whose numbers are the reference. ``KVBENCH_KERNELS=off`` does without.
-Under ``TRITON_INTERPRET=1``, which must be set before anything imports Triton, tensors on a CPU are served by its
-interpreter: slow, for tests.
+``attend`` and ``attend_packed`` return None where no kernel serves. Plain PyTorch computes the attention then
+(kvbench.storage.attend, packed_rows). Its numbers are the reference. ``KVBENCH_KERNELS=off`` turns kernels off.
+Under ``TRITON_INTERPRET=1`` Triton's interpreter serves tensors on a CPU: slow, for tests. The variable must be set
+before anything imports Triton.
 Shapes: B rows, Hq query heads, H stored heads, T new tokens, L tokens, D head dimension, C kept channels.
 """
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 SWITCH = "KVBENCH_KERNELS"
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-MOST_QUERIES = 64  # of a stored head at once: prompts and chunks are no decode steps
+MOST_QUERIES = 64  # a stored head has at most so many queries in a decode step: prompts and chunks have more
 
 
 def enabled() -> bool:
@@ -42,6 +42,7 @@ def serves(device: torch.device) -> bool:
     """Return True if kernels attend tensors on ``device``. The first call for a GPU compiles a small one."""
     if device.type == "cpu":
         return interpreted() and enabled()
+    # the small kernel is compiled last, as the environment may forbid it
     return device.type == "cuda" and enabled() and _works(device)
 
 
@@ -66,20 +67,29 @@ def attend(
 
     Returns None if no kernel serves them.
     """
-    heads = [tail[0].shape[1], *(s.heads for s in segments)]
-    if not _fits(query, min(heads)) or any(s.shared is not None for s in segments):
+    # the fewer heads a run stores, the more queries each of them has
+    fewest_heads = tail[0].shape[1]
+    for s in segments:
+        fewest_heads = min(fewest_heads, s.heads)
+    if not _fits(query, fewest_heads) or any(s.shared is not None for s in segments):
         return None
+    # Triton may be missing: what imports it is imported only where it serves
     from kvbench.storage.kernels import exact, softmax
 
-    query, last = query.contiguous(), RowSegment(*tail)
-    runs = [*(s for s in segments if s.longest), last]
+    query = query.contiguous()
+    tail_run = RowSegment(tail[0], tail[1])
+    runs: list[RowSegment | Ragged] = [s for s in segments if s.longest]
+    runs.append(tail_run)
     cuts = [softmax.cut(query, run.heads, run.longest) for run in runs]
-    parts, first = softmax.Parts.room(sum(cut.count for cut in cuts), query), 0
+    # all runs write their splits into one table, which is merged at once
+    parts = softmax.Parts.room(sum(cut.count for cut in cuts), query)
+    first = 0
     with torch.cuda.device_of(query):
         for run, cut in zip(runs, cuts, strict=True):
-            exact.attend(query, run, scale, cut, parts.upto(first, cut.count), causal=run is last)
+            exact.attend(query, run, scale, cut=cut, parts=parts.upto(first, cut.count), causal=run is tail_run)
             first += cut.count
-        return parts.merged(query)[0]
+        out, _ = parts.merged(query)
+    return out
 
 
 def attend_packed(query: Tensor, scale: float, keys: PackedHalf, values: PackedHalf) -> Tensor | None:
@@ -92,15 +102,17 @@ def attend_packed(query: Tensor, scale: float, keys: PackedHalf, values: PackedH
         return None
     from kvbench.storage.kernels import packed, softmax
 
-    if not all(packed.readable(half.codes) for half in (keys, values)):
+    if not packed.readable(keys.codes) or not packed.readable(values.codes):
         return None
     query = query.contiguous()
     cut = softmax.cut(query, heads, max(keys.total))
     parts = softmax.Parts.room(cut.count, query)
+    # the kernel finds the borders between packed and exact tokens of each row in a table on the device
     counts = _numbers((keys.total, keys.packed, values.packed), query.device)
     with torch.cuda.device_of(query):
-        packed.attend(query, scale, keys, values, counts, cut, parts)
-        return parts.merged(query)[0]
+        packed.attend(query, scale, keys, values=values, counts=counts, cut=cut, parts=parts)
+        out, _ = parts.merged(query)
+    return out
 
 
 def _numbers(counts: Sequence[Sequence[int]], device: torch.device) -> Tensor:
@@ -117,6 +129,7 @@ def _numbers(counts: Sequence[Sequence[int]], device: torch.device) -> Tensor:
 def _fits(query: Tensor, heads: int) -> bool:
     """Return True if the kernels take query [B, Hq, T, D] on at least ``heads`` stored heads."""
     few_queries = query.shape[1] // heads * query.shape[2] <= MOST_QUERIES
+    # ``serves`` is last: it may compile
     return few_queries and query.dtype in DTYPES and query.numel() > 0 and serves(query.device)
 
 
@@ -130,6 +143,7 @@ def _works(device: torch.device) -> bool:
     from kvbench.storage.kernels import exact, softmax
 
     try:
+        # one query over one token, whose key and value are the query itself
         query = torch.zeros(1, 1, 1, 16, device=device)
         run, cut = RowSegment(query, query), softmax.cut(query, 1, 1)
         parts = softmax.Parts.room(cut.count, query)
@@ -138,6 +152,7 @@ def _works(device: torch.device) -> bool:
             parts.merged(query)
         torch.cuda.synchronize(device)
     except torch.OutOfMemoryError:
+        # a RuntimeError, too, which says nothing about kernels
         raise
     except (TritonError, RuntimeError, OSError) as error:
         warnings.warn(

@@ -11,7 +11,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvbench.storage.kernels.softmax import Parts, Splits, begun, finished, places, power, product_type, softmax_step
+from kvbench.storage.kernels.softmax import (
+    Parts,
+    Splits,
+    contiguous,
+    count_seen,
+    find_places,
+    find_program,
+    power,
+    product_type,
+    softmax_step,
+    start_softmax,
+    store_split,
+)
 from kvbench.storage.row_segments import Ragged, RowSegment
 
 
@@ -23,27 +35,41 @@ def attend(
     ``causal``: the run's last T tokens are those of the query, and each sees none that comes after it.
     """
     b, hq, t, d = query.shape
-    rows, c, cv = hq // run.heads * t, run.k.shape[-1], run.v.shape[-1]
-    k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (run.k, run.v))
-    lengths = run.lengths
-    thin = [None if ids is None else ids.contiguous() for ids in (run.key_channels, run.value_channels)]
+    rows = hq // run.heads * t
+    c, cv = run.k.shape[-1], run.v.shape[-1]
+    k, v, lengths = _with_unit_stride(run.k), _with_unit_stride(run.v), run.lengths
+    k_row, k_head, k_token = _strides(k)
+    v_row, v_head, v_token = _strides(v)
+    length_row = length_head = 0
+    if lengths is not None:
+        length_row = lengths.stride(0)
+        # [B, 1]: all heads of a row have one length, which stride 0 repeats
+        if lengths.shape[1] > 1:
+            length_head = lengths.stride(1)
+    # a program for each stored head of each row, and each split
     _attend[(b * run.heads, cut.count)](
-        query,
-        k,
-        v,
-        *thin,
-        run.starts,
-        lengths,
-        parts.out,
-        parts.lse,
-        *_strides(k),
-        *_strides(v),
-        *((0, 0) if lengths is None else (lengths.stride(0), lengths.stride(1) if lengths.shape[1] > 1 else 0)),
-        run.longest,
-        run.heads,
-        cut.span,
-        b * hq * t,
-        scale,
+        query=query,
+        keys=k,
+        values=v,
+        key_channels=contiguous(run.key_channels),
+        value_channels=contiguous(run.value_channels),
+        starts=run.starts,
+        lengths=lengths,
+        out=parts.out,
+        lse=parts.lse,
+        k_row=k_row,
+        k_head=k_head,
+        k_token=k_token,
+        v_row=v_row,
+        v_head=v_head,
+        v_token=v_token,
+        length_row=length_row,
+        length_head=length_head,
+        longest=run.longest,
+        heads=run.heads,
+        span=cut.span,
+        queries=b * hq * t,
+        scale=scale,
         T=t,
         R=rows,
         C=c,
@@ -60,9 +86,18 @@ def attend(
     )
 
 
+def _with_unit_stride(x: Tensor) -> Tensor:
+    """Return x with its channels next to each other in memory, as the kernel reads them."""
+    if x.stride(-1) == 1:
+        return x
+    return x.contiguous()
+
+
 def _strides(x: Tensor) -> tuple[int, int, int]:
     """Return the strides of x by (row, head, token) in elements; those by row and head are 0 for ragged x."""
-    return (0, 0, x.stride(0)) if x.dim() == 2 else (x.stride(0), x.stride(1), x.stride(2))
+    if x.dim() == 2:
+        return (0, 0, x.stride(0))
+    return (x.stride(0), x.stride(1), x.stride(2))
 
 
 @triton.jit
@@ -103,36 +138,40 @@ def _attend(
     PRODUCT: tl.constexpr,
 ) -> None:
     """Attend one split of one stored head for all R of its queries; pointers as ``attend`` passes them."""
-    head, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    row, stored_head = head // heads, head % heads
+    head, split, row, stored_head = find_program(heads)
+    # queries, key channels, dimensions and tokens of a block
     r, c, d, n = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
     kind: tl.constexpr = query.dtype.element_ty
 
     total = longest
     if lengths is not None:
         total = tl.load(lengths + row * length_row + stored_head * length_head)
+    # the first token of a ragged head, whose tokens lie behind those of earlier heads
     first = tl.zeros([], tl.int64)
     if starts is not None:
         first = tl.load(starts + head)
+    # pointers to the head's first token
     keys += row * k_row + stored_head * k_head + first * k_token
     values += row * v_row + stored_head * v_head + first * v_token
 
+    # thin keys: the query is loaded in the channels that they keep
     key_dim = c
     if key_channels is not None:
         key_dim = tl.load(key_channels + head * C + c, mask=c < C, other=0).to(tl.int32)
+    # thin values: dimension d of the output is their channel value_channel[d], or -1
     value_channel = d
     if value_channels is not None:
-        value_channel = places(value_channels, head, CV, BLOCK_CV, d)
+        value_channel = find_places(value_channels, head, CV, BLOCK_CV, d)
     has_value = (value_channel >= 0) & (d < D)
 
+    # blocks are powers of two: masks cut off what is beyond R queries, C and D channels
     is_query = (r < R)[:, None] & (c < C)[None, :]
     q = tl.load(query + (head * R + r)[:, None] * D + key_dim[None, :], mask=is_query, other=0.0).to(PRODUCT)
     seen = tl.zeros([BLOCK_R], tl.int32) + total
     if CAUSAL:
-        # queries lie in head x T order; the newest sees all tokens, each one before it one fewer
-        seen = total - (T - 1) + r % T
+        seen = count_seen(total, r, T)
 
-    best, mass = begun(BLOCK_R)
+    best, mass = start_softmax(BLOCK_R)
     sums = tl.zeros([BLOCK_R, BLOCK_D], tl.float32)
     start = split * span
     for block_start in range(start, tl.minimum(start + span, total), BLOCK_N):
@@ -142,12 +181,10 @@ def _attend(
         k = tl.load(keys + k_offsets, mask=is_token[:, None] & (c < C)[None, :], other=0.0).to(kind).to(PRODUCT)
         v_offsets = token[:, None] * v_token + value_channel[None, :]
         v = tl.load(values + v_offsets, mask=is_token[:, None] & has_value[None, :], other=0.0).to(kind).to(PRODUCT)
+        # logits = scale q k^T, -inf for tokens that a query does not see
         logits = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         logits = tl.where(token[None, :] < seen[:, None], logits, -float("inf"))
         weights, shrink, best, mass = softmax_step(logits, best, mass)
         sums = sums * shrink[:, None] + tl.dot(weights.to(kind).to(PRODUCT), v, input_precision="ieee")
 
-    mean, log = finished(sums, best, mass)
-    target = split * queries + head * R + r
-    tl.store(out + target[:, None] * D + d[None, :], mean, mask=(r < R)[:, None] & (d < D)[None, :])
-    tl.store(lse + target, log, mask=r < R)
+    store_split(out, lse, split * queries + head * R, sums=sums, best=best, total=mass, r=r, d=d, R=R, D=D)

@@ -14,8 +14,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvbench.kv.packed import MinMax, Packed
-from kvbench.storage.kernels.softmax import Parts, Splits, begun, finished, places, power, product_type, softmax_step
+from kvbench.kv.packed import BITS, MinMax, Packed
+from kvbench.storage.kernels.softmax import (
+    Parts,
+    Splits,
+    contiguous,
+    count_seen,
+    find_places,
+    find_program,
+    power,
+    product_type,
+    softmax_step,
+    start_softmax,
+    store_split,
+)
 
 if TYPE_CHECKING:
     from kvbench.storage.packed_rows import PackedHalf
@@ -23,7 +35,10 @@ if TYPE_CHECKING:
 
 def readable(x: Packed) -> bool:
     """Return True if the kernel can read ``x`` [U, H, L, C]: min-max codes, each head of each row contiguous."""
-    return isinstance(x, MinMax) and all(t[0, 0].is_contiguous() for t in x.payload())
+    # rows and heads may lie apart: the packed tokens are a view into buffers with room for more
+    if not isinstance(x, MinMax) or x.bits not in BITS:
+        return False
+    return all(t[0, 0].is_contiguous() for t in x.payload())
 
 
 def attend(
@@ -41,31 +56,44 @@ def attend(
     """
     u, hq, t, d = query.shape
     h = keys.ring.shape[1]
-    k, v, rows = keys.old(), values.old(), hq // h * t
+    rows = hq // h * t
+    k, v = keys.old(), values.old()
     assert isinstance(k, MinMax) and isinstance(v, MinMax)
-    rings = [half.ring.contiguous() for half in (keys, values)]
-    thin = [None if half.channels is None else half.channels.contiguous() for half in (keys, values)]
+    k_ring, v_ring = keys.ring.contiguous(), values.ring.contiguous()
+    k_codes_row, k_codes_head, k_scale_row, k_scale_head = _strides(k)
+    v_codes_row, v_codes_head, v_scale_row, v_scale_head = _strides(v)
     c, cv = k.shape[3], v.shape[3]
+    # a program for each stored head of each row, and each split
     _attend[(u * h, cut.count)](
-        query,
-        *k.payload(),
-        rings[0],
-        thin[0],
-        *v.payload(),
-        rings[1],
-        thin[1],
-        counts,
-        parts.out,
-        parts.lse,
-        *_strides(k),
-        rings[0].shape[2],
-        *_strides(v),
-        rings[1].shape[2],
-        u,
-        h,
-        cut.span,
-        u * hq * t,
-        scale,
+        query=query,
+        k_codes=k.codes,
+        k_scale=k.scale,
+        k_low=k.low,
+        k_ring=k_ring,
+        k_channels=contiguous(keys.channels),
+        v_codes=v.codes,
+        v_scale=v.scale,
+        v_low=v.low,
+        v_ring=v_ring,
+        v_channels=contiguous(values.channels),
+        counts=counts,
+        out=parts.out,
+        lse=parts.lse,
+        k_codes_row=k_codes_row,
+        k_codes_head=k_codes_head,
+        k_scale_row=k_scale_row,
+        k_scale_head=k_scale_head,
+        k_slots=k_ring.shape[2],
+        v_codes_row=v_codes_row,
+        v_codes_head=v_codes_head,
+        v_scale_row=v_scale_row,
+        v_scale_head=v_scale_head,
+        v_slots=v_ring.shape[2],
+        rows=u,
+        heads=h,
+        span=cut.span,
+        queries=u * hq * t,
+        scale=scale,
         T=t,
         R=rows,
         C=c,
@@ -90,8 +118,10 @@ def _strides(x: MinMax) -> tuple[int, int, int, int]:
 
 def _form(x: MinMax) -> tuple[int, ...]:
     """Return the constants that the kernel is compiled for: see FORM in ``_numbers``."""
-    run_bytes, groups = x.codes.shape[-2 if x.axis == "channel" else -1], x.scale.shape[-1]
-    return (x.bits, x.group, x.size, run_bytes, groups, int(x.axis == "channel"), int(x.zero_point))
+    by_channel = x.axis == "channel"
+    # codes [..., bytes, C] of a group of tokens, or [..., bytes] of a token
+    run_bytes = x.codes.shape[-2] if by_channel else x.codes.shape[-1]
+    return (x.bits, x.group, x.size, run_bytes, x.scale.shape[-1], int(by_channel), int(x.zero_point))
 
 
 @triton.jit
@@ -103,6 +133,7 @@ def _plane(
     A run has ``width`` bytes; code i is in byte i mod width, from bit i // width * BITS on.
     """
     width: tl.constexpr = (SIZE * BITS + 7) // 8
+    # the layout ``runs`` of kvbench.kv.packed.pack
     byte = tl.load(run + (index % width) * step, mask=inside, other=0).to(tl.int32)
     return (byte >> (index // width * BITS)) & ((1 << BITS) - 1)
 
@@ -127,6 +158,7 @@ def _numbers(
     SIZE: tl.constexpr = FORM[2]
     BYTES: tl.constexpr = FORM[3]
     GROUPS: tl.constexpr = FORM[4]
+    # index: a code's place in its run; step: how far apart the bytes of a run lie; group: its scale and minimum
     if FORM[5]:
         index, step = (token % GROUP)[:, None], GROUPS
         run = codes + (token // GROUP * BYTES * GROUPS)[:, None] + channel[None, :]
@@ -138,16 +170,31 @@ def _numbers(
     if BITS == 3:
         # a plane of the two low bits, and behind its bytes a plane of the high bit
         low_bytes: tl.constexpr = (SIZE + 3) // 4
-        high = _plane(run + low_bytes * step, index, step, inside, 1, SIZE)
-        code = _plane(run, index, step, inside, 2, SIZE) | (high << 2)
+        high = _plane(run + low_bytes * step, index, step, inside=inside, BITS=1, SIZE=SIZE)
+        code = _plane(run, index, step, inside=inside, BITS=2, SIZE=SIZE) | (high << 2)
     else:
-        code = _plane(run, index, step, inside, BITS, SIZE)
+        code = _plane(run, index, step, inside=inside, BITS=BITS, SIZE=SIZE)
+    # value = scale * code + minimum
     factor = tl.load(scale + group, mask=inside, other=0.0).to(tl.float32)
     minimum = tl.load(low + group, mask=inside, other=0.0).to(tl.float32)
     if FORM[6]:
         # (code - zero point) * scale
         minimum = -factor * minimum
     return tl.where(inside, code.to(tl.float32) * factor + minimum, 0.0)
+
+
+@triton.jit
+def _ring_numbers(
+    ring: tl.tensor,
+    token: tl.tensor,
+    d: tl.tensor,
+    inside: tl.tensor,
+    slots: tl.tensor,
+    D: tl.constexpr,
+) -> Any:
+    """Return the exact numbers [N, D] of tokens [N] from their ring of ``slots``; 0 if not ``inside`` [N]."""
+    mask = inside[:, None] & (d < D)[None, :]
+    return tl.load(ring + (token % slots)[:, None] * D + d[None, :], mask=mask, other=0.0)
 
 
 @triton.jit
@@ -196,14 +243,16 @@ def _attend(
     PRODUCT: tl.constexpr,
 ) -> None:
     """Attend one split of one stored head for all R of its queries; pointers as ``attend`` passes them."""
-    head, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    row, stored_head = head // heads, head % heads
+    head, split, row, stored_head = find_program(heads)
+    # queries, key channels, dimensions and tokens of a block
     r, c, d, n = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
     kind: tl.constexpr = query.dtype.element_ty
 
+    # counts [3, rows]
     total = tl.load(counts + row)
     k_packed = tl.load(counts + rows + row)
     v_packed = tl.load(counts + 2 * rows + row)
+    # pointers to the head's first tokens; scales and minima lie alike, and a ring [U, H, S, D] is contiguous
     k_codes += row * k_codes_row + stored_head * k_codes_head
     k_scale += row * k_scale_row + stored_head * k_scale_head
     k_low += row * k_scale_row + stored_head * k_scale_head
@@ -222,40 +271,40 @@ def _attend(
         thin = tl.load(query_rows + key_dim[None, :], mask=is_query & (c < C)[None, :], other=0.0).to(PRODUCT)
     value_channel = d
     if v_channels is not None:
-        value_channel = places(v_channels, head, CV, BLOCK_CV, d)
+        value_channel = find_places(v_channels, head, CV, BLOCK_CV, d)
     has_key, has_value = (c < C)[None, :], ((value_channel >= 0) & (d < D))[None, :]
-    value_channel = tl.maximum(value_channel, 0)
-    # queries lie in head x T order; the newest sees all tokens, each one before it one fewer
-    seen = total - (T - 1) + r % T
+    value_channel = tl.maximum(value_channel, 0)  # the mask ``has_value`` hides what is not kept
+    seen = count_seen(total, r, T)
 
-    best, mass = begun(BLOCK_R)
+    best, mass = start_softmax(BLOCK_R)
     sums = tl.zeros([BLOCK_R, BLOCK_D], tl.float32)
     start = split * span
     end = tl.minimum(start + span, total)
     for block_start in range(start, end, BLOCK_N):
         token = block_start + n
         block_end = tl.minimum(block_start + BLOCK_N, end)
+        # a token's logit is of its packed key or of its exact one: the other product has only zeros for it
         logits = tl.zeros([BLOCK_R, BLOCK_N], tl.float32)
         if block_start < k_packed:
-            k = _numbers(k_codes, k_scale, k_low, token, c, (token < k_packed)[:, None] & has_key, K_FORM)
+            packed_key = (token < k_packed)[:, None] & has_key
+            k = _numbers(k_codes, k_scale, k_low, token=token, channel=c, inside=packed_key, FORM=K_FORM)
             logits += tl.dot(thin, tl.trans(k.to(kind).to(PRODUCT)), input_precision="ieee")
         if block_end > k_packed:
-            ringed = ((token >= k_packed) & (token < total))[:, None] & is_dim
-            k = tl.load(k_ring + (token % k_slots)[:, None] * D + d[None, :], mask=ringed, other=0.0)
+            exact_key = (token >= k_packed) & (token < total)
+            k = _ring_numbers(k_ring, token, d, inside=exact_key, slots=k_slots, D=D)
             logits += tl.dot(q, tl.trans(k.to(kind).to(PRODUCT)), input_precision="ieee")
         logits = tl.where(token[None, :] < seen[:, None], logits * scale, -float("inf"))
         weights, shrink, best, mass = softmax_step(logits, best, mass)
+        # rounded to the type of the values, as plain PyTorch rounds them
         weights = weights.to(kind).to(PRODUCT)
         sums = sums * shrink[:, None]
         if block_start < v_packed:
-            v = _numbers(v_codes, v_scale, v_low, token, value_channel, (token < v_packed)[:, None] & has_value, V_FORM)
+            packed_value = (token < v_packed)[:, None] & has_value
+            v = _numbers(v_codes, v_scale, v_low, token=token, channel=value_channel, inside=packed_value, FORM=V_FORM)
             sums += tl.dot(weights, v.to(kind).to(PRODUCT), input_precision="ieee")
         if block_end > v_packed:
-            ringed = ((token >= v_packed) & (token < total))[:, None] & is_dim
-            v = tl.load(v_ring + (token % v_slots)[:, None] * D + d[None, :], mask=ringed, other=0.0)
+            exact_value = (token >= v_packed) & (token < total)
+            v = _ring_numbers(v_ring, token, d, inside=exact_value, slots=v_slots, D=D)
             sums += tl.dot(weights, v.to(kind).to(PRODUCT), input_precision="ieee")
 
-    mean, log = finished(sums, best, mass)
-    target = split * queries + head * R + r
-    tl.store(out + target[:, None] * D + d[None, :], mean, mask=is_query & is_dim)
-    tl.store(lse + target, log, mask=r < R)
+    store_split(out, lse, split * queries + head * R, sums=sums, best=best, total=mass, r=r, d=d, R=R, D=D)

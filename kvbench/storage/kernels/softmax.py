@@ -1,4 +1,4 @@
-"""One softmax over several splits of tokens: cutting a run into splits, the softmax over a split, and their merging.
+"""One softmax over several splits of tokens: how a run is cut, the softmax over a split, and the merging of splits.
 
 The partial result of a split is the output of its own softmax and the logarithm of its sum of exponentials
 (log-sum-exp, lse). Attention over all splits is the mean of their outputs weighted by exp(lse), as in flash-decoding.
@@ -17,10 +17,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-WAVES = 2  # programs for each of the device's processors
-LEAST_SPAN = 256  # tokens of a split at least: a shorter one is not worth its launch
+WAVES = 2  # a run is cut so that each of the device's processors gets about so many programs
+LEAST_SPAN = 256  # a split has at least so many tokens: a shorter one is not worth its launch
 MOST_SPLITS = 64
-TILE_BYTES = 2**14  # of keys, or values, that a program holds at once
+TILE_BYTES = 2**14  # a program loads at most so many bytes of keys, or of values, at once
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,11 @@ class Splits:
 
 def splits(longest: int, programs: int, token_bytes: int, processors: int) -> Splits:
     """Return how to cut up to ``longest`` tokens in each of ``programs`` heads; a token's keys take ``token_bytes``."""
+    # the largest power of two whose keys fit into a tile, from 16 (the least that tl.dot takes) to 64
     block = min(64, max(16, power(TILE_BYTES // token_bytes + 1) // 2))
-    wanted = max(1, min(WAVES * processors // max(programs, 1), longest // LEAST_SPAN, MOST_SPLITS))
-    span = max(-(-longest // (wanted * block)), 1) * block
+    count = max(1, min(WAVES * processors // max(programs, 1), longest // LEAST_SPAN, MOST_SPLITS))
+    # spans are whole blocks; rounded up they may cover the run with fewer splits
+    span = max(-(-longest // (count * block)), 1) * block
     return Splits(max(1, -(-longest // span)), span, block)
 
 
@@ -66,12 +68,35 @@ def product_type(query: Tensor) -> tl.dtype:
     Triton's interpreter multiplies the bits of bf16 as if they were whole numbers. There it gets numbers rounded to
     bf16 as fp32: their products are the same.
     """
-    known = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
-    return tl.float32 if query.device.type == "cpu" else known[query.dtype]
+    if query.device.type == "cpu":
+        return tl.float32
+    triton_types = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+    return triton_types[query.dtype]
+
+
+def contiguous(channels: Tensor | None) -> Tensor | None:
+    """Return the channels contiguous, as kernels read them; None if there are none."""
+    if channels is None:
+        return None
+    return channels.contiguous()
 
 
 @triton.jit
-def begun(R: tl.constexpr) -> Any:
+def find_program(heads: tl.tensor) -> Any:
+    """Return (stored head among all rows, split, row, stored head of its row) of this program."""
+    head, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    return head, split, head // heads, head % heads
+
+
+@triton.jit
+def count_seen(total: tl.tensor, r: tl.tensor, T: tl.constexpr) -> Any:
+    """Return how many of ``total`` tokens, of which the last T are the queries' own, each of the queries r [R] sees."""
+    # queries lie in head x T order; the newest sees all tokens, each one before it one fewer
+    return total - (T - 1) + r % T
+
+
+@triton.jit
+def start_softmax(R: tl.constexpr) -> Any:
     """Return (largest logit, sum of exponentials) of R queries that have seen no token: -inf and 0."""
     return tl.full([R], -float("inf"), tl.float32), tl.zeros([R], tl.float32)
 
@@ -91,19 +116,38 @@ def softmax_step(logits: tl.tensor, best: tl.tensor, total: tl.tensor) -> Any:
 
 
 @triton.jit
-def finished(sums: tl.tensor, best: tl.tensor, total: tl.tensor) -> Any:
-    """Return a split's (outputs [R, D], lse [R]) from its weighted sums [R, D] of values."""
+def store_split(
+    out: tl.tensor,
+    lse: tl.tensor,
+    first: tl.tensor,
+    sums: tl.tensor,
+    best: tl.tensor,
+    total: tl.tensor,
+    r: tl.tensor,
+    d: tl.tensor,
+    R: tl.constexpr,
+    D: tl.constexpr,
+) -> None:
+    """Write a split's outputs [R, D] and lse [R] behind row ``first`` of ``out`` and ``lse``.
+
+    ``sums`` [R, D] are its weighted sums of values; ``best`` and ``total`` [R] are those of ``softmax_step``.
+    """
     # only 0, of a query that saw no token, is replaced: NaN stays NaN
     divisor = tl.where(total == 0, 1.0, total)
-    return sums / divisor[:, None], tl.where(total == 0, -float("inf"), best + tl.log(divisor))
+    mean = sums / divisor[:, None]
+    log = tl.where(total == 0, -float("inf"), best + tl.log(divisor))
+    rows = first + r
+    tl.store(out + rows[:, None] * D + d[None, :], mean, mask=(r < R)[:, None] & (d < D)[None, :])
+    tl.store(lse + rows, log, mask=r < R)
 
 
 @triton.jit
-def places(channels: tl.tensor, head: tl.tensor, C: tl.constexpr, BLOCK_C: tl.constexpr, D: tl.tensor) -> Any:
+def find_places(channels: tl.tensor, head: tl.tensor, C: tl.constexpr, BLOCK_C: tl.constexpr, D: tl.tensor) -> Any:
     """Return the index of each of the dimensions D [BLOCK_D] among a head's C kept channels; -1 if it is not kept."""
     c = tl.arange(0, BLOCK_C)
     ids = tl.load(channels + head * C + c, mask=c < C, other=-1)
-    return tl.sum(tl.where(ids[None, :] == D[:, None], c[None, :] + 1, 0), 1) - 1  # at most one matches
+    # at most one channel matches: the sum is its index + 1, or 0
+    return tl.sum(tl.where(ids[None, :] == D[:, None], c[None, :] + 1, 0), 1) - 1
 
 
 @dataclass(frozen=True)
@@ -130,9 +174,20 @@ class Parts:
     def merged(self, query: Tensor) -> tuple[Tensor, Tensor]:
         """Return attention over all splits, in the shape and dtype of ``query``, and its lse [B, Hq, T] fp32."""
         count, rows, d = self.out.shape
-        out, lse = torch.empty_like(query, memory_format=torch.contiguous_format), self.lse.new_empty(query.shape[:3])
-        blocks = {"BLOCK_S": power(count), "BLOCK_D": power(d)}
-        _merge[(rows,)](self.out, self.lse, out, lse, count, rows, D=d, **blocks, enable_fp_fusion=True)
+        out = torch.empty_like(query, memory_format=torch.contiguous_format)
+        lse = self.lse.new_empty(query.shape[:3])
+        _merge[(rows,)](
+            split_out=self.out,
+            split_lse=self.lse,
+            out=out,
+            lse=lse,
+            count=count,
+            rows=rows,
+            D=d,
+            BLOCK_S=power(count),
+            BLOCK_D=power(d),
+            enable_fp_fusion=True,
+        )
         return out, lse
 
 
