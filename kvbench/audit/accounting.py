@@ -1,11 +1,17 @@
-"""The bytes of a cache: those held, by purpose, and those that a chain declares, computed without a cache."""
+"""The bytes of a cache, by two ways of counting.
+
+``bytes_held`` measures the storages of a cache, by purpose. ``bytes_declared`` computes by formula, without a cache,
+the bytes that a chain declares. Shapes use: n prompt tokens, H stored heads (1, Hk or Hq), D head dimension.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
+from typing import NamedTuple
+
+from torch import Tensor
 
 from kvbench.kv.model_shape import POSITION_BYTES, Shape
 from kvbench.kv.segment import LayerCache, storage_bytes
@@ -13,16 +19,19 @@ from kvbench.methods.core.base import Block, Expected
 from kvbench.methods.core.chain import Chain
 from kvbench.methods.core.pruner import ChannelPruner
 
-COUNT_BYTES = 4
-HEAD_ID_BYTES = 2
+COUNT_BYTES = 4  # an int32: the length of a ragged head, or the number of its packed tokens
+HEAD_ID_BYTES = 2  # an int16: the head whose logits or output another head takes
 HALF = 2
-"""The bytes of an element at 16 bits. Shares are of the full cache at this width, also if a run used another: of an
-fp32 cache, codes of few bits are only half the share that they are of the caches that models run with."""
+"""The bytes of an element at 16 bits.
+
+Every share is a share of the full cache at this width, whatever width a run used. Codes of few bits are a smaller share
+of an fp32 cache, and models do not run with fp32 caches.
+"""
 
 
 @dataclass(frozen=True)
 class HeldBytes:
-    """The bytes of storages by purpose: the payload, which is the first three, and the overhead.
+    """The bytes of storages by purpose. The first three are the payload, the others the overhead.
 
     exact: keys and values as the model made them.
     codes: the packed codes of keys and values.
@@ -52,36 +61,61 @@ class HeldBytes:
         return self.payload + self.overhead
 
     def __add__(self, other: HeldBytes) -> HeldBytes:
-        return HeldBytes(*(a + b for a, b in zip(self.parts(), other.parts(), strict=True)))
+        return HeldBytes(
+            exact=self.exact + other.exact,
+            codes=self.codes + other.codes,
+            scales=self.scales + other.scales,
+            positions=self.positions + other.positions,
+            ids=self.ids + other.ids,
+            state=self.state + other.state,
+        )
 
     def times(self, layers: int) -> HeldBytes:
         """Return the bytes of ``layers`` layers that each hold as many as this one."""
-        return HeldBytes(*(layers * part for part in self.parts()))
+        return HeldBytes(
+            exact=layers * self.exact,
+            codes=layers * self.codes,
+            scales=layers * self.scales,
+            positions=layers * self.positions,
+            ids=layers * self.ids,
+            state=layers * self.state,
+        )
 
     def parts(self) -> tuple[int, ...]:
+        """Return the bytes by purpose, in the order of the fields."""
         return (self.exact, self.codes, self.scales, self.positions, self.ids, self.state)
 
 
 def bytes_held(layer: LayerCache) -> HeldBytes:
     """Return the bytes that one layer keeps alive, by purpose."""
     total = HeldBytes()
-    for s in layer.segments:
-        packed = () if s.codes is None else (s.codes.k, s.codes.v)
-        codes = storage_bytes(t for p in packed for t in p.codes_only())
-        scales = storage_bytes(t for p in packed for t in p.payload()) - codes
-        ids = storage_bytes(t for t in (s.key_channels, s.value_channels, s.leads) if t is not None)
-        state = storage_bytes((*s.state.values(), *(() if s.codes is None else s.codes.frozen())))
-        # what remains of the payload is exact, what remains of the overhead are positions and counts
+    for segment in layer.segments:
+        codes_and_scales: list[Tensor] = []
+        codes_alone: list[Tensor] = []
+        state_tensors = list(segment.state.values())
+        if segment.codes is not None:
+            for packed in (segment.codes.k, segment.codes.v):
+                codes_and_scales.extend(packed.payload())
+                codes_alone.extend(packed.codes_only())
+            state_tensors.extend(segment.codes.frozen())
+        id_tensors = [t for t in (segment.key_channels, segment.value_channels, segment.leads) if t is not None]
+        codes = storage_bytes(codes_alone)
+        scales = storage_bytes(codes_and_scales) - codes
+        ids = storage_bytes(id_tensors)
+        state = storage_bytes(state_tensors)
+        # The rest of the payload is exact. The rest of the overhead are positions and counts.
         total += HeldBytes(
-            exact=storage_bytes(s.payload()) - codes - scales,
+            exact=storage_bytes(segment.payload()) - codes - scales,
             codes=codes,
             scales=scales,
-            positions=storage_bytes(s.overhead()) - ids - state,
+            positions=storage_bytes(segment.overhead()) - ids - state,
             ids=ids,
             state=state,
         )
-    last_q = None if layer.observed is None else layer.observed.last_q
-    return total if last_q is None else total + HeldBytes(state=storage_bytes([last_q]))
+    # A method that chooses again while decoding keeps the layer's last queries, which belong to no segment.
+    if layer.observed is not None and layer.observed.last_q is not None:
+        total += HeldBytes(state=storage_bytes([layer.observed.last_q]))
+    return total
 
 
 @dataclass(frozen=True)
@@ -91,8 +125,8 @@ class DeclaredBytes:
     tokens: the mean number of tokens per stored head, of the layers that it compresses.
     payload: the bytes of keys and values.
     overhead: the bytes of all else, such as positions.
-    even: True if the data decide how tokens are spread over heads or layers. They are then taken as spread evenly,
-    which changes no sum if every token costs the same.
+    even: True if the data decide how tokens are spread over heads or layers. The formula then spreads them evenly.
+    This changes no sum if every token costs the same.
     """
 
     tokens: float
@@ -105,77 +139,126 @@ class DeclaredBytes:
         return self.payload + self.overhead
 
 
+class LayerPlan(NamedTuple):
+    """The tokens of one layer after a prompt, by formula. Layers with equal plans have equal bytes.
+
+    expected: the chain's promise for the layer.
+    sizes: the tokens of each stored head. They are spread evenly where the promise leaves them open.
+    tokens_read: how many of the prompt's tokens the layer reads.
+    layout_layer: the first layer that packs tokens if and only if this one does.
+    """
+
+    expected: Expected
+    sizes: tuple[int, ...]
+    tokens_read: int
+    layout_layer: int
+
+
 def bytes_declared(chain: Chain, shape: Shape, n: int, itemsize: int) -> DeclaredBytes | None:
     """Return the bytes by formula after a prompt of n tokens, or None if its text decides how many tokens stay."""
     counts = layer_counts(chain, shape, n)
     if counts is None:
         return None
     heads = chain.heads(shape.kv_heads, shape.query_heads)
-    payload, overhead, tokens = shape.local_bytes(n, itemsize), shape.local_overhead(n), 0
-    for (expected, sizes, rows, alike), layers in counts.items():
-        blocks = [chain.layout(size, shape.head_dim, itemsize, alike) for size in sizes]
-        keeps_all = min(sizes) >= rows
-        # heads are ragged where they are said to differ, or only a sum over them is fixed
-        summed = expected.total is not None or (chain.selector is not None and chain.selector.ragged)
-        open_sizes = expected.low != expected.high and summed
-        ragged = not keeps_all and (open_sizes or len(set(expected.low)) > 1)
+    payload = shape.local_bytes(n, itemsize)
+    overhead = shape.local_overhead(n)
+    tokens = 0
+    for plan, layers in counts.items():
+        expected = plan.expected
+        blocks = [chain.layout(size, shape.head_dim, itemsize, plan.layout_layer) for size in plan.sizes]
+        keeps_all = min(plan.sizes) >= plan.tokens_read
+        # Heads are ragged if their promises differ, or if only the sum over the heads is fixed.
+        only_sum_fixed = expected.total is not None or (chain.selector is not None and chain.selector.ragged)
+        sizes_open = expected.low != expected.high and only_sum_fixed
+        ragged = not keeps_all and (sizes_open or len(set(expected.low)) > 1)
+        # All heads use one row of positions if they keep the same tokens.
         shared = not ragged and (chain.selector is None or chain.selector.shared or keeps_all)
-        # a ragged segment has the lengths of its heads; a packed one the counts of its keys and values, too
-        count_tensors = (3 if chain.quantiser else _ragged_segments(chain, expected, shape)) if ragged else 0
+        count_tensors = 0
+        if ragged and chain.quantiser:
+            # A ragged packed segment stores the lengths of its heads and the counts of its packed keys and values.
+            count_tensors = 3
+        elif ragged:
+            count_tensors = _count_ragged_segments(chain, expected, shape)
         payload += layers * payload_bytes(blocks)
         overhead += layers * overhead_bytes(blocks, shared, count_tensors)
-        tokens += layers * sum(sizes)
+        tokens += layers * sum(plan.sizes)
     overhead += shape.layers * chain.observed_bytes(n, shape.query_heads, shape.head_dim, itemsize)
     if chain.sharer is not None:
-        keyless = heads_without_keys(chain, shape, n)
-        if keyless is None:
+        keyless_heads = heads_without_keys(chain, shape, n)
+        if keyless_heads is None:
             return None
-        payload -= sum(keyless) * n * shape.head_dim * itemsize
-        overhead += sum(HEAD_ID_BYTES * shape.query_heads for count in keyless if count)
-    even = any(expected.low != expected.high for expected, *_ in counts)
-    return DeclaredBytes(tokens / (heads * shape.layers), payload, overhead, even)
+        # A head without keys saves n D numbers. A layer with such a head names the leading head of every query head.
+        payload -= sum(keyless_heads) * n * shape.head_dim * itemsize
+        overhead += sum(HEAD_ID_BYTES * shape.query_heads for count in keyless_heads if count)
+    return DeclaredBytes(
+        tokens=tokens / (heads * shape.layers),
+        payload=payload,
+        overhead=overhead,
+        even=any(plan.expected.low != plan.expected.high for plan in counts),
+    )
 
 
-def layer_counts(chain: Chain, shape: Shape, n: int) -> Counter[tuple[Expected, tuple[int, ...], int, int]] | None:
-    """Return how many layers have the same (promise, tokens of each head, tokens read, first layer packed alike).
-
-    Returns None if the prompt's text decides how many tokens stay.
-    """
+def layer_counts(chain: Chain, shape: Shape, n: int) -> Counter[LayerPlan] | None:
+    """Return how many layers have each plan, or None if the prompt's text decides how many tokens stay."""
     heads = chain.heads(shape.kv_heads, shape.query_heads)
     promises = [chain.expected(n, i, shape.layers, heads) for i in range(shape.layers)]
-    # layers of which neither heads nor their sum are fixed share the rest of the sum over all layers
+    # In an open layer neither the heads nor their sum are fixed. The other layers' tokens are subtracted from the sum
+    # over all layers, and the open layers divide the rest.
     open_layers = [p for p in promises if p.low != p.high and p.total is None]
     total = chain.expected_sum(n, shape.layers, heads)
     if open_layers and total is None:
         return None
     remaining_tokens = (total or 0) - sum(sum(p.low) for p in promises if p.low == p.high)
-    shares = iter(spread_evenly(remaining_tokens, len(open_layers)))
-    counts: Counter[tuple[Expected, tuple[int, ...], int, int]] = Counter()
-    for i, p in enumerate(promises):
-        sizes = p.low
-        if p.low != p.high:
-            sizes = tuple(spread_evenly(p.total if p.total is not None else next(shares), heads))
-        counts[p, sizes, chain.tokens_read(n, i, shape.layers), chain.first_alike(i)] += 1
+    open_layer_tokens = iter(spread_evenly(remaining_tokens, len(open_layers)))
+    counts: Counter[LayerPlan] = Counter()
+    for i, promise in enumerate(promises):
+        sizes = promise.low
+        if promise.low != promise.high:
+            layer_tokens = promise.total
+            if layer_tokens is None:
+                layer_tokens = next(open_layer_tokens)
+            sizes = tuple(spread_evenly(layer_tokens, heads))
+        plan = LayerPlan(
+            expected=promise,
+            sizes=sizes,
+            tokens_read=chain.tokens_read(n, i, shape.layers),
+            layout_layer=chain.first_alike(i),
+        )
+        counts[plan] += 1
     return counts
 
 
 def heads_without_keys(chain: Chain, shape: Shape, n: int) -> list[int] | None:
-    """Return for each layer how many stored heads have no keys as logits are shared; None if the text decides."""
+    """Return for each layer how many stored heads have no keys because heads share logits.
+
+    Returns None if the prompt's text decides it: groups of query heads then store keys as long as one of them leads.
+    """
     heads = chain.heads(shape.kv_heads, shape.query_heads)
-    leading = [chain.leading_heads(n, i, shape.layers, shape.query_heads, shape.kv_heads) for i in range(shape.layers)]
-    if heads < shape.query_heads and min(leading) < shape.query_heads:
+    leading_heads = [
+        chain.leading_heads(n, i, shape.layers, shape.query_heads, shape.kv_heads) for i in range(shape.layers)
+    ]
+    if heads < shape.query_heads and min(leading_heads) < shape.query_heads:
         return None
-    return [shape.query_heads - count for count in leading]
+    return [shape.query_heads - count for count in leading_heads]
 
 
 def spread_evenly(total: int, parts: int) -> list[int]:
-    """Return ``total`` in ``parts`` whole numbers that differ by one at most."""
-    return [total // parts + (i < total % parts) for i in range(parts)]
+    """Return ``total`` in ``parts`` whole numbers that differ by one at most, the larger ones first."""
+    sizes = []
+    for i in range(parts):
+        size = total // parts
+        if i < total % parts:
+            size += 1
+        sizes.append(size)
+    return sizes
 
 
 def payload_bytes(blocks: Iterable[Iterable[Block]]) -> int:
-    """Return the payload bytes of all heads together; ``blocks`` are those of each head."""
-    return sum(b.key_bytes + b.value_bytes for head in blocks for b in head)
+    """Return the payload bytes of all heads together. ``blocks`` are the blocks of each head."""
+    total = 0
+    for head_blocks in blocks:
+        total += sum(block.key_bytes + block.value_bytes for block in head_blocks)
+    return total
 
 
 def overhead_bytes(blocks: Sequence[Sequence[Block]], shared: bool, count_tensors: int, named_heads: int = 0) -> int:
@@ -184,18 +267,42 @@ def overhead_bytes(blocks: Sequence[Sequence[Block]], shared: bool, count_tensor
     blocks: the blocks of each head. Every head has the fixed overhead of the head with most blocks.
     shared: whether positions, 4 bytes a slot, are stored once for all heads.
     count_tensors: how many tensors hold 4 bytes a head: lengths of ragged segments, counts of packed keys and values.
-    named_heads: how many ids are stored, of 2 bytes each, of heads whose logits or output others take.
+    named_heads: how many ids of heads are stored, 2 bytes each. They name the heads whose logits or output others take.
     """
-    positions = sum(POSITION_BYTES * b.slots for head in (blocks[:1] if shared else blocks) for b in head)
-    state = sum(b.slot_overhead * b.slots for head in blocks for b in head)
-    fixed = len(blocks) * sum(b.fixed_overhead for b in max(blocks, key=len))
-    return positions + COUNT_BYTES * len(blocks) * count_tensors + HEAD_ID_BYTES * named_heads + state + fixed
+    heads = len(blocks)
+    position_rows = blocks
+    if shared:
+        position_rows = blocks[:1]
+    positions = 0
+    for head_blocks in position_rows:
+        positions += sum(POSITION_BYTES * block.slots for block in head_blocks)
+    state = 0
+    for head_blocks in blocks:
+        state += sum(block.slot_overhead * block.slots for block in head_blocks)
+    # Segments hold ids for all heads in one tensor, also for a head without tokens in that segment.
+    fixed = heads * sum(block.fixed_overhead for block in max(blocks, key=len))
+    return positions + COUNT_BYTES * heads * count_tensors + HEAD_ID_BYTES * named_heads + state + fixed
 
 
-def _ragged_segments(chain: Chain, expected: Expected, shape: Shape) -> int:
+def _count_ragged_segments(chain: Chain, expected: Expected, shape: Shape) -> int:
     """Return how many segments differ in tokens between the head that holds least and the one that holds most."""
-    ends = [chain.layout(tokens, shape.head_dim, 1) for tokens in (min(expected.low), max(expected.high))]
-    return sum(a is None or b is None or a.slots != b.slots for a, b in zip_longest(*ends))
+    # The numbers of slots do not depend on the width of an element, so that 1 byte will do.
+    least = chain.layout(min(expected.low), shape.head_dim, itemsize=1)
+    most = chain.layout(max(expected.high), shape.head_dim, itemsize=1)
+    # Where one head has more segments than the other, those of the larger head alone are ragged, too.
+    ragged = abs(len(least) - len(most))
+    for least_block, most_block in zip(least, most, strict=False):
+        if least_block.slots != most_block.slots:
+            ragged += 1
+    return ragged
+
+
+def _find_pruner(chain: Chain) -> ChannelPruner | None:
+    """Return the chain's stage that prunes channels, or None."""
+    for stage in chain.stages:
+        if isinstance(stage, ChannelPruner):
+            return stage
+    return None
 
 
 def nominal_payload(chain: Chain, shape: Shape, n: int, itemsize: int) -> float | None:
@@ -207,25 +314,37 @@ def nominal_payload(chain: Chain, shape: Shape, n: int, itemsize: int) -> float 
     counts = layer_counts(chain, shape, n)
     if counts is None:
         return None
-    heads = {(k, i): _nominal_head(chain, k, shape.head_dim, itemsize, i) for _, sizes, _, i in counts for k in sizes}
-    compressed = sum(layers * sum(heads[k, i] for k in sizes) for (_, sizes, _, i), layers in counts.items())
-    return compressed + shape.local_bytes(n, itemsize)
+    plan_bytes: list[float] = []
+    for plan, layers in counts.items():
+        # heads of equal tokens have equal bytes
+        bytes_by_size: dict[int, float] = {}
+        for slots in set(plan.sizes):
+            bytes_by_size[slots] = _count_nominal_bytes(
+                chain, slots, shape.head_dim, itemsize=itemsize, layer=plan.layout_layer
+            )
+        plan_bytes.append(layers * sum(bytes_by_size[slots] for slots in plan.sizes))
+    return sum(plan_bytes) + shape.local_bytes(n, itemsize)
 
 
-def _nominal_head(chain: Chain, slots: int, head_dim: int, itemsize: int, layer: int) -> float:
+def _count_nominal_bytes(chain: Chain, slots: int, head_dim: int, *, itemsize: int, layer: int) -> float:
     """Return the bytes of one stored head of ``slots`` tokens in ``nominal_payload``."""
-    pruner = next((s for s in chain.stages if isinstance(s, ChannelPruner)), None)
+    pruner = _find_pruner(chain)
     if pruner is None:
         return payload_bytes([chain.layout(slots, head_dim, itemsize, layer)])
-    dense, ratios = head_dim * itemsize, (pruner.ratio, float(getattr(pruner, "value_ratio", 0.0)))
-    quantiser, coder = chain.quantiser, chain.coder_at(layer)
-    if quantiser is None or coder is None:
+    dense = head_dim * itemsize  # the bytes of one exact key or value
+    key_ratio = pruner.ratio
+    value_ratio = float(getattr(pruner, "value_ratio", 0.0))
+    coder = chain.coder_at(layer)
+    if chain.quantiser is None or coder is None:
+        # 2 L dense for all keys and values, less the removed fraction of the older tokens
         older_tokens = max(0, slots - pruner.recent)
-        return 2 * slots * dense - sum(ratios) * older_tokens * dense
+        return 2 * slots * dense - (key_ratio + value_ratio) * older_tokens * dense
+    # Only packed tokens lose channels: bytes = exact + (1 - key_ratio) packed keys + (1 - value_ratio) packed values
     packed_keys, packed_values = coder.keys.packed(slots), coder.values.packed(slots)
-    packed = (quantiser.key_bytes(packed_keys, head_dim), quantiser.value_bytes(packed_values, head_dim))
+    packed_key_bytes = chain.quantiser.key_bytes(packed_keys, head_dim)
+    packed_value_bytes = chain.quantiser.value_bytes(packed_values, head_dim)
     exact = (2 * slots - packed_keys - packed_values) * dense
-    return exact + sum((1 - ratio) * size for ratio, size in zip(ratios, packed, strict=True))
+    return exact + ((1 - key_ratio) * packed_key_bytes + (1 - value_ratio) * packed_value_bytes)
 
 
 def bytes_after_decoding(
@@ -235,32 +354,61 @@ def bytes_after_decoding(
 
     They differ only where some tokens lack channels, as the data decide how many of these tokens eviction leaves.
     """
-    counts = [len(p) for p in layer.kept_positions()]
+    stored_tokens = [len(positions) for positions in layer.kept_positions()]  # by head
+    dense = 2 * head_dim * itemsize  # the bytes of one token's exact key and value
 
-    def formula(tokens: Iterable[int]) -> int:
-        return payload_bytes(chain.layout(t, head_dim, itemsize, index) for t in tokens)
+    def payload_of(head_tokens: Iterable[int]) -> int:
+        return payload_bytes(chain.layout(tokens, head_dim, itemsize, index) for tokens in head_tokens)
 
-    evictor, dense = chain.evictor, 2 * head_dim * itemsize
+    evictor = chain.evictor
     if evictor is None:
-        if chain.coder and not chain.coder.grows:
-            total = sum(storage_bytes(s.payload()) for s in layer.segments) + new * len(counts) * dense
+        if chain.coder and chain.coder.grows:
+            total = payload_of(tokens + new for tokens in stored_tokens)
         elif chain.coder:
-            total = formula(c + new for c in counts)
+            # the coder packs the prompt alone: new tokens stay exact
+            total = (
+                sum(storage_bytes(segment.payload()) for segment in layer.segments) + new * len(stored_tokens) * dense
+            )
         else:
-            new_token = sum(chain.lowrank.widths(index)) * itemsize if chain.lowrank else kv_heads * dense
-            # ragged heads are attended one by one, each with its own copy of text that was appended since
-            ragged = any(s.lengths is not None for s in layer.segments)
-            copies = ((storage_bytes(s.payload()), len(counts) // s.heads if ragged else 1) for s in layer.segments)
-            total = sum(size * count for size, count in copies) + new * new_token
+            total = _count_exact_bytes(chain, layer, index, itemsize=itemsize, kv_token_bytes=kv_heads * dense, new=new)
         return total, total
-    pruner = next((s for s in chain.stages if isinstance(s, ChannelPruner)), None)
-    ends, _ = evictor.tokens_after(layer, index, new)
+    head_tokens, _ = evictor.tokens_after(layer, index, new)
+    pruner = _find_pruner(chain)
     if pruner is None:
-        return formula(ends), formula(ends)
+        payload = payload_of(head_tokens)
+        return payload, payload
     if layer.segments[0].key_channels is None and layer.segments[0].value_channels is None:
-        # the prompt was too short to lose channels, or all tokens that did are gone: new ones have all channels
-        return sum(ends) * dense, sum(ends) * dense
+        # The prompt was too short to lose channels, or all tokens that lost some are gone. New ones have all channels.
+        payload = sum(head_tokens) * dense
+        return payload, payload
     thin = (pruner.kept_keys(head_dim) + pruner.kept_values(head_dim)) * itemsize
-    unpruned = [sum(column) for column in zip([0] * len(ends), *(s.counts for s in layer.segments[1:]), strict=True)]
-    least = sum(ends) * thin
-    return least, least + sum(min(end, u + new) for end, u in zip(ends, unpruned, strict=True)) * (dense - thin)
+    # At least: eviction leaves thin tokens alone. At most: it leaves every token that has all channels, the exact ones
+    # of the prompt (segments behind the first) and the new ones.
+    least = most = sum(head_tokens) * thin
+    unpruned_counts = [segment.counts for segment in layer.segments[1:]]
+    for head, tokens in enumerate(head_tokens):
+        unpruned = sum(counts[head] for counts in unpruned_counts)
+        most += min(tokens, unpruned + new) * (dense - thin)
+    return least, most
+
+
+def _count_exact_bytes(
+    chain: Chain, layer: LayerCache, index: int, *, itemsize: int, kv_token_bytes: int, new: int
+) -> int:
+    """Return the payload bytes of a layer that stores ``new`` more tokens exactly and evicts none.
+
+    kv_token_bytes: the bytes of a token's keys and values over all kv heads.
+    """
+    new_token = kv_token_bytes
+    if chain.lowrank:
+        new_token = sum(chain.lowrank.widths(index)) * itemsize  # latents, which all heads use
+    stored_heads = len(layer.kept_positions())
+    ragged = any(segment.lengths is not None for segment in layer.segments)
+    total = new * new_token
+    for segment in layer.segments:
+        copies = 1
+        if ragged:
+            # Ragged heads are attended one by one, each with its own copy of a text that was appended since.
+            copies = stored_heads // segment.heads
+        total += storage_bytes(segment.payload()) * copies
+    return total

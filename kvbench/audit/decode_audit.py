@@ -1,4 +1,7 @@
-"""Audit the tokens and bytes that a cache held while decoding against those that its chain declares."""
+"""Audit the tokens and bytes that a cache held while decoding against those that its chain declares.
+
+A cache may pass its prompt's audit and grow beyond its promise afterwards, so that its peak is checked, too.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +18,9 @@ from kvbench.methods.core.prompt_cache import Cache
 
 @dataclass(frozen=True)
 class Stored:
-    """The bytes of keys and values that one row held at a time while decoding.
+    """The bytes of keys and values that one row held at one moment of decoding.
 
-    fed: how many tokens it had then read beyond those of its cache.
+    fed: how many tokens the row had read by then, beyond the tokens of its cache.
     payload: the bytes in each layer.
     """
 
@@ -35,39 +38,62 @@ def check_peak(cache: Cache, held: Sequence[int], fed: int) -> int:
     A cache that grows may hold its earlier tokens and the new ones. A cache that evicts may hold its selector's
     ``decode_limit``, which is a sum over layers if the method divides its budget among them by the data.
     """
-    chain, total = cache.chain, None
-    limits = [layer.tokens + fed for layer in cache.layers]
+    chain = cache.chain
     selector, evictor = chain.selector, chain.evictor
+    # a cache that grows: earlier tokens and new ones
+    limits = [layer.tokens + fed for layer in cache.layers]
+    limit_over_layers: int | None = None
     if evictor is not None and evictor.every:
-        limits = [max(evictor.tokens_after(layer, i, fed)[1]) for i, layer in enumerate(cache.layers)]
+        # the evictor chooses again every so many tokens: heads are largest just before a choice
+        limits = []
+        for i, layer in enumerate(cache.layers):
+            _, most_tokens = evictor.tokens_after(layer, i, fed)
+            limits.append(max(most_tokens))
     elif isinstance(selector, EvictingSelector) and selector.evicts:
         budgets = [selector.decode_limit(cache.prompt_tokens, i) for i in range(len(limits))]
         if chain.rebalancer is None:
-            limits = [min(limit, b) for limit, b in zip(limits, budgets, strict=True)]
+            layer_budgets = budgets
         else:
-            shares = [selector.layer_budget(layer, i) for i, layer in enumerate(cache.layers)]
-            limits = [min(limit, s) for limit, s in zip(limits, shares, strict=True)]
-            total = sum(min(b, cache.seen + fed) for b in budgets)
+            # the data divide one budget among the layers, so that each layer has its share, and the sum is fixed
+            layer_budgets = [selector.layer_budget(layer, i) for i, layer in enumerate(cache.layers)]
+            limit_over_layers = sum(min(budget, cache.seen + fed) for budget in budgets)
+        limits = [min(limit, budget) for limit, budget in zip(limits, layer_budgets, strict=True)]
+    # a head may hold fewer, as after an ending before the next choice
     for i, (most, limit) in enumerate(zip(held, limits, strict=True)):
         if most > limit:
             raise Refused(
                 f"{chain.name}: layer {i} holds {most} tokens per head while decoding, declared are at most {limit}"
             )
-    if total is not None and sum(held) > total:
+    if limit_over_layers is not None and sum(held) > limit_over_layers:
         raise Refused(
             f"{chain.name}: holds {sum(held)} tokens per head over all layers while decoding, "
-            f"declared are at most {total}"
+            f"declared are at most {limit_over_layers}"
         )
     return max(held)
 
 
 def check_bytes(cache: Cache, stored: Stored, kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
-    """Raise Refused, with the reason, unless storage held the bytes declared for ``cache`` and its new tokens."""
+    """Raise Refused, with the reason, unless the row's payload is as declared for ``cache`` and its new tokens.
+
+    cache: the cache as it was before the new tokens.
+    stored: the payload bytes that a row held in each layer, and how many new tokens it had read.
+    """
     for i, payload in enumerate(stored.payload):
         layer = cache.layers[i]
-        low, high = bytes_after_decoding(cache.chain, layer, i, stored.fed, kv_heads, head_dim, dtype.itemsize)
+        # the limits differ only where the data decide how many tokens without all channels stay
+        low, high = bytes_after_decoding(
+            cache.chain,
+            layer,
+            i,
+            new=stored.fed,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            itemsize=dtype.itemsize,
+        )
         if not low <= payload <= high:
-            declared = f"{low}" if low == high else f"{low} to {high}"
+            declared = f"{low} to {high}"
+            if low == high:
+                declared = f"{low}"
             raise Refused(
                 f"{cache.chain.name}: layer {i} holds {payload} payload bytes after {stored.fed} new tokens, "
                 f"the formula says {declared}"

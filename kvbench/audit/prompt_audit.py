@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -22,10 +22,10 @@ class MeasuredBytes:
     """The measurements of one audited cache; bytes are those of storages.
 
     full_bytes: the bytes of the prompt's full cache.
-    kept: the mean number of tokens held, over heads and the layers that methods compress; bytes are of all layers.
-    nominal: the budget that the user gave, in tokens; None for a method without one.
-    payload_kv_head, payload_query_head: the payload under both kinds of ``per``. It is measured for the heads stored;
-    for the other kind it is the mean bytes of a stored head times the heads of that kind. Latents count alike in both.
+    kept: the mean number of tokens held, over heads and the layers that methods compress. Bytes count all layers.
+    nominal: the budget that the user gave, in tokens. It is None for a method without a budget.
+    payload_kv_head, payload_query_head: the payload under both kinds of ``per``. The kind that the chain stores is
+    measured. The other kind is the mean bytes of a stored head times its heads. Latents count alike in both.
     payload16, overhead16, full16: the bytes that the same tokens take at 16 bits, by formula.
     """
 
@@ -42,185 +42,245 @@ class MeasuredBytes:
     full16: int
 
 
+@dataclass
+class _Sums:
+    """Sums over the layers of one cache, to which ``_audit_layer`` adds each layer that methods compress.
+
+    tokens: the tokens of all stored heads. heads, query_heads: the stored heads, and the query heads.
+    payload, overhead: the bytes measured. payload16, overhead16: the bytes of the same tokens at 16 bits, by formula.
+    storages: the addresses of all storages that have been met.
+    """
+
+    tokens: int = 0
+    heads: int = 0
+    query_heads: int = 0
+    payload: int = 0
+    overhead: int = 0
+    payload16: int = 0
+    overhead16: int = 0
+    storages: set[int] = field(default_factory=set)
+
+
 def audit(cache: Cache, kv_heads: int, head_dim: int, dtype: torch.dtype) -> MeasuredBytes:
     """Return the measurements of a freshly compressed cache. Raises Refused where it breaks its chain's promises.
 
-    The audit checks for each layer and head the tokens kept (against those recorded, if the data decide), their
-    positions, the payload and overhead bytes against the formula, and that every tensor owns its storage. It also
-    refuses a cache that differed from the prompt when it was compressed (see cache.content).
+    The audit checks for each layer and head the tokens kept (against those recorded, if the data decide) and their
+    positions. It compares payload and overhead bytes with the formula. Every tensor must own its storage. It also
+    refuses a cache that differed from the prompt when it was compressed (see kv.content).
     """
     chain, n, n_layers, itemsize = cache.chain, cache.prompt_tokens, len(cache.layers), dtype.itemsize
-    tokens = payload = overhead = payload16 = overhead16 = head_count = query_heads = 0
-    storages: set[int] = set()
-    for i, layer in enumerate(cache.layers):
-        heads = chain.heads(kv_heads, layer.query_heads)
-        counts = check_positions(chain.name, layer, i, n, heads)
-        _check_counts(chain, layer, i, n, n_layers, counts)
-        check_storages(chain.name, layer, i, storages)
-        check_sharing(chain, layer, i, n_layers, kv_heads, heads)
-        # the bytes behind keys and values, and all others, against the formula for as many tokens
-        payload_held = storage_bytes(t for s in layer.segments for t in s.payload())
-        overhead_held = layer.nbytes() - payload_held
-        blocks = _blocks(chain, counts, head_dim, itemsize, i)
-        if payload_held != payload_formula(layer, blocks):
-            raise Refused(
-                f"{chain.name}: layer {i} holds {payload_held} payload bytes for {_list(counts)} tokens per head, "
-                f"the formula says {payload_formula(layer, blocks):g}"
-            )
-        declared_overhead = overhead_formula(layer, blocks) + chain.observed_bytes(
-            n, layer.query_heads, head_dim, itemsize
+    sums = _Sums()
+    for index in range(n_layers):
+        _audit_layer(cache, index, kv_heads, head_dim=head_dim, itemsize=itemsize, sums=sums)
+    declared_tokens = chain.expected_sum(n, n_layers, sums.heads // n_layers)
+    if declared_tokens is not None and sums.tokens != declared_tokens:
+        raise Refused(
+            f"{chain.name}: keeps {sums.tokens} tokens over all layers and heads, declared were {declared_tokens}"
         )
-        if overhead_held != declared_overhead:
-            raise Refused(f"{chain.name}: layer {i} holds {overhead_held} overhead bytes, declared {declared_overhead}")
-        # the same tokens at 16 bits
-        blocks16 = _blocks(chain, counts, head_dim, HALF, i)
-        payload16 += payload_formula(layer, blocks16)
-        overhead16 += overhead_formula(layer, blocks16) + chain.observed_bytes(n, layer.query_heads, head_dim, HALF)
-        payload += payload_held
-        overhead += overhead_held
-        tokens += sum(counts)
-        head_count += heads
-        query_heads += layer.query_heads
-    declared = chain.expected_sum(n, n_layers, head_count // n_layers)
-    if declared is not None and tokens != declared:
-        raise Refused(f"{chain.name}: keeps {tokens} tokens over all layers and heads, declared were {declared}")
     if cache.mismatch:
         raise Refused(f"{chain.name}: {cache.mismatch}")
-    entries = 2 * n_layers * kv_heads * n * head_dim  # numbers of the full cache, local layers aside
-    local, local_overhead = _local_layers(cache, kv_heads, head_dim, itemsize, storages)
-    per_kv_head = payload if chain.lowrank else round(payload * n_layers * kv_heads / head_count)
-    per_query_head = payload if chain.lowrank else round(payload * query_heads / head_count)
+    # numbers of the full cache in the layers that methods compress: keys and values [kv_heads, n, head_dim] each
+    entries = 2 * n_layers * kv_heads * n * head_dim
+    local, local_overhead = _audit_local_layers(
+        cache, kv_heads, head_dim, itemsize=itemsize, storage_addresses=sums.storages
+    )
+    payload_kv_head = payload_query_head = sums.payload
+    if not chain.lowrank:
+        # mean bytes of a stored head times all heads of either kind; latents are one head that all others read
+        payload_kv_head = round(sums.payload * n_layers * kv_heads / sums.heads)
+        payload_query_head = round(sums.payload * sums.query_heads / sums.heads)
     return MeasuredBytes(
         n=n,
-        kept=tokens / head_count,
+        kept=sums.tokens / sums.heads,
         nominal=chain.nominal(n),
-        payload=payload + local * itemsize,
-        overhead=overhead + local_overhead,
+        payload=sums.payload + local * itemsize,
+        overhead=sums.overhead + local_overhead,
         full_bytes=(entries + local) * itemsize,
-        payload_kv_head=per_kv_head + local * itemsize,
-        payload_query_head=per_query_head + local * itemsize,
-        payload16=payload16 + local * HALF,
-        overhead16=overhead16 + local_overhead,
+        payload_kv_head=payload_kv_head + local * itemsize,
+        payload_query_head=payload_query_head + local * itemsize,
+        payload16=sums.payload16 + local * HALF,
+        overhead16=sums.overhead16 + local_overhead,
         full16=(entries + local) * HALF,
     )
 
 
-def _local_layers(cache: Cache, kv_heads: int, head_dim: int, itemsize: int, storages: set[int]) -> tuple[int, int]:
+def _audit_layer(cache: Cache, index: int, kv_heads: int, *, head_dim: int, itemsize: int, sums: _Sums) -> None:
+    """Add a layer's tokens and bytes to ``sums``. Raises Refused where the layer breaks its chain's promises."""
+    chain, n, n_layers = cache.chain, cache.prompt_tokens, len(cache.layers)
+    layer = cache.layers[index]
+    heads = chain.heads(kv_heads, layer.query_heads)
+    counts = check_positions(chain.name, layer, index, n=n, heads=heads)
+    _check_counts(chain, layer, index, n=n, n_layers=n_layers, counts=counts)
+    check_storages(chain.name, layer, index, sums.storages)
+    check_sharing(chain, layer, index, n_layers=n_layers, kv_heads=kv_heads, heads=heads)
+    # Payload are the bytes behind keys and values, overhead all others. Both must equal the formula for these counts.
+    payload_tensors: list[torch.Tensor] = []
+    for segment in layer.segments:
+        payload_tensors.extend(segment.payload())
+    payload = storage_bytes(payload_tensors)
+    overhead = layer.nbytes() - payload
+    blocks = _declare_blocks(chain, counts, head_dim, itemsize=itemsize, layer=index)
+    declared_payload = payload_formula(layer, blocks)
+    if payload != declared_payload:
+        raise Refused(
+            f"{chain.name}: layer {index} holds {payload} payload bytes for {_describe_counts(counts)} "
+            f"tokens per head, the formula says {declared_payload:g}"
+        )
+    queries = chain.observed_bytes(n, layer.query_heads, head_dim, itemsize)
+    declared_overhead = overhead_formula(layer, blocks) + queries
+    if overhead != declared_overhead:
+        raise Refused(f"{chain.name}: layer {index} holds {overhead} overhead bytes, declared {declared_overhead}")
+    # the same tokens at 16 bits
+    blocks16 = _declare_blocks(chain, counts, head_dim, itemsize=HALF, layer=index)
+    queries16 = chain.observed_bytes(n, layer.query_heads, head_dim, HALF)
+    sums.payload16 += payload_formula(layer, blocks16)
+    sums.overhead16 += overhead_formula(layer, blocks16) + queries16
+    sums.payload += payload
+    sums.overhead += overhead
+    sums.tokens += sum(counts)
+    sums.heads += heads
+    sums.query_heads += layer.query_heads
+
+
+def _audit_local_layers(
+    cache: Cache, kv_heads: int, head_dim: int, *, itemsize: int, storage_addresses: set[int]
+) -> tuple[int, int]:
     """Return (numbers of keys and values, overhead bytes) that local layers hold.
 
     Raises Refused unless each holds the last tokens of its window, and nothing else.
     """
-    numbers = overhead = 0
+    total_numbers = total_overhead = 0
     for i, layer in enumerate(cache.local):
-        counts = check_positions("the model", layer, i, cache.prompt_tokens, kv_heads)
-        check_storages("the model", layer, i, storages)
+        counts = check_positions("the model", layer, i, n=cache.prompt_tokens, heads=kv_heads)
+        check_storages("the model", layer, i, storage_addresses)
         tokens = min(cache.prompt_tokens, layer.window or 0)
-        held = 2 * kv_heads * tokens * head_dim
-        if set(counts) != {tokens} or layer.nbytes() != held * itemsize + POSITION_BYTES * tokens:
+        numbers = 2 * kv_heads * tokens * head_dim
+        overhead = POSITION_BYTES * tokens
+        if set(counts) != {tokens} or layer.nbytes() != numbers * itemsize + overhead:
             raise Refused(
-                f"local layer {i} holds {layer.nbytes()} bytes for {_list(counts)} tokens per head, its window of "
-                f"{layer.window} has {tokens}"
+                f"local layer {i} holds {layer.nbytes()} bytes for {_describe_counts(counts)} tokens per head, "
+                f"its window of {layer.window} has {tokens}"
             )
-        numbers, overhead = numbers + held, overhead + POSITION_BYTES * tokens
-    return numbers, overhead
+        total_numbers += numbers
+        total_overhead += overhead
+    return total_numbers, total_overhead
 
 
-def _check_counts(chain: Chain, layer: LayerCache, index: int, n: int, n_layers: int, counts: list[int]) -> None:
+def _check_counts(chain: Chain, layer: LayerCache, index: int, *, n: int, n_layers: int, counts: list[int]) -> None:
     """Raise Refused unless each head of a layer keeps as many tokens as declared, and as a stage recorded, if any."""
     expected = chain.expected(n, index, n_layers, len(counts))
-    if any(not low <= count <= high for count, low, high in zip(counts, expected.low, expected.high, strict=True)):
-        raise Refused(
-            f"{chain.name}: layer {index} keeps {_list(counts)} tokens per head of {n}, "
-            f"but the method declares {_range(expected.low, expected.high)}"
-        )
+    for count, low, high in zip(counts, expected.low, expected.high, strict=True):
+        if not low <= count <= high:
+            raise Refused(
+                f"{chain.name}: layer {index} keeps {_describe_counts(counts)} tokens per head of {n}, "
+                f"but the method declares {_describe_bounds(expected.low, expected.high)}"
+            )
     if expected.low != expected.high and layer.decided is None:
         raise Refused(f"{chain.name}: layer {index} does not record how many tokens the data made it keep")
     if layer.decided is not None and list(layer.decided) != counts:
         raise Refused(
-            f"{chain.name}: layer {index} keeps {_list(counts)} tokens per head, "
-            f"but decided to keep {_list(list(layer.decided))}"
+            f"{chain.name}: layer {index} keeps {_describe_counts(counts)} tokens per head, "
+            f"but decided to keep {_describe_counts(list(layer.decided))}"
         )
     if expected.total is not None and sum(counts) != expected.total:
         raise Refused(f"{chain.name}: layer {index} keeps {sum(counts)} tokens in all, declared were {expected.total}")
 
 
-def _blocks(chain: Chain, counts: list[int], head_dim: int, itemsize: int, layer: int) -> list[list[Block]]:
+def _declare_blocks(chain: Chain, counts: list[int], head_dim: int, *, itemsize: int, layer: int) -> list[list[Block]]:
     """Return the declared blocks of each head of a layer whose heads hold ``counts`` tokens."""
+    # heads of equal counts have equal blocks
     layouts = {count: chain.layout(count, head_dim, itemsize, layer) for count in set(counts)}
     return [layouts[count] for count in counts]
 
 
 def check_positions(name: str, layer: LayerCache, index: int, n: int, heads: int) -> list[int]:
-    """Return how many tokens each stored head holds. Raises Refused unless they are distinct prompt tokens in order."""
+    """Return how many tokens each of a layer's ``heads`` stored heads holds, after a prompt of n tokens.
+
+    Raises Refused unless they are distinct prompt tokens in order. ``name`` is the method's name in messages.
+    """
     if layer.seen != n:
         raise Refused(f"{name}: layer {index} says that it has read {layer.seen} tokens, the prompt has {n}")
-    stored = max([layer.heads, *(s.heads for s in layer.segments)])
-    if stored != heads:
-        raise Refused(f"{name}: layer {index} stores {stored} heads, the chain declares {heads}")
+    stored_heads = layer.heads
     for segment in layer.segments:
-        # tokens held as keys and as values: exact ones, and before them packed ones
-        slots, values = segment.k.shape[1], segment.v.shape[1]
+        stored_heads = max(stored_heads, segment.heads)
+    if stored_heads != heads:
+        raise Refused(f"{name}: layer {index} stores {stored_heads} heads, the chain declares {heads}")
+    for segment in layer.segments:
+        # keys and values of this segment, counted in tokens: the exact ones, and the packed ones before them
+        keys, values = segment.k.shape[1], segment.v.shape[1]
         if segment.codes is not None:
-            slots, values = slots + segment.codes.k.shape[1], values + segment.codes.v.shape[1]
-        ragged = segment.lengths is not None and int(segment.lengths.sum()) != slots
+            keys += segment.codes.k.shape[1]
+            values += segment.codes.v.shape[1]
+        # the lengths of ragged heads must add up to the tokens stored one after the other
+        lengths_differ = segment.lengths is not None and int(segment.lengths.sum()) != keys
+        # where query heads share logits, keys have fewer heads than values
         heads_differ = segment.k.shape[0] != segment.v.shape[0] and segment.leads is None
-        if values != slots or heads_differ or segment.positions.shape[1] != slots or ragged:
+        if values != keys or heads_differ or segment.positions.shape[1] != keys or lengths_differ:
             raise Refused(f"{name}: layer {index} holds keys, values and positions of different lengths")
-    # heads of equal numbers are checked in one tensor, which saves a GPU most of the waiting
-    even = layer.even_positions()
-    if even is not None and even.shape[1] and _in_order(even, n):
-        return [even.shape[1]] * heads
-    by_head = layer.kept_positions()
-    for head, positions in enumerate(by_head):
+    # Heads of equal numbers are checked in one tensor, which saves a GPU most of the waiting. If that check fails, the
+    # loop below names the head.
+    even_positions = layer.even_positions()
+    if even_positions is not None and even_positions.shape[1] and _are_in_order(even_positions, n):
+        return [even_positions.shape[1]] * heads
+    positions_by_head = layer.kept_positions()
+    for head, positions in enumerate(positions_by_head):
+        # a head may be empty only if it copies another head's output
         if len(positions) == 0 and (layer.copy_from is None or int(layer.copy_from[head]) == head):
             raise Refused(f"{name}: layer {index}, head {head} holds no token at all")
-        if len(positions) and not _in_order(positions[None], n):
+        if len(positions) and not _are_in_order(positions[None], n):
             raise Refused(
                 f"{name}: layer {index}, head {head} does not hold distinct prompt positions 0..{n - 1} in order"
             )
-    return [len(p) for p in by_head]
+    return [len(positions) for positions in positions_by_head]
 
 
-def _in_order(positions: torch.Tensor, n: int) -> bool:
+def _are_in_order(positions: torch.Tensor, n: int) -> bool:
     """Tell whether each row of positions [H, m] ascends within 0..n-1."""
-    ascending = bool((positions[:, 1:] > positions[:, :-1]).all())
-    return ascending and int(positions[:, 0].min()) >= 0 and int(positions[:, -1].max()) < n
+    # each row is distinct and in order if every position is larger than the one before
+    rows_ascend = bool((positions[:, 1:] > positions[:, :-1]).all())
+    return rows_ascend and int(positions[:, 0].min()) >= 0 and int(positions[:, -1].max()) < n
 
 
 def check_sharing(chain: Chain, layer: LayerCache, index: int, n_layers: int, kv_heads: int, heads: int) -> None:
-    """Raise Refused unless as many query heads lead as the chain declares, and the keys held are those they read."""
+    """Raise Refused unless as many query heads lead as the chain declares, and the stored keys are those they read."""
     declared = chain.leading_heads(layer.prompt_tokens, index, n_layers, layer.query_heads, kv_heads)
-    (segment, *_) = layer.segments
-    leading = layer.query_heads if segment.leads is None else len(segment.leads.unique())
+    # all segments of a layer have the same leading heads
+    first_segment = layer.segments[0]
+    leads = first_segment.leads
+    leading = layer.query_heads
+    if leads is not None:
+        leading = len(leads.unique())
     if leading != declared:
         raise Refused(
             f"{chain.name}: layer {index} computes the logits of {leading} query heads, the method declares {declared}"
         )
-    if segment.leads is not None and segment.k.shape[0] != len(key_heads(segment.leads, heads)):
+    if leads is not None and first_segment.k.shape[0] != len(key_heads(leads, heads)):
         raise Refused(
-            f"{chain.name}: layer {index} holds keys of {segment.k.shape[0]} heads, "
-            f"{len(key_heads(segment.leads, heads))} are read"
+            f"{chain.name}: layer {index} holds keys of {first_segment.k.shape[0]} heads, "
+            f"{len(key_heads(leads, heads))} are read"
         )
 
 
 def check_storages(name: str, layer: LayerCache, index: int, seen: set[int]) -> None:
-    """Raise Refused if a tensor is a view of more memory than it shows, or shares memory with another of the cache.
+    """Raise Refused if a tensor is a view of a larger storage, or shares its storage with another tensor of the cache.
 
     ``seen`` collects the addresses of storages over the layers of a cache.
     """
-    for kind, t in _described(layer):
+    for kind, t in _describe_tensors(layer):
         storage = t.untyped_storage()
         if storage.nbytes() > t.nbytes:
             raise Refused(
                 f"{name}: layer {index}: {kind} shows {t.nbytes} bytes but is a view that keeps {storage.nbytes()} "
                 "alive: nothing is saved"
             )
+        # a tensor without elements has no storage to share, and address 0
         if storage.nbytes() and storage.data_ptr() in seen:
             raise Refused(f"{name}: layer {index}: {kind} shares its storage with another tensor of the cache")
         seen.add(storage.data_ptr())
 
 
-def _described(layer: LayerCache) -> Iterator[tuple[str, torch.Tensor]]:
+def _describe_tensors(layer: LayerCache) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (description for messages, tensor) of every tensor that a layer stores."""
     for t in layer.of_layer():
         yield "a tensor of the layer (heads that copy others, last queries)", t
     for i, s in enumerate(layer.segments):
@@ -231,30 +291,49 @@ def _described(layer: LayerCache) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def payload_formula(layer: LayerCache, blocks: list[list[Block]]) -> int:
-    """Return the declared bytes of a layer's keys and values; ``blocks`` are those of each head.
+    """Return the declared bytes of a layer's keys and values. ``blocks`` are the blocks of each head.
 
     Where heads share logits, only the heads whose keys are read count with keys.
     """
     leads = layer.segments[0].leads
-    with_keys = len(blocks) if leads is None else len(key_heads(leads, len(blocks)))
-    values = sum(b.value_bytes for head in blocks for b in head)
-    return values + sum(b.key_bytes for head in blocks[:with_keys] for b in head)
+    heads_with_keys = len(blocks)
+    if leads is not None:
+        heads_with_keys = len(key_heads(leads, len(blocks)))
+    total = 0
+    for head, head_blocks in enumerate(blocks):
+        total += sum(block.value_bytes for block in head_blocks)
+        # where heads share logits, all hold the same tokens: only the number of heads with keys matters
+        if head < heads_with_keys:
+            total += sum(block.key_bytes for block in head_blocks)
+    return total
 
 
 def overhead_formula(layer: LayerCache, blocks: list[list[Block]]) -> int:
-    """Return the declared overhead bytes of a layer, stored as it is; ``blocks`` are those of each head."""
+    """Return the declared overhead bytes of a layer as it is stored. ``blocks`` are the blocks of each head."""
     shared = all(s.positions.shape[0] == 1 and s.lengths is None for s in layer.segments)
-    codes = [s.codes for s in layer.segments if s.codes is not None]
-    count_tensors = [*(s.lengths for s in layer.segments), *(c.k_counts for c in codes), *(c.v_counts for c in codes)]
-    id_tensors = [layer.copy_from, *(s.leads for s in layer.segments)]
-    named_heads = layer.query_heads * sum(t is not None for t in id_tensors)
-    return overhead_bytes(blocks, shared, sum(t is not None for t in count_tensors), named_heads)
+    # ragged segments store the length of each head, and packed ones the counts of its packed keys and values
+    count_tensors: list[torch.Tensor | None] = []
+    # each of these tensors has an id for every query head: the head it copies, or whose logits it takes
+    id_tensors: list[torch.Tensor | None] = [layer.copy_from]
+    for segment in layer.segments:
+        count_tensors.append(segment.lengths)
+        id_tensors.append(segment.leads)
+        if segment.codes is not None:
+            count_tensors += [segment.codes.k_counts, segment.codes.v_counts]
+    stored_count_tensors = len([t for t in count_tensors if t is not None])
+    stored_id_tensors = len([t for t in id_tensors if t is not None])
+    return overhead_bytes(blocks, shared, stored_count_tensors, named_heads=layer.query_heads * stored_id_tensors)
 
 
-def _list(values: list[int]) -> str:
-    return str(values[0]) if len(set(values)) == 1 else f"{min(values)}..{max(values)}"
+def _describe_counts(counts: list[int]) -> str:
+    """Return the tokens of heads for a message: one number, or ``least..most`` where heads differ."""
+    if len(set(counts)) == 1:
+        return str(counts[0])
+    return f"{min(counts)}..{max(counts)}"
 
 
-def _range(low: tuple[int, ...], high: tuple[int, ...]) -> str:
-    bounds = f"{min(low)}..{max(low)}" if len(set(low)) > 1 else str(low[0])
-    return f"exactly {bounds}" if low == high else f"between {min(low)} and {max(high)}"
+def _describe_bounds(low: tuple[int, ...], high: tuple[int, ...]) -> str:
+    """Return the declared tokens of heads for a message."""
+    if low == high:
+        return f"exactly {_describe_counts(list(low))}"
+    return f"between {min(low)} and {max(high)}"

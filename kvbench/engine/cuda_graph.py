@@ -1,8 +1,8 @@
 """A decode step as one graph: the same operations on the same memory, recorded once and then only replayed.
 
-The cost of Python, and on a GPU of launching kernels one by one, is paid once. This needs rows whose storage stands
-still except for the tail, which is read whole here, with the slots that are not written yet masked out.
-On a GPU the graph is CUDA's, which nobody has run yet; on a CPU the list of PyTorch's operations, run in order.
+The cost of Python, and on a GPU of launching kernels one by one, is paid once. This needs rows whose storage does not
+move. Only their tail grows. Each step reads the tail's whole room and masks the slots that are not written yet.
+On a GPU the graph is CUDA's, which nobody has run yet. On a CPU it is the list of PyTorch's operations, run in order.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ from kvbench.storage.attend import attend
 from kvbench.storage.exact_rows import ExactGroup, ExactRows
 from kvbench.storage.row_segments import RowSegment
 
-WARM_UP = 3  # runs before a recording, in which PyTorch and its libraries allocate
+WARM_UP = 3  # PyTorch and its libraries allocate in the first runs, which must not be recorded
 
 
 class StillLayer(KvbenchLayer):
-    """A layer whose next token goes to slot ``place`` [1] of its tail, a tensor that is read when the step runs.
+    """A layer whose next token goes to slot ``place`` [1] of its tail.
 
-    Raises KvbenchError if the steps of the layer are not alike.
+    The place is a tensor, as a replayed step reads its number anew. Raises KvbenchError if the layer's steps are not
+    alike.
     """
 
     def __init__(self, layer: RowLayer, place: Tensor) -> None:
@@ -46,25 +47,33 @@ class StillLayer(KvbenchLayer):
             self.rows.values[:, :, layer.used :] = 0
 
     def add(self, k: Tensor, v: Tensor) -> None:
+        # the room is allocated by the first token; unwritten slots must be finite here, too
         if self.rows.keys is None:
             for tail in self.rows.room(k, v):
                 tail.zero_()
-        for tail, x in zip(self.rows.room(k, v), (k, v), strict=True):
-            tail.index_copy_(2, self.place, x)
+        key_tail, value_tail = self.rows.room(k, v)
+        key_tail.index_copy_(2, self.place, k)
+        value_tail.index_copy_(2, self.place, v)
         self.newest = (k, v)
 
     def attend(self, query: Tensor, scale: float, window: int | None) -> Tensor:
-        keys, values = self.rows.room(*self.newest)
+        newest_k, newest_v = self.newest
+        keys, values = self.rows.room(newest_k, newest_v)
+        # [slots]: the tail's older tokens; the newest is attended apart
         older = torch.arange(keys.shape[2], device=query.device) < self.place
 
-        def of_group(group: ExactGroup, query: Tensor) -> Tensor:
-            k, v, new_k, new_v = (group.entries.tokens(x) for x in (keys, values, *self.newest))
+        def attend_group(group: ExactGroup, query: Tensor) -> Tensor:
+            k, v = group.entries.tokens(keys), group.entries.tokens(values)
+            new_tokens = (group.entries.tokens(newest_k), group.entries.tokens(newest_v))
             # kernels step through lengths row by row
             length = self.place.to(torch.int32).repeat(len(k), 1)
             tail = RowSegment(k, v, older.expand(len(k), 1, -1), lengths=length)
-            return attend(query, [*group.segments, tail], (new_k, new_v), scale)[0]
+            segments = list(group.segments)
+            segments.append(tail)
+            out, _ = attend(query, segments, new_tokens, scale)
+            return out
 
-        return self.rows.in_groups(query, of_group)
+        return self.rows.in_groups(query, attend_group)
 
     def grow(self, tokens: int) -> None:
         """Count tokens that a replayed step has written."""
@@ -75,7 +84,8 @@ class StillLayer(KvbenchLayer):
 class Graph:
     """The steps of ``batch``, one new token a row. Raises KvbenchError if the steps of the batch are not alike.
 
-    A step is recorded here. The batch stays as plain steps would leave it, so that either can go on; rows must stay.
+    A step is recorded when the graph is made. The batch stays as plain steps would leave it, so that plain or replayed
+    steps can go on. No row may enter or leave the batch.
     """
 
     def __init__(self, model: PreTrainedModel, batch: Sequence[RowLayer]) -> None:
@@ -89,23 +99,29 @@ class Graph:
         devices = {layer.next.device for layer in batch}
         if len(devices) > 1:
             raise KvbenchError("no graph of a decode step: layers are on several devices; step=plain runs it")
-        (device,), rows = devices, len(batch[0].next)
+        (device,) = devices
         if device.type == "cpu" and kernels.serves(device):
             raise KvbenchError(f"no graph of a decode step in Triton's interpreter: {kernels.SWITCH}=off does without")
         self.model, self.batch = model, batch
+        # [B, 1] each: a replayed step reads its input from this memory
+        rows = len(batch[0].next)
         self.tokens, self.positions = torch.zeros(2, rows, 1, dtype=torch.int64, device=device)
         # recording writes a meaningless token into the next one's slot; the first step overwrites it
         self.place.fill_(batch[0].used)
+
+        def run_step() -> Tensor:
+            return step(self.model, self.layers, self.tokens, self.positions)
+
         try:
-            self.replay = recorded(lambda: step(self.model, self.layers, self.tokens, self.positions), device)
-        except RuntimeError as error:  # what PyTorch raises while it records
+            self.replay = recorded(run_step, device)
+        except RuntimeError as error:  # PyTorch raises it while it records
             if is_out_of_memory(error):
                 raise
             reason = f"the model's own code cannot be recorded ({headline(error)})"
             raise KvbenchError(f"no graph of a decode step: {reason}; step=plain runs it") from error
 
     def step(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """Feed ``tokens`` [B, 1] at ``positions`` [B, 1]; return logits [B, 1, V], valid until the next step."""
+        """Feed ``tokens`` [B, 1] at ``positions`` [B, 1]. Return logits [B, 1, V], valid until the next step."""
         self.tokens.copy_(tokens)
         self.positions.copy_(positions)
         self.place.fill_(self.batch[0].used)
@@ -123,6 +139,7 @@ def recorded(run: Callable[[], Tensor], device: torch.device) -> Callable[[], Te
     if device.type != "cuda":
         run()
         return make_fx(run)()
+    # PyTorch's recipe: warm up on a stream of its own, then capture
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):

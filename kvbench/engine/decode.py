@@ -19,15 +19,17 @@ from kvbench.engine.prefill import as_prompt
 from kvbench.engine.step import build, step
 from kvbench.engine.stopping import Ending as Ending
 from kvbench.engine.stopping import sample as sample
+from kvbench.kv.segment import LayerCache
 from kvbench.methods.core.prompt_cache import Cache
 from kvbench.methods.core.walls import contained
 from kvbench.models.interface import attached
 
-EXTENDED_BYTES = 2**30  # of caches that read more tokens in one batch, which copies them
+EXTENDED_BYTES = 2**30
+"""Caches that read more tokens in one batch take at most so many bytes, as the batch copies them."""
 
 
 def generate_rows(model: PreTrainedModel, caches: Sequence[Cache], endings: Sequence[Ending]) -> list[Answer]:
-    """Return the answer of each cache until its own ending, in order.
+    """Return the answer of each cache, in order. Each goes on until its own ending.
 
     Caches whose chains change the model alike are rows of one batch. Raises Refused where logits are not finite.
     """
@@ -51,29 +53,32 @@ def extend_cache(model: PreTrainedModel, cache: Cache, input_ids: Tensor | Seque
 def extend_caches(model: PreTrainedModel, caches: Sequence[Cache], input_ids: Tensor | Sequence[int]) -> list[Cache]:
     """Return new caches that have also read ``input_ids`` [T] behind their compressed prompts, in order.
 
-    The new tokens are kept exactly as they are, unless the chain packs or evicts while decoding. Then they are stored
-    one by one, as the tokens of an answer are. Caches whose chains change the model alike are rows of one batch, as
-    many as EXTENDED_BYTES allow.
+    The new tokens [T] stay exact, unless the chain packs or evicts while decoding. Then they are stored one by one, as
+    the tokens of an answer are. Caches whose chains change the model alike are rows of one batch, as many as
+    EXTENDED_BYTES allow.
     """
     ids = as_prompt(model, input_ids)
     for cache in caches:
         check_continuation(model, cache, len(ids))
     extended: dict[int, Cache] = {}
     for rows in by_batch(caches):
-        # methods that evict or pack while decoding do so after every token
+        # methods that evict or pack while decoding do so after every token; others read all tokens at once
         one_by_one = [r for r in rows if caches[r].chain.evicts or caches[r].chain.coder]
-        for alike, size in ((one_by_one, 1), ([r for r in rows if r not in one_by_one], len(ids))):
-            for part in _parts(caches, alike):
-                extended.update(zip(part, _extend(model, [caches[r] for r in part], ids, size), strict=True))
+        at_once = [r for r in rows if r not in one_by_one]
+        for part in _divide_by_bytes(caches, one_by_one):
+            extended.update(zip(part, _extend(model, [caches[r] for r in part], ids, size=1), strict=True))
+        for part in _divide_by_bytes(caches, at_once):
+            extended.update(zip(part, _extend(model, [caches[r] for r in part], ids, size=len(ids)), strict=True))
     return [extended[r] for r in range(len(caches))]
 
 
-def _parts(caches: Sequence[Cache], rows: Sequence[int]) -> list[list[int]]:
+def _divide_by_bytes(caches: Sequence[Cache], rows: Sequence[int]) -> list[list[int]]:
     """Return ``rows`` in parts of at most EXTENDED_BYTES, or of one row."""
     parts: list[list[int]] = []
     part_bytes = 0
     for row in rows:
         part_bytes += caches[row].nbytes()
+        # a row that does not fit begins the next part
         if not parts or part_bytes > EXTENDED_BYTES:
             parts.append([])
             part_bytes = caches[row].nbytes()
@@ -84,22 +89,29 @@ def _parts(caches: Sequence[Cache], rows: Sequence[int]) -> list[list[int]]:
 def _extend(model: PreTrainedModel, caches: Sequence[Cache], ids: Tensor, size: int) -> list[Cache]:
     """Return the caches of one batch after ``ids`` [T], which are read ``size`` at a time."""
     chain = caches[0].chain
-    seen = torch.tensor([c.seen for c in caches], device=ids.device)[:, None]
+    seen = torch.tensor([cache.seen for cache in caches], device=ids.device)[:, None]  # [B, 1]
     with contained(chain.name, chain.foreign), torch.no_grad(), adapted(model, chain), attached(model):
         batch = build(model, caches, len(ids), size)
         for start in range(0, len(ids), size):
             piece = ids[start : start + size]
+            # [B, t]: the tokens of each row follow those that it has read
             positions = seen + torch.arange(start, start + len(piece), device=ids.device)
             logits = step(model, batch, piece.expand(len(caches), -1), positions)
     return [settled(cache, batch, logits[i, -1], i) for i, cache in enumerate(caches)]
 
 
 def settled(cache: Cache, batch: Sequence[RowLayer], logits: Tensor, row: int = 0) -> Cache:
-    """Return ``cache`` with the tokens that have come to its row of ``batch``; ``logits`` [V] follow them."""
-    of_kind = {False: iter(cache.layers), True: iter(cache.local)}
-    continued = [(layer.local, layer.continued(next(of_kind[layer.local]), row)) for layer in batch]
-    layers, local = (tuple(layer for is_local, layer in continued if is_local == kind) for kind in (False, True))
-    return replace(cache, layers=layers, local=local, logits=logits.clone())
+    """Return ``cache`` with the tokens that have come to its row of ``batch``. ``logits`` [V] follow them."""
+    # the batch has the model's layers in order, in which local layers stand among those that methods compress
+    former_layers, former_local = iter(cache.layers), iter(cache.local)
+    layers: list[LayerCache] = []
+    local: list[LayerCache] = []
+    for row_layer in batch:
+        if row_layer.local:
+            local.append(row_layer.continued(next(former_local), row))
+        else:
+            layers.append(row_layer.continued(next(former_layers), row))
+    return replace(cache, layers=tuple(layers), local=tuple(local), logits=logits.clone())
 
 
 def check_continuation(model: PreTrainedModel, cache: Cache, new_tokens: int) -> None:

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvbench.kv.segment import LayerCache, storage_bytes
+from kvbench.kv.segment import LayerCache, Segment, storage_bytes
 from kvbench.models.interface import KvbenchLayer
 from kvbench.storage import registry
 from kvbench.storage.entries import attend_groups, head_of, joined, mean_by_row
@@ -20,28 +19,38 @@ from kvbench.storage.format import Room, StoredRow
 class RowLayer(KvbenchLayer):
     """One layer of a decode batch of B rows.
 
-    attended: [B], the mean number of tokens that the last step attended in rows whose method masks, and nan in others;
-    None if no row's method masks.
+    formats: the rows of each storage format, with their places in the batch.
+    attended: [B], the mean number of tokens that the last step attended in rows whose method masks, and nan in others.
+    It is None if no row's method masks.
     next: [B], the position of each row's next token.
     used: how many tokens have come since the layer was built.
     local: whether the layer holds a window that methods leave alone.
-    sources: of each row the head [Hq] whose output each query head takes; None if all take their own.
+    sources: for each row, the head [Hq] whose output each query head takes; None if all take their own.
     """
 
     def __init__(self, rows: Sequence[StoredRow], room: Room) -> None:
         super().__init__()
         self.formats = registry.load(rows, room)
-        self.next = torch.tensor([row.cache.seen for row in rows], device=rows[0].cache.segments[0].k.device)
-        self.seen, self.used = max(row.cache.seen for row in rows), 0
-        self.lift, self.local = rows[0].lift, rows[0].cache.window is not None
-        sources = [row.cache.copy_from for row in rows]
-        self.sources = [None if s is None else s.long() for s in sources]
+        seen = [row.cache.seen for row in rows]
+        self.next = torch.tensor(seen, device=rows[0].cache.segments[0].k.device)
+        self.seen = max(seen)
+        self.used = 0
+        # all rows are of one layer of one model
+        self.lift = rows[0].lift
+        self.local = rows[0].cache.window is not None
+        self.sources: list[Tensor | None] = []
+        for row in rows:
+            source = row.cache.copy_from
+            if source is not None:
+                source = source.long()
+            self.sources.append(source)
         self.attended: Tensor | None = None
 
     def add(self, k: Tensor, v: Tensor) -> None:
         t = k.shape[2]
         positions = self.next[:, None] + torch.arange(t, device=k.device)
         if self.lift is not None:
+            # low-rank projections store latents in the place of the keys and values that the model computed
             k, v = self.lift.new()
         for entries, rows in self.formats:
             rows.add(entries.tokens(k), entries.tokens(v), entries.of_rows(positions))
@@ -53,8 +62,9 @@ class RowLayer(KvbenchLayer):
         self.used, self.seen = self.used + tokens, self.seen + tokens
 
     def join(self, other: RowLayer) -> None:
-        """Append the rows of another layer; no storage of either is moved."""
+        """Append the rows of another layer. No storage of either is moved."""
         offset = len(self.next)
+        # behind(0): the entries' places stay, but they are no longer the whole batch
         self.formats = [(entries.behind(0), stored) for entries, stored in self.formats]
         self.formats += [(entries.behind(offset), stored) for entries, stored in other.formats]
         self.next, self.seen = torch.cat([self.next, other.next]), max(self.seen, other.seen)
@@ -65,6 +75,7 @@ class RowLayer(KvbenchLayer):
         out = attend_groups(query, parts)
         for b, source in enumerate(self.sources):
             if source is not None:
+                # out [B, Hq, T, D]: each query head takes the output of its source head
                 out[b] = out[b, source]
         self.attended = mean_by_row([(entries, rows.attended) for entries, rows in self.formats], len(query))
         return out
@@ -73,6 +84,7 @@ class RowLayer(KvbenchLayer):
         """Return the most tokens that any head of each row has held so far [B]."""
         most = torch.zeros_like(self.next)
         for entries, rows in self.formats:
+            # a row has several entries where its heads are stored one by one
             most.scatter_reduce_(0, entries.rows, rows.tokens(), "amax")
         return most
 
@@ -85,7 +97,7 @@ class RowLayer(KvbenchLayer):
         return sizes
 
     def keep(self, rows: Tensor) -> None:
-        """Drop all rows but ``rows`` (ascending)."""
+        """Drop all rows but ``rows``, which ascend."""
         rows = rows.to(self.next.device)
         self.next = self.next[rows]
         places = {row: place for place, row in enumerate(rows.tolist())}
@@ -93,6 +105,7 @@ class RowLayer(KvbenchLayer):
         formats, self.formats = self.formats, []
         for entries, stored in formats:
             index, staying = entries.keep(places)
+            # storage is rewritten only if some of its entries leave and others stay
             if 0 < len(index) < len(entries.rows):
                 stored.keep(index)
             if len(index):
@@ -101,37 +114,53 @@ class RowLayer(KvbenchLayer):
     def continued(self, cache: LayerCache, row: int = 0) -> LayerCache:
         """Return ``cache``, from which a row was loaded, with the tokens added since."""
         seen = cache.seen + self.used
-        heads = {}
+        heads: dict[int, Segment] = {}
         for entries, stored in self.formats:
-            for u in (entries.rows == row).nonzero().flatten().tolist():
+            for entry in (entries.rows == row).nonzero().flatten().tolist():
                 if entries.heads is None:
-                    return replace(cache, segments=stored.segments(u, cache), seen=seen, observed=stored.observation(u))
-                head = int(entries.heads[u])
-                (heads[head],) = stored.segments(u, head_of(cache, head, entries.stored))
+                    # the row is stored as one entry
+                    segments = stored.segments(entry, cache)
+                    return replace(cache, segments=segments, seen=seen, observed=stored.observation(entry))
+                # each head of a ragged row is an entry with one segment
+                head = int(entries.heads[entry])
+                (heads[head],) = stored.segments(entry, head_of(cache, head, entries.stored))
         (old,) = cache.segments
-        # a head that is not stored has no entry, and nothing
-        parts = [heads[h] if h in heads else old.head(h) for h in range(old.heads)]
-        return replace(cache, segments=(joined(old, parts),), seen=seen)
+        head_segments = []
+        for head in range(old.heads):
+            if head in heads:
+                head_segments.append(heads[head])
+            else:
+                # a head that copies another has no entry, and holds no tokens
+                head_segments.append(old.head(head))
+        return replace(cache, segments=(joined(old, head_segments),), seen=seen)
 
 
 def compressed(layers: Sequence[RowLayer]) -> list[RowLayer]:
-    """Return the layers of a decode batch that methods compress: those of ``Cache.layers``, in order."""
+    """Return the layers of a decode batch that methods compress, in the order of ``Cache.layers``."""
     return [layer for layer in layers if not layer.local]
 
 
 def allocated(layers: Sequence[RowLayer]) -> int:
     """Return all storage of a decode batch in bytes, with padding, free slots, positions and room for new tokens."""
-    return storage_bytes(t for layer in layers for t in _behind(layer.formats))
+    tensors: list[Tensor] = []
+    for layer in layers:
+        tensors.extend(_find_tensors(layer.formats))
+    return storage_bytes(tensors)
 
 
-def _behind(x: Any) -> Iterator[Tensor]:
-    """Yield the tensors in x, its containers and its objects of kvbench's classes, so that the model is left out."""
+def _find_tensors(x: object) -> Iterator[Tensor]:
+    """Yield the tensors in x, in its containers and in its objects of kvbench's storage classes.
+
+    Objects of other classes are left out, as some lead to the model's own weights.
+    """
     if isinstance(x, Tensor):
         yield x
     elif isinstance(x, (list, tuple)):
         for item in x:
-            yield from _behind(item)
+            yield from _find_tensors(item)
     elif isinstance(x, Mapping):
-        yield from _behind(list(x.values()))
+        for item in x.values():
+            yield from _find_tensors(item)
     elif type(x).__module__.startswith(("kvbench.kv.", "kvbench.storage.")):
-        yield from _behind(list(vars(x).values()))
+        for item in vars(x).values():
+            yield from _find_tensors(item)

@@ -26,7 +26,7 @@ class Divergence:
     kl: [T] fp64, ``sum_v p(v) (ln p(v) - ln q(v))`` in nats.
     log_ratio: [T] fp64, ``ln p(y) - ln q(y)`` of the true next token y.
     shift: [T] fp64, ``q(y) - p(y)``.
-    same: [T] bool, whether both have the same first choice; of equals the lower id counts.
+    same: [T] bool, whether both have the same first choice. Of tokens with equal logits the lowest id is the choice.
     """
 
     kl: Tensor
@@ -36,111 +36,143 @@ class Divergence:
 
     @classmethod
     def empty(cls, tokens: int) -> Divergence:
-        """Return room for so many positions, which ``put`` fills.
+        """Return room for ``tokens`` positions, which ``put`` fills.
 
-        Results of single steps, kept between the logits of one step and the next, would split the heap: each step's
-        logits would then need memory of their own.
+        Small tensors that are made between two steps and kept would split the heap, and the next step's logits could
+        not take the place of the last one's.
         """
         kl, log_ratio, shift = torch.empty(3, tokens, dtype=torch.float64)
-        return cls(kl, log_ratio, shift, torch.empty(tokens, dtype=torch.bool))
+        same = torch.empty(tokens, dtype=torch.bool)
+        return cls(kl=kl, log_ratio=log_ratio, shift=shift, same=same)
 
     def put(self, start: int, part: Divergence) -> None:
         """Write the positions of ``part`` behind the first ``start``."""
-        for name in self.__dataclass_fields__:
-            values = getattr(part, name)
-            getattr(self, name)[start : start + len(values)] = values
+        end = start + len(part.kl)
+        self.kl[start:end] = part.kl
+        self.log_ratio[start:end] = part.log_ratio
+        self.shift[start:end] = part.shift
+        self.same[start:end] = part.same
 
     @classmethod
     def joined(cls, parts: Sequence[Divergence]) -> Divergence:
         """Return the positions of all parts, one after the other."""
-        names = cls.__dataclass_fields__
-        return cls(**{name: torch.cat([getattr(part, name) for part in parts]) for name in names})
+        return cls(
+            kl=torch.cat([part.kl for part in parts]),
+            log_ratio=torch.cat([part.log_ratio for part in parts]),
+            shift=torch.cat([part.shift for part in parts]),
+            same=torch.cat([part.same for part in parts]),
+        )
 
 
 def compare(full: Tensor, rows: Tensor, targets: Tensor) -> list[Divergence]:
-    """Return the divergence of each row's logits [B, T, V] from the full cache's [T, V]; ``targets`` [T] are true.
+    """Return the divergence of each row's logits [B, T, V] from the full cache's [T, V]. ``targets`` [T] are true.
 
-    With ``x = z_q - z_p`` and ``m = sum_v p(v) x(v)``, ``KL = ln sum_v p(v) exp(x(v) - m)``: the first-order terms of
-    the definition cancel before they are rounded, so that equal logits give 0 and close ones no negative values.
+    With ``x = z_q - z_p`` and ``m = sum_v p(v) x(v)``, ``KL = ln sum_v p(v) exp(x(v) - m)``. In this form the
+    first-order terms of the definition cancel before they are rounded. Equal logits give 0, and close ones no negative
+    values.
     """
-    starts = range(0, len(targets), BLOCK)
-    blocks = [_compare_block(full[i : i + BLOCK], rows[:, i : i + BLOCK], targets[i : i + BLOCK]) for i in starts]
-    return [Divergence.joined(parts) for parts in zip(*blocks, strict=True)]
+    parts_by_row: list[list[Divergence]] = [[] for _ in rows]
+    for start in range(0, len(targets), BLOCK):
+        block = slice(start, start + BLOCK)
+        compared_rows = _compare_block(full[block], rows[:, block], targets[block])
+        for parts, compared in zip(parts_by_row, compared_rows, strict=True):
+            parts.append(compared)
+    return [Divergence.joined(parts) for parts in parts_by_row]
 
 
 def _compare_block(full: Tensor, rows: Tensor, targets: Tensor) -> list[Divergence]:
-    logits, y = full.double(), targets[:, None]
-    p, masked = logits.softmax(dim=-1), logits.isneginf()  # models mask ids that pad their vocabulary
-    p_true, choice = p.gather(1, y)[:, 0], full.argmax(dim=-1)
+    """Return the divergence of each row's logits [B, t, V] from the full cache's [t, V] at t <= BLOCK positions."""
+    logits = full.double()
+    y = targets[:, None]
+    p = logits.softmax(dim=-1)
+    masked = logits.isneginf()  # models mask ids that pad their vocabulary
+    p_true = p.gather(1, y)[:, 0]
+    choice = full.argmax(dim=-1)
     compared = []
     for row in rows:
+        # x = z_q - z_p; ids that both mask have -inf - -inf = nan there, and p(v) = 0
         x = row.double() - logits
         if masked.any():
             x.masked_fill_(masked & row.isneginf(), 0)
+        # m = sum_v p(v) x(v)
         mean = (p * x).sum(dim=-1)
         x_true = x.gather(1, y)[:, 0]
+        # KL = ln (1 + sum_v p(v) (exp(x(v) - m) - 1)), as p sums to 1; x is overwritten to save memory
         kl = (p * x.sub_(mean[:, None]).expm1_()).sum(dim=-1).log1p()
         # ln p(y) - ln q(y) = ln sum_v p(v) exp(x(v)) - x(y)
         log_ratio = kl + mean - x_true
-        values = (kl, log_ratio, p_true * (-log_ratio).expm1(), row.argmax(dim=-1) == choice)
-        compared.append(Divergence(*(v.cpu() for v in values)))
+        # q(y) - p(y) = p(y) (q(y) / p(y) - 1)
+        shift = p_true * (-log_ratio).expm1()
+        same = row.argmax(dim=-1) == choice
+        compared.append(Divergence(kl=kl.cpu(), log_ratio=log_ratio.cpu(), shift=shift.cpu(), same=same.cpu()))
     return compared
 
 
 def nudged(cache: Cache) -> Cache:
-    """Return a full cache of which one element of each key of the first layer is moved by one unit in the last place.
+    """Return a full cache with one element of each key of the first layer moved by one unit in the last place.
 
-    Its divergence is what rounding alone does to this model: the floor below which divergences say nothing.
+    Its divergence is the effect of rounding alone on this model: the floor below which divergences say nothing.
     """
-    first, *others = cache.layers
-    segment = first.segments[0]
+    first_layer = cache.layers[0]
+    segment = first_layer.segments[0]
     k = segment.k.clone()
     k[..., 0] = torch.nextafter(k[..., 0], torch.full_like(k[..., 0], torch.inf))
-    moved = replace(first, segments=(replace(segment, k=k), *first.segments[1:]))
-    return replace(cache, layers=(moved, *others))
+    segments = list(first_layer.segments)
+    segments[0] = replace(segment, k=k)
+    layers = list(cache.layers)
+    layers[0] = replace(first_layer, segments=tuple(segments))
+    return replace(cache, layers=tuple(layers))
 
 
 def with_one_layer(full: Cache, cache: Cache, layer: int) -> Cache:
-    """Return the full cache with one layer as another cache of the same prompt holds it; new tokens stay exact.
+    """Return the full cache with one layer as another cache of the same prompt holds it. New tokens stay exact.
 
-    Raises UsageError for a method that does more than change what the layers of a prompt hold.
+    Raises UsageError for a method that changes more than the keys and values in a prompt's layers.
     """
     chain = cache.chain
     if chain.adaptation or chain.masks or chain.lowrank or chain.sharer or chain.hidden:
         raise UsageError(
             f"method {chain.name} changes more than what each layer holds: its layers cannot be told apart"
         )
-    segments = tuple(_exact(s, chain.name) for s in cache.layers[layer].segments)
-    layers = [*full.layers]
+    segments = tuple(_unpack_segment(segment, chain.name) for segment in cache.layers[layer].segments)
+    layers = list(full.layers)
     layers[layer] = replace(cache.layers[layer], segments=segments)
     return replace(full, layers=tuple(layers))
 
 
-def _exact(segment: Segment, name: str) -> Segment:
-    """Return a segment with its packed tokens as they are read."""
+def _unpack_segment(segment: Segment, name: str) -> Segment:
+    """Return a segment whose packed tokens are exact ones, with the values that attention reads from the codes.
+
+    Raises UsageError, by the method's ``name``, for ragged heads and for keys or values without all channels.
+    """
     codes = segment.codes
     if codes is None:
         return segment
     if segment.lengths is not None or segment.key_channels is not None or segment.value_channels is not None:
         raise UsageError(f"method {name} packs tokens of ragged heads or thin keys: its layers cannot be told apart")
-    k, v = (
-        exact if packed is None else torch.cat([packed.dequantise(exact.dtype), exact], dim=1)
-        for packed, exact in ((codes.k, segment.k), (codes.v, segment.v))
-    )
+    # packed tokens are the older ones
+    k = torch.cat([codes.k.dequantise(segment.k.dtype), segment.k], dim=1)
+    v = torch.cat([codes.v.dequantise(segment.v.dtype), segment.v], dim=1)
     return replace(segment, k=k, v=v, codes=None)
 
 
 @contextmanager
 def exact_head(model: PreTrainedModel) -> Iterator[None]:
-    """Compute the model's logits in fp32, whatever its dtype: rounded to bf16, they alone diverge by 1e-3 nats."""
+    """Compute the model's logits in fp32, whatever its dtype. Rounding logits to bf16 alone costs 1e-3 nats."""
     head = model.get_output_embeddings()
     if model.dtype == torch.float32 or not isinstance(head, torch.nn.Linear):
         yield
         return
     weight = head.weight.float()
-    bias = None if head.bias is None else head.bias.float()
+    bias: Tensor | None = head.bias
+    if bias is not None:
+        bias = bias.float()
     forward = head.forward
-    head.forward = lambda input: functional.linear(input.float(), weight, bias)  # type: ignore[method-assign]
+
+    def compute_logits(input: Tensor) -> Tensor:
+        return functional.linear(input.float(), weight, bias)
+
+    head.forward = compute_logits  # type: ignore[method-assign]
     try:
         yield
     finally:

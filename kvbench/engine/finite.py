@@ -11,21 +11,27 @@ from kvbench.methods.core.chain import Chain
 
 def check_finite(chain: Chain, name: str, *tensors: Tensor) -> None:
     """Raise Refused unless all ``tensors`` of a prompt, as ``chain`` computes it, are finite."""
+    # where a chain changes the prompt's computation, its stages may be at fault, too
     if not all(bool(t.isfinite().all()) for t in tensors):
-        raise _refused(chain, f"{name} of this prompt", tensors[0].dtype, by_model=not chain.prefill_key)
+        raise _refusal(chain, f"{name} of this prompt", tensors[0].dtype, by_model=not chain.prefill_key)
 
 
 def no_answer(chain: Chain, dtype: torch.dtype) -> Refused:
     """Return the refusal of an answer, or a scored text, of which some logits were not finite."""
-    return _refused(chain, "logits while decoding", dtype, by_model=not chain.stages)
+    return _refusal(chain, "logits while decoding", dtype, by_model=not chain.stages)
 
 
-def _refused(chain: Chain, name: str, dtype: torch.dtype, by_model: bool) -> Refused:
-    """Return the refusal. ``by_model`` says that no stage of the chain had a part in the numbers."""
+def _refusal(chain: Chain, name: str, dtype: torch.dtype, by_model: bool) -> Refused:
+    """Return the refusal. ``by_model`` says that no stage of the chain had a part in the numbers.
+
+    name: the numbers that are not finite, in words.
+    """
+    owner = f"{chain.name}: the"
     cause = "method=full tells whether it is the model or the method"
     if by_model:
+        owner = "the model's"
         cause = "NaN or inf stands in its weights or comes of its rope settings"
+    # float16 ends at 65504, which activations of models trained in bfloat16 exceed
     if dtype == torch.float16:
         cause += ", or float16 is too small: give dtype=bfloat16 or dtype=float32"
-    owner = "the model's" if by_model else f"{chain.name}: the"
     return Refused(f"{owner} {name} are not finite (dtype={str(dtype).removeprefix('torch.')}): {cause}")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from dataclasses import fields, replace
-from typing import Any
 
 from torch import Tensor
 
@@ -19,57 +18,71 @@ from kvbench.methods.core.chain import Chain
 class Handed:
     """The ``cache`` and ``obs`` handed to one chain: shared by all chains, or copies for code not kvbench's own.
 
-    Writes into copies, now or later and by any means, cannot reach other methods; the check compares their bits. Writes
-    into shared tensors show in the version that PyTorch counts up.
+    Foreign code may write into copies at any time and by any means without reaching other methods. The check compares
+    the copies' bits. kvbench's own stages share tensors. There the check compares the version, which PyTorch counts up
+    at every write in place.
     """
 
     def __init__(self, chain: Chain, cache: LayerCache, obs: Observation) -> None:
         self.chain, self.cache, self.obs = chain, cache, obs
-        self._shared = [*_tensors(cache, obs)]
+        self._tensors = list(_name_tensors(cache, obs))  # (name, tensor)
+        self._copies: list[Tensor] = []
+        # deepcopy copies a tensor that is met twice once, so that the copies share as the tensors do
         if chain.foreign:
             self.cache, self.obs = deepcopy((cache, replace(obs, scratch={})))
-            self._copies = [t for _, t in _tensors(self.cache, self.obs)]
+            self._copies = [t for _, t in _name_tensors(self.cache, self.obs)]
             return
-        self._copies = []
-        self._shared += [("a result of Observation.once", t) for t in _flat(obs.scratch)]
-        self._versions = [_version(t) for _, t in self._shared]
+        self._tensors += [("a result of Observation.once", t) for t in _find_tensors(obs.scratch)]
+        self._versions = [_version(t) for _, t in self._tensors]
 
     def check(self) -> None:
         """Raise Refused with the name of a changed tensor unless all are as they were handed."""
+        changed_names: list[str] = []
         if self._copies:
-            # a copy must still have storage and the very bits of the tensor
-            changed = [
-                name
-                for (name, t), copy in zip(self._shared, self._copies, strict=True)
-                if copy.untyped_storage().nbytes() < copy.nbytes or not same_bits(t, copy)
-            ]
+            for (name, t), copy in zip(self._tensors, self._copies, strict=True):
+                # a copy must still have storage and the very bits of the tensor
+                if copy.untyped_storage().nbytes() < copy.nbytes or not same_bits(t, copy):
+                    changed_names.append(name)
         else:
-            changed = [name for (name, t), v in zip(self._shared, self._versions, strict=True) if _version(t) != v]
-        if changed:
+            for (name, t), version in zip(self._tensors, self._versions, strict=True):
+                if _version(t) != version:
+                    changed_names.append(name)
+        if changed_names:
             raise Refused(
-                f"{self.chain.name} changes what it is handed in place: {changed[0]} of layer {self.obs.layer}; "
+                f"{self.chain.name} changes what it is handed in place: {changed_names[0]} of layer {self.obs.layer}; "
                 "clone first"
             )
 
 
-def _tensors(cache: LayerCache, obs: Observation) -> Iterator[tuple[str, Tensor]]:
-    for s in cache.segments:
-        yield from (("keys", s.k), ("values", s.v), ("positions", s.positions))
+def _name_tensors(cache: LayerCache, obs: Observation) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name for messages, tensor) of all tensors that a chain is handed, except those of ``scratch``."""
+    for segment in cache.segments:
+        yield "keys", segment.k
+        yield "values", segment.v
+        yield "positions", segment.positions
     for f in fields(obs):
+        # the scratch grows while chains run, and chains share it
         if f.name != "scratch":
-            yield from ((f.name, t) for t in _flat(getattr(obs, f.name)))
+            for t in _find_tensors(getattr(obs, f.name)):
+                yield f.name, t
 
 
-def _flat(value: Any) -> Iterator[Tensor]:
+def _find_tensors(value: object) -> Iterator[Tensor]:
     """Yield the tensors in a value of Observation."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, LayerCache):
         yield from value.tensors()
-    elif isinstance(value, (tuple, list, Mapping)):
-        for part in value.values() if isinstance(value, Mapping) else value:
-            yield from _flat(part)
+    elif isinstance(value, Mapping):
+        for part in value.values():
+            yield from _find_tensors(part)
+    elif isinstance(value, (tuple, list)):
+        for part in value:
+            yield from _find_tensors(part)
 
 
 def _version(t: Tensor) -> int:
-    return 0 if t.is_inference() else t._version
+    """Return how often a tensor was written in place; 0 for inference tensors, for which PyTorch does not count."""
+    if t.is_inference():
+        return 0
+    return t._version

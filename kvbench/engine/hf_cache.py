@@ -1,8 +1,8 @@
 """A transformers Cache that plain ``model.generate`` fills: the prompt is read, compressed and audited by kvbench.
 
-Each call of ``generate`` with such a cache is a turn. Its first forward pass reads the prompt, or what follows the text
-that the cache has read already, by ``prefill_chains`` and ``extend_cache``; each later one feeds one token to the
-decode batch. While the turn lasts the model's forward pass leads here; after it the model is as it was.
+Each call of ``generate`` with such a cache is a turn. Its first forward pass reads the prompt by ``prefill_chains``, or
+the text behind the tokens that the cache has read already by ``extend_cache``. Each later pass feeds one token to the
+decode batch. While the turn lasts the model's forward pass leads here. After it the model is as it was.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from kvbench.methods.core.walls import contained
 from kvbench.models.interface import TURN, attached, cache_shape
 from kvbench.models.releases import CACHE_NAMES, caches_among, named_cache
 
-ROOM = 20  # tokens of an answer where nothing says so, as in generate; a longer one gets more room
-READS = "reads one prompt whole, then one token a step"  # why something is refused
+ROOM = 20  # generate's own default for the tokens of an answer; a longer answer gets more room as it grows
+READS = "reads one prompt whole, then one token a step"  # the reason in each message of a refusal
 
 
 class TransformersCache(HFCache):
     """The cache of one prompt under one chain, for ``model.generate(..., cache=cache)``.
 
-    state: what is kept of the text read so far, as ``prefill`` returns it; None before the first prompt.
+    state: the compressed cache of the text read so far, as ``prefill`` returns it; None before the first prompt.
     ids: the tokens read so far [n]. The last token of an answer is read with the next turn.
     measured: the audited tokens and bytes of the compressed prompt.
     prefix: the first tokens of the prompt read last, if prompts that begin alike share them.
@@ -52,15 +52,22 @@ class TransformersCache(HFCache):
 
     def __init__(self, model: PreTrainedModel, chain: Chain, prefix: SharedPrefix | None = None) -> None:
         super().__init__(layers=[])
-        self.chain, self.model, self.prefix = chain, weakref.ref(model), prefix
+        self.chain = chain
+        self.model = weakref.ref(model)
+        self.prefix = prefix
         self.reset()
         if model not in _OPEN:
+            # the first open cache of a model gives it a ``generate`` of its own, see ``close``
             _OPEN[model] = weakref.WeakSet()
-            vars(model)["generate"] = MethodType(_serving(type(model), vars(model).get("generate")), model)
+            serving = _make_serving_generate(type(model), vars(model).get("generate"))
+            vars(model)["generate"] = MethodType(serving, model)
         _OPEN[model].add(self)
 
     def __repr__(self) -> str:
-        return f"<TransformersCache {self.chain.name}: {'nothing read yet' if self.state is None else self.state}>"
+        content = "nothing read yet"
+        if self.state is not None:
+            content = f"{self.state}"
+        return f"<TransformersCache {self.chain.name}: {content}>"
 
     def __reduce_ex__(self, protocol: object) -> Any:
         raise TypeError(
@@ -81,7 +88,7 @@ class TransformersCache(HFCache):
         self.ids = torch.empty(0, dtype=torch.int64)
 
     def close(self) -> None:
-        """Free what is held. With its last open cache the model gets its own ``generate`` back."""
+        """Free the cache. With its last open cache the model gets its own ``generate`` back."""
         self.reset()
         model = self.model()
         if model is None or self not in _OPEN.get(model, ()):
@@ -90,34 +97,41 @@ class TransformersCache(HFCache):
         if not _OPEN[model]:
             del _OPEN[model]
             former = vars(model).pop("generate").former
-            vars(model).update({} if former is None else {"generate": former})
+            if former is not None:
+                vars(model)["generate"] = former
 
     def read(self, input_ids: Tensor | Sequence[int]) -> None:
-        """Read a prompt, or the text so far and more behind it, without an answer: the next turn's text is withheld."""
+        """Read a prompt, or the text so far and more behind it, without an answer."""
+        # one thread at a time may change a model's attention
         with TURN:
             model = self.model()
-            new_ids = _new_ids(model, self, input_ids)
+            new_ids = _check_new_ids(model, self, input_ids)
             assert model is not None
             self.take(model, new_ids)
 
     def take(self, model: PreTrainedModel, new_ids: Tensor) -> Tensor:
-        """Read a prompt [n] and audit what is kept of it, or the text behind it. Return the logits [V] that follow."""
+        """Read a prompt [n] and audit its cache, or read more text behind it. Return the logits [V] that follow."""
         if self.state is None:
             (state,) = prefill_chains(model, new_ids, [self.chain], prefix=self.prefix)
             with contained(self.chain.name, self.chain.foreign):
                 self.measured = audit(state, *cache_shape(model))
         else:
             state = extend_cache(model, self.state, new_ids)
-        self.state, self.ids = state, torch.cat([self.ids, new_ids.cpu()])
+        self.state = state
+        self.ids = torch.cat([self.ids, new_ids.cpu()])
         return state.logits
 
     def nbytes(self) -> int:
         """Return the bytes of keys, values and their overhead after the last turn."""
-        return 0 if self.state is None else self.state.nbytes()
+        if self.state is None:
+            return 0
+        return self.state.nbytes()
 
     def kept_positions(self) -> list[list[Tensor]]:
         """Return the positions of the tokens held, by layer and stored head."""
-        return [] if self.state is None else [layer.kept_positions() for layer in self.state.layers]
+        if self.state is None:
+            return []
+        return [layer.kept_positions() for layer in self.state.layers]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return len(self.ids)
@@ -128,8 +142,11 @@ class TransformersCache(HFCache):
 
     @property
     def is_linear(self) -> list[bool]:
-        """Say that no layer is of linear attention: generate feeds a text whole, not its end, where all of them are."""
-        return [False]  # all of no layers would be
+        """Say that no layer is of linear attention.
+
+        Where all layers are, generate feeds only the end of a text. An empty list would count as all of them.
+        """
+        return [False]
 
     def update(self, *args: Any, **kwargs: Any) -> Any:
         raise UsageError(
@@ -144,14 +161,20 @@ class TransformersCache(HFCache):
 
 
 class GeneratedTurn:
-    """One call of ``generate``: its first forward pass reads ``new_ids`` [n], each later one a token of the answer.
+    """One call of ``generate``. Its first forward pass reads ``new_ids`` [n], each later one a token of the answer.
 
     room: how many tokens the decode batch has room for.
     contexts: open while the decode batch is used, and the model is changed for it.
+    batch: the layers of the decode batch; [] while there is none.
+    fed: the tokens [1] that the decode batch has read.
+    logits: [V], those of the next token.
     """
 
     def __init__(self, cache: TransformersCache, model: PreTrainedModel, new_ids: Tensor, room: int) -> None:
-        self.cache, self.model, self.new_ids, self.room = cache, model, new_ids, room
+        self.cache = cache
+        self.model = model
+        self.new_ids = new_ids
+        self.room = room
         self.contexts = ExitStack()
         self.has_read = False
         self.batch: list[RowLayer] = []
@@ -167,7 +190,10 @@ class GeneratedTurn:
         output_hidden_states: bool = False,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        """Return the logits [1, 1, V] after ``input_ids`` [1, T]; T is 1 in all passes but the first."""
+        """Return the logits [1, 1, V] after ``input_ids`` [1, T]. T is 1 in all passes but the first.
+
+        Raises UsageError for any other use of the model, such as padding, several rows or other tokens.
+        """
         if attention_mask is not None and not bool(attention_mask.bool().all()):
             raise UsageError(
                 f"a kvbench cache {READS}, without padding: generate takes the text's own padding tokens for such "
@@ -180,24 +206,30 @@ class GeneratedTurn:
                 f"a kvbench cache {READS}, and here are {len(input_ids)} rows: num_beams and num_return_sequences "
                 "above 1 are not served"
             )
-        tokens, start = input_ids.shape[1], len(self.cache.ids) + len(self.fed)
-        expected = input_ids[0, :1] if self.has_read else self.new_ids
+        tokens = input_ids.shape[1]
+        start = len(self.cache.ids) + len(self.fed)
+        # an answer's token may be any, but one at a time
+        expected = self.new_ids
+        if self.has_read:
+            expected = input_ids[0, :1]
         if input_ids[0].tolist() != expected.tolist():
             raise UsageError(
                 f"a kvbench cache {READS}, and here are {tokens} tokens for {len(expected)}: assisted decoding, "
                 "prefill_chunk_size, token_healing and use_cache=False are not served"
             )
-        if position_ids is not None and position_ids.flatten().tolist() != [*range(start, start + tokens)]:
+        if position_ids is not None and position_ids.flatten().tolist() != list(range(start, start + tokens)):
             raise UsageError(f"a kvbench cache {READS}, at positions 0, 1, 2 and on: give no position_ids")
         if self.has_read:
             self._decode(input_ids)
         else:
-            self.logits, self.has_read = self.cache.take(self.model, self.new_ids), True
+            self.logits = self.cache.take(self.model, self.new_ids)
+            self.has_read = True
         return CausalLMOutputWithPast(logits=self.logits[None, None], **named_cache(self.cache))
 
     def _decode(self, input_ids: Tensor) -> None:
         """Feed one token [1, 1] to the decode batch. A full batch is settled first, and a larger one follows it."""
         cache, model, chain = self.cache, self.model, self.cache.chain
+        # a longer answer than expected goes on in a batch of twice the room
         if len(self.fed) == self.room:
             self.settle()
             self.room *= 2
@@ -205,6 +237,7 @@ class GeneratedTurn:
         check_continuation(model, cache.state, len(self.fed) + 1)
         with contained(chain.name, chain.foreign), torch.no_grad():
             if not self.batch:
+                # the model stays adapted and attached until the batch is settled
                 self.contexts.enter_context(adapted(model, chain))
                 self.contexts.enter_context(attached(model))
                 self.batch = build(model, [cache.state], self.room)
@@ -216,16 +249,21 @@ class GeneratedTurn:
             raise no_answer(chain, model.dtype)
 
     def settle(self) -> None:
-        """End the decode batch: audit what it stored, and write the tokens fed back into the cache."""
-        cache, batch = self.cache, self.batch
-        if batch:
+        """End the decode batch: audit its storage, and write the tokens fed back into the cache."""
+        cache = self.cache
+        if self.batch:
             assert cache.state is not None
-            check_peak(cache.state, [int(layer.held()) for layer in compressed(batch)], len(self.fed))
-            stored = Stored(len(self.fed), [size for layer in compressed(batch) for size in layer.payload()])
-            check_bytes(cache.state, stored, *cache_shape(self.model))
-            cache.state = settled(cache.state, batch, self.logits)
+            peaks: list[int] = []
+            payload: list[int] = []
+            for layer in compressed(self.batch):
+                peaks.append(int(layer.held()))
+                payload.extend(layer.payload())  # of the batch's only row
+            check_peak(cache.state, peaks, len(self.fed))
+            check_bytes(cache.state, Stored(len(self.fed), payload), *cache_shape(self.model))
+            cache.state = settled(cache.state, self.batch, self.logits)
             cache.ids = torch.cat([cache.ids, *self.fed])
-        self.batch, self.fed = [], []
+        self.batch = []
+        self.fed = []
         self.contexts.close()
 
 
@@ -233,30 +271,35 @@ _OPEN: weakref.WeakKeyDictionary[PreTrainedModel, weakref.WeakSet[TransformersCa
 """The open caches of each model. Its ``generate`` serves them."""
 
 
-def _serving(cls: type[Any], former: Callable[..., Any] | None) -> Callable[..., Any]:
+def _make_serving_generate(cls: type[Any], former: Callable[..., Any] | None) -> Callable[..., Any]:
     """Return a ``generate`` for a model of ``cls`` that serves its open caches, and passes all other calls on.
 
-    These go to ``former``, which another library gave the model, or else to the class. The function holds no model, so
-    that a copy of one is a model of its own.
+    Other calls go to ``former``, which another library gave the model, or else to the class. The function refers to no
+    model, so that a copy of a model does not generate with the original.
     """
 
     @functools.wraps(cls.generate)
     def generate(self: PreTrainedModel, inputs: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
         target = former or functools.partial(cls.generate, self)
         caches = caches_among(kwargs)
-        cache = next((c for c in caches if isinstance(c, TransformersCache)), None)
-        if cache is None:
+        our_caches = [cache for cache in caches if isinstance(cache, TransformersCache)]
+        if not our_caches:
             return target(inputs, *args, **kwargs)
-        if any(c is not cache for c in caches):
+        cache = our_caches[0]
+        if any(other is not cache for other in caches):
             raise UsageError(f"{' and '.join(CACHE_NAMES)} are two names of one argument: give one cache")
-        others = {name: value for name, value in kwargs.items() if name not in CACHE_NAMES}
+        other_options = {name: value for name, value in kwargs.items() if name not in CACHE_NAMES}
+        text = inputs
+        if text is None:
+            text = kwargs.get("input_ids")
+        configs = list(args[:1])  # generate's second argument is its configuration
+        configs.append(self.generation_config)
         with TURN:
-            new_ids = _new_ids(self, cache, kwargs.get("input_ids") if inputs is None else inputs)
-            turn = GeneratedTurn(
-                cache, self, new_ids, _room(cache, new_ids, [*args[:1], self.generation_config], kwargs)
-            )
-            with turn.contexts, _forwarding(self, turn):
-                result = target(inputs, *args, **others, **named_cache(cache))
+            new_ids = _check_new_ids(self, cache, text)
+            room = _count_room(cache, new_ids, configs, kwargs)
+            turn = GeneratedTurn(cache, self, new_ids, room)
+            with turn.contexts, _lead_forward_passes(self, turn):
+                result = target(inputs, *args, **other_options, **named_cache(cache))
                 turn.settle()
         return result
 
@@ -265,47 +308,69 @@ def _serving(cls: type[Any], former: Callable[..., Any] | None) -> Callable[...,
 
 
 @contextmanager
-def _forwarding(model: PreTrainedModel, turn: GeneratedTurn) -> Iterator[None]:
-    """Lead the forward passes of a turn to it; those that kvbench itself calls go through the model."""
-    own, forward = vars(model).get("forward"), model.forward
+def _lead_forward_passes(model: PreTrainedModel, turn: GeneratedTurn) -> Iterator[None]:
+    """Lead the forward passes of a turn to it. Passes that kvbench itself calls go through the model."""
+    # a ``forward`` in the object's own attributes is another library's, and hides that of the class
+    former, forward = vars(model).get("forward"), model.forward
 
     @functools.wraps(forward)
     def forwarding(*args: Any, **kwargs: Any) -> Any:
-        return (turn.forward if caches_among(kwargs) == [turn.cache] else forward)(*args, **kwargs)
+        # kvbench's own passes have caches of other classes
+        if caches_among(kwargs) == [turn.cache]:
+            return turn.forward(*args, **kwargs)
+        return forward(*args, **kwargs)
 
     vars(model)["forward"] = forwarding
     try:
         yield
     finally:
         del vars(model)["forward"]
-        vars(model).update({} if own is None else {"forward": own})
+        if former is not None:
+            vars(model)["forward"] = former
 
 
-def _new_ids(model: PreTrainedModel | None, cache: TransformersCache, input_ids: Any) -> Tensor:
+def _check_new_ids(model: PreTrainedModel | None, cache: TransformersCache, input_ids: Any) -> Tensor:
     """Return the tokens [n] of one prompt that the cache has not read. Raises UsageError for another model or text."""
     check_precision()
     if model is None or cache not in _OPEN.get(model, ()):
         raise UsageError("this cache was made for another model object, or is closed: kvbench.cache(model, ...)")
     ids = as_prompt(model, input_ids)
-    read = cache.ids.to(ids.device)
-    shared = min(len(ids), len(read))
-    differ = (ids[:shared] != read[:shared]).nonzero().flatten().tolist()
-    if differ or len(ids) <= len(read):
+    ids_read = cache.ids.to(ids.device)
+    shared = min(len(ids), len(ids_read))
+    differing = (ids[:shared] != ids_read[:shared]).nonzero().flatten().tolist()
+    if differing or len(ids) <= len(ids_read):
+        # a prompt that is too short leaves the text read at its own end
+        first_difference = shared
+        if differing:
+            first_difference = differing[0]
         raise UsageError(
-            f"the cache has read {len(read)} tokens, which the {len(ids)} of this prompt leave at token "
-            f"{(differ or [shared])[0]}: give the text so far (cache.ids and its last token) with the new one behind "
+            f"the cache has read {len(ids_read)} tokens, which the {len(ids)} of this prompt leave at token "
+            f"{first_difference}: give the text so far (cache.ids and its last token) with the new one behind "
             "it, or another prompt a cache of its own (cache.reset() empties this one)"
         )
+    # rolled positions stay within the context, however long the text is
     if cache.state is None or not cache.chain.rolled:
         warn_beyond_context(model, len(ids), stacklevel=3)
-    return ids[len(read) :]
+    return ids[len(ids_read) :]
 
 
-def _room(cache: TransformersCache, new_ids: Tensor, configs: Sequence[Any], options: Mapping[str, Any]) -> int:
-    """Return how many tokens of an answer are to be fed, which are all but its last; ROOM where nothing says so."""
-    new, length = (
-        None if options.get(key) is None else tokens_of(key, options[key]) for key in ("max_new_tokens", "max_length")
-    )
-    sizes = [new, length and length - len(cache.ids) - len(new_ids)]
-    sizes += [getattr(config, "max_new_tokens", None) for config in (options.get("generation_config"), *configs)]
-    return max(next((size for size in sizes if size), ROOM) - 1, 1)
+def _count_room(
+    cache: TransformersCache, new_ids: Tensor, configs: Sequence[Any], options: Mapping[str, object]
+) -> int:
+    """Return how many tokens of an answer are to be fed, which are all but its last.
+
+    The options of ``generate`` come before its configurations. Where none of them says a number, ROOM is it.
+    """
+    sizes: list[int | None] = []
+    if options.get("max_new_tokens") is not None:
+        sizes.append(tokens_of("max_new_tokens", options["max_new_tokens"]))
+    if options.get("max_length") is not None:
+        # max_length counts the text read so far and the new prompt, too
+        length = tokens_of("max_length", options["max_length"])
+        sizes.append(length - len(cache.ids) - len(new_ids))
+    sizes.append(getattr(options.get("generation_config"), "max_new_tokens", None))
+    for config in configs:
+        sizes.append(getattr(config, "max_new_tokens", None))
+    given_sizes = [size for size in sizes if size]
+    given_sizes.append(ROOM)
+    return max(given_sizes[0] - 1, 1)

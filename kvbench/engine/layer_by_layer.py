@@ -15,16 +15,23 @@ from kvbench.methods.core.chain import Chain
 
 
 class CompressedLayers:
-    """One prompt's layers under a chain, added as the model finishes them; ``caches`` holds all of them in the end."""
+    """One prompt's layers under a chain, added as the model finishes them.
+
+    caches: the layers so far. After the last layer, all of them are compressed.
+    mismatch: the first layer that holds other keys, values or positions than the prompt, in words; "" for none.
+    """
 
     def __init__(self, chain: Chain) -> None:
         self.chain = chain
         self.caches: list[LayerCache] = []
-        balancer = chain.rebalancer
-        split = chain.stages.index(balancer) + 1 if balancer else 0
-        self._first, self._later = chain.stages[:split], chain.stages[split:]
-        self._waiting: list[Observation] = []
-        self.mismatch = ""  # the first layer that holds what the prompt does not have there, in words
+        self.mismatch = ""
+        # A stage that rebalances divides one budget over all layers. Stages behind it wait until the shares are final.
+        first_later_stage = 0
+        if chain.rebalancer:
+            first_later_stage = chain.stages.index(chain.rebalancer) + 1
+        self._first_stages = chain.stages[:first_later_stage]
+        self._later_stages = chain.stages[first_later_stage:]
+        self._observations: list[Observation] = []  # of the layers so far, for later stages
 
     def add(self, dense: LayerCache, obs: Observation) -> None:
         """Compress the next finished layer. Stages behind one that rebalances wait for the last layer."""
@@ -32,66 +39,85 @@ class CompressedLayers:
         if balancer is None:
             self.caches.append(self.chain.compress(dense, obs))
             return
-        for stage in self._first:
+        for stage in self._first_stages:
             dense = self.chain.run(stage, dense, obs)
-        # a layer more changes the shares of all, so that earlier ones may be trimmed again
+        # one more layer changes the shares of all, so that earlier layers may be trimmed again
         untrimmed = [*self.caches, dense]
         self.caches = balancer.rebalance(untrimmed, obs.n_layers)
-        for i, (previous, trimmed) in enumerate(zip(untrimmed, self.caches, strict=True) if self.chain.foreign else ()):
-            if previous.segments[0].positions.shape[0] == 1 and previous.segments[0].lengths is None:
-                self._compare(i, trimmed, previous.segments[0], all_read=False)
-        self._waiting.append(self._for_later(obs))
-        if len(self.caches) == obs.n_layers and self.chain.replayer is None:  # the shares are final
-            self._settle()
+        if self.chain.foreign:
+            # kvbench's own stages only drop tokens here; others are checked at every trimming
+            for i, (previous, trimmed) in enumerate(zip(untrimmed, self.caches, strict=True)):
+                source = previous.segments[0]
+                if source.positions.shape[0] == 1 and source.lengths is None:
+                    self._compare(i, trimmed, source, all_read=False)
+        self._observations.append(self._reduce_observation(obs))
+        if len(self.caches) == obs.n_layers and self.chain.replayer is None:
+            self._run_later_stages()
 
-    def _settle(self) -> None:
+    def _run_later_stages(self) -> None:
         """Run the stages behind the one that rebalances, once its shares are final."""
-        for i, waiting in enumerate(self._waiting):
-            for stage in self._later:
-                self.caches[i] = self.chain.run(stage, self.caches[i], waiting)
+        for i, obs in enumerate(self._observations):
+            for stage in self._later_stages:
+                self.caches[i] = self.chain.run(stage, self.caches[i], obs)
             self.caches[i] = ops.expand(self.caches[i])
 
     def replayed(self, received: Sequence[Tensor] | None) -> None:
-        """Compress the layers, whole until now, by the attention [Hq, n] that further passes found in each.
+        """Compress the layers by the attention [Hq, n] that further passes over the prompt found in each.
 
-        None: there were no passes, as all tokens stay.
+        Until now the layers hold all tokens. None says that there were no passes, as all tokens stay.
         """
-        dense, selector = self.caches, self.chain.replayer
+        dense_layers, selector = self.caches, self.chain.replayer
         if received is not None and selector is not None:
-            # a stored head has the best score of its query heads
-            scores = [r.view(c.heads, -1, r.shape[1]).amax(dim=1) for r, c in zip(received, dense, strict=True)]
-            scored = [ops.with_state(c, score=s) for c, s in zip(dense, scores, strict=True)]
+            scored = []
+            for layer_received, dense in zip(received, dense_layers, strict=True):
+                # a stored head has the best score of its query heads: [Hq, n] -> [heads, Hq / heads, n] -> [heads, n]
+                score = layer_received.view(dense.heads, -1, layer_received.shape[1]).amax(dim=1)
+                scored.append(ops.with_state(dense, score=score))
             self.caches = selector.rebalance(scored, len(scored))
-        self._settle()
-        for i, (cache, waiting) in enumerate(zip(dense, self._waiting, strict=True)):
-            self._compare(i, self.caches[i], _source(self.caches[i], cache.segments[0], waiting), all_read=True)
+        self._run_later_stages()
+        for i, (dense, obs) in enumerate(zip(dense_layers, self._observations, strict=True)):
+            source = _select_source(self.caches[i], dense.segments[0], obs)
+            self._compare(i, self.caches[i], source, all_read=True)
 
     def compare(self, dense: Segment, obs: Observation) -> None:
         """Compare the layer that was added last with the prompt's own keys and values, or with its latents."""
-        self._compare(obs.layer, self.caches[-1], _source(self.caches[-1], dense, obs), obs.positions is None)
+        source = _select_source(self.caches[-1], dense, obs)
+        self._compare(obs.layer, self.caches[-1], source, all_read=obs.positions is None)
 
     def _compare(self, layer: int, cache: LayerCache, source: Segment, all_read: bool) -> None:
-        if not self.mismatch and not any(s.changes for s in self.chain.stages):
-            difference = find_mismatch(cache, source, all_read)
-            self.mismatch = difference and f"layer {layer} holds {difference}"
+        """Note in ``mismatch`` where a layer differs from ``source``, unless a stage changes keys and values."""
+        if self.mismatch or any(stage.changes for stage in self.chain.stages):
+            return
+        difference = find_mismatch(cache, source, all_read)
+        if difference:
+            self.mismatch = f"layer {layer} holds {difference}"
 
-    def _for_later(self, obs: Observation) -> Observation:
-        """Return the observation with only what later stages read, so that the rest need not outlive the layer."""
-        needs = Needs.union(stage.needs(obs.prompt_tokens) for stage in self._later)
-        return replace(
+    def _reduce_observation(self, obs: Observation) -> Observation:
+        """Return the observation with only the parts that later stages read. The others need not outlive the layer."""
+        # all layers' observations wait at the same time, so that each must be small
+        needs = Needs.union(stage.needs(obs.prompt_tokens) for stage in self._later_stages)
+        smaller = replace(
             obs,
-            last_q=obs.queries(needs.last_q).clone() if needs.last_q else None,
-            first_q=obs.first_q if needs.first_q else None,
-            colsums=obs.colsums if needs.colsums else None,
-            colsums_q={bits: t for bits, t in obs.colsums_q.items() if bits in needs.colsums_bits},
-            hidden=obs.hidden if needs.hidden else None,
-            call=obs.call if needs.call else None,
+            last_q=None,
+            colsums_q={bits: sums for bits, sums in obs.colsums_q.items() if bits in needs.colsums_bits},
             scratch={},
         )
+        if needs.last_q:
+            smaller = replace(smaller, last_q=obs.queries(needs.last_q).clone())
+        if not needs.first_q:
+            smaller = replace(smaller, first_q=None)
+        if not needs.colsums:
+            smaller = replace(smaller, colsums=None)
+        if not needs.hidden:
+            smaller = replace(smaller, hidden=None)
+        if not needs.call:
+            smaller = replace(smaller, call=None)
+        return smaller
 
 
-def _source(cache: LayerCache, dense: Segment, obs: Observation) -> Segment:
-    """Return what a layer's cache must equal: the prompt's keys and values, or its latents where it stores these."""
-    if obs.latents is None or not any(s.latent for s in cache.segments):
+def _select_source(cache: LayerCache, dense: Segment, obs: Observation) -> Segment:
+    """Return the segment that a layer's cache must equal: the prompt's keys and values, or its latents if stored."""
+    if obs.latents is None or not any(segment.latent for segment in cache.segments):
         return dense
-    return replace(dense, k=obs.latents[0][None], v=obs.latents[1][None])
+    latent_k, latent_v = obs.latents
+    return replace(dense, k=latent_k[None], v=latent_v[None])

@@ -23,26 +23,32 @@ from kvbench.methods.core.watch import note_progress
 from kvbench.models.interface import attached
 
 CHUNK_BYTES = 2**28
+"""The logits of one chunk, over all rows, take at most so many bytes in fp32."""
 
 
 @dataclass(frozen=True)
 class Forced:
-    """The result of teacher forcing one cache: the losses of the text's T tokens and what the cache stored."""
+    """The result of teacher forcing one cache by the T tokens of a text.
 
-    losses: Tensor  # [T] fp32, on the CPU: negative log likelihood of each token
-    held: list[int]  # the most tokens that a head of each layer held
-    stored: Stored  # of each layer, after the last token
-    # from a reference, at all T tokens but the first, which the prompt's own logits predict
+    losses: [T] fp32, on the CPU: the negative log likelihood of each token.
+    held: for each layer, the most tokens that a head held.
+    stored: the payload bytes of each layer after the last token.
+    divergence: from a reference, at all tokens but the first, which the prompt's own logits predict.
+    """
+
+    losses: Tensor
+    held: list[int]
+    stored: Stored
     divergence: Divergence | None = None
 
 
 def teacher_force(model: PreTrainedModel, caches: Sequence[Cache], tokens: Tensor, chunk: int) -> list[Forced]:
-    """Return the losses of ``tokens`` [T] after each cache, in order; ``chunk`` tokens are fed at a time.
+    """Return the losses of ``tokens`` [T] after each cache, in order. ``chunk`` tokens are fed at a time.
 
     Caches are not changed. Those whose chains change the model alike are rows of one batch. Raises UsageError unless
     all have read equally many tokens, as caches of one prompt have.
     """
-    ids = _continuation(model, caches, tokens)
+    ids = _check_continuation(model, caches, tokens)
     results: dict[int, Forced] = {}
     for rows in by_batch(caches):
         results.update(zip(rows, _force(model, [caches[r] for r in rows], ids, chunk), strict=True))
@@ -52,38 +58,47 @@ def teacher_force(model: PreTrainedModel, caches: Sequence[Cache], tokens: Tenso
 def diverge(
     model: PreTrainedModel, full: Cache, caches: Sequence[Cache], tokens: Tensor
 ) -> tuple[list[Forced], Divergence]:
-    """Return the losses and the divergence from ``full`` of ``tokens`` [T] after each cache, and the floor's.
+    """Return (losses and divergence from ``full`` of ``tokens`` [T] after each cache, the divergence floor).
 
-    ``full`` and its ``nudged`` copy are rows of each batch in which the model is as it is, so that both sides round
-    alike; among the caches ``full`` is that very row. Rows that evict are fed token by token, as answers are, all
-    others in chunks, with the same result. The output head is computed in fp32. Logits exist of one chunk alone, but
-    for those of ``full`` where chains change the model: these rows are compared with [T, V] logits of one row.
+    ``full`` and its ``nudged`` copy are rows of each batch in which no chain changes the model, so that both sides
+    round alike. Where ``full`` is among the caches, its result is that very row's. Rows that evict are fed token by
+    token, as answers are, and all others in chunks, with the same result. The output head is computed in fp32.
+
+    Logits exist of one chunk at a time. Where chains change the model, the [T, V] logits of ``full`` are kept to be
+    compared with.
     """
-    ids = _continuation(model, [full, *caches], tokens)
+    ids = _check_continuation(model, [full, *caches], tokens)
     results: dict[int, Forced] = {}
     for one_by_one in (True, False):
-        rows = [i for i, c in enumerate(caches) if c is not full and c.chain.evicts == one_by_one]
+        rows = [i for i, cache in enumerate(caches) if cache is not full and cache.chain.evicts == one_by_one]
+        # the batch in chunks runs in any case, for the full cache and the floor
         if rows or not one_by_one:
-            exact, *forced, floor = _diverge(model, full, [caches[r] for r in rows], ids, one_by_one)
+            exact, forced, floor = _diverge(model, full, [caches[r] for r in rows], ids=ids, one_by_one=one_by_one)
             results.update(zip(rows, forced, strict=True))
+    for i, cache in enumerate(caches):
+        if cache is full:
+            results[i] = exact
     assert floor.divergence is not None
-    return [exact if c is full else results[i] for i, c in enumerate(caches)], floor.divergence
+    return [results[i] for i in range(len(caches))], floor.divergence
 
 
 def _diverge(
-    model: PreTrainedModel, full: Cache, caches: Sequence[Cache], ids: Tensor, one_by_one: bool
-) -> list[Forced]:
-    """Return the result of the full cache, of each cache, and at the end of the nudged full cache."""
+    model: PreTrainedModel, full: Cache, caches: Sequence[Cache], *, ids: Tensor, one_by_one: bool
+) -> tuple[Forced, list[Forced], Forced]:
+    """Return the results of the full cache, of each cache, and of the nudged full cache."""
     rows = [full, *caches, nudged(full)]
     groups = by_batch(rows)  # the full cache is in the first
-    # logits of one chunk take at most CHUNK_BYTES
-    chunk = 1 if one_by_one else max(1, CHUNK_BYTES // (len(rows) * model.config.vocab_size * 4))
-    references: dict[int, Tensor] = {}
+    chunk = 1
+    if not one_by_one:
+        # logits of one chunk take at most CHUNK_BYTES
+        chunk = max(1, CHUNK_BYTES // (len(rows) * model.config.vocab_size * 4))
+    references: dict[int, Tensor] = {}  # the full cache's logits [t, V], by the chunk's first index
     results: dict[int, Forced] = {}
     for group in groups:
         divergences = [Divergence.empty(len(ids) - 1) for _ in group]
 
         def compare_chunk(start: int, logits: Tensor, divergences: list[Divergence] = divergences) -> None:
+            # the first group's first row is the full cache
             reference = references.get(start, logits[0])
             if len(groups) > 1:
                 references[start] = reference
@@ -92,23 +107,32 @@ def _diverge(
                 divergence.put(start, part)
 
         with exact_head(model):
-            forced = _force(model, [rows[r] for r in group], ids, chunk, compare_chunk, alone=True)
-        compared = (replace(f, divergence=d) for f, d in zip(forced, divergences, strict=True))
-        results.update(zip(group, compared, strict=True))
-    return [results[r] for r in range(len(rows))]
+            forced_rows = _force(model, [rows[r] for r in group], ids, chunk=chunk, on_logits=compare_chunk, alone=True)
+        for r, forced, divergence in zip(group, forced_rows, divergences, strict=True):
+            results[r] = replace(forced, divergence=divergence)
+    floor_row = len(rows) - 1
+    return results[0], [results[r] for r in range(1, floor_row)], results[floor_row]
 
 
 def forced_logits(model: PreTrainedModel, cache: Cache, tokens: Tensor | Sequence[int]) -> Tensor:
     """Return the logits [T, V] by which the cache predicts each of ``tokens`` [T], as they are fed after it."""
     ids = as_prompt(model, tokens)
+    # the first token is predicted by the prompt's own logits
     logits = [cache.logits[None]]
-    chunk = 1 if cache.chain.evicts else len(ids)
-    _force(model, [cache], ids, chunk, lambda start, chunk_logits: logits.append(chunk_logits[0]), alone=True)
+
+    def collect(start: int, chunk_logits: Tensor) -> None:
+        logits.append(chunk_logits[0])
+
+    chunk = len(ids)
+    if cache.chain.evicts:
+        chunk = 1
+    _force(model, [cache], ids, chunk=chunk, on_logits=collect, alone=True)
     return torch.cat(logits)
 
 
-def _continuation(model: PreTrainedModel, caches: Sequence[Cache], tokens: Tensor) -> Tensor:
-    if len({c.seen for c in caches}) > 1:
+def _check_continuation(model: PreTrainedModel, caches: Sequence[Cache], tokens: Tensor) -> Tensor:
+    """Return ``tokens`` [T] on the model's device. Raises UsageError unless all caches can be continued by them."""
+    if len({cache.seen for cache in caches}) > 1:
         raise UsageError("teacher forcing continues caches that have read equally many tokens")
     check_turn(model, caches[0].seen, caches[0].seen + len(tokens))
     return as_prompt(model, tokens)
@@ -124,31 +148,38 @@ def _force(
 ) -> list[Forced]:
     """Return the losses of ``ids`` [T] after each cache of one batch, whose chains change the model alike.
 
-    Under ``alone`` the tokens of a chunk are read and packed as if each came alone. ``on_logits`` gets each chunk's
-    first index and the logits [B, t, V] after its tokens.
+    chunk: how many tokens are fed at a time.
+    on_logits: called with each chunk's first index and the logits [B, t, V] after its tokens.
+    alone: whether the tokens of a chunk are read and packed as if each came alone.
     """
     chain, prompt_tokens = caches[0].chain, caches[0].seen
     # the first token is predicted by the prompt's own logits
     losses = torch.empty(len(caches), len(ids), device=ids.device)
-    losses[:, :1] = _loss(torch.stack([c.logits for c in caches])[:, None], ids[:1])
+    losses[:, :1] = _compute_losses(torch.stack([cache.logits for cache in caches])[:, None], ids[:1])
     with contained(chain.name, chain.foreign), adapted(model, chain), torch.no_grad(), attached(model):
         batch = build(model, caches, len(ids), chunk, alone)
+        # the last token is never fed, as nothing follows it
         for start in range(0, len(ids) - 1, chunk):
             note_progress()
             chunk_ids = ids[start : min(start + chunk, len(ids) - 1)]
             positions = torch.arange(prompt_tokens + start, prompt_tokens + start + len(chunk_ids), device=ids.device)
             rows = len(caches)
             logits = step(model, batch, chunk_ids.expand(rows, -1), positions.expand(rows, -1), whole=True)
+            # the logits after token i predict token i + 1
             scored = slice(start + 1, start + 1 + len(chunk_ids))
-            losses[:, scored] = _loss(logits, ids[scored])
+            losses[:, scored] = _compute_losses(logits, ids[scored])
             on_logits(start, logits)
+    # for each row, the most tokens of a head and the payload bytes in each layer
     most_tokens = torch.stack([layer.held() for layer in compressed(batch)]).T.tolist()
     payload = zip(*(layer.payload() for layer in compressed(batch)), strict=True)
-    columns = zip(losses.cpu(), most_tokens, payload, strict=True)
-    return [Forced(loss, held, Stored(batch[0].used, row)) for loss, held, row in columns]
+    results = []
+    for row_losses, row_tokens, row_payload in zip(losses.cpu(), most_tokens, payload, strict=True):
+        stored = Stored(fed=batch[0].used, payload=row_payload)
+        results.append(Forced(losses=row_losses, held=row_tokens, stored=stored))
+    return results
 
 
-def _loss(logits: Tensor, targets: Tensor) -> Tensor:
+def _compute_losses(logits: Tensor, targets: Tensor) -> Tensor:
     """Return negative log likelihoods [B, t] of targets [t] under logits [B, t, V], in fp32."""
     logp = logits.float().log_softmax(dim=-1)
     return -logp.gather(2, targets.expand(len(logits), -1)[..., None])[..., 0]

@@ -24,7 +24,9 @@ def tokens_of(key: str, value: Any) -> int:
 
     Raises UsageError for anything else.
     """
-    count = value.tolist() if hasattr(value, "tolist") else value
+    count = value
+    if hasattr(value, "tolist"):
+        count = value.tolist()  # the number in a scalar of torch or NumPy
     check(key, value, is_whole(count) and 1 <= count <= MOST_TOKENS, f"a whole number, 1 to {MOST_TOKENS}")
     return int(count)
 
@@ -41,6 +43,7 @@ def check_precision() -> None:
 
 def check_capacity(model: PreTrainedModel, tokens: int) -> None:
     """Raise UsageError where a text of ``tokens`` runs past a learned position table (OPT)."""
+    # rotary positions have no table, so that a text may be longer than the model was made for
     limit = getattr(model.config, "max_position_embeddings", None)
     if limit is not None and tokens > limit and traits.learned_positions(model):
         raise UsageError(
@@ -54,13 +57,14 @@ def warn_beyond_context(model: PreTrainedModel, tokens: int, stacklevel: int) ->
     limit = getattr(model.config, "max_position_embeddings", None)
     if limit is not None and tokens > limit:
         text = f"prompt and new tokens are {tokens}, more than the {limit} that the model was made for"
-        warnings.warn(text, stacklevel=stacklevel + 1)
+        warnings.warn(text, stacklevel=stacklevel + 1)  # + 1 for this function
 
 
 def check_window(model: PreTrainedModel, tokens: int, chains: Sequence[Chain]) -> None:
     """Raise UsageError if a text of ``tokens`` outgrows the model's sliding window and is to be compressed."""
+    # beyond the window the model forgets tokens by itself, which no budget accounts for
     window = sliding_window(model.config)
-    compressing = [c.name for c in chains if c.stages]
+    compressing = [chain.name for chain in chains if chain.stages]
     if window is not None and tokens > window and compressing:
         raise UsageError(
             f"the model attends a sliding window of {window} tokens and prompt + new tokens are {tokens}: beyond the "

@@ -33,12 +33,15 @@ OUT_OF_MEMORY = (
 def process_memory(key: str) -> int:
     """Return the bytes of this process that Linux names ``key``.
 
-    VmRSS is what is resident now, VmHWM the most that was, VmData the process's own data.
+    VmRSS counts the resident bytes now, VmHWM the most that were resident, VmData the process's own data.
     """
     status = Path("/proc/self/status")
-    for line in status.read_text(encoding="ascii", errors="replace").splitlines() if status.exists() else ():
+    lines: list[str] = []
+    if status.exists():
+        lines = status.read_text(encoding="ascii", errors="replace").splitlines()
+    for line in lines:
         if line.startswith(key + ":"):
-            return int(line.split()[1]) * 1024
+            return int(line.split()[1]) * 1024  # the file counts in kB
     raise KvbenchError(f"/proc/self/status has no {key}: a process's memory is measured on Linux")
 
 
@@ -62,12 +65,13 @@ def free_bytes(device: torch.device) -> int:
     """Return the bytes that this process can still take on ``device``: a GPU, or the machine and its control group."""
     if device.type == "cuda":
         device_free, _ = torch.cuda.mem_get_info(device)
-        # what PyTorch holds without using it is free for our tensors, too
+        # memory that PyTorch has reserved and does not use is free for our tensors, too
         return int(device_free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
-    return min(_free_of_machine(), *_free_of_group())
+    return min(_read_machine_free_bytes(), *_read_group_free_bytes())
 
 
-def _free_of_machine() -> int:
+def _read_machine_free_bytes() -> int:
+    """Return the free bytes of the machine: Linux's number, else half of the memory, else a guess of 4 GiB."""
     with suppress(OSError, ValueError, IndexError):
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):
@@ -77,15 +81,18 @@ def _free_of_machine() -> int:
     return 4 * GIB
 
 
-def _free_of_group() -> Iterator[int]:
-    """Yield the bytes below the limits of Linux control groups (versions 2 and 1); at least one number."""
-    for most, used in (
+def _read_group_free_bytes() -> Iterator[int]:
+    """Yield the bytes that each Linux control group (versions 2 and 1) leaves below its limit; at least one number."""
+    for limit_file, usage_file in (
         ("memory.max", "memory.current"),
         ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
     ):
+        # ValueError: a group without a limit says "max"
         with suppress(OSError, ValueError):
-            yield max(0, int((CONTROL_GROUP / most).read_text()) - int((CONTROL_GROUP / used).read_text()))
-    yield 2**62
+            limit = int((CONTROL_GROUP / limit_file).read_text())
+            usage = int((CONTROL_GROUP / usage_file).read_text())
+            yield max(0, limit - usage)
+    yield 2**62  # no limit
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -13,7 +13,7 @@ from kvbench.methods.core.prompt_cache import Cache
 
 @contextmanager
 def adapted(model: PreTrainedModel, chain: Chain) -> Iterator[None]:
-    """Change the model by ``adapt`` of all of the chain's stages; on exit it is restored, whatever happens."""
+    """Change the model by ``adapt`` of all of the chain's stages. On exit it is restored, whatever happens."""
     with ExitStack() as stack:
         for stage in chain.adaptation:
             stack.enter_context(stage.adapt(model))
@@ -21,7 +21,8 @@ def adapted(model: PreTrainedModel, chain: Chain) -> Iterator[None]:
 
 
 def by_batch(caches: Sequence[Cache]) -> list[list[int]]:
-    """Return the indices of caches in groups of equal ``batch_key``, which can be rows of one batch."""
+    """Return the indices of caches in groups of equal ``batch_key``. A group can be the rows of one batch."""
+    # groups keep the order of their first caches
     groups: dict[object, list[int]] = {}
     for i, cache in enumerate(caches):
         groups.setdefault(cache.batch_key, []).append(i)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 import torch
 from torch import Tensor
@@ -20,26 +20,54 @@ UNITS = {"avx512_bf16": "AVX512-BF16", "amx_bf16": "AMX", "bf16": "Arm's BF16"}
 """Units of CPUs that multiply bf16, by their flags in /proc/cpuinfo."""
 
 
+class Rounding(TypedDict):
+    """The effect of half precision alone: logits after some prompts beside those of the same weights in fp32.
+
+    prompts: the number of prompts.
+    same: the number of prompts after which the first choice is the same.
+    largest: the largest difference of a logit.
+    """
+
+    prompts: int
+    same: int
+    largest: float
+
+
 @cache
 def bf16_units() -> tuple[str, ...] | None:
-    """Return the units that multiply bf16 of this CPU, named as in UNITS; None where its system does not tell."""
+    """Return the units that multiply bf16 of this CPU, named as in UNITS, or None if its system does not tell."""
     with suppress(OSError):
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        flags = {word for line in lines if line.startswith(("flags", "Features")) for word in line.split()}
-        return tuple(name for flag, name in UNITS.items() if flag in flags) if flags else None
+        flags: set[str] = set()
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            # "flags" on x86, "Features" on Arm
+            if line.startswith(("flags", "Features")):
+                flags.update(line.split())
+        if not flags:
+            return None
+        return tuple(name for flag, name in UNITS.items() if flag in flags)
     return None
 
 
 def dtype_reason(setting: str, dtype: str, device: torch.device) -> str:
-    """Return the dtype of a run with its reason, in one line; ``setting`` is the user's dtype=."""
+    """Return the dtype of a run with its reason, in one line. ``setting`` is the user's dtype=."""
+    is_auto = setting == "auto"
     if device.type != "cpu":
-        return f"{dtype}: {'auto on a GPU' if setting == 'auto' else 'as asked'}"
-    units, unit_names = bf16_units(), list(UNITS.values())
+        if is_auto:
+            return f"{dtype}: auto on a GPU"
+        return f"{dtype}: as asked"
+    unit_names = list(UNITS.values())
     names = f"{', '.join(unit_names[:-1])} or {unit_names[-1]}"
-    this_cpu = f"which this one has ({', '.join(units)})" if units else "which this one has not"
-    this_cpu = this_cpu if units is not None else "of which this system does not tell"
+    units = bf16_units()
+    if units is None:
+        this_cpu = "of which this system does not tell"
+    elif units:
+        this_cpu = f"which this one has ({', '.join(units)})"
+    else:
+        this_cpu = "which this one has not"
     if dtype == "float32":
-        reason = "auto on a CPU" if setting == "auto" else "as asked"
+        reason = "as asked"
+        if is_auto:
+            reason = "auto on a CPU"
         return f"float32: {reason}; dtype=bfloat16 can read prompts faster on CPUs with {names}, {this_cpu}"
     if dtype == "float16":
         return "float16: as asked; slow on a CPU"
@@ -50,53 +78,65 @@ def has_better_dtype(setting: str, dtype: str, device: torch.device) -> bool:
     """Tell whether ``dtype_reason`` names a better dtype for this machine."""
     if device.type != "cpu":
         return False
-    return bool(bf16_units()) if dtype == "float32" and setting == "auto" else dtype != "float32" and not bf16_units()
+    if dtype == "float32":
+        # a user who asks for fp32 gets no advice
+        return setting == "auto" and bool(bf16_units())
+    # half precision is slow on a CPU without such a unit
+    return not bf16_units()
 
 
-def compare_rounding(model: PreTrainedModel, prompts: Sequence[Tensor]) -> dict[str, Any] | None:
+def compare_rounding(model: PreTrainedModel, prompts: Sequence[Tensor]) -> Rounding | None:
     """Return how the full cache's logits after ``prompts`` [n] differ from those of the same weights in fp32.
 
-    prompts: the number of prompts.
-    same: the number of prompts after which the first choice is the same.
-    largest: the largest difference of a logit.
-
-    Returns None for a model in fp32, and where memory does not hold it at twice its size.
+    Returns None for a model in fp32, and where memory does not hold the model at twice its size.
     """
+    # the same model is measured in both dtypes; in fp32 its weights take twice their bytes
     half, device = model.dtype, model.device
-    weights = sum(p.nbytes for p in model.parameters())
-    if half == torch.float32 or getattr(model, "hf_device_map", None) or 2 * weights > free_bytes(device):
+    weight_bytes = sum(p.nbytes for p in model.parameters())
+    if half == torch.float32 or getattr(model, "hf_device_map", None) or 2 * weight_bytes > free_bytes(device):
         return None
-    rounded = [_logits(model, ids) for ids in prompts]
+    half_logits = [_compute_last_logits(model, ids) for ids in prompts]
     with _in_fp32(model, half):
-        exact = [_logits(model, ids) for ids in prompts]
-    pairs = list(zip(rounded, exact, strict=True))
-    largest = max(float((a - b).abs().max()) for a, b in pairs)
-    return {"prompts": len(pairs), "same": sum(int(a.argmax() == b.argmax()) for a, b in pairs), "largest": largest}
+        exact_logits = [_compute_last_logits(model, ids) for ids in prompts]
+    differences = []
+    same = 0
+    for rounded, exact in zip(half_logits, exact_logits, strict=True):
+        differences.append(float((rounded - exact).abs().max()))
+        if rounded.argmax() == exact.argmax():
+            same += 1
+    return {"prompts": len(differences), "same": same, "largest": max(differences)}
 
 
-def rounding_note(comparison: dict[str, Any], dtype: str) -> str:
+def rounding_note(comparison: Rounding, dtype: str) -> str:
     """Return the result of ``compare_rounding`` in a sentence."""
-    n, equal = comparison["prompts"], comparison["same"]
+    n = comparison["prompts"]
+    tasks = "task"
+    if n > 1:
+        tasks = "tasks"
     return (
         f"Rounding to {dtype} alone: against the same weights in float32 the logits after the first prompt of "
-        f"{n} task{'s' if n > 1 else ''} differ by at most {comparison['largest']:.2g}, and the first choice is the "
-        f"same after {equal} of {n}. Several answers at once round otherwise than one: batch_rows=1 decodes full as "
-        "model.generate does."
+        f"{n} {tasks} differ by at most {comparison['largest']:.2g}, and the first choice is the "
+        f"same after {comparison['same']} of {n}. Several answers at once round otherwise than one: batch_rows=1 "
+        "decodes full as model.generate does."
     )
 
 
-def _logits(model: PreTrainedModel, ids: Tensor) -> Tensor:
-    return prefill_chains(model, ids, [Chain()])[0].logits.float()
+def _compute_last_logits(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    """Return the logits [V] after a prompt [n] under the full cache, in fp32."""
+    (cache,) = prefill_chains(model, ids, [Chain()])
+    return cache.logits.float()
 
 
 @contextmanager
 def _in_fp32(model: PreTrainedModel, half: torch.dtype) -> Iterator[None]:
-    """Turn the weights of dtype ``half`` to fp32, which holds them exactly; on exit they are restored."""
+    """Turn the weights of dtype ``half`` to fp32, which holds them exactly. On exit they are restored."""
     weights = [p for p in model.parameters() if p.dtype == half]
     try:
         for p in weights:
+            # the parameter objects stay, so that ties between weights stay, too
             p.data = p.data.float()
         yield
     finally:
+        # every fp32 value came from a half, so that rounding back loses nothing
         for p in weights:
             p.data = p.data.to(half)

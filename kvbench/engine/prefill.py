@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -22,10 +23,10 @@ from kvbench.engine.handed import Handed
 from kvbench.engine.layer_by_layer import CompressedLayers
 from kvbench.engine.limits import beyond_turn, check_capacity, check_window
 from kvbench.engine.patches import adapted
-from kvbench.engine.prompt_layer import EXACT
-from kvbench.engine.prompt_pass import observe
+from kvbench.engine.prompt_layer import EXACT, LayerStart
+from kvbench.engine.prompt_pass import OnLayer, observe
 from kvbench.engine.replay import longest_pass, replay
-from kvbench.engine.shared_prefix import SharedPrefix
+from kvbench.engine.shared_prefix import PieceEnd, SharedPrefix
 from kvbench.engine.weights_digest import check_calibrated
 from kvbench.kv import ops
 from kvbench.kv.observation import Needs, Observation
@@ -50,105 +51,188 @@ def prefill_chains(
 ) -> list[Cache]:
     """Return one cache per chain, in order, from one pass over ``input_ids`` [n] per distinct ``prefill_key``.
 
-    ``tokenizer`` is the model's, for methods that put words of their own into further passes. With ``lengths`` a
-    chain's cache is of that many first tokens, from the same pass where the chain changes nothing of it. ``prefix``
-    holds the first tokens of the prompt read last, which are not read again.
+    plain: attend by fp32 softmax rows instead of PyTorch's fused attention.
+    tokenizer: the model's, for methods that put words of their own into further passes.
+    lengths: for each chain, how many first tokens its cache is of; all n by default. Shorter caches come from the same
+    pass, unless the chain changes the prompt's computation.
+    prefix: the first tokens of the prompt read last. They are not read again.
     """
     ids = as_prompt(model, input_ids)
     lengths = lengths or [len(ids)] * len(chains)
+    reading = _Reading(plain=plain, tokenizer=tokenizer, prefix=prefix)
+    # refuse before anything is read: prompts that are too long, then chains that the model cannot run
     for chain, n in zip(chains, lengths, strict=True):
         check_window(model, n, [chain])
-        plan = chain.replayer.replay(n) if chain.replayer else None
+        plan = None
+        if chain.replayer:
+            plan = chain.replayer.replay(n)
         if plan is not None:
-            read = n + longest_pass(plan, n, tokenizer)
-            check_window(model, read, [chain])
-            check_capacity(model, read)
+            tokens_read = n + longest_pass(plan, n, tokenizer)
+            check_window(model, tokens_read, [chain])
+            check_capacity(model, tokens_read)
     model_traits = traits.of_model(model)
     check_capacity(model, ids.shape[0])
     for chain in chains:
         chain.check_model(model_traits)
         check_calibrated(chain, model)
+    # chains of one pass, by their prefill key and the number of tokens that the pass reads
     passes: dict[tuple[str, int], list[int]] = {}
     for i, (chain, n) in enumerate(zip(chains, lengths, strict=True)):
-        apart = bool(chain.prefill_key or chain.replayer or chain.foreign or chain.needs(n).call)
-        passes.setdefault((chain.prefill_key, n if apart else len(ids)), []).append(i)
+        tokens_read = len(ids)
+        # such chains would see or change more than the first n tokens in a pass over all of them
+        if chain.prefill_key or chain.replayer or chain.foreign or chain.needs(n).call:
+            tokens_read = n
+        passes.setdefault((chain.prefill_key, tokens_read), []).append(i)
     caches: dict[int, Cache] = {}
     for members in passes.values():
-        foreign = [chains[i].name for i in members if chains[i].foreign]
-        own, of = [chains[i] for i in members], [lengths[i] for i in members]
+        pass_chains = [chains[i] for i in members]
+        pass_lengths = [lengths[i] for i in members]
+        foreign = [chain.name for chain in pass_chains if chain.foreign]
         # the model takes most of the time in here, so that a long wait is no method's fault
-        with contained(", ".join(foreign), bool(foreign), seed=0, watched=False), adapted(model, own[0]):
-            shared = _shared_pass(model, ids[: max(of)], own, of, plain, tokenizer, prefix)
-        caches.update(zip(members, shared, strict=True))
+        walls = contained(", ".join(foreign), bool(foreign), seed=0, watched=False)
+        with walls, adapted(model, pass_chains[0]):
+            pass_caches = _shared_pass(model, ids[: max(pass_lengths)], pass_chains, pass_lengths, reading)
+        caches.update(zip(members, pass_caches, strict=True))
     return [caches[i] for i in range(len(chains))]
 
 
-def _shared_pass(
-    model: PreTrainedModel,
-    ids: Tensor,
-    chains: Sequence[Chain],
-    lengths: Sequence[int],
-    plain: bool,
-    tokenizer: Any,
-    prefix: SharedPrefix | None,
-) -> list[Cache]:
-    """Return one cache per chain from one prefill, for chains under which the prompt is computed alike."""
-    members = [*zip(chains, lengths, strict=True)]
-    needs = {n: Needs.union(chain.needs(n) for chain, own in members if own == n) for n in sorted({*lengths})}
-    start = None
-    if prefix is not None and not chains[0].prefill_key and not any(wants.call for wants in needs.values()):
-        start = prefix.read(model, ids, Needs.union(needs.values()), min(lengths) - 1, plain)
-    whole = needs.pop(len(ids))
-    layers = [CompressedLayers(chain) for chain in chains]
-    spent = [0.0] * (len(chains) + 1)  # seconds of each chain, and of copies and checks
-    query_heads = int(model.config.num_attention_heads)
+@dataclass(frozen=True)
+class _Reading:
+    """The parameters of ``prefill_chains`` that say how a prompt is read. They are described there."""
 
-    def on_layer(obs: Observation, k: Tensor, v: Tensor) -> None:
-        def dense(heads: int) -> LayerCache:
-            positions, length = obs.positions, obs.prompt_tokens
-            return ops.dense(k, v, heads=heads, query_heads=query_heads, positions=positions, length=length)
+    plain: bool
+    tokenizer: Any
+    prefix: SharedPrefix | None
 
-        for i, (chain, n) in enumerate(members):
+
+class _PassReceiver:
+    """The layers of one pass, which are handed to each chain of the pass as they end, with the seconds that this took.
+
+    layers: the compressed layers of each chain.
+    local: the local layers, which all chains share, by the number of tokens.
+    spent: the seconds of each chain, and in the end those of copies and checks.
+    """
+
+    def __init__(self, chains: Sequence[Chain], lengths: Sequence[int], query_heads: int) -> None:
+        self.members = list(zip(chains, lengths, strict=True))
+        self.query_heads = query_heads
+        self.layers = [CompressedLayers(chain) for chain in chains]
+        self.local: dict[int, list[LayerCache]] = {}
+        self.spent = [0.0] * (len(chains) + 1)
+
+    def on_layer(self, obs: Observation, k: Tensor, v: Tensor) -> None:
+        """Hand a layer's keys and values [Hk, n, D] to each chain whose cache is of as many tokens."""
+        for i, (chain, n) in enumerate(self.members):
             if n != obs.length:
                 continue
-            heads = chain.heads(k.shape[0], query_heads)
+            # chains that store the same heads share one dense cache
+            heads = chain.heads(k.shape[0], self.query_heads)
+            dense = partial(
+                ops.dense,
+                k,
+                v,
+                heads=heads,
+                query_heads=self.query_heads,
+                positions=obs.positions,
+                length=obs.length,
+            )
             # the dense cache is shared by all chains, and counted for none of them
-            with _clock(k.device, spent, -1):
-                shared = obs.once((ops.dense, heads), partial(dense, heads))
-                handed = Handed(chain, shared, obs)
-            with contained(chain.name, chain.foreign, seed_of(obs.prompt, obs.layer)), _clock(k.device, spent, i):
-                layers[i].add(handed.cache, handed.obs)
-            with _clock(k.device, spent, -1):
+            with _clock(k.device, self.spent, -1):
+                shared_cache = obs.once((ops.dense, heads), dense)
+                handed = Handed(chain, shared_cache, obs)
+            walls = contained(chain.name, chain.foreign, seed_of(obs.prompt, obs.layer))
+            with walls, _clock(k.device, self.spent, i):
+                self.layers[i].add(handed.cache, handed.obs)
+            # the check comes while the prompt's own keys and values are still there
+            with _clock(k.device, self.spent, -1):
                 handed.check()
-                layers[i].compare(shared.segments[0], obs)
+                self.layers[i].compare(shared_cache.segments[0], obs)
 
+    def on_local(self, layer: LayerCache, n: int) -> None:
+        """Take the next local layer of the first n tokens."""
+        self.local.setdefault(n, []).append(layer)
+
+    def build_caches(
+        self,
+        model: PreTrainedModel,
+        logits: Mapping[int, Tensor],
+        forward_s: float,
+        colsums_s: Mapping[tuple[int, int], float],
+    ) -> list[Cache]:
+        """Return the cache of each chain, once its layers are compressed.
+
+        logits: those of the next token [V], by the number of tokens read.
+        forward_s: the seconds of the forward pass, which all chains share.
+        colsums_s: the seconds of column sums, by the number of tokens and the bit width of the keys.
+        """
+        caches = []
+        for i, (chain, n) in enumerate(self.members):
+            needs = chain.needs(n)
+            widths = set(needs.colsums_bits)
+            if needs.colsums:
+                widths.add(EXACT)
+            cache = Cache(
+                layers=tuple(self.layers[i].caches),
+                logits=logits[n],
+                chain=chain,
+                prompt_tokens=n,
+                prefill_s=forward_s,
+                # a chain pays in full for column sums that it shares with others
+                compress_s=self.spent[i] + sum(colsums_s[n, bits] for bits in widths),
+                model=weakref.ref(model),
+                mismatch=self.layers[i].mismatch,
+                local=tuple(self.local.get(n, ())),
+                long=beyond_turn(model, n),
+            )
+            caches.append(cache)
+        return caches
+
+
+def _shared_pass(
+    model: PreTrainedModel, ids: Tensor, chains: Sequence[Chain], lengths: Sequence[int], reading: _Reading
+) -> list[Cache]:
+    """Return one cache per chain from one prefill, for chains under which the prompt is computed alike."""
+    needs_by_length: dict[int, Needs] = {}
+    for n in sorted(set(lengths)):
+        needs_by_length[n] = Needs.union(
+            chain.needs(n) for chain, length in zip(chains, lengths, strict=True) if length == n
+        )
+    starts: Sequence[LayerStart] = ()
+    prefix_end: PieceEnd | None = None
+    calls_needed = any(needs.call for needs in needs_by_length.values())
+    if reading.prefix is not None and not chains[0].prefill_key and not calls_needed:
+        all_needs = Needs.union(needs_by_length.values())
+        # at least one token of the shortest prompt is read here, as its logits are needed
+        known_pieces = reading.prefix.read(model, ids, all_needs, min(lengths) - 1, reading.plain)
+        if known_pieces is not None:
+            starts, prefix_end = known_pieces
+    # the pass reads as many tokens as the longest cache has; the other lengths are its parts
+    needs_of_all_tokens = needs_by_length.pop(len(ids))
+    receiver = _PassReceiver(chains, lengths, int(model.config.num_attention_heads))
     total = [0.0]
     with _clock(ids.device, total, 0):
-        # chains of one prefill key compute the prompt alike
-        local: dict[int, list[LayerCache]] = {}  # which all chains share, by the number of tokens
-
-        def on_local(layer: LayerCache, n: int) -> None:
-            local.setdefault(n, []).append(layer)
-
-        starts = start[0] if start else ()
-        logits, colsums_s = observe(model, ids, whole, on_layer, plain, chains[0], on_local, needs, starts)
-        for part in logits.values():
-            check_finite(chains[0], "logits", part)
+        logits, colsums_s = observe(
+            model,
+            ids,
+            needs_of_all_tokens,
+            on_layer=receiver.on_layer,
+            plain=reading.plain,
+            chain=chains[0],  # the chains of one prefill key compute the prompt alike
+            on_local=receiver.on_local,
+            parts=needs_by_length,
+            starts=starts,
+        )
+        for last_logits in logits.values():
+            check_finite(chains[0], "logits", last_logits)
     # the forward pass alone: without compression, checks and column sums, which chains pay for themselves
-    forward = max(total[0] - sum(spent) - sum(colsums_s.values()), 0.0)
-    if start is not None:  # all chains pay for it, as if it was read for them
-        _, end = start
-        forward += end.forward_s
-        colsums_s = {(n, bits): s + end.colsums_s[bits] for (n, bits), s in colsums_s.items()}
-    _replay(model, ids, layers, tokenizer, spent)
-    owner = weakref.ref(model)
-    caches = []
-    for (chain, n), compressed, seconds in zip(members, layers, spent[:-1], strict=True):
-        wants = chain.needs(n)
-        seconds += sum(colsums_s[n, bits] for bits in {*wants.colsums_bits, *([EXACT] if wants.colsums else [])})
-        found = tuple(compressed.caches), logits[n], chain, n, forward, seconds, owner, compressed.mismatch
-        caches.append(Cache(*found, tuple(local.get(n, ())), long=beyond_turn(model, n)))
-    return caches
+    forward = max(total[0] - sum(receiver.spent) - sum(colsums_s.values()), 0.0)
+    if prefix_end is not None:
+        # all chains pay for the known pieces, as if these were read for them
+        forward += prefix_end.forward_s
+        for n, bits in colsums_s:
+            colsums_s[n, bits] += prefix_end.colsums_s[bits]
+    _replay(model, ids, receiver.layers, reading.tokenizer, receiver.spent)
+    return receiver.build_caches(model, logits, forward, colsums_s)
 
 
 def _replay(
@@ -162,13 +246,17 @@ def _replay(
             continue
         with _clock(ids.device, spent, i):
             plan = selector.replay(len(ids))
-            if plan is not None and plan not in received:
+            if plan is None:
+                compressed.replayed(None)
+                continue
+            if plan not in received:
                 received[plan] = replay(model, ids, compressed.caches, plan, tokenizer)
-            compressed.replayed(None if plan is None else received[plan])
+            compressed.replayed(received[plan])
 
 
 @contextmanager
-def _clock(device: torch.device, spent: list[float], i: int):  # type: ignore[no-untyped-def]
+def _clock(device: torch.device, spent: list[float], i: int) -> Iterator[None]:
+    """Add the seconds that the context is open to ``spent[i]``."""
     synchronise(device)
     start = time.perf_counter()
     yield
@@ -178,7 +266,11 @@ def _clock(device: torch.device, spent: list[float], i: int):  # type: ignore[no
 
 def observer(model: PreTrainedModel) -> Observe:
     """Return a reader of windows of ids, for stages that are calibrated on ``model``."""
-    return lambda window, needs, on_layer: observe(model, as_prompt(model, window), needs, on_layer)
+
+    def observe_window(window: Tensor, needs: Needs, on_layer: OnLayer) -> object:
+        return observe(model, as_prompt(model, window), needs, on_layer)
+
+    return observe_window
 
 
 def as_prompt(model: PreTrainedModel, input_ids: Tensor | Sequence[int]) -> Tensor:
@@ -195,12 +287,14 @@ def as_prompt(model: PreTrainedModel, input_ids: Tensor | Sequence[int]) -> Tens
         raise UsageError(f"input_ids is {kind} without a token: give tokenizer(text).input_ids")
     if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
         raise UsageError(f"input_ids is {ids.dtype}: give whole numbers, the tokenizer's ids")
+    # tokenizers return [1, n] with return_tensors="pt"
     if ids.dim() == 2 and ids.shape[0] == 1:
         ids = ids[0]
     if ids.dim() != 1:
         raise UsageError(
             f"input_ids has shape {tuple(ids.shape)}: kvbench reads one unpadded prompt at a time, [n] or [1, n]"
         )
+    # an embedding would end in an index error, and on a GPU in an assertion that spoils the process
     limit = getattr(model.config, "vocab_size", None)
     if limit is not None and (int(ids.min()) < 0 or int(ids.max()) >= limit):
         raise UsageError(f"input_ids holds ids outside the model's vocabulary of {limit}")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +20,7 @@ from kvbench.models.interface import KvbenchLayer, synchronise
 from kvbench.storage import split
 
 EXACT = 0  # the bit width under which column sums over unquantised keys are recorded
-GROUPED_BY = 5  # first tokens by which heads are grouped
+GROUPED_BY = 5  # CHAI groups heads by their attention to the first five tokens (arXiv 2403.08058)
 Read = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 Share = Callable[..., Tensor | None]
 Blocks = Callable[[Tensor], list[tuple[int, Tensor]]]
@@ -29,29 +28,41 @@ Blocks = Callable[[Tensor], list[tuple[int, Tensor]]]
 
 @dataclass(frozen=True)
 class LayerStart:
-    """A layer of the first p tokens of a prompt, which were read before the others, with what stages need of them.
+    """A layer of the first p tokens of a prompt, which were read before the others, with the statistics of stages.
 
-    queries: in order, up to the last of them.
-    colsums: by the bit width of the keys, EXACT for those as they are.
+    queries: the queries of each piece, in order. Together they end with the query of token p - 1.
+    colsums: column sums by the bit width of the keys. EXACT stands for unquantised keys.
     """
 
     keys: Tensor  # [Hk, p, D]
     values: Tensor  # [Hk, p, D]
     hidden: Tensor | None  # [p, d], input of the attention module
-    first_q: Tensor | None  # [Hq, w0, D], all that are wanted
+    first_q: Tensor | None  # [Hq, w0, D], as many as stages need
     queries: tuple[Tensor, ...]  # [Hq, w, D] each
     colsums: Mapping[int, Tensor]  # [Hq, p]
+
+
+@dataclass(frozen=True)
+class LayerStatistics:
+    """The statistics that stages need of a layer's first n tokens. They become fields of Observation, which see."""
+
+    scale: float
+    last_q: Tensor | None
+    first_q: Tensor | None
+    colsums: Tensor | None
+    colsums_q: Mapping[int, Tensor]
+    read_k: Tensor | None
 
 
 class PromptLayer(KvbenchLayer):
     """One layer while the prompt is read: causal attention, and the statistics that stages need.
 
-    Attention is over the keys and values that ``read`` makes of the layer's own; None: the layer's own. ``share``
-    is ``HeadSharer.leads`` of the layer, which returns the query head whose logits each head takes, and ``blocks``
-    ``BlockReader.blocks`` of its keys.
-
-    needs: the statistics that are wanted of the first tokens of the prompt, by their number.
-    start: the tokens that were read before; the others follow them.
+    needs: for each number of first tokens, the statistics that stages need of them.
+    plain: whether attention is computed by fp32 softmax rows instead of PyTorch's fused attention.
+    read: a function that returns the keys and values to attend in the place of the layer's own. None: the layer's own.
+    share: ``HeadSharer.leads`` of this layer. It returns the query head whose logits each head takes.
+    blocks: ``BlockReader.blocks`` of this layer.
+    start: the tokens that were read before. The others follow them.
     """
 
     def __init__(
@@ -64,44 +75,50 @@ class PromptLayer(KvbenchLayer):
         start: LayerStart | None = None,
     ) -> None:
         super().__init__()
+        self.needs = needs
+        self.plain = plain
+        self.read = read
+        self.share = share
+        self.blocks = blocks
         self.start = start
-        self.seen = 0 if start is None else start.keys.shape[1]
-        self.needs, self.plain, self.read, self.share, self.blocks = needs, plain, read, share, blocks
-        self.observed: dict[int, dict[str, Any]] = {}  # fields of Observation, by the number of tokens
+        self.seen = 0
+        if start is not None:
+            self.seen = start.keys.shape[1]
+        self.observed: dict[int, LayerStatistics] = {}  # by the number of tokens
         # seconds by number of tokens and bit width of the keys, EXACT for those as they are
         self.colsums_s: dict[tuple[int, int], float] = {}
 
     def add(self, k: Tensor, v: Tensor) -> None:
         if self.start is not None:
-            k, v = torch.cat([self.start.keys[None], k], 2), torch.cat([self.start.values[None], v], 2)
+            k = torch.cat([self.start.keys[None], k], dim=2)
+            v = torch.cat([self.start.values[None], v], dim=2)
         self.keys, self.values, self.seen = k, v, k.shape[2]
 
     def attend(self, query: Tensor, scale: float, window: int | None) -> Tensor:
         assert self.keys is not None and self.values is not None
         q, keys, values = query[0], self.keys[0], self.values[0]
-        read_k = None
+        read_keys = None
         if self.read is not None:
             keys, values = self.read(keys, values)
-            read_k = keys
-        blocks = self.blocks(self.keys[0]) if self.blocks is not None else []
-        before = keys.shape[1] - q.shape[1]
-        # where column sums are needed, fused attention gives the log-sum-exp of each row with its output
-        wanted = bool(before) or any(needs.colsums for needs in self.needs.values())
-        fused = not (self.plain or blocks) and window is None and self.share is None and wanted
-        with_lse = None
-        if fused and before:
-            earlier, own = (keys[:, :before], values[:, :before]), (keys[:, before:], values[:, before:])
-            with_lse = split.behind(q, earlier, own, scale)
-        elif fused:
-            with_lse = attend_with_lse(q, keys, values, scale)
+            read_keys = keys
+        blocks: list[tuple[int, Tensor]] = []
+        if self.blocks is not None:
+            blocks = self.blocks(self.keys[0])
+        before = keys.shape[1] - q.shape[1]  # tokens that were read before these queries
+        out, lse = self._attend_with_lse(q, keys, values, scale=scale, window=window, in_blocks=bool(blocks))
         for n, needs in self.needs.items():
-            lse = None if with_lse is None else with_lse[1][:, : n - before]
-            statistics = self._statistics(n, needs, q[:, : n - before], keys[:, :n], scale, lse)
-            self.observed[n] = {"scale": scale, **statistics}
-            if read_k is not None:
-                self.observed[n]["read_k"] = read_k[:, :n]
-        if with_lse is not None:
-            return with_lse[0][None]
+            # q holds the queries before .. n - 1 of the first n tokens
+            part_lse = None
+            if lse is not None:
+                part_lse = lse[:, : n - before]
+            part_read_keys = None
+            if read_keys is not None:
+                part_read_keys = read_keys[:, :n]
+            self.observed[n] = self._measure_statistics(
+                n, needs, q[:, : n - before], keys=keys[:, :n], scale=scale, lse=part_lse, read_keys=part_read_keys
+            )
+        if out is not None:
+            return out[None]
         if blocks:
             return attend_in_blocks(q, keys, values, scale, blocks)[None]
         leads = None
@@ -113,42 +130,95 @@ class PromptLayer(KvbenchLayer):
             q = q[leads]
         if self.plain or window is not None or cap_of(scale) is not None:
             return attend_rows(q, keys, values, scale, window)[None]
+        # Without earlier tokens is_causal serves. With them query i attends tokens 0 .. before + i.
+        mask = None
+        if before:
+            mask = causal_lower_right(q.shape[1], keys.shape[1])
         return F.scaled_dot_product_attention(
             q[None],
             keys[None],
             values[None],
-            attn_mask=causal_lower_right(q.shape[1], keys.shape[1]) if before else None,
+            attn_mask=mask,
             is_causal=not before,
             scale=scale,
             enable_gqa=q.shape[0] != keys.shape[0],
         )
 
-    def _statistics(
-        self, n: int, needs: Needs, q: Tensor, keys: Tensor, scale: float, lse: Tensor | None
-    ) -> dict[str, Any]:
-        """Return what is needed of the first n tokens, by the names of Observation's fields.
+    def _attend_with_lse(
+        self, q: Tensor, keys: Tensor, values: Tensor, *, scale: float, window: int | None, in_blocks: bool
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Return (attention [Hq, w, D], log-sum-exp [Hq, w] of each row of logits) by fused attention.
 
-        q [Hq, w, D] are the queries that are read now, the last w of them.
+        Column sums need the log-sum-exp, and pieces of a prompt are joined by it. Returns (None, None) where neither
+        is the case, or where fused attention does not serve.
         """
-        found: dict[str, Any] = {}
+        before = keys.shape[1] - q.shape[1]
+        needed = bool(before) or any(needs.colsums for needs in self.needs.values())
+        served = not self.plain and not in_blocks and window is None and self.share is None
+        if not needed or not served:
+            return None, None
+        if before:
+            earlier_tokens = keys[:, :before], values[:, :before]
+            new_tokens = keys[:, before:], values[:, before:]
+            out_and_lse = split.behind(q, earlier_tokens, new_tokens, scale)
+        else:
+            out_and_lse = attend_with_lse(q, keys, values, scale)
+        if out_and_lse is None:
+            return None, None
+        return out_and_lse
+
+    def _measure_statistics(
+        self,
+        n: int,
+        needs: Needs,
+        q: Tensor,
+        *,
+        keys: Tensor,
+        scale: float,
+        lse: Tensor | None,
+        read_keys: Tensor | None,
+    ) -> LayerStatistics:
+        """Return the statistics that stages need of the first n tokens.
+
+        q [Hq, w, D] are the queries that are read now, the last w of them. keys [Hk, n, D] are the keys that they
+        attend, and ``read_keys`` the same keys where these are not the layer's own.
+        """
+        last_q = first_q = exact_sums = None
         if needs.last_q:
-            earlier = self.start.queries if self.start is not None and q.shape[1] < needs.last_q else ()
-            found["last_q"] = torch.cat([*earlier, q], dim=1)[:, -needs.last_q :].clone()
+            earlier: tuple[Tensor, ...] = ()
+            if self.start is not None and q.shape[1] < needs.last_q:
+                earlier = self.start.queries
+            last_q = torch.cat([*earlier, q], dim=1)[:, -needs.last_q :].clone()
         if needs.first_q:
-            first = q if self.start is None else self.start.first_q
-            assert first is not None
-            found["first_q"] = first[:, : needs.first_q].clone()
+            # the first queries are in the piece that was read first
+            first_piece: Tensor | None = q
+            if self.start is not None:
+                first_piece = self.start.first_q
+            assert first_piece is not None
+            first_q = first_piece[:, : needs.first_q].clone()
         if needs.colsums:
-            found["colsums"] = self._column_sums(q, keys, scale, (n, EXACT), lse)
-        found["colsums_q"] = {}
+            exact_sums = self._column_sums(q, keys, scale, (n, EXACT), lse)
+        quantised_sums: dict[int, Tensor] = {}
         for bits in sorted(needs.colsums_bits):
             quantised = quantise_zero_point(keys, bits).dequantise(torch.float32)
-            found["colsums_q"][bits] = self._column_sums(q, quantised, scale, (n, bits))
-        return found
+            quantised_sums[bits] = self._column_sums(q, quantised, scale, (n, bits))
+        return LayerStatistics(
+            scale=scale,
+            last_q=last_q,
+            first_q=first_q,
+            colsums=exact_sums,
+            colsums_q=quantised_sums,
+            read_k=read_keys,
+        )
 
     def _column_sums(
         self, query: Tensor, keys: Tensor, scale: float, place: tuple[int, int], lse: Tensor | None = None
     ) -> Tensor:
+        """Return the attention [Hq, n] that each token received from all queries, and note its seconds.
+
+        query [Hq, w, D] are the last w queries. Sums over those before are in ``start``. ``place`` is the number of
+        tokens n with the bit width of the keys.
+        """
         synchronise(query.device)
         start = time.perf_counter()
         sums = column_sums(query, keys, scale, lse=lse)
@@ -160,12 +230,16 @@ class PromptLayer(KvbenchLayer):
         return sums
 
     def states(self, hidden: Tensor) -> Tensor:
-        """Return the hidden states [n, d] of all tokens where stages need them, of which ``hidden`` [w, d] came now."""
-        earlier = None if self.start is None else self.start.hidden
-        return hidden if earlier is None else torch.cat([earlier, hidden])
+        """Return the hidden states [n, d] of all tokens, of which ``hidden`` [w, d] came now.
+
+        Where no stage needs hidden states, earlier ones were not kept. The result is then ``hidden``.
+        """
+        if self.start is None or self.start.hidden is None:
+            return hidden
+        return torch.cat([self.start.hidden, hidden])
 
     def take(self) -> tuple[Tensor, Tensor]:
-        """Return the dense keys and values [Hk, n, D], each alone in its storage; the layer drops them."""
+        """Return the dense keys and values [Hk, n, D], each alone in its storage. The layer drops them."""
         assert self.keys is not None and self.values is not None
         k, v = alone(self.keys[0]), alone(self.values[0])
         self.keys = self.values = self.start = None

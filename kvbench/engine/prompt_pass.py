@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from functools import partial
-from itertools import repeat
 from types import MappingProxyType
 
 import torch
@@ -16,7 +15,7 @@ from transformers.cache_utils import Cache as HFCache
 
 from kvbench.base.errors import UsageError
 from kvbench.engine.finite import check_finite
-from kvbench.engine.prompt_layer import LayerStart, PromptLayer, alone
+from kvbench.engine.prompt_layer import Blocks, LayerStart, PromptLayer, Read, Share, alone
 from kvbench.kv import ops
 from kvbench.kv.model_shape import from_config, local_layers
 from kvbench.kv.observation import AttentionCall, Needs, Observation
@@ -28,8 +27,9 @@ from kvbench.models.lowrank import lifts
 from kvbench.models.releases import named_cache
 
 OnLayer = Callable[[Observation, Tensor, Tensor], None]
+OnLocal = Callable[[LayerCache, int], None]
 LONG = 8192
-"""Tokens of a prompt from which on MLPs compute ``MLP_TOKENS`` at a time. No digit of shorter ones depends on it."""
+"""Prompts of more tokens have their MLPs computed ``MLP_TOKENS`` at a time. No digit of shorter ones depends on it."""
 MLP_TOKENS = 2048
 
 
@@ -40,51 +40,136 @@ def observe(
     on_layer: OnLayer,
     plain: bool = False,
     chain: Chain | None = None,
-    on_local: Callable[[LayerCache, int], None] = lambda layer, n: None,
+    on_local: OnLocal = lambda layer, n: None,
     parts: Mapping[int, Needs] = MappingProxyType({}),
     starts: Sequence[LayerStart] = (),
 ) -> tuple[dict[int, Tensor], dict[tuple[int, int], float]]:
     """Read ``input_ids`` [n] once and hand every finished layer to ``on_layer``, and local ones to ``on_local``.
 
+    Local layers are counted apart: the others are numbered as if there were no local ones.
+
+    needs: the statistics that stages need of all n tokens.
+    plain: attend by fp32 softmax rows instead of PyTorch's fused attention.
+    chain: the chain under which the prompt is computed. Its stages may read other keys and values than are stored, drop
+    hidden states, or let heads share logits. None of this concerns local layers.
+    parts: further numbers of first tokens, with the statistics that stages need of these. Their layers are handed on,
+    too, as later tokens change nothing of earlier ones. Nothing but plain causal attention may compute these.
+    starts: the layers of the prompt's first tokens, if these were read before. They are fewer than any number wanted.
+
     Returns the next token's logits [V] by the number of tokens read, and the seconds that column sums took, by that
-    number and the bit width of the keys. ``plain`` attends by fp32 softmax rows instead of PyTorch's fused attention.
-    The prompt is computed under ``chain``: its stages may read other keys and values than are stored, drop hidden
-    states, or let heads share logits. None of this concerns local layers: the others are numbered as if there were no
-    local ones. Layers of the first tokens alone are handed on, too, for each number of tokens in ``parts``, with what
-    it needs: later tokens change nothing of earlier ones. Nothing but plain attention may compute these.
-    ``starts`` are the layers of the prompt's first tokens, where these were read before: fewer than any length wanted.
+    number and the bit width of the keys.
     """
-    shape = from_config(model.config)
-    n_layers, local = shape.layers, local_layers(model.config)
-    number = {layer: i for i, layer in enumerate(i for i in range(shape.all_layers) if i not in local)}
-    chain = chain or Chain()
     n = input_ids.shape[0]
-    read = chain.read if any(type(s).read is not Stage.read for s in chain.stages) else None
-    sharer = chain.sharer
-    shares = [partial(sharer.leads, n=n, layer=i, n_layers=n_layers) if sharer else None for i in range(n_layers)]
-    heads = chain.heads(shape.kv_heads, shape.query_heads)
-    reader = chain.block_reader
-    blocks = [
-        partial(reader.blocks, n=n, layer=i, n_layers=n_layers, heads=heads) if reader else None
-        for i in range(n_layers)
-    ]
-    wanted = {**parts, n: needs}
-    read_before = starts[0].keys.shape[1] if starts else 0
-    compressed = [
-        PromptLayer(wanted, plain, read, *hooks)
-        for hooks in zip(shares, blocks, starts or repeat(None, n_layers), strict=True)
-    ]
-    layers = [PromptLayer({}, plain) if i in local else compressed[number[i]] for i in range(shape.all_layers)]
-    rows: list[Rows | None] = [None] * (n_layers + 1)  # tokens that each layer reads; None: all
-    tokens = input_ids.to("cpu", torch.int64).numpy()
+    needs_by_length = dict(parts)
+    needs_by_length[n] = needs  # the last: stages see the parts before the whole prompt
+    prompt_pass = _PromptPass(model, input_ids, needs_by_length, chain=chain or Chain(), plain=plain, starts=starts)
+    tokens_before = prompt_pass.tokens_before
+    logits_to_keep: Tensor | int = 1  # the last token's alone
+    if parts:
+        logits_to_keep = torch.tensor([length - 1 - tokens_before for length in needs_by_length])
 
-    lifted = lifts(model)
-    inv_freq = next((m.get_buffer("inv_freq") for m in model.modules() if hasattr(m, "inv_freq")), None)
+    def finish(index: int, hidden: Tensor) -> None:
+        prompt_pass.finish_layer(index, hidden, on_layer, on_local)
 
-    calls: dict[int, AttentionCall] = {}
+    with ExitStack() as contexts:
+        contexts.enter_context(torch.no_grad())
+        contexts.enter_context(attached(model))
+        contexts.enter_context(layer_hooks(model, finish))
+        # rows[i] is known once layer i - 1 has ended: later layers read the tokens that a stage leaves
+        if prompt_pass.chain.hidden:
+            contexts.enter_context(row_hooks(model, prompt_pass.rows.__getitem__))
+        if needs.call:
+            contexts.enter_context(call_hooks(model, prompt_pass.calls))
+        if n > LONG:
+            contexts.enter_context(mlps_in_parts(model, MLP_TOKENS))
+        # tokens of ``starts`` have their keys and values already; the others keep their positions behind them
+        out = model(
+            input_ids=input_ids[None, tokens_before:],
+            position_ids=torch.arange(tokens_before, n, device=input_ids.device)[None],
+            use_cache=True,
+            logits_to_keep=logits_to_keep,
+            **named_cache(HFCache(layers=list(prompt_pass.layers))),
+        )
+    logits = {length: token_logits.clone() for length, token_logits in zip(needs_by_length, out.logits[0], strict=True)}
+    return logits, prompt_pass.sum_seconds()
 
-    def finished(index: int, hidden: Tensor) -> None:
-        layer = layers[index]
+
+class _PromptPass:
+    """One pass over a prompt: the cache layers that the model fills, and the way in which each is handed on.
+
+    layers: the layers of the whole model, local ones included.
+    compressed_layers: the layers that methods compress.
+    tokens_before: how many of the prompt's first tokens were read before.
+    rows: for each of these, the tokens that it reads; None for all. There is one entry more, of no layer.
+    calls: the calls of attention modules by layer of the model, where stages need them.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        input_ids: Tensor,
+        needs_by_length: Mapping[int, Needs],
+        *,
+        chain: Chain,
+        plain: bool,
+        starts: Sequence[LayerStart],
+    ) -> None:
+        self.chain = chain
+        self.needs_by_length = needs_by_length
+        self.tokens = input_ids.to("cpu", torch.int64).numpy()
+        self.shape = from_config(model.config)
+        self.tokens_before = 0
+        if starts:
+            self.tokens_before = starts[0].keys.shape[1]
+        # the last layer has no successor, but writes its rows all the same
+        self.rows: list[Rows | None] = [None] * (self.shape.layers + 1)
+        self.calls: dict[int, AttentionCall] = {}
+        self.lifted = lifts(model)
+        self.inv_freq: Tensor | None = None
+        for module in model.modules():
+            if hasattr(module, "inv_freq"):
+                self.inv_freq = module.get_buffer("inv_freq")
+                break
+        # from the model's numbers of layers to those among the layers that methods compress
+        local = local_layers(model.config)
+        self.numbers: dict[int, int] = {}
+        self.layers: list[PromptLayer] = []
+        self.compressed_layers: list[PromptLayer] = []
+        for index in range(self.shape.all_layers):
+            if index in local:
+                self.layers.append(PromptLayer({}, plain))
+                continue
+            number = len(self.compressed_layers)
+            start = None
+            if starts:
+                start = starts[number]
+            layer = self._build_layer(number, plain, start)
+            self.numbers[index] = number
+            self.layers.append(layer)
+            self.compressed_layers.append(layer)
+
+    def _build_layer(self, number: int, plain: bool, start: LayerStart | None) -> PromptLayer:
+        """Return a layer that methods compress, with the parts that the chain's stages have in its attention."""
+        chain, shape, n = self.chain, self.shape, len(self.tokens)
+        # Stage.read returns keys and values as they are: only a stage that overrides it changes the prompt's attention
+        read: Read | None = None
+        if any(type(stage).read is not Stage.read for stage in chain.stages):
+            read = chain.read
+        share: Share | None = None
+        if chain.sharer:
+            share = partial(chain.sharer.leads, n=n, layer=number, n_layers=shape.layers)
+        blocks: Blocks | None = None
+        if chain.block_reader:
+            heads = chain.heads(shape.kv_heads, shape.query_heads)
+            blocks = partial(chain.block_reader.blocks, n=n, layer=number, n_layers=shape.layers, heads=heads)
+        return PromptLayer(self.needs_by_length, plain, read, share=share, blocks=blocks, start=start)
+
+    def finish_layer(self, index: int, hidden: Tensor, on_layer: OnLayer, on_local: OnLocal) -> None:
+        """Hand a finished layer on, and drop its keys and values. ``hidden`` [1, w, d] is its attention's input.
+
+        Raises UsageError if the layer holds keys and values of another shape than the model's configuration says.
+        """
+        layer, shape = self.layers[index], self.shape
         states = layer.states(hidden[0])
         k, v = layer.take()
         expected_shape = (shape.kv_heads, k.shape[1], shape.head_dim)
@@ -93,50 +178,73 @@ def observe(
                 f"layer {index} caches keys {tuple(k.shape)} and values {tuple(v.shape)} where config.json says "
                 f"{expected_shape}: kvbench cannot run this model"
             )
-        if index in local:
-            for length in wanted:
-                on_local(ops.local(alone(k[:, :length]), alone(v[:, :length]), shape.window, shape.query_heads), length)
+        # a local layer keeps its window, and no method sees it
+        if index not in self.numbers:
+            for length in self.needs_by_length:
+                part_k, part_v = alone(k[:, :length]), alone(v[:, :length])
+                on_local(ops.local(part_k, part_v, shape.window, shape.query_heads), length)
             return
-        place = number[index]
-        own_rows = rows[place]
-        call = calls.pop(index, None)
-        # those of parts first: the last is of all tokens that this layer read
-        for length, needed in wanted.items():
+        number = self.numbers[index]
+        call = self.calls.pop(index, None)
+        # Parts come first. The last length is the whole prompt's, and its part all tokens that this layer read.
+        for length in self.needs_by_length:
             part_k, part_v = alone(k[:, :length]), alone(v[:, :length])
-            observation = Observation(
-                layer=place,
-                n_layers=n_layers,
-                n=part_k.shape[1],
-                prompt=zlib.crc32(tokens[:length].tobytes()),
-                hidden=states[:length].clone() if needed.hidden else None,
-                latents=(lifted[place].k.take(), lifted[place].v.take()) if lifted else None,
-                inv_freq=inv_freq,
-                length=length,
-                positions=None if own_rows is None else own_rows.positions,
-                call=call if needed.call else None,
-                **layer.observed.pop(length),
-            )
+            observation = self._observe_part(number, length, part_k.shape[1], states=states, call=call)
             try:
-                if length == n:
-                    rows[place + 1] = _next_rows(chain, observation, k)
+                if length == len(self.tokens):
+                    self.rows[number + 1] = _next_rows(self.chain, observation, k)
                 on_layer(observation, part_k, part_v)
             except Exception:
-                check_finite(chain, "keys or values", k, v)  # no stage is at fault where these are not finite
+                check_finite(self.chain, "keys or values", k, v)  # no stage is at fault where these are not finite
                 raise
 
-    dropping = row_hooks(model, rows.__getitem__) if chain.hidden else nullcontext()
-    noting = call_hooks(model, calls) if needs.call else nullcontext()
-    inner = mlps_in_parts(model, MLP_TOKENS) if n > LONG else nullcontext()
-    with torch.no_grad(), attached(model), layer_hooks(model, finished), dropping, noting, inner:
-        out = model(
-            input_ids=input_ids[None, read_before:],
-            position_ids=torch.arange(read_before, n, device=input_ids.device)[None],
-            use_cache=True,
-            logits_to_keep=torch.tensor([length - 1 - read_before for length in wanted]) if parts else 1,
-            **named_cache(HFCache(layers=list(layers))),
+    def _observe_part(
+        self, number: int, length: int, tokens_read: int, *, states: Tensor, call: AttentionCall | None
+    ) -> Observation:
+        """Return a layer's observation after the first ``length`` tokens of the prompt.
+
+        tokens_read: how many of these the layer read. They are fewer where a stage dropped hidden states.
+        states: the hidden states [n, d] of all tokens that it read.
+        """
+        needs = self.needs_by_length[length]
+        statistics = self.compressed_layers[number].observed.pop(length)
+        hidden = latents = positions = None
+        if needs.hidden:
+            hidden = states[:length].clone()
+        # low-rank projections have remembered the latents of this layer's call
+        if self.lifted:
+            latents = self.lifted[number].k.take(), self.lifted[number].v.take()
+        layer_rows = self.rows[number]
+        if layer_rows is not None:
+            positions = layer_rows.positions
+        if not needs.call:
+            call = None
+        return Observation(
+            layer=number,
+            n_layers=self.shape.layers,
+            n=tokens_read,
+            scale=statistics.scale,
+            # of these tokens alone, so that random draws do not depend on the tokens behind them
+            prompt=zlib.crc32(self.tokens[:length].tobytes()),
+            last_q=statistics.last_q,
+            first_q=statistics.first_q,
+            colsums=statistics.colsums,
+            colsums_q=statistics.colsums_q,
+            hidden=hidden,
+            read_k=statistics.read_k,
+            latents=latents,
+            inv_freq=self.inv_freq,
+            length=length,
+            positions=positions,
+            call=call,
         )
-    seconds = {place: sum(layer.colsums_s[place] for layer in compressed) for place in compressed[0].colsums_s}
-    return {length: logits.clone() for length, logits in zip(wanted, out.logits[0], strict=True)}, seconds
+
+    def sum_seconds(self) -> dict[tuple[int, int], float]:
+        """Return the seconds that column sums took over all layers, by number of tokens and bit width of the keys."""
+        seconds: dict[tuple[int, int], float] = {}
+        for place in self.compressed_layers[0].colsums_s:
+            seconds[place] = sum(layer.colsums_s[place] for layer in self.compressed_layers)
+        return seconds
 
 
 def _next_rows(chain: Chain, obs: Observation, keys: Tensor) -> Rows | None:
@@ -145,6 +253,12 @@ def _next_rows(chain: Chain, obs: Observation, keys: Tensor) -> Rows | None:
         return None
     positions = obs.token_positions(keys.device)
     if chain.tokens_read(obs.prompt_tokens, obs.layer + 1, obs.n_layers) == obs.n:
-        return None if obs.positions is None else Rows(None, positions)
-    index = chain.hidden.keep_hidden(keys if obs.read_k is None else obs.read_k, obs)
+        # the next layer reads the same tokens as this one: all, or those that an earlier layer left
+        if obs.positions is None:
+            return None
+        return Rows(None, positions)
+    attended_keys = keys
+    if obs.read_k is not None:
+        attended_keys = obs.read_k
+    index = chain.hidden.keep_hidden(attended_keys, obs)
     return Rows(index, positions[index])

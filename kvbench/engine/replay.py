@@ -20,58 +20,69 @@ from kvbench.models.lowrank import lifts
 from kvbench.models.releases import named_cache
 from kvbench.storage import split
 
-# the words of KVzip's passes (arXiv 2505.23416, section 3.2, and its released code), which are part of the method
+# The words of KVzip's passes are part of the method (arXiv 2505.23416, section 3.2, and its released code).
 REPEAT = "\n\nRepeat the previous context exactly."
 REPEAT_FROM = "\n\nRepeat the part of the previous context exactly, starting with"
-MARK = "kvbench5entinel"
+MARK = "kvbench5entinel"  # a message of the user's behind which a chat template writes the answer's header
 
 
 class ReplayLayer(KvbenchLayer):
     """One layer of a pass: attention over the whole prompt and the pass's own tokens, which are then forgotten.
 
     k, v: the prompt's keys and values [Hk, n, D].
+    own_k, own_v: those of the pass's own tokens [Hk, t, D].
     span: (start, end) of the prompt's tokens that the pass repeats.
-    received: [Hq, end - start], the most attention of any query to each of them, among ``sinks``, them and own tokens.
+    sinks: how many of the prompt's first tokens compete for attention with these.
+    received: [Hq, end - start], the most attention that each repeated token receives from any query of the pass. Sinks,
+    repeated tokens and own tokens compete for it.
     """
 
     def __init__(self, k: Tensor, v: Tensor, span: tuple[int, int], sinks: int) -> None:
         super().__init__()
-        self.k, self.v, self.span, self.sinks = k, v, span, min(sinks, span[0])
+        self.k, self.v, self.span = k, v, span
+        self.sinks = min(sinks, span[0])  # a sink that the pass repeats counts once
         self.received: Tensor | None = None
 
     def add(self, k: Tensor, v: Tensor) -> None:
-        self.own_k, self.own_v, self.seen = k[0], v[0], self.k.shape[1] + k.shape[2]
+        self.own_k, self.own_v = k[0], v[0]
+        self.seen = self.k.shape[1] + k.shape[2]
 
     def attend(self, query: Tensor, scale: float, window: int | None) -> Tensor:
         if window is not None:
             raise UsageError("a prompt cannot be read again past the model's sliding window: use a shorter prompt")
         q = query[0]
-        self.received = self._best(q, scale)
+        self.received = self._find_received(q, scale)
         fused = split.behind(q, (self.k, self.v), (self.own_k, self.own_v), scale)
         if fused is not None:
-            return fused[0][None]
+            out, _ = fused
+            return out[None]
         n, t = self.k.shape[1], q.shape[1]
-        k, v = (per_head(torch.cat(x, dim=1), len(q)) for x in ((self.k, self.own_k), (self.v, self.own_v)))
+        k = per_head(torch.cat([self.k, self.own_k], dim=1), len(q))
+        v = per_head(torch.cat([self.v, self.own_v], dim=1), len(q))
         out = torch.empty_like(q)
         for first, last in self._blocks(q, n + t):
-            seen = torch.ones(last - first, n + last, dtype=torch.bool, device=q.device).tril(n + first)
+            # query i of the pass attends the prompt and own tokens up to itself: 0 .. n + i
+            mask = torch.ones(last - first, n + last, dtype=torch.bool, device=q.device).tril(n + first)
             block, keys, values = q[None, :, first:last], k[None, :, : n + last], v[None, :, : n + last]
-            out[:, first:last] = F.scaled_dot_product_attention(block, keys, values, seen, scale=scale)[0]
+            out[:, first:last] = F.scaled_dot_product_attention(block, keys, values, mask, scale=scale)[0]
         return out[None]
 
-    def _best(self, q: Tensor, scale: float) -> Tensor:
+    def _find_received(self, q: Tensor, scale: float) -> Tensor:
         """Return ``received`` of the pass's queries [Hq, t, D]."""
         start, end = self.span
+        # columns: sinks, then the repeated tokens, then own tokens
         competing = torch.cat([self.k[:, : self.sinks], self.k[:, start:end], self.own_k], dim=1)
         before = competing.shape[1] - q.shape[1]
-        best = torch.zeros(q.shape[0], end - start, device=q.device)
+        most = torch.zeros(q.shape[0], end - start, device=q.device)
         for first, last in self._blocks(q, competing.shape[1]):
             rows = causal_softmax(q[:, first:last], competing[:, : before + last], scale)
-            best = torch.maximum(best, rows[:, :, self.sinks : before].amax(dim=1))
-        return best
+            # rows [Hq, last - first, before + last]: the maximum over queries, of the repeated tokens' columns
+            most = torch.maximum(most, rows[:, :, self.sinks : before].amax(dim=1))
+        return most
 
     def _blocks(self, q: Tensor, tokens: int) -> Iterator[tuple[int, int]]:
         """Yield (first, last) of blocks of queries [Hq, t, D] whose rows over ``tokens`` take at most BLOCK_BYTES."""
+        # one query's rows are fp32 [Hq, tokens]
         size = max(1, BLOCK_BYTES // (4 * q.shape[0] * tokens))
         for first in range(0, q.shape[1], size):
             yield first, min(first + size, q.shape[1])
@@ -82,48 +93,63 @@ def replay(
 ) -> list[Tensor]:
     """Return for each layer the most attention [Hq, n] that each token of a prompt ``ids`` [n] receives in the passes.
 
-    ``layers`` are its whole caches. Raises UsageError if the instruction needs a tokenizer that is not there.
+    layers: the prompt's caches, which hold all tokens.
+    plan: the passes to make.
+
+    Raises UsageError if the instruction needs a tokenizer that is not there.
     """
     n = len(ids)
-    words = _instructions(tokenizer, plan.instruction)
+    words = _encode_instructions(tokenizer, plan.instruction)
     lifted = lifts(model)
     received: list[list[Tensor]] = [[] for _ in layers]
     for span in plan.spans(n):
-        text = _text(ids, span, words)
-        segments = [layer.segments[0] for layer in layers]
-        passing = [ReplayLayer(s.k, s.v, span, plan.sinks) for s in segments]
+        text = _write_pass(ids, span, words)
+        replay_layers: list[ReplayLayer] = []
+        for layer in layers:
+            segment = layer.segments[0]
+            replay_layers.append(ReplayLayer(segment.k, segment.v, span, plan.sinks))
         with torch.no_grad(), attached(model):
             model(
                 input_ids=text[None],
                 position_ids=torch.arange(n, n + len(text), device=ids.device)[None],
                 use_cache=True,
                 logits_to_keep=1,
-                **named_cache(HFCache(layers=list(passing))),
+                **named_cache(HFCache(layers=list(replay_layers))),
             )
+        # low-rank projections keep the latents of their last call until these are taken; a pass has no use for them
         for lift in lifted:
-            lift.k.take(), lift.v.take()
-        for parts, layer in zip(received, passing, strict=True):
-            assert layer.received is not None
-            parts.append(layer.received)
+            lift.k.take()
+            lift.v.take()
+        for parts, replay_layer in zip(received, replay_layers, strict=True):
+            assert replay_layer.received is not None
+            parts.append(replay_layer.received)
+    # the spans of all passes are the prompt
     return [torch.cat(parts, dim=1) for parts in received]
 
 
 def longest_pass(plan: Replay, n: int, tokenizer: Any) -> int:
     """Return the most tokens that a pass reads behind a prompt of n tokens."""
-    first, later, header = _instructions(tokenizer, plan.instruction)
+    first, later, header = _encode_instructions(tokenizer, plan.instruction)
+    # the first pass has its own instruction; later ones quote the tokens before their chunk
     return min(plan.chunk, n) + max(len(first), len(later) + QUOTED) + len(header)
 
 
-def _text(ids: Tensor, span: tuple[int, int], words: tuple[list[int], list[int], list[int]]) -> Tensor:
+def _write_pass(ids: Tensor, span: tuple[int, int], words: tuple[list[int], list[int], list[int]]) -> Tensor:
     """Return the tokens of one pass: an instruction, the tokens before its chunk, the answer's header, the chunk."""
     start, end = span
     first, later, header = (torch.tensor(w, dtype=ids.dtype, device=ids.device) for w in words)
+    instruction = first
+    if start:
+        instruction = later
     quoted = ids[max(0, start - QUOTED) : start]
-    return torch.cat([later if start else first, quoted, header, ids[start:end]])
+    return torch.cat([instruction, quoted, header, ids[start:end]])
 
 
-def _instructions(tokenizer: Any, instruction: str) -> tuple[list[int], list[int], list[int]]:
-    """Return the ids of the first instruction, of later ones, and of the header of an answer."""
+def _encode_instructions(tokenizer: Any, instruction: str) -> tuple[list[int], list[int], list[int]]:
+    """Return the ids of the first pass's instruction, of later passes' instruction, and of the header of an answer.
+
+    Raises UsageError without a tokenizer, or without a chat template where the instruction is to be a chat.
+    """
     if instruction == "none":
         return [], [], []
     if tokenizer is None:
@@ -141,8 +167,10 @@ def _instructions(tokenizer: Any, instruction: str) -> tuple[list[int], list[int
         rendered = tokenizer.apply_chat_template(
             message, add_generation_prompt=True, tokenize=False, enable_thinking=False
         )
+        # the end of the user's message and the beginning of the assistant's
         header = rendered.rpartition(MARK)[2]
-    first, later, answer = (
-        list(tokenizer.encode(text, add_special_tokens=False)) for text in (REPEAT, REPEAT_FROM, header)
-    )
-    return first, later, answer
+
+    def encode(text: str) -> list[int]:
+        return list(tokenizer.encode(text, add_special_tokens=False))
+
+    return encode(REPEAT), encode(REPEAT_FROM), encode(header)

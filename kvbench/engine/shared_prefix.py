@@ -1,6 +1,7 @@
 """The first tokens of prompts that begin alike, read once: instructions, examples, a text up to where it differs.
 
-Each prompt is read in pieces of as many tokens, whether they are known or not: no digit depends on the prompts before.
+Each prompt is read in pieces of equally many tokens, whether a piece is known from the prompt before or not. No digit
+depends on the prompts before.
 """
 
 from __future__ import annotations
@@ -28,28 +29,31 @@ LEAST = 16
 
 
 def check_size(size: int | None) -> None:
-    """Raise UsageError unless prompts can be read in pieces of ``size`` tokens; None: they are read whole."""
+    """Raise UsageError unless prompts can be read in pieces of ``size`` tokens. None reads them whole."""
     possible = size is None or (is_whole(size) and size >= LEAST)
     check("shared_prefix", size, possible, f"null, or tokens that are read at a time, {LEAST} or more")
 
 
 def check_pieces(size: int | None, config: Any) -> None:
-    """Raise UsageError unless the tokens of a model, by its configuration, can be read in pieces as they are whole."""
-    reasons = {
-        "some of its layers attend a window": local_layers(config),
-        "its rotary positions depend on the length of the text": rope_type(config) in MOVING,
-    }
-    reason = next((reason for reason, applies in reasons.items() if applies), None)
-    if size is not None and reason is not None:
+    """Raise UsageError unless a model, by its configuration, computes a prompt in pieces as it does the whole one."""
+    if size is None:
+        return
+    reason = None
+    if local_layers(config):
+        reason = "some of its layers attend a window"
+    elif rope_type(config) in MOVING:
+        reason = "its rotary positions depend on the length of the text"
+    if reason is not None:
         raise UsageError(f"shared_prefix={size} is not possible for this model: {reason}. Leave it out")
 
 
 @dataclass(frozen=True)
 class PieceEnd:
-    """The end of a piece: the column sums [Hq, e] of each layer up to there, and what reading so far has taken.
+    """The state at the end of a piece, e tokens into the prompt.
 
-    colsums: by the bit width of the keys, as their seconds are; () once they are dropped.
-    forward_s: seconds without those of column sums.
+    colsums: for each layer, the column sums [Hq, e] by the bit width of the keys; () once they are dropped.
+    forward_s: the seconds of reading up to here, without those of column sums.
+    colsums_s: the seconds of column sums up to here, by the bit width of the keys.
     """
 
     colsums: tuple[Mapping[int, Tensor], ...]
@@ -60,9 +64,9 @@ class PieceEnd:
 class SharedPrefix:
     """The first tokens of the prompt read last, as long as pieces of ``size`` tokens go, kept for the next one.
 
-    Held are their keys and values, and what stages need of them: last queries and column sums of some pieces, or all
-    queries or hidden states. The model's weights must stay as they are, until ``forget``. Raises UsageError for a model
-    whose tokens cannot be read in pieces alike.
+    It keeps their keys and values, and the statistics that stages need: last queries and column sums at some pieces'
+    ends, or all queries or hidden states. The model's weights must not change before ``forget``. Raises UsageError for
+    a model that computes a prompt in pieces otherwise than a whole one.
     """
 
     def __init__(self, model: PreTrainedModel, size: int) -> None:
@@ -72,92 +76,137 @@ class SharedPrefix:
         self.forget()
 
     def forget(self) -> None:
-        """Drop what is kept."""
+        """Drop all tokens and statistics, so that the next prompt is read from its beginning."""
         self.ids = torch.empty(0, dtype=torch.int64)
         self._layers: list[LayerStart] = []
         self._ends: list[PieceEnd] = []
-        self._parted = 0  # pieces that the last prompts had in common
+        self._common_pieces = 0  # pieces that the last two prompts had in common
 
     def read(
         self, model: PreTrainedModel, ids: Tensor, needs: Needs, most: int, plain: bool = False
     ) -> tuple[Sequence[LayerStart], PieceEnd] | None:
-        """Return the pieces of a prompt [n] within its first ``most`` tokens, of which known ones are not read again.
+        """Return a prompt's pieces within its first ``most`` tokens. Pieces of the prompt before are not read again.
 
-        They come as layers, and as the end of the last one, whose seconds are those of reading, whenever that was.
-        ``needs`` are those of all that the prompt is read for. None where there is no whole piece, or stages need more
-        first queries than a piece has.
+        They come as layers, and as the end of the last piece. Its seconds are those of reading all pieces, whenever
+        that was. Returns None where there is no whole piece, or stages need more first queries than a piece has.
+
+        ids: the tokens [n] of the prompt.
+        needs: the statistics that stages need of any number of its tokens.
         """
         if model is not self.model:
             raise UsageError("this prefix was read by another model object: make one for this model")
+        # Each piece keeps its last queries, at most all of them. Needs of earlier prompts stay: prompts with fewer
+        # needs would otherwise drop known pieces by turns.
         needs = self.needs | replace(needs, last_q=min(needs.last_q, self.size))
-        pieces = 0 if needs.first_q > self.size else most // self.size
+        pieces = most // self.size
+        if needs.first_q > self.size:
+            pieces = 0
         shared = min(pieces * self.size, len(self.ids))
         differing = (ids[:shared].cpu() != self.ids[:shared]).nonzero()
-        known = self._parted = (int(differing[0]) if len(differing) else shared) // self.size
+        if len(differing):
+            shared = int(differing[0])
+        known = self._common_pieces = shared // self.size
         if (needs, plain) != (self.needs, self.plain):
+            # known pieces lack the new statistics
             self.needs, self.plain, known = needs, plain, 0
+        # reading goes on from the last end whose column sums were kept
         while known and not self._ends[known - 1].colsums:
             known -= 1
         self._cut(known, last=known == pieces)
         try:
             while len(self._ends) < pieces:
-                self._read_on(ids)
+                self._read_piece(ids)
         except BaseException:
             self.forget()  # some layers have the next piece, and others not
             raise
-        return (tuple(self._layers), self._ends[-1]) if pieces else None
+        if not pieces:
+            return None
+        return tuple(self._layers), self._ends[-1]
 
     def _cut(self, pieces: int, last: bool) -> None:
-        """Keep the first pieces alone: copies of them if these are the ``last`` that the prompt has."""
+        """Keep the first ``pieces`` alone.
+
+        ``last`` says that the prompt has no further ones. Then copies are kept, as views would hold the rest's memory.
+        Otherwise the next piece joins them in new tensors anyway.
+        """
         if pieces == len(self._ends):
             return
-        end, self._ends = pieces * self.size, self._ends[:pieces]
+        end = pieces * self.size
+        self._ends = self._ends[:pieces]
         self.ids = self.ids[:end]
+        if not pieces:
+            self._layers = []
+            return
 
-        def first(t: Tensor, dim: int) -> Tensor:
+        def cut_tokens(t: Tensor, dim: int) -> Tensor:
             part = t.narrow(dim, 0, end)
-            return part.clone() if last else part
+            if last:
+                return part.clone()
+            return part
 
-        self._layers = [
-            replace(
+        shorter_layers = []
+        for layer, sums in zip(self._layers, self._ends[-1].colsums, strict=False):
+            hidden = None
+            if layer.hidden is not None:
+                hidden = cut_tokens(layer.hidden, 0)
+            shorter_layer = replace(
                 layer,
-                keys=first(layer.keys, 1),
-                values=first(layer.values, 1),
-                hidden=None if layer.hidden is None else first(layer.hidden, 0),
+                keys=cut_tokens(layer.keys, 1),
+                values=cut_tokens(layer.values, 1),
+                hidden=hidden,
                 queries=layer.queries[:pieces],
                 colsums=sums,
             )
-            for layer, sums in zip(self._layers, self._ends[-1].colsums if pieces else (), strict=False)
-        ]
+            shorter_layers.append(shorter_layer)
+        self._layers = shorter_layers
 
-    def _read_on(self, ids: Tensor) -> None:
-        """Read one more piece."""
+    def _read_piece(self, ids: Tensor) -> None:
+        """Read the next piece of a prompt ``ids`` [n]."""
         end = len(self.ids) + self.size
 
         def on_layer(obs: Observation, k: Tensor, v: Tensor) -> None:
-            sums = dict(obs.colsums_q) if obs.colsums is None else {**obs.colsums_q, EXACT: obs.colsums}
-            earlier = self._layers[obs.layer].queries if self._ends else ()
-            queries = earlier if obs.last_q is None else (*earlier, obs.last_q)
-            # in the place of the former, which then is freed
-            self._layers[obs.layer : obs.layer + 1] = [LayerStart(k, v, obs.hidden, obs.first_q, queries, sums)]
+            sums = dict(obs.colsums_q)
+            if obs.colsums is not None:
+                sums[EXACT] = obs.colsums
+            queries: tuple[Tensor, ...] = ()
+            if self._ends:
+                queries = self._layers[obs.layer].queries
+            if obs.last_q is not None:
+                queries += (obs.last_q,)
+            layer = LayerStart(keys=k, values=v, hidden=obs.hidden, first_q=obs.first_q, queries=queries, colsums=sums)
+            # put in the place of the former layer, which is freed at once; the first piece appends
+            self._layers[obs.layer : obs.layer + 1] = [layer]
 
         synchronise(ids.device)
         start = time.perf_counter()
-        _, seconds = observe(self.model, ids[:end], self.needs, on_layer, self.plain, starts=self._layers)
+        _, seconds = observe(
+            self.model, ids[:end], self.needs, on_layer=on_layer, plain=self.plain, starts=self._layers
+        )
         synchronise(ids.device)
+        # column sums are apart, as only some chains pay for them
         forward_s = time.perf_counter() - start - sum(seconds.values())
-        former = self._ends[-1] if self._ends else PieceEnd((), 0.0, {})
-        by_bits = {bits: former.colsums_s.get(bits, 0.0) + s for (_, bits), s in seconds.items()}
+        former = PieceEnd(colsums=(), forward_s=0.0, colsums_s={})
+        if self._ends:
+            former = self._ends[-1]
+        colsums_s = {bits: former.colsums_s.get(bits, 0.0) + s for (_, bits), s in seconds.items()}
         self._drop_sums()
-        self._ends.append(PieceEnd(tuple(x.colsums for x in self._layers), former.forward_s + forward_s, by_bits))
-        self.ids = ids[:end].cpu().clone()
+        piece_end = PieceEnd(
+            colsums=tuple(layer.colsums for layer in self._layers),
+            forward_s=former.forward_s + forward_s,
+            colsums_s=colsums_s,
+        )
+        self._ends.append(piece_end)
+        self.ids = ids[:end].cpu().clone()  # a view would keep the whole prompt
 
     def _drop_sums(self) -> None:
-        """Drop the column sums of the newest end, unless prompts parted there, or it is one of few that are kept.
+        """Drop the column sums of the newest end, unless prompts parted there or its number of pieces is a power of 2.
 
-        Those of all ends would grow as the square of the tokens; those behind 1, 2, 4, 8 ... pieces take what two do.
+        Sums of all ends would grow as the square of the tokens. Those behind 1, 2, 4, 8 ... pieces add up to twice the
+        last.
         """
         count = len(self._ends)
-        few = count & (count - 1) == 0 or count == self._parted
-        if not few and any(self._ends[-1].colsums):
+        is_power_of_two = count & (count - 1) == 0  # true of 0, too, where there is nothing to drop
+        if is_power_of_two or count == self._common_pieces:
+            return
+        if any(self._ends[-1].colsums):
             self._ends[-1] = replace(self._ends[-1], colsums=())

@@ -25,41 +25,52 @@ def build(
 ) -> list[RowLayer]:
     """Build the decode batch of ``caches``: one RowLayer per model layer, with room for ``capacity`` new tokens.
 
-    At most ``at_once`` of them come in one step, under ``alone`` as if each came in a step of its own. The model must
-    stay as the chains adapt it while the batch is used. Methods know the layers by their numbers without local ones.
-    Layers with no other reference, as where ``caches`` is ``given_up``, are freed one by one once the batch holds them,
-    so that memory never holds all of them twice.
+    The model must stay as the chains adapt it while the batch is used. Methods know the layers by their numbers without
+    local ones. Memory never holds all layers twice: a layer without another reference is freed once the batch holds
+    it. ``given_up`` leaves no other references to caches.
+
+    at_once: the most tokens that come in one step.
+    alone: whether tokens of one step are stored as if each came in a step of its own.
     """
     rows = list(caches)
     window = sliding_window(model.config)
-    windowed = window is not None and max(c.seen for c in rows) + capacity > window
+    # a window that the text never outgrows changes nothing
+    windowed = window is not None and max(cache.seen for cache in rows) + capacity > window
     room = Room(tokens=capacity, at_once=at_once, alone=alone, windowed=windowed)
-    chains = [(c.chain, c.chain.evictor) for c in rows]
+    chains = [cache.chain for cache in rows]
+    evictors = [chain.evictor for chain in chains]
     lifted = lifts(model)
-    rotary = rotation(model) if any(e is not None and e.rolled for _, e in chains) else None
-    compressed, local = ([*zip(*layers, strict=True)] for layers in ([c.layers for c in rows], [c.local for c in rows]))
+    rotary = None
+    if any(evictor is not None and evictor.rolled for evictor in evictors):
+        rotary = rotation(model)
+    # From here on only the columns refer to the layers: (number, that layer of each row) in the model's order.
+    columns = deque(enumerate(zip(*(cache.layers for cache in rows), strict=True)))
+    local_columns = list(zip(*(cache.local for cache in rows), strict=True))
     del rows
-    columns = deque(enumerate(compressed))
-    for i, column in zip(sorted(local_layers(model.config)), local, strict=True):
+    for i, column in zip(sorted(local_layers(model.config)), local_columns, strict=True):
         columns.insert(i, (i, column))
-    del compressed, local
+    del local_columns
     layers: list[RowLayer] = []
     while columns:
-        i, column = columns.popleft()
-        stored = [
+        number, column = columns.popleft()
+        lift = None
+        if lifted:
+            lift = lifted[number]
+        stored_rows = [
             StoredRow(
                 cache=cache,
-                layer=i,
-                masker=chain.masker(i),
-                coder=chain.coder_at(i),
+                layer=number,
+                masker=chain.masker(number),
+                coder=chain.coder_at(number),
                 evictor=evictor,
-                lift=lifted[i] if lifted else None,
+                lift=lift,
                 rotary=rotary,
             )
-            for cache, (chain, evictor) in zip(column, chains, strict=True)
+            for cache, chain, evictor in zip(column, chains, evictors, strict=True)
         ]
-        layers.append(RowLayer(stored, room))
-        del stored, column
+        layers.append(RowLayer(stored_rows, room))
+        # the last references to this layer of the caches
+        del stored_rows, column
     return layers
 
 
@@ -71,26 +82,29 @@ def given_up(caches: list[Cache]) -> Iterator[Cache]:
 
 def rotation(model: PreTrainedModel) -> Rotary:
     """Return the model's rotary frequencies. Raises UsageError for one with learned positions (OPT)."""
-    module = next((m for m in model.modules() if hasattr(m, "inv_freq")), None)
-    if module is None:
-        raise UsageError(
-            f"positions=rolled needs rotary positions, the family {model.config.model_type!r} learns its positions"
-        )
-    return Rotary(module.inv_freq)  # type: ignore[arg-type]
+    for module in model.modules():
+        if hasattr(module, "inv_freq"):
+            return Rotary(module.inv_freq)  # type: ignore[arg-type]
+    raise UsageError(
+        f"positions=rolled needs rotary positions, the family {model.config.model_type!r} learns its positions"
+    )
 
 
 def step(
     model: PreTrainedModel, batch: Sequence[KvbenchLayer], tokens: Tensor, positions: Tensor, whole: bool = False
 ) -> Tensor:
-    """Feed ``tokens`` [B, T] at ``positions`` [B, T]; return the logits [B, 1, V] after the last.
+    """Feed ``tokens`` [B, T] at ``positions`` [B, T]. Return the logits [B, 1, V] after the last.
 
     With ``whole``, return the logits [B, T, V] after each token.
     """
+    logits_to_keep = 1
+    if whole:
+        logits_to_keep = 0  # transformers reads 0 as all
     out = model(
         input_ids=tokens,
         position_ids=positions,
         use_cache=True,
-        logits_to_keep=0 if whole else 1,  # 0: all
+        logits_to_keep=logits_to_keep,
         **named_cache(HFCache(layers=list(batch))),
     )
     return out.logits

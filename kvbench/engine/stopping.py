@@ -34,17 +34,24 @@ class Ending:
 
     def forbidden(self, count: int) -> frozenset[int]:
         """Return the tokens that an answer cannot have after its first ``count`` tokens."""
-        early = self.stop if count < self.min_new_tokens else frozenset()
-        return early | self.forbid_first if count == 0 else early
+        forbidden: frozenset[int] = frozenset()
+        if count < self.min_new_tokens:
+            forbidden |= self.stop
+        if count == 0:
+            forbidden |= self.forbid_first
+        return forbidden
 
 
 def sample(logits: Tensor, temperature: float, top_p: float, generator: torch.Generator) -> int:
     """Draw one token by logits [V]: softmax at ``temperature``, cut to the smallest set with mass ``top_p``."""
     probs, order = (logits.float() / temperature).softmax(dim=-1).cpu().sort(descending=True, stable=True)
-    mass = probs.cumsum(dim=-1)
-    count = int((mass < top_p).sum()) + 1  # of the smallest set; rounding may leave all mass below top_p
+    mass = probs.cumsum(dim=-1)  # mass[i]: of the i + 1 likeliest tokens
+    # The smallest set with mass top_p has ``count`` tokens. Rounding may leave even the mass of all below top_p.
+    count = int((mass < top_p).sum()) + 1
+    # inversion: a point drawn evenly in the set's mass falls on each token by its probability
     point = torch.rand((), generator=generator) * mass[min(count, len(mass)) - 1]
-    return int(order[min(int((mass < point).sum()), count - 1, len(order) - 1)])
+    place = min(int((mass < point).sum()), count - 1, len(order) - 1)
+    return int(order[place])
 
 
 def without(logits: Tensor, forbidden: Sequence[frozenset[int]]) -> Tensor:

@@ -14,11 +14,14 @@ from kvbench.methods.core.chain import Chain
 from kvbench.methods.core.recipe import Calibration
 
 SLICE = 1024
+"""Elements of a slice. Two slices of each parameter tell models apart in milliseconds, where all weights take seconds.
+"""
 _digests: weakref.WeakKeyDictionary[PreTrainedModel, str] = weakref.WeakKeyDictionary()
 
 
 def check_calibrated(chain: Chain, model: PreTrainedModel) -> None:
     """Raise UsageError for a stage without the calibration that it needs, or with that of another model."""
+    # in a run a session has bound all stages; in Python the user may have left it out
     for stage in chain.stages:
         if stage.unbound:
             raise UsageError(
@@ -40,13 +43,16 @@ def check_weights(calibration: Calibration, model: PreTrainedModel, where: Path 
 
 def weights_of(model: PreTrainedModel) -> str:
     """Return a digest of shapes and of slices of all parameters: models that differ in training differ in it."""
+    # once for each model object, as a run checks its calibrations at every prompt
     if model not in _digests:
         sha256 = hashlib.sha256()
         for name, p in model.named_parameters():
             flat = p.detach().reshape(-1)
             middle = flat.numel() // 2
-            parts = torch.cat([flat[:SLICE], flat[middle : middle + SLICE]]).cpu().view(torch.uint8)
+            slices = torch.cat([flat[:SLICE], flat[middle : middle + SLICE]])
+            # NumPy knows no bf16: the digest is over bytes
+            slice_bytes = slices.cpu().view(torch.uint8)
             sha256.update(f"{name}:{p.dtype}:{tuple(p.shape)}\n".encode())
-            sha256.update(parts.numpy().tobytes())
+            sha256.update(slice_bytes.numpy().tobytes())
         _digests[model] = sha256.hexdigest()
     return _digests[model]

@@ -16,8 +16,7 @@ DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 class ModelConfig:
     """A model to load: its path or hub id and revision, its precision, and the knobs of conf/model.
 
-    Fields marked ``identity`` are part of a cell's identity, since they change results; those marked ``runtime`` are
-    not.
+    Fields marked ``identity`` change results and are part of a cell's identity. Fields marked ``runtime`` are not.
     """
 
     name: str = identity()
@@ -31,13 +30,13 @@ class ModelConfig:
     prompt_templates: Mapping[str, str] = identity(default_factory=dict)
     chat_template: str | None = identity(default=None)
     stop: tuple[str, ...] = identity(default=())
-    rope_scaling: Mapping[str, Any] | None = identity(default=None)
+    rope_scaling: Mapping[str, object] | None = identity(default=None)
     device_map: Any = runtime(default=None)
     download: bool = runtime(default=False)
     verified: bool = runtime(default=False)
     shape: Mapping[str, int] | None = runtime(default=None)
     architecture: Mapping[str, Any] | None = runtime(default=None)
-    fetch: Mapping[str, Any] | None = runtime(default=None)
+    fetch: Mapping[str, object] | None = runtime(default=None)
 
     def __post_init__(self) -> None:
         for key, value, allowed in (
@@ -47,9 +46,10 @@ class ModelConfig:
         ):
             if value not in allowed:
                 raise unknown(f"value of model.{key}", value, allowed)
+        # values come from YAML and the command line, whatever their annotations say
         texts = isinstance(self.stop, (list, tuple)) and all(isinstance(s, str) and s for s in self.stop)
         check("model.stop", self.stop, texts, "a list of texts that are not empty")
-        object.__setattr__(self, "stop", tuple(self.stop))
+        object.__setattr__(self, "stop", tuple(self.stop))  # YAML gives a list, and a list cannot be hashed
         if isinstance(self.device_map, str) and self.device_map not in DEVICE_MAPS:
             hint = "Or a mapping of layers to devices."
             raise unknown("value of model.device_map", self.device_map, DEVICE_MAPS, hint)
@@ -58,6 +58,7 @@ class ModelConfig:
             "model.device_map", self.device_map, mapped, f"{', '.join(DEVICE_MAPS)}, or a mapping of layers to devices"
         )
         for key, text in (("revision", self.revision), ("chat_template", self.chat_template)):
+            # YAML reads a revision such as 20240101 as a number
             is_text = text is None or (isinstance(text, str) and bool(text))
             check(f"model.{key}", text, is_text, "a text, in quotes if it is a number, or null")
         scaling = self.rope_scaling
@@ -70,4 +71,5 @@ class ModelConfig:
         )
         context = self.context
         check("model.context", context, context is None or (is_whole(context) and context >= 1), "a whole number")
+        # a text such as "false" would be true
         check("model.download", self.download, isinstance(self.download, bool), "true or false")

@@ -1,7 +1,7 @@
 """The sizes in a checkpoint's config.json, checked before transformers reads the file.
 
-transformers checks types and builds whatever fits them: no layers, heads of size 0, a vocabulary of none. It then ends
-in "list index out of range" or "integer modulo by zero".
+transformers checks types and builds any model that fits them: one without layers, with heads of size 0 or without a
+vocabulary. Such a model ends in "list index out of range" or "integer modulo by zero".
 """
 
 from __future__ import annotations
@@ -30,37 +30,45 @@ DTYPES = ("float32", "float16", "bfloat16", "float64")
 
 
 def check_sizes(path: str, config: Any) -> None:
-    """Raise UsageError naming the key, its value and what is allowed; ``path`` is the user's name for the model.
+    """Raise UsageError for an impossible size, with its key, its value and the values that are allowed.
 
-    A list in place of a size (one for each layer) and null are left to transformers, which knows the family.
+    ``path`` is the user's name for the model. A list in the place of a size (one for each layer) and null are left to
+    transformers, which knows the family.
     """
     if not isinstance(config, Mapping):
         raise UsageError(f"model={path}: its config.json is no JSON object, but {type(config).__name__}")
     for key in SIZES:
         value = config.get(key)
         if value is not None and not isinstance(value, list) and not (is_whole(value) and value >= 1):
-            raise _wrong(path, key, value, WHOLE)
+            raise _refusal(path, key, value, WHOLE)
+    # the sizes that depend on each other, as far as they are given
     numbers = {key: value for key, value in config.items() if is_whole(value)}
     heads, kv_heads = numbers.get("num_attention_heads", 1), numbers.get("num_key_value_heads", 1)
+    # each kv head serves a group of query heads
     if heads % kv_heads:
-        raise _wrong(path, "num_key_value_heads", kv_heads, f"a divisor of num_attention_heads={heads}")
+        raise _refusal(path, "num_key_value_heads", kv_heads, f"a divisor of num_attention_heads={heads}")
     hidden = numbers.get("hidden_size", 0)
     if config.get("head_dim") is None and hidden % heads:
-        raise _wrong(path, "num_attention_heads", heads, f"a divisor of hidden_size={hidden}, or a head_dim beside it")
+        allowed = f"a divisor of hidden_size={hidden}, or a head_dim beside it"
+        raise _refusal(path, "num_attention_heads", heads, allowed)
+    # a padding id beyond the vocabulary has no row in the embedding; -1 stands for none
     padding, vocabulary = numbers.get("pad_token_id", -1), numbers.get("vocab_size")
     if vocabulary is not None and padding >= vocabulary:
-        raise _wrong(path, "pad_token_id", padding, f"null or an id below vocab_size={vocabulary}")
+        raise _refusal(path, "pad_token_id", padding, f"null or an id below vocab_size={vocabulary}")
+    # older checkpoints say torch_dtype
     for key in ("dtype", "torch_dtype"):
         name = config.get(key)
         if name is not None and not (isinstance(name, str) and _is_dtype(name)):
-            raise _wrong(path, key, name, f"one of {', '.join(DTYPES)}")
-    for key, kind in {"model_type": str, "quantization_config": Mapping}.items():
-        value = config.get(key)
-        if value is not None and not isinstance(value, kind):
-            raise _wrong(path, key, value, "a name" if kind is str else "a JSON object")
+            raise _refusal(path, key, name, f"one of {', '.join(DTYPES)}")
+    model_type = config.get("model_type")
+    if model_type is not None and not isinstance(model_type, str):
+        raise _refusal(path, "model_type", model_type, "a name")
+    quantisation = config.get("quantization_config")
+    if quantisation is not None and not isinstance(quantisation, Mapping):
+        raise _refusal(path, "quantization_config", quantisation, "a JSON object")
     window = config.get("sliding_window")
     if window is not None and not (is_whole(window) and window >= 1):
-        raise _wrong(path, "sliding_window", window, f"{WHOLE}, or null")
+        raise _refusal(path, "sliding_window", window, f"{WHOLE}, or null")
     _check_thetas(path, config)
 
 
@@ -69,27 +77,35 @@ def check_end_ids(path: str, file: str, config: Any) -> None:
     if not isinstance(config, Mapping):
         raise UsageError(f"model={path}: its {file} is no JSON object, but {type(config).__name__}")
     ends = config.get("eos_token_id")
-    ids: list[Any] = ends if isinstance(ends, list) else [ends]
+    # one id, or a list of them
+    ids: list[Any] = [ends]
+    if isinstance(ends, list):
+        ids = ends
     if ends is not None and not all(is_whole(i) and i >= 0 for i in ids):
         allowed = "null, a token id of 0 or more, or a list of them"
         raise UsageError(f"model={path}: its {file} says eos_token_id={ends!r}, which is not possible: {allowed}")
 
 
 def _is_dtype(name: str) -> bool:
+    """Tell whether ``name`` is a floating-point dtype of PyTorch, with or without the prefix, or ``auto``."""
     dtype = getattr(torch, name.removeprefix("torch."), None)
     return name == "auto" or (isinstance(dtype, torch.dtype) and dtype.is_floating_point)
 
 
-def _check_thetas(path: str, config: Mapping[str, Any]) -> None:
-    """Raise UsageError for a base of rotary positions that is no number above 0, also one of a type of layer."""
+def _check_thetas(path: str, config: Mapping[str, object]) -> None:
+    """Raise UsageError for a base of rotary positions that is no number above 0.
+
+    Mappings within the configuration are checked, too: some families have a base for each type of layer.
+    """
     theta = config.get("rope_theta")
-    number = isinstance(theta, (int, float)) and not isinstance(theta, bool)
-    if theta is not None and not (number and 0 < theta < math.inf):
-        raise _wrong(path, "rope_theta", theta, "a number above 0")
+    possible = isinstance(theta, (int, float)) and not isinstance(theta, bool) and 0 < theta < math.inf
+    if theta is not None and not possible:
+        raise _refusal(path, "rope_theta", theta, "a number above 0")
     for value in config.values():
         if isinstance(value, Mapping):
             _check_thetas(path, value)
 
 
-def _wrong(path: str, key: str, value: object, allowed: str) -> UsageError:
+def _refusal(path: str, key: str, value: object, allowed: str) -> UsageError:
+    """Return the refusal of one value of a config.json."""
     return UsageError(f"model={path}: its config.json says {key}={value!r}, which is not possible: {allowed}")

@@ -14,13 +14,14 @@ from torch import Tensor
 
 from kvbench.kv.apportion import proportional_shares, round_shares
 
-JITTER = (0.0, *(10.0**-e for e in range(10, 1, -1)))
-STEPS = 16  # of a group's rank where ``multiple`` is not given: 32 of 512
+JITTER = (0.0, 1e-10, 1e-9, 1e-8, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2)
+"""Fractions of the mean of a diagonal, in the order in which ``damping`` tries them."""
+STEPS = 16  # a group's ranks come in so many steps where ``multiple`` is not given: 32 of 512
 
 
 @dataclass(frozen=True)
 class Factors:
-    """A projection [H D, d] by low-rank factors.
+    """A projection W [H D, d] by low-rank factors: each group of rows is W_g = up_g down_g.
 
     down: [R, d], the rows of all groups.
     ups: each group's matrix [m, r]; None where the group keeps its full rank, so that its latents are its outputs.
@@ -48,27 +49,35 @@ class Spectrum:
         S is lower triangular [d, d], the Cholesky factor of the inputs' moments, or a diagonal [d].
         """
         w64, scale64 = weight.detach().double(), scale.to(weight.device).double()
-        u, s, vt = torch.linalg.svd(w64 * scale64 if scale64.dim() == 1 else w64 @ scale64, full_matrices=False)
         if scale64.dim() == 1:
-            return cls(weight.detach(), u, s, vt / scale64)
-        return cls(weight.detach(), u, s, torch.linalg.solve_triangular(scale64, vt, upper=False, left=False))
+            # W S scales column j by S_j, and vt S^-1 divides it by S_j
+            u, s, vt = torch.linalg.svd(w64 * scale64, full_matrices=False)
+            back = vt / scale64
+        else:
+            u, s, vt = torch.linalg.svd(w64 @ scale64, full_matrices=False)
+            # the solution X of X S = vt
+            back = torch.linalg.solve_triangular(scale64, vt, upper=False, left=False)
+        return cls(weight=weight.detach(), u=u, s=s, back=back)
 
     def cut(self, rank: int) -> tuple[Tensor, Tensor | None]:
         """Return (down [rank, d], up [m, rank]) of the largest singular values, split evenly between both.
 
-        At full rank, any invertible split is exact; the one without rounding is the weight itself.
+        At full rank, any invertible split is exact. The one without rounding is (the weight itself, None).
         """
         if rank >= self.weight.shape[0]:
             return self.weight, None
+        # down = sqrt(s) vt S^-1 and up = u sqrt(s), so that up down = u s vt S^-1
         root = self.s[:rank].sqrt()
-        dtype = self.weight.dtype
-        return (root[:, None] * self.back[:rank]).to(dtype), (self.u[:, :rank] * root).to(dtype)
+        down = root[:, None] * self.back[:rank]
+        up = self.u[:, :rank] * root
+        return down.to(self.weight.dtype), up.to(self.weight.dtype)
 
 
 def joined(parts: Sequence[tuple[Tensor, Tensor | None]]) -> Factors:
     """Return the factors of a projection from the (down, up) of its groups, in order."""
-    downs, ups = zip(*parts, strict=True)
-    return Factors(torch.cat(downs), tuple(ups), tuple(d.shape[0] for d in downs))
+    downs = [down for down, _ in parts]
+    ups = [up for _, up in parts]
+    return Factors(down=torch.cat(downs), ups=tuple(ups), ranks=tuple(down.shape[0] for down in downs))
 
 
 def damping(moments: Tensor) -> float:
@@ -78,6 +87,7 @@ def damping(moments: Tensor) -> float:
     eye = torch.eye(len(m), dtype=m.dtype, device=m.device)
     for step in JITTER:
         added = step * mean
+        # cholesky_ex reports 0 in ``info`` where the factor exists
         if int(torch.linalg.cholesky_ex(m + added * eye).info) == 0:
             return added
     return mean
@@ -91,12 +101,14 @@ def whitening(moments: Tensor, added: float) -> Tensor:
 
 def group_size(heads: int, most: int) -> int:
     """Return how many heads a group has: the largest divisor of ``heads`` that is at most ``most``."""
-    return max(g for g in range(1, min(heads, most) + 1) if heads % g == 0)
+    return max(size for size in range(1, min(heads, most) + 1) if heads % size == 0)
 
 
 def step_of(full: int, multiple: int | None) -> int:
     """Return the step between ranks: ``multiple``, or a sixteenth of the full rank."""
-    return multiple if multiple is not None else max(1, full // STEPS)
+    if multiple is not None:
+        return multiple
+    return max(1, full // STEPS)
 
 
 def nearest_rank(full: int, ratio: float, multiple: int | None) -> int:
@@ -104,44 +116,56 @@ def nearest_rank(full: int, ratio: float, multiple: int | None) -> int:
     step = step_of(full, multiple)
     if ratio == 0:
         return full
-    return min(full, max(1, math.floor((1 - ratio) * full / step + 0.5)) * step)
+    # floor(x + 0.5) rounds halves up, where round() would round them to even
+    steps = math.floor((1 - ratio) * full / step + 0.5)
+    return min(full, max(1, steps) * step)
 
 
 def divided_ranks(weights: Sequence[float], full: int, ratio: float, multiple: int | None) -> list[int]:
     """Return ranks that divide 1 - ratio of all ranks in proportion to ``weights``, in whole multiples.
 
-    None is above ``full`` or below one multiple. What a cap takes away goes to the others in proportion, and fractions
-    of multiples to the largest remainders.
+    No rank is above ``full`` or below one multiple. The share that a cap cuts off goes to the other ranks in
+    proportion. Fractions of multiples go to the largest remainders.
     """
     step = step_of(full, multiple)
     if ratio == 0:
         return [full] * len(weights)
+    # a unit is one multiple; the last unit of a full rank may be cut by ``full``
     most_units = -(-full // step)
     total = max(len(weights), math.floor((1 - ratio) * full * len(weights) / step + 0.5))
     units = round_shares(proportional_shares(weights, total, most_units), total)
     for i, count in enumerate(units):
         if count == 0:
+            # the largest rank gives one unit
             units[units.index(max(units))] -= 1
             units[i] = 1
-    return [min(full, u * step) for u in units]
+    return [min(full, unit * step) for unit in units]
 
 
 def searched_ranks(loss: Sequence[Sequence[float]], ranks: Sequence[int], full: int, target: int) -> list[int]:
     """Return each projection's rank: the smallest of ``ranks`` whose ``loss`` [projections, ranks] is at most a limit.
 
-    The limit, found by bisection (ASVD's binary search), is the smallest loss with which all ranks add up to at most
-    ``target``. If there is none, the limit is the largest loss, which gives the least ranks.
+    The limit is the smallest loss with which all ranks add up to at most ``target``. It is found by bisection, as ASVD
+    searches (arXiv 2312.05821). If there is none, the limit is the largest loss, which gives the least ranks.
     """
 
-    def chosen(limit: float) -> list[int]:
-        return [min([r for r, x in zip(ranks, row, strict=True) if x <= limit], default=full) for row in loss]
+    def choose_ranks(limit: float) -> list[int]:
+        projection_ranks = []
+        for row in loss:
+            possible = [rank for rank, rank_loss in zip(ranks, row, strict=True) if rank_loss <= limit]
+            projection_ranks.append(min(possible, default=full))
+        return projection_ranks
 
-    limits = sorted({x for row in loss for x in row})
+    losses: set[float] = set()
+    for row in loss:
+        losses.update(row)
+    limits = sorted(losses)
+    # a larger limit never gives larger ranks: limits[high] serves, or is the last one
     low, high = 0, len(limits) - 1
     while low < high:
         middle = (low + high) // 2
-        if sum(chosen(limits[middle])) <= target:
+        if sum(choose_ranks(limits[middle])) <= target:
             high = middle
         else:
             low = middle + 1
-    return chosen(limits[low])
+    return choose_ranks(limits[low])

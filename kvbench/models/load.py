@@ -47,8 +47,9 @@ IDENTITY_FILES = (
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 """Files of which a tokenizer needs one."""
 EMBEDDED = Path(__file__).parent / "embedded"
-SLICE = 4096
+SLICE = 4096  # bytes of a tensor that are read for a fingerprint, twice
 WHOLE_HASH_LIMIT = 256 * 2**20
+"""Safetensors of more bytes are not read whole for a fingerprint, which would take minutes."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,8 @@ class ModelSource:
     """A checkpoint.
 
     location: its folder, or its id on the hub.
-    revision: its commit on the hub, None for a folder.
+    revision: its commit on the hub; None for a folder.
+    config: its transformers configuration, with the run's own RoPE scaling.
     fingerprint: a text that identifies config, tokenizer and weights.
     """
 
@@ -68,6 +70,7 @@ class ModelSource:
 
 def named_models() -> dict[str, dict[str, Any]]:
     """Return the entries of conf/model that name a model."""
+    # one entry is the template of all keys, and names none
     return {name: entry for name, entry in entries("model").items() if name != LISTED["model"]}
 
 
@@ -76,18 +79,20 @@ def locate(cfg: ModelConfig) -> ModelSource:
     if cfg.path.startswith("embedded:"):
         folder = EMBEDDED / cfg.path.removeprefix("embedded:")
         if not (folder / "config.json").is_file():
-            raise unknown("embedded model", folder.name, (p.parent.name for p in EMBEDDED.glob("*/config.json")))
+            names = (config_file.parent.name for config_file in EMBEDDED.glob("*/config.json"))
+            raise unknown("embedded model", folder.name, names)
         return _check_folder(cfg, folder)
     if cfg.path.startswith(fetch.SCHEME):
         return _check_folder(cfg, fetch.located(cfg.path.removeprefix(fetch.SCHEME)))
     folder = Path(cfg.path).expanduser()
     try:
         exists = folder.exists()
-    except OSError:  # of a name that no file can have
+    except OSError:  # no file can have such a name, as it is too long
         exists = False
     if exists:
         manifest.check_copy(folder)
         return _check_folder(cfg, folder)
+    # an id of the hub is owner/name
     if cfg.path.startswith((".", "/", "~")) or cfg.path.count("/") != 1:
         raise MissingModel(
             f"model={cfg.path}: there is no such folder.{did_you_mean(cfg.path, named_models())} Give a folder with "
@@ -100,16 +105,19 @@ def locate(cfg: ModelConfig) -> ModelSource:
 
 def load_tokenizer(cfg: ModelConfig, source: ModelSource) -> PreTrainedTokenizerBase:
     """Return the checkpoint's tokenizer, with the run's own chat template if it has one."""
-    _quiet()
+    _silence_transformers()
     try:
-        options = {"local_files_only": not cfg.download, **_options(source)}
-        tokenizer = AutoTokenizer.from_pretrained(source.location, **options)
+        tokenizer = AutoTokenizer.from_pretrained(
+            source.location, local_files_only=not cfg.download, **_revision_option(source)
+        )
         if cfg.chat_template:
             tokenizer.chat_template = cfg.chat_template
         return tokenizer
     except Exception as error:
         why = f"{type(error).__name__}: {headline(error)}"
-        if Path(source.location).is_dir() and not any((Path(source.location) / name).exists() for name in VOCABULARIES):
+        folder = Path(source.location)
+        # transformers' own errors do not say that the vocabulary is missing
+        if folder.is_dir() and not any((folder / name).exists() for name in VOCABULARIES):
             why = f"there is none of {', '.join(VOCABULARIES)}: save the model's tokenizer into its folder"
         raise UsageError(f"model={cfg.path}: its tokenizer cannot be loaded: {why}") from None
 
@@ -117,54 +125,65 @@ def load_tokenizer(cfg: ModelConfig, source: ModelSource) -> PreTrainedTokenizer
 def end_tokens(cfg: ModelConfig, source: ModelSource) -> set[int]:
     """Return the end-of-sequence ids at which ``model.generate`` stops.
 
-    They are those of the checkpoint's config and of its generation config, which may be absent; either may name one id
+    They are the ids in the checkpoint's config and in its generation config, which may be absent. Each may name one id
     or several.
     """
-    token_ids: set[int] = set()
     try:
         generation = GenerationConfig.from_pretrained(
-            source.location, local_files_only=not cfg.download, **_options(source)
+            source.location, local_files_only=not cfg.download, **_revision_option(source)
         )
     except (OSError, ValueError):
         generation = None
-    for holder in (source.config, generation):
-        eos = getattr(holder, "eos_token_id", None)
-        token_ids |= {eos} if isinstance(eos, int) else set(eos or ())
+    token_ids: set[int] = set()
+    for config in (source.config, generation):
+        eos = getattr(config, "eos_token_id", None)
+        if isinstance(eos, int):
+            token_ids.add(eos)
+        else:
+            token_ids.update(eos or ())
     return token_ids
 
 
 def weight_bytes(source: ModelSource) -> int:
-    """Return the bytes of a checkpoint's safetensors on disk; 0 if its location is not a local folder."""
+    """Return the bytes of a checkpoint's safetensors on disk, or 0 if its location is not a local folder."""
     return sum(p.stat().st_size for p in Path(source.location).glob("*.safetensors"))
 
 
 def load_weights(cfg: ModelConfig, source: ModelSource, device: torch.device) -> PreTrainedModel:
     """Return the model in eval mode on ``device``, with trained weights from safetensors or random ones.
 
-    With ``device_map`` accelerate spreads its layers over devices instead.
+    With ``device_map`` accelerate spreads its layers over devices instead. Raises UsageError if the model cannot be
+    loaded, and KvbenchError if it does not fit into memory.
     """
+    # errors below may come of a package that is newer than all that were tried
     tell_untried()
-    _quiet()
+    _silence_transformers()
     _check_device_map(cfg)
     dtype = resolve_dtype(cfg, device, source.config)
     try:
         if cfg.weights == "random":
-            torch.manual_seed(0)
+            torch.manual_seed(0)  # every run gets the same random weights
             model = AutoModelForCausalLM.from_config(source.config, dtype=dtype)
         else:
+            options: dict[str, object] = {}
+            if cfg.device_map:
+                options["device_map"] = cfg.device_map
+            options |= _revision_option(source)
             model = weights.read(
                 cfg.path,
                 source.location,
                 config=source.config,
                 dtype=dtype,
                 local_files_only=not cfg.download,
-                **({"device_map": cfg.device_map} if cfg.device_map else {}),
-                **_options(source),
+                **options,
             )
-        return model.eval() if cfg.device_map else model.to(device).eval()
+        # with a device_map the layers are where they belong
+        if not cfg.device_map:
+            model = model.to(device)
+        return model.eval()
     except torch.OutOfMemoryError:
         raise KvbenchError(f"model={cfg.path} does not fit into the memory of {device} as {dtype}") from None
-    except UsageError:
+    except UsageError:  # of weights.read, which has its own reason
         raise
     except SafetensorError as error:
         raise UsageError(
@@ -178,6 +197,7 @@ def load_weights(cfg: ModelConfig, source: ModelSource, device: torch.device) ->
 
 
 def _check_device_map(cfg: ModelConfig) -> None:
+    """Raise an error if layers cannot be spread over devices: without weights to read, or without accelerate."""
     if not cfg.device_map:
         return
     if cfg.weights == "random":
@@ -193,21 +213,25 @@ def load_model(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Return (model, tokenizer) by name: an entry of conf/model such as ``tiny``, a folder, or a hub id.
 
-    ``knobs`` are fields of ModelConfig; ``download=True`` fetches a hub id that is not in the local cache.
+    ``knobs`` are fields of ModelConfig. With ``download=True`` a hub id that is not in the local cache is fetched.
     """
     check("model", name, isinstance(name, (str, Path)) and bool(str(name)), "a name, a folder or a hub id")
     allowed = [f.name for f in fields(ModelConfig) if f.name not in ("name", "path")]
     for knob in set(knobs) - set(allowed):
         raise unknown("knob of the model", knob, allowed)
-    entry = named_models().get(name, {}) if isinstance(name, str) else {}
-    facts = {"name": str(name), "path": str(name), **entry, "dtype": str(dtype).removeprefix("torch."), **knobs}
-    cfg = ModelConfig(**facts)
+    # as on the command line: the entry of conf/model overrules the name, and arguments overrule the entry
+    settings: dict[str, Any] = {"name": str(name), "path": str(name)}
+    if isinstance(name, str):
+        settings |= named_models().get(name, {})
+    settings["dtype"] = str(dtype).removeprefix("torch.")
+    settings |= knobs
+    cfg = ModelConfig(**settings)
     source = locate(cfg)
     return load_weights(cfg, source, resolve_device(str(device))), load_tokenizer(cfg, source)
 
 
 def _read_json(path: str, file: Path) -> Any:
-    """Return the content of a checkpoint's file; ``path`` is the user's name for the model."""
+    """Return the content of a checkpoint's file. ``path`` is the user's name for the model in messages."""
     try:
         return json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, RecursionError):
@@ -216,14 +240,21 @@ def _read_json(path: str, file: Path) -> Any:
 
 def resolve_device(device: str) -> torch.device:
     """Return a device by name; ``auto`` is the first CUDA device, else the CPU. Raises UsageError if it is absent."""
+    has_cuda = torch.cuda.is_available()
+    if device == "auto" and has_cuda:
+        return torch.device("cuda:0")
     if device == "auto":
-        return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+        return torch.device("cpu")
     if re.fullmatch(r"cpu|cuda(:\d+)?", device) is None:
         raise unknown("device", device, ("auto", "cpu", "cuda", "cuda:0"))
     resolved = torch.device(device)
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    count = 0
+    if has_cuda:
+        count = torch.cuda.device_count()
     if resolved.type == "cuda" and (resolved.index or 0) >= count:
-        devices = f"{count} CUDA devices" if count else "no CUDA device"
+        devices = "no CUDA device"
+        if count:
+            devices = f"{count} CUDA devices"
         raise UsageError(f"device={device}: PyTorch {torch.__version__} sees {devices} here; use device=cpu")
     return resolved
 
@@ -234,23 +265,28 @@ def fingerprint(folder: Path) -> str:
     Of safetensors above 256 MiB only the header and the beginning and middle of every tensor are read.
     """
     digest = hashlib.sha256()
-    for path in sorted(p for p in folder.iterdir() if p.suffix == ".safetensors" or p.name in IDENTITY_FILES):
+    # other files, such as a README, change no result
+    paths = [p for p in folder.iterdir() if p.suffix == ".safetensors" or p.name in IDENTITY_FILES]
+    for path in sorted(paths):
         if not path.is_file():
             raise UsageError(f"model={folder}: {path.name} is no file")
         size = path.stat().st_size
+        # names and sizes, too: files of other names with the same bytes are another checkpoint
         digest.update(f"{path.name}:{size}\n".encode())
         with path.open("rb") as f:
             if size > WHOLE_HASH_LIMIT and path.suffix == ".safetensors":
-                for part in _slices(f):
+                for part in _read_slices(f):
                     digest.update(part)
             else:
+                # files may be larger than memory
                 while block := f.read(2**20):
                     digest.update(block)
     return digest.hexdigest()[:16]
 
 
-def _slices(f: BinaryIO) -> Iterator[bytes]:
+def _read_slices(f: BinaryIO) -> Iterator[bytes]:
     """Yield the header of a safetensors file and two slices of each tensor, at its beginning and in its middle."""
+    # the format: 8 bytes with the header's length, the header in JSON, then all tensors at the offsets that it says
     length = f.read(8)
     header = f.read(int.from_bytes(length, "little"))
     yield length + header
@@ -272,6 +308,7 @@ def _check_folder(cfg: ModelConfig, folder: Path) -> ModelSource:
         raise UsageError(f"model={cfg.path} is a file; give the folder that holds config.json and *.safetensors")
     if not (folder / "config.json").is_file():
         raise UsageError(f"model={cfg.path} is not a model folder: it has no config.json")
+    # sizes come first: transformers would build a model of any that fit its types
     check_sizes(cfg.path, _read_json(cfg.path, folder / "config.json"))
     if (folder / "generation_config.json").is_file():
         check_end_ids(cfg.path, "generation_config.json", _read_json(cfg.path, folder / "generation_config.json"))
@@ -281,52 +318,64 @@ def _check_folder(cfg: ModelConfig, folder: Path) -> ModelSource:
             "base model's weights and save those"
         )
     if cfg.weights == "trained" and not any(folder.glob("*.safetensors")):
-        pickles = " (*.bin files are pickles, which kvbench does not load)" if any(folder.glob("*.bin")) else ""
+        pickles = ""
+        if any(folder.glob("*.bin")):
+            pickles = " (*.bin files are pickles, which kvbench does not load)"
         raise UsageError(
             f"model={cfg.path} has no *.safetensors weights{pickles}. Convert or finish the download, or use "
             "weights=random for the same architecture without them"
         )
     _check_shards(cfg, folder)
+    # the configuration is read last, as it may run into errors that the checks above explain better
     try:
         config = scaled(cfg, AutoConfig.from_pretrained(folder))
     except UsageError:
         raise
     except Exception as error:
         raise UsageError(f"model={cfg.path}: its config.json cannot be used: {headline(error)}") from None
-    return ModelSource(str(folder), None, config, fingerprint(folder))
+    return ModelSource(location=str(folder), revision=None, config=config, fingerprint=fingerprint(folder))
 
 
 def _check_shards(cfg: ModelConfig, folder: Path) -> None:
+    """Raise UsageError if weight files are missing that the folder's index names."""
     index = folder / "model.safetensors.index.json"
     if cfg.weights != "trained" or not index.is_file():
         return
     try:
-        wanted = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
         raise UsageError(f"model={cfg.path}: its model.safetensors.index.json is damaged") from None
-    missing = sorted(w for w in wanted if not (folder / w).is_file())
+    missing = sorted(name for name in names if not (folder / name).is_file())
     if missing:
         raise UsageError(
-            f"model={cfg.path} is half downloaded: {len(missing)} of {len(wanted)} weight files are missing, "
+            f"model={cfg.path} is half downloaded: {len(missing)} of {len(names)} weight files are missing, "
             f"{missing[0]} first"
         )
 
 
 def _find_on_hub(cfg: ModelConfig) -> ModelSource:
+    """Return the checkpoint of a hub id, in the local cache or on the hub. Raises MissingModel with the remedy."""
     try:
         config = AutoConfig.from_pretrained(cfg.path, revision=cfg.revision, local_files_only=not cfg.download)
     except Exception as error:
-        online = "add" if cfg.name == "hf" else f"python -m kvbench model fetch {cfg.name}, or add"
-        remedy = (
-            f"the hub said: {headline(error)}"
-            if cfg.download
-            else f"it is no folder and not in the local hub cache; {online} download=true to fetch it, or give a folder"
-        )
+        if cfg.download:
+            remedy = f"the hub said: {headline(error)}"
+        else:
+            command = "add"
+            if cfg.name != "hf":
+                # a name of conf/model has a command of its own
+                command = f"python -m kvbench model fetch {cfg.name}, or add"
+            remedy = (
+                f"it is no folder and not in the local hub cache; {command} download=true to fetch it, or give a folder"
+            )
         if cfg.shape is not None:
             remedy += f". What caches take needs no checkpoint: python -m kvbench bench memory model={cfg.name} n=8192"
         raise MissingModel(f"model={cfg.path} (revision {cfg.revision}): {remedy}", [cfg.path]) from None
+    # the commit identifies the files, where a branch such as "main" moves
     commit = getattr(config, "_commit_hash", None) or cfg.revision
-    return ModelSource(cfg.path, commit, scaled(cfg, config), f"{cfg.path}@{commit}")
+    return ModelSource(
+        location=cfg.path, revision=commit, config=scaled(cfg, config), fingerprint=f"{cfg.path}@{commit}"
+    )
 
 
 def scaled(cfg: ModelConfig, config: Any) -> Any:
@@ -340,7 +389,7 @@ def scaled(cfg: ModelConfig, config: Any) -> Any:
             raise UsageError(
                 f"model.rope_scaling={dict(cfg.rope_scaling)}: {cfg.path} has no rotary positions to scale"
             )
-        config.rope_parameters = {**parameters, **cfg.rope_scaling}
+        config.rope_parameters = dict(parameters) | dict(cfg.rope_scaling)
     weights.check_rope(cfg.path, getattr(config, "rope_parameters", None), config)
     try:
         traits.of_config(config)
@@ -353,17 +402,24 @@ def resolve_dtype(cfg: ModelConfig, device: torch.device, config: Any) -> torch.
     """Return the dtype to run in: the model's knob, or for ``auto`` float32 on a CPU, else the checkpoint's own."""
     if cfg.dtype != "auto":
         return getattr(torch, cfg.dtype)
+    # CPUs without bf16 units compute half precision slowly
     if device.type == "cpu":
         return torch.float32
     checkpoint_dtype = getattr(config, "dtype", None)
-    return checkpoint_dtype if isinstance(checkpoint_dtype, torch.dtype) else torch.bfloat16
+    if isinstance(checkpoint_dtype, torch.dtype):
+        return checkpoint_dtype
+    return torch.bfloat16
 
 
-def _options(source: ModelSource) -> dict[str, Any]:
-    return {"revision": source.revision} if source.revision else {}
+def _revision_option(source: ModelSource) -> dict[str, Any]:
+    """Return the option of ``from_pretrained`` for a checkpoint's commit, or {} for a folder."""
+    if source.revision:
+        return {"revision": source.revision}
+    return {}
 
 
-def _quiet() -> None:
+def _silence_transformers() -> None:
+    """Silence transformers, whose progress bars and advice would stand among kvbench's own lines."""
     hf_logging.set_verbosity_error()
     hf_logging.disable_progress_bar()
     logging.getLogger("transformers").setLevel(logging.ERROR)

@@ -1,8 +1,8 @@
-"""Low-rank key and value projections in a model: modules that stand in for its own while a context is open.
+"""Low-rank key and value projections in a model: modules that replace its own while a context is open.
 
-They compute latents first (down x, side by side for all groups of heads) and keys or values from them, and remember the
-latents of their last call, which is what a cache stores. Their matrices are weights, not cache. Shapes: Hk kv heads, D
-head dimension, d hidden size, R latents of a projection, U rows, L tokens.
+They compute latents first (down x, side by side for all groups of heads), and keys or values from the latents. They
+remember the latents of their last call, as a cache stores these. Their matrices are weights, not cache. Shapes: Hk kv
+heads, D head dimension, d hidden size, R latents of a projection, U rows, L tokens.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kvbench.models.interface import attention_modules
 
 @dataclass(frozen=True)
 class ProjectionShape:
-    """The sizes of a model's cache, and ``hidden``, that of its projections' input."""
+    """The sizes of a model's cache, with the size ``hidden`` of its projections' input."""
 
     layers: int
     heads: int
@@ -31,10 +31,13 @@ class ProjectionShape:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> ProjectionShape:
-        c, attention = model.config, attention_modules(model)
-        heads = int(getattr(c, "num_key_value_heads", None) or c.num_attention_heads)
-        (k, _), _ = linears(attention[0], heads)
-        return cls(len(attention), heads, k.shape[0] // heads, k.shape[1])
+        """Return the sizes of ``model``."""
+        modules = attention_modules(model)
+        # models without grouped heads have no num_key_value_heads
+        heads = int(getattr(model.config, "num_key_value_heads", None) or model.config.num_attention_heads)
+        (k_weight, _), _ = linears(modules[0], heads)  # [Hk D, d]
+        rows, hidden = k_weight.shape
+        return cls(layers=len(modules), heads=heads, head_dim=rows // heads, hidden=hidden)
 
 
 Linear = tuple[Tensor, Tensor | None]
@@ -43,7 +46,9 @@ Linear = tuple[Tensor, Tensor | None]
 def projection(attention: nn.Module) -> list[nn.Linear]:
     """Return the linear modules that compute keys and values: [keys', values'], or GPT-NeoX's one fused module."""
     fused = getattr(attention, "query_key_value", None)
-    return [attention.k_proj, attention.v_proj] if fused is None else [fused]  # type: ignore[list-item]
+    if fused is not None:
+        return [fused]
+    return [attention.k_proj, attention.v_proj]  # type: ignore[list-item]
 
 
 def linears(attention: nn.Module, heads: int) -> tuple[Linear, Linear]:
@@ -59,8 +64,9 @@ def head_rows(attention: nn.Module, tensors: Sequence[Tensor], heads: int) -> tu
     """Return (keys', values') rows [Hk, D, d] of tensors with the shapes of ``projection``'s weights."""
     if len(tensors) == 2:
         return tensors[0].unflatten(0, (heads, -1)), tensors[1].unflatten(0, (heads, -1))
-    parts = tensors[0].unflatten(0, (heads, 3, -1))
-    return parts[:, 1], parts[:, 2]
+    # [Hk, 3, D, d]: query, key and value rows of each head
+    rows = tensors[0].unflatten(0, (heads, 3, -1))
+    return rows[:, 1], rows[:, 2]
 
 
 def _split_fused(fused: nn.Linear, heads: int, which: int) -> Linear:
@@ -72,15 +78,18 @@ def _split_fused(fused: nn.Linear, heads: int, which: int) -> Linear:
     def select(t: Tensor) -> Tensor:
         return t.detach().unflatten(0, (heads, 3, -1))[:, which].flatten(0, 1).contiguous()
 
-    return select(fused.weight), None if fused.bias is None else select(fused.bias)
+    if fused.bias is None:
+        return select(fused.weight), None
+    return select(fused.weight), select(fused.bias)
 
 
 class LowRank(nn.Module):
-    """A projection by factors. ``latent`` [B, T, R] is what its last call computed."""
+    """A projection by factors. ``latent`` [B, T, R] has the latents of its last call."""
 
     def __init__(self, factors: Factors, bias: Tensor | None) -> None:
         super().__init__()
-        self.down, self.ups, self.ranks, self.bias = factors.down, factors.ups, factors.ranks, bias
+        self.down, self.ups, self.ranks = factors.down, factors.ups, factors.ranks
+        self.bias = bias
         self.latent: Tensor | None = None
         self.eval()
 
@@ -89,11 +98,19 @@ class LowRank(nn.Module):
         return self.rebuild(self.latent)
 
     def rebuild(self, latent: Tensor) -> Tensor:
-        """Return the keys or values [..., Hk D] of latents [..., R]; keys are not rotated yet."""
-        parts = latent.split(self.ranks, dim=-1)
-        groups = [p if up is None else F.linear(p, up) for p, up in zip(parts, self.ups, strict=True)]
-        outputs = groups[0] if len(groups) == 1 else torch.cat(groups, dim=-1)
-        return outputs if self.bias is None else outputs + self.bias
+        """Return the keys or values [..., Hk D] of latents [..., R]. Keys are not rotated yet."""
+        groups: list[Tensor] = []
+        for part, up in zip(latent.split(self.ranks, dim=-1), self.ups, strict=True):
+            if up is None:
+                groups.append(part)  # full rank: the latents are the outputs
+            else:
+                groups.append(F.linear(part, up))
+        outputs = groups[0]
+        if len(groups) > 1:
+            outputs = torch.cat(groups, dim=-1)
+        if self.bias is None:
+            return outputs
+        return outputs + self.bias
 
     def take(self) -> Tensor:
         """Return the latents [T, R] of the last call, which had a single row, and forget them."""
@@ -103,24 +120,26 @@ class LowRank(nn.Module):
 
 
 class Fused(nn.Module):
-    """GPT-NeoX's fused projection with low-rank keys and values; queries are its own."""
+    """GPT-NeoX's fused projection with low-rank keys and values. Queries are the model's own."""
 
-    def __init__(self, own: nn.Linear, heads: int, k_proj: LowRank, v_proj: LowRank) -> None:
+    def __init__(self, model_projection: nn.Linear, heads: int, k_proj: LowRank, v_proj: LowRank) -> None:
         super().__init__()
         self.heads, self.k_proj, self.v_proj = heads, k_proj, v_proj
-        self.q_weight, self.q_bias = _split_fused(own, heads, 0)
+        self.q_weight, self.q_bias = _split_fused(model_projection, heads, 0)
         self.eval()
 
     def forward(self, x: Tensor) -> Tensor:
-        parts = (F.linear(x, self.q_weight, self.q_bias), self.k_proj(x), self.v_proj(x))
-        return torch.cat([p.unflatten(-1, (self.heads, -1)) for p in parts], dim=-1).flatten(-2)
+        outputs = (F.linear(x, self.q_weight, self.q_bias), self.k_proj(x), self.v_proj(x))
+        # query, key and value of each head lie side by side: 3 of [..., heads, D] -> [..., heads, 3 D] -> [..., 3 H D]
+        by_head = [output.unflatten(-1, (self.heads, -1)) for output in outputs]
+        return torch.cat(by_head, dim=-1).flatten(-2)
 
 
 @contextmanager
 def swapped(model: PreTrainedModel, layers: Sequence[tuple[Factors, Factors]]) -> Iterator[None]:
-    """Replace each layer's projections by its (key factors, value factors); the model's own come back on exit."""
+    """Replace each layer's projections by its (key factors, value factors). The model's own come back on exit."""
     heads = ProjectionShape.of(model).heads
-    replaced: list[tuple[nn.Module, str, nn.Module]] = []
+    originals: list[tuple[nn.Module, str, nn.Module]] = []  # (attention module, attribute, module)
     try:
         for attention, (k, v) in zip(attention_modules(model), layers, strict=True):
             modules = projection(attention)
@@ -131,22 +150,22 @@ def swapped(model: PreTrainedModel, layers: Sequence[tuple[Factors, Factors]]) -
             else:
                 replacements = {"k_proj": k_proj, "v_proj": v_proj}
             for name, module in replacements.items():
-                replaced.append((attention, name, getattr(attention, name)))
+                originals.append((attention, name, getattr(attention, name)))
                 setattr(attention, name, module)
         yield
     finally:
-        for attention, name, module in reversed(replaced):
+        for attention, name, module in reversed(originals):
             setattr(attention, name, module)
 
 
 @dataclass(frozen=True)
 class KeyRotation:
-    """The model's rotation of keys by its own rotary module, which is None where positions are learned."""
+    """The model's rotation of keys by its own module ``rotary``. This is None where positions are learned."""
 
     rotary: nn.Module | None
 
     def __call__(self, keys: Tensor, positions: Tensor) -> Tensor:
-        """Return keys [U, Hk, L, D] rotated by positions [U, L]; dimensions past the rotary ones stay."""
+        """Return keys [U, Hk, L, D] rotated by positions [U, L]. Dimensions past the rotary ones stay."""
         if self.rotary is None:
             return keys
         cos, sin = (t[:, None] for t in self.rotary(keys, positions))  # [U, 1, L, rotary dimensions]
@@ -154,7 +173,9 @@ class KeyRotation:
         first, second = rotary.chunk(2, dim=-1)
         # (x1, x2) by angle t: (x1 cos t - x2 sin t, x2 cos t + x1 sin t)
         rotated = rotary * cos + torch.cat((-second, first), dim=-1) * sin
-        return torch.cat((rotated, rest), dim=-1) if rest.shape[-1] else rotated
+        if not rest.shape[-1]:
+            return rotated
+        return torch.cat((rotated, rest), dim=-1)
 
 
 @dataclass(frozen=True)
@@ -168,7 +189,9 @@ class LatentLift:
 
     def keys(self, latent: Tensor, positions: Tensor) -> Tensor:
         """Return rotated keys [U, Hk, L, D] of latents [U, L, R] at positions [U, L]."""
-        return self.turn(self.k.rebuild(latent).unflatten(-1, (self.heads, -1)).transpose(1, 2), positions)
+        # [U, L, Hk D] -> [U, L, Hk, D] -> [U, Hk, L, D]
+        keys = self.k.rebuild(latent).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        return self.turn(keys, positions)
 
     def new(self) -> tuple[Tensor, Tensor]:
         """Return the (key latents, value latents) [B, T, R] of the tokens that the projections read last."""
@@ -178,9 +201,11 @@ class LatentLift:
 
 def lifts(model: PreTrainedModel) -> list[LatentLift]:
     """Return a lift for each layer while the model's projections are low-rank, else an empty list."""
-    turn = KeyRotation(next((m for m in model.modules() if hasattr(m, "inv_freq")), None))
+    rotary = next((module for module in model.modules() if hasattr(module, "inv_freq")), None)
+    turn = KeyRotation(rotary)
     layer_lifts = []
     for attention in attention_modules(model):
+        # GPT-NeoX's low-rank projections are inside the fused one, see ``Fused``
         holder = getattr(attention, "query_key_value", attention)
         k, v = getattr(holder, "k_proj", None), getattr(holder, "v_proj", None)
         if isinstance(k, LowRank) and isinstance(v, LowRank):

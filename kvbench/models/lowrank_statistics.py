@@ -1,6 +1,6 @@
 """Statistics over windows of text by which low-rank projections are chosen: moments, gradients, mean sizes, losses.
 
-Memory is that of the statistics and one window, whatever the number of windows.
+Memory holds the statistics and one window at a time, however many windows there are.
 """
 
 from __future__ import annotations
@@ -21,46 +21,63 @@ from kvbench.models.lowrank import ProjectionShape, head_rows, projection, swapp
 def moments(model: PreTrainedModel, samples: Iterable[Tensor], fisher: bool) -> tuple[Tensor, Tensor | None]:
     """Return (mean of x x^T over all tokens [layers, d, d] fp32, Fisher values) of the projections' inputs x.
 
-    Fisher values [layers, 2, Hk] are sqrt(E[g^2]) averaged over the entries of a head's key (0) and value (1)
-    projection, where g is the gradient of a window's mean loss and E the mean over windows. They are None unless
+    Fisher values [layers, 2, Hk] are sqrt(E[g^2]), averaged over the entries of a head's key (0) and value (1)
+    projection. Here g is the gradient of a window's mean loss and E the mean over windows. They are None unless
     ``fisher``.
     """
     shape, modules = ProjectionShape.of(model), attention_modules(model)
-    projections = [projection(a) for a in modules]
+    projections = [projection(attention) for attention in modules]
     device = projections[0][0].weight.device
     total = torch.zeros(shape.layers, shape.hidden, shape.hidden, dtype=torch.float64, device=device)
-    tokens = count = 0
+    tokens = windows = 0
 
     def add(layer: int, x: Tensor) -> None:
+        # x [B, n, d] -> [B n, d]: the sum of x x^T over tokens is X^T X
         flat = x.detach().reshape(-1, x.shape[-1]).float()
         total[layer] += flat.T @ flat
 
-    parameters = [m.weight for pair in projections for m in pair] if fisher else []
-    squares = [torch.zeros_like(p, dtype=torch.float32) for p in parameters]
+    parameters = _select_projection_weights(modules, fisher)
+    squares = [torch.zeros_like(p, dtype=torch.float32) for p in parameters]  # sums of g^2 over windows
     with quiet(model, parameters), projection_inputs(model, add):
         for window in samples:
-            value = loss(model, window)
-            grads = torch.autograd.grad(value, parameters) if fisher else ()
-            for square, grad in zip(squares, grads, strict=True):
-                square += grad.float().square()
-            tokens, count = tokens + len(window), count + 1
+            window_loss = loss(model, window)
+            if fisher:
+                gradients = torch.autograd.grad(window_loss, parameters)
+                for square, gradient in zip(squares, gradients, strict=True):
+                    square += gradient.float().square()
+            tokens += len(window)
+            windows += 1
     mean = (total / max(tokens, 1)).float()
     if not fisher:
         return mean, None
-    per_layer = len(projections[0])
+    weights_per_layer = len(projections[0])  # 2, or GPT-NeoX's one
     fisher_layers = []
     for i, attention in enumerate(modules):
-        roots = [(s / max(count, 1)).sqrt() for s in squares[i * per_layer : (i + 1) * per_layer]]
-        fisher_layers.append(torch.stack([t.mean(dim=(1, 2)) for t in head_rows(attention, roots, shape.heads)]))
+        layer_squares = squares[i * weights_per_layer : (i + 1) * weights_per_layer]
+        roots = [(square / max(windows, 1)).sqrt() for square in layer_squares]  # sqrt(E[g^2])
+        # of keys and of values: [Hk, D, d] -> [Hk]
+        head_means = [rows.mean(dim=(1, 2)) for rows in head_rows(attention, roots, shape.heads)]
+        fisher_layers.append(torch.stack(head_means))
     return mean, torch.stack(fisher_layers)
 
 
+def _select_projection_weights(modules: Sequence[nn.Module], fisher: bool) -> list[Tensor]:
+    """Return the weights of all layers' key and value projections in order, or [] where no gradients are needed."""
+    weights: list[Tensor] = []
+    if fisher:
+        for attention in modules:
+            weights.extend(module.weight for module in projection(attention))
+    return weights
+
+
 def moments_bytes(model: PreTrainedModel, fisher: bool) -> tuple[int, int]:
-    """Return (bytes that ``moments`` holds while it measures, with gradients, bytes of its mean moments)."""
+    """Return (the bytes of ``moments``' statistics and gradients while it measures, the bytes of its mean moments)."""
     shape = ProjectionShape.of(model)
     entries = shape.layers * shape.hidden**2
-    parameters = [m.weight for a in attention_modules(model) for m in projection(a)] if fisher else []
-    return 8 * entries + sum(w.numel() * (4 + w.element_size()) for w in parameters), 4 * entries
+    weights = _select_projection_weights(attention_modules(model), fisher)
+    # sums are fp64 and their mean fp32; each weight has a square in fp32 and a gradient in its own dtype
+    gradient_bytes = sum(weight.numel() * (4 + weight.element_size()) for weight in weights)
+    return 8 * entries + gradient_bytes, 4 * entries
 
 
 def mean_sizes(model: PreTrainedModel, samples: Iterable[Tensor]) -> Tensor:
@@ -82,24 +99,32 @@ def mean_sizes(model: PreTrainedModel, samples: Iterable[Tensor]) -> Tensor:
 def mean_loss(model: PreTrainedModel, windows: Sequence[Tensor], layers: Sequence[tuple[Factors, Factors]]) -> float:
     """Return the mean loss over ``windows`` of the model with each layer's (key factors, value factors)."""
     with quiet(model, ()), swapped(model, layers):
-        return sum(float(loss(model, w)) for w in windows) / len(windows)
+        return sum(float(loss(model, window)) for window in windows) / len(windows)
 
 
 def loss(model: PreTrainedModel, window: Tensor) -> Tensor:
     """Return the mean negative log likelihood of a window [n] after its first token."""
     ids = window.to(model.device)
+    # the logits after token i predict token i + 1
     logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1]
     return F.cross_entropy(logits.float(), ids[1:])
 
 
 @contextmanager
 def projection_inputs(model: PreTrainedModel, see: Callable[[int, Tensor], None]) -> Iterator[None]:
-    """Call ``see(layer, x [B, n, d])`` with the input of each layer's key and value projections; hooks go on exit."""
+    """Call ``see(layer, x [B, n, d])`` with the input of each layer's key and value projections.
+
+    The hooks are removed on exit.
+    """
 
     def watch(layer: int, module: nn.Module) -> torch.utils.hooks.RemovableHandle:
-        return module.register_forward_pre_hook(lambda _, args: see(layer, args[0]))
+        def see_input(_: nn.Module, args: tuple[Tensor, ...]) -> None:
+            see(layer, args[0])
 
-    handles = [watch(i, projection(a)[0]) for i, a in enumerate(attention_modules(model))]
+        return module.register_forward_pre_hook(see_input)
+
+    # keys and values have the same input, so that the first projection of a layer tells it
+    handles = [watch(i, projection(attention)[0]) for i, attention in enumerate(attention_modules(model))]
     try:
         yield
     finally:
@@ -109,15 +134,15 @@ def projection_inputs(model: PreTrainedModel, see: Callable[[int, Tensor], None]
 
 @contextmanager
 def quiet(model: PreTrainedModel, wanted: Sequence[Tensor]) -> Iterator[None]:
-    """Keep the model in eval mode, with gradients for ``wanted`` parameters alone; its settings come back on exit."""
+    """Keep the model in eval mode, with gradients for ``wanted`` parameters alone. Its settings come back on exit."""
     flags = [(p, p.requires_grad) for p in model.parameters()]
-    training = [m for m in model.modules() if m.training]
+    training = [module for module in model.modules() if module.training]
     model.eval()
     try:
         for p, _ in flags:
             p.requires_grad_(False)
-        for w in wanted:
-            w.requires_grad_(True)
+        for parameter in wanted:
+            parameter.requires_grad_(True)
         with torch.set_grad_enabled(bool(wanted)):
             yield
     finally:

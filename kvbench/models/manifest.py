@@ -1,7 +1,7 @@
-"""The manifest of a fetched model: the sizes and checksums of its files, to which whoever loads the model holds them.
+"""The manifest of a fetched model: the sizes and checksums of its files, which are checked when the model is loaded.
 
 Sizes are compared each time. Checksums are computed once on a machine, and once more where a file's size, time or inode
-changed; the files that were right are written down beside the manifest.
+changed. The files that were right are written down beside the manifest.
 """
 
 from __future__ import annotations
@@ -11,37 +11,47 @@ from collections.abc import Mapping
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from kvbench.base.errors import KvbenchError, UsageError
 from kvbench.base.files import read_json, sha256, write_json
 
 NAME = "kvbench-manifest.json"
 CHECKED = "kvbench-checked.json"
-"""The file with the files that had the right checksum and what they were like then, by machine."""
+"""The record of the files that had the right checksum, with their size, time and inode then, by machine."""
 MACHINES = 16
-"""The machines that are remembered, the last ones."""
+"""The record keeps so many machines, the last ones."""
 UNREADABLE = (UsageError, KeyError, TypeError, ValueError, AttributeError)
 """The errors of reading a manifest that is missing, damaged or something else."""
 
-Stamps = dict[str, dict[str, Any]]
+Stamp = dict[str, int | str]
+"""A file's size, modification time and inode, with its checksum where that was right."""
+Stamps = dict[str, Stamp]
+"""The stamps of a folder's files, by name."""
 
 
 def write(folder: Path, sums: Mapping[str, str], origin: Mapping[str, str]) -> None:
     """Write the manifest of files whose checksums were just computed, with their ``origin``."""
-    stamps = {name: {**_stamp(folder / name), "sha256": wanted} for name, wanted in sums.items()}
-    files = {name: {"sha256": stamp["sha256"], "bytes": stamp["bytes"]} for name, stamp in stamps.items()}
-    write_json(folder / NAME, {"version": 1, **origin, "files": files})
+    stamps: Stamps = {}
+    files: dict[str, object] = {}
+    for name, checksum in sums.items():
+        stamp = _stamp(folder / name, checksum)
+        stamps[name] = stamp
+        files[name] = {"sha256": checksum, "bytes": stamp["bytes"]}
+    content: dict[str, object] = {"version": 1}
+    content |= origin
+    content["files"] = files
+    write_json(folder / NAME, content)
     _remember(folder, stamps)
 
 
 def check_copy(folder: Path) -> None:
-    """Hold a folder that the user named to its manifest, if it has one: it was fetched, or is a copy of what was.
+    """Compare a folder that the user named with its manifest. A folder without one was not fetched and passes.
 
-    Raises UsageError with the file and what to do if a file differs.
+    Raises UsageError with the file and the remedy if a file differs.
     """
     if not (folder / NAME).is_file():
         return
+    # sizes first: they cost nothing, and tell most damages
     try:
         damage = wrong_size(folder) or wrong_sum(folder)
     except UNREADABLE:
@@ -55,12 +65,13 @@ def check_copy(folder: Path) -> None:
 
 def sums(folder: Path) -> dict[str, str]:
     """Return the SHA-256 of each file as the manifest says it."""
-    return {name: str(record["sha256"]) for name, record in _files(folder).items()}
+    return {name: str(record["sha256"]) for name, record in _read_files(folder).items()}
 
 
 def wrong_size(folder: Path) -> str | None:
     """Return a text on the first file that is missing or has another size than the manifest says, None for none."""
-    for name, record in _files(folder).items():
+    # files that the manifest does not name are the user's own
+    for name, record in _read_files(folder).items():
         path, size = folder / name, int(record["bytes"])
         if not path.is_file():
             return f"{path} is missing"
@@ -72,48 +83,59 @@ def wrong_size(folder: Path) -> str | None:
 def wrong_sum(folder: Path, again: bool = False) -> str | None:
     """Return a text on the first file with another checksum than the manifest says, None for none.
 
-    A file is read once on each machine, and once more where its size, time or inode changed; ``again`` reads all files.
-    The files that were right are written down beside them.
+    A file is read once on each machine, and once more where its size, time or inode changed. ``again`` reads all files.
+    The files that were right are written down beside the manifest.
     """
-    known = {} if again else _checked(folder).get(platform.node(), {})
-    stamps = {}
-    for name, wanted in sums(folder).items():
+    known_stamps: Stamps = {}
+    if not again:
+        known_stamps = _read_checked(folder).get(platform.node(), {})
+    stamps: Stamps = {}
+    for name, checksum in sums(folder).items():
         path = folder / name
         try:
             # taken before the file is read, so that a change meanwhile makes the next run read it again
-            stamp = _stamp(path)
-            if known.get(name) != {**stamp, "sha256": wanted}:
-                actual = sha256(path) if again else _sum_of(path, tuple(stamp.values()))
-                if actual != wanted:
-                    return f"{path} has the checksum {actual}, it had {wanted}"
+            stamp = _stamp(path, checksum)
+            if known_stamps.get(name) != stamp:
+                if again:
+                    actual = sha256(path)
+                else:
+                    actual = _sum_of(path, (stamp["bytes"], stamp["mtime_ns"], stamp["inode"]))
+                if actual != checksum:
+                    return f"{path} has the checksum {actual}, it had {checksum}"
         except OSError as error:
             return f"{path} cannot be read ({error.strerror})"
-        stamps[name] = {**stamp, "sha256": wanted}
-    if known != stamps:
+        stamps[name] = stamp
+    # an unchanged record is not written again, as several processes may load the model at once
+    if known_stamps != stamps:
         _remember(folder, stamps)
     return None
 
 
-def _files(folder: Path) -> dict[str, Any]:
+def _read_files(folder: Path) -> dict[str, dict[str, str | int]]:
     """Return {name: record} of the manifest's files. Raises one of UNREADABLE if there is none or it is damaged."""
-    files = (read_json(folder / NAME) or {})["files"]
+    content = read_json(folder / NAME) or {}
+    files = content["files"]
+    # a name with folders in it would lead out of this folder
     return {Path(name).name: dict(record) for name, record in files.items()}
 
 
-def _stamp(path: Path) -> dict[str, int]:
-    """Return what changes with a file's content."""
+def _stamp(path: Path, checksum: str) -> Stamp:
+    """Return the facts that change with a file's content, together with the checksum that it should have."""
     status = path.stat()
-    return {"bytes": status.st_size, "mtime_ns": status.st_mtime_ns, "inode": status.st_ino}
+    return {"bytes": status.st_size, "mtime_ns": status.st_mtime_ns, "inode": status.st_ino, "sha256": checksum}
 
 
 @cache
-def _sum_of(path: Path, stamp: tuple[int, ...]) -> str:
-    """Return a file's checksum; ``stamp`` makes a cached one stay true where the folder cannot be written."""
+def _sum_of(path: Path, status: tuple[int | str, ...]) -> str:
+    """Return a file's checksum. It is cached in the process, for a folder that cannot be written.
+
+    ``status`` is the file's size, time and inode. A file that changed is read again.
+    """
     return sha256(path)
 
 
-def _checked(folder: Path) -> dict[str, Stamps]:
-    """Return the stamps of files that had the right checksum, by machine; none if they cannot be read."""
+def _read_checked(folder: Path) -> dict[str, Stamps]:
+    """Return the stamps of files that had the right checksum, by machine. An unreadable record counts as none."""
     try:
         content = read_json(folder / CHECKED) or {}
     except UsageError:
@@ -123,6 +145,11 @@ def _checked(folder: Path) -> dict[str, Stamps]:
 
 def _remember(folder: Path, stamps: Stamps) -> None:
     """Write down the files that had the right checksum on this machine, unless the folder cannot be written."""
-    others = [item for item in _checked(folder).items() if item[0] != platform.node()]
+    stamps_by_machine = _read_checked(folder)
+    # this machine comes last, and the oldest of too many goes
+    stamps_by_machine.pop(platform.node(), None)
+    stamps_by_machine[platform.node()] = stamps
+    machines = list(stamps_by_machine)[-MACHINES:]
+    # the record only saves time, so that nothing depends on it being written
     with suppress(KvbenchError):
-        write_json(folder / CHECKED, dict([*others, (platform.node(), stamps)][-MACHINES:]), sync=False)
+        write_json(folder / CHECKED, {machine: stamps_by_machine[machine] for machine in machines}, sync=False)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache as HFCache
 
@@ -19,12 +20,16 @@ from kvbench.storage.roles import Rotary
 
 TOKENS = 8
 SHIFT = 5
-"""Positions by which the second reading of the same tokens stands later."""
+"""One of two readings of the same tokens is at positions that are so much later."""
 
 
 @dataclass(frozen=True)
 class Probe:
-    """Why cached keys cannot be rotated, and why keys and values are not projections; None where they are."""
+    """The result of probing a model.
+
+    unrolled: why cached keys cannot be rotated to other positions; None where they can.
+    mixed: why cached keys and values are not linear in their layer's input; None where they are.
+    """
 
     unrolled: str | None
     mixed: str | None
@@ -45,7 +50,7 @@ _PROBED: WeakKeyDictionary[PreTrainedModel, Probe] = WeakKeyDictionary()
 
 
 def probe(model: PreTrainedModel) -> Probe:
-    """Return the result of probing a model, which is done once for each model.
+    """Return the result of probing a model. Each model is probed once.
 
     Raises UsageError where the logits under kvbench's attention are not those under the model's own.
     """
@@ -55,54 +60,90 @@ def probe(model: PreTrainedModel) -> Probe:
 
 
 def _measure(model: PreTrainedModel) -> Probe:
+    """Read the same few tokens under the model's own attention and under kvbench's, at two places."""
     ids = torch.arange(TOKENS, device=model.device) % model.config.vocab_size
     positions = torch.arange(TOKENS, device=model.device)[None]
-    projected: dict[tuple[int, str], Tensor] = {}  # what k_proj and v_proj of each layer gave [1, T, H D]
+    outputs: dict[tuple[int, str], Tensor] = {}  # of each layer's k_proj and v_proj [1, T, H D]
 
-    def record(key: tuple[int, str]) -> object:
-        return lambda module, args, output: projected.update({key: output})
+    def make_recorder(key: tuple[int, str]) -> Callable[[nn.Module, object, Tensor], None]:
+        def record(module: nn.Module, args: object, output: Tensor) -> None:
+            outputs[key] = output
 
+        return record
+
+    # random or trained weights serve alike: both sides compute with the same ones
     with torch.no_grad(), attached(model), ExitStack() as stack:
         attention = model.config._attn_implementation
         model.set_attn_implementation("eager")
         try:
-            own_logits = model(input_ids=ids[None], position_ids=positions, use_cache=False).logits[0]
+            model_logits = model(input_ids=ids[None], position_ids=positions, use_cache=False).logits[0]
         finally:
             model.set_attn_implementation(attention)
-        later, _ = _read(model, ids, positions + SHIFT)
+        later_layers, _ = _read(model, ids, positions + SHIFT)
         for i, module in enumerate(attention_modules(model)):
             for name in ("k_proj", "v_proj"):
                 if hasattr(module, name):
-                    hook = getattr(module, name).register_forward_hook(record((i, name)))
+                    hook = getattr(module, name).register_forward_hook(make_recorder((i, name)))
                     stack.callback(hook.remove)
-        first, logits = _read(model, ids, positions)
-    near = 1e-3 if model.dtype == torch.float32 else 0.1
-    if _distance(logits, own_logits) > near:
+        layers, logits = _read(model, ids, positions)
+    # both sides sum in another order
+    tolerance = 0.1  # of half precision
+    if model.dtype == torch.float32:
+        tolerance = 1e-3
+    if _distance(logits, model_logits) > tolerance:
         raise UsageError(
             f"the model family {model.config.model_type!r} does not run in kvbench: under its attention function the "
             "logits are not the model's own"
         )
+    # with several rotary modules layers rotate in different ways
     frequencies = [m.get_buffer("inv_freq") for m in model.modules() if hasattr(m, "inv_freq")]
-    rotary = Rotary(frequencies[0]) if len(frequencies) == 1 else None
-    rolled = rotary is not None and all(
-        _distance(rotary.turn(getattr(a, name), 0, SHIFT), getattr(b, name)) <= near
-        for a, b in zip(first, later, strict=True)
-        for name in ("k", "query")
-    )
-    linear = len(projected) == 2 * len(first)
-    for (i, name), output in projected.items():
-        cached = first[i].k if name == "k_proj" else first[i].v
-        plain = output.unflatten(-1, (cached.shape[1], -1)).transpose(1, 2)
+    rotary = None
+    if len(frequencies) == 1:
+        rotary = Rotary(frequencies[0])
+    unrolled = mixed = None
+    if rotary is None or not _are_rotated(layers, later_layers, rotary, tolerance):
+        unrolled = "its keys at other positions are not its keys rotated"
+    if not _are_projected(layers, outputs, rotary, positions=positions, tolerance=tolerance):
+        mixed = "its cached keys and values are not what its projections give"
+    return Probe(unrolled=unrolled, mixed=mixed)
+
+
+def _are_rotated(
+    layers: Sequence[ProbeLayer], later_layers: Sequence[ProbeLayer], rotary: Rotary, tolerance: float
+) -> bool:
+    """Tell whether keys and queries turned by SHIFT positions equal those of the later reading."""
+    for layer, later_layer in zip(layers, later_layers, strict=True):
+        for states, later_states in ((layer.k, later_layer.k), (layer.query, later_layer.query)):
+            if not _distance(rotary.turn(states, 0, SHIFT), later_states) <= tolerance:
+                return False
+    return True
+
+
+def _are_projected(
+    layers: Sequence[ProbeLayer],
+    outputs: Mapping[tuple[int, str], Tensor],
+    rotary: Rotary | None,
+    *,
+    positions: Tensor,
+    tolerance: float,
+) -> bool:
+    """Tell whether each layer caches its k_proj's output, rotated, and its v_proj's."""
+    are_projected = len(outputs) == 2 * len(layers)  # else some layers have no such modules
+    for (i, name), output in outputs.items():
+        cached = layers[i].v
+        if name == "k_proj":
+            cached = layers[i].k
+        # [1, T, H D] -> [1, H, T, D]
+        expected = output.unflatten(-1, (cached.shape[1], -1)).transpose(1, 2)
         if name == "k_proj" and rotary is not None:
-            plain = rotary.turn(plain, 0, positions)
-        linear = linear and _distance(plain, cached) <= near
-    return Probe(
-        None if rolled else "its keys at other positions are not its keys rotated",
-        None if linear else "its cached keys and values are not what its projections give",
-    )
+            expected = rotary.turn(expected, 0, positions)
+        if not _distance(expected, cached) <= tolerance:
+            are_projected = False
+    return are_projected
 
 
 def _read(model: PreTrainedModel, ids: Tensor, positions: Tensor) -> tuple[list[ProbeLayer], Tensor]:
+    """Return (the layers of one reading, its logits [T, V]) of tokens [T] at positions [1, T]."""
     layers = [ProbeLayer() for _ in range(model.config.num_hidden_layers)]
     out = model(input_ids=ids[None], position_ids=positions, **named_cache(HFCache(layers=list(layers))))
     return layers, out.logits[0]

@@ -1,4 +1,4 @@
-"""What differs between the supported releases of transformers, and the newest releases that the tests have run on."""
+"""The differences between supported releases of transformers, and the newest releases that the tests have run on."""
 
 from __future__ import annotations
 
@@ -15,17 +15,35 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from kvbench.base.errors import say
 
 NEWEST_TRIED = {
-    **{"transformers": "5.24", "torch": "2.13", "tokenizers": "0.23", "safetensors": "0.8", "huggingface_hub": "2.4"},
-    **{"numpy": "2.4", "scipy": "1.17", "rapidfuzz": "3.14", "hydra-core": "1.3", "omegaconf": "2.3", "pyyaml": "6.0"},
+    "transformers": "5.24",
+    "torch": "2.13",
+    "tokenizers": "0.23",
+    "safetensors": "0.8",
+    "huggingface_hub": "2.4",
+    "numpy": "2.4",
+    "scipy": "1.17",
+    "rapidfuzz": "3.14",
+    "hydra-core": "1.3",
+    "omegaconf": "2.3",
+    "pyyaml": "6.0",
 }
 """Releases that the whole suite passes on, of all packages that decide what is read, computed or scored.
 
 constraints.txt pins these.
 """
 CACHE_NAMES = ("cache", "past_key_values")
-"""What transformers calls the cache in calls and outputs: the first from 5.24 on, the second before."""
-CACHE_NAME = CACHE_NAMES[0 if "cache" in {field.name for field in fields(CausalLMOutputWithPast)} else 1]
-"""The one that the installed release expects."""
+"""The name of the cache in calls and outputs of transformers: the first from 5.24 on, the second before."""
+
+
+def _find_cache_name() -> str:
+    """Return the name that the installed release expects, by the fields of a model's output."""
+    output_fields = {field.name for field in fields(CausalLMOutputWithPast)}
+    if "cache" in output_fields:
+        return CACHE_NAMES[0]
+    return CACHE_NAMES[1]
+
+
+CACHE_NAME = _find_cache_name()
 
 
 def named_cache(cache: Any) -> dict[str, Any]:
@@ -33,26 +51,27 @@ def named_cache(cache: Any) -> dict[str, Any]:
     return {CACHE_NAME: cache}
 
 
-def caches_among(kwargs: Mapping[str, Any]) -> list[Any]:
-    """Return what a call was given by either name."""
+def caches_among(kwargs: Mapping[str, object]) -> list[object]:
+    """Return the caches that a call was given, by either name."""
     return [kwargs[name] for name in CACHE_NAMES if kwargs.get(name) is not None]
 
 
 def untried(installed: Mapping[str, str]) -> str | None:
     """Return a note on the packages whose ``installed`` versions are above the newest tried; None if there are none."""
-    above = [
-        f"{name} {installed[name]} (up to {tried})"
-        for name, tried in NEWEST_TRIED.items()
-        if name in installed and _minor(installed[name]) > _minor(tried)
-    ]
-    if not above:
+    newer = []
+    # packages that are not installed are extras, which the run does without
+    for name, tried in NEWEST_TRIED.items():
+        if name in installed and _minor(installed[name]) > _minor(tried):
+            newer.append(f"{name} {installed[name]} (up to {tried})")
+    if not newer:
         return None
-    return f"not tried with this version of {', '.join(above)}: if something breaks, install the one in brackets"
+    return f"not tried with this version of {', '.join(newer)}: if something breaks, install the one in brackets"
 
 
 @functools.cache
 def tell_untried() -> None:
     """Say once in a process which installed packages are newer than the newest tried."""
+    # the cache of this function makes it once
     installed = {}
     for name in NEWEST_TRIED:
         with suppress(PackageNotFoundError):  # built without a record of its version
@@ -64,4 +83,5 @@ def tell_untried() -> None:
 
 def _minor(release: str) -> tuple[int, ...]:
     """Return (major, minor) of a version such as 5.24.0, 2.13.0+cpu or 5.25.0.dev0."""
+    # patch releases are taken to change nothing
     return tuple(int(part) for part in re.findall(r"\d+", release)[:2])

@@ -1,7 +1,7 @@
 """The traits of a model, read off its config and its modules. No list of families decides what runs.
 
-A family that transformers' attention interface serves runs; what would be computed wrongly is refused with the reason.
-TESTED names the families on which every method is tested, the others are run with the note ``untested``.
+A family runs if transformers' attention interface serves it. A model that would be computed wrongly is refused with the
+reason. TESTED names the families on which every method is tested. Others run with the note ``untested``.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ TESTED = (
     "qwen3_moe",
     "smollm3",
 )
-MOST_LAYERS = 4096  # building a million would take hours
+MOST_LAYERS = 4096  # a config.json may say a million, and building these would take hours
 MOVING = ("dynamic", "longrope")  # rotary types whose frequencies depend on the length read so far
 LAYER_TYPES = ("full_attention", "sliding_attention")
 PLAIN_PARTS = ("q_proj", "k_proj", "v_proj", "o_proj", "out_proj", "dense", "query_key_value", "rotary_emb", "q_norm")
@@ -47,7 +47,7 @@ class ModelTraits:
     """A model's family, the shape of its cache, and the reasons that keep methods from running on it.
 
     unrolled: why cached keys cannot be rotated to other positions, or None.
-    mixed: why keys and values are not linear in what their layer reads, as low-rank methods need, or None.
+    mixed: why keys and values are not linear in their layer's input, as low-rank methods need, or None.
     capped: whether attention logits are capped (softcapping).
     """
 
@@ -89,31 +89,40 @@ def of_model(model: PreTrainedModel) -> ModelTraits:
     check_is_model(model)
     check_served(model)
     family = str(model.config.model_type)
-    learned = learned_positions(model) and not _of_table(model)
-    unrolled = f"the family {family!r} learns its positions" if learned else _unrolled(model)
-    mixed = _mixed(model)
+    if learned_positions(model) and not _reads_position_table(model):
+        unrolled: str | None = f"the family {family!r} learns its positions"
+    else:
+        unrolled = _find_rotation_fault(model)
+    mixed = _find_projection_fault(model)
+    # reading off may overlook a rule of an untested family; a model on meta has no weights to probe
     if family not in TESTED and model.device.type != "meta":
         result = probe.probe(model)
-        unrolled, mixed = unrolled or result.unrolled, mixed or result.mixed
+        unrolled = unrolled or result.unrolled
+        mixed = mixed or result.mixed
     capped = getattr(model.config, "attn_logit_softcapping", None) is not None
-    return ModelTraits(family, from_config(model.config), unrolled, mixed, capped)
+    return ModelTraits(family=family, shape=from_config(model.config), unrolled=unrolled, mixed=mixed, capped=capped)
 
 
 _KNOWN: dict[str, ModelTraits] = {}
+"""Traits by the text of a configuration: building a model takes seconds, even without weights."""
 
 
 def of_config(config: Any) -> ModelTraits:
-    """Return a model's traits from its configuration alone, by modules that have no memory for weights."""
+    """Return a model's traits from its configuration alone, by modules that have no memory for weights.
+
+    Raises UsageError if transformers builds no model of it, or kvbench cannot run the model.
+    """
     layers = getattr(config, "num_hidden_layers", 0)
     if isinstance(layers, int) and layers > MOST_LAYERS:
-        raise _refused(config, f"its config.json says num_hidden_layers={layers}; {MOST_LAYERS} are the most")
+        raise _refusal(config, f"its config.json says num_hidden_layers={layers}; {MOST_LAYERS} are the most")
+    # two classes of configuration may have the same values
     key = f"{type(config).__name__} {config.to_json_string()}"
     if key not in _KNOWN:
         try:
             with torch.device("meta"):
                 model = AutoModelForCausalLM.from_config(copy.deepcopy(config))
         except Exception as error:
-            raise _refused(config, f"transformers builds no causal language model of it ({headline(error)})") from None
+            raise _refusal(config, f"transformers builds no causal language model of it ({headline(error)})") from None
         _KNOWN[key] = of_model(model)
     return _KNOWN[key]
 
@@ -123,8 +132,10 @@ def check_served(model: PreTrainedModel) -> None:
     config, modules = model.config, attention_modules(model)
     text = config.get_text_config()
     layers = getattr(config, "num_hidden_layers", 0)
+    layer_numbers = [module.layer_idx for module in modules]
     kinds = sorted(set(getattr(config, "layer_types", None) or ()) - set(LAYER_TYPES))
     arguments = inspect.signature(model.forward).parameters
+    # the first reason that applies is given, so that the more specific ones come first
     reasons = {
         "it reads through cross-attention": (
             config.is_encoder_decoder or getattr(config, "cross_attention_layers", None)
@@ -135,14 +146,15 @@ def check_served(model: PreTrainedModel) -> None:
         "it caches latents instead of keys and values (latent attention)": getattr(config, "kv_lora_rank", None),
         f"it has layers of the type {', '.join(kinds)}, and only {' and '.join(LAYER_TYPES)} run (state-space and "
         "other recurrent layers cache no keys)": kinds,
-        "its layers have heads of different sizes": _varies(config),
+        "its layers have heads of different sizes": _head_size_varies(config),
         f"{len(modules)} of its {layers} layers have attention (state-space or recurrent layers have no keys)": (
-            [m.layer_idx for m in modules] != list(range(layers))
+            layer_numbers != list(range(layers))
         ),
         "it has recurrent (state-space) layers beside its attention, which cache no keys": any(
             name.endswith("A_log") for name, _ in model.named_parameters()
         ),
         "it shares keys and values between layers": getattr(config, "num_kv_shared_layers", 0),
+        # modeling files that use the interface import its table of functions
         "its attention does not go through transformers' attention interface": not all(
             hasattr(sys.modules.get(type(m).__module__), "ALL_ATTENTION_FUNCTIONS") for m in modules
         ),
@@ -150,13 +162,13 @@ def check_served(model: PreTrainedModel) -> None:
         "its attention has sinks that are no tokens": any(hasattr(m, "sinks") for m in modules),
         "its attention is not causal": any(getattr(m, "is_causal", True) is False for m in modules),
     }
-    reason = next((text for text, applies in reasons.items() if applies), None)
-    if reason is not None:
-        raise _refused(config, reason)
+    for reason, applies in reasons.items():
+        if applies:
+            raise _refusal(config, reason)
 
 
-def _varies(config: Any) -> bool:
-    """Tell whether a configuration has no one head dimension: transformers then raises an error for whoever asks."""
+def _head_size_varies(config: Any) -> bool:
+    """Tell whether a configuration has several head dimensions. transformers then raises an error for the question."""
     try:
         getattr(config, "head_dim", None)
     except RuntimeError:
@@ -164,57 +176,73 @@ def _varies(config: Any) -> bool:
     return False
 
 
-def _refused(config: Any, reason: str) -> UsageError:
+def _refusal(config: Any, reason: str) -> UsageError:
+    """Return the refusal of a model family for a reason."""
     return UsageError(f"the model family {getattr(config, 'model_type', None)!r} does not run in kvbench: {reason}")
 
 
 def learned_positions(model: PreTrainedModel) -> bool:
-    """Tell if the model learns its positions from a table, as it does where it has no rotary frequencies."""
+    """Tell whether the model learns its positions in a table: it does where it has no rotary frequencies."""
     return not any(name.endswith("inv_freq") for name, _ in model.named_buffers())
 
 
 def rope_type(config: Any) -> str:
     """Return the kind of a model's rotary positions: ``default`` where they are not scaled, or differ by layer."""
-    return str((getattr(config, "rope_parameters", None) or {}).get("rope_type", "default"))
+    parameters = getattr(config, "rope_parameters", None) or {}
+    return str(parameters.get("rope_type", "default"))
 
 
 def turning_point(config: Any) -> int | None:
-    """Return the most tokens of a text that LongRoPE rotates by its short factors; None for another rotation."""
-    return int(config.rope_parameters["original_max_position_embeddings"]) if rope_type(config) == "longrope" else None
+    """Return the most tokens of a text that LongRoPE rotates by its short factors, or None for another rotation.
+
+    Longer texts are rotated by its long factors, from their first token on (arXiv 2402.13753).
+    """
+    if rope_type(config) != "longrope":
+        return None
+    return int(config.rope_parameters["original_max_position_embeddings"])
 
 
-def _unrolled(model: PreTrainedModel) -> str | None:
+def _find_rotation_fault(model: PreTrainedModel) -> str | None:
+    """Return why cached keys cannot be rotated to other positions, or None if they can."""
     modules = attention_modules(model)
-    if _of_table(model):
+    if _reads_position_table(model):
         return "it reads its rotary positions from a table"
-    if (kind := rope_type(model.config)) in MOVING:
+    kind = rope_type(model.config)
+    if kind in MOVING:
         return f"its rotary positions ({kind}) change with the length of the text"
+    # Gemma 3's local layers rotate by another base
     if sum(hasattr(m, "inv_freq") for m in model.modules()) != 1:
         return "its layers rotate keys in different ways"
     if not all(getattr(m, "use_rope", True) for m in modules):
         return "some of its layers do not rotate keys"
-    # [x1, x2] -> [-x2, x1] by halves; other families rotate neighbouring dimensions
+    # By halves [x1, x2] -> [-x2, x1], hence 0 1 2 3 -> -2 -3 0 1. Other families rotate neighbouring dimensions.
     rotate_half = getattr(sys.modules[type(modules[0]).__module__], "rotate_half", None)
     if rotate_half is None or rotate_half(torch.arange(4.0)).tolist() != [-2, -3, 0, 1]:
         return "it rotates keys by another rule than halves"
     return None
 
 
-def _of_table(model: PreTrainedModel) -> bool:
-    """Tell if the model rotates by a table of its positions, which no training changes (GPT-J)."""
+def _reads_position_table(model: PreTrainedModel) -> bool:
+    """Tell whether the model rotates by a table of its positions, which no training changes (GPT-J)."""
     return any(name.endswith("embed_positions") for name, _ in model.named_buffers())
 
 
-def _mixed(model: PreTrainedModel) -> str | None:
+def _find_projection_fault(model: PreTrainedModel) -> str | None:
+    """Return why keys and values are not linear in their layer's input, or None if they are."""
     attention = attention_modules(model)[0]
     names = [name for name, _ in attention.named_children()]
+    # ``query_key_value`` of other families has another order of rows
     fused = "query_key_value" in names
     separate = all(isinstance(getattr(attention, name, None), nn.Linear) for name in ("k_proj", "v_proj"))
     if not separate and not (fused and model.config.model_type == "gpt_neox"):
         return "its keys and values have no projections of their own"
-    between = [n for n in names if n not in PLAIN_PARTS and "dropout" not in n]
+    # such as a norm of keys (Qwen3's k_norm)
+    between = [name for name in names if name not in PLAIN_PARTS and "dropout" not in name]
     if between:
         return f"{between[-1]} stands between its projections and the cache"
     if getattr(model.config, "clip_qkv", None) is not None:
         return "it clips keys and values after the projection (clip_qkv)"
-    return None if learned_positions(model) and not _of_table(model) else _unrolled(model)
+    if learned_positions(model) and not _reads_position_table(model):
+        return None
+    # latents hold keys that are not rotated yet, so that reading them rotates keys
+    return _find_rotation_fault(model)

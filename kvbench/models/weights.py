@@ -16,30 +16,37 @@ from kvbench.base.errors import UsageError
 
 FLOATS = ("F64", "F32", "F16", "BF16")
 """Names in safetensors of the dtypes that a parameter may be stored in."""
-SHOWN = 3
-MOST_TIMES = 4  # a tied or a missing weight is far from it, and reported by name
+SHOWN = 3  # a message names so many weights
+MOST_TIMES = 4
+"""A config.json that asks for more than so many times the stored weights is refused before memory is taken.
+
+Models with a tied or a missing weight are far below this. Missing weights are reported by name later.
+"""
 WRONG_SHAPE = "has weights of another shape than its config.json says"
 Stored = tuple[str, Sequence[int]]
 """The dtype of a stored tensor, as safetensors names it, and its shape."""
 
 
 def read(path: str, location: str, **options: Any) -> PreTrainedModel:
-    """Return the model of ``from_pretrained(location, **options)``; ``path`` is the user's name for it in messages.
+    """Return the model of ``from_pretrained(location, **options)``. ``path`` is the user's name for it in messages.
 
-    Raises UsageError with the names of weights that are missing, left over, of another shape or no floats. What
-    transformers itself leaves out (buffers of rotations, the second copy of a tied weight) is no error.
+    Raises UsageError with the names of weights that are missing, left over, of another shape or no floats. Tensors that
+    transformers itself leaves out (buffers of rotations, the second copy of a tied weight) are no error.
     """
-    _check_before(path, options["config"], _stored(_folder(options["config"], location)))
+    _check_before(path, options["config"], _read_headers(_find_folder(options["config"], location)))
     loading: Any = AutoModelForCausalLM.from_pretrained(
         location, use_safetensors=True, output_loading_info=True, ignore_mismatched_sizes=True, **options
     )
     model, info = loading
-    shapes = [f"{n} {list(stored)} for {list(expected)}" for n, stored, expected in info["mismatched_keys"]]
+    mismatches = [f"{name} {list(stored)} for {list(expected)}" for name, stored, expected in info["mismatched_keys"]]
     for fault, names in (
-        (WRONG_SHAPE, shapes),
+        (WRONG_SHAPE, mismatches),
         ("lacks weights that its config.json asks for", info["missing_keys"]),
         ("has weights that its config.json has no place for", info["unexpected_keys"]),
-        ("stores weights as integers, as quantised models do, which kvbench does not read", _integers(model, location)),
+        (
+            "stores weights as integers, as quantised models do, which kvbench does not read",
+            _find_integers(model, location),
+        ),
     ):
         if names:
             raise _fault(path, fault, names)
@@ -47,62 +54,71 @@ def read(path: str, location: str, **options: Any) -> PreTrainedModel:
 
 
 def _fault(path: str, fault: str, names: Iterable[str]) -> UsageError:
+    """Return the refusal of a checkpoint for a fault of the weights that ``names`` describe."""
     return UsageError(
-        f"model={path} {fault}: {_listed(names)}. Are config.json and weights of one model, and all of it?"
+        f"model={path} {fault}: {_list_first(names)}. Are config.json and weights of one model, and all of it?"
     )
 
 
 def _check_before(path: str, config: Any, stored: Mapping[str, Stored]) -> None:
     """Raise UsageError, before memory is taken, for a config.json that asks for far more weights than are stored.
 
-    Weights that transformers renames, joins or transposes keep their number, so that only a model of more numbers than
-    its files hold is looked at. A download that is still to come stores nothing yet.
+    transformers may rename, join or transpose weights, which keeps their number. Only a model that needs more numbers
+    than its files hold is refused here. A download that is still to come stores nothing yet.
     """
-    held = sum(math.prod(shape) for _, shape in stored.values())
-    if not held or any(dtype not in FLOATS for dtype, _ in stored.values()):
+    stored_numbers = sum(math.prod(shape) for _, shape in stored.values())
+    # packed integers hold several weights each, so that numbers cannot be compared; they are refused later
+    if not stored_numbers or any(dtype not in FLOATS for dtype, _ in stored.values()):
         return
     with torch.device("meta"):
-        asked = AutoModelForCausalLM.from_config(copy.deepcopy(config))
-    shapes = {name: list(parameter.shape) for name, parameter in asked.named_parameters()}
-    wrong = [f"{n} {list(s)} for {shapes[n]}" for n, (_, s) in stored.items() if n in shapes and list(s) != shapes[n]]
-    wanted = sum(math.prod(shape) for shape in shapes.values())
-    if wrong and wanted > held:
-        raise _fault(path, WRONG_SHAPE, wrong)
-    if wanted > MOST_TIMES * held:
+        model = AutoModelForCausalLM.from_config(copy.deepcopy(config))
+    shapes = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
+    mismatches = []
+    for name, (_, stored_shape) in stored.items():
+        if name in shapes and list(stored_shape) != shapes[name]:
+            mismatches.append(f"{name} {list(stored_shape)} for {shapes[name]}")
+    needed_numbers = sum(math.prod(shape) for shape in shapes.values())
+    if mismatches and needed_numbers > stored_numbers:
+        raise _fault(path, WRONG_SHAPE, mismatches)
+    if needed_numbers > MOST_TIMES * stored_numbers:
         raise UsageError(
-            f"model={path}: its config.json asks for {wanted:,} weights, and its files hold {held:,}. Are config.json "
-            "and weights of one model, and all of it?"
+            f"model={path}: its config.json asks for {needed_numbers:,} weights, and its files hold "
+            f"{stored_numbers:,}. Are config.json and weights of one model, and all of it?"
         )
 
 
-def _listed(names: Iterable[str]) -> str:
+def _list_first(names: Iterable[str]) -> str:
     """Return the first names in order as text, with their number if there are more than SHOWN."""
     ordered = sorted(names)
-    more = f", ... ({len(ordered)} in all)" if len(ordered) > SHOWN else ""
-    return ", ".join(ordered[:SHOWN]) + more
+    listed = ", ".join(ordered[:SHOWN])
+    if len(ordered) > SHOWN:
+        listed += f", ... ({len(ordered)} in all)"
+    return listed
 
 
-def _integers(model: PreTrainedModel, location: str) -> list[str]:
+def _find_integers(model: PreTrainedModel, location: str) -> list[str]:
     """Return the names of stored tensors that are not floats although the model's parameters of these names are."""
     parameters = {name for name, p in model.named_parameters() if p.is_floating_point()}
+    # some checkpoints are saved without the prefix of the model's body
     prefix = f"{model.base_model_prefix}."
-    stored = _stored(_folder(model.config, location))
+    stored = _read_headers(_find_folder(model.config, location))
     integers = [name for name, (dtype, _) in stored.items() if dtype not in FLOATS]
     return [name for name in integers if name in parameters or prefix + name in parameters]
 
 
-def _stored(folder: Path) -> dict[str, Stored]:
+def _read_headers(folder: Path) -> dict[str, Stored]:
     """Return the tensors in a folder's safetensors by name, as their headers state them."""
     stored: dict[str, Stored] = {}
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118
+                # a slice that is not read costs no memory
                 header = tensors.get_slice(name)
                 stored[name] = header.get_dtype(), header.get_shape()
     return stored
 
 
-def _folder(config: Any, location: str) -> Path:
+def _find_folder(config: Any, location: str) -> Path:
     """Return the folder of a model's files: ``location`` itself, or the folder of a hub id in the hub's cache."""
     if Path(location).is_dir():
         return Path(location)
@@ -110,23 +126,28 @@ def _folder(config: Any, location: str) -> Path:
 
     commit = getattr(config, "_commit_hash", None)
     config_path = try_to_load_from_cache(location, "config.json", revision=commit)
-    return Path(config_path).parent if isinstance(config_path, str) else Path(location)
+    # the cache may say that the hub has no such file, by an object that is no path
+    if isinstance(config_path, str):
+        return Path(config_path).parent
+    return Path(location)
 
 
-def check_rope(path: str, parameters: Mapping[str, Any] | None, config: Any) -> None:
+def check_rope(path: str, parameters: Mapping[str, object] | None, config: Any) -> None:
     """Raise UsageError for a RoPE scaling that transformers does not know or that lacks a value."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    kind = (parameters or {}).get("rope_type", "default")
+    parameters = parameters or {}
+    kind = parameters.get("rope_type", "default")
     if kind == "default":
         return
-    factor = (parameters or {}).get("factor", 1.0)
+    factor = parameters.get("factor", 1.0)
     if kind not in ROPE_INIT_FUNCTIONS:
         raise UsageError(
             f"model={path}: rope_type={kind} is not known; default, {', '.join(sorted(ROPE_INIT_FUNCTIONS))} are"
         )
     if not isinstance(factor, (int, float)) or not 0 < factor < float("inf"):
         raise UsageError(f"model={path}: rope_type={kind} with factor={factor} is not possible: a number above 0")
+    # each function reads the values that its scaling needs
     try:
         ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
     except KeyError as error:

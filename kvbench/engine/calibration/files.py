@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import safetensors
 import torch
@@ -18,11 +17,11 @@ from kvbench.base.errors import KvbenchError, UsageError
 from kvbench.base.files import read_json, write_json
 from kvbench.methods.core.recipe import Calibration, Request, digest
 
-FORMAT = 1  # of the record: files of another are refused
+FORMAT = 1  # the version of the record's fields; a record of another version is refused
 
 
 def path_of(folder: Path, request: Request) -> Path:
-    """Return the path of the record of a request's calibration; its tensors lie beside it."""
+    """Return the path of the record of a request's calibration. Its tensors lie beside it."""
     return folder / f"{request.recipe.kind}-{request.key}.json"
 
 
@@ -30,13 +29,14 @@ def save(folder: Path, request: Request, tensors: Mapping[str, Tensor], weights:
     """Write a calibration, the tensors first and the record last, each in one step, and return it."""
     path = path_of(folder, request)
     copies = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
-    meta: dict[str, Any] = {
-        "format": FORMAT,
-        **request.identity(),
+    sha256 = digest(copies)
+    meta: dict[str, object] = {"format": FORMAT}
+    meta |= request.identity()
+    meta |= {
         "model": request.model,
         "weights": weights,
         "shapes": {name: list(t.shape) for name, t in copies.items()},
-        "sha256": digest(copies),
+        "sha256": sha256,
         "versions": {
             "kvbench": kvbench.__version__,
             "torch": torch.__version__,
@@ -44,6 +44,7 @@ def save(folder: Path, request: Request, tensors: Mapping[str, Tensor], weights:
         },
     }
     data = path.with_suffix(".safetensors")
+    # processes may compute one calibration at the same time: each writes a file of its own, and the last one stays
     temporary = data.with_suffix(f".{os.getpid()}.tmp")
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -54,7 +55,7 @@ def save(folder: Path, request: Request, tensors: Mapping[str, Tensor], weights:
             f"{data} could not be written ({error.strerror}): give calibration=FOLDER that can"
         ) from None
     write_json(path, meta)
-    return Calibration(request.recipe.kind, meta["sha256"], weights, copies, meta)
+    return Calibration(request.recipe.kind, sha256, weights, tensors=copies, meta=meta)
 
 
 def load(folder: Path, request: Request) -> Calibration:
@@ -68,17 +69,23 @@ def load(folder: Path, request: Request) -> Calibration:
         meta = None
     if not isinstance(meta, dict):
         raise UsageError(f"the calibration {path} is damaged: {remedy}")
-    expected = {"format": FORMAT, **request.identity(), "model": request.model}
+    # the file's name has the request's hash: a record that says otherwise was renamed or edited
+    expected: dict[str, object] = {"format": FORMAT}
+    expected |= request.identity()
+    expected["model"] = request.model
     for key, value in expected.items():
         if meta.get(key) != value:
-            other = "another model" if key == "model" else f"{key} {meta.get(key)!r}, and {value!r} is needed"
+            other = f"{key} {meta.get(key)!r}, and {value!r} is needed"
+            if key == "model":
+                other = "another model"
             raise UsageError(f"the calibration {path} is of {other}: {remedy}")
     try:
         tensors = load_file(data)
     except (OSError, safetensors.SafetensorError) as error:
+        # the first line that says something, as such errors may begin with an empty one
         reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise UsageError(f"the calibration {data} is damaged ({reason}): {remedy}") from None
     checksum = digest(tensors)
     if checksum != meta.get("sha256"):
         raise UsageError(f"the calibration {data} is damaged (its checksum is another than {path.name} says): {remedy}")
-    return Calibration(request.recipe.kind, checksum, str(meta.get("weights")), tensors, meta)
+    return Calibration(request.recipe.kind, checksum, str(meta.get("weights")), tensors=tensors, meta=meta)

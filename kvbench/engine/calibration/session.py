@@ -34,7 +34,7 @@ class Session:
     """One model's calibrations, on disk and still to be computed.
 
     folder: the folder in which calibrations are kept.
-    identity: what identifies the model.
+    identity: the facts that identify the model.
     tokenizer: the model's tokenizer.
     context: the most tokens that the model can read at once; None if that is not known.
     own_corpus: whether calibrations read the tiny model's own corpus.
@@ -43,7 +43,7 @@ class Session:
     """
 
     folder: Path
-    identity: Mapping[str, Any]
+    identity: Mapping[str, object]
     tokenizer: Any
     context: int | None = None
     own_corpus: bool = False
@@ -56,43 +56,59 @@ class Session:
         if recipe is None:
             return None
         source = self.source
-        longest = self.context if source.limit is None or recipe.tokens is not None else source.limit
+        # the longest window: the context, or the text's limit where the recipe does not say how many tokens it wants
+        longest = self.context
+        if recipe.tokens is None and source.limit is not None:
+            longest = source.limit
         if longest is not None and self.context is not None:
             longest = min(longest, self.context)
-        settled = recipe.settled(longest)
-        model = hashlib.sha256(json.dumps(dict(self.identity), sort_keys=True, default=str).encode()).hexdigest()[:16]
-        return Request(settled, model, source.name, source.sha256)
+        # the key of a calibration's file has a short hash of the model's identity
+        identity_json = json.dumps(dict(self.identity), sort_keys=True, default=str)
+        model = hashlib.sha256(identity_json.encode()).hexdigest()[:16]
+        return Request(recipe.settled(longest), model, source.name, source.sha256)
 
     def requests(self, chain: Chain) -> dict[str, Request]:
-        """Return the calibration requests of a chain by stage id; stages that need no calibration are left out."""
-        requests = {s.id: self.request(s) for s in chain.stages}
-        return {name: r for name, r in requests.items() if r is not None}
+        """Return the calibration requests of a chain by stage id. Stages that need no calibration are left out."""
+        requests: dict[str, Request] = {}
+        for stage in chain.stages:
+            request = self.request(stage)
+            if request is not None:
+                requests[stage.id] = request
+        return requests
 
     def chain_identity(self, chain: Chain) -> dict[str, Any]:
         """Return the chain's part in a cell's identity, with the identities of its calibration requests."""
-        identity, requests = chain.identity(), self.requests(chain)
-        return {**identity, "calibration": {k: r.identity() for k, r in requests.items()}} if requests else identity
+        identity = chain.identity()
+        requests = self.requests(chain)
+        # a chain without calibrations has no such key: ids of its cells do not know of calibrations
+        if requests:
+            identity["calibration"] = {stage: request.identity() for stage, request in requests.items()}
+        return identity
 
     def path(self, request: Request) -> Path:
         """Return the path of the record of a request's calibration."""
         return files.path_of(self.folder, request)
 
     def missing(self, chain: Chain) -> list[Request]:
-        """Return the chain's requests whose calibrations are not on disk: the first use computes them."""
-        return [r for r in self.requests(chain).values() if not self.path(r).exists()]
+        """Return the chain's requests whose calibrations are not on disk. The first use computes them."""
+        return [request for request in self.requests(chain).values() if not self.path(request).exists()]
 
     def bind(self, chain: Chain, model: PreTrainedModel, quiet: bool = False) -> Chain:
         """Return the chain with every stage bound to its calibration, read from its file or computed now."""
         if not self.requests(chain):
             return chain
-        return replace(chain, stages=tuple(self._bound(s, model, quiet) for s in chain.stages))
+        return replace(chain, stages=tuple(self._bind_stage(stage, model, quiet) for stage in chain.stages))
 
     @cached_property
     def source(self) -> calibration_text.CalibrationText:
         """The text that calibrations read."""
         return calibration_text.find(self.own_corpus, self.text, self.data)
 
-    def _bound(self, stage: Stage, model: PreTrainedModel, quiet: bool) -> Stage:
+    def _bind_stage(self, stage: Stage, model: PreTrainedModel, quiet: bool) -> Stage:
+        """Return the stage with its calibration, read from its file or computed now.
+
+        Raises UsageError if the file's calibration was computed on other weights.
+        """
         request = self.request(stage)
         if request is None:
             return stage
@@ -105,12 +121,17 @@ class Session:
         return stage.calibrated(calibration)
 
     def _compute(self, stage: Stage, request: Request, model: PreTrainedModel, quiet: bool) -> dict[str, Tensor]:
+        """Return the tensors of a calibration, and say on stderr what it costs unless ``quiet``."""
         recipe = request.recipe
         assert recipe.tokens is not None
+        # windows are drawn by a seed, so that a calibration can be computed again
         windows = self.source.windows(self.tokenizer, recipe.samples, recipe.tokens)
         if not quiet:
-            memory, disk = (-(-b // MIB) for b in stage.calibration_bytes(model))
-            cost = f"{memory:,} MiB of statistics beside the model, {disk:,} MiB on disk; " if memory else ""
+            memory_bytes, disk_bytes = stage.calibration_bytes(model)
+            memory, disk = -(-memory_bytes // MIB), -(-disk_bytes // MIB)  # rounded up
+            cost = ""
+            if memory:
+                cost = f"{memory:,} MiB of statistics beside the model, {disk:,} MiB on disk; "
             print(
                 f"kvbench: calibrating {stage.id}: {recipe.samples} samples of {recipe.tokens} tokens, {request.text}; "
                 f"{cost}kept in {self.folder}",
@@ -119,6 +140,11 @@ class Session:
         label = f"calibrate {stage.id}"
         steps = recipe.samples + stage.calibration_steps(model)
         with progress({label: steps}, quiet, unit="steps of calibration") as tick:
-            run = CalibrationRun(model, windows, recipe, lambda: tick(label, 1), observer(model))
+
+            def tick_step() -> None:
+                tick(label, 1)
+
+            run = CalibrationRun(model, windows, recipe, tick_step, observer(model))
+            # a calibration of the user's own code may fail or run long, as its stage may
             with contained(stage.id, not is_own(type(stage).__module__), seed=0, watched=False):
                 return stage.calibrate(run)

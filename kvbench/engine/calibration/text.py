@@ -19,18 +19,18 @@ from kvbench.tasks.base import read_text
 from kvbench.tasks.source import Files, data_root
 
 TRAIN, VALID = "wikitext2/train.txt", "wikitext2/valid.txt"
-SHARE = 0.8  # of the valid split, where there is no train split
+SHARE = 0.8  # calibrations read this share of the valid split where there is no train split
 SEED = "calibration"
-CORPUS_TOKENS = 1024  # of a window of the tiny corpus where the recipe says nothing
-CORPUS_LONGEST = 2048  # tokens of its longest sequences
+CORPUS_TOKENS = 1024  # a window of the tiny corpus has so many tokens where the recipe says nothing
+CORPUS_LONGEST = 2048  # the tiny model was trained on sequences of at most so many tokens
 
 
 @dataclass(frozen=True)
 class FileText:
-    """A text of characters. Windows of it start at random places, may overlap, and have BOS in front.
+    """A text of characters. Its windows start at random places, may overlap, and have BOS in front.
 
-    ``name`` and ``sha256`` identify what is computed from it. ``limit`` is the longest window that is read where the
-    recipe says nothing; None for as long as the model's context.
+    name, sha256: identify the text, and with it all that is computed from it.
+    limit: the longest window that is read where the recipe says nothing. None stands for the model's context.
     """
 
     name: str
@@ -39,18 +39,23 @@ class FileText:
 
     @cached_property
     def sha256(self) -> str:
+        """The SHA-256 of the whole text."""
         return hashlib.sha256(self.content.encode()).hexdigest()
 
     def windows(self, tokenizer: Any, samples: int, tokens: int) -> Iterator[Tensor]:
         """Yield ``samples`` windows [tokens] of ids, always the same. Raises UsageError if the text is too short."""
         ids = torch.tensor(tokenizer.encode(self.content, add_special_tokens=False), dtype=torch.int64)
-        bos = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+        # some tokenizers, such as Qwen's, have no BOS
+        bos: list[int] = []
+        if tokenizer.bos_token_id is not None:
+            bos.append(tokenizer.bos_token_id)
         size = tokens - len(bos)
         if len(ids) < size:
             raise UsageError(
                 f"the calibration text {self.name} has {len(ids)} tokens, fewer than one window of {tokens}: lower "
                 "tokens=, or give a longer text"
             )
+        # the seed depends on the request alone, so that every run computes the same calibration
         rng = random.Random(f"{SEED}/{samples}/{tokens}")
         for _ in range(samples):
             start = rng.randrange(len(ids) - size + 1)
@@ -66,6 +71,7 @@ class CorpusText:
 
     @cached_property
     def sha256(self) -> str:
+        """The SHA-256 of one window, which differs as soon as the code that draws sequences does."""
         (first,) = self.windows(None, 1, CORPUS_TOKENS)
         return hashlib.sha256(first.numpy().tobytes()).hexdigest()
 
@@ -79,8 +85,12 @@ class CorpusText:
         mix = dict.fromkeys(tiny_corpus.TASKS, 1.0)
         for i in range(samples):
             rng = random.Random(f"{SEED}/{tokens}/{i}")
+            # ``questions`` draws a sequence of one token more than it is told
             spans = tiny_corpus.questions(rng, tokens - 1, tiny_corpus.draw_tasks(rng, mix))
-            yield torch.tensor([token for span in spans for token in span.ids])
+            ids: list[int] = []
+            for span in spans:
+                ids.extend(span.ids)
+            yield torch.tensor(ids)
 
 
 CalibrationText = FileText | CorpusText
@@ -89,8 +99,9 @@ CalibrationText = FileText | CorpusText
 def find(own_corpus: bool, given: str | None, data: str | None) -> CalibrationText:
     """Return the text to calibrate on: the file ``given`` if any, the tiny model's corpus for it, else WikiText-2.
 
-    Of WikiText-2 it is the train split below the data folder, or the first 80 % of the valid split where only that is
-    there; it is never the test split. Raises UsageError, with the ways to get a text, if there is none.
+    WikiText-2 is its train split below the data folder, or the first 80 % of the valid split where only that is there.
+    The test split is never read, as results are measured on it. Raises UsageError, with the ways to get a text, if
+    there is none.
     """
     if given:
         path = Path(given).expanduser()
@@ -101,14 +112,16 @@ def find(own_corpus: bool, given: str | None, data: str | None) -> CalibrationTe
     if own_corpus:
         return CorpusText()
     files = Files("wikitext2", data_root(data))
-    path_found = files.first(TRAIN, VALID)
-    if path_found is None:
+    split_path = files.first(TRAIN, VALID)
+    if split_path is None:
         raise UsageError(
             "calibration reads a text: fetch WikiText-2 (python -m kvbench data fetch wikitext2), put its train split "
             f"at {TRAIN} below a data folder (data.root=FOLDER or the environment variable KVBENCH_DATA), or give "
             "calibration_text=FILE"
         )
-    content = read_text(path_found, "calibration")
-    if path_found.name == Path(TRAIN).name:
+    content = read_text(split_path, "calibration")
+    if split_path.name == Path(TRAIN).name:
         return FileText(TRAIN, content)
-    return FileText(f"{VALID}, first {SHARE:.0%}", content[: content.rfind("\n", 0, int(SHARE * len(content))) + 1])
+    # the cut is at the end of a line
+    end = content.rfind("\n", 0, int(SHARE * len(content))) + 1
+    return FileText(f"{VALID}, first {SHARE:.0%}", content[:end])

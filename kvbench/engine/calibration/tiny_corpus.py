@@ -3,6 +3,9 @@
 A sequence is facts among filler, then as many queries as fit, so that a fifth of its tokens are answers. Some filler is
 *noise*: pseudo-words spelled in bytes, which stand for real text (of which none is used). The model was trained on
 batches of these sequences and on two copy tasks (``scripts/tiny_model/corpus.py``).
+
+All randomness comes from one generator. The order of its draws decides every later sequence, and with it the model's
+calibrations: no draw may be added, removed or moved.
 """
 
 from __future__ import annotations
@@ -36,7 +39,10 @@ class Role(IntEnum):
 
 @dataclass(frozen=True)
 class Span:
-    """Tokens with the role of each. ``task`` is the index of the task that asks for them, 0 for context."""
+    """Tokens with the role of each.
+
+    task: the index in TASKS of the task that asks for them; 0 for context.
+    """
 
     ids: tuple[int, ...]
     roles: tuple[Role, ...]
@@ -45,48 +51,67 @@ class Span:
 
 def draw_tasks(rng: random.Random, mix: Mapping[str, float]) -> list[str]:
     """Return the names of one to three different tasks, drawn by the weights of ``mix``."""
-    return list(dict.fromkeys(rng.choices(list(mix), list(mix.values()), k=rng.choice((1, 1, 2, 3)))))
+    # half of the sequences have one task; a task that is drawn twice counts once
+    count = rng.choice((1, 1, 2, 3))
+    names = rng.choices(list(mix), list(mix.values()), k=count)
+    return list(dict.fromkeys(names))
 
 
 def questions(rng: random.Random, length: int, chosen: Sequence[str]) -> list[Span]:
     """Draw a sequence of ``length + 1`` tokens: ``<s>``, facts of the chosen tasks among filler, shuffled queries."""
     # three sequences in five give up to 72 % of their tokens to filler; the tasks share the rest
-    share = (length - 1) * (1 - (0.72 * rng.random() if rng.random() < 0.6 else 0.0)) / len(chosen)
-    groups: list[list[str]] = []
-    queries: list[tuple[int, tiny.Query]] = []
+    filler_share = 0.0
+    if rng.random() < 0.6:
+        filler_share = 0.72 * rng.random()
+    task_tokens = (length - 1) * (1 - filler_share) / len(chosen)
+    groups: list[list[str]] = []  # the facts of each task
+    queries: list[tuple[int, tiny.Query]] = []  # (index of the task, query)
     for name in chosen:
-        fact_cost, query_cost = _costs(name)
+        fact_cost, query_cost = _measure_costs(name)
         # one time in four facts take three quarters of the share; else facts and nine tenths of their queries fit in it
         if rng.random() < 0.25:
-            n = share * 0.75 / fact_cost
+            n = task_tokens * 0.75 / fact_cost
         else:
-            n = share * rng.uniform(0.6, 1.0) / (fact_cost + 0.9 * query_cost)
+            n = task_tokens * rng.uniform(0.6, 1.0) / (fact_cost + 0.9 * query_cost)
         puzzle = tiny.TASKS[name].puzzle(rng, max(1, int(n)))
         groups.append(rng.sample(puzzle.facts, len(puzzle.facts)))
         queries += [(TASKS.index(name), query) for query in puzzle.queries]
+    # the share of noise among filler: none in seven of ten sequences, a fifth or all in the others
     noisy = rng.choices((0.0, 0.2, 1.0), (70, 15, 15))[0]
-    facts = [_text(rng, fact, noisy) for group in groups for fact in group]
+    facts: list[Span] = []
+    for group in groups:
+        facts += [_encode_sentence(rng, fact, noisy) for fact in group]
+    # facts of several tasks stand task by task in half of the sequences
     if len(groups) == 1 or rng.random() < 0.5:
         rng.shuffle(facts)
-    header = encode(tiny.HEADER) if rng.random() < 0.8 else ()
+    header: tuple[int, ...] = ()
+    if rng.random() < 0.8:
+        header = encode(tiny.HEADER)
     free_tokens = length - len(header) - sum(len(fact.ids) for fact in facts)
     if free_tokens < 0:
-        return questions(rng, length, chosen)
+        return questions(rng, length, chosen)  # facts cost more than their mean: draw anew
     rng.shuffle(queries)
-    queried: list[Span] = []
+    query_spans: list[Span] = []
     for task, query in queries:
-        span = replace(_ask(rng, query, noisy), task=task)
+        span = replace(_encode_query(rng, query, noisy), task=task)
         if len(span.ids) <= free_tokens:
-            queried.append(span)
+            query_spans.append(span)
             free_tokens -= len(span.ids)
-    return [context((BOS, *header)), *_mingle(rng, facts, filler_spans(rng, free_tokens, noisy)), *queried]
+    # filler takes the tokens that queries left, so that the sequence has its length
+    spans = [context((BOS, *header))]
+    spans += _mingle(rng, facts, filler_spans(rng, free_tokens, noisy))
+    spans += query_spans
+    return spans
 
 
-def _ask(rng: random.Random, query: tiny.Query, noisy: float) -> Span:
-    question = _text(rng, query.question, noisy)
+def _encode_query(rng: random.Random, query: tiny.Query, noisy: float) -> Span:
+    """Return a query with its answer and EOS. Tokens that must be looked up in a fact have the role LOOKUP."""
+    question = _encode_sentence(rng, query.question, noisy)
     answer = (*encode(f" {query.answer}"), EOS)
-    roles = tuple(Role.LOOKUP if i in query.lookups else Role.ANSWER for i in range(len(answer)))
-    return Span(question.ids + answer, question.roles + roles)
+    roles = [Role.ANSWER] * len(answer)
+    for i in query.lookups:
+        roles[i] = Role.LOOKUP
+    return Span(question.ids + answer, question.roles + tuple(roles))
 
 
 def filler_spans(rng: random.Random, room: int, noisy: float) -> list[Span]:
@@ -97,10 +122,10 @@ def filler_spans(rng: random.Random, room: int, noisy: float) -> list[Span]:
             ids, role = encode(noise(rng)), Role.NOISE
         else:
             ids, role = encode(f" {tiny.filler_sentence(rng)}"), Role.CONTEXT
-        ids = ids[-room:]
+        ids = ids[-room:]  # the last sentence drawn is cut
         spans.append(Span(ids, (role,) * len(ids)))
         room -= len(ids)
-    return spans[::-1]
+    return spans[::-1]  # the one that is cut comes first
 
 
 def _mingle(rng: random.Random, facts: list[Span], fillers: list[Span]) -> list[Span]:
@@ -111,49 +136,63 @@ def _mingle(rng: random.Random, facts: list[Span], fillers: list[Span]) -> list[
     if not fillers:
         return facts
     first_filler, later_fillers = fillers[0], fillers[1:]
+    spans = [first_filler]
     if rng.random() < 0.8:
-        return [first_filler, *tiny.scatter(rng, facts, later_fillers)]
+        spans += tiny.scatter(rng, facts, later_fillers)
+        return spans
     place = rng.randrange(len(later_fillers) + 1)
-    return [first_filler, *later_fillers[:place], *facts, *later_fillers[place:]]
+    spans += later_fillers[:place] + facts + later_fillers[place:]
+    return spans
 
 
 def noise(rng: random.Random) -> str:
     """Return a random sentence of pseudo-words like prose: with case, punctuation, line breaks and function words."""
     words = []
     for _ in range(rng.randrange(3, 13)):
+        # 35 % function words, 4 % numbers, 61 % pseudo-words
         kind = rng.random()
         if kind < 0.35:
             word = rng.choice(_function_words())
         elif kind < 0.39:
             word = str(rng.randrange(3000))
         else:
-            length = rng.randrange(1, 10)
-            word = "".join(rng.choice("aeiou" if rng.random() < 0.4 else CONSONANTS) for _ in range(length))
+            word = ""
+            for _ in range(rng.randrange(1, 10)):
+                letters = CONSONANTS
+                if rng.random() < 0.4:
+                    letters = "aeiou"
+                word += rng.choice(letters)
             case = rng.random()
             if case < 0.15:
                 word = word.capitalize()
             elif case < 0.18:
                 word = word.upper()
-        words.append(word + rng.choices(("", ",", ";", "'", ":", "-"), (88, 6, 1, 2, 1, 2))[0])
+        punctuation = rng.choices(("", ",", ";", "'", ":", "-"), (88, 6, 1, 2, 1, 2))[0]
+        words.append(word + punctuation)
     words[0] = words[0].capitalize()
     opening = rng.choices((" ", "\n", "\n\n"), (80, 10, 10))[0]
-    return opening + " ".join(words).rstrip(",;:'-") + rng.choices((".", "?", "!", '."', ""), (80, 6, 4, 4, 6))[0]
+    ending = rng.choices((".", "?", "!", '."', ""), (80, 6, 4, 4, 6))[0]
+    return opening + " ".join(words).rstrip(",;:'-") + ending
 
 
 @lru_cache(1 << 16)
 def encode(text: str) -> tuple[int, ...]:
-    """Return the token ids of a text without ``<s>``. They are cached, as the same sentences come again and again."""
+    """Return the token ids of a text without ``<s>``."""
+    # cached, as the same sentences come again and again
     return tuple(_tokenizer().encode(text, add_special_tokens=False).ids)
 
 
 def context(ids: tuple[int, ...]) -> Span:
-    """Return the tokens as a span that no loss looks at."""
+    """Return the tokens as a span that has no part in the loss."""
     return Span(ids, (Role.CONTEXT,) * len(ids))
 
 
-def _text(rng: random.Random, sentence: str, noisy: float) -> Span:
-    """Return a sentence after a space; in noisy sequences sometimes after a line break, as in real text."""
-    return context(encode(("\n" if noisy and rng.random() < 0.15 else " ") + sentence))
+def _encode_sentence(rng: random.Random, sentence: str, noisy: float) -> Span:
+    """Return a sentence after a space, or in noisy sequences sometimes after a line break, as in real text."""
+    separator = " "
+    if noisy and rng.random() < 0.15:
+        separator = "\n"
+    return context(encode(separator + sentence))
 
 
 @cache
@@ -162,16 +201,21 @@ def _tokenizer() -> Tokenizer:
 
 
 @cache
-def _costs(name: str) -> tuple[float, float]:
-    """Return (fact tokens per fact, query tokens per fact) of a task."""
+def _measure_costs(name: str) -> tuple[float, float]:
+    """Return (fact tokens per fact, query tokens per fact) of a task, by one puzzle of four facts."""
     puzzle = tiny.TASKS[name].puzzle(random.Random(0), 4)
     facts = sum(map(tiny.count_tokens, puzzle.facts))
-    queries = sum(tiny.count_tokens(f"{q.question} {q.answer}") + 1 for q in puzzle.queries)
+    queries = sum(tiny.count_tokens(f"{q.question} {q.answer}") + 1 for q in puzzle.queries)  # + 1: EOS
     return facts / len(puzzle.facts), queries / len(puzzle.facts)
 
 
 @cache
 def _function_words() -> list[str]:
-    slot_words = {word for group in tiny.FILLER_WORDS.values() for word in group}
-    template_words = {word.strip(".,") for template in tiny.FILLER for word in template.split() if "{" not in word}
+    """Return the words of the filler's templates that are no slots and fill none, in alphabetical order."""
+    slot_words: set[str] = set()
+    for group in tiny.FILLER_WORDS.values():
+        slot_words.update(group)
+    template_words: set[str] = set()
+    for template in tiny.FILLER:
+        template_words.update(word.strip(".,") for word in template.split() if "{" not in word)
     return sorted(template_words - slot_words)
