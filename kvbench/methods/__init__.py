@@ -1,5 +1,6 @@
-"""Compression methods, a formula a file; those in folders that KVBENCH_METHODS names stand beside kvbench's own."""
+"""Compression methods, one formula in each file. The folders that KVBENCH_METHODS names hold further methods."""
 
 import os
 
+# further folders on the package's path: their files are modules kvbench.methods.NAME like kvbench's own
 __path__ += [os.path.abspath(folder) for folder in os.environ.get("KVBENCH_METHODS", "").split(os.pathsep) if folder]

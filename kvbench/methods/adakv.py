@@ -19,13 +19,13 @@ from kvbench.methods.snapkv import SnapKV
 class AdaKV(SnapKV):
     """SnapKV's scores under a budget that the H heads of a layer share: C * H tokens together, C per head on average.
 
-    Of the B = C - w tokens per head beside the window, head h is due B_h: the number of its tokens among the B * H best
-    of the layer. Ties go to the lower head, then the lower position. Heads are stored one after the other, without
-    padding.
+    Beside the window of w tokens, a head has B = C - w tokens on average. B_h is the number of tokens of head h among
+    the B * H best of the layer. Ties go to the lower head, then the lower position. Heads are stored one after the
+    other, without padding.
 
     floor_rule: ``mixed`` gives head h (1 - floor) * B_h + floor * B, as the paper (algorithm 2) and its released code
-    do, rounded to whole tokens whose sum is exact. ``safe`` keeps each head's floor * C best and lets all others
-    compete, as kvpress does.
+    do. The numbers are rounded to whole tokens, and their sum is exact. ``safe`` keeps each head's floor * C best
+    tokens and lets all others compete, as kvpress does.
     """
 
     id: ClassVar[str] = "adakv"
@@ -38,7 +38,11 @@ class AdaKV(SnapKV):
         if size >= n:
             return Expected.exactly(n, heads)
         window = self.capacity(n).window
-        least = int(self.floor * size) if self.floor_rule == "safe" else window + int(self.floor * (size - window))
+        # floor * B of the B = C - w tokens beside the window, or under ``safe`` floor * C of all
+        least = window + int(self.floor * (size - window))
+        if self.floor_rule == "safe":
+            least = int(self.floor * size)
+        # one head may win the B * H tokens of all heads
         most = min(n, window + (size - window) * heads)
         return Expected((max(least, window),) * heads, (most,) * heads, size * heads)
 
@@ -54,13 +58,14 @@ class AdaKV(SnapKV):
         heads, n = scores.shape
         protected = int(scores[0].isposinf().sum())
         if self.floor_rule == "safe":
+            # each head's floor * C best tokens stay, whatever the other heads have
             scores = scores.scatter(-1, top_indices(scores, int(self.floor * budget)), torch.inf)
-        # the budget * H best tokens of the layer, counted by head
+        # the C * H best tokens of the layer, counted by head: B_h + w
         joint = scores.flatten().sort(descending=True, stable=True).indices[: budget * heads]
         counts = torch.bincount(joint // n, minlength=heads)
         if self.floor_rule == "safe":
             return counts
-        # (1 - floor) * B_h + floor * B, with B = budget - w
+        # (1 - floor) * B_h + floor * B, with B = C - w (algorithm 2)
         budget_beside_window = budget - protected
         shares = [(1 - self.floor) * (c - protected) + self.floor * budget_beside_window for c in counts.tolist()]
         return protected + torch.tensor(round_shares(shares, budget_beside_window * heads), device=scores.device)

@@ -21,7 +21,8 @@ from kvbench.models.interface import attention_modules
 from kvbench.models.lowrank import ProjectionShape, linears
 from kvbench.models.lowrank_statistics import mean_loss, mean_sizes
 
-FRACTIONS = tuple(k / 10 for k in range(1, 10))  # of the rank kept, tried one projection at a time
+FRACTIONS = tuple(k / 10 for k in range(1, 10))
+"""The fractions of the rank that are tried, one projection at a time (as in released code)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,9 +32,9 @@ class Asvd(LowRankStage):
     Here W S = U diag(s) V^T, and S is diagonal: (mean of |x|)^alpha of each input channel x, at least 1e-6.
 
     ranks_by: ``uniform`` gives every projection the same rank. ``sensitivity`` tries every projection alone at a tenth,
-    two tenths, ... of its rank; each then takes the smallest rank whose loss is at most a threshold. The threshold is
-    the smallest under which all ranks add up to the target (bisection).
-    multiple: see ratio; null: a sixteenth of all heads' rank.
+    two tenths, ... of its rank. Each projection then takes the smallest rank whose loss is at most a threshold. The
+    threshold is the smallest under which all ranks add up to the target (bisection).
+    multiple: ranks are multiples of this number. Null stands for a sixteenth of all heads' rank.
     """
 
     id: ClassVar[str] = "asvd"
@@ -53,18 +54,20 @@ class Asvd(LowRankStage):
         knobs: dict[str, object] = {"sensitivity": self.ranks_by == "sensitivity"}
         if self.ranks_by == "sensitivity":
             knobs.update(alpha=float(self.alpha), probes=self.probes, multiple=self.multiple)
-        return Recipe("asvd", 1, self.samples, self.tokens, each=False, knobs=knobs, longest=LONGEST)
+        return Recipe("asvd", 1, self.samples, tokens=self.tokens, each=False, knobs=knobs, longest=LONGEST)
 
     def calibrate(self, run: CalibrationRun) -> dict[str, torch.Tensor]:
         shape = ProjectionShape.of(run.model)
         probes: list[torch.Tensor] = []
 
         def samples() -> Iterator[torch.Tensor]:
+            # windows are read once: the first of them are remembered, for the losses
             for window in run.windows():
                 if len(probes) < self.probes:
                     probes.append(window)
                 yield window
 
+        # mean of |x| of each input channel x, over all tokens of all windows
         sizes = mean_sizes(run.model, samples())
         tensors = {"shape": torch.tensor([shape.layers, shape.heads, shape.head_dim, shape.hidden]), "mean_abs": sizes}
         if self.ranks_by == "sensitivity":
@@ -72,7 +75,10 @@ class Asvd(LowRankStage):
         return tensors
 
     def calibration_steps(self, model: PreTrainedModel) -> int:
-        return 2 * ProjectionShape.of(model).layers * len(FRACTIONS) if self.ranks_by == "sensitivity" else 0
+        if self.ranks_by == "uniform":
+            return 0
+        # a step for each projection, key and value, and each rank that is tried
+        return 2 * ProjectionShape.of(model).layers * len(FRACTIONS)
 
     @property
     def full(self) -> int:
@@ -82,30 +88,37 @@ class Asvd(LowRankStage):
     @cached_property
     def ranks(self) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
         layers, even = self.shape.layers, nearest_rank(self.full, self.ratio, self.multiple)
+        # one rank for each projection: keys of layer 0, values of layer 0, keys of layer 1, ...
         flat = [even] * (2 * layers)
         if self.ranks_by == "sensitivity" and self.ratio > 0:
-            losses, tried = self.tensor("loss").flatten(0, 1).tolist(), self._tried_ranks(self.full)
-            flat = searched_ranks(losses, tried, self.full, even * 2 * layers)
+            losses = self.tensor("loss").flatten(0, 1).tolist()
+            # all ranks together are as large as if every projection had the even one
+            flat = searched_ranks(losses, self._tried_ranks(self.full), self.full, even * 2 * layers)
         return tuple(((flat[2 * i],), (flat[2 * i + 1],)) for i in range(layers))
 
     def factors(self, model: PreTrainedModel) -> Pairs:
         pairs = []
-        for spectra, ranks in zip(self._spectra(model, self.tensor("mean_abs")), self.ranks, strict=True):
-            k, v = (joined([s.cut(r)]) for s, (r,) in zip(spectra, ranks, strict=True))
-            pairs.append((k, v))
+        spectra_by_layer = self._spectra(model, self.tensor("mean_abs"))
+        for (key_spectrum, value_spectrum), ranks in zip(spectra_by_layer, self.ranks, strict=True):
+            # all heads are one group, which has one rank
+            (key_rank,), (value_rank,) = ranks
+            pairs.append((joined([key_spectrum.cut(key_rank)]), joined([value_spectrum.cut(value_rank)])))
         return tuple(pairs)
 
     def scale(self, sizes: torch.Tensor) -> torch.Tensor:
-        """Return the diagonal of S in fp64; ``sizes`` [..., d] are the mean of |x| of each input channel x."""
+        """Return the diagonal of S in fp64, from ``sizes`` [..., d], the mean of |x| of each input channel x."""
         # S_ii = (mean of |x_i|)^alpha
         return sizes.double().pow(self.alpha).clamp(min=1e-6)
 
     def _tried_ranks(self, full: int) -> list[int]:
-        return [nearest_rank(full, 1 - f, self.multiple) for f in FRACTIONS]
+        """Return the ranks that are tried for a projection of the rank ``full``, ascending."""
+        return [nearest_rank(full, 1 - fraction, self.multiple) for fraction in FRACTIONS]
 
     def _spectra(self, model: PreTrainedModel, sizes: torch.Tensor) -> Iterator[tuple[Spectrum, Spectrum]]:
+        """Yield W S = U diag(s) V^T of the key and of the value projection of each layer."""
         heads = ProjectionShape.of(model).heads
         for attention, size in zip(attention_modules(model), sizes, strict=True):
+            # a projection is (weight, bias), and only the weight is factored
             (k, _), (v, _) = linears(attention, heads)
             yield Spectrum.of(k, self.scale(size)), Spectrum.of(v, self.scale(size))
 
@@ -116,17 +129,20 @@ class Asvd(LowRankStage):
         """
         model, shape = run.model, ProjectionShape.of(run.model)
         full = min(shape.heads * shape.head_dim, shape.hidden)
-        exact = [
-            tuple(Factors(w.detach(), (None,), (w.shape[0],)) for w, _ in linears(a, shape.heads))
-            for a in attention_modules(model)
-        ]
+        # the projections as they are, in the form that ``mean_loss`` takes
+        exact_layers: list[tuple[Factors, Factors]] = []
+        for attention in attention_modules(model):
+            k, v = (Factors(w.detach(), (None,), (w.shape[0],)) for w, _ in linears(attention, shape.heads))
+            exact_layers.append((k, v))
         losses = torch.zeros(shape.layers, 2, len(FRACTIONS))
         for i, spectra in enumerate(self._spectra(model, sizes)):
-            for which, spectrum in enumerate(spectra):  # 0: keys, 1: values
+            exact_keys, exact_values = exact_layers[i]
+            for which, spectrum in enumerate(spectra):
                 for j, rank in enumerate(self._tried_ranks(full)):
-                    pair = list(exact[i])
-                    pair[which] = joined([spectrum.cut(rank)])
-                    layers = [(pair[0], pair[1]) if layer == i else (k, v) for layer, (k, v) in enumerate(exact)]
+                    # all projections are exact but this one
+                    cut = joined([spectrum.cut(rank)])
+                    layers = list(exact_layers)
+                    layers[i] = (cut, exact_values) if which == 0 else (exact_keys, cut)
                     losses[i, which, j] = mean_loss(model, probes, layers)
                     run.tick()
         return losses

@@ -21,9 +21,10 @@ from kvbench.storage.roles import Slots
 
 # shares are rounded up while layers come in: float noise must not cost a layer its last token
 NOISE = 1e-6
-# a preference to the power of a larger 1 / tau is beyond all numbers
+# a smaller tau raises the preference to a power 1 / tau that overflows fp64
 TEMPERATURE = Rule("a number, 0.05 or more", lambda x: x >= 0.05)
-# until all layers are there, one may hold this share above its own: cutting all whenever one comes in costs much time
+# until the last layer has come, a layer may hold 1/8 more than its share: trimming all layers each time one comes in
+# would cost much time
 SLACK = 1 / 8
 
 
@@ -31,15 +32,16 @@ SLACK = 1 / 8
 class Cake(EvictingSelector):
     """Layer l keeps its last w tokens and B_l others, with B_l in proportion to P_l = disp^(1/tau1) * var^(1/tau2).
 
-    With the attention A of the last w queries to the tokens before them, disp = -sum of A log(A), and var = sum over
-    tokens of the variance over queries. The B_l add up to (C - w) L exactly. No layer gets more than its n - w tokens;
-    the excess goes to the others in proportion, and fractions to the largest remainders. A token's score is mean +
-    gamma * variance of A over the window, averaged over a group of heads and pooled. Prompts of up to C + w tokens are
-    kept whole, as in released code.
+    A is the attention of the last w queries to the tokens before them. Then disp = -sum of A log(A), and var is the sum
+    over tokens of the variance over queries. The B_l add up to (C - w) L exactly. No layer gets more than its n - w
+    tokens. The excess goes to the others in proportion, and fractions go to the largest remainders. A token's score is
+    mean + gamma * variance of A over the window, averaged over a group of heads and pooled. Prompts of up to C + w
+    tokens are kept whole, as in released code.
 
-    tau2: temperature of the variance. Released code sets (tau1, tau2) per model, for C = 1024 and C = 128:
-    LLaMA-3.1 (1.6, 0.4), (1.6, 0.6); LLaMA-2-7B (1.9, 1.8), (0.9, 2.3); LLaMA-2-13B (0.5, 0.4), (1.8, 2.0);
-    Mistral-v0.3 (0.8, 0.5), (1.0, 0.8); Qwen2.5-7B (1.5, 0.6), (0.4, 0.6); any other model (1, 1).
+    tau2: temperature of the variance. Released code sets (tau1, tau2) for each model, first for C = 1024, then for
+    C = 128. LLaMA-3.1 has (1.6, 0.4) and (1.6, 0.6), LLaMA-2-7B (1.9, 1.8) and (0.9, 2.3). LLaMA-2-13B has (0.5, 0.4)
+    and (1.8, 2.0), Mistral-v0.3 (0.8, 0.5) and (1.0, 0.8). Qwen2.5-7B has (1.5, 0.6) and (0.4, 0.6), any other model
+    (1, 1).
     decode_evict: hold B_l + w tokens while decoding too, as released code does. Scores are then the row of the current
     query alone, pooled in order of position. A prompt that was kept whole may first grow to C + w tokens.
     """
@@ -66,7 +68,7 @@ class Cake(EvictingSelector):
         return Needs(last_q=self.window)
 
     def trigger(self, n: int) -> int:
-        """Return C + w: a prompt of more tokens is compressed."""
+        """Return C + w: a prompt of more tokens is compressed (released code)."""
         return self.generation_budget(n) + self.capacity(n).window
 
     def keeps_all(self, n: int, layer: int) -> bool:
@@ -79,31 +81,46 @@ class Cake(EvictingSelector):
         return Expected((self.capacity(n).window,) * heads, (n,) * heads)
 
     def expected_sum(self, n: int, n_layers: int, heads: int) -> int | None:
-        return heads * sum(n if self.keeps_all(n, i) else self.capacity(n).tokens for i in range(n_layers))
+        tokens = 0
+        for layer in range(n_layers):
+            # the layers that share the budget hold C tokens on average
+            tokens += n if self.keeps_all(n, layer) else self.capacity(n).tokens
+        return heads * tokens
 
     @property
     def state_bytes(self) -> int:
+        # one fp32 number for each slot: its entry of the current query's row
         return 4 if self.decode_evict else 0
 
     def compress(self, cache: LayerCache, obs: Observation) -> LayerCache:
         window = self.capacity(obs.n).window
+        # A [Hq, w, n], the attention of the last w queries
         rows = window_rows(cache, obs, max(window, 1))
-        state = {"row": group_mean(rows[:, -1], cache.heads).clone()} if self.decode_evict else {}
+        state: dict[str, torch.Tensor] = {}
+        if self.decode_evict:
+            state["row"] = group_mean(rows[:, -1], cache.heads).clone()
         weight = None
         if not self.keeps_all(obs.n, obs.layer):
+            # [Hq, w, m]: the window's attention to the m = n - w tokens before it
             earlier_rows = rows[:, :, : obs.n - window]
             variance = variance_over_queries(earlier_rows)
             weight = self.preference(earlier_rows, variance)
-            # score = mean + gamma * variance of A over the window; the window itself always stays
+            # score[j] = mean_i A[i, j] + gamma * var_i A[i, j], over the queries i of the window
             mixed = group_mean(earlier_rows.mean(dim=1) + self.gamma * variance, cache.heads)
+            # the window itself always stays
             state["score"] = torch.nn.functional.pad(pool(mixed, self.kernel, "avg"), (0, window), value=torch.inf)
         segment = replace(ops.only_segment(cache), state=state)
+        # all tokens stay until ``rebalance`` knows the weights of the other layers
         return replace(cache, segments=(segment,), weight=weight)
 
     def preference(self, rows: torch.Tensor, variance: torch.Tensor) -> float:
-        """Return P of a layer with attention rows [Hq, w, m] and their variance over queries [Hq, m]."""
-        # disp = -sum of A log(A), P = disp^(1/tau1) * var^(1/tau2)
+        """Return P of a layer with attention rows [Hq, w, m] and their variance over queries [Hq, m].
+
+        A product that is not finite counts as 0.
+        """
+        # disp = -sum_ij A[i, j] log A[i, j]; 1e-10 keeps log(0) finite, as in released code
         dispersion = -(rows * (rows + 1e-10).log()).sum(dtype=torch.float64).clamp(max=0)
+        # P = disp^(1/tau1) * var^(1/tau2), with var = sum_j var_i A[i, j]
         product = float(dispersion) ** (1 / self.tau1) * float(variance.sum(dtype=torch.float64)) ** (1 / self.tau2)
         return product if math.isfinite(product) else 0.0
 
@@ -111,26 +128,38 @@ class Cake(EvictingSelector):
         sharing = [i for i, c in enumerate(caches) if c.weight is not None]
         if not sharing:
             return list(caches)
-        complete, n = len(caches) == n_layers, caches[sharing[0]].seen
+        is_last_call = len(caches) == n_layers
+        n = caches[sharing[0]].seen
         capacity = self.capacity(n)
-        to_come = sum(i not in self.frozen_layers for i in range(len(caches), n_layers))
-        # B_l = (C - w) L * P_l / sum of P, at most n - w
-        most, total = n - capacity.window, (capacity.tokens - capacity.window) * (len(sharing) + to_come)
+        layers_to_come = sum(i not in self.frozen_layers for i in range(len(caches), n_layers))
+        # B_l = (C - w) L * P_l / (sum of P), at most n - w, over the L layers that share the budget
+        most = n - capacity.window
+        total = (capacity.tokens - capacity.window) * (len(sharing) + layers_to_come)
         shares = proportional_shares([caches[i].weight or 0.0 for i in sharing], total, most)
-        # a share only falls as layers come in, so that its present value bounds its last
-        sizes = round_shares(shares, total) if complete else [min(most, math.ceil(x + NOISE)) for x in shares]
+        # a share only falls as further layers come in, so that its present value bounds its last
+        sizes = [min(most, math.ceil(share + NOISE)) for share in shares]
+        if is_last_call:
+            sizes = round_shares(shares, total)
         trimmed = list(caches)
         for i, size in zip(sharing, sizes, strict=True):
-            trimmed[i] = self._trim(caches[i], size + capacity.window, complete)
+            trimmed[i] = self._trim(caches[i], size + capacity.window, is_last_call)
         return trimmed
 
-    def _trim(self, cache: LayerCache, size: int, complete: bool) -> LayerCache:
+    def _trim(self, cache: LayerCache, size: int, is_last_call: bool) -> LayerCache:
+        """Return the cache with its ``size`` best tokens.
+
+        Before the last call, a cache that holds up to 1 + SLACK times as many is left as it is.
+        """
         segment = ops.only_segment(cache)
-        if segment.tokens > (size if complete else size * (1 + SLACK)):
+        most: float = size * (1 + SLACK)
+        if is_last_call:
+            most = size
+        if segment.tokens > most:
             cache = ops.select(cache, top_indices(segment.state["score"], size))
             segment = cache.segments[0]
-        if not complete:
+        if not is_last_call:
             return cache
+        # the scores of the prompt have done their work: decoding scores by the current query alone
         state = {name: t for name, t in segment.state.items() if name != "score"}
         return replace(cache, segments=(replace(segment, state=state),), decided=(segment.tokens,) * cache.heads)
 
@@ -140,25 +169,32 @@ class Cake(EvictingSelector):
         return self.trigger(n)
 
     def layer_budget(self, cache: LayerCache, layer: int) -> int:
-        return super().layer_budget(cache, layer) if self.keeps_all(cache.prompt_tokens, layer) else cache.tokens
+        if self.keeps_all(cache.prompt_tokens, layer):
+            return super().layer_budget(cache, layer)
+        # B_l + w, which the layer holds since the last ``rebalance``
+        return cache.tokens
 
     def token_counts(self, n: int) -> Mapping[str, int]:
-        return {"window": self.window if self.kv_size is not None else self.capacity(n).window}
+        if self.kv_size is not None:
+            return {"window": self.window}
+        return {"window": self.capacity(n).window}
 
     def keep_scores(self, slots: Slots) -> torch.Tensor:
-        young = recent_slots(slots, "window")
+        in_window = recent_slots(slots, "window")
         # neighbouring sums share their large terms: in fp32 rounding would decide between them, batch by batch
-        older_rows = slots.state["row"].double().masked_fill(young | ~slots.valid, 0)
-        return pool_slots(older_rows, slots, self.kernel, "avg").masked_fill(young, torch.inf)
+        older_rows = slots.state["row"].double().masked_fill(in_window | ~slots.valid, 0)
+        return pool_slots(older_rows, slots, self.kernel, "avg").masked_fill(in_window, torch.inf)
 
     def fold(self, slots: Slots, probs: torch.Tensor) -> Mapping[str, torch.Tensor]:
+        # the row A[h, n, :] of the current query replaces that of the one before
         return {"row": group_rows(probs[:, :, -1:], slots.positions.shape[1])[:, :, 0]}
 
 
 def variance_over_queries(rows: torch.Tensor) -> torch.Tensor:
-    """Return the unbiased variance [H, m] of rows [H, w, m] over their queries; 0 for a single query.
+    """Return the unbiased variance [H, m] of rows [H, w, m] over their queries. It is 0 for a single query.
 
     It equals ``rows.var(dim=1)``, which takes more than ten times as long on a CPU.
     """
+    # var[j] = sum_i (A[i, j] - mean_i A[i, j])^2 / (w - 1), in place, as the copy in fp64 is this function's own
     x = rows.double()
     return x.sub_(x.mean(dim=1, keepdim=True)).square_().sum(dim=1).div_(max(1, rows.shape[1] - 1)).float()

@@ -22,35 +22,40 @@ from kvbench.methods.core.prefill_changing import HeadSharer
 from kvbench.methods.core.recipe import CalibrationRun, Recipe
 
 OBSERVED = 5
-LONGEST = 64  # tokens of a calibration window: clusters see its first five
+"""The number of first tokens by which heads are compared (section 3)."""
+LONGEST = 64
+"""Tokens of a calibration window, of which clusters see only the first five."""
 _MIDDLE = (24, 30, 24, 30, 28, 28, 32, 32)
-_END = (18, 18, 20, 28, 18, 18, 18, 20, *(18,) * 6, 24, 32)
+_END = (18, 18, 20, 28, 18, 18, 18, 20) + (18,) * 6 + (24, 32)
 LISTS: dict[str, tuple[int, ...]] = {
-    "llama2": (32, 32, *(30,) * 6, *_MIDDLE, *_END),
-    "llama2-13b": (*(32, 32, 30, 30) * 3, *(30,) * 4, *_MIDDLE, *_END),
-    "llama3": (32, 32, 30, 30, *(32,) * 4, *_MIDDLE, *(26,) * 15, 30),
+    "llama2": (32, 32) + (30,) * 6 + _MIDDLE + _END,
+    "llama2-13b": (32, 32, 30, 30) * 3 + (30,) * 4 + _MIDDLE + _END,
+    "llama3": (32, 32, 30, 30) + (32,) * 4 + _MIDDLE + (26,) * 15 + (30,),
 }
+"""UNComp's numbers of clusters, one for each layer, by the name of the model that they were made for."""
 MEAN = sum(LISTS["llama2"]) / (32 * 32)
+"""The fraction of heads that lead in llama2's list: 794 of 1024."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Chai(HeadSharer):
-    """Heads are clustered by what the first five tokens attend to; a cluster's lowest head computes for all of it.
+    """Heads are clustered by the attention of the first five tokens. A cluster's lowest head computes for all of it.
 
     The distance of two query heads is 1 - cosine of their 5 x 5 softmax(q k' * scale), without a causal mask. Clusters
     merge by average linkage until c are left, the pair of lowest indices first among equals. A head takes the logits of
     the lowest head of its cluster, in the whole prompt and while decoding, and reads its own values with them. Keys are
-    stored only for kv heads that a leading head reads: under GQA this saves nothing unless no head of a group leads.
+    stored only for kv heads that a leading head reads. Under GQA this saves nothing unless no head of a group leads.
     Prompts of fewer than 6 tokens are left as they are.
 
-    clusters: c of each layer. [] takes UNComp's list for the model's shape: llama2-13b for 40 layers of 40 heads; for
-    32 layers of 32 heads llama3 under GQA and else llama2; for any other shape llama2's mean, 794 / 1024 of the heads.
-    like: instead, one of UNComp's lists by name: ``llama2`` (32 layers, 794 of 1024 heads; also run with Mistral),
-    ``llama2-13b`` (40 layers, 1042 of 1600), ``llama3`` (32 layers, 900 of 1024).
+    clusters: c of each layer. [] takes UNComp's list for the model's shape. Models of 40 layers of 40 heads have the
+    list llama2-13b. Models of 32 layers of 32 heads have llama3 under GQA, and llama2 otherwise. Any other shape takes
+    llama2's mean, 794 / 1024 of the heads.
+    like: instead, one of UNComp's lists by name. ``llama2`` has 32 layers and 794 of 1024 heads, and was also run with
+    Mistral. ``llama2-13b`` has 40 layers and 1042 of 1600 heads, ``llama3`` 32 layers and 900 of 1024 heads.
     counts: ``listed`` is all of the above. With ``calibrated``, ``share`` (or else 794 / 1024) is the fraction of heads
-    that lead over all layers together, and a layer whose heads are more alike has fewer: of the merges of all layers,
-    those at the smallest mean distances over windows of text happen. This is our choice: CHAI reads its counts off the
-    bend of each layer's clustering error by eye.
+    that lead over all layers together. A layer whose heads are more alike has fewer of them. Of the merges of all
+    layers, those at the smallest mean distances over windows of text happen. This is our choice: CHAI reads its counts
+    off the bend of each layer's clustering error by eye.
     """
 
     id: ClassVar[str] = "chai"
@@ -63,19 +68,26 @@ class Chai(HeadSharer):
     tokens: int | None = knob(None, at_least(1, null=True))
 
     def check(self) -> None:
-        listed = isinstance(self.clusters, (list, tuple))
-        listed = listed and all(is_whole(c) and c >= 1 for c in self.clusters)
-        self.require("clusters", listed, "a list of whole numbers, 1 or more")
+        is_list = isinstance(self.clusters, (list, tuple))
+        is_list = is_list and all(is_whole(c) and c >= 1 for c in self.clusters)
+        self.require("clusters", is_list, "a list of whole numbers, 1 or more")
         object.__setattr__(self, "clusters", tuple(self.clusters))
+        # each of these three knobs decides how many heads lead
         counting = [knob for knob in ("clusters", "like", "share") if getattr(self, knob) not in ((), None)]
         if len(counting) > 1:
             others = " and ".join(counting[1:])
             self.require(counting[0], False, f"{others} says how many heads lead, too: give one of them")
-        free = self.counts == "listed" or not (self.clusters or self.like)
-        self.require("counts", free, "calibrated only without clusters and like, which say how many heads lead")
+        has_no_list = not self.clusters and not self.like
+        self.require(
+            "counts",
+            self.counts == "listed" or has_no_list,
+            "calibrated only without clusters and like, which say how many heads lead",
+        )
 
     def recipe(self) -> Recipe | None:
-        return Recipe("chai", 1, self.samples, self.tokens, longest=LONGEST) if self.counts == "calibrated" else None
+        if self.counts == "listed":
+            return None
+        return Recipe("chai", 1, self.samples, tokens=self.tokens, longest=LONGEST)
 
     def calibrate(self, run: CalibrationRun) -> dict[str, torch.Tensor]:
         run.recipe.check(OBSERVED, "the first tokens, by which heads are compared")
@@ -94,7 +106,9 @@ class Chai(HeadSharer):
 
     def listed_clusters(self) -> tuple[Sequence[int], str]:
         """Return the clusters of each layer that a knob names, () if none does, and that knob."""
-        return (LISTS[self.like], "like") if self.like else (self.clusters, "clusters")
+        if self.like:
+            return LISTS[self.like], "like"
+        return self.clusters, "clusters"
 
     def leading_heads(self, n: int, layer: int, n_layers: int, query_heads: int, kv_heads: int) -> int:
         if n <= OBSERVED:
@@ -105,33 +119,50 @@ class Chai(HeadSharer):
         """Return the number of clusters of each layer."""
         share = MEAN if self.share is None else self.share
         if self.counts == "calibrated":
-            return divide_clusters(self.measured("with counts=calibrated its clusters", "counts")["distances"], share)
+            distances = self.measured("with counts=calibrated its clusters", "counts")["distances"]
+            return divide_clusters(distances, share)
         if self.clusters:
             return self.clusters
         name = self.like
-        if name is None and self.share is None:  # UNComp's list for a model of this shape
-            like = {(32, 32): "llama2" if kv_heads == query_heads else "llama3", (40, 40): "llama2-13b"}
-            name = like.get((n_layers, query_heads))
+        if name is None and self.share is None:
+            name = list_for_shape(n_layers, query_heads, kv_heads)
         if name is not None:
             return LISTS[name]
+        # c = share * Hq in every layer, at least 1
         return [max(1, round(share * query_heads))] * n_layers
 
     def leads(
         self, first_q: torch.Tensor, first_k: torch.Tensor, n: int, layer: int, n_layers: int, scale: float
     ) -> torch.Tensor | None:
         heads = first_q.shape[0]
-        count = self.leading_heads(n, layer, n_layers, heads, first_k.shape[0])
-        return None if count == heads else merge_clusters(first_q, first_k, scale, count)[0]
+        count = self.leading_heads(n, layer, n_layers, query_heads=heads, kv_heads=first_k.shape[0])
+        if count == heads:
+            return None
+        leads, _ = merge_clusters(first_q, first_k, scale, count=count)
+        return leads
 
     def compress(self, cache: LayerCache, obs: Observation) -> LayerCache:
         if obs.first_q is None:
             raise ValueError("chai reads the first queries, which were not observed")
         first_k = ops.only_segment(cache).k[:, :OBSERVED]
-        leads = self.leads(obs.first_q[:, :OBSERVED], first_k, obs.n, obs.layer, obs.n_layers, obs.scale)
+        leads = self.leads(
+            obs.first_q[:, :OBSERVED], first_k, obs.n, layer=obs.layer, n_layers=obs.n_layers, scale=obs.scale
+        )
         if leads is None:
             return cache
         cache = ops.expand(cache)
+        # keys stay only for kv heads that a leading head reads; all heads keep their values
         return replace(cache, segments=(ops.share_keys(ops.only_segment(cache), leads),))
+
+
+def list_for_shape(n_layers: int, query_heads: int, kv_heads: int) -> str | None:
+    """Return the name of UNComp's list for a model of this shape, or None where UNComp has none."""
+    if (n_layers, query_heads) == (40, 40):
+        return "llama2-13b"
+    if (n_layers, query_heads) != (32, 32):
+        return None
+    # the two models of 32 layers and 32 heads differ by their kv heads
+    return "llama2" if kv_heads == query_heads else "llama3"
 
 
 def merge_clusters(
@@ -139,24 +170,29 @@ def merge_clusters(
 ) -> tuple[torch.Tensor, list[float]]:
     """Return the lowest head [Hq] of each head's cluster, and the distances of the merges, ascending [Hq - count].
 
-    first_q [Hq, m, D], first_k [Hk, m, D]; ``count`` clusters are left. Computed in double precision on the CPU, so
-    that the result is the same on all devices.
+    Queries first_q are [Hq, m, D], keys first_k [Hk, m, D]. Heads merge until ``count`` clusters are left. All is
+    computed in double precision on the CPU, so that the result is the same on all devices.
     """
-    q, k = (t.detach().to("cpu", torch.float64).contiguous() for t in (first_q, first_k))
+    q = first_q.detach().to("cpu", torch.float64).contiguous()
+    k = first_k.detach().to("cpu", torch.float64).contiguous()
+    # softmax(q k' * scale) [Hq, m, m], without a causal mask, each map as one vector
     logits = q @ k.repeat_interleave(len(q) // len(k), dim=0).transpose(1, 2) * scale
     maps = capped(logits, scale).softmax(dim=-1).flatten(1)
     unit = maps / maps.norm(dim=1, keepdim=True)
-    # distance = 1 - cosine
+    # distance of two heads = 1 - cosine of their maps; at infinity no head merges with itself
     distance = (1 - unit @ unit.T).clamp(min=0).fill_diagonal_(torch.inf)
-    lead, merges = torch.arange(len(q)), []
+    lead = torch.arange(len(q))
+    merges: list[float] = []
     for _ in range(len(q) - count):
+        # the nearest pair of clusters, each in the row of its lowest head; the first of equal distances
         a, b = sorted(divmod(int(distance.argmin()), len(q)))
         merges.append(float(distance[a, b]))
-        # average linkage: the mean distance over all pairs of heads; b joins a, the lower of the two
-        sizes = [int((lead == x).sum()) for x in (a, b)]
-        row = (sizes[0] * distance[a] + sizes[1] * distance[b]) / sum(sizes)
+        # average linkage: d(a + b, x) = (|a| d(a, x) + |b| d(b, x)) / (|a| + |b|)
+        a_heads, b_heads = int((lead == a).sum()), int((lead == b).sum())
+        row = (a_heads * distance[a] + b_heads * distance[b]) / (a_heads + b_heads)
         row[[a, b]] = torch.inf
         distance[a], distance[:, a] = row, row
+        # b joins a, the lower of the two, and merges no more
         distance[b], distance[:, b] = torch.inf, torch.inf
         lead[lead == b] = a
     return lead.to(first_q.device), merges
@@ -168,21 +204,27 @@ def divide_clusters(distances: torch.Tensor, share: float) -> list[int]:
     Distances of merges ascend in every layer, so that the smallest of all are the first merges of each.
     """
     layers, heads = distances.shape[0], distances.shape[1] + 1
-    count = min(layers * heads - round(share * layers * heads), distances.numel())  # merges in all
-    merged = distances.flatten().sort(stable=True).indices[:count] // (heads - 1) if heads > 1 else torch.tensor([])
-    return [heads - int((merged == layer).sum()) for layer in range(layers)]
+    if heads == 1:
+        return [1] * layers
+    # each merge leaves one leading head less: L Hq - share * L Hq merges over all layers
+    merge_count = min(layers * heads - round(share * layers * heads), distances.numel())
+    # of the merges with the smallest distances, the layer in which each happens
+    merged_layers = distances.flatten().sort(stable=True).indices[:merge_count] // (heads - 1)
+    return [heads - int((merged_layers == layer).sum()) for layer in range(layers)]
 
 
 def measure_distances(run: CalibrationRun) -> torch.Tensor:
     """Return the mean distance [layers, Hq - 1] of each layer's merges, in their order, over the windows of a run."""
     shape = from_config(run.model.config)
-    total, count = torch.zeros(shape.layers, shape.query_heads - 1, dtype=torch.float64), 0
+    total = torch.zeros(shape.layers, shape.query_heads - 1, dtype=torch.float64)
 
     def on_layer(obs: Observation, k: torch.Tensor, v: torch.Tensor) -> None:
         assert obs.first_q is not None
-        _, merges = merge_clusters(obs.first_q[:, :OBSERVED], k[:, :OBSERVED], obs.scale, 1)
+        # down to one cluster, so that every merge has its distance
+        _, merges = merge_clusters(obs.first_q[:, :OBSERVED], k[:, :OBSERVED], obs.scale, count=1)
         total[obs.layer] += torch.tensor(merges, dtype=torch.float64)
 
+    count = 0
     for window in run.windows():
         run.observe(window, Needs(first_q=OBSERVED), on_layer)
         count += 1

@@ -21,9 +21,9 @@ from kvbench.methods.snapkv import SnapKV
 class ChunkKV(SnapKV):
     """Score of a chunk = mean of its tokens' SnapKV scores over all heads, which keep the same chunks.
 
-    variant ``fill``: the last ``window`` tokens and the best chunks before them; the next best gives its first tokens,
-        so that exactly C stay.
-    variant ``paper``: floor((C - w) / chunk) whole chunks and the window; a shorter last chunk counts as one, and its
+    variant ``fill``: the last ``window`` tokens and the best chunks before them. The next best chunk gives its first
+        tokens, so that exactly C stay.
+    variant ``paper``: floor((C - w) / chunk) whole chunks and the window. A shorter last chunk counts as one, and its
         score is a sum, not a mean.
     variant ``code``: chunks of the whole prompt, max(1, floor(chunks * C / n)) of them, as kvpress keeps. The window's
         tokens have the highest score of all instead of a place of their own.
@@ -50,52 +50,71 @@ class ChunkKV(SnapKV):
         return self.variant != "fill"
 
     def window_size(self) -> int:
+        # kvpress protects the window by its scores alone
         return 0 if self.variant == "code" else self.window
 
     def length(self, n: int) -> int:
-        """Return the tokens of a chunk of a prompt of n."""
+        """Return the tokens of a chunk of a prompt of n: 1 where the prompt is shorter than a chunk."""
         return self.chunk if n >= self.chunk else 1
 
     def chunks(self, n: int) -> tuple[int, int]:
         """Return how many of how many chunks stay, where only whole ones do."""
         capacity, length = self.capacity(n), self.length(n)
         if self.variant == "paper":
+            # floor((C - w) / chunk) of ceil((n - w) / chunk) chunks
             return (capacity.tokens - capacity.window) // length, -(-(n - capacity.window) // length)
+        # max(1, floor(chunks * C / n)) of ceil(n / chunk) chunks
         total = -(-n // length)
         share = capacity.tokens / n if self.kv_ratio is None else self.kv_ratio
-        return max(1, int(share * total + 1e-9)), total  # 1e-9: a product that should be whole
+        # 1e-9: a product that should be whole must not be cut to the number below
+        return max(1, int(share * total + 1e-9)), total
 
     def expected(self, n: int, layer: int, n_layers: int, heads: int) -> Expected | None:
         if not self.whole or self.budget(n, layer, n_layers) >= n:
             return super().expected(n, layer, n_layers, heads)
-        (count, total), window, length = self.chunks(n), self.capacity(n).window, self.length(n)
+        count, total = self.chunks(n)
+        window, length = self.capacity(n).window, self.length(n)
         if not count or (n - window) % length == 0:
             return Expected.exactly(window + count * length, heads)
-        missing = total * length - (n - window)  # tokens that the last chunk is short of
-        least, most = (max(0, count * length - short) for short in (missing, missing * (count == total)))
+        # the last chunk has fewer tokens, and the scores decide whether it is one of those that stay
+        short_by = total * length - (n - window)
+        least = max(0, count * length - short_by)
+        most = count * length
+        if count == total:
+            most = least
         return Expected((window + least,) * heads, (window + most,) * heads)
 
     def scores(self, cache: LayerCache, obs: Observation, capacity: Capacity) -> torch.Tensor:
-        window = min(self.window, obs.n - 1) if self.variant == "code" else capacity.window
+        window = capacity.window
+        if self.variant == "code":
+            window = min(self.window, obs.n - 1)
+        # SnapKV's scores [H, n], 0 for the window
         received = super().scores(cache, obs, replace(capacity, window=window))
         end = obs.n - window
         if self.variant == "code":
+            # the window's tokens get the highest score of all and are cut into chunks with the others
             received = received.clone()
             received[:, end:] = received.max()
             end = obs.n
         length = self.length(obs.prompt_tokens)
+        # the mean over heads, which keep the same chunks
         tokens = received[:, :end].mean(dim=0)
+        # score of a chunk = sum over its tokens / chunk length, the last chunk padded with zeros
         sums = F.pad(tokens, (0, -end % length)).view(-1, length).sum(dim=1)
         sizes = torch.full_like(sums, length)
         if self.variant != "paper":
+            # only the paper divides a shorter last chunk by the full length, too
             sizes[-1] -= -end % length
+        # each token has the score of its chunk
         return F.pad((sums / sizes).repeat_interleave(length)[:end], (0, obs.n - end))[None]
 
     def pick(self, cache: LayerCache, scores: torch.Tensor, budget: int) -> LayerCache:
         if not self.whole:
             return super().pick(cache, scores, budget)
         n, window = scores.shape[1], int(scores[0].isposinf().sum())
-        length, (count, _) = self.length(n), self.chunks(n)
+        length = self.length(n)
+        count, _ = self.chunks(n)
+        # every ``length``-th token is the first of a chunk and has its score
         best = top_indices(scores[:, : n - window : length], count)[0]
         chunk_of = torch.arange(n, device=scores.device) // length
         staying = torch.isin(chunk_of, best)
@@ -104,12 +123,19 @@ class ChunkKV(SnapKV):
         return replace(ops.select(cache, index[None]), decided=(len(index),) * cache.heads)
 
     def compress(self, cache: LayerCache, obs: Observation) -> LayerCache:
-        return cache if self._leader(obs.layer) != obs.layer else super().compress(cache, obs)
+        if self._leader(obs.layer) == obs.layer:
+            return super().compress(cache, obs)
+        # ``rebalance`` gives this layer the chunks of its leader
+        return cache
 
     def _leader(self, layer: int) -> int:
-        """Return the layer whose chunks this layer keeps."""
-        group = range(layer - layer % self.reuse, layer)
-        return layer if layer in self.frozen_layers else next((i for i in group if i not in self.frozen_layers), layer)
+        """Return the layer whose chunks this layer keeps: the first of its group that is not frozen."""
+        if layer in self.frozen_layers:
+            return layer
+        for earlier in range(layer - layer % self.reuse, layer):
+            if earlier not in self.frozen_layers:
+                return earlier
+        return layer
 
     def rebalance(self, caches: Sequence[LayerCache], n_layers: int) -> list[LayerCache]:
         trimmed = list(caches)

@@ -15,12 +15,12 @@ from kvbench.methods.core.quantiser import Quantiser
 
 @dataclass(frozen=True, kw_only=True)
 class FlexGen(Quantiser):
-    """Asymmetric min-max codes of ``group`` consecutive channels of a token, at most a head's; no token stays exact.
+    """Asymmetric min-max codes of ``group`` consecutive channels of a token, at most a head's. No token stays exact.
 
     A token is packed after the step that made it, which reads it exactly. A group of one value stores scale 1.
 
     code_prefill: the prompt's own attention reads all keys and values packed, too (longctx_bench's simulation, arXiv
-    2407.01527), and selectors score by what it read.
+    2407.01527). Selectors then score by the packed keys.
     """
 
     id: ClassVar[str] = "flexgen"
@@ -35,21 +35,27 @@ class FlexGen(Quantiser):
     def prefill_key(self) -> str:
         if not self.code_prefill:
             return ""
-        half = f" only={self.only}" if self.only else ""
-        return f"flexgen bits={self.bits} group={self.group}{half}"
+        key = f"flexgen bits={self.bits} group={self.group}"
+        if self.only:
+            key += f" only={self.only}"
+        return key
 
     def read(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if not self.code_prefill:
             return k, v
-        return (
-            k if self.only == "values" else self.pack_keys(k).dequantise(k.dtype),
-            v if self.only == "keys" else self.pack_values(v).dequantise(v.dtype),
-        )
+        # ``only`` leaves the other half exact
+        if self.only != "values":
+            k = self.pack_keys(k).dequantise(k.dtype)
+        if self.only != "keys":
+            v = self.pack_values(v).dequantise(v.dtype)
+        return k, v
 
     def residuals(self) -> tuple[Residual, Residual]:
+        # no token stays exact: each is packed by itself, at once
         return Residual(0, 1, 1), Residual(0, 1, 1)
 
     def pack_keys(self, x: torch.Tensor) -> Packed:
+        # c = round((x - min) / s), s = (max - min) / (2^bits - 1), for each group of channels of a token
         return quantise_tokens(x, self.bits, min(self.group, x.shape[-1]), constant_scale=1.0)
 
     def pack_values(self, x: torch.Tensor) -> Packed:

@@ -16,10 +16,11 @@ class Fp8(StorageFormat):
     """Codes c = cast(clip(x / s, -max, max)) to the nearest float of 8 bits, ties to even, read as c * s.
 
     type: ``e4m3`` (max 448, 3 bits of mantissa) or ``e5m2`` (max 57344, 2 bits).
-    scale: ``one``, s = 1, the engines' default without a calibration file; ``tensor`` and ``head``, absmax / max of the
-    prompt's keys or values of a layer or a head, frozen afterwards, so that larger values to come saturate;
-    ``token_head``, absmax / max of each token and head, 4 bytes more.
-    headroom: ``vllm`` takes absmax / 200 for keys and absmax / 100 for values, as its scales on the fly; ``none`` max.
+    scale: ``one`` is s = 1, the engines' default without a calibration file. ``tensor`` and ``head`` take absmax / max
+    of the prompt's keys or values, over a layer or a head. That scale is frozen afterwards, so that larger values to
+    come saturate. ``token_head`` takes absmax / max of each token and head, at 4 bytes more.
+    headroom: ``vllm`` takes absmax / 200 for keys and absmax / 100 for values, as vLLM's scales on the fly do. ``none``
+    takes absmax / max.
     """
 
     id: ClassVar[str] = "fp8"
@@ -34,4 +35,8 @@ class Fp8(StorageFormat):
 
     def codecs(self) -> tuple[Codec, Codec]:
         codec = Fp8Codec(kind=self.type, scale=self.scale)
-        return (replace(codec, reach=200.0), replace(codec, reach=100.0)) if self.headroom == "vllm" else (codec, codec)
+        if self.headroom == "vllm":
+            # s = absmax / 200 for keys and absmax / 100 for values, instead of absmax / max
+            return replace(codec, reach=200.0), replace(codec, reach=100.0)
+        # c = cast(clip(x / s, -max, max)), read as c * s
+        return codec, codec

@@ -17,23 +17,24 @@ from kvbench.methods.core.knobs import Rule, at_least, knob, one_of
 from kvbench.methods.core.statistics import group_mean, group_rows, recent_slots, window_rows
 from kvbench.storage.roles import Slots
 
+# UNComp's baseline: of 512 tokens 4 are heavy hitters and 508 recent ones
 UNCOMP_HEAVY, UNCOMP_RECENT, UNCOMP_TOTAL = 4, 508, 512
 
 
 @dataclass(frozen=True, kw_only=True)
 class H2O(EvictingSelector):
-    """Score of token j = attention it received, S[h, j] = sum over queries i >= j of A[h, i, j]; no pooling.
+    """Score of token j = attention it received, S[h, j] = sum over queries i >= j of A[h, i, j], without pooling.
 
     Under ``per=kv_head`` a group's query heads are averaged before the top-k.
 
-    variant ``all``: all n queries; evicts once, after the prompt.
+    variant ``all``: sums over all n queries and evicts once, after the prompt.
     variant ``win``: the last ``window`` queries only (SnapKV without pooling), as in ThinK's and ReFreeKV's code.
-    variant ``orig``: the paper's. All queries, and the new token's attention is added at every step; the budget holds
-        while decoding, half of it heavy hitters and half recent tokens.
+    variant ``orig``: the paper's. All queries count, and the new token's attention is added at every step. The budget
+        holds while decoding, half of it heavy hitters and half recent tokens.
     variant ``uncomp``: UNComp's baseline (its released code, arXiv 2410.03090). As ``orig`` with floor(4 C / 512) heavy
         hitters and floor(508 C / 512) recent tokens of a budget C, nearly a sliding window. Below C = 128 there is no
-        heavy hitter: such a ``kv_size`` is refused, a ``kv_ratio`` that comes to so few keeps recent tokens only.
-    heavy_ratio, recent_ratio: both parts as fractions of the prompt, for ``orig``; None for half the budget each.
+        heavy hitter. Such a ``kv_size`` is refused, and a ``kv_ratio`` of so few tokens keeps recent ones only.
+    heavy_ratio, recent_ratio: both parts as fractions of the prompt, for ``orig``. None gives each half the budget.
     """
 
     id: ClassVar[str] = "h2o"
@@ -62,6 +63,7 @@ class H2O(EvictingSelector):
         if self.heavy_ratio is not None:
             self.require_one_budget("heavy_ratio")
         if self.variant == "uncomp" and self.kv_size is not None:
+            # floor(4 C / 512) >= 1 from C = 512 / 4 on
             least = -(-UNCOMP_TOTAL // UNCOMP_HEAVY)
             self.require("kv_size", self.kv_size >= least, f"at least {least} with variant=uncomp, for a heavy hitter")
 
@@ -70,17 +72,21 @@ class H2O(EvictingSelector):
         return self.variant in ("orig", "uncomp")
 
     def window_size(self) -> int:
+        # the evicting variants have their recent tokens from ``parts``
         return 1 if self.evicts else self.window
 
     def needs(self, n: int) -> Needs:
         if self.variant == "win":
             return Needs(last_q=self.window)
-        return Needs(colsums=True) if self.score_bits is None else Needs(colsums_bits=frozenset({self.score_bits}))
+        if self.score_bits is None:
+            return Needs(colsums=True)
+        return Needs(colsums_bits=frozenset({self.score_bits}))
 
     def capacity(self, n: int) -> Capacity:
         if not self.evicts:
             return super().capacity(n)
         heavy, recent = self.parts(n)
+        # nothing is left to choose: only recent tokens stay
         no_heavy = self.variant == "uncomp" and heavy == 0 and recent < n
         return Capacity(min(heavy + recent, n), 0, min(recent, n), shrunk=no_heavy)
 
@@ -89,8 +95,10 @@ class H2O(EvictingSelector):
         if self.heavy_ratio is not None and self.recent_ratio is not None:
             return int(self.heavy_ratio * n), max(1, int(self.recent_ratio * n))
         total = self.generation_budget(n)
-        if self.variant == "uncomp":  # 4 / 512 heavy hitters beside 508 / 512 recent tokens
+        if self.variant == "uncomp":
+            # floor(4 C / 512) heavy hitters beside floor(508 C / 512) recent tokens
             return total * UNCOMP_HEAVY // UNCOMP_TOTAL, total * UNCOMP_RECENT // UNCOMP_TOTAL
+        # half of the budget each; of an odd budget the recent tokens have one more
         return total // 2, total - total // 2
 
     def competing(self, n: int) -> int:
@@ -99,13 +107,17 @@ class H2O(EvictingSelector):
     def initial_state(self, cache: LayerCache, obs: Observation) -> Mapping[str, torch.Tensor]:
         if not self.evicts:
             return {}
+        # S[h, j] = sum over all queries i >= j of the prompt of A[h, i, j]
         return {"mass": group_mean(self.received(cache, obs, obs.n), cache.heads)}
 
     def token_counts(self, n: int) -> Mapping[str, int]:
         return {"recent": self.parts(n)[1] + self.spare}
 
     def unattended(self, n: int) -> int | None:
-        return self.parts(n)[1] if self.code_mask else None
+        if not self.code_mask:
+            return None
+        # for one step a query does not attend the token that has just left the recent ones
+        return self.parts(n)[1]
 
     @property
     def state_bytes(self) -> int:
@@ -133,5 +145,7 @@ class H2O(EvictingSelector):
     def received(self, cache: LayerCache, obs: Observation, window: int) -> torch.Tensor:
         """Return the attention [Hq, n] that each token received from the queries that the variant counts."""
         if self.variant == "win":
+            # S[h, j] = sum over the last w queries i of A[h, i, j]
             return window_rows(cache, obs, window, self.estimate).sum(dim=1)
+        # S[h, j] = sum over all queries i of A[h, i, j], which the prompt's own pass has summed up
         return obs.received(self.score_bits)

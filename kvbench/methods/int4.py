@@ -15,8 +15,8 @@ from kvbench.methods.core.knobs import knob
 class Int4(StorageFormat):
     """Codes c = clip(round(y / s + z), 0, 15), read as (c - z) * s, with s = max((max - min) / 15, 1e-6) in fp32.
 
-    z = clip(round(-min / s), 0, 15) lies in the lowest 4 bits of the scale; both round ties away from zero. y is x
-    under random signs and a Hadamard matrix, which attention enters with its query and leaves with its output.
+    z = clip(round(-min / s), 0, 15) lies in the lowest 4 bits of the scale. Both round ties away from zero. y is x
+    under random signs and a Hadamard matrix. Attention rotates its query likewise, and turns its output back.
 
     symmetric: true takes c = clip(round(x / s), -8, 7) with s = absmax / 7 in fp16.
     """
@@ -28,5 +28,7 @@ class Int4(StorageFormat):
 
     def codecs(self) -> tuple[Codec, Codec]:
         if self.symmetric:
+            # c = clip(round(x / s), -8, 7), s = absmax / 7
             return (SymmetricInteger(bits=4, half=True, rotate=self.rotate),) * 2
+        # c = clip(round(y / s + z), 0, 15), s = (max - min) / 15, z = clip(round(-min / s), 0, 15)
         return (ZeroPointInt4(rotate=self.rotate),) * 2

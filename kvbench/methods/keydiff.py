@@ -24,8 +24,8 @@ class KeyDiff(Selector, BlockReader):
 
     variant ``once``: all tokens are scored together, after the prompt (kvpress's KeyDiffPress).
     variant ``block``: the first C tokens, then ``block`` more at a time, of which the best C go on (its BlockPress).
-    variant ``paper``: the prompt is read in blocks of ``block`` tokens, of which the best C go on; a block attends
-        itself and what was kept of those before it, so that the prefill is not exact.
+    variant ``paper``: the prompt is read in blocks of ``block`` tokens, and the best C of all tokens so far go on. A
+        block attends itself and the tokens that were kept before it. The prefill is therefore not exact.
     """
 
     id: ClassVar[str] = "keydiff"
@@ -35,34 +35,42 @@ class KeyDiff(Selector, BlockReader):
 
     @property
     def prefill_key(self) -> str:
-        return f"keydiff.{self.revision}({self.knobs()})" if self.variant == "paper" else ""
+        # only the paper's variant changes how the prompt is computed
+        if self.variant != "paper":
+            return ""
+        return f"keydiff.{self.revision}({self.knobs()})"
 
     def while_decoding(self) -> Selector:
-        return super(KeyDiff, replace(self, variant="once")).while_decoding()  # tokens held and new ones together
+        # while decoding, the cached tokens and the new ones are ranked together
+        return super(KeyDiff, replace(self, variant="once")).while_decoding()
 
     def scores(self, cache: LayerCache, obs: Observation, capacity: Capacity) -> torch.Tensor:
         keys = ops.only_segment(cache).k
         if self.variant == "once":
             scores = obs.once(KeyDiff, lambda: difference(keys))
-        else:
-            *_, (_, held) = self.held_before(keys, min(cache.heads, len(keys)), capacity.tokens)
-            scores = torch.zeros(held.shape[0], obs.n, device=keys.device).scatter_(1, held, 1.0)
+            return at_heads(scores, cache.heads)
+        # the tokens that are kept after the last block score 1, all others 0
+        blocks = list(self.iterate_blocks(keys, min(cache.heads, len(keys)), capacity.tokens))
+        _, kept_tokens = blocks[-1]
+        scores = torch.zeros(kept_tokens.shape[0], obs.n, device=keys.device).scatter_(1, kept_tokens, 1.0)
         return at_heads(scores, cache.heads)
 
-    def held_before(self, keys: torch.Tensor, heads: int, budget: int) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield (first token, tokens [heads, m] held before it) of each block of keys [Hk, n, D], and of their end."""
+    def iterate_blocks(self, keys: torch.Tensor, heads: int, budget: int) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield (first token, tokens [heads, m] kept before it) of each block of keys [Hk, n, D], and of their end."""
         n = keys.shape[1]
+        # kvpress begins with C tokens, the paper with none
         first = budget if self.variant == "block" else 0
-        held = torch.arange(first, device=keys.device).expand(heads, -1)
+        kept_tokens = torch.arange(first, device=keys.device).expand(heads, -1)
         for start in range(first, n, self.block):
-            yield start, held
+            yield start, kept_tokens
             new = torch.arange(start, min(start + self.block, n), device=keys.device)
-            held = torch.cat([held, new.expand(heads, -1)], dim=1)
-            if held.shape[1] > budget:
-                index = per_head(held, len(keys))[..., None].expand(-1, -1, keys.shape[2])
+            kept_tokens = torch.cat([kept_tokens, new.expand(heads, -1)], dim=1)
+            if kept_tokens.shape[1] > budget:
+                # the anchor is the mean of the kept and new keys alone, [Hk, m, D]
+                index = per_head(kept_tokens, len(keys))[..., None].expand(-1, -1, keys.shape[2])
                 scores = at_heads(difference(keys.gather(1, index)), heads)
-                held = held.gather(1, top_indices(scores, budget))
-        yield n, held
+                kept_tokens = kept_tokens.gather(1, top_indices(scores, budget))
+        yield n, kept_tokens
 
     def blocks(
         self, keys: torch.Tensor, n: int, layer: int, n_layers: int, heads: int
@@ -70,12 +78,16 @@ class KeyDiff(Selector, BlockReader):
         budget = self.budget(n, layer, n_layers)
         if self.variant != "paper" or budget >= keys.shape[1]:
             return []
-        held = [*self.held_before(keys, min(heads, len(keys)), budget)][:-1]
-        return [(start, per_head(index, len(keys))) for start, index in held]
+        # the last entry is the end of the prompt, where no block begins
+        blocks = list(self.iterate_blocks(keys, min(heads, len(keys)), budget))[:-1]
+        return [(start, per_head(index, len(keys))) for start, index in blocks]
 
 
 def difference(keys: torch.Tensor) -> torch.Tensor:
     """Return -cos(k_j, a) [Hk, n] of keys [Hk, n, D] with their anchor a."""
+    # k_j / ||k_j||
     unit = normalize(keys.float(), dim=-1)
+    # a = mean over j of k_j / ||k_j||, brought to length 1 (section 3)
     anchor = normalize(unit.mean(dim=1, keepdim=True), dim=-1)
+    # -cos(k_j, a)
     return -(unit * anchor).sum(dim=-1)

@@ -38,16 +38,21 @@ class Kivi(Quantiser):
         self.require("residual", fits, f"a multiple of group={self.group}, 1 or more")
 
     def residuals(self) -> tuple[Residual, Residual]:
+        # of N tokens R * floor(N / R) are packed as keys, and N - R as values
         return Residual(0, self.residual, self.group), Residual(self.residual, 1, 1)
 
     def pack_keys(self, x: torch.Tensor) -> Packed:
+        # c = round((x - min) / s), s = (max - min) / (2^bits - 1), over ``group`` tokens of one channel (section 3.2)
         return quantise_channels(x, self.bits, self.group)
 
     def pack_values(self, x: torch.Tensor) -> Packed:
+        # the same over ``group`` channels of one token
         return quantise_tokens(x, self.bits, self.group)
 
     def key_bytes(self, tokens: int, channels: int) -> int:
+        # a run is one group of a channel: its codes, and min and s in fp16
         return tokens // self.group * channels * run_bytes(self.group, self.bits, self.group)
 
     def value_bytes(self, tokens: int, channels: int) -> int:
+        # a run is a token, whose last group may be shorter
         return tokens * run_bytes(channels, self.bits, self.group)

@@ -20,17 +20,17 @@ from kvbench.methods.core.replaying import Replay, ReplayingSelector
 class KVzip(ReplayingSelector):
     """Score of a key = max attention to it while the model reads the prompt again, behind the prompt's whole cache.
 
-    The maximum is over all queries of the pass that repeats the key's chunk and over the query heads of its group; the
+    The maximum is over all queries of the pass that repeats the key's chunk, and over the query heads of its group. The
     softmax is over the first tokens, the chunk's cached keys and those of the pass itself. The question plays no part,
-    so that one compression serves many. All layers stay dense until the passes are over, which cost about one more
-    prefill and count as time of compression.
+    so that one compression serves many questions. All layers stay dense until the passes are over. The passes cost
+    about one more prefill and count as time of compression.
 
     level ``pair``: the best of all N = L H n pairs of keys and values, whatever their layers and heads.
-    level ``layer``: each layer keeps as many (kvpress's ``layerwise``); ``uniform``: each head.
+    level ``layer``: each layer keeps as many (kvpress's ``layerwise``). ``uniform``: each head keeps as many.
     level ``head``: the floor(r L H) heads with the highest score of any token keep all, others the first tokens only.
-    count ``exact``: floor(r N) pairs, the first tokens among them; r = C / n where the budget is in tokens.
-    count ``paper``: as the released code, pairs strictly above that of rank max(floor(r N') - 1, 0), with ties all
-        lost, of the N' pairs behind the first tokens, which are not counted.
+    count ``exact``: floor(r N) pairs, the first tokens among them. r = C / n where the budget is in tokens.
+    count ``paper``: as in released code, the first tokens are not counted. Of the N' pairs behind them, those stay that
+        are strictly above the pair of rank max(floor(r N') - 1, 0). Pairs equal to it are all lost.
     count ``code``: as kvpress, all but floor((1 - r) N) pairs.
     """
 
@@ -52,15 +52,22 @@ class KVzip(ReplayingSelector):
         return self.sinks
 
     def replay(self, n: int) -> Replay | None:
-        return None if self.capacity(n).tokens >= n else Replay(self.chunk, self.sinks, self.instruction)
+        if self.capacity(n).tokens >= n:
+            return None
+        return Replay(self.chunk, self.sinks, self.instruction)
 
-    def kept_of(self, pairs: int, n: int) -> int:
+    def count_staying(self, pairs: int, n: int) -> int:
         """Return how many of ``pairs`` stay of a prompt of n tokens."""
         capacity = self.capacity(n)
-        share = capacity.tokens / n if self.kv_ratio is None or capacity.shrunk else self.kv_ratio
+        # r, the fraction of pairs that stays: as the user gave it, or C / n
+        share = capacity.tokens / n
+        if self.kv_ratio is not None and not capacity.shrunk:
+            share = self.kv_ratio
         if self.count == "code":
+            # N - floor((1 - r) N)
             return pairs - int(pairs * (1 - share))
-        return int(share * pairs + 1e-9)  # 1e-9: a product that should be whole
+        # floor(r N); 1e-9: a product that should be whole must not be cut to the number below
+        return int(share * pairs + 1e-9)
 
     def expected(self, n: int, layer: int, n_layers: int, heads: int) -> Expected | None:
         size = self.budget(n, layer, n_layers)
@@ -68,53 +75,74 @@ class KVzip(ReplayingSelector):
             return Expected.exactly(n, heads)
         if self.level == "uniform":
             return Expected.exactly(size, heads)
-        total = max(self.kept_of(heads * n, n), heads * self.capacity(n).sinks) if self.level == "layer" else None
-        return Expected((self.capacity(n).sinks,) * heads, (n,) * heads, total)
+        # a head may keep any number of tokens between its sinks and all n
+        sinks = self.capacity(n).sinks
+        total = None
+        if self.level == "layer":
+            total = max(self.count_staying(heads * n, n), heads * sinks)
+        return Expected((sinks,) * heads, (n,) * heads, total)
 
     def expected_sum(self, n: int, n_layers: int, heads: int) -> int | None:
         frozen = sum(i < n_layers for i in self.frozen_layers)
         sharing = n_layers - frozen
         if self.capacity(n).tokens >= n or not sharing or self.count == "paper":
             return None
-        least = sharing * heads * self.capacity(n).sinks
+        sinks = self.capacity(n).sinks
+        frozen_tokens = frozen * heads * n
+        sink_tokens = sharing * heads * sinks
         if self.level == "head":
-            whole = self.kept_of(sharing * heads, n)
-            return frozen * heads * n + least + whole * (n - self.capacity(n).sinks)
-        return None if self.level != "pair" else frozen * heads * n + max(self.kept_of(sharing * heads * n, n), least)
+            # some heads keep all n tokens, the others their sinks only
+            full_heads = self.count_staying(sharing * heads, n)
+            return frozen_tokens + sink_tokens + full_heads * (n - sinks)
+        if self.level == "pair":
+            return frozen_tokens + max(self.count_staying(sharing * heads * n, n), sink_tokens)
+        # levels ``layer`` and ``uniform`` declare the tokens of each layer
+        return None
 
     def compress(self, cache: LayerCache, obs: Observation) -> LayerCache:
         return cache
 
     def rebalance(self, caches: Sequence[LayerCache], n_layers: int) -> list[LayerCache]:
-        sharing = [i for i, c in enumerate(caches) if "score" in ops.only_segment(c).state]
-        if not sharing or len(caches) < n_layers:
+        scored = [i for i, c in enumerate(caches) if "score" in ops.only_segment(c).state]
+        # a score is final once the passes of ``replay`` are over, and pairs compete over all layers
+        if not scored or len(caches) < n_layers:
             return list(caches)
-        plain = [replace(c, segments=(replace(ops.only_segment(c), state={}),)) for c in caches]
-        sharing = [i for i in sharing if i not in self.frozen_layers]
-        n = caches[0].prompt_tokens
-        capacity = self.capacity(n)
-        scores = torch.stack([ops.only_segment(caches[i]).state["score"] for i in sharing]) if sharing else None
-        for i, kept in zip(sharing, () if scores is None else self.kept(scores, capacity), strict=True):
-            order = (~kept).int().sort(dim=-1, stable=True).indices
-            plain[i] = ops.select_first(plain[i], order, kept.sum(dim=-1))
-        return plain
+        compressed = [replace(c, segments=(replace(ops.only_segment(c), state={}),)) for c in caches]
+        sharing = [i for i in scored if i not in self.frozen_layers]
+        if not sharing:
+            return compressed
+        capacity = self.capacity(caches[0].prompt_tokens)
+        # [L, H, n], over the L layers that share the budget
+        scores = torch.stack([ops.only_segment(caches[i]).state["score"] for i in sharing])
+        for i, staying in zip(sharing, self.staying_pairs(scores, capacity), strict=True):
+            # the pairs of a head that stay come first, in the order of their positions
+            order = (~staying).int().sort(dim=-1, stable=True).indices
+            compressed[i] = ops.select_first(compressed[i], order, staying.sum(dim=-1))
+        return compressed
 
-    def kept(self, scores: torch.Tensor, capacity: Capacity) -> torch.Tensor:
-        """Return which pairs [L, H, n] stay, by their scores [L, H, n]."""
+    def staying_pairs(self, scores: torch.Tensor, capacity: Capacity) -> torch.Tensor:
+        """Return a mask [L, H, n] of the pairs that stay, by their scores [L, H, n]."""
         layers, heads, n = scores.shape
         scores = scores.clone()
         scores[..., : capacity.sinks] = torch.inf
         if self.count == "paper":
+            # strictly above the score of rank max(floor(r N') - 1, 0), of the N' pairs behind the sinks
             ranked = scores[..., capacity.sinks :].flatten().sort(descending=True).values
-            return scores > ranked[max(self.kept_of(len(ranked), n) - 1, 0)]
+            return scores > ranked[max(self.count_staying(len(ranked), n) - 1, 0)]
         if self.level == "head":
+            # a head's score is the highest of its tokens'; the floor(r L H) best heads keep all tokens
             best = scores[..., capacity.sinks :].amax(dim=-1).flatten().sort(descending=True, stable=True).indices
-            whole = torch.zeros_like(best, dtype=torch.bool).scatter_(0, best[: self.kept_of(len(best), n)], True)
-            return whole.view(layers, heads, 1) | scores.isposinf()
-        # the pairs that compete with each other, one row for each budget
+            keeps_all = torch.zeros_like(best, dtype=torch.bool).scatter_(
+                0, best[: self.count_staying(len(best), n)], True
+            )
+            return keeps_all.view(layers, heads, 1) | scores.isposinf()
+        # one row of competing pairs for each budget: all pairs, those of a layer, or those of a head
         rows = {"pair": 1, "layer": layers, "uniform": layers * heads}[self.level]
         competing = scores.view(rows, -1)
-        total = capacity.tokens if self.level == "uniform" else self.kept_of(competing.shape[1], n)
+        total = self.count_staying(competing.shape[1], n)
+        if self.level == "uniform":
+            total = capacity.tokens
+        # a budget is at least the sinks of its heads
         total = max(total, layers * heads // rows * capacity.sinks)
         best = competing.sort(dim=-1, descending=True, stable=True).indices[:, :total]
         return torch.zeros_like(competing, dtype=torch.bool).scatter_(1, best, True).view_as(scores)

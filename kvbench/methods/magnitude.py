@@ -14,18 +14,19 @@ from kvbench.methods.core.pruner import ChannelPruner
 
 @dataclass(frozen=True, kw_only=True)
 class Magnitude(ChannelPruner):
-    """Score of channel j = ||K[:, j]||_p over the retained tokens (section 3.1, eq. 1); otherwise as ThinK.
+    """Score of channel j = ||K[:, j]||_p over the retained tokens (section 3.1, eq. 1). All else is as in ThinK.
 
     rounding: ``paper`` by default, because the paper keeps floor((1 - ratio) * D) channels and released no code
     for this criterion.
     """
 
+    # the order of the norm
     p: ClassVar[int]
 
     rounding: str = "paper"
 
     def channel_scores(self, keys: torch.Tensor, cache: LayerCache, obs: Observation) -> torch.Tensor:
-        # ||K[:, j]||_p, eq. 1
+        # ||K[:, j]||_p over the L tokens of keys [H, L, D], eq. 1
         return torch.linalg.vector_norm(keys, ord=self.p, dim=1)
 
 

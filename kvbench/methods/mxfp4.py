@@ -20,9 +20,9 @@ from kvbench.methods.q8_0 import EVEN
 class MxFp4(StorageFormat):
     """Codes e2m1(x / 2^e) of a block, one of 0, .5, 1, 1.5, 2, 3, 4, 6 with a sign, read as c * 2^e.
 
-    variant: ``ocp``, e = floor(log2 absmax) - 2 in blocks of 32: what lies above 6 clips. ``sglang``, the fp4 of
-    https://github.com/sgl-project/sglang, e = ceil(log2 max(absmax / 6, 1e-10)) in blocks of 16: nothing clips.
-    group: the channels of a block; null takes the variant's. Heads hold whole blocks.
+    variant: ``ocp`` has e = floor(log2 absmax) - 2 in blocks of 32. Numbers above 6 clip. ``sglang`` is the fp4 of
+    https://github.com/sgl-project/sglang, with e = ceil(log2 max(absmax / 6, 1e-10)) in blocks of 16. Nothing clips.
+    group: the channels of a block. Null takes the variant's number. Heads hold whole blocks.
     """
 
     id: ClassVar[str] = "mxfp4"
@@ -32,5 +32,8 @@ class MxFp4(StorageFormat):
     rotate: str = knob("none", ROTATE)
 
     def codecs(self) -> tuple[Codec, Codec]:
-        group = self.group or (32 if self.variant == "ocp" else 16)
+        # e = floor(log2 absmax) - 2 of a block of 32 (OCP), or ceil(log2(absmax / 6)) of a block of 16 (SGLang)
+        block = 32 if self.variant == "ocp" else 16
+        group = self.group or block
+        # c = e2m1(x / 2^e), read as c * 2^e
         return (MicroscaledFp4(kind=self.variant, group=group, rotate=self.rotate),) * 2

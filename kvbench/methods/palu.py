@@ -35,10 +35,10 @@ class Palu(LowRankStage):
     Where the sum has no Cholesky factor, the least of 1e-10, 1e-9, ... of its mean diagonal that gives it one is added,
     and recorded in the calibration as ``damping`` per layer. All is computed in fp64.
 
-    ranks_by: ``fisher`` divides the remaining rank over all groups of all layers in proportion to sqrt(E[g^2]) of their
-    weights (mean over the group's entries, g the gradient of a window's mean loss), capped at the full rank.
-    ``fisher_uniform`` gives the groups of a projection their mean, ``uniform`` gives every group the same. The paper
-    takes Fisher information over 2048 samples; here it is over the windows of the whitening (our choice).
+    ranks_by: ``fisher`` divides the remaining rank over all groups of all layers, in proportion to sqrt(E[g^2]) of
+    their weights and capped at the full rank. The mean is over the group's entries, and g is the gradient of a window's
+    mean loss. ``fisher_uniform`` gives the groups of a projection their mean, ``uniform`` gives every group the same.
+    The paper takes Fisher information over 2048 samples. Here it is over the windows of the whitening (our choice).
     """
 
     id: ClassVar[str] = "palu"
@@ -48,18 +48,22 @@ class Palu(LowRankStage):
 
     def recipe(self) -> Recipe | None:
         knobs = {"fisher": self.ranks_by != "uniform"}
-        return Recipe("palu", 1, self.samples, self.tokens, each=False, knobs=knobs, longest=LONGEST)
+        return Recipe("palu", 1, self.samples, tokens=self.tokens, each=False, knobs=knobs, longest=LONGEST)
 
     def calibrate(self, run: CalibrationRun) -> dict[str, torch.Tensor]:
         shape = ProjectionShape.of(run.model)
+        # of fewer tokens the sum of x x^T [d, d] has no full rank
         run.recipe.check(shape.hidden, "the hidden size")
+        # sums [layers, d, d] of x x^T, and sqrt(E[g^2]) [layers, 2, heads] where ranks follow Fisher information
         sums, fisher = moments(run.model, run.windows(), self.ranks_by != "uniform")
-        return {
+        tensors = {
             "shape": torch.tensor([shape.layers, shape.heads, shape.head_dim, shape.hidden]),
             "moments": sums,
             "damping": torch.tensor([damping(m) for m in sums], dtype=torch.float64),
-            **({} if fisher is None else {"fisher": fisher}),
         }
+        if fisher is not None:
+            tensors["fisher"] = fisher
+        return tensors
 
     def calibration_bytes(self, model: PreTrainedModel) -> tuple[int, int]:
         return moments_bytes(model, self.ranks_by != "uniform")
@@ -76,24 +80,29 @@ class Palu(LowRankStage):
         if self.ranks_by == "uniform":
             even = (nearest_rank(full, self.ratio, self.multiple),) * groups
             return ((even, even),) * shape.layers
-        fisher = self.tensor("fisher").double().unflatten(2, (groups, heads)).mean(dim=3)  # [layers, 2, groups]
+        # [layers, 2, groups], the mean over the heads of a group
+        fisher = self.tensor("fisher").double().unflatten(2, (groups, heads)).mean(dim=3)
         if self.ranks_by == "fisher_uniform":
-            flat = divided_ranks(fisher.mean(dim=2).flatten().tolist(), full, self.ratio, self.multiple)
-            flat = [r for r in flat for _ in range(groups)]
+            # one rank for each projection, [layers * 2], which all its groups get
+            ranks = divided_ranks(fisher.mean(dim=2).flatten().tolist(), full, self.ratio, self.multiple)
+            ranks = torch.tensor(ranks).repeat_interleave(groups).tolist()
         else:
-            flat = divided_ranks(fisher.flatten().tolist(), full, self.ratio, self.multiple)
-        table = torch.tensor(flat).view(shape.layers, 2, groups).tolist()
+            ranks = divided_ranks(fisher.flatten().tolist(), full, self.ratio, self.multiple)
+        table = torch.tensor(ranks).view(shape.layers, 2, groups).tolist()
         return tuple((tuple(k), tuple(v)) for k, v in table)
 
     def factors(self, model: PreTrainedModel) -> Pairs:
         shape, rows = self.shape, self.heads * self.shape.head_dim
         pairs = []
         for i, attention in enumerate(attention_modules(model)):
-            # W S = U diag(s) V^T, truncated to r, with S S^T = sum of x x^T
+            # S, with S S^T = sum of x x^T (Cholesky), section 3.2
             side = whitening(self.tensor("moments")[i].to(model.device), float(self.tensor("damping")[i]))
             pair: list[Factors] = []
+            # first the key projection, then the value projection
             for (weight, _), ranks in zip(linears(attention, shape.heads), self.ranks[i], strict=True):
-                groups = weight.split(rows)
-                pair.append(joined([Spectrum.of(w, side).cut(r) for w, r in zip(groups, ranks, strict=True)]))
+                group_weights = weight.split(rows)
+                # W S = U diag(s) V^T, truncated to r, for each group of heads
+                cuts = [Spectrum.of(w, side).cut(r) for w, r in zip(group_weights, ranks, strict=True)]
+                pair.append(joined(cuts))
             pairs.append((pair[0], pair[1]))
         return tuple(pairs)

@@ -30,16 +30,19 @@ class PyramidKV(SnapKV):
             return n
         capacity = self.capacity(n)
         chosen = capacity.tokens - capacity.window
+        # frozen layers are no part of the pyramid: ``steps`` lie between its first and its last layer
         steps = n_layers - 1 - sum(i < n_layers for i in self.frozen_layers)
         if capacity.tokens >= n or n < 2 * chosen or steps == 0:
             return capacity.tokens
-        # from high in the first layer to low in the last, with high + low = 2 (C - w)
+        # from high in the first layer to low = (C - w) / beta in the last, with high + low = 2 (C - w) (section 4)
         low = chosen // self.beta
         high = min(2 * chosen - low, n - capacity.window)
+        # where the prompt has not so many tokens, the last layer gets the rest
         low = 2 * chosen - high
         rank = layer - sum(i < layer for i in self.frozen_layers)
         if self.exact_total:
             return capacity.window + _rounded_step(high, low, rank, steps)
+        # w + high - rank * floor((high - low) / steps), as KVCache-Factory rounds
         return capacity.window + high - rank * ((high - low) // steps)
 
 
@@ -48,7 +51,12 @@ def _rounded_step(high: int, low: int, rank: int, steps: int) -> int:
 
     All are rounded down, and the rest goes to the largest fractions, the lower layer first among equals.
     """
+    # at rank i the line is high - i (high - low) / steps; in units of 1 / steps its fraction is
     fractions = [(high * steps - i * (high - low)) % steps for i in range(steps + 1)]
+    # the sum of all fractions is a whole number, which is dealt out one by one
     order = sorted(range(steps + 1), key=lambda i: -fractions[i])
     rounded_up = order[: sum(fractions) // steps]
-    return (high * steps - rank * (high - low)) // steps + (rank in rounded_up)
+    rounded_down = (high * steps - rank * (high - low)) // steps
+    if rank in rounded_up:
+        return rounded_down + 1
+    return rounded_down

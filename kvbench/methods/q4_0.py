@@ -12,11 +12,13 @@ from kvbench.methods.q8_0 import Q8
 class Q4(Q8):
     """Codes c = min(15, trunc(x / d + 8.5)) of a block, read as (c - 8) * fp16(d). Heads hold whole blocks.
 
-    d = m / -8 for the signed value m of the largest magnitude, which is exact up to fp16; its opposite clips to 7/8.
+    d = m / -8 for the signed value m of the largest magnitude. This value is exact up to fp16, and its opposite clips
+    to 7/8.
 
-    rotate: ``hadamard`` is what llama.cpp does since its pull request 21038 (2026-04); ``method=q4_0_h`` says it.
+    rotate: ``hadamard`` is llama.cpp's rotation since its pull request 21038 (2026-04). ``method=q4_0_h`` sets it.
     group: the channels of a block.
     """
 
     id: ClassVar[str] = "q4_0"
+    # ``Blocks`` takes the formula above for 4 bits
     bits: ClassVar[int] = 4

@@ -11,14 +11,16 @@ from kvbench.methods.core.formats import ROTATE, StorageFormat
 from kvbench.methods.core.knobs import Rule, knob
 
 EVEN = Rule("an even whole number of channels, 2 or more", lambda group: group >= 2 and group % 2 == 0)
-VALUE_BLOCK = 64  # channels of values that llama.cpp rotates together; of keys, as many as a power of 2 allows
+"""The rule of the channels of a block: codes of 4 bits are stored in pairs."""
+# llama.cpp rotates 64 channels of values together; of keys, as many as a power of 2 allows
+VALUE_BLOCK = 64
 
 
 @dataclass(frozen=True, kw_only=True)
 class Q8(StorageFormat):
     """Codes c = round(x / d) of a block with d = absmax / 127, read as c * fp16(d). Heads hold whole blocks.
 
-    rotate: ``hadamard`` is what llama.cpp does since its pull request 21038 (2026-04); ``method=q8_0_h`` says it.
+    rotate: ``hadamard`` is llama.cpp's rotation since its pull request 21038 (2026-04). ``method=q8_0_h`` sets it.
     group: the channels of a block.
     """
 
@@ -29,5 +31,6 @@ class Q8(StorageFormat):
     rotate: str = knob("none", ROTATE)
 
     def codecs(self) -> tuple[Codec, Codec]:
+        # c = round(x / d) with d = absmax / 127 of a block, read as c * fp16(d); with 4 bits see ``Q4``
         codec = Blocks(bits=self.bits, group=self.group, rotate=self.rotate)
         return codec, replace(codec, block=VALUE_BLOCK)

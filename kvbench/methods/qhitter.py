@@ -23,7 +23,8 @@ from kvbench.methods.core.statistics import group_mean, group_rows, recent_slots
 from kvbench.storage.evicting_rows import ranks
 from kvbench.storage.roles import Packer, Slots
 
-HEAVY, PARTS = 3, 4  # heavy hitters of a budget: 15 % of the prompt beside 5 % recent tokens, as in the code
+# heavy hitters get 3/4 of a budget: the released code keeps 15 % of the prompt as such, beside 5 % recent tokens
+HEAVY, PARTS = 3, 4
 PUBLISHED_HEAVY = 0.15
 
 
@@ -37,13 +38,14 @@ class QHitter(EvictingSelector, Packer):
     Q(v), recent ones included. A new token is packed before it is attended (the released code reads its key, not its
     value, exactly in that one step). Evicted tokens never return, and the budget holds while decoding.
 
-    variant: ``code`` takes first the ``first_ratio`` tokens that received most attention, then the best by
+    variant: ``code`` keeps the ``first_ratio`` tokens that received most attention, then the best by
     lam * S + (1 - lam) * (2 - e_K - e_V) / 2, then recent tokens. S is normalised over the tokens of the layer at each
-    step, errors once: those of the prompt over its heads and tokens, those of a new token over its heads. ``paper``
-    takes the best by lam * S + (1 - lam) * (2 - e_K - e_V), all three normalised over the tokens of the layer at each
-    step (the scope is our choice), beside the recent tokens, without which decoding could not begin.
+    step. Errors are normalised once, those of the prompt over its heads and tokens, those of a new token over its
+    heads. ``paper`` keeps the best by lam * S + (1 - lam) * (2 - e_K - e_V) beside the recent tokens, without which
+    decoding could not begin. All three are normalised over the tokens of the layer at each step (the scope is our
+    choice).
     first_ratio: tokens chosen by attention alone, as a fraction of the prompt. Where a budget leaves fewer than 15 % to
-    heavy hitters, the same share of them as of 15 % (our choice). Only in ``code``.
+    heavy hitters, it is the same share of them as of 15 % (our choice). Only in ``code``.
     """
 
     id: ClassVar[str] = "qhitter"
@@ -63,7 +65,7 @@ class QHitter(EvictingSelector, Packer):
         paired = (self.heavy_ratio is None) == (self.recent_ratio is None)
         self.require("heavy_ratio", paired, "given together with recent_ratio")
         if self.heavy_ratio is not None and self.recent_ratio is not None:
-            least = self.first_ratio if self.variant == "code" else 0.0
+            least = self.attention_share
             inside = least <= self.heavy_ratio <= 1
             self.require("heavy_ratio", inside, f"a fraction of the prompt, at least first_ratio={least:g}")
             fits = 0 < self.recent_ratio <= 1 - self.heavy_ratio
@@ -72,11 +74,21 @@ class QHitter(EvictingSelector, Packer):
         self.require("positions", not self.rolled, "true: rolled positions turn stored keys, which are packed here")
 
     @property
+    def attention_share(self) -> float:
+        """The fraction of the prompt that is held by attention alone, whatever the score."""
+        return self.first_ratio if self.variant == "code" else 0.0
+
+    @property
     def prefill_key(self) -> str:
-        return f"qhitter v_alias bits={self.bits}" if self.v_alias else ""
+        if not self.v_alias:
+            return ""
+        return f"qhitter v_alias bits={self.bits}"
 
     def read(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return (k, self.pack_values(v).dequantise(v.dtype)) if self.v_alias else (k, v)
+        if not self.v_alias:
+            return k, v
+        # in released code the prompt reads Q(v), as one tensor is quantised in place
+        return k, self.pack_values(v).dequantise(v.dtype)
 
     @property
     def packer(self) -> Packer | None:
@@ -100,11 +112,12 @@ class QHitter(EvictingSelector, Packer):
 
     def parts(self, n: int) -> tuple[int, int, int]:
         """Return (tokens held by attention alone, tokens held by score, recent tokens) after a prompt of n tokens."""
-        share = self.first_ratio if self.variant == "code" else 0.0
+        share = self.attention_share
         if self.heavy_ratio is not None and self.recent_ratio is not None:
             return int(share * n), int((self.heavy_ratio - share) * n), max(1, int(self.recent_ratio * n))
         total = self.generation_budget(n)
-        heavy = total * HEAVY // PARTS  # three quarters of the budget
+        heavy = total * HEAVY // PARTS
+        # first_ratio of the prompt; of fewer heavy hitters than 15 % the same share, first_ratio / 0.15 (our choice)
         first = min(int(share * n), int(share / PUBLISHED_HEAVY * heavy), heavy)
         return first, heavy - first, total - heavy
 
@@ -118,35 +131,46 @@ class QHitter(EvictingSelector, Packer):
     def layout(self, blocks: list[Block], head_dim: int, itemsize: int) -> list[Block]:
         (block,) = blocks
         size = block.slots * run_bytes(head_dim, self.bits, head_dim)
+        # fp32 numbers for each slot: S and the friendliness, or S, e_K and e_V
         numbers = 2 if self.variant == "code" else 3
         return [replace(block, key_bytes=size, value_bytes=size, slot_overhead=4 * numbers)]
 
     def initial_state(self, cache: LayerCache, obs: Observation) -> Mapping[str, torch.Tensor]:
         segment = ops.only_segment(cache)
-        losses = self._token_state(segment.k, segment.v, (0, 1))
-        return {
-            "mass": group_mean(obs.received(), cache.heads),
-            **{name: per_head(t, cache.heads).clone() for name, t in losses.items()},
-        }
+        state = {"mass": group_mean(obs.received(), cache.heads)}
+        # in [Hk, n] the code normalises errors over all heads and tokens
+        for name, values in self._token_state(segment.k, segment.v, (0, 1)).items():
+            state[name] = per_head(values, cache.heads).clone()
+        return state
 
     def new_token_state(self, k: torch.Tensor, v: torch.Tensor) -> Mapping[str, torch.Tensor]:
+        # in [B, H, T] the code normalises errors over the heads of each token
         return self._token_state(k, v, (1,))
 
     def choose(self, cache: LayerCache, obs: Observation, modifiers: tuple[Modifier, ...]) -> LayerCache:  # type: ignore[override]
         cache = ops.expand(super().choose(cache, obs, modifiers))
         s = ops.only_segment(cache)
+        # every token that stays is stored as Q(k) and Q(v), recent ones included
         return replace(cache, segments=(s.holding(self.pack_keys(s.k), self.pack_values(s.v)),))
 
     def scores(self, cache: LayerCache, obs: Observation, capacity: Capacity) -> torch.Tensor:
+        # the prompt is a batch of one: [1, H, n]
         state = {name: t[None] for name, t in ops.only_segment(cache).state.items()}
         positions = torch.arange(obs.n, device=state["mass"].device).expand_as(state["mass"])
         older = positions < obs.n - capacity.window
         first_count = torch.tensor(min(self.parts(obs.prompt_tokens)[0], obs.n), device=positions.device)
-        return self._scores(state, torch.ones_like(older), older, positions, first_count)[0]
+        scores = self._scores(state, torch.ones_like(older), older, positions=positions, first_count=first_count)
+        return scores[0]
 
     def keep_scores(self, slots: Slots) -> torch.Tensor:
         older = ~recent_slots(slots, "recent")
-        scores = self._scores(slots.state, slots.valid, older & slots.valid, slots.positions, slots.counts["first"])
+        scores = self._scores(
+            slots.state,
+            slots.valid,
+            older & slots.valid,
+            positions=slots.positions,
+            first_count=slots.counts["first"],
+        )
         return scores.masked_fill(~older, torch.inf)
 
     def fold(self, slots: Slots, probs: torch.Tensor) -> Mapping[str, torch.Tensor]:
@@ -154,12 +178,13 @@ class QHitter(EvictingSelector, Packer):
         return {"mass": slots.state["mass"] + group_rows(probs, slots.positions.shape[1]).sum(dim=2)}
 
     def _token_state(self, k: torch.Tensor, v: torch.Tensor, dims: tuple[int, ...]) -> dict[str, torch.Tensor]:
-        """Return the state of tokens with exact k, v [..., D]; the code's errors are normalised over ``dims``."""
-        # e_K = ||k - Q(k)||_2, and e_V likewise
-        k_loss, v_loss = (
-            torch.linalg.vector_norm(x.float() - pack(x).dequantise(torch.float32), dim=-1)
-            for x, pack in ((k, self.pack_keys), (v, self.pack_values))
-        )
+        """Return the state of tokens with exact k, v [..., D]. The code's errors are normalised over ``dims``."""
+        # e_K = ||k - Q(k)||_2
+        packed_keys = self.pack_keys(k).dequantise(torch.float32)
+        k_loss = torch.linalg.vector_norm(k.float() - packed_keys, dim=-1)
+        # e_V = ||v - Q(v)||_2
+        packed_values = self.pack_values(v).dequantise(torch.float32)
+        v_loss = torch.linalg.vector_norm(v.float() - packed_values, dim=-1)
         if self.variant == "paper":
             return {"k_loss": k_loss, "v_loss": v_loss}
         # (2 - e_K - e_V) / 2
@@ -179,14 +204,19 @@ class QHitter(EvictingSelector, Packer):
         """
         mass = state["mass"]
         if self.lam == 1:
+            # H2O's score, whose order no normalisation changes
             return mass
-        layer = (1, 2)
-        attention = _normalise(mass, layer, valid)
+        # of [B, H, S] the heads and tokens of one layer
+        layer_dims = (1, 2)
+        attention = _normalise(mass, layer_dims, valid)
         if self.variant == "paper":
-            # lam * S + (1 - lam) * (2 - e_K - e_V)
-            friendly = 2 - _normalise(state["k_loss"], layer, valid) - _normalise(state["v_loss"], layer, valid)
-            return self.lam * attention + (1 - self.lam) * friendly
+            # lam * S + (1 - lam) * (2 - e_K - e_V), algorithm 1
+            k_loss = _normalise(state["k_loss"], layer_dims, valid)
+            v_loss = _normalise(state["v_loss"], layer_dims, valid)
+            return self.lam * attention + (1 - self.lam) * (2 - k_loss - v_loss)
+        # lam * S + (1 - lam) * (2 - e_K - e_V) / 2, at most 1
         scores = self.lam * attention + (1 - self.lam) * state["friendly"]
+        # at 2 or more the tokens that are held by attention alone are above all others
         by_attention = older & (ranks(mass, positions, older) < first_count)
         return torch.where(by_attention, 2 + attention, scores)
 
@@ -194,8 +224,13 @@ class QHitter(EvictingSelector, Packer):
 def _normalise(x: torch.Tensor, dims: tuple[int, ...], among: torch.Tensor | None = None) -> torch.Tensor:
     """Return x brought to 0 ... 1 by its minimum and maximum along ``dims``, or 0 where these are equal.
 
-    They are taken of the entries ``among``, by default of all.
+    Minimum and maximum are those of the entries ``among``, by default of all.
     """
-    low = (x if among is None else x.masked_fill(~among, torch.inf)).amin(dim=dims, keepdim=True)
-    high = (x if among is None else x.masked_fill(~among, -torch.inf)).amax(dim=dims, keepdim=True)
+    not_below, not_above = x, x
+    if among is not None:
+        not_below = x.masked_fill(~among, torch.inf)
+        not_above = x.masked_fill(~among, -torch.inf)
+    low = not_below.amin(dim=dims, keepdim=True)
+    high = not_above.amax(dim=dims, keepdim=True)
+    # (x - min) / (max - min)
     return torch.where(high > low, (x - low) / (high - low), 0.0)

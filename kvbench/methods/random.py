@@ -1,6 +1,6 @@
 """Random selection: the control that a method must beat to show that its scores mean something.
 
-No paper of its own; the same control is RandomPress in https://github.com/NVIDIA/kvpress.
+It has no paper of its own. The same control is RandomPress in https://github.com/NVIDIA/kvpress.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Random(Selector):
     """Score = uniform noise per head and token: C tokens drawn without replacement, none protected.
 
     The draw depends on (seed, prompt, layer) alone. It is equal between runs and devices, and different between prompts
-    and layers; a larger budget keeps all tokens of a smaller one. Source: a control, see the module.
+    and layers. A larger budget keeps all tokens of a smaller one.
     """
 
     id: ClassVar[str] = "random"
@@ -30,8 +30,10 @@ class Random(Selector):
     seed: int = knob(0, at_least(0))
 
     def scores(self, cache: LayerCache, obs: Observation, capacity: Capacity) -> torch.Tensor:
-        # Drawn on the CPU because devices draw differently; hashed because neighbouring seeds start alike.
+        # hashed, because the numbers of neighbouring seeds start alike
         digest = hashlib.blake2b(f"{self.seed}/{obs.prompt}/{obs.layer}".encode(), digest_size=4).digest()
+        # drawn on the CPU, because devices draw differently
         generator = torch.Generator().manual_seed(int.from_bytes(digest, "big"))
+        # score[h, j] ~ U(0, 1): the C largest are C tokens without replacement
         noise = torch.rand(cache.heads, obs.n, generator=generator)
         return noise.to(cache.segments[0].k.device)

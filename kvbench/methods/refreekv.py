@@ -1,6 +1,6 @@
-"""ReFreeKV: no budget; tokens go as long as their share of the attention is small (arXiv 2502.16886, section 2.2).
+"""ReFreeKV: drop tokens as long as their share of the attention is small, no budget (arXiv 2502.16886, section 2.2).
 
-The published code settles what the paper leaves open, and is the default; the paper's readings are knobs.
+The published code is the default, as the paper leaves some steps open. Readings of the paper are knobs.
 """
 
 from __future__ import annotations
@@ -46,22 +46,25 @@ class ReFreeKV(TokenSelector):
     frozen_layers: tuple[int, ...] = (0, 1)
 
     def check(self) -> None:
-        count = isinstance(self.k, int) and self.k >= 1
-        fraction = isinstance(self.k, float) and 0 < self.k < 1
+        is_count = isinstance(self.k, int) and self.k >= 1
+        is_fraction = isinstance(self.k, float) and 0 < self.k < 1
         allowed = "a whole number of queries, 1 or more, or a fraction of the prompt below 1"
-        self.require("k", count or fraction, allowed)
+        self.require("k", is_count or is_fraction, allowed)
         self.require("reduce", self.mode == "eq1" or self.reduce == "mean_heads", "a knob of mode=eq1 only")
         self.require("order", self.mode == "eq1" or self.order == "sinks_first", "a knob of mode=eq1 only")
         super().check()
 
     def check_layers(self, n_layers: int) -> None:
+        # the default stands for as many of the first two layers as the model has
         if self.frozen_layers != (0, 1):
             super().check_layers(n_layers)
 
     def query_count(self, n: int) -> int:
         """Return the number of queries whose attention is averaged."""
-        # 1e-9: a product that should be whole must not be cut to the number below
-        return min(n, self.k) if isinstance(self.k, int) else max(1, int(self.k * n + 1e-9))
+        if isinstance(self.k, int):
+            return min(n, self.k)
+        # floor(k n), at least 1; 1e-9: a product that should be whole must not be cut to the number below
+        return max(1, int(self.k * n + 1e-9))
 
     def needs(self, n: int) -> Needs:
         return Needs(last_q=self.query_count(n), colsums=self.ranking == "attention")
@@ -73,6 +76,7 @@ class ReFreeKV(TokenSelector):
     def expected(self, n: int, layer: int, n_layers: int, heads: int) -> Expected | None:
         if self.keeps_all(n, layer):
             return Expected.exactly(n, heads)
+        # the code always keeps the first m, and one more; under eq. 1 these compete
         least = self.m + 1 if self.mode == "code" else 1
         return Expected((least,) * heads, (n,) * heads)
 
@@ -81,8 +85,9 @@ class ReFreeKV(TokenSelector):
             return cache
         count = self.query_count(obs.n)
         order = self._order(obs, ops.only_segment(cache).k.device)
-        # mean over the queries that can see a token
+        # token j is seen by the queries j .. n - 1, of which the last ``count`` are read
         seen_by = torch.arange(obs.n, 0, -1, device=order.device).clamp(max=count)
+        # a[h, j] = mean over these queries i of A[h, i, j]
         attention = window_sums(cache, obs, count) / seen_by
         counts = self._counts(attention[:, order].double(), cache.heads)
         return ops.select_first(cache, order.expand(len(counts), -1), counts)
@@ -90,8 +95,10 @@ class ReFreeKV(TokenSelector):
     def _order(self, obs: Observation, device: torch.device) -> torch.Tensor:
         """Return all positions [n] in the order in which they are kept."""
         if self.ranking == "position":
+            # from the newest token back to token m
             after_first = torch.arange(obs.n - 1, self.m - 1, -1, device=device)
         else:
+            # the mean over all heads, and over the n - j queries that see token j
             received = obs.received().mean(dim=0) / torch.arange(obs.n, 0, -1, device=device)
             after_first = self.m + received[self.m :].sort(descending=True, stable=True).indices
         return torch.cat([torch.arange(self.m, device=device), after_first])
@@ -103,8 +110,9 @@ class ReFreeKV(TokenSelector):
         """
         n = attention.shape[1]
         if self.mode == "code":
-            # ||a_1..i||_2 of the tokens after the first m; those are too few whose loss is above T
+            # norms[i] = ||a_1..i||_2 of the tokens after the first m, the mean over heads
             norms = attention[:, self.m :].square().cumsum(dim=1).sqrt().mean(dim=0)
+            # i tokens are too few while their loss (||a||_2 - ||a_1..i||_2) / ||a||_2 is above T
             too_few = (norms[-1] - norms) / norms[-1] > self.T
             return self.m + 1 + too_few.sum()[None]
         if self.reduce == "mean_heads":
@@ -113,8 +121,13 @@ class ReFreeKV(TokenSelector):
             attention = group_mean(attention, heads)
         if self.order == "sinks_last":
             attention = attention.roll(-self.m, dims=1)
-        # 1 - ||a_1..i||_2 / ||a||_2 < T, eq. 1
+        # i tokens are enough once 1 - ||a_1..i||_2 / ||a||_2 < T, eq. 1
         squares = attention.square().cumsum(dim=1)
-        place = (1 - (squares / squares[:, -1:]).sqrt() >= self.T).sum(dim=1)
-        counts = (place if self.order == "sinks_last" else place + 1).clamp(1, n)
-        return counts.amax(dim=0, keepdim=True) if self.reduce == "max_heads" else counts
+        counts = (1 - (squares / squares[:, -1:]).sqrt() >= self.T).sum(dim=1)
+        if self.order == "sinks_first":
+            # the number of tokens is one more than the 0-based place of the last of them
+            counts = counts + 1
+        counts = counts.clamp(1, n)
+        if self.reduce == "max_heads":
+            return counts.amax(dim=0, keepdim=True)
+        return counts

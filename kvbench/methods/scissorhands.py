@@ -1,6 +1,6 @@
-"""Scissorhands: keep what recent queries attended to, trusting that they will again (arXiv 2305.17118, section 4).
+"""Scissorhands: keep the tokens that recent queries attended to, as later ones will, too (arXiv 2305.17118, section 4).
 
-No official code is at hand; the formula is that of VATP's paper (arXiv 2406.12335, equation 3) and of its code.
+No official code is at hand. The formula is that of VATP's paper (arXiv 2406.12335, equation 3) and of its code.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ from kvbench.storage.roles import Slots
 
 @dataclass(frozen=True, kw_only=True)
 class Scissorhands(EvictingSelector):
-    """Score of token j = attention that it received from the last ``window`` queries; the budget holds while decoding.
+    """Score of token j = attention that it received from the last ``window`` queries.
 
-    The first tokens are not protected. Under ``per=kv_head`` a group's query heads are averaged.
+    The budget holds while decoding. The first tokens are not protected. Under ``per=kv_head`` a group's query heads are
+    averaged.
 
     variant: ``code`` is VATP's: the prompt's score is divided by w, even if the prompt is shorter, and every new row is
     added undivided. A new row so weighs as much as w rows of the prompt, and old rows never leave. ``paper`` slides:
@@ -65,22 +66,30 @@ class Scissorhands(EvictingSelector):
         if self.half_ratio is not None:
             # 1e-9: a product that should be whole must not be cut to the number below
             tokens = max(2, 2 * int(self.half_ratio * n + 1e-9))
-        window = self.recent if tokens > self.recent else tokens // 2
-        return Capacity(min(tokens, n), 0, window, shrunk=tokens <= self.recent and tokens < n)
+        if tokens > self.recent:
+            return Capacity(min(tokens, n), 0, self.recent)
+        # a budget without room for the recent tokens keeps half of it for them
+        return Capacity(min(tokens, n), 0, tokens // 2, shrunk=tokens < n)
 
     def token_counts(self, n: int) -> Mapping[str, int]:
         # a short prompt is no reason to protect fewer of a budget that the answer fills
-        return {"recent": self.recent if self.kv_size is not None else self.capacity(n).window}
+        if self.kv_size is not None:
+            return {"recent": self.recent}
+        return {"recent": self.capacity(n).window}
 
     def initial_state(self, cache: LayerCache, obs: Observation) -> Mapping[str, torch.Tensor]:
         if self.variant == "code":
+            # S[h, j] = 1/w * sum over the last w queries i of A[h, i, j], also of a shorter prompt
             return {"mass": group_mean(window_sums(cache, obs, self.window), cache.heads) / self.window}
         rows = group_mean(window_rows(cache, obs, self.window), cache.heads)
         return {"ring": ring_of_rows(rows, obs.prompt_tokens, self.window)}
 
     @property
     def state_bytes(self) -> int:
-        return 4 if self.variant == "code" else 4 * self.window
+        if self.variant == "code":
+            return 4
+        # w rows in fp32
+        return 4 * self.window
 
     def scores(self, cache: LayerCache, obs: Observation, capacity: Capacity) -> torch.Tensor:
         return self._received(ops.only_segment(cache).state)
@@ -91,7 +100,12 @@ class Scissorhands(EvictingSelector):
     def fold(self, slots: Slots, probs: torch.Tensor) -> Mapping[str, torch.Tensor]:
         if self.variant == "paper":
             return fold_ring(slots, probs, self.window)
+        # S[h, j] += sum over the new queries i of A[h, i, j], not divided by w
         return {"mass": slots.state["mass"] + group_rows(probs, slots.positions.shape[1]).sum(dim=2)}
 
     def _received(self, state: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        return state["mass"] if self.variant == "code" else state["ring"].sum(dim=-1)
+        """Return the attention that each token has received, from the state of the variant."""
+        if self.variant == "code":
+            return state["mass"]
+        # the sum over the last w queries, one in each column of the ring
+        return state["ring"].sum(dim=-1)

@@ -1,4 +1,4 @@
-"""SnapKV: keep what the last prompt tokens attend to, smoothed over neighbours (arXiv 2404.14469, section 4)."""
+"""SnapKV: keep the tokens that the last queries attend to, smoothed over neighbours (arXiv 2404.14469, section 4)."""
 
 from __future__ import annotations
 

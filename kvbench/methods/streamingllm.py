@@ -23,7 +23,7 @@ class StreamingLLM(EvictingSelector):
     mode: ``static`` evicts once after the prompt, keeps original positions and lets the cache grow while decoding (as
     KVCache-Factory does). ``mask`` keeps C tokens at their original positions while decoding, so that the recent ones
     slide (as VATP's code does). ``rolled`` does the same with slot indices as positions and the query at the last slot,
-    as the paper does; ``mask`` with ``positions=rolled`` is another way to write it.
+    as the paper does. ``mask`` with ``positions=rolled`` is another way to write it.
     """
 
     id: ClassVar[str] = "streamingllm"
@@ -37,6 +37,7 @@ class StreamingLLM(EvictingSelector):
         self.require("positions", not contradiction, "mode=rolled is rolled positions, mode=mask keeps true ones")
         super().check()
         if self.rolled:
+            # mode=rolled and mode=mask with positions=rolled are one method, under one identity
             object.__setattr__(self, "mode", "rolled")
             object.__setattr__(self, "positions", None)
 
@@ -56,7 +57,11 @@ class StreamingLLM(EvictingSelector):
         return torch.arange(obs.n, device=cache.segments[0].k.device)[None]
 
     def token_counts(self, n: int) -> Mapping[str, int]:
-        return {"first": self.sinks if self.kv_size is not None else self.capacity(n).sinks}
+        # a short prompt is no reason to protect fewer of a budget that the answer fills
+        if self.kv_size is not None:
+            return {"first": self.sinks}
+        return {"first": self.capacity(n).sinks}
 
     def keep_scores(self, slots: Slots) -> torch.Tensor:
+        # the oldest token behind the sinks has the lowest position and goes first
         return slots.positions.double().masked_fill(slots.positions < slots.counts["first"], torch.inf)

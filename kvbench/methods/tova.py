@@ -19,9 +19,9 @@ from kvbench.storage.roles import Slots
 
 @dataclass(frozen=True, kw_only=True)
 class TOVA(EvictingSelector):
-    """Score of token j = attention of the newest query to it; the lowest goes, after the prompt and at every step.
+    """Score of token j = attention of the newest query to it. The lowest goes, after the prompt and at every step.
 
-    Attention is averaged over all heads of a layer, which keep the same tokens. The newest token always stays: in the
+    Attention is averaged over all heads of a layer, which keep the same tokens. The newest token always stays. In the
     paper it competes, and practically always survives. The budget includes it, so that a step attends C tokens. No
     other token is protected, neither the first nor recent ones.
     """
@@ -37,6 +37,7 @@ class TOVA(EvictingSelector):
         return Needs(last_q=1)
 
     def initial_state(self, cache: LayerCache, obs: Observation) -> Mapping[str, torch.Tensor]:
+        # A[h, n, :], the attention of the prompt's last query, as of a batch of one
         return {"row": self._newest_row(window_rows(cache, obs, 1)[None], cache.heads)[0]}
 
     @property
@@ -47,6 +48,7 @@ class TOVA(EvictingSelector):
         return ops.only_segment(cache).state["row"]
 
     def keep_scores(self, slots: Slots) -> torch.Tensor:
+        # free slots must not count as the newest token, which always stays
         positions = slots.positions.masked_fill(~slots.valid, -1)
         newest = positions == positions.amax(dim=-1, keepdim=True)
         return slots.state["row"].masked_fill(newest, torch.inf)
@@ -56,7 +58,9 @@ class TOVA(EvictingSelector):
 
     def _newest_row(self, rows: torch.Tensor, heads: int) -> torch.Tensor:
         """Return [B, heads, S]: the last of attention rows [B, Hq, T, S], averaged over a layer or a stored head."""
-        newest_row = rows[:, :, -1:]  # A[h, n, :], the row of the newest query
+        # A[h, n, :], the row of the newest query
+        newest_row = rows[:, :, -1:]
         if not self.per_head:
+            # 1/Hq * sum over heads h of A[h, n, :], the same for all stored heads (section 3.2)
             return newest_row[:, :, 0].mean(dim=1, keepdim=True).repeat(1, heads, 1)
         return group_rows(newest_row, heads)[:, :, 0]

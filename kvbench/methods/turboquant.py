@@ -20,13 +20,13 @@ CODES = {"k8v4": (8, 4), "4bit_nc": (4, 4), "k3v4_nc": (3, 4), "3bit_nc": (3, 3)
 class TurboQuant(StorageFormat):
     """Keys k are stored as |k| and the codes of R k / |k|, each coordinate by the best quantiser for a Gaussian.
 
-    codes: ``4bit_nc``, ``k3v4_nc`` and ``3bit_nc`` name the bits of keys and values; ``k8v4`` keeps keys as fp8 e4m3
+    codes: ``4bit_nc``, ``k3v4_nc`` and ``3bit_nc`` name the bits of keys and values. ``k8v4`` keeps keys as fp8 e4m3
     with scale one. ``nc`` is norm correction: the centroids of a key are brought to length 1.
     variant: in ``engine`` (vLLM) R is a plain Hadamard matrix, and values are coded by their minimum and maximum, not
     rotated. In ``mse`` (the paper) R is a random rotation, values are coded as keys are, and no norm is corrected.
-    ``prod`` (the paper, for inner products) spends one bit of a key on signs of a Gaussian sketch of its error, which
-    makes q * k unbiased; values are those of ``mse``.
-    rotate: another R than the variant's; null keeps that.
+    ``prod`` (the paper, for inner products) spends one bit of a key on signs of a Gaussian sketch of its error. This
+    makes q * k unbiased. Values are those of ``mse``.
+    rotate: another R than the variant's. Null keeps the variant's.
 
     vLLM leaves the first and last two layers exact, too (``exact_layers=[0,1,28,29]`` of 30).
     """
@@ -45,10 +45,13 @@ class TurboQuant(StorageFormat):
     def codecs(self) -> tuple[Codec, Codec]:
         key_bits, value_bits = CODES[self.codes]
         if self.codes == "k8v4":
+            # keys: c = cast(k) to e4m3; values: c = round((v - min) / s), s = (max - min) / (2^bits - 1)
             return Fp8Codec(), MinMaxInteger(bits=value_bits)
         if self.variant == "engine":
+            # keys: the nearest centroids of R k / |k|, normed to length 1, and |k|
             keys = LloydMax(bits=key_bits, normed=True, rotate=self.rotate or "hadamard")
             return keys, MinMaxInteger(bits=value_bits)
+        # the paper's R is random, and ``prod`` spends one of the key's bits on the signs of its error's sketch
         rotate = self.rotate or "haar"
         keys = LloydMax(bits=key_bits, inner=self.variant == "prod", rotate=rotate)
         return keys, LloydMax(bits=value_bits, rotate=rotate)

@@ -18,10 +18,10 @@ class Twilight(Mask):
     Weights are estimated with keys quantised per token by minimum and maximum, then a softmax. Equal weights go
     together, so that all ties are kept. Twilight saves no bytes: the cache is stored whole, and samples record the mean
     number of tokens that were ``attended``. No base selector goes before it, unless one is chained
-    (``snapkv+twilight``). Released code starts its threshold search at the first token's weight; here sets are minimal.
+    (``snapkv+twilight``). Released code starts its threshold search at the first token's weight. Here sets are minimal.
 
-    p: mass that is kept, 0 < p <= 1; 1 attends every weight above 0. Released code sets 0.85; ReFreeKV compares with
-    0.85 on Mistral and 0.95 on LLaMA-3.
+    p: mass that is kept, 0 < p <= 1. A mass of 1 attends every weight above 0. Released code sets 0.85. ReFreeKV
+    compares with 0.85 on Mistral and 0.95 on LLaMA-3.
     """
 
     id: ClassVar[str] = "twilight"

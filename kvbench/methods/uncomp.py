@@ -33,15 +33,17 @@ from kvbench.storage.roles import Slots
 class UNCompGroup(EvictingSelector):
     """Score = attention summed over the last ``window`` queries, max-pooled over ``kernel`` neighbours, as in code.
 
-    Of a mean budget C, the half of a layer's heads whose queries have the larger truncated matrix entropy keeps 4/3 C
-    tokens, the other half 2/3 C (512 and 256 at 384; at least window + 1), the last ``window`` included. The half of
-    each head is measured beforehand (methods.entropy). Every head holds its number of tokens while decoding: the rows
-    of the last ``window`` queries are stored with the tokens, and the token of the lowest pooled sum goes. A prompt of
-    up to C tokens is kept whole; heads of smaller budgets then evict with the first new token. Under ``per=kv_head``
-    the mean entropy of a group's query heads decides, and their rows are averaged before pooling.
+    The truncated matrix entropy of its queries puts a head into the upper or the lower half of its layer. Of a mean
+    budget C, the upper half keeps 4/3 C tokens and the lower half 2/3 C, for example 512 and 256 at 384. Each number is
+    at least window + 1 and includes the last ``window`` tokens. The half of each head is measured beforehand
+    (methods.entropy). Every head holds its number of tokens while decoding. The rows of the last ``window`` queries are
+    stored with the tokens, and the token of the lowest pooled sum goes. A prompt of up to C tokens is kept whole. Heads
+    of smaller budgets then evict with the first new token. Under ``per=kv_head`` the mean entropy of a group's query
+    heads decides, and their rows are averaged before pooling.
 
-    groups: the number of groups, whose tokens fall linearly from the first to the last (appendix D.1; 11, 10 and 11 of
-    32 heads). Two groups are made by how often a head was in the upper half, more by the sum of its ranks over samples.
+    groups: the number of groups, whose tokens fall linearly from the first to the last (appendix D.1). Three groups
+    have 11, 10 and 11 of 32 heads. Two groups are made by how often a head was in the upper half, more groups by the
+    sum of its ranks over samples.
     grouping: ``calibrated`` is all of the above. Ablations of appendix D are ``random``, which draws the groups of each
     layer, and ``reversed``, which gives the high group the low budget.
     delete: the number of heads of each layer that are not stored at all. They are those that rank lowest, and take the
@@ -75,7 +77,10 @@ class UNCompGroup(EvictingSelector):
             self.require_one_budget("high")
 
     def recipe(self) -> Recipe | None:
-        return None if self.grouping == "random" else entropy_recipe(self.top, self.samples, self.tokens)
+        # random groups need no entropy
+        if self.grouping == "random":
+            return None
+        return entropy_recipe(self.top, self.samples, self.tokens)
 
     def calibrate(self, run: CalibrationRun) -> dict[str, torch.Tensor]:
         return measure_entropy(run)
@@ -99,8 +104,9 @@ class UNCompGroup(EvictingSelector):
             high, low = int(self.scale * self.high), int(self.scale * self.low)
             return high, low, (high + low) // 2
         mean = int(self.scale * self.generation_budget(n))
-        # low = 2/3 C, high = 4/3 C, so that their mean is C
+        # low = 2/3 C, rounded to the nearest number, and at least one token beside the window
         low = min(mean, max((2 * mean + 1) // 3, self.token_counts(n)["window"] + 1))
+        # high = 2 C - low = 4/3 C, so that their mean is C
         return 2 * mean - low, low, mean
 
     def head_sizes(self, n: int, layer: int, heads: int) -> list[int]:
@@ -109,16 +115,23 @@ class UNCompGroup(EvictingSelector):
             return [NO_LIMIT] * heads
         high, low, mean = self.extremes(n)
         if self.delete:
-            deleted = set(self.deleted(layer, heads))
-            return [0 if h in deleted else mean for h in range(heads)]
+            # all heads that are stored keep C
+            head_sizes = [mean] * heads
+            for head in self.deleted_heads(layer, heads):
+                head_sizes[head] = 0
+            return head_sizes
         count = min(self.groups, heads)
-        sizes = interpolated(high, low, count)
-        return [sizes[g] for g in self.assigned(layer, heads, count)]
+        group_sizes = interpolate_sizes(high, low, count)
+        return [group_sizes[group] for group in self.group_of_heads(layer, heads, count)]
 
     def after_prompt(self, n: int, layer: int, heads: int) -> list[int]:
         """Return how many tokens of a prompt of n each stored head keeps."""
-        keeps_all = n <= self.extremes(n)[2]
-        return [n if keeps_all and size else min(n, size) for size in self.head_sizes(n, layer, heads)]
+        sizes = self.head_sizes(n, layer, heads)
+        mean = self.extremes(n)[2]
+        if n > mean:
+            return [min(n, size) for size in sizes]
+        # a prompt of up to C tokens is kept whole by all heads that are stored
+        return [n if size > 0 else 0 for size in sizes]
 
     def expected(self, n: int, layer: int, n_layers: int, heads: int) -> Expected | None:
         if self.unbound:
@@ -128,25 +141,35 @@ class UNCompGroup(EvictingSelector):
         sizes = tuple(self.after_prompt(n, layer, heads))
         return Expected(sizes, sizes, sum(sizes))
 
-    def assigned(self, layer: int, heads: int, count: int) -> list[int]:
+    def group_of_heads(self, layer: int, heads: int, count: int) -> list[int]:
         """Return the group of each stored head, 0 for the one that keeps most, of ``count`` groups."""
         groups = assign(self.head_rank(layer, heads, count), count)
-        return [count - 1 - g for g in groups] if self.grouping == "reversed" else groups
+        if self.grouping == "reversed":
+            return [count - 1 - group for group in groups]
+        return groups
 
-    def deleted(self, layer: int, heads: int) -> list[int]:
+    def deleted_heads(self, layer: int, heads: int) -> list[int]:
         """Return the indices of the heads that are not stored, ascending."""
         order = self.head_rank(layer, heads, 2).sort(descending=True, stable=True).indices.tolist()
-        return sorted(order[: self.delete] if self.grouping == "reversed" else order[heads - self.delete :])
+        # the heads that rank lowest, or under the ablation ``reversed`` those that rank highest
+        deleted = order[heads - self.delete :]
+        if self.grouping == "reversed":
+            deleted = order[: self.delete]
+        return sorted(deleted)
 
     def head_rank(self, layer: int, heads: int, count: int) -> torch.Tensor:
         """Return the numbers [heads] by which the stored heads of a layer are ranked into ``count`` groups."""
         if self.grouping == "random":
+            # every layer has a draw of its own; the prime keeps (seed, layer) pairs apart
             generator = torch.Generator().manual_seed(1_000_003 * self.seed + layer)
             return torch.randperm(heads, generator=generator).float()
         measured = self.measured("the groups of its heads")
         if heads < measured["entropy"].shape[1]:
+            # per=kv_head: the mean H_k of the query heads that share a stored head
             return group_mean(measured["entropy"][layer], heads)
-        return measured["counts" if count == 2 else "ranks"][layer]
+        if count == 2:
+            return measured["counts"][layer]
+        return measured["ranks"][layer]
 
     def check_heads(self, stored: int, query_heads: int) -> None:
         self.require("delete", self.delete < stored, f"fewer than the {stored} heads that are stored")
@@ -163,6 +186,7 @@ class UNCompGroup(EvictingSelector):
 
     def compress(self, cache: LayerCache, obs: Observation) -> LayerCache:
         keys = ops.only_segment(cache).k
+        # A [Hq, w, n], the attention of the last w queries
         attention = window_rows(cache, obs, self.window)
         ring = ring_of_rows(group_mean(attention, cache.heads), obs.prompt_tokens, self.window)
         cache = ops.with_state(cache, ring=ring)
@@ -172,9 +196,10 @@ class UNCompGroup(EvictingSelector):
             cache = replace(cache, copy_from=self.output_sources(attention.sum(dim=1), keys, obs.layer))
         if int(sizes.min()) >= obs.n:
             return cache
-        # score = max-pooled sum of A over the window queries; the window itself always stays
+        # score[h, j] = max over j's neighbours of (sum over the window queries i of A[h, i, .])
         window = min(self.capacity(obs.prompt_tokens).window, obs.n)
         pooled = pool(ring[:, : obs.n - window].sum(dim=-1), self.kernel, "max")
+        # the window itself always stays
         order = F.pad(pooled, (0, window), value=torch.inf).sort(dim=-1, descending=True, stable=True).indices
         return ops.select_first(cache, order, sizes)
 
@@ -184,10 +209,14 @@ class UNCompGroup(EvictingSelector):
         ``received`` [H, n] is the attention from the last queries, ``keys`` [Hk, n, D].
         """
         heads = received.shape[0]
-        recent = per_head(keys[:, -self.window :], heads).flatten(1).float()
-        unit = F.normalize(received if self.similarity == "paper" else recent, dim=-1)
-        deleted = self.deleted(layer, heads)
+        # heads are compared by the attention that tokens received (paper), or by their last keys (released code)
+        features = received
+        if self.similarity == "code":
+            features = per_head(keys[:, -self.window :], heads).flatten(1).float()
+        unit = F.normalize(features, dim=-1)
         cosine = unit @ unit.T
+        # a head that is not stored has no output to copy
+        deleted = self.deleted_heads(layer, heads)
         cosine[:, deleted] = -torch.inf
         sources = torch.arange(heads, device=cosine.device)
         sources[deleted] = cosine[deleted].sort(dim=-1, descending=True, stable=True).indices[:, 0]
@@ -197,34 +226,45 @@ class UNCompGroup(EvictingSelector):
         if layer in self.frozen_layers:
             return NO_LIMIT
         high, _, mean = self.extremes(n)
-        return mean if self.delete or self.groups == 1 else high
+        if self.delete or self.groups == 1:
+            return mean
+        return high
 
     def max_chunk(self, n: int) -> int:
+        if 0 in self.frozen_layers:
+            return NO_LIMIT
         _, low, mean = self.extremes(n)
-        return NO_LIMIT if 0 in self.frozen_layers else mean if self.delete else low
+        if self.delete:
+            return mean
+        # a step must fit into the heads that hold fewest tokens
+        return low
 
     def head_budgets(self, cache: LayerCache, layer: int) -> list[int]:
         return self.head_sizes(cache.prompt_tokens, layer, cache.heads)
 
     def token_counts(self, n: int) -> Mapping[str, int]:
         # a short prompt is no reason to protect fewer of a budget that the answer fills
-        fixed = self.kv_size is not None or self.high is not None
-        return {"window": self.window if fixed else super().capacity(n).window}
+        if self.kv_size is not None or self.high is not None:
+            return {"window": self.window}
+        return {"window": super().capacity(n).window}
 
     def keep_scores(self, slots: Slots) -> torch.Tensor:
-        young = recent_slots(slots, "window")
-        sums = slots.state["ring"].sum(dim=-1).masked_fill(young | ~slots.valid, -torch.inf)
-        return pool_slots(sums, slots, self.kernel, "max").masked_fill(young, torch.inf)
+        in_window = recent_slots(slots, "window")
+        # sum over the last w queries i of A[h, i, j]; -inf keeps the window out of its neighbours' maximum
+        sums = slots.state["ring"].sum(dim=-1).masked_fill(in_window | ~slots.valid, -torch.inf)
+        return pool_slots(sums, slots, self.kernel, "max").masked_fill(in_window, torch.inf)
 
     def fold(self, slots: Slots, probs: torch.Tensor) -> Mapping[str, torch.Tensor]:
         return fold_ring(slots, probs, self.window)
 
 
-def interpolated(high: int, low: int, count: int) -> list[int]:
+def interpolate_sizes(high: int, low: int, count: int) -> list[int]:
     """Return ``count`` whole numbers on the line from ``high`` to ``low``, whose mean is that of the two."""
     if count == 1:
         return [(high + low) // 2]
+    # the upper half: high - i (high - low) / (count - 1), the step rounded to the nearest number
     upper = [high - (i * (high - low) + (count - 1) // 2) // (count - 1) for i in range((count + 1) // 2)]
     if count % 2:
         upper[-1] = (high + low) // 2
-    return upper + [high + low - x for x in reversed(upper[: count // 2])]
+    # the lower half mirrors it, so that each pair adds up to high + low whatever was rounded
+    return upper + [high + low - size for size in reversed(upper[: count // 2])]

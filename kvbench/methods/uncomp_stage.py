@@ -25,18 +25,19 @@ STARTS = {32: (0, 2, 15, 26, 31), 40: (0, 1, 3, 15, 23, 31, 35, 37)}
 class UncompStage(HiddenPruner):
     """Layer l reads the tokens of layer l - 1 that received most attention there: fewer in every group of layers.
 
-    a[j] = attention of token j from the last ``window`` queries of layer l - 1, summed over heads; ties go to the lower
+    a[j] = attention of token j from the last ``window`` queries of layer l - 1, summed over heads. Ties go to the lower
     index. Layer 0 reads everything. The cache of a layer holds the tokens that it read, at their original positions. A
     selector behind chooses among those, and its budget still refers to the whole prompt.
 
     schedule: with ``relative`` the groups share the layers evenly, and the tokens kept fall linearly from all n in the
     first group to ``least`` * n in the last. ``paper`` and ``code`` are for models of 32 and 40 layers, with the groups
-    of appendix A.3 and absolute numbers that fall from ``most`` to ``least_size``; a shorter prompt is not pruned. They
-    differ in where a step that is not whole is rounded (40 layers: 3731, 3366, ... or 3726, 3361, ...).
-    epsilon: instead, a new group begins where the effective rank of the queries (truncated, the mean over heads) falls
-    by more than this from one layer to the next (equation 11; the paper's is 1), by the calibration of uncomp-group.
-    last: number of last tokens that always stay: 8, as many as UNComp's window has. Released code forces none to stay,
-    but without the final token there is nothing to predict from.
+    of appendix A.3. Their absolute numbers fall from ``most`` to ``least_size``, and a shorter prompt is not pruned.
+    The two round another step where steps are not whole (40 layers: 3731, 3366, ... or 3726, 3361, ...).
+    epsilon: instead, a new group begins where the effective rank of the queries falls by more than this from one layer
+    to the next (equation 11, with 1 in the paper). The rank is truncated and the mean over heads. The calibration of
+    uncomp-group measures it.
+    last: number of last tokens that always stay, 8 as in UNComp's window. Released code forces none to stay, but
+    without the final token there is nothing to predict from.
     """
 
     id: ClassVar[str] = "uncomp-stage"
@@ -55,9 +56,12 @@ class UncompStage(HiddenPruner):
     tokens: int | None = knob(None, at_least(2, null=True))
 
     def check(self) -> None:
-        valid = isinstance(self.starts, (list, tuple)) and all(is_whole(i) for i in self.starts)
-        valid = valid and list(self.starts) == sorted(set(self.starts)) and (not self.starts or self.starts[0] == 0)
-        self.require("starts", valid, "an ascending list of layers that starts with 0")
+        is_list_of_layers = isinstance(self.starts, (list, tuple)) and all(is_whole(i) for i in self.starts)
+        ascends_from_0 = False
+        if is_list_of_layers:
+            starts = list(self.starts)
+            ascends_from_0 = starts == sorted(set(starts)) and (not starts or starts[0] == 0)
+        self.require("starts", ascends_from_0, "an ascending list of layers that starts with 0")
         object.__setattr__(self, "starts", tuple(self.starts))
         self.require("starts", not self.starts or self.schedule == "relative", "a knob of schedule=relative only")
         no_other_groups = self.epsilon is None or (self.schedule == "relative" and not self.starts)
@@ -73,7 +77,10 @@ class UncompStage(HiddenPruner):
             self.require("starts", self.starts[-1] < n_layers, f"the model has layers 0 to {n_layers - 1}")
 
     def recipe(self) -> Recipe | None:
-        return None if self.epsilon is None else entropy_recipe(self.top, self.samples, self.tokens)
+        # only ``epsilon`` needs the effective ranks of a model
+        if self.epsilon is None:
+            return None
+        return entropy_recipe(self.top, self.samples, self.tokens)
 
     def calibrate(self, run: CalibrationRun) -> dict[str, torch.Tensor]:
         return measure_entropy(run)
@@ -88,33 +95,52 @@ class UncompStage(HiddenPruner):
         if self.starts:
             return self.starts
         if self.epsilon is not None:
+            # erank_k [3, L]: row 0 has the effective ranks of the queries
             eranks = self.measured(f"with epsilon={self.epsilon} its groups", "epsilon")["erank_k"][0]
-            return (0, *erank_drops(eranks.tolist(), self.epsilon))
-        groups = min(self.groups, n_layers)  # of equal sizes
+            starts = [0]
+            starts += erank_drops(eranks.tolist(), self.epsilon)
+            return tuple(starts)
+        # group i of g begins at ceil(i * L / g)
+        groups = min(self.groups, n_layers)
         return tuple(-(-i * n_layers // groups) for i in range(groups))
 
     def group_tokens(self, n: int, groups: int) -> list[int]:
         """Return how many tokens of a prompt of n each of ``groups`` groups keeps, before the limits ``last`` and n."""
-        if groups == 1:
-            return [n if self.schedule == "relative" else self.most]
         if self.schedule == "relative":
+            if groups == 1:
+                return [n]
+            # group i of g: n * (1 - (1 - least) * i / (g - 1)), from n to least * n;
             # 1e-9: a product that should be whole must not be cut to the number below
             return [int(n * (1 - (1 - self.least) * i / (groups - 1)) + 1e-9) for i in range(groups)]
-        # where steps are not whole, "paper" has the odd step last and "code" first
+        if groups == 1:
+            return [self.most]
+        # from S_max to S_min in steps of (S_max - S_min) / (g - 1), cut to a whole number (section 3.3)
         step = (self.most - self.least_size) // (groups - 1)
         if self.schedule == "paper":
-            return [*(self.most - i * step for i in range(groups - 1)), self.least_size]
-        return [self.most, *(self.least_size + (groups - 1 - i) * step for i in range(1, groups))]
+            # the last step is larger where steps are not whole
+            tokens = [self.most - i * step for i in range(groups)]
+            tokens[-1] = self.least_size
+        else:
+            # in released code it is the first
+            tokens = [self.least_size + (groups - 1 - i) * step for i in range(groups)]
+            tokens[0] = self.most
+        return tokens
 
     def sizes(self, n: int, n_layers: int) -> list[int]:
         starts = self.first_layers(n_layers)
         tokens = self.group_tokens(n, len(starts))
-        sizes = [min(n, max(self.last, tokens[bisect_right(starts, layer) - 1])) for layer in range(n_layers)]
-        return [n, *sizes[1:]]
+        sizes = []
+        for layer in range(n_layers):
+            group = bisect_right(starts, layer) - 1
+            sizes.append(min(n, max(self.last, tokens[group])))
+        # nothing can have dropped a token before layer 0
+        sizes[0] = n
+        return sizes
 
     def keep_hidden(self, keys: torch.Tensor, obs: Observation) -> torch.Tensor:
         size = self.sizes(obs.prompt_tokens, obs.n_layers)[obs.layer + 1]
-        # a[j] = sum over heads and the last queries i of A[h, i, j]
+        # a[j] = sum over heads h and the last queries i of A[h, i, j]
         received = causal_softmax(obs.queries(self.window), keys, obs.scale).sum(dim=(0, 1))
+        # without the final token there is nothing to predict from
         received[-self.last :] = torch.inf
         return top_indices(received[None], size)[0]

@@ -40,6 +40,7 @@ class Vatp(Modifier):
 
     def norms(self, values: torch.Tensor) -> torch.Tensor:
         """Return ||v|| in fp32: values [..., D] -> [...]."""
+        # ||v||_p with p = 1 in the paper
         return torch.linalg.vector_norm(values.float(), ord=NORMS[self.norm], dim=-1)
 
     def modify(self, scores: torch.Tensor, cache: LayerCache, obs: Observation) -> torch.Tensor:
@@ -50,10 +51,12 @@ class Vatp(Modifier):
         return itemsize
 
     def initial_state(self, cache: LayerCache) -> Mapping[str, torch.Tensor]:
+        # the norms take the precision of the values, of which they are 1 / D in size
         values = ops.only_segment(cache).v
         return {"norm": per_head(self.norms(values), cache.heads).to(values.dtype)}
 
     def reweigh(self, scores: torch.Tensor, slots: Slots) -> torch.Tensor:
+        # I[h, j] = S[h, j] * ||v_j||; tokens that always stay are at +inf, which a norm of 0 would turn into NaN
         return torch.where(scores.isinf(), scores, scores * slots.state["norm"].float())
 
     def new_token_state(self, values: torch.Tensor) -> Mapping[str, torch.Tensor]:

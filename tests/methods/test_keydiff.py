@@ -42,7 +42,7 @@ def test_blocks_start_behind_the_budget_or_at_the_first_token():
     assert ref.kept(KeyDiff(kv_size=2, variant="block", block=2).compress(*layer)) == [[2, 4]]
     # [0, 3) leaves {0, 2}: 3 and 4 come together, east is the anchor
     paper = KeyDiff(kv_size=2, variant="paper", block=3)
-    assert [(start, held.tolist()) for start, held in paper.held_before(layer[0].segments[0].k, 1, 2)] == [
+    assert [(start, held.tolist()) for start, held in paper.iterate_blocks(layer[0].segments[0].k, 1, 2)] == [
         (0, [[]]), (3, [[0, 2]]), (5, [[2, 4]]),
     ]  # fmt: skip
 

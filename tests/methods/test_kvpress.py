@@ -257,6 +257,6 @@ def test_a_share_is_told_so_that_every_budget_comes_back():
 
 def test_a_share_removed_is_rounded_as_kvpress_rounds():
     """C6: n = 1000."""
-    tokens = {r: package.kept(1000, r) for r in (0.25, 0.5, 0.75, 0.875, 0.9, 0.8, 0.7)}
+    tokens = {r: package.count_kept(1000, r) for r in (0.25, 0.5, 0.75, 0.875, 0.9, 0.8, 0.7)}
     assert tokens == {0.25: 750, 0.5: 500, 0.75: 250, 0.875: 125, 0.9: 99, 0.8: 199, 0.7: 300}
     assert chain_of({"method": "kvpress:first", "compression_ratio": 0.9}).nominal(1000) == 99

@@ -80,7 +80,7 @@ def test_an_alias_is_a_method_with_knobs_settled():
     assert [c.stages[0].lam for c in (alias, other)] == [1, 0.5] and alias.stages[0].bits == 3
     alias, other = chains_of(["h2o+quant", "qhitter"], {"lam": 0.25, "qhitter.variant": "paper"})
     assert [(c.stages[0].lam, c.stages[0].variant) for c in (alias, other)] == [(1, "paper"), (0.25, "paper")]
-    assert registry.split("h2o+think") == ("h2o", "think") and registry.settled("h2o") == {}
+    assert registry.split("h2o+think") == ("h2o", "think") and registry.implied_knobs("h2o") == {}
 
 
 @pytest.mark.parametrize("key", ["lam", "qhitter.lam", "method.qhitter.lam"])

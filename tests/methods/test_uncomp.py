@@ -18,7 +18,7 @@ from kvbench.audit.prompt_audit import Refused, audit
 from kvbench.base.errors import UsageError
 from kvbench.methods.core.chain import Chain
 from kvbench.methods.core.resolve import chain_of
-from kvbench.methods.uncomp import UNCompGroup, interpolated
+from kvbench.methods.uncomp import UNCompGroup, interpolate_sizes
 
 LAYERS = 2
 
@@ -49,14 +49,14 @@ def test_budgets_by_hand():
     assert stage(high=512, low=12).extremes(9000) == (512, 12, 262)
     assert stage(kv_ratio=0.25).extremes(1000) == (333, 167, 250)
     assert stage(kv_size=9).extremes(1000) == (9, 9, 9)
-    assert [interpolated(512, 256, m) for m in (1, 2, 3, 5)] == [
+    assert [interpolate_sizes(512, 256, m) for m in (1, 2, 3, 5)] == [
         [384],
         [512, 256],
         [512, 384, 256],
         [512, 448, 384, 320, 256],
     ]
-    assert interpolated(512, 256, 4) == [512, 427, 341, 256]
-    assert interpolated(736, 32, 3) == [736, 384, 32]
+    assert interpolate_sizes(512, 256, 4) == [512, 427, 341, 256]
+    assert interpolate_sizes(736, 32, 3) == [736, 384, 32]
 
 
 @grid("mean", [13, 60, 384, 385, 1001])

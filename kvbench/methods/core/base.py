@@ -1,7 +1,7 @@
 """Stages: a method is a short chain of frozen stages (methods.chain), each one formula with its knobs.
 
-A stage says what it needs to see, what it will keep (``expected``) and what that costs (``layout``). The audit holds it
-to both. Stages never see other prompts, other rows or the model.
+A stage declares the data that it reads (``needs``), the tokens that it will keep (``expected``) and their bytes
+(``layout``). The audit holds it to tokens and bytes. Stages never see other prompts, other rows or the model.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from kvbench.methods.core.statistics import check_scores
 from kvbench.methods.core.statistics import top_indices as top_indices
 from kvbench.storage.roles import Masker, Slots
 
-DECODE_EVERY = 128  # new tokens between two choices while decoding, where a decode_budget alone is given
+DECODE_EVERY = 128
+"""New tokens between two choices while decoding, where ``decode_every`` is not set."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,12 +36,18 @@ class TokenSelector(Stage):
     """A stage that chooses which tokens stay, with or without a budget. All of them have this knob:
 
     frozen_layers: the numbers of layers that keep everything.
+
+    Subclasses may set three more attributes:
+
+    shared: True if all heads keep the same tokens.
+    packs: True if the selector packs the tokens that it keeps, so that no other stage can.
+    ragged: True if heads may keep different numbers of tokens although only a sum over layers is declared.
     """
 
     role: ClassVar[Role] = "selector"
-    shared: ClassVar[bool] = False  # True: all heads keep the same tokens
-    packs: ClassVar[bool] = False  # True: it packs what it keeps, and nothing else can
-    ragged: ClassVar[bool] = False  # True: heads differ also where only a sum over layers is declared
+    shared: ClassVar[bool] = False
+    packs: ClassVar[bool] = False
+    ragged: ClassVar[bool] = False
 
     frozen_layers: tuple[int, ...] = ()
 
@@ -55,7 +62,7 @@ class TokenSelector(Stage):
         return Capacity(n, 0, 0)
 
     def nominal(self, n: int) -> int | None:
-        """Return the budget that the user gave, in tokens of a prompt of n; None where there is none."""
+        """Return the budget that the user gave, in tokens of a prompt of n, or None where there is none."""
         return None
 
     @property
@@ -77,11 +84,12 @@ class TokenSelector(Stage):
 class Selector(TokenSelector):
     """A stage that keeps a budget of tokens, chosen by a score. All of them have these knobs:
 
-    kv_size: tokens kept per stored head, window and sinks included; more than sinks and window together.
+    kv_size: tokens kept per stored head, window and sinks included. It is larger than sinks and window together.
     kv_ratio: fraction of the prompt kept, floor(ratio * n) tokens. It is 0.25 if neither knob is given.
     kv_round: whether that product is rounded to the nearest number of tokens (halves to even) instead of down.
-    decode_budget: tokens held per stored head while decoding, too: the selector chooses again among all that are held,
-        prompt and new ones. Without it only the prompt is chosen from, unless the selector evicts by itself.
+    decode_budget: tokens held per stored head while decoding. The selector chooses again among all cached tokens, those
+        of the prompt and new ones. Without this knob only the prompt is compressed, unless the selector evicts by
+        itself.
     decode_every: new tokens between two such choices.
     """
 
@@ -101,28 +109,28 @@ class Selector(TokenSelector):
         if self.kv_size is None and self.kv_ratio is None:
             object.__setattr__(self, "kv_ratio", DEFAULT_RATIO)
         sinks, window = self.protected()
+        # at least one token must be left to choose, beside those that always stay
+        above_protected = f"a whole number of tokens above {sinks + window} (sinks {sinks} + window {window})"
         if self.kv_size is not None:
-            least = f"{sinks + window} (sinks {sinks} + window {window})"
-            self.require("kv_size", self.kv_size > sinks + window, f"a whole number of tokens above {least}")
+            self.require("kv_size", self.kv_size > sinks + window, above_protected)
         if self.kv_ratio is not None:
             self.require("kv_ratio", 0 < self.kv_ratio <= 1, "a fraction of the prompt kept, above 0 and at most 1")
         if self.decode_budget is not None:
-            least = f"{sinks + window} (sinks {sinks} + window {window})"
-            self.require(
-                "decode_budget", self.decode_budget > sinks + window, f"a whole number of tokens above {least}"
-            )
+            self.require("decode_budget", self.decode_budget > sinks + window, above_protected)
             object.__setattr__(self, "decode_every", self.decode_every or DECODE_EVERY)
-        given = self.decode_every is None or self.decode_budget is not None
-        self.require("decode_every", given, "given together with decode_budget")
+        has_budget = self.decode_every is None or self.decode_budget is not None
+        self.require("decode_every", has_budget, "given together with decode_budget")
 
     def while_decoding(self) -> Selector:
         """Return the selector that chooses again while decoding, with ``decode_budget`` as its only budget."""
+        # without a ``decode_budget`` of its own it is a plain selector, which ``DecodeBudget`` runs
         return replace(self, kv_size=self.decode_budget, kv_ratio=None, decode_budget=None, decode_every=None)
 
     def require_one_budget(self, knob: str) -> None:
         """Raise UsageError if kv_size or kv_ratio is set beside ``knob``, which is a budget of its own."""
-        alone = self.kv_size is None and self.kv_ratio in (None, DEFAULT_RATIO)
-        self.require(knob, alone, "a budget of its own: not given together with kv_size or kv_ratio")
+        # ``check`` has filled in the default ratio, if the user gave neither knob
+        is_alone = self.kv_size is None and self.kv_ratio in (None, DEFAULT_RATIO)
+        self.require(knob, is_alone, "a budget of its own: not given together with kv_size or kv_ratio")
         object.__setattr__(self, "kv_ratio", None)
 
     def sink_size(self) -> int:
@@ -142,10 +150,16 @@ class Selector(TokenSelector):
         sinks, window = self.protected()
         if self.kv_size is not None:
             return Capacity(min(self.kv_size, n), sinks, window)
+        # C = floor(ratio * n), at least 2: one token to choose and one that always stays
         exact = (self.kv_ratio or DEFAULT_RATIO) * n
-        tokens = max(2, round(exact) if self.kv_round else int(exact + 1e-9))  # 1e-9: a product meant to be whole is
+        # 1e-9: 0.29 * 100 is 28.999..., and floor must not cut a product that is meant to be whole
+        tokens = int(exact + 1e-9)
+        if self.kv_round:
+            tokens = round(exact)
+        tokens = max(2, tokens)
         if tokens >= n or tokens > sinks + window:
             return Capacity(min(tokens, n), sinks, window)
+        # sinks and window together get the whole budget, at most half of it each
         return Capacity(tokens, min(sinks, tokens // 2), min(window, tokens // 2), shrunk=True)
 
     def nominal(self, n: int) -> int | None:
@@ -153,54 +167,53 @@ class Selector(TokenSelector):
 
     def budget(self, n: int, layer: int, n_layers: int) -> int:
         """Return the tokens kept per head in this layer."""
-        return n if layer in self.frozen_layers else self.capacity(n).tokens
+        if layer in self.frozen_layers:
+            return n
+        return self.capacity(n).tokens
 
     def expected(self, n: int, layer: int, n_layers: int, heads: int) -> Expected | None:
         return Expected.exactly(self.budget(n, layer, n_layers), heads)
 
     def scores(self, cache: LayerCache, obs: Observation, capacity: Capacity) -> torch.Tensor:
-        """Return the score of each prompt token, [heads, n] or [1, n] if ``shared``; the largest are kept."""
+        """Return the score of each prompt token, [heads, n] or [1, n] if ``shared``. The largest are kept."""
         raise TypeError(f"{type(self).__name__} does not say how it scores tokens")
 
     def compress(self, cache: LayerCache, obs: Observation) -> LayerCache:
         return self.choose(cache, obs, ())
 
     def choose(self, cache: LayerCache, obs: Observation, modifiers: Sequence[Modifier]) -> LayerCache:
-        """Return the compressed cache; ``modifiers`` change the scores before the choice."""
+        """Return the cache with the tokens that score highest, after ``modifiers`` have changed the scores.
+
+        Raises Refused for scores that are not real numbers [heads, n] or [1, n], or that hold NaN or only infinity.
+        """
         state = dict(self.initial_state(cache, obs))
-        for modifier in modifiers if self.evicts else ():
-            state.update(modifier.initial_state(cache))
+        if self.evicts:
+            for modifier in modifiers:
+                state.update(modifier.initial_state(cache))
         if state:
+            # the state is stored with the tokens even if all of them stay: decoding goes on from it
             cache = ops.with_state(cache, **state)
+        # the budget refers to the whole prompt of n tokens, of which this layer may have read only obs.n
         n = obs.prompt_tokens
         budget = self.budget(n, obs.layer, obs.n_layers)
         if budget >= obs.n:
             return cache
         capacity = protect(self.capacity(n), sinks_of(modifiers), n)
-        own_scores = self.scores(cache, obs, capacity)
-        check_scores(self.id, own_scores, cache, obs)
-        # authors may build scores on the CPU; the device of the keys is the cache's matter
-        scores = own_scores.to(cache.segments[0].k.device, torch.float32, copy=True)
+        selector_scores = self.scores(cache, obs, capacity)
+        check_scores(self.id, selector_scores, cache, obs)
+        # authors may build scores on the CPU, and the choice is made where the keys are;
+        # a copy, because protected tokens are written into it below and scores may be shared by all budgets
+        scores = selector_scores.to(cache.segments[0].k.device, torch.float32, copy=True)
         for modifier in modifiers:
             scores = modifier.modify(scores, cache, obs)
-        if bool(scores.isnan().any()):
-            names = "+".join(s.id for s in (self, *modifiers))
-            raise Refused(
-                f"scores of {names} hold NaN in layer {obs.layer}: its formula divides by 0 or takes inf from inf"
-            )
-        lowest, highest = scores.aminmax(dim=-1)
-        if bool((highest.isinf() & (lowest == highest)).any()):
-            names = "+".join(s.id for s in (self, *modifiers))
-            raise Refused(
-                f"scores of {names} are all infinite for a head in layer {obs.layer} and choose no token: its formula "
-                "overflows float32 or divides by 0"
-            )
+        _check_order(scores, self, modifiers, obs.layer)
+        # at +inf the protected tokens are the best of every head
         scores[:, : capacity.sinks] = torch.inf
         scores[:, obs.n - capacity.window :] = torch.inf
         return self.pick(cache, scores, budget)
 
     def pick(self, cache: LayerCache, scores: torch.Tensor, budget: int) -> LayerCache:
-        """Return the cache with every head's ``budget`` best tokens by scores [heads, n]; those at +inf always stay."""
+        """Return the cache with every head's ``budget`` best tokens by scores [heads, n]. Those at +inf always stay."""
         return ops.select(cache, top_indices(scores, budget))
 
 
@@ -208,8 +221,8 @@ class Selector(TokenSelector):
 class Modifier(Stage):
     """A stage that changes a selector's scores before they decide. It chooses nothing itself.
 
-    ``decorates`` names the selectors whose scores it understands. Where the selector evicts while decoding,
-    ``initial_state`` and ``new_token_state`` keep what ``reweigh`` reads, at ``slot_bytes`` a slot.
+    ``decorates`` names the selectors whose scores it understands. Where the selector evicts while decoding, ``reweigh``
+    reads a state. ``initial_state`` and ``new_token_state`` provide it, at ``slot_bytes`` a slot.
     """
 
     role: ClassVar[Role] = "modifier"
@@ -232,7 +245,7 @@ class Modifier(Stage):
         return {}
 
     def reweigh(self, scores: torch.Tensor, slots: Slots) -> torch.Tensor:
-        """Return the selector's scores [B, H, S] of slots while decoding, changed; +inf stays +inf."""
+        """Return the selector's scores [B, H, S] of slots while decoding, changed. A score of +inf stays +inf."""
         return scores
 
     def new_token_state(self, values: torch.Tensor) -> Mapping[str, torch.Tensor]:
@@ -242,7 +255,10 @@ class Modifier(Stage):
 
 @dataclass(frozen=True, kw_only=True)
 class Mask(Stage, Masker):
-    """A stage that stores everything and decides at each decode step what is attended: it can save time, not bytes."""
+    """A stage that stores all tokens and decides at each decode step which of them are attended.
+
+    It can save time, but no bytes.
+    """
 
     role: ClassVar[Role] = "mask"
 
@@ -253,4 +269,18 @@ class Mask(Stage, Masker):
 
 def sinks_of(modifiers: Sequence[Modifier]) -> int:
     """Return how many first tokens the modifiers keep together: as many as the one that keeps most."""
-    return max((m.sink_size() for m in modifiers), default=0)
+    return max((modifier.sink_size() for modifier in modifiers), default=0)
+
+
+def _check_order(scores: torch.Tensor, selector: Selector, modifiers: Sequence[Modifier], layer: int) -> None:
+    """Raise Refused for scores [heads, n] that put tokens in no order: NaN, or all infinite for one head."""
+    names = "+".join([selector.id] + [modifier.id for modifier in modifiers])
+    if bool(scores.isnan().any()):
+        raise Refused(f"scores of {names} hold NaN in layer {layer}: its formula divides by 0 or takes inf from inf")
+    lowest, highest = scores.aminmax(dim=-1)
+    # all are +inf, or all are -inf
+    if bool((highest.isinf() & (lowest == highest)).any()):
+        raise Refused(
+            f"scores of {names} are all infinite for a head in layer {layer} and choose no token: its formula "
+            "overflows float32 or divides by 0"
+        )

@@ -1,10 +1,10 @@
-"""Chains: stages in canonical order, and what they promise together."""
+"""A chain: the stages of one method in canonical order, and the promises that they make together."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -38,15 +38,17 @@ from kvbench.models.traits import ModelTraits
 from kvbench.storage.roles import Coder, Evictor
 
 ROLES: tuple[Role, ...] = ("hidden", "lowrank", "selector", "modifier", "prune", "quantise", "mask", "share")
+"""The roles of stages in canonical order: a stage works on what those before it have left."""
 PER = ("kv_head", "query_head")
+"""The values of ``Chain.per``."""
 
 
 @dataclass(frozen=True)
 class Chain:
     """A method: stages in canonical order, and the heads under which their result is stored.
 
-    ``per='kv_head'`` stores Hk heads (a group's query heads decide together); ``'query_head'`` repeats keys and
-    values to Hq heads first and lets each decide alone, as much published code does, at Hq / Hk times the bytes.
+    ``per='kv_head'`` stores Hk heads: the query heads of a group decide together. ``per='query_head'`` first repeats
+    keys and values to Hq heads, and each decides alone. Much published code does that, at Hq / Hk times the bytes.
     """
 
     stages: tuple[Stage, ...] = ()
@@ -56,12 +58,14 @@ class Chain:
         if self.per not in PER:
             raise UsageError(f"per={self.per!r} is not possible: one of {', '.join(PER)}")
         check_set(self.stages)
+        # users may write the stages in any order; equal sets of stages are equal chains
         ordered = tuple(sorted(self.stages, key=lambda s: ROLES.index(s.role)))
         object.__setattr__(self, "stages", ordered)
         check_chain(self)
 
     @property
     def name(self) -> str:
+        """The ids of the stages, joined by +; ``full`` for the chain without stages."""
         return "+".join(s.id for s in self.stages) or "full"
 
     @property
@@ -72,13 +76,15 @@ class Chain:
         """
         key = "+".join(s.prefill_key for s in self.stages if s.prefill_key)
         reads = any(type(s).read is not Stage.read for s in self.stages)
-        if self.foreign and (key or reads or self.adaptation or self.hidden or self.sharer):
+        alters_prefill = key or reads or self.adaptation or self.hidden or self.sharer
+        if self.foreign and alters_prefill:
             return f"{key} {self.identity()}"
         return key
 
     @cached_property
     def foreign_stages(self) -> tuple[str, ...]:
         """The ids of the stages that are not kvbench's own."""
+        # only code of others has a hash, see ``foreign``
         return tuple(s.id for s in self.stages if code_of(s) is not None)
 
     @property
@@ -97,10 +103,13 @@ class Chain:
 
         Code that is not kvbench's own decodes alone.
         """
-        return self if self.foreign else self.adaptation
+        if self.foreign:
+            return self
+        return self.adaptation
 
     @property
     def lowrank(self) -> LowRankStage | None:
+        """The stage that caches low-rank latents of keys and values."""
         return next((s for s in self.stages if isinstance(s, LowRankStage)), None)
 
     @property
@@ -110,7 +119,9 @@ class Chain:
 
     def tokens_read(self, n: int, layer: int, n_layers: int) -> int:
         """Return how many tokens of a prompt of n the layer reads."""
-        return self.hidden.sizes(n, n_layers)[layer] if self.hidden else n
+        if self.hidden is None:
+            return n
+        return self.hidden.sizes(n, n_layers)[layer]
 
     @property
     def sharer(self) -> HeadSharer | None:
@@ -124,7 +135,9 @@ class Chain:
 
     def leading_heads(self, n: int, layer: int, n_layers: int, query_heads: int, kv_heads: int) -> int:
         """Return how many query heads of a layer have their logits computed, for a prompt of n tokens."""
-        return self.sharer.leading_heads(n, layer, n_layers, query_heads, kv_heads) if self.sharer else query_heads
+        if self.sharer is None:
+            return query_heads
+        return self.sharer.leading_heads(n, layer, n_layers, query_heads=query_heads, kv_heads=kv_heads)
 
     @property
     def evicts(self) -> bool:
@@ -138,54 +151,72 @@ class Chain:
 
     @property
     def selector(self) -> TokenSelector | None:
+        """The stage that chooses which tokens stay."""
         return next((s for s in self.stages if isinstance(s, TokenSelector)), None)
 
     @property
     def modifiers(self) -> tuple[Modifier, ...]:
+        """The stages that change the selector's scores, in the order in which they do so."""
         return tuple(s for s in self.stages if isinstance(s, Modifier))
 
     @property
     def quantiser(self) -> Quantiser | None:
+        """The stage that packs tokens into few bits."""
         return next((s for s in self.stages if isinstance(s, Quantiser)), None)
 
     @property
     def packed_pruner(self) -> ChannelPruner | None:
         """The pruner that only chooses the channels which the chain's quantiser packs; None without a quantiser."""
-        return next((s for s in self.stages if isinstance(s, ChannelPruner)), None) if self.quantiser else None
+        if self.quantiser is None:
+            return None
+        return next((s for s in self.stages if isinstance(s, ChannelPruner)), None)
 
     @property
     def coder(self) -> Coder | None:
         """The coder that packs tokens while decoding; None for a chain that stores them exactly."""
-        return self.quantiser.coder(self.packed_pruner) if self.quantiser else None
+        if self.quantiser is None:
+            return None
+        return self.quantiser.coder(self.packed_pruner)
 
     def coder_at(self, layer: int) -> Coder | None:
         """Return the coder of one layer, under which all tokens stay exact where the layer is not packed."""
-        return self.quantiser.coder(self.packed_pruner, layer) if self.quantiser else None
+        if self.quantiser is None:
+            return None
+        return self.quantiser.coder(self.packed_pruner, layer)
 
     def first_alike(self, layer: int) -> int:
         """Return the first layer that packs tokens if and only if ``layer`` does."""
-        packs = self.quantiser.packs_in if self.quantiser else lambda layer: True
-        return next(i for i in range(layer + 1) if packs(i) == packs(layer))
+        if self.quantiser is None:
+            return 0
+        packs = self.quantiser.packs_in(layer)
+        return next(i for i in range(layer + 1) if self.quantiser.packs_in(i) == packs)
 
     @property
     def evictor(self) -> Evictor | None:
         """The evictor that decides over slots while decoding; None for a chain whose cache grows."""
         selector = self.selector
+        # ``decode_budget`` makes an evictor of any selector, which then runs again every ``decode_every`` tokens
         if isinstance(selector, Selector) and selector.decode_budget is not None and selector.decode_every is not None:
-            return DecodeBudget(selector.while_decoding(), self.modifiers, selector.decode_every, self.quantiser)
+            return DecodeBudget(
+                selector.while_decoding(), self.modifiers, every=selector.decode_every, packer=self.quantiser
+            )
         if not isinstance(selector, EvictingSelector) or not selector.evicts:
             return None
-        packer = self.quantiser or selector.packer
-        return Modified(selector, self.modifiers, packer) if self.modifiers or self.quantiser else selector
+        if not self.modifiers and self.quantiser is None:
+            return selector
+        return Modified(selector, self.modifiers, self.quantiser or selector.packer)
 
     @property
     def replayer(self) -> ReplayingSelector | None:
         """The selector whose scores need further passes over the prompt."""
-        return self.selector if isinstance(self.selector, ReplayingSelector) else None
+        selector = self.selector
+        if isinstance(selector, ReplayingSelector):
+            return selector
+        return None
 
     @property
     def masks(self) -> bool:
-        """True if decode steps attend only some of the tokens held."""
+        """True if decode steps attend only some of the cached tokens."""
         return any(s.role == "mask" for s in self.stages)
 
     def masker(self, layer: int) -> Mask | None:
@@ -194,7 +225,9 @@ class Chain:
 
     def capacity(self, n: int) -> Capacity | None:
         """Return the selector's budget for a prompt of n tokens, with the modifiers' sinks; None without a selector."""
-        return protect(self.selector.capacity(n), sinks_of(self.modifiers), n) if self.selector else None
+        if self.selector is None:
+            return None
+        return protect(self.selector.capacity(n), sinks_of(self.modifiers), n)
 
     def heads(self, kv_heads: int, query_heads: int) -> int:
         """Return how many heads each layer stores: kv heads for the full cache, 1 for latents, which all heads share.
@@ -203,8 +236,11 @@ class Chain:
         """
         if self.lowrank:
             return 1
-        expands = any(s.role != "mask" for s in self.stages)  # each query head masks for itself anyway
-        return query_heads if self.per == "query_head" and expands else kv_heads
+        # a mask alone needs no repeated keys: each query head masks for itself anyway
+        expands = any(s.role != "mask" for s in self.stages)
+        if self.per == "query_head" and expands:
+            return query_heads
+        return kv_heads
 
     def read(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (keys, values) [Hk, n, D] that the prompt's own attention reads in place of k and v."""
@@ -219,11 +255,14 @@ class Chain:
     def nominal(self, n: int) -> int | None:
         """Return the budget that the user gave, in tokens of a prompt of n.
 
-        All n where no stage chooses tokens, None where the data alone decide.
+        It is all n where no stage chooses tokens, and None where the data alone decide.
         """
-        if self.selector is None:
-            return None if self.masks or self.hidden else n
-        return self.selector.nominal(n)
+        if self.selector is not None:
+            return self.selector.nominal(n)
+        # a mask attends, and a hidden pruner passes on, numbers of tokens that no budget states
+        if self.masks or self.hidden:
+            return None
+        return n
 
     def check_model(self, model: ModelTraits) -> None:
         """Raise UsageError if a stage cannot run on a model, or names layers that it does not have."""
@@ -231,56 +270,76 @@ class Chain:
             stage.check_layers(model.shape.layers)
         if self.quantiser is not None:
             self.quantiser.check_width(model.shape.head_dim)
+        # rolled keys are turned to new positions, which only rotary embeddings can do
         evictor = self.evictor
         if evictor is not None and evictor.rolled and model.unrolled is not None:
             raise UsageError(f"method {self.name}: positions=rolled needs rotary positions, {model.unrolled}")
+        stored_heads = self.heads(model.shape.kv_heads, model.shape.query_heads)
         for stage in self.stages:
-            stage.check_heads(self.heads(model.shape.kv_heads, model.shape.query_heads), model.shape.query_heads)
-            if (reason := _unsupported(stage, model)) is not None:
+            stage.check_heads(stored_heads, model.shape.query_heads)
+            reason = _unsupported(stage, model)
+            if reason is not None:
                 raise UsageError(f"method {stage.id} does not support the model family {model.family!r}: {reason}")
 
-    def provenance(self) -> dict[str, Any]:
+    def provenance(self) -> dict[str, object]:
         """Return the hashes of the calibrations of the chain's stages, for the record; {} without calibrations."""
         hashes = {s.id: s.calibration.sha256 for s in self.stages if s.calibration is not None}
-        return {"calibration": hashes} if hashes else {}
+        if not hashes:
+            return {}
+        return {"calibration": hashes}
 
     def expected(self, n: int, layer: int, n_layers: int, heads: int) -> Expected:
         """Return how many tokens each stored head of a layer must hold after prefill."""
         rows = self.tokens_read(n, layer, n_layers)
         for stage in self.stages:
             declared = stage.expected(n, layer, n_layers, heads)
-            if declared is not None:
-                return declared if rows == n else declared.within(rows)
+            if declared is None:
+                continue
+            # budgets refer to the whole prompt, but a layer cannot hold more tokens than it read
+            if rows != n:
+                return declared.within(rows)
+            return declared
         return Expected.exactly(rows, heads)
 
     def layout(self, slots: int, head_dim: int, itemsize: int, layer: int = 0) -> list[Block]:
         """Return the blocks, one for each segment, of a stored head of a layer that holds ``slots`` tokens."""
-        k, v = self.lowrank.widths(layer) if self.lowrank else (head_dim, head_dim)
-        blocks = [Block(slots, slots * k * itemsize, slots * v * itemsize)]
+        key_width = value_width = head_dim
+        if self.lowrank is not None:
+            key_width, value_width = self.lowrank.widths(layer)
+        # tokens x channels x bytes of an element
+        blocks = [Block(slots, key_bytes=slots * key_width * itemsize, value_bytes=slots * value_width * itemsize)]
         for stage in self.stages:
             if stage is self.packed_pruner:
+                # the quantiser removes this pruner's channels while it packs
                 continue
             if isinstance(stage, Quantiser):
-                blocks = stage.packed_layout(blocks, head_dim, itemsize, self.packed_pruner, layer)
+                blocks = stage.packed_layout(blocks, head_dim, itemsize, pruner=self.packed_pruner, layer=layer)
             else:
                 blocks = stage.layout(blocks, head_dim, itemsize)
             if isinstance(stage, Modifier) and self.selector is not None and self.selector.evicts:
+                # a modifier keeps a state in every slot only where scores are computed again while decoding
                 state = stage.slot_bytes(itemsize)
                 blocks = [replace(b, slot_overhead=b.slot_overhead + state) for b in blocks]
         return blocks
 
     def observed_bytes(self, n: int, query_heads: int, head_dim: int, itemsize: int) -> int:
         """Return the bytes of the queries that a layer keeps of a prompt of n tokens, to choose again by them."""
-        kept = self.evictor.queries if self.evictor is not None else 0
-        return query_heads * min(kept, n) * head_dim * itemsize
+        evictor = self.evictor
+        if evictor is None:
+            return 0
+        return query_heads * min(evictor.queries, n) * head_dim * itemsize
 
     def expected_sum(self, n: int, n_layers: int, heads: int) -> int | None:
         """Return the tokens of all layers and heads after prefill; None where ``expected`` of each layer says all."""
-        sums = (stage.expected_sum(n, n_layers, heads) for stage in self.stages)
-        return next((s for s in sums if s is not None), None)
+        for stage in self.stages:
+            tokens = stage.expected_sum(n, n_layers, heads)
+            if tokens is not None:
+                return tokens
+        return None
 
     @property
     def rebalancer(self) -> Stage | None:
+        """The stage that divides one budget over all layers."""
         return next((s for s in self.stages if s.rebalances), None)
 
     def compress(self, cache: LayerCache, obs: Observation) -> LayerCache:
@@ -290,11 +349,15 @@ class Chain:
         """
         for stage in self.stages:
             cache = self.run(stage, cache, obs)
+            # a model of one layer: its budget is that of all layers
             if stage.rebalances:
                 (cache,) = stage.rebalance([cache], 1)
-        cache, evictor = ops.expand(cache), self.evictor
+        # under per=query_head, a cache that no stage has cut still has its kv heads
+        cache = ops.expand(cache)
+        evictor = self.evictor
         if evictor is None or not evictor.every:
             return cache
+        # an evictor that chooses again every so many tokens scores by the prompt's last queries, too
         return replace(cache, observed=obs.for_decoding(evictor.queries))
 
     def run(self, stage: Stage, cache: LayerCache, obs: Observation) -> LayerCache:
@@ -303,26 +366,38 @@ class Chain:
         A selector runs under the chain's modifiers, and a quantiser with the chain's pruner.
         """
         if isinstance(stage, Selector):
-            modified = partial(stage.choose, cache, obs, self.modifiers)
-            choose = modified if self.modifiers else partial(stage.compress, cache, obs)
-            # chains that begin alike choose alike
-            return obs.once((stage, self.modifiers, cache.heads), choose) if stage is self.stages[0] else choose()
+            choose = partial(stage.compress, cache, obs)
+            if self.modifiers:
+                choose = partial(stage.choose, cache, obs, self.modifiers)
+            if stage is self.stages[0]:
+                # chains that begin alike choose alike: they share this result
+                return obs.once((stage, self.modifiers, cache.heads), choose)
+            return choose()
         if stage is self.packed_pruner:
+            # its channels are removed by the quantiser, which knows the tokens that it packs
             return cache
         if isinstance(stage, Quantiser):
             return stage.encode(cache, obs, self.packed_pruner)
         return stage.compress(cache, obs)
 
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, object]:
         """Return everything that decides what the chain computes: its stages in order, and heads."""
-        return {"stages": [s.identity() for s in self.stages], "per": self.per if self.stages else "kv_head"}
+        # the full cache is one method: ``per`` changes nothing where no stage decides
+        per = self.per if self.stages else "kv_head"
+        return {"stages": [s.identity() for s in self.stages], "per": per}
 
 
 def _unsupported(stage: Stage, model: ModelTraits) -> str | None:
     """Return why a stage cannot run on any model with these traits, or None."""
     reads_modules = stage.needs(1).call or isinstance(stage, ReplayingSelector)
-    if model.shape.local_layers and (stage.adapts or stage.role == "hidden" or reads_modules):
+    # these stages work on the model's own layers, of which kvbench leaves the local ones (sliding window) alone
+    reaches_local_layers = stage.adapts or stage.role == "hidden" or reads_modules
+    if model.shape.local_layers and reaches_local_layers:
         return f"{model.shape.local_layers} of its {model.shape.all_layers} layers are local, and it reaches into those"
     if model.capped and (stage.uncapped or reads_modules):
         return "it caps attention logits (softcapping), which the method's formula does not"
-    return model.mixed if stage.role == "lowrank" else model.unrolled if stage.rotates else None
+    if stage.role == "lowrank":
+        return model.mixed
+    if stage.rotates:
+        return model.unrolled
+    return None

@@ -20,15 +20,20 @@ class Expected:
     @classmethod
     def exactly(cls, tokens: int, heads: int) -> Expected:
         """Return the promise that each of ``heads`` heads holds exactly ``tokens``."""
+        # equal bounds leave no choice, and the sum follows from them
         return cls((tokens,) * heads, (tokens,) * heads, tokens * heads)
 
     def within(self, rows: int) -> Expected:
         """Return the same promise about a layer that reads only ``rows`` tokens."""
-        high = tuple(min(h, rows) for h in self.high)
-        total = None if self.total is None else min(self.total, sum(high))
+        high = tuple(min(tokens, rows) for tokens in self.high)
+        low = tuple(min(tokens, rows) for tokens in self.low)
+        if self.total is None:
+            return Expected(low, high)
+        total = min(self.total, sum(high))
+        # the sum leaves no choice: every head holds as many as it can
         if total == sum(high):
             return Expected(high, high, total)
-        return Expected(tuple(min(low, rows) for low in self.low), high, total)
+        return Expected(low, high, total)
 
 
 @dataclass(frozen=True)
@@ -50,12 +55,15 @@ class Block:
 
 @dataclass(frozen=True)
 class Capacity:
-    """A selector's budget for one prompt, in tokens. The first ``sinks`` and the last ``window`` are always kept."""
+    """A selector's budget for one prompt, in tokens. The first ``sinks`` and the last ``window`` are always kept.
+
+    shrunk: whether the fraction left no room for sinks and window, which were cut to fit.
+    """
 
     tokens: int
     sinks: int
     window: int
-    shrunk: bool = False  # the fraction left no room for sinks and window, which were cut to fit
+    shrunk: bool = False
 
 
 def protect(capacity: Capacity, first: int, n: int) -> Capacity:
@@ -63,8 +71,10 @@ def protect(capacity: Capacity, first: int, n: int) -> Capacity:
     sinks = max(capacity.sinks, first)
     if sinks == capacity.sinks:
         return capacity
+    # the tokens beside the window; one of them must be left to choose, unless all n stay anyway
     room = capacity.tokens - capacity.window
     if sinks < room or capacity.tokens >= n:
         return replace(capacity, sinks=sinks)
+    # sinks may take that room or half of the budget, and the window the rest
     sinks = min(sinks, max(room, capacity.tokens // 2))
     return Capacity(capacity.tokens, sinks, min(capacity.window, capacity.tokens - sinks), shrunk=True)

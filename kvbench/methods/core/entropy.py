@@ -1,7 +1,8 @@
 """Truncated matrix entropy of heads, and the groups of heads and layers that it makes (UNComp, arXiv 2410.03090).
 
-Sigma is the mean over tokens of the outer products of centred rows of unit length (equation 1), so that its trace is 1;
-H_k = -sum over its k largest eigenvalues s of s ln s, not renormalised (equation 9); erank_k = exp(H_k) (equation 10).
+Sigma is the mean over tokens of the outer products of centred rows of unit length (equation 1). Its trace is 1.
+H_k = -sum over the k largest eigenvalues s of Sigma of s ln s, not renormalised (equation 9).
+erank_k = exp(H_k) is the truncated effective rank (equation 10).
 Rows are queries after RoPE (section 3.2).
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -18,33 +20,51 @@ from kvbench.kv.observation import Needs, Observation
 from kvbench.methods.core.recipe import CalibrationRun, Recipe
 
 EPSILON = 1.0
+"""The fall of the effective rank at which the paper begins a new group of layers (equation 11)."""
 
 
 def spectrum(rows: Tensor) -> Tensor:
     """Return the eigenvalues [H, D] of Sigma of rows [H, n, D], largest first, in fp64. Rows at the mean are zero."""
-    # Sigma = 1/n * sum over tokens of u u^T, with u = (x - mean) / ||x - mean||, eq. 1
+    # u = (x - mean) / ||x - mean||; the clamp leaves a row at the mean zero instead of NaN
     centred = rows.float() - rows.float().mean(dim=1, keepdim=True)
     unit = centred / centred.norm(dim=2, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
+    # Sigma = 1/n * sum over tokens of u u^T, eq. 1
     sigma = unit.transpose(1, 2) @ unit / rows.shape[1]
+    # eigvalsh ascends, and rounding may leave a small negative eigenvalue
     return torch.linalg.eigvalsh(sigma.double()).flip(-1).clamp(min=0)
 
 
 def entropy(eigenvalues: Tensor, top: int | None = None) -> Tensor:
-    """Return H_k [...] of eigenvalues [..., D], largest first; ``top`` is k, None for all D."""
-    # H_k = -sum over the k largest s of s ln s, eq. 9
+    """Return H_k [...] of eigenvalues [..., D], largest first. ``top`` is k, or None for all D."""
+    # H_k = -sum over the k largest s of s ln s, eq. 9; entr(s) = -s ln s
     return torch.special.entr(eigenvalues[..., :top]).sum(dim=-1)
 
 
 def ranks(values: Tensor) -> Tensor:
     """Return the rank of each head by values [..., H], H - 1 for the largest. Of equal ones the lower head is above."""
     order = values.sort(dim=-1, descending=True, stable=True).indices
-    descending = torch.arange(values.shape[-1] - 1, -1, -1, device=values.device).expand_as(order)
-    return torch.empty_like(order).scatter_(-1, order, descending)
+    # the head at place i of the order gets the rank H - 1 - i
+    rank_of_place = torch.arange(values.shape[-1] - 1, -1, -1, device=values.device).expand_as(order)
+    return torch.empty_like(order).scatter_(-1, order, rank_of_place)
 
 
 def entropy_recipe(top: int, samples: int, tokens: int | None) -> Recipe:
     """Return the calibration by which UNComp groups heads and layers: H_k with k = ``top``."""
     return Recipe("uncomp", 1, samples, tokens, knobs={"top": top})
+
+
+@dataclass
+class _LayerSums:
+    """Sums over windows, in fp64 on the CPU, of statistics that come in layer by layer."""
+
+    n_layers: int
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+
+    def add(self, name: str, layer: int, value: Tensor) -> None:
+        """Add a statistic of any shape to row ``layer`` of the tensor ``name`` [L, ...]."""
+        if name not in self.tensors:
+            self.tensors[name] = torch.zeros(self.n_layers, *value.shape, dtype=torch.float64)
+        self.tensors[name][layer] += value.double().cpu()
 
 
 def measure_entropy(run: CalibrationRun) -> dict[str, Tensor]:
@@ -57,37 +77,37 @@ def measure_entropy(run: CalibrationRun) -> dict[str, Tensor]:
     erank, erank_k: [3, L], the untruncated and truncated effective rank of queries, keys and values, means over heads.
     """
     shape, top = from_config(run.model.config), int(run.recipe.knobs["top"])
+    # Sigma [D, D] cannot have full rank if a window has fewer than D tokens
     run.recipe.check(shape.head_dim, "head_dim")
-    n_layers, heads = shape.layers, shape.query_heads
-    sums: dict[str, Tensor] = {}
-
-    def add(name: str, index: tuple[int, ...], value: Tensor, shape: tuple[int, ...]) -> None:
-        if name not in sums:
-            sums[name] = torch.zeros(*shape, *value.shape, dtype=torch.float64)
-        sums[name][index] += value.double().cpu()
+    heads = shape.query_heads
+    sums = _LayerSums(shape.layers)
 
     def on_layer(obs: Observation, k: Tensor, v: Tensor) -> None:
         queries = spectrum(obs.queries(obs.n))
         truncated = entropy(queries, top)
         rank = ranks(truncated)
-        for name, value in (
-            ("entropy", truncated),
-            ("counts", rank >= heads - heads // 2),
-            ("ranks", rank),
-            ("spectra", queries),
-        ):
-            add(name, (obs.layer,), value, (n_layers,))
-        for i, eigenvalues in enumerate((queries, spectrum(k), spectrum(v))):
-            # erank = exp(H), eq. 10
-            add("erank", (i, obs.layer), entropy(eigenvalues).exp().mean(), (3, n_layers))
-            add("erank_k", (i, obs.layer), entropy(eigenvalues, top).exp().mean(), (3, n_layers))
+        sums.add("entropy", obs.layer, truncated)
+        # the half of the heads with the largest H_k, appendix A.4; of an odd number the middle head is in the lower
+        sums.add("counts", obs.layer, rank >= heads - heads // 2)
+        sums.add("ranks", obs.layer, rank)
+        sums.add("spectra", obs.layer, queries)
+        all_spectra = (queries, spectrum(k), spectrum(v))
+        # erank = exp(H), eq. 10, the mean over heads: [3], one for queries, keys and values
+        sums.add("erank", obs.layer, torch.stack([entropy(s).exp().mean() for s in all_spectra]))
+        sums.add("erank_k", obs.layer, torch.stack([entropy(s, top).exp().mean() for s in all_spectra]))
 
     count = 0
     for window in run.windows():
         run.observe(window, Needs(last_q=window.numel()), on_layer)
         count += 1
-    summed = ("counts", "ranks")
-    return {name: t.float() if name in summed else (t / count).float() for name, t in sums.items()}
+    measured = {name: (total / count).float() for name, total in sums.tensors.items()}
+    for name in ("counts", "ranks"):
+        # these two are sums over samples, not means
+        measured[name] = sums.tensors[name].float()
+    for name in ("erank", "erank_k"):
+        # [L, 3] as collected becomes [3, L]
+        measured[name] = measured[name].transpose(0, 1).contiguous()
+    return measured
 
 
 def group_sizes(heads: int, groups: int) -> list[int]:
@@ -97,6 +117,7 @@ def group_sizes(heads: int, groups: int) -> list[int]:
     """
     sizes = [heads // groups] * groups
     pairs, odd = divmod(heads % groups, 2)
+    # the heads left over go to both ends, from the outside inwards
     for i in range(pairs):
         sizes[i] += 1
         sizes[groups - 1 - i] += 1
@@ -106,18 +127,26 @@ def group_sizes(heads: int, groups: int) -> list[int]:
 
 
 def assign(scores: Tensor, groups: int) -> list[int]:
-    """Return the group of each head by scores [H], 0 for the largest; groups fill in turn, the lower head first."""
+    """Return the group of each head by scores [H], 0 for the largest. Groups fill in turn, the lower head first."""
     order = scores.sort(descending=True, stable=True).indices.tolist()
-    by_rank = [group for group, size in enumerate(group_sizes(len(order), groups)) for _ in range(size)]
-    return [group for _, group in sorted(zip(order, by_rank, strict=True))]
+    group_of_head = [0] * len(order)
+    start = 0
+    for group, size in enumerate(group_sizes(len(order), groups)):
+        for head in order[start : start + size]:
+            group_of_head[head] = group
+        start += size
+    return group_of_head
 
 
 def erank_drops(eranks: Sequence[float], epsilon: float = EPSILON) -> list[int]:
     """Return the layers whose effective rank is more than ``epsilon`` below that of the layer before (equation 11)."""
+    # layer i begins a group where erank(i - 1) - erank(i) > epsilon, eq. 11
     return [i for i in range(1, len(eranks)) if eranks[i - 1] - eranks[i] > epsilon]
 
 
 def layer_groups(eranks: Sequence[float], epsilon: float = EPSILON) -> list[range]:
     """Return the groups of layers, a new one at each drop of the effective rank."""
-    edges = [0, *erank_drops(eranks, epsilon), len(eranks)]
-    return [range(a, b) for a, b in itertools.pairwise(edges)]
+    edges = [0]
+    edges += erank_drops(eranks, epsilon)
+    edges.append(len(eranks))
+    return [range(first, end) for first, end in itertools.pairwise(edges)]

@@ -13,8 +13,11 @@ from kvbench.methods.core.contract import protect
 from kvbench.storage.roles import Evictor, Packer, Slots
 
 POSITIONS = (None, "true", "rolled")
+"""The values of the knob ``positions``."""
 SPARE_KNOBS = ("evict_after", "code_mask")
-NO_LIMIT = 2**31 - 1  # tokens, of a layer that keeps everything
+"""Knobs by which the newest token competes one step late, so that one more is stored."""
+NO_LIMIT = 2**31 - 1
+"""The budget, in tokens, of a layer that keeps everything."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,16 +28,21 @@ class EvictingSelector(Selector, Evictor):
     them have this knob:
 
     positions: ``true`` and null leave cached keys at their own positions. ``rolled``, for unbounded streams, gives keys
-    the positions of their slots and the query that of the last; it needs rotary positions.
+    the positions of their slots and the query that of the last slot. It needs rotary positions.
     """
 
     positions: str | None = None
 
     def check(self) -> None:
-        written = None if self.positions is None else str(self.positions).lower()
+        # YAML reads true as a boolean
+        written = None
+        if self.positions is not None:
+            written = str(self.positions).lower()
         self.require("positions", written in POSITIONS, "true or rolled")
-        # what is not set and what is set to the default are one method, under one identity
-        object.__setattr__(self, "positions", written if written == "rolled" else type(self).positions)
+        # null and true mean the same: they become the class's default, so that both have one identity
+        if written != "rolled":
+            written = type(self).positions
+        object.__setattr__(self, "positions", written)
         super().check()
         self.require(
             "positions",
@@ -57,19 +65,27 @@ class EvictingSelector(Selector, Evictor):
         return 0
 
     def layout(self, blocks: list[Block], head_dim: int, itemsize: int) -> list[Block]:
+        # the running state lies beside every slot
         return [replace(b, slot_overhead=self.state_bytes) for b in blocks]
 
     def generation_budget(self, n: int) -> int:
         """Return the budget of a whole generation: ``kv_size`` itself, also after a prompt of fewer tokens n."""
-        return self.kv_size if self.kv_size is not None else super().capacity(n).tokens
+        if self.kv_size is not None:
+            return self.kv_size
+        # the budget that the user gave, before a subclass divides it into parts
+        return super().capacity(n).tokens
 
     def decode_limit(self, n: int, layer: int) -> int:
         """Return how many tokens a head may hold while decoding after a prompt of n tokens."""
-        return NO_LIMIT if layer in self.frozen_layers else self.competing(n) + self.spare
+        if layer in self.frozen_layers:
+            return NO_LIMIT
+        return self.competing(n) + self.spare
 
     def competing(self, n: int) -> int:
         """Return how many tokens per head compete while decoding after a prompt of n tokens."""
-        return self.kv_size if self.kv_size is not None else self.capacity(n).tokens
+        if self.kv_size is not None:
+            return self.kv_size
+        return self.capacity(n).tokens
 
     @property
     def spare(self) -> int:
@@ -77,6 +93,7 @@ class EvictingSelector(Selector, Evictor):
 
         It is 1 under a knob by which the newest token competes one step late, and else 0.
         """
+        # not every selector has these knobs
         return int(any(getattr(self, knob, None) for knob in SPARE_KNOBS))
 
     def max_chunk(self, n: int) -> int:
@@ -110,8 +127,9 @@ class Modified(Evictor):
         return self.selector.head_budgets(cache, layer)
 
     def token_counts(self, n: int) -> Mapping[str, int]:
-        sinks = protect(self.selector.capacity(n), sinks_of(self.modifiers), n).sinks
-        return {**self.selector.token_counts(n), "sinks": sinks}
+        counts = dict(self.selector.token_counts(n))
+        counts["sinks"] = protect(self.selector.capacity(n), sinks_of(self.modifiers), n).sinks
+        return counts
 
     def unattended(self, n: int) -> int | None:
         return self.selector.unattended(n)
@@ -133,6 +151,7 @@ class Modified(Evictor):
         scores = self.selector.keep_scores(slots)
         for modifier in self.modifiers:
             scores = modifier.reweigh(scores, slots)
+        # the modifiers' sinks stay like the selector's own protected tokens
         return scores.masked_fill(slots.positions < slots.counts["sinks"], torch.inf)
 
     def fold(self, slots: Slots, probs: torch.Tensor) -> Mapping[str, torch.Tensor]:

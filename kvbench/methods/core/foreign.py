@@ -41,12 +41,14 @@ def code_of(stage: Knobs) -> str | None:
     The source is that of its classes' files, and of the files beside them that they import. Code without a source,
     typed into an interpreter, gets a random hash: its results are this process's alone.
     """
-    cls: Any = type(stage)  # mypy takes the hash of a dataclass's instances for that of the class
+    # Any, because mypy takes the hash of a dataclass's instances for that of the class
+    cls: Any = type(stage)
     return _code_of(cls)
 
 
 @cache
 def _code_of(cls: type[Knobs]) -> str | None:
+    """Return the hash of a class's source and of that of its base classes; None if all are kvbench's own."""
     classes = [c for c in cls.__mro__ if issubclass(c, Knobs) and not is_own(c.__module__)]
     if not classes:
         return None
@@ -58,9 +60,12 @@ def _code_of(cls: type[Knobs]) -> str | None:
             _follow(c.__module__, Path(inspect.getfile(c)).parent, modules)
         except (TypeError, OSError):
             try:
+                # a notebook has no file, but remembers the source of its cells
                 sha256.update(inspect.getsource(c).encode())
             except (TypeError, OSError):
+                # code without a source equals no other code
                 sha256.update(secrets.token_bytes())
+    # sorted: the hash must not depend on the order of imports
     for name in sorted(modules):
         sha256.update(name.encode() + b"\0" + modules[name])
     return sha256.hexdigest()[:16]
@@ -79,12 +84,17 @@ def _follow(name: str, folder: Path, modules: dict[str, bytes]) -> None:
     if name in modules or is_own(name) or file is None or Path(file).parent != folder:
         return
     modules[name] = Path(file).read_bytes()
+    package = getattr(module, "__package__", "")
     for node in ast.walk(ast.parse(modules[name])):
-        if isinstance(node, ast.ImportFrom):
-            package = getattr(module, "__package__", "") if node.level else ""
-            base = resolve_name("." * node.level + (node.module or ""), package)
-            imported = [base, *(f"{base}.{alias.name}" for alias in node.names)]
-        else:
-            imported = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-        for used in imported:
-            _follow(used, folder, modules)
+        imported: list[str] = []
+        if isinstance(node, ast.Import):
+            imported = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            # ``from a import b`` may mean the name b of module a, or the module a.b
+            base = node.module or ""
+            if node.level:
+                base = resolve_name("." * node.level + base, package)
+            imported = [base]
+            imported += [f"{base}.{alias.name}" for alias in node.names]
+        for module_name in imported:
+            _follow(module_name, folder, modules)

@@ -26,9 +26,9 @@ ROTATE = Rule(
 class StorageFormat(Quantiser):
     """A stage that stores every token in a format as it enters the cache. All of them have these knobs:
 
-    decode: ``coded`` stores new tokens before their own step reads them, as engines do; ``exact`` keeps them exact.
-    residual: R tokens are gathered exact and stored together once there are R; 0 stores each at once.
-    values: the format of values by its name (``q4_0`` beside keys in q8_0, say); null takes that of the keys.
+    decode: ``coded`` stores new tokens before their own step reads them, as engines do. ``exact`` keeps them exact.
+    residual: R tokens are gathered exact and stored together once there are R. 0 stores each at once.
+    values: the format of values by its name, such as ``q4_0`` beside keys in q8_0. Null takes the format of the keys.
     exact_layers: the numbers of layers whose tokens all stay exact.
     code_prefill: the prompt's own attention reads stored keys and values, too, as where a prompt is read in pieces.
 
@@ -62,7 +62,10 @@ class StorageFormat(Quantiser):
 
     def codec(self, half: Literal["k", "v"]) -> Codec:
         """Return the codec of keys or of values."""
-        return NAMED[self.values] if half == "v" and self.values else self.codecs()[half == "v"]
+        if half == "v" and self.values:
+            return NAMED[self.values]
+        key_codec, value_codec = self.codecs()
+        return key_codec if half == "k" else value_codec
 
     @property
     def partly_exact(self) -> bool:
@@ -78,24 +81,30 @@ class StorageFormat(Quantiser):
         return self.decode == "coded"
 
     def residuals(self) -> tuple[Residual, Residual]:
+        # R tokens are stored together once R have gathered; without a residual each is stored at once
         rule = Residual(0, max(self.residual, 1), 1)
         return rule, rule
 
     @property
     def prefill_key(self) -> str:
+        if not self.code_prefill:
+            return ""
+        # a codec's text has all that decides what it stores
         half = f" only={self.only}" if self.only else ""
-        return f"{self.codec('k')} {self.codec('v')}{half}" if self.code_prefill else ""
+        return f"{self.codec('k')} {self.codec('v')}{half}"
 
     def read(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if not self.code_prefill:
             return k, v
-        return (
-            k if self.only == "values" else self.pack_keys(k).dequantise(k.dtype),
-            v if self.only == "keys" else self.pack_values(v).dequantise(v.dtype),
-        )
+        if self.only != "values":
+            k = self.pack_keys(k).dequantise(k.dtype)
+        if self.only != "keys":
+            v = self.pack_values(v).dequantise(v.dtype)
+        return k, v
 
     def check_width(self, head_dim: int) -> None:
         for half in ("k", "v"):
+            # blocks and rotations fit some numbers of channels only
             allowed = self.codec(half).refusal(head_dim)
             if allowed:
                 raise UsageError(
@@ -117,8 +126,12 @@ class StorageFormat(Quantiser):
 
     @property
     def frozen_bytes(self) -> int:
+        # a scale for each half whose codec takes one from the prompt
         return FROZEN_BYTES * sum(bool(self.codec(half).settles) for half in ("k", "v"))
 
     def frozen(self, half: Literal["k", "v"], t: torch.Tensor, lengths: torch.Tensor | None) -> torch.Tensor | None:
         codec = self.codec(half)
-        return codec.settled(codec.turned(t), lengths) if codec.settles else None
+        if not codec.settles:
+            return None
+        # the scale is that of the numbers that are stored, hence after the codec's rotation
+        return codec.settled(codec.turned(t), lengths)

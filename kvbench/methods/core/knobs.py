@@ -11,11 +11,12 @@ from kvbench.base.conf import is_whole
 from kvbench.base.errors import UsageError
 
 DEFAULT_RATIO = 0.25
-"""The fraction of the prompt that a selector keeps where no budget is given."""
+"""The fraction of the prompt that a selector keeps if neither kv_size nor kv_ratio is set."""
 
 
 def is_knob(f: Field[Any]) -> bool:
     """Tell whether a field of a stage is a knob, which a user may set."""
+    # a field without metadata is a knob, too
     return bool(f.metadata.get("knob", True))
 
 
@@ -34,8 +35,13 @@ def knob(default: Any, rule: Rule) -> Any:
 
 def at_least(least: int, unit: str = "", null: bool = False) -> Rule:
     """Return the rule of a whole number of ``unit``, ``least`` or more."""
-    of_unit = f" of {unit}" if unit else ""
-    return Rule(f"a whole number{of_unit}, {least} or more{', or null' if null else ''}", lambda value: value >= least)
+    allowed = "a whole number"
+    if unit:
+        allowed += f" of {unit}"
+    allowed += f", {least} or more"
+    if null:
+        allowed += ", or null"
+    return Rule(allowed, lambda value: value >= least)
 
 
 def one_of(*names: str) -> Rule:
@@ -48,6 +54,7 @@ ODD = Rule("an odd whole number, 1 to 9999 (1: no pooling)", lambda width: 1 <= 
 MOST = 2**31 - 1
 """The largest whole number that a knob takes: no text has as many tokens."""
 CODE_BITS = Rule("2, 3, 4 or 8", lambda bits: bits in (2, 3, 4, 8))
+"""The rule of the bits of a packed number."""
 
 
 def allowed_kind(declared: str, value: Any) -> str:
@@ -55,56 +62,80 @@ def allowed_kind(declared: str, value: Any) -> str:
 
     Kinds are numbers, switches and null. Names, lists and ranges are checked by the stage itself.
     """
+    # ``declared`` is the annotation's source, such as "int | None"
     if "str" in declared or "tuple" in declared or not any(t in declared for t in ("int", "float", "bool")):
         return ""
     optional = "None" in declared
     if value is None and optional:
         return ""
-    kind = "a number" if "float" in declared else "a whole number"
     if "bool" in declared:
         kind, fits = "true or false", isinstance(value, bool)
+    elif "float" in declared:
+        is_real = isinstance(value, float) and math.isfinite(value)
+        kind, fits = "a number", is_whole(value) or is_real
     else:
-        real = "float" in declared and isinstance(value, float) and math.isfinite(value)
-        fits = is_whole(value) or real
-    return "" if fits else f"{kind}, or null" if optional else kind
+        kind, fits = "a whole number", is_whole(value)
+    if fits:
+        return ""
+    if optional:
+        return f"{kind}, or null"
+    return kind
 
 
 @dataclass(frozen=True, kw_only=True)
 class Knobs:
-    """A record whose fields are knobs that users type; ``id`` names the method that they belong to."""
+    """A record whose fields are knobs that users type. ``id`` names the method that they belong to."""
 
     id: ClassVar[str]
 
     def __post_init__(self) -> None:
+        # a rule may compare only values whose kind is known to be right
         for f in fields(self):
-            kind = allowed_kind(str(f.type), getattr(self, f.name)) if is_knob(f) else ""
-            self.require(f.name, not kind, kind)
+            if is_knob(f):
+                kind = allowed_kind(str(f.type), getattr(self, f.name))
+                self.require(f.name, not kind, kind)
         for f in fields(self):
             rule, value = self._rule(f.name), getattr(self, f.name)
-            if rule is not None and not (value is None and "None" in str(f.type)):
+            is_null = value is None and "None" in str(f.type)
+            if rule is not None and not is_null:
                 self.require(f.name, rule.holds(value), rule.allowed)
         self.check()
+        # this comes last, because the knob's rule and ``check`` say more
         for f in fields(self):
             value = getattr(self, f.name)
-            # a rule of the knob's own says more
-            self.require(f.name, not (is_knob(f) and is_whole(value) and abs(value) > MOST), f"at most {MOST}")
+            too_large = is_knob(f) and is_whole(value) and abs(value) > MOST
+            self.require(f.name, not too_large, f"at most {MOST}")
 
     @classmethod
     def _rule(cls, name: str) -> Rule | None:
-        declared = [c.__dataclass_fields__.get(name) for c in cls.__mro__ if issubclass(c, Knobs)]
-        return next((f.metadata["rule"] for f in declared if f is not None and "rule" in f.metadata), None)
+        """Return the rule of a knob: that of the class, or of the nearest base class that has one."""
+        for base in cls.__mro__:
+            if not issubclass(base, Knobs):
+                continue
+            f = base.__dataclass_fields__.get(name)
+            if f is not None and "rule" in f.metadata:
+                rule: Rule = f.metadata["rule"]
+                return rule
+        return None
 
     def check(self) -> None:
         """Raise UsageError for knobs at odds with each other. Each by itself is known to be of its kind and rule."""
 
     def knobs(self) -> dict[str, Any]:
         """Return the knobs by name, numbers in their declared type: 1 and 1.0 are one budget."""
-        values = {f.name: getattr(self, f.name) for f in fields(self) if is_knob(f)}
-        reals = {f.name for f in fields(self) if str(f.type).startswith("float")}
-        return {k: float(v) if k in reals and v is not None else v for k, v in values.items()}
+        values: dict[str, Any] = {}
+        for f in fields(self):
+            if not is_knob(f):
+                continue
+            value = getattr(self, f.name)
+            # YAML reads 1 as a whole number, also where the knob is a fraction
+            if str(f.type).startswith("float") and value is not None:
+                value = float(value)
+            values[f.name] = value
+        return values
 
     def require(self, knob: str, ok: bool, allowed: str) -> None:
-        """Raise UsageError naming the knob, its value and what is allowed, unless ``ok``."""
+        """Raise UsageError with the knob, its value and the ``allowed`` values, unless ``ok``."""
         if not ok:
             raise UsageError(
                 f"method.{self.id}.{knob}={getattr(self, knob)!r} is not possible: {allowed} "
@@ -117,6 +148,7 @@ class Knobs:
         if n_layers is not None:
             self.require(knob, all(i < n_layers for i in layers), f"the model has layers 0 to {n_layers - 1}")
             return
-        listed = isinstance(layers, (list, tuple)) and all(is_whole(i) and i >= 0 for i in layers)
-        self.require(knob, listed, "a list of layer numbers")
+        is_list = isinstance(layers, (list, tuple)) and all(is_whole(i) and i >= 0 for i in layers)
+        self.require(knob, is_list, "a list of layer numbers")
+        # however the list is written, equal sets of layers are one method
         object.__setattr__(self, knob, tuple(sorted(set(layers))))

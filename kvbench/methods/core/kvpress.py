@@ -1,8 +1,8 @@
-"""Presses of the package kvpress as methods, ``kvpress:NAME``: the press scores tokens, kvbench stores what stays.
+"""Presses of the package kvpress as methods, ``kvpress:NAME``: the press scores tokens, kvbench stores the best.
 
-``kvpress:snapkv`` is SnapKVPress with its own fields as knobs, ``kvpress:adakv:snapkv`` AdaKVPress around it. The press
-sees in our prefill what it would see in its own: the attention module with the arguments of its call, its input, its
-keys and its values. What it only masks or drops is then really freed.
+``kvpress:snapkv`` is SnapKVPress with its own fields as knobs, ``kvpress:adakv:snapkv`` AdaKVPress around it. In our
+prefill the press sees the same data as in its own: the attention module with the arguments of its call, its input, its
+keys and its values. Tokens that the press only masks or drops are really freed here.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from kvbench.methods.core.kvpress_package import (
     MASKS,
     REMOVES,
     canonical,
+    count_kept,
     fields_of,
     installed_version,
-    kept,
     short,
     types_of,
 )
@@ -40,7 +40,11 @@ from kvbench.methods.core.statistics import at_heads
 from kvbench.models.releases import CACHE_NAMES
 
 WITH_ATTENTION = "observedattention"
-ATTENTION_LIMIT = 4 << 30  # bytes of one layer's attention matrix
+"""The press that reads the whole attention matrix."""
+ATTENTION_LIMIT = 4 << 30
+"""The most bytes that one layer's attention matrix may take."""
+LENT = ("rotary_emb", "masked_key_indices")
+"""The attributes that a press finds, or leaves, on an attention module."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,13 +54,15 @@ class PressSelector(Selector):
     compression_ratio: kvpress's own way to state the budget, the share removed, rounded as kvpress rounds.
     """
 
+    # the presses, the outermost first, and for each of them the knob of each of its fields
     types: ClassVar[tuple[type, ...]] = ()
-    names: ClassVar[tuple[Mapping[str, str], ...]] = ()  # for each press the knob of each of its fields
+    names: ClassVar[tuple[Mapping[str, str], ...]] = ()
 
     compression_ratio: float | None = None
 
     def protected(self) -> tuple[int, int]:
-        return 0, 0  # the press's scores decide, and its fields may be called window_size and sink_size
+        # the press's scores decide, and its fields may be called window_size and sink_size
+        return 0, 0
 
     def require(self, knob: str, ok: bool, allowed: str) -> None:
         if not ok:
@@ -73,10 +79,13 @@ class PressSelector(Selector):
         if self.compression_ratio is not None:
             self.require("compression_ratio", 0 <= self.compression_ratio < 1, "the share removed, from 0 to below 1")
             self.require_one_budget("compression_ratio")
-        for knob in (k for names in self.names for k in names.values()):
-            if isinstance(getattr(self, knob), list):
-                object.__setattr__(self, knob, tuple(getattr(self, knob)))
+        for names in self.names:
+            for knob in names.values():
+                # a stage must be hashable, and a list is not
+                if isinstance(getattr(self, knob), list):
+                    object.__setattr__(self, knob, tuple(getattr(self, knob)))
         try:
+            # kvpress checks the fields of a press when it is made
             self.press(0.5)
         except Exception as error:
             raise UsageError(f"method.{self.id}: kvpress does not take these knobs: {headline(error)}") from None
@@ -91,38 +100,49 @@ class PressSelector(Selector):
     def _by_layer(self) -> tuple[float, ...]:
         return tuple(getattr(self, "compression_ratios", ()))
 
-    def identity(self) -> dict[str, Any]:
-        presses = [t.__name__ for t in self.types]
-        return {**super().identity(), "presses": presses, "kvpress": installed_version()}
+    def identity(self) -> dict[str, object]:
+        identity = super().identity()
+        identity["presses"] = [t.__name__ for t in self.types]
+        identity["kvpress"] = installed_version()
+        return identity
 
     def press(self, ratio: float) -> Any:
         """Return the press that scores, with its knobs, at the share ``ratio`` removed."""
+        classes = list(zip(self.types, self.names, strict=True))
+        if self.kind == BY_LAYER:
+            # that wrapper only hands a layer's share to the press in it, which ``budget`` does here
+            classes = classes[1:]
         press: Any = None
-        first = int(self.kind == BY_LAYER)  # that wrapper only hands a layer's share to the press in it
-        for cls, names in reversed(list(zip(self.types, self.names, strict=True))[first:]):
+        # from the inside out: each press is made around the one before
+        for cls, names in reversed(classes):
             settings = {name: getattr(self, knob) for name, knob in names.items()}
-            press = cls(**settings) if press is None else cls(press=press, **settings)
+            if press is not None:
+                settings["press"] = press
+            press = cls(**settings)
         press.compression_ratio = ratio
         return press
 
     def capacity(self, n: int) -> Capacity:
         if self.kind == BY_LAYER and self._by_layer():
-            tokens = [kept(n, ratio) for ratio in self._by_layer()]
+            tokens = [count_kept(n, ratio) for ratio in self._by_layer()]
             return Capacity(round(sum(tokens) / len(tokens)), 0, 0)
         if self.compression_ratio is not None:
-            return Capacity(kept(n, self.compression_ratio), 0, 0)
+            return Capacity(count_kept(n, self.compression_ratio), 0, 0)
         return super().capacity(n)
 
     def budget(self, n: int, layer: int, n_layers: int) -> int:
         if layer in self.frozen_layers or self.capacity(n).tokens >= n:
             return n
         if self.kind == BY_LAYER:
-            return kept(n, self._by_layer()[layer])
+            return count_kept(n, self._by_layer()[layer])
         if hasattr(self.types[0], "get_layer_budget"):
+            # the press asks the module for its layer and the number of layers
             module = SimpleNamespace(layer_idx=layer, config=SimpleNamespace(num_hidden_layers=n_layers))
-            # its sizes are rounded to the nearest number, so that the plain share is right
+            # 1 - C / n, without the half token of ``_ratio``: the press rounds its sizes to the nearest number
             ratio = self.compression_ratio
-            budget = self.press(1 - self.capacity(n).tokens / n if ratio is None else ratio).get_layer_budget(module, n)
+            if ratio is None:
+                ratio = 1 - self.capacity(n).tokens / n
+            budget = self.press(ratio).get_layer_budget(module, n)
             return min(n, int(budget))
         return self.capacity(n).tokens
 
@@ -131,15 +151,21 @@ class PressSelector(Selector):
         if size >= n or self.kind not in MASKS + REMOVES:
             return super().expected(n, layer, n_layers, heads)
         if self.kind in MASKS:
+            # each head's floor(alpha C) best tokens are safe, the others compete over the heads of the layer
             least = int(size * getattr(self, "alpha_safeguard", 0))
             return Expected((least,) * heads, (min(n, size * heads),) * heads, size * heads)
         ratio, length = self._ratio(n, n, size), getattr(self, "chunk_length", n)
         if self.kind == "chunk":
-            sizes = (min(length, n - start) for start in range(0, n, length))
-            return Expected.exactly(sum(max(1, int(m * (1 - ratio))) for m in sizes), heads)
+            # every chunk of m tokens keeps max(1, floor(m (1 - ratio))) of them
+            tokens = 0
+            for start in range(0, n, length):
+                chunk_tokens = min(length, n - start)
+                tokens += max(1, int(chunk_tokens * (1 - ratio)))
+            return Expected.exactly(tokens, heads)
         if self.kind == "chunkkv" and n >= length:
+            # max(1, floor(chunks (1 - ratio))) whole chunks stay; the last, shorter one may be one of them
             chunks = max(1, int(-(-n // length) * (1 - ratio)))
-            least = chunks * length - (-n % length)  # where the last, shorter chunk is one of them
+            least = chunks * length - (-n % length)
             return Expected((least,) * heads, (chunks * length,) * heads)
         return Expected.exactly(size, heads)
 
@@ -151,8 +177,10 @@ class PressSelector(Selector):
         """Return the share that the press is told, by which it keeps ``budget`` of the ``read`` tokens of a layer."""
         if self.compression_ratio is not None and read == n:
             return self.compression_ratio
-        # half a token more than the budget: the product is cut to a whole number
-        return 0.0 if budget >= read else 1 - (budget + 0.5) / read
+        if budget >= read:
+            return 0.0
+        # half a token more than the budget: kvpress cuts the product read * (1 - ratio) to a whole number
+        return 1 - (budget + 0.5) / read
 
     def scores(self, cache: LayerCache, obs: Observation, capacity: Capacity) -> Tensor:
         segment = ops.only_segment(cache)
@@ -163,32 +191,42 @@ class PressSelector(Selector):
             raise Refused(f"{self.id} scores kv heads: per=kv_head")
         budget = self.budget(obs.prompt_tokens, obs.layer, obs.n_layers)
         press = self.press(self._ratio(obs.prompt_tokens, obs.n, budget))
-        module, kwargs = obs.call.module, self._kwargs(obs)
-        given = module, obs.hidden[None], keys, values, self._attention(keys[0], obs), kwargs
-        with self._lent(module, obs.call.rotary, obs):
+        module = obs.call.module
+        # the arguments of a press, for a batch of one: keys and values are [1, Hk, n, D]
+        arguments = (module, obs.hidden[None], keys, values, self._attention(keys[0], obs), self._kwargs(obs))
+        with self._module_prepared(module, obs.call.rotary, obs):
             if self.kind in MASKS:
-                press.compress(*given)
+                # these presses name the pairs of (head, token) that attention is to pass over
+                press.compress(*arguments)
                 scores = torch.ones(keys.shape[:3], device=keys.device)
                 scores[module.masked_key_indices] = 0
             elif self.kind in REMOVES:
-                scores = rows_kept(keys[0], values[0], *(t[0] for t in press.compress(*given)))[None]
+                # these presses return fewer keys and values: those that are left score 1
+                new_keys, new_values = press.compress(*arguments)
+                scores = rows_kept(keys[0], values[0], new_keys[0], new_values[0])[None]
             else:
-                scores = press.score(*given)
+                scores = press.score(*arguments)
         if scores.shape != keys.shape[:3] or not bool(scores.isfinite().all()):
-            raise Refused(f"{self.id} scores layer {obs.layer} as {[*scores.shape]}, or not all by finite numbers")
+            raise Refused(f"{self.id} scores layer {obs.layer} as {list(scores.shape)}, or not all by finite numbers")
         return at_heads(scores[0].float(), cache.heads)
 
-    def _kwargs(self, obs: Observation) -> dict[str, Any]:
+    def _kwargs(self, obs: Observation) -> dict[str, object]:
+        """Return the keyword arguments of the module's call as kvpress's own prefill has them."""
         assert obs.call is not None and obs.hidden is not None
         positions = obs.token_positions(obs.hidden.device)
-        own = {**dict.fromkeys(CACHE_NAMES), "attention_mask": None, "use_cache": True, "cache_position": positions}
-        return {**obs.call.kwargs, **own, "hidden_states": obs.hidden[None], "position_ids": positions[None]}
+        kwargs: dict[str, object] = dict(obs.call.kwargs)
+        # our prefill has no cache of transformers to hand on
+        kwargs |= dict.fromkeys(CACHE_NAMES)
+        kwargs |= {"attention_mask": None, "use_cache": True, "cache_position": positions}
+        kwargs |= {"hidden_states": obs.hidden[None], "position_ids": positions[None]}
+        return kwargs
 
     def _attention(self, keys: Tensor, obs: Observation) -> Tensor | None:
         """Return the attention matrix [1, Hq, n, n] for the one press that reads it."""
         if not self.needs(obs.n).last_q:
             return None
         queries = obs.queries(obs.n)
+        # Hq n^2 numbers in fp32
         size = 4 * len(queries) * obs.n**2
         if size > ATTENTION_LIMIT:
             raise Refused(
@@ -197,16 +235,19 @@ class PressSelector(Selector):
         return causal_softmax(queries, keys, obs.scale)[None]
 
     @contextmanager
-    def _lent(self, module: Any, rotary: Any, obs: Observation) -> Iterator[None]:
-        """Give the module what kvpress's own context gives it, and seed the draws by prompt and layer."""
+    def _module_prepared(self, module: Any, rotary: Any, obs: Observation) -> Iterator[None]:
+        """Give the module the attributes that kvpress's own context gives it, and seed draws by prompt and layer.
+
+        On exit the module's attributes are restored. Raises Refused for an error of the press.
+        """
         device = next(module.parameters()).device
-        before = {
-            name: module.__dict__[name] for name in ("rotary_emb", "masked_key_indices") if name in module.__dict__
-        }
+        before = {name: module.__dict__[name] for name in LENT if name in module.__dict__}
         if rotary is not None:
-            module.__dict__["rotary_emb"] = rotary  # as a plain attribute, which is no part of the model
+            # a plain attribute: setattr would make the rotary module a part of the model
+            module.__dict__["rotary_emb"] = rotary
+        devices = [device] if device.type == "cuda" else []
         try:
-            with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            with torch.random.fork_rng(devices=devices):
                 torch.manual_seed(zlib.crc32(f"{obs.prompt} {obs.layer}".encode()))
                 yield
         except KvbenchError:
@@ -214,18 +255,21 @@ class PressSelector(Selector):
         except Exception as error:
             raise Refused(f"{self.id} fails in layer {obs.layer}: {type(error).__name__}: {headline(error)}") from error
         finally:
-            for name in ("rotary_emb", "masked_key_indices"):
+            for name in LENT:
                 module.__dict__.pop(name, None)
             module.__dict__.update(before)
 
     def pick(self, cache: LayerCache, scores: Tensor, budget: int) -> LayerCache:
         if self.kind in MASKS:
+            # a head keeps all tokens that the press did not mask
             order = scores.sort(dim=-1, descending=True, stable=True).indices
             return ops.select_first(cache, order, (scores > 0).sum(dim=-1))
         if self.kind in REMOVES:
+            # the press has removed as many as it does, in all heads alike
             budget = int((scores[0] > 0).sum())
-        chosen = ops.select(cache, top_indices(scores, budget))
-        return replace(chosen, decided=(budget,) * cache.heads) if self.kind in REMOVES else chosen
+            chosen = ops.select(cache, top_indices(scores, budget))
+            return replace(chosen, decided=(budget,) * cache.heads)
+        return ops.select(cache, top_indices(scores, budget))
 
 
 @cache
@@ -235,15 +279,20 @@ def stage_class(method: str) -> type[PressSelector]:
         return stage_class(canonical(method))
     types = types_of(method)
     knobs: list[tuple[str, str, Any]] = []
+    knob_names: set[str] = set()
     names = []
     for press in types:
-        own = {}
+        knob_of_field: dict[str, str] = {}
         for name, declared, default in fields_of(press):
-            own[name] = f"press_{name}" if name in (taken for taken, *_ in knobs) else name
-            knobs.append((own[name], declared, field(default=default)))
-        names.append(own)
+            # a field of an inner press that is called like one of an outer press gets a name of its own
+            knob = f"press_{name}" if name in knob_names else name
+            knob_of_field[name] = knob
+            knobs.append((knob, declared, field(default=default)))
+            knob_names.add(knob)
+        names.append(knob_of_field)
     namespace = {"id": method, "types": types, "names": tuple(names), "__doc__": types[0].__doc__}
     cls = make_dataclass("Press", knobs, bases=(PressSelector,), namespace=namespace, frozen=True, kw_only=True)
     cls.__module__, cls.__name__, cls.__qualname__ = __name__, method, method
-    globals()[method] = cls  # where the registry looks for it
+    # the registry imports the class from this module by its name
+    globals()[method] = cls
     return cls

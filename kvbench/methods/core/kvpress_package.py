@@ -1,16 +1,16 @@
-"""What the package kvpress has: its presses by name, which of them run here, and why the others do not."""
+"""The presses of the package kvpress by name: which of them run here, and why the others do not."""
 
 from __future__ import annotations
 
 import importlib
 import inspect
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypedDict, cast
 
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -23,6 +23,19 @@ MASKS = ("adakv", "criticaladakv")
 REMOVES = ("block", "chunk", "chunkkv")
 """The presses that choose by blocks of tokens and drop the others themselves."""
 BY_LAYER = "perlayercompression"
+"""The wrapper that gives every layer a share of its own."""
+
+
+class _PressFacts(TypedDict):
+    """Facts about presses that their code does not tell (kvpress.yaml).
+
+    refused: the presses that do not run here, and why.
+    masked, zeroed: the presses that only mask, or only zero, the tokens that they drop.
+    """
+
+    refused: dict[str, str]
+    masked: list[str]
+    zeroed: list[str]
 
 
 @cache
@@ -45,8 +58,12 @@ def package() -> ModuleType:
 def presses() -> dict[str, type]:
     """Return kvpress's presses by the names that they have here: ``snapkv`` for SnapKVPress."""
     base, scorer = package().BasePress, package().ScorerPress
-    classes = (c for c in vars(package()).values() if isinstance(c, type) and issubclass(c, base))
-    return {short(c.__name__): c for c in classes if c not in (base, scorer)}
+    classes = {}
+    for value in vars(package()).values():
+        # the two base classes score nothing themselves
+        if isinstance(value, type) and issubclass(value, base) and value not in (base, scorer):
+            classes[short(value.__name__)] = value
+    return classes
 
 
 def short(name: str) -> str:
@@ -56,44 +73,53 @@ def short(name: str) -> str:
 
 def canonical(method: str) -> str:
     """Return the one name of a method that may be typed in several ways: ``kvpress:snapkv`` of SnapKVPress."""
-    return ":".join(("kvpress", *map(short, method.split(":")[1:])))
+    words = ["kvpress"]
+    words += [short(name) for name in method.split(":")[1:]]
+    return ":".join(words)
 
 
 def refusal(name: str, press: type) -> str:
     """Return why a press does not run here, or '' if it does."""
-    known: Mapping[str, str] = _facts()["refused"]
-    if name in known:
-        return known[name]
-    if name in (*MASKS, *REMOVES, BY_LAYER):
+    reasons = _facts()["refused"]
+    if name in reasons:
+        return reasons[name]
+    if name in MASKS or name in REMOVES or name == BY_LAYER:
         return ""
     if not issubclass(press, package().ScorerPress):
         return "it does not score tokens"
+    # kvpress calls this function to have a press read its file; a wrapper only hands the call on
     own_init = getattr(press, "post_init_from_model", None) is not package().BasePress.post_init_from_model
-    return "it reads a trained file of the model" if own_init and not wraps_another(press) else ""
+    if own_init and not wraps_another(press):
+        return "it reads a trained file of the model"
+    return ""
 
 
 @cache
-def _facts() -> dict[str, Any]:
-    return read_yaml(Path(__file__).with_name("kvpress.yaml"))
+def _facts() -> _PressFacts:
+    return cast(_PressFacts, read_yaml(Path(__file__).with_name("kvpress.yaml")))
 
 
 def listing() -> list[dict[str, Any]]:
-    """Return every press: what kvpress does with what it drops, and whether it runs here, or why not."""
+    """Return a record of every press: its id and knobs, how kvpress drops tokens, and whether it runs here."""
     items = []
     for name, press in sorted(presses().items()):
-        there = next((what for what in ("masked", "zeroed") if name in _facts()[what]), "removed")
+        there = "removed"
+        if name in _facts()["masked"]:
+            there = "masked"
+        elif name in _facts()["zeroed"]:
+            there = "zeroed"
+        press_id = f"kvpress:{name}"
+        here = "stored for real"
+        knobs: dict[str, object] = {}
         reason = refusal(name, press)
-        here = f"does not run: {reason}" if reason else "stored for real"
-        knobs = {} if reason else {name: default for name, _, default in fields_of(press)}
-        items.append(
-            {
-                "id": f"kvpress:{name}" + (":NAME" if wraps_another(press) and not reason else ""),
-                "about": f"{press.__name__}; in kvpress {there}; here {here}",
-                "knobs": knobs,
-                "there": there,
-                "here": here,
-            }
-        )
+        if reason:
+            here = f"does not run: {reason}"
+        else:
+            knobs = {field: default for field, _, default in fields_of(press)}
+            if wraps_another(press):
+                press_id += ":NAME"
+        about = f"{press.__name__}; in kvpress {there}; here {here}"
+        items.append({"id": press_id, "about": about, "knobs": knobs, "there": there, "here": here})
     return items
 
 
@@ -107,7 +133,9 @@ def types_of(method: str) -> tuple[type, ...]:
         if reason:
             raise UsageError(f"method={method}: {known[name].__name__} does not run here: {reason}")
     types = tuple(known[name] for name in names)
-    for outer, inner in zip(types, (*types[1:], None), strict=True):
+    for i, outer in enumerate(types):
+        # the last press has none inside it
+        inner = types[i + 1] if i + 1 < len(types) else None
         if wraps_another(outer) and inner is None:
             raise UsageError(f"method={method} wraps a press that scores tokens: name it, as in {method}:snapkv")
         if not wraps_another(outer) and inner is not None:
@@ -124,21 +152,31 @@ def wraps_another(press: type) -> bool:
 
 def fields_of(press: type) -> Iterator[tuple[str, str, Any]]:
     """Yield (name, type, default) of each field of a press that a user may set, as kvbench's knobs declare theirs."""
-    for p in inspect.signature(press).parameters.values():
-        if p.name in ("press", "compression_ratio") or p.name.startswith("_"):
+    for parameter in inspect.signature(press).parameters.values():
+        name, default = parameter.name, parameter.default
+        # kvbench makes the inner press and states the budget itself
+        if name in ("press", "compression_ratio") or name.startswith("_"):
             continue
-        if p.default is p.empty:
-            yield p.name, "tuple", ()
+        # a field without a default is taken to be a list, such as a share for each layer
+        if default is parameter.empty:
+            yield name, "tuple", ()
             continue
-        text = p.annotation if isinstance(p.annotation, str) else inspect.formatannotation(p.annotation)
-        declared = next((k for k in ("float", "int", "bool") if k in text), type(p.default).__name__)
-        yield p.name, f"{declared} | None" if p.default is None else declared, p.default
+        annotation = parameter.annotation
+        text = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
+        # float comes first, as it takes whole numbers as well
+        declared = next((kind for kind in ("float", "int", "bool") if kind in text), type(default).__name__)
+        if default is None:
+            declared = f"{declared} | None"
+        yield name, declared, default
 
 
-def kept(n: int, ratio: float) -> int:
+def count_kept(n: int, ratio: float) -> int:
     """Return how many of n tokens kvpress keeps at the share ``ratio`` removed, by the rule of its version."""
     count = getattr(importlib.import_module("kvpress.utils"), "compute_n_kept", None)
-    return int(n * (1 - ratio)) if count is None else int(count(n, ratio))
+    if count is None:
+        # the rule of versions that have no function for it
+        return int(n * (1 - ratio))
+    return int(count(n, ratio))
 
 
 def installed_version() -> str:

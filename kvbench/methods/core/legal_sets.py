@@ -1,6 +1,6 @@
-"""The table of which stages may stand in one chain, with the reason where they may not.
+"""The table of the stages that cannot stand in one chain, each with the reason.
 
-``check_set`` holds stages to the rules that no knob can change, ``check_chain`` a chain to all others.
+``check_set`` enforces the rules that no knob can change, ``check_chain`` all others.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ AT_MOST_ONE: tuple[tuple[Role, str], ...] = (
     ("quantise", "each packs the same values: a chain has at most one quantiser"),
     ("hidden", "each decides which tokens later layers read: a chain has at most one such stage"),
 )
+"""Roles that a chain has at most once, each with the reason."""
 Kind = Callable[[Stage], bool]
+"""A test that tells whether a stage is of a kind."""
 
 
 class Conflict(NamedTuple):
@@ -31,7 +33,7 @@ class Conflict(NamedTuple):
 
     a, b: the two kinds.
     reason: a format string with the ids of the stages, {a} and {b}, and the other words of ``_words``.
-    beside: the role of a third stage, {c}, without which the two do not conflict; None if they always do.
+    beside: the role of a third stage, {c}, without which the two do not conflict, or None if they always do.
     """
 
     a: Kind
@@ -45,13 +47,19 @@ def kind(*roles: Role, **flags: bool) -> Kind:
 
     Without ``roles``, stages of any role are of this kind.
     """
-    return lambda stage: (
-        (not roles or stage.role in roles)
-        and all(bool(getattr(stage, name, False)) == flag for name, flag in flags.items())
-    )
+
+    def is_of_kind(stage: Stage) -> bool:
+        if roles and stage.role not in roles:
+            return False
+        # a stage without the attribute is taken to have it as false
+        return all(bool(getattr(stage, name, False)) == flag for name, flag in flags.items())
+
+    return is_of_kind
 
 
+# selectors that choose again while decoding, and those that give stored keys new positions
 AGAIN, ROLLS = kind("selector", decode_budget=True), kind("selector", evicts=True, rolled=True)
+# quantisers that pack several tokens together, and those that pack only keys or only values
 PACKS_TOGETHER, PACKS_HALF = kind("quantise", by_token=False), kind("quantise", only=True)
 
 
@@ -60,6 +68,7 @@ def EVICTS(stage: Stage) -> bool:
     return AGAIN(stage) or kind("selector", evicts=True)(stage)
 
 
+# the reasons: format strings with the words of ``_words``, some of which are joined in the tables below
 _EVICTING = "{a} evicts tokens while decoding as set here"
 _ROLLED = "method.{a}.{rolled} turns stored keys to new positions at every step, and {b} stores them "
 _ONLY_AFTER = "use a variant that evicts only after the prompt, without decode_budget"
@@ -136,13 +145,16 @@ def check_set(stages: Sequence[Stage]) -> None:
             raise UsageError(f"method={method!r} combines {' and '.join(rivals)}, but {reason}")
     _refuse(ALWAYS, stages)
     selector = next((s.id for s in stages if s.role == "selector"), None)
-    for modifier in (s for s in stages if s.role == "modifier"):
-        bases: tuple[str, ...] = getattr(modifier, "decorates", ())
+    for stage in stages:
+        if stage.role != "modifier":
+            continue
+        # a modifier understands the scores of certain selectors only
+        bases: tuple[str, ...] = getattr(stage, "decorates", ())
         if selector is None:
-            raise UsageError(f"method={method!r}: {modifier.id} changes a selector's scores and needs one beside it")
+            raise UsageError(f"method={method!r}: {stage.id} changes a selector's scores and needs one beside it")
         if selector not in bases:
             scores = f"the scores of {', '.join(bases)}, not those of {selector}"
-            raise UsageError(f"method={method!r}: {modifier.id} changes {scores}")
+            raise UsageError(f"method={method!r}: {stage.id} changes {scores}")
 
 
 def check_chain(chain: Chain) -> None:
@@ -152,19 +164,23 @@ def check_chain(chain: Chain) -> None:
         reason = refusal(selector)
         selector.require("decode_budget", not reason, f"not for {selector.id} as set here, as {reason}")
     if chain.modifiers and isinstance(selector, Selector) and selector.kv_size is not None:
+        # a prompt longer than any budget: of a shorter one all tokens may stay
         capacity = selector.capacity(2**31)
+        # C - w tokens are left for sinks and chosen tokens
         room = capacity.tokens - capacity.window
-        for m in chain.modifiers:
-            m.require(
+        for modifier in chain.modifiers:
+            modifier.require(
                 "sinks",
-                m.sink_size() < max(room, 1),
+                modifier.sink_size() < max(room, 1),
                 f"fewer than the {room} tokens that {selector.id} keeps beside its window at kv_size={capacity.tokens}",
             )
     _refuse(AS_SET, chain.stages)
 
 
 def _refuse(conflicts: Sequence[Conflict], stages: Sequence[Stage]) -> None:
+    """Raise UsageError, with the reason, for the first of ``conflicts`` that two of the stages have."""
     for conflict in conflicts:
+        # one stage may be of both kinds, but is in no conflict with itself
         a = next((s for s in stages if conflict.a(s)), None)
         b = next((s for s in stages if s is not a and conflict.b(s)), None)
         c = next((s for s in stages if s.role == conflict.beside), None)
@@ -175,11 +191,13 @@ def _refuse(conflicts: Sequence[Conflict], stages: Sequence[Stage]) -> None:
 
 def _words(a: Stage, b: Stage, c: Stage | None) -> dict[str, str]:
     """Return the words of a reason: the ids of the stages, and knobs as the user may have written them."""
-    return {
-        "a": a.id,
-        "owner": a.id + (" (with lam=1: h2o+quant)" if getattr(a, "lam", None) == 1 else ""),
-        "b": b.id,
-        "c": "" if c is None else c.id,
-        "rolled": "mode=rolled" if getattr(a, "mode", "") == "rolled" else "positions=rolled",
-        "only": str(getattr(b, "only", "")),
-    }
+    owner = a.id
+    if getattr(a, "lam", None) == 1:
+        # the user may have written the alias
+        owner += " (with lam=1: h2o+quant)"
+    rolled = "positions=rolled"
+    if getattr(a, "mode", "") == "rolled":
+        # StreamingLLM has a knob of its own for the same thing
+        rolled = "mode=rolled"
+    third = "" if c is None else c.id
+    return {"a": a.id, "owner": owner, "b": b.id, "c": third, "rolled": rolled, "only": str(getattr(b, "only", ""))}

@@ -1,4 +1,4 @@
-"""Loading of methods from their files; an error of their author is reported with file and line."""
+"""Loading of methods from their files. An error of their author is reported with file and line."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import importlib
 import inspect
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,8 @@ from kvbench.base.errors import KvbenchError, UsageError
 if TYPE_CHECKING:
     from kvbench.methods.core.base import Stage
 
-MACHINERY = ("importlib", "dataclasses.py", "abc.py")  # frames of Python itself, when it imports and makes classes
+# frames of Python itself, when it imports modules and makes classes, are not the author's
+MACHINERY = ("importlib", "dataclasses.py", "abc.py")
 
 
 def entry_of_class(path: Path, method: str) -> dict[str, Any]:
@@ -32,20 +33,27 @@ def entry_of_class(path: Path, method: str) -> dict[str, Any]:
 
     name = f"{__package__}.{path.stem}"
     try:
+        # importing a file runs it, behind walls unless that has happened before
         with contained(name, name not in sys.modules, seed=0, importing=True):
             module = importlib.import_module(name)
+        # an earlier folder of the package's path may have a file of this name
         if module.__file__ != str(path):
             raise UsageError(f"{module.__file__} has the same name: rename the file")
+        # classes that the file only imports are not its own; two classes of one id are an error
         (stage,) = (c for c in vars(module).values() if getattr(c, "id", None) == method and c.__module__ == name)
         with contained(name, not is_own(name), seed=0):
-            plain = {f.name: getattr(stage(), f.name) for f in fields(stage) if is_knob(f)}
+            # a default stage: its checks may fill knobs in
+            knobs = {f.name: getattr(stage(), f.name) for f in fields(stage) if is_knob(f)}
     except Exception as error:
         raise UsageError(f"{path}: the method {method} cannot be read: {located(error, str(path))}") from error
-    knobs = {knob: list(value) if isinstance(value, tuple) else value for knob, value in plain.items()}
-    return {"_target_": f"{name}.{stage.__name__}", **knobs}
+    entry: dict[str, Any] = {"_target_": f"{name}.{stage.__name__}"}
+    for knob, value in knobs.items():
+        # entries of YAML files have lists, and entries are compared
+        entry[knob] = list(value) if isinstance(value, tuple) else value
+    return entry
 
 
-def load_stage(path: Path, method: str, target: str, knobs: Mapping[str, Any]) -> Stage:
+def load_stage(path: Path, method: str, target: str, knobs: Mapping[str, object]) -> Stage:
     """Build a stage of the class ``target``, which the file ``path`` names.
 
     Raises UsageError, with the author's file and line, for a class that is no stage of this id or cannot be built.
@@ -56,7 +64,9 @@ def load_stage(path: Path, method: str, target: str, knobs: Mapping[str, Any]) -
     from kvbench.methods.core.walls import contained
 
     module, _, name = target.rpartition(".")
-    line = next((i for i, text in enumerate(path.read_text("utf-8").splitlines(), 1) if "_target_" in text), 1)
+    # the line that names the class; a method without a YAML file has none
+    lines = path.read_text("utf-8").splitlines()
+    line = next((number for number, text in enumerate(lines, 1) if "_target_" in text), 1)
     entry = f"{path}:{line}: _target_ {target}"
     try:
         with contained(target, module not in sys.modules, seed=0, importing=True):
@@ -65,18 +75,22 @@ def load_stage(path: Path, method: str, target: str, knobs: Mapping[str, Any]) -
         raise UsageError(f"{entry} cannot be imported: {located(error, '')}") from error
     if not (isinstance(cls, type) and issubclass(cls, Stage)):
         raise UsageError(f"{entry} is not a Stage (see kvbench/methods/core/base.py)")
-    for attribute, fits, remedy in (
-        ("id", getattr(cls, "id", None) == method, f"write id = {method!r}, as the file is called"),
-        ("role", getattr(cls, "role", None) in ROLES, "derive it from Selector, or from what else kvbench/methods has"),
-    ):
-        if not fits:
-            raise UsageError(
-                f"{_source_line(cls)}: class {name} has {attribute} {getattr(cls, attribute, None)!r}: {remedy}"
-            )
+    stage_id, role = getattr(cls, "id", None), getattr(cls, "role", None)
+    if stage_id != method:
+        raise UsageError(
+            f"{_source_line(cls)}: class {name} has id {stage_id!r}: write id = {method!r}, as the file is called"
+        )
+    if role not in ROLES:
+        raise UsageError(
+            f"{_source_line(cls)}: class {name} has role {role!r}: derive it from Selector, or from what else "
+            "kvbench/methods has"
+        )
+    make: Callable[..., Stage] = cls
     try:
         with contained(target, not is_own(module), seed=0):
-            stage = cls(**knobs)
-            hash(stage)  # equal stages share what they compute
+            stage = make(**knobs)
+            # equal stages share their results, which are found by the hash
+            hash(stage)
     except UsageError:
         raise
     except Exception as error:
@@ -88,7 +102,7 @@ def load_stage(path: Path, method: str, target: str, knobs: Mapping[str, Any]) -
 
 
 def syntax_error(path: Path) -> str | None:
-    """Return the error of a file that is no Python, with its line; None for one that is."""
+    """Return the error of a file that is not Python, with its line, or None for a file that is."""
     try:
         ast.parse(path.read_bytes(), str(path))
     except (SyntaxError, ValueError) as error:
@@ -97,7 +111,7 @@ def syntax_error(path: Path) -> str | None:
 
 
 def _check_needs(stage: Stage) -> None:
-    """Raise UsageError unless the stage says what it reads of a prompt: that is asked before any prompt is read."""
+    """Raise UsageError unless ``stage.needs`` works, since it is called before any prompt is read."""
     from kvbench.kv.observation import Needs
     from kvbench.methods.core.foreign import is_own
     from kvbench.methods.core.walls import contained
@@ -116,16 +130,22 @@ def _check_needs(stage: Stage) -> None:
 def located(error: BaseException, place: str) -> str:
     """Return an error's description with the line of the author's file that it comes from, or with ``place``."""
     if isinstance(error, KvbenchError):
-        return str(error) if error.__cause__ is None else located(error.__cause__, place)
+        # such an error either says all itself, or stands for the author's error behind it
+        if error.__cause__ is None:
+            return str(error)
+        return located(error.__cause__, place)
     if isinstance(error, SyntaxError):
         return f"{error.filename or place}:{error.lineno or 1}: {type(error).__name__}: {error.msg}"
-    frames = list(traceback.extract_tb(error.__traceback__))
-    frames = [f for f in frames if f.filename != __file__ and not any(m in f.filename for m in MACHINERY)]
-    place = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else place
+    for frame in traceback.extract_tb(error.__traceback__):
+        is_machinery = any(part in frame.filename for part in MACHINERY)
+        if frame.filename != __file__ and not is_machinery:
+            # the last of these frames is where the error was raised
+            place = f"{frame.filename}:{frame.lineno}"
     return f"{place}: {type(error).__name__}: {error}".removeprefix(": ")
 
 
 def _source_line(cls: type) -> str:
+    """Return the file and line of a class, or its module where the source is unknown."""
     try:
         return f"{inspect.getsourcefile(cls)}:{inspect.getsourcelines(cls)[1]}"
     except (OSError, TypeError):

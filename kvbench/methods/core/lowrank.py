@@ -22,8 +22,11 @@ from kvbench.models import lowrank
 from kvbench.models.factors import Factors
 
 Pairs = tuple[tuple[Factors, Factors], ...]
-LONGEST = 2048  # tokens of a window of calibration text, where the context allows
-REMEMBERED = 4  # factorings of one model: a singular value decomposition per prompt would be slow
+"""The factors of the key and of the value projection of each layer."""
+LONGEST = 2048
+"""Tokens of a window of calibration text, where the context allows so many."""
+# a singular value decomposition for each prompt would be slow: the last four of a model are remembered
+REMEMBERED = 4
 _factored: weakref.WeakKeyDictionary[PreTrainedModel, OrderedDict[object, Pairs]] = weakref.WeakKeyDictionary()
 
 
@@ -31,17 +34,18 @@ _factored: weakref.WeakKeyDictionary[PreTrainedModel, OrderedDict[object, Pairs]
 class LowRankStage(Stage):
     """A stage that caches latents of keys and of values, as they are before rotation.
 
-    The model reads and decodes with low-rank pairs of weights, the cache holds the latents, and attention rebuilds keys
-    from them, a block at a time. All heads of a layer share its latents, and so its tokens: a selector beside it scores
-    by the keys that attention read (rebuilt and rotated) and decides for the whole layer, by the mean over its heads.
+    The model reads and decodes with low-rank pairs of weights. The cache holds the latents, and attention rebuilds keys
+    from them, a block at a time. All heads of a layer share its latents, and so its tokens. A selector beside it scores
+    by the keys that attention read, rebuilt and rotated. It decides for the whole layer, by the mean over its heads.
     The pairs count as weights, not as cache.
 
     ratio: the fraction of the rank removed, 0 (exact) or more and below 1.
-    multiple: the number of which ranks are multiples; null for a sixteenth of the full rank, 32 of 512.
+    multiple: ranks are multiples of this number. Null stands for a sixteenth of the full rank, such as 32 of 512.
     samples: the number of windows of text that the calibration reads.
-    tokens: the tokens of each window; null for 2048, as far as the context allows (tiny: 1024).
+    tokens: the tokens of each window. Null stands for 2048, as far as the context allows (tiny: 1024).
     """
 
+    # ``adapt`` swaps the projections of the model
     role: ClassVar[Role] = "lowrank"
     adapts: ClassVar[bool] = True
 
@@ -52,7 +56,9 @@ class LowRankStage(Stage):
 
     @property
     def prefill_key(self) -> str:
-        content = "" if self.calibration is None else self.calibration.sha256[:16]
+        content = ""
+        if self.calibration is not None:
+            content = self.calibration.sha256[:16]
         return f"{self.id}({self.knobs()}, {content})"
 
     @property
@@ -75,22 +81,26 @@ class LowRankStage(Stage):
 
     def widths(self, layer: int) -> tuple[int, int]:
         """Return (latents of a token's keys, latents of its values) in this layer."""
+        # a token has a latent of the rank of each group of heads
         k, v = self.ranks[layer]
         return sum(k), sum(v)
 
     @contextmanager
     def adapt(self, model: PreTrainedModel) -> Iterator[None]:
-        remembered, key = _factored.setdefault(model, OrderedDict()), (self, model.device, model.dtype)
-        if key not in remembered:
-            remembered[key] = self.factors(model)
-            while len(remembered) > REMEMBERED:
-                remembered.popitem(last=False)
-        remembered.move_to_end(key)
-        with lowrank.swapped(model, remembered[key]):
+        factorings = _factored.setdefault(model, OrderedDict())
+        key = (self, model.device, model.dtype)
+        if key not in factorings:
+            factorings[key] = self.factors(model)
+            while len(factorings) > REMEMBERED:
+                # the first is the one that has not been used for longest
+                factorings.popitem(last=False)
+        factorings.move_to_end(key)
+        with lowrank.swapped(model, factorings[key]):
             yield
 
     def compress(self, cache: LayerCache, obs: Observation) -> LayerCache:
         if obs.latents is None:
             raise ValueError(f"{self.id} caches latents, and the prompt was read without low-rank projections")
+        # [n, R] of all heads together, stored as one head
         k, v = obs.latents
         return replace(cache, segments=(replace(ops.only_segment(cache), latents=(k[None], v[None])),))

@@ -17,8 +17,12 @@ class AlteredPrefill(Stage):
 
     @property
     def prefill_key(self) -> str:
-        knobs = ",".join(f"{k}={v}" for k, v in self.knobs().items())
-        content = "" if self.calibration is None else self.calibration.sha256
+        # prompts under equal stages share one prefill, whatever stages come behind them
+        knobs = ",".join(f"{knob}={value}" for knob, value in self.knobs().items())
+        # with other measurements of the model the prompt is computed otherwise, too
+        content = ""
+        if self.calibration is not None:
+            content = self.calibration.sha256
         return f"{self.id}.{self.revision}({knobs}){content}"
 
 
@@ -66,12 +70,12 @@ class HeadSharer(AlteredPrefill):
 
 @dataclass(frozen=True, kw_only=True)
 class BlockReader(Stage):
-    """A stage that may have the prompt read in blocks, each of which sees only what was kept of those before it."""
+    """A stage that may have the prompt read in blocks. A block sees only the tokens that were kept before it."""
 
     def blocks(
         self, keys: torch.Tensor, n: int, layer: int, n_layers: int, heads: int
     ) -> list[tuple[int, torch.Tensor]]:
-        """Return (first token, tokens [Hk, m] held before it) of each block; [] where all is read at once.
+        """Return (first token, tokens [Hk, m] kept before it) of each block, or [] where all is read at once.
 
         keys [Hk, n, D] are those of one layer, whose result is stored under ``heads`` heads.
         """

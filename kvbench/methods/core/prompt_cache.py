@@ -13,6 +13,7 @@ from kvbench.kv.segment import LayerCache, storage_bytes
 from kvbench.methods.core.chain import Chain
 
 SHOWN = ("kv_size", "kv_ratio", "ratio", "bits")
+"""The knobs that the text of a cache shows."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,20 +44,27 @@ class Cache:
     long: bool = False
 
     def __repr__(self) -> str:
-        knobs = [(k, v) for stage in self.chain.stages for k, v in stage.knobs().items()]
-        name = " ".join([self.chain.name, *(f"{k}={v}" for k, v in knobs if k in SHOWN and v is not None)])
-        counts = [len(positions) for layer in self.layers for positions in layer.kept_positions()]
-        some = (
-            f"{min(counts)} to {max(counts)}, {sum(counts) / len(counts):.0f} in the mean,"
-            if len({*counts}) > 1
-            else f"{counts[0]}"
-        )
-        return f"<Cache {name}: {some} of {self.seen} tokens, {self.nbytes() / 2**20:.2f} MiB>"
+        words = [self.chain.name]
+        for stage in self.chain.stages:
+            for knob, value in stage.knobs().items():
+                if knob in SHOWN and value is not None:
+                    words.append(f"{knob}={value}")
+        name = " ".join(words)
+        # the tokens of every stored head of every layer
+        counts: list[int] = []
+        for layer in self.layers:
+            counts += [len(positions) for positions in layer.kept_positions()]
+        tokens = f"{counts[0]}"
+        if min(counts) < max(counts):
+            tokens = f"{min(counts)} to {max(counts)}, {sum(counts) / len(counts):.0f} in the mean,"
+        return f"<Cache {name}: {tokens} of {self.seen} tokens, {self.nbytes() / 2**20:.2f} MiB>"
 
     def __copy__(self) -> Cache:
+        # the layers are shared, as no function changes them
         return replace(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Cache:
+        # the chain cannot change, and the model is not the cache's own: neither is copied
         layers, local = deepcopy((self.layers, self.local), memo)
         return replace(self, layers=layers, local=local, logits=self.logits.clone())
 
@@ -74,13 +82,19 @@ class Cache:
     @property
     def batch_key(self) -> object:
         """The key of the decode batch: the chain's, and the rotation, which all rows of a step have in common."""
+        # LongRoPE rotates long texts by other frequencies
         return self.chain.batch_key, self.long
 
     def shapes(self) -> Cache:
-        """Return the cache without its numbers, for what is to be checked once its storage is given up."""
-        layers, local = (tuple(layer.shapes() for layer in some) for some in (self.layers, self.local))
+        """Return the cache without its numbers, for checks that come after its storage is given up."""
+        layers = tuple(layer.shapes() for layer in self.layers)
+        local = tuple(layer.shapes() for layer in self.local)
+        # an empty clone: a slice would hold the storage of all logits
         return replace(self, layers=layers, local=local, logits=self.logits[:0].clone())
 
     def nbytes(self) -> int:
         """Return the bytes of the storages held for keys, values and their overhead, each storage once."""
-        return storage_bytes(t for layer in (*self.layers, *self.local) for t in layer.tensors())
+        tensors: list[Tensor] = []
+        for layer in self.layers + self.local:
+            tensors += layer.tensors()
+        return storage_bytes(tensors)

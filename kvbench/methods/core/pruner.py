@@ -15,9 +15,10 @@ from kvbench.methods.core.base import Block, Role, Stage, top_indices
 from kvbench.methods.core.knobs import Rule, at_least, knob, one_of
 
 Channels = tuple[torch.Tensor | None, torch.Tensor | None]
+"""The channels [H, T] of keys and of values that stay, ascending; None where all stay."""
 
 
-def removed(kind: str) -> Rule:
+def removed_fraction(kind: str) -> Rule:
     """Return the rule of a fraction of channels that leaves some."""
     return Rule(f"a fraction of the {kind} channels removed, at least 0 and below 1", lambda ratio: 0 <= ratio < 1)
 
@@ -36,18 +37,23 @@ class ChannelPruner(Stage):
 
     role: ClassVar[Role] = "prune"
 
-    ratio: float = knob(0.4, removed("key"))
+    ratio: float = knob(0.4, removed_fraction("key"))
     recent: int = knob(32, at_least(0, "tokens"))
     rounding: str = knob("code", one_of("code", "paper"))
 
-    def kept(self, ratio: float, head_dim: int) -> int:
+    def count_channels(self, ratio: float, head_dim: int) -> int:
         """Return T, the number of channels that stay (at least one)."""
-        exact = (1 - ratio) * head_dim  # + 1e-9: a product that should be whole must not be cut to the number below
-        return max(1, int(exact + 1e-9) if self.rounding == "paper" else head_dim - int(ratio * head_dim))
+        # released code: T = D - int(ratio * D)
+        channels = head_dim - int(ratio * head_dim)
+        if self.rounding == "paper":
+            # T = floor((1 - ratio) D), section 3.1 of arXiv 2407.21018;
+            # 1e-9: a product that should be whole must not be cut to the number below
+            channels = int((1 - ratio) * head_dim + 1e-9)
+        return max(1, channels)
 
     def kept_keys(self, head_dim: int) -> int:
         """Return the number of key channels that stay."""
-        return self.kept(self.ratio, head_dim)
+        return self.count_channels(self.ratio, head_dim)
 
     def kept_values(self, head_dim: int) -> int:
         """Return the number of value channels that stay: all, unless the method prunes values, too."""
@@ -58,12 +64,20 @@ class ChannelPruner(Stage):
         keys, values = self.kept_keys(head_dim), self.kept_values(head_dim)
         if keys == values == head_dim or block.slots <= self.recent:
             return blocks
+        # the older tokens are a segment of their own, with fewer channels and the ids of these
         older = block.slots - self.recent
-        ids = self.id_bytes(head_dim)
-        pruned = replace(block, slots=older, key_bytes=older * keys * itemsize, value_bytes=older * values * itemsize)
+        pruned = replace(
+            block,
+            slots=older,
+            key_bytes=older * keys * itemsize,
+            value_bytes=older * values * itemsize,
+            fixed_overhead=self.id_bytes(head_dim),
+        )
+        if not self.recent:
+            return [pruned]
         dense = self.recent * head_dim * itemsize
-        recent_block = replace(block, slots=self.recent, key_bytes=dense, value_bytes=dense)
-        return [replace(pruned, fixed_overhead=ids), *([recent_block] if self.recent else [])]
+        recent = replace(block, slots=self.recent, key_bytes=dense, value_bytes=dense)
+        return [pruned, recent]
 
     def id_bytes(self, head_dim: int) -> int:
         """Return the bytes of one head's channel ids, 2 each, where not all channels stay."""
@@ -71,7 +85,10 @@ class ChannelPruner(Stage):
         return sum(2 * count for count in counts if count < head_dim)
 
     def channel_scores(self, keys: torch.Tensor, cache: LayerCache, obs: Observation) -> torch.Tensor:
-        """Return the score of each key channel [H, D]; keys [H, L, D] fp32 with zeros for tokens that do not count."""
+        """Return the score [H, D] of each key channel.
+
+        ``keys`` [H, L, D] are in fp32, with zeros for tokens that do not count.
+        """
         raise TypeError(f"{type(self).__name__} does not say how it scores channels")
 
     def value_scores(self, cache: LayerCache, obs: Observation, counted: torch.Tensor) -> torch.Tensor:
@@ -79,7 +96,7 @@ class ChannelPruner(Stage):
         raise TypeError(f"{type(self).__name__} does not say how it scores value channels")
 
     def channels(self, cache: LayerCache, obs: Observation, scored: tuple[Sequence[int], Sequence[int]]) -> Channels:
-        """Return (channels of keys, channels of values) that stay, [H, T], ascending; None where all stay.
+        """Return (channels of keys, channels of values) that stay, [H, T], ascending, or None where all stay.
 
         ``scored`` says how many of each head's first tokens are scored, as keys and as values.
         """
@@ -88,33 +105,41 @@ class ChannelPruner(Stage):
         keys, values = self.kept_keys(head_dim), self.kept_values(head_dim)
         slots = torch.arange(segment.tokens, device=segment.k.device)
 
-        def counted(tokens: Sequence[int]) -> torch.Tensor:
+        def mask_of_first(tokens: Sequence[int]) -> torch.Tensor:
+            """Return a mask [H, L] of each head's first ``tokens``."""
             return slots < torch.tensor(tokens, device=slots.device)[:, None]
 
         key_channels = value_channels = None
         if keys < head_dim:
             # tokens that are not scored become zeros, which add nothing to a norm
-            k = padded(segment.k, segment.lengths, cache.heads).float()
-            key_channels = top_indices(self.channel_scores(k * counted(scored[0])[..., None], cache, obs), keys)
+            k = pad_heads(segment.k, segment.lengths, cache.heads).float()
+            key_channels = top_indices(self.channel_scores(k * mask_of_first(scored[0])[..., None], cache, obs), keys)
         if values < head_dim:
-            value_channels = top_indices(self.value_scores(cache, obs, counted(scored[1])), values)
+            value_channels = top_indices(self.value_scores(cache, obs, mask_of_first(scored[1])), values)
         return key_channels, value_channels
 
     def compress(self, cache: LayerCache, obs: Observation) -> LayerCache:
         segment = ops.only_segment(cache)
         if segment.tokens <= self.recent:
             return cache
+        # channels are scored by all tokens, the newest included, which then keep all theirs
         lengths = head_lengths(cache)
         keys, values = self.channels(cache, obs, (lengths, lengths))
-        return cache if keys is None and values is None else ops.prune(cache, keys, values, self.recent)
+        if keys is None and values is None:
+            return cache
+        return ops.prune(cache, keys, values, self.recent)
 
 
 def head_lengths(cache: LayerCache) -> list[int]:
     """Return how many tokens each of the heads holds under which a cache of one segment will be stored."""
-    s = ops.only_segment(cache)
-    return [s.tokens] * cache.heads if s.lengths is None else s.counts
+    segment = ops.only_segment(cache)
+    if segment.lengths is not None:
+        return segment.counts
+    return [segment.tokens] * cache.heads
 
 
-def padded(t: torch.Tensor, lengths: torch.Tensor | None, heads: int) -> torch.Tensor:
+def pad_heads(t: torch.Tensor, lengths: torch.Tensor | None, heads: int) -> torch.Tensor:
     """Return keys, values or positions as [heads, L, ...], ragged heads padded with zeros."""
-    return per_head(t, heads) if lengths is None else ops.by_head(t, lengths)
+    if lengths is not None:
+        return ops.by_head(t, lengths)
+    return per_head(t, heads)

@@ -28,11 +28,16 @@ class Quantiser(Stage, Packer):
 
     only: ``keys`` or ``values`` packs these alone and keeps the other half exact (Q-Hitter's figure 10). Without it,
     both are packed.
+
+    Subclasses may set two more attributes:
+
+    by_token: True if each token is packed alone and at once, so that any of them can be evicted.
+    grows: False if tokens after the prompt stay exact.
     """
 
     role: ClassVar[Role] = "quantise"
-    by_token: ClassVar[bool] = False  # True: each token is packed alone and at once, so that any can be evicted
-    grows: ClassVar[bool] = True  # False: tokens after the prompt stay exact
+    by_token: ClassVar[bool] = False
+    grows: ClassVar[bool] = True
 
     only: str | None = knob(None, one_of("keys", "values"))
 
@@ -70,36 +75,43 @@ class Quantiser(Stage, Packer):
     def coder(self, pruner: ChannelPruner | None, layer: int | None = None) -> Coder:
         """Return the coder that packs for this stage, in ``layer`` or in any that is packed.
 
-        With a ``pruner``, at least ``pruner.recent`` tokens stay exact; with ``only``, the other half of the cache
+        With a ``pruner``, at least ``pruner.recent`` tokens stay exact. With ``only``, the other half of the cache
         stays exact entirely.
         """
         key_residual, value_residual = self.residuals()
         if pruner is not None:
-            key_residual, value_residual = key_residual.at_least(pruner.recent), value_residual.at_least(pruner.recent)
+            # packed tokens lose channels, and the pruner leaves its newest ``recent`` tokens all of theirs
+            key_residual = key_residual.at_least(pruner.recent)
+            value_residual = value_residual.at_least(pruner.recent)
         if self.only == "keys":
             value_residual = Residual.everything()
         elif self.only == "values":
             key_residual = Residual.everything()
         if layer is not None and not self.packs_in(layer):
             key_residual = value_residual = Residual.everything()
-        return Coder(self, key_residual, value_residual, self.grows)
+        return Coder(self, key_residual, value_residual, grows=self.grows)
 
     def packed_layout(
         self, blocks: list[Block], head_dim: int, itemsize: int, pruner: ChannelPruner | None, layer: int
     ) -> list[Block]:
         """Return the only block of ``blocks`` with the bytes that it has once its older tokens are packed."""
+        # only a pruner makes two blocks of one, and beside a quantiser it just chooses channels
         (block,) = blocks
         coder = self.coder(pruner, layer)
         packed_keys, packed_values = coder.keys.packed(block.slots), coder.values.packed(block.slots)
-        key_channels = pruner.kept_keys(head_dim) if pruner else head_dim
-        value_channels = pruner.kept_values(head_dim) if pruner else head_dim
-        dense = head_dim * itemsize
+        key_channels = value_channels = head_dim
+        id_bytes = 0
+        if pruner is not None:
+            key_channels, value_channels = pruner.kept_keys(head_dim), pruner.kept_values(head_dim)
+            id_bytes = pruner.id_bytes(head_dim)
+        # bytes of a token that stays exact, with all its channels
+        exact = head_dim * itemsize
         return [
             replace(
                 block,
-                key_bytes=self.key_bytes(packed_keys, key_channels) + (block.slots - packed_keys) * dense,
-                value_bytes=self.value_bytes(packed_values, value_channels) + (block.slots - packed_values) * dense,
-                fixed_overhead=block.fixed_overhead + self.frozen_bytes + (pruner.id_bytes(head_dim) if pruner else 0),
+                key_bytes=self.key_bytes(packed_keys, key_channels) + (block.slots - packed_keys) * exact,
+                value_bytes=self.value_bytes(packed_values, value_channels) + (block.slots - packed_values) * exact,
+                fixed_overhead=block.fixed_overhead + self.frozen_bytes + id_bytes,
             )
         ]
 
@@ -109,29 +121,29 @@ class Quantiser(Stage, Packer):
     def encode(self, cache: LayerCache, obs: Observation, pruner: ChannelPruner | None) -> LayerCache:
         """Return the cache with its older tokens packed. Of these, only the channels that ``pruner`` keeps remain."""
         cache = ops.expand(cache)
-        s = ops.only_segment(cache)
-        self.check_width(s.k.shape[2])
+        segment = ops.only_segment(cache)
+        self.check_width(segment.k.shape[2])
         coder = self.coder(pruner, obs.layer)
         key_channels = value_channels = None
         if pruner is not None:
-            # a prompt too short to pack anything still settles the channels of what decoding will pack
-            scored = [[r.packed(m) or m for m in s.counts] for r in (coder.keys, coder.values)]
-            key_channels, value_channels = pruner.channels(cache, obs, (scored[0], scored[1]))
-        k_codes, k_counts, k = self._pack(s, "k", coder.keys, key_channels)
-        v_codes, v_counts, v = self._pack(s, "v", coder.values, value_channels)
-        packed_segment = replace(
-            s,
-            k=k,
-            v=v,
-            codes=Codes(k_codes, v_codes, k_counts, v_counts),
-            key_channels=None if key_channels is None else key_channels.to(torch.int16),
-            value_channels=None if value_channels is None else value_channels.to(torch.int16),
-        )
-        return replace(cache, segments=(packed_segment,))
+            # channels are scored by the tokens that are packed; a prompt too short to pack any still decides, by all
+            # its tokens, which channels remain of those that decoding will pack
+            scored_keys = [coder.keys.packed(tokens) or tokens for tokens in segment.counts]
+            scored_values = [coder.values.packed(tokens) or tokens for tokens in segment.counts]
+            key_channels, value_channels = pruner.channels(cache, obs, (scored_keys, scored_values))
+        k_codes, k_counts, k = self._pack(segment, "k", coder.keys, channels=key_channels)
+        v_codes, v_counts, v = self._pack(segment, "v", coder.values, channels=value_channels)
+        segment = replace(segment, k=k, v=v, codes=Codes(k_codes, v_codes, k_counts, v_counts))
+        # channel ids are stored in 2 bytes each, as ``ChannelPruner.id_bytes`` counts them
+        if key_channels is not None:
+            segment = replace(segment, key_channels=key_channels.to(torch.int16))
+        if value_channels is not None:
+            segment = replace(segment, value_channels=value_channels.to(torch.int16))
+        return replace(cache, segments=(segment,))
 
     def _pack(
         self,
-        s: Segment,
+        segment: Segment,
         half: Literal["k", "v"],
         residual: Residual,
         channels: torch.Tensor | None,
@@ -140,24 +152,31 @@ class Quantiser(Stage, Packer):
 
         ``counts`` are the packed tokens of each head where heads are ragged, None otherwise.
         """
-        t, pack = (s.k, self.pack_keys) if half == "k" else (s.v, self.pack_values)
-        frozen = self.frozen(half, t, s.lengths)
+        if half == "k":
+            t, pack = segment.k, self.pack_keys
+        else:
+            t, pack = segment.v, self.pack_values
+        frozen = self.frozen(half, t, segment.lengths)
 
-        def packing(heads: slice) -> Callable[[torch.Tensor], Packed]:
-            return pack if frozen is None else partial(pack, frozen=frozen[heads])  # type: ignore[call-arg]
+        def packer_of(heads: slice) -> Callable[[torch.Tensor], Packed]:
+            """Return the function that packs tokens of these heads, by the scales that the prompt has settled."""
+            if frozen is None:
+                return pack
+            return partial(pack, frozen=frozen[heads])  # type: ignore[call-arg]
 
-        if s.lengths is None:
-            codes, exact = encode(t, packing(slice(None)), residual.packed(s.tokens), channels)
+        if segment.lengths is None:
+            codes, exact = encode(t, packer_of(slice(None)), residual.packed(segment.tokens), channels)
             return codes, None, exact
         # ragged heads are packed one by one, and stored one after the other
-        parts = [
-            encode(
-                x,
-                packing(slice(h, h + 1)),
-                residual.packed(x.shape[1]),
-                None if channels is None else channels[h : h + 1],
-            )
-            for h, x in enumerate(t.split(s.lengths.tolist(), dim=1))
-        ]
-        codes, counts = side_by_side([packed for packed, _ in parts])
-        return codes, counts, torch.cat([exact for _, exact in parts], dim=1)
+        codes_by_head: list[Packed] = []
+        exact_by_head: list[torch.Tensor] = []
+        for h, tokens in enumerate(t.split(segment.lengths.tolist(), dim=1)):
+            head = slice(h, h + 1)
+            head_channels = None
+            if channels is not None:
+                head_channels = channels[head]
+            head_codes, head_exact = encode(tokens, packer_of(head), residual.packed(tokens.shape[1]), head_channels)
+            codes_by_head.append(head_codes)
+            exact_by_head.append(head_exact)
+        codes, counts = side_by_side(codes_by_head)
+        return codes, counts, torch.cat(exact_by_head, dim=1)

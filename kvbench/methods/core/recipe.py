@@ -1,4 +1,4 @@
-"""The records of calibration: what a stage wants measured, the request for one model and text, and its result."""
+"""Records of calibration: the measurement that a stage wants, the request for one model and text, and its result."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from kvbench.base.errors import UsageError
 from kvbench.kv.observation import Needs, Observation
 
 LONGEST = 4096
+"""Tokens of the longest window that a recipe reads, unless it says otherwise."""
 
 Observe = Callable[[Tensor, Needs, Callable[[Observation, Tensor, Tensor], None]], object]
 """A function that reads a window of ids and hands over each layer as far as needed, with its k and v [Hk, n, D]."""
@@ -24,12 +25,13 @@ Observe = Callable[[Tensor, Needs, Callable[[Observation, Tensor, Tensor], None]
 class Recipe:
     """The measurement that a stage wants: everything that decides its result, except the model and the text.
 
-    kind: the name of the statistics; stages with the same statistics share files.
+    kind: the name of the statistics. Stages with the same statistics share files.
     revision: a number that is raised when the statistics change.
     samples: how many windows of text are read.
-    tokens: the tokens of each window; None for as many as the model's context and the text allow, up to ``longest``.
+    tokens: the tokens of each window. None stands for as many as model and text allow, up to ``longest``.
     each: whether a single window must have enough tokens for the statistic (see ``check``), or only all together.
     knobs: the stage's knobs that decide the result.
+    longest: the most tokens of a window whose length is left open.
     """
 
     kind: str
@@ -43,19 +45,24 @@ class Recipe:
     def settled(self, limit: int | None) -> Recipe:
         """Return the recipe with ``tokens`` filled in, at most ``limit``. Raises UsageError if it asks for more."""
         most_tokens = limit if limit is not None else self.longest
-        if self.tokens is not None and self.tokens > most_tokens:
+        if self.tokens is None:
+            return replace(self, tokens=min(self.longest, most_tokens))
+        if self.tokens > most_tokens:
             raise UsageError(
                 f"tokens={self.tokens} is not possible: calibration of {self.kind} reads windows that fit into the "
                 f"model's context of {most_tokens} tokens"
             )
-        return replace(self, tokens=self.tokens if self.tokens is not None else min(self.longest, most_tokens))
+        return self
 
     def check(self, dimension: int, name: str) -> None:
         """Raise UsageError if there are fewer tokens than dimensions of the statistic, which ``name`` describes."""
         assert self.tokens is not None
-        tokens = self.tokens if self.each else self.tokens * self.samples
+        tokens, holder = self.tokens, "a window has"
+        if not self.each:
+            # the statistic is a sum over all windows
+            tokens, holder = self.tokens * self.samples, "all windows together have"
+        # with fewer tokens than dimensions, a covariance has no full rank
         if tokens < dimension:
-            holder = "a window has" if self.each else "all windows together have"
             raise UsageError(
                 f"tokens={self.tokens} samples={self.samples} is not possible: calibration of {self.kind} estimates "
                 f"{dimension} dimensions ({name}), and {holder} only {tokens} tokens: give tokens={dimension} or more"
@@ -80,6 +87,7 @@ class CalibrationRun:
         """Yield the windows, with a tick after each."""
         for window in self.samples:
             yield window
+            # the caller has finished with the window when it asks for the next
             self.tick()
 
 
@@ -87,7 +95,7 @@ class CalibrationRun:
 class Request:
     """A recipe settled for one model and text. It decides the result, and so it is part of a cell's identity.
 
-    ``model`` identifies checkpoint, dtype and whatever else changes what the model computes.
+    ``model`` identifies the checkpoint, its dtype and all else that changes the model's numbers.
     """
 
     recipe: Recipe
@@ -95,9 +103,10 @@ class Request:
     text: str
     text_sha256: str
 
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, object]:
         """Return all that decides the result except the model, which is a part of a cell's identity already."""
         r = self.recipe
+        # ``each`` and ``longest`` only check and fill in ``tokens``
         return {
             "kind": r.kind,
             "revision": r.revision,
@@ -110,8 +119,11 @@ class Request:
 
     @property
     def key(self) -> str:
-        """A hash of all that decides the result; the file of the calibration is named after it."""
-        text = json.dumps({**self.identity(), "model": self.model}, sort_keys=True)
+        """A hash of all that decides the result. The file of the calibration is named after it."""
+        identity = self.identity()
+        identity["model"] = self.model
+        # sorted keys: the key must not depend on the order in which they are written above
+        text = json.dumps(identity, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -120,14 +132,15 @@ class Calibration:
     """The result of one request, bound to a stage.
 
     sha256: the digest of the tensors, by which two calibrations are compared.
-    weights: the digest of the model on which it was computed; the calibration is refused for any other model.
-    tensors: what was measured, on the CPU.
+    weights: the digest of the model on which it was computed. The calibration is refused for any other model.
+    tensors: the statistics by name, on the CPU.
     meta: the record in the file beside the tensors.
     """
 
     kind: str
     sha256: str
     weights: str
+    # stages compare calibrations often, and equal digests are equal tensors
     tensors: Mapping[str, Tensor] = field(repr=False, compare=False)
     meta: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
@@ -137,6 +150,7 @@ def digest(tensors: Mapping[str, Tensor]) -> str:
     sha256 = hashlib.sha256()
     for name in sorted(tensors):
         t = tensors[name].detach().cpu().contiguous()
+        # bytes alone do not tell [2, 3] from [3, 2], or fp16 from bf16
         sha256.update(f"{name}:{t.dtype}:{tuple(t.shape)}\n".encode())
         sha256.update(t.numpy().tobytes())
     return sha256.hexdigest()

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from kvbench.methods.core.base import Selector
 
-QUOTED = 8  # tokens before a later chunk that its instruction quotes
+QUOTED = 8
+"""The number of tokens before a later chunk that its instruction quotes."""
 
 
 @dataclass(frozen=True)
@@ -15,7 +16,7 @@ class Replay:
 
     chunk: tokens of the prompt that one pass repeats.
     sinks: first tokens of the prompt whose keys compete for attention with those of the chunk.
-    instruction: what stands before a chunk, see conf/method/kvzip.yaml.
+    instruction: the text before a chunk, see conf/method/kvzip.yaml.
     """
 
     chunk: int
@@ -24,6 +25,7 @@ class Replay:
 
     def spans(self, n: int) -> list[tuple[int, int]]:
         """Return (start, end) of each chunk of a prompt of n tokens."""
+        # the last chunk may be shorter
         return [(start, min(start + self.chunk, n)) for start in range(0, n, self.chunk)]
 
 
@@ -36,5 +38,6 @@ class ReplayingSelector(Selector):
     """
 
     def replay(self, n: int) -> Replay | None:
-        """Return the passes that a prompt of n tokens needs; None if all its tokens stay."""
+        """Return the passes that a prompt of n tokens needs, or None if all its tokens stay."""
+        # the passes cost about a second prefill, which a prompt within the budget does not need
         raise TypeError(f"{type(self).__name__} does not say what it reads again")

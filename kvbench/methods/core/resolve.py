@@ -1,7 +1,7 @@
 """Chains from methods and knobs, the same way for the command line, the Python interface and papers' tables.
 
-Knobs come in layers, of which a later one wins: the method's plain defaults, the preset, the knobs set for all methods,
-the knobs set for one, and those that an alias implies.
+Knobs come in layers, and a later layer wins. First come the method's plain defaults, then the preset, the knobs set for
+all methods, the knobs set for one, and those that an alias implies.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvbench.base.conf import check, identity, runtime
 from kvbench.base.errors import UsageError, unknown
@@ -23,11 +23,35 @@ from kvbench.methods.core.stage import Stage
 from kvbench.methods.core.walls import contained
 
 BUDGET_PARTS = ("heavy_ratio", "recent_ratio", "half_ratio", "high", "low")
+"""Knobs of single methods that state a budget, or a part of one."""
 
 Entry = Mapping[str, Any]
 """The knobs of one stage by name."""
-Knobs = Mapping[str, Any]
+Knobs = Mapping[str, object]
 """Knobs by key: bare (``window``), or full (``snapkv.window``, ``method.snapkv.window``)."""
+MethodRequest = str | Mapping[str, object]
+"""A method as users ask for it: ``"snapkv+think"``, or ``{"method": "snapkv", "kv_size": 64}`` with knobs."""
+
+
+class _Request(NamedTuple):
+    """One method with all layers of knobs applied, whose knobs may still be grids.
+
+    method: the method as the user typed it.
+    per: the setting of the chain, or a list of such settings.
+    entries: the knobs by stage.
+    """
+
+    method: str
+    per: object
+    entries: Mapping[str, Entry]
+
+
+class _Axis(NamedTuple):
+    """A knob that is a grid, with the values that it takes in turn."""
+
+    stage: str
+    knob: str
+    values: Sequence[object]
 
 
 @dataclass(frozen=True)
@@ -46,7 +70,7 @@ class ChainConfig:
 
 
 def resolve(
-    methods: Sequence[str | Mapping[str, Any]], knobs: Knobs | None = None, preset: Knobs | None = None
+    methods: Sequence[MethodRequest], knobs: Knobs | None = None, preset: Knobs | None = None
 ) -> list[ChainConfig]:
     """Return the chains of ``methods``, each in all combinations of its knobs that are grids, without duplicates.
 
@@ -55,22 +79,23 @@ def resolve(
     not, or a list of lists. Raises UsageError for a set of stages that cannot form a chain, a knob that no method has,
     and a value out of range.
     """
+    # grids may meet in one chain, and methods may be written twice: of equal chains the first stays, with its label
     chains: dict[tuple[str, str], ChainConfig] = {}
-    for method, per, entries in _settled(methods, knobs or {}, preset or {}):
-        for config in _expanded(method, per, entries):
+    for request in _apply_layers(methods, knobs or {}, preset or {}):
+        for config in _expand_grids(request):
             chains.setdefault((config.chain.name, repr(config.chain.identity())), config)
     return list(chains.values())
 
 
-def chains_of(
-    methods: Sequence[str | Mapping[str, Any]], knobs: Knobs | None = None, preset: Knobs | None = None
-) -> list[Chain]:
+def chains_of(methods: Sequence[MethodRequest], knobs: Knobs | None = None, preset: Knobs | None = None) -> list[Chain]:
     """Return one chain per method, in order: as ``resolve``, but no knob is a grid."""
-    return [chain_config(entries, per).chain for _, per, entries in _settled(methods, knobs or {}, preset or {})]
+    requests = _apply_layers(methods, knobs or {}, preset or {})
+    # a chain itself refuses any other value of ``per``
+    return [chain_config(request.entries, request.per).chain for request in requests]  # type: ignore[arg-type]
 
 
-def chain_of(method: str | Mapping[str, Any], knobs: Knobs | None = None, preset: Knobs | None = None) -> Chain:
-    """Return the chain of one method; here no knob is a grid."""
+def chain_of(method: MethodRequest, knobs: Knobs | None = None, preset: Knobs | None = None) -> Chain:
+    """Return the chain of one method. No knob is a grid here."""
     return chains_of([method], knobs, preset)[0]
 
 
@@ -82,16 +107,20 @@ def chain_config(
     The label always names the knobs in ``swept``, pairs of stage and knob. ``written`` is the method as typed.
     """
     sized = {stage: by_size(entry) for stage, entry in entries.items()}
-    chain = _formed(tuple(registry.make_stage(s, e) for s, e in sized.items() if s != "full"), per)
-    return ChainConfig(chain, _label(chain, sized, swept, written), entries, written)
+    # ``full`` is the chain without stages
+    stages = tuple(registry.make_stage(stage, entry) for stage, entry in sized.items() if stage != "full")
+    chain = _form_chain(stages, per)
+    label = _label(chain, sized, swept, written=written)
+    return ChainConfig(chain, label, entries, written=written)
 
 
-def _formed(stages: tuple[Stage, ...], per: str) -> Chain:
-    """Return the chain of ``stages``. Code that is not kvbench's own is asked what it is in its walls.
+def _form_chain(stages: tuple[Stage, ...], per: str) -> Chain:
+    """Return the chain of ``stages``. Code that is not kvbench's own runs behind walls.
 
-    Raises UsageError, with the author's file and line, where that fails.
+    Raises UsageError, with the author's file and line, where that code fails.
     """
     name = "+".join(s.id for s in stages)
+    # forming a chain asks the stages for their attributes, which may be code of others
     try:
         with contained(name, any(code_of(s) is not None for s in stages), seed=0):
             chain = Chain(stages, per)  # type: ignore[arg-type]
@@ -110,59 +139,84 @@ def entries_of(stages: Sequence[str], *layers: Knobs) -> dict[str, dict[str, Any
     """
     entries = {}
     for stage in stages:
-        entry, names = registry.defaults(stage), registry.knob_names(stage)
+        entry = registry.defaults(stage)
         for layer in layers:
-            split_keys = [(registry.stage_of(key), registry.knob_of(key), value) for key, value in layer.items()]
-            split_keys.sort(key=lambda parts: bool(parts[0]))
-            entry = overlay(entry, {k: v for owner, k, v in split_keys if owner in ("", stage) and k in names})
+            entry = overlay(entry, _knobs_for(stage, layer))
         entries[stage] = entry
     return entries
 
 
-def overlay(entry: Entry, layer: Entry) -> dict[str, Any]:
+def _knobs_for(stage: str, layer: Knobs) -> dict[str, object]:
+    """Return the values by name that a layer of knobs by key has for one stage, as far as the stage has such knobs."""
+    names = registry.knob_names(stage)
+    for_any_stage: dict[str, object] = {}
+    for_this_stage: dict[str, object] = {}
+    for key, value in layer.items():
+        owner, knob = registry.stage_of(key), registry.knob_of(key)
+        if knob not in names:
+            continue
+        if owner == stage:
+            for_this_stage[knob] = value
+        elif not owner:
+            for_any_stage[knob] = value
+    return for_any_stage | for_this_stage
+
+
+def overlay(entry: Entry, layer: Mapping[str, object]) -> dict[str, Any]:
     """Return the knobs of ``entry`` with those of ``layer`` over them.
 
     A budget in ``layer`` displaces every way in which ``entry`` states one: its size, fraction or parts.
     """
+    knobs = dict(entry)
     if any(layer.get(knob) is not None for knob in BUDGET_KNOBS):
-        entry = {knob: None if knob in BUDGET_KNOBS + BUDGET_PARTS else value for knob, value in entry.items()}
-    return {**entry, **layer}
+        for knob in knobs:
+            if knob in BUDGET_KNOBS or knob in BUDGET_PARTS:
+                knobs[knob] = None
+    return knobs | dict(layer)
 
 
 def check_sets(methods: Sequence[str]) -> None:
     """Raise UsageError, with the reason, for a method whose stages cannot form one, whatever their knobs."""
     for method in methods:
-        entries = entries_of(registry.split(method), registry.settled(method))
-        check_set([registry.make_stage(s, by_size(e)) for s, e in entries.items() if e])
+        entries = entries_of(registry.split(method), registry.implied_knobs(method))
+        # the entry of ``full`` is empty: it is no stage
+        check_set([registry.make_stage(stage, by_size(entry)) for stage, entry in entries.items() if entry])
 
 
-def _settled(
-    methods: Sequence[str | Mapping[str, Any]], knobs: Knobs, preset: Knobs
-) -> Iterator[tuple[str, Any, dict[str, dict[str, Any]]]]:
-    """Yield (method, ``per``, knobs by stage) for each method, with all layers of knobs applied."""
-    requests = [({"method": m} if isinstance(m, str) else m) for m in methods]
-    for request in requests:
+def _apply_layers(methods: Sequence[MethodRequest], knobs: Knobs, preset: Knobs) -> Iterator[_Request]:
+    """Yield each method with all layers of knobs applied.
+
+    Raises UsageError for a set of stages that cannot form a chain, and for a knob that no method has.
+    """
+    requests: list[dict[str, Any]] = []
+    for method in methods:
+        request = {"method": method} if isinstance(method, str) else method
         if not isinstance(request, Mapping) or not isinstance(request.get("method"), str):
             raise UsageError(
                 f"the entry {request!r} names no method: write 'snapkv+think' or {{'method': 'snapkv', 'kv_size': 512}}"
             )
-    requests = [{str(k): _plain(v) for k, v in r.items()} for r in requests]
-    knobs = {k: _plain(v) for k, v in knobs.items()}
-    names = [r["method"] for r in requests]
+        requests.append({str(key): _plain(value) for key, value in request.items()})
+    knobs = {key: _plain(value) for key, value in knobs.items()}
+    names = [request["method"] for request in requests]
     check_sets(names)
+    # a knob for all methods needs an owner among all, a method's knob an owner in that method
     _check_owned(names, knobs)
     for name, request in zip(names, requests, strict=True):
-        method_knobs = {k: v for k, v in request.items() if k != "method"}
+        method_knobs = {key: value for key, value in request.items() if key != "method"}
         _check_owned([name], method_knobs)
         per = method_knobs.get(PER, knobs.get(PER, preset.get(PER, "kv_head")))
-        yield name, per, entries_of(registry.split(name), preset, knobs, method_knobs, registry.settled(name))
+        layers = (preset, knobs, method_knobs, registry.implied_knobs(name))
+        yield _Request(name, per, entries_of(registry.split(name), *layers))
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     """Return a value in which numbers and arrays of NumPy and PyTorch are Python's own."""
+    # identities and labels are texts, in which np.float64(0.5) and 0.5 differ
     if isinstance(value, (list, tuple)):
-        return [_plain(v) for v in value]
-    return value.tolist() if hasattr(value, "tolist") else value
+        return [_plain(element) for element in value]
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    return value
 
 
 def _check_owned(methods: Sequence[str], knobs: Knobs) -> None:
@@ -170,24 +224,35 @@ def _check_owned(methods: Sequence[str], knobs: Knobs) -> None:
     for key, value in knobs.items():
         if key == PER:
             continue
-        knob, (stage, *_) = registry.knob_of(key), registry.owners(methods, key, value)
+        knob = registry.knob_of(key)
+        stage = registry.owners(methods, key, value)[0]
         if knob not in registry.knob_names(stage):
             raise unknown(f"knob method.{stage}.{knob}; its name", knob, registry.knob_names(stage))
-        registry.check_settled(methods, key, value)
+        registry.check_implied(methods, key, value)
 
 
-def _expanded(method: str, per: Any, entries: Mapping[str, Entry]) -> Iterator[ChainConfig]:
+def _expand_grids(request: _Request) -> Iterator[ChainConfig]:
     """Yield one chain for each combination of the knobs that are grids."""
-    implied = registry.settled(method)
-    axes = [(s, k, v) for s in entries for k, v in grids(entries[s], registry.defaults(s)) if f"{s}.{k}" not in implied]
-    pers = per if isinstance(per, list) else [per]
-    for key, values in [(PER, pers), *((f"method.{s}.{k}", v) for s, k, v in axes)]:
-        check(key, values, bool(values), "a value, or a list of at least one")
-    for one, *chosen in itertools.product(pers, *(v for _, _, v in axes)):
-        point = {s: dict(e) for s, e in entries.items()}
-        for (s, k, _), value in zip(axes, chosen, strict=True):
-            point[s][k] = value
-        yield chain_config(point, str(one), {(s, k) for s, k, _ in axes}, method)
+    implied = registry.implied_knobs(request.method)
+    axes: list[_Axis] = []
+    for stage, entry in request.entries.items():
+        for knob, values in grids(entry, registry.defaults(stage)):
+            # an alias decides the value of the knobs that it implies
+            if f"{stage}.{knob}" not in implied:
+                axes.append(_Axis(stage, knob, values))
+    pers = request.per if isinstance(request.per, list) else [request.per]
+    # a grid without values would silently drop the method
+    check(PER, pers, bool(pers), "a value, or a list of at least one")
+    for axis in axes:
+        check(f"method.{axis.stage}.{axis.knob}", axis.values, bool(axis.values), "a value, or a list of at least one")
+    swept = {(axis.stage, axis.knob) for axis in axes}
+    for per in pers:
+        # the last knob changes fastest
+        for point_values in itertools.product(*(axis.values for axis in axes)):
+            point = {stage: dict(entry) for stage, entry in request.entries.items()}
+            for axis, value in zip(axes, point_values, strict=True):
+                point[axis.stage][axis.knob] = value
+            yield chain_config(point, str(per), swept, written=request.method)
 
 
 def grids(entry: Entry, defaults: Entry) -> Iterator[tuple[str, list[Any]]]:
@@ -195,26 +260,33 @@ def grids(entry: Entry, defaults: Entry) -> Iterator[tuple[str, list[Any]]]:
 
     It is one if it is a list and its default is not, or a list of lists.
     """
-    for key, value in entry.items():
-        if isinstance(value, list) and (
-            not isinstance(defaults.get(key), list) or any(isinstance(v, list) for v in value)
-        ):
-            yield key, value
+    for knob, value in entry.items():
+        if not isinstance(value, list):
+            continue
+        takes_a_list = isinstance(defaults.get(knob), list)
+        if not takes_a_list or any(isinstance(element, list) for element in value):
+            yield knob, value
 
 
-def _label(chain: Chain, entries: Mapping[str, Entry], swept: Collection[tuple[str, str]], written: str) -> str:
+def _label(
+    chain: Chain, entries: Mapping[str, Mapping[str, object]], swept: Collection[tuple[str, str]], written: str
+) -> str:
     """Return the chain's name with its budgets, its point of a grid, and the knobs that differ from plain defaults."""
-    changed, implied = [], registry.settled(written)
+    words = [registry.as_written(chain.name, written)]
+    implied = registry.implied_knobs(written)
     for stage in chain.stages:
         plain = registry.defaults(stage.id)
-        for knob, written_value in entries[stage.id].items():
-            # a list of layers has one label, however it is written
-            settled = getattr(stage, knob, None)
-            value = [*settled] if isinstance(written_value, list) and isinstance(settled, tuple) else written_value
+        for knob, value in entries[stage.id].items():
+            stage_value = getattr(stage, knob, None)
+            if isinstance(value, list) and isinstance(stage_value, tuple):
+                # a list of layers has one label, however it is written: the stage has sorted it
+                value = list(stage_value)
             unset = knob.startswith("_") or getattr(stage, knob, value) is None
             is_default = value == plain.get(knob) and knob not in ALWAYS_NAMED and (stage.id, knob) not in swept
-            if not (unset or is_default or f"{stage.id}.{knob}" in implied):
-                changed.append(f"{knob}={','.join(map(str, value)) if isinstance(value, list) else value}")
+            if unset or is_default or f"{stage.id}.{knob}" in implied:
+                continue
+            text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
+            words.append(f"{knob}={text}")
     if chain.stages and chain.per != "kv_head":
-        changed.append(f"per={chain.per}")
-    return " ".join([registry.as_written(chain.name, written), *changed])
+        words.append(f"per={chain.per}")
+    return " ".join(words)

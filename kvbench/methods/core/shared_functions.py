@@ -1,12 +1,16 @@
-"""Functions of torch, transformers and kvbench with which all methods compute, and what a method replaced of them."""
+"""Functions of torch, transformers and kvbench with which all methods compute. A method that replaces one is refused.
+
+Otherwise one method could change the numbers of all others that run after it in the same process.
+"""
 
 from __future__ import annotations
 
 import builtins
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
@@ -24,58 +28,83 @@ STORING = ("json", "json.encoder", "json.decoder", "hashlib", "zlib", "re", "sta
 OF_MODELS = tuple(f"transformers.{n}" for n in ("activations", "cache_utils", "masking_utils", "modeling_utils"))
 """Modules whose functions and classes every model computes with, beside those of its own family."""
 TORCH_FOLDER = os.path.dirname(torch.__file__)
+"""The folder of torch's own files."""
 TABLES: dict[str, dict[Any, Any]] = {
     "an attention function of transformers": ALL_ATTENTION_FUNCTIONS._global_mapping,
     "what every module does by a hook before it": torch.nn.modules.module._global_forward_pre_hooks,
     "what every module does by a hook after it": torch.nn.modules.module._global_forward_hooks,
 }
 """Tables of functions that every model calls, by the words that a refusal says."""
+
+
+@dataclass(frozen=True)
+class TorchMode:
+    """A kind of mode of torch. While one is entered, all functions of torch may mean something else.
+
+    count: returns how many modes of this kind are entered.
+    leave: leaves the one that was entered last.
+    """
+
+    count: Callable[[], int]
+    leave: Callable[[], object]
+
+
+def _leave_dispatch_mode() -> object:
+    return torch._C._pop_torch_dispatch_stack(None)
+
+
 MODES = {
-    "a TorchFunctionMode": (torch._C._len_torch_function_stack, torch._C._pop_torch_function_stack),
-    "a TorchDispatchMode": (torch._C._len_torch_dispatch_stack, lambda: torch._C._pop_torch_dispatch_stack(None)),
+    "a TorchFunctionMode": TorchMode(torch._C._len_torch_function_stack, torch._C._pop_torch_function_stack),
+    "a TorchDispatchMode": TorchMode(torch._C._len_torch_dispatch_stack, _leave_dispatch_mode),
 }
-"""Modes under which all functions of torch may mean something else: how many are entered, and how the last is left."""
+"""The kinds of modes, by the words that a refusal says."""
 SETTINGS = ("Storage",)
 """Names of torch that its own functions set: ``set_default_dtype`` this one."""
 CLASSES = (torch.Tensor, torch.Generator, torch.nn.Parameter)
 """Classes of torch that are watched beside those of ``torch.nn.modules``."""
+Owner = ModuleType | type
+"""A module or class whose functions are watched."""
+FunctionCode = tuple[FunctionType, CodeType]
+"""A function with the code that it had when it was noted."""
 
 
 class Functions:
     """The functions that methods and models compute with, as they were when this was made."""
 
     def __init__(self, with_code: bool = False) -> None:
-        """Note them; ``with_code`` also what their code is, which takes longer."""
-        self._before = {name: dict(vars(owner)) for name, owner in _owners().items()}
+        """Note the functions. ``with_code`` also notes the code of each, which takes longer."""
+        self._before: dict[str, dict[str, object]] = {name: dict(vars(owner)) for name, owner in _owners().items()}
         self._tables = {name: dict(table) for name, table in TABLES.items()}
-        self._modes = tuple(length() for length, _ in MODES.values())
+        self._mode_counts = {name: mode.count() for name, mode in MODES.items()}
         self._with_code = with_code
-        self._codes: list[tuple[FunctionType, CodeType]] = []
+        self._codes: list[FunctionCode] = []
         if with_code:
             for owner in _owners().values():
                 self._codes += _codes(owner)
 
     def restored(self) -> str:
-        """Put back what was replaced since. Return the name of one of the functions concerned, or ''."""
+        """Put back the functions that were replaced since. Return the name of one of them, or ''."""
         # built-in functions come first, and without a call of one: all that follows needs them
         built_in = builtins.__dict__.copy()
         builtins.__dict__.update(self._before["builtins"])
-        replaced = self._left_mode()
+        replaced = self._leave_modes()
         for name, table in TABLES.items():
             if dict(table) != self._tables[name]:
                 table.clear()
                 table.update(self._tables[name])
                 replaced = name
+        # a function may be the same object and yet compute something else
         for function, code in self._codes:
             if function.__code__ is not code:
                 function.__code__ = code
                 replaced = replaced or f"the code of {function.__module__}.{function.__qualname__}"
         for name, owner in _owners().items():
             before = self._before.get(name)
-            now = built_in if owner is builtins else vars(owner)
+            # the built-in functions were put back above, so that their namespace shows no change any more
+            now: Mapping[str, object] = built_in if owner is builtins else vars(owner)
             if before is None or _same(now, before):
                 continue
-            for key in _replaced(owner, now, before):
+            for key in _replaced_names(owner, now, before):
                 if key in before:
                     setattr(owner, key, before[key])
                 else:
@@ -100,14 +129,14 @@ class Functions:
             if self._with_code:
                 self._codes += _codes(owner)
 
-    def _left_mode(self) -> str:
-        """Leave the modes of torch that were entered since, under which functions mean others. Return one's name."""
-        left = ""
-        for before, (name, (length, pop)) in zip(self._modes, MODES.items(), strict=True):
-            while length() > before:
-                pop()
-                left = f"all functions of torch by {name} that it does not leave"
-        return left
+    def _leave_modes(self) -> str:
+        """Leave the modes of torch that were entered since. Return the words for one of them, or ''."""
+        words = ""
+        for name, mode in MODES.items():
+            while mode.count() > self._mode_counts[name]:
+                mode.leave()
+                words = f"all functions of torch by {name} that it does not leave"
+        return words
 
 
 class _Recorder:
@@ -119,12 +148,10 @@ class _Recorder:
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return what another finder finds, with a loader that notes the module's functions at its end."""
+        """Return the spec of another finder, with a loader that notes the module's functions once it has run."""
         if not _is_watched(name):
             return None
-        others = (finder for finder in sys.meta_path if not isinstance(finder, _Recorder))
-        found = (finder.find_spec(name, path, target) for finder in others if hasattr(finder, "find_spec"))
-        spec = next((spec for spec in found if spec is not None), None)
+        spec = _find_spec_elsewhere(name, path, target)
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 
@@ -136,24 +163,37 @@ class _Recorder:
         return spec
 
 
+def _find_spec_elsewhere(name: str, path: Sequence[str] | None, target: ModuleType | None) -> ModuleSpec | None:
+    """Return the spec of a module from the first other finder that has one."""
+    for finder in sys.meta_path:
+        # finders of the old protocol have no ``find_spec``; Python passes over them, too
+        if isinstance(finder, _Recorder) or not hasattr(finder, "find_spec"):
+            continue
+        spec = finder.find_spec(name, path, target)
+        if spec is not None:
+            return spec
+    return None
+
+
 def replacing(name: str, replaced: str) -> Refused:
     """Return the refusal of a method that replaced a function."""
     return Refused(f"{name} replaces {replaced}, with which other methods compute: call a function of your own instead")
 
 
-_OWNERS: tuple[int, dict[str, Any]] = (0, {})
+_OWNERS: tuple[int, dict[str, Owner]] = (0, {})
 
 
-def _owners() -> dict[str, Any]:
+def _owners() -> dict[str, Owner]:
     """Return the modules and classes whose functions are watched, by name."""
     global _OWNERS
-    loaded = len(sys.modules)
-    if _OWNERS[0] != loaded:
-        owners: dict[str, Any] = {f"{c.__module__}.{c.__qualname__}": c for c in CLASSES}
+    # the list is made anew only when the number of loaded modules has changed, as this is asked at every call
+    module_count = len(sys.modules)
+    if _OWNERS[0] != module_count:
+        owners: dict[str, Owner] = {f"{c.__module__}.{c.__qualname__}": c for c in CLASSES}
         for name, module in list(sys.modules.items()):
             if isinstance(module, ModuleType):
                 owners.update(_owners_in(name, module))
-        _OWNERS = loaded, owners
+        _OWNERS = module_count, owners
     return _OWNERS[1]
 
 
@@ -163,54 +203,80 @@ def _is_watched(name: str) -> bool:
 
 
 def _has_watched_classes(name: str) -> bool:
+    """Tell whether methods and models compute with the classes of the module ``name``, too."""
     if name.startswith("kvbench."):
+        # methods of others may change themselves: their source is part of the identity of their results
         return not name.startswith("kvbench.methods.") or is_own(name)
     if name in OF_MODELS or name.startswith("torch.nn.modules."):
         return True
+    # the file of a model family, such as transformers.models.llama.modeling_llama
     return name.startswith("transformers.models.") and ".modeling_" in name
 
 
-def _owners_in(name: str, module: ModuleType) -> dict[str, Any]:
+def _owners_in(name: str, module: ModuleType) -> dict[str, Owner]:
     """Return a module and its classes, by name, as far as they are watched."""
-    owners: dict[str, Any] = {name: module} if _is_watched(name) else {}
+    owners: dict[str, Owner] = {}
+    if _is_watched(name):
+        owners[name] = module
     if _has_watched_classes(name):
-        classes = [v for v in vars(module).values() if isinstance(v, type) and v.__module__ == name]
-        owners.update({f"{name}.{c.__qualname__}": c for c in classes})
+        for value in vars(module).values():
+            # a class that the module only imports belongs to the module that defines it
+            if isinstance(value, type) and value.__module__ == name:
+                owners[f"{name}.{value.__qualname__}"] = value
     return owners
 
 
-def _codes(owner: Any) -> list[tuple[FunctionType, CodeType]]:
+def _codes(owner: Owner) -> list[FunctionCode]:
     """Return the functions of a module or class, each with its code."""
-    functions = [f.__func__ if isinstance(f, (staticmethod, classmethod)) else f for f in vars(owner).values()]
-    return [(f, f.__code__) for f in functions if isinstance(f, FunctionType)]
+    codes: list[FunctionCode] = []
+    for value in vars(owner).values():
+        function = value
+        if isinstance(value, (staticmethod, classmethod)):
+            function = value.__func__
+        # functions written in C have no code to replace
+        if isinstance(function, FunctionType):
+            codes.append((function, function.__code__))
+    return codes
 
 
-def _same(namespace: Mapping[str, Any], before: Mapping[str, Any]) -> bool:
+def _same(namespace: Mapping[str, object], before: Mapping[str, object]) -> bool:
+    """Tell whether all names of a namespace mean the same objects as before."""
     try:
-        return bool(dict(namespace) == before)  # equal objects are compared by identity first
-    except Exception:  # values whose comparison fails, as that of tensors does, are not the same ones
+        # two dictionaries compare their values by identity first, and only then by ==
+        return bool(dict(namespace) == before)
+    except Exception:
+        # values whose comparison fails, as that of tensors does, are not the same objects
         return False
 
 
-def _replaced(owner: Any, now: Mapping[str, Any], before: Mapping[str, Any]) -> list[str]:
-    """Return the names that mean another function than before.
+def _replaced_names(owner: Owner, now: Mapping[str, object], before: Mapping[str, object]) -> list[str]:
+    """Return the names that mean another function than before, in alphabetical order.
 
-    What is no function may change, and a new name may come, unless it hides a function of a base class or a built-in.
-    So may a setting that torch keeps under the name of a class.
+    Names of anything else may change, and so may a setting that torch keeps under the name of a class. A new name may
+    come, unless it hides a function of a base class or a built-in function.
     """
     names = []
-    of_torch = (owner.__module__ if isinstance(owner, type) else owner.__name__).startswith("torch")
-    for key in {*now, *before}:
+    module_name = owner.__module__ if isinstance(owner, type) else owner.__name__
+    in_torch = module_name.startswith("torch")
+    for key in set(now) | set(before):
         value, former = now.get(key), before.get(key)
-        if value is former or isinstance(value, ModuleType) or not (_is_function(value) or _is_function(former)):
+        if value is former or isinstance(value, ModuleType):
             continue
-        changed = not (of_torch and _is_torchs_own(value, key)) if key in before else _hides(owner, key)
-        if changed and not (owner is torch and key in SETTINGS):
+        if not _is_function(value) and not _is_function(former):
+            continue
+        if owner is torch and key in SETTINGS:
+            continue
+        if key not in before:
+            # most new names are no harm: nothing called them before
+            if _hides(owner, key):
+                names.append(key)
+        elif not (in_torch and _is_torchs_own(value, key)):
             names.append(key)
     return sorted(names)
 
 
 def _is_function(value: object) -> bool:
+    """Tell whether a value of a namespace can be called, or computes when it is read."""
     return callable(value) or isinstance(value, (property, staticmethod, classmethod))
 
 
@@ -223,10 +289,12 @@ def _is_torchs_own(value: Any, key: str) -> bool:
     return file.startswith(TORCH_FOLDER) and (hasattr(value, "__wrapped__") or key in value.__name__)
 
 
-def _hides(owner: Any, key: str) -> bool:
+def _hides(owner: Owner, key: str) -> bool:
     """Tell whether a new name of a module or class hides another that was found under it before."""
     if owner is builtins:
+        # nothing is looked up behind the built-in functions
         return False
     if isinstance(owner, type):
         return any(key in vars(base) for base in owner.__mro__[1:])
+    # a global name of a module hides the built-in function of this name
     return hasattr(builtins, key)

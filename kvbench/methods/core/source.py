@@ -1,8 +1,12 @@
-"""What the source of a method says of it, read without running it: lists of methods must not wait for torch."""
+"""The description and the knobs of a method, read from its source without running it.
+
+Lists of methods must not wait for torch.
+"""
 
 from __future__ import annotations
 
 import ast
+from collections.abc import Mapping
 from importlib.util import resolve_name
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,11 +26,11 @@ class Described(NamedTuple):
 
 
 def describe(path: Path, method: str) -> Described:
-    """Return what the file ``path`` says of its method with the id ``method``.
+    """Describe the method with the id ``method`` by the source in the file ``path``.
 
-    Its line is that of the file's docstring, or of the class's where the file has none or holds several methods. Knobs
-    are those of the class and of the classes that it derives from, as far as kvbench or a file beside it has them; a
-    default that is no plain value is its source. Raises UsageError, with the line, for a file that is not Python.
+    The line is that of the file's docstring, or of the class's where the file has none or holds several methods. Knobs
+    are those of the class and of its base classes, as far as kvbench or a file beside it defines these. A default that
+    is no plain value is shown as its source. Raises UsageError, with the line, for a file that is not Python.
     """
     tree = _parsed(path)
     methods = {_id_of(c): c for c in tree.body if isinstance(c, ast.ClassDef) and _id_of(c)}
@@ -35,14 +39,19 @@ def describe(path: Path, method: str) -> Described:
     docstrings = [ast.get_docstring(tree), ast.get_docstring(methods[method])]
     if len(methods) > 1:
         docstrings.reverse()
-    lines = [text.strip().splitlines()[0] for text in docstrings if text and text.strip()]
+    about = UNDESCRIBED
+    for text in docstrings:
+        if text and text.strip():
+            about = text.strip().splitlines()[0]
+            break
     try:
         knobs = _knobs_of(methods[method], tree, path)
     except RecursionError:
         raise UsageError(f"{path}: the classes of {method} derive from each other in a circle") from None
+    # a selector takes this ratio where neither knob is set, see ``Selector.check``
     if "kv_size" in knobs and knobs["kv_size"] is None and knobs.get("kv_ratio", 0) is None:
-        knobs["kv_ratio"] = DEFAULT_RATIO  # what a selector takes where neither is given
-    return Described(lines[0] if lines else UNDESCRIBED, knobs)
+        knobs["kv_ratio"] = DEFAULT_RATIO
+    return Described(about, knobs)
 
 
 def _parsed(path: Path) -> ast.Module:
@@ -76,12 +85,14 @@ def _assignments(body: list[ast.stmt]) -> list[tuple[str, str, ast.expr | None]]
 def _knobs_of(cls: ast.ClassDef, tree: ast.Module, path: Path) -> dict[str, Any]:
     """Return the knobs of a class with their defaults, those of the classes that it derives from first."""
     knobs: dict[str, Any] = {}
+    # as in a dataclass, a field of the first base wins over one of the last
     for base in reversed(cls.bases):
-        source = _class_named(ast.unparse(base), tree, path, cls.lineno)
+        source = _class_named(ast.unparse(base), tree, path, above=cls.lineno)
         if source is not None:
             knobs |= _knobs_of(*source)
+    # only a dataclass makes fields of its annotations
     if not any("dataclass" in ast.unparse(decorator) for decorator in cls.decorator_list):
-        return knobs  # its annotations are no fields
+        return knobs
     constants = {name: value for name, _, value in _assignments(tree.body)}
     for name, annotation, value in _assignments(cls.body):
         if annotation and "ClassVar" not in annotation and not _is_no_knob(value):
@@ -103,24 +114,32 @@ def _class_named(
         if not isinstance(line, ast.ImportFrom):
             continue
         module = line.module or ""
+        # files of the user's folders are modules of kvbench.methods, too
         if line.level:
             module = resolve_name("." * line.level + module, "kvbench.methods")
         for imported in line.names:
-            source = _file_of(module) if (imported.asname or imported.name) == name else None
+            if (imported.asname or imported.name) != name:
+                continue
+            source = _file_of(module)
             if source is not None:
                 return _class_named(imported.name, _parsed(source), source)
     return None
 
 
 def _file_of(module: str) -> Path | None:
-    """Return the file of a module of kvbench, methods of one's own among them; None for another."""
-    package, *names = module.split(".")
-    if package != "kvbench" or not names:
+    """Return the file of a module of kvbench, the user's methods among them, or None for another module."""
+    names = module.split(".")
+    if names[0] != "kvbench" or len(names) == 1:
         return None
-    in_methods = names[0] == "methods" and len(names) == 2
-    folders = kvbench.methods.__path__ if in_methods else [str(Path(*kvbench.__path__, *names[:-1]))]
-    files = [Path(folder, f"{names[-1]}.py") for folder in folders]
-    return next((file for file in files if file.is_file()), None)
+    folders = [str(Path(*kvbench.__path__).joinpath(*names[1:-1]))]
+    if names[1] == "methods" and len(names) == 3:
+        # kvbench/methods itself, and the folders that KVBENCH_METHODS names
+        folders = list(kvbench.methods.__path__)
+    for folder in folders:
+        file = Path(folder, f"{names[-1]}.py")
+        if file.is_file():
+            return file
+    return None
 
 
 def _is_no_knob(value: ast.expr | None) -> bool:
@@ -130,11 +149,13 @@ def _is_no_knob(value: ast.expr | None) -> bool:
     return any(k.arg == "metadata" and "'knob': False" in ast.unparse(k.value) for k in value.keywords)
 
 
-def _default(value: ast.expr | None, constants: dict[str, ast.expr | None]) -> Any:
+def _default(value: ast.expr | None, constants: Mapping[str, ast.expr | None]) -> object:
     """Return a knob's default: a plain value, a constant of the file, or the first argument of ``knob``."""
     if isinstance(value, ast.Call):
-        named = [k.value for k in value.keywords if k.arg == "default"]
-        value = next(iter([*value.args, *named]), value)
+        # knob(0.5, rule), or field(default=0.5)
+        arguments = value.args + [keyword.value for keyword in value.keywords if keyword.arg == "default"]
+        if arguments:
+            value = arguments[0]
     if isinstance(value, ast.Name):
         value = constants.get(value.id) or value
     if value is None:
@@ -142,5 +163,7 @@ def _default(value: ast.expr | None, constants: dict[str, ast.expr | None]) -> A
     try:
         plain = ast.literal_eval(value)
     except ValueError:
+        # an expression that must be computed: its source says most
         return ast.unparse(value)
+    # entries of YAML files have lists as well
     return list(plain) if isinstance(plain, tuple) else plain

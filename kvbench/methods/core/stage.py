@@ -1,11 +1,11 @@
-"""The stage: one step of a method, with its knobs and what it needs, promises and does."""
+"""The stage: one step of a method, with its knobs, its needs, its promises and its work."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from transformers import PreTrainedModel
@@ -25,38 +25,53 @@ Role = Literal["hidden", "lowrank", "selector", "modifier", "prune", "quantise",
 class Stage(Knobs):
     """One step of a method. Subclasses are frozen dataclasses whose fields are the knobs that users type.
 
-    conf/method explains them; docstrings say more of those that change the formula.
+    conf/method explains them. Docstrings say more of the knobs that change the formula.
 
     Fields with ``metadata={"knob": False}`` are no knobs: a stage's calibration is bound to it, see ``recipe``.
+
+    Subclasses set these attributes:
+
+    role: the place of the stage in a chain.
+    revision: a number that is raised when the stage's results change, so that earlier results are not reused.
+    rotates: True if it rotates queries or keys to other positions.
+    uncapped: True if its formula holds only for models that do not cap logits.
+    rebalances: True if budgets depend on all layers, see ``rebalance``.
+    adapts: True if it changes the model itself, see ``adapt``.
+    changes: why keys or values that it stores exactly differ from the prompt's, for example because it merges them.
     """
 
     role: ClassVar[Role]
     revision: ClassVar[int] = 1
-    rotates: ClassVar[bool] = False  # True: it rotates queries or keys to other positions
-    uncapped: ClassVar[bool] = False  # True: its formula holds only where no model caps logits
-    rebalances: ClassVar[bool] = False  # True: budgets depend on all layers, see ``rebalance``
-    adapts: ClassVar[bool] = False  # True: the model itself is changed, see ``adapt``
-    changes: ClassVar[str] = ""  # why keys or values that it stores exactly are not the prompt's (it merges them, say)
+    rotates: ClassVar[bool] = False
+    uncapped: ClassVar[bool] = False
+    rebalances: ClassVar[bool] = False
+    adapts: ClassVar[bool] = False
+    changes: ClassVar[str] = ""
 
     calibration: Calibration | None = field(default=None, repr=False, metadata={"knob": False})
 
+    # ---- the model, and measurements of it
+
     def adapt(self, model: PreTrainedModel) -> AbstractContextManager[None]:
-        """Change the model for prefill and decoding; on exit it is restored, whatever happens."""
+        """Change the model for prefill and decoding. On exit the model is restored, even after an error."""
         return nullcontext()
 
     def recipe(self) -> Recipe | None:
-        """Return what must be measured of a model, over a text, before the stage can run, or None if nothing."""
+        """Return the measurement of a model, over a text, that the stage needs before it can run.
+
+        None if it needs no measurement. A stage that returns a recipe also implements ``calibrate``.
+        """
         return None
 
     def calibrate(self, run: CalibrationRun) -> dict[str, torch.Tensor]:
-        """Return what ``recipe`` asks for, measured on the model and text of ``run``: tensors by name.
+        """Return the tensors, by name, that ``recipe`` asks for, measured on the model and text of ``run``.
 
         Memory must not depend on the number of samples. Raises UsageError where ``recipe.check`` does.
         """
         raise TypeError(f"{type(self).__name__} does not say how it is calibrated")
 
     def calibration_bytes(self, model: PreTrainedModel) -> tuple[int, int]:
-        """Return (bytes in memory beside the model, bytes on disk) that measuring takes; (0, 0) if next to none."""
+        """Return (bytes in memory beside the model, bytes on disk) that measuring takes, or (0, 0) if next to none."""
         return 0, 0
 
     def calibration_steps(self, model: PreTrainedModel) -> int:
@@ -67,17 +82,26 @@ class Stage(Knobs):
         """Return the stage with the result of ``calibrate`` bound to it."""
         return replace(self, calibration=data)
 
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, object]:
         """Return everything that decides the stage's results, with the hash of its code where that is not kvbench's.
 
         Knobs that are not set are left out, so that a new optional knob leaves earlier results valid.
         """
+        # the order of the keys is part of the identity: chains are told apart by its text
+        identity: dict[str, object] = {"id": self.id, "revision": self.revision}
         code = code_of(self)
-        knobs = {k: v for k, v in self.knobs().items() if v is not None}
-        return {"id": self.id, "revision": self.revision, **({"code": code} if code else {}), "knobs": knobs}
+        if code:
+            identity["code"] = code
+        identity["knobs"] = {knob: value for knob, value in self.knobs().items() if value is not None}
+        return identity
 
     def measured(self, what: str, knob: str = "it") -> Mapping[str, torch.Tensor]:
-        """Return the tensors of the stage's calibration, from which ``what`` follows. Raises UsageError without it."""
+        """Return the tensors of the stage's calibration. Raises UsageError where the stage has none.
+
+        what: the words for the property that follows from the tensors, such as "its ranks", for the error.
+        knob: the knob that makes the calibration necessary.
+        """
+        # bytes can be computed without a model, but not for a stage that a model's statistics decide
         if self.calibration is None:
             raise UsageError(
                 f"method {self.id} was not calibrated, and {what}, hence its bytes, follow from that: leave {knob} out "
@@ -90,6 +114,8 @@ class Stage(Knobs):
         """True if the stage needs a calibration and has none."""
         return self.recipe() is not None and self.calibration is None
 
+    # ---- the prompt's computation, and what the stage reads of it
+
     def check_layers(self, n_layers: int) -> None:
         """Raise UsageError for a model of ``n_layers`` if the knobs name other layers, or none for some of them."""
 
@@ -98,7 +124,7 @@ class Stage(Knobs):
 
     @property
     def prefill_key(self) -> str:
-        """All that changes how the prompt is computed, such as ``read`` and ``adapt``; '' if it is computed exactly."""
+        """All that changes how the prompt is computed, such as ``read`` and ``adapt``, or '' if nothing does."""
         return ""
 
     def read(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -109,20 +135,24 @@ class Stage(Knobs):
         return k, v
 
     def needs(self, n: int) -> Needs:
-        """Return what the stage reads of each layer of a prompt of n tokens."""
+        """Return the parts of each layer that the stage reads, for a prompt of n tokens."""
         return Needs()
 
+    # ---- the promises, to which the audit holds the stage
+
     def expected(self, n: int, layer: int, n_layers: int, heads: int) -> Expected | None:
-        """Return how many tokens each stored head holds after prefill; None if the stage does not choose tokens."""
+        """Return how many tokens each stored head holds after prefill, or None if the stage chooses no tokens."""
         return None
 
     def expected_sum(self, n: int, n_layers: int, heads: int) -> int | None:
-        """Return the tokens of all layers and heads after prefill; None where ``expected`` of each layer says all."""
+        """Return the tokens of all layers and heads after prefill, or None where ``expected`` of each layer says it."""
         return None
 
     def layout(self, blocks: list[Block], head_dim: int, itemsize: int) -> list[Block]:
         """Return the blocks that the stage makes of ``blocks``. The bytes that a head holds must equal their sum."""
         return blocks
+
+    # ---- the work
 
     def compress(self, cache: LayerCache, obs: Observation) -> LayerCache:
         """Return the cache of one finished layer after this stage."""
@@ -131,7 +161,8 @@ class Stage(Knobs):
     def rebalance(self, caches: Sequence[LayerCache], n_layers: int) -> list[LayerCache]:
         """Trim layers 0 .. len(caches) - 1 of ``n_layers`` to the tokens that they can still hope to keep.
 
-        Called as each layer is finished, so that none waits dense for the last; the last call decides. One call at the
-        end must give the same.
+        It is called as each layer is finished, so that no layer waits for the last one with all its tokens. The last
+        call decides: a single call at the end must give the same result.
         """
+        # as many caches as came in, in their order
         return list(caches)

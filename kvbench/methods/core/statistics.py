@@ -25,12 +25,14 @@ def window_rows(
     estimate: Callable[[torch.Tensor], torch.Tensor] = lambda keys: keys,
 ) -> torch.Tensor:
     """Return attention rows [Hq, w, n] of the last w = min(window, n) prompt tokens over ``estimate`` of the keys."""
+    # A[h, i, :] = softmax over the tokens j <= i of scale * q_i . k_j
     return causal_softmax(obs.queries(window), estimate(_keys(cache, obs)), obs.scale)
 
 
 def window_sums(cache: LayerCache, obs: Observation, window: int, block: int = 64) -> torch.Tensor:
     """Return the attention [Hq, n] that each token received from the last ``window`` queries, ``block`` at a time."""
     queries, keys = obs.queries(window), _keys(cache, obs)
+    # the queries are those of the last tokens: query 0 is that of token n - w
     earlier_tokens = obs.n - queries.shape[1]
     sums = torch.zeros(queries.shape[0], obs.n, device=queries.device)
     for start in range(0, queries.shape[1], block):
@@ -43,7 +45,9 @@ def window_sums(cache: LayerCache, obs: Observation, window: int, block: int = 6
 
 def _keys(cache: LayerCache, obs: Observation) -> torch.Tensor:
     """Return the keys [H, n, D] that the prompt's attention read."""
-    return ops.only_segment(cache).k if obs.read_k is None else obs.read_k
+    if obs.read_k is not None:
+        return obs.read_k
+    return ops.only_segment(cache).k
 
 
 def group_mean(scores: torch.Tensor, heads: int) -> torch.Tensor:
@@ -55,13 +59,17 @@ def group_mean(scores: torch.Tensor, heads: int) -> torch.Tensor:
 
 def group_rows(probs: torch.Tensor, heads: int) -> torch.Tensor:
     """Return [B, heads, T, S]: the mean of attention probs [B, Hq, T, S] over query heads that share a stored head."""
+    # [B, heads, group, T, S]: the query heads of a group lie one after the other
     b, _, t, size = probs.shape
     return probs.view(b, heads, -1, t, size).mean(dim=2)
 
 
 def at_heads(scores: torch.Tensor, heads: int) -> torch.Tensor:
     """Return scores [Hk, ...] as [heads, ...]: repeated where more heads are stored, averaged where fewer are."""
-    return per_head(scores, heads) if scores.shape[0] <= heads else group_mean(scores, heads)
+    # fewer heads are stored for latents, which all heads of a layer share
+    if scores.shape[0] > heads:
+        return group_mean(scores, heads)
+    return per_head(scores, heads)
 
 
 def check_scores(method: str, scores: object, cache: LayerCache, obs: Observation) -> None:
@@ -76,26 +84,29 @@ def check_scores(method: str, scores: object, cache: LayerCache, obs: Observatio
             f"scores() of {method} returns complex numbers in layer {obs.layer}, which have no order: return real "
             "ones, as scores.abs()"
         )
-    whole = not scores.is_floating_point() and scores.numel() > 0
-    if whole and not -EXACT_WHOLE <= int(scores.min()) <= int(scores.max()) <= EXACT_WHOLE:
+    is_whole = not scores.is_floating_point() and scores.numel() > 0
+    if is_whole and not -EXACT_WHOLE <= int(scores.min()) <= int(scores.max()) <= EXACT_WHOLE:
         raise Refused(
             f"scores() of {method} returns whole numbers above {EXACT_WHOLE} in layer {obs.layer}, which float32 does "
             "not tell apart: scale them"
         )
     if scores.ndim != 2 or scores.shape[0] not in (1, cache.heads) or scores.shape[1] != obs.n:
         raise Refused(
-            f"scores() of {method} returns {[*scores.shape]} in layer {obs.layer}, not [{cache.heads}, {obs.n}]: "
+            f"scores() of {method} returns {list(scores.shape)} in layer {obs.layer}, not [{cache.heads}, {obs.n}]: "
             "a score for each stored head and token"
         )
 
 
 def top_indices(scores: torch.Tensor, k: int) -> torch.Tensor:
-    """Return the indices [H, k], ascending, of the k largest of scores [H, n]; ties go to the lower index."""
+    """Return the indices [H, k], ascending, of the k largest of scores [H, n]. Ties go to the lower index."""
     heads, n = scores.shape
-    if not scores.is_cuda and 0 < k < n:  # selecting is faster than sorting; on a GPU it would have to wait for counts
-        chosen = scores >= scores.kthvalue(n - k + 1, dim=-1, keepdim=True).values
-        if bool((chosen.sum(dim=-1) == k).all()):
-            return chosen.nonzero()[:, 1].view(heads, k)
+    # selecting is faster than sorting; on a GPU the program would have to wait for the counts
+    if not scores.is_cuda and 0 < k < n:
+        # the k-th largest of n is the (n - k + 1)-th smallest
+        is_chosen = scores >= scores.kthvalue(n - k + 1, dim=-1, keepdim=True).values
+        # more than k are chosen where others equal the k-th: then only a stable sort decides by index
+        if bool((is_chosen.sum(dim=-1) == k).all()):
+            return is_chosen.nonzero()[:, 1].view(heads, k)
     order = torch.sort(scores, dim=-1, descending=True, stable=True).indices[:, :k]
     return order.sort(dim=-1).values
 
@@ -110,7 +121,7 @@ def pool(scores: torch.Tensor, kernel: int, kind: str) -> torch.Tensor:
 
 
 def pool_slots(scores: torch.Tensor, slots: Slots, kernel: int, kind: str) -> torch.Tensor:
-    """Return scores [B, H, S] of slots pooled over neighbouring positions, as ``pool`` does; free slots come last."""
+    """Return scores [B, H, S] of slots pooled over neighbouring positions, as ``pool`` does. Free slots come last."""
     order = ops.order_by_position(slots.positions, slots.valid)
     ordered = scores.gather(2, order)
     pooled = pool(ordered.flatten(0, 1), kernel, kind).view_as(ordered)
@@ -125,11 +136,12 @@ def recent_slots(slots: Slots, count: str) -> torch.Tensor:
 def ring_of_rows(rows: torch.Tensor, end: int, size: int) -> torch.Tensor:
     """Return attention rows [H, w, n] as a ring [H, n, size]: the row of position i in column i mod size.
 
-    The last row is that of position ``end`` - 1, by which rows do not meet in one column even where the layer read
-    fewer tokens than the prompt has. A token's entries are what the last ``size`` queries attended of it.
+    A token's entries are its attention from the last ``size`` queries. The last row is that of position ``end`` - 1,
+    also where the layer read fewer tokens than the prompt has. So no two rows meet in one column.
     """
     heads, w, n = rows.shape
     ring = rows.new_zeros(heads, n, size)
+    # row r is that of position end - w + r
     columns = torch.arange(end - w, end, device=rows.device) % size
     ring[:, :, columns] = rows.transpose(1, 2)
     return ring
@@ -137,6 +149,8 @@ def ring_of_rows(rows: torch.Tensor, end: int, size: int) -> torch.Tensor:
 
 def fold_ring(slots: Slots, probs: torch.Tensor, size: int) -> Mapping[str, torch.Tensor]:
     """Return the state ``ring`` [B, H, S, size] with the rows of probs [B, Hq, T, S] in place of its oldest rows."""
-    rows = group_rows(probs, slots.positions.shape[1])[:, :, -size:].transpose(2, 3)  # [B, H, S, T]
+    # [B, H, S, T]; of more new rows than the ring has columns only the last remain
+    rows = group_rows(probs, slots.positions.shape[1])[:, :, -size:].transpose(2, 3)
+    # the last of the T rows is that of position ``now``
     columns = (slots.now - torch.arange(rows.shape[3] - 1, -1, -1, device=rows.device)) % size
     return {"ring": slots.state["ring"].scatter(3, columns[:, :, None].expand_as(rows), rows)}

@@ -1,9 +1,9 @@
-"""Walls around methods that are not kvbench's own, so that a mistake in one does not change what others compute.
+"""Walls around methods that are not kvbench's own, so that a mistake in one does not change the numbers of others.
 
-A run stores the answers of kvbench's own methods before such code is first asked (``run.plan.rounds``). These walls are
-for what comes after it in the same process: other methods from outside, and later runs and calls. What such code could
-leave behind is undone when it returns: PyTorch's settings, the state of random numbers, the streams, and functions that
-it replaced, for which it is refused. Its draws come from a seed, so that they do not depend on what ran before.
+A run stores the answers of kvbench's own methods before such code first runs (``run.plan.rounds``). The walls protect
+all that comes after it in the same process: other methods from outside, and later runs and calls. When such code
+returns, its traces are undone: PyTorch's settings, the state of random numbers, the streams, and replaced functions.
+For a replaced function it is refused. Its draws come from a seed, so that they do not depend on earlier code.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from kvbench.methods.core.shared_functions import Functions, replacing
 from kvbench.methods.core.watch import watch
 
 ENDS = ("_exit", "abort", "execv", "execve", "execvp", "execvpe")
-"""Functions of ``os`` that would end the process without a word."""
+"""Functions of ``os`` that would end the process at once, so that no handler could store or report anything."""
 
 
 def seed_of(prompt: int, layer: int = 0) -> int:
@@ -42,11 +42,13 @@ def contained(
 ) -> Iterator[None]:
     """Run code of the method ``name``, which is not kvbench's own unless ``foreign`` is False.
 
-    It cannot end the program, and what it leaves changed in the process is restored. Random numbers are drawn from
-    ``seed``. Without a seed several prompts share the call, and code that draws is refused, as its numbers would depend
-    on what runs beside what. ``watched`` says that nothing but the method's own code takes long in it: then a line
-    names the method after SILENT_S seconds. ``importing`` has the code of functions compared, too: what a file does
-    when it is imported comes before all answers.
+    The code cannot end the program, and all that it leaves changed in the process is restored.
+
+    seed: the seed of its random numbers. Without a seed several prompts share the call, and code that draws is refused:
+        the numbers of one prompt would depend on the others.
+    watched: whether nothing but the method's own code takes long here. Then a line names the method after SILENT_S
+        seconds.
+    importing: whether the code of functions is compared, too, since a file is imported before any answer is made.
 
     Raises Refused for code that replaces functions that others compute with, and KvbenchError for code that would end
     the program.
@@ -69,12 +71,14 @@ def contained(
             try:
                 yield
             except BaseException as error:
-                # SystemExit and the like of the method's code are its errors; those of the user's signals are not
+                # SystemExit and KeyboardInterrupt raised by the method's code are its errors; those raised by the
+                # user's signals end the run
                 if isinstance(error, Exception):
                     _check_text(name, error)
                     raise
                 if _raised_by_signal(error):
-                    if not notes(error):  # an inner wall has said it already
+                    # an inner wall may have added the note already
+                    if not notes(error):
                         error.add_note(f"{name} was being asked, {_place(error)}")
                     raise
                 raise KvbenchError(f"{name} would end the program: {type(error).__name__} {error}".rstrip()) from error
@@ -93,13 +97,15 @@ def _settings() -> Iterator[None]:
     """Restore PyTorch's global settings and the working directory on exit."""
     dtype, threads, grad = torch.get_default_dtype(), torch.get_num_threads(), torch.is_grad_enabled()
     precision = torch.get_float32_matmul_precision()
-    deterministic = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     device, autocast = _device.CURRENT_DEVICE, torch.is_autocast_enabled("cpu")
     folder = os.getcwd()
     try:
         yield
     finally:
-        os.chdir(folder)  # results and data may be given by relative paths
+        # results and data may be given by relative paths
+        os.chdir(folder)
         _device.CURRENT_DEVICE = device
         torch.set_autocast_enabled("cpu", autocast)
         torch.set_default_dtype(dtype)
@@ -107,7 +113,7 @@ def _settings() -> Iterator[None]:
             torch.set_num_threads(threads)
         torch.set_grad_enabled(grad)
         torch.set_float32_matmul_precision(precision)
-        torch.use_deterministic_algorithms(deterministic[0], warn_only=deterministic[1])
+        torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
 
 
 # ---- the streams and the end of the process
@@ -120,13 +126,18 @@ class _Unclosable:
         self._stream, self._name = stream, name
 
     def close(self) -> None:
+        """Raise RuntimeError in place of closing the stream."""
         raise RuntimeError(f"{self._name} is not the method's to close")
 
-    detach = close  # which would take the buffer away
+    # detaching would take the buffer away from all other users of the stream
+    detach = close
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._stream, name)
-        return _Unclosable(value, f"{self._name}.{name}") if name in ("buffer", "raw") else value
+        # the streams below this one could be closed as well
+        if name in ("buffer", "raw"):
+            return _Unclosable(value, f"{self._name}.{name}")
+        return value
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._stream)
@@ -141,17 +152,18 @@ def _streams() -> Iterator[None]:
 
     What is printed goes to the error stream, as a run's output may be read by a program (``--json``).
     """
-    real = {stream: getattr(sys, stream) for stream in STREAMS}
-    for stream, opened in real.items():
-        instead = real[stream.replace("stdout", "stderr")]
-        if isinstance(opened, _Unclosable) or instead is None:
+    real_streams = {name: getattr(sys, name) for name in STREAMS}
+    for name, stream in real_streams.items():
+        error_stream = real_streams[name.replace("stdout", "stderr")]
+        # inside another wall the streams are safe already; a program without a console has None
+        if isinstance(stream, _Unclosable) or error_stream is None:
             continue
-        setattr(sys, stream, _Unclosable(instead, f"sys.{stream}"))
+        setattr(sys, name, _Unclosable(error_stream, f"sys.{name}"))
     try:
         yield
     finally:
-        for stream, opened in real.items():
-            setattr(sys, stream, opened)
+        for name, stream in real_streams.items():
+            setattr(sys, name, stream)
 
 
 @contextmanager
@@ -159,7 +171,9 @@ def _no_end() -> Iterator[None]:
     """Have functions that end the process at once raise SystemExit instead. A process forked inside may end."""
     process = os.getpid()
 
-    def ending(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+    def make_raiser(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that raises SystemExit in this process, and calls ``real`` in a forked one."""
+
         def end(*args: Any) -> Any:
             if os.getpid() != process:
                 return real(*args)
@@ -167,17 +181,18 @@ def _no_end() -> Iterator[None]:
 
         return end
 
-    modules = [os, sys.modules[os.name]]  # os has its functions from posix, or on Windows from nt
-    real = {name: getattr(os, name) for name in ENDS if hasattr(os, name)}
+    # os has its functions from posix, or on Windows from nt, where code may call them as well
+    modules = [os, sys.modules[os.name]]
+    functions = {name: getattr(os, name) for name in ENDS if hasattr(os, name)}
     for module in modules:
-        for name, function in real.items():
+        for name, function in functions.items():
             if hasattr(module, name):
-                setattr(module, name, ending(name, function))
+                setattr(module, name, make_raiser(name, function))
     try:
         yield
     finally:
         for module in modules:
-            for name, function in real.items():
+            for name, function in functions.items():
                 if hasattr(module, name):
                     setattr(module, name, function)
 
@@ -191,33 +206,38 @@ def _drawing(name: str, seed: int | None) -> Iterator[None]:
 
     Raises Refused where numbers were drawn although there is no seed.
     """
-    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
-    python, numpy = random.getstate(), np.random.get_state()
+    devices: list[int] = []
+    if torch.cuda.is_initialized():
+        devices = list(range(torch.cuda.device_count()))
+    python_state, numpy_state = random.getstate(), np.random.get_state()
     try:
+        # fork_rng restores the states of torch's generators itself
         with torch.random.fork_rng(devices=devices):
-            _seed(seed or 0)
-            before = _drawn()
+            _seed_generators(seed or 0)
+            before = _generator_states()
             yield
-            if seed is None and _drawn() != before:
+            if seed is None and _generator_states() != before:
                 raise Refused(
                     f"{name} draws random numbers where several prompts are computed together, so that they would "
                     "depend on each other: draw from a torch.Generator that is seeded with obs.prompt"
                 )
     finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
 
 
-def _seed(seed: int) -> None:
+def _seed_generators(seed: int) -> None:
+    """Seed the random numbers of torch, Python and NumPy."""
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed)
 
 
-def _drawn() -> tuple[object, ...]:
+def _generator_states() -> tuple[object, ...]:
     """Return the states of all generators on the CPU, which change with every draw."""
-    _, words, *place = np.random.get_state(legacy=True)
-    return torch.get_rng_state().numpy().tobytes(), random.getstate(), np.asarray(words).tobytes(), tuple(place)
+    _, words, place, has_gaussian, gaussian = np.random.get_state(legacy=True)
+    numpy_state = (np.asarray(words).tobytes(), place, has_gaussian, gaussian)
+    return torch.get_rng_state().numpy().tobytes(), random.getstate(), numpy_state
 
 
 # ---- functions that others compute with
@@ -231,13 +251,17 @@ def _functions(name: str, with_code: bool) -> Iterator[None]:
         with functions.watching_imports():
             yield
     except Exception as error:
-        if replaced := functions.restored():
+        # a replaced function may have raised the error: then the refusal names its cause
+        replaced = functions.restored()
+        if replaced:
             raise replacing(name, replaced) from error
         raise
     except BaseException:
+        # the user ends the run
         functions.restored()
         raise
-    if replaced := functions.restored():
+    replaced = functions.restored()
+    if replaced:
         raise replacing(name, replaced)
 
 
@@ -246,8 +270,9 @@ def _functions(name: str, with_code: bool) -> Iterator[None]:
 
 @contextmanager
 def _signals() -> Iterator[None]:
-    """Restore on exit what the user's signals do."""
-    if threading.current_thread() is not threading.main_thread():  # others cannot set it
+    """Restore the handlers of the user's signals on exit."""
+    # Python lets only the main thread set handlers
+    if threading.current_thread() is not threading.main_thread():
         yield
         return
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -261,20 +286,22 @@ def _signals() -> Iterator[None]:
 
 def _raised_by_signal(error: BaseException) -> bool:
     """Tell whether a signal's handler raised the error, and so the user did."""
-    handlers = [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)]
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    # Python's own handler is written in C and leaves no frame in the traceback
     if isinstance(error, KeyboardInterrupt) and signal.default_int_handler in handlers:
         return True
-    # a handler may call what raises
+    # a handler may call the function that raises, so that its frame can stand anywhere in the traceback
     codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
     return any(getattr(handler, "__code__", None) in codes for handler in handlers)
 
 
 def _place(error: BaseException) -> str:
     """Return the file and line that a signal interrupted."""
-    handlers = {getattr(signal.getsignal(s), "__code__", None) for s in (signal.SIGINT, signal.SIGTERM)}
-    interrupted = None
+    handlers = {getattr(signal.getsignal(number), "__code__", None) for number in (signal.SIGINT, signal.SIGTERM)}
+    place = "at its beginning"
     for frame, line in traceback.walk_tb(error.__traceback__):
+        # all frames from here on are those of the handler
         if frame.f_code in handlers:
             break
-        interrupted = f"at {frame.f_code.co_filename}:{line}"
-    return interrupted or "at its beginning"
+        place = f"at {frame.f_code.co_filename}:{line}"
+    return place

@@ -1,4 +1,4 @@
-"""A watch on methods that do not return: a line names the one that is being asked for long."""
+"""A watch on methods that do not return: a line names the method that has been running for long."""
 
 from __future__ import annotations
 
@@ -10,14 +10,19 @@ from contextlib import contextmanager
 from kvbench.base.errors import say
 
 SILENT_S = 60.0
-"""Seconds without progress after which a line names the method that is being asked."""
+"""Seconds without progress after which a line names the method that is running."""
 
 
 class _Watch:
-    """A thread that says which method is being asked where that takes long."""
+    """A thread that names the running method where it takes long.
+
+    names: the methods that are running, the innermost last, with None for code that may take long.
+    since: the time of the last progress.
+    said: whether a line has named the method since then.
+    """
 
     def __init__(self) -> None:
-        self.asked: list[str | None] = []
+        self.names: list[str | None] = []
         self.since = time.monotonic()
         self.said = False
         self.thread: threading.Thread | None = None
@@ -27,15 +32,20 @@ class _Watch:
         self.since, self.said = time.monotonic(), False
 
     def start(self) -> None:
+        """Start the thread unless it is running."""
+        # a forked process has the object, but not its thread
         if self.thread is None or not self.thread.is_alive():
             self.thread = threading.Thread(target=self._look, name="kvbench-watch", daemon=True)
             self.thread.start()
 
     def _look(self) -> None:
+        """Look again and again whether a line is due, for as long as the process lives."""
         while True:
+            # often enough that the line is not late by much, even with a SILENT_S of less than a second
             time.sleep(min(1.0, SILENT_S / 4))
-            name = self.asked[-1] if self.asked else None
+            name = self.names[-1] if self.names else None
             seconds = time.monotonic() - self.since
+            # one line is enough until there is progress again
             if name is not None and seconds > SILENT_S and not self.said:
                 self.said = True
                 say(f"{name} has not come back for {seconds:.0f} s; Ctrl-C ends the run and keeps what is finished")
@@ -45,18 +55,18 @@ _WATCH = _Watch()
 
 
 def note_progress() -> None:
-    """Note that the method which is being asked has come as far as another step."""
+    """Note that the running method has come as far as another step."""
     _WATCH.note_progress()
 
 
 @contextmanager
 def watch(name: str | None) -> Iterator[None]:
-    """Have a line name the method if it does not return; None for code that may take long."""
+    """Print a line with the method's name if it does not return for long. None is for code that may take long."""
     _WATCH.start()
-    _WATCH.asked.append(name)
+    _WATCH.names.append(name)
     _WATCH.note_progress()
     try:
         yield
     finally:
-        _WATCH.asked.pop()
+        _WATCH.names.pop()
         _WATCH.note_progress()
