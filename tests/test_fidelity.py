@@ -17,8 +17,8 @@ from kvbench.run import wandb_logger
 from kvbench.store.fidelity import TextFidelity, log_ratio_of_means, summarise_texts
 from kvbench.studies import byte_table
 from kvbench.tasks import fidelity as texts
+from kvbench.tasks.base import LoadContext
 from kvbench.tasks.metrics import stats
-from kvbench.tasks.source import Files
 
 
 def text(kl, same="1", log_ratio=0.0):
@@ -118,20 +118,19 @@ def test_windows_are_the_beginnings_of_documents_or_llama_cpps(tmp_path, tokeniz
     folder.mkdir()
     for name, size in (("a", 500), ("b", 20), ("c", 600)):
         (folder / f"{name}.txt").write_text(" ".join(words[i % 30] for i in range(size)))
-    files = Files("fidelity", tmp_path)
-    (task,) = texts.load(
-        "fidelity", tokenizer, files, ["essays"], texts.FidelityKnobs(windows="prefix", length=100, forced=50)
-    )
+
+    def load(*selection, **knobs):
+        return texts.load(LoadContext("fidelity", selection, tokenizer, data=str(tmp_path)), forced=50, **knobs)
+
+    (task,) = load("essays", windows="prefix", length=100)
     assert [e.id for e in task.examples] == ["fidelity-essays-100-a", "fidelity-essays-100-c"] and task.fidelity
     assert {len(e.tokens) for e in task.examples} == {150} and task.examples[0].tokens[0] == tokenizer.bos_token_id
-    llama = texts.FidelityKnobs(windows="llamacpp", length=None, forced=50)
-    (task,) = texts.load("fidelity", tokenizer, files, ["essays"], llama)
+    (task,) = load("essays", windows="llamacpp", length=None)
     assert {len(e.tokens) for e in task.examples} == {512} and task.examples[0].meta["divisor"] == 255
     first = len(tokenizer.encode((folder / "a.txt").read_text()))
     assert 512 < first < 1024 and [e.meta["document"] for e in task.examples] == ["a", "c", "a"]
     # the same windows and counted predictions, the first half read at once; documents take turns
-    halves = texts.FidelityKnobs(windows="halves", length=None, forced=50)
-    (half,) = texts.load("fidelity", tokenizer, files, ["essays"], halves)
+    (half,) = load("essays", windows="halves", length=None)
     assert [(e.id, e.tokens) for e in half.examples] == [(e.id, e.tokens) for e in task.examples]
     for one, other in zip(half.examples, task.examples, strict=True):
         assert (one.meta["prefix"], other.meta["prefix"]) == (256, 1)
@@ -139,20 +138,14 @@ def test_windows_are_the_beginnings_of_documents_or_llama_cpps(tmp_path, tokeniz
         assert (one.max_new_tokens, other.max_new_tokens) == (256, 511)
         assert one.meta["scored_from"] == other.meta["scored_from"] == 256
     with pytest.raises(UsageError, match="less than two windows of 4096"):
-        texts.load(
-            "fidelity", tokenizer, files, ["essays"], texts.FidelityKnobs(windows="llamacpp", length=4096, forced=50)
-        )
+        load("essays", windows="llamacpp", length=4096)
     with pytest.raises(UsageError, match="no text of 9050 tokens: lower length="):
-        texts.load(
-            "fidelity", tokenizer, files, ["essays"], texts.FidelityKnobs(windows="prefix", length=9000, forced=50)
-        )
+        load("essays", windows="prefix", length=9000)
     # without a selection, those whose files are there
-    some = texts.load("fidelity", tokenizer, files, [], texts.FidelityKnobs(windows="prefix", length=100, forced=50))
+    some = load(windows="prefix", length=100)
     assert [t.id for t in some] == ["fidelity/tiny", "fidelity/essays"]
     with pytest.raises(UsageError, match=r"wikitext2/test\.txt"):
-        texts.load(
-            "fidelity", tokenizer, files, ["wikitext2"], texts.FidelityKnobs(windows="prefix", length=100, forced=50)
-        )
+        load("wikitext2", windows="prefix", length=100)
 
 
 @pytest.mark.e2e("measures runs")

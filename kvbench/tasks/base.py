@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import importlib
-import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol, get_type_hints
+from typing import Any, Protocol
 
 from kvbench.base.errors import UsageError, unknown
 from kvbench.base.example import Example
@@ -21,10 +21,10 @@ from kvbench.tasks.spread import spread
 
 ROWS = "kvbench.tasks.rowset.load"
 TURNS = ("isolated", "gold", "own")
-"""What a context's cache holds when its next question comes: nothing of the questions before, those with their
-references, or those with the model's own answers."""
+"""The history that a context's cache holds when its next question comes: no earlier question, the earlier ones with
+their references, or the earlier ones with the model's own answers."""
 UNCUT = ("needle", "RULER")
-"""The categories of tasks whose prompts must fit into the model's context: a cut could take what is asked for."""
+"""The categories of tasks whose prompts must fit into the model's context: a cut could remove the answer."""
 
 
 class Tokenizer(Protocol):
@@ -36,13 +36,15 @@ class Tokenizer(Protocol):
 
 
 def own_wording(dataset: str, *facts: str) -> str:
-    """Return the note of a task whose prompts are worded by kvbench, behind other ``facts`` that readers must know."""
-    return f"{dataset}: " + "; ".join([*filter(None, facts), "the wording of its prompts is kvbench's own"])
+    """Return the note of a task whose prompts kvbench has worded. Other ``facts`` for readers stand before it."""
+    sentences = [fact for fact in facts if fact]
+    sentences.append("the wording of its prompts is kvbench's own")
+    return f"{dataset}: " + "; ".join(sentences)
 
 
 @dataclass(frozen=True)
 class Task:
-    """One column of a table: examples in a fixed order, the metric that scores them, and what readers must know.
+    """One column of a table: examples in a fixed order, the metric that scores them, and facts for the reader.
 
     id: ``dataset/task``.
     source: where the examples come from.
@@ -51,14 +53,14 @@ class Task:
     forbid_first: texts whose last token cannot be the first of an answer.
     min_new_tokens: the number of tokens before which an answer cannot end.
     first_line: only the first line after leading newlines is scored.
-    cut_at: only what stands before this text is scored.
-    chat: False for tasks that are read without a chat template even where one is used (few-shot and code).
-    strip: whitespace at the ends of an answer is not scored; False for code, which is indented.
-    grid: the keys of ``meta`` over which a limit spreads (a needle's depth); without any it takes the first examples.
-    lead: the beginning of a sentence that the prompt asks to complete; it is scored in front of the answer.
-    fidelity: every method is compared with the full cache, token by token, whether the run asks for that or not.
-    query_aware: whether the question is read before the context is compressed, where the run does not say.
-    turns: what a context's cache holds when its next question comes, one of TURNS; '' unless examples have ``turns``.
+    cut_at: only the text before the first ``cut_at`` is scored.
+    chat: False for tasks that are read without a chat template even if the run uses one (few-shot and code).
+    strip: whitespace at the ends of an answer is not scored. False for code, which is indented.
+    grid: the keys of ``meta`` over which a limit spreads (a needle's depth). Without keys it takes the first examples.
+    lead: the beginning of a sentence that the prompt asks to complete. It is scored in front of the answer.
+    fidelity: every method is compared with the full cache, token by token, even if the run does not ask for it.
+    query_aware: whether the question is read before the context is compressed, if the run does not say.
+    turns: the history that a context's cache holds, one of TURNS. It is '' unless examples have ``turns``.
     beside: metrics whose means are recorded beside the score of examples with ``turns``.
     """
 
@@ -85,9 +87,10 @@ class Task:
     def __post_init__(self) -> None:
         if not self.examples:
             raise UsageError(f"dataset {self.id} has no examples")
+        # answers are stored by the id of their example: a second one would overwrite the first
         ids = [e.id for e in self.examples]
         if len(set(ids)) < len(ids):
-            repeated = next(i for i in ids if ids.count(i) > 1)
+            repeated = next(name for name in ids if ids.count(name) > 1)
             raise UsageError(f"dataset {self.id}: two examples have the id {repeated!r}")
 
     def taken(self, limit: int | None) -> tuple[Example, ...]:
@@ -97,39 +100,79 @@ class Task:
         """
         if limit is None or not self.grid:
             return self.examples[:limit]
-        return tuple(self.examples[i] for i in sorted(spread(self.examples, self.grid)[:limit]))
+        # every beginning of the spread order covers the grid; the chosen examples keep the task's order
+        chosen = sorted(spread(self.examples, self.grid)[:limit])
+        return tuple(self.examples[i] for i in chosen)
 
     def answer(self, text: str) -> str:
         """Return the part of a generated text that is scored."""
         if self.first_line:
             text = first_line(text)
+        # models go on with another question or another article, which is no part of the answer
         if self.cut_at:
             text = text.partition(self.cut_at)[0]
-        return self.lead + (text.strip() if self.strip else text)
+        if self.strip:
+            text = text.strip()
+        return self.lead + text
 
-    def answering(self) -> dict[str, Any]:
+    def answering(self) -> dict[str, object]:
         """Return the settings that end an answer and choose its scored part, by name, for a cell's identity."""
-        return {
+        settings: dict[str, object] = {
             "stop": list(self.stop),
             "forbid_first": list(self.forbid_first),
             "min_new_tokens": self.min_new_tokens,
             "first_line": self.first_line,
             "cut_at": self.cut_at,
             "strip": self.strip,
-            **({"lead": self.lead} if self.lead else {}),
         }
+        # only one needle phrasing has a lead: without the key all other cells keep the ids that they had before it came
+        if self.lead:
+            settings["lead"] = self.lead
+        return settings
 
     def content_hash(self) -> str:
         """Return the SHA-256 of all examples, which identifies the data of a cell."""
         digest = hashlib.sha256()
         for example in self.examples:
-            # without fields that only some datasets have, so that the others keep their ids
-            content = {k: v for k, v in asdict(example).items() if k not in ("turns", "answer_prefix") or v}
+            content = asdict(example)
+            # Only some datasets use these fields. The others keep the hashes that they had before the fields came.
+            for name in ("turns", "answer_prefix"):
+                if not content[name]:
+                    del content[name]
             for turn in content.get("turns", ()):
                 if not turn["prefix"]:
                     del turn["prefix"]
             digest.update(json.dumps(content, sort_keys=True, default=str).encode())
         return digest.hexdigest()
+
+
+@dataclass(frozen=True)
+class LoadContext:
+    """The first argument of every loader: the request for tasks, and the means to make them.
+
+    dataset: the entry's name, which begins the ids of its tasks and the messages about it.
+    selection: the names of the wanted tasks, () for all. A loader may ignore it: load_tasks leaves out other tasks.
+    tokenizer: the model's, None if tasks are listed without a model.
+    render: the function from a prompt to its text in the model's chat template, None without a template.
+    data: the data folder that the run names. None takes the folder that the environment names.
+    """
+
+    dataset: str
+    selection: tuple[str, ...] = ()
+    tokenizer: Tokenizer | None = None
+    render: Callable[[str], str] | None = None
+    data: str | None = None
+
+    @property
+    def chat(self) -> bool:
+        """True if prompts are put into a chat template, behind which answers are longer."""
+        return self.render is not None
+
+    @cached_property
+    def files(self) -> Files:
+        """The dataset's files below the data folder. Raises MissingData if the folder does not exist."""
+        # opened at first use: a dataset without files does not care whether the folder exists
+        return Files(self.dataset, data_root(self.data))
 
 
 def load_tasks(
@@ -140,57 +183,81 @@ def load_tasks(
     data: str | None = None,
     render: Callable[[str], str] | None = None,
 ) -> list[Task]:
-    """Return the selected tasks of a conf/dataset entry. Its ``_target_``, else the loader of rows, gets its knobs.
+    """Return the selected tasks of a conf/dataset entry.
 
-    A loader that reads files takes ``files`` (tasks.source.Files, below the data folder that ``data`` or the
-    environment names); one that builds only what was asked for takes ``selection``; one that counts tokens takes
-    ``tokenizer``; one whose answers are longer behind a chat template takes ``chat``; one that counts a template's
-    tokens takes ``render``, the function from a prompt to its text in it, None without one; one with many knobs takes
-    them as ``knobs``, a dataclass. Where a loader leaves the length of answers to the data, the entry's
-    ``max_new_tokens`` replaces it. ``turns`` is set where examples are contexts with several questions, of which
-    ``questions`` takes the first.
+    The entry's ``_target_``, or else the loader of rows, is called with a LoadContext, and the entry's knobs as
+    keywords. The tasks of contexts with several questions get the entry's ``turns``.
 
     ``selection`` names the wanted tasks (``needle`` of ``tiny/needle``), or several by the part before a slash
-    (``ruler/vt`` at all its lengths); empty means all.
+    (``ruler/vt`` at all its lengths). Empty means all. ``data`` and ``render`` are those of LoadContext.
     """
     module, _, name = str(entry.get("_target_", ROWS)).rpartition(".")
-    loader = getattr(importlib.import_module(module), name)
-    knobs = {k: v for k, v in entry.items() if k not in ("_target_", "default_limit", "hub")}
-    parameters = inspect.signature(loader).parameters
-    offered: dict[str, Any] = {"tokenizer": tokenizer, "selection": tuple(selection)}
-    offered |= {"chat": render is not None, "render": render}
-    if "files" in parameters:
-        # only now: a dataset without files does not care whether the data folder exists
-        offered["files"] = Files(dataset, data_root(data))
-    form = get_type_hints(loader)["knobs"] if "knobs" in parameters else None
-    knob_names = [f.name for f in fields(form)] if form else parameters
-    max_new_tokens = None if "max_new_tokens" in knob_names else knobs.pop("max_new_tokens", None)
-    turns = one_of(dataset, "turns", knobs.pop("turns"), TURNS) if "turns" in knobs else ""
-    most = knobs.pop("questions", None) if "questions" not in knob_names else None
-    options = {k: v for k, v in offered.items() if k in parameters}
-    tasks: list[Task] = loader(dataset=dataset, **options, **({"knobs": form(**knobs)} if form else knobs))
-    if max_new_tokens is not None:
-        whole(dataset, "max_new_tokens", max_new_tokens)
-        tasks = [
-            replace(t, examples=tuple(replace(e, max_new_tokens=max_new_tokens) for e in t.examples)) for t in tasks
-        ]
-    if most is not None:
-        whole(dataset, "questions", most)
-        tasks = [replace(t, examples=tuple(replace(e, turns=e.turns[:most]) for e in t.examples)) for t in tasks]
-    tasks = [replace(t, turns=turns) if t.examples[0].turns else t for t in tasks]
-    by_name = {t.id.partition("/")[2]: t for t in tasks}
-    chosen: dict[str, Task] = {}
+    loader: Callable[..., list[Task]] = getattr(importlib.import_module(module), name)
+    # these keys are for load_tasks, run and fetch: no loader has them as knobs
+    knobs = {key: value for key, value in entry.items() if key not in ("_target_", "default_limit", "hub", "turns")}
+    turns = ""
+    if "turns" in entry:
+        turns = one_of(dataset, "turns", entry["turns"], TURNS)
+    context = LoadContext(dataset, tuple(selection), tokenizer=tokenizer, render=render, data=data)
+    tasks = []
+    for task in loader(context, **knobs):
+        # a dataset may have the knob although the examples that were read ask one question each
+        if task.examples[0].turns:
+            task = replace(task, turns=turns)
+        tasks.append(task)
+    if not selection:
+        return tasks
+    return _select(dataset, tasks, selection)
+
+
+def limit_answers(dataset: str, tasks: list[Task], max_new_tokens: int | None) -> list[Task]:
+    """Return the tasks with ``max_new_tokens`` for every answer. None leaves the lengths that the data has.
+
+    Raises UsageError unless it is a whole number from 1.
+    """
+    if max_new_tokens is None:
+        return tasks
+    most = whole(dataset, "max_new_tokens", max_new_tokens)
+    limited = []
+    for task in tasks:
+        examples = tuple(replace(example, max_new_tokens=most) for example in task.examples)
+        limited.append(replace(task, examples=examples))
+    return limited
+
+
+def limit_questions(dataset: str, tasks: list[Task], questions: int | None) -> list[Task]:
+    """Return the tasks with the first ``questions`` of every context. None leaves all.
+
+    Raises UsageError unless it is a whole number from 1.
+    """
+    if questions is None:
+        return tasks
+    most = whole(dataset, "questions", questions)
+    limited = []
+    for task in tasks:
+        examples = tuple(replace(example, turns=example.turns[:most]) for example in task.examples)
+        limited.append(replace(task, examples=examples))
+    return limited
+
+
+def _select(dataset: str, tasks: Sequence[Task], selection: Sequence[str]) -> list[Task]:
+    """Return the tasks that ``selection`` names, each once, in its order. Raises UsageError for an unknown name."""
+    # the dataset of a single task has its name for an id: such a task has no name to select it by
+    by_name = {task.id.partition("/")[2]: task for task in tasks}
+    selected: dict[str, Task] = {}
     for wanted in selection:
-        found = {name: t for name, t in by_name.items() if f"{name}/".startswith(f"{wanted}/")}
-        if not found:
-            raise unknown(f"task of dataset {dataset}", wanted, (n for n in by_name if n))
-        chosen |= found
-    return list(chosen.values()) if selection else tasks
+        # with a slash behind both, ``vt`` finds ``vt/4096`` and ``vt``, but not ``vt2``
+        matches = {name: task for name, task in by_name.items() if f"{name}/".startswith(f"{wanted}/")}
+        if not matches:
+            raise unknown(f"task of dataset {dataset}", wanted, [name for name in by_name if name])
+        selected |= matches
+    return list(selected.values())
 
 
 def read_text(path: Path, what: str) -> str:
     """Return the text of a UTF-8 file. Raises UsageError beginning with ``what``, its use, if it cannot be read."""
     try:
+        # a pipe or a device would be read for ever
         check_ends(path)
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:

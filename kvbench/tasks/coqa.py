@@ -8,44 +8,53 @@ from typing import NamedTuple
 
 from kvbench.base.errors import UsageError
 from kvbench.base.example import Example
-from kvbench.tasks.base import Task, own_wording, read_text
+from kvbench.tasks.base import LoadContext, Task, own_wording, read_text
 from kvbench.tasks.knobs import whole
 from kvbench.tasks.rows import FileRow, kind, parse, read
-from kvbench.tasks.source import Files
 
 OFFICIAL = "coqa-dev-v1.0.json"
+# the official file comes first: it has four references a turn, the hub's table has one
 PLACES = (OFFICIAL, "coqa_validation.jsonl")
 PROMPT = "Read the story and answer the question about it in a few words.\n\n{story}\n\n"
 
 
 class DialogueTurn(NamedTuple):
-    """A question and its references, the conversation's own first; equal ones count separately in the score."""
+    """A question and its references, the conversation's first. Equal references count separately in the score."""
 
     question: str
     answers: tuple[str, ...]
 
 
-def load(dataset: str, files: Files, file: str | None, history: int | str, max_new_tokens: int) -> list[Task]:
+def load(context: LoadContext, file: str | None, history: int | str, max_new_tokens: int) -> list[Task]:
     """Return one task with an example per turn: story, ``history`` earlier turns with their first answers, question.
 
-    ``file`` is the official JSON, with up to four references a turn, or, as JSON Lines, the hub's table, which has one;
-    None takes the first of PLACES that there is. An answer ends where the next ``Q:`` begins. The wording of the prompt
-    is ours. Raises UsageError naming file, place and reason for stories without questions or answers.
+    ``file`` is the official JSON, with up to four references a turn, or the hub's table as JSON Lines, with one. None
+    takes the first of PLACES that is there. An answer ends at the beginning of the next ``Q:``. The wording of the
+    prompt is ours. Raises UsageError naming file, place and reason for stories without questions or answers.
     """
+    dataset, files = context.dataset, context.files
     whole(dataset, "max_new_tokens", max_new_tokens)
     if history != "all":
         whole(dataset, "history", history, least=0)
-    path = files.path(file) if file else files.first(*PLACES) or files.path(OFFICIAL)
+    if file:
+        path = files.path(file)
+    else:
+        path = files.first(*PLACES) or files.path(OFFICIAL)
     examples = []
-    for i, row in enumerate(_stories(path)):
-        prompt, turns = PROMPT.format(story=row.text("story").strip()), list(_turns(row))
+    for i, row in enumerate(_read_stories(path)):
+        story = PROMPT.format(story=row.text("story").strip())
+        turns = list(_read_turns(row))
         for n, turn in enumerate(turns):
-            earlier = turns[:n] if isinstance(history, str) else turns[max(0, n - history) : n]
+            first = 0
+            if isinstance(history, int):
+                first = max(0, n - history)
+            # earlier turns have their references as answers: one example does not depend on another's answer
+            dialogue = [f"Q: {earlier.question}\nA: {earlier.answers[0]}\n\n" for earlier in turns[first:n]]
             question = f"Q: {turn.question}\nA:"
             examples.append(
                 Example(
                     id=f"{row.name('id', f'coqa-{i}')}-{n + 1}",
-                    prompt=prompt + "".join(f"Q: {t.question}\nA: {t.answers[0]}\n\n" for t in earlier) + question,
+                    prompt=story + "".join(dialogue) + question,
                     answers=turn.answers,
                     max_new_tokens=max_new_tokens,
                     question=question,
@@ -54,11 +63,20 @@ def load(dataset: str, files: Files, file: str | None, history: int | str, max_n
             )
     if not examples:
         raise UsageError(f"{path} is empty: it must hold at least one story")
-    source = f"CoQA dev, {path.name}"
-    return [Task(dataset, tuple(examples), "coqa_f1", source, "common sense", own_wording(dataset), cut_at="\nQ:")]
+    task = Task(
+        id=dataset,
+        examples=tuple(examples),
+        metric="coqa_f1",
+        source=f"CoQA dev, {path.name}",
+        category="common sense",
+        note=own_wording(dataset),
+        cut_at="\nQ:",
+    )
+    return [task]
 
 
-def _stories(path: Path) -> Iterator[FileRow]:
+def _read_stories(path: Path) -> Iterator[FileRow]:
+    """Yield the conversations of the official JSON object, or of a table."""
     if path.suffix != ".json":
         yield from read(path)
         return
@@ -68,32 +86,44 @@ def _stories(path: Path) -> Iterator[FileRow]:
     yield from FileRow(path, "top level", content).records("data")
 
 
-def _turns(row: FileRow) -> Iterator[DialogueTurn]:
-    questions, references = _columns(row)
+def _read_turns(row: FileRow) -> Iterator[DialogueTurn]:
+    """Yield the turns of a conversation. Raises UsageError for a turn without question or answer."""
+    # the n-th answer of every annotator is to the n-th question
+    questions, answers_by_annotator = _read_columns(row)
     for n, question in enumerate(questions):
-        answers = tuple(a.strip() for column in references for a in column[n : n + 1] if a.strip())
-        if not question.strip() or not answers:
-            raise row.wrong(f"turn {n + 1} has no {'answer' if question.strip() else 'question'}")
-        yield DialogueTurn(question.strip(), answers)
+        if not question.strip():
+            raise row.wrong(f"turn {n + 1} has no question")
+        answers = []
+        for column in answers_by_annotator:
+            # an annotator may have fewer answers than the conversation has turns, and empty ones
+            if n < len(column) and column[n].strip():
+                answers.append(column[n].strip())
+        if not answers:
+            raise row.wrong(f"turn {n + 1} has no answer")
+        yield DialogueTurn(question.strip(), tuple(answers))
 
 
-def _columns(row: FileRow) -> tuple[list[str], list[list[str]]]:
-    """Return (questions, one list of answers per annotator, the conversation's own first)."""
+def _read_columns(row: FileRow) -> tuple[list[str], list[list[str]]]:
+    """Return (questions, one list of answers per annotator). The answers of the conversation itself come first."""
     answers = row.value("answers")
     if isinstance(answers, dict):
+        # the hub's table: an object of lists in place of a list of objects
         answer_columns = FileRow(row.file, f"{row.place}, answers", answers)
         return list(row.texts("questions")), [list(answer_columns.texts("input_text"))]
-    references = [_turn_texts(row, "answers")]
+    answers_by_annotator = [_read_turn_texts(row, "answers")]
     if "additional_answers" in row:
         additional = row.value("additional_answers")
         if not isinstance(additional, dict):
             raise row.wrong(f"'additional_answers' must be an object by annotator, got {kind(additional)}")
         annotators = FileRow(row.file, f"{row.place}, additional_answers", additional)
-        references += [_turn_texts(annotators, key) for key in sorted(additional)]
-    return _turn_texts(row, "questions"), references
+        # the keys are "0", "1" and "2", in any order
+        for annotator in sorted(additional):
+            answers_by_annotator.append(_read_turn_texts(annotators, annotator))
+    return _read_turn_texts(row, "questions"), answers_by_annotator
 
 
-def _turn_texts(row: FileRow, key: str) -> list[str]:
+def _read_turn_texts(row: FileRow, key: str) -> list[str]:
+    """Return the texts of the turns under ``key``, which may be empty. Raises UsageError if one is no text."""
     values = [turn.value("input_text") for turn in row.records(key)]
     for value in values:
         if not isinstance(value, str):

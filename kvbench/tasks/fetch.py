@@ -52,10 +52,10 @@ class Wanted:
     """One file below the data folder and where it comes from.
 
     to: its place below the data folder.
-    name: the file's name in the repo, or None where it has a ``url``.
+    name: the file's name in the repo, or None for a file with a ``url``.
     also: the place of another file that will do in its stead.
     member: the name of the file inside a zip archive.
-    column: the column whose values are written where parquet becomes text.
+    column: the column whose values are written if parquet becomes text.
     sha256: the checksum, if it is known beforehand.
     """
 
@@ -73,7 +73,7 @@ class Wanted:
 
     @property
     def converted(self) -> bool:
-        """True where the source is parquet and becomes JSON Lines or text."""
+        """True if the source is parquet and becomes JSON Lines or text."""
         return self.source.endswith(".parquet") and not self.to.endswith(".parquet")
 
 
@@ -81,7 +81,7 @@ class Wanted:
 class FileSource:
     """The ``hub`` entry of one dataset: where its files come from, and under which licence.
 
-    instead: a file that is read in their place where it is there.
+    instead: a file that is read in their place if it is there.
     """
 
     dataset: str
@@ -94,11 +94,23 @@ class FileSource:
     instead: str = ""
 
 
+LockRecord = dict[str, str | int]
+"""The record of a fetched file: its origin, ``sha256``, and ``bytes``, which locks of earlier versions lack."""
+Lock = dict[str, LockRecord]
+"""The records of all fetched files by their place below the data folder."""
+
+
 def sources() -> dict[str, FileSource | None]:
-    """Return {id: source} of every dataset of conf/dataset; the source is None where the entry has no ``hub``."""
-    paths = sorted((conf_dir() / "dataset").glob("*.yaml"))
-    hubs = {path.stem: (read_yaml(path).get(path.stem) or {}).get("hub") for path in paths}
-    return {name: None if hub is None else _source(name, hub) for name, hub in hubs.items()}
+    """Return {id: source} of every dataset of conf/dataset. The source is None if the entry has no ``hub``."""
+    by_dataset: dict[str, FileSource | None] = {}
+    for path in sorted((conf_dir() / "dataset").glob("*.yaml")):
+        name = path.stem
+        entry = read_yaml(path).get(name) or {}
+        hub = entry.get("hub")
+        by_dataset[name] = None
+        if hub is not None:
+            by_dataset[name] = _parse_source(name, hub)
+    return by_dataset
 
 
 def source_of(dataset: str) -> FileSource:
@@ -108,7 +120,9 @@ def source_of(dataset: str) -> FileSource:
         raise unknown("dataset", dataset, by_dataset)
     source = by_dataset[dataset]
     if source is None or not source.files:
-        where = f" ({source.repo})" if source and source.repo else ""
+        where = ""
+        if source and source.repo:
+            where = f" ({source.repo})"
         raise UsageError(
             f"dataset {dataset} has no list of files to fetch{where}: conf/dataset/{dataset}.yaml says what it reads; "
             "put that below data.root yourself"
@@ -116,8 +130,8 @@ def source_of(dataset: str) -> FileSource:
     return source
 
 
-def read_lock(root: Path) -> dict[str, dict[str, Any]]:
-    """Return {place below ``root``: record} of all fetched files. Raises UsageError if the lock file is damaged."""
+def read_lock(root: Path) -> Lock:
+    """Return the lock of a data folder, which is empty without a lock file. Raises UsageError if that is damaged."""
     path = root / LOCK
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -125,13 +139,14 @@ def read_lock(root: Path) -> dict[str, dict[str, Any]]:
         if not all(isinstance(record["sha256"], str) for record in files.values()):
             raise ValueError("a file without checksum")
     except FileNotFoundError:
+        # all files were put there by hand, or nothing was fetched yet
         return {}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UsageError(f"{path} cannot be read ({error}): restore it, or delete it to trust what is there") from None
     return dict(files)
 
 
-def state(root: Path | None, wanted: Wanted, lock: Mapping[str, Mapping[str, Any]]) -> str:
+def state(root: Path | None, wanted: Wanted, lock: Lock) -> str:
     """Return a file's state: ``missing``, ``fetched`` (it is as the lock says), ``changed``, or ``present``.
 
     A file is present if it, or the one that will do in its stead, is there and the lock does not list it.
@@ -140,12 +155,17 @@ def state(root: Path | None, wanted: Wanted, lock: Mapping[str, Mapping[str, Any
         return "missing"
     path = root / wanted.to
     if not path.is_file():
-        return "present" if wanted.also and (root / wanted.also).is_file() else "missing"
+        if wanted.also and (root / wanted.also).is_file():
+            return "present"
+        return "missing"
     if wanted.to not in lock:
         return "present"
     record = lock[wanted.to]
-    same = path.stat().st_size == record.get("bytes", path.stat().st_size) and sha256(path) == record["sha256"]
-    return "fetched" if same else "changed"
+    size = path.stat().st_size
+    # another size spares reading a large file for its checksum
+    if size != record.get("bytes", size) or sha256(path) != record["sha256"]:
+        return "changed"
+    return "fetched"
 
 
 def changed(root: Path, wanted: Wanted) -> UsageError:
@@ -159,53 +179,61 @@ def changed(root: Path, wanted: Wanted) -> UsageError:
 def fetch(source: FileSource, root: Path, hub: HuggingFace, say: Callable[[str], None]) -> list[str]:
     """Download the missing files of one dataset and return their places below ``root``.
 
-    Files that are there are left alone. Raises UsageError for a file that differs from the lock, and KvbenchError where
-    a download fails or is not what was expected; files that came before stay and are locked.
+    Files that are there are left alone. Raises UsageError for a file that differs from the lock. Raises KvbenchError if
+    a download fails or has another content than expected. Files that came before it stay and are locked.
     """
     lock = read_lock(root)
-    states = {w: state(root, w, lock) for w in source.files}
+    states = {wanted: state(root, wanted, lock) for wanted in source.files}
     for wanted, status in states.items():
         if status == "changed":
             raise changed(root, wanted)
     places: list[str] = []
     root.mkdir(parents=True, exist_ok=True)
+    # inside the data folder, so that moving a file to its place stays on one file system
     with tempfile.TemporaryDirectory(prefix=".fetch-", dir=root) as temporary:
         commits: dict[str, str] = {}
-        missing = [w for w, status in states.items() if status == "missing"]
-        if any(w.converted for w in missing):
+        missing = [wanted for wanted, status in states.items() if status == "missing"]
+        if any(wanted.converted for wanted in missing):
             require("datasets", "reading parquet")
-        for name in dict.fromkeys(w.source for w in missing):
-            group = [w for w in missing if w.source == name]  # all members of one archive together
+        for name in dict.fromkeys(wanted.source for wanted in missing):
+            group = [wanted for wanted in missing if wanted.source == name]  # all members of one archive together
             folder = Path(temporary) / str(len(places))
             folder.mkdir()
-            origin = _origin(source, group[0], lock, commits, hub)
+            origin = _find_origin(source, group[0], lock, commits, hub)
             say(f"fetching {name} of {origin.get('repo') or 'its own address'}")
             if group[0].url:
-                path = hub.url(name, folder)
+                download = hub.url(name, folder)
             else:
-                path = hub.file(str(source.repo), source.kind, name, origin["commit"], folder)
+                download = hub.file(str(source.repo), source.kind, name, origin["commit"], folder)
             for wanted in group:
-                _install(wanted, path, root, folder, lock, {"dataset": source.dataset, **origin})
+                digest, size = _install(wanted, download, root, folder, lock)
+                record: LockRecord = {"dataset": source.dataset}
+                record |= origin
+                record |= {"from": wanted.source, "sha256": digest, "bytes": size}
+                if wanted.member:
+                    record["member"] = wanted.member
+                lock[wanted.to] = record
                 places.append(wanted.to)
+            # after every download: an interrupted fetch keeps the checksums of the files that it has
             write_json(root / LOCK, {"version": 1, "files": dict(sorted(lock.items()))})
-            path.unlink(missing_ok=True)
+            download.unlink(missing_ok=True)
     return places
 
 
-def _source(dataset: str, entry: Mapping[str, Any]) -> FileSource:
+def _parse_source(dataset: str, entry: Mapping[str, Any]) -> FileSource:
+    """Return the source that a ``hub`` entry describes. Raises UsageError for an entry that makes no sense."""
     where = f"conf/dataset/{dataset}.yaml, hub"
     files: list[Wanted] = []
     for item in entry.get("files") or []:
-        one_source = ("from" in item) != ("url" in item) and ("url" in item or entry.get("repo"))
-        if not one_source or "to" not in item or not set(item) <= {*FILE_KEYS}:
+        has_one_source = ("from" in item) != ("url" in item) and ("url" in item or entry.get("repo"))
+        if not has_one_source or "to" not in item or not set(item) <= set(FILE_KEYS):
             raise UsageError(f"{where}: {dict(item)} must have to, and either from (with a repo) or url; {FILE_KEYS}")
-        for each in item.get("each", [None]):
-            fields = {k: v if each is None else str(v).replace("{}", str(each)) for k, v in item.items() if k != "each"}
-            fields["name"] = fields.pop("from", None)
-            place = PurePosixPath(fields["to"])
+        for wanted in _parse_files(item):
+            place = PurePosixPath(wanted.to)
+            # a configuration must not write anywhere else on the machine
             if place.is_absolute() or ".." in place.parts:
                 raise UsageError(f"{where}: {place} must lie below the data folder")
-            files.append(Wanted(**fields))
+            files.append(wanted)
     return FileSource(
         dataset=dataset,
         repo=entry.get("repo"),
@@ -218,42 +246,64 @@ def _source(dataset: str, entry: Mapping[str, Any]) -> FileSource:
     )
 
 
-def _origin(
-    source: FileSource, wanted: Wanted, lock: Mapping[str, Mapping[str, Any]], commits: dict[str, str], hub: HuggingFace
-) -> dict[str, Any]:
-    """Return a file's origin for the lock: its url, or its repo, revision and commit.
+def _parse_files(item: Mapping[str, Any]) -> list[Wanted]:
+    """Return the files of one item of a ``hub`` entry: one, or one for each value of ``each``."""
+    files = []
+    for value in item.get("each", [None]):
+        fields: dict[str, Any] = {}
+        for key, template in item.items():
+            if value is not None:
+                template = str(template).replace("{}", str(value))
+            if key == "from":
+                # a keyword of Python cannot be the name of a field
+                fields["name"] = template
+            elif key != "each":
+                fields[key] = template
+        files.append(Wanted(**fields))
+    return files
 
-    The commit is that of an earlier fetch of the same revision, if the lock has one.
+
+def _find_origin(
+    source: FileSource, wanted: Wanted, lock: Lock, commits: dict[str, str], hub: HuggingFace
+) -> dict[str, str]:
+    """Return where a file comes from: its url, or its repo, revision and commit.
+
+    The commit is that of an earlier fetch of the same revision, if the lock has one. ``commits`` holds the commits that
+    this fetch has found, by repo.
     """
     if wanted.url:
         return {"url": wanted.url}
-    repo = str(source.repo)
-    key = {"repo": repo, "revision": source.revision}
-    locked_commits = [r["commit"] for r in lock.values() if key.items() <= r.items() and "commit" in r]
+    repo, revision = str(source.repo), source.revision
     if repo not in commits:
-        commits[repo] = locked_commits[0] if locked_commits else hub.commit(repo, source.kind, source.revision)
-    return {**key, "commit": commits[repo]}
+        commits[repo] = _locked_commit(lock, repo, revision) or hub.commit(repo, source.kind, revision)
+    return {"repo": repo, "revision": revision, "commit": commits[repo]}
 
 
-def _install(
-    wanted: Wanted,
-    download: Path,
-    root: Path,
-    work_folder: Path,
-    lock: dict[str, dict[str, Any]],
-    origin: Mapping[str, Any],
-) -> None:
-    """Unpack one file, check it, move it to its place in one step and write its record into ``lock``."""
+def _locked_commit(lock: Lock, repo: str, revision: str) -> str | None:
+    """Return the commit of a repo's revision in the lock, None if nothing of it was fetched."""
+    # a branch moves on: all files of a dataset must come from one commit, whenever they are fetched
+    for record in lock.values():
+        if record.get("repo") == repo and record.get("revision") == revision and "commit" in record:
+            return str(record["commit"])
+    return None
+
+
+def _install(wanted: Wanted, download: Path, root: Path, work_folder: Path, lock: Lock) -> tuple[str, int]:
+    """Unpack one file, check it and move it to its place in one step. Return its SHA-256 and its size in bytes."""
     unpacked = work_folder / "ready"
     unpack(wanted, download, unpacked)
     digest = sha256(unpacked)
-    locked_sha256 = lock.get(wanted.to, {}).get("sha256")
+    # a missing file that the lock lists must come back as it was
+    locked_sha256 = None
+    if wanted.to in lock:
+        locked_sha256 = lock[wanted.to].get("sha256")
     for expected, where_declared in ((locked_sha256, str(root / LOCK)), (wanted.sha256, "its conf/dataset entry")):
         if expected is not None and digest != expected:
             raise KvbenchError(
                 f"{wanted.to} from {wanted.source} has the checksum {digest}, {where_declared} says {expected}: the "
                 "source has changed. It was not kept"
             )
+    # nothing is written below the data folder before its content is known to be right
     target = root / wanted.to
     if os.path.isdir(target):  # False, not an error, where it may not be looked at
         raise UsageError(f"{target} cannot be written: it is a folder; move what is in its place away")
@@ -263,8 +313,7 @@ def _install(
         unpacked.replace(target)
     except OSError as error:
         raise UsageError(f"{target} cannot be written: {error.strerror}; move what is in its place away") from None
-    record = {**origin, "from": wanted.source, "sha256": digest, "bytes": size}
-    lock[wanted.to] = record | ({"member": wanted.member} if wanted.member else {})
+    return digest, size
 
 
 def unpack(wanted: Wanted, path: Path, ready: Path) -> None:
@@ -285,6 +334,7 @@ def unpack(wanted: Wanted, path: Path, ready: Path) -> None:
             shutil.copyfile(path, ready)
         _check_json(wanted, ready)
     except _DAMAGED as error:
+        # libraries print reasons of several lines
         reason = " ".join(str(error).split())
         raise KvbenchError(f"{wanted.to} could not be made from {wanted.source}: {reason}") from None
 
@@ -303,8 +353,8 @@ def _check_json(wanted: Wanted, ready: Path) -> None:
                     raise ValueError(f"line {number} is not JSON: {error}") from None
 
 
+# the errors of a damaged file; an encrypted member, an unknown method and too deep JSON are RuntimeErrors
 _DAMAGED = (OSError, KeyError, ValueError, EOFError, RuntimeError, zlib.error, lzma.LZMAError, zipfile.BadZipFile)
-"""What a damaged file raises; an encrypted member, an unknown method and too deep JSON are RuntimeErrors."""
 
 
 def _convert_parquet(wanted: Wanted, path: Path, ready: Path) -> None:
@@ -315,6 +365,7 @@ def _convert_parquet(wanted: Wanted, path: Path, ready: Path) -> None:
     as_text = wanted.to.endswith(".txt")
     # as arrow: pictures and sounds stay bytes, no decoder of them is needed
     table = datasets.Dataset.from_parquet(str(path), cache_dir=str(ready.parent / "arrow")).with_format("arrow")
+    # line feeds on Windows, too, so that checksums are the same everywhere
     with ready.open("w", encoding="utf-8", newline="\n") as out:
         if as_text and wanted.column not in table.column_names:
             raise ValueError(f"no column {wanted.column!r}, but {', '.join(table.column_names)}")
@@ -322,12 +373,16 @@ def _convert_parquet(wanted: Wanted, path: Path, ready: Path) -> None:
             for row in batch.to_pylist():
                 if not as_text:
                     out.write(json.dumps(row, ensure_ascii=False, default=_as_text) + "\n")
-                elif isinstance(text := row[wanted.column], str):
-                    out.write(text)
-                else:
+                    continue
+                # a text such as WikiText's is one line a row, with its line break
+                text = row[wanted.column]
+                if not isinstance(text, str):
                     raise ValueError(f"column {wanted.column!r} must hold text, it holds {_as_text(text)}")
+                out.write(text)
 
 
 def _as_text(value: object) -> str:
     """Return a value that JSON lacks as text: the size of bytes (pictures, sounds), a date as it prints."""
-    return f"<{len(value)} bytes>" if isinstance(value, bytes) else str(value)
+    if isinstance(value, bytes):
+        return f"<{len(value)} bytes>"
+    return str(value)

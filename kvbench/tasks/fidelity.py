@@ -1,9 +1,9 @@
 """Long texts on which methods are compared with the full cache, token by token: one window of each document.
 
-The first ``length`` tokens of a document are read and compressed, the next ``forced`` are fed to all and compared.
-Windows of llama.cpp's perplexity tool instead cut a whole text, with BOS over the first token of each, and count the
-predictions from the middle of a window on (github.com/ggml-org/llama.cpp, tools/perplexity). ``halves`` are the same
-windows and predictions with the first half read exactly.
+The first ``length`` tokens of a document are read and compressed. The next ``forced`` are fed to all methods and
+compared. Windows of llama.cpp's perplexity tool instead cut a whole text, with BOS over the first token of each. They
+count the predictions from the middle of a window on (github.com/ggml-org/llama.cpp, tools/perplexity). ``halves`` are
+the same windows and predictions with the first half read exactly.
 """
 
 from __future__ import annotations
@@ -13,18 +13,19 @@ import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import accumulate, islice
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from kvbench.base.errors import UsageError, unknown
 from kvbench.base.example import Example
 from kvbench.tasks import tiny
-from kvbench.tasks.base import Task, read_text
+from kvbench.tasks.base import LoadContext, Task, read_text
 from kvbench.tasks.knobs import whole
 from kvbench.tasks.source import Files
 
+# tokens by the knob ``windows``; 512 is the context with which llama.cpp's tables are made
 LENGTHS: Mapping[str, int] = MappingProxyType({"prefix": 2048, "llamacpp": 512, "halves": 512})
 TINY_LENGTH = 512
 TINY_PROMPT = 128
@@ -46,87 +47,146 @@ class FidelityKnobs:
     forced: int
 
 
-def load(dataset: str, tokenizer: Any, files: Files, selection: Sequence[str], knobs: FidelityKnobs) -> list[Task]:
-    """Return a task for each text selected; without a selection, for all whose files are there.
+def load(context: LoadContext, **entry: Any) -> list[Task]:
+    """Return a task for each selected text, or for all texts whose files are there.
 
-    Raises UsageError where a selected text is missing, or no document is long enough.
+    Raises UsageError if a selected text is missing, or no document is long enough.
     """
+    knobs = FidelityKnobs(**entry)
+    dataset, files, selection = context.dataset, context.files, context.selection
+    tokenizer = context.tokenizer
     if knobs.windows not in LENGTHS:
         raise unknown(f"value of dataset.{dataset}.windows", knobs.windows, LENGTHS)
     whole(dataset, "forced", knobs.forced, 2, 1_000_000)
+    least_length = 1
+    if knobs.windows != "prefix":
+        # a first half that is read and a second half with predictions
+        least_length = 4
     if knobs.length is not None:
-        whole(dataset, "length", knobs.length, 1 if knobs.windows == "prefix" else 4, 10_000_000)
+        whole(dataset, "length", knobs.length, least_length, 10_000_000)
     if tokenizer is None:
         raise UsageError(f"dataset {dataset} is cut to a number of tokens: it needs a model with a tokenizer")
-    cut = _first_windows if knobs.windows == "prefix" else partial(_llamacpp_windows, knobs.windows == "halves")
     tasks = []
     for name in selection or TEXTS:
         if name not in TEXTS:
             raise unknown(f"task of dataset {dataset}", name, TEXTS)
         try:
-            documents = [*TEXTS[name](files)]
+            documents = list(TEXTS[name](files))
         except UsageError:
+            # a run of all texts goes on without the absent ones; a named text must not be left out
             if selection:
                 raise
             continue
-        length = knobs.length or (TINY_LENGTH if name == "tiny" else LENGTHS[knobs.windows])
-        examples = tuple(cut(f"{dataset}-{name}", tokenizer, documents, length, knobs.forced))
+        length = LENGTHS[knobs.windows]
+        if name == "tiny":
+            length = TINY_LENGTH
+        if knobs.length:
+            length = knobs.length
+        prefix = f"{dataset}-{name}"
+        if knobs.windows == "prefix":
+            windows = _first_windows(prefix, tokenizer, documents, length, forced=knobs.forced)
+        else:
+            halves = knobs.windows == "halves"
+            windows = _llamacpp_windows(prefix, tokenizer, documents, length, halves=halves)
+        examples = tuple(windows)
         if not examples:
             raise UsageError(f"dataset={dataset}/{name}: no text of {length + knobs.forced} tokens: lower length=")
-        source = f"{name}: {len(examples)} windows, {length} tokens read"
-        tasks.append(Task(f"{dataset}/{name}", examples, "perplexity", source, "language modelling", fidelity=True))
+        task = Task(
+            id=f"{dataset}/{name}",
+            examples=examples,
+            metric="perplexity",
+            source=f"{name}: {len(examples)} windows, {length} tokens read",
+            category="language modelling",
+            fidelity=True,
+        )
+        tasks.append(task)
     return tasks
 
 
 def _first_windows(
-    prefix: str, tokenizer: Any, documents: Sequence[tuple[str, str]], length: int, tokens: int
+    prefix: str, tokenizer: Any, documents: Sequence[tuple[str, str]], length: int, *, forced: int
 ) -> Iterator[Example]:
-    """Yield the first window of each document that is long enough."""
-    bos = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
-    size = length + tokens - len(bos)
-    meta = {"window": length + tokens, "prefix": length, "chunk": 1, "divisor": float(tokens), "unit": "token"}
+    """Yield the first window of each document that is long enough: ``length`` tokens to read, ``forced`` to compare."""
+    bos = _bos_ids(tokenizer)
+    size = length + forced - len(bos)
+    meta = {"window": length + forced, "prefix": length, "chunk": 1, "divisor": float(forced), "unit": "token"}
     for name, text in documents:
         # a token is seldom longer than eight characters
         ids = tokenizer.encode(text[: 8 * size], add_special_tokens=False)
         if len(ids) >= size:
-            example_id = f"{prefix}-{length}-{name}"
-            yield Example(example_id, "", (), tokens, tokens=(*bos, *ids[:size]), meta=meta)
+            yield Example(
+                id=f"{prefix}-{length}-{name}",
+                prompt="",
+                answers=(),
+                max_new_tokens=forced,
+                tokens=tuple(bos + ids[:size]),
+                meta=meta,
+            )
+
+
+def _bos_ids(tokenizer: Any) -> list[int]:
+    """Return the id of the tokenizer's BOS token in a list, which is empty if it has none."""
+    if tokenizer.bos_token_id is None:
+        return []
+    return [tokenizer.bos_token_id]
 
 
 def _llamacpp_windows(
-    halves: bool, prefix: str, tokenizer: Any, documents: Sequence[tuple[str, str]], length: int, tokens: int
+    prefix: str, tokenizer: Any, documents: Sequence[tuple[str, str]], length: int, *, halves: bool
 ) -> Iterator[Example]:
-    """Yield all windows of ``length`` tokens of the joined documents; the first half of each is not counted.
+    """Yield all windows of ``length`` tokens of the joined documents. The first half of each is not counted.
 
-    Of ``halves`` it is read at once, else only the first token is. A window's document is the one that it begins in.
-    Documents take turns, that a few windows are of many.
+    With ``halves`` the first half is read at once, otherwise only the first token is. Windows of different documents
+    take turns: a limit of a few windows then covers many documents.
     """
     ids = tokenizer.encode("".join(text for _, text in documents), add_special_tokens=False)
     if len(ids) < 2 * length:
         raise UsageError(f"{prefix}: {len(ids)} tokens, less than two windows of {length}: lower length=")
     middle = length // 2
-    begin = middle if halves else 1
-    ends = [*accumulate(len(tokenizer.encode(text, add_special_tokens=False)) for _, text in documents)]
+    # Predictions behind the middle are counted; llama.cpp counts n - n / 2 - 1 of a window of n tokens.
+    if halves:
+        read_tokens, counted = middle, length - middle
+    else:
+        read_tokens, counted = 1, length - middle - 1
     meta = {
-        **{"window": length, "prefix": begin, "chunk": 1, "unit": "token"},
-        **{"divisor": float(length - middle - (not halves)), "scored_from": middle},
+        "window": length,
+        "prefix": read_tokens,
+        "chunk": 1,
+        "unit": "token",
+        "divisor": float(counted),
+        "scored_from": middle,
     }
-    documents_of = [min(bisect_right(ends, i * length), len(documents) - 1) for i in range(len(ids) // length)]
-    turns = [i - documents_of.index(place) for i, place in enumerate(documents_of)]
+    # the end of each document among the tokens; joined texts may have a token less where two of them meet
+    ends = list(accumulate(len(tokenizer.encode(text, add_special_tokens=False)) for _, text in documents))
+    # a window belongs to the document in which it begins
+    document_numbers = [min(bisect_right(ends, i * length), len(documents) - 1) for i in range(len(ids) // length)]
+    # the first window of every document, then the second of every document, and so on
+    turns = [i - document_numbers.index(number) for i, number in enumerate(document_numbers)]
     for i in sorted(range(len(turns)), key=turns.__getitem__):
         window = ids[i * length : (i + 1) * length]
         if tokenizer.bos_token_id is not None:
+            # llama.cpp writes BOS over the first token, so that windows of a text do not shift
             window[0] = tokenizer.bos_token_id
-        place = {**meta, "document": documents[documents_of[i]][0]}
-        yield Example(f"{prefix}-llamacpp-{length}-{i:06d}", "", (), length - begin, tokens=tuple(window), meta=place)
+        document, _ = documents[document_numbers[i]]
+        yield Example(
+            id=f"{prefix}-llamacpp-{length}-{i:06d}",
+            prompt="",
+            answers=(),
+            max_new_tokens=length - read_tokens,
+            tokens=tuple(window),
+            meta=meta | {"document": document},
+        )
 
 
 def _tiny(files: Files) -> Documents:
     """Yield texts that the tiny model knows: short prompts of its six tasks with their answers, in turns."""
     names = list(tiny.TASKS)
     for document in range(64):
-        examples = (tiny.example(names[i % len(names)], TINY_PROMPT, document * 16 + i) for i in range(16))
-        yield f"{document:03d}", " ".join(f"{e.prompt} {e.answers[0]}." for e in examples)
+        sentences = []
+        for i in range(16):
+            example = tiny.example(names[i % len(names)], TINY_PROMPT, document * 16 + i)
+            sentences.append(f"{example.prompt} {example.answers[0]}.")
+        yield f"{document:03d}", " ".join(sentences)
 
 
 def _wikitext(files: Files) -> Documents:
@@ -134,31 +194,41 @@ def _wikitext(files: Files) -> Documents:
     path = files.path(WIKITEXT)
     text = read_text(path, f"dataset={files.dataset}")
     starts = [match.start() for match in ARTICLE.finditer(text)] or [0]
-    for i, (start, end) in enumerate(zip(starts, [*starts[1:], len(text)], strict=True)):
+    ends = starts[1:] + [len(text)]
+    for i, (start, end) in enumerate(zip(starts, ends, strict=True)):
         yield f"{i:03d}", text[start:end]
 
 
 def _essays(files: Files) -> Documents:
     """Yield the files of the first folder of essays that is there."""
-    there = [folder for folder in ESSAYS if files.root is not None and (files.root / folder).is_dir()]
-    folder = files.path(there[0] if there else ESSAYS[0])
+    folder = _first_folder(files, ESSAYS)
     for path in sorted(folder.glob("*.txt")):
         yield path.stem, read_text(path, f"dataset={files.dataset}")
 
 
 def _contexts(files: Files) -> Documents:
-    """Yield the contexts of LongBench's examples, task after task in turns."""
-    there = [folder for folder in CONTEXTS if files.root is not None and (files.root / folder).is_dir()]
-    folder = files.path(there[0] if there else CONTEXTS[0])
-    rows = [
-        [
-            (f"{path.stem}-{i:03d}", json.loads(line)["context"])
-            for i, line in enumerate(islice(path.open(encoding="utf-8"), 50))
-        ]
-        for path in sorted(folder.rglob("*.jsonl"))
-    ]
-    for turn in range(max(map(len, rows), default=0)):
-        yield from (task[turn] for task in rows if turn < len(task))
+    """Yield the contexts of LongBench's examples. The tasks take turns."""
+    folder = _first_folder(files, CONTEXTS)
+    contexts_by_task = []
+    for path in sorted(folder.rglob("*.jsonl")):
+        contexts = []
+        with path.open(encoding="utf-8") as lines:
+            # a fidelity run takes 20 documents unless it is told otherwise; LongBench has 200 long ones a task
+            for i, line in enumerate(islice(lines, 50)):
+                contexts.append((f"{path.stem}-{i:03d}", json.loads(line)["context"]))
+        contexts_by_task.append(contexts)
+    for turn in range(max(map(len, contexts_by_task), default=0)):
+        for contexts in contexts_by_task:
+            if turn < len(contexts):
+                yield contexts[turn]
+
+
+def _first_folder(files: Files, names: Sequence[str]) -> Path:
+    """Return the first of the folders that is below the data folder. Raises MissingData with the first name."""
+    for name in names:
+        if files.root is not None and (files.root / name).is_dir():
+            return files.path(name)
+    return files.path(names[0])
 
 
 TEXTS: Mapping[str, Callable[[Files], Documents]] = MappingProxyType(

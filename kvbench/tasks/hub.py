@@ -12,6 +12,7 @@ from pathlib import Path
 from kvbench.base.errors import KvbenchError
 
 TIMEOUT_S = 60
+# no weights in other formats, which hub repositories often hold beside these
 MODEL_FILES = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "merges.txt"]
 
 
@@ -56,21 +57,29 @@ def cached(repo: str, revision: str) -> str:
 
     def find(name: str) -> str | None:
         location = try_to_load_from_cache(repo, name, revision=revision)
-        return location if isinstance(location, str) else None
+        # an object that is no text says that the hub is known not to have the file
+        if not isinstance(location, str):
+            return None
+        return location
 
     if find("config.json") is None:
         return "missing"
+    # a small model is one file, a large one has an index of its shards
+    shards = {"model.safetensors"}
     index = find("model.safetensors.index.json")
-    try:
-        shards = set(json.loads(Path(index).read_bytes())["weight_map"].values()) if index else {"model.safetensors"}
-    except (OSError, ValueError, KeyError, AttributeError):
-        return "partly"
-    return "here" if all(find(s) for s in shards) else "partly"
+    if index:
+        try:
+            shards = set(json.loads(Path(index).read_bytes())["weight_map"].values())
+        except (OSError, ValueError, KeyError, AttributeError):
+            return "partly"
+    if all(find(shard) for shard in shards):
+        return "here"
+    return "partly"
 
 
 @contextmanager
 def _explained(what: str) -> Iterator[None]:
-    """Raise KvbenchError with a remedy if what runs inside, the download of ``what``, fails."""
+    """Raise KvbenchError with a remedy if the download of ``what``, which runs inside, fails."""
     try:
         yield
     except Exception as error:

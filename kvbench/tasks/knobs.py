@@ -13,9 +13,12 @@ T = TypeVar("T")
 
 def whole(dataset: str, knob: str, value: object, least: int = 1, most: int | None = None) -> int:
     """Return ``value``, a whole number from ``least`` to ``most``. Raises UsageError naming the knob for any other."""
+    # true and false are integers for Python
     if not isinstance(value, int) or isinstance(value, bool) or value < least or (most is not None and value > most):
-        allowed = f", {least} or more" if most is None else f" from {least} to {most}"
-        raise UsageError(f"dataset.{dataset}.{knob}={value!r} is not possible: a whole number{allowed}")
+        allowed = f"a whole number, {least} or more"
+        if most is not None:
+            allowed = f"a whole number from {least} to {most}"
+        raise UsageError(f"dataset.{dataset}.{knob}={value!r} is not possible: {allowed}")
     return value
 
 
@@ -29,9 +32,11 @@ def one_of(dataset: str, knob: str, value: object, allowed: Iterable[str]) -> st
 
 def drawn(items: Sequence[T], seed: str) -> Iterator[T]:
     """Yield all items in an order that the seed alone decides, on every machine and Python version."""
-    # Of the random module only random() is promised to stay the same between versions.
-    rng, rest = random.Random(seed), list(items)
-    while rest:
-        i = int(rng.random() * len(rest))
-        rest[i], rest[-1] = rest[-1], rest[i]
-        yield rest.pop()
+    # random() is the only function of the random module that is promised to stay the same between versions
+    rng = random.Random(seed)
+    remaining = list(items)
+    while remaining:
+        i = int(rng.random() * len(remaining))
+        # the last item takes the place of the drawn one, so that no other item moves
+        remaining[i], remaining[-1] = remaining[-1], remaining[i]
+        yield remaining.pop()

@@ -2,21 +2,21 @@
 
 MiniLongBench (arXiv 2505.19959), in a folder of its own, is 237 examples of the 21 tasks that rank models as all do.
 Prompts and answer lengths are LongBench's own two files, ``dataset2prompt.json`` and ``dataset2maxlen.json``, read from
-the data folder; what stands here is what its scripts pred.py and eval.py decide by a task's name. Source:
-github.com/THUDM/LongBench (MIT).
+the data folder. This module holds the decisions that LongBench's scripts pred.py and eval.py make by a task's name.
+Source: github.com/THUDM/LongBench (MIT).
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
 from kvbench.base.errors import MissingData, UsageError, unknown
 from kvbench.base.example import Example
-from kvbench.tasks.base import Task, read_text
+from kvbench.tasks.base import LoadContext, Task, limit_answers, read_text
 from kvbench.tasks.metrics.text import first_line
 from kvbench.tasks.rows import FileRow, is_count, kind, parse, read_lines
 from kvbench.tasks.source import Files
@@ -26,6 +26,7 @@ PROMPTS, LENGTHS = "dataset2prompt.json", "dataset2maxlen.json"
 SPLITS = ("en", "zh", "e")
 BACKENDS = {"levenshtein": "code_sim", "difflib": "code_sim_difflib"}
 BUCKETS = (("0-4k", 4000), ("4-8k", 8000), ("8k+", None))
+"""The ranges of LongBench-E by name, each with its end, which is not included; None is no end."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Spec:
     extended: LongBench-E has the task too.
     first_line, chat: as in Task.
     newline_ends: a newline ends the answer and cannot begin it.
-    size: the number of examples; LongBench-E has other numbers.
+    size: the number of examples. LongBench-E has other numbers.
     """
 
     metric: str
@@ -48,6 +49,7 @@ class Spec:
     size: int = 200
 
 
+# the categories of LongBench's Table 1
 SINGLE, MULTI, SUMMARY = "single-document QA", "multi-document QA", "summarisation"
 FEW_SHOT, SYNTHETIC, CODE = "few-shot", "synthetic", "code"
 TASKS: Mapping[str, Spec] = MappingProxyType(
@@ -78,14 +80,16 @@ TASKS: Mapping[str, Spec] = MappingProxyType(
 
 
 def names(split: str) -> tuple[str, ...]:
-    """Return the names of a split's tasks, in the order of LongBench's tables; ``split`` is en, zh or e."""
+    """Return the names of a split's tasks, in the order of LongBench's tables. ``split`` is en, zh or e."""
     if split == "e":
-        return tuple(n for n, s in TASKS.items() if s.extended)
-    return tuple(n for n, s in TASKS.items() if s.chinese == (split == "zh"))
+        return tuple(name for name, spec in TASKS.items() if spec.extended)
+    chinese = split == "zh"
+    return tuple(name for name, spec in TASKS.items() if spec.chinese == chinese)
 
 
 def bucket(length: int) -> str:
     """Return the name of the range of LongBench-E for a stored ``length``, in words or Chinese characters."""
+    # LongBench's eval.py compares this length, not the number of tokens of a model
     return next(name for name, end in BUCKETS if end is None or length < end)
 
 
@@ -94,30 +98,37 @@ def metric_name(task: str, code_sim: str) -> str:
     if code_sim not in BACKENDS:
         raise unknown("backend of code_sim", code_sim, BACKENDS)
     metric = TASKS[task].metric
-    return BACKENDS[code_sim] if metric == "code_sim" else metric
+    if metric == "code_sim":
+        return BACKENDS[code_sim]
+    return metric
 
 
 def scored_part(task: str, prediction: str) -> str:
     """Return the part of an answer that LongBench's eval.py scores: in few-shot tasks the first line."""
-    return first_line(prediction) if TASKS[task].first_line else prediction
+    if TASKS[task].first_line:
+        return first_line(prediction)
+    return prediction
 
 
 def load(
-    dataset: str, files: Files, selection: Sequence[str], split: str, code_sim: str, folder: str = FOLDER
+    context: LoadContext, split: str, code_sim: str, folder: str = FOLDER, max_new_tokens: int | None = None
 ) -> list[Task]:
     """Return the selected tasks of one split, or all, read from ``folder`` below the data folder.
 
-    The two official files are always LongBench's own, in its folder. Raises UsageError where files are missing, naming
-    them and the ways to get them, and for a damaged line naming file, line and reason.
+    The two official files are always LongBench's own, in its folder. ``max_new_tokens`` replaces their answer lengths.
+    If files are missing, raises UsageError that names them and the ways to get them. For a damaged line the error names
+    file, line and reason.
     """
+    dataset, files, selection = context.dataset, context.files, context.selection
     if split not in SPLITS:
         raise unknown(f"value of dataset.{dataset}.split", split, SPLITS)
+    # a wrong backend is an error even if no task of code is selected
     metric_name("lcc", code_sim)
     for name in selection:
         if name not in names(split):
             raise unknown(f"task of dataset {dataset}", name, names(split))
-    wanted = tuple(selection) or names(split)
-    paths = _paths(files, {name: places(name, split, folder) for name in wanted})
+    selected = selection or names(split)
+    paths = _find_files(files, {name: places(name, split, folder) for name in selected})
     prompts, lengths = official(files, PROMPTS), official(files, LENGTHS)
     tasks = []
     for name, path in paths.items():
@@ -127,75 +138,105 @@ def load(
         if not is_count(limit):
             reason = f"the answer length of {name} must be a whole number, got {kind(limit)}"
             raise UsageError(f"{FOLDER}/{LENGTHS}: {reason}")
-        examples = _examples(path, name, template, limit, split == "e")
+        examples = _examples(path, name, template, limit, with_buckets=split == "e")
+        newlines: tuple[str, ...] = ()
+        if spec.newline_ends:
+            newlines = ("\n",)
         task = Task(
             id=f"{dataset}/{name}",
             examples=examples,
             metric=metric_name(name, code_sim),
             source=f"{path.name}, {len(examples)} examples; prompts of LongBench's {PROMPTS}",
             category=spec.category,
-            stop=("\n",) if spec.newline_ends else (),
-            forbid_first=("\n",) if spec.newline_ends else (),
-            min_new_tokens=int(spec.newline_ends),
+            # pred.py ends samsum's answers at a newline, since models go on with another dialogue
+            stop=newlines,
+            forbid_first=newlines,
+            min_new_tokens=len(newlines),
             first_line=spec.first_line,
             chat=spec.chat,
+            # eval.py scores answers as they are, spaces at their ends included
             strip=False,
         )
         tasks.append(task)
-    return tasks
+    return limit_answers(dataset, tasks, max_new_tokens)
 
 
 def places(name: str, split: str, folder: str = FOLDER) -> tuple[str, ...]:
     """Return the places of a task's file below the data folder: as named here, or as LongBench's archive unpacks."""
-    ending = "_e" if split == "e" else ""
-    return f"{folder}/{name}{ending}.jsonl", f"{folder}/data/{name}{ending}.jsonl"
+    file = f"{name}.jsonl"
+    if split == "e":
+        file = f"{name}_e.jsonl"
+    return f"{folder}/{file}", f"{folder}/data/{file}"
 
 
-def _paths(files: Files, wanted: Mapping[str, tuple[str, ...]]) -> dict[str, Path]:
+def _find_files(files: Files, places_by_task: Mapping[str, tuple[str, ...]]) -> dict[str, Path]:
     """Return {task: file}, each at the first of its places that exists. Raises MissingData unless all are there."""
-    paths = {name: path for name, candidates in wanted.items() if (path := files.first(*candidates))}
-    missing = [candidates[0] for name, candidates in wanted.items() if name not in paths]
-    if missing:
-        where = f" below {files.root}" if files.root else ""
+    # all missing files in one error: a user fetches them together
+    paths = {}
+    missing = []
+    for name, candidates in places_by_task.items():
+        path = files.first(*candidates)
+        if path:
+            paths[name] = path
+        else:
+            missing.append(candidates[0])
+    if not missing:
+        return paths
+    text = f"dataset={files.dataset} needs {len(missing)} of {len(places_by_task)} files that do not exist"
+    if files.root:
+        text += f" below {files.root}"
+    text += f": {', '.join(missing)}: {files.ways()}."
+    if paths:
         present = ",".join(f"{files.dataset}/{name}" for name in paths)
-        hint = f" What is there can be run by name: {present}" if present else ""
-        raise MissingData(
-            f"dataset={files.dataset} needs {len(missing)} of {len(wanted)} files that do not exist{where}: "
-            f"{', '.join(missing)}: {files.ways()}.{hint}",
-            missing if files.root else (),
-        )
-    return paths
+        text += f" What is there can be run by name: {present}"
+    if not files.root:
+        # without a data folder the names of its files say nothing
+        missing = []
+    raise MissingData(text, missing)
 
 
 def official(files: Files, name: str) -> Mapping[str, object]:
     """Return one of LongBench's two official files: prompts or lengths of answers by task."""
     path = files.path(f"{FOLDER}/{name}")
+    # another file, or a page of a server instead of the file, would fail later without its name
     content = parse(path, "", read_text(path, f"dataset={files.dataset}"))
     if not isinstance(content, dict):
         raise UsageError(f"{path}: must be a JSON object by task, got {kind(content)}")
     return content
 
 
-def _examples(path: Path, name: str, template: str, limit: int, buckets: bool) -> tuple[Example, ...]:
+def _examples(path: Path, name: str, template: str, limit: int, with_buckets: bool) -> tuple[Example, ...]:
+    """Return the examples of a task's file. ``with_buckets``, their meta has the range of LongBench-E."""
+    # the question is the text behind the context; the prompt without it is what ``query_aware=false`` compresses
     prefix, _, suffix = template.partition("{context}")
     repeats: Counter[str] = Counter()
     examples = []
     for row in read_lines(path):
-        context, name_in_file = _string(row, "context"), row.name("_id", row.place)
-        question, length = _fill(suffix, row), row.value("length")
+        context, example_id = _possibly_empty_text(row, "context"), row.name("_id", row.place)
+        question, length = _fill_input(suffix, row), row.value("length")
         if not is_count(length):
             raise row.wrong(f"'length' must be a whole number from 1, got {kind(length)}")
-        repeats[name_in_file] += 1
+        # a repeated id stays two examples: LongBench counts lines
+        repeats[example_id] += 1
+        if repeats[example_id] > 1:
+            example_id = f"{example_id}#{repeats[example_id]}"
+        prompt = _fill_input(prefix, row) + context + question
+        answers = row.texts("answers")
+        classes: tuple[str, ...] = ()
+        if TASKS[name].metric == "classification":
+            classes = row.texts("all_classes")
+        meta: dict[str, object] = {"length": length}
+        if with_buckets:
+            meta["bucket"] = bucket(length)
         examples.append(
             Example(
-                # a repeated id stays two examples, as for LongBench, which counts lines
-                id=name_in_file if repeats[name_in_file] == 1 else f"{name_in_file}#{repeats[name_in_file]}",
-                prompt=_fill(prefix, row) + context + question,
-                answers=row.texts("answers"),
+                id=example_id,
+                prompt=prompt,
+                answers=answers,
                 max_new_tokens=limit,
-                classes=row.texts("all_classes") if TASKS[name].metric == "classification" else (),
+                classes=classes,
                 question=question,
-                meta={"length": length} | ({"bucket": bucket(length)} if buckets else {}),
+                meta=meta,
             )
         )
     if not examples:
@@ -203,10 +244,16 @@ def _examples(path: Path, name: str, template: str, limit: int, buckets: bool) -
     return tuple(examples)
 
 
-def _fill(template: str, row: FileRow) -> str:
-    return template.replace("{input}", _string(row, "input")) if "{input}" in template else template
+def _fill_input(template: str, row: FileRow) -> str:
+    """Return a part of the prompt with the row's input. The input is only read if the part has a place for it."""
+    # contexts and inputs may hold braces: ``str.format`` would read them as fields
+    if "{input}" not in template:
+        return template
+    return template.replace("{input}", _possibly_empty_text(row, "input"))
 
 
-def _string(row: FileRow, key: str) -> str:
-    """Return text that may be empty, as the input of summaries is."""
-    return "" if row.value(key) == "" else row.text(key)
+def _possibly_empty_text(row: FileRow, key: str) -> str:
+    """Return the text under ``key``, which may be empty: examples of summaries have no input."""
+    if row.value(key) == "":
+        return ""
+    return row.text(key)

@@ -1,7 +1,7 @@
-"""MDQA: a question, and k documents of which one holds its answer, at the first, middle or last place.
+"""MDQA: a question and k documents. One of them holds the answer, at the first, middle or last place.
 
 Layout and metric are those of lost-in-the-middle (github.com/nelson-liu/lost-in-the-middle, MIT; data CC BY-SA). Its
-distractors were retrieved; a file that holds them is used as it is. The oracle file holds gold documents only: then
+distractors were retrieved, and a file that holds them is used as it is. The oracle file holds gold documents only. Its
 distractors are the gold documents of other questions, which are easier to tell apart.
 """
 
@@ -14,11 +14,10 @@ from itertools import chain
 
 from kvbench.base.errors import unknown
 from kvbench.base.example import Example
-from kvbench.tasks.base import Task, own_wording
+from kvbench.tasks.base import LoadContext, Task, own_wording
 from kvbench.tasks.knobs import drawn, one_of, whole
 from kvbench.tasks.metrics.text import normalise_answer
 from kvbench.tasks.rows import FileRow, read
-from kvbench.tasks.source import Files
 
 INSTRUCTION = (
     "Answer the question by means of the documents below. One of them holds the answer; the others do not matter."
@@ -40,19 +39,17 @@ class Document:
 
 @dataclass(frozen=True)
 class Question:
-    """A question with its references, its gold document, and ``own``, the other passages of its line."""
+    """A question with its references, its gold document, and the other passages of its line."""
 
     row: FileRow
     text: str
     answers: tuple[str, ...]
     gold: Document
-    own: tuple[Document, ...]
+    other_passages: tuple[Document, ...]
 
 
 def load(
-    dataset: str,
-    files: Files,
-    selection: Sequence[str],
+    context: LoadContext,
     file: str,
     documents: int,
     positions: Sequence[str],
@@ -61,80 +58,132 @@ def load(
 ) -> list[Task]:
     """Return a task per position of the gold document (``mdqa/first``), with the same questions and distractors.
 
-    Distractors are a line's own passages, then gold documents of other questions in an order drawn for the question.
-    None contains an answer, after normalisation, and none occurs twice. ``middle`` is the earlier of two middle places.
-    The instruction is ours. As there, only what stands before the first newline of an answer is scored. Raises
-    UsageError naming file, line and reason for a record without question, answers or gold document, and where there are
-    too few distractors.
+    Distractors are the other passages of a line, then gold documents of other questions in an order drawn for the
+    question. None contains an answer, after normalisation, and none occurs twice. ``middle`` is the earlier of two
+    middle places. The instruction is ours. As in lost-in-the-middle, only the text before the first newline of an
+    answer is scored. Raises UsageError naming file, line and reason for a record without question, answers or gold
+    document, and if there are too few distractors.
     """
+    dataset, files = context.dataset, context.files
     whole(dataset, "documents", documents)
     whole(dataset, "seed", seed, least=0)
     whole(dataset, "max_new_tokens", max_new_tokens)
+    places = _choose_places(dataset, documents, positions, context.selection)
+    path = files.path(file)
+    questions = [_read_question(row) for row in read(path)]
+    # several questions may have the same gold document
+    pool = tuple(dict.fromkeys(question.gold for question in questions))
+    examples_at: dict[str, list[Example]] = {position: [] for position in places}
+    with_foreign_documents = 0
+    for i, question in enumerate(questions):
+        distractors = _choose_distractors(question, pool, documents - 1, seed)
+        if not set(distractors) <= set(question.other_passages):
+            with_foreign_documents += 1
+        # all positions have the same distractors, so that they differ in the place of the gold document alone
+        for position, place in places.items():
+            prompt, prompt_end = _write_prompt(question, distractors, place)
+            examples_at[position].append(
+                Example(
+                    id=f"mdqa-{i}",
+                    prompt=prompt,
+                    answers=question.answers,
+                    max_new_tokens=max_new_tokens,
+                    question=prompt_end,
+                    meta={"documents": documents, "gold": place + 1},
+                )
+            )
+    # foreign distractors are easier than retrieved ones, which a reader of the scores must know
+    fact = ""
+    if with_foreign_documents:
+        share = f"{with_foreign_documents} of {len(questions)} questions"
+        fact = f"distractors of {share} are gold documents of others"
+    tasks = []
+    for position, examples in examples_at.items():
+        task = Task(
+            id=f"{dataset}/{position}",
+            examples=tuple(examples),
+            metric="best_subspan_em",
+            source=f"NaturalQuestions-open, {path.name}, {documents} documents",
+            category="multi-document QA",
+            note=own_wording(dataset, fact),
+            cut_at="\n",
+        )
+        tasks.append(task)
+    return tasks
+
+
+def _choose_places(
+    dataset: str, documents: int, positions: Sequence[str] | str, selection: Sequence[str]
+) -> dict[str, int]:
+    """Return the place of the gold document among ``documents``, counted from 0, at each selected position.
+
+    Raises UsageError for a position that does not exist, or a selected one that ``positions`` does not have.
+    """
+    # in the order of the tasks, whatever order the knob has
     places = {"first": 0, "middle": (documents - 1) // 2, "last": documents - 1}
-    positions = [positions] if isinstance(positions, str) else list(positions)
+    if isinstance(positions, str):
+        positions = [positions]
     for position in positions:
         one_of(dataset, "positions", position, places)
     for name in selection:
         if name not in positions:
             raise unknown(f"task of dataset {dataset}", name, positions)
-    wanted = [p for p in places if p in (selection or positions)]
-    path = files.path(file)
-    questions = [_question(row) for row in read(path)]
-    pool = tuple(dict.fromkeys(q.gold for q in questions))
-    examples_at: dict[str, list[Example]] = {position: [] for position in wanted}
-    foreign = 0
-    for i, question in enumerate(questions):
-        others = _distractors(question, pool, documents - 1, seed)
-        foreign += not set(others) <= set(question.own)
-        prompt_end = f"Question: {question.text}\nAnswer:"
-        for position in wanted:
-            ordered = [*others[: places[position]], question.gold, *others[places[position] :]]
-            listing = "\n".join(f"Document [{n}](Title: {d.title}) {d.text}" for n, d in enumerate(ordered, start=1))
-            examples_at[position].append(
-                Example(
-                    id=f"mdqa-{i}",
-                    prompt=f"{INSTRUCTION}\n\n{listing}\n\n{prompt_end}",
-                    answers=question.answers,
-                    max_new_tokens=max_new_tokens,
-                    question=prompt_end,
-                    meta={"documents": documents, "gold": places[position] + 1},
-                )
-            )
-    share = f"{foreign} of {len(questions)} questions"
-    note = own_wording(dataset, f"distractors of {share} are gold documents of others" if foreign else "")
-    source = f"NaturalQuestions-open, {path.name}, {documents} documents"
-    metric, category = "best_subspan_em", "multi-document QA"
-    return [
-        Task(f"{dataset}/{position}", tuple(examples), metric, source, category, note, cut_at="\n")
-        for position, examples in examples_at.items()
-    ]
+    return {position: place for position, place in places.items() if position in (selection or positions)}
 
 
-def _question(row: FileRow) -> Question:
+def _write_prompt(question: Question, distractors: Sequence[Document], place: int) -> tuple[str, str]:
+    """Return (prompt with the gold document at ``place``, its end that asks)."""
+    documents = list(distractors)
+    documents.insert(place, question.gold)
+    # numbered from 1 and worded as in lost-in-the-middle's prompts
+    lines = [f"Document [{n}](Title: {d.title}) {d.text}" for n, d in enumerate(documents, start=1)]
+    listing = "\n".join(lines)
+    prompt_end = f"Question: {question.text}\nAnswer:"
+    return f"{INSTRUCTION}\n\n{listing}\n\n{prompt_end}", prompt_end
+
+
+def _read_question(row: FileRow) -> Question:
+    """Return the question of a row. Raises UsageError for a row without question, answers or one gold document."""
     passages = row.records("ctxs")
-    gold = [p for p in passages if p.values.get("isgold") is True] or (passages if len(passages) == 1 else [])
+    gold = [passage for passage in passages if passage.values.get("isgold") is True]
+    if not gold and len(passages) == 1:
+        # the only passage of a line is its gold document, marked or not
+        gold = passages
     if len(gold) != 1:
         raise row.wrong(f"one of 'ctxs' must be the gold document (isgold true), got {len(gold)}")
-    answers = tuple(a for a in row.texts("answers") if normalise_answer(a))
+    # a reference that normalisation leaves empty would be a part of every document and of every answer
+    answers = tuple(answer for answer in row.texts("answers") if normalise_answer(answer))
     if not answers:
         raise row.wrong("'answers' holds nothing but articles and punctuation")
-    distractors = tuple(_document(p) for p in passages if p is not gold[0])
-    return Question(row, row.text("question").strip(), answers, _document(gold[0]), distractors)
+    others = tuple(_read_document(passage) for passage in passages if passage is not gold[0])
+    return Question(
+        row=row,
+        text=row.text("question").strip(),
+        answers=answers,
+        gold=_read_document(gold[0]),
+        other_passages=others,
+    )
 
 
-def _document(row: FileRow) -> Document:
+def _read_document(row: FileRow) -> Document:
+    """Return a passage. It must have the key of a title, which may be null."""
     title = row.value("title")
-    return Document(title if isinstance(title, str) else "", row.text("text"))
+    if not isinstance(title, str):
+        title = ""
+    return Document(title, row.text("text"))
 
 
-def _distractors(question: Question, pool: Sequence[Document], count: int, seed: int) -> list[Document]:
-    """Return ``count`` different documents that contain no answer: the line's own first, then drawn from ``pool``."""
+def _choose_distractors(question: Question, pool: Sequence[Document], count: int, seed: int) -> list[Document]:
+    """Return ``count`` different documents without an answer: the line's other passages, then some of ``pool``."""
     answers = [normalise_answer(answer) for answer in question.answers]
+    # by text: one passage may stand under several titles
     chosen: dict[str, Document] = {}
-    for document in chain(question.own, drawn(pool, f"{seed}:{question.text}")):
+    for document in chain(question.other_passages, drawn(pool, f"{seed}:{question.text}")):
         if len(chosen) == count:
             break
-        if document.text != question.gold.text and not any(a in document.normalised for a in answers):
+        if document.text == question.gold.text:
+            continue
+        if not any(answer in document.normalised for answer in answers):
             chosen.setdefault(document.text, document)
     if len(chosen) < count:
         raise question.row.wrong(f"{count} distractors without an answer are wanted, there are {len(chosen)}")

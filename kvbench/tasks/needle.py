@@ -1,8 +1,8 @@
 """A needle in real text: a sentence hidden at a given depth of a given length, and a question that asks for it.
 
-The text is a folder of essays, cut so that the whole prompt, question and special tokens included, has the wanted
-number of tokens. After github.com/gkamradt/LLMTest_NeedleInAHaystack, with two differences: the needle always stands at
-a sentence end, and its depth is recorded as it came out.
+The text is a folder of essays. It is cut so that the whole prompt, question and special tokens included, has the wanted
+number of tokens. The test is that of github.com/gkamradt/LLMTest_NeedleInAHaystack with two differences: the needle
+always stands at a sentence end, and its true depth is recorded.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from kvbench.base.errors import MissingData, UsageError, unknown
 from kvbench.base.example import Example
 from kvbench.tasks import metrics
-from kvbench.tasks.base import Task, Tokenizer, read_text
+from kvbench.tasks.base import LoadContext, Task, Tokenizer, read_text
 from kvbench.tasks.knobs import whole
 from kvbench.tasks.source import ENVIRONMENT, Files
 from kvbench.tasks.tiny import GOLDEN, HEADER, needle_pair
@@ -25,9 +26,10 @@ SUFFIXES = (".txt", ".md")
 ESSAYS = "paul_graham"
 _SENTENCE_END = re.compile(r"""[.!?]["'”’)\]]*(?=\s)|[。！？]""")
 CHAT_ANSWER = 32
-"""The fewest new tokens with a chat template, where answers begin by repeating words of the question."""
+"""The fewest new tokens with a chat template: chat answers begin by repeating words of the question."""
+# Filling a length is given up above this mean number of characters per token: some tokenizers make one token of any
+# text that they do not know, which would never fill it.
 _LONGEST_TOKEN = 1000
-"""The mean number of characters per token above which filling a length is given up."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,7 @@ class Phrasing:
 
     pair: the function from an index to (sentence to hide, question, reference).
     prompt: a template that holds ``{context}`` and ``{question}`` once each.
-    lead: a text that is scored in front of every answer, which then ends at a newline but cannot begin with it.
+    lead: a text that is scored in front of every answer. The answer then ends at a newline but cannot begin with it.
     """
 
     pair: Callable[[int], tuple[str, str, str]]
@@ -51,21 +53,36 @@ CLASSIC_NEEDLE = (
     "What is the best thing to do in San Francisco?",
     "eat a sandwich and sit in Dolores Park on a sunny day",
 )
+# (sentence, question, reference) with the whole sentence as reference, as published needle scores have it
+CLASSIC_SENTENCE = (CLASSIC_NEEDLE[0], CLASSIC_NEEDLE[1], CLASSIC_NEEDLE[0])
 LEAD_NOTE = (
     "answers are scored with the sentence's beginning in front, so that an empty one has 60.0, as in papers' scripts"
 )
 CLASSIC_LEAD = "The best thing to do in San Francisco is "
 SENTENCE_PROMPT = "{context}\n\nQuestion: {question}\nAnswer:"
+
+
+def _always(pair: tuple[str, str, str]) -> Callable[[int], tuple[str, str, str]]:
+    """Return the function of a phrasing that hides the same sentence in every example."""
+
+    def pair_of(index: int) -> tuple[str, str, str]:
+        return pair
+
+    return pair_of
+
+
 PHRASINGS = {
-    "tiny": Phrasing(needle_pair, f"{HEADER} {{context}} {{question}}", "contains", 8),
-    "sanfrancisco": Phrasing(lambda _: CLASSIC_NEEDLE, SENTENCE_PROMPT, "rouge1", 30),
+    "tiny": Phrasing(
+        pair=needle_pair, prompt=f"{HEADER} {{context}} {{question}}", metric="contains", max_new_tokens=8
+    ),
+    "sanfrancisco": Phrasing(pair=_always(CLASSIC_NEEDLE), prompt=SENTENCE_PROMPT, metric="rouge1", max_new_tokens=30),
     # as UNComp's script scores it (github.com/menik1126/UNComp, run_needle_in_haystack.py)
     "completion": Phrasing(
-        lambda _: (CLASSIC_NEEDLE[0], f"{CLASSIC_LEAD.rstrip()}:", CLASSIC_NEEDLE[0]),
-        "{context}\n\nComplete this sentence as the text above has it. {question}",
-        "rouge1",
-        30,
-        CLASSIC_LEAD,
+        pair=_always((CLASSIC_NEEDLE[0], f"{CLASSIC_LEAD.rstrip()}:", CLASSIC_NEEDLE[0])),
+        prompt="{context}\n\nComplete this sentence as the text above has it. {question}",
+        metric="rouge1",
+        max_new_tokens=30,
+        lead=CLASSIC_LEAD,
     ),
 }
 
@@ -87,49 +104,57 @@ class NeedleKnobs:
     max_new_tokens: int | None
 
 
-def load(dataset: str, tokenizer: Tokenizer | None, files: Files, knobs: NeedleKnobs, chat: bool) -> list[Task]:
-    """Return one task per length, whose examples are ``repeats`` rounds over all ``depths`` (per cent of the text).
+def load(context: LoadContext, **entry: Any) -> list[Task]:
+    """Return one task per length. Its examples are ``repeats`` rounds over all ``depths`` (per cent of the text).
 
     ``lengths`` are prompt tokens as ``tokenizer.encode`` counts them, special tokens included, chat template not. A
-    prompt is never longer; it is a few tokens shorter only where no cut of the text gives the exact number. Raises
+    prompt is never longer. It is a few tokens shorter only if no cut of the text gives the exact number. Raises
     UsageError for a haystack that is missing, empty or not text, and for lengths that leave no room.
     """
+    knobs = NeedleKnobs(**entry)
+    dataset, files, tokenizer = context.dataset, context.files, context.tokenizer
     lengths = [whole(dataset, "lengths", n, 1, 10_000_000) for n in _check_list(dataset, "lengths", knobs.lengths)]
     depths = _check_list(dataset, "depths", knobs.depths)
     for depth in depths:
         if not isinstance(depth, int | float) or isinstance(depth, bool) or not 0 <= depth <= 100:
             raise UsageError(f"dataset.{dataset}.depths={depth!r} is not possible: a number from 0 to 100")
     whole(dataset, "repeats", knobs.repeats, 1, 1_000_000)
-    phrasing = _phrasing(dataset, knobs)
+    phrasing = _choose_phrasing(dataset, knobs)
     if knobs.max_new_tokens is not None:
         whole(dataset, "max_new_tokens", knobs.max_new_tokens, 1, 1_000_000)
-    default = max(CHAT_ANSWER, phrasing.max_new_tokens) if chat else phrasing.max_new_tokens
-    phrasing = replace(phrasing, max_new_tokens=knobs.max_new_tokens or default)
+        phrasing = replace(phrasing, max_new_tokens=knobs.max_new_tokens)
+    elif context.chat:
+        phrasing = replace(phrasing, max_new_tokens=max(CHAT_ANSWER, phrasing.max_new_tokens))
     if tokenizer is None:
         raise UsageError(f"dataset {dataset} is cut to a number of tokens: it needs a model with a tokenizer")
     text, source = read_haystack(files, knobs.haystack)
+    # each repeat begins elsewhere in the text; multiples of the golden ratio spread any number of beginnings evenly
     starts = [repeat * GOLDEN % 1.0 for repeat in range(knobs.repeats)]
-    stop = ("\n",) if phrasing.lead else ()
-    return [
-        Task(
+    tasks = []
+    for length in lengths:
+        windows = (Window(text, start, tokenizer) for start in starts)
+        facts = []
+        stop: tuple[str, ...] = ()
+        if phrasing.lead:
+            facts.append(f"{dataset}: {LEAD_NOTE}")
+            stop = ("\n",)
+        if len(text) < length:
+            # a token has at least one character in nearly every text: fewer characters cannot fill the tokens
+            facts.append(f"the haystack of {len(text)} characters is repeated to fill {length} tokens")
+        task = Task(
             id=f"{dataset}/{length}",
-            examples=tuple(_examples(dataset, phrasing, (Window(text, s, tokenizer) for s in starts), length, depths)),
+            examples=tuple(_examples(dataset, phrasing, windows, length=length, depths=depths)),
             metric=phrasing.metric,
             source=source,
             category="needle",
-            note="; ".join(filter(None, [f"{dataset}: {LEAD_NOTE}" if phrasing.lead else "", _repeated(text, length)])),
+            note="; ".join(facts),
             stop=stop,
             min_new_tokens=len(stop),  # an answer that may stop at a newline must not begin with it
             grid=("depth",),
             lead=phrasing.lead,
         )
-        for length in lengths
-    ]
-
-
-def _repeated(text: str, length: int) -> str:
-    """Return the note on a haystack that is repeated to fill ``length`` tokens, '' if it clearly is not."""
-    return f"the haystack of {len(text)} characters is repeated to fill {length} tokens" if len(text) < length else ""
+        tasks.append(task)
+    return tasks
 
 
 def _examples(
@@ -139,16 +164,19 @@ def _examples(
     for repeat, window in enumerate(windows):
         for i, depth in enumerate(depths):
             needle, question, reference = phrasing.pair(repeat * len(depths) + i)
-            # the prompt's end, where that is what asks
+            template = phrasing.prompt.replace("{question}", question)
+            prompt, meta = window.fill(dataset, template, needle, length=length, depth=depth)
+            # a template may ask in front of the text: then nothing at the prompt's end can be withheld
             ending = phrasing.prompt.partition("{context}")[2].replace("{question}", question)
-            prompt, meta = window.fill(dataset, phrasing.prompt, needle, question, length, depth)
+            if question not in ending:
+                ending = ""
             yield Example(
                 id=f"needle-{length}-{depth:g}-{repeat}",
                 prompt=prompt,
                 answers=(reference,),
                 max_new_tokens=phrasing.max_new_tokens,
-                question=ending if question in ending else "",
-                meta={"length": length, "depth": depth, "repeat": repeat, **meta},
+                question=ending,
+                meta={"length": length, "depth": depth, "repeat": repeat} | meta,
             )
 
 
@@ -170,18 +198,31 @@ def read_haystack(files: Files, haystack: str | None) -> tuple[str, str]:
         raise MissingData(f"dataset {dataset} hides its needle in real text and has none: {remedy}")
     if not path.exists():
         raise MissingData(f"dataset {dataset}: there is no haystack {path}; {remedy}", [haystack or ESSAYS])
+    paths = [path]
     try:
-        paths = sorted(f for f in path.iterdir() if f.suffix.lower() in SUFFIXES) if path.is_dir() else [path]
+        if path.is_dir():
+            # by name, so that the text is the same on every file system
+            paths = sorted(file for file in path.iterdir() if file.suffix.lower() in SUFFIXES)
     except OSError as error:
         raise UsageError(f"dataset {dataset}: haystack {path} cannot be read: {error.strerror}") from None
-    texts = [read_text(file, f"dataset {dataset}: haystack").strip("\ufeff \n\t\r") for file in paths]
-    text = "\n\n".join(filter(None, texts))
-    if not _SENTENCE_END.search(f"{text}\n"):
+    texts = []
+    for file in paths:
+        file_text = read_text(file, f"dataset {dataset}: haystack").strip("\ufeff \n\t\r")
+        if file_text:
+            texts.append(file_text)
+    if not paths:
+        lack = "no .txt or .md file"
+    elif not texts:
+        lack = "no text"
+    else:
         lack = "no sentence end (. ! ?)"
-        if not text:
-            lack = "no text" if paths else "no .txt or .md file"
+    text = "\n\n".join(texts)
+    if not _SENTENCE_END.search(f"{text}\n"):
         raise UsageError(f"dataset {dataset}: haystack {path} has {lack}; {remedy}")
-    return text, f"real text: {path.name}, {len(paths)} file{'s' if len(paths) > 1 else ''}"
+    source = f"real text: {path.name}, {len(paths)} file"
+    if len(paths) > 1:
+        source += "s"
+    return text, source
 
 
 class Window:
@@ -189,29 +230,36 @@ class Window:
 
     def __init__(self, text: str, start: float, tokenizer: Tokenizer) -> None:
         """Begin at the first whole sentence after the fraction ``start`` of the text."""
-        ends = [0, *(m.end() for m in _SENTENCE_END.finditer(f"{text}\n") if m.end() < len(text))]
+        ends = [0]
+        for match in _SENTENCE_END.finditer(f"{text}\n"):
+            if match.end() < len(text):
+                ends.append(match.end())
         start_index = ends[min(bisect_left(ends, start * len(text)), len(ends) - 1)]
+        # the text behind the beginning, then the text before it: nothing is lost before it repeats
         self.period = f"{text[start_index:].lstrip()}\n\n{text[:start_index]}".rstrip() + "\n\n"
         self.tokenizer = tokenizer
         sample = self.period[:2000]
         self.chars_per_token = len(sample) / max(1, len(tokenizer.encode(sample)))
         self._grow(2000)
 
-    def fill(
-        self, dataset: str, prompt: str, needle: str, question: str, length: int, depth: float
-    ) -> tuple[str, dict[str, float]]:
-        """Return (a prompt of at most ``length`` tokens, its true length and the needle's true depth and position)."""
-        prefix, suffix = prompt.replace("{question}", question).split("{context}")
+    def fill(self, dataset: str, template: str, needle: str, length: int, depth: float) -> tuple[str, dict[str, float]]:
+        """Return (a prompt of at most ``length`` tokens, its true length and the needle's true depth and position).
+
+        ``template`` holds ``{context}`` once.
+        """
+        prefix, suffix = template.split("{context}")
 
         def assemble(cut: int) -> str:
+            """Return the prompt whose context is the first ``cut`` characters of the text, and the needle."""
             end = self._nearest_end(cut, depth)
-            inside = f"{self.text[:end]} {needle}{self.text[end:cut]}" if end else f"{needle} {self.text[:cut]}"
-            return prefix + inside + suffix
+            if end == 0:
+                return f"{prefix}{needle} {self.text[:cut]}{suffix}"
+            return f"{prefix}{self.text[:end]} {needle}{self.text[end:cut]}{suffix}"
 
-        def tokens(cut: int) -> int:
+        def count_tokens(cut: int) -> int:
             return len(self.tokenizer.encode(assemble(cut)))
 
-        shortest = tokens(0)
+        shortest = count_tokens(0)
         if shortest > length:
             raise UsageError(
                 f"dataset {dataset}: length {length} is too short: needle and question alone have {shortest} tokens"
@@ -219,9 +267,10 @@ class Window:
         guess = (length - shortest) * self.chars_per_token
         while True:
             self._grow(int(1.2 * guess) + 1000)
-            cut = _cut(tokens, length, int(guess), len(self.text), self.chars_per_token)
-            if cut < len(self.text) or tokens(cut) == length:
+            cut = _find_cut(count_tokens, length, int(guess), most=len(self.text), chars_per_token=self.chars_per_token)
+            if cut < len(self.text) or count_tokens(cut) == length:
                 break
+            # all of the text is in the prompt and it is too short: the sample had shorter tokens than the text
             if len(self.text) > _LONGEST_TOKEN * length:
                 raise UsageError(f"dataset {dataset}: {len(self.text)} characters of text have under {length} tokens")
             guess = 2 * len(self.text)
@@ -231,62 +280,75 @@ class Window:
             )
         end = self._nearest_end(cut, depth)
         position = len(self.tokenizer.encode((prefix + self.text[:end]).rstrip()))
-        return assemble(cut), {
-            "tokens": tokens(cut),
+        facts = {
+            "tokens": count_tokens(cut),
             "depth_actual": round(100 * end / cut, 2),
             "position": position,
         }
+        return assemble(cut), facts
 
     def _grow(self, chars: int) -> None:
         """Set ``text`` to the period repeated up to ``chars`` characters, and ``ends`` to its sentence ends."""
-        times = -(-chars // len(self.period))
+        times = -(-chars // len(self.period))  # rounded up
         self.text = (self.period * times)[:chars]
-        self.ends = [m.end() for m in _SENTENCE_END.finditer(self.text)]
+        self.ends = [match.end() for match in _SENTENCE_END.finditer(self.text)]
 
     def _nearest_end(self, cut: int, depth: float) -> int:
         """Return the text's start or the sentence end up to ``cut`` that is nearest to ``depth`` per cent of it."""
         target = cut * depth / 100
+        # the last end before the target and the first one behind it
         i = bisect_left(self.ends, target)
-        candidates = [0, *(end for end in self.ends[max(0, i - 1) : i + 1] if end <= cut)]
+        neighbours = self.ends[max(0, i - 1) : i + 1]
+        candidates = [0] + [end for end in neighbours if end <= cut]
         return min(candidates, key=lambda end: abs(end - target))
 
 
-def _cut(tokens: Callable[[int], int], length: int, guess: int, most: int, chars_per_token: float) -> int:
-    """Return a number of characters up to ``most`` with ``tokens(cut) == length``, or else with slightly fewer tokens.
+def _find_cut(count_tokens: Callable[[int], int], length: int, guess: int, most: int, chars_per_token: float) -> int:
+    """Return a number of characters up to ``most`` whose prompt has ``length`` tokens, or else slightly fewer.
 
     Each step is the remaining tokens times ``chars_per_token``. It stays between bounds as in a bisection, which
     replaces it after ten steps: token counts grow with the cut, apart from a token or two.
     """
+    # a cut at ``low`` has fewer tokens than ``length``, a cut at ``high`` has more
     low, high = 0, most + 1
     cut = min(max(1, guess), most)
     steps = 0
     while high - low > 1:
-        n = tokens(cut)
-        if n == length:
+        tokens = count_tokens(cut)
+        if tokens == length:
             return cut
-        low, high, steps = (cut, high, steps + 1) if n < length else (low, cut, steps + 1)
-        step = round((length - n) * chars_per_token) or (1 if n < length else -1)
-        cut = cut + step if steps < 10 else 0  # 0: outside of the bounds, so that the middle is taken
-        if not low < cut < high:
+        step = round((length - tokens) * chars_per_token)
+        if tokens < length:
+            low = cut
+            step = step or 1
+        else:
+            high = cut
+            step = step or -1
+        steps += 1
+        cut += step
+        if steps >= 10 or not low < cut < high:
             cut = (low + high) // 2
     # a longer cut can have a token less: the neighbours of the bound may have the exact number
-    around = range(max(0, low - 8), min(low + 8, most) + 1)
-    return next((nearby for nearby in around if tokens(nearby) == length), low)
+    for nearby in range(max(0, low - 8), min(low + 8, most) + 1):
+        if count_tokens(nearby) == length:
+            return nearby
+    return low
 
 
-def _phrasing(dataset: str, knobs: NeedleKnobs) -> Phrasing:
+def _choose_phrasing(dataset: str, knobs: NeedleKnobs) -> Phrasing:
+    """Return the phrasing that the knobs name or spell out. Raises UsageError if they are not possible together."""
     if knobs.phrasing not in PHRASINGS:
         raise unknown("phrasing of dataset needle", knobs.phrasing, PHRASINGS, "Or give needle= and question=.")
     phrasing = PHRASINGS[knobs.phrasing]
     if knobs.needle and knobs.question:
-        custom = (knobs.needle, knobs.question, knobs.answer or knobs.needle)
-        phrasing = Phrasing(lambda _: custom, SENTENCE_PROMPT, "rouge1", 30)
+        pair = _always((knobs.needle, knobs.question, knobs.answer or knobs.needle))
+        phrasing = Phrasing(pair=pair, prompt=SENTENCE_PROMPT, metric="rouge1", max_new_tokens=30)
     elif knobs.needle or knobs.question or knobs.answer:
         raise UsageError(f"dataset {dataset}: needle= and question= belong together (answer= is optional: the needle)")
     name = metrics.metric(knobs.metric or phrasing.metric).name
     if knobs.phrasing == "sanfrancisco" and not knobs.needle and name in ("rouge1", "rouge_l"):
-        # Published needle scores compare the answer with the whole needle sentence.
-        phrasing = replace(phrasing, pair=lambda _: (*CLASSIC_NEEDLE[:2], CLASSIC_NEEDLE[0]))
+        # published needle scores compare the answer with the whole needle sentence
+        phrasing = replace(phrasing, pair=_always(CLASSIC_SENTENCE))
     template = knobs.prompt or phrasing.prompt
     if template.count("{context}") != 1 or template.count("{question}") != 1:
         raise UsageError(f"dataset.{dataset}.prompt={template!r} must hold {{context}} and {{question}} once each")
@@ -295,7 +357,12 @@ def _phrasing(dataset: str, knobs: NeedleKnobs) -> Phrasing:
 
 def _check_list(dataset: str, knob: str, value: float | Sequence[float]) -> list[float]:
     """Return a knob's value as a list. Raises UsageError if it is empty or holds a value twice."""
-    values = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [value]
-    if not values or any(values.count(v) > 1 for v in values):
+    # a text is a sequence, too, but a knob of one wrong value for the checks that follow
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        values = list(value)
+    else:
+        values = [value]
+    # values may be of any type, lists included: a set cannot hold them
+    if not values or any(values.count(entry) > 1 for entry in values):
         raise UsageError(f"dataset.{dataset}.{knob}={values} must be a list of different values, at least one")
     return values

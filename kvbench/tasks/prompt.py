@@ -19,6 +19,7 @@ from kvbench.tasks.base import Task, Tokenizer
 TEMPLATES = ("off", "on", "skip")
 TRUNCATIONS = ("tokens", "text")
 SENTINEL = "kvbench5entinel"
+"""A text that stands in no template: the place where it comes out is the place of the content."""
 
 
 @dataclass(frozen=True)
@@ -27,16 +28,16 @@ class PromptPolicy:
 
     template: whether the tokenizer's chat template is ``on`` or ``off`` for all tasks, or ``skip``: on except for
     tasks that are read without one (few-shot and code).
-    truncation: how a prompt longer than ``max_length`` tokens loses its middle: by ``tokens`` exactly, or as ``text``,
-    whose halves are decoded and tokenised again, as LongBench's scripts do (and as a template needs in any case).
-    max_length: the most tokens of a prompt without template, special tokens counted; None for context minus answer.
-    min_new_tokens: the least tokens of an answer for every task; None to take each task's own.
+    truncation: how a prompt longer than ``max_length`` tokens loses its middle: by ``tokens`` exactly, or as ``text``.
+    As text its halves are decoded and tokenised again, as in LongBench's scripts. A template always needs this.
+    max_length: the most tokens of a prompt without template, special tokens counted. None for context minus answer.
+    min_new_tokens: the least tokens of an answer for every task. None takes each task's own.
     system: the text of a system message, used with the template.
-    query_aware: False compresses the context before the question is known, which is then appended whole; None for what
-    each task has.
-    frame: the text of a chat template in place of the tokenizer's own, where a paper's script had one.
-    bos: False leaves out the special tokens that the tokenizer puts around a text; a template has its own.
-    thinking: False renders a chat template that has a switch for it without thinking.
+    query_aware: False compresses the context before the question is known and then appends the question whole. None
+    takes each task's own.
+    frame: the text of a chat template in place of the tokenizer's own, for papers whose scripts had one.
+    bos: False leaves out the special tokens that the tokenizer puts around a text. A template has its own.
+    thinking: False renders a chat template without thinking if it has a switch for it.
     """
 
     name: str = "plain"
@@ -52,30 +53,34 @@ class PromptPolicy:
 
     def __post_init__(self) -> None:
         for key, allowed in (("template", TEMPLATES), ("truncation", TRUNCATIONS)):
-            if getattr(self, key) not in allowed:
-                raise UsageError(f"prompt.{key}={getattr(self, key)!r} is not possible: one of {', '.join(allowed)}")
-        for key, low in (("max_length", 1), ("min_new_tokens", 0)):
             value = getattr(self, key)
-            if value is not None and (not is_whole(value) or value < low):
-                raise UsageError(f"{key}={value!r} is not possible: a whole number, {low} or more")
-        if not isinstance(self.system, (str, type(None))):
+            if value not in allowed:
+                raise UsageError(f"prompt.{key}={value!r} is not possible: one of {', '.join(allowed)}")
+        for key, least in (("max_length", 1), ("min_new_tokens", 0)):
+            value = getattr(self, key)
+            if value is not None and (not is_whole(value) or value < least):
+                raise UsageError(f"{key}={value!r} is not possible: a whole number, {least} or more")
+        if not isinstance(self.system, str | None):
             raise UsageError(f"prompt.system={self.system!r} is not possible: a text, in quotes if it is a number")
         if not isinstance(self.query_aware, bool | None):
             raise UsageError(f"prompt.query_aware={self.query_aware!r} is not possible: true, false, or null")
         for key in ("bos", "thinking"):
-            if not isinstance(getattr(self, key), bool):
-                raise UsageError(f"prompt.{key}={getattr(self, key)!r} is not possible: true or false")
+            value = getattr(self, key)
+            if not isinstance(value, bool):
+                raise UsageError(f"prompt.{key}={value!r} is not possible: true or false")
 
     def templated(self, task: Task) -> bool:
         """Tell if this task's prompts go through the chat template."""
         return self.template == "on" or (self.template == "skip" and task.chat)
 
     def aware(self, task: Task) -> bool:
-        """Tell if the question of this task's prompts is read before the context is compressed.
-
-        It never is where a context has several, since one cache cannot be made for each of them.
-        """
-        return not task.turns and (task.query_aware if self.query_aware is None else self.query_aware)
+        """Tell if the question of this task's prompts is read before the context is compressed."""
+        if task.turns:
+            # one cache serves all questions of a context: it cannot be made for each of them
+            return False
+        if self.query_aware is not None:
+            return self.query_aware
+        return task.query_aware
 
     def render(self, tokenizer: Any, content: str) -> str:
         """Return the text of one user message inside the chat template, ready for the answer."""
@@ -89,40 +94,63 @@ class PromptPolicy:
 
     def rendered(self, tokenizer: Any, talk: list[dict[str, str]]) -> str:
         """Return the text of a talk inside the chat template, ready for the answer to its last message."""
-        messages = [*([{"role": "system", "content": self.system}] if self.system else []), *talk]
-        options: dict[str, Any] = {} if self.frame is None else {"chat_template": self.frame}
+        messages = list(talk)
+        if self.system:
+            messages.insert(0, {"role": "system", "content": self.system})
+        options: dict[str, object] = {}
+        if self.frame is not None:
+            options["chat_template"] = self.frame
         if not self.thinking:
             options["enable_thinking"] = False
         try:
             return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options))
         except Exception as error:
+            # templates are programs of their authors, which raise whatever they like
             raise UsageError(f"the model's chat template cannot be applied: {error}") from None
 
     def renderer(self, tokenizer: Any) -> Callable[[str], str] | None:
         """Return the function from a prompt to its text in the chat template, None if no task uses one."""
-        return None if self.template == "off" else partial(self.render, tokenizer)
+        if self.template == "off":
+            return None
+        return partial(self.render, tokenizer)
 
     def between(self, tokenizer: Any) -> str:
-        """Return what a chat template puts between an answer and the user's next message."""
-        talk = [{"role": role, "content": f"{SENTINEL}{i}."} for i, role in enumerate(("user", "assistant", "user"))]
-        return self.rendered(tokenizer, talk).partition(f"{SENTINEL}1.")[2].partition(f"{SENTINEL}2.")[0]
+        """Return the text that a chat template puts between an answer and the user's next message."""
+        roles = ("user", "assistant", "user")
+        talk = [{"role": role, "content": f"{SENTINEL}{i}."} for i, role in enumerate(roles)]
+        behind_answer = self.rendered(tokenizer, talk).partition(f"{SENTINEL}1.")[2]
+        return behind_answer.partition(f"{SENTINEL}2.")[0]
 
-    def identity(self, task: Task, tokenizer: Any) -> dict[str, Any]:
-        """Return the policy's settings for one task, with the template's text and without the preset's name."""
+    def identity(self, task: Task, tokenizer: Any) -> dict[str, object]:
+        """Return the policy's settings for one task, with the template's text and without the preset's name.
+
+        They are a part of a cell's identity. A setting that changes no prompt of the task is left out or constant, so
+        that it makes no new cell.
+        """
         if task.examples[0].tokens:
             return {"text": "as tokens"}
-        frame = self.render(tokenizer, SENTINEL) if self.templated(task) else ""
-        if frame and task.turns in ("gold", "own"):
-            frame += self.between(tokenizer)
-        bare = not (self.bos or frame) and list(tokenizer.encode(SENTINEL)) != plain_ids(tokenizer, SENTINEL)
-        return {
-            "template": hashlib.sha256(frame.encode()).hexdigest()[:16] if frame else False,
-            "system": self.system if frame else None,
-            "truncation": "tokens" if task.turns else self.truncation,
+        settings: dict[str, object] = {
+            "template": False,
+            "system": None,
+            "truncation": self.truncation,
             "max_length": self.max_length,
             "query_aware": self.aware(task),
-            **({"bos": False} if bare else {}),
         }
+        if task.turns:
+            # contexts of several questions are always cut by tokens
+            settings["truncation"] = "tokens"
+        if self.templated(task):
+            frame = self.render(tokenizer, SENTINEL)
+            if frame and task.turns in ("gold", "own"):
+                frame += self.between(tokenizer)
+            if frame:
+                settings["template"] = hashlib.sha256(frame.encode()).hexdigest()[:16]
+                settings["system"] = self.system
+                return settings
+        # bos=false says nothing of a tokenizer that puts no tokens around a text
+        if not self.bos and list(tokenizer.encode(SENTINEL)) != plain_ids(tokenizer, SENTINEL):
+            settings["bos"] = False
+        return settings
 
 
 @dataclass(frozen=True)
@@ -131,7 +159,7 @@ class Encoded:
 
     ids: the tokens that are prefilled.
     question: the tokens that are appended after compression, none unless ``query_aware=false``.
-    cut: the number of tokens that were cut out.
+    cut: the number of tokens that were cut out of the prompt.
     """
 
     ids: tuple[int, ...]
@@ -145,46 +173,85 @@ class Encoded:
 def encode(tokenizer: Any, example: Example, task: Task, policy: PromptPolicy, room: int | None) -> Encoded:
     """Return the token ids of a prompt. ``room`` is the model's context minus the answer, None if there is no limit.
 
-    The prompt is cut first, counted with its special tokens as LongBench's scripts count; then the template is rendered
+    The prompt is cut first, counted with its special tokens as in LongBench's scripts. Then the template is rendered
     with the real content and tokenised once, so that the ids are those of the template's own text.
     """
     templated = policy.templated(task)
-    question, prefix = _question(example, task, policy), example.answer_prefix
-    whole = example.prompt if templated else example.prompt + prefix
-    all_ids = list(tokenizer.encode(whole)) if policy.bos else plain_ids(tokenizer, whole)
-    limit = _limit(tokenizer, example, task, policy, room, all_ids)
-    if limit is None or len(all_ids) <= limit:
+    question = _withheld_question(example, task, policy)
+    # behind a template the answer's beginning is no part of the user's message and is added later
+    prompt_text = example.prompt
+    if not templated:
+        prompt_text += example.answer_prefix
+    # special tokens count, or the ids would be more than the limit
+    prompt_ids = text_ids(tokenizer, prompt_text, policy.bos)
+    limit = _length_limit(tokenizer, example, task, policy, room=room, prompt_tokens=len(prompt_ids))
+    if limit is None or len(prompt_ids) <= limit:
         if not templated:
-            return part(tokenizer, all_ids, whole, question, 0)
-        text = policy.render(tokenizer, example.prompt) + prefix
-        return part(tokenizer, plain_ids(tokenizer, text), text, question, 0)
+            return part(tokenizer, prompt_ids, prompt_text, question, cut=0)
+        text = policy.render(tokenizer, example.prompt) + example.answer_prefix
+        return part(tokenizer, plain_ids(tokenizer, text), text, question, cut=0)
     if policy.truncation == "tokens" and not templated:
-        front = (limit + 1) // 2
-        shortened = [*all_ids[:front], *all_ids[len(all_ids) - (limit - front) :]] if limit > front else all_ids[:front]
-        held_back = _count(tokenizer, whole, question)
-        if held_back > limit - front:
+        shortened = cut_middle(prompt_ids, limit)
+        question_length = _count_question(tokenizer, prompt_text, question)
+        # the question must lie within the half that is left behind the cut
+        if question_length > limit // 2:
             raise no_room(task)
-        divide = limit - held_back
-        return Encoded(tuple(shortened[:divide]), tuple(shortened[divide:]), len(all_ids) - limit)
+        divide = limit - question_length
+        return Encoded(tuple(shortened[:divide]), tuple(shortened[divide:]), len(prompt_ids) - limit)
+    return _encode_halves(tokenizer, example, task, policy, prompt_ids=prompt_ids, limit=limit, room=room)
+
+
+def _encode_halves(
+    tokenizer: Any,
+    example: Example,
+    task: Task,
+    policy: PromptPolicy,
+    *,
+    prompt_ids: Sequence[int],
+    limit: int,
+    room: int | None,
+) -> Encoded:
+    """Return a prompt whose halves of ``limit // 2`` tokens each were decoded, joined and tokenised again.
+
+    This is the cut of LongBench's pred.py. A template needs it, since it is rendered around a text.
+    """
+    templated = policy.templated(task)
+    question = _withheld_question(example, task, policy)
     half = limit // 2
-    content = "".join(
-        tokenizer.decode(h, skip_special_tokens=True)
-        for h in (all_ids[:half], all_ids[len(all_ids) - half :] if half else [])
-    )
-    if question and not content.endswith(question if templated else question + prefix):
+    # not [-half:], which would be everything for a half of 0
+    front, back = prompt_ids[:half], prompt_ids[len(prompt_ids) - half :]
+    content = tokenizer.decode(front, skip_special_tokens=True) + tokenizer.decode(back, skip_special_tokens=True)
+    prompt_end = question
+    if not templated:
+        prompt_end += example.answer_prefix
+    if question and not content.endswith(prompt_end):
         raise no_room(task)
-    text = policy.render(tokenizer, content) + prefix if templated else content
-    ids = plain_ids(tokenizer, text) if templated or not policy.bos else list(tokenizer.encode(text))
+    if templated:
+        text = policy.render(tokenizer, content) + example.answer_prefix
+        ids = plain_ids(tokenizer, text)
+    else:
+        text = content
+        ids = text_ids(tokenizer, text, policy.bos)
     if room is not None and len(ids) > room:
         # tokenising again can give a few more tokens than were kept
-        ids = [*ids[: room // 2], *ids[len(ids) - (room - room // 2) :]]
-    return part(tokenizer, ids, text, question, len(all_ids) - 2 * half)
+        back_length = room - room // 2
+        ids = ids[: room // 2] + ids[len(ids) - back_length :]
+    return part(tokenizer, ids, text, question, cut=len(prompt_ids) - 2 * half)
+
+
+def cut_middle(ids: Sequence[int], limit: int) -> list[int]:
+    """Return the first and the last ids, ``limit`` together; the front has one more if ``limit`` is odd."""
+    front = (limit + 1) // 2
+    back = limit - front
+    return list(ids[:front]) + list(ids[len(ids) - back :])
 
 
 def check(tokenizer: Any, task: Task, policy: PromptPolicy) -> None:
     """Raise UsageError, before anything is read, for a policy that this task or tokenizer cannot follow."""
+    # some templates print only messages of roles that they know, or take the content from another field
     if policy.templated(task) and SENTINEL not in policy.render(tokenizer, SENTINEL):
         raise UsageError("the chat template drops the prompt: it does not print the message's content")
+    # windows of a text have no answer whose length a policy could set
     answers = [e.max_new_tokens for e in task.examples if not e.tokens]
     if answers and policy.min_new_tokens is not None and policy.min_new_tokens > max(answers):
         raise UsageError(
@@ -193,10 +260,10 @@ def check(tokenizer: Any, task: Task, policy: PromptPolicy) -> None:
         )
     for example in task.examples:
         if not (example.tokens or example.turns):
-            _question(example, task, policy)
+            _withheld_question(example, task, policy)
 
 
-def _question(example: Example, task: Task, policy: PromptPolicy) -> str:
+def _withheld_question(example: Example, task: Task, policy: PromptPolicy) -> str:
     """Return the question at the prompt's end, which ``query_aware=false`` withholds, or '' if the policy does not."""
     if policy.aware(task):
         return ""
@@ -208,41 +275,59 @@ def _question(example: Example, task: Task, policy: PromptPolicy) -> str:
     return example.question
 
 
-def _limit(
-    tokenizer: Any, example: Example, task: Task, policy: PromptPolicy, room: int | None, all_ids: Sequence[int]
+def _length_limit(
+    tokenizer: Any, example: Example, task: Task, policy: PromptPolicy, *, room: int | None, prompt_tokens: int
 ) -> int | None:
     """Return how many tokens of the prompt without template may stay, None if there is no limit."""
-    available = room
+    limits = []
+    if policy.max_length is not None:
+        limits.append(policy.max_length)
     if room is not None and policy.templated(task):
+        # the template's own tokens and the answer's beginning take a part of the room
         framed = plain_ids(tokenizer, policy.render(tokenizer, example.prompt) + example.answer_prefix)
-        available = room - max(0, len(framed) - len(all_ids))
-    limits = [x for x in (policy.max_length, available) if x is not None]
-    if limits and min(limits) < 1:
+        limits.append(room - max(0, len(framed) - prompt_tokens))
+    elif room is not None:
+        limits.append(room)
+    if not limits:
+        return None
+    # a prompt of no tokens cannot be prefilled
+    if min(limits) < 1:
         raise no_room(task)
-    return min(limits) if limits else None
+    return min(limits)
 
 
 def part(tokenizer: Any, ids: Sequence[int], text: str, question: str, cut: int) -> Encoded:
-    """Return the ids of ``text`` divided into context and question; together they are the ids of the whole text."""
-    question_length = _count(tokenizer, text, question)
-    return Encoded(tuple(ids[: len(ids) - question_length]), tuple(ids[len(ids) - question_length :]), cut)
+    """Return the ids of ``text`` divided into context and question. Together they are the ids of the whole text."""
+    question_length = _count_question(tokenizer, text, question)
+    divide = len(ids) - question_length
+    return Encoded(tuple(ids[:divide]), tuple(ids[divide:]), cut)
 
 
-def _count(tokenizer: Any, text: str, question: str) -> int:
+def _count_question(tokenizer: Any, text: str, question: str) -> int:
     """Return how many tokens of ``text`` lie between the start of the last ``question`` in it and the end."""
     if not question:
         return 0
     # a template may strip the whitespace around the message
     start = text.rindex(question.strip())
     if getattr(tokenizer, "is_fast", False):
+        # a token that begins before the question and ends in it belongs to the question
         offsets = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
         return sum(end > start for _, end in offsets)
     return len(plain_ids(tokenizer, text[start:]))
 
 
+def text_ids(tokenizer: Tokenizer, text: str, special: bool) -> list[int]:
+    """Return the ids of a text, with the special tokens that the tokenizer puts around it or without them."""
+    if special:
+        return list(tokenizer.encode(text))
+    return plain_ids(tokenizer, text)
+
+
 def plain_ids(tokenizer: Tokenizer, text: str) -> list[int]:
     """Return the ids of a text without special tokens."""
-    return list(tokenizer.encode(text, add_special_tokens=False)) if text else []
+    if not text:
+        return []
+    return list(tokenizer.encode(text, add_special_tokens=False))
 
 
 def no_room(task: Task) -> UsageError:

@@ -1,28 +1,29 @@
 """Made contexts with several questions each: LongEval's lines and the key-value retrieval of lost-in-the-middle.
 
 Formats are those of github.com/DachengLi1/LongChat (longeval) and github.com/nelson-liu/lost-in-the-middle. Their files
-are read where they are; they ask one question a case, so others are drawn. Without them contexts of the same form are
-generated from a seed.
+are read if they are there. A published case asks one question, so further ones are drawn. Without the files, contexts
+of the same form are generated from a seed.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import re
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice, product
+from pathlib import Path
 
 from kvbench.base.example import Example, Turn
-from kvbench.tasks.base import Task
+from kvbench.tasks.base import LoadContext, Task
 from kvbench.tasks.knobs import drawn, one_of, whole
 from kvbench.tasks.rows import FileRow, kind, read
-from kvbench.tasks.source import Files
 from kvbench.tasks.tiny import WORDS
 
 Records = Mapping[str, str]
-"""The values of one context by the key that is asked, in their order."""
+"""The values of one context by the key that a question names, in their order."""
 
 LINES_HEADER = (
     "Below is a record of lines I want you to remember. Each line begins with 'line <line index>' and contains a "
@@ -30,6 +31,7 @@ LINES_HEADER = (
     "<REGISTER_CONTENT>. At the end of the record, I will ask you to retrieve the corresponding <REGISTER_CONTENT> of "
     "a certain line index. Now the record start:\n\n"
 )
+# LongEval calls lines by made names such as "torpid-kid", for which the words of the tiny suite stand in
 PUBLISHED_LINE = re.compile(r"^line (\S+): REGISTER_CONTENT is <(\d+)>$", re.MULTILINE)
 LARGEST_NUMBER = 50_000
 PAIRS_HEADER = "Extract the value corresponding to the specified key in the JSON object below.\n\nJSON data:\n"
@@ -41,74 +43,85 @@ NOUNS = WORDS["objects"] + WORDS["places"] + WORDS["cities"]
 class RecordForm:
     """The form of a context of records.
 
-    written: the context's text. question: a template, ``{}`` is the key. most: the most records of a context.
-    published: the records of a case in the published file, and the key that it asks for.
-    generated: as many records from a seed.
+    write: from records to the context's text.
+    question: a template, in which ``{}`` is the key.
+    most: the largest number of records of a context.
+    read: from a row of the published file to (the records of the case, the key that it asks for).
+    generate: from a seed and a number to as many records.
     """
 
     metric: str
-    written: Callable[[Records], str]
+    write: Callable[[Records], str]
     question: str
     most: int
-    published: Callable[[FileRow], tuple[Records, str]]
-    generated: Callable[[str, int], Records]
+    read: Callable[[FileRow], tuple[Records, str]]
+    generate: Callable[[str, int], Records]
 
 
-def _written_lines(records: Records) -> str:
-    return LINES_HEADER + "".join(f"line {k}: REGISTER_CONTENT is <{v}>\n" for k, v in records.items())
+def _write_lines(records: Records) -> str:
+    lines = [f"line {name}: REGISTER_CONTENT is <{number}>\n" for name, number in records.items()]
+    return LINES_HEADER + "".join(lines)
 
 
-def _published_lines(row: FileRow) -> tuple[Records, str]:
-    asked = row.value("random_idx")
-    if not isinstance(asked, list) or not asked:
-        raise row.wrong(f"'random_idx' must be a list that begins with a line's name, got {kind(asked)}")
-    return dict(PUBLISHED_LINE.findall(row.text("prompt"))), str(asked[0])
+def _read_lines(row: FileRow) -> tuple[Records, str]:
+    # LongEval publishes the whole prompt; its lines are read back from it
+    names = row.value("random_idx")
+    if not isinstance(names, list) or not names:
+        raise row.wrong(f"'random_idx' must be a list that begins with a line's name, got {kind(names)}")
+    return dict(PUBLISHED_LINE.findall(row.text("prompt"))), str(names[0])
 
 
-def _generated_lines(seed: str, count: int) -> Records:
-    names = islice(drawn([f"{a}-{n}" for a, n in product(ADJECTIVES, NOUNS)], seed), count)
-    return {name: str(1 + int(_digest(f"{seed}/{name}"), 16) % LARGEST_NUMBER) for name in names}
+def _generate_lines(seed: str, count: int) -> Records:
+    all_names = [f"{adjective}-{noun}" for adjective, noun in product(ADJECTIVES, NOUNS)]
+    records = {}
+    for name in islice(drawn(all_names, seed), count):
+        # a hash instead of a generator: the number of a line does not depend on the lines before it
+        number = 1 + int(_digest(f"{seed}/{name}"), 16) % LARGEST_NUMBER
+        records[name] = str(number)
+    return records
 
 
-def _written_pairs(records: Records) -> str:
-    return PAIRS_HEADER + "{" + ",\n ".join(f'"{key}": "{value}"' for key, value in records.items()) + "}"
+def _write_pairs(records: Records) -> str:
+    # laid out as lost-in-the-middle prints its JSON, a pair a line
+    pairs = [f'"{key}": "{value}"' for key, value in records.items()]
+    return PAIRS_HEADER + "{" + ",\n ".join(pairs) + "}"
 
 
-def _published_pairs(row: FileRow) -> tuple[Records, str]:
+def _read_pairs(row: FileRow) -> tuple[Records, str]:
     rows = row.value("ordered_kv_records")
     if not isinstance(rows, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in rows):
         raise row.wrong(f"'ordered_kv_records' must be a list of pairs, got {kind(rows)}")
     return {str(key): str(value) for key, value in rows}, row.text("key")
 
 
-def _generated_pairs(seed: str, count: int) -> Records:
+def _generate_pairs(seed: str, count: int) -> Records:
+    # keys and values are UUIDs, as published: 2 * count of them, in turns
     ids = [str(uuid.UUID(_digest(f"{seed}/{i}")[:32], version=4)) for i in range(2 * count)]
     return dict(zip(ids[::2], ids[1::2], strict=True))
 
 
 FORMS = {
     "lines": RecordForm(
-        "last_integer",
-        _written_lines,
-        "\nNow the record is over. Tell me what is the <REGISTER_CONTENT> in line {}? I need the number.",
-        len(ADJECTIVES) * len(NOUNS),
-        _published_lines,
-        _generated_lines,
+        metric="last_integer",
+        write=_write_lines,
+        question="\nNow the record is over. Tell me what is the <REGISTER_CONTENT> in line {}? I need the number.",
+        most=len(ADJECTIVES) * len(NOUNS),
+        read=_read_lines,
+        generate=_generate_lines,
     ),
     "pairs": RecordForm(
-        "contains_any_case",
-        _written_pairs,
-        '\n\nKey: "{}"\nCorresponding value:',
-        100_000,
-        _published_pairs,
-        _generated_pairs,
+        metric="contains_any_case",
+        write=_write_pairs,
+        question='\n\nKey: "{}"\nCorresponding value:',
+        most=100_000,
+        read=_read_pairs,
+        generate=_generate_pairs,
     ),
 }
 
 
 def load(
-    dataset: str,
-    files: Files,
+    context: LoadContext,
     form: str,
     records: int | Sequence[int],
     questions: int,
@@ -117,48 +130,77 @@ def load(
     file: str,
     max_new_tokens: int,
 ) -> list[Task]:
-    """Return a task per number of records, with ``contexts`` examples that are asked ``questions`` different keys each.
+    """Return a task per number of records. Each of its ``contexts`` examples asks for ``questions`` different keys.
 
-    The first question of a published case is its own. Raises UsageError naming file and line for a damaged case.
+    The first question of a published case is that of the case. Raises UsageError naming file and line for a damaged
+    case.
     """
-    shape = FORMS[one_of(dataset, "form", form, FORMS)]
+    dataset, files = context.dataset, context.files
+    record_form = FORMS[one_of(dataset, "form", form, FORMS)]
     for knob, value, least in (("contexts", contexts, 1), ("seed", seed, 0), ("max_new_tokens", max_new_tokens, 1)):
         whole(dataset, knob, value, least)
+    if isinstance(records, int):
+        records = [records]
     tasks = []
-    for count in [records] if isinstance(records, int) else records:
-        whole(dataset, "records", count, 1, shape.most)
+    for count in records:
+        whole(dataset, "records", count, 1, record_form.most)
         whole(dataset, "questions", questions, 1, count)
+        seed_of_count = f"{seed}/{form}/{count}"
         path = files.first(file.replace("{records}", str(count)))
-        cases: Iterable[tuple[Records, str]] = (
-            map(shape.published, read(path))
-            if path
-            else ((shape.generated(f"{seed}/{form}/{count}/{i}", count), "") for i in range(contexts))
-        )
+        if path:
+            cases = _read_cases(record_form, path)
+            # published files have enough cases for most runs; with fewer there are fewer examples
+            source, note = path.name, ""
+        else:
+            cases = _generate_cases(record_form, seed_of_count, count)
+            source = f"generated by kvbench.tasks.records, {count} {form}"
+            note = f"{dataset}: {form} in the published form, generated from seed={seed}"
         examples = []
-        for i, (values, own) in enumerate(islice(cases, contexts)):
-            others = drawn([key for key in values if key != own], f"{seed}/{form}/{count}/{i}/asked")
-            asked = list(islice([own, *others] if own in values else others, questions))
+        for i, (values, first_key) in enumerate(islice(cases, contexts)):
+            keys = _choose_keys(values, first_key, f"{seed_of_count}/{i}/asked", questions)
+            # where each answer stands in the context, counted in records: scores may depend on it
             places = list(values)
             examples.append(
                 Example(
                     id=f"{form}-{count}-{i}",
-                    prompt=shape.written(values),
+                    prompt=record_form.write(values),
                     answers=(),
                     max_new_tokens=max_new_tokens,
-                    meta={"records": count, "places": [places.index(key) for key in asked]},
-                    turns=tuple(Turn(shape.question.format(key), (values[key],)) for key in asked),
+                    meta={"records": count, "places": [places.index(key) for key in keys]},
+                    turns=tuple(Turn(record_form.question.format(key), (values[key],)) for key in keys),
                 )
             )
         task = Task(
             id=f"{dataset}/{count}",
             examples=tuple(examples),
-            metric=shape.metric,
-            source=path.name if path else f"generated by kvbench.tasks.records, {count} {form}",
+            metric=record_form.metric,
+            source=source,
             category="synthetic retrieval",
-            note="" if path else f"{dataset}: {form} in the published form, generated from seed={seed}",
+            note=note,
         )
         tasks.append(task)
     return tasks
+
+
+def _read_cases(record_form: RecordForm, path: Path) -> Iterator[tuple[Records, str]]:
+    """Yield (records, the key that the case asks for) of each row of a published file."""
+    for row in read(path):
+        yield record_form.read(row)
+
+
+def _generate_cases(record_form: RecordForm, seed: str, count: int) -> Iterator[tuple[Records, str]]:
+    """Yield generated cases of ``count`` records without end. The key of a case is '': it asks for none of its own."""
+    for i in itertools.count():
+        yield record_form.generate(f"{seed}/{i}", count), ""
+
+
+def _choose_keys(values: Records, first_key: str, seed: str, questions: int) -> list[str]:
+    """Return the keys of the questions: ``first_key`` if it is among the records, then drawn ones."""
+    # the seed names the context, so that its questions do not depend on the number of contexts
+    drawn_keys = drawn([key for key in values if key != first_key], seed)
+    if first_key not in values:
+        return list(islice(drawn_keys, questions))
+    return [first_key] + list(islice(drawn_keys, questions - 1))
 
 
 def _digest(text: str) -> str:

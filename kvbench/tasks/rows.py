@@ -13,17 +13,19 @@ from typing import Any, TypeGuard
 from kvbench.base.errors import UsageError
 from kvbench.base.files import check_ends
 
+# one search per text, as long prompts have hundreds of thousands of characters
 HALF_PAIR = re.compile("[\ud800-\udfff]")
-"""Half a surrogate pair: one search per text, as long prompts have hundreds of thousands of characters."""
+"""Half a surrogate pair."""
 
 
 class FileRow:
-    """One record of a file. ``place`` says where it stands (``line 3``); ``hint`` ends the message on a missing key."""
+    """One record of a file. ``place`` is where it stands (``line 3``). ``hint`` ends the message on a missing key."""
 
-    def __init__(self, file: Path, place: str, values: Mapping[str, Any], hint: str = "") -> None:
+    def __init__(self, file: Path, place: str, values: Mapping[str, object], hint: str = "") -> None:
         self.file, self.place, self.values, self.hint = file, place, values, hint
 
     def wrong(self, reason: str) -> UsageError:
+        """Return the error for a record that cannot be used, with file and place."""
         return UsageError(f"{self.file}, {self.place}: {reason}")
 
     def __contains__(self, key: str) -> bool:
@@ -47,20 +49,22 @@ class FileRow:
     def texts(self, key: str) -> tuple[str, ...]:
         """Return the texts under ``key`` as a tuple: one text, or a list of at least one."""
         value = self.value(key)
-        values = [value] if isinstance(value, str) else value
-        if not isinstance(values, list) or not values or not all(isinstance(v, str) for v in values):
+        values = value
+        if isinstance(value, str):
+            values = [value]
+        if not isinstance(values, list) or not values or not all(isinstance(text, str) for text in values):
             raise self.wrong(f"{key!r} must be text or a list of texts, at least one, got {kind(value)}")
-        return tuple(self._unicode(key, v) for v in values)
+        return tuple(self._unicode(key, text) for text in values)
 
     def records(self, key: str) -> list[FileRow]:
-        """Return the objects of the list under ``key`` as rows; there must be at least one."""
+        """Return the objects of the list under ``key`` as rows. There must be at least one."""
         value = self.value(key)
-        if not isinstance(value, list) or not value or not all(isinstance(v, dict) for v in value):
+        if not isinstance(value, list) or not value or not all(isinstance(entry, dict) for entry in value):
             raise self.wrong(f"{key!r} must be a list of objects, at least one, got {kind(value)}")
-        return [FileRow(self.file, f"{self.place}, {key}[{i}]", v) for i, v in enumerate(value)]
+        return [FileRow(self.file, f"{self.place}, {key}[{i}]", entry) for i, entry in enumerate(value)]
 
     def count(self, key: str, default: int) -> int:
-        """Return the whole number, 1 or more, under ``key``; ``default`` where there is none."""
+        """Return the whole number, 1 or more, under ``key``, or ``default`` if there is none."""
         value = self.values.get(key)
         if value is None:
             return default
@@ -69,16 +73,18 @@ class FileRow:
         return value
 
     def name(self, key: str, default: str) -> str:
-        """Return the text or whole number under ``key`` as text; ``default`` where there is none."""
+        """Return the text or whole number under ``key`` as text, or ``default`` if there is none."""
         value = self.values.get(key)
         if value is None:
             return default
+        # true and false are integers for Python, and no names
         if not isinstance(value, str | int) or isinstance(value, bool) or value == "":
             raise self.wrong(f"{key!r} must be text or a whole number, got {kind(value)}")
         return self._unicode(key, str(value))
 
     def _unicode(self, key: str, value: str) -> str:
-        # JSON escapes can spell half a surrogate pair, on which tokenizers fail later, without the line's number.
+        """Return ``value``. Raises UsageError if it holds half a surrogate pair."""
+        # JSON escapes can spell half a pair. Tokenizers would fail on it later, without the line's number.
         if has_half_pair(value):
             raise self.wrong(f"{key!r} holds half a surrogate pair, which is not text")
         return value
@@ -94,6 +100,7 @@ def read(file: Path) -> Iterator[FileRow]:
     readers = {".jsonl": read_lines, ".json": read_list, ".csv": read_csv}
     if file.suffix not in readers:
         raise UsageError(f"{file} must be a .jsonl, .json or .csv file")
+    # not a list: a training file of a million articles may be read for its first ones only
     row = None
     for row in readers[file.suffix](file):
         yield row
@@ -108,40 +115,46 @@ def read_lines(file: Path, hint: str = "") -> Iterator[FileRow]:
     """
     try:
         check_ends(file)
+        # bytes end a line at a line feed alone, and an error of decoding has the number of its line
         with file.open("rb") as lines:
             for number, raw in enumerate(lines, start=1):
-                text = _decode(file, f", line {number}", raw, number == 1)
+                place = f"line {number}"
+                text = _decode(file, place, raw, at_start=number == 1)
                 if text.strip():
-                    place = f"line {number}"
-                    yield FileRow(file, place, _object(file, place, parse(file, place, text)), hint)
+                    values = _check_object(file, place, parse(file, place, text))
+                    yield FileRow(file, place, values, hint)
     except OSError as error:
         raise _unreadable(file, error) from None
 
 
 def read_list(file: Path) -> Iterator[FileRow]:
     """Yield the objects of a file that holds one JSON list."""
-    entries = parse(file, "", _text(file))
+    entries = parse(file, "", _read_text(file))
     if not isinstance(entries, list):
         raise UsageError(f"{file}: must hold a JSON list, got {kind(entries)}")
     for i, entry in enumerate(entries, start=1):
-        yield FileRow(file, f"entry {i}", _object(file, f"entry {i}", entry))
+        place = f"entry {i}"
+        yield FileRow(file, place, _check_object(file, place, entry))
 
 
 def read_csv(file: Path) -> Iterator[FileRow]:
-    """Yield the rows of a CSV file with a header line; the place ``row 1`` is the first row below it."""
-    return parse_csv(file, _text(file))
+    """Yield the rows of a CSV file with a header line. The place ``row 1`` is the first row below it."""
+    return parse_csv(file, _read_text(file))
 
 
 def parse_csv(file: Path, text: str, by_line: bool = False) -> Iterator[FileRow]:
     """Yield the rows of CSV with a header line. The first has the place ``row 1`` or, ``by_line``, its line number."""
-    # the default limit of a cell, 128 KiB, is less than a long reference
+    # the csv module's limit of a cell, 128 KiB, is less than a long reference
     csv.field_size_limit(2**31 - 1)
     reader = csv.reader(io.StringIO(text, newline=""), strict=True)
     try:
         header = next(reader, [])
+        # line_num is the last line of the row that was read: a quoted cell may have line breaks
         line = reader.line_num + 1
         for number, cells in enumerate(reader, start=1):
-            place = f"line {line}" if by_line else f"row {number}"
+            place = f"row {number}"
+            if by_line:
+                place = f"line {line}"
             if len(cells) != len(header):
                 raise UsageError(f"{file}, {place}: {len(cells)} cells, but the header names {len(header)}")
             yield FileRow(file, place, dict(zip(header, cells, strict=True)))
@@ -155,8 +168,12 @@ def parse(file: Path, place: str, text: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        reason = f"{error.msg} at character {error.pos + 1}" if isinstance(error, json.JSONDecodeError) else str(error)
-        raise UsageError(f"{file}{', ' if place else ''}{place}: not JSON: {reason}") from None
+        # Numbers of thousands of digits are ValueErrors without a position.
+        # Deep nesting is a RecursionError.
+        reason = str(error)
+        if isinstance(error, json.JSONDecodeError):
+            reason = f"{error.msg} at character {error.pos + 1}"
+        raise UsageError(f"{_name_place(file, place)}: not JSON: {reason}") from None
 
 
 def is_count(value: object) -> TypeGuard[int]:
@@ -169,32 +186,50 @@ def kind(value: object) -> str:
     if value is None:
         return "null"
     shown = json.dumps(value, ensure_ascii=False)
-    return shown if len(shown) <= 40 else f"{type(value).__name__} {shown[:40]}..."
+    if len(shown) <= 40:
+        return shown
+    return f"{type(value).__name__} {shown[:40]}..."
 
 
-def _text(file: Path) -> str:
+def _read_text(file: Path) -> str:
+    """Return the text of a whole file. Raises UsageError if it cannot be read."""
     try:
         check_ends(file)
-        return _decode(file, "", file.read_bytes(), True)
+        return _decode(file, "", file.read_bytes(), at_start=True)
     except OSError as error:
         raise _unreadable(file, error) from None
 
 
-def _decode(file: Path, place: str, raw: bytes, first: bool) -> str:
+def _decode(file: Path, place: str, raw: bytes, at_start: bool) -> str:
+    """Return the text of a file, or of the line at ``place``. Raises UsageError if it is not UTF-8."""
+    if at_start:
+        # Windows programs begin UTF-8 with a byte order mark, which json.loads refuses
+        raw = raw.removeprefix(b"\xef\xbb\xbf")
     try:
-        return (raw.removeprefix(b"\xef\xbb\xbf") if first else raw).decode("utf-8")
+        return raw.decode("utf-8")
     except UnicodeDecodeError as error:
-        suffix = " of the line" if place else ""
-        raise UsageError(f"{file}{place}: not UTF-8 text (byte {error.start}{suffix})") from None
+        byte = f"byte {error.start}"
+        if place:
+            byte += " of the line"
+        raise UsageError(f"{_name_place(file, place)}: not UTF-8 text ({byte})") from None
 
 
-def _object(file: Path, place: str, value: object) -> Mapping[str, Any]:
+def _name_place(file: Path, place: str) -> str:
+    """Return a file and the place in it, as error messages begin. The place '' is the whole file."""
+    if not place:
+        return str(file)
+    return f"{file}, {place}"
+
+
+def _check_object(file: Path, place: str, value: object) -> Mapping[str, object]:
+    """Return a JSON value that is an object. Raises UsageError for any other."""
     if not isinstance(value, dict):
         raise UsageError(f"{file}, {place}: must be a JSON object, got {kind(value)}")
     return value
 
 
 def _unreadable(file: Path, error: OSError) -> UsageError:
+    """Return the error for a file that cannot be opened or read."""
     if isinstance(error, FileNotFoundError):
         return UsageError(f"there is no file {file}")
     if isinstance(error, IsADirectoryError):

@@ -1,7 +1,7 @@
-"""A dataset of rows as data: a YAML entry says how a row becomes a prompt and what its references are.
+"""A dataset of rows as data: a YAML entry says how a row becomes a prompt with references.
 
-Under ``_rows_`` an entry of conf/dataset has the fields of RowFormat; beside it its knobs: ``file`` and
-``max_new_tokens``, and where the format has a use for them ``metric``, ``references`` and ``seed``.
+Under ``_rows_`` an entry of conf/dataset has the fields of RowFormat. Beside it stand its knobs: ``file`` and
+``max_new_tokens``, and ``metric``, ``references`` and ``seed`` if the format has a use for them.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from inspect import signature
+from pathlib import Path
 from typing import Any
 
 from kvbench.base.errors import UsageError
 from kvbench.base.example import Example
 from kvbench.tasks import metrics
-from kvbench.tasks.base import Task
+from kvbench.tasks.base import LoadContext, Task
 from kvbench.tasks.knobs import drawn, one_of, whole
 from kvbench.tasks.rows import FileRow, read
 from kvbench.tasks.source import Files
@@ -29,39 +30,41 @@ _FIELD = re.compile(r"\{([^{}\n]+)\}")
 class RowFormat:
     """The recipe for an example from a row. A key may be the publisher's, or in lower_case as the hub's.
 
-    ``prompt`` and behind it ``question``, which a prompt that leaves out the question ends before, are templates:
-    ``{key}`` is the row's text under that key, ``{choices}`` the options under the keys ``choices``, the right one
-    first there and in an order drawn by the knob ``seed`` in the prompt. References stand under the keys ``answers``,
-    text or lists of texts: what follows ``after``, parted by the mark that ``split`` has for the key. Lists of keys by
-    name are chosen by the knob ``references``, several ``metric`` names by the knob. ``reference`` names a function of
-    the row in their place.
+    prompt, question: templates. ``{key}`` is the row's text under that key, ``{choices}`` the lettered options. The
+    question ends the prompt, and ``query_aware=false`` withholds it.
+    answers: the keys of the references, each with a text or a list of texts. Lists of keys by name are chosen by the
+    knob ``references``.
+    metric: one metric, or several of which the knob ``metric`` chooses; the first is the default.
+    choices: the keys of the options, the right one first. The knob ``seed`` draws their order in the prompt.
+    after: a mark in the text of a reference. Only the text behind the last one counts.
+    split: the mark that parts several references in one text, by key.
+    reference: the path of a function from a row to its reference, in place of ``answers``.
     """
 
     prompt: str = ""
     question: str = ""
     answers: Sequence[str] | Mapping[str, Sequence[str]] | str = ()
     metric: Sequence[str] | str
-    title: str = ""  # of the dataset, in the source of its tasks
+    title: str = ""  # the dataset's name in the source of its tasks
     category: str = ""
     note: str = ""
     id: str = ""  # the key of a row's name; rows without one are numbered
     places: Sequence[str] = ()  # where the file may lie, if the knob ``file`` names none
-    strip: bool = True  # of what ``{key}`` stands for
+    strip: bool = True  # the text of a ``{key}`` is stripped
     after: str = ""
     split: Mapping[str, str] = field(default_factory=dict)
     choices: Sequence[str] = ()
     classes: Sequence[str] = ()  # all labels, for metrics that need them
     reference: str = ""
-    only: Mapping[str, Sequence[Any]] = field(default_factory=dict)  # rows that have one of these values under a key
-    left_out: str = ""  # what is said of other rows
-    size: int | None = None  # examples of the release that is published, if there are others
+    only: Mapping[str, Sequence[object]] = field(default_factory=dict)  # rows with one of these values under a key
+    left_out: str = ""  # the note's words for the other rows
+    size: int | None = None  # the number of examples in published tables, if other releases have another
     meta: Mapping[str, str] = field(default_factory=dict)  # names in an example's meta: keys
-    task: Mapping[str, Any] = field(default_factory=dict)  # fields of Task, as first_line
+    task: Mapping[str, Any] = field(default_factory=dict)  # fields of Task such as first_line
 
 
 def load(
-    dataset: str,
-    files: Files,
+    context: LoadContext,
     _rows_: Mapping[str, Any],
     file: str | None = None,
     max_new_tokens: int = 64,
@@ -69,99 +72,187 @@ def load(
     references: str | None = None,
     seed: int = 0,
 ) -> list[Task]:
-    """Return one task with an example per row; ``only`` leaves out rows.
+    """Return one task with an example for each row that ``only`` does not leave out.
 
     Raises UsageError naming file, place and reason for an incomplete row.
     """
+    dataset, files = context.dataset, context.files
     try:
         form = RowFormat(**_rows_)
-        task_fields: dict[str, Any] = {
-            key: tuple(value) if isinstance(value, list) else value for key, value in form.task.items()
-        }
-        signature(Task).bind_partial(**task_fields)  # raises TypeError for an unknown field
+        task_fields = _task_fields(form)
     except TypeError as error:
+        # an unknown field is an author's slip, which should read like one
         raise UsageError(f"conf/dataset/{dataset}.yaml, _rows_: {error}") from None
     whole(dataset, "max_new_tokens", max_new_tokens)
     whole(dataset, "seed", seed, least=0)
-    allowed = _listed(form.metric)
-    for name in allowed:
-        metrics.metric(name)  # raises UsageError for an unknown one
-    scorer = metrics.metric(allowed[0] if metric is None else one_of(dataset, "metric", metric, allowed))
-    if scorer.needs_classes and not form.classes:
-        raise UsageError(f"conf/dataset/{dataset}.yaml, _rows_: metric {scorer.name} needs classes: a list of labels")
+    scorer = _choose_metric(dataset, form, metric)
     keys = form.answers
     if isinstance(keys, Mapping):
         keys = keys[one_of(dataset, "references", references, keys)]
-    places = form.places or [f"{dataset}.jsonl"]
-    path = files.path(file) if file else files.first(*places) or files.path(places[0])
-    examples = []
+    reader = RowReader(form, scorer, _as_list(keys))
+    path = _find_file(dataset, files, form, file)
     rows = list(read(path))
+    examples = []
     for i, row in enumerate(rows):
         if any(row.value(key) not in values for key, values in form.only.items()):
             continue
-        name = row.name(form.id, f"{dataset}-{i}") if form.id else f"{dataset}-{i}"
-        meta = {field_name: row.text(key) for field_name, key in form.meta.items()}
-        content = _content(form, row, f"{seed}:{name}", _listed(keys), scorer)
-        examples.append(Example(id=name, max_new_tokens=max_new_tokens, meta=meta, **content))
-    facts = [form.note]
-    if form.size not in (None, len(examples)):
-        facts.insert(0, f"{len(examples)} questions, the release of published tables has {form.size}")
-    if len(examples) < len(rows):
-        facts.insert(0, f"{len(rows) - len(examples)} of {len(rows)} {form.left_out}")
-    note = "; ".join(filter(None, facts))
-    source = f"{form.title or dataset}, {path.name}"
-    note = f"{dataset}: {note}" if note else ""
-    return [Task(dataset, tuple(examples), scorer.name, source, form.category, note, **task_fields)]
+        # the number in the file, not among the examples: ``only`` must not rename the others
+        name = f"{dataset}-{i}"
+        if form.id:
+            name = row.name(form.id, name)
+        examples.append(reader.example(row, name, seed, max_new_tokens))
+    task = Task(
+        id=dataset,
+        examples=tuple(examples),
+        metric=scorer.name,
+        source=f"{form.title or dataset}, {path.name}",
+        category=form.category,
+        note=_note(dataset, form, len(examples), len(rows)),
+        **task_fields,
+    )
+    return [task]
 
 
-def _content(form: RowFormat, row: FileRow, seed: str, keys: Sequence[str], scorer: metrics.Metric) -> dict[str, Any]:
-    """Return a row's prompt, question, references and classes under the names of Example's fields."""
-    order = list(drawn(form.choices, seed))
-    lines = [f"({letter}) {row.text(key).strip()}" for letter, key in zip(LETTERS, order, strict=False)]
-    texts = {"choices": "\n".join(lines)} if order else {}
+def _task_fields(form: RowFormat) -> dict[str, Any]:
+    """Return the fields of Task that a format sets. Raises TypeError for a field that Task does not have."""
+    task_fields = dict(form.task)
+    for key, value in form.task.items():
+        # YAML has lists, a frozen Task has tuples
+        if isinstance(value, list):
+            task_fields[key] = tuple(value)
+    signature(Task).bind_partial(**task_fields)
+    return task_fields
 
-    def fill(template: str) -> str:
-        return _FIELD.sub(lambda match: texts.get(match[1]) or _text(form, row, match[1]), template)
 
-    question = fill(form.question)
-    if order:
-        answers: tuple[str, ...] = (LETTERS[order.index(form.choices[0])],)
-    elif form.reference:
-        module, _, name = form.reference.rpartition(".")
-        answers = (getattr(importlib.import_module(module), name)(row),)
+def _choose_metric(dataset: str, form: RowFormat, metric: str | None) -> metrics.Metric:
+    """Return the metric that the knob names, or the format's first. Raises UsageError if it cannot score the rows."""
+    allowed = _as_list(form.metric)
+    for name in allowed:
+        metrics.metric(name)  # raises UsageError for an unknown one
+    if metric is None:
+        scorer = metrics.metric(allowed[0])
     else:
-        answers = tuple(dict.fromkeys(a for key in keys for a in _references(form, row, key, scorer)))
+        scorer = metrics.metric(one_of(dataset, "metric", metric, allowed))
+    if scorer.needs_classes and not form.classes:
+        raise UsageError(f"conf/dataset/{dataset}.yaml, _rows_: metric {scorer.name} needs classes: a list of labels")
+    return scorer
+
+
+def _find_file(dataset: str, files: Files, form: RowFormat, file: str | None) -> Path:
+    """Return the path of the file that the knob names, or of the first of the format's places that is there."""
+    if file:
+        return files.path(file)
+    places = form.places or [f"{dataset}.jsonl"]
+    # if there is none, the error names the first place
+    return files.first(*places) or files.path(places[0])
+
+
+def _note(dataset: str, form: RowFormat, examples: int, rows: int) -> str:
+    """Return the note of a task: how many rows were left out, if another number is published, and the format's note."""
+    facts = []
+    if examples < rows:
+        facts.append(f"{rows - examples} of {rows} {form.left_out}")
+    if form.size not in (None, examples):
+        facts.append(f"{examples} questions, the release of published tables has {form.size}")
+    if form.note:
+        facts.append(form.note)
+    if not facts:
+        return ""
+    return f"{dataset}: {'; '.join(facts)}"
+
+
+@dataclass(frozen=True)
+class RowReader:
+    """The reader of a dataset's rows: their format, the metric that scores them, and the keys of the references."""
+
+    form: RowFormat
+    scorer: metrics.Metric
+    answer_keys: Sequence[str]
+
+    def example(self, row: FileRow, name: str, seed: int, max_new_tokens: int) -> Example:
+        """Return the example of a row. Raises UsageError naming file, place and reason for an incomplete one."""
+        form = self.form
+        meta = {field_name: row.text(key) for field_name, key in form.meta.items()}
+        order = list(drawn(form.choices, f"{seed}:{name}"))
+        options = []
+        for letter, key in zip(LETTERS, order, strict=False):
+            options.append(f"({letter}) {row.text(key).strip()}")
+        choices = "\n".join(options)
+        question = self._fill(row, form.question, choices)
+        classes = tuple(form.classes)
+        if order:
+            answers: tuple[str, ...] = (LETTERS[order.index(form.choices[0])],)
+            classes = tuple(LETTERS[: len(order)])
+        elif form.reference:
+            module, _, function = form.reference.rpartition(".")
+            answers = (getattr(importlib.import_module(module), function)(row),)
+        else:
+            answers = self._read_answers(row)
+        return Example(
+            id=name,
+            prompt=self._fill(row, form.prompt, choices) + question,
+            answers=answers,
+            max_new_tokens=max_new_tokens,
+            classes=classes,
+            question=question,
+            meta=meta,
+        )
+
+    def _fill(self, row: FileRow, template: str, choices: str) -> str:
+        """Return a template with the row's texts in place of its keys."""
+
+        def field_text(match: re.Match[str]) -> str:
+            if match[1] == "choices" and choices:
+                return choices
+            text = row.text(_find_key(row, match[1]))
+            if self.form.strip:
+                text = text.strip()
+            return text
+
+        return _FIELD.sub(field_text, template)
+
+    def _read_answers(self, row: FileRow) -> tuple[str, ...]:
+        """Return the different references of a row, in order. Raises UsageError if there is none."""
+        # a dictionary keeps the order and drops repetitions
+        answers: dict[str, None] = {}
+        for key in self.answer_keys:
+            answers |= dict.fromkeys(self._read_references(row, key))
         if not answers:
-            raise row.wrong(f"there is no reference under {', '.join(map(repr, keys)) or 'any key: answers= is empty'}")
-    return {
-        "prompt": fill(form.prompt) + question,
-        "question": question,
-        "answers": answers,
-        "classes": tuple(LETTERS[: len(order)]) or tuple(form.classes),
-    }
+            keys = ", ".join(map(repr, self.answer_keys)) or "any key: answers= is empty"
+            raise row.wrong(f"there is no reference under {keys}")
+        return tuple(answers)
+
+    def _read_references(self, row: FileRow, key: str) -> Iterator[str]:
+        """Yield the references under one key that are not blank."""
+        form = self.form
+        name = _find_key(row, key)
+        # a list has its parts already: its texts are not split
+        is_list = isinstance(row.value(name), list)
+        texts = row.texts(name) if is_list else (row.text(name),)
+        for text in texts:
+            if form.after:
+                _, mark, text = text.rpartition(form.after)
+                # a worked solution without its last line would otherwise be a reference that no answer equals
+                if not mark or self.scorer.function(text, text, Example("", "", (), 1)) is None:
+                    raise row.wrong(f"{name!r} must end in '{form.after} N', where {self.scorer.name} can score N")
+            references = [text]
+            if key in form.split and not is_list:
+                references = text.split(form.split[key])
+            for reference in references:
+                if reference.strip():
+                    yield reference.strip()
 
 
-def _references(form: RowFormat, row: FileRow, key: str, scorer: metrics.Metric) -> Iterator[str]:
-    name = _key(row, key)
-    value = row.value(name)
-    for text in row.texts(name) if isinstance(value, list) else [row.text(name)]:
-        _, mark, final = text.rpartition(form.after) if form.after else ("", "", text)
-        if form.after and (not mark or scorer.function(final, final, Example("", "", (), 1)) is None):
-            raise row.wrong(f"{name!r} must end in '{form.after} N', where {scorer.name} can score N")
-        parts = final.split(form.split[key]) if key in form.split and not isinstance(value, list) else [final]
-        yield from filter(None, map(str.strip, parts))
-
-
-def _text(form: RowFormat, row: FileRow, key: str) -> str:
-    text = row.text(_key(row, key))
-    return text.strip() if form.strip else text
-
-
-def _key(row: FileRow, key: str) -> str:
+def _find_key(row: FileRow, key: str) -> str:
     """Return the name under which the row has ``key``: the key itself, or its form in lower_case as on the hub."""
     hub_key = key.lower().replace(" ", "_")
-    return hub_key if hub_key in row and key not in row else key
+    if hub_key in row and key not in row:
+        return hub_key
+    return key
 
 
-def _listed(value: Sequence[str] | Mapping[str, Sequence[str]] | str) -> list[str]:
-    return [value] if isinstance(value, str) else list(value)
+def _as_list(value: Sequence[str] | str) -> list[str]:
+    """Return the entries of a YAML value, which may be one text instead of a list."""
+    if isinstance(value, str):
+        return [value]
+    return list(value)

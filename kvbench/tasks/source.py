@@ -1,6 +1,6 @@
 """Where a dataset's files come from: a folder of the user's, filled by hand or by ``python -m kvbench data fetch``.
 
-There is one code path after that: loaders read local files. Nothing is downloaded while a run is going on.
+There is one code path after that: loaders read local files. A run downloads nothing.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ class Files:
         if self.root is None:
             raise MissingData(f"dataset={self.dataset} needs {name}: {self.ways()}")
         path = self.root / name
+        # a folder of texts will do, too
         if not path.exists():
             raise MissingData(f"dataset={self.dataset} needs {path}, which does not exist: {self.ways()}", [name])
         self._check(name)
@@ -42,18 +43,23 @@ class Files:
 
         Raises UsageError if the lock lists it with another content.
         """
-        name = next((n for n in names if (self.root / n).is_file()), None) if self.root else None
-        if self.root is None or name is None:
+        if self.root is None:
             return None
-        self._check(name)
-        return self.root / name
+        for name in names:
+            if (self.root / name).is_file():
+                self._check(name)
+                return self.root / name
+        return None
 
     def _check(self, name: str) -> None:
         """Raise UsageError if the lock lists this file with another content. Each file is read once per process."""
-        if self.root is None or not (lock := self.root / fetch.LOCK).is_file():
+        if self.root is None:
             return
-        path = self.root / name
-        if path.is_file() and _changed(self.root, name, _stamp(path), _stamp(lock)):
+        path, lock = self.root / name, self.root / fetch.LOCK
+        # files that were put there by hand have no lock; a folder is not listed in it
+        if not lock.is_file() or not path.is_file():
+            return
+        if _changed(self.root, name, _stamp(path), _stamp(lock)):
             raise fetch.changed(self.root, fetch.Wanted(name))
 
     def ways(self) -> str:
@@ -65,6 +71,8 @@ class Files:
 
 
 def _stamp(path: Path) -> tuple[int, int]:
+    """Return the size and the time of a file's last change, which differ if its content does."""
+    # reading a file of gigabytes for every dataset that uses it would take longer than a run
     status = path.stat()
     return status.st_size, status.st_mtime_ns
 
@@ -73,21 +81,25 @@ def _stamp(path: Path) -> tuple[int, int]:
 def _changed(root: Path, name: str, file: tuple[int, int], lock: tuple[int, int]) -> bool:
     """Tell if a file differs from the lock.
 
-    ``file`` and ``lock``, the size and time of both, are arguments so that a cached result stays true.
+    ``file`` and ``lock``, the stamps of both, are arguments so that a cached result stays true.
     """
-    return fetch.state(root, fetch.Wanted(PurePosixPath(name).as_posix()), fetch.read_lock(root)) == "changed"
+    # the lock lists places without ./ and doubled slashes
+    wanted = fetch.Wanted(PurePosixPath(name).as_posix())
+    return fetch.state(root, wanted, fetch.read_lock(root)) == "changed"
 
 
 def data_root(given: str | None) -> Path | None:
-    """Return the data folder: ``data.root`` if given, else what the environment names, else None (no default).
+    """Return the data folder: ``data.root`` if given, else the folder that the environment names, else None.
 
-    Raises MissingData if it is no folder.
+    There is no default. Raises MissingData if it is no folder.
     """
-    name = given or os.environ.get(ENVIRONMENT)
+    where, name = "data.root", given
+    if not name:
+        where, name = f"the environment variable {ENVIRONMENT}", os.environ.get(ENVIRONMENT)
     if not name:
         return None
     root = Path(name).expanduser()
     if not root.is_dir():
-        where = "data.root" if given else f"the environment variable {ENVIRONMENT}"
+        # a mistyped folder must not look like a machine without data
         raise MissingData(f"{where}={name} is not a folder")
     return root

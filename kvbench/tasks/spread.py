@@ -1,4 +1,4 @@
-"""The examples that a limit takes of a task whose examples lie on a grid, as of depths: some of every part of it."""
+"""The examples that a limit takes from a task whose examples lie on a grid of depths or lengths: some of every part."""
 
 from __future__ import annotations
 
@@ -7,41 +7,51 @@ from itertools import zip_longest
 
 from kvbench.base.example import Example
 
+Point = tuple[float, ...]
+"""The values of an example's ``meta`` along the axes of a grid."""
+
 
 def spread(examples: Sequence[Example], keys: Sequence[str]) -> list[int]:
     """Return the examples' indices in an order whose every beginning covers the grid of ``meta``'s values by ``keys``.
 
-    The grid's fields take turns: the first example of each, then the second of each, and so on. The lowest field comes
-    first, then always the one farthest from all before it, of equals the lower.
+    The grid's points take turns: the first example of each, then the second of each, and so on. The lowest point comes
+    first, then always the one farthest from all before it, and the lower of two that are equally far.
     """
-    fields: dict[tuple[float, ...], list[int]] = {}
+    indices_at: dict[Point, list[int]] = {}
     for i, example in enumerate(examples):
-        fields.setdefault(tuple(example.meta[k] for k in keys), []).append(i)
-    rounds = zip_longest(*(fields[f] for f in _farthest_first(sorted(fields))))
-    return [i for one_per_field in rounds for i in one_per_field if i is not None]
+        point = tuple(example.meta[key] for key in keys)
+        indices_at.setdefault(point, []).append(i)
+    points = _order_farthest_first(sorted(indices_at))
+    order: list[int] = []
+    # one index of each point; a point whose examples are used up has None
+    for indices in zip_longest(*[indices_at[point] for point in points]):
+        order.extend(i for i in indices if i is not None)
+    return order
 
 
-def _farthest_first(points: Sequence[tuple[float, ...]]) -> list[tuple[float, ...]]:
+def _order_farthest_first(points: Sequence[Point]) -> list[Point]:
     """Return sorted points in an order in which each is the farthest from all before it.
 
     Distances are those of ranks along each axis, from 0 to 1.
     """
     axes = [sorted(set(values)) for values in zip(*points, strict=True)]
 
-    def rank(point: tuple[float, ...]) -> list[float]:
-        return [axis.index(x) / max(1, len(axis) - 1) for axis, x in zip(axes, point, strict=True)]
+    def scale(point: Point) -> list[float]:
+        # rank / largest rank, so that lengths 1k, 2k, 32k are as far apart as depths 0, 50, 100
+        return [axis.index(value) / max(1, len(axis) - 1) for axis, value in zip(axes, point, strict=True)]
 
-    remaining = {p: rank(p) for p in points}
+    remaining = {point: scale(point) for point in points}
+    # the squared distance of each remaining point to the nearest ordered one
     distances = dict.fromkeys(points, float("inf"))
-    order: list[tuple[float, ...]] = []
+    order: list[Point] = []
     while remaining:
-        chosen = max(remaining, key=distances.__getitem__)
-        chosen_rank = remaining.pop(chosen)
-        order.append(chosen)
-        distances = {
-            p: min(distances[p], sum((a - b) ** 2 for a, b in zip(chosen_rank, q, strict=True)))
-            for p, q in remaining.items()
-        }
+        # max takes the first of equals, the lowest
+        farthest = max(remaining, key=distances.__getitem__)
+        coordinates = remaining.pop(farthest)
+        order.append(farthest)
+        for point, other in remaining.items():
+            squared = sum((a - b) ** 2 for a, b in zip(coordinates, other, strict=True))
+            distances[point] = min(distances[point], squared)
     return order
 
 
@@ -49,7 +59,8 @@ def left_out(taken: Sequence[Example], examples: Sequence[Example], keys: Sequen
     """Return the values of each key for which ``taken`` has no example, in words: ``depth 25, 75``."""
     parts = []
     for key in keys:
-        missing = sorted({e.meta[key] for e in examples} - {e.meta[key] for e in taken})
+        missing = {example.meta[key] for example in examples} - {example.meta[key] for example in taken}
         if missing:
-            parts.append(f"{key} {', '.join(f'{x:g}' for x in missing)}")
+            values = ", ".join(f"{value:g}" for value in sorted(missing))
+            parts.append(f"{key} {values}")
     return parts

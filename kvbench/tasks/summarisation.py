@@ -10,10 +10,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from kvbench.base.errors import UsageError
 from kvbench.base.example import Example
-from kvbench.tasks.base import Task
+from kvbench.tasks.base import LoadContext, Task
 from kvbench.tasks.knobs import drawn, one_of, whole
 from kvbench.tasks.rows import FileRow, read
 from kvbench.tasks.source import Files
@@ -42,65 +43,85 @@ class SummaryKnobs:
     max_new_tokens: int
 
     @property
-    def asked(self) -> str:
+    def instruction(self) -> str:
         """The end of a block, which asks for the summary."""
-        return f"Summarize the above article in {self.sentences} sentence{'' if self.sentences == 1 else 's'}.\n"
+        return f"Summarize the above article in {_count_of(self.sentences, 'sentence')}.\n"
 
     def block(self, row: FileRow) -> str:
         """Return an article and the question for its summary."""
-        return f"{SEPARATOR}\nArticle: {_line(row, self.article_key)}\n\n{self.asked}"
+        return f"{SEPARATOR}\nArticle: {_read_line(row, self.article_key)}\n\n{self.instruction}"
 
 
-def load(dataset: str, files: Files, knobs: SummaryKnobs) -> list[Task]:
+def load(context: LoadContext, **entry: Any) -> list[Task]:
     """Return one task from ready ``prompts`` (a file per number of shots) or the articles of ``test`` and ``train``.
 
-    ``source=auto`` takes ready prompts where there are some. The shots are the same for every example, drawn from
-    training articles of at most ``shot_words`` words; ``examples`` takes the first of the test articles. Raises
-    UsageError naming file, line and reason for a record without article or summary.
+    ``source=auto`` takes ready prompts if there are some. The shots are the same for every example, drawn from training
+    articles of at most ``shot_words`` words. ``examples`` takes the first of the test articles. Raises UsageError
+    naming file, line and reason for a record without article or summary.
     """
+    knobs = SummaryKnobs(**entry)
+    dataset, files = context.dataset, context.files
     one_of(dataset, "source", knobs.source, SOURCES)
+    # no shots are an article alone, with the instruction behind it
     for knob, least in (("shots", 0), ("shot_words", 1), ("sentences", 1), ("seed", 0), ("max_new_tokens", 1)):
         whole(dataset, knob, getattr(knobs, knob), least)
     if knobs.examples is not None:
         whole(dataset, "examples", knobs.examples)
-    name = knobs.prompts.replace("{shots}", str(knobs.shots))
-    ready = None
-    if knobs.source != "articles":
-        ready = files.path(name) if knobs.source == "prompts" else files.first(name)
-    if ready:
-        source, examples = f"ready prompts, {ready.name}", _ready(dataset, ready, knobs.max_new_tokens)
+    ready_prompts = _find_ready_prompts(files, knobs)
+    if ready_prompts:
+        source = f"ready prompts, {ready_prompts.name}"
+        examples = _read_ready_prompts(dataset, ready_prompts, knobs.max_new_tokens)
     else:
         path = files.path(knobs.test)
-        shots = _shots(dataset, files.path(knobs.train), knobs) if knobs.shots else ""
-        source, examples = path.name, _articles(dataset, path, knobs, shots)
-    return [
-        Task(
-            id=dataset,
-            examples=tuple(islice(examples, knobs.examples)),
-            metric="rouge_l",
-            source=f"{source}, {knobs.shots} shot{'' if knobs.shots == 1 else 's'}",
-            category="summarisation",
-            cut_at=SEPARATOR,
-            chat=False,
-        )
-    ]
+        shots = ""
+        if knobs.shots:
+            shots = _write_shots(dataset, files.path(knobs.train), knobs)
+        source = path.name
+        examples = _read_articles(dataset, path, knobs, shots)
+    task = Task(
+        id=dataset,
+        # the file is read no further than its first examples
+        examples=tuple(islice(examples, knobs.examples)),
+        metric="rouge_l",
+        source=f"{source}, {_count_of(knobs.shots, 'shot')}",
+        category="summarisation",
+        # a model that has shots before it goes on with another block
+        cut_at=SEPARATOR,
+        chat=False,
+    )
+    return [task]
 
 
-def _articles(dataset: str, path: Path, knobs: SummaryKnobs, shots: str) -> Iterator[Example]:
+def _find_ready_prompts(files: Files, knobs: SummaryKnobs) -> Path | None:
+    """Return the file of ready prompts, None if prompts are made of articles.
+
+    Raises MissingData if ``source=prompts`` asks for a file that is not there.
+    """
+    name = knobs.prompts.replace("{shots}", str(knobs.shots))
+    if knobs.source == "articles":
+        return None
+    if knobs.source == "prompts":
+        return files.path(name)
+    return files.first(name)
+
+
+def _read_articles(dataset: str, path: Path, knobs: SummaryKnobs, shots: str) -> Iterator[Example]:
+    """Yield an example for each article, behind the same ``shots``."""
     for i, row in enumerate(read(path)):
         yield Example(
             id=row.name("id", f"{dataset}-{i}"),
             prompt=shots + knobs.block(row),
-            answers=(_line(row, knobs.summary_key),),
+            answers=(_read_line(row, knobs.summary_key),),
             max_new_tokens=knobs.max_new_tokens,
-            question=knobs.asked,
+            question=knobs.instruction,
         )
 
 
-def _ready(dataset: str, path: Path, max_new_tokens: int) -> Iterator[Example]:
+def _read_ready_prompts(dataset: str, path: Path, max_new_tokens: int) -> Iterator[Example]:
     """Yield an example for each line with a ready prompt and its summary, as Q-Hitter's predecessors share them."""
     for i, row in enumerate(read(path)):
         prompt = row.text("prompt")
+        # the last paragraph asks for the summary: it is the question that ``query_aware=false`` withholds
         article, separator, end = prompt.rpartition("\n\n")
         if not prompt.startswith(SEPARATOR) or not separator or not article:
             raise row.wrong(f"'prompt' must begin with {SEPARATOR!r} and end in a paragraph that asks for the summary")
@@ -113,18 +134,33 @@ def _ready(dataset: str, path: Path, max_new_tokens: int) -> Iterator[Example]:
         )
 
 
-def _shots(dataset: str, path: Path, knobs: SummaryKnobs) -> str:
-    pool, most = list(islice(read(path), POOL)), knobs.shot_words
-    short = (r for r in drawn(pool, f"{knobs.seed}:{dataset}") if len(r.text(knobs.article_key).split()) <= most)
-    chosen = list(islice(short, knobs.shots))
-    if len(chosen) < knobs.shots:
+def _write_shots(dataset: str, path: Path, knobs: SummaryKnobs) -> str:
+    """Return the blocks of drawn training articles with their summaries. Raises UsageError if too few are short."""
+    # the same generator for every example: all prompts begin with the same blocks
+    pool = list(islice(read(path), POOL))
+    shots: list[FileRow] = []
+    for row in drawn(pool, f"{knobs.seed}:{dataset}"):
+        if len(shots) == knobs.shots:
+            break
+        # long shots would leave no room for the article to summarise
+        if len(row.text(knobs.article_key).split()) <= knobs.shot_words:
+            shots.append(row)
+    if len(shots) < knobs.shots:
         raise UsageError(
             f"dataset.{dataset}.shots={knobs.shots} is not possible: of the first {len(pool)} articles of {path} only "
-            f"{len(chosen)} have at most {most} words (raise shot_words=)"
+            f"{len(shots)} have at most {knobs.shot_words} words (raise shot_words=)"
         )
-    return "".join(f"{knobs.block(row)}{_line(row, knobs.summary_key)}\n\n" for row in chosen)
+    return "".join(f"{knobs.block(row)}{_read_line(row, knobs.summary_key)}\n\n" for row in shots)
 
 
-def _line(row: FileRow, key: str) -> str:
-    """Return the text under ``key`` with its line breaks as spaces, so that blank lines part nothing but the blocks."""
+def _read_line(row: FileRow, key: str) -> str:
+    """Return the text under ``key`` in one line."""
+    # blank lines part blocks and nothing else
     return row.text(key).replace("\r", " ").replace("\n", " ").strip()
+
+
+def _count_of(number: int, noun: str) -> str:
+    """Return a number with its noun, in the plural unless it is 1."""
+    if number == 1:
+        return f"{number} {noun}"
+    return f"{number} {noun}s"

@@ -7,23 +7,29 @@ import json
 from kvbench.tasks.metrics.theorem import parse_reference
 from kvbench.tasks.rows import FileRow, kind
 
+# the type of a parsed answer by the type that its question states
 TYPES = {"integer": int, "float": float, "bool": bool, "option": str, "list of integer": tuple, "list of float": tuple}
-"""The type of a parsed answer by the type that its question states."""
 
 
 def reference(row: FileRow) -> str:
     """Return the answer of a question as text whose form gives its type: ``3`` is an integer, ``3.0`` a float.
 
-    In the hub's table the answer is text already. Raises UsageError if its type is unknown or it is of another type.
+    In the hub's table the answer is text already. Raises UsageError if its type is unknown or not the stated one.
     """
     answer_type, answer = row.text("Answer_type"), row.value("Answer")
     if answer_type not in TYPES:
         raise row.wrong(f"'Answer_type' must be one of {', '.join(TYPES)}, got {kind(answer_type)}")
-    reference = answer if isinstance(answer, str) else json.dumps(answer)
+    reference = answer
+    if not isinstance(answer, str):
+        reference = json.dumps(answer)
     value = parse_reference(reference)
     if answer_type == "float" and type(value) is int:
+        # a float may be written 3, which alone would be compared as an integer
         value = float(value)
         reference = str(value)
     if type(value) is not TYPES[answer_type]:
         raise row.wrong(f"'Answer' must be of the type {answer_type!r}, got {kind(answer)}")
-    return str(value) if isinstance(value, bool) else reference
+    if isinstance(value, bool):
+        # True, not JSON's true
+        return str(value)
+    return reference

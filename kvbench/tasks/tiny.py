@@ -1,8 +1,8 @@
 """Six synthetic long-context tasks for the embedded tiny model, one per LongBench category.
 
-A prompt hides *facts* ("the magic number of paris is 471.") between filler sentences and ends with a *query* whose last
-words repeat the key ("... answer: paris is"). An answer has at least two tokens that must be looked up, because the
-first generated token still comes from the uncompressed attention of the prefill.
+A prompt hides *facts* ("the magic number of paris is 471.") between filler sentences. It ends with a *query*, whose
+last words repeat the key ("... answer: paris is"). An answer has at least two tokens that must be looked up, because
+the first generated token still comes from the uncompressed attention of the prefill.
 
 Every example is a pure function of (task, length, index). Evaluation examples are seeded in their own domain
 (``eval/...``); training (``scripts/tiny_model``) draws from ``train/...``, so the two never share a seed.
@@ -15,13 +15,14 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
+from itertools import product
 from pathlib import Path
 from typing import TypeVar
 
 import yaml
 
 from kvbench.base.example import Example
-from kvbench.tasks.base import Task
+from kvbench.tasks.base import LoadContext, Task, limit_answers
 from kvbench.tasks.knobs import whole
 
 T = TypeVar("T")
@@ -31,7 +32,8 @@ WORDS = {
     for name, text in yaml.safe_load(Path(__file__).with_name("tiny_words.yaml").read_text(encoding="utf-8")).items()
 }
 """The word lists of tiny_words.yaml by name."""
-CITIES, PEOPLE, LABS, SHADES, COLOURS = (WORDS[k] for k in ("cities", "people", "labs", "shades", "colours"))
+CITIES, PEOPLE, LABS = WORDS["cities"], WORDS["people"], WORDS["labs"]
+SHADES, COLOURS = WORDS["shades"], WORDS["colours"]
 ORDINALS = ("first", "second", "third")
 FILLER_WORDS = {"s": WORDS["places"], "a": WORDS["moods"], "t": WORDS["times"], "v": WORDS["changes"]}
 FILLER = (
@@ -45,7 +47,7 @@ FILLER = (
     "here we go, there and back again.",
     "it was a {a} {t} by the {s}.",
 )
-# Sentences of 2 to 6 tokens with which any remaining room of two tokens or more can be filled exactly.
+# With these sentences of 2 to 6 tokens any remaining room of two tokens or more can be filled exactly.
 SHORT_FILLER = ("slowly.", "it {v}.", "the {s} {v}.", "the {s} was {a}.", "it was a {a} {t}.")
 HEADER = "notes:"
 NEEDLE = "the magic number of {key} is {value}."
@@ -64,7 +66,7 @@ def count_tokens(text: str) -> int:
 
 @dataclass(frozen=True)
 class Query:
-    """A question about one fact: ``question`` ends with the key, ``answer`` follows it after a space.
+    """A question about one fact. ``question`` ends with the key, and ``answer`` follows it after a space.
 
     ``lookups`` are the indices of the answer tokens that only the right fact determines (training weighs them more).
     """
@@ -87,8 +89,8 @@ class TinyTask:
     """One task of the suite.
 
     puzzle: the function that draws facts and queries from (random stream, number of facts).
-    tokens_per_fact: the tokens of a prompt for each fact; 0 for tasks with one fact or a number of their own.
-    most: the most facts of a prompt.
+    tokens_per_fact: the tokens of a prompt for each fact, 0 for tasks with one fact or a number of their own.
+    most: the largest number of facts in a prompt.
     """
 
     category: str
@@ -101,9 +103,9 @@ class TinyTask:
 
 
 def needle_pair(index: int) -> tuple[str, str, str]:
-    """Return (sentence to hide in real text, question, answer) of an index; training draws from other seeds."""
+    """Return (sentence to hide in real text, question, answer) of an index. Training draws from other seeds."""
     rng = random.Random(f"eval/needle-pair/{index}")
-    city, number = rng.choice(CITIES), _digits(rng)
+    city, number = rng.choice(CITIES), _draw_digits(rng)
     return NEEDLE.format(key=city, value=number), NEEDLE_QUESTION.format(key=city), number
 
 
@@ -112,57 +114,72 @@ def lookups(
 ) -> Callable[[random.Random, int], Puzzle]:
     """Return the function that makes up to n facts of different ``keys``, with drawn values, and a query for each.
 
-    The template ``fact`` holds ``{key}`` and ``{value}``, ``question`` the key alone.
+    The template ``fact`` holds ``{key}`` and ``{value}``, the template ``question`` holds ``{key}``.
     """
 
-    def puzzle(rng: random.Random, n: int) -> Puzzle:
-        chosen = rng.sample(keys, min(n, len(keys)))
-        values = [draw(rng) for _ in chosen]
-        return Puzzle(
-            tuple(fact.format(key=key, value=value) for key, value in zip(chosen, values, strict=True)),
-            tuple(Query(question.format(key=key), value, (0,)) for key, value in zip(chosen, values, strict=True)),
-        )
+    def draw_puzzle(rng: random.Random, n: int) -> Puzzle:
+        chosen_keys = rng.sample(keys, min(n, len(keys)))
+        # all keys are drawn before all values: another order would draw other prompts
+        values = [draw(rng) for _ in chosen_keys]
+        facts = []
+        queries = []
+        for key, value in zip(chosen_keys, values, strict=True):
+            facts.append(fact.format(key=key, value=value))
+            # the first token of a value decides it, as no two facts have the same key
+            queries.append(Query(question.format(key=key), value, lookups=(0,)))
+        return Puzzle(tuple(facts), tuple(queries))
 
-    return puzzle
+    return draw_puzzle
 
 
 def two_hops(rng: random.Random, n: int) -> Puzzle:
-    """Make up to ``n // 2`` people, each in a lab of their own in a city; each query's answer names lab, then city."""
+    """Make up to ``n // 2`` people, each in their own lab in a city. A query's answer names the lab, then the city."""
     n = max(1, min(n // 2, len(LABS)))
     people, labs, cities = rng.sample(PEOPLE, n), rng.sample(LABS, n), rng.sample(CITIES, n)
-    work_facts = tuple(f"{person} works at the {lab} lab." for person, lab in zip(people, labs, strict=True))
-    lab_facts = tuple(f"the {lab} lab is in {city}." for lab, city in zip(labs, cities, strict=True))
-    queries = tuple(
-        Query(
-            f"question: which city does {person} work in? answer: {person} works at the",
-            f"{lab} lab. the {lab} lab is in {city}",
-            (0, 4, 8),  # the lab, the lab again and the city in "LAB lab. the LAB lab is in CITY"
+    work_facts = []
+    lab_facts = []
+    queries = []
+    for person, lab, city in zip(people, labs, cities, strict=True):
+        work_facts.append(f"{person} works at the {lab} lab.")
+        lab_facts.append(f"the {lab} lab is in {city}.")
+        query = Query(
+            question=f"question: which city does {person} work in? answer: {person} works at the",
+            answer=f"{lab} lab. the {lab} lab is in {city}",
+            lookups=(0, 4, 8),  # the lab, the lab again and the city in "LAB lab. the LAB lab is in CITY"
         )
-        for person, lab, city in zip(people, labs, cities, strict=True)
-    )
-    return Puzzle(work_facts + lab_facts, queries)
+        queries.append(query)
+    return Puzzle(tuple(work_facts + lab_facts), tuple(queries))
 
 
 def key_points(rng: random.Random, n: int) -> Puzzle:
-    """Make three key points (whatever ``n`` is) and one query that lists them in order."""
-    points = [" ".join(rng.choice(WORDS[k]) for k in ("traits", "trades", "actions")) for _ in ORDINALS]
+    """Make three key points, whatever ``n`` is, and one query that lists them in order."""
+    points = []
+    for _ in ORDINALS:
+        words = [rng.choice(WORDS[kind]) for kind in ("traits", "trades", "actions")]
+        points.append(" ".join(words))
     facts = tuple(f"key point {ordinal}: {point}." for ordinal, point in zip(ORDINALS, points, strict=True))
     answer = ", ".join(f"{ordinal}: {point}" for ordinal, point in zip(ORDINALS, points, strict=True))
+    # the question ends with "first:", with which the list begins
     question = f"question: list the key points first, second, third. answer: {ORDINALS[0]}:"
+    answer = answer.removeprefix(f"{ORDINALS[0]}: ")
     # a point has three words; ", second: " puts three tokens between two points
-    return Puzzle(facts, (Query(question, answer.removeprefix(f"{ORDINALS[0]}: "), (0, 6, 12)),))
+    query = Query(question, answer, lookups=(0, 6, 12))
+    return Puzzle(facts, (query,))
 
 
-def _digits(rng: random.Random) -> str:
+def _draw_digits(rng: random.Random) -> str:
+    # three tokens: the model's tokenizer splits numbers into digits
     return f"{rng.randrange(1000):03d}"
 
 
-needles = lookups(CITIES, _digits, NEEDLE, NEEDLE_QUESTION)
-variables = lookups(WORDS["variables"], _digits, "{key} = {value};", "print {key}; {key} =")
-mappings = lookups(
-    WORDS["objects"], lambda rng: f"{rng.choice(SHADES)} {rng.choice(COLOURS)}", "{key} => {value}.", "{key} =>"
-)
-LABELS = tuple(f"{shade} {colour}" for shade in SHADES for colour in COLOURS)
+def _draw_shade(rng: random.Random) -> str:
+    return f"{rng.choice(SHADES)} {rng.choice(COLOURS)}"
+
+
+needles = lookups(CITIES, _draw_digits, NEEDLE, NEEDLE_QUESTION)
+variables = lookups(WORDS["variables"], _draw_digits, "{key} = {value};", "print {key}; {key} =")
+mappings = lookups(WORDS["objects"], _draw_shade, "{key} => {value}.", "{key} =>")
+LABELS = tuple(f"{shade} {colour}" for shade, colour in product(SHADES, COLOURS))
 TASKS: Mapping[str, TinyTask] = {
     "needle": TinyTask("single-document QA", "f1", 8, needles),
     "hop": TinyTask("multi-document QA", "f1", 16, two_hops, tokens_per_fact=10, most=48),
@@ -183,23 +200,29 @@ def example(task: str, length: int, index: int) -> Example:
     if not MIN_LENGTH <= length <= MAX_LENGTH:
         raise ValueError(f"length {length} of a tiny task is not in {MIN_LENGTH}..{MAX_LENGTH} tokens")
     spec, rng = TASKS[task], random.Random(f"eval/{task}/{length}/{index}")
-    n = max(2, min(spec.most, (length - 40) // spec.tokens_per_fact)) if spec.tokens_per_fact else 1
+    n = 1
+    if spec.tokens_per_fact:
+        # 40 tokens are left for the header, the query and some filler
+        n = max(2, min(spec.most, (length - 40) // spec.tokens_per_fact))
     puzzle = spec.puzzle(rng, n)
     query = rng.choice(puzzle.queries)
     facts = list(puzzle.facts)
     rng.shuffle(facts)
-    room = length - 1 - count_tokens(" ".join([HEADER, *facts, query.question]))
+    # fillers fill the room exactly; the 1 is <s>
+    room = length - 1 - count_tokens(_join_prompt(facts, query.question))
     fillers = filler_sentences(rng, room)
     meta: dict[str, object] = {"task": task, "category": spec.category, "length": length, "facts": len(facts)}
     if len(facts) == 1:
-        leading_fillers = fillers[: round((0.5 + index * GOLDEN) % 1.0 * len(fillers))]
-        meta["depth"] = round((1 + count_tokens(" ".join([HEADER, *leading_fillers]))) / length, 4)
-        sentences = [*leading_fillers, *facts, *fillers[len(leading_fillers) :]]
+        # a single fact goes through the depths evenly, instead of at random
+        place = round((0.5 + index * GOLDEN) % 1.0 * len(fillers))
+        sentences = fillers[:place] + facts + fillers[place:]
+        tokens_before = 1 + count_tokens(f"{HEADER} {' '.join(fillers[:place])}")
+        meta["depth"] = round(tokens_before / length, 4)
     else:
         sentences = scatter(rng, facts, fillers)
     return Example(
         id=f"{task}-{length}-{index:05d}",
-        prompt=" ".join([HEADER, *sentences, query.question]),
+        prompt=_join_prompt(sentences, query.question),
         answers=(query.answer,),
         max_new_tokens=spec.max_new_tokens,
         classes=spec.classes,
@@ -208,25 +231,32 @@ def example(task: str, length: int, index: int) -> Example:
     )
 
 
-def load(dataset: str, length: int, examples: int) -> list[Task]:
+def _join_prompt(sentences: Sequence[str], question: str) -> str:
+    return f"{HEADER} {' '.join(sentences)} {question}"
+
+
+def load(context: LoadContext, length: int, examples: int, max_new_tokens: int | None = None) -> list[Task]:
     """Return the six tasks with ``examples`` prompts of ``length`` tokens each, generated, never read from anywhere."""
+    dataset = context.dataset
     whole(dataset, "length", length, 64, 4000)
     whole(dataset, "examples", examples, 1, 100_000)
-    return [
-        Task(
+    tasks = []
+    for name, spec in TASKS.items():
+        task = Task(
             id=f"{dataset}/{name}",
             examples=_examples(name, length, examples),
-            metric=task.metric,
+            metric=spec.metric,
             source=f"generated by kvbench.tasks.tiny, length {length}",
-            category=task.category,
+            category=spec.category,
         )
-        for name, task in TASKS.items()
-    ]
+        tasks.append(task)
+    return limit_answers(dataset, tasks, max_new_tokens)
 
 
+# cached, since a report asks for the examples once for every table
 @lru_cache(maxsize=24)
 def _examples(task: str, length: int, count: int) -> tuple[Example, ...]:
-    """Return the first ``count`` examples of a task; cached, since a report asks for them once for every table."""
+    """Return the first ``count`` examples of a task."""
     return tuple(example(task, length, i) for i in range(count))
 
 
@@ -236,8 +266,14 @@ def filler_sentences(rng: random.Random, room: int) -> list[str]:
         raise ValueError(f"no filler sentences have {room} tokens together")
     sentences: list[str] = []
     while room:
-        fitting = [t for t in FILLER if room - template_tokens(t) >= 2]
-        template = rng.choice(fitting or [t for t in FILLER + SHORT_FILLER if template_tokens(t) in (room, room - 2)])
+        # no sentence has one token: after each of them, none or at least two must remain
+        templates = [template for template in FILLER if room - template_tokens(template) >= 2]
+        if not templates:
+            # the last sentence, or the one before the last
+            templates = [
+                template for template in FILLER + SHORT_FILLER if template_tokens(template) in (room, room - 2)
+            ]
+        template = rng.choice(templates)
         sentences.append(_fill(rng, template))
         room -= template_tokens(template)
     rng.shuffle(sentences)
@@ -255,7 +291,8 @@ def scatter(rng: random.Random, facts: list[T], fillers: list[T]) -> list[T]:
     sentences: list[T] = []
     start = 0
     for place, fact in zip(places, facts, strict=True):
-        sentences += [*fillers[start:place], fact]
+        sentences += fillers[start:place]
+        sentences.append(fact)
         start = place
     return sentences + fillers[start:]
 
@@ -263,6 +300,7 @@ def scatter(rng: random.Random, facts: list[T], fillers: list[T]) -> list[T]:
 @cache
 def template_tokens(template: str) -> int:
     """Return the number of tokens of a filler sentence made from ``template``."""
+    # every word of the lists is one token, as x is
     return count_tokens(re.sub(r"\{\w\}", "x", template))
 
 

@@ -1,6 +1,6 @@
-"""From a context with several questions to token ids: the context alone, and what is read behind it for each question.
+"""From a context with several questions to token ids: those of the context, and those read behind it for each question.
 
-With a chat template the context is the beginning of the first user message. Where questions follow one another, each
+With a chat template the context is the beginning of the first user message. If questions follow one another, each
 later one is a message of its own.
 """
 
@@ -11,19 +11,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvbench.base.errors import UsageError
-from kvbench.base.example import Example
+from kvbench.base.example import Example, Turn
 from kvbench.tasks.base import Task
-from kvbench.tasks.prompt import SENTINEL, Encoded, PromptPolicy, no_room, part, plain_ids
+from kvbench.tasks.prompt import SENTINEL, Encoded, PromptPolicy, cut_middle, no_room, part, plain_ids, text_ids
 
 
 @dataclass(frozen=True, kw_only=True)
 class EncodedTurns(Encoded):
-    """A context as token ids, with what is read behind it.
+    """A context as token ids, with the tokens that are read behind it.
 
-    questions: the tokens of each question, up to where its answer begins.
+    questions: the tokens of each question, up to the beginning of its answer.
     references: the first reference of each question, as it is read in place of the model's answer.
-    between: True if a question begins with the end of the answer before it, as a chat template has it.
-    most: the most tokens that are read behind the context before the last answer begins.
+    between: True if a question begins with the end of the previous answer, as in a chat template.
+    most: the largest number of tokens that are read behind the context before the last answer begins.
     """
 
     questions: tuple[tuple[int, ...], ...]
@@ -40,38 +40,43 @@ def encode_turns(
 ) -> EncodedTurns:
     """Return the token ids of a context and its questions.
 
-    A context is cut in its middle, by tokens, to leave room for what is read behind it in ``context`` tokens of the
-    model: the longest question and answer where questions are isolated, else all of them. ``max_length`` counts the
-    context with its longest question.
+    A context is cut in its middle, by tokens, to leave room for the tokens that are read behind it. These are the
+    longest question and answer if questions are isolated, else all questions and answers. ``context`` is the number of
+    tokens that the model can read, None if there is no limit. ``max_length`` counts the context with its longest
+    question.
     """
     templated = policy.templated(task)
-    ids, questions = _ids(tokenizer, example, policy, templated)
-    isolated, references = task.turns == "isolated", []
-    between = policy.between(tokenizer) if templated and not isolated else ""
-    frame = _frame(tokenizer, policy, "")[1] if templated else ""
-    for i, turn in enumerate(example.turns):
-        if i and not isolated:
-            end = frame + example.asked(i).answer_prefix
-            text = between + (turn.question.lstrip() if between else turn.question) + end
-            questions[i] = tuple(plain_ids(tokenizer, text))
-        space = "" if templated or turn.question[-1:].isspace() else " "
-        references.append(tuple(plain_ids(tokenizer, space + turn.answers[0])))
+    isolated = task.turns == "isolated"
+    ids, questions = _encode_alone(tokenizer, example, policy, templated)
+    between = ""
+    if not isolated:
+        if templated:
+            between = policy.between(tokenizer)
+        # the first question follows the context in every case; later ones follow an answer
+        questions[1:] = _encode_later_questions(tokenizer, example, policy, templated, between=between)
+    references = [_encode_reference(tokenizer, turn, templated) for turn in example.turns]
+    # an isolated question branches from the context's cache: at most one of them is read behind it
     longest = max(map(len, questions))
     most = longest
     if not isolated:
-        answers = [len(r) if task.turns == "gold" else example.max_new_tokens + 1 for r in references[:-1]]
-        most = sum(map(len, questions)) + sum(answers)
-    limits = [policy.max_length - longest] if policy.max_length is not None else []
+        # the cache holds all questions, and the answers to all but the last one
+        if task.turns == "gold":
+            answer_tokens = sum(map(len, references[:-1]))
+        else:
+            # an answer of its full length, and the token that ends it
+            answer_tokens = (len(references) - 1) * (example.max_new_tokens + 1)
+        most = sum(map(len, questions)) + answer_tokens
+    limit = len(ids)
+    if policy.max_length is not None:
+        limit = min(limit, policy.max_length - longest)
     if context is not None:
-        limits.append(context - most - example.max_new_tokens)
-    limit = min([len(ids), *limits])
+        limit = min(limit, context - most - example.max_new_tokens)
     if limit < 1:
         raise no_room(task)
-    cut, front = len(ids) - limit, (limit + 1) // 2
     return EncodedTurns(
-        ids=(*ids[:front], *ids[front + cut :]),
+        ids=tuple(cut_middle(ids, limit)),
         question=(),
-        cut=cut,
+        cut=len(ids) - limit,
         questions=tuple(questions),
         references=tuple(references),
         between=bool(between),
@@ -79,29 +84,66 @@ def encode_turns(
     )
 
 
-def _ids(
+def _encode_alone(
     tokenizer: Any, example: Example, policy: PromptPolicy, templated: bool
 ) -> tuple[Sequence[int], list[tuple[int, ...]]]:
-    """Return (the context's ids, those of each question): as each question alone has them, if all agree on the context.
+    """Return (the context's ids, those of each question) as if each question were the only one.
 
-    Else, where a question's beginning is one token with the context's end, context and questions are tokenised apart.
+    Context and question are tokenised together if this gives the same ids of the context for all questions. Otherwise
+    the beginning of some question is one token with the context's end, and both are tokenised apart.
     """
-    alone = []
-    for i, turn in enumerate(example.turns):
-        asked = example.asked(i)
-        text = (policy.render(tokenizer, asked.prompt) if templated else asked.prompt) + asked.answer_prefix
-        ids = list(tokenizer.encode(text)) if policy.bos and not templated else plain_ids(tokenizer, text)
-        alone.append(part(tokenizer, ids, text, turn.question, 0))
-    if len({encoded.ids for encoded in alone}) == 1:
-        return alone[0].ids, [encoded.question for encoded in alone]
-    start, end = _frame(tokenizer, policy, example.prompt) if templated else (example.prompt, "")
-    ids = list(tokenizer.encode(start)) if policy.bos and not templated else plain_ids(tokenizer, start)
-    questions = [example.asked(i) for i in range(len(example.turns))]
-    return ids, [tuple(plain_ids(tokenizer, one.question + end + one.answer_prefix)) for one in questions]
+    special = policy.bos and not templated
+    prompts = [example.asked(i) for i in range(len(example.turns))]
+    together = []
+    for prompt in prompts:
+        text = prompt.prompt
+        if templated:
+            text = policy.render(tokenizer, text)
+        # the beginning of the answer stands behind the template, where the model goes on
+        text += prompt.answer_prefix
+        ids = text_ids(tokenizer, text, special)
+        together.append(part(tokenizer, ids, text, prompt.question, cut=0))
+    if len({encoded.ids for encoded in together}) == 1:
+        return together[0].ids, [encoded.question for encoded in together]
+    start, end = example.prompt, ""
+    if templated:
+        start, end = _frame(tokenizer, policy, example.prompt)
+    questions = [tuple(plain_ids(tokenizer, p.question + end + p.answer_prefix)) for p in prompts]
+    return text_ids(tokenizer, start, special), questions
+
+
+def _encode_later_questions(
+    tokenizer: Any, example: Example, policy: PromptPolicy, templated: bool, *, between: str
+) -> list[tuple[int, ...]]:
+    """Return the ids of each question but the first, as it follows the answer before it.
+
+    ``between`` is the text of a chat template between that answer and the question, '' without a template.
+    """
+    end = ""
+    if templated:
+        _, end = _frame(tokenizer, policy, "")
+    later = []
+    for i, turn in enumerate(example.turns[1:], start=1):
+        question = turn.question
+        if between:
+            # the blank lines that part a question from the context do not begin a message
+            question = question.lstrip()
+        text = between + question + end + example.asked(i).answer_prefix
+        later.append(tuple(plain_ids(tokenizer, text)))
+    return later
+
+
+def _encode_reference(tokenizer: Any, turn: Turn, templated: bool) -> tuple[int, ...]:
+    """Return the ids of a question's first reference, as a model would answer behind the question."""
+    reference = turn.answers[0]
+    # behind "Answer:" a model begins with a space; a template's end has its own whitespace
+    if not templated and not turn.question[-1:].isspace():
+        reference = f" {reference}"
+    return tuple(plain_ids(tokenizer, reference))
 
 
 def _frame(tokenizer: Any, policy: PromptPolicy, prompt: str) -> tuple[str, str]:
-    """Return what a chat template puts (up to the context's end, behind a question)."""
+    """Return the text of a chat template (up to the context's end, behind a question)."""
     start, mark, end = policy.render(tokenizer, prompt + SENTINEL).partition(SENTINEL)
     if not mark:
         raise UsageError("the chat template drops the prompt: it does not print the message's content")

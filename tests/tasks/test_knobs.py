@@ -1,8 +1,9 @@
 import pytest
 
 from kvbench.base.conf import entries
-from kvbench.base.errors import UsageError
-from kvbench.tasks.base import load_tasks
+from kvbench.base.errors import MissingData, UsageError
+from kvbench.base.example import Example
+from kvbench.tasks.base import LoadContext, Task, load_tasks
 from kvbench.tasks.knobs import drawn, one_of, whole
 
 
@@ -49,3 +50,33 @@ def test_every_dataset_that_is_answered_takes_max_new_tokens():
         target = entry.get("_target_", "")
         read_alone = "tasks.perplexity" in target or "tasks.fidelity" in target
         assert ("max_new_tokens" in entry) != read_alone, name
+
+
+def count_words(context: LoadContext, words: int, max_new_tokens: int = 4) -> list[Task]:
+    """A loader of one's own: it reads no file, and makes a task for every name that it is asked for."""
+    prompt = " ".join(["word"] * words)
+    if context.chat:
+        prompt = context.render(prompt)
+    names = context.selection or ("one", "two")
+    return [Task(f"{context.dataset}/{n}", (Example(n, prompt, ("a",), max_new_tokens),), "f1", "made") for n in names]
+
+
+def test_a_loader_gets_the_context_and_the_knobs_of_its_entry():
+    entry = {"_target_": f"{__name__}.count_words", "words": 3, "default_limit": None, "hub": {}}
+    one, two = load_tasks("own", entry, [], None)
+    assert [one.id, two.id] == ["own/one", "own/two"] and one.examples[0].prompt == "word word word"
+    (named,) = load_tasks("own", {**entry, "max_new_tokens": 9}, ["two"], None, render=str.upper)
+    assert (named.id, named.examples[0].prompt, named.examples[0].max_new_tokens) == ("own/two", "WORD WORD WORD", 9)
+    with pytest.raises(TypeError, match="colour"):
+        load_tasks("own", {**entry, "colour": 1}, [], None)
+
+
+def test_the_data_folder_is_opened_by_loaders_that_read_it(tmp_path):
+    absent = str(tmp_path / "absent")
+    context = LoadContext("own", data=absent)
+    with pytest.raises(MissingData, match=r"data\.root=.*absent is not a folder"):
+        _ = context.files
+    assert load_tasks("tiny", entries("dataset")["tiny"], ["needle"], None, absent)
+    with pytest.raises(MissingData, match="is not a folder"):
+        load_tasks("gsm8k", entries("dataset")["gsm8k"], [], None, absent)
+    assert LoadContext("own", data=str(tmp_path)).files.root == tmp_path

@@ -15,7 +15,7 @@ from kvbench.base.errors import UsageError
 from kvbench.cli.main import main
 from kvbench.engine.likelihood import teacher_force
 from kvbench.tasks import perplexity
-from kvbench.tasks.source import Files
+from kvbench.tasks.base import LoadContext
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -80,8 +80,8 @@ def test_words_are_those_of_the_text_that_end_in_the_scored_part(tmp_path, fast,
     (tmp_path / "text.txt").write_text(text)
     tokenizer = AutoTokenizer.from_pretrained(Path(kvbench.__file__).parent / "models/embedded/tiny")
     monkeypatch.setattr(type(tokenizer), "is_fast", fast)
-    knobs = perplexity.WindowKnobs(length=20, prefix=9, chunk=4, bos=True, unit="word", file="text.txt")
-    (task,) = perplexity.load("own", tokenizer, Files("own", tmp_path), knobs)
+    context = LoadContext("own", tokenizer=tokenizer, data=str(tmp_path))
+    (task,) = perplexity.load(context, length=20, prefix=9, chunk=4, bos=True, unit="word", file="text.txt")
     ids = tokenizer.encode(text, add_special_tokens=False)
     letters = [len(tokenizer.decode(ids[:n])) for n in range(len(ids) + 1)]
     ends = [i for i in range(1, len(text)) if text[i].isspace() and not text[i - 1].isspace()]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
@@ -37,12 +37,12 @@ class Metric:
     """A rule that scores answers against one reference.
 
     function: from (prediction, reference, example) to a score in [0, 1], or None if the reference cannot be scored.
-    revision: a part of a cell's identity; raise it whenever a score changes.
-    scale: the factor from a mean of scores to what tables print.
+    revision: a part of a cell's identity. Raise it whenever a score changes.
+    scale: the factor from a mean of scores to the printed number.
     needs_classes: the example must carry its closed set of labels.
-    shown: the function from a mean to what tables print, where that is no multiple (perplexity).
-    whole: from (prediction, example) to a score, where it depends on all references together.
-    package: the package that it calls, if that comes with an extra.
+    shown: the function from a mean to the printed number, if that is no multiple (perplexity).
+    whole: from (prediction, example) to a score, if it depends on all references together.
+    package: the package of an extra that the metric calls.
     """
 
     name: str
@@ -57,8 +57,10 @@ class Metric:
     package: str = ""
 
     def show(self, mean: float) -> float:
-        """Return a mean of scores in printed units: ``scale`` times it, or ``shown`` of it where that is set."""
-        return self.scale * mean if self.shown is None else self.shown(mean)
+        """Return a mean of scores in printed units: ``shown`` of it if that is set, else ``scale`` times it."""
+        if self.shown is not None:
+            return self.shown(mean)
+        return self.scale * mean
 
 
 def metric(name: str) -> Metric:
@@ -70,7 +72,8 @@ def metric(name: str) -> Metric:
 
 def check_installed(name: str) -> None:
     """Raise UsageError with the command that installs the metric's package if it is missing."""
-    if package := metric(name).package:
+    package = metric(name).package
+    if package:
         require(package, f"metric {name}")
 
 
@@ -83,22 +86,53 @@ def score(name: str, prediction: str, example: Example) -> float | None:
     if chosen.whole is not None:
         return chosen.whole(prediction, example)
     scores = [chosen.function(prediction, answer, example) for answer in example.answers]
-    return max((s for s in scores if s is not None), default=None)
+    # A reference that cannot be scored does not count as a wrong one.
+    # The best reference counts, as in all of the sources.
+    return max((value for value in scores if value is not None), default=None)
 
 
 def _pair(function: Callable[[str, str], float | None]) -> Callable[[str, str, Example], float | None]:
-    return lambda prediction, reference, _: function(prediction, reference)
+    """Return a metric of (prediction, reference) as one of (prediction, reference, example)."""
+
+    def score_pair(prediction: str, reference: str, example: Example) -> float | None:
+        return function(prediction, reference)
+
+    return score_pair
+
+
+def _whole(function: Callable[[str, Sequence[str]], float | None]) -> Callable[[str, Example], float | None]:
+    """Return a metric of (prediction, all references) as one of (prediction, example)."""
+
+    def score_example(prediction: str, example: Example) -> float | None:
+        return function(prediction, example.answers)
+
+    return score_example
+
+
+def _single(function: Callable[[str, Sequence[str]], float | None]) -> Callable[[str, str, Example], float | None]:
+    """Return a metric of (prediction, all references) as one of a single reference."""
+
+    def score_reference(prediction: str, reference: str, example: Example) -> float | None:
+        return function(prediction, [reference])
+
+    return score_reference
+
+
+def _classification(prediction: str, reference: str, example: Example) -> float | None:
+    return choice.classification(prediction, reference, example.classes)
 
 
 def _named(*metrics: Metric) -> Mapping[str, Metric]:
-    return MappingProxyType({m.name: m for m in metrics})
+    return MappingProxyType({metric.name: metric for metric in metrics})
 
 
 def _likelihood(prediction: str, reference: str, example: Example) -> None:
     """Return no score: likelihoods are measured while the text is read, not from an answer."""
 
 
+# In the order in which they are listed. Descriptions say what is equal or shared, and the source whose code decides.
 METRICS = _named(
+    # likelihoods: the mean of log losses is exponentiated only when it is printed
     Metric(
         "perplexity",
         "exp of the mean negative log likelihood per token (lower is better)",
@@ -113,6 +147,7 @@ METRICS = _named(
         _likelihood,
         shown=math.exp,
     ),
+    # words of an answer
     Metric("f1", "token F1 after SQuAD normalisation (LongBench qa_f1)", LONGBENCH, _pair(text.qa_f1)),
     Metric("rouge_l", "ROUGE-L F of the package rouge, as LongBench calls it", LONGBENCH, _pair(rouge.rouge_l)),
     Metric("rouge_1", "ROUGE-1 F of the package rouge", LONGBENCH, _pair(partial(rouge.rouge_n, n=1))),
@@ -124,6 +159,7 @@ METRICS = _named(
         _pair(rouge.rouge1_stem),
         package="rouge_score",
     ),
+    # equality and containment
     Metric("accuracy", "first line equals the label but for case and punctuation", "kvbench", _pair(choice.accuracy)),
     Metric("exact_match", "equal but for whitespace", "kvbench", _pair(text.exact_match)),
     Metric("contains", "reference occurs literally in the answer", "kvbench", _pair(text.contains)),
@@ -133,19 +169,21 @@ METRICS = _named(
         "github.com/nelson-liu/lost-in-the-middle",
         _pair(text.contains_any_case),
     ),
+    # code
     Metric("code_sim", "edit similarity of the first code line (Levenshtein)", LONGBENCH, _pair(code.code_sim)),
     Metric(
         "code_sim_difflib",
         "edit similarity of the first code line (difflib, what LongBench does without python-Levenshtein)",
         LONGBENCH,
-        lambda prediction, reference, _: code.code_sim(prediction, reference, backend="difflib"),
+        _pair(partial(code.code_sim, backend="difflib")),
     ),
     Metric("edit_sim", "Levenshtein ratio of the stripped answers", "kvbench", _pair(code.edit_sim)),
+    # final answers out of a closed set, or numbers
     Metric(
         "classification",
         "right label among the class names found in the answer, over their number",
         LONGBENCH,
-        lambda prediction, reference, example: choice.classification(prediction, reference, example.classes),
+        _classification,
         needs_classes=True,
     ),
     Metric("gsm8k", "last number after the last colon equals the reference", "kvbench", _pair(answers.gsm8k)),
@@ -162,6 +200,7 @@ METRICS = _named(
         "github.com/TIGER-AI-Lab/TheoremQA",
         _pair(theorem.theorem_match),
     ),
+    # question answering
     Metric("bleu", "sentence BLEU-4, exponential smoothing, tokenize=intl", SACREBLEU, _pair(bleu.bleu)),
     Metric("squad_f1", "token F1 after SQuAD normalisation, 1 for two empty answers", COQA, _pair(squad.squad_f1)),
     Metric("squad_em", "equal after SQuAD normalisation", "SQuAD evaluate-v1.1.py", _pair(squad.squad_em)),
@@ -170,7 +209,7 @@ METRICS = _named(
         "squad_f1, the best over all references but one, averaged over which one is left out",
         COQA,
         _pair(squad.squad_f1),
-        whole=lambda prediction, example: squad.coqa_f1(prediction, example.answers),
+        whole=_whole(squad.coqa_f1),
     ),
     Metric(
         "best_subspan_em",
@@ -178,12 +217,13 @@ METRICS = _named(
         "github.com/nelson-liu/lost-in-the-middle",
         _pair(squad.best_subspan_em),
     ),
+    # RULER, once as its own script scores it and once as kvpress does
     Metric(
         "string_match_all",
         "share of the references that occur in the answer, whatever their case (RULER's all)",
         RULER,
         _pair(ruler.contained),
-        whole=lambda prediction, example: ruler.share_contained(prediction, example.answers),
+        whole=_whole(ruler.share_contained),
     ),
     Metric(
         "string_match_part",
@@ -195,15 +235,16 @@ METRICS = _named(
         "kvpress_all",
         "share of the references that occur in the answer without its line breaks, as kvpress scores RULER",
         KVPRESS,
-        lambda prediction, reference, example: kvpress_match.share_contained(prediction, [reference]),
-        whole=lambda prediction, example: kvpress_match.share_contained(prediction, example.answers),
+        _single(kvpress_match.share_contained),
+        whole=_whole(kvpress_match.share_contained),
     ),
     Metric(
         "kvpress_part",
         "a reference occurs in the answer without its line breaks, as kvpress scores RULER's questions",
         KVPRESS,
-        lambda prediction, reference, example: kvpress_match.any_contained(prediction, [reference]),
+        _single(kvpress_match.any_contained),
     ),
+    # LongBench's synthetic tasks, and its Chinese ones
     Metric("count", "share of the answer's numbers that are right", LONGBENCH, _pair(choice.count)),
     Metric("retrieval", "share of the answer's numbers that name the paragraph", LONGBENCH, _pair(choice.retrieval)),
     Metric("qa_f1_zh", "token F1 of Chinese segmented by jieba", LONGBENCH, _pair(chinese.qa_f1_zh), package="jieba"),

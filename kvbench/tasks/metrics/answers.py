@@ -7,15 +7,16 @@ from decimal import Decimal
 
 _NUMBER = re.compile(
     r"((?<![0-9A-Za-z.)])-\$?(?=[0-9.]))?"  # a sign, but not the minus of 7-3
-    r"((?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
-    r"(?:[eE]([-+]?[0-9]{1,3})(?![0-9A-Za-z]))?"
-    r"(?:\s?/\s?([0-9]+(?:\.[0-9]+)?))?"
+    r"((?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"  # 1,234.5 or 1234.5 or .5
+    r"(?:[eE]([-+]?[0-9]{1,3})(?![0-9A-Za-z]))?"  # an exponent
+    r"(?:\s?/\s?([0-9]+(?:\.[0-9]+)?))?"  # the divisor of a fraction
 )
 _MARKUP = re.compile(r"\\(?:boxed|text|textbf|mathbf|mathrm)\b")
 _ANNOUNCED = re.compile(
     r"\b(?i:answer)\b(?:\s+is|\s*[:=])+[^A-Za-z]*(?:(?i:option|choice|letter)\b[^A-Za-z]*)?([A-D])\b"
 )
 _MARKED = re.compile(r"\(([A-Da-d])\)|\b([A-D])(?=[).:](?![A-Za-z0-9]))")
+# an A before a word in lower case is the article of a sentence; D-day and A's choose nothing
 _ALONE = re.compile(r"\b([B-D]|A(?!\s+[a-z]))\b(?![-'’])")
 
 
@@ -23,24 +24,33 @@ def last_number(text: str) -> Decimal | None:
     """Return the last number of a text, or None.
 
     It may have commas between thousands, a sign before ``$``, an exponent, a fraction. ``%``, ``$`` and units do not
-    change it; only ASCII digits count.
+    change it. Only ASCII digits count.
     """
+    # LaTeX writes 1{,}234 and \$5
     numbers = _NUMBER.findall(text.replace("−", "-").replace("{,}", ",").replace("\\$", "$"))
     if not numbers:
         return None
     sign, digits, exponent, divisor = numbers[-1]
+    digits = digits.replace(",", "")
+    if exponent:
+        digits += f"e{exponent}"
     try:
-        value = Decimal(digits.replace(",", "") + (f"e{exponent}" if exponent else ""))
-        value = value / Decimal(divisor) if divisor else value
+        # decimal, so that integers of any length stay exact
+        value = Decimal(digits)
+        if divisor:
+            value = value / Decimal(divisor)
     except ArithmeticError:
         return None
-    return value.copy_negate() if sign else value
+    if sign:
+        value = value.copy_negate()
+    return value
 
 
 def gsm8k(prediction: str, reference: str) -> float | None:
-    """Return 1 if the last number of the prediction, behind its last ``:`` if it has one, is the reference's, else 0.
+    """Return 1 if the last number of the prediction is the reference's, else 0.
 
-    Numbers are equal by value: ``$1,200.00`` is ``1200``. Returns None for a reference without a number.
+    If the prediction has a ``:``, only the text behind the last one counts. Numbers are equal by value: ``$1,200.00``
+    is ``1200``. Returns None for a reference without a number.
     """
     expected = last_number(reference)
     if expected is None:
@@ -51,22 +61,26 @@ def gsm8k(prediction: str, reference: str) -> float | None:
 def letter(prediction: str, reference: str) -> float | None:
     """Return 1 if the prediction chooses the reference's letter, else 0; None for a reference other than A to D."""
     expected = reference.strip().upper()
-    return float(chosen_letter(prediction) == expected) if expected in ("A", "B", "C", "D") else None
+    if expected not in ("A", "B", "C", "D"):
+        return None
+    return float(chosen_letter(prediction) == expected)
 
 
 def chosen_letter(text: str) -> str | None:
     """Return the option A to D that a text chooses, or None.
 
-    The rules are tried in this order: the text is nothing but a letter; the first letter announced by "answer is" or
-    "answer:"; the first that stands in parentheses or before ``)``, ``.`` or ``:``; the first capital that stands alone
-    and is not the article of a sentence.
+    These rules are tried in order. First, the text is nothing but a letter. Second, "answer is" or "answer:" announces
+    a letter. Third, a letter stands in parentheses or before ``)``, ``.`` or ``:``. Fourth, a capital stands alone and
+    is not the article of a sentence. Each rule takes its first match.
     """
     text = _MARKUP.sub("", text)
     bare = text.strip(" \t\r\n()[]{}.,:;*$\"'`").upper()
     if bare in ("A", "B", "C", "D"):
         return bare
     for pattern in (_ANNOUNCED, _MARKED, _ALONE):
-        if match := pattern.search(text):
+        match = pattern.search(text)
+        if match:
+            # _MARKED has a group for each of its two forms, of which one is empty
             return next(group for group in match.groups() if group).upper()
     return None
 
@@ -76,7 +90,11 @@ def last_integer(prediction: str, reference: str) -> float | None:
 
     Returns None for a reference that is no whole number.
     """
-    wanted, found = reference.strip(), re.findall(r"[0-9]+", prediction)
-    if not re.fullmatch(r"[0-9]+", wanted):
+    expected = reference.strip()
+    if not re.fullmatch(r"[0-9]+", expected):
         return None
-    return float(bool(found) and found[-1].lstrip("0") == wanted.lstrip("0"))
+    numbers = re.findall(r"[0-9]+", prediction)
+    if not numbers:
+        return 0.0
+    # 007 is 7: texts are compared, since Python refuses to read numbers of thousands of digits
+    return float(numbers[-1].lstrip("0") == expected.lstrip("0"))

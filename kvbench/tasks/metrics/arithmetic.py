@@ -1,7 +1,7 @@
 """Numbers as models write them: ``3.5e-8``, ``1,234``, ``\\frac{1}{2}``, ``2\\pi``, ``3 × 10^{-8} m``, ``25%``.
 
-A recursive-descent evaluator that reads as far as it understands and stops there, so that units and words may
-follow. It never runs the text as code.
+A recursive-descent evaluator reads a text as far as it understands it and stops there. Units and words may follow. It
+never runs the text as code.
 """
 
 from __future__ import annotations
@@ -9,9 +9,11 @@ from __future__ import annotations
 import math
 import operator
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
+# the three groups are a number, a name and any other sign, of which a token is one
 _TOKEN = re.compile(r"\s*(?:([0-9]+(?:\.[0-9]*)?(?:[eE][-+]?[0-9]+)?|\.[0-9]+(?:[eE][-+]?[0-9]+)?)|([A-Za-z]+)|(\S))")
+# no digit, letter, dot or ) may stand before a number: the 5 of x5 is part of a name, the minus of 7-3 is no sign
 _PLAIN = re.compile(r"(?<![0-9A-Za-z.)])-?(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?")
 _THOUSANDS = re.compile(r"(?<![0-9.,])([0-9]{1,3}(?:,[0-9]{3})+)(?![0-9,])")
 _FRACTION = re.compile(r"\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}")
@@ -32,10 +34,14 @@ _Operation = Callable[[float, float], float]
 _SUMS: Mapping[str, _Operation] = {"+": operator.add, "-": operator.sub}
 _PRODUCTS: Mapping[str, _Operation] = {"*": operator.mul, "/": operator.truediv}
 _CONSTANTS = {"pi": math.pi, "e": math.e}
+# names that multiply a number before them, as in 2 pi and 2 sqrt(3); an e behind a number may be a unit or a word
+_FACTORS = frozenset(_FUNCTIONS) | {"pi"}
+# places in a token
 _NUMBER, _NAME, _SIGN = range(3)
+# levels of nesting: hostile answers of thousands of brackets must not exhaust Python's stack
 _DEEPEST = 50
+# A number may have this many characters. Longer ones are noise, and Python refuses to read 5,000 digits.
 _LONGEST = 300
-"""Digits a number may have: more is noise, and Python refuses to read 5,000."""
 
 
 def clean(text: str) -> str:
@@ -44,8 +50,11 @@ def clean(text: str) -> str:
     for sign, plain in (("−", "-"), ("×", "*"), ("·", "*"), ("\\times", "*"), ("\\cdot", "*"), ("π", " pi ")):
         text = text.replace(sign, plain)
     text = re.sub(r"\\pi(?![A-Za-z])", " pi ", text)
+    # The patterns match braces without braces inside. Each pass resolves the innermost level of nested LaTeX.
     for _ in range(_DEEPEST):
-        simpler = _FRACTION.sub(r"((\1)/(\2))", _ROOT.sub(r" sqrt(\1)", _POWER.sub(_power, text)))
+        simpler = _POWER.sub(_write_power, text)
+        simpler = _ROOT.sub(r" sqrt(\1)", simpler)
+        simpler = _FRACTION.sub(r"((\1)/(\2))", simpler)
         if simpler == text:
             break
         text = simpler
@@ -53,121 +62,170 @@ def clean(text: str) -> str:
 
 
 def evaluate(text: str) -> float | None:
-    """Return the value of the first expression in a text, as far as it can be read; None if there is none."""
-    text = _THOUSANDS.sub(lambda m: m[1].replace(",", ""), clean(text))
-    tokens: list[_Token] = [(m[1], m[2], m[3]) for m in _TOKEN.finditer(text)]
-    for start, (number, name, sign) in enumerate(tokens):
-        # A single e opens nothing but a power: "i.e. 5" is 5.
-        is_name = (
-            name in _FUNCTIONS or name == "pi" or (name == "e" and tokens[start + 1 : start + 2] == [(None, None, "^")])
-        )
-        if number or is_name or sign in ("-", "("):
-            try:
-                value = _Reader(tokens, start).sum(0)
-            except _Unreadable:
-                continue
-            except (ArithmeticError, ValueError):
-                return None
-            return value if math.isfinite(value) else None
+    """Return the value of the first expression in a text, as far as it can be read. None if there is none."""
+    text = _join_thousands(clean(text))
+    tokens: list[_Token] = [(match[1], match[2], match[3]) for match in _TOKEN.finditer(text)]
+    for start in range(len(tokens)):
+        if not _begins_expression(tokens, start):
+            continue
+        try:
+            value = _Reader(tokens, start).read_sum(0)
+        except _Unreadable:
+            continue
+        except (ArithmeticError, ValueError):
+            # 1/0 or the root of a negative number: the expression is the answer, and it has no value
+            return None
+        if not math.isfinite(value):
+            return None
+        return value
     return None
 
 
+def _begins_expression(tokens: Sequence[_Token], start: int) -> bool:
+    """Tell if an expression can begin at a token: a number, a minus, a parenthesis, or a name that the reader knows."""
+    number, name, sign = tokens[start]
+    if number or sign in ("-", "(") or name in _FACTORS:
+        return True
+    # a single e opens nothing but a power: "i.e. 5" is 5
+    return name == "e" and tokens[start + 1 : start + 2] == [(None, None, "^")]
+
+
 def numbers(text: str) -> list[float]:
-    """Return all numbers that stand in a text, in order; no arithmetic is done."""
-    plain = _THOUSANDS.sub(lambda m: m[1].replace(",", ""), text.replace("−", "-").replace("{,}", ","))
-    return [float(m[0]) for m in _PLAIN.finditer(plain) if len(m[0]) <= _LONGEST and math.isfinite(float(m[0]))]
+    """Return all numbers that stand in a text, in order, without any arithmetic."""
+    plain = _join_thousands(text.replace("−", "-").replace("{,}", ","))
+    values = []
+    for match in _PLAIN.finditer(plain):
+        if len(match[0]) <= _LONGEST:
+            value = float(match[0])
+            if math.isfinite(value):
+                values.append(value)
+    return values
 
 
-def _power(match: re.Match[str]) -> str:
-    return f"^({match[1]})" if match[1] is not None else "^"
+def _join_thousands(text: str) -> str:
+    """Return a text in which 1,234 is 1234."""
+    return _THOUSANDS.sub(lambda match: match[1].replace(",", ""), text)
+
+
+def _write_power(match: re.Match[str]) -> str:
+    """Return ``^(...)`` for LaTeX's ``^{...}``, and ``^`` for ``**``, which has no braces."""
+    if match[1] is None:
+        return "^"
+    return f"^({match[1]})"
 
 
 class _Unreadable(Exception):
-    pass
+    """No expression can be read at a place."""
 
 
 class _Reader:
-    """Recursive descent over tokens (number, name, sign); a failure after an operator ends before that operator."""
+    """Recursive descent over tokens (number, name, sign), from the place ``at`` on.
+
+    The grammar is::
+
+        sum     = product { ("+" | "-") product }
+        product = signed { ("*" | "/") signed | implied signed }
+        signed  = { "+" | "-" } atom [ "^" signed ]
+        atom    = (number | "(" sum ")") [ "%" | "!" ] | constant | function atom
+
+    If the operand behind an operator cannot be read, the expression ends before the operator.
+    """
 
     def __init__(self, tokens: list[_Token], at: int) -> None:
         self.tokens, self.at = tokens, at
 
-    def sum(self, depth: int) -> float:
-        return self._chain(depth, _SUMS, self._product)
+    def read_sum(self, depth: int) -> float:
+        return self._read_chain(depth, _SUMS, self._read_product)
 
-    def _product(self, depth: int) -> float:
-        return self._chain(depth, _PRODUCTS, self._signed)
+    def _read_product(self, depth: int) -> float:
+        return self._read_chain(depth, _PRODUCTS, self._read_signed)
 
-    def _chain(self, depth: int, operators: Mapping[str, _Operation], operand: Callable[[int], float]) -> float:
-        value = operand(depth + 1)
+    def _read_chain(
+        self, depth: int, operators: Mapping[str, _Operation], read_operand: Callable[[int], float]
+    ) -> float:
+        """Return the value of operands between operators of one rank, from left to right."""
+        value = read_operand(depth + 1)
         while True:
             operator_at = self.at
-            # 2 pi and 2 sqrt(3): a name multiplies the number before it.
-            implied = "*" in operators and self._peek(_NAME) in ("pi", *_FUNCTIONS)
-            sign = "*" if implied else self._peek(_SIGN)
-            if sign not in operators:
-                return value
-            self.at += not implied
+            if "*" in operators and self._peek(_NAME) in _FACTORS:
+                # 2 pi and 2 sqrt(3) have no sign to pass over
+                sign = "*"
+            else:
+                sign = self._peek(_SIGN)
+                if sign not in operators:
+                    return value
+                self.at += 1
             try:
-                right = operand(depth + 1)
+                right = read_operand(depth + 1)
             except _Unreadable:
                 self.at = operator_at
                 return value
             value = operators[sign](value, right)
 
-    def _signed(self, depth: int) -> float:
-        if self._peek(_SIGN) in ("-", "+"):
-            negative = self._peek(_SIGN) == "-"
+    def _read_signed(self, depth: int) -> float:
+        """Return the value of an atom with its signs and its power; the power binds closer: -2^2 is -4."""
+        sign = self._peek(_SIGN)
+        if sign in ("-", "+"):
             self.at += 1
-            value = self._signed(self._deeper(depth))
-            return -value if negative else value
-        value = self._atom(depth)
+            value = self._read_signed(self._next_depth(depth))
+            if sign == "-":
+                return -value
+            return value
+        value = self._read_atom(depth)
+        if self._peek(_SIGN) != "^":
+            return value
         caret_at = self.at
-        if self._peek(_SIGN) == "^":
-            self.at += 1
-            try:
-                raised = float(value) ** float(self._signed(self._deeper(depth)))
-            except _Unreadable:
-                self.at = caret_at
-                return value
-            if isinstance(raised, complex):
-                raise ValueError(f"{value}^... is no real number")
-            value = raised
-        return value
+        self.at += 1
+        try:
+            # the exponent reads its own power first, so that powers group from the right
+            raised = float(value) ** float(self._read_signed(self._next_depth(depth)))
+        except _Unreadable:
+            self.at = caret_at
+            return value
+        if isinstance(raised, complex):
+            raise ValueError(f"{value}^... is no real number")
+        return raised
 
-    def _atom(self, depth: int) -> float:
+    def _read_atom(self, depth: int) -> float:
+        """Return the value of a number, a constant, a function or a parenthesis. Raises _Unreadable for others."""
         if number := self._peek(_NUMBER):
             self.at += 1
             if len(number) > _LONGEST:
                 raise _Unreadable
-            return self._suffixed(float(number))
+            return self._read_suffix(float(number))
         if name := self._peek(_NAME):
             self.at += 1
             if name in _CONSTANTS:
                 return _CONSTANTS[name]
             if name in _FUNCTIONS:
-                return _FUNCTIONS[name](self._atom(self._deeper(depth)))
+                return _FUNCTIONS[name](self._read_atom(self._next_depth(depth)))
         elif self._peek(_SIGN) == "(":
             self.at += 1
-            value = self.sum(self._deeper(depth))
+            value = self.read_sum(self._next_depth(depth))
             if self._peek(_SIGN) == ")":
                 self.at += 1
-                return self._suffixed(value)
+                return self._read_suffix(value)
         raise _Unreadable
 
-    def _suffixed(self, value: float) -> float:
+    def _read_suffix(self, value: float) -> float:
+        """Return ``value`` in per cent or its factorial if such a sign follows, else ``value`` itself."""
         if self._peek(_SIGN) == "%":
             self.at += 1
             return value / 100
+        # 170! is the largest factorial below the largest float
         if self._peek(_SIGN) == "!" and 0 <= value <= 170 and value == int(value):
             self.at += 1
             return float(math.factorial(int(value)))
         return value
 
     def _peek(self, kind: int) -> str:
-        return (self.tokens[self.at][kind] or "") if self.at < len(self.tokens) else ""
+        """Return the number, name or sign of the next token, '' if it is of another kind or there is none."""
+        if self.at >= len(self.tokens):
+            return ""
+        return self.tokens[self.at][kind] or ""
 
-    def _deeper(self, depth: int) -> int:
+    def _next_depth(self, depth: int) -> int:
+        """Return the depth of the next level. Raises _Unreadable beyond the deepest one."""
         if depth > _DEEPEST:
             raise _Unreadable
         return depth + 1

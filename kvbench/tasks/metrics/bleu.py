@@ -24,13 +24,16 @@ def bleu(prediction: str, reference: str) -> float:
     smooth = 1.0
     for n in range(1, _ORDER + 1):
         predicted, expected = _ngrams(words, n), _ngrams(reference_words, n)
+        # clipped matches: an n-gram counts at most as often as the reference has it
         matches: float = sum((predicted & expected).values())
         if not matches:
             if n == 1:
                 return 0.0
+            # the k-th order without a match counts as 1 / 2^k matches
             smooth *= 2
             matches = 1 / smooth
         precisions.append(matches / predicted.total())
+    # BLEU = min(1, exp(1 - r / c)) * (p_1 p_2 p_3 p_4)^(1/4) for r reference words and c predicted words
     brevity = min(1.0, math.exp(1 - len(reference_words) / len(words)))
     return brevity * math.exp(sum(map(math.log, precisions)) / _ORDER)
 
@@ -42,12 +45,20 @@ def tokenize(text: str) -> list[str]:
     left to right, one after the other.
     """
     text = text.strip()
+    # The rules are patterns over Unicode categories (N number, P punctuation, S symbol), with the place of the
+    # character in the match that gets spaces around it. Python's re has no \p{N}, hence the text of categories.
     for pattern, offset in (("[^N]P", 1), ("P[^N]", 0), ("S", 0)):
-        kinds = "".join(unicodedata.category(c)[0] for c in text)
-        places = {match.start() + offset for match in re.finditer(pattern, kinds)}
-        text = "".join(f" {c} " if i in places else c for i, c in enumerate(text))
+        categories = "".join(unicodedata.category(character)[0] for character in text)
+        places = {match.start() + offset for match in re.finditer(pattern, categories)}
+        spaced = []
+        for i, character in enumerate(text):
+            if i in places:
+                character = f" {character} "
+            spaced.append(character)
+        text = "".join(spaced)
     return text.split()
 
 
 def _ngrams(words: list[str], n: int) -> Counter[tuple[str, ...]]:
-    return Counter(zip(*(words[i:] for i in range(n)), strict=False))
+    """Return how often each run of ``n`` words occurs."""
+    return Counter(tuple(words[i : i + n]) for i in range(len(words) - n + 1))

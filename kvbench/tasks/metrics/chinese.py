@@ -1,4 +1,4 @@
-"""LongBench's metrics for Chinese: its English ones after segmentation by ``jieba``. Scores are in [0, 1].
+"""LongBench's metrics for Chinese: its English metrics after segmentation by ``jieba``. Scores are in [0, 1].
 
 Source: github.com/THUDM/LongBench metrics.py, github.com/fxsjy/jieba 0.42.1 with its default dictionary.
 """
@@ -16,7 +16,7 @@ from kvbench.tasks.metrics.rouge import rouge_l
 from kvbench.tasks.metrics.text import token_f1
 
 _PARAGRAPH = re.compile(r"段落(\d+)")
-# The marks that LongBench drops beside ASCII's; middle dot and em space are not among them, as there.
+# LongBench drops these marks beside ASCII's. Middle dot and em space are missing in its list, and so they are here.
 _MARKS = (
     "！？｡。＂＃＄％＆＇（）＊＋，－／：；＜＝＞＠［＼］＾＿｀｛｜｝～｟｠"
     "｢｣､、〃》「」『』【】〔〕〖〗〘〙〚〛〜〝〞〟〰〾〿–—‘’‛“”„‟…‧﹏"
@@ -25,7 +25,7 @@ _PUNCTUATION = str.maketrans("", "", string.punctuation + _MARKS)
 
 
 def qa_f1_zh(prediction: str, reference: str) -> float:
-    """Return token F1 of the segmented answers, words in lower case, without punctuation, whitespace and empty words.
+    """Return token F1 of the segmented answers. Words are in lower case, without punctuation and whitespace.
 
     Two answers without words score 0, as in LongBench.
     """
@@ -40,7 +40,9 @@ def rouge_zh(prediction: str, reference: str) -> float:
 def retrieval_zh(prediction: str, reference: str) -> float | None:
     """Return the share of the prediction's numbers that are the N of the reference ``段落N``; None without an N."""
     paragraph = _PARAGRAPH.search(reference)
-    return count(prediction, paragraph[1]) if paragraph else None
+    if paragraph is None:
+        return None
+    return count(prediction, paragraph[1])
 
 
 def segment(text: str) -> list[str]:
@@ -49,17 +51,24 @@ def segment(text: str) -> list[str]:
 
 
 def _words(text: str) -> list[str]:
-    bare = ("".join(word.lower().translate(_PUNCTUATION).split()) for word in segment(text))
-    return [word for word in bare if word]
+    """Return the words of ``text`` without punctuation and whitespace. Words that this leaves empty are dropped."""
+    words = []
+    for segmented in segment(text):
+        # splitting and joining removes whitespace inside a word, too, as LongBench's white_space_fix does
+        word = "".join(segmented.lower().translate(_PUNCTUATION).split())
+        if word:
+            words.append(word)
+    return words
 
 
 @cache
 def _segmenter() -> Any:
-    # Imported on first use: reading the dictionary takes a second. A segmenter of its own, since words that other
-    # code adds to jieba's default one would change scores; quiet, since jieba reports its cache on stderr.
+    # jieba is imported on first use, since reading its dictionary takes a second
     import jieba
 
+    # jieba reports on stderr where its cache lies
     jieba.setLogLevel(logging.WARNING)
+    # jieba's default segmenter is shared: words that other code adds to it would change scores
     segmenter = jieba.Tokenizer()
     segmenter.initialize()
     return segmenter

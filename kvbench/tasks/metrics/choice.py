@@ -16,41 +16,49 @@ _PARAGRAPH = re.compile(r"Paragraph (\d+)")
 
 
 def accuracy(prediction: str, reference: str) -> float:
-    """Return 1 if the first line is the reference, but for case, spaces and punctuation at the ends, else 0."""
+    """Return 1 if the first line is the reference, else 0. Case, spaces and punctuation at the ends do not count."""
     return float(_label(first_line(prediction.lstrip())) == _label(reference))
 
 
 def classification(prediction: str, reference: str, classes: Sequence[str]) -> float | None:
     """Return 1 / number of class names found in the prediction if the right one is among them, else 0.
 
-    A name that is merely a part of the right one does not count as found. LongBench removes such names from the list
-    while it walks over it, so that the name after a removed one is not examined; that is kept, since it is the
-    benchmark's score. Returns None without classes, where there is nothing to choose from.
+    A name that is merely a part of the right one does not count as found. Returns None without classes.
     """
     if not classes:
         return None
     names = [name for name in classes if name in prediction]
+    # LongBench removes names from the list while it walks over it, so that it never examines the name after a removed
+    # one. This loop does the same, since the result is the benchmark's score.
     i = 0
     while i < len(names):
         name = names[i]
         if name != reference and name in reference:
             names.remove(name)
         i += 1
-    return 1.0 / len(names) if reference in names else 0.0
+    if reference not in names:
+        return 0.0
+    return 1.0 / len(names)
 
 
 def count(prediction: str, reference: str) -> float:
-    """Return the share of the numbers in the prediction that are the reference; 0 without a number."""
+    """Return the share of the numbers in the prediction that are the reference, 0 without a number."""
     numbers = _NUMBER.findall(prediction)
-    return numbers.count(str(reference)) / len(numbers) if numbers else 0.0
+    if not numbers:
+        return 0.0
+    return numbers.count(str(reference)) / len(numbers)
 
 
 def retrieval(prediction: str, reference: str) -> float | None:
     """Return the share of the prediction's numbers that are the N of the reference ``Paragraph N``; None without N."""
     paragraph = _PARAGRAPH.search(reference)
-    return count(prediction, paragraph[1]) if paragraph else None
+    if paragraph is None:
+        return None
+    return count(prediction, paragraph[1])
 
 
 def _label(text: str) -> str:
+    """Return a label in the form that is compared: lower case, single spaces, no punctuation at the ends."""
     words = " ".join(text.lower().split())
+    # a label of nothing but punctuation stays as it is, or it would equal every other such label
     return words.strip(string.punctuation + " ") or words

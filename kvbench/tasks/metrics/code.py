@@ -21,9 +21,13 @@ def code_sim(prediction: str, reference: str, backend: Backend = "levenshtein") 
     The first line of code is the first without a backtick, ``#`` or ``//``; if there is none it is empty. Source:
     github.com/THUDM/LongBench metrics.py; github.com/seatgeek/fuzzywuzzy fuzz.ratio.
     """
-    lines = prediction.lstrip("\n").split("\n")
-    line = next((text for text in lines if not any(mark in text for mark in ("`", "#", "//"))), "")
-    return fuzz_ratio(line, reference, backend) / 100
+    code_line = ""
+    for line in prediction.lstrip("\n").split("\n"):
+        # LongBench passes over fences of Markdown and comments of Python, C# and Java
+        if "`" not in line and "#" not in line and "//" not in line:
+            code_line = line
+            break
+    return fuzz_ratio(code_line, reference, backend) / 100
 
 
 def edit_sim(prediction: str, reference: str) -> float:
@@ -35,12 +39,14 @@ def fuzz_ratio(a: str, b: str, backend: Backend) -> int:
     """Return ``fuzzywuzzy.fuzz.ratio`` of two texts, 0 to 100, by a backend. Raises ValueError for another backend."""
     if backend not in ("levenshtein", "difflib"):
         raise ValueError(f"code_sim backend {backend!r}: give levenshtein or difflib")
+    # fuzzywuzzy answers these two cases itself, before it asks a backend
     if a == b:
         return 100
     if not a or not b:
         return 0
-    ratio = levenshtein_ratio(a, b) if backend == "levenshtein" else SequenceMatcher(None, a, b).ratio()
-    return round(100 * ratio)
+    if backend == "levenshtein":
+        return round(100 * levenshtein_ratio(a, b))
+    return round(100 * SequenceMatcher(None, a, b).ratio())
 
 
 def levenshtein_ratio(a: str, b: str) -> float:

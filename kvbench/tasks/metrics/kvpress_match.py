@@ -1,4 +1,4 @@
-"""RULER's scores as kvpress computes them: control characters are deleted, where RULER makes them line breaks."""
+"""RULER's scores as kvpress computes them: kvpress deletes control characters, RULER makes them line breaks."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ _CONTROL = re.compile(r"[\x00-\x1f]")
 
 
 def share_contained(prediction: str, references: Sequence[str]) -> float | None:
-    """Return the share of the references that occur in the answer, whatever their case; None without references."""
+    """Return the share of the references that occur in the answer in any case, None without references."""
+    if not references:
+        return None
+    # a reference that the answer breaks over two lines counts here, and not for RULER's own script
     answer = _CONTROL.sub("", prediction.strip()).strip().lower()
-    return sum(r.lower() in answer for r in references) / len(references) if references else None
+    return sum(reference.lower() in answer for reference in references) / len(references)
 
 
 def any_contained(prediction: str, references: Sequence[str]) -> float:
-    """Return 1 if a reference occurs in the answer, whatever its case, else 0."""
+    """Return 1 if a reference occurs in the answer in any case, else 0."""
     return float(bool(share_contained(prediction, references)))

@@ -1,17 +1,18 @@
-"""ROUGE: the two packages that published tables used, which disagree, each under its own name.
+"""ROUGE: published tables used two packages, which disagree. Each has its own name here.
 
-``rouge_l`` is ROUGE-L F of the package ``rouge`` (LongBench, Q-Hitter, ReFreeKV): no stemming, words split at spaces,
-sentences at full stops, *sets* of words of the longest common subsequences of all sentence pairs. ``rouge1_stem`` is
-ROUGE-1 F of Google's ``rouge-score`` with Porter stemming (needle scripts).
+``rouge_l`` is ROUGE-L F of the package ``rouge`` (LongBench, Q-Hitter, ReFreeKV). It has no stemming, splits words at
+spaces and sentences at full stops, and counts *sets* of words of the longest common subsequences of all sentence pairs.
+``rouge1_stem`` is ROUGE-1 F of Google's ``rouge-score`` with Porter stemming (needle scripts).
 
-``rouge_l`` computes what ``rouge`` 1.0.1 computes, to the last bit, over ten times as fast and without its recursion:
-the tests compare the two.
+``rouge_l`` equals the result of ``rouge`` 1.0.1 to the last bit. It is over ten times as fast and does not recurse. The
+tests compare the two.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache
+from itertools import chain
 from typing import Any
 
 OFFICIAL_DEPTH = 991
@@ -21,46 +22,51 @@ OFFICIAL_DEPTH = 991
 def rouge_l(prediction: str, reference: str) -> float:
     """Return ROUGE-L F in [0, 1] of the package ``rouge``, as LongBench calls it.
 
-    Texts without anything between their full stops score 0, where the package raises and LongBench's evaluator counts
-    0. The package also recurses once per word and fails on very long sentences, which LongBench again counts as 0: a
-    sentence pair that needs more than OFFICIAL_DEPTH nested calls makes the score 0 here too.
+    Texts without anything between their full stops score 0: the package raises, and LongBench's evaluator counts 0. The
+    package also recurses once per word and fails on very long sentences, which LongBench again counts as 0. A sentence
+    pair that needs more than OFFICIAL_DEPTH nested calls therefore makes the score 0.
     Source: github.com/pltrdy/rouge 1.0.1; github.com/THUDM/LongBench metrics.py.
     """
-    hypothesis, truth = _sentences(prediction), _sentences(reference)
-    if not hypothesis or not truth:
+    predicted_sentences, reference_sentences = _sentences(prediction), _sentences(reference)
+    if not predicted_sentences or not reference_sentences:
         return 0.0
+    # the union over all sentence pairs of the words of their longest common subsequence
     common: set[str] = set()
-    for x in truth:
-        for y in hypothesis:
-            words, calls = _common_subsequence(x, y)
+    for reference_words in reference_sentences:
+        for predicted_words in predicted_sentences:
+            words, calls = _common_subsequence(reference_words, predicted_words)
             if calls > OFFICIAL_DEPTH:
                 return 0.0
             common |= words
-    recall = len(common) / len({word for sentence in truth for word in sentence})
-    precision = len(common) / len({word for sentence in hypothesis for word in sentence})
-    return 2.0 * ((precision * recall) / (precision + recall + 1e-8))
+    recall = len(common) / len(set(chain.from_iterable(reference_sentences)))
+    precision = len(common) / len(set(chain.from_iterable(predicted_sentences)))
+    return _f_score(precision, recall)
 
 
 def rouge_n(prediction: str, reference: str, n: int) -> float:
-    """Return ROUGE-n F in [0, 1] of the package ``rouge``: of sets of n-grams, which go on from sentence to sentence.
+    """Return ROUGE-n F in [0, 1] of the package ``rouge``, over sets of n-grams. They continue across sentences.
 
     Source: github.com/pltrdy/rouge 1.0.1, rouge_score.rouge_n with exclusive=True.
     """
 
-    def grams(text: str) -> set[tuple[str, ...]]:
-        words = [word for sentence in _sentences(text) for word in sentence]
+    def collect_ngrams(text: str) -> set[tuple[str, ...]]:
+        words = list(chain.from_iterable(_sentences(text)))
         return {tuple(words[i : i + n]) for i in range(len(words) - n + 1)}
 
-    found, wanted = grams(prediction), grams(reference)
-    if not found or not wanted:
+    predicted, expected = collect_ngrams(prediction), collect_ngrams(reference)
+    if not predicted or not expected:
         return 0.0
-    shared = len(found & wanted)
-    precision, recall = shared / len(found), shared / len(wanted)
+    shared = len(predicted & expected)
+    return _f_score(shared / len(predicted), shared / len(expected))
+
+
+def _f_score(precision: float, recall: float) -> float:
+    """Return 2 P R / (P + R + 1e-8), the F score of the package ``rouge``, whose small term avoids a division by 0."""
     return 2.0 * ((precision * recall) / (precision + recall + 1e-8))
 
 
 def rouge1_stem(prediction: str, reference: str) -> float:
-    """Return ROUGE-1 F in [0, 1] of ``rouge-score`` with stemming; text without ASCII letters or digits scores 0.
+    """Return ROUGE-1 F in [0, 1] of ``rouge-score`` with stemming. Text without ASCII letters or digits scores 0.
 
     Source: github.com/google-research/google-research, rouge.
     """
@@ -69,13 +75,15 @@ def rouge1_stem(prediction: str, reference: str) -> float:
 
 @cache
 def _rouge_scorer() -> Any:
-    # Imported on first use: rouge-score loads nltk, which takes longer than most commands.
+    # rouge-score is imported on first use: it loads nltk, which takes longer than most commands
     from rouge_score.rouge_scorer import RougeScorer
 
     return RougeScorer(["rouge1"], use_stemmer=True)
 
 
 def _sentences(text: str) -> list[list[str]]:
+    """Return the words of each sentence. A sentence is the text between two full stops, unless it is empty."""
+    # split() and then split(" "): a sentence of spaces has one empty word, as in the package
     return [" ".join(part.split()).split(" ") for part in text.split(".") if part]
 
 
@@ -83,12 +91,14 @@ def _common_subsequence(x: list[str], y: list[str]) -> tuple[set[str], int]:
     """Return (words of one longest common subsequence, number of nested calls that ``rouge`` needs to find it).
 
     Rows of the dynamic programme are bit vectors (Hyyro 2004): bit j of row i is 0 where the length grows from column j
-    to j + 1. Of several longest subsequences this walks to the one that ``rouge`` finds.
+    to j + 1. If there are several longest subsequences, this finds the same one as ``rouge``.
     """
     if set(x).isdisjoint(y):
         return set(), len(y) + 1
-    rows = list(_rows(x, y))
+    rows = list(_length_rows(x, y))
+    # Walk back from the corner (len x, len y), as the package's recursion does; each step is one of its calls.
     i, j, calls = len(x), len(y), 1
+    # length of the subsequence of x[:i] and y[:j] = the number of zeros among the lowest j bits of row i
     remaining = j - rows[i].bit_count()
     words = set()
     while remaining:
@@ -97,13 +107,19 @@ def _common_subsequence(x: list[str], y: list[str]) -> tuple[set[str], int]:
             words.add(x[i - 1])
             i, j, remaining = i - 1, j - 1, remaining - 1
         elif rows[i] >> (j - 1) & 1:
+            # column j adds nothing to row i
             j -= 1
         else:
             i -= 1
-    return words, calls + (j if i else 0)
+    if i:
+        # no common word remains, but the package still walks column by column to the edge
+        calls += j
+    return words, calls
 
 
-def _rows(x: list[str], y: list[str]) -> Iterator[int]:
+def _length_rows(x: list[str], y: list[str]) -> Iterator[int]:
+    """Yield the bit vectors of rows 0 to len(x), each of len(y) bits."""
+    # bit j of places[word] is 1 where y[j] is the word
     places: dict[str, int] = {}
     for j, word in enumerate(y):
         places[word] = places.get(word, 0) | 1 << j
@@ -111,6 +127,7 @@ def _rows(x: list[str], y: list[str]) -> Iterator[int]:
     row = mask
     yield row
     for word in x:
-        grown = row & places.get(word, 0)
-        row = ((row + grown) | (row - grown)) & mask
+        # V' = (V + (V & M)) | (V & ~M), where V - (V & M) is V & ~M
+        matches = row & places.get(word, 0)
+        row = ((row + matches) | (row - matches)) & mask
         yield row

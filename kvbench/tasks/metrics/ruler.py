@@ -1,4 +1,4 @@
-"""RULER's two scores, of which references an answer contains, whatever their case, and its means over lengths."""
+"""RULER's two scores, which count the references that an answer contains in any case, and its means over lengths."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 
 def contained(prediction: str, reference: str) -> float:
-    """Return 1 if the reference stands in the answer, whose control characters part words as line breaks do."""
+    """Return 1 if the reference stands in the answer in any case, else 0."""
+    # RULER's postprocess_pred replaces control characters by line breaks: a reference is not found across one
     text = re.sub(r"[\x00-\x1f]", "\n", prediction.strip()).strip()
     return float(reference.lower() in text.lower())
 
@@ -20,7 +21,12 @@ def share_contained(prediction: str, references: Sequence[str]) -> float | None:
 
 
 def over_lengths(scores: Sequence[float]) -> tuple[float, float, float]:
-    """Return the means of scores at rising lengths: plain, and with weights 1, 2, 3, ... that rise and that fall."""
+    """Return three means of scores at rising lengths: plain, with rising weights 1, 2, 3, ..., and with falling ones.
+
+    These are the averages ``Avg``, ``wAvg (inc)`` and ``wAvg (dec)`` of RULER's table.
+    """
     weights = range(1, len(scores) + 1)
-    rising, falling = (sum(w * x for w, x in zip(weights, by, strict=True)) for by in (scores, scores[::-1]))
+    # sum_i w_i x_i with w_i = i, for the scores in their order and from the longest to the shortest
+    rising = sum(weight * score for weight, score in zip(weights, scores, strict=True))
+    falling = sum(weight * score for weight, score in zip(weights, scores[::-1], strict=True))
     return sum(scores) / len(scores), rising / sum(weights), falling / sum(weights)

@@ -21,15 +21,19 @@ def normalise_answer(text: str) -> str:
 
     Source: rajpurkar.github.io/SQuAD-explorer, evaluate-v1.1.py.
     """
-    return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
+    # the order is SQuAD's: punctuation goes first, so that "a-b" becomes the word "ab" and has no article in it
+    lowered = text.lower().translate(_PUNCTUATION)
+    return " ".join(_ARTICLES.sub(" ", lowered).split())
 
 
 def token_f1(prediction: Sequence[str], reference: Sequence[str]) -> float:
-    """Return the harmonic mean of precision and recall of the multiset of tokens; 0 where nothing is shared."""
+    """Return the harmonic mean of precision and recall of the multiset of tokens, 0 if no token is shared."""
+    # a token counts as often as it stands in both
     shared = sum((Counter(prediction) & Counter(reference)).values())
     if not shared:
         return 0.0
     precision, recall = shared / len(prediction), shared / len(reference)
+    # F1 = 2 P R / (P + R)
     return (2 * precision * recall) / (precision + recall)
 
 
@@ -53,4 +57,6 @@ def contains_any_case(prediction: str, reference: str) -> float | None:
 
 def contains(prediction: str, reference: str) -> float | None:
     """Return 1 if the reference occurs literally in the prediction, else 0; None if the reference is blank."""
-    return float(reference in prediction) if reference.strip() else None
+    if not reference.strip():
+        return None  # a blank reference would be a part of nearly every prediction
+    return float(reference in prediction)

@@ -1,9 +1,9 @@
 """TheoremQA: answers of five types, each compared in its own way.
 
-Numbers are read by a small evaluator instead of the official one's LaTeX library and ``eval``: sums, products,
-powers, roots, fractions, a few functions and pi. Where an answer is announced ("the answer is", ``\\boxed``) only what
-follows counts, else the last number, list, letter or truth value of the text. Tolerances are the official
-evaluator's: 4 per cent of the reference for floats, rounding for integers, lists sorted first. Source:
+A small evaluator reads numbers, instead of the LaTeX library and ``eval`` of the official one. It knows sums, products,
+powers, roots, fractions, a few functions and pi. If an answer is announced ("the answer is", ``\\boxed``), only the
+text behind it counts. Otherwise the last number, list, letter or truth value of the text counts. Tolerances are those
+of the official evaluator: 4 per cent of the reference for floats, rounding for integers, lists sorted first. Source:
 github.com/TIGER-AI-Lab/TheoremQA.
 """
 
@@ -13,8 +13,11 @@ import json
 import math
 import re
 from collections.abc import Sequence
+from typing import TypeVar
 
 from kvbench.tasks.metrics.arithmetic import clean, evaluate, numbers
+
+T = TypeVar("T")
 
 Answer = bool | int | float | str | tuple[int | float, ...]
 
@@ -34,8 +37,12 @@ def theorem_match(prediction: str, reference: str) -> float | None:
     if expected is None:
         return None
     final = announced(prediction)
-    text = prediction if final is None else final
+    # An announced answer stands at the beginning of its text, any other at the end of the prediction.
     first = final is not None
+    text = prediction
+    if final is not None:
+        text = final
+    # bool first: True is an int, too
     if isinstance(expected, bool):
         return float(_truth(text, first) == expected)
     if isinstance(expected, str):
@@ -47,7 +54,7 @@ def theorem_match(prediction: str, reference: str) -> float | None:
 
 
 def parse_reference(text: str) -> Answer | None:
-    """Return the value of ``True``, ``11760``, ``1.0``, ``[0, 5]`` or ``(c)`` by its form, None for anything else."""
+    """Return the value of ``True``, ``11760``, ``1.0``, ``[0, 5]`` or ``(c)`` by its form, None for any other text."""
     stripped = text.strip()
     if stripped.lower() in ("true", "false"):
         return stripped.lower() == "true"
@@ -57,81 +64,114 @@ def parse_reference(text: str) -> Answer | None:
         value = json.loads(stripped)
     except (ValueError, RecursionError):
         return None
-    values = value if isinstance(value, list) else [value]
-    if not values or not all(type(v) in (int, float) and math.isfinite(v) for v in values):
+    if isinstance(value, list):
+        if not value or not all(_is_number(entry) for entry in value):
+            return None
+        return tuple(value)
+    if not _is_number(value):
         return None
-    return tuple(value) if isinstance(value, list) else values[0]
+    return value
+
+
+def _is_number(value: object) -> bool:
+    """Tell if a value of JSON is a finite number. The booleans of JSON are none."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def announced(text: str) -> str | None:
-    """Return the announced answer: what follows the last "answer is" or "answer:", or stands in the last ``\\boxed{}``.
+    """Return the announced answer, None if the text announces none.
 
-    Whichever is later in the text counts. Returns None if there is neither.
+    It follows the last "answer is" or "answer:", or stands in the last ``\\boxed{}``. The later of the two counts.
     """
     box = text.rfind("\\boxed{")
-    after = max((m.end() for m in _ANNOUNCED.finditer(text)), default=-1)
+    after = max((match.end() for match in _ANNOUNCED.finditer(text)), default=-1)
     if after > box:
         return text[after:].strip().partition("\n")[0]
-    return _boxed(text, box + len("\\boxed")) if box >= 0 else None
+    if box < 0:
+        return None
+    return _text_in_braces(text, box + len("\\boxed"))
 
 
 def close(value: float, reference: float) -> bool:
     """Tell if a number is right: after rounding for an integer, within 4 per cent of the reference for a float."""
     if not math.isfinite(value):
         return False
+    if isinstance(reference, int):
+        return round(value) == reference
     margin = TOLERANCE * abs(reference)
-    return (
-        round(value) == reference if isinstance(reference, int) else reference - margin <= value <= reference + margin
-    )
+    return reference - margin <= value <= reference + margin
 
 
 def _truth(text: str, first: bool) -> bool | None:
+    """Return the ``first`` or last truth value of a text, None without one."""
     matches = _TRUTH.findall(text)
     if not matches:
         return None
-    negated, word = matches[0 if first else -1]
-    return (word.lower() in ("true", "yes")) != bool(negated)
+    negation, word = _first_or_last(matches, first)
+    value = word.lower() in ("true", "yes")
+    if negation:
+        return not value
+    return value
 
 
 def _option(text: str, first: bool) -> str | None:
-    matches = _OPTION.findall(text)
-    if matches:
-        return f"({matches[0 if first else -1].lower()})"
+    """Return the ``first`` or last option of a text as ``(c)``, None without one."""
+    letters = _OPTION.findall(text)
+    if letters:
+        return f"({_first_or_last(letters, first).lower()})"
+    # an answer that is nothing but a letter needs no parentheses
     bare = text.strip(" \t\r\n.,:;*$").lower()
-    return f"({bare})" if re.fullmatch("[a-f]", bare) else None
+    if re.fullmatch("[a-f]", bare):
+        return f"({bare})"
+    return None
 
 
 def _number(text: str, first: bool) -> float | None:
-    if not first:
-        values = numbers(text)
-        return values[-1] if values else None
-    return evaluate(text.rpartition("=")[2])
+    """Return the number of an announced answer, which stands ``first``, or else the last number of a text."""
+    if first:
+        # the result of "x = 2 + 3 = 5" stands behind the last sign
+        return evaluate(text.rpartition("=")[2])
+    values = numbers(text)
+    if not values:
+        return None
+    return values[-1]
 
 
 def _list(text: str, first: bool) -> list[float | None]:
-    """Return the numbers of the last bracketed list, or of the ``first``; None in place of what is no number.
+    """Return the numbers of the ``first`` or last bracketed list. Entries that are no numbers are None.
 
-    An announced list, which is the first, may lack brackets: then its numbers stand between commas.
+    An announced list, which is the first, may lack brackets. Then its numbers stand between commas.
     """
     text = clean(text)
-    groups = [g for g in _bracketed(text) if "," in g or ";" in g or g.startswith("[")]
+    # parentheses and braces also group an expression: they are a list if a comma or a semicolon stands in them
+    groups = [group for group in _bracketed(text) if "," in group or ";" in group or group.startswith("[")]
     if groups:
-        text = groups[0 if first else -1]
+        text = _first_or_last(groups, first)[1:-1]
     elif not first:
         return []
-    parts = re.split(r"[,;]|\band\b", re.sub(r"[\[\]{}]", "", text if not groups else text[1:-1]))
-    return [evaluate(part.rpartition("=")[2]) for part in parts if part.strip()]
+    # matrices and nested lists are flattened
+    entries = re.split(r"[,;]|\band\b", re.sub(r"[\[\]{}]", "", text))
+    return [evaluate(entry.rpartition("=")[2]) for entry in entries if entry.strip()]
+
+
+def _first_or_last(matches: Sequence[T], first: bool) -> T:
+    """Return the first or the last of at least one match."""
+    if first:
+        return matches[0]
+    return matches[-1]
 
 
 def _bracketed(text: str) -> list[str]:
     """Return the outermost stretches between a bracket and its partner, brackets included, in order."""
-    openings: dict[str, list[int]] = {closing: [] for closing in _CLOSING.values()}
+    # the places of the brackets that are still open, by the bracket that closes them: each kind pairs by itself
+    open_places: dict[str, list[int]] = {closing: [] for closing in _CLOSING.values()}
     pairs = []
     for i, character in enumerate(text):
         if character in _CLOSING:
-            openings[_CLOSING[character]].append(i)
-        elif openings.get(character):
-            pairs.append((openings[character].pop(), i + 1))
+            open_places[_CLOSING[character]].append(i)
+        elif open_places.get(character):
+            pairs.append((open_places[character].pop(), i + 1))
+    # in order of their beginnings, a pair that begins before the last one has ended lies inside it
     outermost, end = [], 0
     for start, stop in sorted(pairs):
         if start >= end:
@@ -140,18 +180,24 @@ def _bracketed(text: str) -> list[str]:
     return outermost
 
 
-def _boxed(text: str, start: int) -> str:
+def _text_in_braces(text: str, start: int) -> str:
     """Return the text between the brace at ``start`` and its partner, or the end of the text."""
     depth = 0
     for i in range(start, len(text)):
-        depth += (text[i] == "{") - (text[i] == "}")
-        if not depth:
+        if text[i] == "{":
+            depth += 1
+        elif text[i] == "}":
+            depth -= 1
+        if depth == 0:
             return text[start + 1 : i]
+    # a generation that was cut off may lack the partner
     return text[start + 1 :]
 
 
 def _same_numbers(numbers: Sequence[float | None], expected: tuple[int | float, ...]) -> bool:
-    values = [v for v in numbers if v is not None]
+    """Tell if both hold the same numbers within tolerance, in any order. An entry that is no number is wrong."""
+    values = [value for value in numbers if value is not None]
     if len(values) != len(numbers) or len(values) != len(expected):
         return False
-    return all(close(v, e) for v, e in zip(sorted(values), sorted(expected), strict=True))
+    pairs = zip(sorted(values), sorted(expected), strict=True)
+    return all(close(value, reference) for value, reference in pairs)

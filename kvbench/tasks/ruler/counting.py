@@ -35,10 +35,12 @@ def common(budget: LengthBudget, words: Sequence[str]) -> Iterator[RulerPrompt]:
     """Yield prompts of the ten most common words without end, each behind a solved example."""
     rng = Random(budget.seed)
     pool = list(words)
+    # a generator of its own: shuffling does not move the one that draws
     Random(budget.seed).shuffle(pool)
     draw = partial(_draw_common, rng, budget, pool)
-    per_word = budget.measure(draw(PROBE)) / PROBE
-    size = budget.bisect(draw, 10, int(budget.length // per_word) * 2)
+    # RULER estimates the tokens of a word on a long list, and looks no further than twice the estimate
+    tokens_per_word = budget.measure(draw(PROBE)) / PROBE
+    size = budget.bisect(draw, 10, int(budget.length // tokens_per_word) * 2)
     while True:
         yield budget.sample(draw, size, 10, COMMON)
 
@@ -50,11 +52,16 @@ def _draw_common(rng: Random, budget: LengthBudget, pool: Sequence[str], size: i
             f"ruler/{budget.task}: lengths={budget.length} needs {size} different words, and wonderwords has "
             f"{len(pool)} (RULER's longer list cannot be had): lower lengths="
         )
-    short = budget.length < 4096
-    solved, shown = _numbered(rng, budget.seed, pool, *((20, 3, 1) if short else (40, 10, 3)))
-    context, answers = _numbered(rng, budget.seed, pool, size, *((6, 1) if short else (30, 3)))
-    listing = " ".join(f"{i}. {word}" for i, word in enumerate(shown, start=1))
-    example = f"{COMMON_CONTEXT.format(context=solved)}{COMMON_QUESTION}{COMMON_PREFIX} {listing}\n"
+    # RULER's numbers: words of the solved example, and how often common and other words are repeated
+    example_size, example_often, example_seldom, often, seldom = 40, 10, 3, 30, 3
+    if budget.length < 4096:
+        example_size, example_often, example_seldom, often, seldom = 20, 3, 1, 6, 1
+    # the example is drawn first
+    solved, common_words = _repeat_words(
+        rng, budget.seed, pool, example_size, often=example_often, seldom=example_seldom
+    )
+    context, answers = _repeat_words(rng, budget.seed, pool, size, often=often, seldom=seldom)
+    example = f"{COMMON_CONTEXT.format(context=solved)}{COMMON_QUESTION}{COMMON_PREFIX} {_number(common_words)}\n"
     return RulerPrompt(
         context=example + COMMON_CONTEXT.format(context=context),
         question=COMMON_QUESTION,
@@ -64,54 +71,76 @@ def _draw_common(rng: Random, budget: LengthBudget, pool: Sequence[str], size: i
     )
 
 
-def _numbered(
-    rng: Random, seed: int, pool: Sequence[str], size: int, often: int, seldom: int
+def _repeat_words(
+    rng: Random, seed: int, pool: Sequence[str], size: int, *, often: int, seldom: int
 ) -> tuple[str, Sequence[str]]:
-    """Return (a shuffled, numbered list of ``size`` words, repeated often or seldom; those repeated often)."""
+    """Return (a shuffled, numbered list of ``size`` words, the words in it that are repeated ``often``)."""
     words = rng.sample(pool, size)
-    listed = words[:COMMON] * often + words[COMMON:] * seldom
-    Random(seed).shuffle(listed)
-    return " ".join(f"{i}. {word}" for i, word in enumerate(listed, start=1)), words[:COMMON]
+    repeated = words[:COMMON] * often + words[COMMON:] * seldom
+    Random(seed).shuffle(repeated)
+    return _number(repeated), words[:COMMON]
+
+
+def _number(words: Sequence[str]) -> str:
+    """Return words in one line, numbered from 1."""
+    return " ".join(f"{i}. {word}" for i, word in enumerate(words, start=1))
 
 
 def frequent(budget: LengthBudget) -> Iterator[RulerPrompt]:
     """Yield prompts of the three most frequent coded words without end."""
     rng = Random(budget.seed)
     room = budget.length - budget.new_tokens
+    # RULER's numbers: a word of the vocabulary for 50 tokens, and sizes in steps of a thirty-second of the room
+    vocabulary_size = room // 50
     step = room // 32
-    if room // 50 < 4 or step < 1:
+    if vocabulary_size < 4 or step < 1:
         raise LengthTooShort(f"ruler/{budget.task}: lengths={budget.length} is too short for four words")
-    words, vocabulary = room // 6, _vocabulary(rng, budget.seed, room // 50)
-    while budget.measure(_frequent(budget.seed, vocabulary, words)) < room:
-        words += step
-    words -= step
+    # the size of all prompts is searched with one vocabulary
+    size = room // 6
+    vocabulary = _draw_vocabulary(rng, budget.seed, vocabulary_size)
+    while budget.measure(_write_frequent(budget.seed, vocabulary, size)) < room:
+        size += step
+    size -= step
     while True:
-        vocabulary, size = _vocabulary(rng, budget.seed, room // 50), words
-        while budget.measure(prompt := _frequent(budget.seed, vocabulary, size)) > room and size > 0:
-            size -= step
-        if not all(f" {word} " in prompt.context for word in prompt.answers):
-            raise budget.too_short(prompt)
-        yield prompt
+        vocabulary = _draw_vocabulary(rng, budget.seed, vocabulary_size)
+        yield _fit_frequent(budget, vocabulary, size, step, room)
 
 
-def _vocabulary(rng: Random, seed: int, size: int) -> list[str]:
-    """Return different coded words in order of rank; the first stands for noise."""
+def _fit_frequent(budget: LengthBudget, vocabulary: Sequence[str], size: int, step: int, room: int) -> RulerPrompt:
+    """Return a prompt of ``size`` words, or of so many steps fewer that it fits into ``room`` tokens.
 
-    def draw() -> str:
+    Raises LengthTooShort if not all of its answers occur in it.
+    """
+    prompt = _write_frequent(budget.seed, vocabulary, size)
+    while budget.measure(prompt) > room and size > 0:
+        size -= step
+        prompt = _write_frequent(budget.seed, vocabulary, size)
+    if not all(f" {word} " in prompt.context for word in prompt.answers):
+        raise budget.too_short(prompt)
+    return prompt
+
+
+def _draw_vocabulary(rng: Random, seed: int, size: int) -> list[str]:
+    """Return different coded words in order of rank. The first is replaced by dots, which stand for noise."""
+
+    def draw_word() -> str:
         return "".join(rng.choices(string.ascii_lowercase, k=6))
 
-    drawn = {draw() for _ in range(size)}
-    while len(drawn) < size:
-        drawn.add(draw())
-    words = sorted(drawn)
+    drawn_words = {draw_word() for _ in range(size)}
+    while len(drawn_words) < size:
+        drawn_words.add(draw_word())
+    # sorted: the order of a set differs between runs of Python
+    words = sorted(drawn_words)
     Random(seed).shuffle(words)
-    return ["...", *words[1:]]
+    words[0] = "..."
+    return words
 
 
-def _frequent(seed: int, vocabulary: Sequence[str], words: int) -> RulerPrompt:
-    """Return a prompt of about ``words`` words, of which rank r is repeated as often as Zipf's law with r^-2 says."""
+def _write_frequent(seed: int, vocabulary: Sequence[str], words: int) -> RulerPrompt:
+    """Return a prompt of about ``words`` words, in which words repeat by Zipf's law with the exponent 2."""
     listed = []
     for rank, word in enumerate(vocabulary, start=1):
+        # n * r^-2 / zeta(2), where zeta(2) = pi^2 / 6 is the sum of r^-2 over all ranks
         listed += [word] * int(words * rank**-2.0 / ZETA_2)
     Random(seed).shuffle(listed)
     return RulerPrompt(

@@ -1,18 +1,19 @@
-"""The dataset ruler: which tasks there are, what each needs, and its prompts at the lengths asked for."""
+"""The dataset ruler: its tasks, the data that each of them needs, and the prompts at the requested lengths."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 from itertools import islice, product
 from pathlib import Path
 from random import Random
 from types import MappingProxyType
+from typing import Any
 
 from kvbench.base.errors import MissingData, UsageError, unknown
 from kvbench.base.example import Example, Turn
-from kvbench.tasks.base import Task, Tokenizer, read_text
+from kvbench.tasks.base import LoadContext, Task, Tokenizer, limit_questions, read_text
 from kvbench.tasks.knobs import one_of, whole
 from kvbench.tasks.ruler import counting, documents, niah, tracing
 from kvbench.tasks.ruler.fitting import LengthBudget, LengthTooShort, RulerPrompt
@@ -39,20 +40,23 @@ READERS: Mapping[str, tuple[str, Callable[[Path], documents.Library]]] = Mapping
     {
         "qa_1": ("ruler/squad.json", documents.squad),
         "qa_2": ("ruler/hotpotqa.json", documents.hotpot),
+        # RULER's files are not always at hand: XQuAD has the form of SQuAD and is no part of RULER
         "qa_1@xquad": ("xquad.en.json", documents.squad),
     }
 )
 MANY = "@many"
 """Ends the name of a task that asks for the value of every key of its haystack, one question each."""
-SUBSTITUTES = ("qa_1@xquad", *(f"niah_multikey_{i}{MANY}" for i in (1, 2, 3)))
+MANY_TASKS = ("niah_multikey_1@many", "niah_multikey_2@many", "niah_multikey_3@many")
+SUBSTITUTES = ("qa_1@xquad", *MANY_TASKS)
 NEW_TOKENS: Mapping[str, int] = MappingProxyType(
-    {
-        **{**dict.fromkeys(NEEDLES, 128), "vt": 30, "cwe": 120, "fwe": 50, **dict.fromkeys(READERS, 32)},
-        **dict.fromkeys(SUBSTITUTES[1:], 128),
-    }
+    dict.fromkeys(NEEDLES, 128)
+    | {"vt": 30, "cwe": 120, "fwe": 50}
+    | dict.fromkeys(READERS, 32)
+    | dict.fromkeys(MANY_TASKS, 128)
 )
-"""The tasks in RULER's order, then substitutes; each with the new tokens of its answers."""
+"""The tasks in RULER's order, then the substitutes, each with the new tokens of its answers."""
 FILLED = 0.9
+"""A prompt with its answer that is shorter than this share of its length is mentioned in the task's note."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,22 +69,73 @@ class RulerKnobs:
     revision: str | int
     haystack: str | None
     max_new_tokens: int | None
+    questions: int | None = None
 
 
-def load(
-    dataset: str,
-    tokenizer: Tokenizer | None,
-    files: Files,
-    selection: Sequence[str],
-    knobs: RulerKnobs,
-    render: Callable[[str], str] | None,
-) -> list[Task]:
+def load(context: LoadContext, **entry: Any) -> list[Task]:
     """Return a task for each name and length: those selected, or else those of RULER that can be generated.
 
     A length counts prompt, chat template, the answer's beginning and the answer, without special tokens. Raises
     UsageError for a selected task whose data is missing, or whose smallest prompt exceeds a length.
     """
-    lengths = [knobs.lengths] if isinstance(knobs.lengths, int) else list(knobs.lengths)
+    knobs = RulerKnobs(**entry)
+    dataset, files, tokenizer = context.dataset, context.files, context.tokenizer
+    lengths = _check_knobs(dataset, knobs)
+    revision = one_of(dataset, "revision", str(knobs.revision), REVISIONS)
+    if tokenizer is None:
+        raise UsageError(f"dataset {dataset} is cut to a number of tokens: it needs a model with a tokenizer")
+    # a selection may name one length, as in vt/4096; load_tasks leaves out the other lengths
+    selected = dict.fromkeys(name.partition("/")[0] for name in context.selection)
+    _check_possible(dataset, selected, revision)
+    sources = Sources(files, revision, knobs.haystack)
+    names, lacking = _split_by_data(sources, selected)
+    if lacking and selected:
+        raise _lacking_error(dataset, sources, selected, lacking)
+    # a prompt that fits is counted once more, for the number in its meta
+    count = lru_cache(maxsize=2)(partial(_count, tokenizer))
+    make_budget = partial(LengthBudget, seed=knobs.seed, count=count, measure=partial(_measure, count, context.render))
+    tasks = []
+    for name, length in product(names, lengths):
+        budget = make_budget(name, length, knobs.max_new_tokens or NEW_TOKENS[name])
+        try:
+            examples = tuple(_examples(sources, name, budget, knobs.examples))
+        except LengthTooShort as error:
+            # a whole suite goes on without the task, and its note says so; a named task must not be left out
+            if selected:
+                raise
+            lacking.append(f"{name} at {length} ({error})")
+            continue
+        # RULER scores questions by one reference that occurs, all other tasks by the share that does
+        metric = ALL
+        if name in READERS:
+            metric = PART
+        task = Task(
+            id=f"{dataset}/{name}/{length}",
+            examples=examples,
+            metric=metric,
+            source=f"RULER {revision}, seed {knobs.seed}" + sources.used(name),
+            category="RULER",
+            query_aware=False,
+        )
+        tasks.append(task)
+    if not tasks:
+        raise UsageError(f"dataset {dataset}: no task can be generated: {'; '.join(lacking)}")
+    facts = _facts(sources, names, lacking, tasks)
+    tasks = limit_questions(dataset, tasks, knobs.questions)
+    if not facts:
+        return tasks
+    # the same text for all tasks, so that a table prints it once
+    note = f"{dataset}: {'; '.join(facts)}"
+    return [replace(task, note=note) for task in tasks]
+
+
+def _check_knobs(dataset: str, knobs: RulerKnobs) -> list[int]:
+    """Return the lengths as a list. Raises UsageError for a number that is not possible, or a length given twice."""
+    lengths = knobs.lengths
+    if isinstance(lengths, int):
+        lengths = [lengths]
+    lengths = list(lengths)
+    # each length is a task of its own: the same length twice would be one id twice
     for length in lengths:
         whole(dataset, "lengths", length, 1, 10_000_000)
     if not lengths or len(set(lengths)) < len(lengths):
@@ -89,77 +144,91 @@ def load(
     whole(dataset, "seed", knobs.seed, 0)
     if knobs.max_new_tokens is not None:
         whole(dataset, "max_new_tokens", knobs.max_new_tokens)
-    revision = one_of(dataset, "revision", str(knobs.revision), REVISIONS)
-    if tokenizer is None:
-        raise UsageError(f"dataset {dataset} is cut to a number of tokens: it needs a model with a tokenizer")
-    selected = dict.fromkeys(name.partition("/")[0] for name in selection)
+    return lengths
+
+
+def _check_possible(dataset: str, selected: Collection[str], revision: str) -> None:
+    """Raise UsageError for a task that does not exist, and for a revision that cannot be generated."""
     for name in selected:
         if name not in NEW_TOKENS:
             raise unknown(f"task of dataset {dataset}", name, NEW_TOKENS)
+    # the name exists to say why it is not possible
     if revision == "lm_eval":
         raise UsageError(
             f"dataset.{dataset}.revision=lm_eval is not possible: lm-evaluation-harness draws all tasks from one "
             "generator, so that its prompts depend on which run together, and none could be verified: 2025 or 2024"
         )
-    sources = Sources(files, revision, knobs.haystack)
-    reasons = {n: sources.lack(n) for n in selected or NEW_TOKENS if n in selected or n not in SUBSTITUTES}
-    names = [name for name, reason in reasons.items() if not reason]
-    lacking = [f"{name} ({reason})" for name, reason in reasons.items() if reason]
-    if lacking and selected:
-        text = f"dataset {dataset}: these tasks cannot be generated: {'; '.join(lacking)}"
-        absent = dict.fromkeys(filter(None, map(sources.absent, selected)))
-        if absent:
-            raise MissingData(text, absent if files.root else ())
-        raise UsageError(text)
-    kinds = {n: "asks for every key" if n.endswith(MANY) else "has questions of other data" for n in names if "@" in n}
-    substitutes = [f"{name} {kind} and is part of no mean called RULER" for name, kind in kinds.items()]
-    # a prompt that fits is counted once more, for what is recorded of it
-    count = lru_cache(maxsize=2)(partial(_count, tokenizer))
-    budget = partial(LengthBudget, seed=knobs.seed, count=count, measure=partial(_measure, count, render))
-    tasks = []
-    for name, length in product(names, lengths):
-        fitted = budget(name, length, knobs.max_new_tokens or NEW_TOKENS[name])
-        try:
-            examples = tuple(_examples(sources, name, fitted, knobs.examples))
-        except LengthTooShort as error:
-            if selected:
-                raise
-            lacking.append(f"{name} at {length} ({error})")
-            continue
-        task = Task(
-            id=f"{dataset}/{name}/{length}",
-            examples=examples,
-            metric=PART if name in READERS else ALL,
-            source=f"RULER {revision}, seed {knobs.seed}" + sources.used(name),
-            category="RULER",
-            query_aware=False,
-        )
-        tasks.append(task)
-    if not tasks:
-        raise UsageError(f"dataset {dataset}: no task can be generated: {'; '.join(lacking)}")
-    missing = f"not all of RULER's 13 tasks: without {'; '.join(lacking)}" if lacking else ""
-    in_essays = any(sources.in_essays(name) for name in names)
-    other = "its essays are not RULER's" if in_essays and not sources.essays.are_rulers else ""
-    facts = [missing, *substitutes, other, _unfilled(tasks, revision)]
-    note = f"{dataset}: {'; '.join(filter(None, facts))}" if any(facts) else ""
-    return [replace(task, note=note) for task in tasks]
+
+
+def _split_by_data(sources: Sources, selected: Collection[str]) -> tuple[list[str], list[str]]:
+    """Return (names of the tasks that can be generated, the others with the reason why they cannot).
+
+    Without a selection these are RULER's own tasks: a substitute is only generated if it is named.
+    """
+    candidates = list(selected)
+    if not candidates:
+        candidates = [name for name in NEW_TOKENS if name not in SUBSTITUTES]
+    names, lacking = [], []
+    for name in candidates:
+        reason = sources.lack(name)
+        if reason:
+            lacking.append(f"{name} ({reason})")
+        else:
+            names.append(name)
+    return names, lacking
+
+
+def _lacking_error(dataset: str, sources: Sources, selected: Collection[str], lacking: Sequence[str]) -> UsageError:
+    """Return the error for selected tasks that cannot be generated. It names the absent files, if there are any."""
+    text = f"dataset {dataset}: these tasks cannot be generated: {'; '.join(lacking)}"
+    # several tasks may need the same file
+    absent = dict.fromkeys(filter(None, map(sources.absent, selected)))
+    if not absent:
+        return UsageError(text)
+    if sources.files.root is None:
+        # without a data folder there is no place at which a file could be missing
+        return MissingData(text)
+    return MissingData(text, absent)
+
+
+def _facts(sources: Sources, names: Sequence[str], lacking: Sequence[str], tasks: Sequence[Task]) -> list[str]:
+    """Return the facts that a reader must know to compare these tasks with published ones."""
+    facts = []
+    if lacking:
+        facts.append(f"not all of RULER's 13 tasks: without {'; '.join(lacking)}")
+    for name in names:
+        if name.endswith(MANY):
+            facts.append(f"{name} asks for every key and is part of no mean called RULER")
+        elif "@" in name:
+            facts.append(f"{name} has questions of other data and is part of no mean called RULER")
+    if any(sources.in_essays(name) for name in names) and not sources.essays.are_rulers:
+        facts.append("its essays are not RULER's")
+    unfilled = _unfilled(tasks, sources.revision)
+    if unfilled:
+        facts.append(unfilled)
+    return facts
 
 
 def _unfilled(tasks: Sequence[Task], revision: str) -> str:
     """Return the note on tasks with prompts much shorter than their length, '' if there are none."""
     shares = []
     for task in tasks:
+        # prompt and answer together should fill the length
         short = sum(e.meta["tokens"] + e.max_new_tokens < FILLED * e.meta["length"] for e in task.examples)
         if short:
             shares.append(f"{task.id.partition('/')[2]} {short} of {len(task.examples)}")
-    reason = ", since RULER draws one that came out too long again a step smaller (500 words, 10 documents)"
-    of_revision = reason if revision == "2025" else f", as revision {revision} leaves them"
-    return f"prompts below {FILLED:.0%} of their length{of_revision}: {', '.join(shares)}" if shares else ""
+    if not shares:
+        return ""
+    reason = f"as revision {revision} leaves them"
+    if revision == "2025":
+        reason = "since RULER draws one that came out too long again a step smaller (500 words, 10 documents)"
+    return f"prompts below {FILLED:.0%} of their length, {reason}: {', '.join(shares)}"
 
 
 def _examples(sources: Sources, name: str, budget: LengthBudget, examples: int) -> Iterator[Example]:
     """Yield the first ``examples`` prompts of one task and length."""
     for i, prompt in enumerate(islice(sources.prompts(name, budget), examples)):
+        meta = {"length": budget.length, "tokens": budget.measure(prompt)}
         example = Example(
             id=f"{name}-{budget.length}-{i}",
             prompt=prompt.context + prompt.question,
@@ -167,11 +236,12 @@ def _examples(sources: Sources, name: str, budget: LengthBudget, examples: int) 
             max_new_tokens=budget.new_tokens,
             question=prompt.question,
             answer_prefix=prompt.prefix,
-            meta={"length": budget.length, "tokens": budget.measure(prompt), **prompt.facts},
+            meta=meta | dict(prompt.facts),
         )
         if name.endswith(MANY):
             turns = [Turn(question, answers, prefix) for question, prefix, answers in prompt.others]
-            Random(f"{budget.seed} {i}").shuffle(turns)  # the order says nothing of the place
+            # in the order of their keys in the haystack, the questions would tell where each needle is
+            Random(f"{budget.seed} {i}").shuffle(turns)
             example = replace(example, prompt=prompt.context, answers=(), question="", turns=tuple(turns))
         yield example
 
@@ -183,12 +253,14 @@ def _count(tokenizer: Tokenizer, text: str) -> int:
 def _measure(count: Callable[[str], int], render: Callable[[str], str] | None, prompt: RulerPrompt) -> int:
     """Return the tokens that a model reads of a prompt, without those that the tokenizer puts around a text."""
     content = prompt.context + prompt.question
-    return count((render(content) if render else content) + prompt.prefix)
+    if render is not None:
+        content = render(content)
+    return count(content + prompt.prefix)
 
 
 @dataclass(frozen=True)
 class Sources:
-    """The data that tasks are generated from, read when the first task needs it."""
+    """The data that tasks are generated from. It is read when the first task needs it."""
 
     files: Files
     revision: str
@@ -196,43 +268,60 @@ class Sources:
 
     def lack(self, task: str) -> str:
         """Return why a task cannot be generated, '' if it can."""
+        # only the needles of the older revision were compared with published prompts
         if self.revision != "2025" and task.removesuffix(MANY) not in NEEDLES:
             return f"its form of revision {self.revision} could not be verified"
         absent = self.absent(task)
-        if absent and task in READERS:
-            instead = f"; {task}@xquad stands in its place, if named" if f"{task}@xquad" in READERS else ""
-            return f"{absent} is not below the data folder{instead}"
-        if absent:
+        if not absent:
+            return ""
+        if task not in READERS:
             where = self.haystack or f"{ESSAYS} below the data folder, data.root= or {ENVIRONMENT}"
             return f"there are no .txt files of essays in {where}"
-        return ""
+        reason = f"{absent} is not below the data folder"
+        if f"{task}@xquad" in READERS:
+            reason += f"; {task}@xquad stands in its place, if named"
+        return reason
 
     def absent(self, task: str) -> str:
         """Return the file or folder that a task needs and that is not there, '' for none."""
-        if task in READERS and not self._path(READERS[task][0]):
-            return READERS[task][0]
+        if task in READERS:
+            file, _ = READERS[task]
+            if self._path(file) is None:
+                return file
         if self.in_essays(task) and not self._essay_files():
             return self.haystack or ESSAYS
         return ""
 
     def prompts(self, name: str, budget: LengthBudget) -> Iterator[RulerPrompt]:
         """Return the generator of a task's prompts."""
-        if (needles := NEEDLES.get(name.removesuffix(MANY))) is not None:
-            essays = self.essays if self.in_essays(name) else None
-            return niah.prompts(budget, needles, self.keys, essays, self.revision)
+        needles = NEEDLES.get(name.removesuffix(MANY))
+        if needles is not None:
+            # Punkt and a megabyte of essays are only read for a task that hides its needles in them
+            essays = None
+            if self.in_essays(name):
+                essays = self.essays
+            return niah.prompts(budget, needles, self.keys, essays, revision=self.revision)
         if name in READERS:
             file, read = READERS[name]
             return documents.prompts(budget, read(self.files.path(file)))
         if name == "vt":
             return tracing.prompts(budget)
-        return counting.common(budget, pool()) if name == "cwe" else counting.frequent(budget)
+        if name == "cwe":
+            return counting.common(budget, pool())
+        return counting.frequent(budget)
 
     def used(self, task: str) -> str:
         """Return the data of a task in words, ready to follow other text."""
         if task in READERS:
-            return f"; {READERS[task][0]}"
-        essays = f"; {len(self._essay_files())} files of essays, sentences by Punkt" if self.in_essays(task) else ""
-        return f"; words of wonderwords {VERSION}{essays}" if task.removesuffix(MANY) in (*NEEDLES, "cwe") else ""
+            file, _ = READERS[task]
+            return f"; {file}"
+        if task.removesuffix(MANY) not in NEEDLES and task != "cwe":
+            return ""
+        # the version decides about the keys of all prompts
+        text = f"; words of wonderwords {VERSION}"
+        if self.in_essays(task):
+            text += f"; {len(self._essay_files())} files of essays, sentences by Punkt"
+        return text
 
     @cached_property
     def keys(self) -> KeyWords:
@@ -240,7 +329,7 @@ class Sources:
 
     @cached_property
     def essays(self) -> Essays:
-        # without anything between them, as RULER joins them
+        # RULER joins its essays with nothing between them
         return Essays("".join(read_text(path, "dataset ruler: haystack") for path in self._essay_files()))
 
     def in_essays(self, task: str) -> bool:
@@ -249,11 +338,22 @@ class Sources:
         return needles is not None and needles.haystack == "essay"
 
     def _essay_files(self) -> list[Path]:
-        folder = Path(self.haystack).expanduser() if self.haystack else self._path(ESSAYS)
-        if folder is None or folder.is_file():
-            return [folder] if folder else []
-        return sorted(folder.glob("*.txt"))
+        """Return the file ``haystack``, or a folder's .txt files by name. Without ``haystack`` the folder is ESSAYS."""
+        if self.haystack:
+            haystack: Path | None = Path(self.haystack).expanduser()
+        else:
+            haystack = self._path(ESSAYS)
+        if haystack is None:
+            return []
+        if haystack.is_file():
+            return [haystack]
+        return sorted(haystack.glob("*.txt"))
 
     def _path(self, name: str) -> Path | None:
-        path = self.files.root / name if self.files.root is not None else None
-        return path if path is not None and path.exists() else None
+        """Return the path of a file or folder below the data folder, None if it is not there."""
+        if self.files.root is None:
+            return None
+        path = self.files.root / name
+        if not path.exists():
+            return None
+        return path

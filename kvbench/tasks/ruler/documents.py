@@ -1,4 +1,4 @@
-"""Questions on documents: the one with the answer among others, from SQuAD, HotpotQA, or XQuAD in SQuAD's place."""
+"""Questions on documents: one document with the answer among others, from SQuAD, HotpotQA, or XQuAD for SQuAD."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -25,7 +26,11 @@ STEP = 10
 
 @dataclass(frozen=True)
 class AskedOfDocuments:
-    """A question with its references. gold, near: the numbers of its documents, and of others on its subject."""
+    """A question with its references.
+
+    gold: the numbers of the documents that hold the answer.
+    near: the numbers of other documents on the same subject, which RULER takes first.
+    """
 
     text: str
     answers: tuple[str, ...]
@@ -44,72 +49,94 @@ class Library:
 def prompts(budget: LengthBudget, library: Library) -> Iterator[RulerPrompt]:
     """Yield a prompt for each question, in order."""
     rng = Random(budget.seed)
-    first = partial(_draw, rng, budget.seed, library, library.questions[0])
-    size = budget.bisect(first, STEP)
+    # the size is that of the first question for all of them, as in RULER
+    draw_first = partial(_draw_prompt, rng, budget.seed, library, library.questions[0])
+    size = budget.bisect(draw_first, STEP)
     for question in library.questions:
-        yield budget.sample(partial(_draw, rng, budget.seed, library, question), size, STEP, len(question.gold))
+        draw = partial(_draw_prompt, rng, budget.seed, library, question)
+        yield budget.sample(draw, size, STEP, least=len(question.gold))
 
 
-def _draw(rng: Random, seed: int, library: Library, question: AskedOfDocuments, size: int) -> RulerPrompt:
+def _draw_prompt(rng: Random, seed: int, library: Library, question: AskedOfDocuments, size: int) -> RulerPrompt:
     """Return a prompt with ``size`` documents. Their order is the same for all prompts of one size, as in RULER."""
-    gold, near, total = question.gold, question.near, len(library.documents)
-    if size >= total:
-        numbers = [i % total for i in range(size)]
-    elif size - len(gold) > len(near):
-        others = [i for i in range(total) if i not in {*gold, *near}]
-        numbers = [*gold, *near, *rng.sample(others, size - len(gold) - len(near))]
-    else:
-        numbers = [*gold, *rng.sample(near, size - len(gold))]
+    numbers = _choose_documents(rng, question, size, total=len(library.documents))
     Random(seed).shuffle(numbers)
-    listing = (f"Document {place}:\n{library.documents[i]}" for place, i in enumerate(numbers, start=1))
-    ranks = [place for place, i in enumerate(numbers, start=1) if i in gold]
+    listing = []
+    gold_places = []
+    for place, number in enumerate(numbers, start=1):
+        listing.append(f"Document {place}:\n{library.documents[number]}")
+        if number in question.gold:
+            gold_places.append(place)
     return RulerPrompt(
         context=CONTEXT.format(context="\n\n".join(listing)),
         question=QUESTION.format(query=question.text),
         prefix=PREFIX,
         answers=question.answers,
-        facts={"size": size, "gold": ranks},
+        facts={"size": size, "gold": gold_places},
     )
 
 
+def _choose_documents(rng: Random, question: AskedOfDocuments, size: int, total: int) -> list[int]:
+    """Return the numbers of ``size`` documents out of ``total``: the gold ones, then near ones, then any others."""
+    # ``sample`` asks for no size below the number of gold documents
+    numbers = list(question.gold)
+    if size >= total:
+        # a small library is repeated
+        return [i % total for i in range(size)]
+    missing = size - len(numbers)
+    if missing <= len(question.near):
+        return numbers + rng.sample(question.near, missing)
+    numbers += question.near
+    known = set(numbers)
+    others = [i for i in range(total) if i not in known]
+    return numbers + rng.sample(others, size - len(numbers))
+
+
 def squad(path: Path) -> Library:
-    """Read a file of SQuAD's form; questions without an answer are left out."""
-    articles = [article["paragraphs"] for article in _json(path)["data"]]
-    number, documents = _numbered(p["context"] for article in articles for p in article)
+    """Read a file of SQuAD's form. Questions without an answer are left out."""
+    articles = [article["paragraphs"] for article in _read_json(path)["data"]]
+    texts: set[str] = set()
+    for paragraphs in articles:
+        texts.update(paragraph["context"] for paragraph in paragraphs)
+    # a paragraph that occurs twice is one document
+    documents, number = _number_documents(texts)
     questions = []
-    for article in articles:
-        of_article = [number[p["context"]] for p in article]
-        for paragraph in article:
+    for paragraphs in articles:
+        article_numbers = [number[paragraph["context"]] for paragraph in paragraphs]
+        for paragraph in paragraphs:
             gold = number[paragraph["context"]]
-            near = tuple(i for i in of_article if i != gold)
+            near = tuple(i for i in article_numbers if i != gold)
             for row in paragraph["qas"]:
-                if not row.get("is_impossible", False):
-                    answers = tuple(answer["text"] for answer in row["answers"])
-                    questions.append(AskedOfDocuments(row["question"], answers, (gold,), near))
+                # SQuAD 2.0 has questions that its paragraph does not answer
+                if row.get("is_impossible", False):
+                    continue
+                answers = tuple(answer["text"] for answer in row["answers"])
+                questions.append(AskedOfDocuments(row["question"], answers, gold=(gold,), near=near))
     return Library(tuple(questions), documents)
 
 
 def hotpot(path: Path) -> Library:
     """Read a file of HotpotQA's distractor setting: ten documents a question."""
-    rows = _json(path)
-    texts = [[f"{title}\n{''.join(sentences)}" for title, sentences in row["context"]] for row in rows]
-    number, documents = _numbered(text for row in texts for text in row)
-    return Library(
-        tuple(
-            AskedOfDocuments(row["question"], (row["answer"],), tuple(number[t] for t in own))
-            for row, own in zip(rows, texts, strict=True)
-        ),
-        documents,
-    )
+    rows = _read_json(path)
+    texts_by_row = []
+    for row in rows:
+        texts_by_row.append([f"{title}\n{''.join(sentences)}" for title, sentences in row["context"]])
+    documents, number = _number_documents(set(chain.from_iterable(texts_by_row)))
+    questions = []
+    for row, texts in zip(rows, texts_by_row, strict=True):
+        # all ten documents count as gold: RULER puts them into every prompt, distractors included
+        gold = tuple(number[text] for text in texts)
+        questions.append(AskedOfDocuments(row["question"], (row["answer"],), gold=gold))
+    return Library(tuple(questions), documents)
 
 
-def _numbered(texts: Iterator[str]) -> tuple[dict[str, int], tuple[str, ...]]:
-    """Return ({text: number}, texts) of all different texts in sorted order."""
-    documents = tuple(sorted(set(texts)))
-    return {text: i for i, text in enumerate(documents)}, documents
+def _number_documents(texts: set[str]) -> tuple[tuple[str, ...], dict[str, int]]:
+    """Return (texts in sorted order, the number of each text in it)."""
+    documents = tuple(sorted(texts))
+    return documents, {text: i for i, text in enumerate(documents)}
 
 
-def _json(path: Path) -> Any:
+def _read_json(path: Path) -> Any:
     try:
         return json.loads(read_text(path, "dataset ruler"))
     except ValueError as error:

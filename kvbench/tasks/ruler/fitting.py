@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from kvbench.base.errors import UsageError
 
@@ -17,11 +16,11 @@ class LengthTooShort(UsageError):
 class RulerPrompt:
     """One prompt in the order in which it is read, and its references.
 
-    context: all before the question.
-    question: what is asked, with the line that asks it.
+    context: the text before the question.
+    question: the question, with the instruction in its line.
     prefix: the beginning of the answer, which the model continues.
-    facts: what reports may use of it, such as its size.
-    others: what else could be asked of the context, as (question, beginning of the answer, references).
+    facts: facts for reports, such as its size.
+    others: further questions that the context can answer, as (question, beginning of the answer, references).
     short: whether the haystack ended before the size was reached.
     """
 
@@ -29,7 +28,7 @@ class RulerPrompt:
     question: str
     prefix: str
     answers: tuple[str, ...]
-    facts: Mapping[str, Any] = field(default_factory=dict)
+    facts: Mapping[str, object] = field(default_factory=dict)
     short: bool = False
     others: tuple[tuple[str, str, tuple[str, ...]], ...] = ()
 
@@ -43,10 +42,10 @@ class LengthBudget:
     """A number of tokens that one task's prompts and their answers are fitted to.
 
     task: the name, for errors.
-    length: the tokens of prompt, beginning of the answer, and answer.
-    new_tokens: those of the answer.
-    count: the function from a text to its tokens.
-    measure: the function from a prompt to its tokens, a chat template's included.
+    length: the number of tokens of prompt, beginning of the answer, and answer.
+    new_tokens: the number of tokens of the answer.
+    count: the function from a text to its number of tokens.
+    measure: the function from a prompt to its number of tokens, a chat template's included.
     """
 
     task: str
@@ -58,22 +57,25 @@ class LengthBudget:
 
     def fits(self, prompt: RulerPrompt, more: int = 0) -> bool:
         """Tell if a prompt, its answer and ``more`` tokens fit. Raises UsageError if they do for lack of haystack."""
-        fits = self.measure(prompt) + more + self.new_tokens <= self.length
-        if fits and prompt.short:
+        if self.measure(prompt) + more + self.new_tokens > self.length:
+            return False
+        # a larger size would give the same prompt: the search would go on to sizes that mean nothing
+        if prompt.short:
             raise UsageError(
                 f"ruler/{self.task}: the haystack's text ends before it fills lengths={self.length}: lower lengths=, "
                 "or give a longer text with haystack="
             )
-        return fits
+        return True
 
     def bisect(self, draw: Draw, step: int, most: int | None = None, more: int = 0) -> int:
         """Return the largest size tried that fits, from ``step`` up to ``most`` or three times what a trial suggests.
 
         Each trial is drawn anew, so the path of the search decides the samples after it.
         """
+        # Every trial draws from the task's generator, so that the bounds decide about the prompts. They are RULER's.
         if most is None:
-            per_unit = self.measure(draw(step)) / step
-            most = int(self.length / per_unit * 3)
+            tokens_per_unit = self.measure(draw(step)) / step
+            most = int(self.length / tokens_per_unit * 3)
         low, high, best = step, max(most, 2 * step), 0
         while low <= high:
             middle = (low + high) // 2
@@ -82,13 +84,18 @@ class LengthBudget:
             else:
                 high = middle - 1
         if not best:
+            # the error says how long the smallest prompt is
             raise self.too_short(draw(step), more)
         return best
 
     def climb(self, draw: Draw, step: int) -> int:
         """Return the last size that fits with its references behind it, in steps up: RULER's search until 2024."""
         size = step
-        while self.fits(prompt := draw(size), self.count(" ".join(prompt.answers))):
+        while True:
+            prompt = draw(size)
+            # this search counted the references and, beside them, the tokens that the answer may have
+            if not self.fits(prompt, more=self.count(" ".join(prompt.answers))):
+                break
             size += step
         if size == step:
             raise self.too_short(prompt)
@@ -103,17 +110,21 @@ class LengthBudget:
         finish: Callable[[RulerPrompt], RulerPrompt] | None = None,
         more: int = 0,
     ) -> RulerPrompt:
-        """Return a prompt of ``size``, drawn again a step smaller while it is too long, ``least`` being the smallest.
+        """Return a prompt of ``size``. While it is too long, it is drawn again a step smaller, down to ``least``.
 
-        ``finish`` adds what is drawn after it, expected to have ``more`` tokens.
+        ``finish`` adds a text that is drawn after the prompt. It is expected to have ``more`` tokens.
         """
         while True:
             prompt = draw(size)
             if self.fits(prompt, more):
-                whole = prompt if finish is None else finish(prompt)
-                if finish is None or self.fits(whole):
-                    return whole
-            if size - step < least:  # where RULER's script draws for ever
+                if finish is None:
+                    return prompt
+                # the text behind may come out longer than expected: the prompt is measured with it
+                finished = finish(prompt)
+                if self.fits(finished):
+                    return finished
+            # RULER's script would draw for ever
+            if size - step < least:
                 raise self.too_short(prompt, more)
             size -= step
 

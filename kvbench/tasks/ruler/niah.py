@@ -21,12 +21,20 @@ CONTEXT = (
 QUESTION = "What {are} the special magic {type} for {query} mentioned in the provided text?"
 PREFIX = " The special magic {type} for {query} mentioned in the provided text {are}"
 DEPTHS = [round(100 * i / 39) for i in range(40)]
+"""RULER's depths of a needle in essays, in per cent: numpy.linspace(0, 100, 40), rounded."""
+# words of essays, lines of noise or needles by which sizes are searched
 STEPS = MappingProxyType({"essay": 500, "noise": 25, "needle": 25})
 
 
 @dataclass(frozen=True)
 class Needles:
-    """What distinguishes one needle task: haystack, what keys and values are, keys, values of each and keys asked."""
+    """The parameters of one needle task, as in RULER's synthetic.yaml.
+
+    haystack: ``essay``, ``noise``, or ``needle`` for further sentences of the needle's form.
+    key, value: the kind of keys and values: ``word``, ``number`` or ``uuid``.
+    keys: the number of hidden keys, each with ``values`` values.
+    asked: the number of keys that the question names.
+    """
 
     haystack: str = "essay"
     key: str = "word"
@@ -36,85 +44,150 @@ class Needles:
     asked: int = 1
 
 
+@dataclass(frozen=True)
+class NeedleSource:
+    """The material of a task's prompts: the generator of all draws, its seed, keys, and essays if it hides in them."""
+
+    rng: Random
+    seed: int
+    needles: Needles
+    key_words: KeyWords
+    essays: Essays | None
+
+    def draw(self, kind: str) -> str:
+        """Return a drawn key or value of a kind."""
+        if kind == "word":
+            return str(self.rng.choice(self.key_words))
+        if kind == "number":
+            # seven digits
+            return str(self.rng.randint(10**6, 10**7 - 1))
+        return str(uuid.UUID(int=self.rng.getrandbits(128), version=4))
+
+
 def prompts(
     budget: LengthBudget, needles: Needles, keys: KeyWords, essays: Essays | None, revision: str
 ) -> Iterator[RulerPrompt]:
     """Yield a task's prompts without end."""
-    draw = partial(_draw, Random(budget.seed), budget.seed, needles, keys, essays)
+    draw = partial(_draw_prompt, NeedleSource(Random(budget.seed), budget.seed, needles, keys, essays))
     step = STEPS[needles.haystack]
     if revision == "2024":
         size = budget.climb(draw, step)
     else:
-        step = 5 if budget.length < 4096 and needles.haystack != "essay" else step
+        # short lengths are searched in smaller steps since 2025
+        if budget.length < 4096 and needles.haystack != "essay":
+            step = 5
         size = budget.bisect(draw, step)
     while True:
         yield budget.sample(draw, size, step)
 
 
-def _draw(
-    rng: Random, seed: int, needles: Needles, key_words: KeyWords, essays: Essays | None, size: int
-) -> RulerPrompt:
-    """Return a prompt whose haystack has ``size`` words or lines."""
+def _draw_prompt(source: NeedleSource, size: int) -> RulerPrompt:
+    """Return a prompt whose haystack has ``size`` words or lines.
 
-    def draw(kind: str) -> str:
-        if kind == "word":
-            return str(rng.choice(key_words))
-        if kind == "number":
-            return str(rng.randint(10**6, 10**7 - 1))
-        return str(uuid.UUID(int=rng.getrandbits(128), version=4))
-
+    The order of draws is RULER's: keys with their values, the haystack, the places, and last the keys of the question.
+    """
+    needles, rng = source.needles, source.rng
     sentence = NEEDLE.replace("{types}", f"{needles.value}s")
-    told: dict[str, list[str]] = {}  # the values of each key in the haystack
-    values: dict[int, list[str]] = {}
-    keys, hidden = [], []
-    for i in range(needles.keys):
-        keys.append(draw(needles.key))
-        values[i] = [draw(needles.value) for _ in range(needles.values)]
-        hidden += [sentence.format(key=keys[i], value=value) for value in values[i]]
-    Random(seed).shuffle(hidden)
-    if essays is not None:
-        context = _in_essays(rng, essays.sentences(size), hidden)
+    keys: list[str] = []
+    values: list[list[str]] = []
+    hidden: list[str] = []
+    for _ in range(needles.keys):
+        key = source.draw(needles.key)
+        key_values = [source.draw(needles.value) for _ in range(needles.values)]
+        keys.append(key)
+        values.append(key_values)
+        hidden += [sentence.format(key=key, value=value) for value in key_values]
+    Random(source.seed).shuffle(hidden)
+    # the values of all keys in the haystack, the hidden keys last
+    values_by_key: dict[str, list[str]] = {}
+    if source.essays is not None:
+        context = _hide_in_essays(rng, source.essays.sentences(size), hidden)
     else:
         lines = [NOISE] * size
         if needles.haystack == "needle":
-            pairs = [(draw(needles.key), draw(needles.value)) for _ in range(size)]
-            lines = [sentence.format(key=key, value=value) for key, value in pairs]
-            for key, value in pairs:
-                told.setdefault(key, []).append(value)
+            for i in range(size):
+                key, value = source.draw(needles.key), source.draw(needles.value)
+                lines[i] = sentence.format(key=key, value=value)
+                values_by_key.setdefault(key, []).append(value)
+        # from the last place to the first: an insertion does not move the places that follow
         places = sorted(rng.sample(range(size), len(hidden)), reverse=True)
         for place, needle in zip(places, hidden, strict=True):
             lines.insert(place, needle)
         context = "\n".join(lines)
-    asked = rng.sample(range(needles.keys), needles.asked)
-    answers = tuple(value for i in asked for value in values[i])
-    for key, found in zip(keys, values.values(), strict=True):
-        told.setdefault(key, []).extend(found)
-    queries = [keys[i] for i in asked]
-    query = f"{', '.join(queries[:-1])}, and {queries[-1]}" if len(queries) > 1 else queries[0]
-    one = needles.asked * needles.values == 1
-    wording = {"type": needles.value if one else f"{needles.value}s", "are": "is" if one else "are", "query": query}
-    opening = CONTEXT.format(some="A" if one else "Some", context=context, **wording)
+    # a hidden key may have been drawn for the haystack, too: it then has the values of both
+    for key, key_values in zip(keys, values, strict=True):
+        values_by_key.setdefault(key, []).extend(key_values)
+    asked_indices = rng.sample(range(needles.keys), needles.asked)
+    answers: list[str] = []
+    for i in asked_indices:
+        answers += values[i]
+    # several keys or several values of one are asked for in the plural
+    wording = Wording.of(needles.value, one_answer=needles.asked * needles.values == 1)
+    query = _enumerate_words([keys[i] for i in asked_indices])
+    opening = wording.context(context)
+    others = []
+    if wording.one_answer:
+        # @many asks for the value of every key of the haystack in the same words
+        for key, key_values in values_by_key.items():
+            others.append((wording.question(key), wording.prefix(key), tuple(key_values)))
     return RulerPrompt(
         context=opening,
-        question=QUESTION.format(**{**wording, "are": "is" if one else "are all"}),
-        prefix=PREFIX.format(**wording),
-        answers=answers,
+        question=wording.question(query),
+        prefix=wording.prefix(query),
+        answers=tuple(answers),
         facts={"size": size, "depth": round(100 * opening.index(answers[0]) / len(opening), 1)},
-        short=essays is not None and size > len(essays),
-        others=tuple(
-            (QUESTION.format(**{**wording, "query": key}), PREFIX.format(**{**wording, "query": key}), tuple(found))
-            for key, found in told.items()
-        )
-        if one
-        else (),
+        short=source.essays is not None and size > len(source.essays),
+        others=tuple(others),
     )
 
 
-def _in_essays(rng: Random, sentences: Sequence[str], hidden: Sequence[str]) -> str:
-    """Return the sentences with needles between them, at depths of which none is drawn twice."""
+@dataclass(frozen=True)
+class Wording:
+    """The words of a prompt that depend on the kind of values and on whether one or several are asked for."""
+
+    type: str
+    some: str
+    are: str
+    are_all: str
+    one_answer: bool
+
+    @classmethod
+    def of(cls, value: str, one_answer: bool) -> Wording:
+        """Return RULER's words for values of a kind, ``number`` or ``uuid``."""
+        if one_answer:
+            return cls(type=value, some="A", are="is", are_all="is", one_answer=True)
+        return cls(type=f"{value}s", some="Some", are="are", are_all="are all", one_answer=False)
+
+    def context(self, text: str) -> str:
+        """Return a haystack with its introduction."""
+        return CONTEXT.format(some=self.some, type=self.type, are=self.are, context=text)
+
+    def question(self, query: str) -> str:
+        """Return the question for the values of a key, or of several in one text."""
+        return QUESTION.format(are=self.are_all, type=self.type, query=query)
+
+    def prefix(self, query: str) -> str:
+        """Return the beginning of the answer."""
+        return PREFIX.format(type=self.type, query=query, are=self.are)
+
+
+def _enumerate_words(words: Sequence[str]) -> str:
+    """Return words as an English enumeration: a, b, and c."""
+    if len(words) == 1:
+        return words[0]
+    return f"{', '.join(words[:-1])}, and {words[-1]}"
+
+
+def _hide_in_essays(rng: Random, sentences: Sequence[str], hidden: Sequence[str]) -> str:
+    """Return the sentences with needles between them, at different depths."""
     depths = rng.sample(DEPTHS, len(hidden))
-    places = [0, *sorted(int(len(sentences) * (depth / 100)) for depth in depths), len(sentences)]
+    places = sorted(int(len(sentences) * (depth / 100)) for depth in depths)
     pieces = []
-    for i, needle in enumerate(hidden):
-        pieces += [" ".join(sentences[places[i] : places[i + 1]]), needle]
-    return " ".join([*pieces, " ".join(sentences[places[-2] :])])
+    start = 0
+    for place, needle in zip(places, hidden, strict=True):
+        # two depths can be one place in a short text: then the piece between them is empty, and adds a space
+        pieces.append(" ".join(sentences[start:place]))
+        pieces.append(needle)
+        start = place
+    pieces.append(" ".join(sentences[start:]))
+    return " ".join(pieces)

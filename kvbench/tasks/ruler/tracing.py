@@ -27,15 +27,20 @@ EXAMPLE_VALUE = "12345"
 
 def prompts(budget: LengthBudget) -> Iterator[RulerPrompt]:
     """Yield the task's prompts without end."""
-    rng, legacy = Random(budget.seed), np.random.RandomState(budget.seed)
+    # RULER draws names with Python's generator and values with numpy's
+    rng, numpy_rng = Random(budget.seed), np.random.RandomState(budget.seed)
 
-    def value() -> str:
-        return str(legacy.randint(10000, 99999))
+    def draw_value() -> str:
+        return str(numpy_rng.randint(10000, 99999))
 
+    def example_value() -> str:
+        return EXAMPLE_VALUE
+
+    # the solved example is a prompt of its own small size, with shorter names
     small = replace(budget, length=EXAMPLE_TOKENS, new_tokens=0)
-    draw_example = partial(_draw, rng, 3, lambda: EXAMPLE_VALUE)
+    draw_example = partial(_draw_prompt, rng, 3, example_value)
     try:
-        solved = small.sample(draw_example, small.bisect(draw_example, 5), 5, NAMES)
+        solved = small.sample(draw_example, small.bisect(draw_example, 5), 5, least=NAMES)
     except LengthTooShort:
         raise LengthTooShort(
             f"ruler/vt: its solved example has at most {EXAMPLE_TOKENS} tokens, and with this tokenizer even the "
@@ -47,27 +52,36 @@ def prompts(budget: LengthBudget) -> Iterator[RulerPrompt]:
         """Return a prompt behind the example, whose names and value are drawn anew."""
         text = example
         for name in solved.answers:
-            text = text.replace(name, _name(rng, len(name)))
-        text = text.replace(EXAMPLE_VALUE, value())
+            text = text.replace(name, _draw_name(rng, len(name)))
+        text = text.replace(EXAMPLE_VALUE, draw_value())
         return replace(prompt, context=f"{text}\n{prompt.context}")
 
-    draw = partial(_draw, rng, 5, value)
-    more, step = budget.count(example), 5 if budget.length < 4096 else 10
-    size = budget.bisect(draw, step, more=more)
+    draw = partial(_draw_prompt, rng, 5, draw_value)
+    step = 10
+    if budget.length < 4096:
+        step = 5
+    example_tokens = budget.count(example)
+    size = budget.bisect(draw, step, more=example_tokens)
     while True:
-        yield budget.sample(draw, size, step, NAMES, with_example, more)
+        yield budget.sample(draw, size, step, least=NAMES, finish=with_example, more=example_tokens)
 
 
-def _draw(rng: Random, letters: int, draw_value: Callable[[], str], size: int) -> RulerPrompt:
+def _draw_prompt(rng: Random, letters: int, draw_value: Callable[[], str], size: int) -> RulerPrompt:
     """Return a prompt with ``size`` lines of noise, without an example."""
-    names = [_name(rng, letters) for _ in range(NAMES)]
+    names = [_draw_name(rng, letters) for _ in range(NAMES)]
+    # a name that was drawn twice is dropped, and another one drawn behind the others
     while len(set(names)) < NAMES:
-        names = [*dict.fromkeys(names), _name(rng, letters)]
+        names = list(dict.fromkeys(names))
+        names.append(_draw_name(rng, letters))
     value = draw_value()
-    chain = [f"VAR {names[0]} = {value}", *(f"VAR {b} = VAR {a} " for a, b in pairwise(names))]
+    # each variable has the value of the one before it; the space at the end is RULER's
+    assignments = [f"VAR {names[0]} = {value}"]
+    for previous, name in pairwise(names):
+        assignments.append(f"VAR {name} = VAR {previous} ")
     lines = [NOISE] * size
     for i, place in enumerate(sorted(rng.sample(range(size), NAMES))):
-        lines.insert(place + i, chain[i])
+        # the i assignments before it have moved the place
+        lines.insert(place + i, assignments[i])
     return RulerPrompt(
         context=CONTEXT.format(context="\n".join(lines)),
         question=QUESTION.format(query=value),
@@ -77,5 +91,5 @@ def _draw(rng: Random, letters: int, draw_value: Callable[[], str], size: int) -
     )
 
 
-def _name(rng: Random, letters: int) -> str:
+def _draw_name(rng: Random, letters: int) -> str:
     return "".join(rng.choices(string.ascii_uppercase, k=letters))

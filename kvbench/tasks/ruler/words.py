@@ -7,7 +7,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from functools import cache
 from importlib.resources import files as package_files
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import Any
 
 from kvbench.base.errors import UsageError
@@ -15,10 +15,10 @@ from kvbench.base.extras import require
 
 LISTS = ("noun", "adjective", "verb")
 VERSION = "2.2.0"
+# SHA-256 of the three lists of wonderwords 2.2.0, with which the published keys come out
 DIGEST = "cf46787c2791534b14ff97f8f4a70add1f363fd246099957ba66b7b9c8db3df3"
-"""SHA-256 of the three lists of wonderwords 2.2.0, with which the published keys come out."""
+# SHA-256 of the words of 49 essays, with which RULER's own haystack begins
 ESSAYS_DIGEST = "14ca63813ed994265c91e1d53f181afb6e3bca26193131c86f6ea78f5e52da86"
-"""SHA-256 of the words of 49 essays, with which RULER's own haystack begins."""
 
 
 @cache
@@ -32,43 +32,53 @@ def lists() -> tuple[tuple[str, ...], ...]:
             f"dataset ruler: the installed wonderwords has other words than its version {VERSION}, so that keys would "
             f"differ from RULER's: pip install wonderwords=={VERSION}"
         )
-    return tuple(tuple(line.rstrip() for line in text.splitlines()) for text in texts)
+    word_lists = []
+    for text in texts:
+        word_lists.append(tuple(line.rstrip() for line in text.splitlines()))
+    return tuple(word_lists)
 
 
 class KeyWords(Sequence[str]):
-    """All ``adjective-noun`` pairs in sorted order, six million, of which none is made before it is drawn."""
+    """All ``adjective-noun`` pairs in sorted order, six million. A pair is made when it is drawn."""
 
     def __init__(self) -> None:
         nouns, adjectives, _ = lists()
         self.nouns = sorted(set(nouns))
-        begins = sorted({f"{adjective}-" for adjective in adjectives})
+        # Pairs of one adjective are neighbours: a block is (first pair, adjective and dash, first noun, end of nouns).
+        prefixes = sorted({f"{adjective}-" for adjective in adjectives})
         blocks = []
-        for begin in begins:
-            # ``blue-eyed-`` stands among the pairs of ``blue-``, which it divides
-            inner = [bisect_left(self.nouns, b[len(begin) :]) for b in begins if b.startswith(begin) and b != begin]
-            edges = [0, *sorted(inner), len(self.nouns)]
-            blocks += [(begin + self.nouns[low], begin, low, high) for low, high in pairwise(edges)]
+        for prefix in prefixes:
+            # ``blue-eyed-`` stands among the pairs of ``blue-`` and divides them into two blocks
+            edges = [0, len(self.nouns)]
+            for other in prefixes:
+                if other.startswith(prefix) and other != prefix:
+                    edges.append(bisect_left(self.nouns, other.removeprefix(prefix)))
+            for low, high in pairwise(sorted(edges)):
+                blocks.append((prefix + self.nouns[low], prefix, low, high))
         self.blocks = sorted(blocks)
+        # the number of pairs up to the end of each block
         self.ends = list(accumulate(high - low for _, _, low, high in self.blocks))
 
     def __len__(self) -> int:
         return self.ends[-1]
 
     def __getitem__(self, index: Any) -> Any:
-        _, begin, _, high = self.blocks[block := bisect_right(self.ends, index)]
-        return begin + self.nouns[high - (self.ends[block] - index)]
+        block = bisect_right(self.ends, index)
+        _, prefix, _, high = self.blocks[block]
+        # counted from the end of the block, as its end among all pairs is known
+        return prefix + self.nouns[high - (self.ends[block] - index)]
 
 
 def pool() -> list[str]:
     """Return all different nouns, adjectives and verbs, sorted."""
-    return sorted({word for words in lists() for word in words})
+    return sorted(set(chain.from_iterable(lists())))
 
 
 class Essays:
-    """A text of which the first words can be had in sentences.
+    """A text whose first words are returned in sentences.
 
-    Sentences are Punkt's for English, as NLTK finds them. Punkt looks at neighbouring words alone, so that the text is
-    divided once and then cut.
+    Sentences are Punkt's for English, as NLTK finds them. Punkt looks at neighbouring words alone. The text is
+    therefore divided once and then cut.
     """
 
     def __init__(self, text: str) -> None:
@@ -79,7 +89,12 @@ class Essays:
         if not words:
             raise UsageError("dataset ruler: the haystack holds no text: give haystack=FOLDER of .txt files")
         self.text = " ".join(words)
-        self.ends = [end - 1 for end in accumulate(len(word) + 1 for word in words)]
+        # the end of each word among the characters
+        self.ends: list[int] = []
+        start = 0
+        for word in words:
+            self.ends.append(start + len(word))
+            start += len(word) + 1
         self.spans = list(punkt.tokenizer_for("english").span_tokenize(self.text))
 
     def __len__(self) -> int:
@@ -93,5 +108,6 @@ class Essays:
     def sentences(self, words: int) -> list[str]:
         """Return the sentences of the first ``words`` words, the last one cut."""
         cut = self.ends[min(words, len(self)) - 1]
-        whole = bisect_left(self.spans, (cut, 0))
-        return [self.text[start : min(end, cut)] for start, end in self.spans[:whole]]
+        # sentences that begin before the cut; the cut ends the last one
+        count = bisect_left(self.spans, (cut, 0))
+        return [self.text[start : min(end, cut)] for start, end in self.spans[:count]]
