@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 SAMPLES = whole("samples", 0, "1", "a whole number, 0 for none")
 PAPERS = choice("papers", ("true", "false"))
-METHODS = ("method=full,streamingllm,h2o,snapkv,snapkv+think", "kv_ratio=0.125")
+METHODS = {"method": "full,streamingllm,h2o,snapkv,snapkv+think", "kv_ratio": 0.125}
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -72,16 +72,16 @@ def _collect_page(options: dict[str, str], count: int, papers: bool, places: Seq
 
     results = Path(options.get("results", "results"))
     model = options.get("model", "tiny")
-    run_words: list[str] = []
+    settings: dict[str, object] = {}
     if "method" not in options:
-        run_words += METHODS
+        settings |= METHODS
     # longbench= is a key of papers' tables, not of runs
-    run_words += [f"{key}={value}" for key, value in options.items() if key not in ("results", "longbench")]
-    run_words.append(f"results={results}")
+    settings |= {key: text for key, text in options.items() if key not in ("results", "longbench")}
+    settings["results"] = results
     if "limit" not in options:
-        run_words.append(f"limit={max(1, count)}")
+        settings["limit"] = max(1, count)
     # parsed even if no answers are shown, so that a wrong key is an error in any case
-    request = words.read(run_words).runs[0]
+    request = words.request(settings)
     answers = []
     if count:
         answers = samples.collect(experiment.prepare(config.parse(request)), count)

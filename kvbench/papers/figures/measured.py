@@ -23,7 +23,7 @@ from kvbench.papers.figures.figure import OWN_METHODS, Figure
 from kvbench.papers.figures.sweep import FULL_POINT, Point, Sweep
 from kvbench.papers.measured.our_table import scores, split_options
 from kvbench.papers.spec import row_knobs, stand_ins
-from kvbench.plan import config, presets, words
+from kvbench.plan import config, presets
 from kvbench.plan.cells import Group
 from kvbench.plan.run_plan import RunPlan
 from kvbench.plan.words import split_list
@@ -231,8 +231,7 @@ def _is_within(name: str, dataset: str) -> bool:
 def _plan_sweep(figure: Figure, sweep: Sweep, model: str, options: Mapping[str, str]) -> Ran:
     """Plan the run of one sweep on a model; ``options`` are the user's, with the dataset that is read."""
     tiny = model == stand_ins.MODEL
-    (run,) = words.read([f"{key}={value}" for key, value in _merge_options(figure, sweep, model, options).items()]).runs
-    cfg = config.parse(run)
+    cfg = config.configure(_merge_options(figure, sweep, model, options))
     if "method" in options:
         # the user's methods stand in place of the figure's, the full cache beside them
         chain_configs = [c for c in cfg.chains if c.chain.stages]

@@ -198,12 +198,12 @@ def prepare(declared: TableSpec, model: str, arguments: Sequence[str] = ()) -> O
     if not declared.measurable:
         return printed(declared, model, f"its numbers are no scores ({declared.kind})")
     stand_in, tiny = stands_in(declared, model), model == stand_ins.MODEL
-    written = [f"model={model}"]
+    settings: dict[str, object] = {"model": model}
     if declared.preset:
-        written.append(f"preset={declared.preset}")
-    written.append("method=full")
-    written += [f"{key}={value}" for key, value in options.items()]
-    base = _compose(declared, written, options, tiny)
+        settings["preset"] = declared.preset
+    settings["method"] = "full"
+    settings |= options
+    base = _compose(declared, settings, tiny)
     source = load.locate(base.model)
     # the size to which the paper's numbers of tokens and layers are scaled; the paper's own models need none
     size = None
@@ -219,7 +219,7 @@ def prepare(declared: TableSpec, model: str, arguments: Sequence[str] = ()) -> O
         notes += _depth_notes(lines, size, tiny)
     tokenizer = cast(Tokenizer, load.load_tokenizer(base.model, source))
     context = context_of(base, source)
-    reader = Reader(declared, base, tuple(written), tokenizer=tokenizer, context=context, small=tiny)
+    reader = Reader(declared, base, settings, tokenizer=tokenizer, context=context, small=tiny)
     lines, absent, reading_notes = _assign_workloads(reader, lines, family, stand_in)
     notes += reading_notes
     workloads: dict[TableWorkload, None] = {}
@@ -246,12 +246,12 @@ def prepare(declared: TableSpec, model: str, arguments: Sequence[str] = ()) -> O
     )
 
 
-def _compose(declared: TableSpec, written: Sequence[str], options: Mapping[str, str], tiny: bool) -> RunConfig:
-    """Return the run of ``written`` arguments with every dataset that the table's columns may be read from."""
+def _compose(declared: TableSpec, settings: Mapping[str, object], tiny: bool) -> RunConfig:
+    """Return the run of ``settings`` with every dataset that the table's columns may be read from."""
     datasets = [column.dataset for column in declared.scores]
-    base = composed(written, datasets, tiny)
+    base = composed(settings, datasets, tiny)
     only_needles = set(datasets) <= declared.workloads.keys() & {"needle"}
-    if only_needles and "max_length" not in options:
+    if only_needles and "max_length" not in settings:
         # texts of given lengths are not cut; limits of prompts are those of LongBench
         base = replace(base, prompt=replace(base.prompt, max_length=None))
     return base

@@ -6,7 +6,7 @@ where as many columns can be read from it as from MiniLongBench.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -84,13 +84,13 @@ def labels(workloads: Iterable[TableWorkload]) -> dict[TableWorkload, str]:
 class Reader:
     """The facts that decide how datasets are read: the table, the model's context, and the user's arguments.
 
-    ``context`` is in tokens. ``cfg`` is the run with every dataset that may be read, ``written`` its arguments. With
-    ``small`` the tiny suite's tasks are read.
+    ``context`` is in tokens. ``cfg`` is the run with every dataset that may be read, and ``settings`` are its keys with
+    their values. With ``small`` the tiny suite's tasks are read.
     """
 
     declared: TableSpec
     cfg: RunConfig
-    written: tuple[str, ...]
+    settings: Mapping[str, object]
     tokenizer: Tokenizer
     context: int | None
     small: bool
@@ -130,9 +130,8 @@ class Reader:
     def _typed_knobs(self) -> set[str]:
         """Return the names, without owners, of the knobs that the user typed, which override the paper's."""
         names = set()
-        for argument in self.written:
+        for key in self.settings:
             # a knob may be typed with its owner before it, behind a dot
-            key = argument.partition("=")[0]
             names.add(key.rpartition(".")[2])
         return names
 
@@ -235,8 +234,8 @@ class Reader:
         return max(readable_columns, key=readable_columns.__getitem__)
 
 
-def composed(written: Sequence[str], datasets: Iterable[str], small: bool) -> RunConfig:
-    """Parse ``written`` as a run with every dataset that published ``datasets`` may be read from."""
+def composed(settings: Mapping[str, object], datasets: Iterable[str], small: bool) -> RunConfig:
+    """Return the run of ``settings`` with every dataset that published ``datasets`` may be read from."""
     names: list[str] = []
     if small:
         names.append("tiny")
@@ -251,6 +250,4 @@ def composed(written: Sequence[str], datasets: Iterable[str], small: bool) -> Ru
                 names.append(replacement)
     # datasets that kvbench cannot read are reported as absent by the table
     entry_names = [name for name in dict.fromkeys(names) if name in entries("dataset")]
-    words = list(written)
-    words.append(f"dataset={','.join(entry_names)}")
-    return config.read(words)
+    return config.configure(dict(settings) | {"dataset": entry_names})

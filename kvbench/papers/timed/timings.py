@@ -134,7 +134,7 @@ def _with_share_of_tokens(bench: bench_spec.BenchSpec, cell: TimedCell, rows: Se
 @cache
 def _shape_of_model(model: str) -> Shape:
     """Return the shape of a model's cache."""
-    return request.shape_of(config.read([f"model={model}"]))
+    return request.shape_of(config.configure({"model": model}))
 
 
 def measure(timings: Timings, more: Sequence[str] = (), plan: bool = False) -> None:
