@@ -101,6 +101,7 @@ def test_numbers():
         ("True", True),
         ("false", False),
         ("11760", 11760),
+        ("1" * 400, int("1" * 400)),  # larger than any float
         ("-3", -3),
         ("1.0", 1.0),
         ("4e-05", 4e-5),

@@ -75,7 +75,11 @@ def parse_reference(text: str) -> Answer | None:
 
 def _is_number(value: object) -> bool:
     """Tell if a value of JSON is a finite number. The booleans of JSON are none."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if isinstance(value, bool):
+        return False
+    if isinstance(value, int):
+        return True  # of any size: isfinite would make a float of it, which ends at 10**308
+    return isinstance(value, float) and math.isfinite(value)
 
 
 def announced(text: str) -> str | None:
