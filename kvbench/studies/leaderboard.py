@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
@@ -184,6 +184,16 @@ def with_interval(value: float, ci: Interval | None, sign: str = "") -> str:
     """Return a value with its interval below it; ``sign`` "+" shows the sign of positive ones."""
     interval = "" if ci is None else f"\n[{ci[0]:{sign}.0f}, {ci[1]:{sign}.0f}]"
     return f"{value:{sign}.1f}{interval}".replace("-", "−")
+
+
+def range_text(counts: Collection[int]) -> str:
+    """Return the smallest and the largest count as "2–5", one number if they are equal, and "0" without counts."""
+    if not counts:
+        return "0"
+    low, high = min(counts), max(counts)
+    if low == high:
+        return str(low)
+    return f"{low}–{high}"
 
 
 def notes(standings: Sequence[Standing]) -> list[str]:

@@ -36,7 +36,7 @@ def read(name: str, model: str, runs: Sequence[RunPlan], reports: Sequence[Repor
         lines = leaderboard.records(standings, model, None)
         return OwnTable(leaderboard.sheets(standings), leaderboard.notes(standings), lines)
     if name == ranking.NAME:
-        measures = ranking.measures(model, runs, reports)
+        measures = ranking.read_measures(model, runs, reports)
         opposed = ranking.disagreements(measures)
         ranks = ranking.records(measures, opposed)
         return OwnTable(ranking.sheets(measures), ranking.notes(measures, opposed), ranks)
