@@ -77,6 +77,7 @@ class Line:
 
     def record(self) -> dict[str, object]:
         """Return the row as ``--json`` prints it."""
+        # the order of these keys is that of the printed JSON
         record: dict[str, object] = {"label": self.label, "block": self.block, "bytes_percent": self.bytes}
         record["fidelity"] = {kind: vars(summary) for kind, summary in self.fidelity.items()}
         record["scores"] = dict(self.scores)
@@ -103,6 +104,7 @@ def prepare(name: str, model: str, options: Mapping[str, str], fidelity: str = "
             raise UsageError(f"{key}={options[key]} is not possible here: table {name} says it. Use `run` instead")
     settings: dict[str, object] = {"model": model, "dataset": DATASETS.get(model, DATASETS[""]), "limit": 8}
     settings |= options
+    # the method is a placeholder: the table's chains replace it below
     settings["method"] = "full"
     # texts of dataset=fidelity are compared with the full cache whether the run asks for it or not
     if "fidelity" not in str(settings["dataset"]) or fidelity != "true":
@@ -122,7 +124,7 @@ def chains_of(name: str) -> list[tuple[str, ChainConfig]]:
     for block, rows in table["blocks"].items():
         for row in rows:
             knobs = {key: value for key, value in row.items() if key not in ("method", "label")}
-            # a row has no grid of knobs, so that it resolves to exactly one chain
+            # a row must have no grid of knobs: it resolves to exactly one chain
             (chain,) = resolve([str(row["method"])], knobs)
             label = str(row.get("label", chain.label))
             chains.append((block, ChainConfig(chain.chain, label)))
@@ -162,6 +164,7 @@ def _read_line(label: str, block: str, run: RunPlan, report: Report, row: int) -
     if not cells:
         return None
 
+    # a kind of text that no task has been compared on has no summary
     texts = {}
     fidelity = {}
     for kind in KINDS:
@@ -191,6 +194,7 @@ def _read_line(label: str, block: str, run: RunPlan, report: Report, row: int) -
         bytes=share(payload16, overhead16, full16),
         fidelity=fidelity,
         texts=texts,
+        # a dataset's score is the mean over its tasks, whatever their sizes
         scores={dataset: fmean(scores) for dataset, scores in scores_by_dataset.items()},
         answers={task: scores for task, scores in run.answers(row).items() if task in scored_tasks},
         times=(compress_ms, decode_ms),
@@ -226,6 +230,7 @@ def sheet(rows: Sequence[Line]) -> Table:
     datasets: list[str] = []
     for line in rows:
         datasets += [dataset for dataset in line.scores if dataset not in datasets]
+    # a dataset's column stands where the first row with scores of it puts it
     heads = ["method", "bytes\n%", "KL,\nreference", "KL,\nanswer", "same\nchoice %", "perplexity\nratio"]
     texts = tuple(_row_texts(line, datasets) for line in rows)
     return Table(tuple(heads + datasets), texts, headings=headings(rows))
@@ -359,6 +364,7 @@ def pairs(rows: Sequence[Line], kind: str = "reference") -> list[Pair]:
                 ci=ci,
                 points=points,
                 points_ci=points_ci,
+                # rows are sorted by divergence, so that neighbours have successive indices
                 neighbours=j == i + 1,
             )
             block_pairs.append(pair)
@@ -437,6 +443,7 @@ def _agreement_note(told: Sequence[Pair]) -> str:
     """Return the sentence with the numbers of pairs that divergence and scores tell apart, and where they agree."""
     apart = [pair for pair in told if pair.apart]
     by_scores = [pair for pair in told if pair.scored_apart]
+    # each list below is a part of ``apart``
     by_divergence_alone = [pair for pair in apart if not pair.scored_apart]
     higher = [pair for pair in apart if pair.scores_higher]
     lower = [pair for pair in apart if pair.scores_lower]

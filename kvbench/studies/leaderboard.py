@@ -83,6 +83,7 @@ def prepare(model: str, options: Mapping[str, str]) -> list[RunPlan]:
     keys = {"model": model}
     keys.update(DEFAULTS)
     keys.update(options)
+    # ``seen`` is a key of the leaderboard, which `run` does not know
     seen = keys.pop("seen", SEEN)
     requests = [keys]
     if seen != "none":
@@ -115,7 +116,7 @@ def _read_standing(report: Report, row: ReportRow, answers: Answers, full: Answe
     """Return the entry of a row. ``full`` holds the answers of the full cache to the same tasks."""
     cells = [cell for cell in row.cells if cell.summary is not None]
     summaries = [cell.summary for cell in row.cells if cell.summary is not None]
-    # all cells of a run have the same protocol
+    # all cells of a run have the same protocol, so that the first one's settings tell it
     settings = cells[0].settings
     score, ci = mean_over_tasks([list(scores.values()) for scores in answers.values()])
     behind: float = 0.0
@@ -174,6 +175,7 @@ def percent(ci: Interval | None) -> Interval | None:
 
 def sheets(standings: Sequence[Standing]) -> list[Table]:
     """Return the table of methods with the question withheld, and the table of what withholding the question costs."""
+    # the second protocol has only a few methods, and appears in the table of costs alone
     withheld = [entry for entry in standings if entry.withheld]
     if not withheld:
         return []
@@ -320,6 +322,7 @@ def _record(entry: Standing, model: str, commit: str | None) -> dict[str, object
     # the key is there only where it is true, so that records of ordinary entries stay short
     if entry.unchanged:
         record["nothing_compressed"] = True
+    # the open format has seconds, and an entry has milliseconds
     record["seconds"] = {"compress_s": entry.compress_ms / 1000, "decode_s_per_token": entry.decode_ms / 1000}
     record["commit"] = commit
     return record

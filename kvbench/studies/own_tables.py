@@ -50,6 +50,7 @@ def read(name: str, model: str, runs: Sequence[RunPlan], reports: Sequence[Repor
         )
     if name == ranking.NAME:
         measures = ranking.read_measures(model, runs, reports)
+        # notes and JSON both list the pairs on which measures disagree
         opposed = ranking.disagreements(measures)
         return OwnTable(
             sheets=ranking.sheets(measures),

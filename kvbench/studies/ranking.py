@@ -209,6 +209,7 @@ def on_common_prompts(lines: Sequence[Line]) -> list[Line]:
 def _common_prompts(rows: Sequence[Mapping[str, Mapping[str, object]]]) -> dict[str, set[str]]:
     """Return the prompts that all rows have, by kind of text or by task. A row is {kind or task: {prompt: value}}."""
     common_prompts: dict[str, set[str]] = {}
+    # all rows have the same keys, so that the first one names them
     for row in rows[:1]:
         for key in row:
             common_prompts[key] = set.intersection(*(set(other[key]) for other in rows))
@@ -224,27 +225,33 @@ def sheets(measures: Sequence[Measure]) -> list[Table]:
     names = [measure.name for measure in measures]
     labels, mean_ranks = _order_by_mean_rank(measures)
 
-    value_rows = []
-    for label in labels:
-        value_rows.append((_two_lines(label), *_value_row(label, measures)))
     value_heads = ["method", "bytes\n%"] + names + ["compress\nms", "ms/\ntoken"]
+    value_rows = [_value_row(label, measures) for label in labels]
 
+    rank_heads = ["method"] + names + ["mean rank"]
     ranks_of_measures = [measure.ranks for measure in measures]
     rank_rows = []
     for label in labels:
+        # the full cache and rows that compressed nothing have no rank
         if label in mean_ranks:
-            texts = [_rank_text(ranks.get(label)) for ranks in ranks_of_measures]
-            rank_rows.append((_two_lines(label), *texts, f"{mean_ranks[label]:.1f}"))
+            cells = [_two_lines(label)]
+            cells += [_rank_text(ranks.get(label)) for ranks in ranks_of_measures]
+            cells.append(f"{mean_ranks[label]:.1f}")
+            rank_rows.append(tuple(cells))
 
+    # a symmetric matrix of measures x measures, with 1.00 on its diagonal
+    tau_heads = [""] + names
     tau_rows = []
     for measure in measures:
-        tau_rows.append((measure.name.replace("\n", " "), *(_tau_text(measure, other) for other in measures)))
+        cells = [measure.name.replace("\n", " ")]
+        cells += [_tau_text(measure, other) for other in measures]
+        tau_rows.append(tuple(cells))
 
     return [
         Table(tuple(value_heads), tuple(value_rows), headings={0: "at about a quarter of the bytes"}),
-        Table(("method", *names, "mean rank"), tuple(rank_rows), headings={0: "ranks"}),
+        Table(tuple(rank_heads), tuple(rank_rows), headings={0: "ranks"}),
         _cost_table(labels, measures),
-        Table(("", *names), tuple(tau_rows), headings={0: "Kendall's tau of the ranks"}),
+        Table(tuple(tau_heads), tuple(tau_rows), headings={0: "Kendall's tau of the ranks"}),
     ]
 
 
@@ -269,18 +276,19 @@ def _order_by_mean_rank(measures: Sequence[Measure]) -> tuple[list[str], dict[st
     return sorted(ranks_by_label, key=place), mean_ranks
 
 
-def _value_row(label: str, measures: Sequence[Measure]) -> list[str]:
-    """Return the texts of a row of values: bytes, the value of each measure, and two times."""
+def _value_row(label: str, measures: Sequence[Measure]) -> tuple[str, ...]:
+    """Return the texts of a row of values: label, bytes, the value of each measure, and two times."""
     lines = [measure.lines[label] for measure in measures if label in measure.lines]
-    cells = ["—"]
-    # bytes are shown of the first measure that has the row: all compress to about the same share
+    # bytes differ little between measures, so that those of the first one with this row stand for all
+    byte_text = "—"
     if lines[0].bytes is not None:
-        cells = [f"{lines[0].bytes:.1f}"]
+        byte_text = f"{lines[0].bytes:.1f}"
+    cells = [_two_lines(label), byte_text]
     cells += [_value_text(measure, label) for measure in measures]
     compress_ms = fmean(line.times[0] for line in lines)
     decode_ms = fmean(line.times[1] for line in lines)
     cells += [f"{compress_ms:.0f}", f"{decode_ms:.0f}"]
-    return cells
+    return tuple(cells)
 
 
 def _value_text(measure: Measure, label: str) -> str:
@@ -292,6 +300,7 @@ def _value_text(measure: Measure, label: str) -> str:
     value, ci = measure.values[label]
     if measure.name != DIVERGENCE:
         return with_interval(value, ci)
+    # divergences span orders of magnitude: they have significant digits, not decimals
     return f"{value:.3g}" + byte_table.below(ci, ".2g")
 
 
@@ -314,7 +323,9 @@ def _cost_table(labels: Sequence[str], measures: Sequence[Measure]) -> Table:
     rows = []
     for label in labels:
         if label != "full":
-            rows.append((_two_lines(label), *(_cost_text(label, seen, withheld) for seen, withheld in benchmarks)))
+            cells = [_two_lines(label)]
+            cells += [_cost_text(label, seen, withheld) for seen, withheld in benchmarks]
+            rows.append(tuple(cells))
     heading = "what withholding the question costs: withheld − seen, paired"
     return Table(tuple(heads), tuple(rows), headings={0: heading})
 
@@ -370,6 +381,7 @@ def _sign(x: float) -> int:
 
 def told_apart(measure: Measure) -> str:
     """Return the text "measure n of m": the measure tells n of its m pairs of rows apart."""
+    # m = r (r - 1) / 2 for r ranked rows
     pairs = list(combinations(measure.ranked_labels, 2))
     n = sum(measure.better(a, b) != 0 for a, b in pairs)
     return f"{measure.name} {n} of {len(pairs)}"
@@ -442,6 +454,7 @@ def _count_text(measure: Measure) -> str:
     """Return the number of prompts behind a measure, as a range where rows or tasks differ."""
     if not measure.values:
         return "not measured yet"
+    # rows are restricted to common prompts, so that a range comes from tasks that differ in size
     counts = set()
     for line in measure.lines.values():
         if measure.name == DIVERGENCE:

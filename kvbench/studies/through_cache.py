@@ -51,7 +51,8 @@ def prepare(model: str, options: Mapping[str, str]) -> list[RunPlan]:
     """Plan the two runs behind the table: prompts read exactly, then prompts read through the cache."""
     keys = {"dataset": DATASETS.get(model, DATASETS[""])}
     keys.update(options)
-    # the second half of each window is scored in both runs, so that they compare the same tokens
+    # both runs score the second half of each window, so that they compare the same tokens;
+    # ``halves`` reads the first half exactly, and THROUGH_CACHE has the windows of llama.cpp set for it
     exact_run = byte_table.prepare(NAME, model, keys | {"windows": "halves"})
     through_run = byte_table.prepare(NAME, model, keys, THROUGH_CACHE)
     return [exact_run, through_run]
@@ -80,6 +81,7 @@ def _compare(exact: Line, through: Line) -> FormatComparison:
     """Return the comparison of one format's two rows over the windows that both have."""
     exact_texts = exact.texts[REFERENCE]
     through_texts = through.texts[REFERENCE]
+    # sorted: the interval depends on the order of windows in the last digit
     windows = sorted(through_texts.keys() & exact_texts.keys())
     log_ratio = None
     ci = None
