@@ -224,6 +224,7 @@ def _cost_tables(standings: Sequence[Standing]) -> list[Table]:
         # both scores are means over the prompts that both protocols have, as their difference is
         seen_answers = _common_answers(seen.answers, withheld.answers)
         withheld_answers = _common_answers(withheld.answers, seen.answers)
+        # runs that are not complete yet may share no prompt
         if withheld_answers:
             cost, cost_ci = difference(withheld.answers, seen.answers)
             row = (

@@ -46,6 +46,7 @@ def read(name: str, model: str, runs: Sequence[RunPlan], reports: Sequence[Repor
         return OwnTable(
             sheets=leaderboard.sheets(standings),
             notes=leaderboard.notes(standings),
+            # scripts/leaderboard.py names the commits of the samples; a table printed from a store does not
             plain=leaderboard.records(standings, model, commit=None),
         )
     if name == ranking.NAME:
@@ -66,6 +67,7 @@ def read(name: str, model: str, runs: Sequence[RunPlan], reports: Sequence[Repor
         )
     # all other tables are byte tables, which have one run
     rows = byte_table.lines(name, runs[0], reports[0])
+    # pairs are compared on the reference, not on the full cache's own answer
     pairs = byte_table.pairs(rows)
     return OwnTable(
         sheets=[byte_table.sheet(rows)],

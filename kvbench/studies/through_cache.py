@@ -83,6 +83,7 @@ def _compare(exact: Line, through: Line) -> FormatComparison:
     through_texts = through.texts[REFERENCE]
     # sorted: the interval depends on the order of windows in the last digit
     windows = sorted(through_texts.keys() & exact_texts.keys())
+    # runs that are not complete yet may share no window
     log_ratio = None
     ci = None
     if windows:
