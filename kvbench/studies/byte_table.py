@@ -1,4 +1,4 @@
-"""Tables of methods by what their bytes keep: divergence from the full cache beside scores, and which rows differ."""
+"""Build the tables of methods and their bytes: divergence from the full cache beside scores, and pairs of rows."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import NotRequired, TypedDict
 
 import numpy as np
 
@@ -25,14 +25,27 @@ from kvbench.report.table import Table
 from kvbench.run import experiment
 from kvbench.store.cell import Cell
 from kvbench.store.fidelity import KINDS, FidelitySummary, TextFidelity, log_ratio_of_means, summarise_texts
-from kvbench.store.results import share
+from kvbench.store.results import CellSummary, share
 from kvbench.studies.leaderboard import percent, with_interval
 from kvbench.tasks.metrics.stats import Interval, mean_over_tasks
 
-ROWS: Mapping[str, Any] = read_yaml(Path(__file__).with_name("byte_tables.yaml"))
+
+class TableEntry(TypedDict):
+    """A table in byte_tables.yaml.
+
+    extends: the name of the table whose rows come first.
+    blocks: by heading, the rows of a block. A row holds ``method``, its knobs, and ``label`` for another name.
+    """
+
+    title: str
+    extends: NotRequired[str]
+    blocks: Mapping[str, Sequence[Mapping[str, object]]]
+
+
+ROWS: Mapping[str, TableEntry] = read_yaml(Path(__file__).with_name("byte_tables.yaml"))
 """The tables by name, each with its title and its rows in blocks."""
 DATASETS = {"tiny": "fidelity/tiny,tiny", "": "fidelity/essays,needle,longbench_mini"}
-"""What is read by model, unless dataset= says otherwise."""
+"""The default of ``dataset=`` by model. The key "" stands for every other model."""
 FIXED = ("method", "preset", "match", "reference", "fidelity", "baseline")
 """Keys of `run` that a table decides itself."""
 
@@ -41,11 +54,14 @@ FIXED = ("method", "preset", "match", "reference", "fidelity", "baseline")
 class Line:
     """One row of a table.
 
-    bytes: those after the prompt, in per cent of the full cache's at 16 bits.
-    fidelity, scores: divergences by kind of text, mean scores by dataset.
-    texts: by kind, the divergences of each prompt by task and example.
-    answers: by task, the scores of its examples.
-    times: mean milliseconds to compress a prompt, and to decode a token.
+    label: the method's name with its knobs.
+    block: the heading above the row's block.
+    bytes: the cache's bytes after the prompt, in per cent of the full cache's at 16 bits.
+    fidelity: the summary of divergences by kind of text.
+    texts: the divergence of each prompt, by kind of text and then by "task example".
+    scores: the mean score by dataset, in per cent.
+    answers: the scores in [0, 1], by task and then by example.
+    times: the mean milliseconds to compress a prompt, and to decode a token.
     unchanged: whether nothing was compressed, so that the row says nothing about its method.
     """
 
@@ -61,161 +77,244 @@ class Line:
 
     def record(self) -> dict[str, object]:
         """Return the row as ``--json`` prints it."""
-        divergences = {kind: vars(summary) for kind, summary in self.fidelity.items()}
-        return {
-            **{"label": self.label, "block": self.block, "bytes_percent": self.bytes},
-            **{"fidelity": divergences, "scores": dict(self.scores)},
-            **({"nothing_compressed": True} if self.unchanged else {}),
-            "score_intervals": {dataset: self.interval(dataset) for dataset in self.scores},
-        }
+        # the order of these keys is that of the printed JSON
+        record: dict[str, object] = {"label": self.label, "block": self.block, "bytes_percent": self.bytes}
+        record["fidelity"] = {kind: vars(summary) for kind, summary in self.fidelity.items()}
+        record["scores"] = dict(self.scores)
+        # the key is there only where it is true, so that records of ordinary rows stay short
+        if self.unchanged:
+            record["nothing_compressed"] = True
+        record["score_intervals"] = {dataset: self.interval(dataset) for dataset in self.scores}
+        return record
 
-    def of(self, dataset: str) -> list[list[float]]:
-        """Return the scores of each task of a dataset."""
-        return [[*scores.values()] for task, scores in self.answers.items() if _dataset(task) == dataset]
+    def scores_by_task(self, dataset: str) -> list[list[float]]:
+        """Return the scores in [0, 1] of a dataset, a list for each of its tasks."""
+        return [list(scores.values()) for task, scores in self.answers.items() if _dataset(task) == dataset]
 
     def interval(self, dataset: str) -> Interval | None:
         """Return the 95 % interval of a dataset's score in per cent."""
-        return percent(mean_over_tasks(self.of(dataset))[1])
+        _, ci = mean_over_tasks(self.scores_by_task(dataset))
+        return percent(ci)
 
 
 def prepare(name: str, model: str, options: Mapping[str, str], fidelity: str = "true") -> RunPlan:
-    """Plan the run behind a table. Raises UsageError for a key that it does not take."""
+    """Plan the run behind a table. Raises UsageError for a key that the table decides itself."""
     for key in options:
         if key in FIXED:
             raise UsageError(f"{key}={options[key]} is not possible here: table {name} says it. Use `run` instead")
     settings: dict[str, object] = {"model": model, "dataset": DATASETS.get(model, DATASETS[""]), "limit": 8}
     settings |= options
+    # the method is a placeholder: the table's chains replace it below
     settings["method"] = "full"
     # texts of dataset=fidelity are compared with the full cache whether the run asks for it or not
     if "fidelity" not in str(settings["dataset"]) or fidelity != "true":
         settings["fidelity"] = fidelity
     cfg = config.configure(settings)
-    chains = {c.chain: c for _, c in chains_of(name)}
-    return experiment.prepare(replace(cfg, chains=tuple(chains.values())))
+    # two rows of a table may be the same chain, which a run measures once
+    config_by_chain = {chain_config.chain: chain_config for _, chain_config in chains_of(name)}
+    return experiment.prepare(replace(cfg, chains=tuple(config_by_chain.values())))
 
 
 def chains_of(name: str) -> list[tuple[str, ChainConfig]]:
-    """Return (block, chain) of each row of a table."""
-    chains = chains_of(ROWS[name]["extends"]) if "extends" in ROWS[name] else []
-    for block, rows in ROWS[name]["blocks"].items():
+    """Return the heading of its block and the chain of each row of a table."""
+    table = ROWS[name]
+    chains = []
+    if "extends" in table:
+        chains = chains_of(table["extends"])
+    for block, rows in table["blocks"].items():
         for row in rows:
             knobs = {key: value for key, value in row.items() if key not in ("method", "label")}
-            (chain,) = resolve([row["method"]], knobs)
-            chains.append((block, ChainConfig(chain.chain, row.get("label", chain.label))))
+            # a row must have no grid of knobs: it resolves to exactly one chain
+            (chain,) = resolve([str(row["method"])], knobs)
+            label = str(row.get("label", chain.label))
+            chains.append((block, ChainConfig(chain.chain, label)))
     return chains
 
 
 def lines(name: str, run: RunPlan, report: Report) -> list[Line]:
-    """Return the rows of a table from what is stored, the full cache first; rows of which nothing is are left out."""
-    by_chain = {c.chain: i for i, c in enumerate(run.groups[0].cells)}
-    rows = [("", ChainConfig(Chain(), "full")), *chains_of(name)]
-    measured = (_line(cfg.label, block, run, report, by_chain[cfg.chain]) for block, cfg in rows)
-    return [line for line in measured if line is not None]
+    """Return the measured rows of a table from the stored results, the full cache first."""
+    # the same chain has the same index in the cells of every task
+    index_by_chain = {cell.chain: i for i, cell in enumerate(run.groups[0].cells)}
+    rows = [("", ChainConfig(Chain(), "full"))]
+    rows += chains_of(name)
+    measured_lines = []
+    for block, cfg in rows:
+        line = _read_line(cfg.label, block, run, report, row=index_by_chain[cfg.chain])
+        if line is not None:
+            measured_lines.append(line)
+    return measured_lines
 
 
-def _line(label: str, block: str, run: RunPlan, report: Report, row: int) -> Line | None:
-    cells = [(g, g.cells[row], report.rows[row].cells[i]) for i, g in enumerate(run.groups)]
-    measured = [(g, cell, result) for g, cell, result in cells if result.summary is not None]
-    if not measured:
+@dataclass(frozen=True)
+class MeasuredCell:
+    """A row's cell on one task, with its stored result and the summary of its samples."""
+
+    group: Group
+    cell: Cell
+    result: CellResult
+    summary: CellSummary
+
+
+def _read_line(label: str, block: str, run: RunPlan, report: Report, row: int) -> Line | None:
+    """Return the row at index ``row`` of the run, or None if none of its cells is measured."""
+    cells = []
+    for group, result in zip(run.groups, report.rows[row].cells, strict=True):
+        if result.summary is not None:
+            cells.append(MeasuredCell(group, group.cells[row], result, result.summary))
+    if not cells:
         return None
-    texts = {kind: _texts(run, measured, kind) for kind in KINDS}
-    summaries = {kind: summarise_texts([*some.values()]) for kind, some in texts.items()}
-    cell_summaries = [r.summary for _, _, r in measured if r.summary is not None]
-    totals = [sum(s.n * getattr(s, field) for s in cell_summaries) for field in ("payload16", "overhead16", "full16")]
-    by_dataset: dict[str, list[float]] = {}
-    scored: set[str] = set()
-    for group, _, result in measured:
-        if not group.task.fidelity and result.summary is not None and result.summary.score is not None:
-            by_dataset.setdefault(_dataset(group.task.id), []).append(result.summary.score)
-            scored.add(group.task.id)
+
+    # a kind of text that no task has been compared on has no summary
+    texts = {}
+    fidelity = {}
+    for kind in KINDS:
+        texts[kind] = _read_texts(run, cells, kind)
+        text_summary = summarise_texts(list(texts[kind].values()))
+        if text_summary is not None:
+            fidelity[kind] = text_summary
+
+    # tasks of long texts are compared with the full cache, and have no scores
+    scores_by_dataset: dict[str, list[float]] = {}
+    scored_tasks = set()
+    for cell in cells:
+        task = cell.group.task
+        if not task.fidelity and cell.summary.score is not None:
+            scores_by_dataset.setdefault(_dataset(task.id), []).append(cell.summary.score)
+            scored_tasks.add(task.id)
+
+    # bytes add up over all prompts: a summary holds means over its n prompts
+    payload16 = sum(cell.summary.n * cell.summary.payload16 for cell in cells)
+    overhead16 = sum(cell.summary.n * cell.summary.overhead16 for cell in cells)
+    full16 = sum(cell.summary.n * cell.summary.full16 for cell in cells)
+    compress_ms = 1000 * fmean(cell.summary.timing.compress_s for cell in cells)
+    decode_ms = 1000 * fmean(cell.summary.timing.decode_s_per_token for cell in cells)
     return Line(
-        label,
-        block,
-        share(*totals),
-        {kind: summary for kind, summary in summaries.items() if summary is not None},
-        texts,
-        {dataset: fmean(scores) for dataset, scores in by_dataset.items()},
-        {task: scores for task, scores in run.answers(row).items() if task in scored},
-        (
-            1000 * fmean(s.timing.compress_s for s in cell_summaries),
-            1000 * fmean(s.timing.decode_s_per_token for s in cell_summaries),
-        ),
-        all(result.unchanged for _, _, result in measured),
+        label=label,
+        block=block,
+        bytes=share(payload16, overhead16, full16),
+        fidelity=fidelity,
+        texts=texts,
+        # a dataset's score is the mean over its tasks, whatever their sizes
+        scores={dataset: fmean(scores) for dataset, scores in scores_by_dataset.items()},
+        answers={task: scores for task, scores in run.answers(row).items() if task in scored_tasks},
+        times=(compress_ms, decode_ms),
+        unchanged=all(cell.result.unchanged for cell in cells),
     )
 
 
 def _dataset(task: str) -> str:
+    """Return the dataset of a task's id, for example "ruler" of "ruler/vt/1024"."""
     return task.partition("/")[0]
 
 
-def _texts(run: RunPlan, measured: Sequence[tuple[Group, Cell, CellResult]], kind: str) -> dict[str, TextFidelity]:
-    """Return the divergences on the tasks of long texts by task and example where these are read, else on all."""
-    only_long = any(g.task.fidelity for g, _, _ in measured)
+def _read_texts(run: RunPlan, cells: Sequence[MeasuredCell], kind: str) -> dict[str, TextFidelity]:
+    """Return a row's divergences on one kind of text, by "task example".
+
+    If the run has tasks of long texts, only these count. Else all tasks count.
+    """
+    has_long_texts = any(cell.group.task.fidelity for cell in cells)
     texts: dict[str, TextFidelity] = {}
-    for group, cell, _ in measured:
-        if group.task.fidelity or not only_long:
-            compared = {i: sample.fidelity or {} for i, sample in run.samples(group, cell).items()}
-            texts |= {f"{group.task.id} {i}": by_kind[kind] for i, by_kind in compared.items() if kind in by_kind}
+    for cell in cells:
+        task = cell.group.task
+        if has_long_texts and not task.fidelity:
+            continue
+        for i, sample in run.samples(cell.group, cell.cell).items():
+            text_by_kind = sample.fidelity or {}
+            if kind in text_by_kind:
+                texts[f"{task.id} {i}"] = text_by_kind[kind]
     return texts
 
 
 def sheet(rows: Sequence[Line]) -> Table:
-    """Return the table of the rows, a block for each heading."""
-    datasets = list(dict.fromkeys(d for line in rows for d in line.scores))
-    heads = ("method", "bytes\n%", "KL,\nreference", "KL,\nanswer", "same\nchoice %", "perplexity\nratio", *datasets)
-    return Table(heads, tuple(_texts_of(line, datasets) for line in rows), headings=headings(rows))
+    """Return the table of the rows, with a heading above each block."""
+    datasets: list[str] = []
+    for line in rows:
+        datasets += [dataset for dataset in line.scores if dataset not in datasets]
+    # a dataset's column stands where the first row with scores of it puts it
+    heads = ["method", "bytes\n%", "KL,\nreference", "KL,\nanswer", "same\nchoice %", "perplexity\nratio"]
+    texts = tuple(_row_texts(line, datasets) for line in rows)
+    return Table(tuple(heads + datasets), texts, headings=headings(rows))
 
 
 def headings(rows: Sequence[Line]) -> dict[int, str]:
-    """Return each block's name by the number of its first row."""
-    return {i: line.block for i, line in enumerate(rows) if not i or line.block != rows[i - 1].block}
+    """Return the heading of each block by the index of its first row."""
+    heading_by_index: dict[int, str] = {}
+    for i, line in enumerate(rows):
+        if i == 0 or line.block != rows[i - 1].block:
+            heading_by_index[i] = line.block
+    return heading_by_index
 
 
-def _texts_of(line: Line, datasets: Sequence[str]) -> tuple[str, ...]:
-    reference, greedy = (line.fidelity.get(kind) for kind in KINDS)
-    any_kind = reference or greedy
-    return (
+def _row_texts(line: Line, datasets: Sequence[str]) -> tuple[str, ...]:
+    """Return the texts of a row in the order of the table's heads."""
+    byte_text = "—"
+    if line.bytes is not None:
+        byte_text = f"{line.bytes:.1f}"
+    reference = line.fidelity.get("reference")
+    answer = line.fidelity.get("greedy")
+    # choices and perplexity are of the reference; a run without one shows those of the answer
+    shown = reference or answer
+    ratio_text = "—"
+    if shown is not None:
+        ratio_text = f"{shown.ppl_ratio:.4f}" + below(shown.ppl_ratio_ci, ".4f")
+    texts = [
         line.label.replace(" ", "\n", 1),
-        "—" if line.bytes is None else f"{line.bytes:.1f}",
-        *(nats(summary) for summary in (reference, greedy)),
-        same_choice(any_kind),
-        "—" if any_kind is None else f"{any_kind.ppl_ratio:.4f}" + below(any_kind.ppl_ratio_ci, ".4f"),
-        *(_score_text(line, dataset) for dataset in datasets),
-    )
+        byte_text,
+        nats(reference),
+        nats(answer),
+        same_choice(shown),
+        ratio_text,
+    ]
+    texts += [_score_text(line, dataset) for dataset in datasets]
+    return tuple(texts)
 
 
 def _score_text(line: Line, dataset: str) -> str:
+    """Return the text of a dataset's score in per cent, with its interval below it."""
     if dataset not in line.scores:
         return "—"
-    return UNCHANGED if line.unchanged else with_interval(line.scores[dataset], line.interval(dataset))
+    if line.unchanged:
+        return UNCHANGED
+    return with_interval(line.scores[dataset], line.interval(dataset))
 
 
 def nats(summary: FidelitySummary | None) -> str:
-    """Return the text of a mean divergence, with its interval below it."""
+    """Return the text of a mean divergence in nats, with its interval below it."""
     if summary is None:
         return "—"
     if summary.at_floor:
-        return "0" if not summary.kl_max else "≤ floor"
+        # a divergence below rounding is 0 only where no text diverges at all
+        if not summary.kl_max:
+            return "0"
+        return "≤ floor"
     return f"{summary.kl_mean:.3g}" + below(summary.ci, ".2g")
 
 
 def same_choice(summary: FidelitySummary | None) -> str:
     """Return the text of equal first choices in per cent, with the interval below it."""
-    return "—" if summary is None else f"{summary.top1:.1f}" + below(summary.top1_ci, ".1f")
+    if summary is None:
+        return "—"
+    return f"{summary.top1:.1f}" + below(summary.top1_ci, ".1f")
 
 
 def below(ci: Interval | None, form: str) -> str:
-    """Return the text of an interval on a line of its own."""
-    return "" if ci is None else f"\n[{ci[0]:{form}}, {ci[1]:{form}}]"
+    """Return the text of an interval on a line of its own, or "" without one. ``form`` is a format, such as ".2f"."""
+    if ci is None:
+        return ""
+    low, high = ci
+    return f"\n[{low:{form}}, {high:{form}}]"
 
 
 @dataclass(frozen=True)
 class Pair:
     """Two rows of a block, the nearer to the full cache first.
 
-    log_ratio, ci: of their mean divergences over the prompts that both have.
-    points, points_ci: the difference of their scores, a mean over tasks, over the examples that both have.
-    neighbours: whether no row of the block lies between them.
+    nearer, farther: the labels of the rows.
+    log_ratio: ln(mean divergence of the nearer row / that of the farther), over the prompts that both rows have.
+    ci: the 95 % interval of ``log_ratio``.
+    points: the nearer row's score minus the farther's, in points. It is a mean over tasks of paired differences.
+    points_ci: the 95 % interval of ``points``.
+    neighbours: whether no row of the block lies between the two.
     """
 
     nearer: str
@@ -228,80 +327,168 @@ class Pair:
 
     @property
     def apart(self) -> bool:
-        """Whether the interval of divergences tells them apart."""
+        """Whether the interval of divergences tells the rows apart."""
         return self.ci is not None and self.ci[1] < 0
 
     @property
     def scored_apart(self) -> bool:
-        """Whether the interval of scores tells them apart."""
+        """Whether the interval of scores tells the rows apart, in either direction."""
         return self.points_ci is not None and (self.points_ci[0] > 0 or self.points_ci[1] < 0)
+
+    @property
+    def scores_higher(self) -> bool:
+        """Whether the nearer row has the higher score."""
+        return self.points is not None and self.points > 0
+
+    @property
+    def scores_lower(self) -> bool:
+        """Whether the nearer row has the lower score."""
+        return self.points is not None and self.points < 0
 
 
 def pairs(rows: Sequence[Line], kind: str = "reference") -> list[Pair]:
-    """Return all pairs within each block, by divergence."""
-    told = []
+    """Return all pairs of rows within each block. Rows of a block are in the order of their divergence."""
+    block_pairs = []
     for block in dict.fromkeys(line.block for line in rows):
-        mine = [x for x in rows if x.block == block and kind in x.fidelity and not x.fidelity[kind].at_floor]
-        mine = [x for x in mine if not x.unchanged]
-        mine.sort(key=lambda x: x.fidelity[kind].kl_mean)
-        for (i, a), (j, b) in combinations(enumerate(mine), 2):
-            common = sorted(a.texts[kind].keys() & b.texts[kind].keys())
-            ratio, ci = log_ratio_of_means(*([line.texts[kind][t] for t in common] for line in (a, b)))
-            told.append(Pair(a.label, b.label, ratio, ci, *_points(a, b), neighbours=j == i + 1))
-    return told
+        block_lines = _comparable_lines(rows, block, kind)
+        for (i, near), (j, far) in combinations(enumerate(block_lines), 2):
+            near_texts = near.texts[kind]
+            far_texts = far.texts[kind]
+            prompts = sorted(near_texts.keys() & far_texts.keys())
+            log_ratio, ci = log_ratio_of_means([near_texts[t] for t in prompts], [far_texts[t] for t in prompts])
+            points, points_ci = _points(near, far)
+            pair = Pair(
+                nearer=near.label,
+                farther=far.label,
+                log_ratio=log_ratio,
+                ci=ci,
+                points=points,
+                points_ci=points_ci,
+                # rows are sorted by divergence, so that neighbours have successive indices
+                neighbours=j == i + 1,
+            )
+            block_pairs.append(pair)
+    return block_pairs
+
+
+def _comparable_lines(rows: Sequence[Line], block: str, kind: str) -> list[Line]:
+    """Return the rows of a block in the order of their divergence, the nearest to the full cache first."""
+    block_lines = []
+    for line in rows:
+        if line.block != block or kind not in line.fidelity:
+            continue
+        # a divergence at the floor is rounding, and an unchanged row is the full cache: neither has an order
+        if not line.fidelity[kind].at_floor and not line.unchanged:
+            block_lines.append(line)
+
+    def divergence(line: Line) -> float:
+        return line.fidelity[kind].kl_mean
+
+    block_lines.sort(key=divergence)
+    return block_lines
 
 
 def _points(a: Line, b: Line) -> tuple[float | None, Interval | None]:
-    """Return the difference of two rows' scores in points, a mean over tasks, and its interval over paired examples."""
-    both = {task: sorted(a.answers[task].keys() & b.answers[task].keys()) for task in a.answers.keys() & b.answers}
-    tasks = [np.array([a.answers[t][i] - b.answers[t][i] for i in ids]) for t, ids in sorted(both.items()) if ids]
-    if not tasks:
+    """Return the difference ``a - b`` of two rows' scores in points, and its interval over paired examples.
+
+    The difference is a mean over tasks. It is None where the rows share no example.
+    """
+    differences_by_task = []
+    # sorted: the interval depends on the order of tasks and examples in the last digit
+    for task in sorted(a.answers.keys() & b.answers.keys()):
+        scores_a = a.answers[task]
+        scores_b = b.answers[task]
+        examples = sorted(scores_a.keys() & scores_b.keys())
+        if examples:
+            differences_by_task.append(np.array([scores_a[i] - scores_b[i] for i in examples]))
+    if not differences_by_task:
         return None, None
-    mean, ci = mean_over_tasks(tasks, (-1.0, 1.0))
-    return 100 * mean, ci and (100 * ci[0], 100 * ci[1])
+    # a difference of two scores in [0, 1] lies in [-1, 1]
+    mean, ci = mean_over_tasks(differences_by_task, (-1.0, 1.0))
+    return 100 * mean, percent(ci)
 
 
 def notes(rows: Sequence[Line], told: Sequence[Pair]) -> list[str]:
-    """Return what stands below a table: what is shown, and which rows are told apart by divergence and by scores."""
-    counts = [f"n = {f.n} texts, {f.n_tokens} tokens ({kind})" for kind, f in rows[-1].fidelity.items()] if rows else []
-    asked = [f"{d} {sum(map(len, rows[-1].of(d)))}" for d in rows[-1].scores] if rows else []
-    scored = [p for p in told if p.apart and p.points is not None]
-    floors = [f.floor for line in rows for f in line.fidelity.values()]
-    floor = f" The floor is at most {max(floors):.1g} nats." if floors else ""
-    lines_below = [
+    """Return the notes below a table: units, numbers of texts, and the pairs that divergence and scores tell apart."""
+    text_counts: list[str] = []
+    score_counts: list[str] = []
+    # rows are measured on the same texts, so that the last one stands for all
+    for line in rows[-1:]:
+        for kind, summary in line.fidelity.items():
+            text_counts.append(f"n = {summary.n} texts, {summary.n_tokens} tokens ({kind})")
+        for dataset in line.scores:
+            n = sum(map(len, line.scores_by_task(dataset)))
+            score_counts.append(f"{dataset} {n}")
+    floors: list[float] = []
+    for line in rows:
+        floors += [summary.floor for summary in line.fidelity.values()]
+    floor_text = ""
+    if floors:
+        floor_text = f" The floor is at most {max(floors):.1g} nats."
+    note_texts = [
         "Bytes after the prompt, in per cent of the full cache's at 16 bits. KL: mean divergence of the next-token "
         "distribution from the full cache's in nats, on the text's own continuation (reference) and on the full "
         "cache's own greedy answer; same choice and perplexity ratio on the reference. [95 % intervals over prompts.] "
-        f"Scores are means over a dataset's tasks, n = {', '.join(asked) or 0} examples. {'; '.join(counts)}.{floor}",
-        f"Of {len(told)} pairs within blocks {sum(p.apart for p in told)} are told apart by KL (95 % interval of the "
-        "paired log ratio of means, not corrected for their number), "
-        f"{sum(p.scored_apart for p in told)} by the scores (of their paired difference), "
-        f"{sum(p.apart and not p.scored_apart for p in told)} by KL alone. Where KL tells them apart the nearer one "
-        f"has the higher score in {sum((p.points or 0) > 0 for p in scored)}, the lower in "
-        f"{sum((p.points or 0) < 0 for p in scored)} (told apart by the scores, too: "
-        f"{sum(p.scored_apart and (p.points or 0) > 0 for p in scored)} and "
-        f"{sum(p.scored_apart and (p.points or 0) < 0 for p in scored)}).",
+        f"Scores are means over a dataset's tasks, n = {', '.join(score_counts) or 0} examples. "
+        f"{'; '.join(text_counts)}.{floor_text}",
+        _agreement_note(told),
     ]
-    alone: dict[str, list[str]] = {}
-    for p in scored:
-        if not p.scored_apart:
-            alone.setdefault(p.nearer, []).append(p.farther)
-    if alone:
-        before = (f"{nearer} before {', '.join(farther)}" for nearer, farther in alone.items())
-        lines_below.append(f"By KL alone: {'; '.join(before)}.")
-    lines_below += [
-        f"{p.nearer} is nearer to the full cache than {p.farther}: ln ratio {p.log_ratio:.2f} [{p.ci[0]:.2f}, "
-        f"{p.ci[1]:.2f}]" + _score(p) + "."
-        for p in told
-        if p.apart and p.neighbours and p.ci is not None
-    ]
+    note_texts += _divergence_notes(told)
     if any(line.unchanged for line in rows):
-        lines_below.append(UNCHANGED_NOTE)
-    return lines_below
+        note_texts.append(UNCHANGED_NOTE)
+    return note_texts
 
 
-def _score(pair: Pair) -> str:
+def _agreement_note(told: Sequence[Pair]) -> str:
+    """Return the sentence with the numbers of pairs that divergence and scores tell apart, and where they agree."""
+    apart = [pair for pair in told if pair.apart]
+    by_scores = [pair for pair in told if pair.scored_apart]
+    # each list below is a part of ``apart``
+    by_divergence_alone = [pair for pair in apart if not pair.scored_apart]
+    higher = [pair for pair in apart if pair.scores_higher]
+    lower = [pair for pair in apart if pair.scores_lower]
+    higher_apart = [pair for pair in higher if pair.scored_apart]
+    lower_apart = [pair for pair in lower if pair.scored_apart]
+    return (
+        f"Of {len(told)} pairs within blocks {len(apart)} are told apart by KL (95 % interval of the "
+        "paired log ratio of means, not corrected for their number), "
+        f"{len(by_scores)} by the scores (of their paired difference), "
+        f"{len(by_divergence_alone)} by KL alone. Where KL tells them apart the nearer one "
+        f"has the higher score in {len(higher)}, the lower in "
+        f"{len(lower)} (told apart by the scores, too: "
+        f"{len(higher_apart)} and {len(lower_apart)})."
+    )
+
+
+def _divergence_notes(told: Sequence[Pair]) -> list[str]:
+    """Return the notes on pairs that divergence tells apart: those that scores do not, then each two neighbours."""
+    apart = [pair for pair in told if pair.apart]
+    texts = []
+    # a pair without scores is not listed: scores could not have told it apart
+    farther_by_nearer: dict[str, list[str]] = {}
+    for pair in apart:
+        if pair.points is not None and not pair.scored_apart:
+            farther_by_nearer.setdefault(pair.nearer, []).append(pair.farther)
+    if farther_by_nearer:
+        clauses = [f"{nearer} before {', '.join(farther)}" for nearer, farther in farther_by_nearer.items()]
+        texts.append(f"By KL alone: {'; '.join(clauses)}.")
+    # neighbours are enough here: the ratios of other pairs follow from theirs
+    for pair in apart:
+        if pair.neighbours and pair.ci is not None:
+            low, high = pair.ci
+            texts.append(
+                f"{pair.nearer} is nearer to the full cache than {pair.farther}: "
+                f"ln ratio {pair.log_ratio:.2f} [{low:.2f}, {high:.2f}]{_points_text(pair)}."
+            )
+    return texts
+
+
+def _points_text(pair: Pair) -> str:
+    """Return the clause with a pair's difference of scores in points, or "" where it has none."""
     if pair.points is None:
         return ""
-    ci = "" if pair.points_ci is None else f" [{pair.points_ci[0]:+.1f}, {pair.points_ci[1]:+.1f}]"
-    return f", scores {pair.points:+.1f}{ci}"
+    ci_text = ""
+    if pair.points_ci is not None:
+        low, high = pair.points_ci
+        ci_text = f" [{low:+.1f}, {high:+.1f}]"
+    return f", scores {pair.points:+.1f}{ci_text}"

@@ -1,11 +1,10 @@
-"""RULER with the question withheld: methods by budget, beside the same methods that see the question."""
+"""Rank methods by budget on RULER with the question withheld, beside methods that see the question."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any
 
 from kvbench.plan import config
 from kvbench.plan.run_plan import RunPlan
@@ -29,21 +28,25 @@ DEFAULTS: Mapping[str, str] = {
 }
 """The keys of `run` behind the leaderboard: kvpress's protocol, at the ratios of kvpress's leaderboard."""
 SEEN = "snapkv,keynorm"
-"""The methods that are measured with the question in sight, too (``seen=``)."""
+"""The default of ``seen=``: the methods that are also measured with the question in sight."""
 Answers = Mapping[str, Mapping[str, float]]
+"""Scores in [0, 1] by task and then by example."""
 
 
 @dataclass(frozen=True)
 class Standing:
     """One method at one budget under one protocol.
 
+    method: the method's name with its knobs.
     withheld: whether the question came after the compression.
-    prompt: how prompts were made, as ``labels.fields`` says it.
+    prompt: the prompt format, as ``labels.fields`` names it.
     answers: the scores in [0, 1] by task and example.
-    score, ci: the mean over tasks in per cent; the interval is of ``mean_over_tasks``.
-    behind, behind_ci: its mean paired difference to the full cache, in points.
-    kept, bytes: after the prompt, in per cent of the full cache's, bytes at 16 bits.
-    compress_ms, decode_ms: means a prompt and a token.
+    score, ci: the mean over tasks in per cent, and its 95 % interval by ``mean_over_tasks``.
+    behind, behind_ci: the mean paired difference to the full cache in points, and its interval.
+    kept: the tokens after the prompt, in per cent of the full cache's.
+    bytes: the bytes after the prompt at 16 bits, in per cent of the full cache's.
+    compress_ms: the mean milliseconds to compress a prompt.
+    decode_ms: the mean milliseconds to decode a token.
     unchanged: whether nothing was compressed, so that the score is the full cache's.
     """
 
@@ -68,150 +71,259 @@ class Standing:
 
     @property
     def tasks(self) -> list[str]:
-        """The names of RULER's tasks without their lengths, each once."""
+        """The names of RULER's tasks without their lengths, each once: "vt" of "ruler/vt/1024"."""
         return list(dict.fromkeys(task.split("/")[1] for task in self.answers))
 
 
 def prepare(model: str, options: Mapping[str, str]) -> list[RunPlan]:
-    """Plan the run with the question withheld, and the one of the methods of ``seen=`` that see it (none: leave out).
+    """Plan two runs: one with the question withheld, and one of the methods of ``seen=``, which see the question.
 
-    Raises UsageError for what `run` does not take.
+    ``seen=none`` leaves the second run out. Raises UsageError for a key or value that `run` does not take.
     """
-    keys = {"model": model, **DEFAULTS, **options}
+    keys = {"model": model}
+    keys.update(DEFAULTS)
+    keys.update(options)
+    # ``seen`` is a key of the leaderboard, which `run` does not know
     seen = keys.pop("seen", SEEN)
-    requests = [keys] + ([{**keys, "method": seen, "query_aware": "true"}] if seen != "none" else [])
-    return [experiment.prepare(config.configure(wanted)) for wanted in requests]
+    requests = [keys]
+    if seen != "none":
+        requests.append(keys | {"method": seen, "query_aware": "true"})
+    return [experiment.prepare(config.configure(request)) for request in requests]
 
 
 def standings(runs: Sequence[RunPlan], reports: Sequence[Report]) -> list[Standing]:
-    """Return what is measured, the best score of each protocol first; rows that lack a task are left out.
+    """Return the measured methods of each protocol, the best score first. A row that lacks a task is left out.
 
-    Those that compressed nothing are last.
+    Rows that compressed nothing are the last of their protocol.
     """
-    measured = []
+    entries = []
     for run, report in zip(runs, reports, strict=True):
+        # the first row of a run is the full cache, which every method is compared with
         full = run.answers(0)
         for i, row in enumerate(report.rows):
             answers = run.answers(i)
             if answers and answers.keys() == full.keys():
-                measured.append(_standing(report, row, answers, full))
-    return sorted(measured, key=lambda e: (not e.withheld, e.unchanged, -e.score, e.kept))
+                entries.append(_read_standing(report, row, answers, full))
+
+    def place(entry: Standing) -> tuple[bool, bool, float, float]:
+        """Return the sort key. The question withheld comes first, and of equal scores the smaller cache."""
+        return not entry.withheld, entry.unchanged, -entry.score, entry.kept
+
+    return sorted(entries, key=place)
 
 
-def _standing(report: Report, row: ReportRow, answers: Answers, full: Answers) -> Standing:
+def _read_standing(report: Report, row: ReportRow, answers: Answers, full: Answers) -> Standing:
+    """Return the entry of a row. ``full`` holds the answers of the full cache to the same tasks."""
+    cells = [cell for cell in row.cells if cell.summary is not None]
     summaries = [cell.summary for cell in row.cells if cell.summary is not None]
-    score, ci = mean_over_tasks([[*scores.values()] for scores in answers.values()])
-    behind, behind_ci = difference(answers, full) if row is not report.rows[0] else (0.0, None)
-    settings = next(cell.settings for cell in row.cells if cell.summary is not None)
+    # all cells of a run have the same protocol, so that the first one's settings tell it
+    settings = cells[0].settings
+    score, ci = mean_over_tasks([list(scores.values()) for scores in answers.values()])
+    behind: float = 0.0
+    behind_ci: Interval | None = None
+    # the full cache is not behind itself, and has no interval
+    if row is not report.rows[0]:
+        behind, behind_ci = difference(answers, full)
+    # kept = tokens after the prompt / tokens of the prompt, each a sum over all prompts
+    kept = 100 * _sum_over_prompts(summaries, "kept") / _sum_over_prompts(summaries, "prompt_tokens")
+    payload16 = _sum_over_prompts(summaries, "payload16")
+    overhead16 = _sum_over_prompts(summaries, "overhead16")
+    full16 = _sum_over_prompts(summaries, "full16")
     return Standing(
-        row.method,
-        not settings["query_aware"],
-        settings["prompt"],
-        answers,
-        100 * score,
-        percent(ci),
-        behind,
-        behind_ci,
-        100 * _weighted(summaries, "kept") / _weighted(summaries, "prompt_tokens"),
-        share(*(_weighted(summaries, field) for field in ("payload16", "overhead16", "full16"))),
-        1000 * fmean(s.timing.compress_s for s in summaries),
-        1000 * fmean(s.timing.decode_s_per_token for s in summaries),
-        all(cell.unchanged for cell in row.cells if cell.summary is not None),
+        method=row.method,
+        withheld=not settings["query_aware"],
+        prompt=settings["prompt"],
+        answers=answers,
+        score=100 * score,
+        ci=percent(ci),
+        behind=behind,
+        behind_ci=behind_ci,
+        kept=kept,
+        bytes=share(payload16, overhead16, full16),
+        compress_ms=1000 * fmean(summary.timing.compress_s for summary in summaries),
+        decode_ms=1000 * fmean(summary.timing.decode_s_per_token for summary in summaries),
+        unchanged=all(cell.unchanged for cell in cells),
     )
 
 
-def _weighted(summaries: Iterable[CellSummary], field: str) -> float:
-    return sum(s.n * getattr(s, field) for s in summaries)
+def _sum_over_prompts(summaries: Iterable[CellSummary], field: str) -> float:
+    """Return a field's sum over all prompts: a summary holds the field's mean over its n prompts."""
+    return sum(summary.n * getattr(summary, field) for summary in summaries)
 
 
 def difference(a: Answers, b: Answers) -> tuple[float, Interval | None]:
-    """Return the mean difference a - b in points over the examples that both have, a mean over tasks, and its interval.
+    """Return the difference ``a - b`` in points over the examples of both, and its 95 % interval.
 
-    Raises ValueError where they share none.
+    The difference is a mean over tasks. Raises ValueError if ``a`` and ``b`` share no example.
     """
-    pairs = [[x - b[task][i] for i, x in sorted(own.items())] for task, own in sorted(_common(a, b).items())]
-    mean, ci = mean_over_tasks(pairs, (-1.0, 1.0))
+    differences_by_task = []
+    # sorted: the interval depends on the order of tasks and examples in the last digit
+    for task, scores in sorted(_common_answers(a, b).items()):
+        differences_by_task.append([score - b[task][i] for i, score in sorted(scores.items())])
+    # a difference of two scores in [0, 1] lies in [-1, 1]
+    mean, ci = mean_over_tasks(differences_by_task, (-1.0, 1.0))
     return 100 * mean, percent(ci)
 
 
 def percent(ci: Interval | None) -> Interval | None:
     """Return an interval of fractions in per cent."""
-    return None if ci is None else (100 * ci[0], 100 * ci[1])
+    if ci is None:
+        return None
+    low, high = ci
+    return 100 * low, 100 * high
 
 
 def sheets(standings: Sequence[Standing]) -> list[Table]:
-    """Return the table of methods with the question withheld, and the one of what withholding it costs."""
-    withheld = [e for e in standings if e.withheld]
+    """Return the table of methods with the question withheld, and the table of what withholding the question costs."""
+    # the second protocol has only a few methods, and appears in the table of costs alone
+    withheld = [entry for entry in standings if entry.withheld]
     if not withheld:
         return []
     heads = ("method", mean_name(withheld[0].tasks), "Δ full", "kept %", "bytes %", "compress\nms", "ms/token")
-    rows = [
-        (
-            *(e.method.replace(" ", "\n", 1), UNCHANGED if e.unchanged else with_interval(e.score, e.ci)),
-            "" if e.method == "full" or e.unchanged else with_interval(e.behind, e.behind_ci, "+"),
-            *(f"{e.kept:.1f}", "—" if e.bytes is None else f"{e.bytes:.1f}"),
-            *(f"{e.compress_ms:.0f}", f"{e.decode_ms:.1f}"),
-        )
-        for e in withheld
-    ]
-    return [Table(heads, tuple(rows), headings={0: "question withheld"}), *_costs(standings)]
+    rows = tuple(_row_texts(entry) for entry in withheld)
+    tables = [Table(heads, rows, headings={0: "question withheld"})]
+    tables += _cost_tables(standings)
+    return tables
 
 
-def _costs(standings: Sequence[Standing]) -> list[Table]:
-    """Return the table of what withholding the question costs, without methods that compressed nothing; [] if empty."""
-    compressing = [e for e in standings if not e.unchanged]
-    seen = {e.method: e for e in compressing if not e.withheld}
-    both = [(e, seen[e.method]) for e in compressing if e.withheld and e.method in seen]
-    both = [(a, b) for a, b in both if _common(a.answers, b.answers)]
+def _row_texts(entry: Standing) -> tuple[str, ...]:
+    """Return the texts of an entry in the order of the table's heads."""
+    score = with_interval(entry.score, entry.ci)
+    behind = with_interval(entry.behind, entry.behind_ci, "+")
+    if entry.unchanged:
+        score = UNCHANGED
+    # the full cache is what others are compared with
+    if entry.method == "full" or entry.unchanged:
+        behind = ""
+    byte_text = "—"
+    if entry.bytes is not None:
+        byte_text = f"{entry.bytes:.1f}"
+    return (
+        _two_lines(entry.method),
+        score,
+        behind,
+        f"{entry.kept:.1f}",
+        byte_text,
+        f"{entry.compress_ms:.0f}",
+        f"{entry.decode_ms:.1f}",
+    )
+
+
+def _cost_tables(standings: Sequence[Standing]) -> list[Table]:
+    """Return the table of what withholding the question costs each method, or [] if no method has both protocols.
+
+    Methods that compressed nothing are left out.
+    """
+    compressing = [entry for entry in standings if not entry.unchanged]
+    seen_by_method = {entry.method: entry for entry in compressing if not entry.withheld}
     rows = []
-    for withheld, visible in both:
-        shared = [_common(a.answers, b.answers) for a, b in ((visible, withheld), (withheld, visible))]
-        scores = (mean_over_tasks([[*scores.values()] for scores in answers.values()]) for answers in shared)
-        cost = difference(withheld.answers, visible.answers)
-        means = (with_interval(100 * mean, percent(ci)) for mean, ci in scores)
-        rows.append((withheld.method.replace(" ", "\n", 1), *means, with_interval(*cost, "+")))
+    for withheld in compressing:
+        if not withheld.withheld or withheld.method not in seen_by_method:
+            continue
+        seen = seen_by_method[withheld.method]
+        # both scores are means over the prompts that both protocols have, as their difference is
+        seen_answers = _common_answers(seen.answers, withheld.answers)
+        withheld_answers = _common_answers(withheld.answers, seen.answers)
+        # runs that are not complete yet may share no prompt
+        if withheld_answers:
+            cost, cost_ci = difference(withheld.answers, seen.answers)
+            row = (
+                _two_lines(withheld.method),
+                _mean_text(seen_answers),
+                _mean_text(withheld_answers),
+                with_interval(cost, cost_ci, "+"),
+            )
+            rows.append(row)
+    if not rows:
+        return []
     heads = ("method", "seen", "withheld", "withheld − seen")
-    return [Table(heads, tuple(rows), headings={0: "what withholding the question costs"})] if rows else []
+    return [Table(heads, tuple(rows), headings={0: "what withholding the question costs"})]
 
 
-def _common(a: Answers, b: Answers) -> Answers:
-    """Return the answers of ``a`` to prompts that ``b`` answers, too."""
-    common = {task: {i: x for i, x in scores.items() if i in b.get(task, {})} for task, scores in a.items()}
-    return {task: scores for task, scores in common.items() if scores}
+def _mean_text(answers: Answers) -> str:
+    """Return the text of a mean over tasks in per cent, with its interval."""
+    mean, ci = mean_over_tasks([list(scores.values()) for scores in answers.values()])
+    return with_interval(100 * mean, percent(ci))
+
+
+def _two_lines(method: str) -> str:
+    """Return a method's name on the first line and its knobs on the second."""
+    return method.replace(" ", "\n", 1)
+
+
+def _common_answers(a: Answers, b: Answers) -> Answers:
+    """Return the answers of ``a`` to prompts that ``b`` answers, too. Tasks without such a prompt are left out."""
+    answers: dict[str, Mapping[str, float]] = {}
+    for task, scores in a.items():
+        other_scores = b.get(task, {})
+        common_scores = {i: score for i, score in scores.items() if i in other_scores}
+        if common_scores:
+            answers[task] = common_scores
+    return answers
 
 
 def with_interval(value: float, ci: Interval | None, sign: str = "") -> str:
-    """Return a value with its interval below it; ``sign`` "+" shows the sign of positive ones."""
-    interval = "" if ci is None else f"\n[{ci[0]:{sign}.0f}, {ci[1]:{sign}.0f}]"
-    return f"{value:{sign}.1f}{interval}".replace("-", "−")
+    """Return a value with its interval on a second line. ``sign`` "+" shows the sign of positive numbers, too."""
+    text = f"{value:{sign}.1f}"
+    if ci is not None:
+        low, high = ci
+        text += f"\n[{low:{sign}.0f}, {high:{sign}.0f}]"
+    # a minus sign is as wide as a plus, a hyphen is not
+    return text.replace("-", "−")
+
+
+def range_text(counts: Collection[int]) -> str:
+    """Return the smallest and the largest count as "2–5", one number if they are equal, and "0" without counts."""
+    if not counts:
+        return "0"
+    low, high = min(counts), max(counts)
+    if low == high:
+        return str(low)
+    return f"{low}–{high}"
 
 
 def notes(standings: Sequence[Standing]) -> list[str]:
-    """Return what stands below the tables."""
-    counts = sorted({len(scores) for e in standings for scores in e.answers.values()})
-    n = "–".join(str(c) for c in dict.fromkeys((counts[0], counts[-1]))) if counts else "0"
-    unchanged = [UNCHANGED_NOTE] if any(e.unchanged for e in standings) else []
-    return [
-        f"n = {n} prompts a task and length. Scores are means over tasks, with 95 % intervals from the "
+    """Return the notes below the tables: numbers of prompts and units."""
+    counts: set[int] = set()
+    for entry in standings:
+        counts.update(len(scores) for scores in entry.answers.values())
+    texts = [
+        f"n = {range_text(counts)} prompts a task and length. "
+        "Scores are means over tasks, with 95 % intervals from the "
         "spread within tasks; differences are paired by prompt. kept, bytes: after the prompt, in per cent of the "
         "full cache's, bytes at 16 bits. The question and the beginning of the answer are read after the compression "
         "and kept whole.",
-        *unchanged,
     ]
+    if any(entry.unchanged for entry in standings):
+        texts.append(UNCHANGED_NOTE)
+    return texts
 
 
-def records(standings: Sequence[Standing], model: str, commit: str | None) -> list[dict[str, Any]]:
-    """Return a line of the open format (run/open_results.py) for each entry, its mean over tasks."""
-    return [
-        {
-            **{"model": model, "method": e.method, "dataset": mean_name(e.tasks)},
-            **{"metric": "string_match_all", "score": e.score, "interval": e.ci, "n": e.n},
-            "protocol": {"query_aware": not e.withheld, "prompt": e.prompt},
-            **{"delta_full": e.behind, "delta_full_interval": e.behind_ci},
-            **{"kept_percent": e.kept, "percent_of_full": e.bytes},
-            **({"nothing_compressed": True} if e.unchanged else {}),
-            "seconds": {"compress_s": e.compress_ms / 1000, "decode_s_per_token": e.decode_ms / 1000},
-            "commit": commit,
-        }
-        for e in standings
-    ]
+def records(standings: Sequence[Standing], model: str, commit: str | None) -> list[dict[str, object]]:
+    """Return a record of the open format (report/open_results.py) for each entry. Its score is the mean over tasks."""
+    return [_record(entry, model, commit) for entry in standings]
+
+
+def _record(entry: Standing, model: str, commit: str | None) -> dict[str, object]:
+    """Return an entry's record of the open format."""
+    record: dict[str, object] = {
+        "model": model,
+        "method": entry.method,
+        "dataset": mean_name(entry.tasks),
+        "metric": "string_match_all",
+        "score": entry.score,
+        "interval": entry.ci,
+        "n": entry.n,
+        "protocol": {"query_aware": not entry.withheld, "prompt": entry.prompt},
+        "delta_full": entry.behind,
+        "delta_full_interval": entry.behind_ci,
+        "kept_percent": entry.kept,
+        "percent_of_full": entry.bytes,
+    }
+    # the key is there only where it is true, so that records of ordinary entries stay short
+    if entry.unchanged:
+        record["nothing_compressed"] = True
+    # the open format has seconds, and an entry has milliseconds
+    record["seconds"] = {"compress_s": entry.compress_ms / 1000, "decode_s_per_token": entry.decode_ms / 1000}
+    record["commit"] = commit
+    return record

@@ -1,49 +1,76 @@
-"""The tables that no paper prints: what each measures, and its sheets, notes and JSON from what is stored."""
+"""Plan and read kvbench's own tables, which no paper prints: byte tables, the ranking and the leaderboard."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from kvbench.plan.run_plan import RunPlan
 from kvbench.report.report import Report
 from kvbench.report.table import Table
 from kvbench.studies import byte_table, leaderboard, ranking, through_cache
 
-NAMES = (*byte_table.ROWS, leaderboard.NAME)
+NAMES = tuple(byte_table.ROWS) + (leaderboard.NAME,)
+"""The names of the tables, in the order in which they are listed."""
 
 
 @dataclass(frozen=True)
 class OwnTable:
-    """A table's sheets, what stands below them, and what ``--json`` prints."""
+    """The parts of a table.
+
+    sheets: its tables of texts.
+    notes: the lines below them.
+    plain: its values for ``--json``, in dicts and lists.
+    """
 
     sheets: Sequence[Table]
     notes: Sequence[str]
-    plain: Any
+    plain: object
 
 
 def prepare(name: str, model: str, options: Mapping[str, str]) -> list[RunPlan]:
-    """Plan the runs behind a table. Raises UsageError for a key that it does not take."""
-    plans = {m.NAME: m.prepare for m in (leaderboard, ranking, through_cache)}
-    return plans[name](model, options) if name in plans else [byte_table.prepare(name, model, options)]
+    """Plan the runs behind a table. Raises UsageError for a key that the table does not take."""
+    if name == leaderboard.NAME:
+        return leaderboard.prepare(model, options)
+    if name == ranking.NAME:
+        return ranking.prepare(model, options)
+    if name == through_cache.NAME:
+        return through_cache.prepare(model, options)
+    return [byte_table.prepare(name, model, options)]
 
 
 def read(name: str, model: str, runs: Sequence[RunPlan], reports: Sequence[Report]) -> OwnTable:
-    """Return a table from what is stored."""
+    """Return a table from the stored results of its runs, which ``prepare`` planned."""
     if name == leaderboard.NAME:
         standings = leaderboard.standings(runs, reports)
-        lines = leaderboard.records(standings, model, None)
-        return OwnTable(leaderboard.sheets(standings), leaderboard.notes(standings), lines)
+        return OwnTable(
+            sheets=leaderboard.sheets(standings),
+            notes=leaderboard.notes(standings),
+            # scripts/leaderboard.py names the commits of the samples; a table printed from a store does not
+            plain=leaderboard.records(standings, model, commit=None),
+        )
     if name == ranking.NAME:
-        measures = ranking.measures(model, runs, reports)
+        measures = ranking.read_measures(model, runs, reports)
+        # notes and JSON both list the pairs on which measures disagree
         opposed = ranking.disagreements(measures)
-        ranks = ranking.records(measures, opposed)
-        return OwnTable(ranking.sheets(measures), ranking.notes(measures, opposed), ranks)
+        return OwnTable(
+            sheets=ranking.sheets(measures),
+            notes=ranking.notes(measures, opposed),
+            plain=ranking.records(measures, opposed),
+        )
     if name == through_cache.NAME:
-        both = through_cache.both(runs, reports)
-        return OwnTable(through_cache.sheets(both), through_cache.notes(both), through_cache.records(both))
+        comparisons = through_cache.compare_formats(runs, reports)
+        return OwnTable(
+            sheets=through_cache.sheets(comparisons),
+            notes=through_cache.notes(comparisons),
+            plain=through_cache.records(comparisons),
+        )
+    # all other tables are byte tables, which have one run
     rows = byte_table.lines(name, runs[0], reports[0])
-    told = byte_table.pairs(rows)
-    records = {"rows": [r.record() for r in rows], "pairs": [vars(p) for p in told]}
-    return OwnTable([byte_table.sheet(rows)], byte_table.notes(rows, told), records)
+    # pairs are compared on the reference, not on the full cache's own answer
+    pairs = byte_table.pairs(rows)
+    return OwnTable(
+        sheets=[byte_table.sheet(rows)],
+        notes=byte_table.notes(rows, pairs),
+        plain={"rows": [row.record() for row in rows], "pairs": [vars(pair) for pair in pairs]},
+    )

@@ -1,30 +1,34 @@
-"""Formats on the same tokens twice: the prompt read exactly, and read through the cache as engines do."""
+"""Compare cache formats on the same tokens: the prompt read exactly, and read through the cache as engines do."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from kvbench.plan.config import THROUGH_CACHE
 from kvbench.plan.run_plan import RunPlan
 from kvbench.report.report import Report
 from kvbench.report.table import Table
-from kvbench.store.fidelity import KINDS, log_ratio_of_means
+from kvbench.store.fidelity import KINDS, FidelitySummary, log_ratio_of_means
 from kvbench.studies import byte_table
 from kvbench.studies.byte_table import Line
 from kvbench.tasks.metrics.stats import Interval
 
 NAME = THROUGH_CACHE
 DATASETS = {"tiny": "fidelity/tiny", "": "fidelity/wikitext2"}
+"""The default of ``dataset=`` by model. The key "" stands for every other model."""
 REFERENCE = KINDS[0]
 
 
 @dataclass(frozen=True)
-class Both:
-    """A format read exactly and through the cache.
+class FormatComparison:
+    """One format with its prompts read exactly and through the cache.
 
-    log_ratio, ci: ln of the mean divergence through the cache over that of an exact prompt, on the windows of both.
+    exact: its row with each prompt read exactly and then compressed.
+    through: its row with each token stored before a later one reads it.
+    log_ratio: ln(mean divergence of ``through`` / that of ``exact``), over the windows of both. It is None if they
+        share no window.
+    ci: the 95 % interval of ``log_ratio``.
     """
 
     exact: Line
@@ -32,70 +36,118 @@ class Both:
     log_ratio: float | None
     ci: Interval | None
 
+    @property
+    def exact_summary(self) -> FidelitySummary:
+        """The divergences of prompts that are read exactly."""
+        return self.exact.fidelity[REFERENCE]
+
+    @property
+    def through_summary(self) -> FidelitySummary:
+        """The divergences of prompts that are read through the cache."""
+        return self.through.fidelity[REFERENCE]
+
 
 def prepare(model: str, options: Mapping[str, str]) -> list[RunPlan]:
-    """Plan the two runs behind the table: prompts read exactly, then through the cache."""
-    keys = {"dataset": DATASETS.get(model, DATASETS[""]), **options}
-    return [
-        byte_table.prepare(NAME, model, {**keys, "windows": "halves"}),
-        byte_table.prepare(NAME, model, keys, THROUGH_CACHE),
-    ]
+    """Plan the two runs behind the table: prompts read exactly, then prompts read through the cache."""
+    keys = {"dataset": DATASETS.get(model, DATASETS[""])}
+    keys.update(options)
+    # both runs score the second half of each window, so that they compare the same tokens;
+    # ``halves`` reads the first half exactly, and THROUGH_CACHE has the windows of llama.cpp set for it
+    exact_run = byte_table.prepare(NAME, model, keys | {"windows": "halves"})
+    through_run = byte_table.prepare(NAME, model, keys, THROUGH_CACHE)
+    return [exact_run, through_run]
 
 
-def both(runs: Sequence[RunPlan], reports: Sequence[Report]) -> list[Both]:
-    """Return the formats that are measured in both ways, the full cache left out."""
-    exact, through = (
-        {line.label: line for line in byte_table.lines(NAME, run, report) if REFERENCE in line.fidelity}
-        for run, report in zip(runs, reports, strict=True)
+def compare_formats(runs: Sequence[RunPlan], reports: Sequence[Report]) -> list[FormatComparison]:
+    """Return the formats that are measured in both ways. ``runs`` are those of ``prepare``."""
+    exact_run, through_run = runs
+    exact_report, through_report = reports
+    exact_lines = _read_compared_lines(exact_run, exact_report)
+    through_lines = _read_compared_lines(through_run, through_report)
+    comparisons = []
+    for label, exact in exact_lines.items():
+        # a row that diverges nowhere, such as the full cache, has no ratio
+        if label in through_lines and exact.fidelity[REFERENCE].kl_max:
+            comparisons.append(_compare(exact, through_lines[label]))
+    return comparisons
+
+
+def _read_compared_lines(run: RunPlan, report: Report) -> dict[str, Line]:
+    """Return the rows that were compared with the full cache on the reference, by label."""
+    return {line.label: line for line in byte_table.lines(NAME, run, report) if REFERENCE in line.fidelity}
+
+
+def _compare(exact: Line, through: Line) -> FormatComparison:
+    """Return the comparison of one format's two rows over the windows that both have."""
+    exact_texts = exact.texts[REFERENCE]
+    through_texts = through.texts[REFERENCE]
+    # sorted: the interval depends on the order of windows in the last digit
+    windows = sorted(through_texts.keys() & exact_texts.keys())
+    # runs that are not complete yet may share no window
+    log_ratio = None
+    ci = None
+    if windows:
+        log_ratio, ci = log_ratio_of_means([through_texts[w] for w in windows], [exact_texts[w] for w in windows])
+    return FormatComparison(exact, through, log_ratio, ci)
+
+
+def sheets(comparisons: Sequence[FormatComparison]) -> list[Table]:
+    """Return the one table of the formats."""
+    heads = (
+        "method",
+        "KL, prompt\nread exactly",
+        "KL, through\nthe cache",
+        "ln of\ntheir ratio",
+        "same choice %,\nread exactly",
+        "same choice %,\nthrough the cache",
     )
-    return [_both(exact[x], through[x]) for x in exact if x in through and exact[x].fidelity[REFERENCE].kl_max]
-
-
-def _both(exact: Line, through: Line) -> Both:
-    ours, theirs = through.texts[REFERENCE], exact.texts[REFERENCE]
-    common = sorted(ours.keys() & theirs.keys())
-    if not common:
-        return Both(exact, through, None, None)
-    return Both(exact, through, *log_ratio_of_means([ours[t] for t in common], [theirs[t] for t in common]))
-
-
-def sheets(rows: Sequence[Both]) -> list[Table]:
-    """Return the table of the formats."""
-    heads = ("method", "KL, prompt\nread exactly", "KL, through\nthe cache", "ln of\ntheir ratio")
-    same = ("same choice %,\nread exactly", "same choice %,\nthrough the cache")
-    texts = [
-        (
-            row.exact.label.replace(" ", "\n", 1),
-            *(byte_table.nats(line.fidelity[REFERENCE]) for line in (row.exact, row.through)),
-            "—" if row.log_ratio is None else f"{row.log_ratio:.2f}" + byte_table.below(row.ci, ".2f"),
-            *(byte_table.same_choice(line.fidelity[REFERENCE]) for line in (row.exact, row.through)),
+    rows = []
+    for comparison in comparisons:
+        row = (
+            comparison.exact.label.replace(" ", "\n", 1),
+            byte_table.nats(comparison.exact_summary),
+            byte_table.nats(comparison.through_summary),
+            _ratio_text(comparison),
+            byte_table.same_choice(comparison.exact_summary),
+            byte_table.same_choice(comparison.through_summary),
         )
-        for row in rows
-    ]
-    return [Table((*heads, *same), tuple(texts), headings=byte_table.headings([row.exact for row in rows]))]
+        rows.append(row)
+    headings = byte_table.headings([comparison.exact for comparison in comparisons])
+    return [Table(heads, tuple(rows), headings=headings)]
 
 
-def notes(rows: Sequence[Both]) -> list[str]:
-    """Return what stands below the table."""
-    counts = [f"n = {f.n} windows, {f.n_tokens} tokens" for f in (row.through.fidelity[REFERENCE] for row in rows[-1:])]
+def _ratio_text(comparison: FormatComparison) -> str:
+    """Return the text of the log ratio, with its interval below it."""
+    if comparison.log_ratio is None:
+        return "—"
+    return f"{comparison.log_ratio:.2f}" + byte_table.below(comparison.ci, ".2f")
+
+
+def notes(comparisons: Sequence[FormatComparison]) -> list[str]:
+    """Return the note below the table: units, both ways to read a prompt, and the number of windows."""
+    count_text = ""
+    # formats are measured on the same windows, so that the last one stands for all
+    if comparisons:
+        summary = comparisons[-1].through_summary
+        count_text = f"n = {summary.n} windows, {summary.n_tokens} tokens"
     return [
         "KL: mean divergence of the next-token distribution from the full cache's in nats, over the second half of "
         "each window of llama.cpp's perplexity tool. Read exactly: the first half is read, then compressed. Through "
         "the cache: from the second token on every token is stored before a later one reads it. [95 % intervals over "
-        f"documents.] {''.join(counts)}.",
+        f"documents.] {count_text}.",
     ]
 
 
-def records(rows: Sequence[Both]) -> dict[str, Any]:
+def records(comparisons: Sequence[FormatComparison]) -> dict[str, object]:
     """Return the table as ``--json`` prints it."""
-    return {
-        "rows": [
-            {
-                "label": row.exact.label,
-                "exact": vars(row.exact.fidelity[REFERENCE]),
-                NAME: vars(row.through.fidelity[REFERENCE]),
-                **{"log_ratio": row.log_ratio, "ci": row.ci},
-            }
-            for row in rows
-        ]
-    }
+    rows = []
+    for comparison in comparisons:
+        row: dict[str, object] = {
+            "label": comparison.exact.label,
+            "exact": vars(comparison.exact_summary),
+            NAME: vars(comparison.through_summary),
+            "log_ratio": comparison.log_ratio,
+            "ci": comparison.ci,
+        }
+        rows.append(row)
+    return {"rows": rows}
