@@ -72,7 +72,7 @@ def test_a_family_that_nobody_tested_runs_with_a_note(capsys):
 
 def test_a_metric_is_a_function_and_a_line(monkeypatch):
     example = {}
-    exec(worked.block("kvbench/metrics/first_word.py"), example)
+    exec(worked.block("kvbench/tasks/metrics/first_word.py"), example)
     (line,) = re.findall(r"`(Metric\(.*?\)\))`", worked.PAGE.read_text("utf-8"))
     metric = eval(line, {"Metric": metrics.Metric, "_pair": metrics._pair, **example})
     monkeypatch.setattr(metrics, "METRICS", {**metrics.METRICS, metric.name: metric})
