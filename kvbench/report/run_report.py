@@ -142,8 +142,10 @@ def settings(prepared: RunPlan) -> str:
 
 def _preset_text(preset: str, cfg: RunConfig) -> str:
     """Return the name of the run's preset, with the methods of the run that the preset does not configure."""
-    stages = [stage.id for configured in cfg.chains for stage in configured.chain.stages]
-    untouched_methods = presets.untouched(preset, cfg.model.name, stages)
+    methods: list[str] = []
+    for configured in cfg.chains:
+        methods += [stage.id for stage in configured.chain.stages]
+    untouched_methods = presets.untouched(preset, cfg.model.name, methods)
     if not untouched_methods:
         return f"preset {preset}"
     return f"preset {preset} (sets nothing of {', '.join(untouched_methods)})"
