@@ -6,7 +6,7 @@ import csv
 import io
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -234,10 +234,9 @@ def string_match(task: str, samples: Iterable[Sample]) -> float:
     An answer to a question of qa_1 or qa_2 needs one of the references. Any other task's answer scores the share of
     references that it contains.
     """
+    metric: Callable[[str, Sequence[str]], float | None] = share_contained
     if task.startswith("qa_"):
         metric = any_contained
-    else:
-        metric = share_contained
     # an answer without references has no score (None) and counts as 0
     scores = [metric(sample.prediction, sample.answers or ()) or 0.0 for sample in samples]
     return round(100 * sum(scores) / len(scores), 2)
