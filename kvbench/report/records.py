@@ -47,7 +47,7 @@ class CellResult:
         # the order of the keys is the order in which they are printed: entries join one after the other
         record: dict[str, object] = {"task": self.task, "cell": self.cell, "evicts": self.evicts}
         record |= self.settings
-        # cells of other methods than full have no floor of their own
+        # None means that the question does not arise for this cell, which False would deny
         if self.floor is not None:
             record["floor"] = self.floor
         record["status"] = self.status
@@ -145,6 +145,7 @@ class ReportData:
     @property
     def cells(self) -> list[CellResult]:
         """Return the cells of all rows."""
+        # row by row, so that the cells of one method follow each other
         cells: list[CellResult] = []
         for row in self.rows:
             cells += row.cells
@@ -156,7 +157,7 @@ class ReportData:
         # only a run at equal memory has matched budgets
         if self.matched:
             record["matched"] = [asdict(match) for match in self.matched]
-        # ``apart`` is not printed: the notes already say it in words
+        # lists instead of tuples of records: json cannot write dataclasses
         record["columns"] = [asdict(column) for column in self.columns]
         record["rows"] = [row.record() for row in self.rows]
         record["notes"] = list(self.notes)
