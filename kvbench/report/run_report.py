@@ -62,7 +62,7 @@ def _model_notes(prepared: RunPlan) -> list[str]:
     """Return notes on a model whose scores say little: the tiny model on real text, and random weights."""
     cfg = prepared.cfg
     notes = []
-    # a dataset whose every task is "tiny" is made of the words that the tiny model was trained on
+    # a task named "tiny" is made for the tiny model, whatever dataset it belongs to
     real_datasets = {dataset.name for dataset in cfg.datasets if set(dataset.tasks) != {"tiny"}} - {"tiny"}
     if cfg.model.path == "embedded:tiny" and real_datasets:
         names = ", ".join(sorted(real_datasets))
@@ -92,7 +92,7 @@ def _precision_notes(prepared: RunPlan, records: Sequence[CellRecord]) -> list[s
     configured = prepared.cfg.model.dtype
     device = load.resolve_device(prepared.cfg.device)
     notes = []
-    # the tiny model is small enough for fp32 everywhere, so that its default is no choice that needs advice
+    # the tiny model is fast in any dtype, so that its default needs no advice
     is_tiny_default = prepared.cfg.model.path == "embedded:tiny" and configured == "auto"
     if precision.has_better_dtype(configured, prepared.dtype, device) and not is_tiny_default:
         notes.append(f"Dtype {precision.dtype_reason(configured, prepared.dtype, device)}.")

@@ -107,7 +107,7 @@ def _waste_removals(store: ResultStore, cell: str) -> Iterator[Removal]:
         else:
             yield Removal("cell", cell, folder, f"{status.status}, nothing measured")
         return
-    marks = []
+    marks: list[Path] = []
     for pattern in MARKS:
         marks += folder.glob(pattern)
     marks.sort()
