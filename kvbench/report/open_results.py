@@ -93,13 +93,13 @@ def _line_of(store: ResultStore, cell: listing.StoredCell) -> dict[str, object]:
     }
 
 
-def text(lines: Iterable[Mapping[str, Any]]) -> str:
+def text(lines: Iterable[Mapping[str, object]]) -> str:
     """Return the lines that have a score as the text of a file."""
     scored_lines = [line for line in lines if line["score"] is not None]
     return "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in scored_lines)
 
 
-def write(lines: Iterable[Mapping[str, Any]], path: Path) -> int:
+def write(lines: Iterable[Mapping[str, object]], path: Path) -> int:
     """Write the lines that have a score to a file. Return how many."""
     written = text(lines)
     try:

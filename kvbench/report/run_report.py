@@ -155,7 +155,7 @@ def _dataset_text(dataset: DatasetConfig, default_entry: Mapping[str, object]) -
     """Return the name of a dataset with those of its knobs that differ from the defaults."""
     words = [f"dataset {dataset.name}"]
     for knob, value in dataset.knobs.items():
-        # names with an underscore in front are kvbench's own and no knobs of the user
+        # entries with an underscore in front, such as _target_, are no knobs
         if knob.startswith("_") or knob not in default_entry or value == default_entry[knob]:
             continue
         if isinstance(value, list):

@@ -156,7 +156,7 @@ def _full_answer(model: PreTrainedModel, tokenizer: Any, text: str, new: int) ->
 def _stored(rows: Sequence[Mapping[str, Any]], folder: Path) -> Path:
     """Write the rows as JSON lines to rows.jsonl, which `run dataset=file` reads, too, in a folder of their digest."""
     try:
-        # the file is written before anything is measured, so that a later run can read the same rows
+        # json raises TypeError for values without a form in JSON, such as arrays and dates
         lines = [json.dumps(row, ensure_ascii=False) for row in rows]
     except TypeError as error:
         raise UsageError(f"a row of data is not possible: {error}") from None

@@ -112,7 +112,7 @@ def texts_of(host: Host, example: Example, full: PromptCache, most: int = TOKENS
     if "scored_from" not in example.meta:
         ending = Ending(min(most, example.max_new_tokens), host.stop)
         texts["greedy"] = generate_rows(host.model, [full], [ending])[0].tokens
-    # the first token is predicted by the prompt's last hidden state, which every method shares
+    # the prompt itself predicts the first token, so that a text of one token has nothing to compare
     return {kind: tokens for kind, tokens in texts.items() if len(tokens) > 1}
 
 

@@ -143,7 +143,7 @@ def summarise_texts(texts: Sequence[TextFidelity]) -> FidelitySummary | None:
         top1=100 * same / tokens,
         top1_ci=top1 and (100 * top1[0], 100 * top1[1]),
         shift_rms=100 * sqrt(sum(t.shift for t in texts) / tokens),
-        # exp(-mean ln q(y)), and exp(mean ln p(y) / q(y)) for the ratio to the full cache's
+        # exp(-mean ln q(y)), and exp(mean ln (p(y) / q(y))) for the ratio to the full cache's
         perplexity=exp(sum(t.loss for t in texts) / tokens),
         ppl_ratio=exp(log_ratio / tokens),
         ppl_ratio_ci=ratio and (exp(ratio[0]), exp(ratio[1])),

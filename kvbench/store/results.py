@@ -205,7 +205,7 @@ class ScoreSummary:
     ci: tuple[float, float] | None
 
     @classmethod
-    def read(cls, metrics: Mapping[str, Any]) -> Self | None:
+    def read(cls, metrics: Mapping[str, object]) -> Self | None:
         """Return the summary in the JSON of a metrics.json, or None if that holds no metric."""
         # a cell without answers has no metrics at all
         if "metric" not in metrics:
@@ -282,7 +282,7 @@ def _field_names(cls: type[DataclassInstance]) -> list[str]:
     return [name for name in cls.__dataclass_fields__ if name != "more"]
 
 
-def _unknown_fields(cls: type[DataclassInstance], record: Mapping[str, Any]) -> dict[str, object]:
+def _unknown_fields(cls: type[DataclassInstance], record: Mapping[str, object]) -> dict[str, object]:
     """Return the entries of a JSON record for which ``cls`` has no field."""
     names = _field_names(cls)
     return {key: value for key, value in record.items() if key not in names}

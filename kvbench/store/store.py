@@ -269,7 +269,7 @@ class ResultStore:
         marks = []
         for path in self._files(cell_id, "state-*.json"):
             with suppress(UsageError):
-                # another process may be replacing the mark at this moment
+                # a damaged mark tells nothing, and the cell's samples decide alone
                 marks.append(read_json(path) or {})
         # an empty mark is a file that was removed meanwhile
         return sorted(filter(None, marks), key=lambda m: float(m.get("time") or 0))
