@@ -170,7 +170,7 @@ class GroupRun:
         self.listeners.reading(cells[0].column)
         try:
             encoded = self.host.encode(example, cells[0].task)
-            # a prompt beyond the model's positions would give nonsense for every method
+            # a table of learned positions has no entries for the tokens behind its end
             check_capacity(self.host.model, len(encoded.ids))
         except Exception as error:
             for cell in cells:
@@ -190,7 +190,7 @@ class GroupRun:
                     measured = audit(cache, *self.host.shape())
                 self.check_repeatable(cell, cache, encoded, example)
                 stop = self.host.ending(cell.task, example)
-                rows.append(QueuedRow(cell, example, cache, measured, encoded.cut, stop))
+                rows.append(QueuedRow(cell, example, cache, measured=measured, cut=encoded.cut, ending=stop))
             except Exception as error:
                 self.lose(cell, error, example)
         if encoded.question:

@@ -168,7 +168,14 @@ class ResultStore:
         except OSError as error:
             raise disk_error(error, folder) from None
         # every written line may cause a sync of all lines that are older than SYNC_S
-        writer = Writer(appender, shard_lock, cell.id, shard, index, partial(self.sync, SYNC_S))
+        writer = Writer(
+            out=appender,
+            lock=shard_lock,
+            cell=cell.id,
+            shard=shard,
+            provenance=index,
+            written=partial(self.sync, SYNC_S),
+        )
         self.writers[cell.id] = writer
         self.mark(cell, "started")
         return writer
@@ -241,7 +248,7 @@ class ResultStore:
             status, reason = "partial", None
         else:
             status, reason = "never", None
-        return Status(status, n, of, reason, measuring, self._changed(cell_id))
+        return Status(status, n, of, reason=reason, measuring=measuring, changed=self._changed(cell_id))
 
     def _changed(self, cell_id: str) -> float | None:
         """Return when a file of the cell was changed last, in seconds; None if it has none."""

@@ -129,7 +129,8 @@ def _means_beside(contexts: Contexts) -> dict[str, float | None]:
         # contexts weigh equally, however many questions they have, as in the cell's own score
         means_of_contexts = []
         for turns in contexts.values():
-            scores = [score for score in (turn.beside.get(name) for turn in turns) if score is not None]
+            scores_or_none = [turn.beside.get(name) for turn in turns]
+            scores = [score for score in scores_or_none if score is not None]
             if scores:
                 means_of_contexts.append(fmean(scores))
         means[name] = _shown(metric(name).show, means_of_contexts)
