@@ -6,11 +6,11 @@ import csv
 import io
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 import yaml
@@ -21,15 +21,49 @@ from kvbench.base.files import disk_error
 from kvbench.methods.core import registry
 from kvbench.report.listing import StoredCell
 from kvbench.store.labels import differences
-from kvbench.store.results import Sample
+from kvbench.store.results import Facts, Sample
 from kvbench.store.store import ResultStore
 from kvbench.tasks.metrics.kvpress_match import any_contained, share_contained
 
+# the 13 tasks of RULER (arXiv 2404.06654)
 RULER = (
-    *(f"niah_{name}" for name in ("single_1", "single_2", "single_3", "multikey_1", "multikey_2", "multikey_3")),
-    *("niah_multivalue", "niah_multiquery", "vt", "cwe", "fwe", "qa_1", "qa_2"),
+    "niah_single_1",
+    "niah_single_2",
+    "niah_single_3",
+    "niah_multikey_1",
+    "niah_multikey_2",
+    "niah_multikey_3",
+    "niah_multivalue",
+    "niah_multiquery",
+    "vt",
+    "cwe",
+    "fwe",
+    "qa_1",
+    "qa_2",
 )
-RULER_SAMPLES = 500  # of each task
+# the data set that kvpress reads has this many examples of each task and length
+RULER_SAMPLES = 500
+
+Answered = tuple[StoredCell, tuple[Sample, ...]]
+"""A stored cell with its samples."""
+
+
+class Stage(TypedDict):
+    """The part of a stage's identity that names its method and its knobs."""
+
+    id: str
+    knobs: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class RunKey:
+    """The properties that all cells of one folder share. ``prompt`` is the prompt's identity as JSON."""
+
+    name: str
+    data_dir: str
+    model: str
+    label: str
+    prompt: str
 
 
 @dataclass(frozen=True)
@@ -42,71 +76,104 @@ class Run:
 
     name: str
     data_dir: str
-    tasks: Mapping[str, tuple[StoredCell, tuple[Sample, ...]]]
+    tasks: Mapping[str, Answered]
 
     @property
     def cell(self) -> StoredCell:
-        """One of the cells, which are of one model, method and prompt."""
+        """The first of the cells. All have the same model, method and prompt."""
         return next(cell for cell, _ in self.tasks.values())
 
     @property
     def samples(self) -> list[Sample]:
-        return [sample for _, samples in self.tasks.values() for sample in samples]
+        """All samples of the run, task by task."""
+        run_samples: list[Sample] = []
+        for _, samples in self.tasks.values():
+            run_samples += samples
+        return run_samples
 
     @property
     def is_ruler(self) -> bool:
+        """True if the data set is RULER. Its name may have a variant behind an @."""
         return self.name.partition("@")[0] == "ruler"
 
     @property
     def press(self) -> str:
-        """What kvpress's registry calls the method, or its name here."""
+        """The method's name in kvpress's registry, or its name here."""
+        # a chain without stages is the full cache
         method = "+".join(stage["id"] for stage in self._stages()) or "full"
-        known = read_yaml(Path(registry.__file__).with_name("kvpress.yaml"))["registered"]
-        return str(known.get(method) or method.removeprefix("kvpress:").replace(":", "_").replace("+", "_"))
+        registered_names = read_yaml(Path(registry.__file__).with_name("kvpress.yaml"))["registered"]
+        press_name = registered_names.get(method)
+        if press_name:
+            return str(press_name)
+        # the name becomes a part of the folder's name, in which : and + are not safe everywhere
+        return method.removeprefix("kvpress:").replace(":", "_").replace("+", "_")
 
     @property
     def ratio(self) -> float:
-        """The share removed: as it was asked for, or else as it was held."""
-        for knobs in (stage["knobs"] for stage in self._stages()):
+        """The removed share of the cache: the configured one, or else the measured one."""
+        for stage in self._stages():
+            knobs = stage["knobs"]
             if knobs.get("compression_ratio") is not None:
                 return float(knobs["compression_ratio"])
             if knobs.get("kv_ratio") is not None:
+                # without the digits that the subtraction adds: 1 - 0.9 is 0.09999999999999998
                 return round(1 - knobs["kv_ratio"], 9)
-        shares = [1 - s.kept / s.n for s in self.samples]
+        # a budget of tokens has no ratio of its own: the mean of 1 - kept / n over the samples
+        shares = [1 - sample.kept / sample.n for sample in self.samples]
+        # a mean just below 0 rounds to -0.0, to which 0.0 is added
         return round(sum(shares) / len(shares), 4) + 0.0
 
     @property
     def channel_ratio(self) -> float | None:
-        """The share of key channels that ThinK drops."""
-        found = [s["knobs"]["ratio"] for s in self._stages() if s["id"] == "think"]
-        return float(found[0]) if found else None
+        """The share of key channels that ThinK drops. It is None for a chain without ThinK."""
+        for stage in self._stages():
+            if stage["id"] == "think":
+                return float(stage["knobs"]["ratio"])
+        return None
 
     @property
     def fraction(self) -> float:
         """The share of the data set's examples that was measured."""
-        whole = sum(RULER_SAMPLES if self.is_ruler else cell.record.of or 1 for cell, _ in self.tasks.values())
-        return min(1.0, round(len(self.samples) / whole, 4))
+        total = 0
+        for cell, _ in self.tasks.values():
+            if self.is_ruler:
+                # kvbench may make fewer examples of RULER than kvpress's data set has
+                total += RULER_SAMPLES
+            else:
+                # an imported cell may not know how many examples there are
+                total += cell.record.of or 1
+        return min(1.0, round(len(self.samples) / total, 4))
 
     @property
     def model(self) -> str:
         """The model's name on the hub, where its entry of conf/model has one."""
         name = self.cell.record.model
         path = str(entries("model").get(name, {}).get("path") or "")
-        return path if path.count("/") == 1 and not path.startswith((".", "/")) else name
+        # a path of the form owner/name is one on the hub, any other is a folder of this machine
+        if path.count("/") == 1 and not path.startswith((".", "/")):
+            return path
+        return name
 
     @property
     def unchanged(self) -> bool:
         """True if nothing was compressed on any task, so that the scores are the full cache's."""
         return all(cell.unchanged for cell, _ in self.tasks.values())
 
-    def _stages(self) -> Sequence[Mapping[str, Any]]:
-        stages: Sequence[Mapping[str, Any]] = self.cell.record.identity["chain"]["stages"]
+    def _stages(self) -> Sequence[Stage]:
+        """Return the stages of the method's chain, in their order."""
+        stages: Sequence[Stage] = self.cell.record.identity["chain"]["stages"]
         return stages
 
-    def config(self, root: Path) -> dict[str, Any]:
-        """Return what kvpress writes of a run, in its order; the press is written as kvbench labels the method."""
+    def config(self, root: Path) -> dict[str, object]:
+        """Return the run's configuration with kvpress's keys in kvpress's order.
+
+        The entry ``press_init_command`` holds kvbench's version and its label of the method.
+        """
         prompt = self.cell.record.identity["prompt"]
-        facts = self.cell.record.provenance[-1] if self.cell.record.provenance else {}
+        # several processes may have measured the cell: the last one's facts stand for all
+        facts: Facts = {}
+        if self.cell.record.provenance:
+            facts = self.cell.record.provenance[-1]
         return {
             "dataset": self.name,
             "data_dir": self.data_dir,
@@ -134,14 +201,19 @@ class Run:
     def metrics(self) -> Any:
         """Return the scores in the form that kvpress has for the data set, from 0 to 100 with two digits."""
         if self.is_ruler:
-            return {t: {"string_match": string_match(t, samples)} for t, (_, samples) in sorted(self.tasks.items())}
-        scores = {
-            task: {cell.summary.metric: round(cell.summary.score, 2)}
-            for task, (cell, _) in sorted(self.tasks.items())
-            if cell.summary is not None and cell.summary.score is not None
-        }
-        # of LongBench kvpress writes one number, for the one task of the folder
-        return next(iter(scores[self.data_dir].values())) if self.data_dir in scores else scores
+            matches = {}
+            for task, (_, samples) in sorted(self.tasks.items()):
+                matches[task] = {"string_match": string_match(task, samples)}
+            return matches
+        scores = {}
+        for task, (cell, _) in sorted(self.tasks.items()):
+            # a cell whose metric scores none of its answers has no mean
+            if cell.summary is not None and cell.summary.score is not None:
+                scores[task] = {cell.summary.metric: round(cell.summary.score, 2)}
+        if self.data_dir in scores:
+            # kvpress writes one bare number for LongBench: a folder has one task, which names its data_dir
+            return next(iter(scores[self.data_dir].values()))
+        return scores
 
     def predictions(self) -> str:
         """Return the answers as kvpress's CSV. Contexts and questions are not stored, so there is no such column."""
@@ -149,24 +221,33 @@ class Run:
         rows = csv.writer(text, lineterminator="\n")
         rows.writerow(["id", "task", "answer", "predicted_answer", "compression_ratio"])
         for task, (_, samples) in self.tasks.items():
-            for s in samples:
-                # as pandas writes an array of numpy
-                references = str(np.array(s.answers or (), dtype=object))
-                rows.writerow([s.id, task, references, s.prediction, self.ratio])
+            for sample in samples:
+                # kvpress's references are arrays of numpy, which pandas writes as their text
+                references = str(np.array(sample.answers or (), dtype=object))
+                rows.writerow([sample.id, task, references, sample.prediction, self.ratio])
         return text.getvalue()
 
 
 def string_match(task: str, samples: Iterable[Sample]) -> float:
-    """Return a task's score as kvpress computes it: of answers to questions one reference is enough, else the share."""
-    score = any_contained if task.startswith("qa_") else share_contained
-    scores = [score(s.prediction, s.answers or ()) or 0.0 for s in samples]
+    """Return a task's score as kvpress computes it, from 0 to 100.
+
+    An answer to a question of qa_1 or qa_2 needs one of the references. Any other task's answer scores the share of
+    references that it contains.
+    """
+    metric: Callable[[str, Sequence[str]], float | None] = share_contained
+    if task.startswith("qa_"):
+        metric = any_contained
+    # an answer without references has no score (None) and counts as 0
+    scores = [metric(sample.prediction, sample.answers or ()) or 0.0 for sample in samples]
     return round(100 * sum(scores) / len(scores), 2)
 
 
 def folder_name(config: Mapping[str, Any]) -> str:
     """Return the name of a run's folder as kvpress makes it of the run's configuration."""
     model = str(config["model"]).replace("/", "--")
-    ratio = next(config[k] for k in ("threshold", "head_compression_ratio", "compression_ratio") if k in config)
+    # some presses have another key than compression_ratio: the first of these that is there is written
+    ratio_keys = ("threshold", "head_compression_ratio", "compression_ratio")
+    ratio = next(config[key] for key in ratio_keys if key in config)
     names = [config["dataset"], config["data_dir"], model, config["press_name"], f"{ratio:.2f}"]
     if config.get("fraction", 1.0) < 1:
         names.append(f"fraction{config['fraction']:.3f}")
@@ -179,11 +260,7 @@ def folder_name(config: Mapping[str, Any]) -> str:
     if config.get("needle_depth") is not None:
         names.append(f"needle_depth{config['needle_depth']}")
     # a task's knobs may hold a path, and a folder below a folder is none of the leaderboard's
-    return "__".join(str(n).replace("/", "--") for n in names if n)
-
-
-Answered = tuple[StoredCell, tuple[Sample, ...]]
-"""A stored cell with its samples."""
+    return "__".join(str(name).replace("/", "--") for name in names if name)
 
 
 def runs(store: ResultStore, cells: Iterable[StoredCell], name: str | None) -> tuple[list[Run], list[str]]:
@@ -194,45 +271,80 @@ def runs(store: ResultStore, cells: Iterable[StoredCell], name: str | None) -> t
     all methods together have most answers, or else the one measured last; a note says what differs in the others.
     A method that compressed nothing is left out with a note, since a folder cannot say so.
     """
-    alike: dict[tuple[Any, ...], dict[str, list[Answered]]] = {}
+    cells_by_run, answers = _group_by_run(store, cells, name)
+    compressed_runs: list[Run] = []
+    unchanged_names: list[str] = []
+    # ids of cells by (column, their words, the written cell's words), so that one note names all cells alike
+    ids_left_out: dict[tuple[str, str, str], list[str]] = {}
+    for key, cells_by_task in cells_by_run.items():
+        tasks: dict[str, Answered] = {}
+        for task, candidates in cells_by_task.items():
+            ranked = sorted(candidates, key=partial(_rank, answers))
+            tasks[task] = ranked[-1]
+            for other in ranked[:-1]:
+                other_cell, _ = other
+                words, written_words = _what_differs(other, tasks[task])
+                note_key = (other_cell.record.column, words, written_words)
+                ids_left_out.setdefault(note_key, []).append(other_cell.id)
+        run = Run(key.name, key.data_dir, tasks)
+        if run.unchanged:
+            columns = ", ".join(cell.record.column for cell, _ in tasks.values())
+            unchanged_names.append(f"{run.cell.label} on {columns}")
+        else:
+            compressed_runs.append(run)
+
+    notes = []
+    for (column, words, written_words), ids in ids_left_out.items():
+        notes.append(
+            f"{column}: cells with {written_words} are written, not those with {words} "
+            f"(cells={','.join(ids)} writes these)"
+        )
+    for unchanged_name in unchanged_names:
+        notes.append(f"{unchanged_name}: left out, since nothing was compressed and its scores are the full cache's")
+    return compressed_runs, notes
+
+
+def _group_by_run(
+    store: ResultStore, cells: Iterable[StoredCell], name: str | None
+) -> tuple[dict[RunKey, dict[str, list[Answered]]], Counter[tuple[str, str]]]:
+    """Return the measured cells by run and task, and the number of answers by (column, settings)."""
+    cells_by_run: dict[RunKey, dict[str, list[Answered]]] = {}
+    # answers of all methods by (column, settings): methods compare only under the same settings
     answers = Counter[tuple[str, str]]()
     for cell in cells:
+        # a column is dataset/task/length and the knobs of a grid behind a space
         column, _, knobs = cell.record.column.partition(" ")
         dataset, _, rest = column.partition("/")
         task, _, length = rest.partition("/")
-        samples = tuple(store.samples(cell.id).values()) if "chain" in cell.record.identity else ()
+        # an imported cell need not know its chain, without which it has no press
+        if "chain" not in cell.record.identity:
+            continue
+        samples = tuple(store.samples(cell.id).values())
         if not samples or (dataset == "ruler" and task not in RULER):
             continue
-        prompt = json.dumps(cell.record.identity["prompt"], sort_keys=True)
-        data_dir = "_".join(filter(None, (length if dataset == "ruler" else task, knobs.replace(",", "_"))))
-        of_run = alike.setdefault((name or dataset, data_dir, cell.record.model, cell.label, prompt), {})
-        of_run.setdefault(task, []).append((cell, samples))
+        # kvpress divides RULER by length and other data sets by task
+        data_dir = task
+        if dataset == "ruler":
+            data_dir = length
+        dir_words = [word for word in (data_dir, knobs.replace(",", "_")) if word]
+        key = RunKey(
+            name=name or dataset,
+            data_dir="_".join(dir_words),
+            model=cell.record.model,
+            label=cell.label,
+            prompt=json.dumps(cell.record.identity["prompt"], sort_keys=True),
+        )
+        cells_by_task = cells_by_run.setdefault(key, {})
+        cells_by_task.setdefault(task, []).append((cell, samples))
         answers[cell.record.column, _settings(cell)] += len(samples)
-    chosen: list[Run] = []
-    unchanged: list[str] = []
-    left_out: dict[tuple[str, str, str], list[str]] = {}
-    for key, tasks in alike.items():
-        taken: dict[str, Answered] = {}
-        for task, some in tasks.items():
-            *others, taken[task] = sorted(some, key=partial(_rank, answers))
-            for other in others:
-                words, taken_words = _what_differs(other, taken[task])
-                left_out.setdefault((other[0].record.column, words, taken_words), []).append(other[0].id)
-        run = Run(key[0], key[1], taken)
-        if run.unchanged:
-            unchanged.append(f"{run.cell.label} on {', '.join(cell.record.column for cell, _ in taken.values())}")
-        else:
-            chosen.append(run)
-    notes = [
-        f"{column}: cells with {taken_words} are written, not those with {words} (cells={','.join(ids)} writes these)"
-        for (column, words, taken_words), ids in left_out.items()
-    ]
-    notes += [f"{run}: left out, since nothing was compressed and its scores are the full cache's" for run in unchanged]
-    return chosen, notes
+    return cells_by_run, answers
 
 
 def _rank(answers: Mapping[tuple[str, str], int], answered: Answered) -> tuple[int, int, str]:
-    """Return by what a cell goes before others of its method and task: the answers under its settings, its own, age."""
+    """Return the sort key among the cells of one method and task: the largest is written.
+
+    The key is (all methods' answers under the cell's settings, the cell's own answers, the time of its last write).
+    """
     cell, samples = answered
     return answers[cell.record.column, _settings(cell)], len(samples), cell.changed or ""
 
@@ -240,15 +352,18 @@ def _rank(answers: Mapping[tuple[str, str], int], answered: Answered) -> tuple[i
 def _what_differs(*cells: Answered) -> list[str]:
     """Return for each cell, in words, the settings in which it differs from the others and how much it answers."""
     settings = differences([cell.record.identity for cell, _ in cells])
-    return [
-        f"{words or 'another method'}, {len(samples)} prompts of {sum(s.n for s in samples) / len(samples):.0f} tokens"
-        for words, (_, samples) in zip(settings, cells, strict=True)
-    ]
+    texts = []
+    for words, (_, samples) in zip(settings, cells, strict=True):
+        tokens = sum(sample.n for sample in samples) / len(samples)
+        # cells of one label may still differ in their stages' knobs, which ``differences`` leaves out
+        texts.append(f"{words or 'another method'}, {len(samples)} prompts of {tokens:.0f} tokens")
+    return texts
 
 
 def _settings(cell: StoredCell) -> str:
     """Return all settings of a cell but its method's as text."""
-    return json.dumps({k: v for k, v in cell.record.identity.items() if k != "chain"}, sort_keys=True, default=str)
+    settings = {key: value for key, value in cell.record.identity.items() if key != "chain"}
+    return json.dumps(settings, sort_keys=True, default=str)
 
 
 def write(run: Run, root: Path) -> Path:
@@ -269,10 +384,11 @@ def write(run: Run, root: Path) -> Path:
     return folder
 
 
-def check_names(found: Sequence[Run], root: Path) -> None:
+def check_names(planned_runs: Sequence[Run], root: Path) -> None:
     """Raise UsageError where two runs would be one folder."""
+    # the label of the method that each folder's name is taken by
     methods: dict[str, str] = {}
-    for run in found:
+    for run in planned_runs:
         folder = folder_name(run.config(root))
         if folder in methods:
             raise UsageError(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,13 +30,16 @@ def given(arguments: Sequence[str], keys: Sequence[str]) -> dict[str, str]:
     """
     for argument in arguments:
         if "=" not in argument or argument.partition("=")[0] not in keys:
-            raise unknown("argument", argument, [f"{k}=" for k in keys])
+            # the suggestions end with "=", so that they can be typed as they are printed
+            raise unknown("argument", argument, [f"{key}=" for key in keys])
     texts = pairs(arguments)
     for key, text in texts.items():
+        # an unset shell variable leaves ``model=`` or ``model=A,``, which would choose other cells than was meant
         if "" in split_list(text):
             raise UsageError(f"{key}={text}: a value is missing; write {key}=A or {key}=A,B (is a variable unset?)")
-    for status in split_list(texts["status"]) if "status" in texts else ():
-        one_of("status", STATUSES, status)
+    if "status" in texts:
+        for status in split_list(texts["status"]):
+            one_of("status", STATUSES, status)
     return texts
 
 
@@ -61,48 +63,66 @@ class StoredCell:
     @property
     def label(self) -> str:
         """Return the method with its budgets and knobs."""
-        damaged = self.status.status == DAMAGED
-        return "" if damaged else label(self.record.identity, self.record.label)
+        # the record of a damaged cell is empty, so that no label can be made of it
+        if self.status.status == DAMAGED:
+            return ""
+        return label(self.record.identity, self.record.label)
 
     @property
     def changed(self) -> str | None:
         """Return the time of the last write, in ISO format."""
         time_s = self.status.changed
-        return None if time_s is None else datetime.fromtimestamp(time_s).astimezone().isoformat("T", "seconds")
+        if time_s is None:
+            return None
+        # in the local time zone, with its offset to UTC: 2026-01-31T12:00:00+01:00
+        return datetime.fromtimestamp(time_s).astimezone().isoformat("T", "seconds")
 
     def json(self) -> dict[str, object]:
         """Return the cell as ``--json`` prints it."""
-        score = self.summary
-        return {
+        record: dict[str, object] = {
             "id": self.id,
             "label": self.label,
             "dataset": self.record.column,
             "model": self.record.model,
             "folder": self.folder,
             "imported": self.record.kind == "imported",
-            **fields(self.record.identity),
-            **asdict(self.status),
-            "changed": self.changed,
-            **({"metric": score.metric, "score": score.score, "ci": score.ci} if score is not None else {}),
-            **({"nothing_compressed": True} if self.unchanged else {}),
-            "differs": self.differs,
         }
+        record |= fields(self.record.identity)
+        record |= asdict(self.status)
+        # a text replaces the status's seconds since the epoch
+        record["changed"] = self.changed
+        if self.summary is not None:
+            record["metric"] = self.summary.metric
+            record["score"] = self.summary.score
+            record["ci"] = self.summary.ci
+        if self.unchanged:
+            record["nothing_compressed"] = True
+        record["differs"] = self.differs
+        return record
 
 
 def rows(store: ResultStore, filters: Mapping[str, str]) -> list[StoredCell]:
     """Return the cells of a store that pass all ``filters``, sorted by dataset and label."""
-    chosen = filters.get("cells")
-    names = store.folders() if chosen is None else [store.find(name) for name in dict.fromkeys(split_list(chosen))]
-    alike: dict[tuple[str, ...], list[StoredCell]] = {}
-    for cell in map(partial(row, store), names):
+    ids = store.folders()
+    if "cells" in filters:
+        # an id that is named twice is listed once; ``find`` refuses ids that the store does not have
+        ids = [store.find(name) for name in dict.fromkeys(split_list(filters["cells"]))]
+    # cells of one label, dataset and model need their differing settings to be told apart
+    same_labels: dict[tuple[str, str, str], list[StoredCell]] = {}
+    for cell_id in ids:
+        cell = row(store, cell_id)
         if _passes(cell, filters):
-            alike.setdefault((cell.label, cell.record.column, cell.record.model), []).append(cell)
-    labelled = [
-        replace(cell, differs=words)
-        for some in alike.values()
-        for cell, words in zip(some, differences([c.record.identity for c in some]), strict=True)
-    ]
-    return sorted(labelled, key=lambda c: (c.record.column, c.label, c.differs, c.id))
+            same_labels.setdefault((cell.label, cell.record.column, cell.record.model), []).append(cell)
+    labelled = []
+    for cells in same_labels.values():
+        texts = differences([cell.record.identity for cell in cells])
+        labelled += [replace(cell, differs=text) for cell, text in zip(cells, texts, strict=True)]
+    return sorted(labelled, key=_place_in_list)
+
+
+def _place_in_list(cell: StoredCell) -> tuple[str, str, str, str]:
+    """Return the sort key of a cell: dataset, label, differing settings and id."""
+    return cell.record.column, cell.label, cell.differs, cell.id
 
 
 def row(store: ResultStore, name: str) -> StoredCell:
@@ -115,6 +135,7 @@ def row(store: ResultStore, name: str) -> StoredCell:
         record = store.cell(name) or CellRecord()
         metrics = store.metrics(name)
         summary = ScoreSummary.read(metrics)
+        # only called to see whether a label can be made: a damaged identity raises here, not in the caller's list
         label(record.identity, record.label)
     except UsageError as error:
         return StoredCell(name, folder, CellRecord(), Status(DAMAGED, 0, None, str(error)))
@@ -145,11 +166,16 @@ def results(folder: str | Path = "results", **filters: str) -> pd.DataFrame:
 
 
 def _passes(cell: StoredCell, filters: Mapping[str, str]) -> bool:
-    dataset, method = cell.record.column.partition(" ")[0], cell.label.partition(" ")[0]
+    """Return True if the cell has one of the values of every filter that is given."""
+    # a grid's knobs follow the dataset behind a space, and budgets follow the method
+    dataset = cell.record.column.partition(" ")[0]
+    method = cell.label.partition(" ")[0]
     names = {
         "status": {cell.status.status},
         "method": {method},
         "model": {cell.record.model},
+        # dataset=longbench chooses all its tasks, dataset=longbench/qasper one of them
         "dataset": {dataset, dataset.partition("/")[0]},
     }
-    return all(values & set(split_list(filters[key])) for key, values in names.items() if key in filters)
+    filtered_names = [(values, split_list(filters[key])) for key, values in names.items() if key in filters]
+    return all(not values.isdisjoint(chosen_names) for values, chosen_names in filtered_names)

@@ -16,6 +16,7 @@ from kvbench.base.files import disk_error
 from kvbench.report import listing
 from kvbench.store.fidelity import KINDS
 from kvbench.store.labels import fields
+from kvbench.store.results import Facts
 from kvbench.store.store import ResultStore
 
 NAME = "results.jsonl"
@@ -33,41 +34,72 @@ DISTANCES = ("kl_mean", "ci", "top1", "ppl_ratio", "floor", "at_floor")
 
 def records(store: ResultStore, filters: Mapping[str, str] | None = None) -> list[dict[str, Any]]:
     """Return the cells of a store that pass ``filters`` as lines of the open format; a score may be missing (None)."""
-    lines = []
-    for cell in listing.rows(store, filters or {}):
-        means = store.metrics(cell.id) if cell.summary is not None else {}
-        settings, identity = fields(cell.record.identity), cell.record.identity
-        facts = cell.record.provenance[-1] if cell.record.provenance else {}
-        protocol = {"query_aware": settings["query_aware"], "prompt": settings["prompt"]}
-        close = {kind: means.get("fidelity", {}).get(kind) for kind in KINDS}
-        lines.append(
-            {
-                "model": cell.record.model,
-                "method": f"{cell.label} {cell.differs}".strip(),
-                "dataset": cell.record.column,
-                **{"metric": means.get("metric"), "score": means.get("score"), "interval": means.get("ci")},
-                "n": cell.status.n,
-                **({"nothing_compressed": True} if cell.unchanged else {}),
-                "knobs": settings["knobs"],
-                "protocol": {**protocol, **({"turns": identity["turns"]} if "turns" in identity else {})},
-                "bytes": means["payload"] + means["overhead"] if "payload" in means else None,
-                "percent_of_full": means.get("percent_of_full"),
-                "fidelity": {k: {x: far[x] for x in DISTANCES} for k, far in close.items() if far},
-                "seconds": means.get("timing"),
-                **{"dtype": settings["dtype"], "status": cell.status.status, "commit": facts.get("commit")},
-                **{key: facts.get(key) for key in ("device", "torch", "transformers")},
-                "cell": cell.id,
-            }
-        )
-    return lines
+    return [_line_of(store, cell) for cell in listing.rows(store, filters or {})]
 
 
-def text(lines: Iterable[Mapping[str, Any]]) -> str:
+def _line_of(store: ResultStore, cell: listing.StoredCell) -> dict[str, object]:
+    """Return one cell as a line of the open format."""
+    # without a summary the stored means are those of fewer samples than the cell has now, and are not passed on
+    means: Mapping[str, Any] = {}
+    if cell.summary is not None:
+        means = store.metrics(cell.id)
+    identity = cell.record.identity
+    settings = fields(identity)
+    # several processes may have measured the cell: the last one's facts stand for all
+    facts: Facts = {}
+    if cell.record.provenance:
+        facts = cell.record.provenance[-1]
+    protocol: dict[str, object] = {"query_aware": settings["query_aware"], "prompt": settings["prompt"]}
+    # contexts with several questions: the history that each question's prompt has
+    if "turns" in identity:
+        protocol["turns"] = identity["turns"]
+    cell_bytes = None
+    if "payload" in means:
+        # bytes of a prompt's cache: keys and values, and all that is stored beside them
+        cell_bytes = means["payload"] + means["overhead"]
+    # distances to the full cache's distributions, for each kind of text that was measured
+    fidelity = {}
+    for kind in KINDS:
+        distances = means.get("fidelity", {}).get(kind)
+        if distances:
+            fidelity[kind] = {name: distances[name] for name in DISTANCES}
+    # the order of the keys is that of the documented format
+    line: dict[str, object] = {
+        "model": cell.record.model,
+        # cells of one label differ in other settings, without which two lines would have one name
+        "method": f"{cell.label} {cell.differs}".strip(),
+        "dataset": cell.record.column,
+        "metric": means.get("metric"),
+        "score": means.get("score"),
+        "interval": means.get("ci"),
+        "n": cell.status.n,
+    }
+    if cell.unchanged:
+        line["nothing_compressed"] = True
+    return line | {
+        "knobs": settings["knobs"],
+        "protocol": protocol,
+        "bytes": cell_bytes,
+        "percent_of_full": means.get("percent_of_full"),
+        "fidelity": fidelity,
+        "seconds": means.get("timing"),
+        "dtype": settings["dtype"],
+        "status": cell.status.status,
+        "commit": facts.get("commit"),
+        "device": facts.get("device"),
+        "torch": facts.get("torch"),
+        "transformers": facts.get("transformers"),
+        "cell": cell.id,
+    }
+
+
+def text(lines: Iterable[Mapping[str, object]]) -> str:
     """Return the lines that have a score as the text of a file."""
-    return "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines if line["score"] is not None)
+    scored_lines = [line for line in lines if line["score"] is not None]
+    return "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in scored_lines)
 
 
-def write(lines: Iterable[Mapping[str, Any]], path: Path) -> int:
+def write(lines: Iterable[Mapping[str, object]], path: Path) -> int:
     """Write the lines that have a score to a file. Return how many."""
     written = text(lines)
     try:
@@ -81,10 +113,13 @@ def write(lines: Iterable[Mapping[str, Any]], path: Path) -> int:
 def read(place: Path) -> list[dict[str, Any]]:
     """Return the lines of a file, of the results.jsonl of a folder, or else of the cells stored in the folder.
 
-    Raises UsageError for what is no such place, and for a line without what it must have.
+    Raises UsageError for a place that holds no results, and for a line that lacks a key of REQUIRED.
     """
-    path = place / NAME if place.is_dir() else place
+    path = place
+    if place.is_dir():
+        path = place / NAME
     if not path.is_file():
+        # a results folder of kvbench's own has no file of lines: they are made of its cells
         if (place / "cells").is_dir():
             return records(ResultStore(place))
         raise UsageError(f"{place} holds no results: give a file of lines, or a folder with {NAME} or with cells/")
@@ -94,7 +129,10 @@ def read(place: Path) -> list[dict[str, Any]]:
             line = json.loads(text)
         except ValueError:
             line = None
-        wrong = [k for k, kind in REQUIRED.items() if not isinstance(line, dict) or not isinstance(line.get(k), kind)]
+        wrong = list(REQUIRED)
+        # a line that is no object lacks all keys
+        if isinstance(line, dict):
+            wrong = [key for key, kind in REQUIRED.items() if not isinstance(line.get(key), kind)]
         if wrong:
             raise UsageError(
                 f"line {number} of {path}: {', '.join(wrong)} is missing or of another kind; each line is a JSON "

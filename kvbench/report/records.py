@@ -44,16 +44,26 @@ class CellResult:
 
     def record(self) -> dict[str, object]:
         """Return the cell as ``--json`` prints it."""
-        return {
-            **{"task": self.task, "cell": self.cell, "evicts": self.evicts, **self.settings},
-            **({} if self.floor is None else {"floor": self.floor}),
-            "status": self.status,
-            **({"reason": self.reason} if self.status in ("refused", "failed") else {}),
-            **({} if self.summary is None else self.summary.record()),
-            **({} if self.delta is None else {"delta": self.delta.mean, "delta_ci": self.delta.ci}),
-            **({} if self.fall_beside_full is None else {"fall_beside_full": asdict(self.fall_beside_full)}),
-            **({"nothing_compressed": True} if self.unchanged else {}),
-        }
+        # the order of the keys is the order in which they are printed: entries join one after the other
+        record: dict[str, object] = {"task": self.task, "cell": self.cell, "evicts": self.evicts}
+        record |= self.settings
+        # None means that the question does not arise for this cell, which False would deny
+        if self.floor is not None:
+            record["floor"] = self.floor
+        record["status"] = self.status
+        # a missing cell has no reason to print, even if one is known
+        if self.status in ("refused", "failed"):
+            record["reason"] = self.reason
+        if self.summary is not None:
+            record |= self.summary.record()
+        if self.delta is not None:
+            record["delta"] = self.delta.mean
+            record["delta_ci"] = self.delta.ci
+        if self.fall_beside_full is not None:
+            record["fall_beside_full"] = asdict(self.fall_beside_full)
+        if self.unchanged:
+            record["nothing_compressed"] = True
+        return record
 
 
 @dataclass(frozen=True)
@@ -92,12 +102,18 @@ class ReportRow:
 
     def record(self) -> dict[str, object]:
         """Return the row as ``--json`` prints it."""
-        row = {"method": self.method, "evicts": self.evicts, "cells": [cell.record() for cell in self.cells]}
+        row: dict[str, object] = {"method": self.method, "evicts": self.evicts}
+        row["cells"] = [cell.record() for cell in self.cells]
         if self.means is None:
             return row
-        delta = self.means.delta
-        means = {**asdict(self.means), "delta": delta and delta.mean, "delta_ci": delta and delta.ci}
-        return row | means
+        row |= asdict(self.means)
+        # the difference is printed flat, as that of a cell; the full cache has none and prints null for both
+        row["delta"] = None
+        row["delta_ci"] = None
+        if self.means.delta is not None:
+            row["delta"] = self.means.delta.mean
+            row["delta_ci"] = self.means.delta.ci
+        return row
 
 
 @dataclass(frozen=True)
@@ -129,16 +145,21 @@ class ReportData:
     @property
     def cells(self) -> list[CellResult]:
         """Return the cells of all rows."""
-        return [cell for row in self.rows for cell in row.cells]
+        # row by row, so that the cells of one method follow each other
+        cells: list[CellResult] = []
+        for row in self.rows:
+            cells += row.cells
+        return cells
 
     def record(self) -> dict[str, object]:
         """Return the report as ``--json`` prints it."""
-        return {
-            "model": self.model,
-            "settings": self.settings,
-            **({"matched": [asdict(m) for m in self.matched]} if self.matched else {}),
-            "columns": [asdict(column) for column in self.columns],
-            "rows": [row.record() for row in self.rows],
-            "notes": list(self.notes),
-            "results": self.results,
-        }
+        record: dict[str, object] = {"model": self.model, "settings": self.settings}
+        # only a run at equal memory has matched budgets
+        if self.matched:
+            record["matched"] = [asdict(match) for match in self.matched]
+        # lists instead of tuples of records: json cannot write dataclasses
+        record["columns"] = [asdict(column) for column in self.columns]
+        record["rows"] = [row.record() for row in self.rows]
+        record["notes"] = list(self.notes)
+        record["results"] = self.results
+        return record

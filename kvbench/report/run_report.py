@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from operator import itemgetter
 
 from kvbench.base.conf import entries
 from kvbench.engine import precision
 from kvbench.models import load
 from kvbench.plan import presets
+from kvbench.plan.config import DatasetConfig, RunConfig
 from kvbench.plan.run_plan import RunPlan
 from kvbench.report.records import CellResult, ReportRow
 from kvbench.report.report import Report
@@ -22,63 +24,100 @@ def report(prepared: RunPlan) -> Report:
     """Return the report of all stored samples of this run's cells, measured by this run or by earlier ones."""
     cfg = prepared.cfg
     records = prepared.records()
-    notes = [*prepared.advice(), *_precision_notes(prepared, records), *_reading_notes(records)]
-    real_datasets = sorted({d.name for d in cfg.datasets if set(d.tasks) != {"tiny"}} - {"tiny"})
-    if cfg.model.path == "embedded:tiny" and real_datasets:
-        notes.append(
-            f"The tiny model was trained on synthetic text only, not on text like that of {', '.join(real_datasets)}."
-        )
-    if cfg.model.weights == "random":
-        notes.append("Random weights: scores mean nothing, only bytes and times do.")
-    if cfg.shards > 1:
-        notes.append(f"Shard {cfg.shard} of {cfg.shards}: the other shards' examples are not counted here.")
-    else:
-        notes += [
-            f"{g.task.id}: limit={len(g.examples)} leaves out {' and '.join(out)}."
-            for g in prepared.groups
-            if (out := left_out(g.examples, g.task.examples, g.task.grid))
-        ]
-    notes += [f"{m} for prompts no shorter than that." for m in prepared.matched]
-    notes += filter(None, [local_changes(records)])
+    run_notes = prepared.advice() + _precision_notes(prepared, records) + _reading_notes(records)
+    run_notes += _model_notes(prepared)
+    run_notes += _example_notes(prepared)
+    run_notes += [f"{match} for prompts no shorter than that." for match in prepared.matched]
+    changes_note = local_changes(records)
+    if changes_note:
+        run_notes.append(changes_note)
     collected = collect(prepared.groups, prepared.store)
-    failed = [
-        ReportRow(
-            label, False, tuple(CellResult(g.column, "", "failed", reason=reason) for g in prepared.groups), means=None
-        )
-        for label, reason in prepared.unplanned.items()
-    ]
-    of_tasks = dict.fromkeys(f"{g.task.note}." for g in prepared.groups if g.task.note)
+    # a dict keeps the order of the columns, and prints a note that several tasks share once
+    notes = list(dict.fromkeys(f"{group.task.note}." for group in prepared.groups if group.task.note))
+    notes += collected.notes
+    notes += run_notes
+    # the warnings are complete only now: ``collect`` reads the samples and adds a warning for each damaged file
+    notes += prepared.store.warnings
     return replace(
         collected,
-        rows=(*collected.rows, *failed),
+        rows=collected.rows + _unplanned_rows(prepared),
         model=cfg.model.path,
         settings=settings(prepared),
         matched=tuple(prepared.matched),
-        notes=(*of_tasks, *collected.notes, *notes, *prepared.store.warnings),
+        notes=tuple(notes),
     )
+
+
+def _unplanned_rows(prepared: RunPlan) -> tuple[ReportRow, ...]:
+    """Return a row for each method that could not be planned. All its cells state the reason."""
+    rows = []
+    for label, reason in prepared.unplanned.items():
+        # an unplanned method has no cells, hence no ids: its row is as wide as the others
+        cells = [CellResult(group.column, "", "failed", reason=reason) for group in prepared.groups]
+        rows.append(ReportRow(label, False, tuple(cells), means=None))
+    return tuple(rows)
+
+
+def _model_notes(prepared: RunPlan) -> list[str]:
+    """Return notes on a model whose scores say little: the tiny model on real text, and random weights."""
+    cfg = prepared.cfg
+    notes = []
+    # a task named "tiny" is made for the tiny model, whatever dataset it belongs to
+    real_datasets = {dataset.name for dataset in cfg.datasets if set(dataset.tasks) != {"tiny"}} - {"tiny"}
+    if cfg.model.path == "embedded:tiny" and real_datasets:
+        names = ", ".join(sorted(real_datasets))
+        notes.append(f"The tiny model was trained on synthetic text only, not on text like that of {names}.")
+    if cfg.model.weights == "random":
+        notes.append("Random weights: scores mean nothing, only bytes and times do.")
+    return notes
+
+
+def _example_notes(prepared: RunPlan) -> list[str]:
+    """Return notes on examples that do not count: those of other shards, or those that ``limit`` leaves out."""
+    cfg = prepared.cfg
+    if cfg.shards > 1:
+        # a shard lacks most examples in any case, so that a list of those beyond the limit would mislead
+        return [f"Shard {cfg.shard} of {cfg.shards}: the other shards' examples are not counted here."]
+    notes = []
+    for group in prepared.groups:
+        missing_parts = left_out(group.examples, group.task.examples, group.task.grid)
+        if missing_parts:
+            parts = " and ".join(missing_parts)
+            notes.append(f"{group.task.id}: limit={len(group.examples)} leaves out {parts}.")
+    return notes
 
 
 def _precision_notes(prepared: RunPlan, records: Sequence[CellRecord]) -> list[str]:
     """Return notes on the dtype: that another is better on this machine, and how much rounding alone changes."""
     configured = prepared.cfg.model.dtype
     device = load.resolve_device(prepared.cfg.device)
-    tiny = prepared.cfg.model.path == "embedded:tiny"
-    better = precision.has_better_dtype(configured, prepared.dtype, device) and not (tiny and configured == "auto")
-    comparisons = [p["rounding"] for r in records for p in r.provenance if "rounding" in p]
-    largest = max(comparisons, key=lambda f: f["prompts"], default=None)
-    return [
-        *([f"Dtype {precision.dtype_reason(configured, prepared.dtype, device)}."] if better else []),
-        *([precision.rounding_note(largest, prepared.dtype)] if largest else []),
-    ]
+    notes = []
+    # the tiny model is fast in any dtype, so that its default needs no advice
+    is_tiny_default = prepared.cfg.model.path == "embedded:tiny" and configured == "auto"
+    if precision.has_better_dtype(configured, prepared.dtype, device) and not is_tiny_default:
+        notes.append(f"Dtype {precision.dtype_reason(configured, prepared.dtype, device)}.")
+    comparisons = []
+    for record in records:
+        comparisons += [facts["rounding"] for facts in record.provenance if "rounding" in facts]
+    # several runs may have compared dtypes: the comparison of most prompts is the most reliable
+    if comparisons:
+        largest = max(comparisons, key=itemgetter("prompts"))
+        notes.append(precision.rounding_note(largest, prepared.dtype))
+    return notes
 
 
 def _reading_notes(records: Sequence[CellRecord]) -> list[str]:
     """Return the note that prompts were read in pieces, or []."""
-    batches = [p.get("batch", {}) for r in records for p in r.provenance]
-    sizes = {int(b["shared_prefix"]) for b in batches if "shared_prefix" in b}
+    # samples may come from several runs, each with another size of pieces
+    sizes = set()
+    for record in records:
+        for facts in record.provenance:
+            batch = facts.get("batch", {})
+            if "shared_prefix" in batch:
+                sizes.add(int(batch["shared_prefix"]))
     if not sizes:
         return []
-    pieces = " and ".join(map(str, sorted(sizes)))
+    pieces = " and ".join(str(size) for size in sorted(sizes))
     return [
         f"Prompts were read in pieces of {pieces} tokens (shared_prefix), and those with which one begins as the one "
         "before once; prefill ms counts them in each."
@@ -88,33 +127,65 @@ def _reading_notes(records: Sequence[CellRecord]) -> list[str]:
 def settings(prepared: RunPlan) -> str:
     """Return the run's settings as one line of text, by which tables with the same rows and columns are told apart."""
     cfg = prepared.cfg
-    defaults = entries("dataset")
     parts = [f"Model {cfg.model_name}, {prepared.dtype}"]
     if cfg.preset:
-        untouched_methods = presets.untouched(
-            cfg.preset, cfg.model.name, (s.id for c in cfg.chains for s in c.chain.stages)
-        )
-        parts.append(
-            f"preset {cfg.preset}" + (f" (sets nothing of {', '.join(untouched_methods)})" if untouched_methods else "")
-        )
-    for d in cfg.datasets:
-        changed = {
-            k: v for k, v in d.knobs.items() if k in defaults[d.name] and v != defaults[d.name][k] and k[0] != "_"
-        }
-        knobs = " ".join(f"{k}={','.join(map(str, v)) if isinstance(v, list) else v}" for k, v in changed.items())
-        parts.append(f"dataset {d.name} {knobs}".strip())
-    limit = cfg.prompt.max_length
-    prompt = [f"prompt {cfg.prompt.name}", f"at most {limit} tokens" if limit else "cut to the context only"]
-    if cfg.prompt.template != "off":
-        prompt.append(f"template {cfg.prompt.template}")
-    if not cfg.prompt.bos:
-        prompt.append("no special tokens")
-    # by dataset, and by its knobs where these are a grid
-    columns = {" ".join([g.task.id.partition("/")[0], *g.column.split()[1:]]): g.task for g in prepared.groups}
-    withheld = [name for name, task in columns.items() if not cfg.prompt.aware(task)]
-    if withheld:
-        prompt.append("question withheld" + ("" if len(withheld) == len(columns) else f" in {' and '.join(withheld)}"))
-    parts.append(", ".join(prompt))
+        parts.append(_preset_text(cfg.preset, cfg))
+    default_entries = entries("dataset")
+    for dataset in cfg.datasets:
+        parts.append(_dataset_text(dataset, default_entries[dataset.name]))
+    parts.append(_prompt_text(prepared))
     if cfg.sampling.temperature:
         parts.append(f"temperature {cfg.sampling.temperature:g}, top_p {cfg.sampling.top_p:g}")
+    # one dataset may be named twice with different tasks, which its text does not show
     return "; ".join(dict.fromkeys(parts)) + "."
+
+
+def _preset_text(preset: str, cfg: RunConfig) -> str:
+    """Return the name of the run's preset, with the methods of the run that the preset does not configure."""
+    methods: list[str] = []
+    for configured in cfg.chains:
+        methods += [stage.id for stage in configured.chain.stages]
+    untouched_methods = presets.untouched(preset, cfg.model.name, methods)
+    if not untouched_methods:
+        return f"preset {preset}"
+    return f"preset {preset} (sets nothing of {', '.join(untouched_methods)})"
+
+
+def _dataset_text(dataset: DatasetConfig, default_entry: Mapping[str, object]) -> str:
+    """Return the name of a dataset with those of its knobs that differ from the defaults."""
+    words = [f"dataset {dataset.name}"]
+    for knob, value in dataset.knobs.items():
+        # entries with an underscore in front, such as _target_, are no knobs
+        if knob.startswith("_") or knob not in default_entry or value == default_entry[knob]:
+            continue
+        if isinstance(value, list):
+            words.append(f"{knob}={','.join(str(item) for item in value)}")
+        else:
+            words.append(f"{knob}={value}")
+    return " ".join(words)
+
+
+def _prompt_text(prepared: RunPlan) -> str:
+    """Return the prompt policy in words: its name, its length, and where it departs from the defaults."""
+    prompt = prepared.cfg.prompt
+    parts = [f"prompt {prompt.name}"]
+    if prompt.max_length:
+        parts.append(f"at most {prompt.max_length} tokens")
+    else:
+        parts.append("cut to the context only")
+    if prompt.template != "off":
+        parts.append(f"template {prompt.template}")
+    if not prompt.bos:
+        parts.append("no special tokens")
+    # tasks of one dataset agree on whether the question is withheld; a dataset that was asked for with several values
+    # of a knob has several columns, which stand apart by the knobs behind the task's name
+    tasks = {}
+    for group in prepared.groups:
+        words = [group.task.id.partition("/")[0]] + group.column.split()[1:]
+        tasks[" ".join(words)] = group.task
+    withheld = [name for name, task in tasks.items() if not prompt.aware(task)]
+    if withheld and len(withheld) == len(tasks):
+        parts.append("question withheld")
+    elif withheld:
+        parts.append(f"question withheld in {' and '.join(withheld)}")
+    return ", ".join(parts)

@@ -121,7 +121,8 @@ def heat(
     if numbers:
         for (i, j), value in np.ndenumerate(values):
             # the sum of red, green and blue, each from 0 to 1: black is readable on light cells alone
-            is_light = sum(image.cmap(image.norm(value))[:3]) > 1.6
-            colour = "black" if is_light else "white"
+            colour = "white"
+            if sum(image.cmap(image.norm(value))[:3]) > 1.6:
+                colour = "black"
             ax.text(j, i, numbers % value, ha="center", va="center", fontsize=6, color=colour)
     return image

@@ -102,7 +102,9 @@ class Table:
             return tuple(texts[column] for column in columns)
 
         # a table without groups has () there, from which no column can be picked
-        groups = pick(self.groups) if self.groups else ()
+        groups: tuple[str, ...] = ()
+        if self.groups:
+            groups = pick(self.groups)
         return replace(self, headers=pick(self.headers), groups=groups, rows=tuple(map(pick, self.rows)))
 
 

@@ -73,6 +73,7 @@ class QueuedRow:
         cache_bytes = self.measured.payload + self.measured.overhead
         if self.turn is not None:
             cache_bytes *= 2  # the context's cache stays for the questions that branch from it
+        # bytes a token of the full cache * the most new tokens
         new_bytes = self.measured.full_bytes * self.ending.limit // max(1, self.measured.n)
         return cache_bytes + new_bytes
 
@@ -135,6 +136,7 @@ class DecodeQueue:
         queued = list(self)
         if not queued:
             return True
+        # rows to come are not known yet, and are taken to cost as much as the mean row
         cost = sum(r.cost for r in queued)
         more = cost * rows // len(queued)
         return len(queued) + rows <= self.most_rows and cost + more <= self.most_bytes
@@ -144,6 +146,7 @@ class DecodeQueue:
 
         Return [] if the batch failed and its rows are to be decoded again.
         """
+        # rows of a failed batch go first: as long as they wait, the batch is empty
         if self.apart:
             return self._advance_alone(self.apart.pop(0))
         lost = self._admit()
@@ -155,6 +158,7 @@ class DecodeQueue:
         except Exception as error:
             failure = error
         if failure is None:
+            # rows are compared by identity: two may be equal in all their fields
             ended = {row for row, _ in answers}
             self.running = [r for r in self.running if r not in ended]
             return list(answers)
@@ -164,11 +168,13 @@ class DecodeQueue:
         self._batch = DecodeBatch(self.model)
         out_of_memory = is_out_of_memory(failure)
         more_room = out_of_memory and self.make_room()
+        # a row that fails alone cannot be helped by decoding it again
         if len(rows) == 1 and not more_room:
             return [(rows[0], failure)]
         failure = None  # its traceback would keep the batch alive
         release()
         if out_of_memory:
+            # half as many rows take about half of the memory
             self._shrink(len(rows) // 2, rows, f"with {len(rows)} answers at once")
         else:
             self.apart = rows
@@ -198,6 +204,7 @@ class DecodeQueue:
         first = (self.running or self.waiting)[0]
         entering: list[QueuedRow] = []
         for row in self.waiting:
+            # a method may adapt the model while it decodes, so that rows of other methods must wait
             if row.cache.batch_key != first.cache.batch_key:
                 continue
             count = len(self.running) + len(entering)
@@ -209,6 +216,7 @@ class DecodeQueue:
         self.waiting = [r for r in self.waiting if r not in entering]
         entered, lost = self._enter(self._batch, entering)
         self.running += entered
+        # memory that the running rows free lets these be made again later
         unmade = [row for row, error in lost if isinstance(error, Exception) and is_out_of_memory(error)]
         if not (unmade and self.running):
             return lost
@@ -226,6 +234,7 @@ class DecodeQueue:
         """Enter rows into a batch, which takes their caches over. Return them, and those whose caches are lost."""
         lost: list[Outcome] = []
         remade = {}
+        # only shapes are left of these caches, which were given up to a batch that failed
         gone = [r for r in rows if r.given_up]
         if self.remake is not None and gone:
             for row, outcome in self.remake(gone):
@@ -257,6 +266,7 @@ def in_parts(
             return [(items[0], error)]
         size = 1
         if is_out_of_memory(error):
+            # memory depends on the number of items, other errors on a single one
             size = (len(items) + 1) // 2
     release()
     outcomes: list[tuple[Item, Result | Exception]] = []
@@ -307,8 +317,10 @@ class Asking:
         assert row.turn is not None
         task, asked = row.cell.task, row.asked
         if not self.isolated:
+            # questions that see each other follow the cache that has read this one
             self.cache = row.cache
         if task.turns == "own":
+            # the model's own answer stays in the context of the next question
             tokens = self._answer_tokens(row, answer)
             if tokens:
                 self.cache = extend_cache(self.host.model, row.cache, tokens)
@@ -328,6 +340,7 @@ class Asking:
 
     def _whole_sample(self) -> Sample:
         """Return the context's sample: its score is the mean over the questions, its answers are joined."""
+        # isolated questions may be answered in any order
         in_order = [self.answered[i] for i in range(len(self.answered))]
         turns = tuple(turn for turn, _, _ in in_order)
         answers = [answer for _, answer, _ in in_order]
@@ -341,6 +354,7 @@ class Asking:
         whole = replace(
             answers[-1],
             tokens=tokens,
+            # times add up over the questions, while of batches and peaks the largest counts
             seconds=sum(a.seconds for a in answers),
             rows=max(a.rows for a in answers),
             factor=max((a.factor for a in answers if a.factor is not None), default=None),
@@ -357,6 +371,7 @@ class Asking:
     def _answer_tokens(self, row: QueuedRow, answer: Answer) -> list[int]:
         """Return the tokens of an answer that stays, with a token that ends it unless the next question begins so."""
         ended = bool(answer.tokens) and answer.tokens[-1] in row.ending.stop
+        # a chat template puts the end of this answer in front of the next question
         if self.encoded.between:
             if ended:
                 return answer.tokens[:-1]
@@ -372,6 +387,7 @@ def ask(askings: Sequence[Asking], turn: int) -> list[QueuedRow]:
     if not askings:
         return []
     host, ids = askings[0].host, askings[0].ids(turn)
+    # one pass reads the question behind all caches of the context
     caches = extend_caches(host.model, [a.cache for a in askings], ids)
     endings = [host.ending(a.cell.task, a.example.asked(turn)) for a in askings]
     return [

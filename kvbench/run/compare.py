@@ -71,11 +71,13 @@ def compare(
                 f"the entry {method!r} of methods is not possible: a name, as 'snapkv+think', a dict, as "
                 "{'method': 'snapkv', 'kv_size': 512}, or a Chain"
             )
-    fixed = next((key for key in settings if key in ("device", *LOADED)), None)
+    # a loaded model's dtype and device are facts, which a setting could only contradict
+    fixed = next((key for key in settings if key == "device" or key in LOADED), None)
     if fixed is not None:
         raise UsageError(f"{fixed}={settings[fixed]!r} is not possible: the model is loaded already")
     named = isinstance(results, (str, Path)) and bool(str(results)) and "\0" not in str(results)
     check("results", results, named, "a folder")
+    # under torch.autocast layers would compute in another dtype than the caches are declared in
     check_precision()
     check_is_model(model)
     check_tokenizer(tokenizer)
@@ -83,9 +85,11 @@ def compare(
     if isinstance(data, str) and data:
         dataset = data
     else:
+        # rows have no metric of their own, and the user's settings go before these defaults
         settings = {"metric": "f1", "max_new_tokens": 64} | settings
         rows = list(_rows(data, model, tokenizer, settings))
         settings["path"], dataset = _stored(rows, folder / "prompts"), "file"
+    # chains of the user's own stages are added below, since they have no name in the configuration
     entries: list[str | Mapping[str, Any]] = []
     for method in methods:
         if isinstance(method, str):
@@ -98,11 +102,12 @@ def compare(
             names.append(entry)
         else:
             names.append(entry["method"])
+    # the same path as on the command line, so that equal settings give equal ids of cells
     run_settings = {"method": names or "full", "dataset": dataset, "results": folder} | settings
     request = words.request(run_settings)
     cfg = config.parse(request, methods=entries or ["full"])
-    own = tuple(ChainConfig(m, m.name) for m in methods if isinstance(m, Chain))
-    cfg = replace(cfg, chains=(*cfg.chains, *own))
+    given_chains = tuple(ChainConfig(method, method.name) for method in methods if isinstance(method, Chain))
+    cfg = replace(cfg, chains=cfg.chains + given_chains)
     with _threads_restored():
         return experiment.measure(_plan(cfg, model, tokenizer), quiet=not progress)
 
@@ -122,8 +127,9 @@ def _rows(
             except (TypeError, UnicodeEncodeError):
                 raise UsageError(f"row {number} of data cannot be encoded: {row[:40]!r}") from None
             yield {"id": str(number), "prompt": row, "answers": [reference]}
-        elif isinstance(row, Mapping) and any(row.keys() >= {*keys} for keys in ROWS):
-            yield {"id": str(number), **row}
+        elif isinstance(row, Mapping) and any(row.keys() >= set(keys) for keys in ROWS):
+            # a row's own id goes before its number
+            yield {"id": str(number)} | dict(row)
         else:
             has = repr(row)
             if isinstance(row, Mapping):
@@ -136,7 +142,9 @@ def _rows(
 
 def _full_answer(model: PreTrainedModel, tokenizer: Any, text: str, new: int) -> str:
     """Return the full cache's greedy answer to a text."""
+    # [tokens] of the plain text, without a template
     ids = torch.tensor(tokenizer.encode(text))
+    # one id or a list of ids, or None for a model without an end token
     ends = getattr(model.generation_config, "eos_token_id", None)
     stop: frozenset[int] = frozenset()
     if ends is not None:
@@ -148,13 +156,16 @@ def _full_answer(model: PreTrainedModel, tokenizer: Any, text: str, new: int) ->
 def _stored(rows: Sequence[Mapping[str, Any]], folder: Path) -> Path:
     """Write the rows as JSON lines to rows.jsonl, which `run dataset=file` reads, too, in a folder of their digest."""
     try:
+        # json raises TypeError for values without a form in JSON, such as arrays and dates
         lines = [json.dumps(row, ensure_ascii=False) for row in rows]
     except TypeError as error:
         raise UsageError(f"a row of data is not possible: {error}") from None
     for number, line in enumerate(lines):
+        # JSON may hold half of a surrogate pair, which no UTF-8 file can
         if has_half_pair(line):
             raise UsageError(f"row {number} of data holds half a surrogate pair, which is not text: {line[:60]!a}")
     text = "".join(line + "\n" for line in lines)
+    # equal rows have one path, so that a second call finds the answers of the first
     path = folder / hashlib.sha256(text.encode()).hexdigest()[:16] / "rows.jsonl"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -166,6 +177,7 @@ def _stored(rows: Sequence[Mapping[str, Any]], folder: Path) -> Path:
 
 def _plan(cfg: RunConfig, model: PreTrainedModel, tokenizer: Any) -> RunPlan:
     """Return the plan of a run on a loaded model, which its weights identify."""
+    # transformers keeps the name or folder that a model was loaded from there
     name = str(getattr(model.config, "_name_or_path", "")) or type(model).__name__
     if Path(name).is_dir():
         name = Path(name).name
@@ -177,6 +189,7 @@ def _plan(cfg: RunConfig, model: PreTrainedModel, tokenizer: Any) -> RunPlan:
 
 @contextmanager
 def _threads_restored() -> Iterator[None]:
+    # a run sets its own number of threads, which a notebook must not keep
     threads = torch.get_num_threads()
     try:
         yield

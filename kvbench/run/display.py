@@ -57,6 +57,7 @@ class Display:
         times = {}
         for group, todo in zip(prepared.groups, prepared.todo(), strict=True):
             if todo.answers_to_do:
+                # a group that is answered already has no line, and its time tells nothing of this run
                 times[group.column] = _work(prepared, group, todo.answers_to_do)
                 self.counts[group.column] = Count(times[group.column], len(group.cells))
         self.left = TimeLeft(times)
@@ -64,6 +65,7 @@ class Display:
             return  # all is measured: its notes stand below the table
         for note in prepared.advice() + prepared.cuts():
             say(note)
+        # a log file would be filled by bars that redraw themselves
         if sys.stderr.isatty():
             self.bars = bars_of("{task.fields[rate]}")
             for name, count in self.counts.items():
@@ -76,6 +78,7 @@ class Display:
         now = time.monotonic()
         self.left.reading(column, now)
         if count.start is None:
+            # the clock begins with the first prompt, not with the loading of the model
             count.start = count.last = now
             if self.bars is not None and count.line is not None:
                 self.bars.start()
@@ -90,6 +93,7 @@ class Display:
             return
         now = time.monotonic()
         self.left.answered(cell.column, now)
+        # the share of the prompt's tokens that is kept, kept / n, summed over answers
         count.kept += sample.kept / max(1, sample.n)
         if self.bars is not None and count.line is not None:
             here, whole = self._estimates(cell.column)
@@ -110,6 +114,7 @@ class Display:
             return  # others of its cells are measured in a later round
         total = count.time.answers
         self.left.ended(cell.column)
+        # the last answers may have come within PLAIN_EVERY_S of the last line
         if self.bars is None and count.said < count.time.done:
             self._print_line(cell.column, count, time.monotonic(), total)
 
@@ -123,6 +128,7 @@ class Display:
         The run has none of its own where no other group is left.
         """
         here, whole = self.left.of_task(column), self.left.of_run()
+        # the last group's own estimate is that of the run
         alone = all(c.time.done == c.time.answers for name, c in self.counts.items() if name != column)
         here_s, whole_s = None, None
         if here is not None:
@@ -149,6 +155,7 @@ class Display:
 
 def _work(prepared: RunPlan, group: Group, answers: int) -> TaskTime:
     """Return the work of a group, with what tells how it compares to others."""
+    # prompts with a stored answer are not read again, and would make the mean length a wrong one
     waiting = prepared.left(group)
     examples = [e for e in group.examples if e.id in waiting]
     length = fmean(len(e.tokens) or len(e.prompt) for e in examples)

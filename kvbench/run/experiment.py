@@ -53,6 +53,7 @@ def calibrate(cfg: RunConfig, quiet: bool = False) -> list[Facts]:
     chains = [c.chain for c in cfg.chains if session.requests(c.chain)]
     if not chains:
         raise UsageError(f"method={','.join(c.chain.name for c in cfg.chains)} needs no calibration")
+    # a calibration's sums depend on the number of threads, as a run's do
     set_threads(cfg, source.config)
     model = load.load_weights(cfg.model, source, device)
     records: dict[str, Facts] = {}
@@ -61,7 +62,7 @@ def calibrate(cfg: RunConfig, quiet: bool = False) -> list[Facts]:
         for stage in bound.stages:
             if stage.calibration is not None:
                 file = str(session.path(requests[stage.id]))
-                records[file] = {"method": stage.id, "file": file, **stage.calibration.meta}
+                records[file] = {"method": stage.id, "file": file} | dict(stage.calibration.meta)
     return list(records.values())
 
 
@@ -75,6 +76,7 @@ def fill(prepared: RunPlan, quiet: bool = False, listeners: Sequence[Listener] =
     """Measure all missing answers and write each cell's metrics, without a report: groups may have different cells."""
     all_listeners = list(listeners)
     if not quiet:
+        # the display is told of each event before any logger is
         all_listeners.insert(0, Display())
     broadcast = Listeners(all_listeners)
     # each cell as a group of its own: whatever ends the run early is told of the cells that are left here
@@ -89,6 +91,7 @@ def fill(prepared: RunPlan, quiet: bool = False, listeners: Sequence[Listener] =
             for cell in group.cells:
                 unfinished.pop((group.column, cell.id), None)
     except BaseException as error:
+        # answers that were stored before the end still get their metrics
         for group in unfinished.values():
             _settle_group(prepared, group, broadcast, error)
         raise
@@ -114,6 +117,7 @@ def _measure_groups(prepared: RunPlan, quiet: bool, broadcast: Listeners) -> Ite
     One prompt with its question in view and withheld is read once, where both fit into memory whole.
     """
     cfg = prepared.cfg
+    # the weights need not be loaded to report what is stored
     if not any(t.answers_to_do for t in prepared.todo()):
         yield from prepared.groups
         return
@@ -122,6 +126,7 @@ def _measure_groups(prepared: RunPlan, quiet: bool, broadcast: Listeners) -> Ite
     host = make_host(prepared, model)
     facts = dict(provenance(model, threads))
     facts["model"] = cfg.model_name
+    # half precision alone changes answers, which readers must be able to tell from compression
     facts |= _rounding_fact(host, prepared.groups)
     if not quiet and str(facts["commit"]).endswith("+"):
         say(f"the code has local changes (commit {facts['commit']}): cells say so")
@@ -152,11 +157,13 @@ def _measure_left(
 ) -> Host:
     """Wait for the process that measures the cells ``busy``, and measure what it leaves. Return the host to go on."""
     waited = 0.0
+    # the other process may fail, and what it leaves must still be measured
     while busy:
         if waited % WAITING_SAID_S == 0 and not quiet:
             say(f"waiting for another run, which measures {_named(busy)}; what it leaves is measured here")
         time.sleep(WAITING_S)
         waited += WAITING_S
+        # cells that were measured here are done, and only the others are tried again
         ids = {c.id for c in busy}
         rest = [replace(g, cells=tuple(c for c in g.cells if c.id in ids)) for g in pair]
         host, busy = _measure_pair(prepared, host, rest, facts, broadcast)
@@ -218,6 +225,7 @@ def _run_parts(
         except ModelChanged as changed:
             parts = [replace(p, cells=tuple(c for c in p.cells if c.id not in changed.cells)) for p in parts]
             if prepared.model is not None:
+                # a model that the user gave cannot be loaded again from here
                 raise KvbenchError(f"{changed}: load it again, and leave out what changes it") from None
             say(f"{changed}: it is read again for the others")
         host = make_host(prepared, load.load_weights(cfg.model, prepared.source, host.model.device))

@@ -31,6 +31,7 @@ def score_text(
     host: Host, example: Example, rows: Sequence[QueuedRow], full: PromptCache | None
 ) -> list[tuple[QueuedRow, Scored | Exception]]:
     """Score the rest of a text under the cache of each row, and compare it with ``full`` if that is given."""
+    # [tokens behind the prefix], which was compressed
     rest = torch.tensor(example.tokens[int(example.meta["prefix"]) :])
     first = _first(example)
 
@@ -49,6 +50,7 @@ def score_text(
                 fidelity["reference"] = _record(result, floor, first, document)
                 compared[i] = replace(row, fidelity=fidelity)
         synchronise(host.model.device)
+        # the rows share the pass, and each is charged an equal part
         seconds = (time.perf_counter() - start) / len(part)
         scored = []
         for result, row in zip(forced, compared, strict=True):
@@ -66,6 +68,7 @@ def score_text(
                 stored=result.stored,
                 finite=isfinite(loss),
             )
+            # loss / divisor: the negative log likelihood of a token, word or byte, as the task counts them
             scored.append((loss / float(example.meta["divisor"]), answer, row))
         return scored
 
@@ -89,6 +92,7 @@ def compare(
         return [replace(row, fidelity=record) for row, record in zip(part, records, strict=True)]
 
     outcomes = []
+    # a row that fails is compared alone, and does not cost the others their comparison
     for start in range(0, len(rows), COMPARED_AT_ONCE):
         outcomes += in_parts(rows[start : start + COMPARED_AT_ONCE], compare_together)
     return outcomes
@@ -102,10 +106,13 @@ def texts_of(host: Host, example: Example, full: PromptCache, most: int = TOKENS
     """
     texts = {}
     if example.answers and not example.tokens:
+        # a reference follows the prompt behind a space, as an answer would
         texts["reference"] = host.tokenizer.encode(f" {example.answers[0]}", add_special_tokens=False)[:most]
+    # a window of a long text is only scored: its prompt asks for no answer
     if "scored_from" not in example.meta:
         ending = Ending(min(most, example.max_new_tokens), host.stop)
         texts["greedy"] = generate_rows(host.model, [full], [ending])[0].tokens
+    # the prompt itself predicts the first token, so that a text of one token has nothing to compare
     return {kind: tokens for kind, tokens in texts.items() if len(tokens) > 1}
 
 
@@ -118,6 +125,7 @@ def _record(forced: Forced, floor: Divergence, first: int = 0, document: str = "
     divergence = forced.divergence
     assert divergence is not None
     return TextFidelity(
+        # four digits are enough for any statistic, and keep the files small
         kl=tuple(float(f"{x:.4g}") for x in divergence.kl[first:].tolist()),
         same="".join("01"[s] for s in divergence.same[first:].tolist()),
         log_ratio=float(divergence.log_ratio[first:].sum()),

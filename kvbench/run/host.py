@@ -63,6 +63,7 @@ class Host:
     def encode(self, example: Example, task: Task) -> Encoded:
         """Return the example's prompt as token ids, or of a text to be scored its prefix."""
         if example.tokens:
+            # a text to be scored has no answer: its prefix is compressed, and the rest is forced on the cache
             return Encoded(example.tokens[: int(example.meta["prefix"])], (), 0)
         return encode_prompt(self.tokenizer, example, task, self.policy, self.context)
 
@@ -72,6 +73,7 @@ class Host:
         """Return a prompt's cache under each chain, of its first ``lengths`` tokens; see ``prefill_chains``."""
         return prefill_chains(
             self.model,
+            # [tokens]: one prompt without padding, so that no method sees tokens that are not the prompt's
             torch.tensor(ids),
             chains,
             plain=self.plain,
@@ -85,16 +87,19 @@ class Host:
         sampling = self.sampling
         return Ending(
             limit=example.max_new_tokens,
+            # the model's own end tokens, and those with which this task's answers end
             stop=self.stop | self._last_tokens(task.stop),
             min_new_tokens=max(task.min_new_tokens, self.policy.min_new_tokens or 0),
             forbid_first=self._last_tokens(task.forbid_first),
             temperature=sampling.temperature,
             top_p=sampling.top_p,
+            # a hash, since Python's own hash of a text differs from process to process
             seed=zlib.crc32(f"{sampling.sample_seed}/{example.id}".encode()),
         )
 
     def _last_tokens(self, texts: Sequence[str]) -> frozenset[int]:
         """Return the id of the last token of each text: LongBench stops samsum at that of a newline."""
+        # a tokenizer may put a token for a leading space in front, so that the last token is the text's
         return frozenset(self.tokenizer.encode(t, add_special_tokens=False)[-1] for t in texts)
 
     def batching(self) -> dict[str, object]:
@@ -104,5 +109,6 @@ class Host:
             "order": "by example, then by cell; rows enter as others leave",
         }
         if self.prefix is not None:
+            # reading a prompt in pieces changes how its sums are rounded, too
             facts["shared_prefix"] = self.prefix.size
         return facts

@@ -55,10 +55,13 @@ class Listeners:
         self._tell("close")
 
     def _tell(self, event: str, *args: Any) -> None:
+        # a copy is walked through, since a listener that fails is removed from the list
         for listener in list(self._listeners):
             try:
                 getattr(listener, event)(*args)
+            # whatever fails in a listener is no reason to lose a measurement; an interrupt still goes through
             except Exception as error:
+                # removed after its first error: its later calls would rely on a state that it may not have reached
                 self._listeners.remove(listener)
                 say(
                     f"{type(listener).__name__} failed ({type(error).__name__}: {error}) and is left out from "

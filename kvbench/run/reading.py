@@ -65,6 +65,7 @@ class PromptReader:
         self.forget()  # freed before others come
         # each cell with how many of the prompt's first tokens it reads
         wanted = [(cell, len(encoded.ids)) for cell in cells if _key(cell) not in caches]
+        # a prompt whose caches are all known is not read, and nothing is read for what follows, either
         context: Sequence[int] = ()
         later_cells: list[Cell] = []
         if wanted:

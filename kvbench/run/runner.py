@@ -170,6 +170,7 @@ class GroupRun:
         self.listeners.reading(cells[0].column)
         try:
             encoded = self.host.encode(example, cells[0].task)
+            # a table of learned positions has no entries for the tokens behind its end
             check_capacity(self.host.model, len(encoded.ids))
         except Exception as error:
             for cell in cells:
@@ -185,10 +186,11 @@ class GroupRun:
                     raise cache
                 with contained(cell.chain.name, cell.chain.foreign):
                     cell.check_knobs()
+                    # bytes are counted from the tensors themselves, not from what the method says
                     measured = audit(cache, *self.host.shape())
                 self.check_repeatable(cell, cache, encoded, example)
                 stop = self.host.ending(cell.task, example)
-                rows.append(QueuedRow(cell, example, cache, measured, encoded.cut, stop))
+                rows.append(QueuedRow(cell, example, cache, measured=measured, cut=encoded.cut, ending=stop))
             except Exception as error:
                 self.lose(cell, error, example)
         if encoded.question:
@@ -197,7 +199,9 @@ class GroupRun:
         self.check_model(cells, example)
         full = None
         if cells and cells[0].fidelity:
+            # a chain without stages is the full cache, which is read in the same pass
             full = next((r.cache for r in rows if not r.cell.chain.stages), None)
+        # a hidden full cache was only needed for the comparison
         rows = [r for r in rows if not r.cell.hidden]
         if full is not None and rows:
             rows = self.compare(example, rows, full)
@@ -216,6 +220,7 @@ class GroupRun:
 
     def ask(self, askings: Sequence[Asking], turns: Iterable[int]) -> None:
         """Queue questions of one context, compressed by several methods."""
+        # the answers find their context by these ids when they come
         self.asking |= {(a.cell.id, a.example.id): a for a in askings}
         for turn in turns:
             while not self.queue.takes(len(askings)):
@@ -288,8 +293,10 @@ class GroupRun:
 
     def finish(self) -> None:
         """Decode until some rows have ended, and score and store those."""
+        # the example names the prompt in a message if a method has changed the model
         first = next(iter(self.queue))
         outcomes = self.queue.advance()
+        # any of the rows in the batch may have changed the model in this step
         decoded = list(self.queue.running) + [row for row, _ in outcomes]
         self.check_model([row.cell for row in decoded], first.example)
         for row, outcome in outcomes:
@@ -310,6 +317,7 @@ class GroupRun:
     def add(self, row: QueuedRow, answer: Answer, text: str, value: float | None) -> None:
         """Store the answer of a row with its score, or refuse its cell if the audit of decoding fails."""
         cell, example = row.cell, row.example
+        # another row of the cell may have been refused in the same step
         if cell.id in self.refused:
             return
         if not answer.finite:
@@ -318,6 +326,7 @@ class GroupRun:
         try:
             with contained(cell.chain.name, cell.chain.foreign):
                 cell.check_knobs()
+                # the last token of an answer is never read, so that the cache grows by one less
                 decode_peak = check_peak(row.cache, answer.held, len(answer.tokens) - 1)
                 if answer.stored is not None:
                     check_bytes(row.cache, answer.stored, *self.host.shape())
@@ -335,7 +344,9 @@ class GroupRun:
                 self.ask([asking], [len(asking.answered)])
             return
         self.asking.pop((cell.id, example.id), None)
+        # an earlier version of the method may have failed the audit on this example
         self.store.clear_refusal(cell.id, example.id)
+        # stored before the listeners hear of it: they may count on it that it is on disk
         self.writers[cell.id].append(sample.record())
         self.listeners.stored(cell, sample)
 
@@ -390,6 +401,7 @@ class GroupRun:
         replaced = self.host.functions.restored()
         if not replaced and state_of(self.host.model) == self.model_before:
             return
+        # kvbench's own methods change nothing; if none of the foreign ones ran, any may have done it before
         suspects = [c for c in ran if c in self.foreign]
         changed = ModelChanged(suspects or self.foreign, replaced)
         for cell in self.foreign:
@@ -420,6 +432,7 @@ class GroupRun:
         """Take the cell out of this run and record why. Its samples stay, and the next run tries the others again."""
         if cell.id in self.failed:
             return
+        # messages of PyTorch may have many lines, and a reason stands in one
         reason = " ".join(str(error).split())[:REASON_LENGTH]
         if not isinstance(error, KvbenchError):
             reason = f"{type(error).__name__}: {reason}".rstrip(": ")
@@ -478,12 +491,13 @@ def run_groups(
             return busy
         work: list[Work] = []
         # the groups' examples in turns, so that one that shares its prompt comes right behind the other
-        for examples in zip_longest(*(g.examples for g in groups)):
+        for examples in zip_longest(*[group.examples for group in groups]):
             for example, cells_left in zip(examples, todo, strict=True):
                 if example is not None and example.id in cells_left:
                     work.append((example, cells_left[example.id]))
         foreign = [c for c in cells if c.chain.foreign]
         run = GroupRun(host, store, writers, listeners or Listeners(), shard, foreign=foreign)
+        # attention runs through kvbench's interface until the last answer
         stack.enter_context(attached(host.model))
         try:
             run.run(work)

@@ -30,7 +30,10 @@ class Seconds(NamedTuple):
 
     def estimate(self) -> float | None:
         """Return the time, or None where the bounds are more than SPREAD apart."""
-        return sqrt(self.low * self.high) if self.high <= SPREAD * self.low else None
+        if self.high <= SPREAD * self.low:
+            # the geometric mean is wrong by the same factor towards either bound
+            return sqrt(self.low * self.high)
+        return None
 
 
 @dataclass
@@ -67,7 +70,9 @@ class TaskTime:
     @property
     def of_reading(self) -> float:
         """The mean time of reading a prompt; 0 where it is part of what answering took."""
-        return self.pure_s / self.pure if self.pure else 0.0
+        if not self.pure:
+            return 0.0
+        return self.pure_s / self.pure
 
     @property
     def of_answering(self) -> float:
@@ -81,7 +86,9 @@ class TaskTime:
         """
         if self.done >= self.answers:
             return Seconds(0.0, 0.0)
+        # the prompt that is being read has no answers yet
         read = self.read - reading
+        # answers per prompt * prompts read, at least the answers that came and at most all
         begun = max(self.done, min(self.answers, round(read * self.answers / max(1, self.prompts))))
         if self.done < SEEN * self.answers:
             return None
@@ -89,6 +96,7 @@ class TaskTime:
         # answers end first
         least = self.of_answering / begun
         most = max(self.of_answering / self.done * (begun / self.done), self.known)
+        # seconds of a prompt * prompts that are still to be read
         to_read = self.of_reading * max(0, self.prompts - read)
         if not least + to_read:
             return None  # answers that take too little to be told from the reading of their prompts
@@ -115,9 +123,11 @@ class TimeLeft:
         newest = self._newest
         if newest is not None:
             if self._is_reading:
+                # no answer came since the last prompt was begun: the time between is that prompt's alone
                 newest.pure, newest.pure_s = newest.pure + 1, newest.pure_s + now - self._at
             else:
                 newest.other_s += now - self._at
+            # all answers that were begun have come, so that the time of an answer is known exactly
             if newest.done and newest.done >= round(newest.read * newest.answers / max(1, newest.prompts)):
                 newest.known = newest.of_answering / newest.done
         self._newest, self._is_reading, self._at = self.tasks[task], True, now
@@ -135,6 +145,7 @@ class TimeLeft:
     def ended(self, task: str) -> None:
         """Count no more work for a task: answers that have not come were refused or have failed."""
         of = self.tasks[task]
+        # what a refused task took says nothing of how long a whole one takes
         of.cut = of.cut or of.done < of.answers
         of.answers, of.prompts = of.done, of.read
 
@@ -162,6 +173,7 @@ class TimeLeft:
                 if not task.cut:
                     measured.append((task, seconds))
         for task in to_come:
+            # seconds a prompt: the smaller tasks bound a task to come from below, the larger ones from above
             least = max([(t.spent + s.low) / t.prompts for t, s in measured if task.holds(t)], default=0.0)
             most = min([(t.spent + s.high) / t.prompts for t, s in measured if t.holds(task)], default=inf)
             low += task.prompts * least / MARGIN

@@ -61,6 +61,7 @@ class WandbLogger:
     def __init__(self, cfg: LoggerConfig) -> None:
         self._cfg = cfg
         self._events: SimpleQueue[Callable[[_Sender], None] | None] = SimpleQueue()
+        # a daemon, so that a service that hangs cannot keep the program from ending
         self._thread = Thread(target=self._work, name="wandb", daemon=True)
         self._folder, self._warned = Path(), False
 
@@ -80,7 +81,9 @@ class WandbLogger:
 
     def close(self) -> None:
         self._events.put(lambda sender: sender.close())
+        # None ends the thread once all events before it are handled
         self._events.put(None)
+        # a service that is down costs the run this long at most
         self._thread.join(CLOSE_S[self._cfg.mode])
         if self._thread.is_alive():
             self._warn(f"takes more than {CLOSE_S[self._cfg.mode]} s and is not waited for")
@@ -100,6 +103,7 @@ class WandbLogger:
         """Print a warning, once: the first cause is the one that counts."""
         if not self._warned:
             self._warned = True
+            # stderr may be closed by then
             with suppress(OSError, ValueError):
                 say(
                     f"W&B {problem}. Measuring goes on, and the results are in {self._folder} as ever; what "
@@ -118,6 +122,7 @@ class _CellRun:
 
     def progress(self) -> dict[str, Any]:
         """Return how many answers there are, their mean score and the mean share of tokens kept, by W&B's names."""
+        # the store may hold samples of a larger limit than this run's
         ids = {example.id for example in self.group.examples}
         samples = self.samples.values()
         row: dict[str, Any] = {"progress/answers": len(ids & self.samples.keys()), "progress/of": len(ids)}
@@ -145,6 +150,7 @@ class _Sender:
         self.prepared = prepared
         if self.mode != "online":
             return
+        # wandb would ask for a key on the terminal, for which nobody may be waiting
         if not self.wandb.login(prompt=False, verify=False):
             self._go_offline("there is no key; wandb login sets one")
         elif why := _unreachable(self.wandb.setup().settings.base_url):
@@ -152,7 +158,9 @@ class _Sender:
 
     def stored(self, cell: Cell, sample: Sample) -> None:
         run = self._run(cell)
+        # an example that is measured again replaces its sample, and the step stays the same
         run.samples[sample.id] = sample
+        # a service takes few rows a second, and short answers come faster
         if time.monotonic() - run.last >= ROW_EVERY_S:
             run.last = time.monotonic()
             run.run.log(run.progress(), step=len(run.samples))
@@ -167,6 +175,7 @@ class _Sender:
             for s in shown:
                 references = s.answers
                 if references is None:
+                    # samples of older versions hold no references, which the task still has
                     references = answers.get(s.id, ())
                 row["samples"].add_data(
                     s.id, s.prediction, "\n".join(references), s.score, round(100 * s.kept / s.n, 3)
@@ -180,6 +189,7 @@ class _Sender:
             values |= self._verdict(cell)
         run.run.summary.update(values)
         del self.open[cell.id]
+        # W&B shows a run as failed by its exit code
         exit_code = 1
         if status in ("complete", "partial"):
             exit_code = 0
@@ -192,6 +202,7 @@ class _Sender:
         return {}
 
     def close(self) -> None:
+        # runs that are still open here belong to cells that did not end
         for run in self.open.values():
             run.run.finish(exit_code=1)
         maps = _heat_maps(self.prepared)
@@ -202,6 +213,7 @@ class _Sender:
         # one run for the needle maps of all methods: a map spans lengths, hence cells
         cells = self._needle_cells()
         ids = sorted(cell.id for cell in cells)
+        # the same cells give the same id, so that a resumed run goes on in the same W&B run
         name = "needle-" + hashlib.sha256(" ".join(ids).encode()).hexdigest()[:9]
         heat_run = self._init(name, cells[0], "needle heat maps", "heatmap", {"cells": ids})
         table = self.wandb.Table(columns=["method", "length", "depth", "score", "n"])
@@ -230,6 +242,7 @@ class _Sender:
             cfg = self.prepared.cfg
             group = next(g for g in self.prepared.groups if cell.id in {c.id for c in g.cells})
             name = run_id(cell, cfg.shard, cfg.shards)
+            # W&B filters and groups runs by this word
             kind = "shard"
             if cfg.shards == 1:
                 kind = "cell"
@@ -277,6 +290,7 @@ class _Sender:
     def _go_offline(self, why: str) -> None:
         """Write to files from now on. A cell with an open run continues in one of the same id, from the store."""
         self.mode = "offline"
+        # a run of the service cannot go on in a file
         self.open.clear()
         # a run that could not be started keeps its id until the service ends
         self.wandb.teardown()
@@ -338,6 +352,7 @@ def flat_names(values: Mapping[str, Any], prefix: str = "") -> dict[str, object]
     """Return nested values under flat names joined by /, without None. An interval ci becomes ci_low and ci_high."""
     flat: dict[str, object] = {}
     for key, value in values.items():
+        # W&B plots single numbers, not pairs
         if key.endswith("ci") and value is not None:
             flat |= {f"{prefix}{key}_low": value[0], f"{prefix}{key}_high": value[1]}
         elif isinstance(value, Mapping):
@@ -355,6 +370,7 @@ def _heat_maps(prepared: RunPlan) -> dict[str, Heat]:
             continue
         show = metric(group.task.metric).show
         for cell in group.cells:
+            # a refused cell must not be reported, in a picture neither
             if prepared.store.refusal(cell.id) is None:
                 scores.setdefault(cell.label, []).extend(points(prepared.store.samples(cell.id).values(), show))
     return {label: heat_map(heat_points) for label, heat_points in scores.items()}

@@ -16,10 +16,14 @@ from kvbench.store.store import ResultStore
 def pack(store: ResultStore, cells: Iterable[str], path: Path) -> None:
     """Write the records and samples of ``cells`` as gzipped JSON lines. Equal content gives equal bytes."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    # gzip's header holds a name and a time unless they are given as empty: equal content would differ in its bytes
     with path.open("wb") as raw, gzip.GzipFile(fileobj=raw, mode="wb", filename="", mtime=0) as out:
         for cell in sorted(set(cells)):
-            record = store.cell(cell)
-            out.write(_line_of({"cell": None if record is None else record.record()}))
+            cell_record = None
+            stored_record = store.cell(cell)
+            if stored_record is not None:
+                cell_record = stored_record.record()
+            out.write(_line_of({"cell": cell_record}))
             for line in store.lines(cell).values():
                 out.write(_line_of({"of": cell, "sample": line}))
 
@@ -42,8 +46,10 @@ def unpack(path: Path, store: ResultStore) -> dict[str, int]:
         if store.cell(cell) is None:
             write_json(store.folder(cell) / "cell.json", record)
         stored = store.lines(cell)
-        missing = [line_of({**sample, "cell": cell}) for sample in samples[cell] if sample["id"] not in stored]
+        # ``line_of`` adds a checksum; the store's lines come without the cell's id, which each stored line names
+        missing = [line_of(sample | {"cell": cell}) for sample in samples[cell] if sample["id"] not in stored]
         if missing:
+            # appended, never written anew: the file may already hold samples of another run
             with (store.folder(cell) / "samples-0.jsonl").open("a", encoding="utf-8") as out:
                 out.writelines(missing)
         added[cell] = len(missing)

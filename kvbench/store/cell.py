@@ -26,7 +26,8 @@ class Cell:
     label: str
     task: Task
     column: str
-    hidden: bool = False  # read for others to be compared with, and not stored
+    # a hidden cell is read for others to be compared with, and is not stored
+    hidden: bool = False
 
     @property
     def fidelity(self) -> bool:
@@ -35,20 +36,29 @@ class Cell:
 
     @cached_property
     def id(self) -> str:
+        """The id of the cell, by which its folder in the store is named."""
         return identity_hash(self.identity)
 
     @property
     def full(self) -> Cell:
         """The cell of the full cache under the same settings."""
-        return replace(self, identity={**self.identity, "chain": Chain().identity()}, chain=Chain(), label="full")
+        # a chain without stages compresses nothing
+        full_chain = Chain()
+        identity = dict(self.identity)
+        identity["chain"] = full_chain.identity()
+        return replace(self, identity=identity, chain=full_chain, label="full")
 
     def check_knobs(self) -> None:
         """Raise Refused if a stage that is not kvbench's own has changed its knobs since the run began."""
-        now = {**self.identity, "chain": {**self.identity["chain"], **self.chain.identity()}}
-        if self.chain.foreign and identity_hash(now) != self.id:
+        # the stages are read anew, while ``id`` is the hash from the run's start
+        identity_now = dict(self.identity)
+        identity_now["chain"] = self.identity["chain"] | self.chain.identity()
+        if self.chain.foreign and identity_hash(identity_now) != self.id:
             raise Refused(f"{self.chain.name} changes its own knobs while it runs")
 
 
 def identity_hash(identity: Mapping[str, Any]) -> str:
     """Return the id of the cell with an identity."""
+    # sorted keys: the order in which settings were given does not matter. 16 hexadecimal digits are 64 bits, so that
+    # two of a million cells share an id with a probability of about 3e-8
     return hashlib.sha256(json.dumps(identity, sort_keys=True, default=str).encode()).hexdigest()[:16]

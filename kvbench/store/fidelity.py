@@ -20,6 +20,7 @@ IDENTITY: Mapping[str, object] = {"tokens": TOKENS, "revision": 1}
 def fidelity_identity(asked: bool | int | str) -> dict[str, object]:
     """Return what decides the texts compared under ``fidelity=``, which may say their most tokens."""
     facts = dict(IDENTITY)
+    # True is an int, too, and asks for the default length
     if isinstance(asked, int) and not isinstance(asked, bool):
         facts["tokens"] = asked
     return facts
@@ -63,6 +64,7 @@ class TextFidelity:
 
     def record(self) -> dict[str, Any]:
         """Return the fidelity as a stored sample's JSON has it."""
+        # texts of their own, which most are, do not store an empty document
         return {name: value for name, value in vars(self).items() if name != "document" or value}
 
     @property
@@ -112,6 +114,7 @@ def summarise_texts(texts: Sequence[TextFidelity]) -> FidelitySummary | None:
     """Return the summary over the texts of one cell, one a prompt; None without texts."""
     if not texts:
         return None
+    # [tokens of all texts]: every token weighs the same, whatever text it is in
     kl = np.concatenate([t.kl for t in texts])
     # one row a text: tokens, divergences, equal first choices, log ratios
     sums = np.array([t.sums for t in texts])
@@ -140,6 +143,7 @@ def summarise_texts(texts: Sequence[TextFidelity]) -> FidelitySummary | None:
         top1=100 * same / tokens,
         top1_ci=top1 and (100 * top1[0], 100 * top1[1]),
         shift_rms=100 * sqrt(sum(t.shift for t in texts) / tokens),
+        # exp(-mean ln q(y)), and exp(mean ln (p(y) / q(y))) for the ratio to the full cache's
         perplexity=exp(sum(t.loss for t in texts) / tokens),
         ppl_ratio=exp(log_ratio / tokens),
         ppl_ratio_ci=ratio and (exp(ratio[0]), exp(ratio[1])),
@@ -150,9 +154,11 @@ def summarise_texts(texts: Sequence[TextFidelity]) -> FidelitySummary | None:
 
 def _by_document(sums: NDArray[np.float64], texts: Sequence[TextFidelity]) -> NDArray[np.float64]:
     """Return the sums [texts, ...] added up over windows of one document, which are alike and are drawn together."""
+    # a text without a document is a cluster of its own, named by its index
     places: dict[object, int] = {}
     rows = [places.setdefault(text.document or i, len(places)) for i, text in enumerate(texts)]
-    clusters = np.zeros((len(places), *sums.shape[1:]))
+    # np.add.at adds every row, also where several rows have one place
+    clusters = np.zeros((len(places),) + sums.shape[1:])
     np.add.at(clusters, rows, sums)
     return clusters
 
@@ -161,6 +167,7 @@ def log_ratio_of_means(
     ours: Sequence[TextFidelity], theirs: Sequence[TextFidelity]
 ) -> tuple[float, stats.Interval | None]:
     """Return ``ln(mean KL of ours / mean KL of theirs)`` over the same texts, with its interval over paired prompts."""
+    # [texts, 2]: the summed divergences of ours and of theirs on the same text
     sums: NDArray[np.float64] = np.array([(a.sums[1], b.sums[1]) for a, b in zip(ours, theirs, strict=True)])
     interval = stats.ratio_interval(_by_document(sums, ours))
     ours_mean, theirs_mean = sums.mean(0)

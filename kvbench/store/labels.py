@@ -73,6 +73,7 @@ def _mapping(value: object) -> Mapping[str, Any]:
 
 def differences(identities: Sequence[Identity]) -> list[str]:
     """Return one text per cell: the settings that differ between the cells, as ``template=off query_aware=true``."""
+    # nested settings are compared one by one, so that only the differing part of a prompt is named
     settings_of_cells = [dict(_settings_by_path(identity)) for identity in identities]
     paths: dict[str, None] = {}
     for settings in settings_of_cells:

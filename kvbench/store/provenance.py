@@ -23,17 +23,24 @@ def provenance(model: PreTrainedModel, threads: int) -> Facts:
     ``torch`` is only the major and the minor version, since patches do not change results.
     """
     device = model.device
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu {platform.machine()}"
+    name = f"cpu {platform.machine()}"
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+    # Triton's kernels sum in another order than plain attention, which changes the last digits
+    attention = "plain"
+    if kernels.serves(device):
+        attention = "triton"
     return {
         "kvbench": version(),
         "commit": git_commit(),
         "device": name,
         "threads": threads,
+        # 2.4.1+cu121 becomes 2.4
         "torch": ".".join(torch.__version__.split("+")[0].split(".")[:2]),
         "transformers": transformers.__version__,
         "python": platform.python_version(),
         "dtype": str(model.dtype).removeprefix("torch."),
-        "attention": "triton" if kernels.serves(device) else "plain",
+        "attention": attention,
     }
 
 
@@ -43,14 +50,22 @@ MEASURES = ("kvbench", "conf", "pyproject.toml", "constraints.txt")
 
 def local_changes(records: Iterable[CellRecord]) -> str:
     """Return the note that some cells were measured with uncommitted changes, or '' if none was."""
-    commits = [[str(p.get("commit") or "") for p in r.provenance] for r in records]
-    changed_commits = [c for some in commits for c in some if c.endswith("+")]
-    if not changed_commits:
+    count = 0
+    cells = 0
+    base_commits: set[str] = set()
+    for record in records:
+        count += 1
+        commits = [str(facts.get("commit") or "") for facts in record.provenance]
+        # ``git_commit`` marks a changed clone by a + behind the commit
+        changed_commits = [commit for commit in commits if commit.endswith("+")]
+        if changed_commits:
+            cells += 1
+            base_commits.update(commit.removesuffix("+") for commit in changed_commits)
+    if not cells:
         return ""
-    cells = sum(any(c.endswith("+") for c in some) for some in commits)
-    base_commits = ", ".join(sorted({c.removesuffix("+") for c in changed_commits}))
+    names = ", ".join(sorted(base_commits))
     return (
-        f"{cells} of {len(commits)} cells were measured with local changes to the code (behind commit {base_commits}): "
+        f"{cells} of {count} cells were measured with local changes to the code (behind commit {names}): "
         "commit and measure again before you publish them."
     )
 
@@ -61,15 +76,21 @@ def git_commit() -> str | None:
     Return None if the package is not in a clone, or git cannot be run.
     """
     root = Path(__file__).resolve().parents[2]
+    # an installed package may lie in a folder below some other project's clone, whose commit says nothing about it
     if not (root / ".git").exists():
         return None
+    git = ["git", "-C", os.fspath(root)]
+    commit_command = git + ["rev-parse", "--short=12", "HEAD"]
+    status_command = git + ["status", "--porcelain", "--"] + list(MEASURES)
     try:
-        git = ["git", "-C", os.fspath(root)]
-        commit = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, timeout=10)
-        status_command = [*git, "status", "--porcelain", "--", *MEASURES]
-        dirty = subprocess.run(status_command, capture_output=True, text=True, timeout=10)
+        commit = subprocess.run(commit_command, capture_output=True, text=True, timeout=10)
+        status = subprocess.run(status_command, capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):
         return None
+    # a clone without a commit has no HEAD
     if commit.returncode:
         return None
-    return commit.stdout.strip() + ("+" if dirty.stdout.strip() else "")
+    # git status prints a line per changed or new file, and nothing for a clean clone
+    if status.stdout.strip():
+        return f"{commit.stdout.strip()}+"
+    return commit.stdout.strip()

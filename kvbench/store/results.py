@@ -87,6 +87,7 @@ class Sample:
                 f"example {line['id']} was measured by an older version, without bytes at 16 bits: measure it again in "
                 "another results=FOLDER"
             )
+        # lines of older versions may lack these fields, for which the record has no default
         known: dict[str, Any] = dict.fromkeys(("nominal", "payload_kv_head", "payload_query_head"))
         known |= {name: line[name] for name in _field_names(cls) if name in line}
         if "answers" in line:
@@ -94,7 +95,9 @@ class Sample:
         if "fidelity" in line:
             known["fidelity"] = {kind: TextFidelity.read(record) for kind, record in line["fidelity"].items()}
         if "turns" in line:
+            # JSON has no tuples: lists are turned back, so that a sample read is equal to the one written
             known["turns"] = tuple(TurnAnswer(**turn | {"answers": tuple(turn["answers"])}) for turn in line["turns"])
+        # fields of the timing that this version does not know are dropped, unlike those of the sample itself
         timing = {key: line["timing"][key] for key in _field_names(Timing) if key in line["timing"]}
         return cls(**known | {"timing": Timing(**timing), "more": _unknown_fields(cls, line)})
 
@@ -105,9 +108,12 @@ class Sample:
             known["fidelity"] = {kind: text.record() for kind, text in self.fidelity.items()}
         if self.turns is not None:
             known["turns"] = [asdict(turn) for turn in self.turns]
-        known["timing"] = {k: v for k, v in asdict(self.timing).items() if v is not None}
+        known["timing"] = {name: seconds for name, seconds in asdict(self.timing).items() if seconds is not None}
+        # None is a value of these two fields: no budget, and an answer without a score. Elsewhere it means unknown
         always = ("nominal", "score")
-        return {k: v for k, v in known.items() if k in always or v is not None} | dict(self.more)
+        written = {name: value for name, value in known.items() if name in always or value is not None}
+        # a newer version's fields come last, as they were read
+        return written | dict(self.more)
 
 
 @dataclass(frozen=True)
@@ -133,9 +139,11 @@ class CellRecord:
     @classmethod
     def read(cls, record: Mapping[str, Any]) -> Self:
         """Return the record that the JSON of a cell.json states. Raises ValueError naming its damaged fields."""
+        # a missing field is an older version's, and its kind's empty value stands for it
         damaged = [key for key, kind in CELL_RECORD.items() if not isinstance(record.get(key, kind()), kind)]
         if not damaged and not all(isinstance(facts, dict) for facts in record.get("provenance", ())):
             damaged = ["provenance"]
+        # an imported cell may have no chain in its identity, which is no damage
         if not damaged and not _whole_chain(record.get("identity", {}).get("chain", {"per": "", "stages": []})):
             damaged = ["identity"]
         if damaged:
@@ -151,11 +159,15 @@ class CellRecord:
     @property
     def model(self) -> str:
         """Return the model's name as the last run gave it, or its fingerprint if no run gave a name."""
+        # the identity has a fingerprint of the weights, since one model may have several names
         names = [facts["model"] for facts in self.provenance if facts.get("model")]
         if names:
             return str(names[-1])
         model = self.identity.get("model", "")
-        return str(model.get("fingerprint", "") if isinstance(model, dict) else model)
+        # an imported cell's model is its name alone
+        if isinstance(model, dict):
+            return str(model.get("fingerprint", ""))
+        return str(model)
 
 
 @dataclass(frozen=True)
@@ -193,14 +205,19 @@ class ScoreSummary:
     ci: tuple[float, float] | None
 
     @classmethod
-    def read(cls, metrics: Mapping[str, Any]) -> Self | None:
+    def read(cls, metrics: Mapping[str, object]) -> Self | None:
         """Return the summary in the JSON of a metrics.json, or None if that holds no metric."""
+        # a cell without answers has no metrics at all
+        if "metric" not in metrics:
+            return None
         known: dict[str, Any] = {name: metrics.get(name) for name in _field_names(cls)}
-        return cls(**known) if "metric" in metrics else None
+        return cls(**known)
 
     def record(self) -> dict[str, object]:
         """Return the summary as the JSON of metrics.json, without the status."""
-        return {k: v for k, v in asdict(self).items() if k not in ("buckets", "fidelity", "questions") or v}
+        # most cells have no ranges of lengths, no fidelity and no several questions: empty ones are left out
+        optional = ("buckets", "fidelity", "questions")
+        return {name: value for name, value in asdict(self).items() if name not in optional or value}
 
 
 @dataclass(frozen=True)
@@ -256,6 +273,7 @@ class CellSummary(ScoreSummary):
 
 def share(payload16: float, overhead16: float, full16: float) -> float:
     """Return the bytes held in per cent of the bytes of the full cache, both at 16 bits."""
+    # 100 * (keys and values + scales, positions and other data beside them) / full cache
     return 100 * (payload16 + overhead16) / full16
 
 
@@ -264,7 +282,7 @@ def _field_names(cls: type[DataclassInstance]) -> list[str]:
     return [name for name in cls.__dataclass_fields__ if name != "more"]
 
 
-def _unknown_fields(cls: type[DataclassInstance], record: Mapping[str, Any]) -> dict[str, object]:
+def _unknown_fields(cls: type[DataclassInstance], record: Mapping[str, object]) -> dict[str, object]:
     """Return the entries of a JSON record for which ``cls`` has no field."""
     names = _field_names(cls)
     return {key: value for key, value in record.items() if key not in names}
@@ -272,9 +290,10 @@ def _unknown_fields(cls: type[DataclassInstance], record: Mapping[str, Any]) -> 
 
 def _whole_chain(chain: object) -> bool:
     """Return True if the chain of an identity has every field that a label needs."""
+    # JSON that was edited by hand may have anything here, and each type is checked before it is used
     if not isinstance(chain, dict) or "per" not in chain or not isinstance(chain.get("stages"), list):
         return False
     return all(
-        isinstance(s, dict) and {"id", "revision"} <= set(s) and isinstance(s.get("knobs"), dict)
-        for s in chain["stages"]
+        isinstance(stage, dict) and {"id", "revision"} <= set(stage) and isinstance(stage.get("knobs"), dict)
+        for stage in chain["stages"]
     )

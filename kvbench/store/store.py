@@ -148,10 +148,12 @@ class ResultStore:
         """
         folder = self.folder(cell.id)
         try:
+            # the lock is held until the writer is closed: a second process must not append to the same file
             shard_lock = lock(folder / f"lock-{shard}", wait_s)
             if shard_lock is None:
                 raise Busy(f"{cell.label} on {cell.column} (cell {cell.id}, shard {shard})")
             try:
+                # the record is written before the first sample, so that no sample is without a provenance
                 index = self._register(cell, provenance, mix)
                 path = folder / f"samples-{shard}.jsonl"
                 new = not path.exists()
@@ -165,13 +167,22 @@ class ResultStore:
                 raise
         except OSError as error:
             raise disk_error(error, folder) from None
-        writer = Writer(appender, shard_lock, cell.id, shard, index, partial(self.sync, SYNC_S))
+        # every written line may cause a sync of all lines that are older than SYNC_S
+        writer = Writer(
+            out=appender,
+            lock=shard_lock,
+            cell=cell.id,
+            shard=shard,
+            provenance=index,
+            written=partial(self.sync, SYNC_S),
+        )
         self.writers[cell.id] = writer
         self.mark(cell, "started")
         return writer
 
     def sync(self, age_s: float = 0.0) -> None:
         """Sync the files of all open cells whose oldest unsynced line was written at least ``age_s`` seconds ago."""
+        # the clock of ``unsynced`` is monotonic: a change of the system's time must not delay a sync
         deadline = time.monotonic() - age_s
         for writer in self.writers.values():
             if writer.out.unsynced is not None and writer.out.unsynced <= deadline:
@@ -190,16 +201,19 @@ class ResultStore:
         process = {"host": socket.gethostname(), "pid": os.getpid()}
         with suppress(KvbenchError, OSError):
             if self.cell(cell.id) is None:
+                # a cell that fails before it was opened gets a record all the same, so that lists can name it
                 with self._record(cell):
                     pass
             shard = 0
             if writer is not None:
                 shard = writer.shard
+            # a mark is lost without harm, so that it is not synced: without it a cell counts as partial
             record = {"status": status, "reason": reason, "time": time.time()} | process
             write_json(self.folder(cell.id) / f"state-{shard}.json", record, sync=False)
 
     def status(self, cell_id: str) -> Status:
         """Return the status of a cell, read from its files alone."""
+        # nothing can be said of the samples if it is unknown what they were measured with
         damage = self.damage(cell_id)
         if damage is not None:
             return Status(DAMAGED, 0, None, damage)
@@ -209,12 +223,14 @@ class ResultStore:
         if record is not None:
             of = record.of
         if of is None:
+            # records of older versions lack the number of examples, which the metrics have, too
             of = self.metrics(cell_id).get("of")
         earlier_marks = self._marks(cell_id)
         measuring = self.measuring(cell_id)
         # read twice: only a mark seen on both sides of the locks is not of a cell being opened or closed meanwhile
         marks = [m for m in self._marks(cell_id) if m in earlier_marks]
         failed = [m for m in marks if m.get("status") == "failed"]
+        # the first status that holds counts: a refusal is above all others, since such a cell must never be reported
         refusal = self.refusal(cell_id)
         if refusal is not None:
             status, reason = "refused", refusal
@@ -232,7 +248,7 @@ class ResultStore:
             status, reason = "partial", None
         else:
             status, reason = "never", None
-        return Status(status, n, of, reason, measuring, self._changed(cell_id))
+        return Status(status, n, of, reason=reason, measuring=measuring, changed=self._changed(cell_id))
 
     def _changed(self, cell_id: str) -> float | None:
         """Return when a file of the cell was changed last, in seconds; None if it has none."""
@@ -246,6 +262,7 @@ class ResultStore:
 
     def measuring(self, cell_id: str) -> tuple[int, ...]:
         """Return the shards of the cell that some process is measuring."""
+        # a lock's file stays when its process has ended: only the lock on it tells
         held_locks = [path for path in self.shard_locks(cell_id) if locked(path)]
         return tuple(sorted(int(path.name.removeprefix("lock-")) for path in held_locks))
 
@@ -259,7 +276,9 @@ class ResultStore:
         marks = []
         for path in self._files(cell_id, "state-*.json"):
             with suppress(UsageError):
+                # a damaged mark tells nothing, and the cell's samples decide alone
                 marks.append(read_json(path) or {})
+        # an empty mark is a file that was removed meanwhile
         return sorted(filter(None, marks), key=lambda m: float(m.get("time") or 0))
 
     def cell(self, cell_id: str) -> CellRecord | None:
@@ -397,6 +416,7 @@ class ResultStore:
         The record is locked for this process meanwhile. A cell without a record gets one.
         """
         folder = self.folder(cell.id)
+        # processes of several shards add their provenance to the same record
         record_lock = lock(folder / "lock", RECORD_WAIT_S)
         if record_lock is None:
             raise KvbenchError(f"{folder / 'lock'} has been held by another process for {RECORD_WAIT_S:g} s")
@@ -421,8 +441,10 @@ class ResultStore:
         """Add ``provenance`` to the cell's record if it is not there yet, and return its index in the record's list."""
         facts = dict(provenance)
         with self._record(cell) as recorded:
+            # each distinct set of facts is stored once, and samples refer to it by its index
             if facts not in recorded:
                 for old in recorded:
+                    # these three may change the numbers; other facts, such as the commit, are only recorded
                     for key in ("device", "torch", "calibration"):
                         if old.get(key) != facts.get(key) and not mix:
                             raise UsageError(
@@ -435,6 +457,7 @@ class ResultStore:
 
     def _warn(self, path: Path, text: str) -> None:
         """Add a warning about a file, which replaces an earlier warning about the same file."""
+        # the list is changed in place, since a caller may hold it
         self.warnings[:] = [w for w in self.warnings if not w.startswith(f"{path}: ")]
         self.warnings.append(f"{path}: {text}")
 

@@ -10,7 +10,7 @@ import secrets
 import shutil
 import time
 from collections.abc import Collection, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import groupby
 from operator import attrgetter
@@ -49,7 +49,10 @@ def plan(store: ResultStore, cells: Collection[str], whole: bool) -> list[Remova
     removals = []
     for cell in cells:
         if not store.measuring(cell):
-            removals += [_cell_removal(store, cell)] if whole else list(_waste_removals(store, cell))
+            if whole:
+                removals.append(_cell_removal(store, cell))
+            else:
+                removals += _waste_removals(store, cell)
     return removals
 
 
@@ -62,8 +65,12 @@ def leftovers(store: ResultStore) -> list[Removal]:
 
 def carry_out(store: ResultStore, removals: Collection[Removal]) -> None:
     """Carry out the removals, each cell's under its locks. Raises KvbenchError if a process began to measure one."""
+    # ``plan`` returns the removals of one cell next to each other
     for cell, group in groupby(removals, key=attrgetter("cell")):
-        with _cell_locked(store, cell) if cell else nullcontext():
+        with ExitStack() as stack:
+            # a folder that an earlier cleaning renamed belongs to no cell, and nobody measures it
+            if cell:
+                stack.enter_context(_cell_locked(store, cell))
             for removal in group:
                 try:
                     _remove(store, removal)
@@ -75,9 +82,12 @@ def _cell_removal(store: ResultStore, cell: str) -> Removal:
     """Return the removal of a whole cell."""
     try:
         n = len(store.lines(cell))
-        about = f"{n} samples" if n else "nothing measured"
     except UsageError:
         about = "unreadable"
+    else:
+        about = "nothing measured"
+        if n:
+            about = f"{n} samples"
     return Removal("cell", cell, store.folder(cell), about)
 
 
@@ -90,26 +100,38 @@ def _waste_removals(store: ResultStore, cell: str) -> Iterator[Removal]:
         yield Removal("aside", cell, folder, f"{status.reason}; moved to {aside_path(store, cell).parent}")
         return
     if status.status in EMPTY and not status.n:
+        # lines that do not count may be another cell's answers, which nobody else has
         if _has_lines(folder):
             about = f"none of its lines count; moved to {aside_path(store, cell).parent}"
             yield Removal("aside", cell, folder, about)
         else:
             yield Removal("cell", cell, folder, f"{status.status}, nothing measured")
         return
-    marks = sorted(p for pattern in MARKS for p in folder.glob(pattern))
-    blocked = [p for p in (folder / "metrics.json", *marks) if is_blocked(p)]
-    for path in (p for p in marks if p not in blocked):
-        yield Removal("mark", cell, path, f"{status.status}, {status.n} samples stay")
-    for path in blocked:
-        kind = "a folder" if path.is_dir() else "no readable file"
+    marks: list[Path] = []
+    for pattern in MARKS:
+        marks += folder.glob(pattern)
+    marks.sort()
+    # something that is no file stands in the place of a file, which then can neither be read nor written
+    blocked_paths = [path for path in [folder / "metrics.json"] + marks if is_blocked(path)]
+    for path in marks:
+        if path not in blocked_paths:
+            yield Removal("mark", cell, path, f"{status.status}, {status.n} samples stay")
+    for path in blocked_paths:
+        kind = "no readable file"
+        if path.is_dir():
+            kind = "a folder"
         yield Removal("aside", cell, path, f"{kind}, moved to {aside_path(store, cell).parent}")
     for path in sorted(p for p in folder.glob("*.tmp") if not p.is_dir()):
+        # a young temporary file may be one that a process is writing now, and may be renamed at any moment
         with suppress(FileNotFoundError):
             if time.time() - path.lstat().st_mtime > STALE_S:
                 yield Removal("temporary", cell, path, "half written")
     for path in sorted(folder.glob("samples-*.jsonl")):
-        if numbers := read_lines(path, cell).uncounted:
-            count = "1 line that does not count" if len(numbers) == 1 else f"{len(numbers)} lines that do not count"
+        numbers = read_lines(path, cell).uncounted
+        if numbers:
+            count = f"{len(numbers)} lines that do not count"
+            if len(numbers) == 1:
+                count = "1 line that does not count"
             yield Removal("lines", cell, path, f"{count}, moved to {damaged_path(path).name}")
     for path in sorted(folder.glob("lock*")):
         yield Removal("lock", cell, path, "held by nobody")
@@ -153,10 +175,16 @@ def _set_aside(path: Path, cell: str) -> None:
     """Move the lines of a cell's file of samples that do not count into the file ``damaged_path`` beside it."""
     uncounted = read_lines(path, cell).uncounted
     all_lines = path.read_bytes().split(b"\n")
-    to_move = b"".join(all_lines[i - 1] + b"\n" for i in uncounted)
-    to_keep = b"".join(line + b"\n" for i, line in enumerate(all_lines, 1) if line and i not in uncounted)
+    # lines are counted from 1
+    to_move = b"".join(all_lines[number - 1] + b"\n" for number in uncounted)
+    counted_lines = []
+    for number, line in enumerate(all_lines, start=1):
+        if line and number not in uncounted:
+            counted_lines.append(line + b"\n")
+    to_keep = b"".join(counted_lines)
     temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
     try:
+        # the moved lines are on disk before the file loses them: a crash in between leaves them in both files
         for target, mode, content in ((damaged_path(path), "ab", to_move), (temporary, "xb", to_keep)):
             with target.open(mode) as out:
                 out.write(content)
@@ -172,9 +200,14 @@ def _cell_locked(store: ResultStore, cell: str) -> Iterator[None]:
     """Hold every lock of the cell, so that no process can start to measure it."""
     folder = store.folder(cell)
     with ExitStack() as stack:
-        locks = [folder / "lock", *store.shard_locks(cell)] if folder.is_dir() else []
+        locks = []
+        # the folder of a damaged cell may be a file, in which there are no locks
+        if folder.is_dir():
+            locks.append(folder / "lock")
+            locks += store.shard_locks(cell)
         for path in locks:
-            if is_blocked(path) or path.is_symlink():  # nobody can hold it, and no run begins this cell
+            # nobody can hold a lock that is no file, and no run begins a cell with one
+            if is_blocked(path) or path.is_symlink():
                 continue
             try:
                 lock_handle = lock(path, LOCK_WAIT_S)

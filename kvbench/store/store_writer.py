@@ -38,16 +38,22 @@ class Writer:
 
         Raises KvbenchError if it cannot be written; earlier lines are safe then.
         """
-        self.out.append(line_of({**line, "cell": self.cell, "provenance": self.provenance}).encode())
+        stored_line = dict(line)
+        stored_line["cell"] = self.cell
+        stored_line["provenance"] = self.provenance
+        self.out.append(line_of(stored_line).encode())
+        # the store syncs the lines of all open cells together, this one's among them
         self.written()
 
     def close(self) -> None:
         """Sync the file and release the lock. A mark as failed or interrupted stays."""
         try:
             self.out.close()
+            # without the mark that the cell was started, its lines alone decide whether it is partial or complete
             if not self.ended:
                 with suppress(OSError):
                     self.path.with_name(f"state-{self.shard}.json").unlink(missing_ok=True)
         finally:
+            # a full disk must not keep the shard locked
             with suppress(OSError):
                 os.close(self.lock)

@@ -87,14 +87,17 @@ def summarise_turns(contexts: Contexts, name: str, compressed: Sequence[float]) 
     show, scale = metric(name).show, metric(name).scale
     # scores_by_index[i]: those of each context's question i; contexts may have different numbers of questions
     scores_by_index: list[list[float]] = []
+    # zip_longest gives None for the questions that a shorter context does not have
     for answers in zip_longest(*contexts.values()):
         scores_by_index.append([a.score for a in answers if a is not None and a.score is not None])
     all_scores: list[float] = []
     for scores in scores_by_index:
         all_scores += scores
     pairs = list(falls(contexts).values())
+    # a score lies in [0, 1], hence a difference of two in [-1, 1]
     fall, interval = _mean([last - first for first, last in pairs], 1.0)
     if fall is not None:
+        # ``show`` is for means, and may be another function than a factor: a difference is only scaled
         fall *= scale
     if interval is not None:
         interval = (scale * interval[0], scale * interval[1])
@@ -116,15 +119,18 @@ def summarise_turns(contexts: Contexts, name: str, compressed: Sequence[float]) 
 
 def _means_beside(contexts: Contexts) -> dict[str, float | None]:
     """Return the mean over contexts of the scores by each metric beside the task's own, in printed units."""
+    # a dict keeps the order in which the metrics first appear, which a set would not
     names: dict[str, None] = {}
     for turns in contexts.values():
         for turn in turns:
             names |= dict.fromkeys(turn.beside)
     means = {}
     for name in names:
+        # contexts weigh equally, however many questions they have, as in the cell's own score
         means_of_contexts = []
         for turns in contexts.values():
-            scores = [score for score in (turn.beside.get(name) for turn in turns) if score is not None]
+            scores_or_none = [turn.beside.get(name) for turn in turns]
+            scores = [score for score in scores_or_none if score is not None]
             if scores:
                 means_of_contexts.append(fmean(scores))
         means[name] = _shown(metric(name).show, means_of_contexts)
@@ -136,9 +142,11 @@ def fall_beside(contexts: Contexts, full: Contexts, name: str) -> tuple[float, s
     ends_of_full = falls(full)
     differences = []
     for context, (first, last) in falls(contexts).items():
+        # only contexts that both have answered are paired
         if context in ends_of_full:
             full_first, full_last = ends_of_full[context]
             differences.append((last - first) - (full_last - full_first))
+    # a difference of two falls lies in [-2, 2]
     mean, interval = _mean(differences, 2.0)
     if mean is None:
         return None
