@@ -137,7 +137,7 @@ def limited(limit: float | None, device: torch.device) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Request:
+class PeakRequest:
     """The request to a child process.
 
     what: peak, largest or peak of a peer.
@@ -158,7 +158,7 @@ class Request:
     threads: int
 
 
-class Answer(TypedDict, total=False):
+class PeakAnswer(TypedDict, total=False):
     """The answer of a child process.
 
     It holds the peak bytes ``allocated`` and ``reserved``, or the largest ``batch``, or ``oom`` if memory did not
@@ -183,7 +183,7 @@ def ask(
     limit: float | None,
     layers: int | None,
     graph: bool,
-) -> Answer:
+) -> PeakAnswer:
     """Return the answer of a child process to ``what``, which is peak, largest or peak of a peer.
 
     ``label`` names the chain or peer. The child is forked from a process that has imported everything. If it dies for
@@ -192,7 +192,7 @@ def ask(
     server = get_context("forkserver")
     server.set_forkserver_preload([__name__, "transformers.models.llama.modeling_llama"])
     reader, writer = server.Pipe(duplex=False)
-    request = Request(
+    request = PeakRequest(
         what=what,
         overrides=tuple(overrides),
         label=label,
@@ -209,7 +209,7 @@ def ask(
     # the child holds its own end: with this one closed, its death ends the wait below
     writer.close()
     try:
-        answer: Answer = reader.recv()
+        answer: PeakAnswer = reader.recv()
     except EOFError:
         process.join()
         # a signal ended it: the kernel's, for want of memory, or after an allocation that C++ could not make
@@ -223,7 +223,7 @@ def ask(
     return answer
 
 
-def _send_answer(writer: Connection, request: Request) -> None:
+def _send_answer(writer: Connection, request: PeakRequest) -> None:
     """Answer ``request`` in this child process, and send the answer to the parent."""
     # Ctrl-C kills this child; the parent reports it
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -235,7 +235,7 @@ def _send_answer(writer: Connection, request: Request) -> None:
         writer.send(_answer(request))
 
 
-def _answer(request: Request) -> Answer:
+def _answer(request: PeakRequest) -> PeakAnswer:
     """Return the answer to ``request``. Errors are part of it, since the parent cannot catch them."""
     torch.set_num_threads(request.threads)
     try:
@@ -248,7 +248,7 @@ def _answer(request: Request) -> Answer:
         return {"error": f"{type(error).__name__}: {error}".split("\n")[0]}
 
 
-def _measure(request: Request) -> Answer:
+def _measure(request: PeakRequest) -> PeakAnswer:
     """Build the model in this process, and return the largest batch or the peak bytes of one pass."""
     cfg = config.read(request.overrides)
     chains = {"full": Chain()}

@@ -21,7 +21,7 @@ Row = dict[str, Any]
 """One JSON object: an entrant on a workload, with its status, facts and quantities. Older files may lack newer keys."""
 
 
-class Spread(TypedDict):
+class RepeatSpread(TypedDict):
     """The distribution of one quantity over the ``n`` repeats of a row."""
 
     median: float
@@ -78,7 +78,7 @@ def latest(rows: Sequence[Row]) -> dict[str, Row]:
     return {row["key"]: row for row in rows}
 
 
-def spread(values: Sequence[float]) -> Spread:
+def spread(values: Sequence[float]) -> RepeatSpread:
     """Return the median, quartiles and number of values of one quantity. A single value is its own quartiles."""
     if len(values) == 1:
         low = high = values[0]

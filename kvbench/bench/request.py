@@ -89,7 +89,7 @@ DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
 
 
 @dataclass(frozen=True)
-class Options:
+class TimeOptions:
     """The values of the keys of OWN, besides the file's: see their help in ``bench time``."""
 
     workloads: list[Workload]
@@ -128,7 +128,7 @@ def measure(words: Sequence[str], plan: bool = False, beside: bool = True) -> tu
     refuse_keys("time", arguments, OTHERS, ("model", "method", "preset", "dtype", "weights", *OTHERS, *OWN))
     own_values = values(OWN.values(), arguments)
     folder, name = own_values.pop("folder"), own_values.pop("name")
-    options = Options(**own_values)
+    options = TimeOptions(**own_values)
     run_words = [alias(word) for word in words if word.partition("=")[0] not in OWN]
     if "method" not in arguments:
         run_words.append(f"method={METHODS}")
@@ -154,7 +154,7 @@ def _results_as_folder(word: str) -> str:
     return word
 
 
-def _measure_model(request: RunRequest, options: Options, path: Path, plan: bool, older: bool) -> list[Row]:
+def _measure_model(request: RunRequest, options: TimeOptions, path: Path, plan: bool, older: bool) -> list[Row]:
     """Measure the missing rows of one model and return all rows asked for.
 
     With ``older``, rows of earlier sessions come with the base rows of their sessions.
@@ -240,7 +240,7 @@ def _entrants(cfg: RunConfig, peers: Sequence[Peer], step_kinds: Sequence[str]) 
     return entrants
 
 
-def _settings(cfg: RunConfig, overrides: Sequence[str], options: Options, device: torch.device) -> Settings:
+def _settings(cfg: RunConfig, overrides: Sequence[str], options: TimeOptions, device: torch.device) -> Settings:
     """Return the settings of a session with the facts about the model and the machine."""
     dtype = load.resolve_dtype(cfg.model, device, architecture.model_config(cfg.model))
     facts: dict[str, object] = {

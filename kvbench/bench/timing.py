@@ -16,8 +16,8 @@ from kvbench.base.errors import KvbenchError, say
 from kvbench.bench import environment, generation_pass, peak, peers, roofline
 from kvbench.bench.architecture import weight_bytes
 from kvbench.bench.generation_pass import Pass
-from kvbench.bench.peak import Answer, Peak
-from kvbench.bench.records import FAILED, FINISHED, MEASURED, NOT_RUN, OOM, REFUSED, Row, Spread, key, spread
+from kvbench.bench.peak import Peak, PeakAnswer
+from kvbench.bench.records import FAILED, FINISHED, MEASURED, NOT_RUN, OOM, REFUSED, RepeatSpread, Row, key, spread
 from kvbench.bench.workload import Workload, prompts
 from kvbench.engine.memory import is_out_of_memory, release
 from kvbench.methods.core.resolve import ChainConfig
@@ -156,7 +156,7 @@ class Trial:
         release()
         return None
 
-    def ask(self, what: str) -> Answer:
+    def ask(self, what: str) -> PeakAnswer:
         """Measure in a child process and return its answer."""
         label = self.entrant.name
         if self.entrant.chain is not None:
@@ -280,7 +280,7 @@ class Trial:
                 row["sampled"].append({"starts": sampled.starts, "width": sampled.width, "times": sampled.times})
         return row
 
-    def _quantities(self, batch: int) -> dict[str, Spread]:
+    def _quantities(self, batch: int) -> dict[str, RepeatSpread]:
         """Return the distribution over the passes of every quantity that was measured, for ``batch`` rows."""
         values: dict[str, list[float]] = {}
         for name in SECONDS:
