@@ -48,7 +48,7 @@ Answered = tuple[StoredCell, tuple[Sample, ...]]
 """A stored cell with its samples."""
 
 
-class Stage(TypedDict):
+class StageRecord(TypedDict):
     """The part of a stage's identity that names its method and its knobs."""
 
     id: str
@@ -159,9 +159,9 @@ class Run:
         """True if nothing was compressed on any task, so that the scores are the full cache's."""
         return all(cell.unchanged for cell, _ in self.tasks.values())
 
-    def _stages(self) -> Sequence[Stage]:
+    def _stages(self) -> Sequence[StageRecord]:
         """Return the stages of the method's chain, in their order."""
-        stages: Sequence[Stage] = self.cell.record.identity["chain"]["stages"]
+        stages: Sequence[StageRecord] = self.cell.record.identity["chain"]["stages"]
         return stages
 
     def config(self, root: Path) -> dict[str, object]:

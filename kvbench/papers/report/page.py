@@ -75,7 +75,7 @@ VIEWS = (("both", "both"), ("ours", "ours"), ("published", "published"), ("delta
 """What the cells of papers' tables can show: the view's name in page.css, and the label of its button."""
 
 
-class Divergence(TypedDict, total=False):
+class DivergenceRecord(TypedDict, total=False):
     """The KL divergence of a run's distributions from the full cache's, in nats, with its 95 % interval.
 
     ``at_floor`` tells that the mean is not above the divergence that rounding alone makes.
@@ -243,7 +243,7 @@ def _printed_run(run: Mapping[str, Any]) -> dict[str, object]:
     return values
 
 
-def _format_divergence(divergence: Divergence) -> str | None:
+def _format_divergence(divergence: DivergenceRecord) -> str | None:
     """Return a divergence with its interval as text, or None where it was not measured."""
     mean = divergence.get("kl_mean")
     if mean is None:
