@@ -235,7 +235,7 @@ NOT_POSSIBLE = {
     "the entry 5 names no method": lambda: kvbench.prefill(LLAMA, prompt(20), [5]),
     "unknown knob '5'": lambda: kvbench.prefill(LLAMA, prompt(20), [{"method": "snapkv", 5: 6}]),
     "preset=5 is not possible": lambda: kvbench.prefill(LLAMA, prompt(20), ["snapkv"], preset=5),
-    "caches=<Cache full: 20 of 20 tokens": lambda: kvbench.generate(LLAMA, CACHE, 4),
+    "caches=<PromptCache full: 20 of 20 tokens": lambda: kvbench.generate(LLAMA, CACHE, 4),
     "caches=[None] is not possible": lambda: kvbench.generate(LLAMA, [None], 4),
     "eos_token_id='</s>' is not possible": lambda: kvbench.generate(LLAMA, [CACHE], 4, eos_token_id="</s>"),
     "eos_token_id=2.5 is not possible": lambda: kvbench.generate(LLAMA, [CACHE], 4, eos_token_id=2.5),
@@ -250,7 +250,7 @@ NOT_POSSIBLE = {
     "status=['partial'] is not possible": lambda: kvbench.results(".", status=["partial"]),
     "results='' is not possible": lambda: kvbench.compare(LLAMA, None, ["a"], results=""),
     "tokenizer is int": lambda: kvbench.prefill(LLAMA, prompt(20), ["kvzip"], tokenizer=5),
-    "cache=[<Cache": lambda: kvbench.extend(LLAMA, [CACHE], [5]),
+    "cache=[<PromptCache": lambda: kvbench.extend(LLAMA, [CACHE], [5]),
     "unknown knob of the model 'foo'": lambda: kvbench.load_model("tiny", foo=1),
     "model=None is not possible": lambda: kvbench.load_model(None),
     "there is no such folder": lambda: kvbench.load_model("a" * 5000),
@@ -274,7 +274,7 @@ def test_numbers_of_numpy_and_devices_and_dtypes_of_torch_are_what_they_say():
     methods = [{"method": "snapkv", "kv_size": np.int64(40)}]
     (plain,) = kvbench.prefill(LLAMA, ids, ["snapkv"], kv_size=40)
     (numpy,) = kvbench.prefill(LLAMA, ids.numpy(), methods, **{"snapkv.frozen_layers": np.array([], dtype=int)})
-    assert numpy.chain == plain.chain and repr(plain).startswith("<Cache snapkv kv_size=40: 40 of 60 tokens, 0.0")
+    assert numpy.chain == plain.chain and repr(plain).startswith("<PromptCache snapkv kv_size=40: 40 of 60 tokens, 0.0")
     (ragged,) = kvbench.prefill(LLAMA, ids, ["adakv"], kv_size=40, window=8)
     counts = [len(head) for layer in ragged.layers for head in layer.kept_positions()]
     assert f": {min(counts)} to {max(counts)}, 40 in the mean, of 60 tokens" in repr(ragged)

@@ -248,8 +248,8 @@ def test_the_code_of_a_method_of_ones_own_says_which_results_are_its_own(mine):
 
 
 def test_kvbenchs_own_methods_are_those_of_its_files_and_go_by_their_revision():
-    folder = Path(foreign.__file__).parent
-    tracked = subprocess.run(["git", "ls-files", "*.py"], cwd=folder, capture_output=True, text=True)
+    folder = Path(foreign.__file__).parents[1]
+    tracked = subprocess.run(["git", "ls-files", ":(glob)*.py"], cwd=folder, capture_output=True, text=True)
     if tracked.returncode or not tracked.stdout:
         pytest.skip("no clone, no list of its files")
     assert {Path(p).stem for p in tracked.stdout.split()} - {"__init__"} == set(foreign.OWN)

@@ -235,7 +235,7 @@ class Early(Selector):
             "transformers.models.llama.modeling_llama.LlamaForCausalLM.forward",
         ),
         (
-            "from kvbench.methods import statistics\ndef first(scores, k): return torch.arange(k)\n"
+            "from kvbench.methods.core import statistics\ndef first(scores, k): return torch.arange(k)\n"
             "statistics.top_indices.__code__ = first.__code__",
             "the code of kvbench.methods.core.statistics.top_indices",
         ),
@@ -246,10 +246,10 @@ def test_what_a_file_replaces_when_it_is_imported_is_put_back_and_it_is_refused(
     """The model's code is imported by the file itself, so that it cannot be looked at before."""
     (tmp_path / "early.py").write_text(AT_IMPORT.format(act=act))
     check = (
-        "import sys; from kvbench.base.errors import UsageError; from kvbench.methods import registry\n"
+        "import sys; from kvbench.base.errors import UsageError; from kvbench.methods.core import registry\n"
         "try: registry.defaults('early')\n"
         "except UsageError as error: print(error)\n"
-        "from transformers.models.llama import modeling_llama as m; from kvbench.methods import statistics\n"
+        "from transformers.models.llama import modeling_llama as m; from kvbench.methods.core import statistics\n"
         "print(m.apply_rotary_pos_emb.__module__, m.LlamaForCausalLM.forward.__module__)\n"
         "print(statistics.top_indices.__code__.co_name)"
     )

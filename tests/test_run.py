@@ -23,7 +23,9 @@ def test_second_run_measures_nothing_and_a_new_method_reads_only_for_itself(tmp_
     calls = []
     original = run_host.prefill_chains
     monkeypatch.setattr(
-        run_host, "prefill_chains", lambda m, i, c, *a: calls.append([x.name for x in c]) or original(m, i, c, *a)
+        run_host,
+        "prefill_chains",
+        lambda m, i, c, **more: calls.append([x.name for x in c]) or original(m, i, c, **more),
     )
     again = run_json(capsys, *arguments, "method=snapkv")[1]
     assert calls == []
@@ -157,7 +159,7 @@ def test_withheld_question_is_read_after_compression(dataset, tmp_path, capsys):
 def test_both_protocols_stand_in_one_table_with_the_ids_that_each_has_alone(tmp_path, capsys, monkeypatch):
     read = []
     prefill = run_host.prefill_chains
-    monkeypatch.setattr(run_host, "prefill_chains", lambda *a: read.append(len(a[1])) or prefill(*a))
+    monkeypatch.setattr(run_host, "prefill_chains", lambda *a, **more: read.append(len(a[1])) or prefill(*a, **more))
     small = ["dataset=tiny/needle", "length=256", "examples=2", "method=snapkv,h2o,keydiff", f"results={tmp_path}"]
     assert main(["run", *small, "query_aware=true,false", "--plan", "--json"]) == 0
     (plan,) = json.loads(capsys.readouterr().out)

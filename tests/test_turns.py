@@ -61,7 +61,9 @@ def counted(monkeypatch):
     """Return the lists that grow by one with every prompt read and with every compression of SnapKV's first layer."""
     prefills, compressions = [], []
     prefill, compress = run_host.prefill_chains, SnapKV.compress
-    monkeypatch.setattr(run_host, "prefill_chains", lambda *a: prefills.append(len(a[2])) or prefill(*a))
+    monkeypatch.setattr(
+        run_host, "prefill_chains", lambda *a, **more: prefills.append(len(a[2])) or prefill(*a, **more)
+    )
     monkeypatch.setattr(
         SnapKV,
         "compress",
