@@ -209,7 +209,10 @@ def test_help_and_lists_do_not_import_torch(tmp_path):
 
 @pytest.mark.e2e("runs a command line in a process that watches its imports")
 def test_a_command_that_imports_torch_is_named_with_the_road_to_it():
-    named = r"kvbench run limit=1 --plan waits for torch, imported by way of .*kvbench/cli/run.py:\d+ > .*methods/core/source.py"
+    named = (
+        r"kvbench run limit=1 --plan waits for torch, imported by way of .*kvbench/cli/run.py:\d+ > "
+        r".*methods/core/source.py"
+    )
     with pytest.raises(AssertionError, match=named):
         without_torch([["run", "limit=1", "--plan"]])
 
