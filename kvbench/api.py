@@ -242,6 +242,6 @@ def cache(model: PreTrainedModel, method: Entry, preset: str | None = None, **kn
         warnings.warn(model_traits.note, stacklevel=3)
     (chain,) = _chains(model, [method], preset, knobs)
     chain.check_model(model_traits)
-    # as prefill does when it reads: here the reading waits for model.generate
+    # prefill makes the same check when it reads; here the reading waits for model.generate
     check_calibrated(chain, model)
     return TransformersCache(model, chain)

@@ -1,4 +1,4 @@
-"""How often the intervals and tests of ``kvbench.tasks.metrics.stats`` say what they should, by simulation.
+"""Simulate how often the intervals and tests of ``kvbench.tasks.metrics.stats`` say what they should.
 
 python scripts/coverage.py                  print the table
 python scripts/coverage.py --draws 20000    with more data sets for each number (the standard error of 95 % is 0.15)

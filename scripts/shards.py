@@ -27,6 +27,7 @@ from kvbench.papers.measured.our_table import OurTable
 from kvbench.papers.spec import table_spec
 from kvbench.papers.spec.table_spec import TableSpec
 from kvbench.plan.cells import Group
+from kvbench.plan.run_plan import RunPlan
 from kvbench.run import experiment
 
 ROUNDS = (8, 16, 50)
@@ -72,7 +73,7 @@ def calibrate_shard(shard_tables: Shard, shard: int, shards: int) -> None:
 
 
 @cache
-def joined(shard_tables: Shard, shard: int, shards: int) -> list[experiment.RunPlan]:
+def joined(shard_tables: Shard, shard: int, shards: int) -> list[RunPlan]:
     """Return the runs of some tables; those that read the same prompts are joined into one.
 
     They are cached, since a process needs them in every round.

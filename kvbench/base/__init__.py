@@ -1,1 +1,1 @@
-"""What every room uses: errors, configuration files, examples, files and progress."""
+"""The parts that every room uses: errors, configuration files, examples, files and progress."""

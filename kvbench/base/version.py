@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from importlib.metadata import PackageNotFoundError
-from importlib.metadata import version as installed_version
-
 
 def version() -> str:
     """Return the version that was installed. It comes from the tags of git."""
+    # imported here: every import of kvbench would wait for it otherwise
+    from importlib import metadata
+
     try:
-        return installed_version("kvbench")
-    except PackageNotFoundError:
+        return metadata.version("kvbench")
+    except metadata.PackageNotFoundError:
         return "0+source"

@@ -82,8 +82,8 @@ class Account:
         """Return the measured sums if a cache was built, else those by formula."""
         if self.measured is None:
             return self.formula
-        held = self.measured.held
-        return ByteSums(tokens=self.measured.tokens, payload=held.payload, overhead=held.overhead)
+        cache_bytes = self.measured.held
+        return ByteSums(tokens=self.measured.tokens, payload=cache_bytes.payload, overhead=cache_bytes.overhead)
 
     def as_json(self) -> dict[str, object]:
         """Return the account as plain data."""
@@ -99,7 +99,7 @@ class Account:
                 "measured": True,
                 "layers_built": built.made,
                 "parts": dict(zip(PARTS, built.held.parts(), strict=True)),
-                # of the tokens that the built layers kept, not of those that the chain promises
+                # the formula counts the tokens that the built layers kept, not those that the chain promises
                 "formula": {"payload": built.payload_formula, "overhead": built.overhead_formula},
                 "agrees": built.agrees,
             }

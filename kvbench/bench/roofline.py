@@ -14,7 +14,7 @@ from kvbench.kv.model_shape import from_config
 from kvbench.models.interface import synchronise
 
 COPIED = {"cuda": 2**30, "cpu": 2**28}
-"""How many bytes are copied to find a device's bandwidth: far more than its last-level cache holds."""
+"""The bytes that are copied to find a device's bandwidth: far more than its last-level cache holds."""
 REPEATS = 7
 
 

@@ -18,7 +18,7 @@ from kvbench.storage.packed_rows import PackedRows
 LENGTHS = 4
 """At how many cache lengths a stretch of steps runs."""
 CHUNK = 256
-"""How many random tokens are drawn at once where a batch is brought to a later length."""
+"""The number of random tokens drawn at once where a batch is brought to a later length."""
 
 
 @dataclass(frozen=True)

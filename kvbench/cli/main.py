@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         say("interrupted. Finished answers are safe; run the same command to go on.")
         return 130
     except BrokenPipeError:
-        # as with | head: Python would write the rest when it ends, and fail once more
+        # the reader has ended, as `head` does: Python would write the rest when it ends, and fail once more
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except OSError as error:

@@ -65,7 +65,7 @@ def main(args: argparse.Namespace) -> int:
             print()
         overrides = [f"{key}={value}" for key, value in options.items()]
         if table.kind == timings.KIND:
-            # of several tables each takes its own keys; of one, a key that it does not take is an error
+            # several tables each take their own keys; one table refuses a key that it does not take
             if len(tables) > 1:
                 overrides = [word for word in overrides if timings.allowed(word.partition("=")[0])]
             outcome = _time_table(table, model, overrides, args)
@@ -148,7 +148,7 @@ def _measure_table(table: TableSpec, model: str, overrides: Sequence[str], args:
         ours = our_table.printed(table, model, "--show published")
     else:
         ours = our_table.prepare(table, model, overrides)
-    # of a whole paper, a table without data is shown with its reasons
+    # a whole paper shows a table without data, too, with its reasons
     if ours.run is None and ours.absent and "/" in args.table:
         raise UsageError(f"{table.id}: none of its datasets can be read: {'; '.join(grid.absent(ours))}")
     if args.plan:
@@ -195,7 +195,7 @@ def _time_table(table: TableSpec, model: str, overrides: Sequence[str], args: ar
             results = Path(value)
         else:
             bench_words.append(word)
-    # of a whole paper, the keys are those of its scored tables
+    # a whole paper takes the keys of its scored tables
     if bench_words and args.stored and "/" in args.table:
         raise UsageError(
             f"{' '.join(bench_words)} is not possible with --stored, which times nothing: leave one of them out"

@@ -257,7 +257,7 @@ class GeneratedTurn:
             payload: list[int] = []
             for layer in compressed(self.batch):
                 peaks.append(int(layer.held()))
-                payload.extend(layer.payload())  # of the batch's only row
+                payload.extend(layer.payload())  # the batch has one row
             check_peak(cache.state, peaks, len(self.fed))
             check_bytes(cache.state, Stored(len(self.fed), payload), *cache_shape(self.model))
             cache.state = settled(cache.state, self.batch, self.logits)

@@ -31,7 +31,7 @@ class CompressedLayers:
             first_later_stage = chain.stages.index(chain.rebalancer) + 1
         self._first_stages = chain.stages[:first_later_stage]
         self._later_stages = chain.stages[first_later_stage:]
-        self._observations: list[Observation] = []  # of the layers so far, for later stages
+        self._observations: list[Observation] = []  # later stages read those of the layers before
 
     def add(self, dense: LayerCache, obs: Observation) -> None:
         """Compress the next finished layer. Stages behind one that rebalances wait for the last layer."""

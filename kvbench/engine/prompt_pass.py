@@ -224,7 +224,7 @@ class _PromptPass:
             n_layers=self.shape.layers,
             n=tokens_read,
             scale=statistics.scale,
-            # of these tokens alone, so that random draws do not depend on the tokens behind them
+            # random draws are seeded by these tokens alone, and do not depend on the tokens behind them
             prompt=zlib.crc32(self.tokens[:length].tobytes()),
             last_q=statistics.last_q,
             first_q=statistics.first_q,

@@ -255,7 +255,7 @@ class Packed(ABC):
         """
         flat = self.flat()
         heads, tokens, channels = flat.shape
-        # as many tokens of one head as fit, in whole steps; then as many heads beside it as still fit
+        # a piece takes as many tokens of one head as fit, in whole steps, then as many heads as still fit
         fitting_tokens = min(tokens, elements // max(channels, 1))
         part_tokens = max(fitting_tokens // self.step * self.step, self.step)
         part_heads = max(elements // max(part_tokens * channels, 1), 1)

@@ -1,4 +1,4 @@
-"""What the file of a method imports: the classes that it may derive from, and statistics to score tokens with.
+"""The imports of a method's file: classes to derive from, and statistics to score tokens with.
 
 A selector of tokens derives from ``Selector`` and has ``scores``. docs/own.md shows one in twelve lines.
 """

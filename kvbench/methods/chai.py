@@ -208,7 +208,7 @@ def divide_clusters(distances: torch.Tensor, share: float) -> list[int]:
         return [1] * layers
     # each merge leaves one leading head less: L Hq - share * L Hq merges over all layers
     merge_count = min(layers * heads - round(share * layers * heads), distances.numel())
-    # of the merges with the smallest distances, the layer in which each happens
+    # each of the merges with the smallest distances counts for the layer in which it happens
     merged_layers = distances.flatten().sort(stable=True).indices[:merge_count] // (heads - 1)
     return [heads - int((merged_layers == layer).sum()) for layer in range(layers)]
 

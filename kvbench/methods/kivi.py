@@ -38,7 +38,7 @@ class Kivi(Quantiser):
         self.require("residual", fits, f"a multiple of group={self.group}, 1 or more")
 
     def residuals(self) -> tuple[Residual, Residual]:
-        # of N tokens R * floor(N / R) are packed as keys, and N - R as values
+        # R * floor(N / R) of N tokens are packed as keys, and N - R as values
         return Residual(0, self.residual, self.group), Residual(self.residual, 1, 1)
 
     def pack_keys(self, x: torch.Tensor) -> Packed:

@@ -52,7 +52,7 @@ class Palu(LowRankStage):
 
     def calibrate(self, run: CalibrationRun) -> dict[str, torch.Tensor]:
         shape = ProjectionShape.of(run.model)
-        # of fewer tokens the sum of x x^T [d, d] has no full rank
+        # the sum of x x^T [d, d] over fewer tokens has no full rank
         run.recipe.check(shape.hidden, "the hidden size")
         # sums [layers, d, d] of x x^T, and sqrt(E[g^2]) [layers, 2, heads] where ranks follow Fisher information
         sums, fisher = moments(run.model, run.windows(), self.ranks_by != "uniform")

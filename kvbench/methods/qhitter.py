@@ -206,7 +206,7 @@ class QHitter(EvictingSelector, Packer):
         if self.lam == 1:
             # H2O's score, whose order no normalisation changes
             return mass
-        # of [B, H, S] the heads and tokens of one layer
+        # dimensions 1 and 2 of [B, H, S] are the heads and tokens of one layer
         layer_dims = (1, 2)
         attention = _normalise(mass, layer_dims, valid)
         if self.variant == "paper":

@@ -183,7 +183,7 @@ def load_weights(cfg: ModelConfig, source: ModelSource, device: torch.device) ->
         return model.eval()
     except torch.OutOfMemoryError:
         raise KvbenchError(f"model={cfg.path} does not fit into the memory of {device} as {dtype}") from None
-    except UsageError:  # of weights.read, which has its own reason
+    except UsageError:  # weights.read has said its own reason
         raise
     except SafetensorError as error:
         raise UsageError(
@@ -219,7 +219,7 @@ def load_model(
     allowed = [f.name for f in fields(ModelConfig) if f.name not in ("name", "path")]
     for knob in set(knobs) - set(allowed):
         raise unknown("knob of the model", knob, allowed)
-    # as on the command line: the entry of conf/model overrules the name, and arguments overrule the entry
+    # the entry of conf/model overrules the name, and arguments overrule the entry, as on the command line
     settings: dict[str, Any] = {"name": str(name), "path": str(name)}
     if isinstance(name, str):
         settings |= named_models().get(name, {})

@@ -55,7 +55,7 @@ def moments(model: PreTrainedModel, samples: Iterable[Tensor], fisher: bool) -> 
     for i, attention in enumerate(modules):
         layer_squares = squares[i * weights_per_layer : (i + 1) * weights_per_layer]
         roots = [(square / max(windows, 1)).sqrt() for square in layer_squares]  # sqrt(E[g^2])
-        # of keys and of values: [Hk, D, d] -> [Hk]
+        # keys and values alike: [Hk, D, d] -> [Hk]
         head_means = [rows.mean(dim=(1, 2)) for rows in head_rows(attention, roots, shape.heads)]
         fisher_layers.append(torch.stack(head_means))
     return mean, torch.stack(fisher_layers)

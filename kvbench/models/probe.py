@@ -63,7 +63,7 @@ def _measure(model: PreTrainedModel) -> Probe:
     """Read the same few tokens under the model's own attention and under kvbench's, at two places."""
     ids = torch.arange(TOKENS, device=model.device) % model.config.vocab_size
     positions = torch.arange(TOKENS, device=model.device)[None]
-    outputs: dict[tuple[int, str], Tensor] = {}  # of each layer's k_proj and v_proj [1, T, H D]
+    outputs: dict[tuple[int, str], Tensor] = {}  # the outputs of each layer's k_proj and v_proj [1, T, H D]
 
     def make_recorder(key: tuple[int, str]) -> Callable[[nn.Module, object, Tensor], None]:
         def record(module: nn.Module, args: object, output: Tensor) -> None:
@@ -87,7 +87,7 @@ def _measure(model: PreTrainedModel) -> Probe:
                     stack.callback(hook.remove)
         layers, logits = _read(model, ids, positions)
     # both sides sum in another order
-    tolerance = 0.1  # of half precision
+    tolerance = 0.1  # half precision may differ by so much
     if model.dtype == torch.float32:
         tolerance = 1e-3
     if _distance(logits, model_logits) > tolerance:

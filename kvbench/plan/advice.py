@@ -81,10 +81,10 @@ def chance(task: Task) -> float:
     first = task.examples[0]
     if first.tokens:
         return 0.0
-    asked = first
+    question = first
     if first.turns:
-        asked = first.asked(0)
-    empty_score = score(task.metric, task.answer(""), asked) or 0.0
+        question = first.asked(0)
+    empty_score = score(task.metric, task.answer(""), question) or 0.0
     if not first.classes:
         return empty_score
     return max(empty_score, 1 / len(first.classes))

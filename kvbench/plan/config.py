@@ -308,15 +308,15 @@ def _prompt_policy(raw: Mapping[str, Any], model: ModelConfig) -> PromptPolicy:
 
 def _dataset_configs(raw: Mapping[str, Any]) -> Iterator[DatasetConfig]:
     """Yield each chosen dataset, once for each combination of the values in its knobs' grids."""
-    asked = raw["prompt"]["query_aware"]
-    if isinstance(asked, list):
-        for value in asked:
+    policy_value = raw["prompt"]["query_aware"]  # a list is a grid: each of its values has columns of its own
+    if isinstance(policy_value, list):
+        for value in policy_value:
             check("query_aware", value, isinstance(value, bool), "true, false, or both")
     for name, entry in raw["dataset"].items():
         tasks = _tasks_of(name, raw["tasks"])
         axes: list[tuple[str, Sequence[Any]]] = []
-        if isinstance(asked, list):
-            axes.append(("query_aware", asked))
+        if isinstance(policy_value, list):
+            axes.append(("query_aware", policy_value))
         axes += grids(entry, entries("dataset").get(name, {}))
         for key, swept in axes:
             check(f"dataset.{name}.{key}", swept, bool(swept), "a value, or a list of at least one")

@@ -154,7 +154,7 @@ def _seconds_left(todo: Mapping[str, Sequence[Cell]], samples: Mapping[str, Mapp
             answer_s[cell_id] = fmean(t.compress_s + t.decode_s for t in timings)
     if not answer_s:
         return None
-    typical_s = fmean(answer_s.values())  # for cells that have no answer yet
+    typical_s = fmean(answer_s.values())  # cells without an answer yet count as this
     prefills, answers_s = 0, 0.0
     for cells in todo.values():
         prefills += len({cell.chain.prefill_key for cell in cells})

@@ -27,7 +27,7 @@ REQUIRED: Mapping[str, type | tuple[type, ...]] = {
     "score": (int, float),
     "n": int,
 }
-"""What each line has: model, method with its budget and knobs, task, mean score and its number of examples."""
+"""The fields of each line: model, method with its budget and knobs, task, mean score and its number of examples."""
 
 DISTANCES = ("kl_mean", "ci", "top1", "ppl_ratio", "floor", "at_floor")
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Report(ReportData):
-    """What a run measured, as ``compare`` returns it: shown as Markdown, as a table of pandas, or as a figure."""
+    """The measurements of a run, as ``compare`` returns them, with ways to show them: Markdown, pandas, a figure."""
 
     def to_markdown(self) -> str:
         """Return the tables of scores and storage with their notes as Markdown."""

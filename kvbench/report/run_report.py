@@ -178,7 +178,7 @@ def _prompt_text(prepared: RunPlan) -> str:
     if not prompt.bos:
         parts.append("no special tokens")
     # tasks of one dataset agree on whether the question is withheld; a dataset that was asked for with several values
-    # of a knob has several columns, which stand apart by the knobs behind the task's name
+    # has several columns, which the knobs behind the task's name tell apart
     tasks = {}
     for group in prepared.groups:
         words = [group.task.id.partition("/")[0]] + group.column.split()[1:]

@@ -187,12 +187,12 @@ def _about_cuts(groups: Sequence[Group], rows: Sequence[ReportRow], store: Resul
             continue
         samples = store.samples(measured_cell)
         cut = [samples[e.id] for e in group.examples if e.id in samples and samples[e.id].cut]
-        left = sum(s.n for s in cut)
-        whole = sum(s.n + s.cut for s in cut)
-        if left < LITTLE_LEFT * whole:
+        tokens_left = sum(s.n for s in cut)
+        tokens_before = sum(s.n + s.cut for s in cut)
+        if tokens_left < LITTLE_LEFT * tokens_before:
             notes.append(
-                f"{group.column}: {len(cut)} of {len(group.examples)} prompts were cut, in all to {left:,} of "
-                f"{whole:,} tokens (the model's context or max_length=): what is asked for may be cut out."
+                f"{group.column}: {len(cut)} of {len(group.examples)} prompts were cut, in all to {tokens_left:,} of "
+                f"{tokens_before:,} tokens (the model's context or max_length=): what is asked for may be cut out."
             )
     return notes
 
@@ -341,13 +341,13 @@ def _same_as_full(sample: Sample, full: Sample, by_query_head: bool) -> bool:
 
     ``by_query_head`` says that keys and values were repeated for query heads, so that the full cache's count as often.
     """
-    whole = sample.kept >= sample.n and (sample.decode_peak or 0) >= (full.decode_peak or 0)
+    keeps_all = sample.kept >= sample.n and (sample.decode_peak or 0) >= (full.decode_peak or 0)
     size = full.payload16
     if by_query_head and full.payload_kv_head and full.payload_query_head:
         size *= full.payload_query_head / full.payload_kv_head
     same_answer = (sample.prediction, sample.score) == (full.prediction, full.score)
     differs = any(map(diverges, (sample.fidelity or {}).values()))
-    return whole and sample.payload16 >= size and same_answer and not differs
+    return keeps_all and sample.payload16 >= size and same_answer and not differs
 
 
 def _fall_beside_full(group: Group, cell: Cell, samples: dict[str, Sample], store: ResultStore) -> Delta | None:

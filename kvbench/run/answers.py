@@ -242,12 +242,12 @@ class DecodeQueue:
                     lost.append((row, outcome))
                 else:
                     remade[row] = outcome
-        whole = [remade.get(r, r) for r in rows if r in remade or not r.given_up]
-        entered = whole
+        complete = [remade.get(r, r) for r in rows if r in remade or not r.given_up]
+        entered = complete
         if self.remake is not None:
             # the batch holds the numbers now, and the prompt can be read again
-            entered = [r.giving_up() for r in whole]
-        batch.enter([(key, r.cache, r.ending) for key, r in zip(entered, whole, strict=True)])
+            entered = [r.giving_up() for r in complete]
+        batch.enter([(key, r.cache, r.ending) for key, r in zip(entered, complete, strict=True)])
         return entered, lost
 
 
@@ -351,7 +351,7 @@ class Asking:
         mean_attended = None
         if attended:
             mean_attended = fmean(attended)
-        whole = replace(
+        joined_answer = replace(
             answers[-1],
             tokens=tokens,
             # times add up over the questions, while of batches and peaks the largest counts
@@ -365,7 +365,7 @@ class Asking:
         if scores:
             score_of_all = fmean(scores)
         text = "\n".join(t.prediction.strip() for t in turns)
-        sample = sample_of(self.row, whole, text, score_of_all, max(peak for _, _, peak in in_order))
+        sample = sample_of(self.row, joined_answer, text, score_of_all, max(peak for _, _, peak in in_order))
         return replace(sample, answers=None, turns=turns)
 
     def _answer_tokens(self, row: QueuedRow, answer: Answer) -> list[int]:

@@ -18,8 +18,7 @@ from kvbench.engine.shared_prefix import SharedPrefix
 from kvbench.models import load
 from kvbench.plan.cells import Group, pairs, rounds
 from kvbench.plan.config import RunConfig
-from kvbench.plan.run_plan import RunPlan as RunPlan
-from kvbench.plan.run_plan import check_model, context_of, identify, open_session, threads
+from kvbench.plan.run_plan import RunPlan, check_model, context_of, identify, open_session, threads
 from kvbench.plan.run_plan import prepare as prepare
 from kvbench.report.report import Report
 from kvbench.report.run_report import report
@@ -242,7 +241,7 @@ def _settle_group(prepared: RunPlan, group: Group, broadcast: Listeners, error: 
         unfinished |= {cell.id for cell in cells}
     for cell in group.cells:
         summary = None
-        # of a run that ended early, the metrics of cells that it had not begun stay as they are
+        # a run that ended early leaves the metrics of cells that it had not begun as they are
         begun = error is None or cell.id in store.writers
         if begun and store.damage(cell.id) is None:
             summary = _write_metrics(cell, group, store)

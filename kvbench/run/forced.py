@@ -54,7 +54,7 @@ def score_text(
         seconds = (time.perf_counter() - start) / len(part)
         scored = []
         for result, row in zip(forced, compared, strict=True):
-            # of a window only its second half counts: its first token is predicted by the one before
+            # only a window's second half counts, and its first token is predicted by the one before
             counted = result.losses
             if first:
                 counted = result.losses[first + 1 :]

@@ -38,7 +38,7 @@ class OneFormat:
         def make_buffers(rows: Sequence[Values]) -> Values:
             packed = [row for row in rows if isinstance(row, Packed)]
             if packed:
-                # with the frozen scales of all rows
+                # new tokens are coded with the frozen scales of all rows
                 return batched(packed, make_buffer)
             return each(rows[0], make_buffer)
 

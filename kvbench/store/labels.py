@@ -49,7 +49,7 @@ def fields(identity: Identity) -> dict[str, object]:
     """Return a cell's settings by name, as ``--json`` prints them. Settings that an imported cell lacks are None."""
     chain = _mapping(identity.get("chain"))
     policy = _mapping(identity.get("prompt"))
-    prompt = identity.get("prompt")  # of an imported cell it may be a text
+    prompt = identity.get("prompt")  # an imported cell may have a text here
     if policy:
         prompt = {key: value for key, value in policy.items() if key != "query_aware"}
     settings: dict[str, object] = {

@@ -327,22 +327,22 @@ class Pair:
 
     @property
     def apart(self) -> bool:
-        """Whether the interval of divergences tells the rows apart."""
+        """Tell whether the interval of divergences tells the rows apart."""
         return self.ci is not None and self.ci[1] < 0
 
     @property
     def scored_apart(self) -> bool:
-        """Whether the interval of scores tells the rows apart, in either direction."""
+        """Tell whether the interval of scores tells the rows apart, in either direction."""
         return self.points_ci is not None and (self.points_ci[0] > 0 or self.points_ci[1] < 0)
 
     @property
     def scores_higher(self) -> bool:
-        """Whether the nearer row has the higher score."""
+        """Tell whether the nearer row has the higher score."""
         return self.points is not None and self.points > 0
 
     @property
     def scores_lower(self) -> bool:
-        """Whether the nearer row has the lower score."""
+        """Tell whether the nearer row has the lower score."""
         return self.points is not None and self.points < 0
 
 

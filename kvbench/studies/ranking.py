@@ -89,7 +89,7 @@ class Measure:
 
     @property
     def has_unchanged_rows(self) -> bool:
-        """Whether some row compressed nothing."""
+        """Tell whether some row compressed nothing."""
         return any(line.unchanged for line in self.lines.values())
 
     def better(self, a: str, b: str) -> int:

@@ -39,7 +39,7 @@ class Curve:
 
 CURVES: Mapping[str, Curve] = {
     "methods": Curve((1, 4, 12, 36, 100), seconds=1.05, memory=1.05),
-    # as many rows decode together, however many prompts wait
+    # the same number of rows decodes together, however many prompts wait
     "prompts": Curve((1, 10, 100, 1000), seconds=1.05, memory=0.2),
     # each two tokens of a prompt meet in a product
     "length": Curve((256, 512, 1024, 2048, 3840), seconds=2.0, memory=1.1),
@@ -54,7 +54,7 @@ def arguments(curve: str, x: int, folder: Path) -> list[str]:
     if curve == "prompts":
         # a thousand prompts of 1,024 tokens would take too long
         sizes["length"] = 256
-    # of the curve methods, x is the number of rows
+    # the x of the curve methods is the number of rows
     sizes[curve] = x
     words = ["the", "cold", "river", "shines", "slowly", "over", "an", "old", "stone", "bridge", "near", "town"]
     # a word is a token or more, so every prompt is too long and is cut to max_length

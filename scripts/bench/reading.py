@@ -1,4 +1,4 @@
-"""What reading a prompt costs beside a model's own pass over it, and what would make that pass faster.
+"""Measure what reading a prompt costs beside a model's own pass over it, and what would make that pass faster.
 
     python scripts/bench/reading.py [--model NAME] [--lengths 512 2048] [--repeats 3] [--threads 2]
 
@@ -38,7 +38,7 @@ METHODS = (
     "h2o",
 )
 TOGETHER = 4
-"""How many prompts a bare model reads at once."""
+"""The number of prompts that a bare model reads at once."""
 ALIKE = {"prompts": 8, "tokens": 1024, "first": 896, "pieces": 128}
 """Prompts that begin alike: their number, their tokens, those of the common beginning, and of a piece that is read."""
 

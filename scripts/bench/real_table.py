@@ -43,9 +43,9 @@ ROWS = (
 )
 """The words of each part of the 24 rows. The full cache is the first row of each part."""
 OVER_PEERS = 12.0
-"""How many times as long as our table kvpress's rows take, at least."""
+"""The least ratio of the time of kvpress's rows to that of our table."""
 OVER_BOUND = 1.4
-"""How many times as long as the bound our table takes, at most."""
+"""The largest ratio of the time of our table to that of the bound."""
 
 
 def _peer_labels() -> list[str]:

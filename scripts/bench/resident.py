@@ -43,11 +43,11 @@ from kvbench.storage.packed_rows import PackedRows
 from kvbench.storage.roles import Rotary
 
 LIMIT = 0.05
-"""How far a method's measured ratio to the full cache may be from the accounted one."""
+"""The largest distance of a method's measured ratio to the full cache from the accounted one."""
 DECODE_LIMIT = 1.10
-"""How many times the accounted bytes a decoding process may grow by."""
+"""The largest growth of a decoding process, in multiples of the accounted bytes."""
 WARM = 4
-"""How many caches, or rows, a process builds before it is measured."""
+"""The number of caches, or rows, that a process builds before it is measured."""
 SHAPE = Shape(layers=2, query_heads=32, kv_heads=8, head_dim=128)
 DECODED = Shape(layers=2, query_heads=8, kv_heads=2, head_dim=128)
 WHY = """\
@@ -116,7 +116,7 @@ def decode(name: str, rows: int, tokens: int, new: int) -> dict[str, float]:
         for layer, cache in zip(layers, template, strict=True):
             state = layer.continued(cache, row=rows_of_method * number)
             bytes_of_first_rows += bytes_held(state).total
-    # where tokens are packed or evicted, an earlier step can have held more than the last
+    # an earlier step can have held more than the last, where tokens are packed or evicted
     accounted = rows_of_method * bytes_of_first_rows + max(payloads) - payloads[-1]
     return {"grown": grown, "allocated": allocated(layers), "accounted": accounted}
 

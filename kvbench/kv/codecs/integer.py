@@ -15,7 +15,7 @@ from torch import Tensor
 from kvbench.kv.coded import Codec
 from kvbench.kv.packed import pack, packed_bytes, unpack
 
-LEAST_SCALE = 1e-6  # of vLLM: a token of zeros is divided by it
+LEAST_SCALE = 1e-6  # vLLM's least scale, by which a token of zeros is divided
 
 
 @dataclass(frozen=True, kw_only=True)

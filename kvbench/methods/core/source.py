@@ -85,7 +85,7 @@ def _assignments(body: list[ast.stmt]) -> list[tuple[str, str, ast.expr | None]]
 def _knobs_of(cls: ast.ClassDef, tree: ast.Module, path: Path) -> dict[str, Any]:
     """Return the knobs of a class with their defaults, those of the classes that it derives from first."""
     knobs: dict[str, Any] = {}
-    # as in a dataclass, a field of the first base wins over one of the last
+    # a field of the first base wins over one of the last, as in a dataclass
     for base in reversed(cls.bases):
         source = _class_named(ast.unparse(base), tree, path, above=cls.lineno)
         if source is not None:

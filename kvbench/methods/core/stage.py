@@ -164,5 +164,5 @@ class Stage(Knobs):
         It is called as each layer is finished, so that no layer waits for the last one with all its tokens. The last
         call decides: a single call at the end must give the same result.
         """
-        # as many caches as came in, in their order
+        # the result has as many caches as came in, in their order
         return list(caches)

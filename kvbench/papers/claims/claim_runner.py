@@ -30,9 +30,9 @@ from kvbench.papers.measured import our_table
 from kvbench.papers.measured.joint import joint
 from kvbench.papers.measured.our_table import OurTable
 from kvbench.papers.spec import stand_ins, table_spec
+from kvbench.plan.run_plan import RunPlan
 from kvbench.report.table import Table
 from kvbench.run import experiment
-from kvbench.run.experiment import RunPlan
 from kvbench.store.provenance import local_changes
 from kvbench.tasks.metrics import stats
 
@@ -168,24 +168,24 @@ def settle(prepared: Mapping[str, Sequence[OurTable]], model: str) -> Outcomes:
     for paper in prepared:
         ledger += claims.load(paper)
     # evidence by measure and claim; on the stand-in also that of rows with the paper's own windows, unscaled
-    found: dict[str, dict[str, Evidence]] = {measure: {} for measure in measures}
-    found_elsewhere: dict[str, dict[str, Evidence]] = {measure: {} for measure in measures}
+    evidence_of: dict[str, dict[str, Evidence]] = {measure: {} for measure in measures}
+    evidence_as_printed_of: dict[str, dict[str, Evidence]] = {measure: {} for measure in measures}
     tested = [claim for claim in ledger if claim.test != "elsewhere"]
     for claim in tested:
         our_tables = prepared[claim.paper]
         for measure, evidence in evidence_by_measure(claim, our_tables, measures).items():
-            found[measure][claim.id] = evidence
+            evidence_of[measure][claim.id] = evidence
         if model == stand_ins.MODEL:
             as_printed = evidence_by_measure(claim, our_tables, measures, windows_as_printed=True)
             for measure, evidence in as_printed.items():
-                found_elsewhere[measure][claim.id] = evidence
+                evidence_as_printed_of[measure][claim.id] = evidence
     outcomes = {}
     for measure in measures:
         # the family counts all testable claims, also those that nothing is measured of yet
         outcomes[measure] = claims.decide(
             ledger,
-            found[measure],
-            found_elsewhere[measure],
+            evidence_of[measure],
+            evidence_as_printed_of[measure],
             family=len(tested),
             measure=measure,
             measures=len(measures),

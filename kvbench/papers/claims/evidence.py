@@ -156,8 +156,8 @@ def evidence_by_measure(
         if labels:
             unchanged[dataset] = labels
     absent = _why_absent(ours, pairs)
-    found = _Sides(claim, store, comparisons, unchanged=unchanged, absent=absent)
-    return {measure: found.evidence(measure) for measure in measures}
+    sides = _Sides(claim, store, comparisons, unchanged=unchanged, absent=absent)
+    return {measure: sides.evidence(measure) for measure in measures}
 
 
 def _datasets(ours: OurTable) -> set[str]:

@@ -136,7 +136,7 @@ def _load_named_tasks(cfg: RunConfig, tokenizer: Tokenizer) -> Iterator[tuple[Ta
         )
         for task in tasks:
             dataset_name, _, part = task.id.partition("/")
-            # of one dataset the parts tell its tasks apart; a dataset without parts has its own name
+            # parts tell the tasks of one dataset apart; a dataset without parts has its own name
             name = task.id
             if len(cfg.datasets) == 1 and task.category == "language modelling":
                 # the part behind wikitext2/ is the unit of its perplexity, which figures do not show

@@ -78,7 +78,7 @@ def query(book: Book, paper: str, entry: Mapping[str, object], read: Callable[[s
         raise KvbenchError(f"{paper}: {conditions} finds several cells of one name")
     if not by:
         return values[0]
-    # of several cells with one name, which ``take`` allows, one stays
+    # ``take`` allows several cells of one name, and one of them stays
     value_by_name = dict(zip(names, values, strict=True))
     return pd.Series(list(value_by_name.values()), _index(list(value_by_name), by))
 
@@ -180,7 +180,7 @@ def _evaluate_node(node: ast.expr, names: Mapping[str, object]) -> Any:
                 return value_of(node.body)
             return value_of(node.orelse)
         case ast.BoolOp():
-            # as in Python: ``or`` ends with the first true part, ``and`` with the first false one
+            # ``or`` ends with the first true part, ``and`` with the first false one, as in Python
             for part in node.values:
                 result = value_of(part)
                 if bool(result) == isinstance(node.op, ast.Or):

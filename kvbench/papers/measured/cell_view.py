@@ -423,7 +423,7 @@ def _average_offset(ours: OurTable, line: TableLine) -> int:
     """Return the number that the paper subtracts from a mean: 100 where it prints how far a share is from 100."""
     if ours.declared.average != RELATIVE:
         return 0
-    # of the full cache itself the paper prints the share, 100
+    # the full cache's own share, 100, is printed by the paper
     stated = _find_stated_average(line.row)
     if stated is not None and stated.metric == RATIO:
         return 0

@@ -251,7 +251,7 @@ def notes(view: View, show: str = "both") -> list[str]:
         lines += _printed_notes(view, entries, ours.stand_in and show != "published")
     if show == "published":
         return lines + sources
-    # of several rows with one reason the last is named
+    # the last of several rows with one reason is named
     row_by_reason: dict[str, str] = {}
     for line, row in view.rows:
         for entry in row:
@@ -301,7 +301,7 @@ def _ours_notes(view: View, entries: Sequence[CellView], show: str) -> Iterator[
     if any(entry.published is not None for entry in entries) and _prints_fractions(view):
         yield "What the paper prints as fractions stands here in per cent, as ours."
     yield from ours.notes
-    if ours.model != stand_ins.MODEL and ours.run is not None:  # of tiny's tasks the title says enough
+    if ours.model != stand_ins.MODEL and ours.run is not None:  # the title says enough about tiny's tasks
         for note in dict.fromkeys(group.task.note for group in ours.run.groups if group.task.note):
             yield f"{note}."
     unlike: dict[str, None] = {}

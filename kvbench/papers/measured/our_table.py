@@ -287,7 +287,7 @@ def _depth_notes(lines: Sequence[TableLine], size: row_knobs.StandIn, tiny: bool
         return notes
     too_deep: dict[str, None] = {}
     for line in lines:
-        # as in 0+1+31: the layers that a row leaves uncompressed
+        # a row names the layers that it leaves uncompressed, as 0+1+31
         frozen = row_knobs.parse(line.row.setting).get("frozen", "none")
         if frozen != "none" and max(map(int, frozen.split("+"))) >= size.layers:
             too_deep[frozen] = None

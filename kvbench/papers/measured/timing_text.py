@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from kvbench.papers.measured.cell_view import CellView
 
 SHORT = {"pct": "%", "x": ""}
-"""How a column's head writes a printed unit, where it does not write the unit itself."""
+"""Words for a printed unit in a column's head, where the unit itself is not written."""
 
 
 def name(timings: Timings, column: str) -> str:
@@ -137,7 +137,7 @@ def _names_by_reason(timings: Timings) -> dict[str, dict[str, None]]:
     for printed, cell in timings.cells.items():
         if cell.status != NOT_RUN:
             continue
-        # of the facts of a cell, the one that the declaration excludes
+        # the declaration excludes a cell by one of its facts
         excluded = printed.method
         if printed.dataset == "avg":
             excluded = printed.dataset

@@ -69,10 +69,10 @@ RUN_FORMATS = {
     "bytes": "{:,.0f}",
     "percent_of_full": "{:.1f}",
 }
-"""How the table of runs prints its numbers."""
+"""The format in which the table of runs prints each number."""
 OWN_PLOT = "python -m kvbench plot results/pareto method=snapkv,h2o kv_ratio=0.5,0.25"
 VIEWS = (("both", "both"), ("ours", "ours"), ("published", "published"), ("delta", "difference"))
-"""What the cells of papers' tables can show: the view's name in page.css, and the label of its button."""
+"""The views of the cells of papers' tables: the view's name in page.css, and the label of its button."""
 
 
 class DivergenceRecord(TypedDict, total=False):

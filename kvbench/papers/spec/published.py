@@ -88,7 +88,7 @@ def tables() -> list[tuple[str, str]]:
 
     def numbers_first(name: tuple[str, str]) -> tuple[str, bool, str]:
         paper, table = name
-        # as texts of three characters, 010 comes behind 009
+        # numbers are ordered as texts of three characters: 010 comes behind 009
         return paper, not table.isdigit(), table.zfill(3)
 
     names = [(path.parent.parent.name, path.stem.removeprefix("table")) for path in files("*/published/*.csv")]

@@ -75,7 +75,7 @@ def identity(source: PredictionSource, scored: Scored) -> dict[str, object]:
 def _store_cell(store: ResultStore, source: PredictionSource, scored: Scored) -> str:
     """Write the samples, the summary and the record of one dataset's answers. Return the cell's id."""
     facts = identity(source, scored)
-    # as ids of measured cells: 16 hexadecimal digits of the hash of the identity
+    # ids are made as those of measured cells: 16 hexadecimal digits of the hash of the identity
     cell = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
     folder = store.folder(cell)
     label = str(source.method)

@@ -285,7 +285,7 @@ def _notes_of_table(paper: str, table: str, judgements: Sequence[Judgement]) -> 
 
 def _mean_text(mean: PublishedMean) -> str:
     """Return a published average, and the mean of its cells where that differs or the average is not printed."""
-    # for example 33.37, or "9.00, cells 7.50" for an average that does not follow from its cells
+    # a mean is shown as 33.37, or as "9.00, cells 7.50" where it does not follow from its cells
     stated, of_cells = mean["stated"], mean["of_cells"]
     if of_cells is None:
         return _number(stated)

@@ -78,7 +78,7 @@ def _is_number(value: object) -> bool:
     if isinstance(value, bool):
         return False
     if isinstance(value, int):
-        return True  # of any size: isfinite would make a float of it, which ends at 10**308
+        return True  # its size does not matter: isfinite would make a float of it, which ends at 10**308
     return isinstance(value, float) and math.isfinite(value)
 
 
