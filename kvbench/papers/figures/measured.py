@@ -252,9 +252,9 @@ def _plan_sweep(figure: Figure, sweep: Sweep, model: str, options: Mapping[str, 
     return Ran(sweep, experiment.prepare(cfg), chains)
 
 
-def _merge_options(figure: Figure, sweep: Sweep, model: str, options: Mapping[str, str]) -> dict[str, str]:
-    """Return the arguments of a sweep's run: the user's ``options`` replace the figure's."""
-    merged = {"model": model, "limit": str(figure.each)}
+def _merge_options(figure: Figure, sweep: Sweep, model: str, options: Mapping[str, str]) -> dict[str, object]:
+    """Return the settings of a sweep's run: the user's ``options`` replace the figure's."""
+    merged: dict[str, object] = {"model": model, "limit": figure.each}
     arguments = list(sweep.arguments)
     if model != stand_ins.MODEL:
         arguments += sweep.pretrained
@@ -265,7 +265,7 @@ def _merge_options(figure: Figure, sweep: Sweep, model: str, options: Mapping[st
             merged[key] = value
     if sweep.preset:
         merged["preset"] = sweep.preset
-    merged |= {"method": "full", "baseline": str(sweep.baseline).lower()}
+    merged |= {"method": "full", "baseline": sweep.baseline}
     return merged | dict(options)
 
 
