@@ -3,7 +3,7 @@
 python scripts/verify_docs.py     fail with every one that no file of its section has
 
 A section's sources are the files that it links to, and for a picture the CSV beside it. Code, and the tables of figures
-(tests/figures/test_committed.py holds them against their own CSV), are not looked at.
+(tests/papers/figures/test_committed.py holds them against their own CSV), are not looked at.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch
-from families import FAMILIES, build, hooks, prompt
+from support.families import FAMILIES, build, hooks, prompt
 from transformers import PreTrainedTokenizerBase
 
 import kvbench

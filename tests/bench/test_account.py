@@ -4,8 +4,8 @@ import json
 
 import pytest
 import torch
-from families import build, prompt
-from grids import grid
+from support.families import build, prompt
+from support.grids import grid
 
 import kvbench
 from kvbench.audit import accounting

@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from elsewhere import DEVICE, pretended
-from families import generated
+from support.elsewhere import DEVICE, pretended
+from support.families import generated
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvbench.base.errors import UsageError

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import yaml
-from hubs import COMMIT, SUITE, FakeHub, archive
+from support.hubs import COMMIT, SUITE, FakeHub, archive
 
 from kvbench.base.errors import KvbenchError
 from kvbench.cli.main import main

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-import worked
+from support import worked
 
 from kvbench.base.conf import entries, top_level
 from kvbench.base.files import write_json

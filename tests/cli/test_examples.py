@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from data import data_path
+from support.data import data_path
 
 from kvbench.cli.main import HELP, main
 
@@ -29,15 +29,15 @@ INSTEAD = {
 ELSEWHERE = {
     r"^run --help": "ends with SystemExit; tests/cli/test_errors.py",
     r"^data fetch": "reads from the network; tests/cli/test_data.py has a server of its own",
-    r"^model fetch": "downloads a model; tests/model/test_fetch.py has a wheel of its own",
+    r"^model fetch": "downloads a model; tests/models/test_fetch.py has a wheel of its own",
     r"^claims": "measures for minutes; tests/papers/test_claims.py",
-    r"^report": "measures the tiny suite; tests/html/test_page.py",
+    r"^report": "measures the tiny suite; tests/papers/test_page.py",
     r"^calibrate method=uncomp-group$": "a hundred windows; the shorter example runs here",
-    r"^table leaderboard": "reads a chat template and real essays; tests/test_leaderboard.py",
-    r"^table ranking": "reads a chat template, real essays and LongBench; tests/test_ranking.py",
-    r"^calibrate .*model=FOLDER": "reads a checkpoint's own text; tests/calibration/test_runs.py",
-    r"^export kvpress dataset=ruler": "needs measured cells of RULER; tests/test_export.py",
-    r"^plot (?!list|--from-csv)": "measures the model, or draws what runs did; tests/cli/test_plot.py, tests/figures",
+    r"^table leaderboard": "reads a chat template and real essays; tests/studies/test_leaderboard.py",
+    r"^table ranking": "reads a chat template, real essays and LongBench; tests/studies/test_ranking.py",
+    r"^calibrate .*model=FOLDER": "reads a checkpoint's own text; tests/engine/test_calibration_runs.py",
+    r"^export kvpress dataset=ruler": "needs measured cells of RULER; tests/report/test_export.py",
+    r"^plot (?!list|--from-csv)": "measures the model, or draws runs; tests/cli/test_plot.py, tests/papers/figures",
 }
 
 

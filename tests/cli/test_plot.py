@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from families import build
+from support.families import build
 
 from kvbench.cli.main import main
 from kvbench.models import load

@@ -5,7 +5,7 @@ import os
 import time
 
 import pytest
-from stored import FACTS, NAMES, Cell, cell_id, measure, sample
+from support.stored import FACTS, NAMES, Cell, cell_id, measure, sample
 
 from kvbench.base.errors import KvbenchError
 from kvbench.base.files import write_json

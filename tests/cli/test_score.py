@@ -5,9 +5,9 @@ import time
 from statistics import fmean
 
 import pytest
-from data import data_path
-from metrics import slow
-from predicted import PREDICTIONS, by_dataset, mean, row, run, write
+from support import metric_reference as slow
+from support.data import data_path
+from support.predicted import PREDICTIONS, by_dataset, mean, row, run, write
 
 from kvbench.cli.main import main
 

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from predicted import PREDICTIONS, by_dataset, mean, row, run, write
+from support.predicted import PREDICTIONS, by_dataset, mean, row, run, write
 
 from kvbench.cli.main import main
 from kvbench.store.store import ResultStore

@@ -8,7 +8,7 @@ import sys
 import time
 
 import pytest
-from runs import metrics_of, prepare
+from support.runs import metrics_of, prepare
 
 from kvbench.base import extras
 from kvbench.base.errors import KvbenchError, UsageError

@@ -5,11 +5,11 @@ from dataclasses import fields, replace
 from importlib import import_module
 from inspect import isabstract
 
-import codec_reference as ref
 import pytest
 import torch
-from codec_bounds import BOUNDS, STAGE_BOUNDS, codec_bound, errors, mean_error, stage_bound
-from passthrough import packing
+from support import codec_reference as ref
+from support.codec_bounds import BOUNDS, STAGE_BOUNDS, codec_bound, errors, mean_error, stage_bound
+from support.passthrough import packing
 
 from kvbench.base.errors import KvbenchError
 from kvbench.kv import codecs

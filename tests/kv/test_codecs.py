@@ -2,9 +2,9 @@
 
 import math
 
-import codec_reference as ref
 import pytest
 import torch
+from support import codec_reference as ref
 
 from kvbench.base.errors import KvbenchError
 from kvbench.kv import coded as coded_module

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from grids import grid
+from support.grids import grid
 
 from kvbench.base.errors import KvbenchError
 from kvbench.kv.packed import (

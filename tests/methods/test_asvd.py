@@ -1,10 +1,10 @@
 """ASVD against a copy of the model with the products as its weights, and ranks by trying."""
 
-import lowrank_reference as slow
 import pytest
 import torch
-from calibrated import SAMPLES, TOKENS, bound
-from families import LINEAR, build, prompt
+from support import lowrank_reference as slow
+from support.calibrated import SAMPLES, TOKENS, bound
+from support.families import LINEAR, build, prompt
 
 import kvbench
 from kvbench.base.errors import UsageError

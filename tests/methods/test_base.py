@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import pytest
 import torch
-from grids import grid
+from support.grids import grid
 
 from kvbench.base.errors import UsageError
 from kvbench.methods.core import registry

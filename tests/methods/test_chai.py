@@ -3,11 +3,11 @@
 import itertools
 from dataclasses import replace
 
-import prefill_reference as slow
 import pytest
 import torch
-from families import WHOLE, build, heads_of, prompt
-from grids import grid
+from support import prefill_reference as slow
+from support.families import WHOLE, build, heads_of, prompt
+from support.grids import grid
 
 import kvbench
 from kvbench.audit.prompt_audit import Refused, audit

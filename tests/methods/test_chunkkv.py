@@ -1,9 +1,9 @@
 """ChunkKV: neighbouring tokens stay together."""
 
-import method_reference as ref
 import pytest
 import torch
-from families import build, prompt
+from support import method_reference as ref
+from support.families import build, prompt
 
 import kvbench
 from kvbench.audit.prompt_audit import audit

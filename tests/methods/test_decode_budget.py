@@ -2,12 +2,12 @@
 
 import json
 
-import method_reference as ref
 import pytest
 import torch
-from calibrations import ready
-from families import FAMILIES, build, generated, heads_of, prompt
-from grids import grid
+from support import method_reference as ref
+from support.calibrations import ready
+from support.families import FAMILIES, build, generated, heads_of, prompt
+from support.grids import grid
 from transformers import AttentionInterface, DynamicCache
 
 import kvbench

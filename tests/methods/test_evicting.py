@@ -2,11 +2,11 @@
 
 import itertools
 
-import method_reference as ref
 import pytest
 import torch
-from calibrations import ready
-from families import build, prompt
+from support import method_reference as ref
+from support.calibrations import ready
+from support.families import build, prompt
 
 import kvbench
 from kvbench.audit.decode_audit import check_bytes, check_peak

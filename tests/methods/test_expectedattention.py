@@ -1,9 +1,9 @@
 """ExpectedAttention: a normal model of the queries to come, turned to their positions."""
 
-import method_reference as ref
 import pytest
 import torch
-from families import build, prompt
+from support import method_reference as ref
+from support.families import build, prompt
 
 import kvbench
 from kvbench.base.errors import UsageError

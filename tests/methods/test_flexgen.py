@@ -1,8 +1,8 @@
 """FlexGen: 4-bit groups of every token, packed after the step that made it."""
 
-import method_reference as ref
 import pytest
 import torch
+from support import method_reference as ref
 
 from kvbench.base.errors import UsageError
 from kvbench.engine.decode_layer import RowLayer

@@ -3,10 +3,10 @@
 import math
 from itertools import product
 
-import method_reference as ref
 import pytest
 import torch
-from families import build, heads_of, prompt
+from support import method_reference as ref
+from support.families import build, heads_of, prompt
 
 import kvbench
 from kvbench.audit.accounting import bytes_after_decoding, bytes_declared

@@ -2,11 +2,11 @@
 
 from dataclasses import replace
 
-import decoding_reference as decoding
-import method_reference as ref
 import pytest
 import torch
-from families import build, prompt
+from support import decoding_reference as decoding
+from support import method_reference as ref
+from support.families import build, prompt
 
 import kvbench
 from kvbench.audit.prompt_audit import audit

@@ -4,7 +4,7 @@
 import itertools
 
 import pytest
-from data import data_path
+from support.data import data_path
 
 from kvbench.cli.main import main
 from kvbench.methods.core import registry

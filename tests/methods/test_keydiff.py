@@ -1,9 +1,9 @@
 """KeyDiff: keys near the mean direction go, at once or block by block."""
 
-import method_reference as ref
 import pytest
 import torch
-from families import build
+from support import method_reference as ref
+from support.families import build
 from transformers import DynamicCache
 
 import kvbench
@@ -76,7 +76,7 @@ def test_the_papers_prefill_equals_a_model_that_reads_block_by_block(family, siz
 @pytest.mark.parametrize("chain", ["keydiff", "keydiff+think", "keydiff+kivi", "keydiff+palu", "uncomp-stage+keydiff"])
 @pytest.mark.parametrize("per", ["kv_head", "query_head"])
 def test_variants_stand_in_chains(chain, per):
-    from calibrations import ready
+    from support.calibrations import ready
 
     model = build("llama")
     ids = 3 + torch.randperm(125, generator=torch.Generator().manual_seed(0))[:70]

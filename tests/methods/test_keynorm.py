@@ -1,9 +1,9 @@
 """KeyNorm: short keys stay, whatever the rotation."""
 
-import method_reference as ref
 import pytest
 import torch
-from families import build
+from support import method_reference as ref
+from support.families import build
 
 import kvbench
 from kvbench.base.errors import UsageError

@@ -1,8 +1,8 @@
 """KIVI alone and behind ThinK: what is packed when, what it costs, and how near the numbers stay."""
 
-import method_reference as ref
 import pytest
 import torch
+from support import method_reference as ref
 
 from kvbench.base.errors import UsageError
 from kvbench.engine.decode_layer import RowLayer

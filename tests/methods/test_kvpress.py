@@ -6,7 +6,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from families import build, heads_of, prompt
+from support.families import build, heads_of, prompt
 
 import kvbench
 from kvbench.audit.prompt_audit import audit

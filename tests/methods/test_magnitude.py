@@ -1,8 +1,8 @@
 """l1 and l2: key channels by magnitude over the retained tokens."""
 
-import method_reference as ref
 import pytest
 import torch
+from support import method_reference as ref
 
 from kvbench.methods.core.resolve import chain_of
 from kvbench.methods.magnitude import L1, L2

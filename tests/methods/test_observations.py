@@ -2,10 +2,10 @@
 
 import math
 
-import method_reference as ref
 import pytest
 import torch
-from families import FAMILIES, build, prompt
+from support import method_reference as ref
+from support.families import FAMILIES, build, prompt
 
 from kvbench.engine import prefill, prompt_pass
 from kvbench.engine.prompt_pass import observe

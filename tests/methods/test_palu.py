@@ -2,12 +2,12 @@
 
 from dataclasses import replace
 
-import lowrank_reference as slow
-import method_reference as ref
 import pytest
 import torch
-from calibrated import bound
-from families import LINEAR, build, prompt
+from support import lowrank_reference as slow
+from support import method_reference as ref
+from support.calibrated import bound
+from support.families import LINEAR, build, prompt
 
 import kvbench
 from kvbench.audit.prompt_audit import Refused, audit

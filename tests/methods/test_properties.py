@@ -1,17 +1,17 @@
-"""The laws of every registered method and of chains of them, on the matrix of ``tests/law_matrix.py``."""
+"""The laws of every registered method and of chains of them, on the matrix of ``tests/support/law_matrix.py``."""
 
 import inspect
 import re
 from dataclasses import MISSING, dataclass, fields
 from typing import ClassVar
 
-import method_reference as ref
 import pytest
 import torch
 import yaml
-from calibrations import bound
-from families import FAMILIES, build, heads_of, hooks, prompt
-from law_matrix import (
+from support import method_reference as ref
+from support.calibrations import bound
+from support.families import FAMILIES, build, heads_of, hooks, prompt
+from support.law_matrix import (
     CHAINS,
     METHODS,
     NEW,
@@ -32,7 +32,7 @@ from law_matrix import (
     together,
     uniform,
 )
-from passthrough import quantisers_pass_through
+from support.passthrough import quantisers_pass_through
 
 import kvbench
 from kvbench.audit.prompt_audit import audit

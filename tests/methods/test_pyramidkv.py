@@ -1,9 +1,9 @@
 """PyramidKV: SnapKV's choice under budgets that fall with depth."""
 
-import method_reference as ref
 import pytest
-from families import build, prompt
-from grids import grid
+from support import method_reference as ref
+from support.families import build, prompt
+from support.grids import grid
 
 import kvbench
 from kvbench.audit.prompt_audit import audit

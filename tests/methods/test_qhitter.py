@@ -3,12 +3,12 @@
 import math
 from dataclasses import replace
 
-import method_reference as ref
 import pytest
-import qhitter_reference as slow
 import torch
-from families import build, prompt
-from grids import grid
+from support import method_reference as ref
+from support import qhitter_reference as slow
+from support.families import build, prompt
+from support.grids import grid
 
 import kvbench
 from kvbench.audit.prompt_audit import audit

@@ -1,8 +1,8 @@
 """Packing keys alone or values alone: what stays exact is exact to the end, and costs what exact numbers cost."""
 
-import method_reference as ref
 import pytest
 import torch
+from support import method_reference as ref
 
 import kvbench
 from kvbench.base.errors import UsageError

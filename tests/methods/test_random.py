@@ -1,8 +1,8 @@
 """Random selection: reproducible, different wherever it should be, and without favourites."""
 
-import method_reference as ref
 import pytest
 import torch
+from support import method_reference as ref
 
 from kvbench.base.errors import UsageError
 from kvbench.methods.core.resolve import chain_of

@@ -4,11 +4,11 @@ import itertools
 import math
 from dataclasses import replace
 
-import method_reference as ref
 import pytest
 import torch
-from families import build, of_layers, prompt
-from grids import grid
+from support import method_reference as ref
+from support.families import build, of_layers, prompt
+from support.grids import grid
 
 import kvbench
 from kvbench.audit.prompt_audit import Refused, audit

@@ -1,10 +1,10 @@
 """Scissorhands: attention from the last w queries, held to the budget while decoding."""
 
-import decoding_reference as decoding
-import method_reference as ref
 import pytest
 import torch
-from families import build, prompt
+from support import decoding_reference as decoding
+from support import method_reference as ref
+from support.families import build, prompt
 
 import kvbench
 from kvbench.audit.prompt_audit import audit

@@ -1,9 +1,9 @@
 """Budgets that meet short prompts, for every selector: keep all, shrink, or refuse."""
 
-import method_reference as ref
 import pytest
-from calibrations import bound
-from grids import grid
+from support import method_reference as ref
+from support.calibrations import bound
+from support.grids import grid
 
 from kvbench.base.errors import UsageError
 from kvbench.methods.core import registry

@@ -1,8 +1,8 @@
 """SnapKV: the window stays, and neighbours of what it attends to stay with it."""
 
-import method_reference as ref
 import pytest
 import torch
+from support import method_reference as ref
 
 from kvbench.base.errors import UsageError
 from kvbench.methods.core.resolve import chain_of

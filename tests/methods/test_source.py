@@ -5,8 +5,8 @@ import sys
 from pathlib import Path
 
 import pytest
-import worked
-from law_matrix import METHODS
+from support import worked
+from support.law_matrix import METHODS
 
 import kvbench.methods
 from kvbench.base.errors import UsageError

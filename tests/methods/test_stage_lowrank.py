@@ -1,12 +1,12 @@
 """UNComp's stage beside low-rank projections: one drops hidden states, the other caches the latents of those left."""
 
-import lowrank_reference
-import method_reference as ref
-import prefill_reference as stage_reference
 import pytest
 import torch
-from calibrations import ready
-from families import LINEAR, build, heads_of, prompt
+from support import lowrank_reference
+from support import method_reference as ref
+from support import prefill_reference as stage_reference
+from support.calibrations import ready
+from support.families import LINEAR, build, heads_of, prompt
 
 import kvbench
 from kvbench.audit.prompt_audit import audit

@@ -1,8 +1,8 @@
 """What methods observe: column sums, window rows and pooling, against values worked out by hand."""
 
-import method_reference as ref
 import pytest
 import torch
+from support import method_reference as ref
 
 from kvbench.kv.exact_attention import attend_with_lse, causal_softmax, column_sums
 from kvbench.kv.observation import Observation

@@ -1,8 +1,8 @@
 """StreamingLLM: sinks and recent tokens, stored once for all heads."""
 
-import method_reference as ref
 import pytest
-from families import build, prompt
+from support import method_reference as ref
+from support.families import build, prompt
 
 import kvbench
 from kvbench.base.errors import UsageError

@@ -1,8 +1,8 @@
 """ThinK: channel scores, what pruning loses, and that thin keys give the logits of masked queries."""
 
-import method_reference as ref
 import pytest
 import torch
+from support import method_reference as ref
 
 from kvbench.base.errors import UsageError
 from kvbench.methods.core.chain import Chain

@@ -2,10 +2,10 @@
 
 import math
 
-import method_reference as ref
 import pytest
 import torch
-from storage_reference import value_scores
+from support import method_reference as ref
+from support.storage_reference import value_scores
 
 from kvbench.base.errors import UsageError
 from kvbench.kv.segment import storage_bytes

@@ -3,10 +3,10 @@
 import math
 from itertools import product
 
-import method_reference as ref
 import pytest
 import torch
-from families import build, prompt
+from support import method_reference as ref
+from support.families import build, prompt
 
 import kvbench
 from kvbench.audit.prompt_audit import audit

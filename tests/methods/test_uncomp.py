@@ -3,14 +3,14 @@
 import math
 from dataclasses import replace
 
-import calibrations
-import decoding_reference as decoding
-import method_reference as ref
 import pytest
 import torch
-from calibrations import bound, ready
-from families import build, prompt
-from grids import grid
+from support import calibrations
+from support import decoding_reference as decoding
+from support import method_reference as ref
+from support.calibrations import bound, ready
+from support.families import build, prompt
+from support.grids import grid
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import kvbench

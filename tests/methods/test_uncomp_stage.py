@@ -2,13 +2,13 @@
 
 import itertools
 
-import method_reference as ref
-import prefill_reference as slow
 import pytest
 import torch
-from calibrations import ready
-from families import WHOLE, build, heads_of, hooks, prompt
-from grids import grid
+from support import method_reference as ref
+from support import prefill_reference as slow
+from support.calibrations import ready
+from support.families import WHOLE, build, heads_of, hooks, prompt
+from support.grids import grid
 
 import kvbench
 from kvbench.audit.prompt_audit import audit

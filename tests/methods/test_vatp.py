@@ -2,11 +2,11 @@
 
 import itertools
 
-import method_reference as ref
 import pytest
 import torch
-from families import build, prompt
-from grids import grid
+from support import method_reference as ref
+from support.families import build, prompt
+from support.grids import grid
 
 import kvbench
 from kvbench.audit.prompt_audit import audit

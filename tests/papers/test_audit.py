@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from papers_text import beside
+from support.papers_text import beside
 
 from kvbench.cli.main import main
 from kvbench.papers import DATA

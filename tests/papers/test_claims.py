@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import paper_claims
 import pytest
-from papers_text import text_of
+from support.papers_text import text_of
 
 from kvbench.base.errors import KvbenchError, UsageError
 from kvbench.cli.main import main

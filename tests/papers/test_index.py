@@ -5,7 +5,7 @@ import re
 from dataclasses import replace
 
 import pytest
-from papers_text import text_of
+from support.papers_text import text_of
 
 from kvbench.base.errors import KvbenchError, UsageError
 from kvbench.cli.main import main

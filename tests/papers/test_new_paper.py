@@ -5,7 +5,7 @@ import io
 import json
 
 import pytest
-import worked
+from support import worked
 
 from kvbench.cli.main import main
 from kvbench.papers.spec import catalogue, published_cells, table_spec

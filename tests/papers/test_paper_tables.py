@@ -10,9 +10,9 @@ from pathlib import Path
 
 import committed
 import paper_tables
-import papers_data
 import pytest
 import shards
+from support import papers_data
 
 from kvbench.papers.measured import coverage
 from kvbench.papers.spec import stand_ins, table_spec

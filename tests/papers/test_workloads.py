@@ -1,8 +1,8 @@
 """Every table and claim runs on any model: one cell for each distinct row and column, in one unit with the paper's."""
 
 import numpy as np
-import papers_data
 import pytest
+from support import papers_data
 
 from kvbench.base.errors import UsageError
 from kvbench.cli.main import main

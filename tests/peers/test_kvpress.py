@@ -9,8 +9,8 @@ from typing import ClassVar
 
 import pytest
 import torch
-from families import build
-from kvpress_reference import N, prompt, theirs
+from support.families import build
+from support.kvpress_reference import N, prompt, theirs
 
 import kvbench
 from kvbench.kv.observation import Needs

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from families import build, heads_of
-from kvpress_reference import N, prompt, theirs
+from support.families import build, heads_of
+from support.kvpress_reference import N, prompt, theirs
 
 import kvbench
 from kvbench.audit.prompt_audit import audit

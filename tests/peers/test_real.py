@@ -3,8 +3,8 @@
 import pytest
 import torch
 from conftest import SMOL
-from data import data_path
 from peers.test_kvpress import kvpress, ours, theirs
+from support.data import data_path
 
 import kvbench
 from kvbench.methods.core.kvpress_package import presses

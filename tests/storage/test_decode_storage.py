@@ -2,10 +2,10 @@
 
 import math
 
-import method_reference as ref
 import pytest
 import torch
-from storage_reference import Layer, Storage
+from support import method_reference as ref
+from support.storage_reference import Layer, Storage
 
 from kvbench.engine.decode_layer import RowLayer
 from kvbench.methods.core.resolve import chain_of

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-import worked
+from support import worked
 
 from kvbench.engine.decode_layer import RowLayer, allocated
 from kvbench.kv.segment import LayerCache, Segment

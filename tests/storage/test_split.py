@@ -1,7 +1,7 @@
 """Attention part by part equals one softmax over all tokens."""
 
 import torch
-from grids import grid
+from support.grids import grid
 
 from kvbench.kv.exact_attention import fusible
 from kvbench.kv.scale import CappedScale

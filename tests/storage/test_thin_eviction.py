@@ -1,10 +1,10 @@
 """Thin tokens behind selectors that evict while decoding: against whole passes with explicit masks and zeros."""
 
-import decoding_reference as decoding
-import method_reference as ref
 import pytest
 import torch
-from families import build, generated, prompt
+from support import decoding_reference as decoding
+from support import method_reference as ref
+from support.families import build, generated, prompt
 
 import kvbench
 from kvbench.audit.decode_audit import check_peak

@@ -3,11 +3,11 @@
 from contextlib import contextmanager
 from dataclasses import replace
 
-import method_reference as ref
 import pytest
 import torch
-from families import build, prompt
-from storage_reference import Layer, Storage
+from support import method_reference as ref
+from support.families import build, prompt
+from support.storage_reference import Layer, Storage
 from transformers import AttentionInterface
 
 import kvbench

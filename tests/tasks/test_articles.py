@@ -4,7 +4,7 @@ import json
 from dataclasses import replace
 
 import pytest
-from data import data_path
+from support.data import data_path
 
 from kvbench.base.conf import entries
 from kvbench.base.errors import UsageError

@@ -1,7 +1,7 @@
 import json
 
 import pytest
-from tasks.shared import load, write_lines
+from support.dataset_files import load, write_lines
 
 from kvbench.base.errors import UsageError
 from kvbench.tasks.metrics import score

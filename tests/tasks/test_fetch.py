@@ -5,7 +5,7 @@ import hashlib
 import json
 
 import pytest
-from hubs import COMMIT, SUITE, FakeHub, archive, parquet, source, take
+from support.hubs import COMMIT, SUITE, FakeHub, archive, parquet, source, take
 
 from kvbench.base.errors import KvbenchError, UsageError
 from kvbench.engine.calibration import text

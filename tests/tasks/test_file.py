@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from data import data_path
+from support.data import data_path
 
 from kvbench.base.errors import UsageError
 from kvbench.tasks.base import load_tasks

@@ -1,5 +1,5 @@
 import pytest
-from tasks.shared import load, write_table
+from support.dataset_files import load, write_table
 
 from kvbench.base.errors import UsageError
 from kvbench.tasks.metrics import score

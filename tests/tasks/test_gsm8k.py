@@ -1,6 +1,6 @@
 import pytest
-from data import data_path
-from tasks.shared import load, write_lines
+from support.data import data_path
+from support.dataset_files import load, write_lines
 
 from kvbench.base.errors import UsageError
 from kvbench.tasks.metrics import score

@@ -6,7 +6,7 @@ import json
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from tasks.shared import load
+from support.dataset_files import load
 
 from kvbench.base.errors import UsageError
 from kvbench.tasks.fetch import source_of, unpack

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from data import data_path
+from support.data import data_path
 
 from kvbench.base.conf import entries
 from kvbench.base.errors import UsageError

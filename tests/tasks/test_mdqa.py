@@ -1,9 +1,9 @@
 import re
 
 import pytest
-from data import data_path
-from metrics.slow import squad_words
-from tasks.shared import load, write_lines
+from support.data import data_path
+from support.dataset_files import load, write_lines
+from support.metric_reference import squad_words
 
 from kvbench.base.errors import UsageError
 from kvbench.tasks.base import own_wording

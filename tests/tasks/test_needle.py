@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from data import data_path
+from support.data import data_path
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from data import data_path
-from families import FAMILIES, build, prompt
+from support.data import data_path
+from support.families import FAMILIES, build, prompt
 from transformers import AutoTokenizer
 
 import kvbench

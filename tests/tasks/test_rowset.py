@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
-import worked
 import yaml
-from tasks.shared import write_lines
+from support import worked
+from support.dataset_files import write_lines
 
 from kvbench.base.errors import UsageError
 from kvbench.tasks.base import load_tasks

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 import yaml
-from data import data_path
-from grids import grid
+from support.data import data_path
+from support.grids import grid
 from transformers import AutoTokenizer
 
 from kvbench.base.errors import UsageError

@@ -2,8 +2,8 @@ import json
 from collections import Counter
 
 import pytest
-from data import data_path
-from tasks.shared import load, write_lines
+from support.data import data_path
+from support.dataset_files import load, write_lines
 
 from kvbench.base.errors import UsageError
 from kvbench.tasks.base import own_wording

@@ -6,7 +6,7 @@ import random
 from itertools import pairwise
 
 import pytest
-from grids import grid
+from support.grids import grid
 from tiny_model import tokenizer
 
 from kvbench.engine.calibration import tiny_corpus

@@ -1,0 +1,64 @@
+"""Half precision on a CPU: decoding rounds where transformers rounds, and methods stay within a rounding of it."""
+
+import pytest
+import torch
+from support.families import FAMILIES, LOCALS, build, prompt
+from support.runs import prepare
+
+import kvbench
+from kvbench.models.releases import CACHE_NAME, named_cache
+from kvbench.storage import attend
+
+HALF = (torch.bfloat16, torch.float16)
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_full_caches_logits_are_transformers_own_bit_for_bit(family, dtype):
+    model, ids = build(family, dtype), prompt(70)
+    # windows and caps are computed in fp32, which transformers rounds in between
+    near = {"atol": 2e-2 if dtype == torch.float16 else 1e-1, "rtol": 0} if family in LOCALS else {"atol": 0, "rtol": 0}
+    (cache,) = kvbench.prefill(model, ids, ["full"])
+    with torch.no_grad():
+        out = model(ids[None], use_cache=True)
+        torch.testing.assert_close(cache.logits, out.logits[0, -1], **near)
+        for chunk in prompt(8, 4).split([1, 1, 2, 4]):
+            # of the last token alone, as here: some processors round products of one row and of several differently
+            out = model(chunk[None], **named_cache(out[CACHE_NAME]), use_cache=True, logits_to_keep=1)
+            cache = kvbench.extend(model, cache, chunk)
+            torch.testing.assert_close(cache.logits, out.logits[0, -1], **near)
+
+
+@pytest.mark.e2e("whole answers")
+def test_full_answers_as_model_generate_in_bf16_alone_and_in_a_batch(tmp_path):
+    model, tokenizer = kvbench.load_model("tiny", dtype="bfloat16")
+    arguments = ["dataset=tiny/hop,tiny/labels", "length=512", "examples=4", "method=full", f"results={tmp_path}"]
+    groups = prepare(*arguments).groups
+    prompts = [tokenizer(e.prompt, return_tensors="pt").input_ids for g in groups for e in g.examples]
+    new = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    expected = [model.generate(ids, **new)[0, ids.shape[1] :].tolist() for ids in prompts]
+    caches = [kvbench.prefill(model, ids, ["full"])[0] for ids in prompts]
+    assert [kvbench.generate(model, [c], 24)[0] for c in caches] == expected
+    assert kvbench.generate(model, caches, 24) == expected
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("fresh", [1, 3])
+def test_attention_of_our_own_is_as_near_the_truth_as_pytorchs(dtype, fresh, monkeypatch):
+    """Over padded rows and a tail; scores are large, so that rounding them would show."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*size, by=1.0):
+        return (by * torch.randn(*size, generator=generator)).to(dtype)
+
+    query, tail = normal(2, 4, fresh, 16, by=6), (normal(2, 2, 5, 16), normal(2, 2, 5, 16))
+    valid = torch.arange(90) < torch.tensor([[90], [60]])[..., None]
+    segment = attend.RowSegment(normal(2, 2, 90, 16), normal(2, 2, 90, 16), valid)
+    fused = attend.attend(query, [segment], tail, 0.25)[0]
+    monkeypatch.setattr(attend, "_fused", lambda *given: None)
+    own_value = attend.attend(query, [segment], tail, 0.25)[0]
+    exact = attend.RowSegment(segment.k.float(), segment.v.float(), valid)
+    true = attend.attend(query.float(), [exact], (tail[0].float(), tail[1].float()), 0.25)[0]
+    unit = torch.finfo(dtype).eps * true.abs().max()
+    for actual in (fused, own_value):
+        assert (actual - true).abs().max() <= unit

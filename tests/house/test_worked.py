@@ -1,0 +1,94 @@
+"""The worked examples of CONTRIBUTING.md run: a selector, a family that nobody tested, a metric, figures.
+
+Those of a storage format, a dataset and a paper run in tests/storage/test_registry.py, tests/tasks/test_rowset.py and
+tests/papers/test_new_paper.py.
+"""
+
+import json
+import re
+import sys
+
+import pytest
+import torch
+import yaml
+from support import worked
+from support.families import build
+
+import kvbench
+from kvbench.cli.main import main
+from kvbench.methods.core import registry
+from kvbench.papers.figures import measured
+from kvbench.papers.figures import registry as registry_of_figures
+from kvbench.tasks import metrics
+
+CACHES = registry.available, registry.defaults, registry._modules
+
+
+@pytest.fixture
+def towards(tmp_path, monkeypatch):
+    """The selector of the page, as if its file lay in kvbench/methods."""
+    monkeypatch.setattr(kvbench.methods, "__path__", [*kvbench.methods.__path__, str(tmp_path)])
+    (tmp_path / "towards.py").write_text(worked.block("kvbench/methods/towards.py"))
+    for known in CACHES:
+        known.cache_clear()
+    yield
+    monkeypatch.undo()
+    sys.modules.pop("kvbench.methods.towards", None)
+    for known in CACHES:
+        known.cache_clear()
+
+
+def test_a_selector_is_one_file(towards, tmp_path, capsys):
+    words = ["method=towards,towards+think", "kv_size=64", "towards.recent=4", "dataset=tiny/needle", "limit=2"]
+    assert main(["run", *words, f"results={tmp_path / 'r'}", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    cells = {row["method"]: row["cells"][0] for row in report["rows"]}
+    assert {c["status"] for c in cells.values()} == {"measured"}
+    assert cells["towards kv_size=64 recent=4"]["kept"] == 64
+
+
+def test_it_keeps_the_tokens_of_keydiff(towards):
+    model, ids = build("llama"), torch.randperm(100, generator=torch.Generator().manual_seed(0)) + 3
+    ours, keydiff = kvbench.prefill(model, ids, ["towards", "keydiff"], kv_size=20)
+    for a, b in zip(ours.layers, keydiff.layers, strict=True):
+        assert torch.equal(a.segments[0].positions, b.segments[0].positions)
+
+
+def test_the_files_of_the_two_methods_are_there():
+    (table,) = re.findall(r"^\| formula, .*?\n\n", worked.PAGE.read_text("utf-8"), re.MULTILINE | re.DOTALL)
+    root = worked.PAGE.parent
+    paths = re.findall(r"`((?:methods|conf|tests|docs)/[\w/]+\.\w+|CHANGELOG\.md)`", table)
+    assert len(paths) == 10
+    assert all((root / p).exists() or (root / "kvbench" / p).exists() for p in paths)
+
+
+def test_a_family_that_nobody_tested_runs_with_a_note(capsys):
+    torch.manual_seed(0)
+    with pytest.warns(UserWarning, match="Untested family"):
+        exec(worked.block("families.py"), {})
+    full, small = json.loads(capsys.readouterr().out)
+    assert len(full) == len(small) == 4
+
+
+def test_a_metric_is_a_function_and_a_line(monkeypatch):
+    example = {}
+    exec(worked.block("kvbench/tasks/metrics/first_word.py"), example)
+    (line,) = re.findall(r"`(Metric\(.*?\)\))`", worked.PAGE.read_text("utf-8"))
+    metric = eval(line, {"Metric": metrics.Metric, "_pair": metrics._pair, **example})
+    monkeypatch.setattr(metrics, "METRICS", {**metrics.METRICS, metric.name: metric})
+    assert metrics.metric("first_word").name == "first_word"
+    assert example["first_word"]("Paris, of course", "Paris, France") == 1
+    assert example["first_word"]("", "Paris") == 0
+
+
+@pytest.mark.e2e("measures and draws figures")
+def test_a_figure_is_a_few_lines_or_an_entry(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    exec(worked.block("figure.py"), {})
+    assert "<svg" in (tmp_path / "mine.svg").read_text()
+    ((name, entry),) = yaml.safe_load(worked.block("kvbench/papers/figures/ours.yaml")).items()
+    figure = registry_of_figures._figure(name, entry)
+    source = measured.prepare(figure, ["dataset=tiny/needle", "limit=2", f"results={tmp_path}"])
+    source.measure(quiet=True)
+    paths, finding = figure.write(figure.compute(source), source.facts(), tmp_path)
+    assert all(path.stat().st_size for path in paths) and "n = 2" in finding

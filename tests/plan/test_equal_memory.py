@@ -1,0 +1,159 @@
+"""Equal memory: the kv_size found holds as many bytes as the reference, and is what runs, reports and ids have."""
+
+import json
+
+import pytest
+from support.runs import SMALL, prepare, run_json
+
+from kvbench.audit import accounting
+from kvbench.base.errors import UsageError
+from kvbench.cli.main import main
+from kvbench.kv.model_shape import Shape
+from kvbench.methods.core.resolve import chain_of
+from kvbench.plan import config, equal_memory, words
+
+pytestmark = pytest.mark.e2e("prices hundreds of sizes")
+
+MISTRAL = Shape(32, 32, 8, 128)
+TABLE7 = "kv_size=128,512,1024,2048"
+
+
+def parsed(line):
+    (overrides,) = words.read(line.split()).runs
+    return config.parse(overrides)
+
+
+def sizes(line, shape=MISTRAL, tokens=None):
+    """kv_size of every matched chain, in order."""
+    return [m.kv_size for m in equal_memory.settle(parsed(line), shape, tokens)[1]]
+
+
+@pytest.mark.parametrize("base", ["h2o", "snapkv"])
+@pytest.mark.parametrize("per", ["kv_head", "query_head"])
+@pytest.mark.parametrize(("kind", "last"), [("bytes", 1646), ("nominal", 1645)])
+def test_the_sizes_of_thinks_table_7(base, per, kind, last):
+    actual = sizes(f"method={base},{base}+think {TABLE7} per={per} match={kind}")
+    assert actual == [109, 416, 826, last]
+
+
+@pytest.mark.parametrize("shape", [Shape(8, 32, 8, 128), Shape(5, 8, 4, 32)])
+@pytest.mark.parametrize("other", ["streamingllm", "h2o", "pyramidkv", "cake", "adakv", "snapkv+kivi", "h2o+vatp"])
+@pytest.mark.parametrize("kind", equal_memory.KINDS)
+def test_no_other_size_comes_nearer(kind, other, shape):
+    cfg = parsed(f"method={other},snapkv+think snapkv.kv_size=600 match={kind}")
+    (settled, (matched,)) = equal_memory.settle(cfg, shape)
+    price = equal_memory._price(kind, shape, equal_memory.LONG)
+    template = next(c for c in cfg.chains if c.chain.name == other.replace("vatp+h2o", "h2o+vatp"))
+    target = price(settled.chains[-1].chain)
+    near = range(matched.kv_size - 40, matched.kv_size + 41)
+    sizes = sorted({*range(140, 2400, 20), *near})
+    off = {size: abs(price(equal_memory.with_size(template, size).chain) - target) for size in sizes}
+    if template.chain.coder is None:
+        assert matched.kv_size == min(off, key=lambda size: (off[size], size))
+    else:
+        assert off[matched.kv_size] <= max(equal_memory.CLOSE * target, min(off.values()))
+    assert [c.chain.selector.kv_size for c in settled.chains] == [matched.kv_size, 600]
+    stored = matched.bytes if kind == "bytes" else matched.nominal
+    assert stored == (price(settled.chains[0].chain), target)
+
+
+def test_the_nominal_formula_is_the_papers():
+    for size in (128, 512, 1024, 2048):
+        chain = chain_of({"method": "snapkv+think", "kv_size": size, "per": "query_head"})
+        assert accounting.nominal_payload(chain, MISTRAL, 8192, 2) / 2**20 == pytest.approx(
+            0.5 * size - 0.1 * (size - 32)
+        )
+        plain = chain_of({"method": "snapkv", "kv_size": size})
+        assert (
+            accounting.nominal_payload(plain, MISTRAL, 8192, 2)
+            == accounting.bytes_declared(plain, MISTRAL, 8192, 2).payload
+        )
+    packed = chain_of("think+kivi", {"ratio": 0.5, "recent": 32})
+    exact = accounting.bytes_declared(packed, MISTRAL, 1000, 2).payload
+    assert accounting.nominal_payload(packed, MISTRAL, 1000, 2) == exact  # half of 128 channels is a whole number
+
+
+def test_grids_of_the_reference_give_each_other_method_one_size_each():
+    cfg = parsed("method=h2o,snapkv+think kv_size=128,256 ratio=0.4,0.6 match=bytes")
+    settled, matched = equal_memory.settle(cfg, MISTRAL)
+    assert [(m.method.split()[0], "ratio=0.6" in m.reference) for m in matched] == [("h2o", r) for r in (0, 1, 0, 1)]
+    assert len(settled.chains) == 8 and len({repr(c.chain.identity()) for c in settled.chains}) == 8
+
+
+def test_knobs_that_depend_on_the_budget_follow_the_size_found():
+    line = "preset=refreekv model=llama2-7b-chat method=cake,snapkv+think kv_size=1300 match=bytes per=kv_head"
+    (settled, (matched,)) = equal_memory.settle(parsed(line), Shape(32, 32, 32, 128))
+    assert matched.kv_size < 1100 and settled.chains[0].chain.stages[0].tau1 == 1.9
+    small = line.replace("1300", "150")
+    assert equal_memory.settle(parsed(small), Shape(32, 32, 32, 128))[0].chains[0].chain.stages[0].tau1 == 0.9
+
+
+def test_presets_say_which_bytes_where_a_match_is_asked_for():
+    assert parsed("preset=think method=h2o,h2o+think kv_size=128").match is None
+    assert parsed("preset=think method=h2o,h2o+think kv_size=128 match=true").match == "nominal"
+    assert parsed("preset=think method=h2o,h2o+think kv_size=128 reference=h2o+think").match == "nominal"
+    assert parsed("preset=think method=h2o,h2o+think kv_size=128 match=bytes").match == "bytes"
+    assert parsed("method=h2o,h2o+think kv_size=128 reference=think+h2o").match == "bytes"
+    assert parsed("preset=vatp method=h2o,h2o+vatp kv_size=128 match=true").match == "bytes"
+
+
+def test_a_reference_may_stand_anywhere_and_be_written_in_any_order():
+    first = "method=snapkv+think,snapkv,h2o kv_size=128 reference=think+snapkv"
+    assert sizes(first) == sizes("method=snapkv,h2o,snapkv+think kv_size=128 match=bytes") == [109, 109]
+
+
+def test_budgets_of_other_kinds_give_way():
+    cfg = parsed("preset=vatp method=h2o,snapkv+think snapkv.kv_size=256 match=bytes")
+    (settled, (matched,)) = equal_memory.settle(cfg, MISTRAL)
+    h2o = settled.chains[0].chain.selector
+    assert sum(h2o.parts(4096)) == matched.kv_size == 211 and h2o.heavy_ratio is None
+
+
+BAD = {
+    "method=h2o,h2o+think kv_ratio=0.2 match=bytes": "kv_ratio=0.2 is not possible with match=bytes",
+    "method=h2o,h2o+think h2o.kv_ratio=0.2 reference=h2o": "h2o.kv_ratio=0.2 is not possible with match=true",
+    "method=h2o,h2o+think kv_size=128 match=size": "match='size' is not possible: bytes, nominal",
+    "method=h2o,h2o+think kv_size=128 match=bytes,nominal": "match=",
+    "method=h2o,h2o+think kv_size=128 reference=snapkv": "Available: h2o, h2o+think",
+    "method=h2o,h2o+think match=bytes": "grow with the prompt, as its budget is a fraction",
+    "method=snapkv,kivi snapkv.kv_size=128 match=bytes": "grow with the prompt, as it has no kv_size",
+    "method=kivi,snapkv kv_size=128 match=bytes": "kivi has no kv_size to set",
+    "method=refreekv,snapkv kv_size=128 match=bytes": "refreekv has no kv_size to set",
+    "method=full,snapkv kv_size=128 match=bytes": "this run has none",
+    "method=full match=bytes": "this run has only full",
+    "method=cake,snapkv kv_size=64 window=8 cake.window=200 match=bytes": "cake",
+    "method=h2o,snapkv+kivi snapkv.kv_size=40 h2o.window=200 kv_size=300 match=bytes": "cannot hold as many bytes",
+}
+
+
+@pytest.mark.parametrize("line", BAD)
+def test_impossible_requests_are_refused_before_anything_runs(line, capsys):
+    assert main(["run", *line.split(), "limit=1", "--plan"]) == 2
+    message = capsys.readouterr().err
+    assert BAD[line] in message and message.count("\n") == 1
+
+
+def test_a_run_has_the_size_found_in_its_ids_its_table_and_its_bytes(tmp_path, capsys):
+    line = ["method=snapkv,snapkv+think", "kv_size=100", f"results={tmp_path}", *SMALL, "limit=1"]
+    status, report = run_json(capsys, *line, "match=bytes")
+    assert status == 0
+    (matched,) = report["matched"]
+    held_bytes = {r["method"]: r["cells"][0]["payload16"] for r in report["rows"]}
+    assert (
+        held_bytes[matched["method"]] == matched["bytes"][0] and held_bytes[matched["reference"]] == matched["bytes"][1]
+    )
+    assert any(f"kv_size={matched['kv_size']}" in note and "match=bytes" in note for note in report["notes"])
+    by_hand = prepare(*line[:1], f"kv_size={matched['kv_size']}", f"results={tmp_path}", *SMALL, "limit=1")
+    ids = {c["cell"] for r in report["rows"] for c in r["cells"] if r["method"] == matched["method"]}
+    assert ids == {c.id for g in by_hand.groups for c in g.cells if c.label == matched["method"]}
+    assert main(["run", *line, "match=nominal", "--plan"]) == 0
+    shown = capsys.readouterr().out
+    assert "match=nominal" in shown and all(len(x) <= 100 for x in shown.splitlines())
+    assert main(["run", *line, "match=nominal", "--plan", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["matched"][0]["by"] == "nominal"
+
+
+def test_a_model_is_matched_by_its_own_shape():
+    assert sizes("method=h2o,h2o+think kv_size=128 match=bytes", Shape(6, 8, 4, 32)) == [110]
+    with pytest.raises(UsageError, match="query_heads=7"):
+        Shape(1, 7, 2, 8)

@@ -1,0 +1,87 @@
+"""What a listener hears of a run, and that one which fails costs nothing."""
+
+import pytest
+from support.runs import SMALL, metrics_of, prepare
+
+from kvbench.engine import batch
+from kvbench.run import experiment
+
+pytestmark = pytest.mark.e2e("runs whole command lines")
+
+
+class Heard:
+    """Writes down what it is told; ``broken`` names the call that raises."""
+
+    def __init__(self, broken=""):
+        self.calls, self.broken = [], broken
+
+    def _hear(self, *call):
+        self.calls.append(call)
+        if call[0] == self.broken:
+            raise RuntimeError("no network")
+
+    def begin(self, prepared):
+        self._hear("begin", len(prepared.groups))
+
+    def reading(self, column):
+        self._hear("reading", column)
+
+    def stored(self, cell, sample):
+        self._hear("stored", cell.id, sample.id)
+
+    def ended(self, cell, status, summary, reason):
+        self._hear("ended", cell.id, status, summary and summary.n, reason)
+
+    def close(self):
+        self._hear("close")
+
+
+def test_a_listener_hears_every_sample_and_how_every_cell_ended(tmp_path):
+    run = prepare(*SMALL, "method=snapkv", "limit=3", f"results={tmp_path}")
+    heard = Heard()
+    experiment.measure(run, quiet=True, listeners=(heard,))
+    ids = [c.id for g in run.groups for c in g.cells]
+    stored = {(c, e.id) for g in run.groups for c in [x.id for x in g.cells] for e in g.examples}
+    assert heard.calls[0] == ("begin", 2) and heard.calls[-1] == ("close",)
+    assert {call[1:] for call in heard.calls if call[0] == "stored"} == stored
+    assert [c[1] for c in heard.calls if c[0] == "reading"] == [g.column for g in run.groups for _ in g.examples]
+    assert [c[1:] for c in heard.calls if c[0] == "ended"] == [(i, "partial", 3, None) for i in ids]
+    again = Heard()
+    experiment.measure(prepare(*SMALL, "method=snapkv", f"results={tmp_path}"), quiet=True, listeners=(again,))
+    assert [c[2:4] for c in again.calls if c[0] == "ended"] == [("complete", 6)] * 4
+    assert sum(c[0] == "stored" for c in again.calls) == 12
+
+
+def test_an_interrupt_is_heard_with_what_was_finished_before(tmp_path, monkeypatch):
+    run = prepare(*SMALL, "method=snapkv", "batch_rows=2", f"results={tmp_path}")
+    original, steps = batch.step, []
+
+    def step(*args):
+        steps.append(1)
+        if len(steps) > 8:
+            raise KeyboardInterrupt
+        return original(*args)
+
+    monkeypatch.setattr(batch, "step", step)
+    heard = Heard()
+    with pytest.raises(KeyboardInterrupt):
+        experiment.measure(run, quiet=True, listeners=(heard,))
+    ended = [c for c in heard.calls if c[0] == "ended"]
+    stored = [c[1] for c in heard.calls if c[0] == "stored"]
+    assert 0 < len(stored) < 24
+    assert {c[1]: c[3] or 0 for c in ended} == {c.id: stored.count(c.id) for g in run.groups for c in g.cells}
+    assert {c[2:5:2] for c in ended if (c[3] or 0) < 6} == {("interrupted", "KeyboardInterrupt")}
+    assert {c[2] for c in ended if (c[3] or 0) == 6} <= {"complete"}
+    assert heard.calls[-1] == ("close",)
+
+
+@pytest.mark.parametrize("broken", ["begin", "reading", "stored", "ended", "close"])
+def test_a_listener_that_fails_is_left_out_and_loses_nothing(tmp_path, capsys, broken):
+    experiment.measure(prepare(*SMALL, "method=snapkv", f"results={tmp_path / 'a'}"), quiet=True)
+    fine, failing = Heard(), Heard(broken)
+    run = prepare(*SMALL, "method=snapkv", f"results={tmp_path / 'b'}")
+    experiment.measure(run, quiet=True, listeners=(failing, fine))
+    assert capsys.readouterr().err.count("Heard failed (RuntimeError: no network)") == 1
+    assert [c[0] for c in failing.calls].count(broken) == 1
+    assert sum(c[0] == "stored" for c in fine.calls) == 24 and fine.calls[-1] == ("close",)
+    assert metrics_of(tmp_path / "a") == metrics_of(tmp_path / "b")

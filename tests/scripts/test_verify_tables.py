@@ -1,0 +1,93 @@
+"""`make verify-tables` and the jobs that run it: one command for all scripts, and the model is fetched first."""
+
+import subprocess
+from pathlib import Path
+
+import byte_tables
+import leaderboard
+import paper_claims
+import paper_tables
+import pytest
+import tiny_table
+import verify_tables
+import yaml
+from verification import Verification
+
+from kvbench.base.errors import MissingData, MissingModel
+
+ROOT = Path(__file__).parents[2]
+FETCH = "kvbench model fetch smollm2-135m-q4_1"
+
+
+def raising(error):
+    def same():
+        raise error
+
+    return same
+
+
+def outcome(capsys, found, without=()):
+    status = found.close(without)
+    captured = capsys.readouterr()
+    return status, captured.out.splitlines(), captured.err.splitlines()
+
+
+def test_what_is_missing_is_one_line_a_reason_and_no_success(capsys, monkeypatch):
+    monkeypatch.delenv("KVBENCH_DATA", raising=False)
+    found = Verification()
+    found.add("a.md", lambda: True, "make a")
+    found.add("b.md", raising(MissingData("dataset=x needs y: ...")), "make b")
+    found.add("c.md", raising(MissingModel("model=m is not here", ["m"])), "make c")
+    found.add("d.md", raising(MissingData("dataset=z needs w: ...")), "make d")
+    out = ["verified: 1 as their samples give them: a.md"]
+    data = "data folder missing: set KVBENCH_DATA=FOLDER: b.md, d.md"
+    model = "model m missing: fetch it with python -m kvbench model fetch m: c.md"
+    assert outcome(capsys, found) == (1, out, [f"kvbench: not verified: {data}", f"kvbench: not verified: {model}"])
+    allowed = "kvbench: not verified (allowed by --without"
+    lines = [f"{allowed} data): {data}", f"{allowed} model): {model}"]
+    assert outcome(capsys, found, ["data", "model"]) == (0, out, lines)
+    assert outcome(capsys, found, ["data"])[0] == outcome(capsys, found, ["model"])[0] == 1
+    found.add("e.md", lambda: False, "make e")
+    status, _, err = outcome(capsys, found, ["data", "model"])
+    assert status == 1 and err == [*lines, "kvbench: e.md differs from its samples; make e"]
+
+
+def test_one_command_asks_every_script(capsys, monkeypatch):
+    for script in (tiny_table, byte_tables, leaderboard, paper_tables, paper_claims):
+        name = script.__name__
+        monkeypatch.setattr(script, "verify", lambda found, name=name: found.add(name, lambda: True, ""))
+    assert verify_tables.main([]) == 0
+    names = "tiny_table, byte_tables, leaderboard, paper_tables, paper_claims"
+    assert capsys.readouterr().out == f"verified: 5 as their samples give them: {names}\n"
+    missing = MissingModel("model=m is not here", ["m"])
+    monkeypatch.setattr(leaderboard, "verify", lambda found: found.add("board", raising(missing), ""))
+    assert verify_tables.main(["--without", ""]) == 1
+    assert verify_tables.main(["--without", "model"]) == 0
+
+
+@pytest.mark.e2e("runs make")
+def test_the_model_is_fetched_before_anything_is_verified():
+    # as part of `make test` it would print that it enters a folder
+    command = [
+        "make",
+        "-n",
+        "--no-print-directory",
+        "verify-tables",
+        "VENV=/nowhere",
+        "-o",
+        "/nowhere/.ready",
+        "WITHOUT=data",
+    ]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    fetch, verify = done.stdout.splitlines()
+    assert FETCH in fetch and verify.endswith('scripts/verify_tables.py --without "data"')
+
+
+def test_the_workflow_fetches_the_model_in_the_job_that_verifies():
+    jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())["jobs"]
+    verifying = [job for job in jobs.values() if any("verify-tables" in step.get("run", "") for step in job["steps"])]
+    assert len(verifying) == 1
+    commands = [step.get("run", "") for step in verifying[0]["steps"]]
+    fetched = next(i for i, command in enumerate(commands) if FETCH in command)
+    verified = next(i for i, command in enumerate(commands) if "verify-tables" in command)
+    assert fetched < verified

@@ -1,0 +1,219 @@
+"""The matrix of methods, chains, families and prompts on which every law is tried: new methods are found by themselves.
+
+A new selector, pruner, modifier or quantiser is also tested in one composition. If ``neutral`` fails for it, say in
+NEUTRAL which value of which knob switches it off.
+"""
+
+from functools import cache
+from inspect import signature
+from itertools import count
+
+import pytest
+from support import method_reference as ref
+from support.calibrations import ready
+from support.families import FAMILIES, WHOLE, build, prompt
+from support.grids import grid
+
+import kvbench
+from kvbench.methods.core import registry
+from kvbench.methods.core.base import Selector
+from kvbench.methods.core.formats import StorageFormat
+from kvbench.methods.core.replaying import ReplayingSelector
+
+METHODS = tuple(m for m in registry.available() if m != "full")
+STAGES = {m: registry.make_stage(m, registry.defaults(m)) for m in METHODS}
+PARTNERS = {
+    "hidden": "{}+snapkv",
+    "selector": "{}+think",
+    "modifier": "h2o+{}",
+    "prune": "snapkv+{}",
+    "quantise": "snapkv+{}",
+    "mask": "snapkv+{}",
+    "lowrank": "snapkv+{}",
+}
+
+
+def chained(method):
+    """Tell whether the method is also tested beside another: not if it packs all tokens or stands alone."""
+    # formats of single tokens share all code but their codecs: one stands for them
+    same_code = isinstance(STAGES[method], StorageFormat) and method != "turboquant"
+    return not getattr(STAGES[method], "packs", False) and STAGES[method].role != "share" and not same_code
+
+
+CHAINS = tuple(
+    dict.fromkeys(
+        [
+            *(m for m in METHODS if STAGES[m].role != "modifier"),
+            *(PARTNERS[STAGES[m].role].format(m) for m in METHODS if chained(m)),
+            "streamingllm+l2",
+            "keynorm+l1",
+            "think+kivi",
+            "thinkv+kivi",
+            "snapkv+think+kivi",
+            "adakv+think+flexgen",
+            "adakv+kivi",
+            "refreekv+kivi",
+            "twilight+flexgen",
+            "tova+flexgen",
+            "twilight+palu",
+            "refreekv+palu",
+            "h2o+vatp+asvd",
+            "uncomp-stage+h2o+think+kivi",
+            "uncomp-stage+uncomp-group",
+            "uncomp-stage+palu",
+            "uncomp-stage+snapkv+asvd",
+            "uncomp-stage+twilight+palu",
+        ]
+    )
+)
+PER = ("kv_head", "query_head")
+
+SMALL = {"kv_size": 24, "window": 8, "recent": 6, "observed": 8, "ratio": 0.4, "T": 0.6, "group": 4, "residual": 8}
+SMALL = {**SMALL, "multiple": 4, "probes": 1, "share": 0.5}
+NEUTRAL = {
+    "kv_size": 10_000,
+    "ratio": 0.0,
+    "value_ratio": 0.0,
+    "T": 0.0,
+    "p": 1.0,
+    "least": 1.0,
+    "share": 1.0,
+    "group": 4,
+}
+PROMPTS = ((70, 1), (47, 2))
+
+
+def prompts_of(family):
+    """The prompts of a family as (tokens, seed): both on Llama, one elsewhere."""
+    return PROMPTS if family == "llama" else PROMPTS[FAMILIES.index(family) % 2 :][:1]
+
+
+NEW = 6
+
+
+def configured(chain, values, **more):
+    """An entry of ``chain`` with every knob of ``values`` that one of its stages owns, by its full key."""
+    own_knobs = {f"{m}.{k}": v for m in chain.split("+") for k, v in values.items() if k in registry.knob_names(m)}
+    return {"method": chain, **own_knobs, **more}
+
+
+def neutral(chain):
+    """An entry of ``chain`` under which it must change nothing, where quantisers pass through."""
+    for m in chain.split("+"):
+        assert STAGES[m].role in ("modifier", "quantise") or set(NEUTRAL) & set(registry.knob_names(m)), (
+            f"{m} in NEUTRAL?"
+        )
+    return configured(chain, NEUTRAL)
+
+
+def uniform(chain):
+    """Tell whether the chain promises the same number of tokens in every layer and head."""
+    s = chain.selector
+    return (
+        not chain.hidden
+        and isinstance(s, Selector)
+        and (type(s).expected, type(s).budget) == (Selector.expected, Selector.budget)
+    )
+
+
+REFUSES = {
+    "opt": ("rotates",),
+    "qwen3": ("lowrank",),
+    "qwen3_moe": ("lowrank",),
+    "phi3": ("lowrank",),
+    "smollm3": ("lowrank", "rotates"),
+    "gemma2": ("lowrank", "hidden", "rotates", "replays"),
+    "gemma3_text": ("lowrank", "hidden", "rotates", "replays"),
+}
+"""Roles of stages that a family refuses, ``rotates`` and ``replays`` (reasons: tests/models/test_capabilities.py)."""
+
+
+def supported(chain, family):
+    stages = [STAGES[m] for m in chain.split("+")]
+    refuses = REFUSES.get(family, ())
+    return not any(
+        s.role in refuses
+        or (s.rotates and "rotates" in refuses)
+        or (isinstance(s, ReplayingSelector) and "replays" in refuses)
+        for s in stages
+    )
+
+
+def prefill(model, ids, entries, per="kv_head"):
+    """Run ``kvbench.prefill`` with random calibrations bound to the methods that need one."""
+    return kvbench.prefill(model, ids, [ready(model, e, per) for e in entries])
+
+
+def channels_of(segment):
+    return segment.key_channels, segment.value_channels
+
+
+def held(cache):
+    """Everything that a chain chose: positions and channels of every layer and head."""
+    return [
+        (ref.kept(layer), [None if c is None else c.tolist() for s in layer.segments for c in channels_of(s)])
+        for layer in cache.layers
+    ]
+
+
+@cache
+def full(family, n, seed):
+    (cache,) = prefill(build(family), prompt(n, seed), ["full"])
+    return cache, kvbench.generate(build(family), [cache], NEW)[0]
+
+
+@cache
+def full_logits(family, n, seed):
+    """Return the full cache's logits after two more tokens."""
+    return kvbench.extend(build(family), full(family, n, seed)[0], prompt(2, 8)).logits
+
+
+@cache
+def together(family, per):
+    """Run all chains on all prompts: one prefill per prompt, one batch for all answers -> {(chain, prompt): ...}."""
+    model, caches = build(family), {}
+    chains = [c for c in CHAINS if supported(c, family)]
+    for p in prompts_of(family):
+        small = prefill(model, prompt(*p), [configured(c, SMALL) for c in chains], per=per)
+        caches.update({(c, p): m for c, m in zip(chains, small, strict=True)})
+    answers = kvbench.generate(model, list(caches.values()), NEW)
+    return {key: (cache, answer) for (key, cache), answer in zip(caches.items(), answers, strict=True)}
+
+
+def kinds(family, chain):
+    """The kinds of ``per`` under which a chain meets a family: both on Llama, one elsewhere."""
+    i, j = FAMILIES.index(family), CHAINS.index(chain)
+    # a chain meets both kinds, and so does each family of WHOLE
+    return PER if family == "llama" else (PER[(i + j if family in WHOLE else i) % 2],)
+
+
+def meets(law, chain, family):
+    """Tell whether a law of the matrix is tried on a chain and a family: later families have each third chain.
+
+    Which third moves on with the law, and all of them have the first law, so that every pair meets.
+    """
+    rotating = family in WHOLE or law == 0 or (law + CHAINS.index(chain) + FAMILIES.index(family)) % 3 == 0
+    return supported(chain, family) and rotating
+
+
+LAWS = count()
+BEYOND = pytest.mark.e2e("the matrix beyond Llama")
+
+
+def matrix(test):
+    """Run a test of (family, chain, per) once a chain on Llama, and once on all other families."""
+    beyond = pytest.param(False, id="beyond", marks=BEYOND)
+
+    law = next(LAWS)
+
+    @pytest.mark.parametrize("chain", CHAINS)
+    @pytest.mark.parametrize("llama", [pytest.param(True, id="llama"), beyond])
+    def each(chain, llama, **fixtures):
+        families = [f for f in FAMILIES if (f == "llama") == llama and meets(law, chain, f)]
+        cases = [(f, per) for f in families for per in kinds(f, chain)]
+        grid(("family", "per"), cases)(test)(chain=chain, **fixtures)
+
+    fixtures = [p for p in signature(test).parameters.values() if p.name not in ("family", "per", "chain")]
+    each.__signature__ = signature(each).replace(parameters=[*list(signature(each).parameters.values())[:2], *fixtures])
+    each.__name__ = test.__name__
+    return each
