@@ -118,6 +118,7 @@ def why_not(entrant: Entrant, workload: Workload) -> str:
 class Trial:
     """The trial of one entrant on one workload, with its passes so far.
 
+    ask_process: measures memory in a process of its own, as ``peak.ask`` does.
     full: the pass in which all steps ran, beside passes in which only samples of them did.
     """
 
@@ -125,6 +126,7 @@ class Trial:
     entrant: Entrant
     workload: Workload
     settings: Settings
+    ask_process: Callable[..., PeakAnswer] = peak.ask
     status: str = MEASURED
     reason: str = ""
     peak: Peak | None = None
@@ -162,7 +164,7 @@ class Trial:
         if self.entrant.chain is not None:
             # the name of a graph's row also says how it steps
             label = self.entrant.chain.label
-        return peak.ask(
+        return self.ask_process(
             what,
             self.settings.overrides,
             label,
@@ -308,15 +310,17 @@ def measure(
     entrants: Sequence[Entrant],
     workload: Workload,
     settings: Settings,
+    ask_process: Callable[..., PeakAnswer] = peak.ask,
 ) -> list[Row]:
     """Return one row per entrant, measured in turns in this process.
 
-    Out of memory, a refusal or a failure is the row's status with its reason, and the others go on.
+    Out of memory, a refusal or a failure is the row's status with its reason, and the others go on. ``ask_process``
+    measures memory in a process of its own.
     """
     # all rows of this call share a session: only their times are compared with each other
     session = f"{time.strftime('%Y%m%dT%H%M%S')}-{random.randrange(16**4):04x}"
     order = random.Random(settings.seed)
-    trials = [Trial(model, entrant, workload, settings) for entrant in entrants]
+    trials = [Trial(model, entrant, workload, settings, ask_process) for entrant in entrants]
     # on a CPU the limit holds in the child processes that measure peaks
     limit = settings.limit if model.device.type == "cuda" else None
     with peak.limited(limit, model.device):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -43,16 +43,6 @@ def process_memory(key: str) -> int:
         if line.startswith(key + ":"):
             return int(line.split()[1]) * 1024  # the file counts in kB
     raise KvbenchError(f"/proc/self/status has no {key}: a process's memory is measured on Linux")
-
-
-def cache_limit(gib: float | None, shares: Mapping[torch.device, float]) -> int:
-    """Return the bytes that caches may take: ``gib`` if the user gave it, else a share of the memory free now.
-
-    ``shares`` gives the part of every cache on each device. The device with the least room for its part decides.
-    """
-    if gib is not None:
-        return int(gib * GIB)
-    return int(USED_SHARE * min(free_bytes(device) / share for device, share in shares.items()))
 
 
 def device_shares(model: PreTrainedModel) -> dict[torch.device, float]:
@@ -93,6 +83,21 @@ def _read_group_free_bytes() -> Iterator[int]:
             usage = int((CONTROL_GROUP / usage_file).read_text())
             yield max(0, limit - usage)
     yield 2**62  # no limit
+
+
+def cache_limit(
+    gib: float | None,
+    shares: Mapping[torch.device, float],
+    count_free: Callable[[torch.device], int] = free_bytes,
+) -> int:
+    """Return the bytes that caches may take: ``gib`` if the user gave it, else a share of the memory free now.
+
+    ``shares`` gives the part of every cache on each device, ``count_free`` the bytes that are free there. The device
+    with the least room for its part decides.
+    """
+    if gib is not None:
+        return int(gib * GIB)
+    return int(USED_SHARE * min(count_free(device) / share for device, share in shares.items()))
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from contextlib import suppress
+from pathlib import Path
 
 from kvbench.engine.memory import CONTROL_GROUP
 
@@ -15,14 +16,18 @@ def allowed() -> int:
     not know it: more threads than that are stopped for most of each period.
     """
     if hasattr(os, "sched_getaffinity"):
-        count = float(len(os.sched_getaffinity(0)))
-    else:
-        count = float(os.cpu_count() or 1)
+        return within_quota(len(os.sched_getaffinity(0)))
+    return within_quota(os.cpu_count() or 1)
+
+
+def within_quota(processors: int, control_group: Path = CONTROL_GROUP) -> int:
+    """Return how many of ``processors`` the quota of a control group leaves, at least 1."""
+    count = float(processors)
     # version 2 writes both numbers into one file, "QUOTA PERIOD"
     for quota_file, period_file in (("cpu.max", "cpu.max"), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):
         with suppress(OSError, ValueError):  # ValueError: no quota is "max"
-            quota = int((CONTROL_GROUP / quota_file).read_text().split()[0])
+            quota = int((control_group / quota_file).read_text().split()[0])
             if quota > 0:  # version 1 writes -1 for none
-                period = int((CONTROL_GROUP / period_file).read_text().split()[-1])
+                period = int((control_group / period_file).read_text().split()[-1])
                 count = min(count, quota / period)
     return max(1, int(count))

@@ -503,14 +503,16 @@ def open_session(cfg: RunConfig, identity: Mapping[str, object], tokenizer: Toke
     )
 
 
-def threads(cfg: RunConfig, config: Any) -> int:
+def threads(cfg: RunConfig, config: Any, available: int | None = None) -> int:
     """Return how many threads to use: the configured number, else one for a model narrower than SMALL_MODEL.
 
-    Without either it is PyTorch's default, within what the system allows. Tiny matrices are faster on one thread, since
-    several mostly wait.
+    Without either it is ``available``: PyTorch's default, within what the system allows, where it is not given. Tiny
+    matrices are faster on one thread, since several mostly wait.
     """
     if cfg.threads:
         return cfg.threads
     if int(getattr(config, "hidden_size", SMALL_MODEL)) < SMALL_MODEL:
         return 1
-    return min(torch.get_num_threads(), allowed())
+    if available is None:
+        available = min(torch.get_num_threads(), allowed())
+    return available

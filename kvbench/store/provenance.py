@@ -44,6 +44,8 @@ def provenance(model: PreTrainedModel, threads: int) -> Facts:
     }
 
 
+ROOT = Path(__file__).resolve().parents[2]
+"""The folder that the package lies in: the root of a clone, or an installation's folder of packages."""
 MEASURES = ("kvbench", "conf", "pyproject.toml", "constraints.txt")
 """The parts of a clone that decide the numbers."""
 
@@ -70,12 +72,11 @@ def local_changes(records: Iterable[CellRecord]) -> str:
     )
 
 
-def git_commit() -> str | None:
+def git_commit(root: Path = ROOT) -> str | None:
     """Return the commit of the clone that the package runs from, with ``+`` if a file of MEASURES has changed.
 
-    Return None if the package is not in a clone, or git cannot be run.
+    Return None if ``root`` is no clone, or git cannot be run.
     """
-    root = Path(__file__).resolve().parents[2]
     # an installed package may lie in a folder below some other project's clone, whose commit says nothing about it
     if not (root / ".git").exists():
         return None

@@ -17,7 +17,7 @@ import gc
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -222,7 +222,22 @@ def prefill_report(tokens: int) -> int:
     return 0 if ok else 1
 
 
-def long_report(lengths: Sequence[int], only: Sequence[str], threads: int) -> int:
+def measure_long(name: str, tokens: int, threads: int) -> dict[str, float]:
+    """Return what ``long_peak`` measures in a process of its own."""
+    return dict(in_process("memory", "one", "long", name, tokens, "--threads", threads))
+
+
+def measure_growth(name: str, new: int) -> dict[str, float]:
+    """Return what ``decode_growth`` measures in a process of its own."""
+    return dict(in_process("memory", "one", "decode", name, new))
+
+
+def long_report(
+    lengths: Sequence[int],
+    only: Sequence[str],
+    threads: int,
+    measure_peak: Callable[[str, int, int], dict[str, float]] = measure_long,
+) -> int:
     """Print each method's peaks by length. Return exit status 1 if the longest is too far above the full cache's."""
     methods = [name for name in long_entries() if name != "full" and (not only or name in only)]
     # the full cache is measured before the methods, which are compared with it
@@ -234,11 +249,7 @@ def long_report(lengths: Sequence[int], only: Sequence[str], threads: int) -> in
     print(f"{'':20}{heads}{'KiB a token':>13}{'cache MiB':>11}{'over full':>11}{'s':>9}")
 
     def measure(name: str) -> list[dict[str, float]]:
-        results = []
-        for n in lengths:
-            arguments = ["one", "long", name, n, "--threads", threads]
-            results.append(in_process("memory", *arguments))
-        return results
+        return [measure_peak(name, n, threads) for n in lengths]
 
     # a single length has no slope: the difference to itself is 0 over one token
     previous = max(0, len(lengths) - 2)
@@ -266,13 +277,13 @@ def long_report(lengths: Sequence[int], only: Sequence[str], threads: int) -> in
     return status
 
 
-def decode_report(new: int) -> int:
+def decode_report(new: int, measure: Callable[[str, int], dict[str, float]] = measure_growth) -> int:
     """Print each method's tokens and growth over ``new`` tokens. Return 1 if an evicting one exceeds a limit."""
     limit = f"at most {SIZE} tokens and {GROWTH_LIMIT / MIB:.0f} MiB"
     print(f"{new} new tokens after a prompt of {PROMPT}, kv_size={SIZE}; evicting methods: {limit}")
     status = 0
     for name in DECODE:
-        growth = in_process("memory", "one", "decode", name, new)
+        growth = measure(name, new)
         grown = growth["late"] - growth["early"]
         mark = "  ok"
         if name == "full":

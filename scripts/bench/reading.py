@@ -10,7 +10,7 @@ beginning read once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from statistics import median
 
@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 from kvbench.engine.prefill import prefill_chains
 from kvbench.engine.shared_prefix import SharedPrefix
 from kvbench.methods.core.chain import Chain
+from kvbench.methods.core.prompt_cache import PromptCache
 from kvbench.methods.core.resolve import chain_of
 
 LIMIT = 0.10
@@ -47,8 +48,11 @@ def statistics(model: PreTrainedModel, ids: torch.Tensor, repeats: int) -> bool:
     """Print each method's own time over that of the pass. Return True if all keep to LIMIT."""
     # all methods share one pass, whose time is the same in each of their caches
     chains = [chain_of({"method": name, "kv_ratio": 0.25}) for name in METHODS]
-    # a list of caches, one for each method, for every repeat
-    passes = [prefill_chains(model, ids, chains) for _ in range(repeats)]
+    return judge_statistics([prefill_chains(model, ids, chains) for _ in range(repeats)])
+
+
+def judge_statistics(passes: Sequence[Sequence[PromptCache]]) -> bool:
+    """Print the time of each of METHODS over that of the pass. ``passes``: the methods' caches for every repeat."""
     ok = True
     for i, name in enumerate(METHODS):
         share = median(caches[i].compress_s / caches[i].prefill_s for caches in passes)
@@ -80,7 +84,7 @@ def passes(models: Sequence[PreTrainedModel], ids: torch.Tensor, repeats: int) -
     print(f"  {TOGETHER} at once / one by one: {together:.2f}x")
 
 
-def beginnings(model: PreTrainedModel, repeats: int) -> None:
+def beginnings(model: PreTrainedModel, repeats: int, sizes: Mapping[str, int] = ALIKE) -> None:
     """Print the time of reading prompts that begin alike whole over reading their beginning once.
 
     A second ratio is of one prompt alone: reading it in pieces, with nothing to share, over reading it whole.
@@ -88,13 +92,13 @@ def beginnings(model: PreTrainedModel, repeats: int) -> None:
     chains = [chain_of({"method": name}) for name in ("full", "snapkv")]
     generator = torch.Generator().manual_seed(0)
     vocabulary = int(model.config.vocab_size)
-    beginning = torch.randint(vocabulary, (ALIKE["first"],), generator=generator)
+    beginning = torch.randint(vocabulary, (sizes["first"],), generator=generator)
     # the end of each prompt, [prompts, tokens behind the beginning]
-    ends = torch.randint(vocabulary, (ALIKE["prompts"], ALIKE["tokens"] - ALIKE["first"]), generator=generator)
+    ends = torch.randint(vocabulary, (sizes["prompts"], sizes["tokens"] - sizes["first"]), generator=generator)
 
     def read(prompt_ends: torch.Tensor, share: bool) -> None:
         # keeps the layers of the last prompt's beginning, from which the next goes on
-        prefix = SharedPrefix(model, ALIKE["pieces"]) if share else None
+        prefix = SharedPrefix(model, sizes["pieces"]) if share else None
         for end in prompt_ends:
             prefill_chains(model, torch.cat([beginning, end]), chains, prefix=prefix)
 
@@ -106,7 +110,7 @@ def beginnings(model: PreTrainedModel, repeats: int) -> None:
     }
     times = in_turns(variants, repeats)
     text = "{prompts} prompts of {tokens} tokens, of which {first} are alike, whole / shared_prefix={pieces}"
-    print(f"{text.format(**ALIKE)}: {median_ratio(times['whole'], times['once']):.2f}x")
+    print(f"{text.format(**sizes)}: {median_ratio(times['whole'], times['once']):.2f}x")
     print(f"one of them alone, in pieces / whole: {median_ratio(times['one in pieces'], times['one whole']):.2f}x")
 
 

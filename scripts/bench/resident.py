@@ -76,23 +76,25 @@ MIXES: dict[str, list[str]] = {name: mix["of"] for name, mix in compared_methods
 """The names of the methods in each batch of several methods."""
 
 
-def hold(name: str, caches: int, tokens: int) -> dict[str, float]:
+def hold(name: str, caches: int, tokens: int, shape: Shape = SHAPE, warm: int = WARM) -> dict[str, float]:
     """Return the bytes that this process grows by while it holds ``caches`` caches, and those accounted for them."""
-    build = partial(all_layers, chain_of(METHODS[name]), SHAPE, tokens, torch.float16)
+    build = partial(all_layers, chain_of(METHODS[name]), shape, tokens, torch.float16)
     # the first ones load code and leave the allocator's free lists as all later ones find them
-    first = [build() for _ in range(WARM)]
+    first = [build() for _ in range(warm)]
     baseline = in_use()
     held_caches = [build() for _ in range(caches)]
     grown = in_use() - baseline
     # still alive, so that the growth is that of the others alone
-    assert len(first) == WARM
+    assert len(first) == warm
     accounted = 0
     for layers in held_caches:
         accounted += sum(bytes_held(layer).total for layer in layers)
     return {"grown": grown, "accounted": accounted}
 
 
-def decode(name: str, rows: int, tokens: int, new: int) -> dict[str, float]:
+def decode(
+    name: str, rows: int, tokens: int, new: int, *, shape: Shape = DECODED, warm: int = WARM
+) -> dict[str, float]:
     """Return what this process grew by once ``rows`` rows of one batch have read ``new`` tokens, and what is accounted.
 
     allocated: the storages of the batch. accounted: the bytes of the step that holds most. The rows of a mix are
@@ -100,14 +102,14 @@ def decode(name: str, rows: int, tokens: int, new: int) -> dict[str, float]:
     """
     chains = [chain_of(DECODING[part]) for part in MIXES.get(name, [name])]
     room = Room(tokens=new)
-    templates = [all_layers(chain, DECODED, tokens, torch.float16) for chain in chains]
+    templates = [all_layers(chain, shape, tokens, torch.float16) for chain in chains]
     # a first batch loads code and leaves the allocator's free lists as the second finds them; it stays alive, too
-    warm_rows = max(WARM, len(chains))
-    warm_layers = build_batch(chains, warm_rows, tokens, room)
-    feed(warm_layers, warm_rows)
+    warm_rows = max(warm, len(chains))
+    warm_layers = build_batch(chains, warm_rows, tokens, room=room, shape=shape)
+    feed(warm_layers, warm_rows, shape)
     baseline = in_use()
-    layers = build_batch(chains, rows, tokens, room)
-    payloads = [feed(layers, rows) for _ in range(new)]
+    layers = build_batch(chains, rows, tokens, room=room, shape=shape)
+    payloads = [feed(layers, rows, shape) for _ in range(new)]
     grown = in_use() - baseline
     # a method's rows hold the same random numbers: the last state of its first row stands for all
     rows_of_method = rows // len(chains)
@@ -121,16 +123,16 @@ def decode(name: str, rows: int, tokens: int, new: int) -> dict[str, float]:
     return {"grown": grown, "allocated": allocated(layers), "accounted": accounted}
 
 
-def build_batch(chains: Sequence[Chain], rows: int, tokens: int, room: Room) -> list[RowLayer]:
+def build_batch(chains: Sequence[Chain], rows: int, tokens: int, *, room: Room, shape: Shape) -> list[RowLayer]:
     """Return the layers of a decode batch of ``rows`` rows after a prompt of ``tokens``, equally many of each chain."""
     caches_by_chain = []
     for chain in chains:
-        build = partial(all_layers, chain, DECODED, tokens, torch.float16)
+        build = partial(all_layers, chain, shape, tokens, torch.float16)
         caches_by_chain.append([build() for _ in range(rows // len(chains))])
     # theta_i = 10000^(-2i / d)
-    rotary = Rotary(1e4 ** (-torch.arange(0, DECODED.head_dim, 2) / DECODED.head_dim))
+    rotary = Rotary(1e4 ** (-torch.arange(0, shape.head_dim, 2) / shape.head_dim))
     layers = []
-    for i in range(DECODED.layers):
+    for i in range(shape.layers):
         stored: list[StoredRow] = []
         for chain, caches in zip(chains, caches_by_chain, strict=True):
             stored += take_rows(chain, caches, i, rotary)
@@ -158,10 +160,10 @@ def take_rows(chain: Chain, caches: Sequence[list[LayerCache]], i: int, rotary: 
     return rows
 
 
-def feed(layers: Sequence[RowLayer], rows: int) -> int:
+def feed(layers: Sequence[RowLayer], rows: int, shape: Shape) -> int:
     """Read one random token in each of ``rows`` rows. Return the bytes of keys and values held then."""
-    k, v = torch.randn(2, rows, DECODED.kv_heads, 1, DECODED.head_dim).half()
-    query = torch.randn(rows, DECODED.query_heads, 1, DECODED.head_dim).half()
+    k, v = torch.randn(2, rows, shape.kv_heads, 1, shape.head_dim).half()
+    query = torch.randn(rows, shape.query_heads, 1, shape.head_dim).half()
     payload = 0
     for layer in layers:
         for entries, stored in layer.formats:
@@ -172,7 +174,7 @@ def feed(layers: Sequence[RowLayer], rows: int) -> int:
             stored.add(entries.tokens(k), entries.tokens(v), entries.of_rows(layer.next[:, None]))
             if isinstance(stored, EvictingRows):
                 # only attention decides what is evicted
-                stored.attend(entries.query(query), DECODED.head_dim**-0.5, None)
+                stored.attend(entries.query(query), shape.head_dim**-0.5, None)
         layer.grow(1)
     for layer in layers:
         payload += sum(layer.payload())
@@ -219,15 +221,13 @@ def report(results: Iterable[tuple[str, dict[str, float]]]) -> int:
     return status
 
 
-def _at_once(caches: int, tokens: int) -> int:
-    """Return how many processes fit into memory at once, each with full caches and 1 GiB of scratch memory."""
+def count_processes(caches: int, tokens: int, free: int, processors: int) -> int:
+    """Return how many processes run at once in ``free`` bytes, each with full caches and 1 GiB of scratch memory."""
     process_bytes = (caches + WARM) * SHAPE.full_bytes(tokens, 2) + 2**30
-    fitting = int(free_bytes(torch.device("cpu")) // process_bytes)
-    processors = len(os.sched_getaffinity(0))
-    return max(1, min(processors, fitting))
+    return max(1, min(processors, free // process_bytes))
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and print. Return exit status 1 if resident memory differs from the accounts, else 0."""
     parser = options(__doc__)
     parser.add_argument("--caches", type=int, default=64, help="caches held at once (default 64)")
@@ -235,7 +235,7 @@ def main() -> int:
     parser.add_argument("--decode", type=int, default=0, help="new tokens of each row; 0: hold prompts alone")
     parser.add_argument("--only", default="", help="methods whose name contains this, besides full")
     parser.add_argument("--one", choices=list(DECODING) + list(MIXES), help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     if args.decode:
         measurable = list(DECODING) + list(MIXES)
         tokens = args.tokens or 1024
@@ -265,7 +265,8 @@ def main() -> int:
     def measure(name: str) -> dict[str, float]:
         return dict(in_process("resident", "--one", name, *sizes, env=ALLOCATOR))
 
-    with ThreadPoolExecutor(_at_once(args.caches, tokens)) as pool:
+    free, processors = free_bytes(torch.device("cpu")), len(os.sched_getaffinity(0))
+    with ThreadPoolExecutor(count_processes(args.caches, tokens, free, processors)) as pool:
         results = zip(names, pool.map(measure, names), strict=True)
         if args.decode:
             return report_decoding(results)

@@ -3,17 +3,19 @@
 import json
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 import torch
 
 from kvbench.base.errors import KvbenchError
-from kvbench.bench import architecture, environment, generation_pass, peak, records, time_table, timing
+from kvbench.bench import architecture, environment, peak, records, time_table, timing
 from kvbench.bench.request import OWN
 from kvbench.bench.workload import Workload, parse
 from kvbench.cli.main import HELP, main
+from kvbench.methods.core.base import Selector
 from kvbench.methods.core.chain import Chain
 from kvbench.methods.core.resolve import ChainConfig
 from kvbench.plan import config
@@ -85,8 +87,7 @@ def test_ratios_are_to_the_row_that_is_asked_for(rows, folder, capsys):
     assert "unknown value of over 'static'" in capsys.readouterr().err
 
 
-def test_a_new_method_is_measured_beside_the_full_cache(rows, folder, capsys, monkeypatch):
-    monkeypatch.setattr(peak, "ask", lambda *a, **how: {"allocated": 1, "reserved": 2})
+def test_a_new_method_is_measured_beside_the_full_cache(rows, folder, capsys, no_processes):
     more = [a.replace("full,snapkv,kivi", "full,snapkv,kivi,think") for a in SMALL]
     assert main([*more, f"folder={folder}", "name=first", "--json"]) == 0
     records_read = records.read(folder / "first.jsonl")
@@ -125,6 +126,17 @@ def test_mistakes_are_named(argument, message, tmp_path, capsys):
     assert message in capsys.readouterr().err
 
 
+def constant_peak(*request, **options):
+    """Answer as the process that measures memory does, at once."""
+    return {"allocated": 1, "reserved": 2}
+
+
+@pytest.fixture
+def no_processes(monkeypatch):
+    """Whole commands start no process to measure memory."""
+    monkeypatch.setattr(timing.Trial, "ask", constant_peak)
+
+
 def settings(**changes):
     facts = {"model": "tiny", "weights": "random", "dtype": "float32", "device": "cpu", "threads": 1, "torch": "0"}
     return timing.Settings(("model=tiny", "model.weights=random"), facts, **{"repeats": 1, "warmup": 0, **changes})
@@ -135,6 +147,18 @@ def entrants(*methods):
         return [timing.Entrant("full", ChainConfig(Chain(), "full"))]
     cfg = config.read([f"method={','.join(methods)}"])
     return [timing.Entrant("full", ChainConfig(Chain(), "full")), *(timing.Entrant(c.label, c) for c in cfg.chains)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failing(Selector):
+    """A method whose every pass ends with ``error``."""
+
+    id: ClassVar[str] = "failing"
+
+    error: Exception
+
+    def scores(self, cache, obs, capacity):
+        raise self.error
 
 
 @pytest.fixture(scope="module")
@@ -155,20 +179,12 @@ def model():
         (ZeroDivisionError("x"), "failed"),
     ],
 )
-def test_what_happens_to_one_row_leaves_the_others(error, status, model, monkeypatch):
-    plain = generation_pass.run
-
-    def run(m, chain, *rest, **how):
-        if chain.stages:
-            raise error
-        return plain(m, chain, *rest, **how)
-
-    monkeypatch.setattr(generation_pass, "run", run)
-    monkeypatch.setattr(peak, "ask", lambda *a, **how: {"allocated": 1, "reserved": 2})
-    measured = timing.measure(model, entrants("kivi"), Workload(40, 4, 1), settings())
+def test_what_happens_to_one_row_leaves_the_others(error, status, model):
+    failing = timing.Entrant("failing", ChainConfig(Chain((Failing(error=error),)), "failing"))
+    measured = timing.measure(model, [*entrants(), failing], Workload(40, 4, 1), settings(), constant_peak)
     assert [r["status"] for r in measured] == ["measured", status] and not measured[1]["quantities"]
     text = time_table.render([r | {"workload": "40+4x1"} for r in measured])
-    assert f"{status}: kivi at 40+4x1" in text
+    assert f"{status}: failing at 40+4x1" in text
 
 
 def test_processes_find_what_fits_and_die_alone():
@@ -199,8 +215,7 @@ def test_out_of_memory_in_one_row_is_its_result(model):
     ]
 
 
-def test_what_was_finished_outlives_an_end_in_the_middle(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(peak, "ask", lambda *a, **how: {"allocated": 1, "reserved": 2})
+def test_what_was_finished_outlives_an_end_in_the_middle(tmp_path, capsys, monkeypatch, no_processes):
     arguments = ["bench", "time", "method=full", "workloads=20+2,24+2,28+2", "repeats=1", "warmup=0", "peers=none"]
     arguments += [f"folder={tmp_path}", "name=x"]
     measure, begun = timing.measure, []
@@ -247,20 +262,28 @@ peak._send_answer(Writer(), "more")
     assert done.stdout == "" and "chatter" in done.stderr and "more" in done.stderr
 
 
-def test_the_largest_batch_is_timed(model, monkeypatch):
-    answers = {"largest": {"batch": 3}, "peak": {"allocated": 1, "reserved": 2}}
-    monkeypatch.setattr(peak, "ask", lambda what, *rest, **how: answers[what])
-    (row,) = timing.measure(model, entrants("kivi")[:1], Workload(40, 4, None), settings(limit=1.0))
-    assert (row["status"], row["batch"], row["quantities"]["batch"]["median"]) == ("measured", 3, 3)
-    # the search stops short of a whole pass: what does not fit after all loses rows
-    tight = {"largest": lambda b: {"batch": 9}, "peak": lambda b: {"oom": True} if b > 7 else answers["peak"]}
-    monkeypatch.setattr(peak, "ask", lambda what, o, n, w, **rest: tight[what](parse(w).batch))
-    (row,) = timing.measure(model, entrants("kivi")[:1], Workload(40, 4, None), settings(limit=1.0))
-    assert (row["status"], row["batch"]) == ("measured", 7)
-    monkeypatch.setattr(peak, "ask", lambda what, *rest, **how: answers[what])
-    answers["largest"] = {"batch": 0}
-    (row,) = timing.measure(model, entrants("kivi")[:1], Workload(40, 4, None), settings(limit=1.0))
-    assert (row["status"], row["reason"]) == ("OOM", "not even one row fits")
+@pytest.mark.parametrize(
+    ("found", "fitting", "status", "batch"),
+    [
+        (3, 3, "measured", 3),
+        (9, 7, "measured", 7),  # the search stops short of a whole pass: what does not fit after all loses rows
+        (0, 0, "OOM", None),
+    ],
+)
+def test_the_largest_batch_is_timed(found, fitting, status, batch, model):
+    def answer(what, overrides, label, workload, **options):
+        if what == "largest":
+            return {"batch": found}
+        if parse(workload).batch > fitting:
+            return {"oom": True}
+        return constant_peak()
+
+    (row,) = timing.measure(model, entrants(), Workload(40, 4, None), settings(limit=1.0), answer)
+    assert (row["status"], row["batch"]) == (status, batch)
+    if status == "OOM":
+        assert row["reason"] == "not even one row fits"
+    else:
+        assert row["quantities"]["batch"]["median"] == batch
 
 
 @pytest.mark.parametrize("most", [0, 1, 2, 3, 7, 8, 9, 100])
@@ -275,9 +298,8 @@ def test_the_largest_batch_by_halving(most):
     assert peak.largest(lambda b: True, 100) == 100
 
 
-def test_a_check_runs_all_steps_once(model, monkeypatch):
-    monkeypatch.setattr(peak, "ask", lambda *a, **how: {"allocated": 1, "reserved": 2})
-    measured = timing.measure(model, entrants("kivi")[:1], Workload(64, 60, 1), settings(sample=8, check=True))
+def test_a_check_runs_all_steps_once(model):
+    measured = timing.measure(model, entrants(), Workload(64, 60, 1), settings(sample=8, check=True), constant_peak)
     (row,) = measured
     assert row["marks"] == ["integrated"] and 0.2 < row["quantities"]["check"]["median"] < 5
     assert row["sampled"][0]["starts"] == (0, 17, 34, 51)
@@ -300,10 +322,9 @@ def test_a_row_with_less_than_is_asked_for_is_measured_again(changes, there):
 
 def test_without_a_warm_up_a_gpus_peak_is_that_of_the_first_repeat(model, monkeypatch):
     seen = [peak.Peak(1 << 40, 1 << 41), peak.Peak(3, 4)]
-    monkeypatch.setattr(peak, "ask", lambda *a, **how: None)
     monkeypatch.setattr(peak, "watched", lambda run, device: (run(), seen.pop(0)))
     monkeypatch.setattr(timing.Trial, "ready", lambda self: None)
-    (row,) = timing.measure(model, entrants(), Workload(20, 3, 1), settings(repeats=2))
+    (row,) = timing.measure(model, entrants(), Workload(20, 3, 1), settings(repeats=2), constant_peak)
     assert row["quantities"]["peak_allocated"]["median"] == 1 << 40 and len(seen) == 1
 
 

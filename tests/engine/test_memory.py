@@ -14,9 +14,8 @@ from kvbench.engine import likelihood, memory
 CPU, META = torch.device("cpu"), torch.device("meta")
 
 
-def test_what_is_asked_for_is_taken_whatever_is_free(monkeypatch):
-    monkeypatch.setattr(memory, "free_bytes", lambda device: 0)
-    assert memory.cache_limit(1.5, {CPU: 1.0}) == 3 * 2**29
+def test_what_is_asked_for_is_taken_whatever_is_free():
+    assert memory.cache_limit(1.5, {CPU: 1.0}, lambda device: 0) == 3 * 2**29
 
 
 @pytest.mark.parametrize(
@@ -28,9 +27,8 @@ def test_what_is_asked_for_is_taken_whatever_is_free(monkeypatch):
         ({CPU: 400, META: 1500}, {CPU: 0.25, META: 0.75}, 1600),
     ],
 )
-def test_the_device_with_least_room_for_its_part_decides(monkeypatch, free, shares, room):
-    monkeypatch.setattr(memory, "free_bytes", free.__getitem__)
-    assert memory.cache_limit(None, shares) == int(memory.USED_SHARE * room)
+def test_the_device_with_least_room_for_its_part_decides(free, shares, room):
+    assert memory.cache_limit(None, shares, free.__getitem__) == int(memory.USED_SHARE * room)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

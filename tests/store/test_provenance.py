@@ -1,7 +1,6 @@
 """Where numbers come from: a clean commit, one with local changes, or none, and what readers are told of it."""
 
 import subprocess
-from pathlib import Path
 
 import pytest
 
@@ -15,30 +14,31 @@ def git(folder, *words):
 
 
 @pytest.fixture
-def clone(tmp_path, monkeypatch):
-    package = tmp_path / "kvbench" / "run"
-    package.mkdir(parents=True)
-    (package / "provenance.py").write_text("")
+def clone(tmp_path):
+    (tmp_path / "kvbench").mkdir()
+    (tmp_path / "kvbench" / "provenance.py").write_text("")
     (tmp_path / "README.md").write_text("")
     git(tmp_path, "init", "-q")
     git(tmp_path, "add", ".")
     git(tmp_path, "commit", "-qm", "first")
-    monkeypatch.setattr(provenance, "__file__", str(package / "provenance.py"))
     return tmp_path
 
 
 def test_only_what_measures_makes_a_clone_unclean(clone):
-    assert len(git_commit()) == 12
+    assert len(git_commit(clone)) == 12
     (clone / "README.md").write_text("new words")
     (clone / "results.json").write_text("")
-    assert not git_commit().endswith("+")
+    assert not git_commit(clone).endswith("+")
     (clone / "kvbench" / "new.py").write_text("")  # not tracked, and imported all the same
-    assert git_commit().endswith("+")
+    assert git_commit(clone).endswith("+")
 
 
-def test_without_a_clone_there_is_no_commit(tmp_path, monkeypatch):
-    monkeypatch.setattr(provenance, "__file__", str(Path(tmp_path, "kvbench", "run", "provenance.py")))
-    assert git_commit() is None
+def test_without_a_clone_there_is_no_commit(tmp_path):
+    assert git_commit(tmp_path) is None
+
+
+def test_the_commit_is_that_of_the_folder_of_the_package():
+    assert (provenance.ROOT / "kvbench" / "store" / "provenance.py").is_file()
 
 
 def test_a_table_says_which_cells_no_commit_can_make_again():

@@ -13,18 +13,24 @@ FLAT = {"early": 10.0, "late": 10.0, "tokens": 256.0, "excess": 0.0}
     [({}, 0), ({"late": 10.0 + 3 * 2**20}, 1), ({"tokens": 256.5}, 1), ({"excess": 1.0}, 1), ({"late": 2.0**20}, 0)],
 )
 @pytest.mark.parametrize("name", ["h2o orig", "cake", "streamingllm rolled"])
-def test_one_method_that_grows_or_holds_too_much_fails_the_benchmark(name, change, status, monkeypatch, capsys):
-    actual = {**FLAT, **change}
-    monkeypatch.setattr(memory, "in_process", lambda room, one, what, n, new: actual if n == name else FLAT)
-    assert memory.decode_report(2000) == status
+def test_one_method_that_grows_or_holds_too_much_fails_the_benchmark(name, change, status, capsys):
+    def measure(method, new):
+        if method == name:
+            return {**FLAT, **change}
+        return FLAT
+
+    assert memory.decode_report(2000, measure) == status
     lines = [line for line in capsys.readouterr().out.splitlines() if "MISSED" in line]
     assert [line.split("  ")[1].strip() for line in lines] == [name] * status
 
 
-def test_the_full_cache_is_there_to_compare_with_and_may_grow(monkeypatch):
-    actual = {"early": 0.0, "late": 1e9, "tokens": 2512.0, "excess": 0.0}
-    monkeypatch.setattr(memory, "in_process", lambda room, one, what, n, new: actual if n == "full" else FLAT)
-    assert memory.decode_report(2000) == 0
+def test_the_full_cache_is_there_to_compare_with_and_may_grow():
+    def measure(method, new):
+        if method == "full":
+            return {"early": 0.0, "late": 1e9, "tokens": 2512.0, "excess": 0.0}
+        return FLAT
+
+    assert memory.decode_report(2000, measure) == 0
 
 
 @pytest.mark.parametrize("name", ["full", "h2o uncomp", "cake", "qhitter code", "uncomp-group"])
@@ -62,12 +68,11 @@ def test_long_prompts_are_measured_under_every_method_and_the_bare_model(monkeyp
 
 
 @pytest.mark.parametrize(("peak", "status"), [(1.2, 0), (1.4, 1)])
-def test_a_method_far_above_the_full_cache_fails_the_benchmark(peak, status, monkeypatch, capsys):
-    def measured(module, one, long, name, tokens, *threads):
+def test_a_method_far_above_the_full_cache_fails_the_benchmark(peak, status, capsys):
+    def measure(name, tokens, threads):
         return {"peak": (peak if name == "snapkv" else 1.0) * 2**10 * tokens, "cache": 2**20, "seconds": 1.0}
 
-    monkeypatch.setattr(memory, "in_process", measured)
-    assert memory.long_report([1024, 3072], ["snapkv"], 1) == status
+    assert memory.long_report([1024, 3072], ["snapkv"], 1, measure) == status
     lines = capsys.readouterr().out.splitlines()
     assert next(line for line in lines if line.startswith("full   ")).split() == [
         "full",

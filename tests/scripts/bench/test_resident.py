@@ -17,12 +17,10 @@ def test_full_caches_are_accounted_to_the_byte():
 
 
 @pytest.mark.parametrize("name", resident.METHODS)
-def test_every_method_is_built(name, monkeypatch):
+def test_every_method_is_built(name):
     shape = Shape(layers=2, query_heads=8, kv_heads=2, head_dim=64)
-    monkeypatch.setattr(resident, "SHAPE", shape)
-    monkeypatch.setattr(resident, "WARM", 0)
     full = shape.full_bytes(320, 2) + shape.layers * 4 * 320  # positions, shared by the heads of a layer
-    assert 0 < resident.hold(name, 1, 320)["accounted"] <= full
+    assert 0 < resident.hold(name, 1, 320, shape=shape, warm=0)["accounted"] <= full
 
 
 @pytest.mark.parametrize(
@@ -52,8 +50,7 @@ def test_rows_come_in_order(monkeypatch, capsys):
         return {"grown": 4.0, "accounted": 4.0}
 
     monkeypatch.setattr(resident, "in_process", measured)
-    monkeypatch.setattr("sys.argv", ["resident", "--only", "qhitter 4"])
-    assert resident.main() == 0
+    assert resident.main(["--only", "qhitter 4"]) == 0
     assert sorted(requests) == ["full", "qhitter 4 bits 12.5 %"]
     text = capsys.readouterr().out
     assert "rounded up to pages" in text and text.index("\nfull") < text.index("\nqhitter")
@@ -69,10 +66,8 @@ def test_rows_are_printed_as_they_are_measured(capsys):
 
 
 @pytest.mark.parametrize(("free", "processors", "most"), [(2**30, 8, 1), (7 * 2**30, 8, 2), (2**40, 3, 3)])
-def test_processes_run_at_once_as_memory_and_processors_allow(monkeypatch, free, processors, most):
-    monkeypatch.setattr(resident, "free_bytes", lambda device: free)
-    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(processors)))
-    assert resident._at_once(64, 4096) == most
+def test_processes_run_at_once_as_memory_and_processors_allow(free, processors, most):
+    assert resident.count_processes(64, 4096, free, processors) == most
 
 
 def test_a_process_holds_what_is_accounted():
@@ -83,11 +78,10 @@ def test_a_process_holds_what_is_accounted():
 
 
 @pytest.mark.parametrize("name", resident.DECODING)
-def test_rows_that_decode_allocate_what_is_accounted(name, monkeypatch):
+def test_rows_that_decode_allocate_what_is_accounted(name):
     """To a tenth; of 48 tokens a ring is a large part; thin caches behind H2O have places for whole tokens to come."""
-    monkeypatch.setattr(resident, "DECODED", Shape(layers=2, query_heads=4, kv_heads=2, head_dim=128))
-    monkeypatch.setattr(resident, "WARM", 1)
-    actual = resident.decode(name, 2, 384, 160)
+    shape = Shape(layers=2, query_heads=4, kv_heads=2, head_dim=128)
+    actual = resident.decode(name, 2, 384, 160, shape=shape, warm=1)
     most = {"h2o orig+think 12.5 %": 1.3, "snapkv+kivi 12.5 %": 1.2, "snapkv+think+kivi 12.5 %": 1.2}.get(name, 1.1)
     assert 0.9 < actual["allocated"] / actual["accounted"] < most
 
