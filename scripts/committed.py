@@ -13,7 +13,8 @@ from kvbench.plan.run_plan import RunPlan
 from kvbench.store import archive
 from kvbench.store.store import ResultStore
 
-FOLDER = Path(__file__).resolve().parent.parent / "results" / "samples"
+FOLDER = "samples"
+"""The folder of the files, in the one of everything that is committed."""
 END = ".samples.jsonl.gz"
 
 
@@ -22,23 +23,23 @@ def place(paper: str, task: str, folder: Path) -> Path:
     return folder / f"{paper}.{task.replace('/', '.').replace(' ', '_')}{END}"
 
 
-def restore(paper: str, store: ResultStore, datasets: Collection[str] = (), folder: Path | None = None) -> None:
-    """Put a paper's committed samples into ``store`` where they are missing there; all, or those of some datasets."""
-    for path in sorted((folder or FOLDER).glob(f"{paper}.*{END}")):
+def restore(paper: str, store: ResultStore, folder: Path, datasets: Collection[str] = ()) -> None:
+    """Put a paper's samples, all or of some datasets, from ``folder`` into ``store`` where they are missing there."""
+    for path in sorted(folder.glob(f"{paper}.*{END}")):
         parts = path.name.removesuffix(END).split(".")[1:]
         if not datasets or any(part in datasets for part in parts):
             archive.unpack(path, store)
 
 
-def pack(paper: str, runs: Iterable[RunPlan], store: ResultStore, folder: Path | None = None) -> None:
-    """Write the samples of all cells of ``runs`` into the paper's files, beside the cells that these hold already."""
+def pack(paper: str, runs: Iterable[RunPlan], store: ResultStore, folder: Path) -> None:
+    """Write the samples of ``runs`` into the paper's files in ``folder``, beside the cells that these hold already."""
     cells: dict[str, set[str]] = {}
     for run in runs:
         for group in run.groups:
             measured = {c.id for c in group.cells if store.lines(c.id)}
             cells.setdefault(group.task.id, set()).update(measured)
     for task, ids in cells.items():
-        path = place(paper, task, folder or FOLDER)
+        path = place(paper, task, folder)
         held = archive.unpack(path, store).keys() if path.exists() else set()
         if ids:
             archive.pack(store, ids | held, path)

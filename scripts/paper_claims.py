@@ -21,7 +21,7 @@ from typing import Any
 import committed
 import shards
 import verification
-from paper_tables import PRETRAINED, ROWS, Target, target
+from paper_tables import PRETRAINED, Target, target
 from paper_tables import restore as restore_tables
 from verification import Verification
 
@@ -37,14 +37,14 @@ from kvbench.store.store import ResultStore
 
 def samples(goal: Target) -> Path:
     """Return the path of the samples behind the ledger of tiny; a pretrained model's are those of ``committed``."""
-    return claim_runner.place(goal.model, ROWS, claims.papers()).with_suffix(".samples.jsonl.gz")
+    return claim_runner.place(goal.model, goal.root, claims.papers()).with_suffix(".samples.jsonl.gz")
 
 
 def restore(goal: Target, store: ResultStore) -> None:
     """Put the committed samples of a ledger into ``store`` where they are missing there."""
     if goal.scored:
         for paper in claims.papers():
-            committed.restore(paper, store)
+            committed.restore(paper, store, goal.packs)
     elif samples(goal).exists():
         archive.unpack(samples(goal), store)
 
@@ -54,7 +54,7 @@ def pack(goal: Target, prepared: Mapping[str, Sequence[OurTable]], store: Result
     runs = {paper: [t.run for t in some if t.run is not None] for paper, some in prepared.items()}
     if goal.scored:
         for paper, planned in runs.items():
-            committed.pack(paper, planned, store)
+            committed.pack(paper, planned, store, goal.packs)
         return
     cells = {c.id for some in runs.values() for r in some for g in r.groups for c in g.cells if store.samples(c.id)}
     archive.pack(store, cells, samples(goal))
@@ -65,11 +65,11 @@ def decided(goal: Target, prepared: Mapping[str, Sequence[OurTable]]) -> dict[st
     return json.loads(json.dumps(claim_runner.plain(prepared, goal.model, claim_runner.settle(prepared, goal.model))))
 
 
-def page() -> str:
-    """Return all committed ledgers side by side, as Markdown."""
-    written = claim_runner.read(ROWS)
+def page(root: Path) -> str:
+    """Return all ledgers committed in ``root`` side by side, as Markdown."""
+    written = claim_runner.read(root)
     if not written:
-        raise UsageError(f"{ROWS / claim_runner.FOLDER} has no ledger: make claims writes one")
+        raise UsageError(f"{root / claim_runner.FOLDER} has no ledger: make claims writes one")
     lines = [note for one in written for note in (*claim_runner.notes(one), *claim_runner.reasons(one))]
     return writers.compose([claim_runner.sheet(written)], list(dict.fromkeys(lines)), "md")
 
@@ -82,8 +82,8 @@ def write(goal: Target, results: str) -> None:
             if rows.run is not None:
                 experiment.settle(rows.run)
     pack(goal, prepared, ResultStore(Path(results)))
-    claim_runner.write(decided(goal, prepared), ROWS, claims.papers())
-    (ROWS / "claims.md").write_text(page(), encoding="utf-8")
+    claim_runner.write(decided(goal, prepared), goal.root, claims.papers())
+    (goal.root / "claims.md").write_text(page(goal.root), encoding="utf-8")
 
 
 def same(goal: Target) -> bool:
@@ -94,24 +94,24 @@ def same(goal: Target) -> bool:
         prepared = claim_runner.prepare(claims.papers(), goal.model, [f"results={folder}", *goal.arguments])
         runs = [rows.run for some in prepared.values() for rows in some if rows.run is not None]
         verification.check(store, runs, goal.model)
-        path = claim_runner.place(goal.model, ROWS, claims.papers())
+        path = claim_runner.place(goal.model, goal.root, claims.papers())
         return bool(decided(goal, prepared) == json.loads(path.read_text(encoding="utf-8")))
 
 
-def same_page() -> bool:
+def same_page(root: Path) -> bool:
     """Tell whether the page of all ledgers is what the ledgers give."""
-    path = ROWS / "claims.md"
-    return path.exists() and page() == path.read_text(encoding="utf-8")
+    path = root / "claims.md"
+    return path.exists() and page(root) == path.read_text(encoding="utf-8")
 
 
-def verify(found: Verification, models: Sequence[str] = ()) -> None:
-    """Add to ``found`` which of the committed ledgers, and the page of all, are what their samples give."""
+def verify(found: Verification, models: Sequence[str] = (), root: Path = shards.COMMITTED) -> None:
+    """Add to ``found`` which of the ledgers committed in ``root``, and the page of all, are what their samples give."""
     for model in models or (PRETRAINED, stand_ins.MODEL):
-        path = claim_runner.place(model, ROWS, claims.papers())
+        path = claim_runner.place(model, root, claims.papers())
         if path.exists():
             remedy = f"python scripts/paper_claims.py --model {model}"
-            found.add(str(path.relative_to(ROWS)), partial(same, target(model)), remedy)
-    found.add("claims.md", same_page, "make claims")
+            found.add(str(path.relative_to(root)), partial(same, target(model, root)), remedy)
+    found.add("claims.md", partial(same_page, root), "make claims")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -123,9 +123,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _do(args: argparse.Namespace) -> int:
     if args.verify:
         found = Verification()
-        verify(found, [args.model] if args.model else [])
+        verify(found, [args.model] if args.model else [], args.committed)
         return found.close(args.without)
-    goal = target(args.model or stand_ins.MODEL)
+    goal = target(args.model or stand_ins.MODEL, args.committed)
     restore(goal, ResultStore(Path(args.results)))
     if not args.pack:
         if not goal.scored:

@@ -36,7 +36,6 @@ from kvbench.run import experiment
 from kvbench.store import archive
 from kvbench.store.store import ResultStore
 
-ROWS = Path(__file__).resolve().parent.parent / "results"
 PRETRAINED = "smollm2-135m-q4_1"
 """The pretrained model whose tables are committed in results/tables."""
 
@@ -55,6 +54,16 @@ class Target:
     arguments: tuple[str, ...] = ()
     scored: bool = False
 
+    @property
+    def root(self) -> Path:
+        """Return the folder of everything that is committed."""
+        return self.folder.parent
+
+    @property
+    def packs(self) -> Path:
+        """Return the folder of the papers' samples."""
+        return self.root / committed.FOLDER
+
     def page(self, table: TableSpec) -> Path:
         return self.folder / f"{table.paper}-{table.table}.md"
 
@@ -67,11 +76,11 @@ class Target:
         return [t for t in specs if t.measurable or not self.scored]
 
 
-def target(model: str) -> Target:
-    """Return the target of one model: the stand-in's tables in results/tiny, others' scores in results/tables."""
+def target(model: str, root: Path) -> Target:
+    """Return the target of one model: the stand-in's tables in ``root``/tiny, others' scores in ``root``/tables."""
     if model == stand_ins.MODEL:
-        return Target(model, ROWS / "tiny", ("limit=50",))
-    return Target(model, ROWS / "tables", ("fidelity=true",), scored=True)
+        return Target(model, root / "tiny", ("limit=50",))
+    return Target(model, root / "tables", ("fidelity=true",), scored=True)
 
 
 def rendered(seen: View, goal: Target) -> str:
@@ -111,7 +120,7 @@ def cost(ours: OurTable) -> str:
 def prepare(table: TableSpec, goal: Target, results: str, *more: str) -> OurTable:
     """Return the table's run with its results in ``results``; a timed table's results are those committed."""
     if table.kind == timings.KIND:
-        return our_table.timed(timings.read(table, "", ROWS))
+        return our_table.timed(timings.read(table, "", goal.root))
     return shards.prepare(table, goal.model, results, *goal.arguments, *more)
 
 
@@ -124,7 +133,7 @@ def write(table: TableSpec, goal: Target, results: str, time_it: bool = True) ->
     elif ours.run is not None:
         experiment.settle(ours.run)
         if goal.scored:
-            committed.pack(table.paper, [ours.run], ours.run.store)
+            committed.pack(table.paper, [ours.run], ours.run.store, goal.packs)
         else:
             cells = {c.id for g in ours.run.groups for c in g.cells if ours.run.store.samples(c.id)}
             archive.pack(ours.run.store, cells, goal.samples(table))
@@ -140,7 +149,7 @@ def restore(tables: Sequence[TableSpec], goal: Target, results: str) -> None:
     store = ResultStore(Path(results))
     if goal.scored:
         for paper in dict.fromkeys(t.paper for t in tables):
-            committed.restore(paper, store)
+            committed.restore(paper, store, goal.packs)
         return
     for table in tables:
         if goal.samples(table).exists():
@@ -173,7 +182,7 @@ def same(table: TableSpec, goal: Target) -> bool:
     with tempfile.TemporaryDirectory() as folder:
         store = ResultStore(Path(folder))
         if table.measurable and goal.scored:
-            committed.restore(table.paper, store, {c.dataset for c in table.scores})
+            committed.restore(table.paper, store, goal.packs, {c.dataset for c in table.scores})
         elif table.measurable and goal.samples(table).exists():
             archive.unpack(goal.samples(table), store)
         ours = prepare(table, goal, folder)
@@ -187,13 +196,16 @@ def same(table: TableSpec, goal: Target) -> bool:
         return not _counted(table) or coverage.read(goal.folder).get(table.id) == coverage.count(seen)
 
 
-def verify(found: Verification, wanted: Sequence[str] = ("all",), models: Sequence[str] = ()) -> None:
-    """Add to ``found`` which of the committed tables of each model are what their samples give."""
-    for goal in map(target, models or (stand_ins.MODEL, PRETRAINED)):
+def verify(
+    found: Verification, wanted: Sequence[str] = ("all",), models: Sequence[str] = (), root: Path = shards.COMMITTED
+) -> None:
+    """Add to ``found`` which of the tables of each model committed in ``root`` are what their samples give."""
+    for model in models or (stand_ins.MODEL, PRETRAINED):
+        goal = target(model, root)
         for table in goal.tables(wanted):
             if goal.page(table).exists() or goal.model == stand_ins.MODEL:
                 remedy = f"python scripts/paper_tables.py --model {goal.model}"
-                found.add(str(goal.page(table).relative_to(ROWS)), partial(same, table, goal), remedy)
+                found.add(str(goal.page(table).relative_to(root)), partial(same, table, goal), remedy)
 
 
 def _counted(table: TableSpec) -> bool:
@@ -211,9 +223,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _do(args: argparse.Namespace) -> int:
     if args.verify:
         found = Verification()
-        verify(found, args.tables, [args.model] if args.model else [])
+        verify(found, args.tables, [args.model] if args.model else [], args.committed)
         return found.close(args.without)
-    goal = target(args.model or stand_ins.MODEL)
+    goal = target(args.model or stand_ins.MODEL, args.committed)
     tables = goal.tables(args.tables)
     restore(tables, goal, args.results)
     if args.pack:

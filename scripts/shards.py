@@ -13,6 +13,7 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 
 import torch
 import verification
@@ -35,6 +36,8 @@ ROUNDS = (8, 16, 50)
 LONG_ANSWER, FEW = 500, 8
 """Tokens of an answer from which a task costs as much as ten others: half a round's examples then, or FEW."""
 WORKERS = os.cpu_count() or 1
+COMMITTED = Path(__file__).resolve().parent.parent / "results"
+"""The folder of what is committed."""
 
 Shard = tuple[tuple[str, ...], str, str, tuple[str, ...]]
 """Tables by name, the model, the folder of results, and what is said to ``run`` beside the tables' own."""
@@ -127,6 +130,7 @@ def arguments(doc: str | None) -> argparse.ArgumentParser:
     verification.add_options(parser)
     parser.add_argument("--pack", action="store_true", help="write what is measured so far, measure nothing")
     parser.add_argument("--results", default="results", help="folder of measured cells")
+    parser.add_argument("--committed", type=Path, default=COMMITTED, help="folder of what is committed")
     parser.add_argument("--workers", type=int, default=WORKERS, help="processes that share the examples")
     return parser
 

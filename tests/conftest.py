@@ -34,6 +34,14 @@ def pytest_terminal_summary(terminalreporter):
         terminalreporter.write_line(f"{report.duration:.1f} s, to be made faster or marked e2e: {report.nodeid}")
 
 
+@pytest.fixture
+def no_weights(monkeypatch):
+    """A test fails where the weights of a model are loaded."""
+    from kvbench.models import load
+
+    monkeypatch.setattr(load, "load_weights", lambda *arguments, **options: pytest.fail("weights were loaded"))
+
+
 @pytest.fixture(scope="session")
 def smol():
     """The folder of the small pretrained model; skips where it was not fetched, fails if KVBENCH_REQUIRE_MODELS=1."""

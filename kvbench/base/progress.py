@@ -29,16 +29,21 @@ Tick = Callable[[str, int], None]
 
 
 @contextmanager
-def progress(totals: Mapping[str, int], quiet: bool = False, unit: str = "answers") -> Iterator[Tick]:
+def progress(
+    totals: Mapping[str, int],
+    quiet: bool = False,
+    unit: str = "answers",
+    clock: Callable[[], float] = time.monotonic,
+) -> Iterator[Tick]:
     """Yield a function to call with (name, number done). ``totals`` are the numbers still to do, by name.
 
-    ``unit`` names what is counted, for the plain lines.
+    ``unit`` names what is counted, for the plain lines, and ``clock`` tells the seconds since some moment.
     """
     total = sum(totals.values())
     if quiet or not total:
         yield _ignore
     elif sys.stderr.isatty():
-        with bars_of("") as bars:
+        with bars_of("", Console(stderr=True)) as bars:
             # work that is done has no bar
             tasks = {name: bars.add_task(name, total=n) for name, n in totals.items() if n}
 
@@ -47,7 +52,7 @@ def progress(totals: Mapping[str, int], quiet: bool = False, unit: str = "answer
 
             yield advance
     else:
-        yield _PlainLines(total, unit).tick
+        yield _PlainLines(total, unit, clock).tick
 
 
 def _ignore(name: str, n: int) -> None:
@@ -83,7 +88,7 @@ class Left(ProgressColumn):
         return Text(str(timedelta(seconds=round(seconds_left))), style="progress.remaining")
 
 
-def bars_of(more: str) -> Progress:
+def bars_of(more: str, console: Console) -> Progress:
     """Return bars for a terminal, with an added column of the text ``more``."""
     columns = (
         # a description may hold brackets, which are no markup
@@ -95,23 +100,24 @@ def bars_of(more: str) -> Progress:
         TextColumn("ETA"),
         Left(),
     )
-    return Progress(*columns, console=Console(stderr=True), transient=True)
+    return Progress(*columns, console=console, transient=True)
 
 
 class _PlainLines:
     """A plain line every PLAIN_EVERY_S seconds, and one at the end of work that took longer than that."""
 
-    def __init__(self, total: int, unit: str) -> None:
+    def __init__(self, total: int, unit: str, clock: Callable[[], float]) -> None:
+        self.clock = clock
         self.total = total
         self.done = 0
         self.unit = unit
         # ``last`` is the time of the last line, at first that of the start
-        self.start = self.last = time.monotonic()
+        self.start = self.last = clock()
 
     def tick(self, name: str, n: int) -> None:
         """Count ``n`` more as done, and print a line if it is time for one."""
         self.done += n
-        now = time.monotonic()
+        now = self.clock()
         is_end_of_long_work = self.done >= self.total and self.last > self.start
         if now - self.last < PLAIN_EVERY_S and not is_end_of_long_work:
             return

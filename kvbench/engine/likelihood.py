@@ -56,7 +56,11 @@ def teacher_force(model: PreTrainedModel, caches: Sequence[PromptCache], tokens:
 
 
 def diverge(
-    model: PreTrainedModel, full: PromptCache, caches: Sequence[PromptCache], tokens: Tensor
+    model: PreTrainedModel,
+    full: PromptCache,
+    caches: Sequence[PromptCache],
+    tokens: Tensor,
+    chunk_bytes: int = CHUNK_BYTES,
 ) -> tuple[list[Forced], Divergence]:
     """Return (losses and divergence from ``full`` of ``tokens`` [T] after each cache, the divergence floor).
 
@@ -64,8 +68,8 @@ def diverge(
     round alike. Where ``full`` is among the caches, its result is that very row's. Rows that evict are fed token by
     token, as answers are, and all others in chunks, with the same result. The output head is computed in fp32.
 
-    Logits exist of one chunk at a time. Where chains change the model, the [T, V] logits of ``full`` are kept to be
-    compared with.
+    Logits exist of one chunk at a time, which takes at most ``chunk_bytes``. Where chains change the model, the [T, V]
+    logits of ``full`` are kept to be compared with.
     """
     ids = _check_continuation(model, [full, *caches], tokens)
     results: dict[int, Forced] = {}
@@ -73,7 +77,10 @@ def diverge(
         rows = [i for i, cache in enumerate(caches) if cache is not full and cache.chain.evicts == one_by_one]
         # the batch in chunks runs in any case, for the full cache and the floor
         if rows or not one_by_one:
-            exact, forced, floor = _diverge(model, full, [caches[r] for r in rows], ids=ids, one_by_one=one_by_one)
+            limit = chunk_bytes
+            if one_by_one:
+                limit = 0
+            exact, forced, floor = _diverge(model, full, [caches[r] for r in rows], ids=ids, chunk_bytes=limit)
             results.update(zip(rows, forced, strict=True))
     for i, cache in enumerate(caches):
         if cache is full:
@@ -83,15 +90,15 @@ def diverge(
 
 
 def _diverge(
-    model: PreTrainedModel, full: PromptCache, caches: Sequence[PromptCache], *, ids: Tensor, one_by_one: bool
+    model: PreTrainedModel, full: PromptCache, caches: Sequence[PromptCache], *, ids: Tensor, chunk_bytes: int
 ) -> tuple[Forced, list[Forced], Forced]:
-    """Return the results of the full cache, of each cache, and of the nudged full cache."""
+    """Return the results of the full cache, of each cache, and of the nudged full cache.
+
+    The logits of a chunk take at most ``chunk_bytes``, or those of one token if that is less.
+    """
     rows = [full, *caches, nudged(full)]
     groups = by_batch(rows)  # the full cache is in the first
-    chunk = 1
-    if not one_by_one:
-        # logits of one chunk take at most CHUNK_BYTES
-        chunk = max(1, CHUNK_BYTES // (len(rows) * model.config.vocab_size * 4))
+    chunk = max(1, chunk_bytes // (len(rows) * model.config.vocab_size * 4))
     references: dict[int, Tensor] = {}  # the full cache's logits [t, V], by the chunk's first index
     results: dict[int, Forced] = {}
     for group in groups:

@@ -90,8 +90,10 @@ class Codec(ABC):
         """Return why heads of so many channels cannot be coded, or ''."""
         return ""
 
-    def pack(self, x: Tensor, frozen: Tensor | None = None) -> Coded:
+    def pack(self, x: Tensor, frozen: Tensor | None = None, part: int = PART) -> Coded:
         """Return x [..., H, L, C] coded. ``frozen`` are scales settled before; without them x settles its own.
+
+        ``part`` elements are coded at a time, which changes no code.
 
         Raises KvbenchError if a value is not finite, or a scale exceeds the type in which it is stored.
         """
@@ -101,22 +103,22 @@ class Codec(ABC):
         if frozen is None:
             # the prompt comes first, and settles the scales for all tokens after it
             frozen = self.settled(rotated)
-        tensors = self._encode_in_parts(rotated, frozen)
+        tensors = self._encode_in_parts(rotated, frozen, part)
         for name, t in tensors.items():
             if t.is_floating_point() and not bool(t.isfinite().all()):
                 raise KvbenchError(f"cannot store as {self}: a {name} exceeds {str(t.dtype).removeprefix('torch.')}")
         return Coded(self, tensors, x.shape[-1], frozen)
 
-    def _encode_in_parts(self, x: Tensor, frozen: Tensor | None) -> dict[str, Tensor]:
-        """Return ``encode`` of x [..., L, C'], computed for PART elements at a time."""
+    def _encode_in_parts(self, x: Tensor, frozen: Tensor | None, part: int) -> dict[str, Tensor]:
+        """Return ``encode`` of x [..., L, C'], computed for ``part`` elements at a time."""
         # each token is coded by itself, and codes in the making take many times their bytes
-        part_tokens = max(1, PART * x.shape[-2] // max(1, x.numel()))
-        encoded = [self.encode(part, frozen) for part in x.split(part_tokens, dim=-2)]
+        part_tokens = max(1, part * x.shape[-2] // max(1, x.numel()))
+        encoded = [self.encode(tokens, frozen) for tokens in x.split(part_tokens, dim=-2)]
         if len(encoded) == 1:
             return encoded[0]
         tensors = {}
         for name in encoded[0]:
-            tensors[name] = torch.cat([part[name] for part in encoded], dim=-2)
+            tensors[name] = torch.cat([tensors_of_part[name] for tensors_of_part in encoded], dim=-2)
         return tensors
 
     def settled(self, x: Tensor, lengths: Tensor | None = None) -> Tensor | None:

@@ -259,10 +259,10 @@ def resolve_device(device: str) -> torch.device:
     return resolved
 
 
-def fingerprint(folder: Path) -> str:
+def fingerprint(folder: Path, whole_limit: int = WHOLE_HASH_LIMIT) -> str:
     """Return 16 digits of the SHA-256 of a folder's config, tokenizer and weights, which identify the checkpoint.
 
-    Of safetensors above 256 MiB only the header and the beginning and middle of every tensor are read.
+    Of safetensors above ``whole_limit`` bytes only the header and the beginning and middle of every tensor are read.
     """
     digest = hashlib.sha256()
     # other files, such as a README, change no result
@@ -274,7 +274,7 @@ def fingerprint(folder: Path) -> str:
         # names and sizes, too: files of other names with the same bytes are another checkpoint
         digest.update(f"{path.name}:{size}\n".encode())
         with path.open("rb") as f:
-            if size > WHOLE_HASH_LIMIT and path.suffix == ".safetensors":
+            if size > whole_limit and path.suffix == ".safetensors":
                 for part in _read_slices(f):
                     digest.update(part)
             else:

@@ -56,11 +56,11 @@ def caches_among(kwargs: Mapping[str, object]) -> list[object]:
     return [kwargs[name] for name in CACHE_NAMES if kwargs.get(name) is not None]
 
 
-def untried(installed: Mapping[str, str]) -> str | None:
+def untried(installed: Mapping[str, str], newest_tried: Mapping[str, str] = NEWEST_TRIED) -> str | None:
     """Return a note on the packages whose ``installed`` versions are above the newest tried; None if there are none."""
     newer = []
     # packages that are not installed are extras, which the run does without
-    for name, tried in NEWEST_TRIED.items():
+    for name, tried in newest_tried.items():
         if name in installed and _minor(installed[name]) > _minor(tried):
             newer.append(f"{name} {installed[name]} (up to {tried})")
     if not newer:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from statistics import fmean
 
+from rich.console import Console
 from rich.progress import Progress, TaskID
 
 from kvbench.base.errors import say
@@ -46,9 +48,14 @@ class Count:
 
 
 class Display:
-    """A listener that shows the progress of a run's groups."""
+    """A listener that shows the progress of a run's groups.
 
-    def __init__(self) -> None:
+    console: where bars are drawn; None for stderr, if that is a terminal.
+    clock: tells the seconds since some moment.
+    """
+
+    def __init__(self, console: Console | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self.console, self.clock = console, clock
         self.counts: dict[str, Count] = {}
         self.left = TimeLeft({})
         self.bars: Progress | None = None
@@ -66,8 +73,10 @@ class Display:
         for note in prepared.advice() + prepared.cuts():
             say(note)
         # a log file would be filled by bars that redraw themselves
-        if sys.stderr.isatty():
-            self.bars = bars_of("{task.fields[rate]}")
+        if self.console is None and sys.stderr.isatty():
+            self.console = Console(stderr=True)
+        if self.console is not None:
+            self.bars = bars_of("{task.fields[rate]}", self.console)
             for name, count in self.counts.items():
                 count.line = self.bars.add_task(name, total=count.time.answers, start=False, rate="", left=None)
 
@@ -75,7 +84,7 @@ class Display:
         count = self.counts.get(column)
         if count is None:
             return
-        now = time.monotonic()
+        now = self.clock()
         self.left.reading(column, now)
         if count.start is None:
             # the clock begins with the first prompt, not with the loading of the model
@@ -91,7 +100,7 @@ class Display:
         count = self.counts.get(cell.column)
         if count is None:
             return
-        now = time.monotonic()
+        now = self.clock()
         self.left.answered(cell.column, now)
         # the share of the prompt's tokens that is kept, kept / n, summed over answers
         count.kept += sample.kept / max(1, sample.n)
@@ -116,7 +125,7 @@ class Display:
         self.left.ended(cell.column)
         # the last answers may have come within PLAIN_EVERY_S of the last line
         if self.bars is None and count.said < count.time.done:
-            self._print_line(cell.column, count, time.monotonic(), total)
+            self._print_line(cell.column, count, self.clock(), total)
 
     def close(self) -> None:
         if self.bars is not None:

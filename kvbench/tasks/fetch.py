@@ -109,7 +109,7 @@ def sources() -> dict[str, FileSource | None]:
         hub = entry.get("hub")
         by_dataset[name] = None
         if hub is not None:
-            by_dataset[name] = _parse_source(name, hub)
+            by_dataset[name] = parse_source(name, hub)
     return by_dataset
 
 
@@ -220,7 +220,7 @@ def fetch(source: FileSource, root: Path, hub: HuggingFace, say: Callable[[str],
     return places
 
 
-def _parse_source(dataset: str, entry: Mapping[str, Any]) -> FileSource:
+def parse_source(dataset: str, entry: Mapping[str, Any]) -> FileSource:
     """Return the source that a ``hub`` entry describes. Raises UsageError for an entry that makes no sense."""
     where = f"conf/dataset/{dataset}.yaml, hub"
     files: list[Wanted] = []

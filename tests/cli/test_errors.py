@@ -12,7 +12,6 @@ from support import worked
 from kvbench.base.conf import entries, top_level
 from kvbench.base.files import write_json
 from kvbench.cli.main import main
-from kvbench.models import load
 
 BAD = {
     "run method=snapkw": "Did you mean snapkv",
@@ -134,11 +133,10 @@ BAD = {
 
 
 @pytest.mark.parametrize("line", BAD)
-def test_bad_command_line(line, tmp_path, capsys, monkeypatch):
+def test_bad_command_line(line, tmp_path, capsys, monkeypatch, no_weights):
     (tmp_path / "file").write_text("x")
     monkeypatch.delenv("KVBENCH_DATA", raising=False)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(load, "load_weights", lambda *a: pytest.fail("weights were loaded"))
     status = main(line.format(tmp=tmp_path, file=tmp_path / "file").split())
     captured = capsys.readouterr()
     assert status == 2

@@ -124,7 +124,7 @@ PACKED += ["adakv+kivi group=4 residual=8", "snapkv+kivi group=8 residual=16", "
 
 
 @pytest.mark.e2e("feeds thirteen rows token by token")
-def test_formats_are_fed_in_chunks_as_if_each_token_came_alone(monkeypatch):
+def test_formats_are_fed_in_chunks_as_if_each_token_came_alone():
     model, ids = build("llama"), prompt(90, 3)
     sized = {"kv_size": 24, "window": 8}
     knobs = [yaml.safe_load(f"{{{', '.join(w.split()[1:])}}}".replace("=", ": ")) for w in PACKED]
@@ -133,8 +133,7 @@ def test_formats_are_fed_in_chunks_as_if_each_token_came_alone(monkeypatch):
     full, *caches = kvbench.prefill(model, ids[:60], ["full", *chains])
     assert not any(c.chain.evicts for c in caches)
     chunks, _ = diverge(model, full, caches, ids[60:])
-    monkeypatch.setattr("kvbench.engine.likelihood.CHUNK_BYTES", 1)
-    steps, _ = diverge(model, full, caches, ids[60:])
+    steps, _ = diverge(model, full, caches, ids[60:], chunk_bytes=1)
     for written, a, b in zip(PACKED, chunks, steps, strict=True):
         np.testing.assert_allclose(a.divergence.kl, b.divergence.kl, rtol=1e-3, atol=1e-9, err_msg=written)
         assert a.stored == b.stored and a.held == b.held, written
@@ -173,11 +172,10 @@ def test_logits_exist_of_one_chunk_alone(monkeypatch):
     at_once, _ = diverge(model, full, [row], ids[40:])
     largest = []
     compare = divergence.compare
-    monkeypatch.setattr("kvbench.engine.likelihood.CHUNK_BYTES", 3 * 7 * model.config.vocab_size * 4)
     monkeypatch.setattr(
         "kvbench.engine.likelihood.compare", lambda f, r, y: (largest.append(r.shape), compare(f, r, y))[1]
     )
-    in_chunks, _ = diverge(model, full, [row], ids[40:])
+    in_chunks, _ = diverge(model, full, [row], ids[40:], chunk_bytes=3 * 7 * model.config.vocab_size * 4)
     assert max(shape[1] for shape in largest) == 7
     np.testing.assert_allclose(in_chunks[0].divergence.kl, at_once[0].divergence.kl, rtol=1e-4, atol=1e-10)
 

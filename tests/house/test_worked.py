@@ -21,21 +21,17 @@ from kvbench.papers.figures import measured
 from kvbench.papers.figures import registry as registry_of_figures
 from kvbench.tasks import metrics
 
-CACHES = registry.available, registry.defaults, registry._modules
-
 
 @pytest.fixture
 def towards(tmp_path, monkeypatch):
     """The selector of the page, as if its file lay in kvbench/methods."""
     monkeypatch.setattr(kvbench.methods, "__path__", [*kvbench.methods.__path__, str(tmp_path)])
     (tmp_path / "towards.py").write_text(worked.block("kvbench/methods/towards.py"))
-    for known in CACHES:
-        known.cache_clear()
+    registry.forget_files()
     yield
     monkeypatch.undo()
     sys.modules.pop("kvbench.methods.towards", None)
-    for known in CACHES:
-        known.cache_clear()
+    registry.forget_files()
 
 
 def test_a_selector_is_one_file(towards, tmp_path, capsys):
@@ -74,7 +70,7 @@ def test_a_metric_is_a_function_and_a_line(monkeypatch):
     example = {}
     exec(worked.block("kvbench/tasks/metrics/first_word.py"), example)
     (line,) = re.findall(r"`(Metric\(.*?\)\))`", worked.PAGE.read_text("utf-8"))
-    metric = eval(line, {"Metric": metrics.Metric, "_pair": metrics._pair, **example})
+    metric = eval(line, {"Metric": metrics.Metric, "by_pair": metrics.by_pair, **example})
     monkeypatch.setattr(metrics, "METRICS", {**metrics.METRICS, metric.name: metric})
     assert metrics.metric("first_word").name == "first_word"
     assert example["first_word"]("Paris, of course", "Paris, France") == 1

@@ -158,14 +158,12 @@ def file_alone(tmp_path, monkeypatch):
 
     def write(code):
         (tmp_path / "mine.py").write_text(code)
-        for known in (*CACHES, registry._modules):
-            known.cache_clear()
+        registry.forget_files()
 
     yield write
     sys.modules.pop("kvbench.methods.mine", None)
     monkeypatch.undo()
-    for known in (*CACHES, registry._modules):
-        known.cache_clear()
+    registry.forget_files()
 
 
 def test_a_method_is_one_file_with_the_knobs_of_its_class(file_alone, capsys):

@@ -86,20 +86,18 @@ LINES = {
 
 
 @pytest.mark.parametrize("line", LINES)
-def test_impossible_requests_name_the_knob_and_its_range_before_a_model_loads(line, capsys, monkeypatch, tmp_path):
+def test_impossible_requests_name_the_knob_and_its_range_before_a_model_loads(
+    line, capsys, monkeypatch, tmp_path, no_weights
+):
     monkeypatch.chdir(tmp_path)
-    for loader in ("load_weights", "load_model"):
-        if hasattr(load, loader):
-            monkeypatch.setattr(load, loader, lambda *_, **__: pytest.fail("a model was loaded"))
     status = main(["run", *line.split()])
     message = capsys.readouterr().err
     assert status == 2 and message.count("\n") == 1
     assert LINES[line] in message
 
 
-def test_chunks_that_a_budget_cannot_take_are_refused_before_a_model_loads(capsys, monkeypatch):
+def test_chunks_that_a_budget_cannot_take_are_refused_before_a_model_loads(capsys, no_weights):
     root = data_path("wikitext2/test.txt").parent.parent
-    monkeypatch.setattr(load, "load_weights", lambda *_, **__: pytest.fail("a model was loaded"))
     line = f"dataset=wikitext2 data.root={root} length=300 prefix=128 chunk=100 method=h2o variant=orig kv_size=64"
     assert main(["run", *line.split()]) == 2
     assert "chunk=100 tokens at once do not fit into the budget of 64" in capsys.readouterr().err

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -33,7 +34,8 @@ def written(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_knobs_of_the_source_are_those_of_the_class(method):
-    (path,) = registry._modules()[method]
+    module = registry.defaults(method)["_target_"].rpartition(".")[0]
+    path = Path(import_module(module).__file__)
     about, knobs = describe(path, method)
     entry = loading.entry_of_class(path, method)
     del entry["_target_"]

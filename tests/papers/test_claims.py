@@ -142,7 +142,7 @@ def test_one_example_asked_in_three_ways_is_one_pair(tmp_path, monkeypatch):
         examples=[SimpleNamespace(id="a"), SimpleNamespace(id="b")], task=SimpleNamespace(metric="f1")
     )
     sides = ({"a": 1.0, "b": 0.5}, {"a": 0.5, "b": 0.5}), ({"a": 0.0}, {"a": 1.0})
-    actual = evidence._pair_differences(
+    actual = evidence.pair_differences(
         None, [evidence.Comparison(group, (pair,)) for pair in sides], "better", claims.POINTS
     )
     assert actual.tolist() == [[-0.25], [0.0]]
@@ -243,17 +243,17 @@ def test_the_ledger_end_to_end(tmp_path, capsys):
 
 
 def test_a_ledger_is_written_from_its_samples_and_verified(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(paper_claims, "ROWS", tmp_path / "committed")
+    committed = ["--committed", str(tmp_path / "committed")]
     monkeypatch.setattr(claims, "papers", lambda: ("vatp",))
     results = str(tmp_path / "results")
     prepared = claim_runner.prepare(["vatp"], "tiny", [f"results={results}", "limit=1"])
     claim_runner.measure(prepared)
-    assert paper_claims.main(["--pack", "--results", results]) == 0
-    assert paper_claims.main(["--verify", "--model", "tiny"]) == 0
+    assert paper_claims.main(["--pack", "--results", results, *committed]) == 0
+    assert paper_claims.main(["--verify", "--model", "tiny", *committed]) == 0
     assert "| ? vatp-h2o" in (tmp_path / "committed" / "claims.md").read_text()
     path = claim_runner.place("tiny", tmp_path / "committed", ["vatp"])
     path.write_text(path.read_text().replace('"undecided"', '"supported"', 1))
-    assert paper_claims.main(["--verify", "--model", "tiny"]) == 1
+    assert paper_claims.main(["--verify", "--model", "tiny", *committed]) == 1
     assert "claims/tiny.json differs from its samples" in capsys.readouterr().err
 
 

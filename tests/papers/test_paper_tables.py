@@ -8,7 +8,6 @@ import signal
 import time
 from pathlib import Path
 
-import committed
 import paper_tables
 import pytest
 import shards
@@ -29,15 +28,17 @@ TASKS = sorted(c.dataset for c in TABLE.scores)
 @pytest.fixture
 def packed(tmp_path, monkeypatch):
     """A folder model's table of which one example a task is measured and packed: its target, and the results."""
-    monkeypatch.setattr(paper_tables, "ROWS", tmp_path / "committed")
-    monkeypatch.setattr(committed, "FOLDER", tmp_path / "committed" / "samples")
     monkeypatch.setenv("KVBENCH_DATA", str(papers_data.data(tmp_path / "data")))
     model = papers_data.model(tmp_path / "model")
-    monkeypatch.setattr(paper_tables, "PRETRAINED", str(model))
-    of, results = paper_tables.target(str(model)), str(tmp_path / "results")
+    of, results = paper_tables.target(str(model), tmp_path / "committed"), str(tmp_path / "results")
     experiment.measure(paper_tables.prepare(TABLE, of, results, "limit=1").run, quiet=True)
-    assert paper_tables.main(["vatp", "--model", str(model), "--pack", "--results", results]) == 0
+    assert script(of, "vatp", "--pack", "--results", results) == 0
     return of, results
+
+
+def script(of, *words):
+    """Return the exit status of the script for a target."""
+    return paper_tables.main([*words, "--model", of.model, "--committed", str(of.root)])
 
 
 def test_what_is_measured_so_far_is_packed_and_gone_on_with(packed, tmp_path):
@@ -47,7 +48,7 @@ def test_what_is_measured_so_far_is_packed_and_gone_on_with(packed, tmp_path):
         "vatp-1.md",
         "vatp-2.md",
     ]
-    assert [p.name for p in packs()] == [f"vatp.longbench.{t}.samples.jsonl.gz" for t in TASKS]
+    assert [p.name for p in packs(of)] == [f"vatp.longbench.{t}.samples.jsonl.gz" for t in TASKS]
     assert coverage.read(of.folder)["vatp/2"]["measured"] == "12"
     assert "not measured yet: narrativeqa, qasper, multifieldqa_en" in (of.folder / "vatp-1.md").read_text()
     assert f"`python scripts/paper_tables.py vatp/2 --model {of.model}`" in of.page(TABLE).read_text()
@@ -56,44 +57,45 @@ def test_what_is_measured_so_far_is_packed_and_gone_on_with(packed, tmp_path):
     paper_tables.restore([TABLE], of, fresh)
     run = paper_tables.prepare(TABLE, of, fresh).run
     assert [t.answers_done for t in run.todo()] == [4] * 4
-    for path in packs():
+    for path in packs(of):
         assert not any(archive.unpack(path, ResultStore(tmp_path / "fresh")).values())  # nothing twice
 
 
 def test_restoring_leaves_what_is_there(packed, tmp_path):
+    of, _ = packed
     store = ResultStore(tmp_path / "results")
     cell = store.cells()[0]
     before = (store.folder(cell) / "samples-0.jsonl").read_bytes()
-    assert not any(archive.unpack(path, store)[name] for path in packs() for name in archive.unpack(path, store))
+    assert not any(archive.unpack(path, store)[name] for path in packs(of) for name in archive.unpack(path, store))
     assert (store.folder(cell) / "samples-0.jsonl").read_bytes() == before
 
 
-def test_verifying_covers_both_models_and_finds_another_digit(packed, monkeypatch, capsys):
+def test_verifying_covers_both_models_and_finds_another_digit(packed, capsys):
     of, _ = packed
-    assert paper_tables.main(["vatp/2", "--verify", "--model", of.model]) == 0
+    assert script(of, "vatp/2", "--verify") == 0
     page = of.page(TABLE)
     page.write_text(page.read_text().replace("n = 1 of", "n = 2 of"))
     capsys.readouterr()
-    assert paper_tables.main(["vatp/2", "--verify", "--without", "data,model", "--model", of.model]) == 1
+    assert script(of, "vatp/2", "--verify", "--without", "data,model") == 1
     captured = capsys.readouterr()
     assert captured.out == ""
     command = f"python scripts/paper_tables.py --model {of.model}"
     assert captured.err == f"kvbench: tables/vatp-2.md differs from its samples; {command}\n"
 
 
-def packs():
+def packs(of):
     """The files of committed samples."""
-    return sorted(committed.FOLDER.iterdir())
+    return sorted(of.packs.iterdir())
 
 
-def entries():
+def entries(of):
     """The lines of all files of samples."""
-    return [json.loads(line) for path in packs() for line in gzip.decompress(path.read_bytes()).splitlines()]
+    return [json.loads(line) for path in packs(of) for line in gzip.decompress(path.read_bytes()).splitlines()]
 
 
-def rewrite(lines):
+def rewrite(of, lines):
     """Put other lines of samples in place of all."""
-    first, *others = packs()
+    first, *others = packs(of)
     for path in others:
         path.unlink()
     first.write_bytes(gzip.compress("\n".join(map(json.dumps, lines)).encode()))
@@ -102,7 +104,7 @@ def rewrite(lines):
 @pytest.mark.parametrize("differs", ["budget", "task"])
 def test_samples_of_another_cell_are_told(differs, packed, capsys):
     of, _ = packed
-    identities = {e["cell"]["id"]: e["cell"]["identity"] for e in entries() if "cell" in e}
+    identities = {e["cell"]["id"]: e["cell"]["identity"] for e in entries(of) if "cell" in e}
     full = {i for i, identity in identities.items() if not identity["chain"]["stages"]}
     one = min(full)
     if differs == "task":
@@ -110,8 +112,8 @@ def test_samples_of_another_cell_are_told(differs, packed, capsys):
     else:
         other = next(i for i in identities.keys() - full if identities[i]["task"] == identities[one]["task"])
     names = {one: other, other: one}
-    rewrite([e | {"of": names.get(e["of"], e["of"])} if "of" in e else e for e in entries()])
-    assert paper_tables.main(["vatp/2", "--verify", "--model", of.model]) == 1
+    rewrite(of, [e | {"of": names.get(e["of"], e["of"])} if "of" in e else e for e in entries(of)])
+    assert script(of, "vatp/2", "--verify") == 1
     said = capsys.readouterr().err
     assert said.startswith("kvbench: tables/vatp-2.md differs from its samples; the samples of cell ")
     assert {"budget": "was asked to keep", "task": "is no example of its task"}[differs] in said
@@ -119,17 +121,17 @@ def test_samples_of_another_cell_are_told(differs, packed, capsys):
 
 def test_a_record_of_another_cell_is_told(packed, capsys):
     of, _ = packed
-    first, second = [e["cell"] for e in entries() if "cell" in e][:2]
+    first, second = [e["cell"] for e in entries(of) if "cell" in e][:2]
     wrong = {"cell": first | {"identity": second["identity"]}}
-    rewrite([wrong if e.get("cell") == first else e for e in entries()])
-    assert paper_tables.main(["vatp/2", "--verify", "--model", of.model]) == 1
+    rewrite(of, [wrong if e.get("cell") == first else e for e in entries(of)])
+    assert script(of, "vatp/2", "--verify") == 1
     assert f"the record of cell {first['id']} " in capsys.readouterr().err
 
 
 def verify(capsys, of, *more):
     """(exit status, stdout, stderr) of verifying both tables of the paper."""
     capsys.readouterr()
-    status = paper_tables.main(["vatp", "--verify", "--model", of.model, *more])
+    status = script(of, "vatp", "--verify", *more)
     captured = capsys.readouterr()
     return status, captured.out, captured.err
 
@@ -213,7 +215,7 @@ def test_a_script_that_is_terminated_takes_its_processes_with_it(packed, monkeyp
     child = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(60,))
     monkeypatch.setattr(paper_tables, "measure", measure)
     before = signal.getsignal(signal.SIGTERM)
-    assert paper_tables.main(["vatp/2", "--model", of.model, "--results", results]) == 130
+    assert script(of, "vatp/2", "--results", results) == 130
     child.join(10)
     assert child.exitcode == -signal.SIGTERM and signal.getsignal(signal.SIGTERM) is before
     assert "run it again" in capsys.readouterr().err

@@ -285,28 +285,28 @@ def test_the_list_covers_every_committed_table():
     assert set(known) == {t.id for t in table_spec.find("all") if t.measurable or t.kind == timings.KIND}
 
 
-def test_verifying_finds_one_altered_digit(tmp_path, monkeypatch):
+def test_verifying_finds_one_altered_digit(tmp_path):
     import paper_tables
 
     shutil.copytree(ROOT / "results" / "cpu", tmp_path / "cpu")
     (tmp_path / "tiny").mkdir()
     for name in ("think-10.md", coverage.FILE):
         shutil.copy(ROOT / "results" / "tiny" / name, tmp_path / "tiny" / name)
-    monkeypatch.setattr(paper_tables, "ROWS", tmp_path)
-    assert paper_tables.main(["think/10", "--verify"]) == 0
+    verify = ["think/10", "--verify", "--committed", str(tmp_path)]
+    assert paper_tables.main(verify) == 0
     page, rows = tmp_path / "tiny" / "think-10.md", tmp_path / "cpu" / "think10.jsonl"
     before = page.read_text()
     at = before.index("ours ") + 5
     page.write_text(before[:at] + str((int(before[at]) + 1) % 10) + before[at + 1 :])
-    assert paper_tables.main(["think/10", "--verify"]) == 1
+    assert paper_tables.main(verify) == 1
     page.write_text(before)
-    assert paper_tables.main(["think/10", "--verify"]) == 0
+    assert paper_tables.main(verify) == 0
     changed = records.read(rows)
     for r in changed:
         if r["method"] == "kivi bits=4":
             r["quantities"]["tpot"]["median"] *= 1.1
     rows.write_text("".join(json.dumps(r) + "\n" for r in changed))
-    assert paper_tables.main(["think/10", "--verify"]) == 1
+    assert paper_tables.main(verify) == 1
 
 
 def test_a_table_is_timed_for_real(tmp_path, capsys):

@@ -7,20 +7,18 @@ from rich.console import Console
 
 from kvbench.base import progress
 from kvbench.base.example import Example
-from kvbench.run import display as displays
+from kvbench.run.display import Display
 
 
 class Clock:
     now = 100.0
 
-    def monotonic(self):
+    def read(self):
         return self.now
 
 
-def shown(monkeypatch, terminal, counts=None, cells=1):
+def shown(console=None, counts=None, cells=1):
     clock = Clock()
-    monkeypatch.setattr(displays.time, "monotonic", clock.monotonic)
-    monkeypatch.setattr(displays.sys.stderr, "isatty", lambda: terminal, raising=False)
     counts = {"needle": 4, "code": 2, "done": 0} if counts is None else counts
     examples = {t: [Example(f"{t} {i}", "", (), 5) for i in range(-(-n // cells))] for t, n in counts.items()}
     prepared = SimpleNamespace(
@@ -30,7 +28,7 @@ def shown(monkeypatch, terminal, counts=None, cells=1):
         advice=list,
         cuts=list,
     )
-    display = displays.Display()
+    display = Display(console, clock.read)
     display.begin(prepared)
     return display, clock
 
@@ -54,8 +52,8 @@ def run(display, clock):
         display.stored(cell("code"), SimpleNamespace(kept=100, n=100))
 
 
-def test_plain_lines_tell_rate_tokens_kept_and_time_left(monkeypatch, capsys):
-    display, clock = shown(monkeypatch, terminal=False)
+def test_plain_lines_tell_rate_tokens_kept_and_time_left(capsys):
+    display, clock = shown()
     run(display, clock)
     display.close()
     # a group's clock starts when its first prompt is read
@@ -66,8 +64,8 @@ def test_plain_lines_tell_rate_tokens_kept_and_time_left(monkeypatch, capsys):
     ]
 
 
-def test_prompts_that_are_read_for_long_before_the_first_answer_are_told(monkeypatch, capsys):
-    display, clock = shown(monkeypatch, terminal=False)
+def test_prompts_that_are_read_for_long_before_the_first_answer_are_told(capsys):
+    display, clock = shown()
     for _ in range(4):
         display.reading("needle")
         clock.now += 10
@@ -75,8 +73,8 @@ def test_prompts_that_are_read_for_long_before_the_first_answer_are_told(monkeyp
     assert capsys.readouterr().err.splitlines() == ["kvbench: needle: 0 of 4 answers, reading prompts since 20 s"]
 
 
-def test_a_group_that_ends_early_says_how_far_it_came(monkeypatch, capsys):
-    display, clock = shown(monkeypatch, terminal=False)
+def test_a_group_that_ends_early_says_how_far_it_came(capsys):
+    display, clock = shown()
     display.reading("needle")
     clock.now += 10
     display.stored(cell("needle"), SimpleNamespace(kept=50, n=100))
@@ -96,8 +94,8 @@ def test_time_left_is_by_the_mean_rate_though_answers_come_in_bursts():
     assert seen == ["0:00:15", "0:00:10", "0:00:00", "0:00:00"]
 
 
-def test_no_time_is_told_before_it_is_known(monkeypatch, capsys):
-    display, clock = shown(monkeypatch, terminal=False, counts={"needle": 88}, cells=4)
+def test_no_time_is_told_before_it_is_known(capsys):
+    display, clock = shown(counts={"needle": 88}, cells=4)
     for _ in range(22):
         display.reading("needle")
         clock.now += 2
@@ -110,11 +108,10 @@ def test_no_time_is_told_before_it_is_known(monkeypatch, capsys):
     assert said[-1] == "kvbench: needle: 88 of 88 answers in 82 s, mean kept 50 %"
 
 
-def test_a_terminal_has_one_line_per_group_that_has_something_to_do(monkeypatch):
+def test_a_terminal_has_one_line_per_group_that_has_something_to_do():
     out = io.StringIO()
     console = Console(file=out, force_terminal=True, width=100)
-    monkeypatch.setattr(progress, "Console", lambda stderr: console)
-    display, clock = shown(monkeypatch, terminal=True)
+    display, clock = shown(console)
     run(display, clock)
     lines = console.render_str("")  # nothing is printed but the bars
     assert not lines.plain
@@ -134,15 +131,13 @@ def test_a_bar_without_an_estimate_says_so():
     assert remaining.render(task).plain == "0:00:30"
 
 
-def test_other_work_is_told_now_and_then_and_at_its_end_if_it_was_long(monkeypatch, capsys):
+def test_other_work_is_told_now_and_then_and_at_its_end_if_it_was_long(capsys):
     clock = Clock()
-    monkeypatch.setattr(progress.time, "monotonic", clock.monotonic)
-    monkeypatch.setattr(progress.sys.stderr, "isatty", lambda: False, raising=False)
     for seconds, lines in (
         (1, []),
         (8, ["kvbench: 2 of 3 tables, 16 s, about 8 s left", "kvbench: 3 of 3 tables, 24 s"]),
     ):
-        with progress.progress({"tables": 3}, unit="tables") as tick:
+        with progress.progress({"tables": 3}, unit="tables", clock=clock.read) as tick:
             for _ in range(3):
                 clock.now += seconds
                 tick("tables", 1)

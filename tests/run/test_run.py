@@ -1,6 +1,7 @@
 """The main job end to end: shared reading, plans, lists, identities, protocols, and what is refused before it."""
 
 import json
+from itertools import count
 
 import pytest
 from support.runs import SMALL, metrics_of, prepare, run_json
@@ -131,11 +132,11 @@ def test_every_config_field_says_whether_it_is_identity():
             assert f.metadata.get("role") in ("identity", "runtime"), f"{cls.__name__}.{f.name}"
 
 
-def test_progress_prints_plain_lines_off_a_terminal(capsys, monkeypatch):
+def test_progress_prints_plain_lines_off_a_terminal(capsys):
     from kvbench.base import progress
 
-    monkeypatch.setattr(progress, "PLAIN_EVERY_S", 0.0)
-    with progress.progress({"a": 2}) as tick:
+    minutes = count(step=60)
+    with progress.progress({"a": 2}, clock=lambda: next(minutes)) as tick:
         tick("a", 1)
         tick("a", 1)
     lines = capsys.readouterr().err.splitlines()
@@ -212,10 +213,7 @@ def test_equal_budgets_are_one_cell_however_they_are_written(tmp_path):
     assert [c.label.split()[0] for c in cells] == ["full", "snapkv+think"]
 
 
-def test_too_long_an_answer_is_refused_before_the_model_loads(tmp_path, capsys, monkeypatch):
-    from kvbench.models import load
-
-    monkeypatch.setattr(load, "load_weights", lambda *a: pytest.fail("weights were loaded"))
+def test_too_long_an_answer_is_refused_before_the_model_loads(tmp_path, capsys, no_weights):
     (tmp_path / "p.jsonl").write_text('{"prompt": "a", "answers": ["b"], "max_new_tokens": 5000}\n')
     assert main(["run", "dataset=file", f"path={tmp_path / 'p.jsonl'}", f"results={tmp_path}"]) == 2
     assert "max_new_tokens=5000" in capsys.readouterr().err

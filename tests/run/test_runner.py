@@ -141,7 +141,7 @@ def test_rows_that_begin_again_read_their_own_prompt(failing, tmp_path, capsys, 
     assert metrics_of(tmp_path / "b") == want
 
 
-def test_prompts_that_cannot_be_read_again_beside_others_wait_for_those(tmp_path, capsys, monkeypatch):
+def test_prompts_that_cannot_be_read_again_beside_others_wait_for_those(tmp_path, capsys, monkeypatch, queues):
     arguments = ["dataset=tiny/listing,tiny/code", "examples=8", "method=snapkv,h2o,streamingllm", "max_new_tokens=40"]
     want, step, remade, short, steps = undisturbed(*arguments), batch.step, runner.remade, [], []
 
@@ -157,15 +157,13 @@ def test_prompts_that_cannot_be_read_again_beside_others_wait_for_those(tmp_path
             return [(row, torch.OutOfMemoryError("CUDA out of memory")) for row in rows]
         return remade(home, rows)
 
-    queues, queue = [], runner.DecodeQueue
-    monkeypatch.setattr(runner, "DecodeQueue", lambda *a, **more: queues.append(queue(*a, **more)) or queues[-1])
     monkeypatch.setattr(batch, "step", fails_once)
     monkeypatch.setattr(runner, "remade", only_alone)
     assert run_json(capsys, *arguments, f"results={tmp_path / 'b'}")[0] == 0
     assert short and metrics_of(tmp_path / "b") == want
 
 
-def test_memory_that_other_rows_hold_is_waited_for(tmp_path, capsys, monkeypatch):
+def test_memory_that_other_rows_hold_is_waited_for(tmp_path, capsys, monkeypatch, queues):
     arguments = [*SMALL, "method=full", "query_aware=false"]
     want = undisturbed(*arguments)
     short = []
@@ -181,8 +179,6 @@ def test_memory_that_other_rows_hold_is_waited_for(tmp_path, capsys, monkeypatch
 
         monkeypatch.setattr(home, name, work)
 
-    queues, queue = [], runner.DecodeQueue
-    monkeypatch.setattr(runner, "DecodeQueue", lambda *a, **more: queues.append(queue(*a, **more)) or queues[-1])
     only_when_no_row_waits(host, "prefill_chains")
     only_when_no_row_waits(answers, "extend_caches")
     assert run_json(capsys, *arguments, f"results={tmp_path / 'b'}")[0] == 0

@@ -11,7 +11,7 @@ from kvbench.base.errors import UsageError
 from kvbench.cli.main import main
 from kvbench.methods.snapkv import SnapKV
 from kvbench.report import turns as turns_table
-from kvbench.run import answers, experiment, runner
+from kvbench.run import answers, experiment
 from kvbench.run import host as run_host
 from kvbench.store.turns import TurnAnswer, fall_beside, summarise_turns
 
@@ -152,10 +152,11 @@ def test_turns_equal_a_loop_that_feeds_one_cache_token_by_token(turns, new, othe
 
 
 @pytest.mark.parametrize("turns", ["isolated", "own"])
-def test_memory_that_other_questions_hold_is_waited_for_and_a_failure_costs_one_cell(turns, tmp_path, monkeypatch):
+def test_memory_that_other_questions_hold_is_waited_for_and_a_failure_costs_one_cell(
+    turns, tmp_path, monkeypatch, queues
+):
     _, want = measured(tmp_path / "a", ROWS, f"turns={turns}", "max_new_tokens=6", methods=["snapkv", "h2o"])
-    queues, queue, extend, short = [], runner.DecodeQueue, answers.extend_caches, []
-    monkeypatch.setattr(runner, "DecodeQueue", lambda *a, **more: queues.append(queue(*a, **more)) or queues[-1])
+    extend, short = answers.extend_caches, []
 
     def extend_caches(model, caches, ids):
         if any(cache.chain.name == "h2o" for cache in caches):

@@ -218,7 +218,7 @@ def test_claims_are_told_by_divergence_and_likelihood_beside_points():
     comparison = evidence.Comparison(group, ((near, far),))
 
     def differences(test, measure):
-        return evidence._pair_differences(store, [comparison], test, measure).tolist()
+        return evidence.pair_differences(store, [comparison], test, measure).tolist()
 
     # of a loss in nats, one at most; of a gain each prompt counts alike, whatever its size
     assert differences("no_worse", claims.DIVERGENCE) == [[pytest.approx(0.8)], [pytest.approx(-0.1)]]

@@ -10,7 +10,6 @@ import subprocess
 import pytest
 from support.stored import FACTS, Cell, measure, sample
 
-from kvbench.base import files
 from kvbench.base.errors import KvbenchError, UsageError
 from kvbench.base.files import read_json, read_lines
 from kvbench.cli.main import main
@@ -142,16 +141,15 @@ def test_a_device_that_does_not_sync_is_said_and_the_lock_is_let_go(tmp_path, mo
 
 
 def test_lines_are_synced_when_old_at_once_when_asked_and_on_closing(tmp_path, monkeypatch):
-    store, now, synced = ResultStore(tmp_path), [0.0], []
+    store, synced = ResultStore(tmp_path), []
     first, second = (store.open(Cell(name), FACTS, 0, mix=False) for name in ("aaa", "bbb"))
-    monkeypatch.setattr(files.time, "monotonic", lambda: now[0])
     fsync = os.fsync
     monkeypatch.setattr(os, "fsync", lambda fd: synced.append(fd) or fsync(fd))
     first.append(sample(0))
-    now[0] = SYNC_S - 0.1
+    first.out.unsynced -= SYNC_S - 2  # as if its first line were written so long ago
     first.append(sample(1))
     assert synced == []
-    now[0] = SYNC_S + 0.1
+    first.out.unsynced -= 2
     second.append(sample(0))
     assert synced == [first.out.fd]
     store.sync()

@@ -52,7 +52,7 @@ def parquet(tmp_path, rows):
 
 
 def source(*files, **more):
-    return fetch._parse_source("demo", {"repo": "owner/demo", "licence": "MIT", "files": list(files), **more})
+    return fetch.parse_source("demo", {"repo": "owner/demo", "licence": "MIT", "files": list(files), **more})
 
 
 SUITE = {"from": "data.zip", "member": "data/{}.jsonl", "to": "demo/{}.jsonl", "each": ["a", "b"]}

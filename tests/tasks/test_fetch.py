@@ -101,7 +101,7 @@ def test_wikitext2_comes_with_the_split_that_calibration_reads(tmp_path):
 def test_addresses_and_compressed_files(tmp_path):
     root = tmp_path / "root"
     address = "https://example.org/x.jsonl.gz"
-    entry = fetch._parse_source("demo", {"files": [{"url": address, "to": "x.jsonl"}]})
+    entry = fetch.parse_source("demo", {"files": [{"url": address, "to": "x.jsonl"}]})
     store = FakeHub({address: gzip.compress(b'{"a": 1}\n', mtime=0)})
     assert take(entry, root, store) == ["x.jsonl"]
     assert (root / "x.jsonl").read_bytes() == b'{"a": 1}\n'

@@ -192,6 +192,12 @@ def path_of(method: str) -> Path:
     return _modules().get(method, [path])[0]
 
 
+def forget_files() -> None:
+    """Read the files of methods again when they are next asked for: one was added, changed or removed."""
+    for known in (available, defaults, _modules):
+        known.cache_clear()
+
+
 def _files() -> tuple[list[Path], list[Path]]:
     """Return the files of kvbench/methods, and those of the folders that KVBENCH_METHODS names."""
     folders = [Path(folder) for folder in kvbench.methods.__path__]

@@ -88,7 +88,7 @@ class _Sides:
         waiting: list[str] = []
         possible = 0
         for dataset, ways in decidable.items():
-            paired = _pair_differences(self.store, ways, self.claim.test, measure)
+            paired = pair_differences(self.store, ways, self.claim.test, measure)
             if len(paired):
                 differences[dataset] = paired
             else:
@@ -265,7 +265,7 @@ def nearer(test: str, x: float, y: float) -> float:
     return min(1.0, y) - min(1.0, x)
 
 
-def _pair_differences(store: ResultStore, ways: Sequence[Comparison], test: str, measure: str) -> Differences:
+def pair_differences(store: ResultStore, ways: Sequence[Comparison], test: str, measure: str) -> Differences:
     """Return differences [examples, pairs] over the examples that all cells of a way have, the mean over ways.
 
     They are above 0 where the first side of a pair is the better one. No difference counts for more than 1, a nat.

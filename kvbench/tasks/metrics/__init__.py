@@ -91,7 +91,7 @@ def score(name: str, prediction: str, example: Example) -> float | None:
     return max((value for value in scores if value is not None), default=None)
 
 
-def _pair(function: Callable[[str, str], float | None]) -> Callable[[str, str, Example], float | None]:
+def by_pair(function: Callable[[str, str], float | None]) -> Callable[[str, str, Example], float | None]:
     """Return a metric of (prediction, reference) as one of (prediction, reference, example)."""
 
     def score_pair(prediction: str, reference: str, example: Example) -> float | None:
@@ -148,36 +148,36 @@ METRICS = _named(
         shown=math.exp,
     ),
     # words of an answer
-    Metric("f1", "token F1 after SQuAD normalisation (LongBench qa_f1)", LONGBENCH, _pair(text.qa_f1)),
-    Metric("rouge_l", "ROUGE-L F of the package rouge, as LongBench calls it", LONGBENCH, _pair(rouge.rouge_l)),
-    Metric("rouge_1", "ROUGE-1 F of the package rouge", LONGBENCH, _pair(partial(rouge.rouge_n, n=1))),
-    Metric("rouge_2", "ROUGE-2 F of the package rouge", LONGBENCH, _pair(partial(rouge.rouge_n, n=2))),
+    Metric("f1", "token F1 after SQuAD normalisation (LongBench qa_f1)", LONGBENCH, by_pair(text.qa_f1)),
+    Metric("rouge_l", "ROUGE-L F of the package rouge, as LongBench calls it", LONGBENCH, by_pair(rouge.rouge_l)),
+    Metric("rouge_1", "ROUGE-1 F of the package rouge", LONGBENCH, by_pair(partial(rouge.rouge_n, n=1))),
+    Metric("rouge_2", "ROUGE-2 F of the package rouge", LONGBENCH, by_pair(partial(rouge.rouge_n, n=2))),
     Metric(
         "rouge1",
         "ROUGE-1 F of the package rouge-score, stemmed",
         "pypi rouge-score",
-        _pair(rouge.rouge1_stem),
+        by_pair(rouge.rouge1_stem),
         package="rouge_score",
     ),
     # equality and containment
-    Metric("accuracy", "first line equals the label but for case and punctuation", "kvbench", _pair(choice.accuracy)),
-    Metric("exact_match", "equal but for whitespace", "kvbench", _pair(text.exact_match)),
-    Metric("contains", "reference occurs literally in the answer", "kvbench", _pair(text.contains)),
+    Metric("accuracy", "first line equals the label but for case and punctuation", "kvbench", by_pair(choice.accuracy)),
+    Metric("exact_match", "equal but for whitespace", "kvbench", by_pair(text.exact_match)),
+    Metric("contains", "reference occurs literally in the answer", "kvbench", by_pair(text.contains)),
     Metric(
         "contains_any_case",
         "reference occurs in the answer, whatever its case",
         "github.com/nelson-liu/lost-in-the-middle",
-        _pair(text.contains_any_case),
+        by_pair(text.contains_any_case),
     ),
     # code
-    Metric("code_sim", "edit similarity of the first code line (Levenshtein)", LONGBENCH, _pair(code.code_sim)),
+    Metric("code_sim", "edit similarity of the first code line (Levenshtein)", LONGBENCH, by_pair(code.code_sim)),
     Metric(
         "code_sim_difflib",
         "edit similarity of the first code line (difflib, what LongBench does without python-Levenshtein)",
         LONGBENCH,
-        _pair(partial(code.code_sim, backend="difflib")),
+        by_pair(partial(code.code_sim, backend="difflib")),
     ),
-    Metric("edit_sim", "Levenshtein ratio of the stripped answers", "kvbench", _pair(code.edit_sim)),
+    Metric("edit_sim", "Levenshtein ratio of the stripped answers", "kvbench", by_pair(code.edit_sim)),
     # final answers out of a closed set, or numbers
     Metric(
         "classification",
@@ -186,50 +186,50 @@ METRICS = _named(
         _classification,
         needs_classes=True,
     ),
-    Metric("gsm8k", "last number after the last colon equals the reference", "kvbench", _pair(answers.gsm8k)),
+    Metric("gsm8k", "last number after the last colon equals the reference", "kvbench", by_pair(answers.gsm8k)),
     Metric(
         "last_integer",
         "last integer of the answer equals the reference",
         "github.com/DachengLi1/LongChat",
-        _pair(answers.last_integer),
+        by_pair(answers.last_integer),
     ),
-    Metric("letter", "the option that the answer chooses is the right one", "kvbench", _pair(answers.letter)),
+    Metric("letter", "the option that the answer chooses is the right one", "kvbench", by_pair(answers.letter)),
     Metric(
         "theorem",
         "final answer by type: truth value, option, integer, float within 4 per cent, list",
         "github.com/TIGER-AI-Lab/TheoremQA",
-        _pair(theorem.theorem_match),
+        by_pair(theorem.theorem_match),
     ),
     # question answering
-    Metric("bleu", "sentence BLEU-4, exponential smoothing, tokenize=intl", SACREBLEU, _pair(bleu.bleu)),
-    Metric("squad_f1", "token F1 after SQuAD normalisation, 1 for two empty answers", COQA, _pair(squad.squad_f1)),
-    Metric("squad_em", "equal after SQuAD normalisation", "SQuAD evaluate-v1.1.py", _pair(squad.squad_em)),
+    Metric("bleu", "sentence BLEU-4, exponential smoothing, tokenize=intl", SACREBLEU, by_pair(bleu.bleu)),
+    Metric("squad_f1", "token F1 after SQuAD normalisation, 1 for two empty answers", COQA, by_pair(squad.squad_f1)),
+    Metric("squad_em", "equal after SQuAD normalisation", "SQuAD evaluate-v1.1.py", by_pair(squad.squad_em)),
     Metric(
         "coqa_f1",
         "squad_f1, the best over all references but one, averaged over which one is left out",
         COQA,
-        _pair(squad.squad_f1),
+        by_pair(squad.squad_f1),
         whole=_whole(squad.coqa_f1),
     ),
     Metric(
         "best_subspan_em",
         "normalised reference occurs in the normalised answer",
         "github.com/nelson-liu/lost-in-the-middle",
-        _pair(squad.best_subspan_em),
+        by_pair(squad.best_subspan_em),
     ),
     # RULER, once as its own script scores it and once as kvpress does
     Metric(
         "string_match_all",
         "share of the references that occur in the answer, whatever their case (RULER's all)",
         RULER,
-        _pair(ruler.contained),
+        by_pair(ruler.contained),
         whole=_whole(ruler.share_contained),
     ),
     Metric(
         "string_match_part",
         "a reference occurs in the answer, whatever its case (RULER's part)",
         RULER,
-        _pair(ruler.contained),
+        by_pair(ruler.contained),
     ),
     Metric(
         "kvpress_all",
@@ -245,15 +245,17 @@ METRICS = _named(
         _single(kvpress_match.any_contained),
     ),
     # LongBench's synthetic tasks, and its Chinese ones
-    Metric("count", "share of the answer's numbers that are right", LONGBENCH, _pair(choice.count)),
-    Metric("retrieval", "share of the answer's numbers that name the paragraph", LONGBENCH, _pair(choice.retrieval)),
-    Metric("qa_f1_zh", "token F1 of Chinese segmented by jieba", LONGBENCH, _pair(chinese.qa_f1_zh), package="jieba"),
+    Metric("count", "share of the answer's numbers that are right", LONGBENCH, by_pair(choice.count)),
+    Metric("retrieval", "share of the answer's numbers that name the paragraph", LONGBENCH, by_pair(choice.retrieval)),
+    Metric("qa_f1_zh", "token F1 of Chinese segmented by jieba", LONGBENCH, by_pair(chinese.qa_f1_zh), package="jieba"),
     Metric(
         "rouge_zh",
         "ROUGE-L F (package rouge) of Chinese segmented by jieba",
         LONGBENCH,
-        _pair(chinese.rouge_zh),
+        by_pair(chinese.rouge_zh),
         package="jieba",
     ),
-    Metric("retrieval_zh", "share of the answer's numbers that name the 段落", LONGBENCH, _pair(chinese.retrieval_zh)),
+    Metric(
+        "retrieval_zh", "share of the answer's numbers that name the 段落", LONGBENCH, by_pair(chinese.retrieval_zh)
+    ),
 )

@@ -240,12 +240,12 @@ def test_a_dataset_that_stands_in_is_named(tmp_path):
         prepare(RESULTS["vatp/fig3"], ["dataset=tiny/nedle", f"results={tmp_path}"])
 
 
-def test_end_to_end_and_again_without_measuring(tmp_path, capsys, monkeypatch):
+def test_end_to_end_and_again_without_measuring(tmp_path, capsys, request):
     line = ["plot", "vatp/fig3", "length=128", "limit=1", f"results={tmp_path}", "--json"]
     assert main(line) == 0
     (first,) = json.loads(capsys.readouterr().out)
     pictures = {p: Path(p).read_bytes() for p in first["files"]}
-    monkeypatch.setattr("kvbench.models.load.load_weights", lambda *a: pytest.fail("weights were loaded"))
+    request.getfixturevalue("no_weights")
     assert main([*line, "--stored"]) == 0
     assert json.loads(capsys.readouterr().out) == [first]
     assert {p: Path(p).read_bytes() for p in first["files"]} == pictures

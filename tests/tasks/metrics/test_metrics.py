@@ -74,7 +74,7 @@ def test_a_metric_is_a_function_and_a_line(tmp_path, capsys, monkeypatch):
     def starts(prediction, reference):
         return float(prediction.startswith(reference[:1]))
 
-    entry = package.Metric("starts", "begins as the reference", "here", package._pair(starts))
+    entry = package.Metric("starts", "begins as the reference", "here", package.by_pair(starts))
     monkeypatch.setattr(package, "METRICS", {**package.METRICS, "starts": entry})
     (tmp_path / "p.jsonl").write_text('{"prompt": "the magic number of paris is", "answers": "4"}\n')
     arguments = ["run", "dataset=file", f"path={tmp_path / 'p.jsonl'}", "metric=starts", "method=full", "--json"]
