@@ -78,8 +78,8 @@ class SharedPrefix:
     def forget(self) -> None:
         """Drop all tokens and statistics, so that the next prompt is read from its beginning."""
         self.ids = torch.empty(0, dtype=torch.int64)
-        self._layers: list[LayerStart] = []
-        self._ends: list[PieceEnd] = []
+        self.layers: list[LayerStart] = []
+        self.ends: list[PieceEnd] = []
         self._common_pieces = 0  # pieces that the last two prompts had in common
 
     def read(
@@ -110,18 +110,18 @@ class SharedPrefix:
             # known pieces lack the new statistics
             self.needs, self.plain, known = needs, plain, 0
         # reading goes on from the last end whose column sums were kept
-        while known and not self._ends[known - 1].colsums:
+        while known and not self.ends[known - 1].colsums:
             known -= 1
         self._cut(known, last=known == pieces)
         try:
-            while len(self._ends) < pieces:
+            while len(self.ends) < pieces:
                 self._read_piece(ids)
         except BaseException:
             self.forget()  # some layers have the next piece, and others not
             raise
         if not pieces:
             return None
-        return tuple(self._layers), self._ends[-1]
+        return tuple(self.layers), self.ends[-1]
 
     def _cut(self, pieces: int, last: bool) -> None:
         """Keep the first ``pieces`` alone.
@@ -129,13 +129,13 @@ class SharedPrefix:
         ``last`` says that the prompt has no further ones. Then copies are kept, as views would hold the rest's memory.
         Otherwise the next piece joins them in new tensors anyway.
         """
-        if pieces == len(self._ends):
+        if pieces == len(self.ends):
             return
         end = pieces * self.size
-        self._ends = self._ends[:pieces]
+        self.ends = self.ends[:pieces]
         self.ids = self.ids[:end]
         if not pieces:
-            self._layers = []
+            self.layers = []
             return
 
         def cut_tokens(t: Tensor, dim: int) -> Tensor:
@@ -145,7 +145,7 @@ class SharedPrefix:
             return part
 
         shorter_layers = []
-        for layer, sums in zip(self._layers, self._ends[-1].colsums, strict=False):
+        for layer, sums in zip(self.layers, self.ends[-1].colsums, strict=False):
             hidden = None
             if layer.hidden is not None:
                 hidden = cut_tokens(layer.hidden, 0)
@@ -158,7 +158,7 @@ class SharedPrefix:
                 colsums=sums,
             )
             shorter_layers.append(shorter_layer)
-        self._layers = shorter_layers
+        self.layers = shorter_layers
 
     def _read_piece(self, ids: Tensor) -> None:
         """Read the next piece of a prompt ``ids`` [n]."""
@@ -169,33 +169,31 @@ class SharedPrefix:
             if obs.colsums is not None:
                 sums[EXACT] = obs.colsums
             queries: tuple[Tensor, ...] = ()
-            if self._ends:
-                queries = self._layers[obs.layer].queries
+            if self.ends:
+                queries = self.layers[obs.layer].queries
             if obs.last_q is not None:
                 queries += (obs.last_q,)
             layer = LayerStart(keys=k, values=v, hidden=obs.hidden, first_q=obs.first_q, queries=queries, colsums=sums)
             # put in the place of the former layer, which is freed at once; the first piece appends
-            self._layers[obs.layer : obs.layer + 1] = [layer]
+            self.layers[obs.layer : obs.layer + 1] = [layer]
 
         synchronise(ids.device)
         start = time.perf_counter()
-        _, seconds = observe(
-            self.model, ids[:end], self.needs, on_layer=on_layer, plain=self.plain, starts=self._layers
-        )
+        _, seconds = observe(self.model, ids[:end], self.needs, on_layer=on_layer, plain=self.plain, starts=self.layers)
         synchronise(ids.device)
         # column sums are apart, as only some chains pay for them
         forward_s = time.perf_counter() - start - sum(seconds.values())
         former = PieceEnd(colsums=(), forward_s=0.0, colsums_s={})
-        if self._ends:
-            former = self._ends[-1]
+        if self.ends:
+            former = self.ends[-1]
         colsums_s = {bits: former.colsums_s.get(bits, 0.0) + s for (_, bits), s in seconds.items()}
         self._drop_sums()
         piece_end = PieceEnd(
-            colsums=tuple(layer.colsums for layer in self._layers),
+            colsums=tuple(layer.colsums for layer in self.layers),
             forward_s=former.forward_s + forward_s,
             colsums_s=colsums_s,
         )
-        self._ends.append(piece_end)
+        self.ends.append(piece_end)
         self.ids = ids[:end].cpu().clone()  # a view would keep the whole prompt
 
     def _drop_sums(self) -> None:
@@ -204,9 +202,9 @@ class SharedPrefix:
         Sums of all ends would grow as the square of the tokens. Those behind 1, 2, 4, 8 ... pieces add up to twice the
         last.
         """
-        count = len(self._ends)
+        count = len(self.ends)
         is_power_of_two = count & (count - 1) == 0  # true of 0, too, where there is nothing to drop
         if is_power_of_two or count == self._common_pieces:
             return
-        if any(self._ends[-1].colsums):
-            self._ends[-1] = replace(self._ends[-1], colsums=())
+        if any(self.ends[-1].colsums):
+            self.ends[-1] = replace(self.ends[-1], colsums=())

@@ -77,7 +77,7 @@ def settle(cfg: RunConfig, shape: Shape, tokens: int | None = None) -> tuple[Run
         )
     matches: list[Matched] = []
     chains = [c for c in cfg.chains if not c.chain.stages]
-    prices = {kind: _price(kind, shape, tokens or LONG) for kind in KINDS}
+    prices = {kind: make_price(kind, shape, tokens or LONG) for kind in KINDS}
     for reference in references:
         _check_reference(reference.chain, cfg.match, tokens)
         for other in others:
@@ -223,7 +223,7 @@ def _compare_bytes(chain_bytes: float, reference_bytes: float) -> str:
     return f"{chain_bytes / size:.2f} and {reference_bytes / size:.2f} {unit} ({percent:+.2f} %)".replace("-", "−")
 
 
-def _price(kind: str, shape: Shape, tokens: int) -> Price:
+def make_price(kind: str, shape: Shape, tokens: int) -> Price:
     """Return a function of a chain: its payload in bytes after a prompt of ``tokens``, counted as ``kind`` says."""
 
     def price(chain: Chain) -> float:

@@ -131,7 +131,7 @@ def test_column_sums_of_few_pieces_are_kept_and_of_those_where_prompts_part(monk
         return [end // SIZE for end in read]
 
     assert pieces(17, 1) == [*range(1, 18)]
-    assert [i for i, end in enumerate(prefix._ends, 1) if end.colsums] == [1, 2, 4, 8, 16, 17]
+    assert [i for i, end in enumerate(prefix.ends, 1) if end.colsums] == [1, 2, 4, 8, 16, 17]
     assert pieces(11, 2) == [*range(9, 18)]  # back to the eighth
     assert pieces(11, 3) == [*range(12, 18)]  # which is kept from now on
     assert pieces(11, 4) == [*range(12, 18)]
@@ -155,7 +155,7 @@ def test_what_is_kept_of_a_shorter_prompt_is_no_larger():
     prefill_chains(model, prompt(500, 1), full, prefix=prefix)
     prefill_chains(model, prompt(40, 1), full, prefix=prefix)
     assert len(prefix.ids) == 32
-    for layer in prefix._layers:
+    for layer in prefix.layers:
         assert layer.keys.untyped_storage().nbytes() == layer.keys.nbytes == 2 * 32 * 16 * 4
 
 

@@ -109,7 +109,7 @@ def test_stages_that_cannot_stand_together_are_refused_before_their_knobs_are_lo
 
 
 def test_what_words_of_kvpress_are_called_here_is_there():
-    words = registry._kvpress()
+    words = registry.kvpress_words()
     assert all(registry.split(method) for method in words["methods"].values())
     assert not {*words["methods"], *words["missing"]} & set(registry.available())
     assert set(words["knobs"].values()) <= {knob for m in registry.available() for knob in registry.knob_names(m)}

@@ -42,7 +42,7 @@ def test_the_sizes_of_thinks_table_7(base, per, kind, last):
 def test_no_other_size_comes_nearer(kind, other, shape):
     cfg = parsed(f"method={other},snapkv+think snapkv.kv_size=600 match={kind}")
     (settled, (matched,)) = equal_memory.settle(cfg, shape)
-    price = equal_memory._price(kind, shape, equal_memory.LONG)
+    price = equal_memory.make_price(kind, shape, equal_memory.LONG)
     template = next(c for c in cfg.chains if c.chain.name == other.replace("vatp+h2o", "h2o+vatp"))
     target = price(settled.chains[-1].chain)
     near = range(matched.kv_size - 40, matched.kv_size + 41)

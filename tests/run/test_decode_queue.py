@@ -120,9 +120,9 @@ def test_a_caches_shapes_pass_the_checks_of_its_answer(chain):
 
 
 @pytest.mark.parametrize("error", [None, OUT_OF_MEMORY[0], ValueError("one of them breaks it")], ids=str)
-def test_caches_are_given_up_to_the_batch_and_made_again_where_it_fails(error, monkeypatch, capsys):
+def test_caches_are_given_up_to_the_batch_and_made_again_where_it_fails(error, steps, capsys):
     model, rows = some_rows()
-    want, original, remade, alive = [alone(model, row) for row in rows], batch.step, [], []
+    want, remade, alive = [alone(model, row) for row in rows], [], []
     caches = {(r.cell.id, r.example.id): deepcopy(r.cache) for r in rows}
     # those of think are alone in their format, of 70 and of 47 tokens: the batch attends the cache itself
     watched = [weakref.ref(s.segments[0].v) for r in rows if r.cell.id != "think" for s in r.cache.layers]
@@ -131,13 +131,12 @@ def test_caches_are_given_up_to_the_batch_and_made_again_where_it_fails(error, m
         remade.extend((r.cell.id, r.example.id) for r in gone)
         return [(r, replace(r, cache=deepcopy(caches[r.cell.id, r.example.id]), given_up=False)) for r in gone]
 
-    def step(m, layers, tokens, positions):
-        alive.append((len(tokens), sum(w() is not None for w in watched)))
-        if error is not None and len(tokens) > 4 and len(alive) == 3:
+    def fail(rows):
+        alive.append((rows, sum(w() is not None for w in watched)))
+        if error is not None and rows > 4 and len(alive) == 3:
             raise error
-        return original(m, layers, tokens, positions)
 
-    monkeypatch.setattr(batch, "step", step)
+    steps.before = fail
     queue = DecodeQueue(model, 24, ROOMY, remake)
     order = [(r.cell.id, r.example.id) for r in rows]
     for row in rows:
@@ -151,18 +150,17 @@ def test_caches_are_given_up_to_the_batch_and_made_again_where_it_fails(error, m
 
 
 @pytest.mark.parametrize("error", OUT_OF_MEMORY, ids=["gpu", "cpu"])
-def test_out_of_memory_halves_the_batch_and_every_row_answers_once(error, monkeypatch, capsys):
+def test_out_of_memory_halves_the_batch_and_every_row_answers_once(error, steps, capsys):
     model, rows = some_rows()
-    want, original, tried = [alone(model, row) for row in rows], batch.step, []
+    want = [alone(model, row) for row in rows]
+    steps.rows.clear()
 
-    def step(m, layers, tokens, positions):
-        tried.append(len(tokens))
+    def fail(rows):
         # in the middle of answers, too
-        if len(tokens) > 4 and len(tried) % 3 == 0:
+        if rows > 4 and len(steps.rows) % 3 == 0:
             raise error
-        return original(m, layers, tokens, positions)
 
-    monkeypatch.setattr(batch, "step", step)
+    steps.before = fail
     queue = DecodeQueue(model, 12, ROOMY)
     for row in rows:
         queue.add(row)
@@ -171,13 +169,13 @@ def test_out_of_memory_halves_the_batch_and_every_row_answers_once(error, monkey
     assert queue.most_rows < 12 and "out of memory with" in capsys.readouterr().err
 
 
-def test_a_row_that_does_not_fit_alone_has_failed_with_the_reason(monkeypatch):
+def test_a_row_that_does_not_fit_alone_has_failed_with_the_reason(steps):
     model, rows = some_rows()
 
-    def step(*_):
+    def fail(rows):
         raise OUT_OF_MEMORY[0]
 
-    monkeypatch.setattr(batch, "step", step)
+    steps.before = fail
     queue = DecodeQueue(model, 12, ROOMY)
     for row in rows:
         queue.add(row)

@@ -3,7 +3,6 @@
 import pytest
 from support.runs import SMALL, metrics_of, prepare
 
-from kvbench.engine import batch
 from kvbench.run import experiment
 
 pytestmark = pytest.mark.e2e("runs whole command lines")
@@ -52,17 +51,14 @@ def test_a_listener_hears_every_sample_and_how_every_cell_ended(tmp_path):
     assert sum(c[0] == "stored" for c in again.calls) == 12
 
 
-def test_an_interrupt_is_heard_with_what_was_finished_before(tmp_path, monkeypatch):
+def test_an_interrupt_is_heard_with_what_was_finished_before(tmp_path, steps):
     run = prepare(*SMALL, "method=snapkv", "batch_rows=2", f"results={tmp_path}")
-    original, steps = batch.step, []
 
-    def step(*args):
-        steps.append(1)
-        if len(steps) > 8:
+    def interrupt(rows):
+        if len(steps.rows) > 8:
             raise KeyboardInterrupt
-        return original(*args)
 
-    monkeypatch.setattr(batch, "step", step)
+    steps.before = interrupt
     heard = Heard()
     with pytest.raises(KeyboardInterrupt):
         experiment.measure(run, quiet=True, listeners=(heard,))

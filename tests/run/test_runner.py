@@ -97,9 +97,9 @@ def test_a_method_that_fails_while_decoding_is_found_among_the_rows_of_its_batch
     assert metrics_of(tmp_path / "b") == want
 
 
-def test_out_of_memory_in_prefill_and_decode_loses_and_doubles_nothing(tmp_path, capsys, monkeypatch):
+def test_out_of_memory_in_prefill_and_decode_loses_and_doubles_nothing(tmp_path, capsys, monkeypatch, steps):
     want = undisturbed(*SMALL, METHODS)
-    prefill, step, short = host.prefill_chains, batch.step, []
+    prefill, short = host.prefill_chains, []
 
     def prefill_chains(model, ids, chains, **more):
         if len(chains) > 2:
@@ -107,14 +107,13 @@ def test_out_of_memory_in_prefill_and_decode_loses_and_doubles_nothing(tmp_path,
             raise torch.OutOfMemoryError("CUDA out of memory")
         return prefill(model, ids, chains, **more)
 
-    def limited(model, layers, tokens, positions):
-        if len(tokens) > 5:
+    def fail(rows):
+        if rows > 5:
             short.append("decode")
             raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
-        return step(model, layers, tokens, positions)
 
     monkeypatch.setattr(host, "prefill_chains", prefill_chains)
-    monkeypatch.setattr(batch, "step", limited)
+    steps.before = fail
     arguments = [*SMALL, METHODS, f"results={tmp_path / 'b'}"]
     assert run_json(capsys, *arguments)[0] == 0
     assert set(short) == {"prefill", "decode"}
@@ -125,31 +124,29 @@ def test_out_of_memory_in_prefill_and_decode_loses_and_doubles_nothing(tmp_path,
 
 
 @pytest.mark.parametrize("failing", [3, 9])
-def test_rows_that_begin_again_read_their_own_prompt(failing, tmp_path, capsys, monkeypatch):
+def test_rows_that_begin_again_read_their_own_prompt(failing, tmp_path, capsys, steps):
     """Columns share the ids of examples: two datasets, and one whose question is in view or withheld."""
     arguments = ["dataset=tiny/needle,tiny/multikey", "examples=3", "method=snapkv", "query_aware=true,false"]
-    want, step, steps = undisturbed(*arguments), batch.step, []
+    want = undisturbed(*arguments)
+    steps.rows.clear()
 
-    def fails_once(*args):
-        steps.append(1)
-        if len(steps) == failing:
+    def fail_once(rows):
+        if len(steps.rows) == failing:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return step(*args)
 
-    monkeypatch.setattr(batch, "step", fails_once)
+    steps.before = fail_once
     assert run_json(capsys, *arguments, f"results={tmp_path / 'b'}")[0] == 0
     assert metrics_of(tmp_path / "b") == want
 
 
-def test_prompts_that_cannot_be_read_again_beside_others_wait_for_those(tmp_path, capsys, monkeypatch, queues):
+def test_prompts_that_cannot_be_read_again_beside_others_wait_for_those(tmp_path, capsys, monkeypatch, queues, steps):
     arguments = ["dataset=tiny/listing,tiny/code", "examples=8", "method=snapkv,h2o,streamingllm", "max_new_tokens=40"]
-    want, step, remade, short, steps = undisturbed(*arguments), batch.step, runner.remade, [], []
+    want, remade, short = undisturbed(*arguments), runner.remade, []
+    steps.rows.clear()
 
-    def fails_once(*args):
-        steps.append(1)
-        if len(steps) == 3:
+    def fail_once(rows):
+        if len(steps.rows) == 3:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return step(*args)
 
     def only_alone(home, rows):
         if running := len(queues[-1].running):
@@ -157,7 +154,7 @@ def test_prompts_that_cannot_be_read_again_beside_others_wait_for_those(tmp_path
             return [(row, torch.OutOfMemoryError("CUDA out of memory")) for row in rows]
         return remade(home, rows)
 
-    monkeypatch.setattr(batch, "step", fails_once)
+    steps.before = fail_once
     monkeypatch.setattr(runner, "remade", only_alone)
     assert run_json(capsys, *arguments, f"results={tmp_path / 'b'}")[0] == 0
     assert short and metrics_of(tmp_path / "b") == want
@@ -274,11 +271,11 @@ def test_an_interrupt_marks_only_cells_that_have_something_left(tmp_path, capsys
     assert status["h2o"].reason == "stopped by Ctrl-C"
 
 
-def test_memory_for_nothing_fails_the_cells_with_the_reason(tmp_path, capsys, monkeypatch):
-    def step(*_):
+def test_memory_for_nothing_fails_the_cells_with_the_reason(tmp_path, capsys, steps):
+    def fail(rows):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
 
-    monkeypatch.setattr(batch, "step", step)
+    steps.before = fail
     status, report = run_json(capsys, *SMALL, "method=snapkv", f"results={tmp_path}")
     cells = cells_of(report).values()
     assert status == 1 and {c["status"] for c in cells} == {"failed"}

@@ -101,7 +101,8 @@ def of_kvpress(method: str) -> bool:
 
 
 @cache
-def _kvpress() -> KvpressWords:
+def kvpress_words() -> KvpressWords:
+    """Return what the words of kvpress's users are called here."""
     return cast(KvpressWords, read_yaml(Path(__file__).with_name("kvpress.yaml")))
 
 
@@ -130,12 +131,12 @@ def unknown_method(method: str) -> UsageError:
     if name in available():
         name_here: str | None = name
     else:
-        name_here = _kvpress()["methods"].get(name)
+        name_here = kvpress_words()["methods"].get(name)
     if name_here is not None:
         return UsageError(
             f"unknown method {method!r}: it is method={name_here} here (docs/differences.md has what differs)"
         )
-    if name in _kvpress()["missing"]:
+    if name in kvpress_words()["missing"]:
         return UsageError(
             f"kvbench has no {method}, a press of kvpress. Available: {', '.join(available())}; and, where kvpress is "
             "installed, method=kvpress:NAME (python -m kvbench list kvpress)."
@@ -153,7 +154,7 @@ def unknown_method(method: str) -> UsageError:
 
 def unknown_knob(knob: str, value: object, names: Iterable[str], hint: str) -> UsageError:
     """Return the error for a name that is no knob. For a field of a press it says the name of the knob here."""
-    name_here = _kvpress()["knobs"].get(knob)
+    name_here = kvpress_words()["knobs"].get(knob)
     if name_here is not None:
         return UsageError(f"unknown knob {knob!r}: kvpress's {knob} is {name_here}= here")
     if knob == "compression_ratio":
