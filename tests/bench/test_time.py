@@ -13,7 +13,8 @@ from kvbench.base.errors import KvbenchError
 from kvbench.bench import architecture, environment, generation_pass, peak, records, time_table, timing
 from kvbench.bench.request import OWN
 from kvbench.bench.workload import Workload, parse
-from kvbench.cli.main import HELP, main
+from kvbench.cli.main import main
+from kvbench.cli.verbs import VERBS
 from kvbench.methods.core.chain import Chain
 from kvbench.methods.core.resolve import ChainConfig
 from kvbench.plan import config
@@ -344,4 +345,4 @@ def test_medians_and_quartiles():
 
 
 def test_help_names_every_key():
-    assert all(f"{key}=" in HELP["bench"]["help"] for key in OWN)
+    assert all(f"{key}=" in VERBS["bench"]["help"] for key in OWN)

@@ -294,6 +294,6 @@ def test_results_of_other_programs_stand_beside_own_runs(tmp_path, capsys):
 
 
 def test_a_folder_for_the_page_is_refused_before_anything_is_measured(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("kvbench.cli.report._collect_page", lambda *a: pytest.fail("it was measured"))
+    monkeypatch.setattr("kvbench.papers.verbs.report._collect_page", lambda *a: pytest.fail("it was measured"))
     assert main(["report", f"output={tmp_path}"]) == 2
     assert f"is a folder: name a file in it, as in output={tmp_path}/report.html" in capsys.readouterr().err

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvbench.base.errors import UsageError, say
-from kvbench.cli.run import output_arguments
 from kvbench.plan.keys import Key, one_of, pairs, values
+from kvbench.run.console import output_arguments
 
 if TYPE_CHECKING:
     from kvbench.studies.imports.base import Predictions
