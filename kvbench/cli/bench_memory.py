@@ -78,10 +78,10 @@ def _measure(cfg: RunConfig, sizes: Sequence[int], build: bool, quiet: bool) -> 
     import torch
 
     from kvbench.base.progress import progress
-    from kvbench.bench import memory_table, request
+    from kvbench.bench import architecture, memory_table
     from kvbench.plan import equal_memory
 
-    shape = request.shape_of(cfg)
+    shape = architecture.shape_of(cfg.model)
     name = cfg.model.dtype
     if name == "auto":
         # the papers' models are served in half precision, whatever this machine would run them in

@@ -17,10 +17,7 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from kvbench.papers.claims import claim_runner
-from kvbench.papers.figures.figure import facts_of
-from kvbench.papers.figures.registry import FIGURES
 from kvbench.papers.forensics.finding import Finding
-from kvbench.papers.report.tables import ReportPart
 from kvbench.papers.spec import catalogue
 from kvbench.report import writers
 from kvbench.report.render import UNCHANGED
@@ -84,6 +81,27 @@ class DivergenceRecord(TypedDict, total=False):
     kl_mean: float | None
     ci: tuple[float, float] | None
     at_floor: bool
+
+
+@dataclass(frozen=True)
+class ReportPart:
+    """One table for the page: its HTML, its plain data, and the provenance of the samples behind it."""
+
+    paper: str
+    title: str
+    content: str
+    plain: dict[str, Any]
+    measured: MeasuredTable | None = None
+
+
+@dataclass(frozen=True)
+class MeasuredTable:
+    """The numbers of cells and answers behind a table, and the values of their provenance by key."""
+
+    table: str
+    cells: int
+    answers: int
+    facts: dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -324,45 +342,6 @@ def tables(parts: Iterable[tuple[str, str, str]]) -> str:
         last_paper = paper
         elements.append(f"<details{opened}><summary>{html.escape(title)}</summary>{content}</details>")
     return "\n".join(elements)
-
-
-def figures_of(folder: Path) -> list[dict[str, str]]:
-    """Return every figure of ``folder``: its picture, what it shows, the paper's finding, and ours."""
-
-    def by_number(path: Path) -> tuple[str | int, ...]:
-        return _order(str(path.relative_to(folder)))
-
-    figure_texts = []
-    for path in sorted(folder.rglob("*.png"), key=by_number):
-        name = str(path.relative_to(folder).with_suffix(""))
-        texts = {"name": name, "picture": str(path)}
-        # a picture that is no figure of a paper is shown under its name alone
-        figure = FIGURES.get(name)
-        if figure is not None:
-            csv = path.with_suffix(".csv")
-            csv_text, finding = "", ""
-            if csv.exists():
-                csv_text = csv.read_text(encoding="utf-8")
-            if csv_text:
-                finding = figure.finding(figure.parse(csv_text))
-            facts = facts_of(csv_text)
-            figure = figure.captioned(facts)
-            texts |= {"title": figure.title, "Shows": figure.shows, "Here": finding}
-            texts |= {"The paper": figure.claim, "Open": figure.unsaid, "Ran": facts.get("runs", "")}
-        figure_texts.append(texts)
-    return figure_texts
-
-
-def _order(name: str) -> tuple[str | int, ...]:
-    """Return a sort key with numbers as numbers: figure 10 comes behind figure 9."""
-    parts: list[str | int] = []
-    # the group in the pattern keeps the numbers: texts and numbers alternate, so that like is compared with like
-    for part in re.split(r"(\d+)", name):
-        if part.isdigit():
-            parts.append(int(part))
-        else:
-            parts.append(part)
-    return tuple(parts)
 
 
 def figures(figure_texts: Sequence[Mapping[str, str]]) -> str:

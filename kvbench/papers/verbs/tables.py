@@ -117,7 +117,7 @@ def _measure_table(table: TableSpec, model: str, overrides: Sequence[str], args:
 def _time_table(table: TableSpec, model: str, overrides: Sequence[str], args: argparse.Namespace) -> int | View:
     """Time one efficiency table and return its view. Return exit status 0 if something else was printed."""
     from kvbench.papers.measured import cell_view, our_table
-    from kvbench.papers.timed import timings
+    from kvbench.papers.timed import measuring, timings
 
     results = Path("results")
     bench_words = []
@@ -139,10 +139,10 @@ def _time_table(table: TableSpec, model: str, overrides: Sequence[str], args: ar
         )
     times = timings.read(table, model, results)
     if args.plan:
-        timings.measure(times, bench_words, plan=True)
+        measuring.measure(times, bench_words, plan=True)
         return 0
     if not args.stored and args.show != "published":
-        timings.measure(times, bench_words)
+        measuring.measure(times, bench_words)
         # the times just measured, of the same model even if it was chosen by default
         times = timings.read(table, times.bench.model, results)
     if args.trace:
