@@ -26,7 +26,7 @@ from paper_tables import restore as restore_tables
 from verification import Verification
 
 from kvbench.base.errors import UsageError
-from kvbench.papers.claims import claim_runner, claims
+from kvbench.papers.claims import claim_runner, claims, ledger
 from kvbench.papers.measured.our_table import OurTable
 from kvbench.papers.spec import stand_ins
 from kvbench.report import writers
@@ -37,7 +37,7 @@ from kvbench.store.store import ResultStore
 
 def samples(goal: Target) -> Path:
     """Return the path of the samples behind the ledger of tiny; a pretrained model's are those of ``committed``."""
-    return claim_runner.place(goal.model, ROWS, claims.papers()).with_suffix(".samples.jsonl.gz")
+    return ledger.place(goal.model, ROWS, claims.papers()).with_suffix(".samples.jsonl.gz")
 
 
 def restore(goal: Target, store: ResultStore) -> None:
@@ -67,11 +67,11 @@ def decided(goal: Target, prepared: Mapping[str, Sequence[OurTable]]) -> dict[st
 
 def page() -> str:
     """Return all committed ledgers side by side, as Markdown."""
-    written = claim_runner.read(ROWS)
+    written = ledger.read(ROWS)
     if not written:
-        raise UsageError(f"{ROWS / claim_runner.FOLDER} has no ledger: make claims writes one")
-    lines = [note for one in written for note in (*claim_runner.notes(one), *claim_runner.reasons(one))]
-    return writers.compose([claim_runner.sheet(written)], list(dict.fromkeys(lines)), "md")
+        raise UsageError(f"{ROWS / ledger.FOLDER} has no ledger: make claims writes one")
+    lines = [note for one in written for note in (*ledger.notes(one), *ledger.reasons(one))]
+    return writers.compose([ledger.sheet(written)], list(dict.fromkeys(lines)), "md")
 
 
 def write(goal: Target, results: str) -> None:
@@ -82,7 +82,7 @@ def write(goal: Target, results: str) -> None:
             if rows.run is not None:
                 experiment.settle(rows.run)
     pack(goal, prepared, ResultStore(Path(results)))
-    claim_runner.write(decided(goal, prepared), ROWS, claims.papers())
+    ledger.write(decided(goal, prepared), ROWS, claims.papers())
     (ROWS / "claims.md").write_text(page(), encoding="utf-8")
 
 
@@ -94,7 +94,7 @@ def same(goal: Target) -> bool:
         prepared = claim_runner.prepare(claims.papers(), goal.model, [f"results={folder}", *goal.arguments])
         runs = [rows.run for some in prepared.values() for rows in some if rows.run is not None]
         verification.check(store, runs, goal.model)
-        path = claim_runner.place(goal.model, ROWS, claims.papers())
+        path = ledger.place(goal.model, ROWS, claims.papers())
         return bool(decided(goal, prepared) == json.loads(path.read_text(encoding="utf-8")))
 
 
@@ -107,7 +107,7 @@ def same_page() -> bool:
 def verify(found: Verification, models: Sequence[str] = ()) -> None:
     """Add to ``found`` which of the committed ledgers, and the page of all, are what their samples give."""
     for model in models or (PRETRAINED, stand_ins.MODEL):
-        path = claim_runner.place(model, ROWS, claims.papers())
+        path = ledger.place(model, ROWS, claims.papers())
         if path.exists():
             remedy = f"python scripts/paper_claims.py --model {model}"
             found.add(str(path.relative_to(ROWS)), partial(same, target(model)), remedy)

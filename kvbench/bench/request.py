@@ -11,7 +11,8 @@ import torch
 from transformers import PreTrainedModel
 
 from kvbench.base.conf import top_level
-from kvbench.base.errors import UsageError, say, unknown
+from kvbench.base.errors import UsageError, unknown
+from kvbench.base.visible import say
 from kvbench.bench import architecture, environment, records, timing
 from kvbench.bench.peers import PEERS, Peer, find
 from kvbench.bench.records import NOT_RUN, Row

@@ -10,7 +10,8 @@ from pathlib import Path
 from textwrap import fill
 
 from kvbench.base.conf import conf_dir
-from kvbench.base.errors import UsageError, say, unknown
+from kvbench.base.errors import UsageError, unknown
+from kvbench.base.visible import say
 from kvbench.cli.verbs import load_plugin, plugins
 from kvbench.plan import presets
 

@@ -11,10 +11,10 @@ from contextlib import redirect_stdout
 from importlib import import_module
 from textwrap import fill
 
-from kvbench.base.errors import KvbenchError, UsageError, say
+from kvbench.base.errors import KvbenchError, UsageError
 from kvbench.base.extras import EXTRAS, missing
 from kvbench.base.version import version
-from kvbench.base.visible import VisibleStream
+from kvbench.base.visible import VisibleStream, say
 from kvbench.cli.verbs import VERBS
 
 WIDTH = 100

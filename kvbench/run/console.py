@@ -15,7 +15,8 @@ from dataclasses import asdict, dataclass
 from textwrap import fill
 from typing import TYPE_CHECKING
 
-from kvbench.base.errors import notes, say
+from kvbench.base.errors import notes
+from kvbench.base.visible import say
 
 if TYPE_CHECKING:
     from kvbench.plan.cells import GroupPlan, Plan

@@ -12,7 +12,8 @@ import torch
 
 import kvbench
 from kvbench.cli.main import main
-from kvbench.papers.claims import claim_runner
+from kvbench.papers.claims import ledger
+from kvbench.papers.figures import registry
 from kvbench.papers.forensics import audit
 from kvbench.papers.report import page, samples
 from kvbench.papers.spec import table_spec
@@ -86,7 +87,7 @@ def test_figures_say_what_they_show_and_what_is_here(tmp_path):
     committed = Path(__file__).parents[2] / "results" / "figures" / "think"
     for kind in ("png", "csv"):
         (folder / f"fig3b.{kind}").write_bytes((committed / f"fig3b.{kind}").read_bytes())
-    text = page.figures(page.figures_of(tmp_path))
+    text = page.figures(registry.read_drawn(tmp_path))
     assert "think/fig3b: memory against batch size" in text
     assert "<b>Here</b> One sequence of 497 tokens: full" in text
     assert "<b>The paper</b> KIVI alone allows four times the batch" in text
@@ -222,7 +223,7 @@ def test_json_has_what_the_page_shows(tmp_path, capsys):
     first = result["tables"][0]
     assert first["measured"]["cells"] == 66 and {c["status"] for c in first["cells"]} == {"measured"}
     assert result["tables"][9]["measured"] is None
-    assert result["claims"] == claim_runner.read(committed)
+    assert result["claims"] == ledger.read(committed)
     assert len(result["audit"]) == len(audit()) and {"paper", "table", "why"} <= result["audit"][0].keys()
     assert [s["task"] for s in result["samples"]] == ["tiny/needle"]
     assert [r["method"] for r in result["runs"]] == ["full", "streamingllm kv_size=24"]

@@ -16,7 +16,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, TypedDict
 
-from kvbench.papers.claims import claim_runner
+from kvbench.papers.claims import ledger
 from kvbench.papers.forensics.finding import Finding
 from kvbench.papers.spec import catalogue
 from kvbench.report import writers
@@ -193,7 +193,7 @@ class ReportPage:
             # the row of a finding about a statement is the statement, which need not stand there twice
             printed = "" if f.printed == f.row else f.printed
             findings.append((f"{f.paper}/{f.table}", f.row, f.cell, printed, f.recomputed, f.weight, f.why))
-        ledgers = "".join(map(ledger, self.claims)) or "<p>None yet: python -m kvbench claims.</p>"
+        ledgers = "".join(map(ledger_table, self.claims)) or "<p>None yet: python -m kvbench claims.</p>"
         return [
             ("tables", "Tables", tables((t.paper, t.title, t.content) for t in self.tables)),
             ("figures", "Figures", figures(self.figures)),
@@ -274,7 +274,7 @@ def _format_divergence(divergence: DivergenceRecord) -> str | None:
     return "{:.3g} [{:.2g}, {:.2g}]".format(mean, *interval)
 
 
-def ledger(content: Mapping[str, Any]) -> str:
+def ledger_table(content: Mapping[str, Any]) -> str:
     """Return a model's claims with their verdicts and evidence."""
     # a row of the table, and the class of its element, for each claim
     body, verdict_classes = [], []
@@ -283,7 +283,7 @@ def ledger(content: Mapping[str, Any]) -> str:
         if verdict["ran"]:
             tested += f" Ran: {'; '.join(verdict['ran'])}."
         quote = f"“{verdict['quote']}” ({verdict['paper']}, {verdict['where']})"
-        outcome, evidence = claim_runner.outcome(verdict), claim_runner.evidence(verdict)
+        outcome, evidence = ledger.outcome(verdict), ledger.evidence(verdict)
         body.append((verdict["id"], quote, tested, outcome, evidence, verdict["reason"]))
         # page.css colours a row by the first word of its verdict
         verdict_classes.append(f"verdict-{verdict['verdict'].split()[0]}")
@@ -291,7 +291,7 @@ def ledger(content: Mapping[str, Any]) -> str:
     title = content["model"]
     if content["stand_in"]:
         title += ", a stand-in"
-    notes = "".join(f"<li>{html.escape(note)}</li>" for note in claim_runner.notes(content))
+    notes = "".join(f"<li>{html.escape(note)}</li>" for note in ledger.notes(content))
     return f"<h3>{html.escape(title)}</h3><ul>{notes}</ul>" + rows(heads, body, verdict_classes)
 
 

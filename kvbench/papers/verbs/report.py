@@ -60,7 +60,7 @@ def _collect_page(options: dict[str, str], count: int, papers: bool, places: Seq
     options: the keys of a run. count: the answers of each task to show. papers: whether to show what papers print.
     places: folders and files of other results.
     """
-    from kvbench.papers.claims import claim_runner
+    from kvbench.papers.claims import ledger
     from kvbench.papers.figures import registry
     from kvbench.papers.figures.figure import folder, own_folder
     from kvbench.papers.forensics import audit
@@ -113,6 +113,6 @@ def _collect_page(options: dict[str, str], count: int, papers: bool, places: Seq
         report,
         tables=tables.parts(model, str(results), committed, table_words),
         figures=registry.read_drawn(folder(results, model)),
-        claims=claim_runner.read(results),
+        claims=ledger.read(results),
         audit=audit(),
     )

@@ -11,7 +11,8 @@ from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING
 
-from kvbench.base.errors import UsageError, say
+from kvbench.base.errors import UsageError
+from kvbench.base.visible import say
 from kvbench.run.console import print_plans, stopping
 
 if TYPE_CHECKING:
