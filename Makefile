@@ -18,15 +18,15 @@ DATA ?= $(or $(KVBENCH_DATA),data)
 REAL ?= smollm2-135m-q4_1
 WITHOUT ?=
 
-.PHONY: help run run-real test test-fast test-newest test-oldest test-5.23 packages-newest packages-oldest packages-5.23 test-peers torture check smoke bench-overhead bench-tables bench-memory bench-resident bench-shared bench-reading bench-growth bench-bytes bench-time bench-decode bench-tiny leaderboard verify-tables verify-docs docs card tables tables-real tables-quick tables-bytes claims claims-real report audit clean
+.PHONY: help run run-real test test-fast test-newest test-oldest test-5.23 packages-newest packages-oldest packages-5.23 test-peers torture check smoke bench-overhead bench-tables bench-memory bench-resident bench-shared bench-reading bench-growth bench-bytes bench-time bench-decode bench-tiny leaderboard verify-tables verify-docs mutants docs card tables tables-real tables-quick tables-bytes claims claims-real report audit clean
 
 help:  ## what there is to make
-	@grep -hE '^[a-z0-9.-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 18
+	@awk -F ':.*## ' '/^##@/ { print "\n" substr($$0, 5) } /^[a-z0-9.-]+:.*## / { printf "  %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 run: $(VENV)/.ready  ## the main job, a minute; another one with ARGS="method=full,h2o kv_size=64,128"
 	$(PY) -m kvbench run $(ARGS)
 
-run-real: $(VENV)/.ready  ## a pretrained model on LongBench's prompts: fetches both once (DATA=folder), then six minutes on two cores
+run-real: $(VENV)/.ready  ## a pretrained model on LongBench's prompts, fetched once (DATA=folder); six minutes
 	$(PY) -m kvbench model fetch $(REAL)
 	@test -e $(DATA)/longbench_mini || $(PY) -m kvbench data fetch longbench_mini data.root=$(DATA)
 	$(PY) -m kvbench run model=$(REAL) method=snapkv+think,snapkv,h2o,streamingllm ratio=0.4 prompt=longbench max_length=2000 limit=16 \
@@ -39,8 +39,76 @@ test: $(VENV)/.ready  ## all tests, one process a core
 test-fast: $(VENV)/.ready  ## tests of single parts: no whole runs, processes or pictures
 	$(PY) -m pytest -n logical --dist worksteal -m "not e2e"
 
-test-newest:  ## all tests and lm-eval's, with the newest release of everything but torch, upgraded each time; a part with TESTS=tests/model
-test-oldest:  ## the same with the oldest releases of the core packages that pyproject.toml allows
+check: $(VENV)/.ready  ## lint, format, types, and imports that go down only
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+	$(VENV)/bin/lint-imports --no-logo
+
+docs: $(VENV)/.ready  ## the documentation site, in site/; strict: no broken link
+	$(PY) -m pip install --quiet --disable-pip-version-check -e '.[docs]'
+	$(PY) -m mkdocs build --quiet
+
+##@ Tables, claims and pages
+
+tables-quick: $(VENV)/.ready  ## one paper's table on the tiny model, in a minute or two
+	$(PY) -m kvbench table uncomp/2 limit=8
+
+tables: $(VENV)/.ready  ## the papers' tables on the tiny model (results/tiny); 17 minutes on two cores
+	$(PY) scripts/paper_tables.py
+
+tables-real: $(VENV)/.ready  ## the same on a pretrained model and the papers' data (DATA=folder; results/tables); hours
+	$(PY) -m kvbench model fetch $(REAL)
+	KVBENCH_DATA=$(DATA) $(PY) scripts/paper_tables.py --model $(REAL)
+
+claims: $(VENV)/.ready  ## what the papers claim, tested on the tiny model (results/claims)
+	$(PY) scripts/paper_claims.py
+
+claims-real: $(VENV)/.ready  ## the same on a pretrained model and the papers' data (DATA=folder); hours
+	$(PY) -m kvbench model fetch $(REAL)
+	KVBENCH_DATA=$(DATA) $(PY) scripts/paper_claims.py --model $(REAL)
+
+audit: $(VENV)/.ready  ## where the papers' printed numbers contradict themselves
+	$(PY) -m kvbench audit all
+
+report: $(VENV)/.ready  ## everything on one HTML page, report.html
+	$(PY) -m kvbench report also=results/leaderboard,results/leaderboard/2048
+
+leaderboard: $(VENV)/.ready  ## RULER on a pretrained model, the question withheld (DATA=folder with paul_graham); hours
+	KVBENCH_DATA=$(DATA) $(PY) scripts/leaderboard.py
+	KVBENCH_DATA=$(DATA) $(PY) scripts/leaderboard.py --length 2048
+
+tables-bytes: $(VENV)/.ready  ## what each cache format keeps of the answers, on both models (DATA=folder); two hours
+	KVBENCH_DATA=$(DATA) $(PY) scripts/byte_tables.py
+
+bench-tiny: $(VENV)/.ready  ## measure the committed tables of the tiny suite (results/tiny)
+	$(PY) scripts/tiny_table.py
+
+card: $(VENV)/.ready  ## recompute the tiny model's card
+	$(PY) scripts/train_tiny.py --card-only
+
+##@ Checks of what is committed
+
+smoke: $(VENV)/.ready  ## the main job on two examples a task
+	$(PY) -m kvbench run $(ARGS) limit=2
+
+verify-tables: $(VENV)/.ready  ## make committed tables again from samples (DATA=folder; WITHOUT=data,model may be missing)
+	$(PY) -m kvbench model fetch $(REAL) || true  # where it cannot be had, the tables that need it are named
+	$(if $(wildcard $(DATA)),KVBENCH_DATA=$(DATA)) $(PY) scripts/verify_tables.py --without "$(WITHOUT)"
+
+verify-docs: $(VENV)/.ready  ## every number of README and results/README stands in a file that it links to
+	$(PY) scripts/verify_docs.py
+
+mutants: $(VENV)/.ready  ## small mistakes put into the code, each of which a fast test must notice; 20 minutes
+	$(PY) scripts/mutants.py
+
+torture: $(VENV)/.ready  ## 100 kills and one full disk: nothing lost, nothing doubled; fewer with KILLS=10
+	$(PY) scripts/torture.py --kills $(KILLS)
+
+##@ Other releases and libraries
+
+test-newest:  ## all tests and lm-eval's, with the newest release of all but torch; a part with TESTS=tests/cli
+test-oldest:  ## the same with the oldest releases that pyproject.toml allows
 test-5.23:  ## the same with the last transformers that calls a cache past_key_values
 test-newest test-oldest test-5.23: test-%: packages-%
 	.venv-$*/bin/python -m pytest -n logical --dist worksteal $(TESTS)
@@ -58,98 +126,43 @@ test-peers: .venv-peers/.ready  ## the same tokens as kvpress and scores as lm-e
 	.venv-peers/bin/python -m pip install --quiet --disable-pip-version-check -e '.[dev,peers,lm-eval]' '$(TORCH)'
 	@touch $@
 
-torture: $(VENV)/.ready  ## 100 kills and one full disk: nothing lost, nothing doubled; fewer with KILLS=10
-	$(PY) scripts/torture.py --kills $(KILLS)
+##@ Benchmarks, with nothing else running
 
-check: $(VENV)/.ready  ## lint, format, types, and imports that go down only
-	$(PY) -m ruff check .
-	$(PY) -m ruff format --check .
-	$(PY) -m mypy
-	$(VENV)/bin/lint-imports --no-logo
-
-smoke: $(VENV)/.ready  ## the main job on two examples a task
-	$(PY) -m kvbench run $(ARGS) limit=2
-
-bench-overhead: $(VENV)/.ready  ## cost of running through kvbench, as ratios
-	$(PY) scripts/bench/tables.py --part overhead --examples 16 --repeats 5 --threads 1
-
-bench-tables: $(VENV)/.ready .venv-peers/.ready  ## a whole table at once, over its rows one by one and over kvpress; a pretrained model on essays (DATA=folder)
-	$(PY) scripts/bench/tables.py --peers .venv-peers/bin/python
-	KVBENCH_DATA=$(DATA) $(PY) scripts/bench/real_table.py --peers .venv-peers/bin/python
+bench-time: $(VENV)/.ready  ## time, throughput and peaks end to end; other rows with BENCH="method=full,h2o"
+	$(PY) -m kvbench bench time $(BENCH)
 
 bench-memory: $(VENV)/.ready  ## memory of a long prefill (H2O over SnapKV; every method by length) and of a long answer
 	$(PY) scripts/bench/memory.py prefill
 	$(PY) scripts/bench/memory.py decode
 	$(PY) scripts/bench/memory.py long
 
-bench-resident: $(VENV)/.ready  ## resident memory of 64 caches, and of 64 rows while they decode 256 tokens, against the accounted bytes
+bench-resident: $(VENV)/.ready  ## resident memory of 64 caches, idle and while they decode, against the accounted bytes
 	$(PY) scripts/bench/resident.py
 	$(PY) scripts/bench/resident.py --decode 256
 
-bench-shared: $(VENV)/.ready  ## a table beside a busy process over the same alone, and what waiting so costs alone
-	$(PY) scripts/bench/shared.py
+bench-bytes: $(VENV)/.ready  ## bytes of every method beside its formula; another model with BENCH="model=llama2-7b n=4096"
+	$(PY) -m kvbench bench memory $(BENCH)
 
-bench-reading: $(VENV)/.ready  ## what statistics add to the pass over a prompt; bfloat16, several prompts at once
+bench-decode: $(VENV)/.ready  ## attention of one decode step by storage format, over the full cache's
+	$(PY) scripts/bench/decode.py
+
+bench-overhead: $(VENV)/.ready  ## cost of running through kvbench, as ratios
+	$(PY) scripts/bench/tables.py --part overhead --examples 16 --repeats 5 --threads 1
+
+bench-tables: $(VENV)/.ready .venv-peers/.ready  ## a whole table at once, over its rows one by one and over kvpress (DATA=folder)
+	$(PY) scripts/bench/tables.py --peers .venv-peers/bin/python
+	KVBENCH_DATA=$(DATA) $(PY) scripts/bench/real_table.py --peers .venv-peers/bin/python
+
+bench-reading: $(VENV)/.ready  ## what statistics, bfloat16 and several prompts at once add to the pass over a prompt
 	$(PY) scripts/bench/reading.py
 
 bench-growth: $(VENV)/.ready  ## how time and memory of a run grow with methods, prompts, their length and new tokens
 	$(PY) scripts/bench/growth.py
 
-bench-bytes: $(VENV)/.ready  ## bytes of every method beside its formula; another model with BENCH="model=llama2-7b n=4096"
-	$(PY) -m kvbench bench memory $(BENCH)
+bench-shared: $(VENV)/.ready  ## a table beside a busy process, over the same alone
+	$(PY) scripts/bench/shared.py
 
-bench-time: $(VENV)/.ready  ## time, throughput and peaks end to end; other rows with BENCH="method=full,h2o workloads=512+64x8"
-	$(PY) -m kvbench bench time $(BENCH)
-
-bench-decode: $(VENV)/.ready  ## attention of one decode step by storage format, over the full cache's; on a GPU by kernels, beside plain PyTorch and SDPA
-	$(PY) scripts/bench/decode.py
-
-bench-tiny: $(VENV)/.ready  ## measure the committed tables of the tiny suite (results/tiny)
-	$(PY) scripts/tiny_table.py
-
-tables: $(VENV)/.ready  ## the papers' tables on the tiny model, measured where missing (results/tiny); 17 minutes on two cores
-	$(PY) scripts/paper_tables.py
-
-tables-real: $(VENV)/.ready  ## the papers' tables on a pretrained model and the papers' data (DATA=folder; results/tables); hours
-	$(PY) -m kvbench model fetch $(REAL)
-	KVBENCH_DATA=$(DATA) $(PY) scripts/paper_tables.py --model $(REAL)
-
-tables-quick: $(VENV)/.ready  ## one paper's table on the tiny model, in a minute or two
-	$(PY) -m kvbench table uncomp/2 limit=8
-
-tables-bytes: $(VENV)/.ready  ## what each cache format and each byte keeps, on both models (DATA=folder); two hours
-	KVBENCH_DATA=$(DATA) $(PY) scripts/byte_tables.py
-
-leaderboard: $(VENV)/.ready  ## RULER at 1,024 and 2,048 tokens on a pretrained model, the question withheld (DATA=folder with paul_graham; results/leaderboard); hours
-	KVBENCH_DATA=$(DATA) $(PY) scripts/leaderboard.py
-	KVBENCH_DATA=$(DATA) $(PY) scripts/leaderboard.py --length 2048
-
-claims: $(VENV)/.ready  ## what the papers claim, tested on the tiny model (results/claims)
-	$(PY) scripts/paper_claims.py
-
-claims-real: $(VENV)/.ready  ## what the papers claim, tested on a pretrained model and the papers' data (DATA=folder); hours
-	$(PY) -m kvbench model fetch $(REAL)
-	KVBENCH_DATA=$(DATA) $(PY) scripts/paper_claims.py --model $(REAL)
-
-report: $(VENV)/.ready  ## everything on one HTML page, report.html
-	$(PY) -m kvbench report also=results/leaderboard,results/leaderboard/2048
-
-audit: $(VENV)/.ready  ## where the papers' printed numbers contradict themselves
-	$(PY) -m kvbench audit all
-
-verify-tables: $(VENV)/.ready  ## make the committed tables again from their samples (DATA=folder; WITHOUT=data,model: what may be missing)
-	$(PY) -m kvbench model fetch $(REAL) || true  # where it cannot be had, the tables that need it are named
-	$(if $(wildcard $(DATA)),KVBENCH_DATA=$(DATA)) $(PY) scripts/verify_tables.py --without "$(WITHOUT)"
-
-verify-docs: $(VENV)/.ready  ## every number of README and results/README stands in a file that it links to
-	$(PY) scripts/verify_docs.py
-
-docs: $(VENV)/.ready  ## the documentation site, in site/; strict: no broken link
-	$(PY) -m pip install --quiet --disable-pip-version-check -e '.[docs]'
-	$(PY) -m mkdocs build --quiet
-
-card: $(VENV)/.ready  ## recompute the tiny model's card
-	$(PY) scripts/train_tiny.py --card-only
+##@ Housekeeping
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(None if (3, 11) <= v < (3, 14) else f"kvbench needs Python 3.11 to 3.13, {sys.executable} is {v.major}.{v.minor}: make run PYTHON=python3.12")'
