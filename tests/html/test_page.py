@@ -94,7 +94,7 @@ def test_figures_say_what_they_show_and_what_is_here(tmp_path):
 
 
 def test_figure_10_comes_behind_figure_9():
-    assert sorted(["q/fig10", "q/fig9", "q/fig2"], key=page._order) == ["q/fig2", "q/fig9", "q/fig10"]
+    assert sorted(["q/fig10", "q/fig9", "q/fig2"], key=registry.number_key) == ["q/fig2", "q/fig9", "q/fig10"]
 
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

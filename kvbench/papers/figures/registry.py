@@ -140,7 +140,7 @@ def read_drawn(folder: Path) -> list[dict[str, str]]:
     """Return every figure below ``folder``: its picture, what it shows, the paper's finding, and ours."""
 
     def by_number(path: Path) -> tuple[str | int, ...]:
-        return _parts_by_number(str(path.relative_to(folder)))
+        return number_key(str(path.relative_to(folder)))
 
     figure_texts = []
     for path in sorted(folder.rglob("*.png"), key=by_number):
@@ -163,7 +163,7 @@ def read_drawn(folder: Path) -> list[dict[str, str]]:
     return figure_texts
 
 
-def _parts_by_number(name: str) -> tuple[str | int, ...]:
+def number_key(name: str) -> tuple[str | int, ...]:
     """Return a sort key with numbers as numbers: figure 10 comes behind figure 9."""
     parts: list[str | int] = []
     # the group in the pattern keeps the numbers: texts and numbers alternate, so that like is compared with like
