@@ -24,8 +24,9 @@ import torch
 from kvbench import api
 from kvbench.audit.prompt_audit import MeasuredBytes
 from kvbench.base.conf import entries
-from kvbench.base.errors import KvbenchError, UsageError, say
+from kvbench.base.errors import KvbenchError, UsageError
 from kvbench.base.extras import missing
+from kvbench.base.visible import say
 from kvbench.engine.hf_cache import TransformersCache
 from kvbench.engine.likelihood import forced_logits
 from kvbench.engine.shared_prefix import SharedPrefix

@@ -26,7 +26,7 @@ from paper_tables import restore as restore_tables
 from verification import Verification
 
 from kvbench.base.errors import UsageError
-from kvbench.papers.claims import claim_runner, claims
+from kvbench.papers.claims import claim_runner, claims, ledger
 from kvbench.papers.measured.our_table import OurTable
 from kvbench.papers.spec import stand_ins
 from kvbench.report import writers
@@ -37,7 +37,7 @@ from kvbench.store.store import ResultStore
 
 def samples(goal: Target) -> Path:
     """Return the path of the samples behind the ledger of tiny; a pretrained model's are those of ``committed``."""
-    return claim_runner.place(goal.model, goal.root, claims.papers()).with_suffix(".samples.jsonl.gz")
+    return ledger.place(goal.model, goal.root, claims.papers()).with_suffix(".samples.jsonl.gz")
 
 
 def restore(goal: Target, store: ResultStore) -> None:
@@ -67,11 +67,11 @@ def decided(goal: Target, prepared: Mapping[str, Sequence[OurTable]]) -> dict[st
 
 def page(root: Path) -> str:
     """Return all ledgers committed in ``root`` side by side, as Markdown."""
-    written = claim_runner.read(root)
+    written = ledger.read(root)
     if not written:
-        raise UsageError(f"{root / claim_runner.FOLDER} has no ledger: make claims writes one")
-    lines = [note for one in written for note in (*claim_runner.notes(one), *claim_runner.reasons(one))]
-    return writers.compose([claim_runner.sheet(written)], list(dict.fromkeys(lines)), "md")
+        raise UsageError(f"{root / ledger.FOLDER} has no ledger: make claims writes one")
+    lines = [note for one in written for note in (*ledger.notes(one), *ledger.reasons(one))]
+    return writers.compose([ledger.sheet(written)], list(dict.fromkeys(lines)), "md")
 
 
 def write(goal: Target, results: str) -> None:
@@ -82,7 +82,7 @@ def write(goal: Target, results: str) -> None:
             if rows.run is not None:
                 experiment.settle(rows.run)
     pack(goal, prepared, ResultStore(Path(results)))
-    claim_runner.write(decided(goal, prepared), goal.root, claims.papers())
+    ledger.write(decided(goal, prepared), goal.root, claims.papers())
     (goal.root / "claims.md").write_text(page(goal.root), encoding="utf-8")
 
 
@@ -94,7 +94,7 @@ def same(goal: Target) -> bool:
         prepared = claim_runner.prepare(claims.papers(), goal.model, [f"results={folder}", *goal.arguments])
         runs = [rows.run for some in prepared.values() for rows in some if rows.run is not None]
         verification.check(store, runs, goal.model)
-        path = claim_runner.place(goal.model, goal.root, claims.papers())
+        path = ledger.place(goal.model, goal.root, claims.papers())
         return bool(decided(goal, prepared) == json.loads(path.read_text(encoding="utf-8")))
 
 
@@ -107,7 +107,7 @@ def same_page(root: Path) -> bool:
 def verify(found: Verification, models: Sequence[str] = (), root: Path = shards.COMMITTED) -> None:
     """Add to ``found`` which of the ledgers committed in ``root``, and the page of all, are what their samples give."""
     for model in models or (PRETRAINED, stand_ins.MODEL):
-        path = claim_runner.place(model, root, claims.papers())
+        path = ledger.place(model, root, claims.papers())
         if path.exists():
             remedy = f"python scripts/paper_claims.py --model {model}"
             found.add(str(path.relative_to(root)), partial(same, target(model, root)), remedy)

@@ -31,7 +31,7 @@ from kvbench.papers.measured.cell_view import View, view
 from kvbench.papers.measured.our_table import OurTable
 from kvbench.papers.spec import stand_ins, table_spec
 from kvbench.papers.spec.table_spec import TableSpec
-from kvbench.papers.timed import timings
+from kvbench.papers.timed import measuring, timings
 from kvbench.run import experiment
 from kvbench.store import archive
 from kvbench.store.store import ResultStore
@@ -128,7 +128,7 @@ def write(table: TableSpec, goal: Target, results: str, time_it: bool = True) ->
     """Write the table from what is measured of it, and its samples; ``time_it`` measures a timed table first."""
     ours = prepare(table, goal, results)
     if ours.timings is not None and time_it:
-        timings.measure(ours.timings)
+        measuring.measure(ours.timings)
         ours = prepare(table, goal, results)
     elif ours.run is not None:
         experiment.settle(ours.run)

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from typing import cast
 
 from kvbench.base.conf import entries
-from kvbench.base.errors import MissingData, MissingFiles, MissingModel, UsageError, say
+from kvbench.base.errors import MissingData, MissingFiles, MissingModel, UsageError
+from kvbench.base.visible import say
 from kvbench.models import load
 from kvbench.plan import config
 from kvbench.plan.run_plan import RunPlan

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from kvbench.audit.accounting import bytes_after_decoding
-from kvbench.audit.prompt_audit import Refused
+from kvbench.base.errors import Refused
 from kvbench.methods.core.evicting import EvictingSelector
 from kvbench.methods.core.prompt_cache import PromptCache
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from kvbench.audit.accounting import HALF, overhead_bytes
-from kvbench.base.errors import Refused as Refused
+from kvbench.base.errors import Refused
 from kvbench.kv.model_shape import POSITION_BYTES
 from kvbench.kv.ops import key_heads
 from kvbench.kv.segment import LayerCache, storage_bytes

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import difflib
-import sys
 from collections.abc import Iterable
-
-from kvbench.base.visible import visible
 
 
 class KvbenchError(Exception):
@@ -43,12 +40,6 @@ class MissingModel(MissingFiles):
 
 class Refused(KvbenchError):
     """A result that must not be reported: the measurement contradicts the claim, or is not a number."""
-
-
-def say(text: str) -> None:
-    """Print a line to stderr with kvbench's name."""
-    # stdout is the result's; an error's text may quote a file, and so anything
-    print(f"kvbench: {visible(text)}", file=sys.stderr, flush=True)
 
 
 def ending(error: BaseException) -> str:

@@ -21,7 +21,7 @@ from rich.progress import (
 )
 from rich.text import Text
 
-from kvbench.base.errors import say
+from kvbench.base.visible import say
 
 PLAIN_EVERY_S = 15.0
 UNKNOWN = "-:--:--"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import json
 import re
+import sys
 from typing import IO, Any
 
 # control characters but newline and tab, and those that reorder a line; the bold of our own tables stays
@@ -23,6 +24,12 @@ def _escape(match: re.Match[str]) -> str:
 def one_line(text: str) -> str:
     """Return a name as one visible line."""
     return visible(text).replace("\n", "\\n").replace("\t", "\\t")
+
+
+def say(text: str) -> None:
+    """Print a line to stderr with kvbench's name."""
+    # stdout is the result's; an error's text may quote a file, and so anything
+    print(f"kvbench: {visible(text)}", file=sys.stderr, flush=True)
 
 
 class VisibleStream:

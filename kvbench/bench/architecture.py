@@ -9,9 +9,16 @@ import torch
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from kvbench.base.errors import KvbenchError, UsageError
-from kvbench.kv.model_shape import from_entry
+from kvbench.kv.model_shape import Shape, from_config, from_entry
 from kvbench.models import load
 from kvbench.models.config import ModelConfig
+
+
+def shape_of(cfg: ModelConfig) -> Shape:
+    """Return the model's shape as its entry in conf/model states it, or else as its checkpoint does."""
+    if cfg.shape is not None:
+        return from_entry(cfg.shape)
+    return from_config(load.locate(cfg).config)
 
 
 def model_config(cfg: ModelConfig) -> PretrainedConfig:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from kvbench.audit.accounting import HALF, bytes_declared
-from kvbench.base.errors import KvbenchError, UsageError, say
+from kvbench.base.errors import KvbenchError, UsageError
+from kvbench.base.visible import say
 from kvbench.bench.layers import MeasuredLayers, measure, working_bytes
 from kvbench.engine.memory import free_bytes
 from kvbench.kv.model_shape import Shape

@@ -11,13 +11,13 @@ import torch
 from transformers import PreTrainedModel
 
 from kvbench.base.conf import top_level
-from kvbench.base.errors import UsageError, say, unknown
+from kvbench.base.errors import UsageError, unknown
+from kvbench.base.visible import say
 from kvbench.bench import architecture, environment, records, timing
 from kvbench.bench.peers import PEERS, Peer, find
 from kvbench.bench.records import NOT_RUN, Row
 from kvbench.bench.timing import Entrant, Settings, row_key, settled, why_not
 from kvbench.bench.workload import Workload, parse
-from kvbench.kv.model_shape import Shape, from_config, from_entry
 from kvbench.methods.core.chain import Chain
 from kvbench.methods.core.resolve import ChainConfig
 from kvbench.models import load
@@ -288,13 +288,6 @@ def refuse_keys(what: str, given: Iterable[str], top: Collection[str], allowed: 
         is_of_answers = key.partition(".")[0] in ("dataset", "prompt")
         if is_of_answers or (key in top_level() and key not in top):
             raise unknown(f"key of bench {what}", key, allowed)
-
-
-def shape_of(cfg: RunConfig) -> Shape:
-    """Return the model's shape as its entry in conf/model states it, or else as its checkpoint does."""
-    if cfg.model.shape is not None:
-        return from_entry(cfg.model.shape)
-    return from_config(load.locate(cfg.model).config)
 
 
 def alias(override: str) -> str:

@@ -12,7 +12,8 @@ from typing import TypeVar
 import torch
 from transformers import PreTrainedModel
 
-from kvbench.base.errors import KvbenchError, say
+from kvbench.base.errors import KvbenchError
+from kvbench.base.visible import say
 from kvbench.bench import environment, generation_pass, peak, peers, roofline
 from kvbench.bench.architecture import weight_bytes
 from kvbench.bench.generation_pass import Pass

@@ -1,14 +1,14 @@
-"""bench memory: the bytes that methods hold, and papers' own arithmetic about memory."""
+"""bench memory: the bytes that methods hold."""
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, TypedDict
 
-from kvbench.base.errors import UsageError
+from kvbench.cli.verbs import load_plugin
 from kvbench.plan import words
 from kvbench.plan.keys import Key, pairs, whole_number
 from kvbench.plan.words import split_list
@@ -29,7 +29,8 @@ def main(args: argparse.Namespace) -> int:
     """Print the tables. Return exit status 1 if bytes held differ from a formula."""
     options = pairs(args.overrides)
     if "paper" in options:
-        return _print_paper(options, args.json)
+        # the papers' own arithmetic needs none of this verb's keys
+        return load_plugin("bench", "paper")(options, args.json)
     sizes = SIZES.value(options)
     from kvbench.bench import memory_table, request
     from kvbench.plan import config
@@ -77,10 +78,10 @@ def _measure(cfg: RunConfig, sizes: Sequence[int], build: bool, quiet: bool) -> 
     import torch
 
     from kvbench.base.progress import progress
-    from kvbench.bench import memory_table, request
+    from kvbench.bench import architecture, memory_table
     from kvbench.plan import equal_memory
 
-    shape = request.shape_of(cfg)
+    shape = architecture.shape_of(cfg.model)
     name = cfg.model.dtype
     if name == "auto":
         # the papers' models are served in half precision, whatever this machine would run them in
@@ -107,18 +108,3 @@ def _measure(cfg: RunConfig, sizes: Sequence[int], build: bool, quiet: bool) -> 
         if not quiet:
             print(memory_table.render(accounts, [str(match) for match in matched]))
     return {"model": cfg.model_name, "shape": asdict(shape), "dtype": name, "rows": rows, "matched": matches}
-
-
-def _print_paper(options: Mapping[str, str], as_json: bool) -> int:
-    """Print the numbers that a paper computes about memory, computed again. Return exit status 0."""
-    from kvbench.papers.timed import paper_arithmetic
-
-    for key, value in options.items():
-        if key != "paper":
-            raise UsageError(f"{key}={value} is not possible with paper=: a paper's figures have no knobs")
-    figures = paper_arithmetic.of(options["paper"])
-    if as_json:
-        print(json.dumps([figure.as_json() for figure in figures], indent=1, ensure_ascii=False))
-    else:
-        print(paper_arithmetic.render(figures))
-    return 0

@@ -7,7 +7,8 @@ import json
 from collections import Counter
 from pathlib import Path
 
-from kvbench.base.errors import KvbenchError, UsageError, say
+from kvbench.base.errors import KvbenchError, UsageError
+from kvbench.base.visible import say
 
 WORDS = {
     "cell": "cell{s}",

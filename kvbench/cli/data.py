@@ -10,7 +10,8 @@ from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING, TypedDict
 
-from kvbench.base.errors import UsageError, say
+from kvbench.base.errors import UsageError
+from kvbench.base.visible import say
 from kvbench.plan.keys import divide
 
 if TYPE_CHECKING:

@@ -7,7 +7,8 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvbench.base.errors import UsageError, say
+from kvbench.base.errors import UsageError
+from kvbench.base.visible import say
 from kvbench.plan.keys import one_of
 
 if TYPE_CHECKING:

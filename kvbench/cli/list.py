@@ -8,16 +8,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from textwrap import fill
-from typing import TYPE_CHECKING
 
 from kvbench.base.conf import conf_dir
-from kvbench.base.errors import UsageError, say, unknown
+from kvbench.base.errors import UsageError, unknown
+from kvbench.base.visible import say
+from kvbench.cli.verbs import load_plugin, plugins
 from kvbench.plan import presets
 
-if TYPE_CHECKING:
-    from kvbench.papers.spec.catalogue import CatalogueEntry
-
-KINDS = ("methods", "datasets", "models", "metrics", "presets", "figures", "tables", "runs", "kvpress")
+LISTINGS = tuple(plugins("list"))
+"""The kinds that other rooms list."""
+KINDS = ("methods", "datasets", "models", "metrics", "presets") + LISTINGS + ("runs", "kvpress")
 ASKED = ("tables", "runs", "kvpress")
 """The kinds that are listed only if they are named."""
 
@@ -119,19 +119,18 @@ def _print_items(kind: str, items: Sequence[ListItem], with_settings: bool) -> N
 
 
 def _items(kind: str, results: Path) -> list[ListItem]:
-    """Return the entries of one kind; ``results`` is the folder of measured tables."""
+    """Return the entries of one kind; ``results`` is the folder of results, which tables are measured in."""
     if kind == "methods":
         return _methods()
-    if kind == "tables":
-        return _tables(results)
     if kind == "metrics":
         return _metrics()
     if kind == "presets":
         return _presets()
     if kind == "kvpress":
         return _presses()
-    if kind == "figures":
-        return _figures()
+    if kind in LISTINGS:
+        records = load_plugin("list", kind)(results)
+        return [ListItem(record["id"], record["about"], record) for record in records]
     # the other kinds are groups of conf/, which have names in the singular
     return _entries(kind.removesuffix("s"))
 
@@ -156,12 +155,6 @@ def _presses() -> list[ListItem]:
     from kvbench.methods.core.kvpress_package import listing
 
     return [ListItem(record["id"], record["about"], record, knobs=record["knobs"]) for record in listing()]
-
-
-def _figures() -> list[ListItem]:
-    from kvbench.cli.plot import listing
-
-    return [ListItem(record["id"], record["about"], record) for record in listing()]
 
 
 def _item(name: str, about: str, knobs: Mapping[str, object] | None = None) -> ListItem:
@@ -204,44 +197,6 @@ def _methods() -> list[ListItem]:
         except UsageError as error:
             items.append(_item(method, f"cannot be used: {error}", {}))
     return items
-
-
-def _tables(results: Path) -> list[ListItem]:
-    """Return the papers' tables and figures, each with how much of it is printed and how much is measured."""
-    from kvbench.papers.measured import coverage
-    from kvbench.papers.spec import catalogue
-
-    # the tables of the tiny model and those of pretrained models have a folder each
-    counts_by_folder = [coverage.read(results / folder) for folder in ("tiny", "tables")]
-    items = []
-    for paper in catalogue.chosen("all"):
-        for entry in paper.entries:
-            ours = [counts[entry.name] for counts in counts_by_folder if entry.name in counts]
-            items.append(_table_item(entry, ours))
-    return items
-
-
-def _table_item(entry: CatalogueEntry, ours: Sequence[Mapping[str, str]]) -> ListItem:
-    """Return one table of a paper; ``ours`` has the model and the numbers of our cells by state."""
-    from kvbench.papers.measured import coverage
-
-    parts = [", ".join(f"{n} {kind}" for kind, n in entry.counts().items() if n)]
-    records = []
-    for counts in ours:
-        cells = ", ".join(f"{counts[state]} {state}" for state in coverage.STATES if counts[state] != "0")
-        parts.append(f"{counts['model']}: {cells}")
-        record: dict[str, object] = {"model": counts["model"]}
-        record |= {state: int(counts[state]) for state in coverage.STATES}
-        records.append(record)
-    about = f"{entry.kind}: {entry.title}"
-    # a table whose numbers are not entered has no counts
-    sizes = "; ".join(filter(None, parts))
-    if sizes:
-        about += f" ({sizes})"
-    item: dict[str, object] = {"about": about}
-    item |= entry.as_json()
-    item["ours"] = records
-    return ListItem(str(item["id"]), about, item)
 
 
 def _short(value: object) -> str:

@@ -9,17 +9,14 @@ import sys
 from collections.abc import Sequence
 from contextlib import redirect_stdout
 from importlib import import_module
-from pathlib import Path
 from textwrap import fill
 
-from kvbench.base.conf import read_yaml
-from kvbench.base.errors import KvbenchError, UsageError, say
+from kvbench.base.errors import KvbenchError, UsageError
 from kvbench.base.extras import EXTRAS, missing
 from kvbench.base.version import version
-from kvbench.base.visible import VisibleStream
+from kvbench.base.visible import VisibleStream, say
+from kvbench.cli.verbs import VERBS
 
-HELP: dict[str, dict[str, str]] = read_yaml(Path(__file__).with_name("help.yaml"))
-"""The verbs, each with a line about it and the text of its help."""
 WIDTH = 100
 """The number of characters in a line of help, as in tables."""
 
@@ -96,15 +93,14 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         epilog="python -m kvbench <verb> --help has examples that run.",
     )
     parser.add_argument("--version", action="version", version=f"kvbench {version()}")
-    # the order of help.yaml is that of --help
     verbs = parser.add_subparsers(dest="verb", metavar="verb", required=True)
-    for verb, text in HELP.items():
-        module = import_module(f"kvbench.cli.{verb}")
+    for verb, entry in VERBS.items():
+        module = import_module(entry["module"])
         sub = verbs.add_parser(
             verb,
-            help=text["about"],
-            description=text["about"],
-            epilog=folded(text["help"]),
+            help=entry["about"],
+            description=entry["about"],
+            epilog=folded(entry["help"]),
             formatter_class=argparse.RawDescriptionHelpFormatter,
             conflict_handler="resolve",  # a verb may have a --help of its own
         )

@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TypedDict
 
-from kvbench.base.errors import UsageError, say
+from kvbench.base.errors import UsageError
+from kvbench.base.visible import say
 from kvbench.plan.keys import divide
 
 ACTIONS = ("fetch", "status", "list")

@@ -5,38 +5,16 @@ from __future__ import annotations
 import argparse
 import inspect
 import json
-import os
-import shlex
-import signal
-import threading
-from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from textwrap import fill
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 
 from kvbench.base.conf import key_help
-from kvbench.base.errors import UsageError, notes, say
+from kvbench.base.errors import UsageError
 from kvbench.cli import launchers
 from kvbench.methods.core import registry
 from kvbench.plan import words
-
-if TYPE_CHECKING:
-    from kvbench.plan.cells import GroupPlan, Plan
-    from kvbench.plan.run_plan import RunPlan
-    from kvbench.report.report import Report
-
-ENDS = (
-    ("refused", "were refused", ""),
-    ("failed", "failed", "; the same command tries them again"),
-    ("damaged", "could not be read", "; python -m kvbench clean --yes sets damaged ones aside to be measured again"),
-)
-"""The ways in which cells end without a result, in words, each with what helps."""
-MOST_IDS = 24
-"""Cells of a plan up to which their ids are printed."""
+from kvbench.run.console import output_arguments, print_plans, print_reports, stopping
 
 
 class Help(argparse.Action):
@@ -63,11 +41,6 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", action="store_true", help="print the composed configuration, and stop")
     parser.add_argument("-m", "--multirun", action="store_true", help="sweep shard=0,1,... through a Hydra launcher")
     output_arguments(parser)
-
-
-def output_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options for printing a report."""
-    parser.add_argument("--format", choices=("text", "md", "csv", "latex"), default="text", help="of the table")
 
 
 def main(args: argparse.Namespace) -> int:
@@ -117,192 +90,3 @@ def _help(topic: str) -> str:
     defaults = registry.defaults(press.id)
     knobs = "\n".join(f"  {name}: {defaults[name]}" for name in registry.knob_names(press.id))
     return f"{press.id}\n{knobs}\n\n{inspect.getdoc(press)}\n"
-
-
-def print_reports(reports: list[Report], args: argparse.Namespace) -> int:
-    """Print reports as the options say. Return exit status 1 if any cell was refused or failed."""
-    from kvbench.report import render
-
-    if args.json:
-        # one model's report stands alone, without a list around it
-        records = [report.record() for report in reports]
-        content = records[0] if len(records) == 1 else records
-        print(json.dumps(content, indent=1, ensure_ascii=False))
-    else:
-        for report in reports:
-            if len(reports) > 1:
-                print(f"model {report.model}\n")
-            print(render.render(report, args.format), end="")
-            if report.apart:
-                say(f"measured in another run or part, so that times do not compare: {', '.join(report.apart)}")
-    counts: Counter[str] = Counter()
-    for report in reports:
-        for cell in report.cells:
-            # the report counts damaged cells as failed, but another command helps them
-            counts["damaged" if cell.damaged else cell.status] += 1
-    exit_status = 0
-    for status, did, hint in ENDS:
-        if counts[status]:
-            say(f"{counts[status]} of the cells {did}; the reasons stand in the table{hint}")
-            exit_status = 1
-    return exit_status
-
-
-@dataclass
-class Stop:
-    """The end of a run. ``status`` is the exit status if a signal ended it, else None."""
-
-    status: int | None = None
-
-
-@contextmanager
-def stopping(prepared: Sequence[RunPlan], arguments: Sequence[str]) -> Iterator[Stop]:
-    """End on SIGINT or SIGTERM once measured answers are safe. Print the progress and the command to go on.
-
-    A second signal ends the process at once, since code of a method may have caught the first. ``arguments`` are the
-    verb and its own arguments.
-    """
-    stop = Stop()
-    signals: list[int] = []
-
-    def interrupt(number: int, frame: object) -> None:
-        # the default handler ends the process without any more of Python's code
-        if signals:
-            say("ended at once; the answers that were stored are safe")
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
-        signals.append(number)
-        name = signal.Signals(number).name
-        if number == signal.SIGINT:
-            name = "Ctrl-C"
-        raise KeyboardInterrupt(f"stopped by {name}")
-
-    previous_handlers = {}
-    # Python lets only the main thread set handlers
-    if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGINT, signal.SIGTERM):
-            previous_handlers[number] = signal.signal(number, interrupt)
-    try:
-        yield stop
-    except KeyboardInterrupt as error:
-        for note in notes(error):
-            say(note)
-        # a shell's exit status of a process that a signal ended; a method's code may raise the error without a signal
-        last_signal = signals[-1] if signals else signal.SIGINT
-        stop.status = 128 + last_signal
-        done = left = 0
-        for plan in prepared:
-            for group in plan.todo():
-                done += group.answers_done
-                left += group.answers_to_do
-        command = shlex.join(["python", "-m", "kvbench"] + list(arguments))
-        say(f"interrupted. {done} of {done + left} answers are done and safe; to go on:\n  {command}")
-    finally:
-        for number, handler in previous_handlers.items():
-            signal.signal(number, handler)
-
-
-def print_plans(prepared: Sequence[RunPlan], as_json: bool) -> int:
-    """Print the plans of runs, and measure nothing. Return exit status 0."""
-    plans = [run.plan() for run in prepared]
-    if as_json:
-        records = []
-        for run, plan in zip(prepared, plans, strict=True):
-            record: dict[str, object] = {"model": run.cfg.model.path, "preset": run.cfg.preset}
-            record |= asdict(plan)
-            record["matched"] = [asdict(match) | {"text": str(match)} for match in run.matched]
-            records.append(record)
-        print(json.dumps(records, indent=1, ensure_ascii=False))
-        return 0
-    for run, plan in zip(prepared, plans, strict=True):
-        heading = f"model {run.cfg.model.path}"
-        if run.cfg.preset:
-            heading += f", preset {run.cfg.preset}"
-        print(heading)
-        lines = [str(match) for match in run.matched]
-        lines += _plan_lines(plan)
-        for line in lines:
-            print(fill(line, 100, initial_indent="  ", subsequent_indent="    "))
-    return 0
-
-
-def _plan_lines(plan: Plan) -> Iterator[str]:
-    """Yield the lines of a plan: each group, the sum, dtype, memory, notes, calibrations, and each method's cells."""
-    from kvbench.report.render import size
-
-    for group in plan.groups:
-        yield from _group_lines(group)
-    yield f"dtype {plan.dtype}"
-    yield from _total_lines(plan.groups)
-    yield f"memory for caches: {size(plan.memory)} (memory=GiB sets it)"
-    yield from plan.notes
-    # several tasks need the same calibration, which is computed once
-    calibrations: list[str] = []
-    for group in plan.groups:
-        calibrations += group.calibrations
-    for calibration in dict.fromkeys(calibrations):
-        yield f"computed first: calibration of {calibration}"
-    # a method has a cell for each task
-    cells_by_method: dict[str, list[str]] = {}
-    for group in plan.groups:
-        for method, cell in zip(group.methods, group.cells, strict=True):
-            cells_by_method.setdefault(method, []).append(cell)
-    count = sum(map(len, cells_by_method.values()))
-    if count <= MOST_IDS:
-        for method, cells in cells_by_method.items():
-            yield f"method {method}: cells {', '.join(cells)}"
-    else:
-        methods = ", ".join(cells_by_method)
-        yield f"{count} cells of {len(cells_by_method)} methods: {methods} (list runs has their ids, once begun)"
-
-
-def _group_lines(group: GroupPlan) -> Iterator[str]:
-    """Yield the lines of one group: answers done and left, memory and time, and the parts in which it runs."""
-    from kvbench.report.render import size
-
-    yield (
-        f"{group.task}: {group.examples} of {group.of} examples x {len(group.methods)} methods; "
-        f"{group.answers_done} answers done, {group.answers_to_do} to do in {group.prefills} prefills "
-        f"({group.prefills_saved} saved by sharing)"
-    )
-    if not group.answers_to_do:
-        return
-    line = f"  prompts of at most {group.prompt_tokens} tokens: caches of about {size(group.bytes)}"
-    # a time is known once something like it was measured on this machine
-    if group.seconds is not None:
-        line += f", about {_duration(group.seconds)}"
-    yield line
-    if len(group.parts) > 1:
-        methods = "; ".join(map(", ".join, group.parts))
-        why = "methods of yours are read apart, and each has to fit into memory"
-        yield f"  in {len(group.parts)} parts, of which each reads the prompts ({why}): {methods}"
-    if group.too_large:
-        yield (
-            f"  not within the memory for caches, even alone, and run all the same: {', '.join(group.too_large)}. "
-            "Raise memory=, or shorten the prompts (max_length=)"
-        )
-
-
-def _total_lines(groups: Sequence[GroupPlan]) -> Iterator[str]:
-    """Yield the line on all groups together, with their time or how to get one. No line if nothing is left to do."""
-    todo = [group for group in groups if group.answers_to_do]
-    if not todo:
-        return
-    # the sum over some of the groups would be too short a time
-    seconds = [group.seconds for group in todo if group.seconds is not None]
-    time = "for a time measure a few first (limit=2), then ask again"
-    if len(seconds) == len(todo):
-        time = f"about {_duration(sum(seconds))}"
-    yield (
-        f"together: {sum(group.answers_to_do for group in todo)} answers in "
-        f"{sum(group.prefills for group in todo)} prefills "
-        f"({sum(group.prefills_saved for group in todo)} saved by sharing); {time}"
-    )
-
-
-def _duration(seconds: float) -> str:
-    """Return a time in its largest unit of which it has at least two."""
-    for unit, unit_seconds in (("h", 3600), ("min", 60)):
-        if seconds >= 2 * unit_seconds:
-            return f"{seconds / unit_seconds:.0f} {unit}"
-    return f"{seconds:.0f} s"

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
 from kvbench.base.errors import Refused
-from kvbench.methods.core.chain import Chain
+
+if TYPE_CHECKING:
+    from kvbench.methods.core.chain import Chain
 
 
 def check_finite(chain: Chain, name: str, *tensors: Tensor) -> None:

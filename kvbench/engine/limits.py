@@ -17,6 +17,8 @@ from kvbench.models.interface import sliding_window
 
 MOST_TOKENS = 2**31 - 1
 """The longest text, as positions are numbers of 32 bits."""
+LEAST_PIECE = 16
+"""The fewest tokens of a piece of a prompt. Smaller pieces would cost more than reading the prompt whole."""
 
 
 def tokens_of(key: str, value: Any) -> int:
@@ -87,3 +89,9 @@ def beyond_turn(model: PreTrainedModel, tokens: int) -> bool:
     """Tell whether a text of ``tokens`` is rotated by the frequencies of long texts; False for most models."""
     turn = traits.turning_point(model.config)
     return turn is not None and tokens > turn
+
+
+def check_piece_size(size: int | None) -> None:
+    """Raise UsageError unless prompts can be read in pieces of ``size`` tokens. None reads them whole."""
+    possible = size is None or (is_whole(size) and size >= LEAST_PIECE)
+    check("shared_prefix", size, possible, f"null, or tokens that are read at a time, {LEAST_PIECE} or more")

@@ -1,19 +1,23 @@
-"""Memory that is free for caches, and the errors of running out of it."""
+"""Memory that is free for caches, the errors of running out of it, and work that goes on in parts then."""
 
 from __future__ import annotations
 
 import gc
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from transformers import PreTrainedModel
 
 from kvbench.base.errors import KvbenchError
 from kvbench.models.interface import attention_modules
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 GIB = 2**30
 CONTROL_GROUP = Path("/sys/fs/cgroup")
@@ -112,3 +116,27 @@ def release() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+
+
+def in_parts(
+    items: Sequence[Item], work: Callable[[Sequence[Item]], Sequence[Result]]
+) -> list[tuple[Item, Result | Exception]]:
+    """Call ``work`` on all items at once. Return (item, result or exception) of each item.
+
+    If ``work`` fails, it is called on parts: halves if memory ran out, else single items. So only an item that fails
+    alone gets an exception.
+    """
+    try:
+        return list(zip(items, work(items), strict=True))
+    except Exception as error:
+        if len(items) == 1:
+            return [(items[0], error)]
+        size = 1
+        if is_out_of_memory(error):
+            # memory depends on the number of items, other errors on a single one
+            size = (len(items) + 1) // 2
+    release()
+    outcomes: list[tuple[Item, Result | Exception]] = []
+    for start in range(0, len(items), size):
+        outcomes += in_parts(items[start : start + size], work)
+    return outcomes

@@ -15,23 +15,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvbench.base.conf import check, is_whole
 from kvbench.base.errors import UsageError
+from kvbench.engine.limits import check_piece_size
 from kvbench.engine.prompt_layer import EXACT, LayerStart
 from kvbench.engine.prompt_pass import observe
 from kvbench.kv.model_shape import local_layers
 from kvbench.kv.observation import Needs, Observation
 from kvbench.models.interface import synchronise
 from kvbench.models.traits import MOVING, rope_type
-
-LEAST = 16
-"""The fewest tokens of a piece. Smaller ones would cost more than reading whole."""
-
-
-def check_size(size: int | None) -> None:
-    """Raise UsageError unless prompts can be read in pieces of ``size`` tokens. None reads them whole."""
-    possible = size is None or (is_whole(size) and size >= LEAST)
-    check("shared_prefix", size, possible, f"null, or tokens that are read at a time, {LEAST} or more")
 
 
 def check_pieces(size: int | None, config: Any) -> None:
@@ -70,7 +61,7 @@ class SharedPrefix:
     """
 
     def __init__(self, model: PreTrainedModel, size: int) -> None:
-        check_size(size)
+        check_piece_size(size)
         check_pieces(size, model.config)
         self.model, self.size, self.needs, self.plain = model, size, Needs(), False
         self.forget()

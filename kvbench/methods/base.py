@@ -4,10 +4,10 @@ A selector of tokens derives from ``Selector`` and has ``scores``. docs/own.md s
 """
 
 from kvbench.methods.core.base import Mask, Modifier, Selector, TokenSelector
-from kvbench.methods.core.contract import Block, Capacity, Expected, protect
+from kvbench.methods.core.contract import Block, Capacity, Expected, protect, top_indices
 from kvbench.methods.core.knobs import at_least, knob
 from kvbench.methods.core.stage import Role, Stage
-from kvbench.methods.core.statistics import at_heads, pool, top_indices, window_sums
+from kvbench.methods.core.statistics import at_heads, pool, window_sums
 
 __all__ = [
     "Block",

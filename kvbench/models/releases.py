@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from kvbench.base.errors import say
+from kvbench.base.visible import say
 
 NEWEST_TRIED = {
     "transformers": "5.24",

@@ -18,7 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from kvbench.base.conf import check, conf_dir, entries, identity, is_whole, runtime, whole_config
 from kvbench.base.errors import UsageError, unknown
-from kvbench.engine.shared_prefix import check_size
+from kvbench.engine.limits import check_piece_size
 from kvbench.methods.core import registry
 from kvbench.methods.core.resolve import ChainConfig, entries_of, grids, resolve
 from kvbench.models.config import ModelConfig
@@ -142,7 +142,7 @@ class RunConfig:
         for name in ("max_length", "limit", "batch_rows", "threads"):
             value = getattr(self, name)
             check(name, value, value is None or (is_whole(value) and value >= 1), "a whole number, 1 or more")
-        check_size(self.shared_prefix)
+        check_piece_size(self.shared_prefix)
         enough = self.threads is None or self.threads <= MAX_THREADS
         check("threads", self.threads, enough, f"auto, or 1 to {MAX_THREADS}")
         size = self.memory is None or (_is_number(self.memory) and self.memory > 0)

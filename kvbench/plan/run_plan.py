@@ -12,8 +12,9 @@ from typing import Any, cast
 import torch
 from transformers import PreTrainedModel
 
-from kvbench.base.errors import KvbenchError, Refused, say
+from kvbench.base.errors import KvbenchError, Refused
 from kvbench.base.example import Example
+from kvbench.base.visible import say
 from kvbench.engine import memory, precision
 from kvbench.engine.batch import default_rows
 from kvbench.engine.calibration.session import DEFAULT_FOLDER, Session

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING
 
-from kvbench.plan.equal_memory import Matched
 from kvbench.store.results import CellSummary
+
+if TYPE_CHECKING:
+    from kvbench.plan.equal_memory import Matched
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 
@@ -119,3 +119,23 @@ def size(n: float) -> str:
         if n >= unit_bytes:
             return f"{n / unit_bytes:.1f} {unit}"
     return f"{n:.0f} B"
+
+
+def with_interval(value: float, ci: tuple[float, float] | None, sign: str = "") -> str:
+    """Return a value with its interval on a second line. ``sign`` "+" shows the sign of positive numbers, too."""
+    text = f"{value:{sign}.1f}"
+    if ci is not None:
+        low, high = ci
+        text += f"\n[{low:{sign}.0f}, {high:{sign}.0f}]"
+    # a minus sign is as wide as a plus, a hyphen is not
+    return text.replace("-", "−")
+
+
+def range_text(counts: Collection[int]) -> str:
+    """Return the smallest and the largest count as "2–5", one number if they are equal, and "0" without counts."""
+    if not counts:
+        return "0"
+    low, high = min(counts), max(counts)
+    if low == high:
+        return str(low)
+    return f"{low}–{high}"

@@ -9,16 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from statistics import fmean
-from typing import TypeVar
 
 from transformers import PreTrainedModel
 
 from kvbench.audit.prompt_audit import MeasuredBytes
-from kvbench.base.errors import say
 from kvbench.base.example import Example
+from kvbench.base.visible import say
 from kvbench.engine.batch import Answer, DecodeBatch
 from kvbench.engine.decode import extend_cache, extend_caches
-from kvbench.engine.memory import is_out_of_memory, release
+from kvbench.engine.memory import in_parts, is_out_of_memory, release
 from kvbench.engine.stopping import Ending
 from kvbench.methods.core.prompt_cache import PromptCache
 from kvbench.run.host import Host
@@ -32,9 +31,6 @@ from kvbench.tasks.turns import EncodedTurns
 
 ENTER_SHARE = 0.5
 """Rows enter a running batch once it has shrunk to this share of its limits, so that groups are few and large."""
-
-Item = TypeVar("Item")
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, eq=False)
@@ -249,30 +245,6 @@ class DecodeQueue:
             entered = [r.giving_up() for r in complete]
         batch.enter([(key, r.cache, r.ending) for key, r in zip(entered, complete, strict=True)])
         return entered, lost
-
-
-def in_parts(
-    items: Sequence[Item], work: Callable[[Sequence[Item]], Sequence[Result]]
-) -> list[tuple[Item, Result | Exception]]:
-    """Call ``work`` on all items at once. Return (item, result or exception) of each item.
-
-    If ``work`` fails, it is called on parts: halves if memory ran out, else single items. So only an item that fails
-    alone gets an exception.
-    """
-    try:
-        return list(zip(items, work(items), strict=True))
-    except Exception as error:
-        if len(items) == 1:
-            return [(items[0], error)]
-        size = 1
-        if is_out_of_memory(error):
-            # memory depends on the number of items, other errors on a single one
-            size = (len(items) + 1) // 2
-    release()
-    outcomes: list[tuple[Item, Result | Exception]] = []
-    for start in range(0, len(items), size):
-        outcomes += in_parts(items[start : start + size], work)
-    return outcomes
 
 
 @dataclass(eq=False)

@@ -12,8 +12,8 @@ from statistics import fmean
 from rich.console import Console
 from rich.progress import Progress, TaskID
 
-from kvbench.base.errors import say
 from kvbench.base.progress import PLAIN_EVERY_S, bars_of
+from kvbench.base.visible import say
 from kvbench.plan.cells import Group
 from kvbench.plan.run_plan import RunPlan
 from kvbench.run.time_left import TaskTime, TimeLeft

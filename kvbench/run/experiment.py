@@ -12,7 +12,8 @@ import torch
 from transformers import PreTrainedModel
 
 from kvbench.base.conf import check
-from kvbench.base.errors import KvbenchError, UsageError, ending, say
+from kvbench.base.errors import KvbenchError, UsageError, ending
+from kvbench.base.visible import say
 from kvbench.engine import memory, precision
 from kvbench.engine.shared_prefix import SharedPrefix
 from kvbench.models import load

@@ -14,9 +14,10 @@ from kvbench.engine.batch import Answer
 from kvbench.engine.decode import Ending, generate_rows
 from kvbench.engine.divergence import Divergence
 from kvbench.engine.likelihood import Forced, diverge, teacher_force
+from kvbench.engine.memory import in_parts
 from kvbench.methods.core.prompt_cache import PromptCache
 from kvbench.models.interface import synchronise
-from kvbench.run.answers import QueuedRow, in_parts
+from kvbench.run.answers import QueuedRow
 from kvbench.run.host import Host
 from kvbench.store.fidelity import TOKENS, TextFidelity
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, Protocol
 
-from kvbench.base.errors import say
+from kvbench.base.visible import say
 from kvbench.plan.run_plan import RunPlan
 from kvbench.store.cell import Cell
 from kvbench.store.results import CellSummary, Sample

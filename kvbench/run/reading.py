@@ -9,10 +9,9 @@ from typing import Any
 from kvbench.base.errors import UsageError
 from kvbench.base.example import Example
 from kvbench.engine.limits import check_turn, check_window
-from kvbench.engine.memory import is_out_of_memory
+from kvbench.engine.memory import in_parts, is_out_of_memory
 from kvbench.methods.core.prompt_cache import PromptCache
 from kvbench.plan.cells import with_full
-from kvbench.run.answers import in_parts
 from kvbench.run.host import Host
 from kvbench.store.cell import Cell
 from kvbench.tasks.prompt import Encoded

@@ -15,13 +15,14 @@ import torch
 
 from kvbench.audit.decode_audit import check_bytes, check_peak
 from kvbench.audit.prompt_audit import audit
-from kvbench.base.errors import KvbenchError, Refused, ending, say
+from kvbench.base.errors import KvbenchError, Refused, ending
 from kvbench.base.example import Example
+from kvbench.base.visible import say
 from kvbench.engine.batch import Answer
 from kvbench.engine.decode import extend_cache
 from kvbench.engine.finite import no_answer
 from kvbench.engine.limits import check_capacity
-from kvbench.engine.memory import is_out_of_memory, release
+from kvbench.engine.memory import in_parts, is_out_of_memory, release
 from kvbench.engine.model_state import state_of
 from kvbench.kv.content import digests, first_difference
 from kvbench.methods.core.prompt_cache import PromptCache
@@ -30,7 +31,7 @@ from kvbench.methods.core.walls import contained
 from kvbench.models.interface import attached
 from kvbench.plan.cells import Group, pending, with_full
 from kvbench.run import forced
-from kvbench.run.answers import Asking, DecodeQueue, QueuedRow, ask, extended, in_parts, remade, sample_of
+from kvbench.run.answers import Asking, DecodeQueue, QueuedRow, ask, extended, remade, sample_of
 from kvbench.run.host import Host
 from kvbench.run.listener import Listeners
 from kvbench.run.reading import PromptReader, Work, unfit

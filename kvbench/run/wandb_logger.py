@@ -17,8 +17,8 @@ from statistics import fmean
 from threading import Thread
 from typing import Any
 
-from kvbench.base.errors import say
 from kvbench.base.extras import require
+from kvbench.base.visible import say
 from kvbench.methods.core.registry import ALWAYS_NAMED
 from kvbench.plan.cells import Group
 from kvbench.plan.config import LoggerConfig

@@ -18,8 +18,7 @@ from kvbench.kv.packed import Packed
 from kvbench.kv.partly_packed import Values, batched, each, parts, write
 from kvbench.kv.scale import capped
 from kvbench.kv.segment import LayerCache, Segment, per_head
-from kvbench.storage.attend import Estimate, as_they_are, logits, spread, weigh
-from kvbench.storage.packed_products import packed_logits, packed_weigh
+from kvbench.storage.attend import Estimate, as_they_are, logits, packed_logits, packed_weigh, spread, weigh
 from kvbench.storage.roles import Packer
 from kvbench.storage.row_segments import beside, per_place, take
 

@@ -19,10 +19,9 @@ from kvbench.kv.partly_packed import Codes
 from kvbench.kv.scale import cap_of
 from kvbench.kv.segment import LayerCache, Segment
 from kvbench.storage import kernels
-from kvbench.storage.attend import Estimate, logits, masked_softmax, spread, weigh
+from kvbench.storage.attend import Estimate, logits, masked_softmax, packed_logits, packed_weigh, spread, weigh
 from kvbench.storage.format import Format, Room, StoredRow
 from kvbench.storage.packed_half import PackedHalf
-from kvbench.storage.packed_products import packed_logits, packed_weigh
 
 
 class PackedRows(Format):

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
-from kvbench.kv.observation import Observation
-from kvbench.kv.packed import Packed
-from kvbench.kv.partly_packed import Residual
-from kvbench.kv.segment import LayerCache
+if TYPE_CHECKING:
+    from kvbench.kv.observation import Observation
+    from kvbench.kv.packed import Packed
+    from kvbench.kv.partly_packed import Residual
+    from kvbench.kv.segment import LayerCache
 
 
 class Masker:

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvbench.kv.segment import Segment
+if TYPE_CHECKING:
+    from kvbench.kv.segment import Segment
 
 GROWTH = 16  # storage that is full grows by a sixteenth of the tokens held
 FEWEST = 8  # and by at least so many tokens

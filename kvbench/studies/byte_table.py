@@ -15,19 +15,17 @@ from kvbench.base.conf import read_yaml
 from kvbench.base.errors import UsageError
 from kvbench.methods.core.chain import Chain
 from kvbench.methods.core.resolve import ChainConfig, resolve
-from kvbench.plan import config
+from kvbench.plan import config, run_plan
 from kvbench.plan.cells import Group
 from kvbench.plan.run_plan import RunPlan
 from kvbench.report.records import CellResult
 from kvbench.report.render import UNCHANGED, UNCHANGED_NOTE
 from kvbench.report.report import Report
-from kvbench.report.table import Table
-from kvbench.run import experiment
+from kvbench.report.table import Table, with_interval
 from kvbench.store.cell import Cell
 from kvbench.store.fidelity import KINDS, FidelitySummary, TextFidelity, log_ratio_of_means, summarise_texts
 from kvbench.store.results import CellSummary, share
-from kvbench.studies.leaderboard import percent, with_interval
-from kvbench.tasks.metrics.stats import Interval, mean_over_tasks
+from kvbench.tasks.metrics.stats import Interval, in_percent, mean_over_tasks
 
 
 class TableEntry(TypedDict):
@@ -94,7 +92,7 @@ class Line:
     def interval(self, dataset: str) -> Interval | None:
         """Return the 95 % interval of a dataset's score in per cent."""
         _, ci = mean_over_tasks(self.scores_by_task(dataset))
-        return percent(ci)
+        return in_percent(ci)
 
 
 def prepare(name: str, model: str, options: Mapping[str, str], fidelity: str = "true") -> RunPlan:
@@ -112,7 +110,7 @@ def prepare(name: str, model: str, options: Mapping[str, str], fidelity: str = "
     cfg = config.configure(settings)
     # two rows of a table may be the same chain, which a run measures once
     config_by_chain = {chain_config.chain: chain_config for _, chain_config in chains_of(name)}
-    return experiment.prepare(replace(cfg, chains=tuple(config_by_chain.values())))
+    return run_plan.prepare(replace(cfg, chains=tuple(config_by_chain.values())))
 
 
 def chains_of(name: str) -> list[tuple[str, ChainConfig]]:
@@ -405,7 +403,7 @@ def _points(a: Line, b: Line) -> tuple[float | None, Interval | None]:
         return None, None
     # a difference of two scores in [0, 1] lies in [-1, 1]
     mean, ci = mean_over_tasks(differences_by_task, (-1.0, 1.0))
-    return 100 * mean, percent(ci)
+    return 100 * mean, in_percent(ci)
 
 
 def notes(rows: Sequence[Line], told: Sequence[Pair]) -> list[str]:

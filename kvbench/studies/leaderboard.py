@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from kvbench.plan import config
+from kvbench.plan import config, run_plan
 from kvbench.plan.run_plan import RunPlan
 from kvbench.report.records import ReportRow
 from kvbench.report.render import UNCHANGED, UNCHANGED_NOTE
 from kvbench.report.report import Report
 from kvbench.report.ruler import mean_name
-from kvbench.report.table import Table
-from kvbench.run import experiment
+from kvbench.report.table import Table, range_text, with_interval
 from kvbench.store.results import CellSummary, share
-from kvbench.tasks.metrics.stats import Interval, mean_over_tasks
+from kvbench.tasks.metrics.stats import Interval, in_percent, mean_over_tasks
 
 NAME = "leaderboard"
 DEFAULTS: Mapping[str, str] = {
@@ -88,7 +87,7 @@ def prepare(model: str, options: Mapping[str, str]) -> list[RunPlan]:
     requests = [keys]
     if seen != "none":
         requests.append(keys | {"method": seen, "query_aware": "true"})
-    return [experiment.prepare(config.configure(request)) for request in requests]
+    return [run_plan.prepare(config.configure(request)) for request in requests]
 
 
 def standings(runs: Sequence[RunPlan], reports: Sequence[Report]) -> list[Standing]:
@@ -135,7 +134,7 @@ def _read_standing(report: Report, row: ReportRow, answers: Answers, full: Answe
         prompt=settings["prompt"],
         answers=answers,
         score=100 * score,
-        ci=percent(ci),
+        ci=in_percent(ci),
         behind=behind,
         behind_ci=behind_ci,
         kept=kept,
@@ -162,15 +161,7 @@ def difference(a: Answers, b: Answers) -> tuple[float, Interval | None]:
         differences_by_task.append([score - b[task][i] for i, score in sorted(scores.items())])
     # a difference of two scores in [0, 1] lies in [-1, 1]
     mean, ci = mean_over_tasks(differences_by_task, (-1.0, 1.0))
-    return 100 * mean, percent(ci)
-
-
-def percent(ci: Interval | None) -> Interval | None:
-    """Return an interval of fractions in per cent."""
-    if ci is None:
-        return None
-    low, high = ci
-    return 100 * low, 100 * high
+    return 100 * mean, in_percent(ci)
 
 
 def sheets(standings: Sequence[Standing]) -> list[Table]:
@@ -243,7 +234,7 @@ def _cost_tables(standings: Sequence[Standing]) -> list[Table]:
 def _mean_text(answers: Answers) -> str:
     """Return the text of a mean over tasks in per cent, with its interval."""
     mean, ci = mean_over_tasks([list(scores.values()) for scores in answers.values()])
-    return with_interval(100 * mean, percent(ci))
+    return with_interval(100 * mean, in_percent(ci))
 
 
 def _two_lines(method: str) -> str:
@@ -260,26 +251,6 @@ def _common_answers(a: Answers, b: Answers) -> Answers:
         if common_scores:
             answers[task] = common_scores
     return answers
-
-
-def with_interval(value: float, ci: Interval | None, sign: str = "") -> str:
-    """Return a value with its interval on a second line. ``sign`` "+" shows the sign of positive numbers, too."""
-    text = f"{value:{sign}.1f}"
-    if ci is not None:
-        low, high = ci
-        text += f"\n[{low:{sign}.0f}, {high:{sign}.0f}]"
-    # a minus sign is as wide as a plus, a hyphen is not
-    return text.replace("-", "−")
-
-
-def range_text(counts: Collection[int]) -> str:
-    """Return the smallest and the largest count as "2–5", one number if they are equal, and "0" without counts."""
-    if not counts:
-        return "0"
-    low, high = min(counts), max(counts)
-    if low == high:
-        return str(low)
-    return f"{low}–{high}"
 
 
 def notes(standings: Sequence[Standing]) -> list[str]:

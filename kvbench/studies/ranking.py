@@ -9,17 +9,16 @@ from math import inf
 from statistics import fmean
 
 from kvbench.base.errors import UsageError
-from kvbench.plan import config
+from kvbench.plan import config, run_plan
 from kvbench.plan.run_plan import RunPlan
 from kvbench.report.render import UNCHANGED, UNCHANGED_NOTE
 from kvbench.report.report import Report
-from kvbench.report.table import Table
-from kvbench.run import experiment
+from kvbench.report.table import Table, range_text, with_interval
 from kvbench.store.fidelity import KINDS, log_ratio_of_means, summarise_texts
 from kvbench.studies import byte_table
 from kvbench.studies.byte_table import Line
-from kvbench.studies.leaderboard import difference, percent, range_text, with_interval
-from kvbench.tasks.metrics.stats import Interval, mean_over_tasks
+from kvbench.studies.leaderboard import difference
+from kvbench.tasks.metrics.stats import Interval, in_percent, mean_over_tasks
 
 NAME = "ranking"
 DIVERGENCE = "KL, nats"
@@ -145,7 +144,7 @@ def prepare(model: str, options: Mapping[str, str]) -> list[RunPlan]:
         settings |= keys
         settings |= options
         cfg = config.configure(settings)
-        runs.append(experiment.prepare(replace(cfg, chains=chains)))
+        runs.append(run_plan.prepare(replace(cfg, chains=chains)))
     return runs
 
 
@@ -178,7 +177,7 @@ def read_measures(model: str, runs: Sequence[RunPlan], reports: Sequence[Report]
                 values[line.label] = (summary.kl_mean, summary.ci)
             elif line.answers:
                 mean, ci = mean_over_tasks([list(scores.values()) for scores in line.answers.values()])
-                values[line.label] = (100 * mean, percent(ci))
+                values[line.label] = (100 * mean, in_percent(ci))
         measures.append(Measure(name, {line.label: line for line in paired_lines}, values))
     return measures
 

@@ -18,7 +18,8 @@ from statistics import median
 from typing import Any, NoReturn
 
 from kvbench.base.conf import read_yaml
-from kvbench.base.errors import KvbenchError, say
+from kvbench.base.errors import KvbenchError
+from kvbench.base.visible import say
 
 HERE = Path(__file__).parent
 

@@ -9,7 +9,8 @@ from support.families import FAMILIES, build, prompt
 
 import kvbench
 from kvbench.audit.accounting import bytes_declared
-from kvbench.audit.prompt_audit import Refused, audit
+from kvbench.audit.prompt_audit import audit
+from kvbench.base.errors import Refused
 from kvbench.kv.model_shape import from_config
 from kvbench.kv.segment import Segment
 from kvbench.methods.core.base import Selector

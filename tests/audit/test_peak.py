@@ -10,7 +10,7 @@ from support.families import build, heads_of, prompt
 
 import kvbench
 from kvbench.audit.decode_audit import Stored, check_bytes, check_peak
-from kvbench.audit.prompt_audit import Refused
+from kvbench.base.errors import Refused
 from kvbench.engine.decode import Ending, extend_cache, extend_caches, generate_rows
 from kvbench.engine.decode_layer import RowLayer, allocated
 from kvbench.engine.likelihood import teacher_force

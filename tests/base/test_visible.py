@@ -7,8 +7,7 @@ import json
 import pytest
 from support.predicted import row, write
 
-from kvbench.base.errors import say
-from kvbench.base.visible import VisibleStream, one_line, visible
+from kvbench.base.visible import VisibleStream, one_line, say, visible
 from kvbench.cli.main import main
 from kvbench.report import writers
 from kvbench.report.table import Table

@@ -14,7 +14,8 @@ from kvbench.base.errors import KvbenchError
 from kvbench.bench import architecture, environment, peak, records, time_table, timing
 from kvbench.bench.request import OWN
 from kvbench.bench.workload import Workload, parse
-from kvbench.cli.main import HELP, main
+from kvbench.cli.main import main
+from kvbench.cli.verbs import VERBS
 from kvbench.methods.core.base import Selector
 from kvbench.methods.core.chain import Chain
 from kvbench.methods.core.resolve import ChainConfig
@@ -365,4 +366,4 @@ def test_medians_and_quartiles():
 
 
 def test_help_names_every_key():
-    assert all(f"{key}=" in HELP["bench"]["help"] for key in OWN)
+    assert all(f"{key}=" in VERBS["bench"]["help"] for key in OWN)

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from support.data import data_path
 
-from kvbench.cli.main import HELP, main
+from kvbench.cli.main import main
+from kvbench.cli.verbs import VERBS
 
 pytestmark = pytest.mark.e2e("runs every example of --help")
 
@@ -42,8 +43,8 @@ ELSEWHERE = {
 
 
 def examples():
-    for verb in HELP:
-        for line in HELP[verb]["help"].splitlines():
+    for verb in VERBS:
+        for line in VERBS[verb]["help"].splitlines():
             match = re.match(r"  python -m kvbench (.*?)( {2,}.*)?$", line)
             if match:
                 yield match[1]
@@ -51,20 +52,20 @@ def examples():
 
 def test_every_verb_has_examples_and_each_exception_is_one_of_them():
     lines = list(examples())
-    assert {line.split()[0] for line in lines} == set(HELP)
+    assert {line.split()[0] for line in lines} == set(VERBS)
     assert len(lines) == len(set(lines))
     for pattern in (*INSTEAD, *ELSEWHERE):
         assert any(re.search(pattern, line) for line in lines), pattern
 
 
-@pytest.mark.parametrize("verb", HELP)
+@pytest.mark.parametrize("verb", VERBS)
 def test_help_fits_a_terminal(verb, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
     with pytest.raises(SystemExit):
         main([verb, "--help"])
     lines = capsys.readouterr().out.splitlines()
     assert all(len(line) <= 100 for line in lines if not line.startswith("  python -m kvbench"))
-    words = " ".join(HELP[verb]["help"].split())
+    words = " ".join(VERBS[verb]["help"].split())
     assert words in " ".join(" ".join(lines).split())  # nothing is lost
 
 

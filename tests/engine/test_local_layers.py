@@ -15,8 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, Gemma3Config, Gemma3F
 
 import kvbench
 from kvbench.audit.accounting import bytes_declared
-from kvbench.audit.prompt_audit import Refused, audit
-from kvbench.base.errors import UsageError
+from kvbench.audit.prompt_audit import audit
+from kvbench.base.errors import Refused, UsageError
 from kvbench.bench import layers as bench_layers
 from kvbench.engine.likelihood import teacher_force
 from kvbench.engine.step import build as batch_of
@@ -32,7 +32,7 @@ from kvbench.methods.core.resolve import chain_of
 from kvbench.models import embedded, traits
 from kvbench.storage import attend as storage_attend
 from kvbench.storage import kernels
-from kvbench.storage.packed_products import packed_logits
+from kvbench.storage.attend import packed_logits
 
 WINDOW = 24
 PLACES = {"gemma2": [1], "gemma3_text": [0, 2]}

@@ -14,7 +14,7 @@ import pytest
 from packaging.specifiers import SpecifierSet
 
 from kvbench.base.conf import conf_dir
-from kvbench.cli.main import HELP
+from kvbench.cli.verbs import VERBS
 from kvbench.kv.model_shape import Shape
 from kvbench.plan import config, presets
 from kvbench.plan import words as words_of
@@ -146,7 +146,7 @@ def test_the_commands_of_the_documentation_can_be_carried_out():
     for _, *words in runs:
         command = words_of.read([w for w in words if "=" in w], "-m" in words)
         assert command.runs and all(config.parse(request) for request in command.runs), words
-    assert {words[0] for words in commands()} <= HELP.keys()
+    assert {words[0] for words in commands()} <= VERBS.keys()
 
 
 def test_make_targets_in_the_readme_exist():

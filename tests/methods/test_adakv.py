@@ -11,8 +11,8 @@ from support.families import build, prompt
 from support.grids import grid
 
 import kvbench
-from kvbench.audit.prompt_audit import Refused, audit
-from kvbench.base.errors import UsageError
+from kvbench.audit.prompt_audit import audit
+from kvbench.base.errors import Refused, UsageError
 from kvbench.kv import ops
 from kvbench.kv.segment import Segment
 from kvbench.methods.adakv import AdaKV

@@ -12,8 +12,8 @@ from support.families import build, prompt
 from support.grids import grid
 
 import kvbench
-from kvbench.audit.prompt_audit import Refused, audit
-from kvbench.base.errors import UsageError
+from kvbench.audit.prompt_audit import audit
+from kvbench.base.errors import Refused, UsageError
 from kvbench.engine.layer_by_layer import CompressedLayers
 from kvbench.engine.step import build as build_batch
 from kvbench.engine.step import step

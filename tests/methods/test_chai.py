@@ -10,8 +10,8 @@ from support.families import WHOLE, build, heads_of, prompt
 from support.grids import grid
 
 import kvbench
-from kvbench.audit.prompt_audit import Refused, audit
-from kvbench.base.errors import UsageError
+from kvbench.audit.prompt_audit import audit
+from kvbench.base.errors import Refused, UsageError
 from kvbench.engine.prefill import observer
 from kvbench.engine.weights_digest import weights_of
 from kvbench.methods.chai import LISTS, Chai, divide_clusters, merge_clusters

@@ -235,9 +235,9 @@ class Early(Selector):
             "transformers.models.llama.modeling_llama.LlamaForCausalLM.forward",
         ),
         (
-            "from kvbench.methods.core import statistics\ndef first(scores, k): return torch.arange(k)\n"
-            "statistics.top_indices.__code__ = first.__code__",
-            "the code of kvbench.methods.core.statistics.top_indices",
+            "from kvbench.methods.core import contract\ndef first(scores, k): return torch.arange(k)\n"
+            "contract.top_indices.__code__ = first.__code__",
+            "the code of kvbench.methods.core.contract.top_indices",
         ),
     ],
     ids=["a function of a model", "a class that is imported late", "code"],

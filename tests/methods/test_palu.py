@@ -10,8 +10,8 @@ from support.calibrated import bound
 from support.families import LINEAR, build, prompt
 
 import kvbench
-from kvbench.audit.prompt_audit import Refused, audit
-from kvbench.base.errors import UsageError
+from kvbench.audit.prompt_audit import audit
+from kvbench.base.errors import Refused, UsageError
 from kvbench.engine.calibration.session import Session
 from kvbench.engine.likelihood import teacher_force
 from kvbench.engine.patches import adapted

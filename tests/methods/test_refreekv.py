@@ -11,8 +11,8 @@ from support.families import build, of_layers, prompt
 from support.grids import grid
 
 import kvbench
-from kvbench.audit.prompt_audit import Refused, audit
-from kvbench.base.errors import UsageError
+from kvbench.audit.prompt_audit import audit
+from kvbench.base.errors import Refused, UsageError
 from kvbench.kv import ops
 from kvbench.kv.observation import Needs
 from kvbench.methods.core.base import Capacity

@@ -14,8 +14,8 @@ from support.grids import grid
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import kvbench
-from kvbench.audit.prompt_audit import Refused, audit
-from kvbench.base.errors import UsageError
+from kvbench.audit.prompt_audit import audit
+from kvbench.base.errors import Refused, UsageError
 from kvbench.methods.core.chain import Chain
 from kvbench.methods.core.resolve import chain_of
 from kvbench.methods.uncomp import UNCompGroup, interpolate_sizes

@@ -11,7 +11,7 @@ from support.papers_text import text_of
 
 from kvbench.base.errors import KvbenchError, UsageError
 from kvbench.cli.main import main
-from kvbench.papers.claims import claim_runner, claims, evidence
+from kvbench.papers.claims import claim_runner, claims, evidence, ledger
 from kvbench.papers.claims.claims import (
     CONTRADICTED,
     DIVERGENCE,
@@ -233,13 +233,13 @@ def test_the_ledger_end_to_end(tmp_path, capsys):
     h2o = actual["vatp-h2o"]
     assert content["stand_in"] and "h2o+vatp" in h2o["ran"][0] and len(h2o["cells"]) == 12
     assert h2o["measures"]["points"]["elsewhere"] is not None and list(h2o["measures"]) == ["points"]
-    assert claim_runner.read(tmp_path) == [json.loads(json.dumps(content))]
+    assert ledger.read(tmp_path) == [json.loads(json.dumps(content))]
     assert main(["report", "samples=0", f"results={tmp_path}", f"output={tmp_path / 'r.html'}"]) == 0
     page = (tmp_path / "r.html").read_text()
     assert "tiny, a stand-in" in page and "surpasses H₂O in 12 out of 16 tasks" in page and "h2o+vatp" in page
-    claim_runner.place("tiny", tmp_path, ["vatp"]).write_text('{"verdicts": [{"verdict": "supported"}]}')
+    ledger.place("tiny", tmp_path, ["vatp"]).write_text('{"verdicts": [{"verdict": "supported"}]}')
     with pytest.raises(UsageError, match="run python -m kvbench claims again"):
-        claim_runner.read(tmp_path)
+        ledger.read(tmp_path)
 
 
 def test_a_ledger_is_written_from_its_samples_and_verified(tmp_path, monkeypatch, capsys):
@@ -251,7 +251,7 @@ def test_a_ledger_is_written_from_its_samples_and_verified(tmp_path, monkeypatch
     assert paper_claims.main(["--pack", "--results", results, *committed]) == 0
     assert paper_claims.main(["--verify", "--model", "tiny", *committed]) == 0
     assert "| ? vatp-h2o" in (tmp_path / "committed" / "claims.md").read_text()
-    path = claim_runner.place("tiny", tmp_path / "committed", ["vatp"])
+    path = ledger.place("tiny", tmp_path / "committed", ["vatp"])
     path.write_text(path.read_text().replace('"undecided"', '"supported"', 1))
     assert paper_claims.main(["--verify", "--model", "tiny", *committed]) == 1
     assert "claims/tiny.json differs from its samples" in capsys.readouterr().err
@@ -268,13 +268,13 @@ def test_the_ledger_on_the_page(style):
     tested = [c for c in every if c.test != "elsewhere"]
     verdicts = decide(every, {c.id: shown({"tiny/multikey": [0.0, -100.0, 50.0]}) for c in tested})
     one = content("tiny", verdicts)
-    text = writers.compose([claim_runner.sheet([one])], claim_runner.notes(one), style)
+    text = writers.compose([ledger.sheet([one])], ledger.notes(one), style)
     message = text if style != "latex" else text.replace(r"\_", "_")
     assert all(c.id in message for c in every)
     if style == "text":
         assert max(map(len, text.splitlines())) <= 100
     assert f"any of the {len(tested)} claims gets a wrong one" in " ".join(text.split())
-    both = writers.compose([claim_runner.sheet([content("smollm2-135m-q4_1", verdicts), one])], [], "md")
+    both = writers.compose([ledger.sheet([content("smollm2-135m-q4_1", verdicts), one])], [], "md")
     assert "smollm2-135m-q4_1, a stand-in: points | tiny, a stand-in: points" in both
 
 

@@ -12,7 +12,8 @@ import torch
 
 import kvbench
 from kvbench.cli.main import main
-from kvbench.papers.claims import claim_runner
+from kvbench.papers.claims import ledger
+from kvbench.papers.figures import registry
 from kvbench.papers.forensics import audit
 from kvbench.papers.report import page, samples
 from kvbench.papers.spec import table_spec
@@ -86,14 +87,14 @@ def test_figures_say_what_they_show_and_what_is_here(tmp_path):
     committed = Path(__file__).parents[2] / "results" / "figures" / "think"
     for kind in ("png", "csv"):
         (folder / f"fig3b.{kind}").write_bytes((committed / f"fig3b.{kind}").read_bytes())
-    text = page.figures(page.figures_of(tmp_path))
+    text = page.figures(registry.read_drawn(tmp_path))
     assert "think/fig3b: memory against batch size" in text
     assert "<b>Here</b> One sequence of 497 tokens: full" in text
     assert "<b>The paper</b> KIVI alone allows four times the batch" in text
 
 
 def test_figure_10_comes_behind_figure_9():
-    assert sorted(["q/fig10", "q/fig9", "q/fig2"], key=page._order) == ["q/fig2", "q/fig9", "q/fig10"]
+    assert sorted(["q/fig10", "q/fig9", "q/fig2"], key=registry.number_key) == ["q/fig2", "q/fig9", "q/fig10"]
 
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -222,7 +223,7 @@ def test_json_has_what_the_page_shows(tmp_path, capsys):
     first = result["tables"][0]
     assert first["measured"]["cells"] == 66 and {c["status"] for c in first["cells"]} == {"measured"}
     assert result["tables"][9]["measured"] is None
-    assert result["claims"] == claim_runner.read(committed)
+    assert result["claims"] == ledger.read(committed)
     assert len(result["audit"]) == len(audit()) and {"paper", "table", "why"} <= result["audit"][0].keys()
     assert [s["task"] for s in result["samples"]] == ["tiny/needle"]
     assert [r["method"] for r in result["runs"]] == ["full", "streamingllm kv_size=24"]
@@ -294,6 +295,6 @@ def test_results_of_other_programs_stand_beside_own_runs(tmp_path, capsys):
 
 
 def test_a_folder_for_the_page_is_refused_before_anything_is_measured(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("kvbench.cli.report._collect_page", lambda *a: pytest.fail("it was measured"))
+    monkeypatch.setattr("kvbench.papers.verbs.report._collect_page", lambda *a: pytest.fail("it was measured"))
     assert main(["report", f"output={tmp_path}"]) == 2
     assert f"is a folder: name a file in it, as in output={tmp_path}/report.html" in capsys.readouterr().err

@@ -9,7 +9,8 @@ from support.families import build, prompt
 import kvbench
 from kvbench.base.conf import conf_dir, entries
 from kvbench.base.errors import UsageError
-from kvbench.cli.main import HELP, main
+from kvbench.cli.main import main
+from kvbench.cli.verbs import VERBS
 from kvbench.methods.core import registry
 from kvbench.plan import config, presets, words
 from kvbench.plan.equal_memory import KINDS
@@ -249,9 +250,9 @@ def test_list_shows_what_each_preset_sets_and_why(capsys):
 
 
 def test_the_help_of_run_has_an_example_with_a_preset_that_composes():
-    (example,) = re.findall(r"python -m kvbench run (preset=.*)", HELP["run"]["help"])
+    (example,) = re.findall(r"python -m kvbench run (preset=.*)", VERBS["run"]["help"])
     assert parsed(example).preset == "think"
-    assert all(name in HELP["run"]["help"] for name in PAPERS)
+    assert all(name in VERBS["run"]["help"] for name in PAPERS)
 
 
 def test_kvpresss_budgets_are_what_its_rounding_keeps():

@@ -15,7 +15,8 @@ from kvbench.audit.decode_audit import check_peak
 from kvbench.audit.prompt_audit import audit
 from kvbench.engine import batch
 from kvbench.engine.decode import Ending, generate_rows
-from kvbench.run.answers import DecodeQueue, QueuedRow, in_parts
+from kvbench.engine.memory import in_parts
+from kvbench.run.answers import DecodeQueue, QueuedRow
 
 pytestmark = pytest.mark.e2e("every chain decodes in a queue")
 

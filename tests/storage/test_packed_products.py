@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from kvbench.kv.packed import BITS, quantise_channels, quantise_tokens, quantise_zero_point
-from kvbench.storage.attend import as_they_are
-from kvbench.storage.packed_products import packed_logits, packed_weigh
+from kvbench.storage.attend import as_they_are, packed_logits, packed_weigh
 
 
 def random(*shape, seed=0):

@@ -12,7 +12,7 @@ import pytest
 import kvbench
 from kvbench.base.errors import UsageError
 from kvbench.cli.main import main
-from kvbench.papers.claims import claim_runner, claims, evidence
+from kvbench.papers.claims import claims, evidence, ledger
 from kvbench.run import wandb_logger
 from kvbench.store.fidelity import TextFidelity, log_ratio_of_means, summarise_texts
 from kvbench.studies import byte_table
@@ -233,16 +233,14 @@ def test_claims_are_told_by_divergence_and_likelihood_beside_points():
     found = {"verdict": "undecided", "side": "", "mean": 35.0, "ci": [-20.0, 90.0], "p_for": 0.4, "p_against": 1.0}
     found |= {"p_same": None, "needs": 1234, "elsewhere": None, "why_not": "", "n": {"a": 9}, "tasks": {"a": 35.0}}
     found |= {"settings": [35.0]}
-    told = claim_runner.evidence(
-        {"test": "no_worse", "margin": 1.0, "measures": {"points": found, "divergence": found}}
-    )
+    told = ledger.evidence({"test": "no_worse", "margin": 1.0, "measures": {"points": found, "divergence": found}})
     assert told == (
         "points\n+35.0 [−20.0, 90.0], margin 1\nn 9 in 1 task, p 0.4\ntasks for 1, even 0, against 0\n"
         "about 1,234 pairs would decide\n"
         "divergence\n+0.350 [−0.200, 0.900], margin 0.1\nn 9 in 1 task, p 0.4\ntasks for 1, even 0, against 0\n"
         "about 1,234 pairs would decide"
     )
-    told = claim_runner.evidence({"test": "better", "margin": 1.0, "measures": {"divergence": found}})
+    told = ledger.evidence({"test": "better", "margin": 1.0, "measures": {"divergence": found}})
     assert told.startswith("+35.0 % [−20.0, 90.0]\n")
 
 

@@ -20,15 +20,16 @@ from kvbench.methods.core.contract import Block as Block
 from kvbench.methods.core.contract import Capacity as Capacity
 from kvbench.methods.core.contract import Expected as Expected
 from kvbench.methods.core.contract import protect as protect
+from kvbench.methods.core.contract import top_indices as top_indices
 from kvbench.methods.core.knobs import DEFAULT_RATIO, at_least, knob
 from kvbench.methods.core.stage import Role as Role
 from kvbench.methods.core.stage import Stage as Stage
-from kvbench.methods.core.statistics import check_scores
-from kvbench.methods.core.statistics import top_indices as top_indices
 from kvbench.storage.roles import Masker, Slots
 
 DECODE_EVERY = 128
 """New tokens between two choices while decoding, where ``decode_every`` is not set."""
+EXACT_WHOLE = 2**24
+"""The largest whole number up to which float32 tells all whole numbers apart."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,7 +201,7 @@ class Selector(TokenSelector):
             return cache
         capacity = protect(self.capacity(n), sinks_of(modifiers), n)
         selector_scores = self.scores(cache, obs, capacity)
-        check_scores(self.id, selector_scores, cache, obs)
+        _check_scores(self.id, selector_scores, cache, obs)
         # authors may build scores on the CPU, and the choice is made where the keys are;
         # a copy, because protected tokens are written into it below and scores may be shared by all budgets
         scores = selector_scores.to(cache.segments[0].k.device, torch.float32, copy=True)
@@ -270,6 +271,31 @@ class Mask(Stage, Masker):
 def sinks_of(modifiers: Sequence[Modifier]) -> int:
     """Return how many first tokens the modifiers keep together: as many as the one that keeps most."""
     return max((modifier.sink_size() for modifier in modifiers), default=0)
+
+
+def _check_scores(method: str, scores: object, cache: LayerCache, obs: Observation) -> None:
+    """Raise Refused unless the scores are real numbers [H, n], or [1, n] for all heads alike."""
+    if not isinstance(scores, torch.Tensor):
+        raise Refused(
+            f"scores() of {method} returns {type(scores).__name__} in layer {obs.layer}, not a tensor "
+            f"[{cache.heads}, {obs.n}]: a score for each stored head and token"
+        )
+    if scores.is_complex():
+        raise Refused(
+            f"scores() of {method} returns complex numbers in layer {obs.layer}, which have no order: return real "
+            "ones, as scores.abs()"
+        )
+    is_whole = not scores.is_floating_point() and scores.numel() > 0
+    if is_whole and not -EXACT_WHOLE <= int(scores.min()) <= int(scores.max()) <= EXACT_WHOLE:
+        raise Refused(
+            f"scores() of {method} returns whole numbers above {EXACT_WHOLE} in layer {obs.layer}, which float32 does "
+            "not tell apart: scale them"
+        )
+    if scores.ndim != 2 or scores.shape[0] not in (1, cache.heads) or scores.shape[1] != obs.n:
+        raise Refused(
+            f"scores() of {method} returns {list(scores.shape)} in layer {obs.layer}, not [{cache.heads}, {obs.n}]: "
+            "a score for each stored head and token"
+        )
 
 
 def _check_order(scores: torch.Tensor, selector: Selector, modifiers: Sequence[Modifier], layer: int) -> None:

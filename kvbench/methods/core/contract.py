@@ -1,8 +1,10 @@
-"""The contract of a stage about one prompt: tokens held, bytes of one head, the budget."""
+"""The contract of a stage about one prompt: tokens held, bytes of one head, the budget and who gets it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+
+import torch
 
 
 @dataclass(frozen=True)
@@ -78,3 +80,17 @@ def protect(capacity: Capacity, first: int, n: int) -> Capacity:
     # sinks may take that room or half of the budget, and the window the rest
     sinks = min(sinks, max(room, capacity.tokens // 2))
     return Capacity(capacity.tokens, sinks, min(capacity.window, capacity.tokens - sinks), shrunk=True)
+
+
+def top_indices(scores: torch.Tensor, k: int) -> torch.Tensor:
+    """Return the indices [H, k], ascending, of the k largest of scores [H, n]. Ties go to the lower index."""
+    heads, n = scores.shape
+    # selecting is faster than sorting; on a GPU the program would have to wait for the counts
+    if not scores.is_cuda and 0 < k < n:
+        # the k-th largest of n is the (n - k + 1)-th smallest
+        is_chosen = scores >= scores.kthvalue(n - k + 1, dim=-1, keepdim=True).values
+        # more than k are chosen where others equal the k-th: then only a stable sort decides by index
+        if bool((is_chosen.sum(dim=-1) == k).all()):
+            return is_chosen.nonzero()[:, 1].view(heads, k)
+    order = torch.sort(scores, dim=-1, descending=True, stable=True).indices[:, :k]
+    return order.sort(dim=-1).values

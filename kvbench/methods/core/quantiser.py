@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 
@@ -16,8 +16,10 @@ from kvbench.kv.partly_packed import Codes, Residual, encode, side_by_side
 from kvbench.kv.segment import LayerCache, Segment
 from kvbench.methods.core.base import Block, Role, Stage
 from kvbench.methods.core.knobs import knob, one_of
-from kvbench.methods.core.pruner import ChannelPruner
 from kvbench.storage.roles import Coder, Packer
+
+if TYPE_CHECKING:
+    from kvbench.methods.core.pruner import ChannelPruner
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,15 +7,11 @@ from collections.abc import Callable, Mapping
 import torch
 import torch.nn.functional as F
 
-from kvbench.base.errors import Refused
 from kvbench.kv import ops
 from kvbench.kv.exact_attention import causal_softmax
 from kvbench.kv.observation import Observation
 from kvbench.kv.segment import LayerCache, per_head
 from kvbench.storage.roles import Slots
-
-EXACT_WHOLE = 2**24
-"""The largest whole number up to which float32 tells all whole numbers apart."""
 
 
 def window_rows(
@@ -70,45 +66,6 @@ def at_heads(scores: torch.Tensor, heads: int) -> torch.Tensor:
     if scores.shape[0] > heads:
         return group_mean(scores, heads)
     return per_head(scores, heads)
-
-
-def check_scores(method: str, scores: object, cache: LayerCache, obs: Observation) -> None:
-    """Raise Refused unless the scores are real numbers [H, n], or [1, n] for all heads alike."""
-    if not isinstance(scores, torch.Tensor):
-        raise Refused(
-            f"scores() of {method} returns {type(scores).__name__} in layer {obs.layer}, not a tensor "
-            f"[{cache.heads}, {obs.n}]: a score for each stored head and token"
-        )
-    if scores.is_complex():
-        raise Refused(
-            f"scores() of {method} returns complex numbers in layer {obs.layer}, which have no order: return real "
-            "ones, as scores.abs()"
-        )
-    is_whole = not scores.is_floating_point() and scores.numel() > 0
-    if is_whole and not -EXACT_WHOLE <= int(scores.min()) <= int(scores.max()) <= EXACT_WHOLE:
-        raise Refused(
-            f"scores() of {method} returns whole numbers above {EXACT_WHOLE} in layer {obs.layer}, which float32 does "
-            "not tell apart: scale them"
-        )
-    if scores.ndim != 2 or scores.shape[0] not in (1, cache.heads) or scores.shape[1] != obs.n:
-        raise Refused(
-            f"scores() of {method} returns {list(scores.shape)} in layer {obs.layer}, not [{cache.heads}, {obs.n}]: "
-            "a score for each stored head and token"
-        )
-
-
-def top_indices(scores: torch.Tensor, k: int) -> torch.Tensor:
-    """Return the indices [H, k], ascending, of the k largest of scores [H, n]. Ties go to the lower index."""
-    heads, n = scores.shape
-    # selecting is faster than sorting; on a GPU the program would have to wait for the counts
-    if not scores.is_cuda and 0 < k < n:
-        # the k-th largest of n is the (n - k + 1)-th smallest
-        is_chosen = scores >= scores.kthvalue(n - k + 1, dim=-1, keepdim=True).values
-        # more than k are chosen where others equal the k-th: then only a stable sort decides by index
-        if bool((is_chosen.sum(dim=-1) == k).all()):
-            return is_chosen.nonzero()[:, 1].view(heads, k)
-    order = torch.sort(scores, dim=-1, descending=True, stable=True).indices[:, :k]
-    return order.sort(dim=-1).values
 
 
 def pool(scores: torch.Tensor, kernel: int, kind: str) -> torch.Tensor:

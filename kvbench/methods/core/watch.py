@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from kvbench.base.errors import say
+from kvbench.base.visible import say
 
 SILENT_S = 60.0
 """Seconds without progress after which a line names the method that is running."""

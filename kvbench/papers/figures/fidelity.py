@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import pandas as pd
 import torch
@@ -15,13 +16,15 @@ from kvbench.engine.likelihood import diverge
 from kvbench.methods.core.chain import Chain
 from kvbench.methods.core.prompt_cache import PromptCache
 from kvbench.papers.figures.figure import Code, Fact
-from kvbench.papers.figures.measured import MeasuredFigure
 from kvbench.papers.figures.sweep import FULL, Point
 from kvbench.plan.cells import Group
 from kvbench.run import experiment
 from kvbench.run.forced import texts_of
 from kvbench.store.fidelity import TextFidelity, summarise_texts
 from kvbench.store.results import Sample, share
+
+if TYPE_CHECKING:
+    from kvbench.papers.figures.measured import MeasuredFigure
 
 TEXTS = {"reference": "reference text", "greedy": "full cache's answer"}
 SMOOTH, SMOOTH_LONG = 8, 32

@@ -20,7 +20,7 @@ from kvbench.methods.core import registry
 from kvbench.methods.core.chain import Chain
 from kvbench.methods.core.resolve import ChainConfig, chain_of
 from kvbench.papers.figures.figure import OWN_METHODS, Figure
-from kvbench.papers.figures.sweep import FULL_POINT, Point, Sweep
+from kvbench.papers.figures.sweep import FULL_POINT, MEAN, Point, Sweep
 from kvbench.papers.measured.our_table import scores, split_options
 from kvbench.papers.spec import row_knobs, stand_ins
 from kvbench.plan import config, presets
@@ -34,7 +34,6 @@ from kvbench.store.cell import Cell
 from kvbench.store.results import CellSummary, share
 from kvbench.tasks.metrics import metric, stats
 
-MEAN = "mean"
 VALUES = ("score", "low", "high", "relative", "relative_low", "relative_high", "n", "kept", "bytes")
 COLUMNS = ("series", "x", "task", "metric", *VALUES)
 

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvbench.base.errors import UsageError, say
+from kvbench.base.errors import UsageError
+from kvbench.base.visible import say
 from kvbench.papers.figures.figure import OWN_METHODS, Figure, facts_of, folder, own_folder
 from kvbench.tasks.base import read_text
 

@@ -1,17 +1,22 @@
-"""All figures by id: texts, pictures and sweeps from the papers' figures.yaml, with the code that computes them."""
+"""All figures by id: texts, pictures and sweeps from the papers' figures.yaml, with the code that computes them.
+
+Also the figures that were drawn in a folder, for the report.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
 from kvbench.base.errors import unknown
 from kvbench.papers.figures import declared, fidelity, qhitter, scores, think, uncomp, vatp
-from kvbench.papers.figures.figure import Code, Fact, Figure
+from kvbench.papers.figures.figure import Code, Fact, Figure, facts_of
 from kvbench.papers.figures.measured import COLUMNS, MeasuredFigure
 from kvbench.papers.figures.panels import Panel, Picture
 from kvbench.papers.figures.sweep import Point, Sweep
@@ -129,3 +134,42 @@ def of(names: Sequence[str]) -> list[Figure]:
             raise unknown("figure", name, list(FIGURES) + list(papers) + ["all"])
         figures |= matches
     return list(figures.values())
+
+
+def read_drawn(folder: Path) -> list[dict[str, str]]:
+    """Return every figure below ``folder``: its picture, what it shows, the paper's finding, and ours."""
+
+    def by_number(path: Path) -> tuple[str | int, ...]:
+        return number_key(str(path.relative_to(folder)))
+
+    figure_texts = []
+    for path in sorted(folder.rglob("*.png"), key=by_number):
+        name = str(path.relative_to(folder).with_suffix(""))
+        texts = {"name": name, "picture": str(path)}
+        # a picture that is no figure of a paper is shown under its name alone
+        figure = FIGURES.get(name)
+        if figure is not None:
+            csv = path.with_suffix(".csv")
+            csv_text, finding = "", ""
+            if csv.exists():
+                csv_text = csv.read_text(encoding="utf-8")
+            if csv_text:
+                finding = figure.finding(figure.parse(csv_text))
+            facts = facts_of(csv_text)
+            figure = figure.captioned(facts)
+            texts |= {"title": figure.title, "Shows": figure.shows, "Here": finding}
+            texts |= {"The paper": figure.claim, "Open": figure.unsaid, "Ran": facts.get("runs", "")}
+        figure_texts.append(texts)
+    return figure_texts
+
+
+def number_key(name: str) -> tuple[str | int, ...]:
+    """Return a sort key with numbers as numbers: figure 10 comes behind figure 9."""
+    parts: list[str | int] = []
+    # the group in the pattern keeps the numbers: texts and numbers alternate, so that like is compared with like
+    for part in re.split(r"(\d+)", name):
+        if part.isdigit():
+            parts.append(int(part))
+        else:
+            parts.append(part)
+    return tuple(parts)

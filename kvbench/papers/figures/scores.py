@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import NotRequired, TypedDict
+from typing import TYPE_CHECKING, NotRequired, TypedDict
 
 import pandas as pd
 
 from kvbench.papers.figures.figure import Code, Fact
-from kvbench.papers.figures.measured import MEAN, MeasuredFigure
-from kvbench.papers.figures.sweep import FULL
+from kvbench.papers.figures.sweep import FULL, MEAN
 from kvbench.report import heatmap
 from kvbench.tasks.metrics import metric
+
+if TYPE_CHECKING:
+    from kvbench.papers.figures.measured import MeasuredFigure
 
 CLOSE = 2.0
 LOST = 50  # a mean score below which a needle is lost

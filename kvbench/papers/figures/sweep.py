@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from kvbench.papers.spec import stand_ins
 
 FULL = "full"
+MEAN = "mean"
+"""The task of rows that are means over all tasks."""
 
 
 @dataclass(frozen=True)

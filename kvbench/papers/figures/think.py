@@ -8,6 +8,7 @@ keys are pruned when they are packed). Figure 3a, the rows of table 7, is measur
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pandas as pd
 import torch
@@ -20,9 +21,11 @@ from kvbench.kv.model_shape import from_entry
 from kvbench.kv.observation import Needs, Observation
 from kvbench.methods.core.resolve import chain_of
 from kvbench.papers.figures.figure import Code, Fact, percent
-from kvbench.papers.figures.measured import MeasuredFigure
 from kvbench.papers.figures.reading import Reading
 from kvbench.plan import presets
+
+if TYPE_CHECKING:
+    from kvbench.papers.figures.measured import MeasuredFigure
 
 DEPTHS = (14 / 32, 20 / 32)  # layers 14 and 20 of LLaMA-2-7B's 32
 NAMES = {"k": "keys", "v": "values"}

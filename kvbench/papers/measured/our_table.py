@@ -21,13 +21,12 @@ from kvbench.papers.spec.table_spec import Column, Given, TableRow, TableSpec
 from kvbench.papers.spec.workloads import FAMILIES, INSTEAD, Reader, TableWorkload, composed, labels
 from kvbench.papers.timed import timings
 from kvbench.papers.timed.timings import Timings
-from kvbench.plan import presets
+from kvbench.plan import presets, run_plan
 from kvbench.plan.cells import Group
 from kvbench.plan.config import RunConfig
 from kvbench.plan.run_plan import RunPlan, context_of
 from kvbench.report import summary
 from kvbench.report.records import CellResult
-from kvbench.run import experiment
 from kvbench.store.cell import Cell
 from kvbench.store.store import ResultStore
 from kvbench.tasks.base import Tokenizer
@@ -327,7 +326,7 @@ def _plan(
                 chain_labels.setdefault(chain, line.row.name if chain.stages else "full")
     chain_configs = tuple(ChainConfig(chain, label) for chain, label in chain_labels.items())
     # one run, so that every prompt is read once for all rows
-    run = experiment.prepare(replace(reader.cfg, chains=chain_configs, datasets=tuple(datasets)))
+    run = run_plan.prepare(replace(reader.cfg, chains=chain_configs, datasets=tuple(datasets)))
     groups = []
     for group in run.groups:
         # a row that does not read a group's task has no cell there; the full cache is measured in all groups

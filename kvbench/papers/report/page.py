@@ -16,11 +16,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, TypedDict
 
-from kvbench.papers.claims import claim_runner
-from kvbench.papers.figures.figure import facts_of
-from kvbench.papers.figures.registry import FIGURES
+from kvbench.papers.claims import ledger
 from kvbench.papers.forensics.finding import Finding
-from kvbench.papers.report.tables import ReportPart
 from kvbench.papers.spec import catalogue
 from kvbench.report import writers
 from kvbench.report.render import UNCHANGED
@@ -84,6 +81,27 @@ class DivergenceRecord(TypedDict, total=False):
     kl_mean: float | None
     ci: tuple[float, float] | None
     at_floor: bool
+
+
+@dataclass(frozen=True)
+class ReportPart:
+    """One table for the page: its HTML, its plain data, and the provenance of the samples behind it."""
+
+    paper: str
+    title: str
+    content: str
+    plain: dict[str, Any]
+    measured: MeasuredTable | None = None
+
+
+@dataclass(frozen=True)
+class MeasuredTable:
+    """The numbers of cells and answers behind a table, and the values of their provenance by key."""
+
+    table: str
+    cells: int
+    answers: int
+    facts: dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -175,7 +193,7 @@ class ReportPage:
             # the row of a finding about a statement is the statement, which need not stand there twice
             printed = "" if f.printed == f.row else f.printed
             findings.append((f"{f.paper}/{f.table}", f.row, f.cell, printed, f.recomputed, f.weight, f.why))
-        ledgers = "".join(map(ledger, self.claims)) or "<p>None yet: python -m kvbench claims.</p>"
+        ledgers = "".join(map(ledger_table, self.claims)) or "<p>None yet: python -m kvbench claims.</p>"
         return [
             ("tables", "Tables", tables((t.paper, t.title, t.content) for t in self.tables)),
             ("figures", "Figures", figures(self.figures)),
@@ -256,7 +274,7 @@ def _format_divergence(divergence: DivergenceRecord) -> str | None:
     return "{:.3g} [{:.2g}, {:.2g}]".format(mean, *interval)
 
 
-def ledger(content: Mapping[str, Any]) -> str:
+def ledger_table(content: Mapping[str, Any]) -> str:
     """Return a model's claims with their verdicts and evidence."""
     # a row of the table, and the class of its element, for each claim
     body, verdict_classes = [], []
@@ -265,7 +283,7 @@ def ledger(content: Mapping[str, Any]) -> str:
         if verdict["ran"]:
             tested += f" Ran: {'; '.join(verdict['ran'])}."
         quote = f"“{verdict['quote']}” ({verdict['paper']}, {verdict['where']})"
-        outcome, evidence = claim_runner.outcome(verdict), claim_runner.evidence(verdict)
+        outcome, evidence = ledger.outcome(verdict), ledger.evidence(verdict)
         body.append((verdict["id"], quote, tested, outcome, evidence, verdict["reason"]))
         # page.css colours a row by the first word of its verdict
         verdict_classes.append(f"verdict-{verdict['verdict'].split()[0]}")
@@ -273,7 +291,7 @@ def ledger(content: Mapping[str, Any]) -> str:
     title = content["model"]
     if content["stand_in"]:
         title += ", a stand-in"
-    notes = "".join(f"<li>{html.escape(note)}</li>" for note in claim_runner.notes(content))
+    notes = "".join(f"<li>{html.escape(note)}</li>" for note in ledger.notes(content))
     return f"<h3>{html.escape(title)}</h3><ul>{notes}</ul>" + rows(heads, body, verdict_classes)
 
 
@@ -324,45 +342,6 @@ def tables(parts: Iterable[tuple[str, str, str]]) -> str:
         last_paper = paper
         elements.append(f"<details{opened}><summary>{html.escape(title)}</summary>{content}</details>")
     return "\n".join(elements)
-
-
-def figures_of(folder: Path) -> list[dict[str, str]]:
-    """Return every figure of ``folder``: its picture, what it shows, the paper's finding, and ours."""
-
-    def by_number(path: Path) -> tuple[str | int, ...]:
-        return _order(str(path.relative_to(folder)))
-
-    figure_texts = []
-    for path in sorted(folder.rglob("*.png"), key=by_number):
-        name = str(path.relative_to(folder).with_suffix(""))
-        texts = {"name": name, "picture": str(path)}
-        # a picture that is no figure of a paper is shown under its name alone
-        figure = FIGURES.get(name)
-        if figure is not None:
-            csv = path.with_suffix(".csv")
-            csv_text, finding = "", ""
-            if csv.exists():
-                csv_text = csv.read_text(encoding="utf-8")
-            if csv_text:
-                finding = figure.finding(figure.parse(csv_text))
-            facts = facts_of(csv_text)
-            figure = figure.captioned(facts)
-            texts |= {"title": figure.title, "Shows": figure.shows, "Here": finding}
-            texts |= {"The paper": figure.claim, "Open": figure.unsaid, "Ran": facts.get("runs", "")}
-        figure_texts.append(texts)
-    return figure_texts
-
-
-def _order(name: str) -> tuple[str | int, ...]:
-    """Return a sort key with numbers as numbers: figure 10 comes behind figure 9."""
-    parts: list[str | int] = []
-    # the group in the pattern keeps the numbers: texts and numbers alternate, so that like is compared with like
-    for part in re.split(r"(\d+)", name):
-        if part.isdigit():
-            parts.append(int(part))
-        else:
-            parts.append(part)
-    return tuple(parts)
 
 
 def figures(figure_texts: Sequence[Mapping[str, str]]) -> str:

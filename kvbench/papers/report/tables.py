@@ -5,14 +5,13 @@ from __future__ import annotations
 import html
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from kvbench.base.progress import progress
 from kvbench.papers.measured import our_table, page
 from kvbench.papers.measured.cell_view import View, view
 from kvbench.papers.measured.grid import grid, notes, title
+from kvbench.papers.report.page import MeasuredTable, ReportPart
 from kvbench.papers.spec import stand_ins, table_spec
 from kvbench.papers.spec.table_spec import TableSpec
 from kvbench.report import writers
@@ -22,27 +21,6 @@ from kvbench.store.store import ResultStore
 FACTS = ("model", "device", "dtype", "torch", "transformers", "kvbench", "commit")
 VIEWS = ("ours", "beside", "published", "delta")
 """Views of a cell: our side, the printed one beside it (as a share on a stand-in), that alone, the difference."""
-
-
-@dataclass(frozen=True)
-class ReportPart:
-    """One table for the page: its HTML, its plain data, and the provenance of the samples behind it."""
-
-    paper: str
-    title: str
-    content: str
-    plain: dict[str, Any]
-    measured: MeasuredTable | None = None
-
-
-@dataclass(frozen=True)
-class MeasuredTable:
-    """The numbers of cells and answers behind a table, and the values of their provenance by key."""
-
-    table: str
-    cells: int
-    answers: int
-    facts: dict[str, str]
 
 
 def parts(model: str, results: str, samples: Path, arguments: Sequence[str] = ()) -> list[ReportPart]:

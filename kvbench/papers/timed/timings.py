@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from kvbench.base.errors import UsageError, unknown
-from kvbench.bench import records, request
+from kvbench.bench import architecture, records
 from kvbench.bench.records import Row
 from kvbench.kv.model_shape import Shape
 from kvbench.papers.spec import stand_ins
@@ -134,39 +134,7 @@ def _with_share_of_tokens(bench: bench_spec.BenchSpec, cell: TimedCell, rows: Se
 @cache
 def _shape_of_model(model: str) -> Shape:
     """Return the shape of a model's cache."""
-    return request.shape_of(config.configure({"model": model}))
-
-
-def measure(timings: Timings, more: Sequence[str] = (), plan: bool = False) -> None:
-    """Measure the missing rows of a stand-in. ``more`` are arguments of ``bench time``, such as again=true.
-
-    With ``plan`` only print what would be measured. Raises UsageError for an argument that is not possible.
-    """
-    # key=value as typed
-    options = {}
-    for argument in more:
-        key, _, value = argument.partition("=")
-        options[key] = value
-    again = options.get("again") == "true"
-    # the paper's own model is timed by a script on a GPU, not from here
-    if not timings.stand_in:
-        if again:
-            raise UsageError(f"again=true is not possible here: {timings.command} measures {timings.table.id}")
-        return
-    cells = list(timings.cells.values())
-    workloads = row_matching.workloads(timings.bench, cells, measured=again or plan)
-    if not workloads:
-        return
-    # an argument that the user typed replaces the table's own
-    words = [word for word in timings.bench.words(workloads) if word.partition("=")[0] not in options]
-    words.extend(more)
-    words += [f"folder={timings.file.parent}", f"name={timings.file.stem}"]
-    # a benchmark sets the number of threads for its process, which here goes on with other tables
-    threads = torch.get_num_threads()
-    try:
-        request.measure(words, plan, beside=False)
-    finally:
-        torch.set_num_threads(threads)
+    return architecture.shape_of(config.configure({"model": model}).model)
 
 
 def allowed(key: str) -> bool:

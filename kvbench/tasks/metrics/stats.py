@@ -160,7 +160,7 @@ def share(tasks: Sequence[Pairs], of_ratios: bool = False, log_losses: bool = Fa
             interval = mean_interval(gains, None)
         if interval is not None:
             interval = float(np.exp(interval[0])), float(np.exp(interval[1]))
-        return Share(100 * float(np.exp(gains.mean())), _in_percent(interval))
+        return Share(100 * float(np.exp(gains.mean())), in_percent(interval))
     method_means = np.array([pairs[:, 0].mean() for pairs in tasks])
     full_means = np.array([pairs[:, 1].mean() for pairs in tasks])
     # ``most`` is the share of a method that scores 1 everywhere
@@ -178,10 +178,10 @@ def share(tasks: Sequence[Pairs], of_ratios: bool = False, log_losses: bool = Fa
         most = 1 / float(full_means.mean())
     if enough_examples:
         interval = _share_interval(tasks, point, most, of_ratios)
-    return Share(100 * point, _in_percent(interval))
+    return Share(100 * point, in_percent(interval))
 
 
-def _in_percent(interval: Interval | None) -> Interval | None:
+def in_percent(interval: Interval | None) -> Interval | None:
     """Return an interval of shares in per cent, None for None."""
     if interval is None:
         return None

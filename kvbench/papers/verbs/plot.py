@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 from kvbench.base.conf import top_level
 from kvbench.base.errors import UsageError
+from kvbench.papers.verbs import listings
 from kvbench.plan import words
 from kvbench.plan.keys import Key, divide, whole, whole_number
 from kvbench.plan.words import RunRequest, split_list
@@ -63,17 +64,6 @@ class FigureRecord(TypedDict):
     claim: str
     unsaid: str
     finding: str
-
-
-class FigureEntry(TypedDict):
-    """A figure that can be drawn, with the keys that it takes."""
-
-    id: str
-    about: str
-    shows: str
-    claim: str
-    unsaid: str
-    takes: list[str]
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -286,29 +276,9 @@ def _redraw(path: Path, names: Sequence[str], options: Mapping[str, str]) -> Fig
     return _record(figure.captioned(facts_of(text)), paths, finding)
 
 
-def listing() -> list[FigureEntry]:
-    """Return every figure as plain data: its id, its content, the paper's finding, and its knobs."""
-    from kvbench.papers.figures import declared
-
-    # from the YAML files alone, so that the list waits for none of the figures' code
-    entries: list[FigureEntry] = []
-    for name, figure in declared().items():
-        entries.append(
-            {
-                "id": name,
-                "about": figure["title"],
-                "shows": figure["shows"],
-                "claim": figure["claim"],
-                "unsaid": figure["unsaid"],
-                "takes": list(figure.get("knobs", {})),
-            }
-        )
-    return entries
-
-
 def _print_list(as_json: bool) -> None:
     """Print the figures that can be drawn, each with the keys that it takes."""
-    entries = listing()
+    entries = listings.figures()
     if as_json:
         print(json.dumps(entries, indent=1, ensure_ascii=False))
         return

@@ -11,9 +11,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvbench.base.errors import UsageError, say
-from kvbench.cli.run import output_arguments
+from kvbench.base.errors import UsageError
+from kvbench.base.visible import say
 from kvbench.plan.keys import Key, one_of, pairs, values
+from kvbench.run.console import output_arguments
 
 if TYPE_CHECKING:
     from kvbench.studies.imports.base import Predictions

@@ -41,7 +41,7 @@ def main(args: argparse.Namespace) -> int:
     results = Path(options.get("results", "results"))
     if not model:
         raise UsageError("model= needs a name: an entry of conf/model, a folder or a hub id")
-    from kvbench.papers.claims import claim_runner, claims
+    from kvbench.papers.claims import claim_runner, claims, ledger
     from kvbench.report import writers
 
     papers = claims.find(args.paper)
@@ -49,11 +49,11 @@ def main(args: argparse.Namespace) -> int:
     claim_runner.measure(prepared)
     content = claim_runner.plain(prepared, model, claim_runner.settle(prepared, model))
     # stored before it is printed: the report page reads it
-    claim_runner.write(content, results, papers)
+    ledger.write(content, results, papers)
     if args.json:
         print(json.dumps(content, indent=1, ensure_ascii=False))
     else:
         # first how to read the ledger, then why verdicts are missing
-        notes = claim_runner.notes(content) + claim_runner.reasons(content)
-        print(writers.compose([claim_runner.sheet([content])], notes, args.format), end="")
+        notes = ledger.notes(content) + ledger.reasons(content)
+        print(writers.compose([ledger.sheet([content])], notes, args.format), end="")
     return 0

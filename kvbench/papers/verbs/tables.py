@@ -1,4 +1,4 @@
-"""table: a paper's table on a model, beside the printed values. Missing cells are measured first."""
+"""Papers' tables on a model, beside the printed values, as `table` prints them. Missing cells are measured first."""
 
 from __future__ import annotations
 
@@ -11,47 +11,24 @@ from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING
 
-from kvbench.base.errors import UsageError, say, unknown
-from kvbench.cli.claims import refuse_fixed
-from kvbench.plan.keys import one_of, pairs
+from kvbench.base.errors import UsageError
+from kvbench.base.visible import say
+from kvbench.run.console import print_plans, stopping
 
 if TYPE_CHECKING:
     from kvbench.papers.measured.cell_view import View
     from kvbench.papers.spec.table_spec import TableSpec
 
 
-def arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the verb's options."""
-    parser.add_argument(
-        "table", help="paper/number, a paper, all, formats, bytes, through_cache, ranking or leaderboard"
-    )
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="model=, limit=, results=, ...")
-    parser.add_argument("--show", default="both", help="both, ours, published or delta (default both)")
-    parser.add_argument("--format", default="text", help="text, md, csv, latex or html (default text)")
-    parser.add_argument("--stored", action="store_true", help="measure nothing, show what is in the store")
-    parser.add_argument("--plan", action="store_true", help="show what would be measured, and stop")
-    parser.add_argument("--trace", nargs=2, metavar=("ROW", "COL"), help="the stored lines behind one number")
+def print_tables(options: dict[str, str], args: argparse.Namespace) -> int:
+    """Measure missing cells and print. Return exit status 1 if rows were refused.
 
-
-def main(args: argparse.Namespace) -> int:
-    """Measure missing cells and print. Return exit status 1 if rows were refused."""
-    from kvbench.papers.measured import grid, page
-    from kvbench.papers.spec import catalogue, table_spec
+    ``args`` are those of the verb, ``options`` its key=value arguments.
+    """
+    from kvbench.papers.measured import page
+    from kvbench.papers.spec import table_spec
     from kvbench.papers.timed import timings
-    from kvbench.studies import own_tables
 
-    one_of("value of --show", grid.SHOWS, args.show)
-    one_of("value of --format", page.FORMATS, args.format)
-    options = pairs(args.overrides)
-    # kvbench's own studies of all methods are no paper's tables
-    if args.table in own_tables.NAMES:
-        return _print_own_table(args.table, options, args)
-    refuse_fixed(options, "the paper's table")
-    if args.table != "all" and args.table.partition("/")[0] not in catalogue.papers():
-        names = ["all"]
-        names += catalogue.in_place()
-        names += own_tables.NAMES
-        raise unknown("paper or table", args.table, names)
     model = options.pop("model", "")
     tables = table_spec.find(args.table)
     if args.trace and len(tables) > 1:
@@ -99,47 +76,8 @@ def _has_failed_cells(view: View) -> bool:
     return bool(statuses & {"refused", "failed"})
 
 
-def _print_own_table(name: str, options: dict[str, str], args: argparse.Namespace) -> int:
-    """Measure a table that no paper prints, and print it. Return the exit status."""
-    from kvbench.cli.run import print_plans, stopping
-    from kvbench.report import run_report, writers
-    from kvbench.run import experiment
-    from kvbench.studies import own_tables
-
-    if args.trace:
-        raise UsageError(f"--trace is of papers' tables, not of {name}: kvbench show CELL prints stored answers")
-    model = options.pop("model", "") or "tiny"
-    runs = own_tables.prepare(name, model, options)
-    if args.plan:
-        return print_plans(runs, as_json=args.json)
-    if not args.stored:
-        with stopping(runs, ["table", name] + args.overrides) as stop:
-            for run in runs:
-                experiment.fill(run, quiet=args.json)
-        if stop.status is not None:
-            return stop.status
-    reports = [run_report.report(run) for run in runs]
-    statuses: set[str] = set()
-    for report in reports:
-        statuses |= {cell.status for cell in report.cells}
-    if not args.json and statuses <= {"missing"}:
-        print(f"nothing of table {name} is measured yet in {reports[0].results}; leave out --stored to measure it")
-        return 0
-    table = own_tables.read(name, model, runs, reports)
-    if args.json:
-        print(json.dumps(table.plain, indent=1, ensure_ascii=False))
-    else:
-        # the parts of a table often have the same settings: each line is printed once, in their order
-        notes = list(dict.fromkeys(report.settings for report in reports))
-        notes += table.notes
-        notes += reports[0].notes
-        print(writers.compose(table.sheets, notes, args.format), end="")
-    return 1 if statuses & {"refused", "failed"} else 0
-
-
 def _measure_table(table: TableSpec, model: str, overrides: Sequence[str], args: argparse.Namespace) -> int | View:
     """Measure one table and return its view, or an exit status if something else was printed or a signal ended it."""
-    from kvbench.cli.run import print_plans, stopping
     from kvbench.papers.measured import cell_view, grid, our_table, trace
     from kvbench.run import experiment
     from kvbench.run.wandb_logger import listeners
@@ -180,7 +118,7 @@ def _measure_table(table: TableSpec, model: str, overrides: Sequence[str], args:
 def _time_table(table: TableSpec, model: str, overrides: Sequence[str], args: argparse.Namespace) -> int | View:
     """Time one efficiency table and return its view. Return exit status 0 if something else was printed."""
     from kvbench.papers.measured import cell_view, our_table
-    from kvbench.papers.timed import timings
+    from kvbench.papers.timed import measuring, timings
 
     results = Path("results")
     bench_words = []
@@ -202,10 +140,10 @@ def _time_table(table: TableSpec, model: str, overrides: Sequence[str], args: ar
         )
     times = timings.read(table, model, results)
     if args.plan:
-        timings.measure(times, bench_words, plan=True)
+        measuring.measure(times, bench_words, plan=True)
         return 0
     if not args.stored and args.show != "published":
-        timings.measure(times, bench_words)
+        measuring.measure(times, bench_words)
         # the times just measured, of the same model even if it was chosen by default
         times = timings.read(table, times.bench.model, results)
     if args.trace:

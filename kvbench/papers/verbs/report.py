@@ -60,7 +60,8 @@ def _collect_page(options: dict[str, str], count: int, papers: bool, places: Seq
     options: the keys of a run. count: the answers of each task to show. papers: whether to show what papers print.
     places: folders and files of other results.
     """
-    from kvbench.papers.claims import claim_runner
+    from kvbench.papers.claims import ledger
+    from kvbench.papers.figures import registry
     from kvbench.papers.figures.figure import folder, own_folder
     from kvbench.papers.forensics import audit
     from kvbench.papers.report import page, samples, tables
@@ -98,7 +99,7 @@ def _collect_page(options: dict[str, str], count: int, papers: bool, places: Seq
         audit=[],
         samples=answers,
         runs=runs,
-        own_figures=page.figures_of(own_folder(results, model)),
+        own_figures=registry.read_drawn(own_folder(results, model)),
         papers=papers,
     )
     if not papers:
@@ -111,7 +112,7 @@ def _collect_page(options: dict[str, str], count: int, papers: bool, places: Seq
     return replace(
         report,
         tables=tables.parts(model, str(results), committed, table_words),
-        figures=page.figures_of(folder(results, model)),
-        claims=claim_runner.read(results),
+        figures=registry.read_drawn(folder(results, model)),
+        claims=ledger.read(results),
         audit=audit(),
     )

@@ -1,0 +1,299 @@
+"""The ledger of claims: the verdicts and their evidence as plain data, on disk, and as a table, a column a model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from math import nan
+from pathlib import Path
+from textwrap import fill
+from typing import Any, TypedDict
+
+from kvbench.base.errors import UsageError
+from kvbench.base.files import write_json
+from kvbench.papers.claims import claims
+from kvbench.papers.claims.claims import (
+    DIVERGENCE,
+    FRAGILE,
+    LIKELIHOOD,
+    MIXED,
+    NO_DIFFERENCE,
+    NOT_DECIDABLE,
+    POINTS,
+    UNDECIDED,
+)
+from kvbench.papers.spec import stand_ins
+from kvbench.report.table import Table
+from kvbench.tasks.metrics import stats
+
+FOLDER = "claims"
+"""The folder below a results folder with a ledger for each model."""
+SAYS = 46
+"""Characters of a line of a statement."""
+MARKS = {
+    "supported": "✓",
+    "contradicted": "✗",
+    "no difference": "=",
+    "mixed": "±",
+    "fragile": "~",
+    UNDECIDED: "?",
+}
+NAMES = {POINTS: "points", LIKELIHOOD: "likelihood of the answer, nats a token", DIVERGENCE: "divergence"}
+"""The measures' names beside their numbers."""
+BY = {POINTS: "points", LIKELIHOOD: "the likelihood of the answer", DIVERGENCE: "divergence"}
+"""The measures' names behind a verdict that they decided."""
+
+ABOUT_NATS = (
+    "Likelihood of the answer: the nats a token that the reference answer loses beside the full cache, less for the "
+    f"claim's method than for the other, one nat at most, with a margin of {claims.NATS:g} where nothing is to be "
+    "lost; of tasks with short references. Divergence: from the full cache's next-token distribution on its own "
+    "greedy answer; gains are the difference over the sum of both, in per cent, losses are nats, one at most a "
+    f"prompt, with a margin of {claims.NATS:g}. Above 0 the claim's method is the better one. A claim is decided by "
+    "points where they decide, else by the likelihood, else by the divergence; each has a third of the level, and "
+    "they answer different questions."
+)
+
+
+class MeasureRecord(TypedDict):
+    """A verdict by one measure, with its numbers in hundredths, as a ledger's JSON has it.
+
+    n, tasks: by task, the number of examples and the mean difference. settings: the mean difference of each pair.
+    """
+
+    verdict: str
+    side: str
+    why_not: str
+    mean: float | None
+    elsewhere: float | None
+    ci: list[float] | None
+    p_for: float | None
+    p_against: float | None
+    p_same: float | None
+    needs: int | None
+    n: dict[str, int]
+    tasks: dict[str, float]
+    settings: list[float]
+    floors: list[str]
+
+
+class ClaimRecord(TypedDict):
+    """A claim with its verdict, as a ledger's JSON has it; ``measures`` has the verdict of each measure."""
+
+    id: str
+    paper: str
+    quote: str
+    where: str
+    tested: str
+    test: str
+    margin: float
+    pairs: tuple[tuple[str, str], ...]
+    verdict: str
+    side: str
+    decided_by: str
+    ran: tuple[str, ...]
+    cells: tuple[str, ...]
+    reason: str
+    measures: dict[str, MeasureRecord]
+
+
+class Ledger(TypedDict):
+    """The claims of some papers on a model, as JSON has them; ``tested`` counts those that a score can decide."""
+
+    model: str
+    stand_in: bool
+    dtype: str
+    level: float
+    tested: int
+    notes: list[str]
+    verdicts: list[ClaimRecord]
+
+
+def place(model: str, results: Path, papers: Sequence[str]) -> Path:
+    """Return the path of a model's ledger below a results folder; that of some papers has a name of its own."""
+    # a ledger of some papers is corrected for fewer claims, so that it must not replace that of all
+    suffix = ""
+    if len(papers) != len(claims.papers()):
+        suffix = f".{'-'.join(papers)}"
+    return results / FOLDER / f"{model.replace('/', '--')}{suffix}.json"
+
+
+def write(content: Mapping[str, Any], results: Path, papers: Sequence[str]) -> Path:
+    """Write a ledger below a results folder and return its path."""
+    path = place(content["model"], results, papers)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_json(path, content)
+    return path
+
+
+def read(results: Path) -> list[Ledger]:
+    """Read the ledgers below a results folder, pretrained models first; raise UsageError for a damaged one."""
+    ledgers = []
+    # False sorts before True: the stand-in comes last
+    for path in sorted((results / FOLDER).glob("*.json"), key=lambda p: (p.stem == stand_ins.MODEL, p.name)):
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+            # a ledger that can be shown has all keys that its readers ask for
+            sheet([content])
+            notes(content)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UsageError(f"{path} cannot be read ({error}); run python -m kvbench claims again") from None
+        ledgers.append(content)
+    return ledgers
+
+
+def sheet(ledgers: Sequence[Ledger]) -> Table:
+    """Return ledgers side by side as a table of texts; the first with a claim supplies its words."""
+    records_by_ledger: list[dict[str, ClaimRecord]] = []
+    for content in ledgers:
+        records_by_ledger.append({record["id"]: record for record in content["verdicts"]})
+    # in reverse, so that the first ledger's record of a claim replaces those of later ledgers
+    first_records: dict[str, ClaimRecord] = {}
+    for records in reversed(records_by_ledger):
+        first_records.update(records)
+    rows = []
+    for first in first_records.values():
+        words = f"{MARKS.get(first['verdict'], '—')} {first['id']}"
+        for text in (f"“{first['quote']}” ({first['paper']}, {first['where']})", f"Tested: {first['tested']}"):
+            words += "\n" + fill(text, SAYS, break_on_hyphens=False)
+        cells = [words]
+        for records in records_by_ledger:
+            record = records.get(first["id"])
+            if record is None:
+                cells.append("—")
+            else:
+                cells.append(f"{outcome(record)}\n{evidence(record)}")
+        rows.append(tuple(cells))
+    headers = ["what the paper says, and what is tested"]
+    for content in ledgers:
+        header = content["model"]
+        if content["stand_in"]:
+            header += ", a stand-in"
+        if not _has_measures_beside_points(content["verdicts"]):
+            header += ": points"
+        headers.append(header)
+    return Table(tuple(headers), tuple(rows), left=len(headers), ruled=True, breaks=True)
+
+
+def _has_measures_beside_points(records: Sequence[ClaimRecord]) -> bool:
+    """Tell whether the claims of a ledger were tested by measures beside points."""
+    return any(len(record["measures"]) > 1 for record in records)
+
+
+def outcome(v: ClaimRecord) -> str:
+    """Return a claim's verdict, with the side of a mixed one and the measure that decided it."""
+    text = v["verdict"]
+    if v["side"]:
+        text += f" ({v['side']} in the mean)"
+    if v["decided_by"] and len(v["measures"]) > 1:
+        text += f" by {BY[v['decided_by']]}"
+    return text
+
+
+def evidence(v: ClaimRecord) -> str:
+    """Return the numbers behind a verdict, a block of lines for each measure that was taken."""
+    lines = []
+    for measure, numbers in v["measures"].items():
+        if numbers["mean"] is not None:
+            lines += _describe_measure(v, measure, numbers)
+    # minus signs are as wide as plus signs, unlike hyphens
+    return "\n".join(lines).replace("-", "−") or "—"
+
+
+def _describe_measure(v: ClaimRecord, measure: str, numbers: MeasureRecord) -> list[str]:
+    """Return the lines of one measure: mean difference and interval, pairs and p, tasks on each side, pairs needed."""
+    assert numbers["mean"] is not None
+    # a ledger has all numbers in hundredths; divergences of claimed gains are relative, and stay per cent
+    in_nats = measure == LIKELIHOOD or (measure == DIVERGENCE and v["test"] != "better")
+    scale, digits = 1, 1
+    if in_nats:
+        scale, digits = 100, 3
+    margin = claims.NATS
+    if measure == POINTS:
+        margin = v["margin"]
+    # the bound that the mean must exceed, in the hundredths of the ledger
+    least = 0.0
+    if v["test"] != "better":
+        least = -margin * scale
+    low, high = numbers["ci"] or (nan, nan)  # one pair has no interval
+    mean, low, high = numbers["mean"] / scale, low / scale, high / scale
+    unit = ""
+    if measure == DIVERGENCE and not in_nats:
+        unit = " %"
+    difference = f"{mean:+.{digits}f}{unit} [{low:.{digits}f}, {high:.{digits}f}]"
+    if least:
+        difference += f", margin {margin:g}"
+    if len(v["measures"]) > 1:
+        difference = f"{NAMES[measure]}\n{difference}"
+    # tasks can have different numbers of examples
+    sizes = sorted(numbers["n"].values())
+    n = f"{sizes[0]}"
+    if sizes[0] != sizes[-1]:
+        n = f"{sizes[0]} to {sizes[-1]}"
+    task_word = "tasks" if len(sizes) > 1 else "task"
+    p_values = [p for p in (numbers["p_for"], numbers["p_against"], numbers["p_same"]) if p is not None]
+    # a task whose mean is the bound itself, up to rounding, is on neither side
+    tasks_for = sum(task_mean > least + claims.SAME for task_mean in numbers["tasks"].values())
+    tasks_against = sum(task_mean < least - claims.SAME for task_mean in numbers["tasks"].values())
+    tasks_even = len(numbers["tasks"]) - tasks_for - tasks_against
+    lines = [
+        difference,
+        f"n {n} in {len(sizes)} {task_word}, p {min(p_values):.2g}",
+        f"tasks for {tasks_for}, even {tasks_even}, against {tasks_against}",
+    ]
+    if len(numbers["settings"]) > 1:
+        settings = [f"{setting_mean / scale:+.{digits}f}" for setting_mean in numbers["settings"]]
+        lines.append("settings " + ", ".join(settings))
+    if numbers["needs"] is not None:
+        lines.append(f"about {numbers['needs']:,} pairs would decide")
+    # on the stand-in the rows also ran with the paper's windows, where its prompts are long enough for them
+    if numbers["elsewhere"] is not None:
+        lines.append(f"the paper's windows {numbers['elsewhere'] / scale:+.{digits}f}")
+    elif numbers["why_not"]:
+        lines.append("the paper's windows do not fit")
+    return lines
+
+
+def notes(content: Mapping[str, Any]) -> list[str]:
+    """Return the notes that readers of a ledger need."""
+    model, tested = content["model"], content["tested"]
+    model_note = model
+    if content["dtype"]:
+        model_note += f", {content['dtype']}"
+    if content["stand_in"]:
+        read_here = "the papers' data under their budgets and windows"
+        if model == stand_ins.MODEL:
+            read_here = "tasks and budgets are its own, and nothing here is said about a paper"
+        model_note += f", a stand-in for the papers' models: {read_here}"
+    words = [record["verdict"] for record in content["verdicts"]]
+    counts = [f"{words.count(word)} {word}" for word in claims.VERDICTS if word in words]
+    # the corrected p-value that a verdict needs: half of the level for each direction, shared among the measures
+    measures = max((len(record["measures"]) for record in content["verdicts"]), default=1)
+    p_needed = content["level"] / 2 / measures
+    lines = [
+        f"{model_note}.",
+        f"{model}: {', '.join(counts)}.",
+        "Differences are paired, in points of 100, pooled over tasks, [95 % interval]. p is corrected for the number "
+        f"of claims; a verdict needs {p_needed:.2g}, and any of the {tested} claims gets a wrong one by any "
+        f"measure with a chance of at most {100 * content['level']:g} % (signs of the differences are flipped at "
+        "random; Holm). No verdict decided when to stop measuring.",
+        f"{NO_DIFFERENCE}: a claimed gain is shown to be less than a point, 0.01 nats a token, or 10 % of the "
+        f"divergence. {MIXED}: decided in the mean, but a task or setting of {stats.FEWEST} pairs or more is told to "
+        f"have the other sign. {FRAGILE}: with the paper's windows unscaled the mean has the other sign. {UNDECIDED}: "
+        f"as many pairs as stand there would decide it at the difference seen, with a chance of {claims.POWER:.0%}. "
+        f"{NOT_DECIDABLE}: even if no pair differed, or of a claim of gains all gained everything, there would be too "
+        "few to support it. A claim of losing nothing counts one lost pair more than was seen. Log losses: a nat "
+        "counts as 100 points, and no pair as more. Tasks at the floor are left out by the full cache's own scores "
+        "of these examples, which speaks against methods that are compared with it.",
+    ]
+    if _has_measures_beside_points(content["verdicts"]):
+        lines.append(ABOUT_NATS)
+    return lines + content["notes"]
+
+
+def reasons(content: Ledger) -> list[str]:
+    """Return each reason for a missing verdict or missing data, with the claims that it is about."""
+    ids_by_reason: dict[str, list[str]] = {}
+    for record in content["verdicts"]:
+        if record["reason"]:
+            ids_by_reason.setdefault(record["reason"], []).append(record["id"])
+    return [f"{content['model']}, {', '.join(ids)}: {reason}." for reason, ids in ids_by_reason.items()]

@@ -1,0 +1,1 @@
+"""The verbs of papers, which the command line loads by name."""

@@ -1,0 +1,79 @@
+"""The papers' tables and figures, as records for `list`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, TypedDict
+
+if TYPE_CHECKING:
+    from kvbench.papers.spec.catalogue import CatalogueEntry
+
+
+class FigureEntry(TypedDict):
+    """A figure that can be drawn, with the keys that it takes."""
+
+    id: str
+    about: str
+    shows: str
+    claim: str
+    unsaid: str
+    takes: list[str]
+
+
+def figures(results: Path | None = None) -> list[FigureEntry]:
+    """Return every figure: its id, its content, the paper's finding and its knobs, the same in all folders."""
+    from kvbench.papers.figures import declared
+
+    # from the YAML files alone, so that the list waits for none of the figures' code
+    entries: list[FigureEntry] = []
+    for name, figure in declared().items():
+        entries.append(
+            {
+                "id": name,
+                "about": figure["title"],
+                "shows": figure["shows"],
+                "claim": figure["claim"],
+                "unsaid": figure["unsaid"],
+                "takes": list(figure.get("knobs", {})),
+            }
+        )
+    return entries
+
+
+def tables(results: Path) -> list[dict[str, object]]:
+    """Return every table and figure with how much of it is printed, and how much of it is measured in ``results``."""
+    from kvbench.papers.measured import coverage
+    from kvbench.papers.spec import catalogue
+
+    # the tables of the tiny model and those of pretrained models have a folder each
+    counts_by_folder = [coverage.read(results / folder) for folder in ("tiny", "tables")]
+    records = []
+    for paper in catalogue.chosen("all"):
+        for entry in paper.entries:
+            ours = [counts[entry.name] for counts in counts_by_folder if entry.name in counts]
+            records.append(_table_record(entry, ours))
+    return records
+
+
+def _table_record(entry: CatalogueEntry, ours: Sequence[Mapping[str, str]]) -> dict[str, object]:
+    """Return the record of one table; ``ours`` has the model and the numbers of our cells by state."""
+    from kvbench.papers.measured import coverage
+
+    parts = [", ".join(f"{n} {kind}" for kind, n in entry.counts().items() if n)]
+    measured = []
+    for counts in ours:
+        cells = ", ".join(f"{counts[state]} {state}" for state in coverage.STATES if counts[state] != "0")
+        parts.append(f"{counts['model']}: {cells}")
+        numbers: dict[str, object] = {"model": counts["model"]}
+        numbers |= {state: int(counts[state]) for state in coverage.STATES}
+        measured.append(numbers)
+    about = f"{entry.kind}: {entry.title}"
+    # a table whose numbers are not entered has no counts
+    sizes = "; ".join(filter(None, parts))
+    if sizes:
+        about += f" ({sizes})"
+    record: dict[str, object] = {"about": about}
+    record |= entry.as_json()
+    record["ours"] = measured
+    return record

@@ -1,0 +1,23 @@
+"""bench memory paper=: the numbers that papers compute about memory, computed again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+
+from kvbench.base.errors import UsageError
+
+
+def print_figures(options: Mapping[str, str], as_json: bool) -> int:
+    """Print the numbers of the paper that ``options`` name. Return exit status 0."""
+    from kvbench.papers.timed import paper_arithmetic
+
+    for key, value in options.items():
+        if key != "paper":
+            raise UsageError(f"{key}={value} is not possible with paper=: a paper's figures have no knobs")
+    figures = paper_arithmetic.of(options["paper"])
+    if as_json:
+        print(json.dumps([figure.as_json() for figure in figures], indent=1, ensure_ascii=False))
+    else:
+        print(paper_arithmetic.render(figures))
+    return 0

@@ -1,0 +1,1 @@
+"""The verbs of studies, which the command line loads by name."""

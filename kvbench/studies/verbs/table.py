@@ -1,0 +1,83 @@
+"""table: a paper's table on a model, beside the printed values, or one of kvbench's own. Missing cells are measured."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from kvbench.base.errors import UsageError, unknown
+from kvbench.papers.verbs.claims import refuse_fixed
+from kvbench.papers.verbs.tables import print_tables
+from kvbench.plan.keys import one_of, pairs
+from kvbench.run.console import print_plans, stopping
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the verb's options."""
+    parser.add_argument(
+        "table", help="paper/number, a paper, all, formats, bytes, through_cache, ranking or leaderboard"
+    )
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="model=, limit=, results=, ...")
+    parser.add_argument("--show", default="both", help="both, ours, published or delta (default both)")
+    parser.add_argument("--format", default="text", help="text, md, csv, latex or html (default text)")
+    parser.add_argument("--stored", action="store_true", help="measure nothing, show what is in the store")
+    parser.add_argument("--plan", action="store_true", help="show what would be measured, and stop")
+    parser.add_argument("--trace", nargs=2, metavar=("ROW", "COL"), help="the stored lines behind one number")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Measure missing cells and print. Return exit status 1 if rows were refused."""
+    from kvbench.papers.measured import grid, page
+    from kvbench.papers.spec import catalogue
+    from kvbench.studies import own_tables
+
+    one_of("value of --show", grid.SHOWS, args.show)
+    one_of("value of --format", page.FORMATS, args.format)
+    options = pairs(args.overrides)
+    # kvbench's own studies of all methods are no paper's tables
+    if args.table in own_tables.NAMES:
+        return _print_own_table(args.table, options, args)
+    refuse_fixed(options, "the paper's table")
+    if args.table != "all" and args.table.partition("/")[0] not in catalogue.papers():
+        names = ["all"]
+        names += catalogue.in_place()
+        names += own_tables.NAMES
+        raise unknown("paper or table", args.table, names)
+    return print_tables(options, args)
+
+
+def _print_own_table(name: str, options: dict[str, str], args: argparse.Namespace) -> int:
+    """Measure a table that no paper prints, and print it. Return the exit status."""
+    from kvbench.report import run_report, writers
+    from kvbench.run import experiment
+    from kvbench.studies import own_tables
+
+    if args.trace:
+        raise UsageError(f"--trace is of papers' tables, not of {name}: kvbench show CELL prints stored answers")
+    model = options.pop("model", "") or "tiny"
+    runs = own_tables.prepare(name, model, options)
+    if args.plan:
+        return print_plans(runs, as_json=args.json)
+    if not args.stored:
+        with stopping(runs, ["table", name] + args.overrides) as stop:
+            for run in runs:
+                experiment.fill(run, quiet=args.json)
+        if stop.status is not None:
+            return stop.status
+    reports = [run_report.report(run) for run in runs]
+    statuses: set[str] = set()
+    for report in reports:
+        statuses |= {cell.status for cell in report.cells}
+    if not args.json and statuses <= {"missing"}:
+        print(f"nothing of table {name} is measured yet in {reports[0].results}; leave out --stored to measure it")
+        return 0
+    table = own_tables.read(name, model, runs, reports)
+    if args.json:
+        print(json.dumps(table.plain, indent=1, ensure_ascii=False))
+    else:
+        # the parts of a table often have the same settings: each line is printed once, in their order
+        notes = list(dict.fromkeys(report.settings for report in reports))
+        notes += table.notes
+        notes += reports[0].notes
+        print(writers.compose(table.sheets, notes, args.format), end="")
+    return 1 if statuses & {"refused", "failed"} else 0
