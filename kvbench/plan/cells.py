@@ -110,13 +110,19 @@ def build_groups(
         if cfg.fidelity == THROUGH_CACHE:
             _check_through_cache(dataset.name, knobs, chains)
             knobs["windows"] = "llamacpp"
-        tasks = load_tasks(dataset.name, knobs, dataset.tasks, tokenizer, cfg.data_root, policy.renderer(tokenizer))
-        if dataset.query_aware is not None:
-            tasks = [replace(t, query_aware=dataset.query_aware) for t in tasks]
+        tasks = load_tasks(
+            dataset.name,
+            knobs,
+            dataset.tasks,
+            tokenizer=tokenizer,
+            data=cfg.data_root,
+            render=policy.renderer(tokenizer),
+            query_aware=dataset.query_aware,
+        )
         for task in tasks:
             check_installed(task.metric)
             label = dataset.label
-            if dataset.query_aware is not None and (task.turns or task.examples[0].tokens):
+            if task.turns or task.examples[0].tokens:
                 # both values are one protocol there: a column of its own for neither
                 label = ",".join(part for part in label.split(",") if not part.startswith("query_aware="))
             column = f"{task.id} {label}".strip()
