@@ -37,59 +37,6 @@ class Group:
     examples: tuple[Example, ...]
 
 
-@dataclass(frozen=True)
-class GroupTodo:
-    """The remaining work of one group in prompts and answers, and the answers already stored.
-
-    task: the group's column.
-    methods, cells: the labels and the ids of its cells.
-    examples, of: how many of the task's examples this run has, and how many there are.
-    prefills: the prompts to read.
-    prefills_saved: the answers that share the prefill of another answer.
-    calibrations: a text for each calibration to compute before any answer.
-    """
-
-    task: str
-    methods: list[str]
-    cells: list[str]
-    examples: int
-    of: int
-    answers_to_do: int
-    answers_done: int
-    prefills: int
-    prefills_saved: int
-    calibrations: list[str]
-
-
-@dataclass(frozen=True)
-class GroupPlan(GroupTodo):
-    """The remaining work of one group, with the memory and the time that it takes.
-
-    prompt_tokens: the length of the longest prompt.
-    bytes: the most bytes that the caches take.
-    parts: the labels of the cells that run together, part by part.
-    too_large: the labels of the cells that do not fit into memory even alone.
-    seconds: the time left; None if no answer of the group is measured yet.
-    """
-
-    prompt_tokens: int
-    bytes: int
-    parts: list[list[str]]
-    too_large: list[str]
-    seconds: float | None
-
-
-@dataclass(frozen=True)
-class Plan:
-    """The groups that a run will measure, with the bytes of memory that their caches may take, and notes."""
-
-    memory: int
-    device: str
-    dtype: str
-    groups: list[GroupPlan]
-    notes: list[str]
-
-
 def build_groups(
     cfg: RunConfig,
     model_identity: Mapping[str, object],

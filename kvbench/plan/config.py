@@ -176,7 +176,7 @@ class RunConfig:
 
 def read(arguments: Sequence[str]) -> RunConfig:
     """Return the one run that ``key=value`` arguments ask for. Raises UsageError naming the key and value at fault."""
-    (request,) = words.read(arguments).runs
+    (request,) = words.read(arguments)
     return parse(request)
 
 

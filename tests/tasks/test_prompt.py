@@ -359,7 +359,7 @@ def test_kvpresss_protocol_compresses_the_template_up_to_the_question():
             assert switches == {"enable_thinking": False}
             return f"<u>{messages[-1]['content']}</u><a>"
 
-    run = config.parse(words_of.read(["preset=kvpress", "method=snapkv", "dataset=tiny"]).runs[0])
+    run = config.parse(words_of.read(["preset=kvpress", "method=snapkv", "dataset=tiny"])[0])
     example = Example("a", "C\nQ? ", ("x",), 4, question="Q? ")
     (dataset,) = run.datasets
     assert dataset.query_aware is False
