@@ -139,8 +139,8 @@ class DeclaredBytes:
         return self.payload + self.overhead
 
 
-class LayerPlan(NamedTuple):
-    """The tokens of one layer after a prompt, by formula. Layers with equal plans have equal bytes.
+class LayerTokens(NamedTuple):
+    """The tokens of one layer after a prompt, by formula. Layers with equal records have equal bytes.
 
     expected: the chain's promise for the layer.
     sizes: the tokens of each stored head. They are spread evenly where the promise leaves them open.
@@ -163,10 +163,10 @@ def bytes_declared(chain: Chain, shape: Shape, n: int, itemsize: int) -> Declare
     payload = shape.local_bytes(n, itemsize)
     overhead = shape.local_overhead(n)
     tokens = 0
-    for plan, layers in counts.items():
-        expected = plan.expected
-        blocks = [chain.layout(size, shape.head_dim, itemsize, plan.layout_layer) for size in plan.sizes]
-        keeps_all = min(plan.sizes) >= plan.tokens_read
+    for layer, count in counts.items():
+        expected = layer.expected
+        blocks = [chain.layout(size, shape.head_dim, itemsize, layer.layout_layer) for size in layer.sizes]
+        keeps_all = min(layer.sizes) >= layer.tokens_read
         # Heads are ragged if their promises differ, or if only the sum over the heads is fixed.
         only_sum_fixed = expected.total is not None or (chain.selector is not None and chain.selector.ragged)
         sizes_open = expected.low != expected.high and only_sum_fixed
@@ -179,9 +179,9 @@ def bytes_declared(chain: Chain, shape: Shape, n: int, itemsize: int) -> Declare
             count_tensors = 3
         elif ragged:
             count_tensors = _count_ragged_segments(chain, expected, shape)
-        payload += layers * payload_bytes(blocks)
-        overhead += layers * overhead_bytes(blocks, shared, count_tensors)
-        tokens += layers * sum(plan.sizes)
+        payload += count * payload_bytes(blocks)
+        overhead += count * overhead_bytes(blocks, shared, count_tensors)
+        tokens += count * sum(layer.sizes)
     overhead += shape.layers * chain.observed_bytes(n, shape.query_heads, shape.head_dim, itemsize)
     if chain.sharer is not None:
         keyless_heads = heads_without_keys(chain, shape, n)
@@ -194,12 +194,12 @@ def bytes_declared(chain: Chain, shape: Shape, n: int, itemsize: int) -> Declare
         tokens=tokens / (heads * shape.layers),
         payload=payload,
         overhead=overhead,
-        even=any(plan.expected.low != plan.expected.high for plan in counts),
+        even=any(layer.expected.low != layer.expected.high for layer in counts),
     )
 
 
-def layer_counts(chain: Chain, shape: Shape, n: int) -> Counter[LayerPlan] | None:
-    """Return how many layers have each plan, or None if the prompt's text decides how many tokens stay."""
+def layer_counts(chain: Chain, shape: Shape, n: int) -> Counter[LayerTokens] | None:
+    """Return how many layers hold tokens in each way, or None if the prompt's text decides how many tokens stay."""
     heads = chain.heads(shape.kv_heads, shape.query_heads)
     promises = [chain.expected(n, i, shape.layers, heads) for i in range(shape.layers)]
     # In an open layer neither the heads nor their sum are fixed. The other layers' tokens are subtracted from the sum
@@ -210,7 +210,7 @@ def layer_counts(chain: Chain, shape: Shape, n: int) -> Counter[LayerPlan] | Non
         return None
     remaining_tokens = (total or 0) - sum(sum(p.low) for p in promises if p.low == p.high)
     open_layer_tokens = iter(spread_evenly(remaining_tokens, len(open_layers)))
-    counts: Counter[LayerPlan] = Counter()
+    counts: Counter[LayerTokens] = Counter()
     for i, promise in enumerate(promises):
         sizes = promise.low
         if promise.low != promise.high:
@@ -218,13 +218,13 @@ def layer_counts(chain: Chain, shape: Shape, n: int) -> Counter[LayerPlan] | Non
             if layer_tokens is None:
                 layer_tokens = next(open_layer_tokens)
             sizes = tuple(spread_evenly(layer_tokens, heads))
-        plan = LayerPlan(
+        tokens_of_layer = LayerTokens(
             expected=promise,
             sizes=sizes,
             tokens_read=chain.tokens_read(n, i, shape.layers),
             layout_layer=chain.first_alike(i),
         )
-        counts[plan] += 1
+        counts[tokens_of_layer] += 1
     return counts
 
 
@@ -314,16 +314,16 @@ def nominal_payload(chain: Chain, shape: Shape, n: int, itemsize: int) -> float 
     counts = layer_counts(chain, shape, n)
     if counts is None:
         return None
-    plan_bytes: list[float] = []
-    for plan, layers in counts.items():
+    layer_bytes: list[float] = []
+    for layer, count in counts.items():
         # heads of equal tokens have equal bytes
         bytes_by_size: dict[int, float] = {}
-        for slots in set(plan.sizes):
+        for slots in set(layer.sizes):
             bytes_by_size[slots] = _count_nominal_bytes(
-                chain, slots, shape.head_dim, itemsize=itemsize, layer=plan.layout_layer
+                chain, slots, shape.head_dim, itemsize=itemsize, layer=layer.layout_layer
             )
-        plan_bytes.append(layers * sum(bytes_by_size[slots] for slots in plan.sizes))
-    return sum(plan_bytes) + shape.local_bytes(n, itemsize)
+        layer_bytes.append(count * sum(bytes_by_size[slots] for slots in layer.sizes))
+    return sum(layer_bytes) + shape.local_bytes(n, itemsize)
 
 
 def _count_nominal_bytes(chain: Chain, slots: int, head_dim: int, *, itemsize: int, layer: int) -> float:

@@ -142,7 +142,7 @@ def measure(words: Sequence[str], plan: bool = False, beside: bool = True) -> tu
             raise UsageError(f"folder={folder} cannot be made: {error.strerror}") from None
     path = folder / f"{name}.jsonl"
     rows = []
-    for request in read(run_words).runs:
+    for request in read(run_words):
         rows += _measure_model(request, options, path, plan=plan, older=beside)
     return rows, path
 

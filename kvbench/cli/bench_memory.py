@@ -43,7 +43,7 @@ def main(args: argparse.Namespace) -> int:
     known_keys += KEYS
     request.refuse_keys("memory", options, KEYS, known_keys)
     results = []
-    for run in words.read(run_words).runs:
+    for run in words.read(run_words):
         results.append(_measure(config.parse(run), sizes, build=not args.formula, quiet=args.json))
     if args.json:
         # one model's result stands alone, without a list around it

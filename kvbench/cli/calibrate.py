@@ -28,7 +28,7 @@ def main(args: argparse.Namespace) -> int:
     from kvbench.run import experiment
 
     # all runs are parsed before the first calibration, which may take minutes, is computed
-    cfgs = [config.parse(run) for run in words.read(overrides).runs]
+    cfgs = [config.parse(run) for run in words.read(overrides)]
     records = []
     for cfg in cfgs:
         records += experiment.calibrate(cfg, quiet=args.json)

@@ -33,7 +33,7 @@ def main(args: argparse.Namespace) -> int:
     """Print the files that can go, and remove them with --yes."""
     from kvbench.report.listing import given, rows
     from kvbench.store.store import LINK, ResultStore
-    from kvbench.store.store_clean import carry_out, leftovers, plan
+    from kvbench.store.store_clean import carry_out, leftovers, list_removals
 
     filters = given(args.overrides, KEYS)
     store = ResultStore(Path(filters.pop("results", "results")).expanduser())
@@ -53,7 +53,7 @@ def main(args: argparse.Namespace) -> int:
         raise KvbenchError(
             f"cells={cell}: shard {', '.join(map(str, shards))} of it is being measured now; stop that run first"
         )
-    removals = plan(store, cells, whole=all_samples)
+    removals = list_removals(store, cells, whole=all_samples)
     # half-removed folders belong to no cell, so that no filter chooses them
     if not filters:
         removals += leftovers(store)

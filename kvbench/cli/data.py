@@ -100,7 +100,7 @@ def _print_prompts(ids: list[str], options: dict[str, str], as_json: bool) -> in
     # a run needs a method, and the full cache's prompts are those of all methods
     run_options = {"dataset": ",".join(ids), "method": "full", "limit": "1"}
     run_options |= options
-    requests = words.command(run_options).runs
+    requests = words.request_runs(run_options)
     # reading: nothing is written, so that the results folder need not be there
     plans = [experiment.prepare(config.parse(request), reading=True) for request in requests]
     records = []

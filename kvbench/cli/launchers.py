@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvbench.base.errors import unknown
 from kvbench.base.extras import require
-from kvbench.plan.words import Command
+from kvbench.plan.words import RunRequest
 
 LAUNCHERS = {
     "basic": None,
@@ -15,11 +15,11 @@ LAUNCHERS = {
 """The launchers, each with the package that it needs."""
 
 
-def check(command: Command) -> None:
+def check(request: RunRequest) -> None:
     """Raise UsageError, naming the extra, for a launcher that is unknown or not installed."""
     # without a word on it, Hydra runs jobs one after another in its own process
     name = "basic"
-    for word in command.sweep:
+    for word in request.sweep:
         if word.startswith("hydra/launcher="):
             name = word.removeprefix("hydra/launcher=")
             break

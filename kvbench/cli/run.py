@@ -45,14 +45,15 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Measure and print. Return exit status 1 if a cell was refused or failed."""
-    command = words.read(args.overrides, args.multirun)
-    launchers.check(command)
+    requests = words.read(args.overrides, args.multirun)
+    # under -m there is one: only one model can be swept
+    launchers.check(requests[0])
     from kvbench.plan import config
     from kvbench.run import experiment
     from kvbench.run.wandb_logger import listeners
 
     if args.config:
-        for request in command.runs:
+        for request in requests:
             config.parse(request)  # raises for a run that is not possible: its configuration is not shown
             composed = config.compose(request)
             if args.json:
@@ -61,15 +62,15 @@ def main(args: argparse.Namespace) -> int:
                 print(yaml.safe_dump(composed, sort_keys=False))
         return 0
     # a grid of models is a run for each; all are planned before the first is measured
-    prepared = [experiment.prepare(config.parse(request)) for request in command.runs]
+    prepared = [experiment.prepare(config.parse(request)) for request in requests]
     if args.plan:
         return print_plans(prepared, args.json)
-    if command.sweep:
+    if args.multirun:
         from kvbench.cli.sweep import sweep
 
         with stopping(prepared, ["run", "-m"] + args.overrides) as stop:
             # the shards are measured by other processes, into the same folder of results
-            sweep(command, prepared[0])
+            sweep(requests[0], prepared[0])
             reports = [experiment.settle(prepared[0], listeners(prepared[0].cfg.logger))]
     else:
         with stopping(prepared, ["run"] + args.overrides) as stop:

@@ -49,7 +49,7 @@ def main(args: argparse.Namespace) -> int:
     from kvbench.report import run_report
     from kvbench.run import experiment
 
-    runs = words.command(options).runs
+    runs = words.request_runs(options)
     plans = [experiment.prepare(config.parse(request), reading=True) for request in runs]
     # all models of a command share one folder of results
     if "results" in options:

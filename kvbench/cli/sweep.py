@@ -17,7 +17,7 @@ from kvbench.base.conf import conf_dir
 from kvbench.base.errors import KvbenchError, UsageError
 from kvbench.plan import config, words
 from kvbench.plan.run_plan import RunPlan
-from kvbench.plan.words import Command
+from kvbench.plan.words import RunRequest
 from kvbench.run import experiment
 from kvbench.run.wandb_logger import listeners
 
@@ -28,24 +28,23 @@ def job(cfg: DictConfig) -> None:
     # Hydra's own values of the sweep come behind the words that the user typed
     job_words = list(cfg.words)
     job_words += [f"shard={cfg.shard}", f"shards={cfg.shards}"]
-    (request,) = words.read(job_words).runs
+    (request,) = words.read(job_words)
     run = config.parse(request, OmegaConf.to_container(cfg))  # type: ignore[arg-type]
     experiment.measure(experiment.prepare(run), listeners=listeners(run.logger))
 
 
-def sweep(command: Command, prepared: RunPlan) -> None:
-    """Run every shard of the command's only run through Hydra's launcher. Raises KvbenchError if one did not end.
+def sweep(request: RunRequest, prepared: RunPlan) -> None:
+    """Run every shard of a run through Hydra's launcher. Raises KvbenchError if one did not end.
 
     ``prepared`` is the whole run, as this machine sees it.
     """
-    _check_dtype(command, prepared)
-    (request,) = command.runs
+    _check_dtype(request, prepared)
     # a job parses the user's own words again: Hydra's overrides cannot say all that they can
     arguments = ["kvbench", "--multirun"]
     arguments += config.group_overrides(request)
     arguments.append(f"+words=[{','.join(map(_quoted, request.words))}]")
     arguments.append(f"results={_quoted(prepared.cfg.results)}")
-    arguments += command.sweep
+    arguments += request.sweep
     data = os.environ.get("KVBENCH_DATA")
     if data:
         # workers on a cluster have an environment of their own
@@ -78,12 +77,12 @@ def _quoted(text: str) -> str:
     return f"'{escaped}'"
 
 
-def _check_dtype(command: Command, prepared: RunPlan) -> None:
+def _check_dtype(request: RunRequest, prepared: RunPlan) -> None:
     """Raise UsageError if workers with GPUs would choose another precision, and so other cells, than this machine."""
     # a precision that is named is the same everywhere, and with a GPU here auto means the same as there
     if prepared.cfg.model.dtype != "auto" or torch.cuda.is_available():
         return
-    for word in command.sweep:
+    for word in request.sweep:
         # launchers have keys such as hydra.launcher.gpus_per_node
         key, _, value = word.partition("=")
         if "gpu" in key and value != "0":

@@ -63,11 +63,11 @@ def prefill_chains(
     # refuse before anything is read: prompts that are too long, then chains that the model cannot run
     for chain, n in zip(chains, lengths, strict=True):
         check_window(model, n, [chain])
-        plan = None
+        later_passes = None
         if chain.replayer:
-            plan = chain.replayer.replay(n)
-        if plan is not None:
-            tokens_read = n + longest_pass(plan, n, tokenizer)
+            later_passes = chain.replayer.replay(n)
+        if later_passes is not None:
+            tokens_read = n + longest_pass(later_passes, n, tokenizer)
             check_window(model, tokens_read, [chain])
             check_capacity(model, tokens_read)
     model_traits = traits.of_model(model)
@@ -245,13 +245,13 @@ def _replay(
         if selector is None:
             continue
         with _clock(ids.device, spent, i):
-            plan = selector.replay(len(ids))
-            if plan is None:
+            passes = selector.replay(len(ids))
+            if passes is None:
                 compressed.replayed(None)
                 continue
-            if plan not in received:
-                received[plan] = replay(model, ids, compressed.caches, plan, tokenizer)
-            compressed.replayed(received[plan])
+            if passes not in received:
+                received[passes] = replay(model, ids, compressed.caches, passes, tokenizer)
+            compressed.replayed(received[passes])
 
 
 @contextmanager

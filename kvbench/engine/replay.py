@@ -89,25 +89,25 @@ class ReplayLayer(KvbenchLayer):
 
 
 def replay(
-    model: PreTrainedModel, ids: Tensor, layers: Sequence[LayerCache], plan: Replay, tokenizer: Any
+    model: PreTrainedModel, ids: Tensor, layers: Sequence[LayerCache], passes: Replay, tokenizer: Any
 ) -> list[Tensor]:
     """Return for each layer the most attention [Hq, n] that each token of a prompt ``ids`` [n] receives in the passes.
 
     layers: the prompt's caches, which hold all tokens.
-    plan: the passes to make.
+    passes: the passes to make.
 
     Raises UsageError if the instruction needs a tokenizer that is not there.
     """
     n = len(ids)
-    words = _encode_instructions(tokenizer, plan.instruction)
+    words = _encode_instructions(tokenizer, passes.instruction)
     lifted = lifts(model)
     received: list[list[Tensor]] = [[] for _ in layers]
-    for span in plan.spans(n):
+    for span in passes.spans(n):
         text = _write_pass(ids, span, words)
         replay_layers: list[ReplayLayer] = []
         for layer in layers:
             segment = layer.segments[0]
-            replay_layers.append(ReplayLayer(segment.k, segment.v, span, plan.sinks))
+            replay_layers.append(ReplayLayer(segment.k, segment.v, span, passes.sinks))
         with torch.no_grad(), attached(model):
             model(
                 input_ids=text[None],
@@ -127,11 +127,11 @@ def replay(
     return [torch.cat(parts, dim=1) for parts in received]
 
 
-def longest_pass(plan: Replay, n: int, tokenizer: Any) -> int:
+def longest_pass(passes: Replay, n: int, tokenizer: Any) -> int:
     """Return the most tokens that a pass reads behind a prompt of n tokens."""
-    first, later, header = _encode_instructions(tokenizer, plan.instruction)
+    first, later, header = _encode_instructions(tokenizer, passes.instruction)
     # the first pass has its own instruction; later ones quote the tokens before their chunk
-    return min(plan.chunk, n) + max(len(first), len(later) + QUOTED) + len(header)
+    return min(passes.chunk, n) + max(len(first), len(later) + QUOTED) + len(header)
 
 
 def _write_pass(ids: Tensor, span: tuple[int, int], words: tuple[list[int], list[int], list[int]]) -> Tensor:

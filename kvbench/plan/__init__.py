@@ -1,1 +1,1 @@
-"""From words to work: requests, configurations, cells and the plan of a run."""
+"""From words to work: requests, configurations, cells, the plan of a run and its forecast."""

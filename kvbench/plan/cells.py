@@ -37,59 +37,6 @@ class Group:
     examples: tuple[Example, ...]
 
 
-@dataclass(frozen=True)
-class GroupTodo:
-    """The remaining work of one group in prompts and answers, and the answers already stored.
-
-    task: the group's column.
-    methods, cells: the labels and the ids of its cells.
-    examples, of: how many of the task's examples this run has, and how many there are.
-    prefills: the prompts to read.
-    prefills_saved: the answers that share the prefill of another answer.
-    calibrations: a text for each calibration to compute before any answer.
-    """
-
-    task: str
-    methods: list[str]
-    cells: list[str]
-    examples: int
-    of: int
-    answers_to_do: int
-    answers_done: int
-    prefills: int
-    prefills_saved: int
-    calibrations: list[str]
-
-
-@dataclass(frozen=True)
-class GroupPlan(GroupTodo):
-    """The remaining work of one group, with the memory and the time that it takes.
-
-    prompt_tokens: the length of the longest prompt.
-    bytes: the most bytes that the caches take.
-    parts: the labels of the cells that run together, part by part.
-    too_large: the labels of the cells that do not fit into memory even alone.
-    seconds: the time left; None if no answer of the group is measured yet.
-    """
-
-    prompt_tokens: int
-    bytes: int
-    parts: list[list[str]]
-    too_large: list[str]
-    seconds: float | None
-
-
-@dataclass(frozen=True)
-class Plan:
-    """The groups that a run will measure, with the bytes of memory that their caches may take, and notes."""
-
-    memory: int
-    device: str
-    dtype: str
-    groups: list[GroupPlan]
-    notes: list[str]
-
-
 def build_groups(
     cfg: RunConfig,
     model_identity: Mapping[str, object],
@@ -110,13 +57,19 @@ def build_groups(
         if cfg.fidelity == THROUGH_CACHE:
             _check_through_cache(dataset.name, knobs, chains)
             knobs["windows"] = "llamacpp"
-        tasks = load_tasks(dataset.name, knobs, dataset.tasks, tokenizer, cfg.data_root, policy.renderer(tokenizer))
-        if dataset.query_aware is not None:
-            tasks = [replace(t, query_aware=dataset.query_aware) for t in tasks]
+        tasks = load_tasks(
+            dataset.name,
+            knobs,
+            dataset.tasks,
+            tokenizer=tokenizer,
+            data=cfg.data_root,
+            render=policy.renderer(tokenizer),
+            query_aware=dataset.query_aware,
+        )
         for task in tasks:
             check_installed(task.metric)
             label = dataset.label
-            if dataset.query_aware is not None and (task.turns or task.examples[0].tokens):
+            if task.turns or task.examples[0].tokens:
                 # both values are one protocol there: a column of its own for neither
                 label = ",".join(part for part in label.split(",") if not part.startswith("query_aware="))
             column = f"{task.id} {label}".strip()

@@ -42,14 +42,18 @@ def _is_number(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class DatasetConfig:
-    """One entry of conf/dataset with its final knobs, and the names of the tasks to run; all if ``tasks`` is empty."""
+    """One entry of conf/dataset with its final knobs, and the names of the tasks to run; all if ``tasks`` is empty.
+
+    label: the values of the grids that this entry is one point of, for the head of its columns.
+    query_aware: whether questions are read before the compression; None leaves it to each task.
+    """
 
     name: str = identity()
     knobs: Mapping[str, object] = identity()
     tasks: tuple[str, ...] = identity(default=())
     label: str = runtime(default="")
     default_limit: int | None = runtime(default=None)
-    query_aware: bool | None = identity(default=None)  # of a grid
+    query_aware: bool | None = identity(default=None)
 
 
 @dataclass(frozen=True)
@@ -172,7 +176,7 @@ class RunConfig:
 
 def read(arguments: Sequence[str]) -> RunConfig:
     """Return the one run that ``key=value`` arguments ask for. Raises UsageError naming the key and value at fault."""
-    (request,) = words.read(arguments).runs
+    (request,) = words.read(arguments)
     return parse(request)
 
 
@@ -287,8 +291,8 @@ def _prompt_policy(raw: Mapping[str, Any], model: ModelConfig) -> PromptPolicy:
     If the model's entry states a template for this policy (off, on, skip or a Jinja text), that is used.
     """
     policy = dict(raw["prompt"])
-    if isinstance(policy["query_aware"], list):
-        policy["query_aware"] = None  # each dataset has its own
+    # whether a question is withheld is a fact of its task, which _dataset_configs reads
+    del policy["query_aware"]
     template = model.prompt_templates.get(policy["name"])
     if template in TEMPLATES:
         policy["template"] = template
@@ -306,28 +310,41 @@ def _prompt_policy(raw: Mapping[str, Any], model: ModelConfig) -> PromptPolicy:
     return PromptPolicy(**policy)
 
 
+def _read_query_aware(value: Any) -> tuple[bool | None, ...]:
+    """Return each way in which ``query_aware=`` has the datasets read: true, false, or None, each task's own choice.
+
+    A list of both values has both ways. Raises UsageError for another value.
+    """
+    if not isinstance(value, list):
+        if not isinstance(value, bool | None):
+            raise UsageError(f"prompt.query_aware={value!r} is not possible: true, false, or null")
+        return (value,)
+    check("query_aware", value, bool(value), "true, false, or both")
+    for part in value:
+        check("query_aware", part, isinstance(part, bool), "true, false, or both")
+    return tuple(value)
+
+
 def _dataset_configs(raw: Mapping[str, Any]) -> Iterator[DatasetConfig]:
-    """Yield each chosen dataset, once for each combination of the values in its knobs' grids."""
-    policy_value = raw["prompt"]["query_aware"]  # a list is a grid: each of its values has columns of its own
-    if isinstance(policy_value, list):
-        for value in policy_value:
-            check("query_aware", value, isinstance(value, bool), "true, false, or both")
+    """Yield each chosen dataset, once for each combination of ``query_aware=`` and the values in its knobs' grids."""
+    ways = _read_query_aware(raw["prompt"]["query_aware"])
     for name, entry in raw["dataset"].items():
         tasks = _tasks_of(name, raw["tasks"])
-        axes: list[tuple[str, Sequence[Any]]] = []
-        if isinstance(policy_value, list):
-            axes.append(("query_aware", policy_value))
-        axes += grids(entry, entries("dataset").get(name, {}))
+        axes = list(grids(entry, entries("dataset").get(name, {})))
         for key, swept in axes:
             check(f"dataset.{name}.{key}", swept, bool(swept), "a value, or a list of at least one")
         keys = [key for key, _ in axes]
-        for combination in itertools.product(*(swept for _, swept in axes)):
+        for query_aware, *combination in itertools.product(ways, *(swept for _, swept in axes)):
             swept_values = dict(zip(keys, combination, strict=True))
+            label = [f"{key}={value}" for key, value in swept_values.items()]
+            if len(ways) > 1:
+                # each of the two has columns of its own
+                label.insert(0, f"query_aware={words.text_of(query_aware)}")
             knobs = dict(entry) | swept_values
-            query_aware = knobs.pop("query_aware", None)
             default_limit = knobs.pop("default_limit", None)
-            label = ",".join(f"{key}={_shown(key, value)}" for key, value in swept_values.items())
-            yield DatasetConfig(name, knobs, tasks, label=label, default_limit=default_limit, query_aware=query_aware)
+            yield DatasetConfig(
+                name, knobs, tasks, label=",".join(label), default_limit=default_limit, query_aware=query_aware
+            )
 
 
 def _tasks_of(dataset: str, written_tasks: Sequence[str]) -> tuple[str, ...]:
@@ -340,13 +357,6 @@ def _tasks_of(dataset: str, written_tasks: Sequence[str]) -> tuple[str, ...]:
     if "" in names:
         return ()
     return tuple(dict.fromkeys(names))
-
-
-def _shown(key: str, value: Any) -> str:
-    """Return a swept value as a column's label has it: query_aware as it is typed."""
-    if key == "query_aware":
-        return str(value).lower()
-    return str(value)
 
 
 def plain(error: Exception) -> str:

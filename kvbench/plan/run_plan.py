@@ -1,4 +1,4 @@
-"""A run that was checked without loading weights, with the work that is left of it and the memory and time for that."""
+"""The plan of a run, checked without loading weights: the groups of cells that it measures, and the work left of it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from transformers import PreTrainedModel
 from kvbench.base.errors import KvbenchError, Refused
 from kvbench.base.example import Example
 from kvbench.base.visible import say
-from kvbench.engine import memory, precision
 from kvbench.engine.batch import default_rows
 from kvbench.engine.calibration.session import DEFAULT_FOLDER, Session
 from kvbench.engine.processors import allowed
@@ -30,7 +29,7 @@ from kvbench.methods.core.walls import contained
 from kvbench.models import load, traits
 from kvbench.plan import equal_memory
 from kvbench.plan.advice import LITTLE_LEFT, about_ignored, about_prompts
-from kvbench.plan.cells import Group, GroupPlan, GroupTodo, Plan, build_groups, pairs, pending, rounds
+from kvbench.plan.cells import Group, build_groups, pending, rounds
 from kvbench.plan.config import RunConfig
 from kvbench.plan.estimate import Estimate, cache_bytes, estimate
 from kvbench.store.cell import Cell
@@ -45,10 +44,36 @@ SMALL_MODEL = 256
 
 
 @dataclass(frozen=True)
-class RunPlan:
-    """A run whose configuration, data, checkpoint and results folder were found good; no weights are loaded yet.
+class GroupTodo:
+    """The remaining work of one group in prompts and answers, and the answers already stored.
 
-    unplanned: why a method that is not kvbench's own is left out, by its label: it fails when it is asked for a plan.
+    task: the group's column.
+    methods, cells: the labels and the ids of its cells.
+    examples, of: how many of the task's examples this run has, and how many there are.
+    prefills: the prompts to read.
+    prefills_saved: the answers that share the prefill of another answer.
+    calibrations: a text for each calibration to compute before any answer.
+    """
+
+    task: str
+    methods: list[str]
+    cells: list[str]
+    examples: int
+    of: int
+    answers_to_do: int
+    answers_done: int
+    prefills: int
+    prefills_saved: int
+    calibrations: list[str]
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """The plan of a run: what it measures, as groups of cells, with all that is known before weights are loaded.
+
+    Its configuration, data, checkpoint and results folder were found good.
+
+    unplanned: why a method that is not kvbench's own is left out, by its label: it fails when the run is planned.
     """
 
     cfg: RunConfig
@@ -126,65 +151,6 @@ class RunPlan:
             for label, columns in tasks.items()
         ]
 
-    def plan(self) -> Plan:
-        """Return what is left to measure, with the memory and time of each group and the memory limit.
-
-        No weights are loaded.
-        """
-        device = load.resolve_device(self.cfg.device)
-        cache_memory = self._cache_memory()
-        estimates = {g.column: self.estimate(g) for g in self.groups}
-        parts_of, shared_prefills = self._parts(estimates, cache_memory)
-        groups = []
-        for group, todo in zip(self.groups, self.todo(), strict=True):
-            group_estimate, parts = estimates[group.column], parts_of[group.column]
-            # each part reads its prompts again; a context that another group reads is not read here
-            prefills = self._prefills(group, parts) - shared_prefills[group.column]
-            todo = replace(
-                todo,
-                prefills=prefills,
-                prefills_saved=todo.prefills_saved - (prefills - todo.prefills),
-            )
-            cells = [cell for part in parts for cell in part.cells]
-            planned = GroupPlan(
-                **vars(todo),
-                prompt_tokens=group_estimate.prompt_tokens,
-                bytes=max((group_estimate.bytes(p.cells, cache_memory) for p in parts), default=0),
-                parts=[labels(part) for part in parts],
-                too_large=[cell.label for cell in cells if group_estimate.alone(cell) > cache_memory],
-                seconds=group_estimate.seconds,
-            )
-            groups.append(planned)
-        dtype = precision.dtype_reason(self.cfg.model.dtype, self.dtype, device)
-        return Plan(
-            memory=cache_memory, device=str(device), dtype=dtype, groups=groups, notes=self.advice() + self.cuts()
-        )
-
-    def _cache_memory(self) -> int:
-        """Return the bytes that caches may take: as configured, else what the weights leave of the devices."""
-        limit = memory.cache_limit(self.cfg.memory, self.devices())
-        if self.cfg.memory is not None:
-            return limit
-        weights = int(memory.USED_SHARE * load.weight_bytes(self.source))
-        return max(0, limit - weights)
-
-    def _parts(
-        self, estimates: Mapping[str, Estimate], cache_memory: int
-    ) -> tuple[dict[str, list[Group]], dict[str, int]]:
-        """Return by column the parts in which a group runs, and how many of its contexts another group reads."""
-        parts_of: dict[str, list[Group]] = {g.column: [] for g in self.groups}
-        shared_prefills = dict.fromkeys(parts_of, 0)
-        for together in rounds(self.groups):
-            for pair in pairs(together):
-                parts_of_pair = [estimates[g.column].parts(g, cache_memory) for g in pair]
-                for group, parts in zip(pair, parts_of_pair, strict=True):
-                    parts_of[group.column] += parts
-                if len(pair) == 2 and all(len(parts) == 1 for parts in parts_of_pair):
-                    # both fit into memory whole: one pass reads the prompt with its question in view and withheld
-                    seen, withheld = pair
-                    shared_prefills[withheld.column] += self._shared(seen, withheld)
-        return parts_of, shared_prefills
-
     def load_model(self) -> PreTrainedModel:
         """Return the model: the one that was given, or the checkpoint's weights, read now."""
         if self.model is not None:
@@ -202,7 +168,7 @@ class RunPlan:
             return {torch.device("cuda", i): 1 / count for i in range(count)}
         return {device: 1.0}
 
-    def _prefills(self, group: Group, parts: Sequence[Group]) -> int:
+    def count_prefills(self, group: Group, parts: Sequence[Group]) -> int:
         """Return how many prompts are read if the group runs in ``parts``."""
         count = 0
         for cells in self.left(group).values():
@@ -210,16 +176,6 @@ class RunPlan:
                 part_ids = {c.id for c in part.cells}
                 # methods with equal keys share a prefill
                 count += len({c.chain.prefill_key for c in cells if c.id in part_ids})
-        return count
-
-    def _shared(self, seen: Group, withheld: Group) -> int:
-        """Return how many contexts are read by the passes over the prompts with their questions in view."""
-        seen_examples = self.left(seen)
-        count = 0
-        for example, cells in self.left(withheld).items():
-            # a method that changes the prefill has a key and reads its prompts itself
-            if example in seen_examples and any(not c.chain.prefill_key for c in cells):
-                count += 1
         return count
 
     def estimate(self, group: Group) -> Estimate:
@@ -278,11 +234,11 @@ class RunPlan:
 
     def todo(self) -> list[GroupTodo]:
         """Return for each group the prompts to read, the answers to decode and the answers already stored."""
-        plans = []
+        todos = []
         for group in self.groups:
             remaining = self.left(group)
             answers = sum(len(cells) for cells in remaining.values())
-            prefills = self._prefills(group, [part for (part,) in rounds([group])])
+            prefills = self.count_prefills(group, [part for (part,) in rounds([group])])
             missing: dict[str, Request] = {}
             for cells in remaining.values():
                 for cell in cells:
@@ -304,8 +260,8 @@ class RunPlan:
                 prefills_saved=answers - prefills,
                 calibrations=calibrations,
             )
-            plans.append(todo)
-        return plans
+            todos.append(todo)
+        return todos
 
     def bound(self, groups: Sequence[Group], model: PreTrainedModel, quiet: bool) -> tuple[Group, ...]:
         """Return groups with every chain bound to its calibration. Missing calibrations are computed first."""
@@ -359,7 +315,7 @@ def prepare(cfg: RunConfig, reading: bool = False) -> RunPlan:
         store.check()
     load.resolve_device(cfg.device)
     source = load.locate(cfg.model)
-    plan = plan_of(cfg, source, lambda: cast(Tokenizer, load.load_tokenizer(cfg.model, source)), store)
+    plan = plan_run(cfg, source, lambda: cast(Tokenizer, load.load_tokenizer(cfg.model, source)), store)
     if not reading:
         for cell in plan._cells():
             damage = store.damage(cell.id)
@@ -368,7 +324,7 @@ def prepare(cfg: RunConfig, reading: bool = False) -> RunPlan:
     return plan
 
 
-def plan_of(
+def plan_run(
     cfg: RunConfig,
     source: load.ModelSource,
     tokenizer: Callable[[], Tokenizer],

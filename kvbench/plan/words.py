@@ -40,6 +40,7 @@ class RunRequest:
     methods, tasks: as typed; empty if none were typed.
     knobs: values of the methods' knobs by key (``kv_size``, ``method.snapkv.window``).
     values: all other values by full key (``limit``, ``model.dtype``).
+    sweep: under -m, the Hydra overrides that cut the run into shards and set up the launcher.
     """
 
     words: tuple[str, ...]
@@ -49,22 +50,15 @@ class RunRequest:
     knobs: Mapping[str, object] = field(default_factory=dict)
     values: Mapping[str, object] = field(default_factory=dict)
     preset: str | None = None
-
-
-@dataclass(frozen=True)
-class Command:
-    """A parsed command line: one request per model.
-
-    Under -m, ``sweep`` holds the Hydra overrides that cut the run into shards and set up the launcher.
-    """
-
-    runs: tuple[RunRequest, ...]
     sweep: tuple[str, ...] = ()
 
 
-def read(arguments: Sequence[str], multirun: bool = False) -> Command:
-    """Return the command that ``key=value`` arguments ask for. Raises UsageError for one that is not allowed."""
-    return command(keys.pairs(arguments), multirun)
+def read(arguments: Sequence[str], multirun: bool = False) -> tuple[RunRequest, ...]:
+    """Return the runs that ``key=value`` arguments ask for, one per model.
+
+    Raises UsageError for an argument that is not allowed.
+    """
+    return request_runs(keys.pairs(arguments), multirun)
 
 
 def request(settings: Mapping[str, object]) -> RunRequest:
@@ -73,14 +67,14 @@ def request(settings: Mapping[str, object]) -> RunRequest:
     A list is a grid of values, or the value of a knob whose default is a list. Raises UsageError for a key or value
     that is not allowed, and for several models.
     """
-    runs = command(settings).runs
+    runs = request_runs(settings)
     if len(runs) > 1:
         raise UsageError(f"model={settings['model']} names several models: give one")
     return runs[0]
 
 
-def command(settings: Mapping[str, object], multirun: bool = False) -> Command:
-    """Return the command that settings ask for, one run per model. Raises UsageError for one that is not allowed."""
+def request_runs(settings: Mapping[str, object], multirun: bool = False) -> tuple[RunRequest, ...]:
+    """Return the runs that settings ask for, one per model. Raises UsageError for a setting that is not allowed."""
     texts = {key: text_of(value) for key, value in settings.items()}
     for group, example in GROUPS.items():
         if group in texts and not texts[group]:
@@ -119,9 +113,10 @@ def command(settings: Mapping[str, object], multirun: bool = False) -> Command:
             knobs=knobs,
             values=run_values | values | _matching_kind(texts, preset_values),
             preset=preset,
+            sweep=tuple(sweep),
         )
         runs.append(run)
-    return Command(tuple(runs), tuple(sweep))
+    return tuple(runs)
 
 
 def _chosen_groups(texts: Mapping[str, str]) -> dict[str, str]:

@@ -384,11 +384,11 @@ def write(run: Run, root: Path) -> Path:
     return folder
 
 
-def check_names(planned_runs: Sequence[Run], root: Path) -> None:
+def check_names(runs: Sequence[Run], root: Path) -> None:
     """Raise UsageError where two runs would be one folder."""
     # the label of the method that each folder's name is taken by
     methods: dict[str, str] = {}
-    for run in planned_runs:
+    for run in runs:
         folder = folder_name(run.config(root))
         if folder in methods:
             raise UsageError(

@@ -183,7 +183,7 @@ def _prompt_text(prepared: RunPlan) -> str:
     for group in prepared.groups:
         words = [group.task.id.partition("/")[0]] + group.column.split()[1:]
         tasks[" ".join(words)] = group.task
-    withheld = [name for name, task in tasks.items() if not prompt.aware(task)]
+    withheld = [name for name, task in tasks.items() if not task.query_aware]
     if withheld and len(withheld) == len(tasks):
         parts.append("question withheld")
     elif withheld:

@@ -1,1 +1,1 @@
-"""Runs: configuration, plan, runner, store, summary, provenance, loggers."""
+"""The runner: reads the prompts of a plan, compresses, decodes, scores and stores; progress, W&B."""

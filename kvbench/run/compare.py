@@ -26,7 +26,7 @@ from kvbench.models.load import ModelSource
 from kvbench.models.traits import check_is_model, check_tokenizer
 from kvbench.plan import config, words
 from kvbench.plan.config import RunConfig
-from kvbench.plan.run_plan import RunPlan, plan_of
+from kvbench.plan.run_plan import RunPlan, plan_run
 from kvbench.plan.words import split_list
 from kvbench.report.report import Report
 from kvbench.run import experiment
@@ -184,7 +184,7 @@ def _plan(cfg: RunConfig, model: PreTrainedModel, tokenizer: Any) -> RunPlan:
     dtype = str(model.dtype).removeprefix("torch.")
     cfg = replace(cfg, model=replace(cfg.model, name=name, path=name, dtype=dtype), device=str(model.device))
     source = ModelSource(name, None, model.config, weights_of(model)[:16])
-    return plan_of(cfg, source, lambda: tokenizer, ResultStore(Path(cfg.results).expanduser()), model)
+    return plan_run(cfg, source, lambda: tokenizer, ResultStore(Path(cfg.results).expanduser()), model)
 
 
 @contextmanager

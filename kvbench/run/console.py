@@ -19,7 +19,7 @@ from kvbench.base.errors import notes
 from kvbench.base.visible import say
 
 if TYPE_CHECKING:
-    from kvbench.plan.cells import GroupPlan, Plan
+    from kvbench.plan.forecast import Forecast, GroupForecast
     from kvbench.plan.run_plan import RunPlan
     from kvbench.report.report import Report
 
@@ -30,7 +30,7 @@ ENDS = (
 )
 """The ways in which cells end without a result, in words, each with what helps."""
 MOST_IDS = 24
-"""Cells of a plan up to which their ids are printed."""
+"""Cells of a forecast up to which their ids are printed."""
 
 
 def output_arguments(parser: argparse.ArgumentParser) -> None:
@@ -123,47 +123,49 @@ def stopping(prepared: Sequence[RunPlan], arguments: Sequence[str]) -> Iterator[
 
 def print_plans(prepared: Sequence[RunPlan], as_json: bool) -> int:
     """Print the plans of runs, and measure nothing. Return exit status 0."""
-    plans = [run.plan() for run in prepared]
+    from kvbench.plan.forecast import forecast_run
+
+    forecasts = [forecast_run(run) for run in prepared]
     if as_json:
         records = []
-        for run, plan in zip(prepared, plans, strict=True):
+        for run, forecast in zip(prepared, forecasts, strict=True):
             record: dict[str, object] = {"model": run.cfg.model.path, "preset": run.cfg.preset}
-            record |= asdict(plan)
+            record |= asdict(forecast)
             record["matched"] = [asdict(match) | {"text": str(match)} for match in run.matched]
             records.append(record)
         print(json.dumps(records, indent=1, ensure_ascii=False))
         return 0
-    for run, plan in zip(prepared, plans, strict=True):
+    for run, forecast in zip(prepared, forecasts, strict=True):
         heading = f"model {run.cfg.model.path}"
         if run.cfg.preset:
             heading += f", preset {run.cfg.preset}"
         print(heading)
         lines = [str(match) for match in run.matched]
-        lines += _plan_lines(plan)
+        lines += _forecast_lines(forecast)
         for line in lines:
             print(fill(line, 100, initial_indent="  ", subsequent_indent="    "))
     return 0
 
 
-def _plan_lines(plan: Plan) -> Iterator[str]:
-    """Yield the lines of a plan: each group, the sum, dtype, memory, notes, calibrations, and each method's cells."""
+def _forecast_lines(forecast: Forecast) -> Iterator[str]:
+    """Yield a forecast's lines: each group, dtype, the sum, memory, notes, calibrations, and each method's cells."""
     from kvbench.report.render import size
 
-    for group in plan.groups:
+    for group in forecast.groups:
         yield from _group_lines(group)
-    yield f"dtype {plan.dtype}"
-    yield from _total_lines(plan.groups)
-    yield f"memory for caches: {size(plan.memory)} (memory=GiB sets it)"
-    yield from plan.notes
+    yield f"dtype {forecast.dtype}"
+    yield from _total_lines(forecast.groups)
+    yield f"memory for caches: {size(forecast.memory)} (memory=GiB sets it)"
+    yield from forecast.notes
     # several tasks need the same calibration, which is computed once
     calibrations: list[str] = []
-    for group in plan.groups:
+    for group in forecast.groups:
         calibrations += group.calibrations
     for calibration in dict.fromkeys(calibrations):
         yield f"computed first: calibration of {calibration}"
     # a method has a cell for each task
     cells_by_method: dict[str, list[str]] = {}
-    for group in plan.groups:
+    for group in forecast.groups:
         for method, cell in zip(group.methods, group.cells, strict=True):
             cells_by_method.setdefault(method, []).append(cell)
     count = sum(map(len, cells_by_method.values()))
@@ -175,7 +177,7 @@ def _plan_lines(plan: Plan) -> Iterator[str]:
         yield f"{count} cells of {len(cells_by_method)} methods: {methods} (list runs has their ids, once begun)"
 
 
-def _group_lines(group: GroupPlan) -> Iterator[str]:
+def _group_lines(group: GroupForecast) -> Iterator[str]:
     """Yield the lines of one group: answers done and left, memory and time, and the parts in which it runs."""
     from kvbench.report.render import size
 
@@ -202,7 +204,7 @@ def _group_lines(group: GroupPlan) -> Iterator[str]:
         )
 
 
-def _total_lines(groups: Sequence[GroupPlan]) -> Iterator[str]:
+def _total_lines(groups: Sequence[GroupForecast]) -> Iterator[str]:
     """Yield the line on all groups together, with their time or how to get one. No line if nothing is left to do."""
     todo = [group for group in groups if group.answers_to_do]
     if not todo:

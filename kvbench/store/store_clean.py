@@ -41,7 +41,7 @@ class Removal:
     about: str
 
 
-def plan(store: ResultStore, cells: Collection[str], whole: bool) -> list[Removal]:
+def list_removals(store: ResultStore, cells: Collection[str], whole: bool) -> list[Removal]:
     """Return what to remove of ``cells``: with ``whole`` each cell with its samples, else its waste alone.
 
     Cells that are being measured are left out.
@@ -65,7 +65,7 @@ def leftovers(store: ResultStore) -> list[Removal]:
 
 def carry_out(store: ResultStore, removals: Collection[Removal]) -> None:
     """Carry out the removals, each cell's under its locks. Raises KvbenchError if a process began to measure one."""
-    # ``plan`` returns the removals of one cell next to each other
+    # ``list_removals`` returns the removals of one cell next to each other
     for cell, group in groupby(removals, key=attrgetter("cell")):
         with ExitStack() as stack:
             # a folder that an earlier cleaning renamed belongs to no cell, and nobody measures it

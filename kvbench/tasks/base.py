@@ -59,7 +59,8 @@ class Task:
     grid: the keys of ``meta`` over which a limit spreads (a needle's depth). Without keys it takes the first examples.
     lead: the beginning of a sentence that the prompt asks to complete. It is scored in front of the answer.
     fidelity: every method is compared with the full cache, token by token, even if the run does not ask for it.
-    query_aware: whether the question is read before the context is compressed, if the run does not say.
+    query_aware: whether the question is read before the context is compressed. A loader states the task's own choice,
+    which ``load_tasks`` replaces by the run's. It is False wherever a context has several questions.
     turns: the history that a context's cache holds, one of TURNS. It is '' unless examples have ``turns``.
     beside: metrics whose means are recorded beside the score of examples with ``turns``.
     """
@@ -182,6 +183,7 @@ def load_tasks(
     tokenizer: Tokenizer | None,
     data: str | None = None,
     render: Callable[[str], str] | None = None,
+    query_aware: bool | None = None,
 ) -> list[Task]:
     """Return the selected tasks of a conf/dataset entry.
 
@@ -190,6 +192,7 @@ def load_tasks(
 
     ``selection`` names the wanted tasks (``needle`` of ``tiny/needle``), or several by the part before a slash
     (``ruler/vt`` at all its lengths). Empty means all. ``data`` and ``render`` are those of LoadContext.
+    ``query_aware`` is the run's choice for all tasks; None leaves each task its own.
     """
     module, _, name = str(entry.get("_target_", ROWS)).rpartition(".")
     loader: Callable[..., list[Task]] = getattr(importlib.import_module(module), name)
@@ -201,9 +204,12 @@ def load_tasks(
     context = LoadContext(dataset, tuple(selection), tokenizer=tokenizer, render=render, data=data)
     tasks = []
     for task in loader(context, **knobs):
+        if query_aware is not None:
+            task = replace(task, query_aware=query_aware)
         # a dataset may have the knob although the examples that were read ask one question each
         if task.examples[0].turns:
-            task = replace(task, turns=turns)
+            # one cache serves all questions of a context: it cannot be made for each of them
+            task = replace(task, turns=turns, query_aware=False)
         tasks.append(task)
     if not selection:
         return tasks

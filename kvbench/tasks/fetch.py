@@ -247,11 +247,19 @@ def parse_source(dataset: str, entry: Mapping[str, Any]) -> FileSource:
 
 
 def _parse_files(item: Mapping[str, Any]) -> list[Wanted]:
-    """Return the files of one item of a ``hub`` entry: one, or one for each value of ``each``."""
+    """Return the files of one item of a ``hub`` entry: one, or one for each value of ``each``.
+
+    A field that is null has no value, ``each`` too: the item is as it is without that field.
+    """
+    values = item.get("each")
+    if values is None:
+        values = [None]
     files = []
-    for value in item.get("each", [None]):
+    for value in values:
         fields: dict[str, Any] = {}
         for key, template in item.items():
+            if template is None:
+                continue
             if value is not None:
                 template = str(template).replace("{}", str(value))
             if key == "from":

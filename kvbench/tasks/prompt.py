@@ -33,8 +33,6 @@ class PromptPolicy:
     max_length: the most tokens of a prompt without template, special tokens counted. None for context minus answer.
     min_new_tokens: the least tokens of an answer for every task. None takes each task's own.
     system: the text of a system message, used with the template.
-    query_aware: False compresses the context before the question is known and then appends the question whole. None
-    takes each task's own.
     frame: the text of a chat template in place of the tokenizer's own, for papers whose scripts had one.
     bos: False leaves out the special tokens that the tokenizer puts around a text. A template has its own.
     thinking: False renders a chat template without thinking if it has a switch for it.
@@ -46,7 +44,6 @@ class PromptPolicy:
     max_length: int | None = None
     min_new_tokens: int | None = None
     system: str | None = None
-    query_aware: bool | None = None
     frame: str | None = None
     bos: bool = True
     thinking: bool = True
@@ -62,8 +59,6 @@ class PromptPolicy:
                 raise UsageError(f"{key}={value!r} is not possible: a whole number, {least} or more")
         if not isinstance(self.system, str | None):
             raise UsageError(f"prompt.system={self.system!r} is not possible: a text, in quotes if it is a number")
-        if not isinstance(self.query_aware, bool | None):
-            raise UsageError(f"prompt.query_aware={self.query_aware!r} is not possible: true, false, or null")
         for key in ("bos", "thinking"):
             value = getattr(self, key)
             if not isinstance(value, bool):
@@ -72,15 +67,6 @@ class PromptPolicy:
     def templated(self, task: Task) -> bool:
         """Tell if this task's prompts go through the chat template."""
         return self.template == "on" or (self.template == "skip" and task.chat)
-
-    def aware(self, task: Task) -> bool:
-        """Tell if the question of this task's prompts is read before the context is compressed."""
-        if task.turns:
-            # one cache serves all questions of a context: it cannot be made for each of them
-            return False
-        if self.query_aware is not None:
-            return self.query_aware
-        return task.query_aware
 
     def render(self, tokenizer: Any, content: str) -> str:
         """Return the text of one user message inside the chat template, ready for the answer."""
@@ -134,7 +120,7 @@ class PromptPolicy:
             "system": None,
             "truncation": self.truncation,
             "max_length": self.max_length,
-            "query_aware": self.aware(task),
+            "query_aware": task.query_aware,
         }
         if task.turns:
             # contexts of several questions are always cut by tokens
@@ -177,7 +163,7 @@ def encode(tokenizer: Any, example: Example, task: Task, policy: PromptPolicy, r
     with the real content and tokenised once, so that the ids are those of the template's own text.
     """
     templated = policy.templated(task)
-    question = _withheld_question(example, task, policy)
+    question = _withheld_question(example, task)
     # behind a template the answer's beginning is no part of the user's message and is added later
     prompt_text = example.prompt
     if not templated:
@@ -216,7 +202,7 @@ def _encode_halves(
     This is the cut of LongBench's pred.py. A template needs it, since it is rendered around a text.
     """
     templated = policy.templated(task)
-    question = _withheld_question(example, task, policy)
+    question = _withheld_question(example, task)
     half = limit // 2
     # not [-half:], which would be everything for a half of 0
     front, back = prompt_ids[:half], prompt_ids[len(prompt_ids) - half :]
@@ -260,12 +246,12 @@ def check(tokenizer: Any, task: Task, policy: PromptPolicy) -> None:
         )
     for example in task.examples:
         if not (example.tokens or example.turns):
-            _withheld_question(example, task, policy)
+            _withheld_question(example, task)
 
 
-def _withheld_question(example: Example, task: Task, policy: PromptPolicy) -> str:
-    """Return the question at the prompt's end, which ``query_aware=false`` withholds, or '' if the policy does not."""
-    if policy.aware(task):
+def _withheld_question(example: Example, task: Task) -> str:
+    """Return the question at the prompt's end that is read after the compression, or '' if none is withheld."""
+    if task.query_aware:
         return ""
     if not example.question or not example.prompt.endswith(example.question):
         raise UsageError(

@@ -12,7 +12,7 @@ from kvbench.base.files import write_json
 from kvbench.cli.main import main
 from kvbench.report.summary import summarise
 from kvbench.store.store import ResultStore
-from kvbench.store.store_clean import carry_out, plan
+from kvbench.store.store_clean import carry_out, list_removals
 
 SIZE = 10
 LONG = "a reason that is long enough to be broken into several lines, since lines of a hundred columns are the most"
@@ -236,7 +236,7 @@ def test_what_is_measured_now_is_left_alone_or_refused(store, capsys):
 
 
 def test_a_cell_that_begins_to_be_measured_between_showing_and_removing_stays(store):
-    actual = plan(store, [cell_id("partial")], whole=True)
+    actual = list_removals(store, [cell_id("partial")], whole=True)
     writer = store.open(Cell("partial"), FACTS, 0, mix=False)
     with pytest.raises(KvbenchError, match=f"{cell_id('partial')} is being measured now"):
         carry_out(store, actual)

@@ -77,7 +77,7 @@ GOLDEN = {  # groups, methods, tasks, knobs and values of each run
 
 @pytest.mark.parametrize("line", GOLDEN)
 def test_golden(line):
-    requests = words.read(line.split()).runs
+    requests = words.read(line.split())
     for request, (groups, methods, tasks, values) in zip(requests, GOLDEN[line], strict=True):
         assert request.groups == groups and {**request.knobs, **request.values} == values
         assert (request.methods, request.tasks) == tuple(tuple(filter(None, x.split(","))) for x in (methods, tasks))
@@ -87,11 +87,11 @@ def test_golden(line):
             for part in key.split("."):
                 place = place[part]
             assert place == value
-        assert words.read(request.words).runs == (request,)
+        assert words.read(request.words) == (request,)
 
 
 def entry(line, stage):
-    (request,) = words.read(line.split()).runs
+    (request,) = words.read(line.split())
     return config.compose(request)["method"][stage]
 
 
@@ -126,7 +126,7 @@ def test_knobs_are_those_typed_over_the_presets_over_the_plain_ones():
     ],
 )
 def test_python_values_ask_for_the_run_that_texts_do(settings, line):
-    (typed,) = words.read(line.split()).runs
+    (typed,) = words.read(line.split())
     asked = words.request(settings)
     assert (asked.methods, asked.tasks, asked.knobs, asked.values) == (
         typed.methods,
@@ -145,10 +145,10 @@ def test_a_request_is_of_one_model():
 def test_multirun_sweeps_shards_only():
     line = "shard=0,1,2 method=snapkv kv_size=64,128 hydra/launcher=submitit_local +hydra.launcher.x=1"
     sweep = ("shard=0,1,2", "shards=3", "hydra/launcher=submitit_local", "++hydra.launcher.x=1")
-    command = words.read(line.split(), multirun=True)
-    assert command.sweep == sweep and command.runs[0].words == ("method=snapkv", "kv_size=64,128")
-    assert words.read(line.replace("shard=0,1,2", "shards=3").split(), multirun=True) == command
-    assert words.read(line.replace("+hydra.", "hydra.").split(), multirun=True) == command
+    (request,) = words.read(line.split(), multirun=True)
+    assert request.sweep == sweep and request.words == ("method=snapkv", "kv_size=64,128")
+    assert words.read(line.replace("shard=0,1,2", "shards=3").split(), multirun=True) == (request,)
+    assert words.read(line.replace("+hydra.", "hydra.").split(), multirun=True) == (request,)
 
 
 @pytest.mark.parametrize(
@@ -198,7 +198,7 @@ def test_same_knob_in_two_stages_of_one_chain_lists_the_full_keys():
 
 
 def test_grid_expands_to_one_chain_per_value_and_drops_axes_a_chain_does_not_own():
-    run = words.read(["method=full,snapkv,snapkv+think", "kv_size=64,128", "ratio=0.3,0.5"]).runs[0]
+    run = words.read(["method=full,snapkv,snapkv+think", "kv_size=64,128", "ratio=0.3,0.5"])[0]
     labels = [c.label for c in config.parse(run).chains]
     assert labels == [
         "full",
@@ -209,7 +209,7 @@ def test_grid_expands_to_one_chain_per_value_and_drops_axes_a_chain_does_not_own
 
 
 def labels(line):
-    (overrides,) = words.read(line.split()).runs
+    (overrides,) = words.read(line.split())
     return [c.label for c in config.parse(overrides).chains]
 
 

@@ -144,8 +144,8 @@ def test_the_commands_of_the_documentation_can_be_carried_out():
     runs = [words for words in commands() if words[0] == "run" and "$TABLE" not in words]
     assert len(runs) > 15
     for _, *words in runs:
-        command = words_of.read([w for w in words if "=" in w], "-m" in words)
-        assert command.runs and all(config.parse(request) for request in command.runs), words
+        requests = words_of.read([w for w in words if "=" in w], "-m" in words)
+        assert requests and all(config.parse(request) for request in requests), words
     assert {words[0] for words in commands()} <= VERBS.keys()
 
 

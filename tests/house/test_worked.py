@@ -84,7 +84,7 @@ def test_a_figure_is_a_few_lines_or_an_entry(tmp_path, monkeypatch):
     assert "<svg" in (tmp_path / "mine.svg").read_text()
     ((name, entry),) = yaml.safe_load(worked.block("kvbench/papers/figures/ours.yaml")).items()
     figure = registry_of_figures._figure(name, entry)
-    source = measured.prepare(figure, ["dataset=tiny/needle", "limit=2", f"results={tmp_path}"])
+    source = measured.prepare(figure, {"dataset": "tiny/needle", "limit": "2", "results": str(tmp_path)})
     source.measure(quiet=True)
     paths, finding = figure.write(figure.compute(source), source.facts(), tmp_path)
     assert all(path.stat().st_size for path in paths) and "n = 2" in finding

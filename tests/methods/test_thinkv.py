@@ -196,7 +196,7 @@ def test_it_is_the_only_pruning_stage_of_a_chain(other):
 
 
 def parsed(line):
-    (overrides,) = words.read(line.split()).runs
+    (overrides,) = words.read(line.split())
     return config.parse(overrides).chains
 
 

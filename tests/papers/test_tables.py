@@ -64,7 +64,7 @@ def test_a_row_is_what_run_would_make_of_the_same_words(tmp_path):
     line = next(x for x in ours.lines if x.row.name == "snapkv+think kv_size=64;ratio=0.4")
     windows = ["method.snapkv.window=4", "method.think.recent=4", "method.think.observed=4"]
     typed = words.read(["preset=think", "method=snapkv+think", "kv_size=64", "ratio=0.4", *windows])
-    assert parse(typed.runs[0]).chains[0].chain == line.chain
+    assert parse(typed[0]).chains[0].chain == line.chain
 
 
 def test_on_a_model_of_the_paper_numbers_are_those_printed():

@@ -19,7 +19,7 @@ TABLE7 = "kv_size=128,512,1024,2048"
 
 
 def parsed(line):
-    (overrides,) = words.read(line.split()).runs
+    (overrides,) = words.read(line.split())
     return config.parse(overrides)
 
 

@@ -43,7 +43,7 @@ LEADERBOARD = [0.75, 0.5, 0.25, 0.125]
 
 
 def parsed(line):
-    (overrides,) = words.read(line.split()).runs
+    (overrides,) = words.read(line.split())
     return config.parse(overrides)
 
 
@@ -133,7 +133,7 @@ def test_a_typed_budget_replaces_the_presets():
 
 
 def test_qhitters_scripts_keep_a_fifth_and_alias_values():
-    (both,) = words.read(["preset=qhitter", "method=qhitter,h2o+quant,h2o"]).runs
+    (both,) = words.read(["preset=qhitter", "method=qhitter,h2o+quant,h2o"])
     hitter, quantised, exact = (c.chain.stages[0] for c in config.parse(both).chains)
     assert hitter.parts(1000) == quantised.parts(1000) == (70, 79, 50) and exact.parts(1000) == (150, 50)
     assert (hitter.lam, quantised.lam) == (0.5, 1)
@@ -156,7 +156,7 @@ def test_vatp_keeps_as_many_first_tokens_as_the_model_has_in_the_paper():
 
 
 def test_each_models_own_values_hold_in_a_run_of_several():
-    runs = words.read(["preset=refreekv", "method=twilight", "model=llama3-8b-instruct,mistral-7b-instruct-v0.3"]).runs
+    runs = words.read(["preset=refreekv", "method=twilight", "model=llama3-8b-instruct,mistral-7b-instruct-v0.3"])
     actual = [config.parse(r).chains[0].chain.stages[0].p for r in runs]
     assert actual == [0.95, 0.85]
 

@@ -63,7 +63,7 @@ def called(store, capsys, *arguments, options=()):
     ],
 )
 def test_the_label_of_a_cell_is_the_one_in_the_table_of_its_run(method):
-    (overrides,) = words.read([*method.split(), "dataset=tiny/needle"]).runs
+    (overrides,) = words.read([*method.split(), "dataset=tiny/needle"])
     for chain in config.parse(overrides).chains:
         read = json.loads(json.dumps({"chain": chain.chain.identity()}))
         assert label(read) == label({"chain": chain.chain.identity()}) == chain.label

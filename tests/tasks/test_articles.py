@@ -141,8 +141,8 @@ def test_isolated_questions_have_the_tokens_that_each_has_alone():
     together = encode_prompt(tokenizer, example, task, PromptPolicy(), None)
     for i, asked in enumerate(together.questions):
         single = example.asked(i)
-        one = Task("t", (single,), "f1", "")
-        alone = encode_prompt(tokenizer, single, one, PromptPolicy(query_aware=False), None)
+        one = Task("t", (single,), "f1", "", query_aware=False)
+        alone = encode_prompt(tokenizer, single, one, PromptPolicy(), None)
         assert (alone.ids, alone.question) == (together.ids, asked)
         assert text_of(tokenizer, asked).startswith("Key:")
     own = encode_prompt(tokenizer, example, replace(task, turns="own"), PromptPolicy(), None)

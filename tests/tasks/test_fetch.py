@@ -222,6 +222,12 @@ def test_entries_that_cannot_be_meant(item):
         source(item)
 
 
+def test_a_field_that_is_null_is_as_one_that_is_not_there():
+    one = {"from": "x.json", "to": "x.json"}
+    assert source({**one, "each": None, "sha256": None, "column": None}).files == source(one).files
+    assert source({**SUITE, "also": None, "sha256": None}).files == source(SUITE).files
+
+
 @pytest.mark.parametrize("content", ['"ONE"\n', '"longer"\n'])
 def test_runs_refuse_a_file_that_has_changed_since_it_was_fetched(tmp_path, content, monkeypatch):
     take(source(SUITE), tmp_path, FakeHub({"data.zip": archive(tmp_path, a='"one"\n', b='"two"\n')}))

@@ -135,7 +135,7 @@ def test_the_backend_of_code_sim_is_a_knob_and_identity(root):
     assert [t.metric for t in by_difflib] == ["code_sim_difflib", "f1"]
     ids = []
     for backend in ("levenshtein", "difflib"):
-        run = words.read(["dataset=longbench/lcc", f"code_sim={backend}", "method=full", f"data.root={root}"]).runs[0]
+        run = words.read(["dataset=longbench/lcc", f"code_sim={backend}", "method=full", f"data.root={root}"])[0]
         (group,) = build_groups(parse(run), {}, None, None)
         ids.append(group.cells[0].id)
     assert ids[0] != ids[1]

@@ -10,7 +10,7 @@ from kvbench.base.errors import UsageError
 from kvbench.base.example import Example
 from kvbench.plan import config
 from kvbench.plan import words as words_of
-from kvbench.tasks.base import Task
+from kvbench.tasks.base import Task, load_tasks
 from kvbench.tasks.prompt import PromptPolicy, check, encode
 
 
@@ -134,7 +134,7 @@ def test_ids_under_a_template_are_those_of_the_templates_own_text():
     want = real.apply_chat_template([{"role": "user", "content": text}], tokenize=True)["input_ids"]
     got = encode(real, e, t, PromptPolicy(template="on"), None)
     assert list(got.ids) == list(want)
-    parted = encode(real, e, t, PromptPolicy(template="on", query_aware=False), None)
+    parted = encode(real, e, replace(t, query_aware=False), PromptPolicy(template="on"), None)
     assert (*parted.ids, *parted.question) == got.ids
     assert real.decode(parted.question).lstrip().startswith("question:")
 
@@ -168,18 +168,20 @@ def test_a_template_that_the_tokenizer_lacks_is_refused():
 @pytest.mark.parametrize("limit", [None, 12, 9])
 def test_withheld_question_has_the_tokens_it_has_when_known(limit):
     t, e = task(question="what is it ?")
+    withheld = replace(t, query_aware=False)
     for tok, policy in ((Words(), {}), (Chat(), {"template": "on"})):
         known = encode(tok, e, t, PromptPolicy(**policy, max_length=limit), None)
-        parted = encode(tok, e, t, PromptPolicy(**policy, max_length=limit, query_aware=False), None)
+        parted = encode(tok, e, withheld, PromptPolicy(**policy, max_length=limit), None)
         assert (*parted.ids, *parted.question) == known.ids
         assert parted.cut == known.cut
         foot = ["<assistant>"] if policy else []
         assert words(tok, parted.question) == ["what", "is", "it", "?", *foot]
     with pytest.raises(UsageError, match="no room"):
-        encode(Words(), e, t, PromptPolicy(max_length=5, query_aware=False), None)
+        encode(Words(), e, withheld, PromptPolicy(max_length=5), None)
     t, e = task()
-    for use in (lambda: encode(Words(), e, t, PromptPolicy(query_aware=False), None),
-                lambda: check(Words(), t, PromptPolicy(query_aware=False))):  # fmt: skip
+    t = replace(t, query_aware=False)
+    for use in (lambda: encode(Words(), e, t, PromptPolicy(), None),
+                lambda: check(Words(), t, PromptPolicy())):  # fmt: skip
         with pytest.raises(UsageError, match=r"does not say where the question of example .* begins"):
             use()
 
@@ -187,32 +189,67 @@ def test_withheld_question_has_the_tokens_it_has_when_known(limit):
 @pytest.mark.parametrize("aware", [True, False])
 def test_the_beginning_of_an_answer_ends_what_is_read_behind_the_template(aware):
     t, e = task(question="what is it ?")
-    e = replace(e, answer_prefix=" it is")
+    t, e = replace(t, query_aware=aware), replace(e, answer_prefix=" it is")
     asked = ["what", "is", "it", "?"]
     for tok, policy, end in (
         (Words(), {}, [*asked, "it", "is"]),
         (Chat(), {"template": "on"}, [*asked, "<assistant>", "it", "is"]),
     ):
         for limit in (None, 17, 12):
-            got = encode(tok, e, t, PromptPolicy(**policy, max_length=limit, query_aware=aware), None)
+            got = encode(tok, e, t, PromptPolicy(**policy, max_length=limit), None)
             read = words(tok, (*got.ids, *got.question))
             assert read[-len(end) :] == end
             assert words(tok, got.question) == ([] if aware else end)
             assert (got.cut > 0) == (limit == 12)
-        assert len(encode(tok, e, t, PromptPolicy(**policy, query_aware=aware), 12)) <= 12
+        assert len(encode(tok, e, t, PromptPolicy(**policy), 12)) <= 12
     assert t.content_hash() != replace(t, examples=(e,)).content_hash()
 
 
 def test_a_dataset_says_whether_its_questions_are_withheld_unless_the_run_does():
-    t, e = task(question="what is it ?")
-    withheld = replace(t, query_aware=False)
-    for asked, of_task, known in ((None, t, True), (None, withheld, False), (True, withheld, True), (False, t, False)):
-        policy = PromptPolicy(query_aware=asked)
-        assert policy.identity(of_task, Words())["query_aware"] is known
-        assert bool(encode(Words(), e, of_task, policy, None).question) is not known
-    assert config.read(["dataset=tiny"]).prompt.query_aware is None
-    with pytest.raises(UsageError, match="query_aware='maybe' is not possible"):
-        PromptPolicy(query_aware="maybe")
+    # the question of tiny's tasks is in view, that of RULER's is withheld
+    knobs_of = {"tiny": {"length": 128, "examples": 1}, "ruler": {"lengths": 512, "examples": 1}}
+    for name, task_name, own in (("tiny", "needle", True), ("ruler", "niah_multikey_3", False)):
+        for asked in (None, True, False):
+            known = own if asked is None else asked
+            entry = {**entries("dataset")[name], **knobs_of[name]}
+            (t,) = load_tasks(name, entry, [task_name], Words(), query_aware=asked)
+            assert t.query_aware is known and PromptPolicy().identity(t, Words())["query_aware"] is known
+            assert bool(encode(Words(), t.examples[0], t, PromptPolicy(), None).question) is not known
+
+
+def test_a_context_of_several_questions_is_compressed_before_any_of_them():
+    entry = {**entries("dataset")["kv_retrieval"], "records": 8, "contexts": 1, "questions": 2}
+    for asked in (None, True, False):
+        (t,) = load_tasks("kv_retrieval", entry, [], Words(), query_aware=asked)
+        assert t.turns and t.query_aware is False
+
+
+@pytest.mark.parametrize(
+    ("value", "ways"),
+    [
+        (None, [None]),
+        ("null", [None]),
+        (True, [True]),
+        ("false", [False]),
+        ("true,false", [True, False]),
+        ([False, True], [False, True]),
+    ],
+)
+def test_query_aware_is_one_choice_for_each_time_that_a_dataset_is_read(value, ways):
+    cfg = config.configure({"dataset": "tiny/needle", "query_aware": value})
+    assert [dataset.query_aware for dataset in cfg.datasets] == ways
+    labels = [""] if len(ways) == 1 else [f"query_aware={str(way).lower()}" for way in ways]
+    assert [dataset.label for dataset in cfg.datasets] == labels
+
+
+def test_another_query_aware_is_refused():
+    for value, message in (
+        ("maybe", "^prompt.query_aware='maybe'"),
+        ("true,maybe", "^query_aware='maybe'"),
+        ("[]", "^query"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            config.configure({"dataset": "tiny/needle", "query_aware": value})
 
 
 @pytest.mark.parametrize("knob", [{"template": "y"}, {"truncation": "left"}, {"max_length": 0}, {"min_new_tokens": -1}])
@@ -322,9 +359,11 @@ def test_kvpresss_protocol_compresses_the_template_up_to_the_question():
             assert switches == {"enable_thinking": False}
             return f"<u>{messages[-1]['content']}</u><a>"
 
-    run = config.parse(words_of.read(["preset=kvpress", "method=snapkv", "dataset=tiny"]).runs[0])
+    run = config.parse(words_of.read(["preset=kvpress", "method=snapkv", "dataset=tiny"])[0])
     example = Example("a", "C\nQ? ", ("x",), 4, question="Q? ")
-    t = Task("t/t", (example,), "f1", "test", chat=False)
+    (dataset,) = run.datasets
+    assert dataset.query_aware is False
+    t = Task("t/t", (example,), "f1", "test", chat=False, query_aware=dataset.query_aware)
     encoded = encode(Characters(), example, t, run.prompt, None)
     assert ("".join(map(chr, encoded.ids)), "".join(map(chr, encoded.question))) == ("<u>C\n", "Q? </u><a>")
     with pytest.raises(UsageError, match=r"prompt\.thinking=1 is not possible: true or false"):

@@ -343,6 +343,6 @@ def test_each_question_of_a_context_is_read_with_the_beginning_of_its_own_answer
     tokenizer = Whitespace()
     (task,) = load("niah_multikey_3@many", lengths=1024, examples=1)
     example = task.examples[0]
-    encoded = encode_turns(tokenizer, example, task, PromptPolicy(query_aware=False), None)
+    encoded = encode_turns(tokenizer, example, task, PromptPolicy(), None)
     for turn, ids in zip(example.turns, encoded.questions, strict=True):
         assert list(ids) == (turn.question + turn.prefix).split()

@@ -1,6 +1,6 @@
 """Walls around methods that are not kvbench's own, so that a mistake in one does not change the numbers of others.
 
-A run stores the answers of kvbench's own methods before such code first runs (``run.plan.rounds``). The walls protect
+A run stores the answers of kvbench's own methods before such code first runs (``plan.cells.rounds``). The walls protect
 all that comes after it in the same process: other methods from outside, and later runs and calls. When such code
 returns, its traces are undone: PyTorch's settings, the state of random numbers, the streams, and replaced functions.
 For a replaced function it is refused. Its draws come from a seed, so that they do not depend on earlier code.

@@ -187,14 +187,14 @@ class MeasuredFigure:
         return facts
 
 
-def prepare(figure: Figure, arguments: Sequence[str]) -> MeasuredFigure:
+def prepare(figure: Figure, options: Mapping[str, str]) -> MeasuredFigure:
     """Plan the runs of a figure, checked before any model is loaded.
 
-    ``arguments`` are ``run``'s: model=, dataset= in place of the figure's own (of those that it has where each has a
-    budget), method= with its knobs likewise, limit=, results=, data.root=, ... Raises UsageError for a model, a dataset
-    or an argument that is not possible.
+    ``options`` are ``run``'s, as typed, by key: model=, dataset= in place of the figure's own (of those that it has
+    where each has a budget), method= with its knobs likewise, limit=, results=, data.root=, ... Raises UsageError for a
+    model, a dataset or an option that is not possible.
     """
-    options, sweeps = split_options(arguments), figure.sweeps or ()
+    sweeps = figure.sweeps or ()
     model = options.get("model", stand_ins.MODEL)
     tiny = model == stand_ins.MODEL
     datasets = list(dict.fromkeys(sweep.reads(tiny) for sweep in sweeps))
@@ -209,7 +209,7 @@ def prepare(figure: Figure, arguments: Sequence[str]) -> MeasuredFigure:
                     f"dataset={name} is not possible with {figure.id}, which has a budget for each of its datasets: "
                     f"{', '.join(datasets)}"
                 )
-    # results= says where the figure goes, and limit= is an argument of all figures in one command
+    # results= says where the figure goes, and limit= is an option of all figures in one command
     if options and not sweeps and set(options) - {"results", "limit"}:
         raise UsageError(f"{next(iter(options))}= is not possible with {figure.id}: it is computed from formulas alone")
     ran = []
@@ -218,7 +218,7 @@ def prepare(figure: Figure, arguments: Sequence[str]) -> MeasuredFigure:
         if len(datasets) > 1:
             sweep_names = [name for name in names if _is_within(name, sweep.reads(tiny))]
         if sweep_names:
-            ran.append(_plan_sweep(figure, sweep, model, options | {"dataset": ",".join(sweep_names)}))
+            ran.append(_plan_sweep(figure, sweep, model, dict(options) | {"dataset": ",".join(sweep_names)}))
     return MeasuredFigure(tuple(ran))
 
 

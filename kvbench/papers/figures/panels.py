@@ -337,7 +337,7 @@ def _set_axes(ax: Axes, rows: pd.DataFrame, panel: Panel, everything: pd.DataFra
         everything = everything[~_select(everything, panel.level)]
     # all places have the limits of all data, so that they compare
     values = everything[panel.y].dropna()
-    _set_scales(ax, panel, values)
+    _set_scales(ax, panel, everything[panel.x].dropna(), values)
     _set_ticks(ax, panel, sorted(everything[panel.x].unique()))
     if panel.reverse and not ax.xaxis_inverted():
         ax.invert_xaxis()
@@ -362,11 +362,11 @@ def _set_axes(ax: Axes, rows: pd.DataFrame, panel: Panel, everything: pd.DataFra
         ax.axhline(panel.at_y, color=style.GREY, lw=0.6, ls=":")
 
 
-def _set_scales(ax: Axes, panel: Panel, values: pd.Series[float]) -> None:
-    """Set logarithmic scales; an ``auto`` one is logarithmic where ``values`` are far apart."""
-    for set_scale, axis, scale in (
-        (ax.set_xscale, ax.xaxis, panel.xscale),
-        (ax.set_yscale, ax.yaxis, panel.yscale),
+def _set_scales(ax: Axes, panel: Panel, xs: pd.Series[float], ys: pd.Series[float]) -> None:
+    """Set logarithmic scales; an ``auto`` one is logarithmic where the values of its own axis are far apart."""
+    for set_scale, axis, scale, values in (
+        (ax.set_xscale, ax.xaxis, panel.xscale, xs),
+        (ax.set_yscale, ax.yaxis, panel.yscale, ys),
     ):
         if scale == "log2":
             set_scale("log", base=2)
@@ -374,10 +374,10 @@ def _set_scales(ax: Axes, panel: Panel, values: pd.Series[float]) -> None:
         elif scale == "log":
             set_scale("log")
         elif scale == "auto" and values.max() > WIDE * values.min():
-            ax.set_yscale("log")
-            ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-            ax.yaxis.set_major_formatter(lambda v, _: f"{v:g}")
-            ax.yaxis.set_minor_locator(NullLocator())
+            set_scale("log")
+            axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axis.set_major_formatter(lambda v, _: f"{v:g}")
+            axis.set_minor_locator(NullLocator())
 
 
 def _set_ticks(ax: Axes, panel: Panel, xs: Sequence[float]) -> None:

@@ -132,7 +132,13 @@ def _load_named_tasks(cfg: RunConfig, tokenizer: Tokenizer) -> Iterator[tuple[Ta
     renderer = cfg.prompt.renderer(tokenizer)
     for dataset in cfg.datasets:
         tasks = load_tasks(
-            dataset.name, dataset.knobs, dataset.tasks, tokenizer=tokenizer, data=cfg.data_root, render=renderer
+            dataset.name,
+            dataset.knobs,
+            dataset.tasks,
+            tokenizer=tokenizer,
+            data=cfg.data_root,
+            render=renderer,
+            query_aware=dataset.query_aware,
         )
         for task in tasks:
             dataset_name, _, part = task.id.partition("/")

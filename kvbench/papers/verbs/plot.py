@@ -116,16 +116,13 @@ def _draw_figures(names: list[str], options: dict[str, str], quiet: bool, stored
     if len(models) > 1:
         raise UsageError(f"plot draws one model at a time, not {len(models)}: give model= one name")
     # the other keys are those of a run
-    run_words = []
-    for key, value in options.items():
-        if key not in figure_keys and key != "output":
-            run_words.append(f"{key}={value}")
+    run_options = {key: text for key, text in options.items() if key not in figure_keys and key != "output"}
     records = []
     if of_activations:
         # a run needs a method; the model reads a prompt in the same way under any of them
-        request = words.read(run_words + ["method=full"]).runs[0]
+        request = words.request(run_options | {"method": "full"})
         records = _draw_activations(of_activations, request, options, figure_keys=figure_keys, quiet=quiet)
-    records += _draw_results(of_results, run_words, options, quiet=quiet, stored=stored)
+    records += _draw_results(of_results, run_options, options, quiet=quiet, stored=stored)
     return records
 
 
@@ -176,16 +173,19 @@ def _takes(figure: Figure, key: str) -> bool:
 
 
 def _draw_results(
-    figures: Sequence[Figure], arguments: Sequence[str], options: Mapping[str, str], quiet: bool, stored: bool
+    figures: Sequence[Figure], run_options: Mapping[str, str], options: Mapping[str, str], quiet: bool, stored: bool
 ) -> list[FigureRecord]:
-    """Draw figures of measured cells. Missing cells are measured first, unless ``stored``."""
+    """Draw figures of measured cells. Missing cells are measured first, unless ``stored``.
+
+    ``run_options`` are those of the ``options`` that a run takes.
+    """
     from kvbench.papers.figures import measured
     from kvbench.papers.figures.place import Place
     from kvbench.papers.spec import stand_ins
 
     results = options.get("results", str(top_level()["results"]))
     # all figures are planned before the first is measured
-    sources = [measured.prepare(figure, arguments) for figure in figures]
+    sources = [measured.prepare(figure, run_options) for figure in figures]
     records = []
     for figure, source in zip(figures, sources, strict=True):
         if not stored:

@@ -8,6 +8,7 @@ import pytest
 
 from kvbench.cli.main import main
 from kvbench.papers.figures import measured, registry
+from kvbench.plan import keys
 
 pytestmark = pytest.mark.e2e("measures and draws figures")
 WORDS = ["dataset=fidelity/tiny", "length=128", "forced=24", "limit=2"]
@@ -33,7 +34,7 @@ def test_own_methods_are_drawn_and_drawn_again(name, folder, capsys):
 
 def test_numbers_are_those_of_the_samples(folder):
     words = [*WORDS, "method=snapkv", "kv_ratio=0.25", f"results={folder}"]
-    source = measured.prepare(registry.FIGURES["fidelity/budget"], words)
+    source = measured.prepare(registry.FIGURES["fidelity/budget"], keys.pairs(words))
     source.measure(quiet=True)
     data = registry.FIGURES["fidelity/budget"].compute(source)
     (ran,) = source.ran
@@ -49,7 +50,7 @@ def test_numbers_are_those_of_the_samples(folder):
 def test_one_layer_diverges_less_than_all_and_a_layer_that_is_exact_not_at_all(folder):
     words = [*WORDS, "method=streamingllm,kivi", "kv_ratio=0.25", "bits=2", "residual=32", f"results={folder}"]
     words += ["method.streamingllm.frozen_layers=[0]"]
-    source = measured.prepare(registry.FIGURES["fidelity/layers"], words)
+    source = measured.prepare(registry.FIGURES["fidelity/layers"], keys.pairs(words))
     data = registry.FIGURES["fidelity/layers"].compute(source)
     table = data[data["text"] == "reference text"].pivot_table(index="layer", columns="series", values="kl")
     assert isinstance(table, pd.DataFrame) and list(table.index) == [-1, 0, 1, 2, 3, 4, 5]

@@ -13,8 +13,9 @@ import pytest
 from kvbench.base.errors import UsageError
 from kvbench.cli.main import main
 from kvbench.papers.figures import measured, registry, scores, think
-from kvbench.papers.figures.measured import MEAN, VALUES, MeasuredFigure, prepare
+from kvbench.papers.figures.measured import MEAN, VALUES, MeasuredFigure
 from kvbench.papers.figures.sweep import Point, Sweep
+from kvbench.plan import keys
 from kvbench.report import summary
 
 pytestmark = pytest.mark.e2e("draws every measured figure twice")
@@ -31,6 +32,10 @@ SMALL = replace(
         ),
     ),
 )
+
+
+def prepare(figure, arguments):
+    return measured.prepare(figure, keys.pairs(arguments))
 
 
 @pytest.fixture(scope="module")

@@ -88,6 +88,15 @@ def test_scales_and_ticks():
     assert ax.get_yscale() == "linear" and ax.get_ylim() == pytest.approx((-0.88, 22.88))
 
 
+def test_an_auto_scale_is_that_of_its_own_axis():
+    wide = DATA.assign(x=DATA["x"] ** 10)  # 1 and 1,024, and y from 10 to 22
+    panel = Panel("lines", "x", "y", hue="series", xscale="auto", yscale="auto")
+    _, (ax,) = axes([panel], wide)
+    assert (ax.get_xscale(), ax.get_yscale()) == ("log", "linear")
+    _, (ax,) = axes([panel], DATA.assign(y=DATA["y"] ** 4))
+    assert (ax.get_xscale(), ax.get_yscale()) == ("linear", "log")
+
+
 def test_entries_of_a_figure_that_mean_nothing_are_refused():
     with pytest.raises(TypeError, match="colour"):
         registry._picture({"width": 1, "height": 1, "panels": [{"kind": "bars", "x": "x", "y": "y", "colour": "red"}]})

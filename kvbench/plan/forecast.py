@@ -1,0 +1,117 @@
+"""Forecast the work that is left of a run, and the memory and time that it takes, without loading weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from kvbench.engine import memory, precision
+from kvbench.models import load
+from kvbench.plan.cells import Group, pairs, rounds
+from kvbench.plan.estimate import Estimate
+from kvbench.plan.run_plan import GroupTodo, RunPlan, labels
+
+
+@dataclass(frozen=True)
+class GroupForecast(GroupTodo):
+    """The remaining work of one group, with the memory and the time that it takes.
+
+    prompt_tokens: the length of the longest prompt.
+    bytes: the most bytes that the caches take.
+    parts: the labels of the cells that run together, part by part.
+    too_large: the labels of the cells that do not fit into memory even alone.
+    seconds: the time left; None if no answer of the group is measured yet.
+    """
+
+    prompt_tokens: int
+    bytes: int
+    parts: list[list[str]]
+    too_large: list[str]
+    seconds: float | None
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What a run will measure, group by group, with the bytes of memory that its caches may take, and notes.
+
+    Its fields are the keys of ``run --plan --json``.
+    """
+
+    memory: int
+    device: str
+    dtype: str
+    groups: list[GroupForecast]
+    notes: list[str]
+
+
+def forecast_run(plan: RunPlan) -> Forecast:
+    """Return what is left to measure, with the memory and time of each group and the memory limit."""
+    device = load.resolve_device(plan.cfg.device)
+    cache_memory = _cache_memory(plan)
+    estimates = {g.column: plan.estimate(g) for g in plan.groups}
+    parts_of, shared_prefills = _divide_groups(plan, estimates, cache_memory)
+    groups = []
+    for group, todo in zip(plan.groups, plan.todo(), strict=True):
+        estimate, parts = estimates[group.column], parts_of[group.column]
+        # each part reads its prompts again; a context that another group reads is not read here
+        prefills = plan.count_prefills(group, parts) - shared_prefills[group.column]
+        todo = replace(
+            todo,
+            prefills=prefills,
+            prefills_saved=todo.prefills_saved - (prefills - todo.prefills),
+        )
+        cells = [cell for part in parts for cell in part.cells]
+        forecast = GroupForecast(
+            **vars(todo),
+            prompt_tokens=estimate.prompt_tokens,
+            bytes=max((estimate.bytes(p.cells, cache_memory) for p in parts), default=0),
+            parts=[labels(part) for part in parts],
+            too_large=[cell.label for cell in cells if estimate.alone(cell) > cache_memory],
+            seconds=estimate.seconds,
+        )
+        groups.append(forecast)
+    return Forecast(
+        memory=cache_memory,
+        device=str(device),
+        dtype=precision.dtype_reason(plan.cfg.model.dtype, plan.dtype, device),
+        groups=groups,
+        notes=plan.advice() + plan.cuts(),
+    )
+
+
+def _cache_memory(plan: RunPlan) -> int:
+    """Return the bytes that caches may take: as configured, else what the weights leave of the devices."""
+    limit = memory.cache_limit(plan.cfg.memory, plan.devices())
+    if plan.cfg.memory is not None:
+        return limit
+    weights = int(memory.USED_SHARE * load.weight_bytes(plan.source))
+    return max(0, limit - weights)
+
+
+def _divide_groups(
+    plan: RunPlan, estimates: Mapping[str, Estimate], cache_memory: int
+) -> tuple[dict[str, list[Group]], dict[str, int]]:
+    """Return by column the parts in which a group runs, and how many of its contexts another group reads."""
+    parts_of: dict[str, list[Group]] = {g.column: [] for g in plan.groups}
+    shared_prefills = dict.fromkeys(parts_of, 0)
+    for together in rounds(plan.groups):
+        for pair in pairs(together):
+            parts_of_pair = [estimates[g.column].parts(g, cache_memory) for g in pair]
+            for group, parts in zip(pair, parts_of_pair, strict=True):
+                parts_of[group.column] += parts
+            if len(pair) == 2 and all(len(parts) == 1 for parts in parts_of_pair):
+                # both fit into memory whole: one pass reads the prompt with its question in view and withheld
+                seen, withheld = pair
+                shared_prefills[withheld.column] += _count_shared(plan, seen, withheld)
+    return parts_of, shared_prefills
+
+
+def _count_shared(plan: RunPlan, seen: Group, withheld: Group) -> int:
+    """Return how many contexts are read by the passes over the prompts with their questions in view."""
+    seen_examples = plan.left(seen)
+    count = 0
+    for example, cells in plan.left(withheld).items():
+        # a method that changes the prefill has a key and reads its prompts itself
+        if example in seen_examples and any(not c.chain.prefill_key for c in cells):
+            count += 1
+    return count
