@@ -35,6 +35,7 @@ from kvbench.methods.core.prompt_cache import PromptCache
 from kvbench.papers.report import reference
 from kvbench.papers.spec import catalogue
 from kvbench.plan import presets
+from kvbench.report import writers
 
 ROOT = Path(__file__).parents[1]
 ROWS = ROOT / "results" / "methods.json"
@@ -135,14 +136,14 @@ def _method_pages() -> dict[str, str]:
     """Return the page of each method and their index, by name."""
     methods = [m for m in registry.available() if m != "full"]
     pages = {f"methods/{method}.md": _method_page(method) for method in methods}
-    rows = [f"| [`{m}`]({m}.md) | {_about(m)} | {_row(m, short=True)} |" for m in methods]
+    rows = [(f"[`{m}`]({m}.md)", _about(m), _row(m, short=True)) for m in methods]
     index = (
         "# Methods\n\nEach runs alone (`method=snapkv`) or joined with others (`method=snapkv+think`). Pictures show "
         f"what each keeps of the same prompt at `kv_ratio={RATIO:g}` on the tiny model; the last column is the mean on "
         f"SmolLM2-135M over the tasks of [its table]({posixpath.relpath('results/methods.txt', 'methods')}), with few "
-        "examples and wide intervals.\n\n| method | | SmolLM2 |\n|---|---|---|\n"
+        "examples and wide intervals.\n\n"
     )
-    return {**pages, "methods/index.md": index + "\n".join(rows) + "\n"}
+    return {**pages, "methods/index.md": index + writers.table(("method", "", "SmolLM2"), rows)}
 
 
 def _about(method: str) -> str:
@@ -154,12 +155,12 @@ def _method_page(method: str) -> str:
     """Return the page of one method."""
     module = importlib.import_module(registry.defaults(method)["_target_"].rpartition(".")[0])
     stage = getattr(module, registry.defaults(method)["_target_"].rpartition(".")[2])
-    settings = [
-        f"| {name} | `{s.key.removeprefix(f'method.{method}.')}={s.value}` | {s.model or 'all'} | {s.source} |"
-        for name in presets.available()
-        for s in presets.settings(name)
-        if s.key.startswith(f"method.{method}.")
-    ]
+    settings = []
+    for name in presets.available():
+        for setting in presets.settings(name):
+            if setting.key.startswith(f"method.{method}."):
+                knob = setting.key.removeprefix(f"method.{method}.")
+                settings.append((name, f"`{knob}={setting.value}`", setting.model or "all", setting.source))
     file = conf_dir() / "method" / f"{method}.yaml"
     knobs = f"```yaml\n{file.read_text('utf-8').strip()}\n```" if file.exists() else "It has the knobs of its class."
     parts = [
@@ -175,8 +176,8 @@ def _method_page(method: str) -> str:
         _row(method, short=False),
     ]
     if settings:
-        table = "| preset | value | model | source |\n|---|---|---|---|\n" + "\n".join(settings)
-        parts += ["## What presets of papers set", table]
+        table = writers.table(("preset", "value", "model", "source"), settings)
+        parts += ["## What presets of papers set", table.rstrip()]
     code = inspect.getsource(stage).rstrip()
     parts += ["## Its code", f'??? note "{stage.__module__}"\n\n' + _indented(f"```python\n{code}\n```")]
     return "\n\n".join(parts) + "\n"
@@ -269,13 +270,18 @@ def _row(method: str, short: bool) -> str:
         return "" if short else "Not measured yet."
     if short:
         return f"{row['score_mean']:.1f} at {row['percent_of_full']:.0f} %"
-    head = [c["task"].rpartition("/")[2] for c in full["cells"]]
-    lines = [f"| | {' | '.join(head)} | % of full |", "|---" * (len(head) + 2) + "|"]
+    heads = [""]
+    heads += [c["task"].rpartition("/")[2] for c in full["cells"]]
+    heads.append("% of full")
+    rows = []
     for name, r in (("full", full), (method, row)):
-        cells = [_score(c) for c in r["cells"]]
-        lines.append(f"| {name} | {' | '.join(cells)} | {r['percent_of_full']:.1f} |")
+        cells = [name]
+        cells += [_score(c) for c in r["cells"]]
+        cells.append(f"{r['percent_of_full']:.1f}")
+        rows.append(cells)
     n = ", ".join(str(c["n"]) for c in full["cells"])
-    return "\n".join(lines) + f"\n\nn = {n} examples; 95 % bootstrap intervals. % of full: bytes held, at 16 bits."
+    text = writers.table(heads, rows)
+    return f"{text}\nn = {n} examples; 95 % bootstrap intervals. % of full: bytes held, at 16 bits."
 
 
 def _score(cell: dict[str, Any]) -> str:

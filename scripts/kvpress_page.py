@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from kvbench.methods.core.kvpress_package import installed_version, listing
+from kvbench.report import writers
 
 PAGE = Path(__file__).parent.parent / "docs" / "kvpress.md"
 START = "| method |"
@@ -12,11 +13,12 @@ START = "| method |"
 
 def table() -> str:
     """Return the table of all presses as Markdown, with the version that has them."""
-    lines = ["| method | what it drops, in kvpress | here | knobs |", "|---|---|---|---|"]
+    rows = []
     for item in listing():
         knobs = " ".join(f"`{knob}={_text(default)}`" for knob, default in item["knobs"].items())
-        lines.append(f"| `{item['id']}` | {item['there']} | {item['here']} | {knobs} |")
-    return "\n".join([*lines, "", f"kvpress {installed_version()}, {len(listing())} presses.", ""])
+        rows.append((f"`{item['id']}`", item["there"], item["here"], knobs))
+    text = writers.table(("method", "what it drops, in kvpress", "here", "knobs"), rows)
+    return f"{text}\nkvpress {installed_version()}, {len(rows)} presses.\n"
 
 
 def page() -> str:

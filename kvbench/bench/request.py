@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +24,8 @@ from kvbench.plan import config
 from kvbench.plan.config import RunConfig
 from kvbench.plan.keys import Key, choice, flag, one_of, optional, pairs, values, whole
 from kvbench.plan.words import RunRequest, read, split_list
+from kvbench.report import writers
+from kvbench.report.table import Table
 
 
 def _read_gib(text: str) -> float:
@@ -264,8 +265,7 @@ def _settings(cfg: RunConfig, overrides: Sequence[str], options: TimeOptions, de
 
 def _print_plan(requested: Sequence[RequestedRow], measured: Collection[str], settings: Settings, path: Path) -> None:
     """Print each requested row and whether it is there, would be measured or cannot run. ``measured``: keys."""
-    workload_width = max(len(target.workload.name) for target in requested)
-    name_width = max(len(target.entrant.name) for target in requested)
+    rows = []
     for target in requested:
         missing = why_not(target.entrant, target.workload)
         # a row that was measured stays, also where its peer is missing now
@@ -275,9 +275,9 @@ def _print_plan(requested: Sequence[RequestedRow], measured: Collection[str], se
             state = f"not run: {missing}"
         else:
             state = "to measure"
-        workload = target.workload.name.ljust(workload_width)
-        line = f"{settings.facts['model']}  {workload}  {target.entrant.name:<{name_width}}  {state}"
-        print(textwrap.fill(line, 100, subsequent_indent="    ", drop_whitespace=True))
+        rows.append((str(settings.facts["model"]), target.workload.name, target.entrant.name, state))
+    heads = ("model", "workload", "method", "state")
+    print(writers.text(Table(heads, tuple(rows), left=len(heads))))
     print(f"Rows: {path}")
 
 

@@ -31,6 +31,8 @@ from kvbench.bench.roofline import copy_bandwidth
 from kvbench.engine.decode_layer import RowLayer
 from kvbench.kv.model_shape import Shape
 from kvbench.methods.core.resolve import chain_of
+from kvbench.report import writers
+from kvbench.report.table import Table
 from kvbench.storage import kernels
 from kvbench.storage.format import Room, StoredRow
 from kvbench.storage.kernels import SWITCH
@@ -83,16 +85,25 @@ class StepTimes:
     plain: float | None = None
     sdpa: float | None = None
 
-    def line(self, bandwidth: float) -> str:
-        """Return the times and ratios as a line of the table. ``bandwidth`` is in bytes a second."""
-        text = f"{1000 * self.step:>9.3f} ms{self.step / self.full:>9.2f}x"
+    def cells(self, bandwidth: float) -> list[str]:
+        """Return the times and ratios as cells of the table. ``bandwidth`` is in bytes a second."""
+        texts = [_milliseconds(self.step), _times(self.step, self.full)]
         if self.plain is None or self.sdpa is None:
-            return text
+            return texts
         for seconds in (self.plain, self.sdpa):
-            text += f"{1000 * seconds:>9.3f} ms{self.step / seconds:>9.2f}x"
+            texts += [_milliseconds(seconds), _times(self.step, seconds)]
         # the time that moving the bytes takes, over the step's
         reached = 100 * self.moved / bandwidth / self.step
-        return f"{text}{reached:>8.0f} %"
+        texts.append(f"{reached:.0f} %")
+        return texts
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1000 * seconds:.3f} ms"
+
+
+def _times(seconds: float, other: float) -> str:
+    return f"{seconds / other:.2f}x"
 
 
 @contextmanager
@@ -175,14 +186,16 @@ def timer_of(device: torch.device) -> Timer:
 
 
 def table(rows: Mapping[str, StepTimes], shape: StepShape, bandwidth: float) -> str:
-    """Return the table of one shape: a line of times and ratios for each format."""
-    head = f"{'step':>12}{'of full':>10}"
+    """Return the table of one shape: a row of times and ratios for each format."""
+    heads = ["format", "step", "of full"]
     if any(times.plain is not None for times in rows.values()):
-        head += f"{'plain':>12}{'of plain':>10}{'SDPA':>12}{'of SDPA':>10}{'reached':>10}"
-    lines = [f"{shape.tokens} tokens x {shape.batch}", f"{'':<22}{head}"]
+        heads += ["plain", "of plain", "SDPA", "of SDPA", "reached"]
+    texts = []
     for name, times in rows.items():
-        lines.append(f"{name:<22}{times.line(bandwidth)}")
-    return "\n".join(lines)
+        cells = [name]
+        cells += times.cells(bandwidth)
+        texts.append(tuple(cells))
+    return f"{shape.tokens} tokens x {shape.batch}\n\n{writers.text(Table(tuple(heads), tuple(texts)))}"
 
 
 def limit(name: str, n: int, b: int, device: torch.device) -> float:

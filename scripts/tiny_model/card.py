@@ -15,6 +15,8 @@ from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerBas
 
 from kvbench.base.example import Example
 from kvbench.engine.calibration import tiny_corpus
+from kvbench.report import writers
+from kvbench.report.table import Table
 from kvbench.tasks import tiny
 from tiny_model import initial, tokenizer
 from tiny_model.train import Progress, Recipe
@@ -25,7 +27,7 @@ NOISY = "needle in noise"
 BATCH_TOKENS = 8192
 COMMAND = "python scripts/train_tiny.py --card-only"
 
-Table = Mapping[str, Mapping[int, float]]
+Accuracies = Mapping[str, Mapping[int, float]]
 
 
 def export(model: LlamaForCausalLM, recipe: Recipe, progress: Progress, threads: int, folder: Path) -> None:
@@ -69,7 +71,7 @@ def exact_match(model: LlamaForCausalLM, reader: PreTrainedTokenizerBase, exampl
 
 def accuracies(
     model: LlamaForCausalLM, reader: PreTrainedTokenizerBase, lengths: Sequence[int], limit: int, noisy: bool = True
-) -> Table:
+) -> Accuracies:
     """Return {task: {length: exact match}} over ``limit`` examples each; ``noisy`` adds the needle in noise."""
     table = {
         task: {n: exact_match(model, reader, [tiny.example(task, n, i) for i in range(limit)]) for n in lengths}
@@ -114,7 +116,12 @@ def write(folder: Path, lengths: Sequence[int], limit: int) -> str:
 
 
 def _render(
-    record: Mapping[str, Any], shape: initial.Shape, parameters: int, trained: Table, untrained: Table, limit: int
+    record: Mapping[str, Any],
+    shape: initial.Shape,
+    parameters: int,
+    trained: Accuracies,
+    untrained: Accuracies,
+    limit: int,
 ) -> str:
     recipe = Recipe(**record["recipe"] | {"shape": shape})
     text = CARD.format(
@@ -140,11 +147,16 @@ def _wrap(paragraph: str) -> str:
     return textwrap.fill(" ".join(paragraph.split()), 120, break_on_hyphens=False, break_long_words=False)
 
 
-def _markdown(table: Table) -> str:
-    lengths = list(next(iter(table.values())))
-    rows = ["| exact match, % | " + " | ".join(map(str, lengths)) + " |", "|---|" + "---:|" * len(lengths)]
-    rows += [f"| {task} | " + " | ".join(f"{100 * row[n]:.0f}" for n in lengths) + " |" for task, row in table.items()]
-    return "\n".join(rows)
+def _markdown(accuracies: Accuracies) -> str:
+    lengths = list(next(iter(accuracies.values())))
+    heads = ["exact match, %"]
+    heads += [str(length) for length in lengths]
+    rows = []
+    for task, accuracy_by_length in accuracies.items():
+        cells = [task]
+        cells += [f"{100 * accuracy_by_length[length]:.0f}" for length in lengths]
+        rows.append(tuple(cells))
+    return writers.markdown(Table(tuple(heads), tuple(rows))).rstrip()
 
 
 CARD = """# The tiny model

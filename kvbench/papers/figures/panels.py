@@ -1,4 +1,8 @@
-"""Pictures of tidy data: panels of lines, points, bars or a map, placed by the values of columns."""
+"""Pictures of tidy data: panels of lines, points, bars or a map, placed by the values of columns.
+
+A picture is a value whose defaults fit most figures, and figures.yaml states the rest beside the runs behind it: nearly
+all panels are lines over one column. As a Python function a picture is over half longer than as an entry.
+"""
 
 from __future__ import annotations
 

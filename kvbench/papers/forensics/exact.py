@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import cache, lru_cache
-from typing import TypedDict
+from functools import lru_cache
 
 import pandas as pd
-import yaml
 
 from kvbench.audit.accounting import nominal_payload
 from kvbench.methods.core.resolve import chain_of
-from kvbench.papers import DATA
-from kvbench.papers.forensics.formulas import cells, evaluate, query
+from kvbench.papers.forensics.queries import PaperCells
+from kvbench.papers.forensics.registry import PAPERS
+from kvbench.papers.forensics.uncomp import kept_share
 from kvbench.papers.spec import numbers
 from kvbench.papers.spec.numbers import Number, decimals, exactly, mean, printed
 from kvbench.papers.spec.published import AVERAGE, SCORES, Published
@@ -306,24 +305,9 @@ def _schedules(book: Book) -> Iterator[Exact]:
             yield Exact(cell, row.label, f"{largest} − {i} x {step}", exactly(largest - i * step))
         yield Exact(last_cell, last_row.label, "S_min", exactly(smallest))
         if model == "llama-2-7b-chat" and where == "appendix E":
-            ((_, stated_row, stated),) = cells(book, "uncomp", {"table": "text", "of": "hidden_state_ratio"})
+            ((_, stated_row, stated),) = PaperCells(book, "uncomp").cells(table="text", of="hidden_state_ratio")
             share = kept_share([row for row, _ in schedule], largest)
             yield Exact(stated, stated_row.label, "mean over the layers of appendix E / 4096", share)
-
-
-def kept_share(rows: Sequence[PublishedRow], most: int) -> Number:
-    """Return the per cent of hidden states that a schedule keeps, over all layers.
-
-    ``rows`` state a number of hidden states for some layers each, ``most`` is that of a layer that drops none.
-    """
-    sizes = []
-    for row in rows:
-        # layers=5-8, or one layer alone
-        first, _, last = row.settings["layers"].partition("-")
-        layers = int(last or first) - int(first) + 1
-        size = printed(row.cells["hidden_state_size", "hidden_state_size"].printed).value
-        sizes.extend([exactly(size)] * layers)
-    return mean(sizes) / most * 100
 
 
 def _benchmark(book: Book) -> Iterator[Exact]:
@@ -348,43 +332,22 @@ def _place_of_metric(name: str) -> int:
     raise KeyError(name)
 
 
-class FormulaEntry(TypedDict):
-    """One entry of a paper's exact.yaml: a query for cells, and the formula that gives their values.
-
-    ``values`` are queries by the name that the formula ``is`` uses. ``formula`` says it in words.
-    """
-
-    cells: dict[str, object]
-    values: dict[str, dict[str, object]]
-    formula: str
-
-
 def _formulas(book: Book) -> Iterator[Exact]:
-    """Yield the cells of each entry of the papers' exact.yaml, with the values of its formula."""
-    for paper, expression, entry in _entries():
+    """Yield the cells that the papers' own functions recompute."""
+    for audit in PAPERS:
         # a query in a book without the paper would find no cell, which is an error of the formula
-        if paper not in book.papers:
+        if audit.paper not in book.papers:
             continue
-        values = {name: query(book, paper, wanted, printed) for name, wanted in entry["values"].items()}
-        result = evaluate(expression, values)
-        for fields, row, cell in cells(book, paper, entry["cells"]):
-            # one number for all cells, or a series with one for each by its fields
-            recomputed = result
-            if isinstance(result, pd.Series):
-                key = tuple(fields[name] for name in result.index.names)
-                recomputed = result[key if len(key) > 1 else key[0]]
-            yield Exact(cell, row.label, entry["formula"], recomputed)
-
-
-@cache
-def _entries() -> list[tuple[str, str, FormulaEntry]]:
-    """Return (paper, expression, entry) of every formula in the papers' exact.yaml."""
-    # ``is`` is no name in Python, so that the expression stands beside its entry
-    entries = []
-    for path in sorted(DATA.glob("*/exact.yaml")):
-        for entry in yaml.safe_load(path.read_text(encoding="utf-8")):
-            entries.append((path.parent.name, entry["is"], entry))
-    return entries
+        paper = PaperCells(book, audit.paper)
+        for formula in audit.formulas:
+            result = formula.recompute(paper.with_rounding())
+            for fields, row, cell in paper.cells(**formula.query):
+                # one number for all cells, or a series with one for each by its fields
+                recomputed = result
+                if isinstance(result, pd.Series):
+                    key = tuple(fields[name] for name in result.index.names)
+                    recomputed = result[key if len(key) > 1 else key[0]]
+                yield Exact(cell, row.label, formula.words, recomputed)
 
 
 RULES: tuple[Callable[[Book], Iterator[Exact]], ...] = (

@@ -11,8 +11,9 @@ from textwrap import fill
 from kvbench.papers.forensics.exact import Exact, everything
 from kvbench.papers.forensics.finding import WEIGHTS, Finding, place
 from kvbench.papers.forensics.granularity import fits
+from kvbench.papers.forensics.paper_audit import FAILS, HOLDS, PARTLY
 from kvbench.papers.forensics.repeats import baselines, gap, repeated
-from kvbench.papers.forensics.statements import FAILS, HOLDS, PARTLY, judged
+from kvbench.papers.forensics.statements import judged
 from kvbench.papers.spec import catalogue
 from kvbench.papers.spec.numbers import fixed
 from kvbench.papers.spec.published import Published

@@ -13,7 +13,8 @@ from kvbench.base.conf import entries
 from kvbench.methods.core import registry
 from kvbench.papers.forensics.exact import everything
 from kvbench.papers.forensics.finding import place
-from kvbench.papers.forensics.statements import NOTE, judged
+from kvbench.papers.forensics.paper_audit import NOTE
+from kvbench.papers.forensics.statements import judged
 from kvbench.papers.spec.catalogue import CatalogueEntry, Paper
 from kvbench.papers.spec.published import AVERAGE, SCORES, model_id
 from kvbench.papers.spec.published_cells import Book, published

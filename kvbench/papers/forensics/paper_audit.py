@@ -1,0 +1,78 @@
+"""A paper's own part of the audit: functions that judge its statements, and functions that recompute printed cells."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvbench.papers.forensics.queries import PaperCells
+
+HOLDS, PARTLY, FAILS, NOTE = "holds", "partly", "does not hold", "note"
+
+Outcome = tuple[str, str]
+"""A verdict, HOLDS, PARTLY, FAILS or NOTE, and the recomputed figures."""
+Judge = Callable[[PaperCells], Outcome]
+Recompute = Callable[[PaperCells], Any]
+
+
+@dataclass(frozen=True)
+class Statement:
+    """One statement of a paper in our words, with the function that decides it.
+
+    place: where the paper makes it. table: where its numbers are.
+    """
+
+    paper: str
+    place: str
+    table: str
+    text: str
+    judge: Judge
+
+
+@dataclass(frozen=True)
+class Formula:
+    """Printed cells that follow from others, with the function that recomputes them.
+
+    query: finds the cells. words: the formula for readers. recompute: returns one number for all cells, or a series
+    with one for each by its fields. It gets numbers that carry what rounding hides.
+    """
+
+    query: Mapping[str, Any]
+    words: str
+    recompute: Recompute
+
+
+@dataclass(frozen=True)
+class PaperAudit:
+    """The statements and formulas of one paper, in the order of their functions."""
+
+    paper: str
+    statements: list[Statement] = field(default_factory=list)
+    formulas: list[Formula] = field(default_factory=list)
+
+    def states(self, place: str, table: str, text: str) -> Callable[[Judge], Judge]:
+        """Return a decorator for the function that judges a statement."""
+
+        def add(judge: Judge) -> Judge:
+            self.statements.append(Statement(self.paper, place, table, text=text, judge=judge))
+            return judge
+
+        return add
+
+    def recomputes(self, words: str, **query: object) -> Callable[[Recompute], Recompute]:
+        """Return a decorator for the function that recomputes the cells of a query."""
+
+        def add(recompute: Recompute) -> Recompute:
+            self.formulas.append(Formula(query, words, recompute))
+            return recompute
+
+        return add
+
+
+def decide(holds: object, shown: str, otherwise: str = FAILS) -> Outcome:
+    """Return HOLDS or the verdict ``otherwise``, with the recomputed figures."""
+    # comparisons of numpy's numbers are no bool
+    if holds:
+        return HOLDS, shown
+    return otherwise, shown

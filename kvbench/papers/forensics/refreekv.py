@@ -1,0 +1,172 @@
+"""ReFreeKV against its own tables (arXiv 2502.16886).
+
+Each function judges the statement, or recomputes the printed cells, that its decorator names.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from kvbench.papers.forensics.granularity import fits
+from kvbench.papers.forensics.paper_audit import NOTE, PARTLY, Outcome, PaperAudit, decide
+from kvbench.papers.forensics.queries import PaperCells, by_field, difference, falls, level, lines, listed, ratio
+from kvbench.papers.spec.numbers import exactly
+
+REFREEKV = PaperAudit("refreekv")
+ODD = ("pyramidkv", "cake")
+"""The methods whose scores often lie off the grid of right answers."""
+
+
+@REFREEKV.states("section 3.3", table="10", text="Throughput rises by 10 to 20 %")
+def rises_of_throughput(paper: PaperCells) -> Outcome:
+    cells = {"table": 10, "of": "narrativeqa", "metric": "throughput"}
+    own = paper.series(["batch", "input", "output"], method="refreekv", **cells)
+    base = paper.series(["batch", "input", "output"], method="accelerate", **cells)
+    rises = 100 * (ratio(own, base) - 1)
+    inside = sum(rises.between(9.5, 20.5))
+    shown = f"{rises.min():.0f} to {rises.max():.0f} %, {inside} of {len(rises)} inside 10 to 20"
+    return decide(inside == len(rises), shown)
+
+
+@REFREEKV.states("section 3.3", table="3", text="Fastest in 8 of 12 comparisons of overall time")
+def fastest(paper: PaperCells) -> Outcome:
+    fields = ["model", "dataset", "method"]
+    times = paper.series(fields, table=3, metric="overall_time", without={"dataset": "avg"})
+    winners = []
+    for _, time_by_method in lines(times):
+        winner, _ = min(time_by_method, key=lambda cell: cell[1])
+        winners.append(winner)
+    won = winners.count("refreekv")
+    return decide(won == 8, f"{won} of {len(winners)}")
+
+
+@REFREEKV.states("section 3.4", table="5", text="One row of attention needs a much smaller budget than 5 % of the rows")
+def budget_of_one_row(paper: PaperCells) -> Outcome:
+    cells = {"table": 5, "metric": "budget", "method": "refreekv", "t": 0.01, "ranking": ""}
+    one = paper.series("dataset", k=1, **cells)
+    five = paper.series("dataset", k="5%n", **cells)
+    larger = one[difference(one, five) > 0]
+    each = listed("; larger on {0} ({1:.1f} against {2:.1f})", larger, five, sep="")
+    holds = len(larger) == 0 and one.mean() < five.mean()
+    return decide(holds, f"mean {one.mean():.1f} against {five.mean():.1f} %{each}", otherwise=PARTLY)
+
+
+@REFREEKV.states("section 3.4", table="9", text="Summing 10 % of the rows fails on NarrativeQA")
+def tenth_of_rows(paper: PaperCells) -> Outcome:
+    scores = paper.series("k", table=9, of="narrativeqa", metric="f1", k=["7%n", "8%n", "9%n", "10%n"])
+    shown = f"k = {listed('{0} {1:.2f}', scores)}; the last, on which this rests, looks like 19.74"
+    return decide(scores["10%n"] > 0.8 * scores["9%n"], shown, otherwise=PARTLY)
+
+
+@REFREEKV.states("section 3.2", table="2", text="Budgets on mathematics and science are over 90 %")
+def budgets_on_mathematics(paper: PaperCells) -> Outcome:
+    datasets = ["gsm8k", "gpqa", "theoremqa"]
+    budgets = paper.series(["model", "dataset"], table=2, of=datasets, metric="budget")
+    shown = f"{sum(budgets > 90)} of {len(budgets)}, from {budgets.min():.1f} to {budgets.max():.1f} %"
+    return decide(budgets.min() > 90, shown, otherwise=PARTLY)
+
+
+@REFREEKV.states("section 3.2", table="2", text="With Qwen2.5-7B it beats the full cache by 2.63 %")
+def gain_on_qwen(paper: PaperCells) -> Outcome:
+    own = paper.series("dataset", table=2, of="scores", model="qwen2.5-7b*", method="refreekv")
+    full = paper.series("dataset", table=2, of="scores", model="qwen2.5-7b*", method="full")
+    gains = 100 * (ratio(own, full) - 1)
+    without_lcc = gains.drop("lcc").mean()
+    shown = (
+        f"LCC goes from {full['lcc']:.2f} to {own['lcc']:.2f} and adds {gains['lcc'] / len(gains):+.2f} of "
+        f"{gains.mean():+.2f}; without it {without_lcc:+.2f} %, "
+        f"summed scores {100 * (own.sum() / full.sum() - 1):+.2f} %"
+    )
+    return decide(without_lcc > 0, shown, otherwise=PARTLY)
+
+
+@REFREEKV.states("section 3.2", table="2", text="It beats the three baselines at a budget of 90 %")
+def baselines_at_90(paper: PaperCells) -> Outcome:
+    own = paper.series(["model", "dataset"], table=2, of="scores", method="refreekv")
+    full = paper.series(["model", "dataset"], table=2, of="scores", method="full")
+    others = paper.series(["model", "method", "dataset"], table=2, of="scores", budget=0.9)
+    ratios = by_field(ratio(others, full), "model", "method").mean()
+    own_ratios = by_field(ratio(own, full), "model").mean()
+    lost = ratios[difference(ratios, own_ratios) >= 0]
+    count = len(level(ratios, "method"))
+    if len(lost):
+        return decide(False, f"not better than {listed('{0} {1}', lost)}")
+    return decide(count == 3, f"better than all {count} of table 2", otherwise=PARTLY)
+
+
+@REFREEKV.states("limitations", table="8", text="QMSum with Mistral needs only half of the cache")
+def half_on_qmsum(paper: PaperCells) -> Outcome:
+    full = paper.number(table=8, of="qmsum", model="mistral*", method="full")
+    half = paper.series("method", table=8, of="qmsum", model="mistral*", budget=0.5)
+    own = paper.number(table=8, of="qmsum", metric="budget", model="mistral*", method="refreekv")
+    shown = f"{half.idxmax()} at 50 % has {half.max():.2f}, full {full:.2f}; ReFreeKV takes {own} %"
+    return decide(half.max() >= full, shown)
+
+
+@REFREEKV.states("section 3.4", table="12", text="Larger models stay near the full cache on five datasets")
+def larger_models(paper: PaperCells) -> Outcome:
+    own = paper.series(["model", "dataset"], table=12, of="scores", method="refreekv")
+    full = paper.series(["model", "dataset"], table=12, of="scores", method="full")
+    gaps = 100 * (ratio(own, full) - 1)
+    each = listed("{0} {1:+.2f} %", by_field(gaps, "model").mean())
+    shown = f"mean ratio {each}; worst {' '.join(gaps.idxmin())} {gaps.min():+.1f} %"
+    return decide(gaps.min() > -5, shown, otherwise=PARTLY)
+
+
+@REFREEKV.states("section 3.4", table="12", text="Longer contexts reach nearly 50 % compression on larger models")
+def budgets_of_larger_models(paper: PaperCells) -> Outcome:
+    datasets = ["narrativeqa", "musique", "qmsum"]
+    budgets = paper.series(["model", "dataset"], table=12, of=datasets, metric="budget")
+    means = by_field(budgets, "model").mean()
+    shown = f"mean budget on narrativeqa, musique, qmsum: {listed('{0} {1:.1f}', means)} %"
+    return decide(means.min() < 52, shown, otherwise=PARTLY)
+
+
+@REFREEKV.states("table 7", table="7", text="Keeping one more layer whole cannot lower the mean budget")
+def budgets_by_frozen_layers(paper: PaperCells) -> Outcome:
+    frozen = ["none", "0", "0+1", "0+1+2", "0+1+2+3"]
+    budgets = paper.series(["dataset", "frozen"], table=7, of=["gsm8k", "coqa"], metric="budget", frozen=frozen)
+    found = falls("{0} falls from {a} ({first}) to {b} ({then})", budgets)
+    return decide(not found, "; ".join(found) or "budgets rise", otherwise=NOTE)
+
+
+@REFREEKV.states("caption of table 8", table="8", text="Five pruning methods are compared at 50 %")
+def methods_of_table8(paper: PaperCells) -> Outcome:
+    methods = paper.labels("method", table=8, without={"method": ["full", "refreekv"]})
+    return decide(len(methods) == 5, f"{len(methods)} are there: {', '.join(methods)}")
+
+
+@REFREEKV.states("caption of table 12", table="12", text="One of the models has 34B parameters")
+def models_of_table12(paper: PaperCells) -> Outcome:
+    models = ", ".join(paper.labels("model", table=12))
+    return decide("34b" in models, f"the blocks are {models}")
+
+
+@REFREEKV.states("table 10", table="10", text="Whose times table 10 has")
+def model_of_table10(paper: PaperCells) -> Outcome:
+    models = paper.labels("model", table=10)
+    tokens = paper.settings("input", "row", table=10) + paper.settings("output", "row", table=10)
+    return NOTE, (f"no model is named ({', '.join(models)}); {tokens.max():.0f} tokens would not fit LLaMA-3-8B's 8192")
+
+
+@REFREEKV.states("tables 2 and 8", table="2", text="Scores that no whole number of right answers gives, by method")
+def off_grid_by_method(paper: PaperCells) -> Outcome:
+    # both by whether the method is one of ODD
+    scores: Counter[bool] = Counter()
+    off: Counter[bool] = Counter()
+    for fit in fits(paper.book):
+        if fit.grid.paper == "refreekv" and fit.grid.holds:
+            scores.update(row.method in ODD for row, _ in fit.cells)
+            off.update(row.method in ODD for row, _ in fit.off)
+    return NOTE, (
+        f"PyramidKV and CAKE {off[True]} of {scores[True]}, all others {off[False]} of {scores[False]}: with the "
+        "copied scores and Qwen's NarrativeQA, other scoring for these two would explain it; the paper says nothing"
+    )
+
+
+@REFREEKV.recomputes("100 x batch / latency", table=10, metric="throughput")
+def throughput(paper: PaperCells) -> Any:
+    latency = paper.series("row", table=10, metric="latency")
+    batch = paper.settings("batch", "row", table=10, metric="latency")
+    return latency.map(lambda seconds: exactly(1) / seconds) * (100 * batch)

@@ -1,0 +1,200 @@
+"""ThinK against its own tables (arXiv 2407.21018).
+
+Each function judges the statement, or recomputes the printed cells, that its decorator names.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvbench.papers.forensics.paper_audit import NOTE, PARTLY, Outcome, PaperAudit, decide
+from kvbench.papers.forensics.queries import (
+    PaperCells,
+    by_field,
+    count_rising,
+    difference,
+    level,
+    lines,
+    listed,
+    numeric_labels,
+)
+
+THINK = PaperAudit("think")
+MODELS = ["llama-3-8b*", "mistral*"]
+"""The models of ThinK's own experiments; tables 9 and 12 have others as well."""
+
+
+@THINK.states("section 4.3", table="5", text="The needle score at 1024 tokens and 50 % of channels is 90.6")
+def needle_at_half(paper: PaperCells) -> Outcome:
+    cell = {"of": "needle", "model": "mistral*", "method": "snapkv+think"}
+    half = paper.number(table=5, kv_size=1024, ratio=0.5, **cell)
+    less = paper.number(table=5, kv_size=1024, ratio=0.4, **cell)
+    panel = paper.number(table="fig6", kv_size=1024, ratio=0.5, **cell)
+    stated = paper.number(table="text", **cell)
+    return decide(stated == half == panel, f"table 5 {half:.1f}, figure 6 {panel:.1f}; {less:.1f} is the score at 0.4")
+
+
+@THINK.states("appendix G", table="7", text="The cache shrinks by 80 %")
+def shrinkage(paper: PaperCells) -> Outcome:
+    memory = paper.series("kv_size", table=7, of="kv_memory", method="snapkv+think")
+    saved = 100 * (1 - memory / (0.5 * numeric_labels(memory)))  # half a MiB a token
+    shown = f"table 7's memory is {saved.min():.0f} to {saved.max():.0f} % smaller, so to 80 %"
+    return decide(saved.min() > 75, shown)
+
+
+@THINK.states("section 4.2", table="7", text="Dropping 40 % of key channels saves 20 % of the cache")
+def savings_by_size(paper: PaperCells) -> Outcome:
+    memory = paper.series("kv_size", table=7, of="kv_memory", method="snapkv+think")
+    shares = 20 * (1 - 32 / numeric_labels(memory))
+    shown = f"{listed('{1:.1f} % of {0} tokens', shares)}: 32 tokens keep all channels"
+    return decide(shares.min() > 19.5, shown, otherwise=PARTLY)
+
+
+@THINK.states(
+    "section 4.2",
+    table="2",
+    text="2048 tokens with 40 % of channels gone beat the full cache of LLaMA-3-8B",
+)
+def full_against_2048(paper: PaperCells) -> Outcome:
+    own = paper.number(table=2, of="avg", model="llama-3-8b*", method="snapkv+think", kv_size=2048, ratio=0.4)
+    full = paper.number(table=2, of="avg", model="llama-3-8b*", method="full")
+    return decide(own > full, f"{own:.2f} against {full:.2f}")
+
+
+@THINK.states(
+    "tables 2 and 3",
+    table="2",
+    text="Averages rise with the cache size, which the repaired block titles need",
+)
+def averages_by_size(paper: PaperCells) -> Outcome:
+    averages = paper.series(
+        ["table", "method", "ratio", "kv_size"],
+        table=[2, 3],
+        of="avg",
+        model=MODELS,
+        method=["h2o*", "snapkv*"],
+        ratio=["", 0.4, 0.5],
+    )
+    rising, count = count_rising(averages), len(lines(averages))
+    return decide(rising == count, f"{rising} of {count} series rise")
+
+
+@THINK.states("section 4.4", table="7", text="At equal memory ThinK wins over a smaller plain cache")
+def equal_memory(paper: PaperCells) -> Outcome:
+    own = paper.series(["method", "kv_size"], table=7, of="avg", method=["h2o+think", "snapkv+think"])
+    plain = paper.series(["method", "kv_size"], table=7, of="avg", method=["h2o", "snapkv"], matched_to="?*")
+    # the rows of a pair have different sizes, and stand in one order
+    gaps = own.to_numpy() - plain.to_numpy()
+    return decide(gaps.min() > 0, f"{sum(gaps > 0)} of {len(gaps)} pairs, by {gaps.min():.2f} to {gaps.max():.2f}")
+
+
+@THINK.states("section 4.3", table="5", text="At 40 % the needle score is never below SnapKV's")
+def needle_against_snapkv(paper: PaperCells) -> Outcome:
+    own = paper.series(["model", "kv_size"], table=5, of="needle", ratio=0.4)
+    base = paper.series(["model", "kv_size"], table=5, of="needle", method="snapkv")
+    gaps = difference(own, base)
+    return decide(gaps.min() >= 0, f"{sum(gaps >= 0)} of {len(gaps)}, up to {gaps.max():+.1f}")
+
+
+@THINK.states("section 3.1", table="1", text="30 % of channels go without loss, 40 % hurts, l1 more than l2")
+def losses_by_ratio(paper: PaperCells) -> Outcome:
+    plain = paper.series("base", table=1, of="avg", ratio="")
+    easy = -difference(paper.series(["base", "method"], table=1, of="avg", ratio=0.3), plain)
+    hard = -difference(paper.series(["base", "method"], table=1, of="avg", ratio=0.4), plain)
+    l1 = paper.series("base", table=1, of="avg", ratio=0.4, method="*+l1")
+    l2 = paper.series("base", table=1, of="avg", ratio=0.4, method="*+l2")
+    gaps = difference(l1, l2)
+    worse = level(gaps[gaps < 0], "base")
+    shown = (
+        f"falls of {easy.min():.2f} to {easy.max():.2f} at 30 %, at 40 % {listed('{1} {2:.2f}', hard)}; "
+        f"l1 falls further for {' and '.join(worse) or 'none'} (six labels are repaired, in part by this)"
+    )
+    return decide(hard.min() > easy.max() and len(worse) == 2, shown, otherwise=PARTLY)
+
+
+@THINK.states("section 4.4", table="8", text="Dropping value channels costs Mistral, not LLaMA-3")
+def value_channels(paper: PaperCells) -> Outcome:
+    own = paper.series(["model", "base", "kv_size", "ratio", "v_ratio"], table=8, of="avg", method="*+thinkv")
+    plain = paper.series(["model", "base", "kv_size"], table=8, of="avg", method=["h2o", "snapkv"])
+    models = by_field(difference(own, plain), "model")
+    means = models.mean()
+    mistral, llama = means["mistral-7b-instruct-v0.2"], means["llama-3-8b-instruct"]
+    form = "{0} {1:+.2f} to {2:+.2f}, mean {3:+.2f}"
+    return decide(mistral < llama and mistral < 0, listed(form, models.min(), models.max(), means, sep="; "))
+
+
+@THINK.states("appendix E", table="9", text="40 % of channels go without loss where all tokens stay")
+def losses_with_all_tokens(paper: PaperCells) -> Outcome:
+    full = paper.series("model", table=9, of="avg", model=MODELS, method="full")
+    own = paper.series("model", table=9, of="avg", model=MODELS, method="full+think", ratio=0.4)
+    gaps = difference(own, full)
+    return decide(gaps.min() > -0.2, listed("{0} {1:+.2f}", gaps))
+
+
+@THINK.states("section 4.1", table="2", text="LongBench has 17 datasets")
+def number_of_datasets(paper: PaperCells) -> Outcome:
+    tables = [1, 2, 3, 4, 6, 7, 8, 9, 12]
+    scores = paper.series(["table", "row", "dataset"], table=tables, of="scores")
+    counts = sorted(set(by_field(scores, "table", "row").size()))
+    return decide(counts == [17], f"every row of its LongBench tables has {', '.join(map(str, counts))}")
+
+
+@THINK.states("tables 2 and 8", table="2", text="Plain SnapKV rows of tables 2 and 8 have the same averages")
+def snapkv_rows(paper: PaperCells) -> Outcome:
+    row = {"of": "avg", "model": "llama-3-8b*", "method": "snapkv", "kv_size": [512, 2048]}
+    largest = difference(paper.series("kv_size", table=2, **row), paper.series("kv_size", table=8, **row)).abs().max()
+    return decide(largest == 0, f"largest difference of averages {largest:.2f}")
+
+
+@THINK.states("table 7", table="7", text="What the memory column counts")
+def memory_column(paper: PaperCells) -> Outcome:
+    memory = paper.series("kv_size", table=7, of="kv_memory", method="snapkv+think")
+    tokens = numeric_labels(memory)
+    # 32 layers, 32 heads, 128 channels of keys and of values in fp16; MiB
+    token = 32 * 32 * 2 * 128 * 2 / 1048576
+    # keys with 76 channels, keys of the 32 most recent tokens in full, values in full
+    pruned = (tokens - 32) * token / 2 * 76 / 128 + 32 * token / 2 + tokens * token / 2
+    return NOTE, (
+        f"{token:.1f} MiB a token is 32 heads; Mistral stores 8, a quarter. The paper's floor((1 − 0.4) 128) = 76 "
+        f"channels would give {listed('{1:.2f}', pruned, sep=' / ')}, "
+        f"76.8 give the printed {listed('{1:.1f}', memory, sep=' / ')}"
+    )
+
+
+@THINK.states("tables 10 and 11", table="10", text="What the times are per")
+def unit_of_times(paper: PaperCells) -> Outcome:
+    first = paper.number(table=10, metric="ttft", method="kivi")
+    each = paper.number(table=10, metric="tpot", method="kivi")
+    stated = paper.number(table=11, metric="throughput", method="kivi")
+    # two operations for each token and weight of a batch of 300
+    work = 300 * 160 * 2 * 6.7e9
+    rate = work / (first / 1000)
+    return NOTE, (
+        f"a prefill of 300 x 160 tokens takes {work:.1e} FLOP; in {first} ms that is {rate / 1e15:.0f} PFLOP/s, "
+        f"{rate / 312e12:.0f} times an A100, so times are shares of the batch. 1000 / TPOT is {1000 / each:.0f} "
+        f"token/s, table 11 has {stated:.0f}: another run, or prompt tokens are counted"
+    )
+
+
+@THINK.states("table 4", table="4", text="Whose scores table 4 has")
+def model_of_table4(paper: PaperCells) -> Outcome:
+    models = paper.labels("model", table=4)
+    return NOTE, f"the paper names no model; {', '.join(models)} is our reading"
+
+
+@THINK.recomputes("table 12, full − Palu, Mistral", table="text", metric="drop_vs_full", method="palu")
+def drop_of_palu(paper: PaperCells) -> Any:
+    full = paper.number(table=12, of="avg", model="mistral*", method="full")
+    return full - paper.number(table=12, of="avg", model="mistral*", method="palu")
+
+
+@THINK.recomputes("table 12, full − ThinK, LLaMA-2", table="text", metric="drop_vs_full", method="full+think")
+def drop_of_think(paper: PaperCells) -> Any:
+    full = paper.number(table=12, of="avg", model="llama-2*", method="full")
+    return full - paper.number(table=12, of="avg", model="llama-2*", method="full+think")
+
+
+@THINK.recomputes("table 12, full − ASVD, LLaMA-2", table="text", metric="drop_vs_full", method="asvd")
+def drop_of_asvd(paper: PaperCells) -> Any:
+    full = paper.number(table=12, of="avg", model="llama-2*", method="full")
+    return full - paper.number(table=12, of="avg", model="llama-2*", method="asvd")

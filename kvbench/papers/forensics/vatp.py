@@ -1,0 +1,80 @@
+"""VATP against its own tables (arXiv 2406.12335).
+
+Each function judges the statement, or recomputes the printed cells, that its decorator names.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvbench.papers.forensics.paper_audit import NOTE, Outcome, PaperAudit, decide
+from kvbench.papers.forensics.queries import (
+    PaperCells,
+    by_field,
+    count_rising,
+    difference,
+    listed,
+    listed_by_line,
+    ratio,
+)
+
+VATP = PaperAudit("vatp")
+
+
+@VATP.states("section 4.2", table="1", text="VATP wins 12 and 13 of 16 tasks with LLaMA-2, 12 and 14 with Vicuna")
+def wins(paper: PaperCells) -> Outcome:
+    own = paper.series(["model", "base", "dataset"], table=1, of="scores", method="*+vatp")
+    base = paper.series(["model", "base", "dataset"], table=1, of="scores", method=["h2o", "scissorhands"])
+    gaps = difference(own, base)
+    won = by_field(gaps > 0, "model", "base").sum()
+    level = by_field(gaps == 0, "model", "base").sum()
+    return decide(list(won) == [12, 13, 12, 14], listed("{0} {1} {2} (+{3} level)", won, level))
+
+
+@VATP.states("appendix B", table="2", text="The l1 norm is the best")
+def best_norm(paper: PaperCells) -> Outcome:
+    averages = paper.series("norm", table=2, of="avg")
+    return decide(averages.idxmax() == "l1", listed("{0} {1:.2f}", averages))
+
+
+@VATP.states("section 4.2", table="3", text="It costs next to no throughput and no memory")
+def costs(paper: PaperCells) -> Outcome:
+    speed = paper.series("method", table=3, of="throughput")
+    memory = paper.series("method", table=3, of="peak_memory")
+    slower = 100 * (1 - speed["scissorhands+vatp"] / speed["scissorhands"])
+    more = memory["scissorhands+vatp"] - memory["scissorhands"]
+    return decide(slower < 1 and more <= 0, f"{slower:.2f} % slower, {more:+.0f} MiB")
+
+
+@VATP.states("section 4.2", table="1", text="Norms are 1/256 of the cache")
+def bytes_of_norms(paper: PaperCells) -> Outcome:
+    # one fp16 number beside the 128 of a key and of a value
+    share = 2 / (2 * 128 * 2)
+    return decide(share == 1 / 256, f"one fp16 number a token and head beside its key and value: 1/{1 / share:.0f}")
+
+
+@VATP.states("appendix C", table="4", text="Speed-ups at half and a quarter of the cache")
+def stated_speedups(paper: PaperCells) -> Outcome:
+    stated = paper.series(["gpu", "budget"], table=4, metric="speedup_vs_full")
+    largest = difference(speedups(paper), stated).abs().max()
+    return decide(largest < 0.0051, f"largest gap {largest:.3f}")
+
+
+@VATP.states("appendix C", table="4", text="Throughput rises as the cache shrinks")
+def throughput_by_budget(paper: PaperCells) -> Outcome:
+    own = paper.series(["gpu", "budget"], table=4, metric="throughput")
+    gpus = paper.labels("gpu", table=4)
+    return decide(count_rising(own) == len(gpus), listed_by_line(own))
+
+
+@VATP.states("table 1", table="1", text="Averages of table 1")
+def averages_of_table1(paper: PaperCells) -> Outcome:
+    scores = paper.series(["method", "model", "dataset"], table=1, of="scores")
+    means = listed_by_line(by_field(scores, "method", "model").mean(), "{:.2f}", sep=" / ")
+    return NOTE, f"no averages are printed; of 16 tasks (llama-2-7b-chat / vicuna-7b-v1.5-16k): {means}"
+
+
+@VATP.recomputes("throughput / that of the full cache", table=4, metric="speedup_vs_full")
+def speedups(paper: PaperCells) -> Any:
+    own = paper.series(["gpu", "budget"], table=4, metric="throughput")
+    return ratio(own, paper.series("gpu", table=4, metric="throughput", method="full"))
