@@ -67,6 +67,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def output_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options for printing a report."""
+    parser.add_argument("--intervals", action="store_true", help="show the interval and the difference of every task")
+    parser.add_argument("--notes", action="store_true", help="show storage, and how the numbers were measured")
     parser.add_argument("--format", choices=("text", "md", "csv", "latex"), default="text", help="of the table")
 
 
@@ -132,9 +134,8 @@ def print_reports(reports: list[Report], args: argparse.Namespace) -> int:
         for report in reports:
             if len(reports) > 1:
                 print(f"model {report.model}\n")
-            print(render.render(report, args.format), end="")
-            if report.apart:
-                say(f"measured in another run or part, so that times do not compare: {', '.join(report.apart)}")
+            detail = render.Detail(intervals=args.intervals, notes=args.notes)
+            print(render.render(report, args.format, detail), end="")
     counts: Counter[str] = Counter()
     for report in reports:
         for cell in report.cells:
