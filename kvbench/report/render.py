@@ -106,7 +106,7 @@ def header(report: ReportData) -> list[str]:
     sizes_of_cells = _sample_sizes(report)
     if sizes_of_cells:
         fewest = min(n for n, _ in sizes_of_cells)
-        if fewest < FEWEST:
+        if fewest < FEWEST and not _has_mean_interval(report):
             lines.append(
                 f"! n = {fewest} a task: a smoke test, too few examples to compare. Intervals begin at n = {FEWEST}."
             )
@@ -116,6 +116,13 @@ def header(report: ReportData) -> list[str]:
     if settings:
         lines.append(f"{settings}.")
     return lines
+
+
+def _has_mean_interval(report: ReportData) -> bool:
+    """Return True if the mean over tasks has an interval, also where single tasks have too few examples for one."""
+    if len(report.columns) == 1:
+        return False
+    return any(row.means is not None and row.means.score_ci is not None for row in report.rows)
 
 
 def sheets(report: ReportData, detail: Detail = Detail()) -> list[Table]:
@@ -325,6 +332,9 @@ def legend(report: ReportData, detail: Detail = Detail()) -> list[str]:
     lines += _star_note(report)
     if detail.intervals and any(summary.ci for summary in summaries):
         lines.append("[a, b]: 95 % interval. Δ: paired difference to full.")
+    fewest = min((summary.n for summary in summaries), default=FEWEST)
+    if fewest < FEWEST and _has_mean_interval(report):
+        lines.append(f"A task of fewer than {FEWEST} examples has no interval, and no star.")
     if any(cell.unchanged for cell in cells):
         lines.append(UNCHANGED_NOTE)
     # dict.fromkeys keeps the order of the columns, which a set would not

@@ -186,7 +186,8 @@ def _outcome(row: ReportRow, delta: Delta | None, worse: Sequence[str], better: 
         return "nothing was compressed"
     if all(cell.delta is None for cell in row.cells):
         return "no full cache to compare with"
-    if min(summary.n for summary in measured) < FEWEST:
+    # the mean over several tasks has an interval where no task has one
+    if min(summary.n for summary in measured) < FEWEST and (delta is None or delta.ci is None):
         return "too few examples to compare"
     several = len(row.cells) > 1
     parts = []
