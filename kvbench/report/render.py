@@ -125,18 +125,22 @@ def _has_mean_interval(report: ReportData) -> bool:
     return any(row.means is not None and row.means.score_ci is not None for row in report.rows)
 
 
-def sheets(report: ReportData, detail: Detail = Detail()) -> list[Table]:
-    """Return the tables of verdicts, scores, divergences from the full cache and storage, folded to 100 columns."""
+def sheets(report: ReportData, detail: Detail = Detail(), folded: bool = True) -> list[Table]:
+    """Return the tables of verdicts, scores, divergences from the full cache and storage.
+
+    ``folded``: tables that are wider than 100 columns are cut into several, as text needs it.
+    """
+    scores, storage = _score_table(report, detail), _storage_table(report)
     tables = []
     verdicts = verdict.table(report)
     if verdicts is not None:
         tables.append(verdicts)
-    tables += _score_table(report, detail).folded()
+    tables += scores.folded() if folded else [scores]
     tables += ruler.sheets(report)
     tables += turns.sheets(report)
     tables += fidelity.sheets(report)
     if detail.notes:
-        tables += _storage_table(report).folded()
+        tables += storage.folded() if folded else [storage]
     return tables
 
 
@@ -437,7 +441,8 @@ def render(report: ReportData, style: str = "text", detail: Detail = Detail()) -
     """Return the whole report as text; ``style`` is text, md, csv or latex."""
     if style == "csv":
         return writers.csv(CSV_FIELDS, records(report))
-    return writers.compose(sheets(report, detail), legend(report, detail), style, above=header(report))
+    tables = sheets(report, detail, folded=style == "text")
+    return writers.compose(tables, legend(report, detail), style, above=header(report))
 
 
 def records(report: ReportData) -> Iterator[dict[str, object]]:
