@@ -116,7 +116,8 @@ def prepare(table: str, results: str) -> RunPlan:
 def rendered(prepared: RunPlan, table: str) -> str:
     """Return the table as Markdown, with the command that makes it."""
     content = replace(run_report.report(prepared), results="results")
-    return f"# {table}\n\n`python -m kvbench run {' '.join(TABLES[table])}`\n\n{render.render(content, 'md')}"
+    tables = render.render(content, "md", render.EVERYTHING)
+    return f"# {table}\n\n`python -m kvbench run {' '.join(TABLES[table])}`\n\n{tables}"
 
 
 def measure(table: str, results: str) -> None:

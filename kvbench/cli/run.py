@@ -14,7 +14,7 @@ from kvbench.base.errors import UsageError
 from kvbench.cli import launchers
 from kvbench.methods.core import registry
 from kvbench.plan import words
-from kvbench.run.console import output_arguments, print_plans, print_reports, stopping
+from kvbench.run.console import print_plans, print_reports, report_arguments, stopping
 
 
 class Help(argparse.Action):
@@ -40,7 +40,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--plan", action="store_true", help="show what would be measured, and stop")
     parser.add_argument("--config", action="store_true", help="print the composed configuration, and stop")
     parser.add_argument("-m", "--multirun", action="store_true", help="sweep shard=0,1,... through a Hydra launcher")
-    output_arguments(parser)
+    report_arguments(parser)
 
 
 def main(args: argparse.Namespace) -> int:

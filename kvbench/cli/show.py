@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from kvbench.base.errors import UsageError
 from kvbench.base.visible import one_line
 from kvbench.plan import keys, words
-from kvbench.run.console import output_arguments, print_reports
+from kvbench.run.console import print_reports, report_arguments
 
 if TYPE_CHECKING:
     from kvbench.report.report import Report
@@ -27,7 +27,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", nargs="*", metavar="CELL | key=value", help="a cell's id, or a run's overrides")
     parser.add_argument("--samples", type=int, help="answers to show of a cell (default 3)")
     parser.add_argument("--results", help="folder of results, as results= (default results)")
-    output_arguments(parser)
+    report_arguments(parser)
 
 
 def main(args: argparse.Namespace) -> int:

@@ -38,8 +38,11 @@ def given(arguments: Sequence[str], keys: Sequence[str]) -> dict[str, str]:
         if "" in split_list(text):
             raise UsageError(f"{key}={text}: a value is missing; write {key}=A or {key}=A,B (is a variable unset?)")
     if "status" in texts:
-        for status in split_list(texts["status"]):
+        # results of a run that ended as asked were called partial before
+        chosen = ["done" if status == "partial" else status for status in split_list(texts["status"])]
+        for status in chosen:
             one_of("status", STATUSES, status)
+        texts["status"] = ",".join(chosen)
     return texts
 
 

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
 from kvbench.store.results import CellSummary
+from kvbench.tasks.metrics import metric
 
 if TYPE_CHECKING:
     from kvbench.plan.equal_memory import Matched
@@ -75,6 +76,7 @@ class RowMeans:
 
     score_mean: the mean of the cells' scores in printed units, with its 95 % interval, ``score_ci``.
     delta: its paired difference to the full cache, over the examples that both answered; None for the full cache.
+    held16: the bytes held of a prompt, payload and overhead, at 16 bits.
     """
 
     score_mean: float | None
@@ -85,6 +87,7 @@ class RowMeans:
     attended_percent: float | None
     payload: float
     overhead: float
+    held16: float
     payload_kv_head: float | None
     payload_query_head: float | None
     percent_of_full: float
@@ -96,12 +99,16 @@ class RowMeans:
 
 @dataclass(frozen=True)
 class ReportRow:
-    """One method of a report; ``means`` is None if none of its cells is measured."""
+    """One method of a report; ``means`` is None if none of its cells is measured.
+
+    is_full: whether it is the full cache, with which the others are compared.
+    """
 
     method: str
     evicts: bool
     cells: tuple[CellResult, ...]
     means: RowMeans | None
+    is_full: bool = False
 
     def record(self) -> dict[str, object]:
         """Return the row as ``--json`` prints it."""
@@ -133,6 +140,7 @@ class ReportColumn:
 class ReportData:
     """The content of a run's table: cells by method and task, notes for the reader, the results folder.
 
+    notes: what a reader must know to read the scores. remarks: how they were measured, for who wants to know.
     apart: the rows that were measured by another run or part than the first.
     """
 
@@ -142,6 +150,7 @@ class ReportData:
     rows: tuple[ReportRow, ...]
     notes: tuple[str, ...]
     results: str
+    remarks: tuple[str, ...] = ()
     matched: tuple[Matched, ...] = ()
     apart: tuple[str, ...] = ()
 
@@ -154,6 +163,19 @@ class ReportData:
             cells += row.cells
         return cells
 
+    @property
+    def task_names(self) -> list[str]:
+        """Return the tasks' names as a table heads them: "qasper" where all tasks are of LongBench."""
+        names = [column.task for column in self.columns]
+        if not names:
+            return []
+        prefix = names[0].partition("/")[0] + "/"
+        # fidelity's tasks are perplexities of texts: "token" alone would not name a text
+        has_perplexity = any(metric(column.metric).shown is not None for column in self.columns)
+        if has_perplexity or not all(name.startswith(prefix) for name in names):
+            return names
+        return [name.removeprefix(prefix) for name in names]
+
     def record(self) -> dict[str, object]:
         """Return the report as ``--json`` prints it."""
         record: dict[str, object] = {"model": self.model, "settings": self.settings}
@@ -163,6 +185,6 @@ class ReportData:
         # lists instead of tuples of records: json cannot write dataclasses
         record["columns"] = [asdict(column) for column in self.columns]
         record["rows"] = [row.record() for row in self.rows]
-        record["notes"] = list(self.notes)
+        record["notes"] = list(self.notes + self.remarks)
         record["results"] = self.results
         return record

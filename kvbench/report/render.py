@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvbench.report import fidelity, ruler, turns, writers
-from kvbench.report.table import Table
+from kvbench.report import fidelity, ruler, turns, verdict, writers
+from kvbench.report.table import Table, number, sizes
 from kvbench.report.table import size as size
 from kvbench.tasks.metrics import metric
 from kvbench.tasks.metrics.stats import FEWEST
@@ -74,43 +75,121 @@ EVICTING = (
     "alone and keeps every token after it."
 )
 SHARE = "% of\nfull at\n16 bits"
-STORAGE = ("kept\n%", ATTENDED, "payload", "overhead", SHARE, "prefill\nms", "compress\nms", "ms/token")
+STORAGE = ("kept\n%", ATTENDED, "payload", "overhead", SHARE, "prefill\nms")
 """The heads of the table of storage, behind the method."""
+OPTIONS = {
+    "kv_ratio": "the share of a prompt's tokens that is kept",
+    "kv_size": "the tokens kept in each head",
+    "ratio": "the share of the channels, or of the rank, that is removed",
+}
+"""What the budgets in a row's label say: one is kept, another removed."""
 
 
-def sheets(report: ReportData) -> list[Table]:
-    """Return the tables of scores, of divergences from the full cache and of storage, folded to fit 100 columns."""
-    tables = list(_score_table(report).folded())
+@dataclass(frozen=True, kw_only=True)
+class Detail:
+    """What a report shows beside verdicts, scores and sizes.
+
+    intervals: intervals and differences of every task.
+    notes: the table of storage, and how the numbers were measured.
+    """
+
+    intervals: bool = False
+    notes: bool = False
+
+
+EVERYTHING = Detail(intervals=True, notes=True)
+
+
+def header(report: ReportData) -> list[str]:
+    """Return the lines above the tables: a warning of few examples, the settings, and the number of examples."""
+    lines = []
+    sizes_of_cells = _sample_sizes(report)
+    if sizes_of_cells:
+        fewest = min(n for n, _ in sizes_of_cells)
+        if fewest < FEWEST and not _has_mean_interval(report):
+            lines.append(
+                f"! n = {fewest} a task: a smoke test, too few examples to compare. Intervals begin at n = {FEWEST}."
+            )
+    settings = report.settings.removesuffix(".")
+    if sizes_of_cells:
+        settings += f"; n = {_describe_sizes(sizes_of_cells)} examples a task"
+    if settings:
+        lines.append(f"{settings}.")
+    return lines
+
+
+def _has_mean_interval(report: ReportData) -> bool:
+    """Return True if the mean over tasks has an interval, also where single tasks have too few examples for one."""
+    if len(report.columns) == 1:
+        return False
+    return any(row.means is not None and row.means.score_ci is not None for row in report.rows)
+
+
+def sheets(report: ReportData, detail: Detail = Detail(), folded: bool = True) -> list[Table]:
+    """Return the tables of verdicts, scores, divergences from the full cache and storage.
+
+    ``folded``: tables that are wider than 100 columns are cut into several, as text needs it.
+    """
+    scores, storage = _score_table(report, detail), _storage_table(report)
+    tables = []
+    verdicts = verdict.table(report)
+    if verdicts is not None:
+        tables.append(verdicts)
+    tables += scores.folded() if folded else [scores]
     tables += ruler.sheets(report)
     tables += turns.sheets(report)
     tables += fidelity.sheets(report)
-    tables += _storage_table(report).folded()
+    if detail.notes:
+        tables += storage.folded() if folded else [storage]
     return tables
 
 
-def _score_table(report: ReportData) -> Table:
-    """Return the table of scores: a column for each task, and their mean if there are several tasks."""
-    tasks = [column.task for column in report.columns]
-    # "longbench/qasper" is headed "qasper" where all tasks are of LongBench
-    prefix = tasks[0].partition("/")[0] + "/"
-    is_shared = all(task.startswith(prefix) for task in tasks)
-    # fidelity's tasks are perplexities of texts: "token" alone would not name a text
-    if is_shared and not any(map(_lower_is_better, report.columns)):
-        tasks = [task.removeprefix(prefix) for task in tasks]
-    heads = ["method"]
-    for task, column in zip(tasks, report.columns, strict=True):
-        heads.append(f"{task}\n{column.metric}")
+def _score_table(report: ReportData, detail: Detail) -> Table:
+    """Return the table of scores: the mean over tasks, its difference to the full cache, each task, and the size."""
     has_mean = len(report.columns) > 1
+    has_deltas = any(_row_delta(row) is not None for row in report.rows)
+    has_sizes = any(row.means is not None for row in report.rows)
+    heads = ["method"]
     if has_mean:
         heads.append("mean")
+        if has_deltas:
+            heads.append("Δ")
+    for task, column in zip(report.task_names, report.columns, strict=True):
+        heads.append(f"{task}\n{column.metric}")
+        if not has_mean and has_deltas:
+            heads.append("Δ")
+    if has_sizes:
+        heads.append("size")
+    held = [None if row.means is None else row.means.held16 for row in report.rows]
     rows = []
-    for row in report.rows:
+    for row, size_text in zip(report.rows, sizes(held), strict=True):
         texts = [_wrap(row.method)]
-        texts += [_score_text(cell) for cell in row.cells]
         if has_mean:
-            texts.append(_mean_text(row))
+            texts.append(_mean_text(row, detail))
+            if has_deltas:
+                texts.append(_delta_text(_row_delta(row), detail))
+        for cell in row.cells:
+            # the differences of several tasks stand below their scores where they are asked for
+            texts.append(_score_text(cell, detail, with_delta=has_mean))
+            if not has_mean and has_deltas:
+                texts.append(_delta_text(_row_delta(row), detail))
+        if has_sizes:
+            mark = f"\n{EVICTS}" if row.evicts and row.means is not None else ""
+            texts.append(size_text + mark)
         rows.append(tuple(texts))
-    return Table(tuple(heads), tuple(rows), ruled=True)
+    return Table(tuple(heads), tuple(rows), ruled=detail.intervals)
+
+
+def _row_delta(row: ReportRow) -> Delta | None:
+    """Return a row's difference to the full cache: of the mean over tasks, or of its only task."""
+    if all(cell.unchanged for cell in row.cells):
+        return None
+    if len(row.cells) == 1:
+        return row.cells[0].delta
+    is_complete = all(cell.summary is not None for cell in row.cells)
+    if row.means is None or not is_complete:
+        return None
+    return row.means.delta
 
 
 def _storage_table(report: ReportData) -> Table:
@@ -132,7 +211,7 @@ def _storage_table(report: ReportData) -> Table:
     return Table(tuple(heads), tuple(map(tuple, rows)))
 
 
-def _mean_text(row: ReportRow) -> str:
+def _mean_text(row: ReportRow, detail: Detail) -> str:
     """Return the mean score of a row as text; a dash unless all of its cells are measured."""
     # the mean over some of the tasks would not compare with other rows' means
     is_complete = all(cell.summary is not None for cell in row.cells)
@@ -140,21 +219,34 @@ def _mean_text(row: ReportRow) -> str:
         return "—"
     if all(cell.unchanged for cell in row.cells):
         return UNCHANGED
-    return "\n".join(_with_difference(row.means.score_mean, row.means.score_ci, row.means.delta))
+    text = number(row.means.score_mean)
+    if detail.intervals:
+        text += _interval_line(row.means.score_ci)
+    return text
 
 
-def _with_difference(score: float | None, ci: tuple[float, float] | None, delta: Delta | None) -> list[str]:
-    """Return the lines of a score: itself, its interval, its difference to the full cache with a star if it is sure."""
-    lines = [_number(score)]
-    if ci:
-        lines.append(f"[{ci[0]:.0f}, {ci[1]:.0f}]")
-    if delta is not None:
-        text = _number(delta.mean, sign=True)
-        # the star: the interval of the paired difference lies wholly above or below 0
-        if delta.ci is not None and not delta.ci[0] <= 0 <= delta.ci[1]:
-            text += "*"
-        lines.append(f"Δ {text}")
-    return lines
+def _delta_text(delta: Delta | None, detail: Detail) -> str:
+    """Return a difference to the full cache as text, with a star if its interval excludes 0; a dash for none."""
+    if delta is None:
+        return "—"
+    text = number(delta.mean, sign=True)
+    if _is_sure(delta):
+        text += "*"
+    if detail.intervals and delta.ci is not None:
+        text += f"\n[{number(delta.ci[0])}, {number(delta.ci[1])}]"
+    return text
+
+
+def _interval_line(ci: tuple[float, float] | None) -> str:
+    """Return a line with the interval of a score, '' for none."""
+    if not ci:
+        return ""
+    return f"\n[{ci[0]:.0f}, {ci[1]:.0f}]"
+
+
+def _is_sure(delta: Delta) -> bool:
+    """Return True if the interval of a paired difference lies wholly above or below 0."""
+    return delta.ci is not None and not delta.ci[0] <= 0 <= delta.ci[1]
 
 
 def _lower_is_better(column: ReportColumn) -> bool:
@@ -172,8 +264,12 @@ def _wrap(label: str) -> str:
     return label.replace(" ", "\n")
 
 
-def _score_text(cell: CellResult) -> str:
-    """Return a cell of the table of scores: the score with interval and difference, or why there is none."""
+def _score_text(cell: CellResult, detail: Detail, with_delta: bool = True) -> str:
+    """Return a cell of the table of scores: the score, or why there is none.
+
+    With intervals, the score's interval and, ``with_delta``, its difference to the full cache stand below it. Without
+    them the score has the star of a difference that is sure.
+    """
     if cell.status in BROKEN:
         return f"✗ {cell.status}"
     summary = cell.summary
@@ -182,22 +278,28 @@ def _score_text(cell: CellResult) -> str:
     # a score beside the full cache's would look like a method that loses nothing
     if cell.unchanged:
         return UNCHANGED
-    lines = _with_difference(summary.score, summary.ci, cell.delta)
-    lines += [f"{name} {_number(bucket.score)}" for name, bucket in summary.buckets.items()]
-    return "\n".join(lines)
+    text = number(summary.score)
+    if detail.intervals:
+        text += _interval_line(summary.ci)
+        if with_delta and cell.delta is not None:
+            mark = "*" if _is_sure(cell.delta) else ""
+            text += f"\nΔ {number(cell.delta.mean, sign=True)}{mark}"
+    elif with_delta and cell.delta is not None and _is_sure(cell.delta):
+        text += "*"
+    for name, bucket in summary.buckets.items():
+        text += f"\n{name} {number(bucket.score)}"
+    return text
 
 
 def _storage_text(means: RowMeans, evicts: bool) -> tuple[str, ...]:
     """Return a line of the table of storage, a text for each head of STORAGE."""
     return (
         _kept_text(means.kept_percent, means.nominal_percent, evicts),
-        _number(means.attended_percent),
-        _payload_text(means.payload, means.payload_kv_head, means.payload_query_head),
+        number(means.attended_percent),
+        size(means.payload),
         size(means.overhead),
         f"{means.percent_of_full:.1f}",
         f"{means.prefill_ms:.1f}",
-        f"{means.compress_ms:.1f}",
-        f"{means.decode_ms_per_token:.2f}",
     )
 
 
@@ -214,60 +316,29 @@ def _kept_text(kept_percent: float, asked_percent: float | None, evicts: bool) -
     return f"{kept_percent:.1f}{mark}"
 
 
-def _payload_text(held_payload: float, kv: float | None, query: float | None) -> str:
-    """Return the payload held as text and, if it differs, the payload that heads of the other kind would hold.
-
-    ``kv`` and ``query`` are the bytes of as many tokens a head under per=kv_head and per=query_head, by formula.
-    """
-    if kv is None or query is None or kv == query:
-        return size(held_payload)
-    other = f"q {size(query)}"
-    if held_payload == query:
-        other = f"kv {size(kv)}"
-    return f"{size(held_payload)}\n{other}"
-
-
-def _number(value: float | None, sign: bool = False) -> str:
-    """Return a number with one digit, with ``sign`` also with a plus sign; a dash for none."""
-    if value is None:
-        return "—"
-    text = f"{value:+.1f}" if sign else f"{value:.1f}"
-    # U+2212 is as wide as a plus sign, the hyphen is not
-    return text.replace("-", "−")
-
-
 def _chance_note(deltas: Sequence[Delta]) -> str:
     """Return a note on how many stars to expect if no difference were real; '' for fewer than ten intervals."""
     count = sum(delta.ci is not None for delta in deltas)
     if count < 10:
         return ""
     # one in twenty 95 % intervals excludes the true value
-    return f" (of {count} about {math.ceil(0.05 * count)} would by chance alone)"
+    return f"; of {count} differences about {math.ceil(0.05 * count)} would by chance alone"
 
 
-def legend(report: ReportData) -> list[str]:
-    """Return the lines below the tables: n, intervals, refusals with reasons, caveats and the results folder."""
+def legend(report: ReportData, detail: Detail = Detail()) -> list[str]:
+    """Return the lines below the tables: what a mark means where it stands, warnings, and where to find more.
+
+    With notes, also how the numbers were measured.
+    """
     cells = report.cells
     summaries = [cell.summary for cell in cells if cell.summary is not None]
     lines = [f"✗ {cell.task}: {cell.reason}" for cell in cells if cell.status in BROKEN]
-    if report.settings:
-        lines.append(report.settings)
-    if summaries:
-        lines.append(_sample_facts(report, summaries))
-        lines.append(
-            "Bytes are held after prefill, mean per prompt. % of full: payload and overhead over the full cache's keys "
-            "and values, both at 16 bits by formula, whatever the run held; full has positions beside them, hence "
-            "above 100. compress ms: what methods share is counted with the first of them. ms/token is a share of the "
-            "decode batch that all methods ran in; speed claims come from `make bench-overhead`."
-        )
-    lines += turns.legend(report)
-    lines += fidelity.legend(report)
-    # a second line of a payload begins with q or kv
-    means = [row.means for row in report.rows if row.means is not None]
-    if any("\n" in _payload_text(m.payload, m.payload_kv_head, m.payload_query_head) for m in means):
-        lines.append(
-            "q, kv: payload of as many tokens under per=query_head or kv_head, by formula; % of full is of those held."
-        )
+    lines += _star_note(report)
+    if detail.intervals and any(summary.ci for summary in summaries):
+        lines.append("[a, b]: 95 % interval. Δ: paired difference to full.")
+    fewest = min((summary.n for summary in summaries), default=FEWEST)
+    if fewest < FEWEST and _has_mean_interval(report):
+        lines.append(f"A task of fewer than {FEWEST} examples has no interval, and no star.")
     if any(cell.unchanged for cell in cells):
         lines.append(UNCHANGED_NOTE)
     # dict.fromkeys keeps the order of the columns, which a set would not
@@ -276,49 +347,102 @@ def legend(report: ReportData) -> list[str]:
         lines.append(f"{' and '.join(falling)}: lower is better.")
     if any(row.evicts for row in report.rows):
         lines.append(f"{EVICTS}: {EVICTING}")
-    if _has_masks(report):
-        lines.append("attended %: what a decode step attends where a method masks, new tokens too, against the prompt.")
-    most_cut = max((summary.cut for summary in summaries), default=0)
-    if most_cut:
-        lines.append(f"Up to {most_cut} prompts of a task were cut in the middle to the length allowed.")
+    lines += _option_note(report)
+    lines += turns.legend(report)
+    lines += fidelity.legend(report)
     most_shrunk = max((summary.shrunk for summary in summaries), default=0)
     if most_shrunk:
         lines.append(
             f"Up to {most_shrunk} prompts of a task were given a budget below a method's window, which was cut to fit."
         )
     lines += report.notes
-    lines.append(f"Samples and metrics: {report.results}/cells/<cell>/ ({len(cells)} cells; ids with --json).")
+    if detail.notes:
+        lines += _storage_notes(report, summaries)
+        lines += report.remarks
+    lines.append(_where_to_look(report, detail))
     return lines
 
 
-def _sample_facts(report: ReportData, summaries: Sequence[CellSummary]) -> str:
-    """Return the line on the number of examples, on intervals and on differences to the full cache."""
-    # cells that are measured in part have fewer examples: each count that occurs is named once
-    counts = list(dict.fromkeys((summary.n, summary.of) for summary in summaries))
-    sizes = []
-    for n, of in counts:
-        sizes.append(f"{n} of {of}" if n < of else f"all {of}")
-    facts = [f"n = {'; '.join(sizes)} examples per cell"]
-    if any(summary.ci for summary in summaries):
-        facts.append("[a, b]: 95 % interval")
+def _star_note(report: ReportData) -> list[str]:
+    """Return the note on stars, [] if there is none in the table."""
     deltas = [cell.delta for cell in report.cells if cell.delta is not None]
     # the means of rows are a column of the table only if there are several tasks
     if len(report.columns) > 1:
         deltas += [row.means.delta for row in report.rows if row.means is not None and row.means.delta is not None]
-    if any(delta.ci for delta in deltas):
-        facts.append(f"Δ: paired difference to full; * its 95 % interval excludes 0{_chance_note(deltas)}")
-    elif deltas:
-        facts.append("Δ: paired difference to full")
-    if min(counts)[0] < FEWEST:
-        facts.append(f"Below {FEWEST} examples no interval is shown")
-    return ". ".join(facts) + "."
+    if not any(map(_is_sure, deltas)):
+        return []
+    return [f"* differs from full: the 95 % interval of the paired difference excludes 0{_chance_note(deltas)}."]
 
 
-def render(report: ReportData, style: str = "text") -> str:
+def _option_note(report: ReportData) -> list[str]:
+    """Return the note on what the budgets in the rows' labels say, [] if no label has one."""
+    options = set()
+    for row in report.rows:
+        for option in row.method.split(" ")[1:]:
+            # method.snapkv.kv_ratio=0.25 is a kv_ratio, too
+            options.add(option.partition("=")[0].rpartition(".")[2])
+    meanings = [f"{name}: {meaning}" for name, meaning in OPTIONS.items() if name in options]
+    if not meanings:
+        return []
+    return [". ".join(meanings) + "."]
+
+
+def _storage_notes(report: ReportData, summaries: Sequence[CellSummary]) -> list[str]:
+    """Return the notes on the table of storage and on prompts that were cut."""
+    if not summaries:
+        return []
+    lines = [
+        "size: what is held of a prompt after prefill, mean, at 16 bits by formula, whatever the run held; payload and "
+        "overhead: as the run held it. full has positions beside its keys and values, hence above 100 %. Times of "
+        "compression and decoding: kvbench bench time."
+    ]
+    if _has_masks(report):
+        lines.append("attended %: what a decode step attends where a method masks, new tokens too, against the prompt.")
+    most_cut = max(summary.cut for summary in summaries)
+    if most_cut:
+        lines.append(f"Up to {most_cut} prompts of a task were cut in the middle to the length allowed.")
+    if report.apart:
+        names = ", ".join(report.apart)
+        lines.append(f"Measured in another run or part, so that times do not compare: {names}.")
+    return lines
+
+
+def _where_to_look(report: ReportData, detail: Detail) -> str:
+    """Return the line on where samples lie and which options show more."""
+    line = f"Samples and metrics: {report.results}/cells ({len(report.cells)} results)."
+    hidden = []
+    if not detail.intervals:
+        hidden.append("--intervals")
+    if not detail.notes:
+        hidden.append("--notes (storage, how it was measured)")
+    hidden.append("--json (everything)")
+    return f"{line} More: {', '.join(hidden)}."
+
+
+def _sample_sizes(report: ReportData) -> list[tuple[int, int]]:
+    """Return (examples measured, examples of the task) of the cells, each pair that occurs once."""
+    # cells that are measured in part have fewer examples
+    summaries = [cell.summary for cell in report.cells if cell.summary is not None]
+    return list(dict.fromkeys((summary.n, summary.of) for summary in summaries))
+
+
+def _describe_sizes(counts: Sequence[tuple[int, int]]) -> str:
+    """Return numbers of examples in words: ``50 of 200``, or ``all 50``; of many tasks their range."""
+    sizes_in_words = []
+    for n, of in counts:
+        sizes_in_words.append(f"{n} of {of}" if n < of else f"all {of}")
+    if len(sizes_in_words) <= 3:
+        return " or ".join(sizes_in_words)
+    measured = [n for n, _ in counts]
+    return f"{min(measured)} to {max(measured)}"
+
+
+def render(report: ReportData, style: str = "text", detail: Detail = Detail()) -> str:
     """Return the whole report as text; ``style`` is text, md, csv or latex."""
     if style == "csv":
         return writers.csv(CSV_FIELDS, records(report))
-    return writers.compose(sheets(report), legend(report), style)
+    tables = sheets(report, detail, folded=style == "text")
+    return writers.compose(tables, legend(report, detail), style, above=header(report))
 
 
 def records(report: ReportData) -> Iterator[dict[str, object]]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from kvbench.base.extras import require
-from kvbench.report import render
+from kvbench.report import render, verdict
 from kvbench.report.records import ReportData
 
 if TYPE_CHECKING:
@@ -18,9 +18,15 @@ if TYPE_CHECKING:
 class Report(ReportData):
     """The measurements of a run, as ``compare`` returns them, with ways to show them: Markdown, pandas, a figure."""
 
-    def to_markdown(self) -> str:
-        """Return the tables of scores and storage with their notes as Markdown."""
-        return render.render(self, "md")
+    def record(self) -> dict[str, object]:
+        """Return the report as ``--json`` prints it, with the verdict on each method."""
+        record = super().record()
+        record["verdicts"] = [asdict(judged) for judged in verdict.verdicts(self)]
+        return record
+
+    def to_markdown(self, intervals: bool = False, notes: bool = False) -> str:
+        """Return verdicts, scores and sizes as Markdown; with ``intervals`` and ``notes`` as ``run`` prints them."""
+        return render.render(self, "md", render.Detail(intervals=intervals, notes=notes))
 
     def to_pandas(self) -> pd.DataFrame:
         """Return a row per method and task, with the columns of ``--format csv``."""

@@ -24,20 +24,22 @@ def report(prepared: RunPlan) -> Report:
     """Return the report of all stored samples of this run's cells, measured by this run or by earlier ones."""
     cfg = prepared.cfg
     records = prepared.records()
-    run_notes = prepared.advice() + _precision_notes(prepared, records) + _reading_notes(records)
-    run_notes += _model_notes(prepared)
-    run_notes += _example_notes(prepared)
-    run_notes += [f"{match} for prompts no shorter than that." for match in prepared.matched]
-    changes_note = local_changes(records)
-    if changes_note:
-        run_notes.append(changes_note)
     collected = collect(prepared.groups, prepared.store)
-    # a dict keeps the order of the columns, and prints a note that several tasks share once
-    notes = list(dict.fromkeys(f"{group.task.note}." for group in prepared.groups if group.task.note))
-    notes += collected.notes
-    notes += run_notes
+    notes = list(collected.notes)
+    notes += prepared.advice()
+    notes += _model_notes(prepared)
+    notes += _example_notes(prepared)
+    notes += [f"{match} for prompts no shorter than that." for match in prepared.matched]
     # the warnings are complete only now: ``collect`` reads the samples and adds a warning for each damaged file
     notes += prepared.store.warnings
+    # a dict keeps the order of the columns, and prints a note that several tasks share once
+    remarks = list(dict.fromkeys(f"{group.task.note}." for group in prepared.groups if group.task.note))
+    remarks += collected.remarks
+    remarks += _precision_notes(prepared, records)
+    remarks += _reading_notes(records)
+    changes_note = local_changes(records)
+    if changes_note:
+        remarks.append(changes_note)
     return replace(
         collected,
         rows=collected.rows + _unplanned_rows(prepared),
@@ -45,6 +47,7 @@ def report(prepared: RunPlan) -> Report:
         settings=settings(prepared),
         matched=tuple(prepared.matched),
         notes=tuple(notes),
+        remarks=tuple(remarks),
     )
 
 

@@ -155,12 +155,20 @@ def collect(groups: Sequence[Group], store: ResultStore) -> Report:
     notes += _about_cuts(groups, rows, store)
     notes += _about_unscored(rows)
     notes += _about_empty(groups, rows)
-    notes += _about_batches(rows)
     # what a budget while decoding does shows over a long answer, and in when it ends
     evictors = [cell.chain.evictor for group in groups for cell in group.cells]
     if any(evictor is not None and evictor.every for evictor in evictors):
         notes += _about_lengths(rows)
-    return Report("", "", tuple(columns), tuple(rows), tuple(notes), str(store.root), apart=_apart(groups, store))
+    return Report(
+        model="",
+        settings="",
+        columns=tuple(columns),
+        rows=tuple(rows),
+        notes=tuple(notes),
+        results=str(store.root),
+        remarks=tuple(_about_batches(rows)),
+        apart=_apart(groups, store),
+    )
 
 
 def _row(label: str, groups: Sequence[Group], store: ResultStore) -> ReportRow:
@@ -174,7 +182,8 @@ def _row(label: str, groups: Sequence[Group], store: ResultStore) -> ReportRow:
         if any(cell.chain.stages for cell in own_cells):
             baseline = _scores(groups, "", store)
         means = _row_means(summaries, _scores(groups, label, store), baseline)
-    return ReportRow(label, any(c.evicts for c in cells), cells, means)
+    is_full = all(not cell.chain.stages for cell in own_cells)
+    return ReportRow(label, any(c.evicts for c in cells), cells, means, is_full)
 
 
 def _about_cuts(groups: Sequence[Group], rows: Sequence[ReportRow], store: ResultStore) -> list[str]:
@@ -460,6 +469,7 @@ def _row_means(
 
     prompt_tokens = mean([c.prompt_tokens for c in cells])
     payload16, full16 = mean([c.payload16 for c in cells]), mean([c.full16 for c in cells])
+    overhead16 = mean([c.overhead16 for c in cells])
     scores = [c.score for c in cells if c.score is not None]
     # a mean of points and of perplexities would mean nothing
     one_unit = len(scores) == len(cells) and len({metric(c.metric).shown for c in cells}) == 1
@@ -482,9 +492,10 @@ def _row_means(
         attended_percent=percent([c.attended for c in cells]),
         payload=mean([c.payload for c in cells]),
         overhead=mean([c.overhead for c in cells]),
+        held16=payload16 + overhead16,
         payload_kv_head=mean_if_complete([c.payload_kv_head for c in cells]),
         payload_query_head=mean_if_complete([c.payload_query_head for c in cells]),
-        percent_of_full=share(payload16, mean([c.overhead16 for c in cells]), full16),
+        percent_of_full=share(payload16, overhead16, full16),
         payload_percent_of_full=100 * payload16 / full16,
         prefill_ms=1000 * mean([c.timing.prefill_s for c in cells]),
         compress_ms=1000 * mean([c.timing.compress_s for c in cells]),

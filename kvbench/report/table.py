@@ -25,6 +25,7 @@ class Table:
 
     left: how many columns, from the first on, are text; the others are numbers.
     ruled: text has a line between rows.
+    bare: text shows no heads, and only the last column wraps: its rows are sentences in columns.
     breaks: lines of a cell stay lines in every format, and text breaks long heads.
     groups: each column's name above its head, '' for none; neighbours of one name share it.
     headings: the heading of each block of rows, by the number of the block's first row.
@@ -34,6 +35,7 @@ class Table:
     rows: tuple[tuple[str, ...], ...]
     left: int = 1
     ruled: bool = False
+    bare: bool = False
     breaks: bool = False
     groups: tuple[str, ...] = ()
     headings: Mapping[int, str] = field(default_factory=lambda: {0: ""})
@@ -139,3 +141,32 @@ def range_text(counts: Collection[int]) -> str:
     if low == high:
         return str(low)
     return f"{low}–{high}"
+
+
+def sizes(values: Sequence[float | None]) -> list[str]:
+    """Return numbers of bytes as texts in one unit, the largest that any reaches; a dash for None."""
+    largest = max((value for value in values if value is not None), default=0.0)
+    unit, unit_bytes = "B", 1
+    for name, name_bytes in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if largest >= name_bytes:
+            unit, unit_bytes = name, name_bytes
+            break
+    texts = []
+    for value in values:
+        if value is None:
+            texts.append("—")
+            continue
+        amount = value / unit_bytes
+        # two digits of a number below 1: 0.65 MiB, but 3.0 and 12.5 MiB
+        digits = 2 if amount < 1 and unit != "B" else 1
+        texts.append(f"{amount:.{digits}f} {unit}")
+    return texts
+
+
+def number(value: float | None, sign: bool = False) -> str:
+    """Return a number with one digit, with ``sign`` also with a plus sign; a dash for none."""
+    if value is None:
+        return "—"
+    text = f"{value:+.1f}" if sign else f"{value:.1f}"
+    # U+2212 is as wide as a plus sign, the hyphen is not
+    return text.replace("-", "−")

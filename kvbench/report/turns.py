@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvbench.report.table import Table, size
+from kvbench.report.table import Table, number, size
 
 if TYPE_CHECKING:
     from kvbench.report.records import CellResult, ReportData
@@ -80,21 +80,13 @@ def _line(method: str, turns: TurnsSummary, cell: CellResult) -> tuple[str, ...]
     return (
         # one knob below the other keeps the first column narrow
         method.replace(" ", "\n"),
-        _number(turns.first),
-        _number(turns.last),
+        number(turns.first),
+        number(turns.last),
         _with_interval(turns.fall, turns.fall_ci),
         beside_full,
         size(turns.bytes_compressed),
         size(turns.bytes_last),
     )
-
-
-def _number(value: float | None) -> str:
-    """Return a score as text."""
-    if value is None:
-        return "—"
-    # U+2212 is as wide as a plus sign, the hyphen is not
-    return f"{value:.1f}".replace("-", "−")
 
 
 def _with_interval(difference: float | None, ci: tuple[float, float] | None) -> str:
@@ -137,7 +129,7 @@ def legend(report: ReportData) -> list[str]:
                 continue
             has_questions = True
             if turns.beside:
-                others = ", ".join(f"{name} {_number(value)}" for name, value in turns.beside.items())
+                others = ", ".join(f"{name} {number(value)}" for name, value in turns.beside.items())
                 place = row.method
                 if len(report.columns) > 1:
                     place = f"{cell.task}, {row.method}"

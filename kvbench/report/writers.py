@@ -48,9 +48,13 @@ LATEX = str.maketrans(
 """LaTeX's commands for the signs that it would read as commands, or that its fonts lack."""
 
 
-def compose(tables: Sequence[Table], notes: Sequence[str], style: str) -> str:
-    """Return tables with the notes below them as one text; ``style`` is text, md or latex."""
-    parts = [WRITERS[style](table) for table in tables]
+def compose(tables: Sequence[Table], notes: Sequence[str], style: str, above: Sequence[str] = ()) -> str:
+    """Return lines, tables and the notes below them as one text; ``style`` is text, md or latex."""
+    parts = [note(sentence, style) for sentence in above]
+    if above and style != "latex":
+        # an empty line parts the lines from the table
+        parts.append("")
+    parts += [WRITERS[style](table) for table in tables]
     parts += [note(sentence, style) for sentence in notes]
     return "\n".join(parts) + "\n"
 
@@ -70,10 +74,16 @@ def note(text: str, style: str) -> str:
 def text(table: Table, terminal: bool = False) -> str:
     """Return a table as text of at most WIDTH characters a line; ``terminal`` makes the best of a block bold."""
     rich_table = RichTable(
-        box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, collapse_padding=True, header_style="none"
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        show_edge=False,
+        collapse_padding=True,
+        header_style="none",
+        show_header=not table.bare,
     )
     for i, head in enumerate(table.heads):
-        rich_table.add_column(Text(visible(head)), justify="left" if i < table.left else "right")
+        is_whole = table.bare and i < len(table.heads) - 1
+        rich_table.add_column(Text(visible(head)), justify="left" if i < table.left else "right", no_wrap=is_whole)
     for heading, rows in table.blocks:
         if heading:
             # Table.folded leaves four characters for the point and the indentation

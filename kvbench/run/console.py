@@ -33,9 +33,16 @@ MOST_IDS = 24
 """Cells of a forecast up to which their ids are printed."""
 
 
-def output_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options for printing a report."""
+def format_argument(parser: argparse.ArgumentParser) -> None:
+    """Add the option for the format of a table."""
     parser.add_argument("--format", choices=("text", "md", "csv", "latex"), default="text", help="of the table")
+
+
+def report_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options for printing the report of a run."""
+    parser.add_argument("--intervals", action="store_true", help="show the interval and the difference of every task")
+    parser.add_argument("--notes", action="store_true", help="show storage, and how the numbers were measured")
+    format_argument(parser)
 
 
 def print_reports(reports: list[Report], args: argparse.Namespace) -> int:
@@ -51,9 +58,8 @@ def print_reports(reports: list[Report], args: argparse.Namespace) -> int:
         for report in reports:
             if len(reports) > 1:
                 print(f"model {report.model}\n")
-            print(render.render(report, args.format), end="")
-            if report.apart:
-                say(f"measured in another run or part, so that times do not compare: {', '.join(report.apart)}")
+            detail = render.Detail(intervals=args.intervals, notes=args.notes)
+            print(render.render(report, args.format, detail), end="")
     counts: Counter[str] = Counter()
     for report in reports:
         for cell in report.cells:

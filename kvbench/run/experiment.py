@@ -247,7 +247,7 @@ def _settle_group(prepared: RunPlan, group: Group, broadcast: Listeners, error: 
         if begun and store.damage(cell.id) is None:
             summary = _write_metrics(cell, group, store)
         stored = store.status(cell.id)
-        status = "partial"
+        status = "done"
         if stored.status in ("complete", "refused", "failed", "interrupted"):
             status = stored.status
         elif stored.status == DAMAGED:
@@ -266,7 +266,7 @@ def _write_metrics(cell: Cell, group: Group, store: ResultStore) -> CellSummary 
     if not samples or store.refusal(cell.id) is not None:
         return None
     summary = summarise(list(samples.values()), group.task.metric, len(group.task.examples))
-    record: dict[str, object] = {"status": "partial"}
+    record: dict[str, object] = {"status": "done"}
     if summary.n == summary.of:
         record["status"] = "complete"
     record |= summary.record()

@@ -26,7 +26,7 @@ class Listener(Protocol):
     def ended(self, cell: Cell, status: str, summary: CellSummary | None, reason: str | None) -> None:
         """Handle the end of ``cell``. Called once per cell of the run, with the summary of all its samples.
 
-        ``status`` is complete, partial, refused, failed or interrupted.
+        ``status`` is complete, done, refused, failed or interrupted.
         """
 
     def close(self) -> None:

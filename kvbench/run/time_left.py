@@ -154,20 +154,19 @@ class TimeLeft:
         of = self.tasks[task]
         return of.left(self._is_reading and of is self._newest)
 
-    def of_run(self) -> Seconds | None:
-        """Return the seconds left of all tasks, or None where nothing can be said of one that was begun.
+    def of_run(self) -> Seconds:
+        """Return the seconds left of all tasks; without an upper bound where nothing is known of one of them.
 
         A task to come takes at least as long, prompt by prompt, as those that it exceeds in the lengths of its prompts
-        and answers, and at most as long as those that exceed it.
+        and answers, and at most as long as those that exceed it. So does one that was begun a moment ago.
         """
         low = high = 0.0
         measured, to_come = [], []
         for name, task in self.tasks.items():
             seconds = self.of_task(name)
-            if not task.read and task.answers:
+            is_begun = task.read > 0 or not task.answers
+            if not is_begun or seconds is None:
                 to_come.append(task)
-            elif seconds is None:
-                return None
             else:
                 low, high = low + seconds.low, high + seconds.high
                 if not task.cut:

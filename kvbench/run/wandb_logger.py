@@ -191,7 +191,7 @@ class _Sender:
         del self.open[cell.id]
         # W&B shows a run as failed by its exit code
         exit_code = 1
-        if status in ("complete", "partial"):
+        if status in ("complete", "done"):
             exit_code = 0
         run.run.finish(exit_code=exit_code)
 

@@ -174,7 +174,8 @@ class CellRecord:
 class Status:
     """The current status of a cell.
 
-    status: never, started (being measured now), partial, complete, refused, failed or interrupted.
+    status: never, started (being measured now), done (all that a run asked for), complete (all that there are),
+        refused, failed or interrupted.
     n, of: how many examples are measured, and how many there are; ``of`` is None if unknown.
     reason: why the cell is refused, failed or interrupted.
     measuring: the shards that some process is measuring now.

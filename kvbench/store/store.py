@@ -64,7 +64,7 @@ IS_FOLDER = "is a folder; python -m kvbench clean sets it aside"
 SHARD_LOCK = re.compile(r"lock-(\d+)")
 Mark = Literal["started", "failed", "interrupted"]
 DAMAGED = "damaged"
-STATUSES = ("started", "complete", "partial", "refused", "failed", "interrupted", "never", DAMAGED)
+STATUSES = ("started", "complete", "done", "refused", "failed", "interrupted", "never", DAMAGED)
 
 
 class Busy(KvbenchError):
@@ -207,7 +207,7 @@ class ResultStore:
             shard = 0
             if writer is not None:
                 shard = writer.shard
-            # a mark is lost without harm, so that it is not synced: without it a cell counts as partial
+            # a mark is lost without harm, so that it is not synced: without it a cell counts as done
             record = {"status": status, "reason": reason, "time": time.time()} | process
             write_json(self.folder(cell.id) / f"state-{shard}.json", record, sync=False)
 
@@ -245,7 +245,7 @@ class ResultStore:
         elif marks:
             status, reason = "interrupted", marks[-1].get("reason")
         elif n:
-            status, reason = "partial", None
+            status, reason = "done", None
         else:
             status, reason = "never", None
         return Status(status, n, of, reason=reason, measuring=measuring, changed=self._changed(cell_id))

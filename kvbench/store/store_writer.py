@@ -49,7 +49,7 @@ class Writer:
         """Sync the file and release the lock. A mark as failed or interrupted stays."""
         try:
             self.out.close()
-            # without the mark that the cell was started, its lines alone decide whether it is partial or complete
+            # without the mark that the cell was started, its lines alone decide whether it is done in part or complete
             if not self.ended:
                 with suppress(OSError):
                     self.path.with_name(f"state-{self.shard}.json").unlink(missing_ok=True)

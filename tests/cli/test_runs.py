@@ -22,11 +22,11 @@ LONG = "a reason that is long enough to be broken into several lines, since line
 def store(tmp_path):
     """One cell of every status, by the status as its id."""
     store = ResultStore(tmp_path)
-    full = dict.fromkeys(("complete", "partial", "refused", "failed", "interrupted"), "tiny/needle length=256")
+    full = dict.fromkeys(("complete", "done", "refused", "failed", "interrupted"), "tiny/needle length=256")
     for name, column in full.items():
         cell = Cell(name, f"snapkv+think kv_ratio=0.25 {name}=1", column, SIZE)
         measure(store, cell, range(SIZE if name == "complete" else 4))
-        if name in ("complete", "partial"):
+        if name in ("complete", "done"):
             samples = list(store.samples(cell.id).values())
             store.write_metrics(cell.id, summarise(samples, "f1", SIZE).record())
     store.refuse(Cell("refused"), LONG, "e1")
@@ -62,11 +62,11 @@ def cells(*names):
 def test_every_status_is_listed_with_what_is_known(store, capsys):
     actual = listed(capsys, store)
     assert {name: r["status"] for name, r in actual.items()} == {
-        **{s: s for s in ("complete", "partial", "refused", "failed", "interrupted", "never")},
+        **{s: s for s in ("complete", "done", "refused", "failed", "interrupted", "never")},
         "empty": "failed",
         "bare": "never",
     }
-    assert [(actual[s]["n"], actual[s]["of"]) for s in ("complete", "partial", "never")] == [
+    assert [(actual[s]["n"], actual[s]["of"]) for s in ("complete", "done", "never")] == [
         (10, 10),
         (4, 10),
         (0, 200),
@@ -77,8 +77,8 @@ def test_every_status_is_listed_with_what_is_known(store, capsys):
     assert (actual["refused"]["reason"], actual["failed"]["reason"]) == (LONG, "because failed")
     assert "score" not in actual["refused"]
     assert actual["never"]["model"] == "llama2-7b"
-    assert actual["partial"]["folder"] == str(store.folder(cell_id("partial")))
-    age = time.time() - time.mktime(time.strptime(actual["partial"]["changed"][:19], "%Y-%m-%dT%H:%M:%S"))
+    assert actual["done"]["folder"] == str(store.folder(cell_id("done")))
+    age = time.time() - time.mktime(time.strptime(actual["done"]["changed"][:19], "%Y-%m-%dT%H:%M:%S"))
     assert -1 < age < 60
 
 
@@ -93,7 +93,7 @@ def test_an_imported_cell_is_told_apart(store, capsys):
 
 
 def test_cells_that_ended_alike_share_a_line(store, capsys):
-    for name in ("partial", "interrupted"):
+    for name in ("done", "interrupted"):
         store.mark(Cell(name), "interrupted", "stopped by Ctrl-C")
     assert main(["list", "runs", f"results={store.root}"]) == 0
     out = " ".join(capsys.readouterr().out.split())
@@ -101,8 +101,8 @@ def test_cells_that_ended_alike_share_a_line(store, capsys):
 
 
 def test_a_score_of_fewer_samples_than_there_are_is_not_shown(store, capsys):
-    measure(store, Cell("partial"), [7])
-    assert "score" not in listed(capsys, store)["partial"]
+    measure(store, Cell("done"), [7])
+    assert "score" not in listed(capsys, store)["done"]
 
 
 def test_the_table_fits_a_hundred_columns(store, capsys):
@@ -120,7 +120,7 @@ def test_the_table_fits_a_hundred_columns(store, capsys):
     assert "is being measured now, shard 0" in out
     assert LONG in " ".join(out.split())
     assert "9 cells in" in out
-    assert "1 started, 1 complete, 1 partial, 1 refused, 2 failed, 1 interrupted, 2 never." in " ".join(out.split())
+    assert "1 started, 1 complete, 1 done, 1 refused, 2 failed, 1 interrupted, 2 never." in " ".join(out.split())
 
 
 def test_filters(store, capsys):
@@ -135,30 +135,30 @@ def test_filters(store, capsys):
 
 
 def test_a_damaged_record_is_listed_and_set_aside_with_its_answers(store, capsys):
-    folder = store.folder(cell_id("partial"))
+    folder = store.folder(cell_id("done"))
     samples = (folder / "samples-0.jsonl").read_bytes()
     (folder / "cell.json").write_text("{")
-    assert listed(capsys, store)["partial"]["status"] == "damaged"
+    assert listed(capsys, store)["done"]["status"] == "damaged"
     (item,) = (i for i in cleaned(capsys, store, "--yes")["items"] if i["kind"] == "aside")
-    assert (item["cell"], item["path"]) == ("partial", str(folder))
+    assert (item["cell"], item["path"]) == ("done", str(folder))
     assert not folder.exists()
     (aside,) = store.root.glob(f"damaged/{folder.name}-*")
     assert (aside / "samples-0.jsonl").read_bytes() == samples
-    assert "partial" not in listed(capsys, store)
+    assert "done" not in listed(capsys, store)
 
 
 def test_damaged_metrics_cost_a_warning_and_nothing_measured(store, capsys):
-    (store.folder(cell_id("partial")) / "metrics.json").write_text('{"n": 4, "sco')
+    (store.folder(cell_id("done")) / "metrics.json").write_text('{"n": 4, "sco')
     assert main(["list", "runs", f"results={store.root}"]) == 0
-    assert f"{cell_id('partial')}/metrics.json: cannot be read; the same run makes it again" in " ".join(
+    assert f"{cell_id('done')}/metrics.json: cannot be read; the same run makes it again" in " ".join(
         capsys.readouterr().out.split()
     )
-    row = listed(capsys, store)["partial"]
-    assert (row["status"], row["n"], row.get("score")) == ("partial", 4, None)
+    row = listed(capsys, store)["done"]
+    assert (row["status"], row["n"], row.get("score")) == ("done", 4, None)
 
 
 def test_clean_shows_first_and_then_keeps_every_intact_sample(store, capsys):
-    folder = store.folder(cell_id("partial"))
+    folder = store.folder(cell_id("done"))
     stale, fresh = folder / "metrics.json.0a.tmp", folder / "metrics.json.0b.tmp"
     stale.write_text("{")
     fresh.write_text("{")
@@ -175,24 +175,24 @@ def test_clean_shows_first_and_then_keeps_every_intact_sample(store, capsys):
     assert kinds == {
         *(("cell", c) for c in ("never", "empty", "bare")),
         *(("mark", c) for c in ("failed", "interrupted")),
-        ("temporary", "partial"),
-        ("lines", "partial"),
+        ("temporary", "done"),
+        ("lines", "done"),
     }
     done = cleaned(capsys, store, "--yes")
     assert done["items"] == shown["items"]
     after = ResultStore(store.root)
-    assert names(after) == {"complete", "partial", "refused", "failed", "interrupted"}
+    assert names(after) == {"complete", "done", "refused", "failed", "interrupted"}
     assert {c: after.lines(c) for c in after.folders()} == {c: s for c, s in samples.items() if s}
     assert (folder / "damaged-0.jsonl").read_bytes() == b"x" + lines[1] + lines[0][:40] + b"\n"
     assert not stale.exists()
     assert not list(store.root.rglob("traceback-*"))
     assert fresh.exists()
     assert not list(store.root.rglob("lock*"))
-    assert {after.status(cell_id(c)).status for c in ("failed", "interrupted")} == {"partial"}
+    assert {after.status(cell_id(c)).status for c in ("failed", "interrupted")} == {"done"}
     assert not after.warnings
     assert cleaned(capsys, store)["items"] == []
-    measure(after, Cell("partial"), [1])
-    assert list(after.lines(cell_id("partial"))) == ["e0", "e1", "e2", "e3"]
+    measure(after, Cell("done"), [1])
+    assert list(after.lines(cell_id("done"))) == ["e0", "e1", "e2", "e3"]
 
 
 def test_cells_that_are_named_go_with_their_samples(store, capsys):
@@ -204,8 +204,8 @@ def test_cells_that_are_named_go_with_their_samples(store, capsys):
     }
     assert len(store.folders()) == 8
     cleaned(capsys, store, "status=failed,complete", "dataset=tiny", "--yes")
-    assert names(store) == {"partial", "refused", "interrupted", "never", "bare"}
-    cleaned(capsys, store, cells("refused", "partial"), "--yes")
+    assert names(store) == {"done", "refused", "interrupted", "never", "bare"}
+    cleaned(capsys, store, cells("refused", "done"), "--yes")
     assert names(store) == {"interrupted", "never", "bare"}
     assert not list((store.root / "cells").glob(".*"))
 
@@ -220,30 +220,30 @@ def test_what_an_interrupted_cleaning_left_is_removed_by_the_next(store, capsys)
 
 
 def test_what_is_measured_now_is_left_alone_or_refused(store, capsys):
-    writer = store.open(Cell("partial"), FACTS, 3, mix=False)
+    writer = store.open(Cell("done"), FACTS, 3, mix=False)
     assert cleaned(capsys, store, "status=started,partial", "--yes") == {
         "removed": True,
         "items": [],
-        "busy": [cell_id("partial")],
+        "busy": [cell_id("done")],
     }
-    assert main(["clean", f"results={store.root}", cells("partial"), "--yes"]) == 1
-    assert f"{cells('partial')}: shard 3 of it is being measured now; stop that run first" in capsys.readouterr().err
+    assert main(["clean", f"results={store.root}", cells("done"), "--yes"]) == 1
+    assert f"{cells('done')}: shard 3 of it is being measured now; stop that run first" in capsys.readouterr().err
     assert main(["clean", f"results={store.root}"]) == 0
-    assert f"left alone {cell_id('partial')}: it is being measured now" in capsys.readouterr().out
+    assert f"left alone {cell_id('done')}: it is being measured now" in capsys.readouterr().out
     writer.append(sample(9))
     writer.close()
-    assert len(store.lines(cell_id("partial"))) == 5
+    assert len(store.lines(cell_id("done"))) == 5
 
 
 def test_a_cell_that_begins_to_be_measured_between_showing_and_removing_stays(store):
-    actual = list_removals(store, [cell_id("partial")], whole=True)
-    writer = store.open(Cell("partial"), FACTS, 0, mix=False)
-    with pytest.raises(KvbenchError, match=f"{cell_id('partial')} is being measured now"):
+    actual = list_removals(store, [cell_id("done")], whole=True)
+    writer = store.open(Cell("done"), FACTS, 0, mix=False)
+    with pytest.raises(KvbenchError, match=f"{cell_id('done')} is being measured now"):
         carry_out(store, actual)
     writer.close()
-    assert len(store.lines(cell_id("partial"))) == 4
+    assert len(store.lines(cell_id("done"))) == 4
     carry_out(store, actual)
-    assert not store.folder(cell_id("partial")).exists()
+    assert not store.folder(cell_id("done")).exists()
 
 
 def everything(folder):
@@ -299,13 +299,13 @@ def test_nothing_follows_a_link(store, capsys, tmp_path_factory):
 
 @pytest.mark.parametrize("record", ["[1]", "3", '"x"', '{"provenance": 3}', '{"identity": []}', '{"provenance": [1]}'])
 def test_a_record_of_another_shape_costs_its_cell_alone(store, capsys, record):
-    (store.folder(cell_id("partial")) / "cell.json").write_text(record)
+    (store.folder(cell_id("done")) / "cell.json").write_text(record)
     actual = listed(capsys, store)
-    assert {name for name, r in actual.items() if r["status"] == "damaged"} == {"partial"}
-    assert "cell.json cannot be read" in actual["partial"]["reason"]
-    assert main(["show", cell_id("partial"), f"results={store.root}"]) == 2
+    assert {name for name, r in actual.items() if r["status"] == "damaged"} == {"done"}
+    assert "cell.json cannot be read" in actual["done"]["reason"]
+    assert main(["show", cell_id("done"), f"results={store.root}"]) == 2
     cleaned(capsys, store, "--yes")
-    assert not store.folder(cell_id("partial")).exists()
+    assert not store.folder(cell_id("done")).exists()
     assert len(list(store.root.glob("damaged/*/samples-0.jsonl"))) == 1
 
 

@@ -11,9 +11,10 @@ from kvbench.base.example import Example
 from kvbench.methods.core.chain import Chain
 from kvbench.methods.core.resolve import chain_of
 from kvbench.plan.cells import Group
-from kvbench.report import render
+from kvbench.report import render, verdict
 from kvbench.report.records import CellResult, Delta
 from kvbench.report.summary import _about_lengths, collect, shown_delta, summarise
+from kvbench.report.table import sizes
 from kvbench.store.cell import Cell
 from kvbench.store.results import Sample
 from kvbench.store.turns import TurnAnswer
@@ -54,7 +55,11 @@ def measured(scores, metric_name="f1", of=None, tasks=("tiny/a",), **of_row):
             kept[cells[-1].id] = {s.id: s for s in row[place]}
         groups.append(Group(task, name, tuple(cells), examples))
     store = SimpleNamespace(
-        samples=kept.get, refusal=lambda i: None, damage=lambda i: None, status=lambda i: None, root="results"
+        samples=lambda i: kept.get(i, {}),
+        refusal=lambda i: None,
+        damage=lambda i: None,
+        status=lambda i: None,
+        root="results",
     )
     return collect(groups, store)
 
@@ -82,7 +87,7 @@ def test_the_difference_to_the_full_cache_is_ours_minus_full_in_points():
     assert worse.ci[0] < -25 < worse.ci[1]
     scores = {method: row.cells[0].summary.score for method, row in rows.items()}
     assert scores == {"full": 56.25, "snapkv": 87.5, "h2o": 31.25}
-    lines = {method: render._score_text(row.cells[0]).split("\n") for method, row in rows.items()}
+    lines = {method: render._score_text(row.cells[0], render.EVERYTHING).split("\n") for method, row in rows.items()}
     assert lines["snapkv"][0] == "87.5" and lines["snapkv"][2] == "Δ +31.2*"
     assert lines["h2o"][0] == "31.2" and lines["h2o"][2] in ("Δ −25.0", "Δ −25.0*") and len(lines["full"]) == 2
     record = {r["method"]: r for r in render.records(report)}
@@ -124,7 +129,10 @@ def test_only_examples_that_both_answered_are_compared_and_fewer_than_eight_have
 def test_a_difference_has_its_sign_and_a_star_where_its_interval_excludes_0(mean, ci, printed):
     summary = summarise([made(0, 0.5)], "f1", 1)
     cell = CellResult("tiny/a", "id", "measured", summary=summary, delta=Delta(mean, ci))
-    assert render._score_text(cell) == f"50.0\n{printed}"
+    assert render._score_text(cell, render.EVERYTHING) == f"50.0\n{printed}"
+    # without intervals, the star alone says that there is a difference
+    assert render._score_text(cell, render.Detail()) == ("50.0*" if printed.endswith("*") else "50.0")
+    assert render._delta_text(cell.delta, render.Detail()) == printed.removeprefix("Δ ")
 
 
 def test_perplexities_are_compared_as_they_are_shown():
@@ -201,7 +209,7 @@ def test_scores_by_length_are_means_of_what_is_scored():
 def test_intervals_of_a_score_are_in_points_and_in_order():
     s = summarise([made(i, x) for i, x in enumerate(FULL)], "f1", 8)
     assert 0 <= s.ci[0] < s.score == 56.25 < s.ci[1] <= 100 and s.ci[1] - s.ci[0] > 20
-    text = render._score_text(CellResult("a", "id", "measured", summary=s))
+    text = render._score_text(CellResult("a", "id", "measured", summary=s), render.EVERYTHING)
     assert text == f"56.2\n[{s.ci[0]:.0f}, {s.ci[1]:.0f}]"
 
 
@@ -275,41 +283,86 @@ def test_a_row_is_printed_with_its_means_under_their_heads():
     assert cells == {
         "kept\n%": "21.9\nasked 23.8",
         render.ATTENDED: "15.6",
-        "payload": "2.4 KiB\nq 4.9 KiB",
+        "payload": "2.4 KiB",
         "overhead": "250 B",
         render.SHARE: "37.5",
         "prefill\nms": "4000.0",
-        "compress\nms": "400.0",
-        "ms/token": "325.00",
     }
-    scores, storage = render.sheets(report)
-    assert scores.rows[1][-1].splitlines()[0] == "75.0" and scores.headers[-1] == "mean"
-    assert storage.rows[1][-1] == "325.00" and storage.headers[-1] == "ms/token"
-
-
-@pytest.mark.parametrize(
-    ("held", "printed"),
-    [(1024.0, "1.0 KiB\nq 2.0 KiB"), (2048.0, "2.0 KiB\nkv 1.0 KiB")],
-)
-def test_bytes_of_other_heads_are_those_that_are_not_held(held, printed):
-    assert render._payload_text(held, 1024.0, 2048.0) == printed
-    assert render._payload_text(held, held, held) == printed.split("\n")[0]
+    scores, storage = render.sheets(report, render.Detail(notes=True))[1:]
+    shown = dict(zip(scores.headers, scores.rows[1], strict=True))
+    assert (shown["mean"], shown["Δ"], shown["size"]) == ("75.0", "+0.0", "1.5 KiB")
+    assert storage.rows[1][-1] == "4000.0" and storage.headers[-1] == "prefill\nms"
+    assert len(render.sheets(report)) == 2  # storage is shown where it is asked for
 
 
 def test_notes_of_a_report_by_hand():
     some, more = ([[made(i, 0.0, s=(1.0, 1.0, 1.0, factor + i)) for i in range(2)]] for factor in (1.2, 0.7))
     report = measured({"full": some, "snapkv": more}, of=5)
-    (batches,) = (note for note in report.notes if "a batch took" in note)
+    (batches,) = (note for note in report.remarks if "a batch took" in note)
     assert "a batch took 1.2 to 1.7 times" in batches  # the means of cells
-    assert not any("a batch took" in n for n in measured({"full": [[made(0, 1.0, s=(1, 1, 1, 1.04))]]}).notes)
-    text = "\n".join(render.legend(report))
-    assert "n = 2 of 5 examples per cell" in text and "Below 8 examples no interval is shown" in text
+    assert not any("a batch took" in n for n in measured({"full": [[made(0, 1.0, s=(1, 1, 1, 1.04))]]}).remarks)
+    assert "a batch took" not in render.render(report)
+    assert "a batch took" in render.render(report, detail=render.EVERYTHING)
+    first, second = render.header(report)
+    assert first.startswith("! n = 2 a task: a smoke test") and second.endswith("n = 2 of 5 examples a task.")
     few = {"full": of_scores(FULL), "snapkv": of_scores(FULL[:4])}
-    assert "Below 8 examples no interval is shown" in "\n".join(render.legend(measured(few)))
+    first, second = render.header(measured(few))
+    assert first.startswith("! n = 4 a task") and second.endswith("n = all 8 or 4 of 8 examples a task.")
     cut = [[made(i, 1.0, cut=3 * (i < 2), shrunk=i < 1) for i in range(8)]]
-    text = "\n".join(render.legend(measured({"full": cut, "snapkv": of_scores(FULL)})))
-    assert "n = all 8 examples per cell" in text and "Below" not in text
-    assert "Up to 2 prompts of a task were cut" in text and "Up to 1 prompts of a task were given a budget" in text
+    report = measured({"full": cut, "snapkv": of_scores(FULL)})
+    assert render.header(report) == ["; n = all 8 examples a task."]
+    assert "Up to 1 prompts of a task were given a budget" in "\n".join(render.legend(report))
+    cuts = "Up to 2 prompts of a task were cut"
+    assert cuts not in "\n".join(render.legend(report)) and cuts in "\n".join(render.legend(report, render.EVERYTHING))
+
+
+def verdict_texts(cells, **more):
+    """The verdict on each method as one line of words."""
+    return [" ".join(filter(None, v.texts())) for v in verdict.verdicts(measured(cells, **more))]
+
+
+def test_a_verdict_says_what_is_saved_and_what_is_lost():
+    worse = [0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0]
+    rows = {"full": of_scores(FULL), "snapkv": of_scores(BETTER), "h2o": of_scores(worse), "tova": of_scores(FULL)}
+    better, lost, same = verdict_texts(rows)
+    assert better.startswith("snapkv same size 25 % of tokens 87.5 of 56.2 +31.2 [")
+    assert better.endswith("] better than full")
+    assert lost.startswith("h2o same size 25 % of tokens 0.0 of 56.2 −56.2 [−") and lost.endswith("] worse than full")
+    assert same.startswith("tova same size 25 % of tokens 56.2 of 56.2 +0.0 [") and same.endswith("] not told apart")
+    few = {"full": of_scores(FULL[:4]), "snapkv": of_scores(BETTER[:4])}
+    assert verdict_texts(few)[0].endswith("too few examples to compare")
+    assert verdict_texts({"snapkv": of_scores(FULL)})[0].endswith("56.2 no full cache to compare with")
+
+
+def test_a_verdict_names_up_to_three_tasks_and_counts_more():
+    one_task, other = of_scores(FULL)[0], of_scores([1.0] * 8)[0]
+    zero = of_scores([0.0] * 8)[0]
+
+    def outcome(*ours):
+        names = tuple(f"tiny/{name}" for name in "abcdef"[: len(ours)])
+        cells = {"full": [other] * len(ours), "snapkv": list(ours)}
+        return verdict.verdicts(measured(cells, tasks=names))[0].outcome
+
+    assert outcome(zero, one_task, other).startswith("worse on a")
+    assert outcome(zero, zero) == "worse on all 2"
+    assert outcome(zero, zero, zero, zero, other) == "worse on 4 of 5 tasks"
+
+
+@pytest.mark.parametrize(
+    ("times", "words"), [(4.64, "4.6x smaller"), (1.02, "same size"), (0.98, "same size"), (0.5, "2.0x larger")]
+)
+def test_a_size_in_words(times, words):
+    assert verdict.describe_size(times) == words
+
+
+def test_options_stand_beside_a_method_where_rows_differ_in_them():
+    labels = ["snapkv kv_ratio=0.5 window=8", "snapkv kv_ratio=0.25 window=8", "h2o kv_ratio=0.5"]
+    assert verdict._shorten(labels) == ["snapkv kv_ratio=0.5", "snapkv kv_ratio=0.25", "h2o"]
+
+
+def test_sizes_have_one_unit():
+    assert sizes([3 * 2**20, 0.65 * 2**20, None, 12.5 * 2**20]) == ["3.0 MiB", "0.65 MiB", "—", "12.5 MiB"]
+    assert sizes([100, 7]) == ["100.0 B", "7.0 B"] and sizes([None]) == ["—"]
 
 
 def test_lengths_of_answers_are_weighed_by_prompts_and_the_most_tokens_held_is_of_all():
@@ -321,7 +374,7 @@ def test_lengths_of_answers_are_weighed_by_prompts_and_the_most_tokens_held_is_o
 @pytest.mark.parametrize(("shown", "stars"), [(9, None), (10, 1), (20, 1), (21, 2), (60, 3)])
 def test_stars_by_chance_are_one_in_twenty(shown, stars):
     note = render._chance_note([*[Delta(0.0, (-1.0, 1.0))] * shown, Delta(0.0, None)])
-    assert note == ("" if stars is None else f" (of {shown} about {stars} would by chance alone)")
+    assert note == ("" if stars is None else f"; of {shown} differences about {stars} would by chance alone")
 
 
 def test_rows_that_read_their_own_prompts_are_named():
@@ -385,8 +438,10 @@ def test_a_mean_has_its_interval_and_its_paired_difference():
     assert rows["snapkv"].record()["delta_ci"] == better.delta.ci
     tied = measured({"full": [*of_scores(FULL)] * 2, "snapkv": [*of_scores(FULL)] * 2}, tasks=("tiny/a", "tiny/b"))
     assert rows_of(tied)["snapkv"].means.delta.mean == 0  # equal to the full cache is a difference, too
-    last = render.sheets(report)[0].rows[1][-1].splitlines()
-    assert last[0] == "71.9" and last[2].startswith("Δ +15.6")
+    (sheet,) = render.sheets(report, render.Detail(intervals=True))[1:]
+    shown = dict(zip(sheet.headers, sheet.rows[1], strict=True))
+    assert shown["mean"].splitlines()[0] == "71.9" and shown["Δ"].startswith("+15.6")
+    assert shown["Δ"].splitlines()[1] == f"[{low * 100:.1f}, {high * 100:.1f}]".replace("-", "−")
 
 
 def test_empty_answers_are_counted_and_told():

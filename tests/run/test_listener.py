@@ -44,7 +44,7 @@ def test_a_listener_hears_every_sample_and_how_every_cell_ended(tmp_path):
     assert heard.calls[0] == ("begin", 2) and heard.calls[-1] == ("close",)
     assert {call[1:] for call in heard.calls if call[0] == "stored"} == stored
     assert [c[1] for c in heard.calls if c[0] == "reading"] == [g.column for g in run.groups for _ in g.examples]
-    assert [c[1:] for c in heard.calls if c[0] == "ended"] == [(i, "partial", 3, None) for i in ids]
+    assert [c[1:] for c in heard.calls if c[0] == "ended"] == [(i, "done", 3, None) for i in ids]
     again = Heard()
     experiment.measure(prepare(*SMALL, "method=snapkv", f"results={tmp_path}"), quiet=True, listeners=(again,))
     assert [c[2:4] for c in again.calls if c[0] == "ended"] == [("complete", 6)] * 4

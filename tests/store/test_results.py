@@ -9,7 +9,7 @@ import pytest
 from support.stored import sample
 
 from kvbench.base.errors import UsageError
-from kvbench.report.records import CellResult, Delta, ReportRow
+from kvbench.report.records import CellResult, Delta, ReportColumn, ReportRow
 from kvbench.report.report import Report
 from kvbench.report.summary import summarise
 from kvbench.store.results import CellRecord, Sample, ScoreSummary
@@ -74,9 +74,10 @@ def test_a_report_prints_the_reason_of_a_refusal_and_numbers_beside_the_settings
         CellResult("code", "2", "measured", settings={"per": "kv_head"}, summary=summary, delta=Delta(-1.0, None)),
         CellResult("code", "3", "missing", reason="not run here"),
     )
-    refused, measured, missing = Report("m", "", (), (ReportRow("a", False, cells, None),), (), "r").record()["rows"][
-        0
-    ]["cells"]
+    columns = (ReportColumn("code", "f1", "", False),) * 3
+    report = Report("m", "", columns, (ReportRow("a", False, cells, None),), (), "r").record()
+    refused, measured, missing = report["rows"][0]["cells"]
+    assert report["verdicts"][0]["outcome"] == "✗ refused in 1 of 3 tasks"
     assert refused == {"task": "code", "cell": "1", "evicts": False, "status": "refused", "reason": "lies"}
     assert "reason" not in missing
     assert (measured["per"], measured["delta"], measured["delta_ci"]) == ("kv_head", -1.0, None)

@@ -21,7 +21,7 @@ def test_a_cell_from_never_to_complete(tmp_path):
     assert store.status(cell.id).n == 1
     writer.close()
     status = store.status(cell.id)
-    assert (status.status, status.n, status.measuring) == ("partial", 1, ())
+    assert (status.status, status.n, status.measuring) == ("done", 1, ())
     assert abs(status.changed - os.stat(tmp_path).st_mtime) < 60
     measure(store, cell, [1, 2, 3])
     assert store.status(cell.id).status == "complete"
@@ -42,7 +42,7 @@ def test_an_end_that_was_marked_stays_until_that_shard_is_opened_again(tmp_path,
     measure(store, cell, [1], shard=1)
     assert store.status(cell.id).status == status
     measure(store, cell, [2], shard=2)
-    assert store.status(cell.id).status == "partial"
+    assert store.status(cell.id).status == "done"
 
 
 def test_a_mark_after_closing_and_one_of_a_cell_that_was_never_opened(tmp_path):
@@ -75,7 +75,7 @@ def test_a_mark_that_is_damaged_or_cannot_be_written_is_no_error(tmp_path):
     store, cell = ResultStore(tmp_path), Cell()
     measure(store, cell, [0])
     (store.folder(cell.id) / "state-0.json").write_text("{half")
-    assert store.status(cell.id).status == "partial"
+    assert store.status(cell.id).status == "done"
     (store.folder(cell.id) / "state-0.json").unlink()
     (store.folder(cell.id) / "state-0.json").mkdir()
     store.mark(cell, "failed", "x")
@@ -87,6 +87,6 @@ def test_old_records_know_their_size_from_their_metrics(tmp_path):
     measure(store, cell, range(4))
     path = store.folder(cell.id) / "cell.json"
     path.write_text(json.dumps({k: v for k, v in json.loads(path.read_text()).items() if k != "of"}))
-    assert (store.status(cell.id).status, store.status(cell.id).of) == ("partial", None)
+    assert (store.status(cell.id).status, store.status(cell.id).of) == ("done", None)
     store.write_metrics(cell.id, {"n": 4, "of": 4})
     assert (store.status(cell.id).status, store.status(cell.id).of) == ("complete", 4)

@@ -132,7 +132,7 @@ def test_an_example_in_the_files_of_two_shards_counts_once(tmp_path):
     measure(store, cell, [0, 1], shard=0)
     measure(store, cell, [1, 2], shard=1)
     assert list(store.lines(cell.id)) == ["e0", "e1", "e2"]
-    assert (store.status(cell.id).n, store.status(cell.id).status) == (3, "partial")
+    assert (store.status(cell.id).n, store.status(cell.id).status) == (3, "done")
 
 
 def test_a_line_cut_at_its_newline_is_whole_and_the_next_starts_its_own(tmp_path):

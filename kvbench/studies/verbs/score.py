@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from kvbench.base.errors import UsageError
 from kvbench.base.visible import say
 from kvbench.plan.keys import Key, one_of, pairs, values
-from kvbench.run.console import output_arguments
+from kvbench.run.console import format_argument
 
 if TYPE_CHECKING:
     from kvbench.studies.imports.base import Predictions
@@ -54,7 +54,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--method", help="method that made the answers, the same as method=")
     parser.add_argument("--store", action="store_true", help="import each dataset as a cell; needs model= method=")
     parser.add_argument("--timing", action="store_true", help="add the seconds of each dataset to the table")
-    output_arguments(parser)
+    format_argument(parser)
 
 
 def main(args: argparse.Namespace) -> int:

@@ -1,0 +1,222 @@
+"""The verdict on each method of a report: how much smaller its cache is, and what its answers lose."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import TYPE_CHECKING
+
+from kvbench.report.table import Table, number
+from kvbench.tasks.metrics import metric
+from kvbench.tasks.metrics.stats import FEWEST
+
+if TYPE_CHECKING:
+    from kvbench.report.records import Delta, ReportData, ReportRow
+
+MOST_NAMES = 3
+"""The most tasks that a verdict names; of more it says how many."""
+HEADS = ("method", "size", "tokens", "score", "difference to full", "divergence", "verdict")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What one method of a report saves and loses beside the full cache.
+
+    method: its label, without the options that all rows of the method share.
+    times_smaller: the full cache's bytes over the method's, both at 16 bits; None if nothing is measured.
+    kept_percent: the tokens held of a prompt. attended_percent: those that a step attends, of a method that masks.
+    score, full_score: the mean scores over tasks in printed units; None where a task has no score.
+    delta: the mean paired difference to the full cache.
+    divergence: KL from the full cache's next-token distribution, in nats, mean over tasks; None if not compared.
+    worse, better: the tasks whose paired difference lies wholly below or above 0.
+    outcome: what that says, in words.
+    """
+
+    method: str
+    times_smaller: float | None
+    kept_percent: float | None
+    attended_percent: float | None
+    score: float | None
+    full_score: float | None
+    delta: Delta | None
+    divergence: float | None
+    worse: tuple[str, ...]
+    better: tuple[str, ...]
+    outcome: str
+
+    def texts(self) -> tuple[str, ...]:
+        """Return the verdict's columns as texts, one for each of HEADS."""
+        size = tokens = score = difference = divergence = ""
+        if self.times_smaller is not None:
+            size = describe_size(self.times_smaller)
+        if self.attended_percent is not None:
+            tokens = f"attends {self.attended_percent:.0f} %"
+        elif self.kept_percent is not None:
+            tokens = describe_tokens(self.kept_percent)
+        if self.score is not None:
+            score = number(self.score)
+            if self.full_score is not None:
+                score += f" of {number(self.full_score)}"
+        if self.delta is not None:
+            difference = number(self.delta.mean, sign=True)
+            if self.delta.ci is not None:
+                low, high = self.delta.ci
+                difference += f" [{number(low)}, {number(high)}]"
+        if self.divergence is not None:
+            divergence = f"KL {self.divergence:.2g}"
+        # the options of a label stand below the method, so that the line fits
+        name = self.method.replace(" ", "\n", 1)
+        return name, size, tokens, score, difference, divergence, self.outcome
+
+
+def describe_size(times_smaller: float) -> str:
+    """Return in words how much smaller than the full cache a method's cache is."""
+    if times_smaller >= 1.05:
+        return f"{times_smaller:.1f}x smaller"
+    if times_smaller > 1 / 1.05:
+        return "same size"
+    return f"{1 / times_smaller:.1f}x larger"
+
+
+def describe_tokens(kept_percent: float) -> str:
+    """Return in words how many of a prompt's tokens a method keeps."""
+    if kept_percent > 99.5:
+        return "all tokens"
+    digits = 0 if kept_percent >= 2 else 1
+    return f"{kept_percent:.{digits}f} % of tokens"
+
+
+def verdicts(report: ReportData) -> list[Verdict]:
+    """Return the verdict on each method of a report but the full cache, in the report's order."""
+    full = next((row for row in report.rows if row.is_full), None)
+    methods = [row for row in report.rows if not row.is_full]
+    names = _shorten([row.method for row in methods])
+    return [_judge(row, name, full, report) for row, name in zip(methods, names, strict=True)]
+
+
+def table(report: ReportData) -> Table | None:
+    """Return the verdicts as a table, a line for each method; None if nothing but the full cache is measured."""
+    rows = [verdict.texts() for verdict in verdicts(report) if verdict.outcome]
+    if not rows:
+        return None
+    # a column that is empty in all rows says nothing
+    filled = [i for i in range(len(rows[0])) if any(row[i] for row in rows)]
+    heads = tuple(HEADS[i] for i in filled)
+    kept_rows = [tuple(row[i] for i in filled) for row in rows]
+    return Table(heads, tuple(kept_rows), left=len(filled), bare=True)
+
+
+def _judge(row: ReportRow, name: str, full: ReportRow | None, report: ReportData) -> Verdict:
+    """Return the verdict on one row; ``full`` is the full cache's row, None if it was not asked for."""
+    times_smaller = kept_percent = attended_percent = score = full_score = delta = None
+    is_complete = all(cell.summary is not None for cell in row.cells)
+    if row.means is not None:
+        times_smaller = 100 / row.means.percent_of_full
+        kept_percent = row.means.kept_percent
+        attended_percent = row.means.attended_percent
+        if full is not None and full.means is not None:
+            # the full cache has positions beside its keys and values, as every method has
+            times_smaller = full.means.percent_of_full / row.means.percent_of_full
+        # the mean over some of the tasks would not compare with the full cache's
+        if is_complete:
+            score, delta = row.means.score_mean, row.means.delta
+            if len(row.cells) == 1:
+                delta = row.cells[0].delta
+        if is_complete and full is not None and full.means is not None:
+            full_score = full.means.score_mean
+    worse, better = [], []
+    for cell, column, task in zip(row.cells, report.columns, report.task_names, strict=True):
+        if cell.delta is None or cell.delta.ci is None:
+            continue
+        low, high = cell.delta.ci
+        # of a perplexity less is better
+        if metric(column.metric).shown is not None:
+            low, high = -high, -low
+        if high < 0:
+            worse.append(task)
+        elif low > 0:
+            better.append(task)
+    is_unchanged = is_complete and all(cell.unchanged for cell in row.cells)
+    if is_unchanged:
+        # a score beside the full cache's would look like a method that loses nothing
+        score = full_score = delta = None
+    return Verdict(
+        method=name,
+        times_smaller=times_smaller,
+        kept_percent=kept_percent,
+        attended_percent=attended_percent,
+        score=score,
+        full_score=full_score,
+        delta=delta,
+        divergence=_divergence(row),
+        worse=tuple(worse),
+        better=tuple(better),
+        outcome=_outcome(row, delta, worse, better),
+    )
+
+
+def _divergence(row: ReportRow) -> float | None:
+    """Return a row's mean divergence over its tasks, None unless all of them were compared with the full cache."""
+    means = []
+    for cell in row.cells:
+        if cell.summary is None or not cell.summary.fidelity:
+            return None
+        # a cell is compared on the reference text, on the full cache's own answer, or on both
+        texts = cell.summary.fidelity
+        chosen = texts.get("greedy") or next(iter(texts.values()))
+        means.append(chosen.kl_mean)
+    return fmean(means)
+
+
+def _outcome(row: ReportRow, delta: Delta | None, worse: Sequence[str], better: Sequence[str]) -> str:
+    """Return in words what the differences of a row say; '' if nothing of it is measured or was refused."""
+    broken = [cell for cell in row.cells if cell.status in ("refused", "failed")]
+    if broken:
+        status = broken[0].status
+        if len(row.cells) == 1:
+            return f"✗ {status}"
+        return f"✗ {status} in {len(broken)} of {len(row.cells)} tasks"
+    measured = [cell.summary for cell in row.cells if cell.summary is not None]
+    if not measured:
+        return ""
+    if len(measured) < len(row.cells):
+        return f"{len(measured)} of {len(row.cells)} tasks measured"
+    if all(cell.unchanged for cell in row.cells):
+        return "nothing was compressed"
+    if all(cell.delta is None for cell in row.cells):
+        return "no full cache to compare with"
+    # the mean over several tasks has an interval where no task has one
+    if min(summary.n for summary in measured) < FEWEST and (delta is None or delta.ci is None):
+        return "too few examples to compare"
+    several = len(row.cells) > 1
+    parts = []
+    if worse:
+        parts.append(f"worse on {_name(worse, len(row.cells))}" if several else "worse than full")
+    if better:
+        parts.append(f"better on {_name(better, len(row.cells))}" if several else "better than full")
+    if parts:
+        return ", ".join(parts)
+    if delta is not None and delta.ci is not None and not delta.ci[0] <= 0 <= delta.ci[1]:
+        return "worse in the mean" if delta.mean < 0 else "better in the mean"
+    return "not told apart"
+
+
+def _name(tasks: Sequence[str], count: int) -> str:
+    """Return the names of some of ``count`` tasks, or how many they are."""
+    if len(tasks) == count:
+        return f"all {count}"
+    if len(tasks) > MOST_NAMES:
+        return f"{len(tasks)} of {count} tasks"
+    return ", ".join(tasks)
+
+
+def _shorten(labels: Sequence[str]) -> list[str]:
+    """Return labels without the options that all rows of the same method share: ``snapkv kv_ratio=0.25`` is snapkv."""
+    names = []
+    for label in labels:
+        method, *options = label.split(" ")
+        alike = [other.split(" ")[1:] for other in labels if other.split(" ")[0] == method]
+        kept = [option for option in options if not all(option in others for others in alike)]
+        names.append(" ".join([method] + kept))
+    return names
