@@ -20,7 +20,7 @@ HEADS = ("method", "size", "tokens", "score", "difference to full", "divergence"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verdict:
+class MethodVerdict:
     """What one method of a report saves and loses beside the full cache.
 
     method: its label, without the options that all rows of the method share.
@@ -87,7 +87,7 @@ def describe_tokens(kept_percent: float) -> str:
     return f"{kept_percent:.{digits}f} % of tokens"
 
 
-def verdicts(report: ReportData) -> list[Verdict]:
+def verdicts(report: ReportData) -> list[MethodVerdict]:
     """Return the verdict on each method of a report but the full cache, in the report's order."""
     full = next((row for row in report.rows if row.is_full), None)
     methods = [row for row in report.rows if not row.is_full]
@@ -107,7 +107,7 @@ def table(report: ReportData) -> Table | None:
     return Table(heads, tuple(kept_rows), left=len(filled), bare=True)
 
 
-def _judge(row: ReportRow, name: str, full: ReportRow | None, report: ReportData) -> Verdict:
+def _judge(row: ReportRow, name: str, full: ReportRow | None, report: ReportData) -> MethodVerdict:
     """Return the verdict on one row; ``full`` is the full cache's row, None if it was not asked for."""
     times_smaller = kept_percent = attended_percent = score = full_score = delta = None
     is_complete = all(cell.summary is not None for cell in row.cells)
@@ -141,7 +141,7 @@ def _judge(row: ReportRow, name: str, full: ReportRow | None, report: ReportData
     if is_unchanged:
         # a score beside the full cache's would look like a method that loses nothing
         score = full_score = delta = None
-    return Verdict(
+    return MethodVerdict(
         method=name,
         times_smaller=times_smaller,
         kept_percent=kept_percent,
