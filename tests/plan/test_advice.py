@@ -116,7 +116,7 @@ def test_a_table_says_where_the_full_cache_is_at_the_floor_and_who_evicts(tmp_pa
     assert [c["evicts"] for r in report["rows"] for c in r["cells"]] == [False, False, True]
     assert main(["run", *SMALL, f"results={tmp_path}", "max_new_tokens=1"]) == 0
     out = capsys.readouterr().out
-    assert out.count(" evicts ") == 1 and "evicts: keeps to its budget while it answers" in out
+    assert out.count("evicts\n") == 1 and "evicts: keeps to its budget while it answers" in out
     able = run(capsys, tmp_path)
     assert [c["floor"] for c in able["columns"]] == [False]
     assert not any("next to nothing" in n for n in able["notes"])
