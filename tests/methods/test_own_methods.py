@@ -249,9 +249,9 @@ def test_what_a_file_replaces_when_it_is_imported_is_put_back_and_it_is_refused(
         "import sys; from kvbench.base.errors import UsageError; from kvbench.methods.core import registry\n"
         "try: registry.defaults('early')\n"
         "except UsageError as error: print(error)\n"
-        "from transformers.models.llama import modeling_llama as m; from kvbench.methods.core import statistics\n"
+        "from transformers.models.llama import modeling_llama as m; from kvbench.methods.core import contract\n"
         "print(m.apply_rotary_pos_emb.__module__, m.LlamaForCausalLM.forward.__module__)\n"
-        "print(statistics.top_indices.__code__.co_name)"
+        "print(contract.top_indices.__code__.co_name)"
     )
     environment = {**os.environ, "KVBENCH_METHODS": str(tmp_path)}
     done = subprocess.run(
