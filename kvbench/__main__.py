@@ -1,4 +1,4 @@
-"""python -m kvbench <verb> ..."""
+"""kvbench <verb> ..."""
 
 from kvbench.cli.main import main
 

@@ -54,7 +54,7 @@ def rendered(runs: list[RunPlan], table: str) -> str:
     reports = [run_report.report(run) for run in runs]
     own = own_tables.read(name, "tiny" if folder == "tiny" else PRETRAINED, runs, reports)
     model = "" if folder == "tiny" else f" model={PRETRAINED}"
-    command = f"python -m kvbench table {name}{model} {TABLES[table]}".strip()
+    command = f"kvbench table {name}{model} {TABLES[table]}".strip()
     heading = f"# {byte_table.ROWS[name]['title']}\n\n`{command}`\n\n"
     return heading + writers.compose(own.sheets, [*dict.fromkeys(r.settings for r in reports), *own.notes], "md")
 

@@ -44,7 +44,7 @@ def rendered(runs: list[RunPlan], length: str) -> dict[str, str]:
     records = [record for c in cells if (record := runs[0].store.cell(c.id)) is not None]
     commits = sorted({str(facts["commit"]) for record in records for facts in record.provenance})
     key = "" if length == leaderboard.DEFAULTS["lengths"] else f" lengths={length}"
-    heading = f"# RULER, the question withheld\n\n`python -m kvbench table leaderboard model={MODEL}{key}`\n\n"
+    heading = f"# RULER, the question withheld\n\n`kvbench table leaderboard model={MODEL}{key}`\n\n"
     below = [*dict.fromkeys(r.settings for r in reports), *leaderboard.notes(standings), *reports[0].notes]
     table = heading + writers.compose(leaderboard.sheets(standings), below, "md")
     lines = leaderboard.records(standings, MODEL, ", ".join(commits))

@@ -87,7 +87,7 @@ def rendered(seen: View, goal: Target) -> str:
     """Return the table as Markdown, with the command that makes it."""
     table = seen.ours.declared
     option = "" if goal.model == stand_ins.MODEL else f" --model {goal.model}"
-    command = f"python scripts/paper_tables.py {table.id}{option}" if option else f"python -m kvbench table {table.id}"
+    command = f"python scripts/paper_tables.py {table.id}{option}" if option else f"kvbench table {table.id}"
     limit = "" if table.kind == timings.KIND or option else " ".join(("", *goal.arguments))
     heading, _, body = page.render(seen, "md").partition("\n")
     return f"{heading}\n\n`{command}{limit}`\n{body}{cost(seen.ours) if goal.scored else ''}"

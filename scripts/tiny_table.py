@@ -117,7 +117,7 @@ def rendered(prepared: RunPlan, table: str) -> str:
     """Return the table as Markdown, with the command that makes it."""
     content = replace(run_report.report(prepared), results="results")
     tables = render.render(content, "md", render.EVERYTHING)
-    return f"# {table}\n\n`python -m kvbench run {' '.join(TABLES[table])}`\n\n{tables}"
+    return f"# {table}\n\n`kvbench run {' '.join(TABLES[table])}`\n\n{tables}"
 
 
 def measure(table: str, results: str) -> None:

@@ -72,7 +72,7 @@ def _reason(error: MissingFiles) -> tuple[str, str]:
     """Return the kind of what is missing, and which it is with what to do about it."""
     names = ", ".join(error.names)
     if isinstance(error, MissingModel):
-        return "model", f"model {names} missing: fetch it with python -m kvbench model fetch {names}"
+        return "model", f"model {names} missing: fetch it with kvbench model fetch {names}"
     folder = os.environ.get(ENVIRONMENT)
     if names:
         return "data", f"{names} missing below {ENVIRONMENT}={folder}"

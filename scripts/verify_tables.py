@@ -3,7 +3,7 @@
 python scripts/verify_tables.py                  status 1 if one differs, or cannot be made again here
 python scripts/verify_tables.py --without data   the same, but texts may be missing: what needs them is named
 
-Tables on the tiny model need nothing else. Those on a pretrained model need it (python -m kvbench model fetch) for its
+Tables on the tiny model need nothing else. Those on a pretrained model need it (kvbench model fetch) for its
 tokenizer and shape, and the texts that were read, below KVBENCH_DATA, since a cell's id covers them.
 """
 

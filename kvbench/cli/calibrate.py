@@ -17,7 +17,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Compute missing calibrations and print all."""
     if not any(o.startswith("method=") for o in args.overrides):
-        raise UsageError("calibrate needs a method, as in: python -m kvbench calibrate method=uncomp-group")
+        raise UsageError("calibrate needs a method, as in: kvbench calibrate method=uncomp-group")
     overrides = []
     for word in args.overrides:
         # text= is a run's key calibration_text=

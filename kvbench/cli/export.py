@@ -67,7 +67,7 @@ def _write_lines(store: ResultStore, options: dict[str, str], as_json: bool) -> 
 
 
 def _nothing_chosen(store: ResultStore) -> str:
-    return f"{store.root} holds no measured answers that are chosen here (python -m kvbench list runs)"
+    return f"{store.root} holds no measured answers that are chosen here (kvbench list runs)"
 
 
 def _write_folders(store: ResultStore, options: dict[str, str], as_json: bool) -> int:

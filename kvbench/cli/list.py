@@ -66,7 +66,7 @@ def main(args: argparse.Namespace) -> int:
         if kind not in KINDS:
             raise unknown("kind of list", kind, KINDS)
     if filters and "runs" not in kinds:
-        raise UsageError(f"{next(iter(filters))}= chooses among runs: python -m kvbench list runs ...")
+        raise UsageError(f"{next(iter(filters))}= chooses among runs: kvbench list runs ...")
     folder = Path(named_folder or "results").expanduser()
     store = ResultStore(folder)
     cells = []

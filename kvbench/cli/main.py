@@ -88,9 +88,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Return the parsed arguments, with the verb's module as ``verb_module``. Ends the process for a mistake."""
     parser = argparse.ArgumentParser(
-        prog="python -m kvbench",
+        prog="kvbench",
         description="Measure KV-cache compression on real models, with the bytes really held.",
-        epilog="python -m kvbench <verb> --help has examples that run.",
+        epilog="kvbench <verb> --help has examples that run.",
     )
     parser.add_argument("--version", action="version", version=f"kvbench {version()}")
     verbs = parser.add_subparsers(dest="verb", metavar="verb", required=True)
@@ -116,6 +116,6 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
             if hasattr(parsed, "overrides"):
                 hint = "; keys have no --, as in results=FOLDER"
             words = " ".join(mistakes or extra)
-            parser.error(f"unrecognised: {words}{hint} (see python -m kvbench {parsed.verb} --help)")
+            parser.error(f"unrecognised: {words}{hint} (see kvbench {parsed.verb} --help)")
         parsed.overrides = parsed.overrides + extra
     return parsed

@@ -73,7 +73,7 @@ def main(args: argparse.Namespace) -> int:
             print(line)
     problems = [record for record in records if record["problem"]]
     for record in problems:
-        say(f"{record['problem']}. Fetch it again: python -m kvbench model fetch {record['model']}")
+        say(f"{record['problem']}. Fetch it again: kvbench model fetch {record['model']}")
     return 1 if problems else 0
 
 
@@ -186,5 +186,5 @@ def _check_request(
         if name in embedded:
             raise UsageError(
                 f"model fetch {name}: it comes with kvbench, so that there is nothing to fetch; run it with "
-                f"model={name} (python -m kvbench model list has those that can be fetched)"
+                f"model={name} (kvbench model list has those that can be fetched)"
             )

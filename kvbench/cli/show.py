@@ -44,7 +44,7 @@ def main(args: argparse.Namespace) -> int:
     if cells:
         return _show_cell(cells[0], Path(options.get("results", "results")), args)
     if args.samples is not None:
-        raise UsageError("--samples shows answers of one cell: show CELL (ids: python -m kvbench list runs)")
+        raise UsageError("--samples shows answers of one cell: show CELL (ids: kvbench list runs)")
     from kvbench.plan import config
     from kvbench.report import run_report
     from kvbench.run import experiment
@@ -57,7 +57,7 @@ def main(args: argparse.Namespace) -> int:
     reports = [run_report.report(plan) for plan in plans]
     # a table of nothing but dashes would say less
     if not args.json and all(_is_unmeasured(report) for report in reports):
-        print(f"nothing of this is measured yet in {reports[0].results}; run it: python -m kvbench run ...")
+        print(f"nothing of this is measured yet in {reports[0].results}; run it: kvbench run ...")
         return 0
     return print_reports(reports, args)
 

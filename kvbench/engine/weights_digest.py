@@ -25,7 +25,7 @@ def check_calibrated(chain: Chain, model: PreTrainedModel) -> None:
     for stage in chain.stages:
         if stage.unbound:
             raise UsageError(
-                f"method {stage.id} needs a calibration of this model: python -m kvbench run computes it at first use; "
+                f"method {stage.id} needs a calibration of this model: kvbench run computes it at first use; "
                 f"in Python, give what kvbench.calibrate(model, tokenizer, {chain.name!r}) returns as the method entry"
             )
         if stage.calibration is not None:
@@ -37,7 +37,7 @@ def check_weights(calibration: Calibration, model: PreTrainedModel, where: Path 
     if calibration.weights != weights_of(model):
         raise UsageError(
             f"the calibration {where} was computed on other weights than this model's: delete it, or use the model "
-            "that it was made with; python -m kvbench calibrate makes one for this model"
+            "that it was made with; kvbench calibrate makes one for this model"
         )
 
 

@@ -68,7 +68,7 @@ class Package:
 
     @property
     def command(self) -> str:
-        return f"python -m kvbench model fetch {self.name}"
+        return f"kvbench model fetch {self.name}"
 
     def _named(self, ending: str) -> str:
         """Return the first name in ``sha256`` with this ending."""

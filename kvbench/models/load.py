@@ -97,7 +97,7 @@ def locate(cfg: ModelConfig) -> ModelSource:
         raise MissingModel(
             f"model={cfg.path}: there is no such folder.{did_you_mean(cfg.path, named_models())} Give a folder with "
             "config.json and *.safetensors, an owner/name id of the Hugging Face hub, or one of "
-            "python -m kvbench list models",
+            "kvbench list models",
             [cfg.path],
         )
     return _find_on_hub(cfg)
@@ -364,12 +364,12 @@ def _find_on_hub(cfg: ModelConfig) -> ModelSource:
             command = "add"
             if cfg.name != "hf":
                 # a name of conf/model has a command of its own
-                command = f"python -m kvbench model fetch {cfg.name}, or add"
+                command = f"kvbench model fetch {cfg.name}, or add"
             remedy = (
                 f"it is no folder and not in the local hub cache; {command} download=true to fetch it, or give a folder"
             )
         if cfg.shape is not None:
-            remedy += f". What caches take needs no checkpoint: python -m kvbench bench memory model={cfg.name} n=8192"
+            remedy += f". What caches take needs no checkpoint: kvbench bench memory model={cfg.name} n=8192"
         raise MissingModel(f"model={cfg.path} (revision {cfg.revision}): {remedy}", [cfg.path]) from None
     # the commit identifies the files, where a branch such as "main" moves
     commit = getattr(config, "_commit_hash", None) or cfg.revision

@@ -59,7 +59,7 @@ def check_copy(folder: Path) -> None:
         damage = f"{folder / NAME} cannot be read"
     if damage:
         raise UsageError(
-            f"model={folder} is damaged: {damage}. Fetch it again (python -m kvbench model list has the names) or copy "
+            f"model={folder} is damaged: {damage}. Fetch it again (kvbench model list has the names) or copy "
             f"it again; if you changed the file yourself, remove {NAME} from the folder"
         )
 

@@ -192,7 +192,7 @@ def _check_reference(chain: Chain, kind: str, tokens: int | None) -> None:
     if tokens is None and not (isinstance(selector, Selector) and selector.kv_size is not None):
         raise UsageError(
             f"match={kind}: the bytes of the reference {chain.name} grow with the prompt, as {reason}. Give it "
-            "kv_size=, or find sizes at one prompt length (python -m kvbench bench memory n=4096 match=...), give those"
+            "kv_size=, or find sizes at one prompt length (kvbench bench memory n=4096 match=...), give those"
         )
 
 

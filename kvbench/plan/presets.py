@@ -80,7 +80,7 @@ def explain(error: UsageError, name: str | None) -> UsageError:
     """Return the error, with the preset named as the source if the error is about a knob that the preset sets."""
     if name is None or not any(s.key.startswith("method.") and f"{s.key}=" in str(error) for s in settings(name)):
         return error
-    return UsageError(f"{error}; preset={name} sets it (python -m kvbench list presets), and what you type wins")
+    return UsageError(f"{error}; preset={name} sets it (kvbench list presets), and what you type wins")
 
 
 def _read_text(name: str) -> str:

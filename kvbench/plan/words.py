@@ -243,7 +243,7 @@ def _dataset_names(tasks: Sequence[str]) -> list[str]:
             name = "tiny"
         raise UsageError(
             f"dataset={cut_off} names no task: write {name} for a whole "
-            "dataset, or a task of it, as tiny/needle (python -m kvbench list datasets)"
+            "dataset, or a task of it, as tiny/needle (kvbench list datasets)"
         )
     names = list(dict.fromkeys(t.partition("/")[0] for t in tasks))
     for name in names:
@@ -376,7 +376,7 @@ def _parse_plain_knob(knob: str, value: Any, methods: Sequence[str], datasets: S
         if knob == "paper":
             name = text.partition("/")[0]
             raise UsageError(
-                f"paper={text} is not a key here: `python -m kvbench table {name}/2` measures a table of the paper, "
+                f"paper={text} is not a key here: `kvbench table {name}/2` measures a table of the paper, "
                 f"preset={name} sets what its tables were made with"
             )
         names = {"preset"} | set(GROUPS) | set(top_level())

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 ENDS = (
     ("refused", "were refused", ""),
     ("failed", "failed", "; the same command tries them again"),
-    ("damaged", "could not be read", "; python -m kvbench clean --yes sets damaged ones aside to be measured again"),
+    ("damaged", "could not be read", "; kvbench clean --yes sets damaged ones aside to be measured again"),
 )
 """The ways in which cells end without a result, in words, each with what helps."""
 MOST_IDS = 24
@@ -120,7 +120,7 @@ def stopping(prepared: Sequence[RunPlan], arguments: Sequence[str]) -> Iterator[
             for group in plan.todo():
                 done += group.answers_done
                 left += group.answers_to_do
-        command = shlex.join(["python", "-m", "kvbench"] + list(arguments))
+        command = shlex.join(["kvbench"] + list(arguments))
         say(f"interrupted. {done} of {done + left} answers are done and safe; to go on:\n  {command}")
     finally:
         for number, handler in previous_handlers.items():

@@ -60,7 +60,7 @@ ID = re.compile("[0-9a-f]{16}")
 LINK = "is a symbolic link"
 NEEDED = re.compile(r"cell\.json|lock|lock-\d+|refused-.*\.json|samples-.*\.jsonl")
 """The names of files without which a cell can be neither measured nor reported."""
-IS_FOLDER = "is a folder; python -m kvbench clean sets it aside"
+IS_FOLDER = "is a folder; kvbench clean sets it aside"
 SHARD_LOCK = re.compile(r"lock-(\d+)")
 Mark = Literal["started", "failed", "interrupted"]
 DAMAGED = "damaged"
@@ -95,9 +95,7 @@ class ResultStore:
     def folder(self, cell_id: str) -> Path:
         """Return the folder of a cell. Raises UsageError for a malformed id, and for a link to another folder."""
         if not ID.fullmatch(cell_id):
-            raise UsageError(
-                f"{cell_id!r} is no cell's id: 16 digits from 0 to f, as python -m kvbench list runs prints them"
-            )
+            raise UsageError(f"{cell_id!r} is no cell's id: 16 digits from 0 to f, as kvbench list runs prints them")
         path = self.root / "cells" / cell_id
         if _is_link(path):
             raise UsageError(f"{path} {LINK}: put the folder itself there, or give the results=FOLDER that it lies in")
@@ -120,7 +118,7 @@ class ResultStore:
         if not self.root.is_dir():
             raise UsageError(
                 f"results={self.root}: there is no such folder, so that nothing is measured there yet. "
-                "python -m kvbench run ... makes it; results=FOLDER reads another"
+                "kvbench run ... makes it; results=FOLDER reads another"
             )
 
     def check(self) -> None:
@@ -302,7 +300,7 @@ class ResultStore:
             self._check_files(folder)
             self.cell(cell_id)
         except UsageError as error:
-            return f"{error}; python -m kvbench clean sets the cell aside, so that it is measured again"
+            return f"{error}; kvbench clean sets the cell aside, so that it is measured again"
         return None
 
     def _check_files(self, folder: Path) -> None:
@@ -355,7 +353,7 @@ class ResultStore:
             if lines.foreign:
                 wrong.append(_not_counted("line of another cell", lines.foreign, plural="lines of another cell"))
             if wrong:
-                self._warn(path, f"{'; '.join(wrong)}; python -m kvbench clean sets them aside")
+                self._warn(path, f"{'; '.join(wrong)}; kvbench clean sets them aside")
         return {example_id: line for example_id, (_, line) in sorted(least.items())}
 
     def _refusal_path(self, cell_id: str, example_id: str) -> Path:
@@ -374,7 +372,7 @@ class ResultStore:
             except UsageError:  # it was refused, whatever the reason was
                 reason = None
             if not reason:
-                return f"{path.name} cannot be read; python -m kvbench clean cells={cell_id} removes the cell"
+                return f"{path.name} cannot be read; kvbench clean cells={cell_id} removes the cell"
             return str(reason)
         return None
 

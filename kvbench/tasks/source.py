@@ -1,4 +1,4 @@
-"""Where a dataset's files come from: a folder of the user's, filled by hand or by ``python -m kvbench data fetch``.
+"""Where a dataset's files come from: a folder of the user's, filled by hand or by ``kvbench data fetch``.
 
 There is one code path after that: loaders read local files. A run downloads nothing.
 """
@@ -66,7 +66,7 @@ class Files:
         """Return a text with the two ways to get the files of this dataset."""
         return (
             f"put the file there yourself and say where with data.root=FOLDER or the environment variable "
-            f"{ENVIRONMENT}, or run: python -m kvbench data fetch {self.dataset} data.root=FOLDER"
+            f"{ENVIRONMENT}, or run: kvbench data fetch {self.dataset} data.root=FOLDER"
         )
 
 

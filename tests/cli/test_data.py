@@ -158,4 +158,4 @@ def test_help_has_examples(capsys):
     with pytest.raises(SystemExit) as stop:
         main(["data", "--help"])
     assert stop.value.code == 0
-    assert "python -m kvbench data fetch gsm8k" in capsys.readouterr().out
+    assert "kvbench data fetch gsm8k" in capsys.readouterr().out

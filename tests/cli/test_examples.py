@@ -45,7 +45,7 @@ ELSEWHERE = {
 def examples():
     for verb in VERBS:
         for line in VERBS[verb]["help"].splitlines():
-            match = re.match(r"  python -m kvbench (.*?)( {2,}.*)?$", line)
+            match = re.match(r"  kvbench (.*?)( {2,}.*)?$", line)
             if match:
                 yield match[1]
 
@@ -64,7 +64,7 @@ def test_help_fits_a_terminal(verb, capsys, monkeypatch):
     with pytest.raises(SystemExit):
         main([verb, "--help"])
     lines = capsys.readouterr().out.splitlines()
-    assert all(len(line) <= 100 for line in lines if not line.startswith("  python -m kvbench"))
+    assert all(len(line) <= 100 for line in lines if not line.startswith("  kvbench"))
     words = " ".join(VERBS[verb]["help"].split())
     assert words in " ".join(" ".join(lines).split())  # nothing is lost
 

@@ -150,7 +150,7 @@ def commands():
     for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
         fences = re.findall(r"^```\w*\n(.*?)^```", path.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
         for line in "".join(fences).replace("\\\n", " ").splitlines():
-            match = re.match(r"(?:\w+=\S+ )*(?:kvbench|python -m kvbench) (.*)", line.partition("#")[0])
+            match = re.match(r"(?:\w+=\S+ )*(?:kvbench|kvbench) (.*)", line.partition("#")[0])
             if match:
                 command = match[1].replace("FOLDER_OR_HUB_ID", "tiny")
                 # methods of one's own are not installed here

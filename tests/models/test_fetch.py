@@ -99,10 +99,10 @@ def refused(world, capsys, status, *reasons, arguments=()):
 
 
 def test_fetched_once_then_found_checked_and_loaded_by_name(world, capsys):
-    with pytest.raises(UsageError, match=f"python -m kvbench model fetch {NAME}"):
+    with pytest.raises(UsageError, match=f"kvbench model fetch {NAME}"):
         fetch.located(NAME)
     assert main(["run", f"model={NAME}", "limit=1"]) == 2
-    assert f"fetch it once: python -m kvbench model fetch {NAME}" in capsys.readouterr().err
+    assert f"fetch it once: kvbench model fetch {NAME}" in capsys.readouterr().err
     assert main(["model", "status", NAME]) == 0 and "missing" in capsys.readouterr().out
     assert world.fetch() == 0
     captured = capsys.readouterr()
@@ -274,7 +274,7 @@ def test_a_damaged_model_is_told_and_made_again(world, capsys, harm):
     capsys.readouterr()
     assert main(["model", "status", NAME]) == 1
     captured = capsys.readouterr()
-    assert "damaged" in captured.out and f"Fetch it again: python -m kvbench model fetch {NAME}" in captured.err
+    assert "damaged" in captured.out and f"Fetch it again: kvbench model fetch {NAME}" in captured.err
     with pytest.raises(UsageError, match=r"is damaged: .*Fetch it again"):
         fetch.located(NAME)
     assert world.fetch() == 0 and "it is made again" in capsys.readouterr().err
@@ -395,7 +395,7 @@ def test_a_run_refuses_weights_that_were_overwritten(usable, tmp_path, capsys):
         captured = capsys.readouterr()
         assert captured.out == "" and captured.err.count("\n") == 1
         assert f"{weights} has the checksum {sha(weights.read_bytes())}, it had " in captured.err
-        assert f"Fetch it again: python -m kvbench model fetch {NAME}" in captured.err
+        assert f"Fetch it again: kvbench model fetch {NAME}" in captured.err
     with pytest.raises(UsageError, match="is damaged"):
         load_model(NAME)
     assert usable.fetch() == 0 and run(tmp_path / "r") == 0

@@ -209,7 +209,7 @@ def test_a_table_without_recomputable_cells(capsys):
 def test_the_committed_audit_is_current():
     committed = (ROOT / "results" / "audit.md").read_text(encoding="utf-8")
     assert report.markdown(audit(), published(), "all") == committed, (
-        "run: python -m kvbench audit all --format md > results/audit.md"
+        "run: kvbench audit all --format md > results/audit.md"
     )
 
 

@@ -238,7 +238,7 @@ def test_the_ledger_end_to_end(tmp_path, capsys):
     page = (tmp_path / "r.html").read_text()
     assert "tiny, a stand-in" in page and "surpasses H₂O in 12 out of 16 tasks" in page and "h2o+vatp" in page
     ledger.place("tiny", tmp_path, ["vatp"]).write_text('{"verdicts": [{"verdict": "supported"}]}')
-    with pytest.raises(UsageError, match="run python -m kvbench claims again"):
+    with pytest.raises(UsageError, match="run kvbench claims again"):
         ledger.read(tmp_path)
 
 

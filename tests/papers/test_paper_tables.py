@@ -148,7 +148,7 @@ def test_what_cannot_be_verified_is_neither_different_nor_a_success(packed, tmp_
     (tmp_path / absent).rename(tmp_path / "away")
     reason = {
         "data": f"data folder missing: KVBENCH_DATA={tmp_path / 'data'} is no folder, set it to one",
-        "model": f"model {of.model} missing: fetch it with python -m kvbench model fetch {of.model}",
+        "model": f"model {of.model} missing: fetch it with kvbench model fetch {of.model}",
     }[absent]
     line = f"{reason}: tables/vatp-1.md, tables/vatp-2.md\n"
     assert verify(capsys, of) == (1, "", f"kvbench: not verified: {line}")

@@ -205,7 +205,7 @@ def test_where_nothing_is_chosen_an_earlier_file_stays(tmp_path, capsys):
     ruler(store, "vt", [("a", ["a"])])
     output.write_text("the results of last week\n")
     assert main(["export", "jsonl", f"results={store.root}", "method=h2o", f"output={output}"]) == 2
-    assert f"no measured answers that are chosen here (python -m kvbench list runs); {output} is left" in (
+    assert f"no measured answers that are chosen here (kvbench list runs); {output} is left" in (
         capsys.readouterr().err
     )
     assert output.read_text() == "the results of last week\n"

@@ -351,7 +351,7 @@ def test_a_signal_ends_a_run_within_seconds_and_says_how_to_go_on(tmp_path, numb
     done = lines()
     assert out == "" and 6 <= done < 160
     assert f"interrupted. {done} of 160 answers are done and safe; to go on:" in err
-    assert err.splitlines()[-1].split() == ["python", "-m", "kvbench", "run", *command[4:]]
+    assert err.splitlines()[-1].split() == ["kvbench", "run", *command[4:]]
     status = [ResultStore(tmp_path).status(p.name) for p in tmp_path.glob("cells/*")]
     assert "interrupted" in {s.status for s in status} and {s.status for s in status} <= {"interrupted", "complete"}
     name = "Ctrl-C" if number == signal.SIGINT else "SIGTERM"

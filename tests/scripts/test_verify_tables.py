@@ -41,7 +41,7 @@ def test_what_is_missing_is_one_line_a_reason_and_no_success(capsys, monkeypatch
     found.add("d.md", raising(MissingData("dataset=z needs w: ...")), "make d")
     out = ["verified: 1 as their samples give them: a.md"]
     data = "data folder missing: set KVBENCH_DATA=FOLDER: b.md, d.md"
-    model = "model m missing: fetch it with python -m kvbench model fetch m: c.md"
+    model = "model m missing: fetch it with kvbench model fetch m: c.md"
     assert outcome(capsys, found) == (1, out, [f"kvbench: not verified: {data}", f"kvbench: not verified: {model}"])
     allowed = "kvbench: not verified (allowed by --without"
     lines = [f"{allowed} data): {data}", f"{allowed} model): {model}"]

@@ -150,7 +150,7 @@ def test_missing_files_of_a_suite_are_named_with_the_two_ways(root):
     message = str(caught.value)
     assert "needs 15 of 16 files" in message and "longbench/narrativeqa.jsonl" in message
     assert "longbench/qasper.jsonl" not in message
-    assert "data.root=FOLDER" in message and "python -m kvbench data fetch longbench" in message
+    assert "data.root=FOLDER" in message and "kvbench data fetch longbench" in message
     assert message.endswith("What is there can be run by name: longbench/qasper")
     with pytest.raises(UsageError, match="KVBENCH_DATA"):
         load(None, "longbench", "qasper")

@@ -115,7 +115,7 @@ def find(own_corpus: bool, given: str | None, data: str | None) -> CalibrationTe
     split_path = files.first(TRAIN, VALID)
     if split_path is None:
         raise UsageError(
-            "calibration reads a text: fetch WikiText-2 (python -m kvbench data fetch wikitext2), put its train split "
+            "calibration reads a text: fetch WikiText-2 (kvbench data fetch wikitext2), put its train split "
             f"at {TRAIN} below a data folder (data.root=FOLDER or the environment variable KVBENCH_DATA), or give "
             "calibration_text=FILE"
         )

@@ -139,7 +139,7 @@ def unknown_method(method: str) -> UsageError:
     if name in kvpress_words()["missing"]:
         return UsageError(
             f"kvbench has no {method}, a press of kvpress. Available: {', '.join(available())}; and, where kvpress is "
-            "installed, method=kvpress:NAME (python -m kvbench list kvpress)."
+            "installed, method=kvpress:NAME (kvbench list kvpress)."
         )
     # the user may mean a method of their own, whose file says why it is not known
     hints = ["Join methods with +, as in method=snapkv+think."]

@@ -136,7 +136,7 @@ def read(results: Path) -> list[Ledger]:
             sheet([content])
             notes(content)
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise UsageError(f"{path} cannot be read ({error}); run python -m kvbench claims again") from None
+            raise UsageError(f"{path} cannot be read ({error}); run kvbench claims again") from None
         ledgers.append(content)
     return ledgers
 

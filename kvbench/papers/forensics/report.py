@@ -43,7 +43,7 @@ HEADS = {
 }
 HEAD = """# Audit of the papers' numbers
 
-Made by `python -m kvbench audit all --format md` from the published cells in `kvbench/papers/data`, and a pure
+Made by `kvbench audit all --format md` from the published cells in `kvbench/papers/data`, and a pure
 function of them; a test compares this page with the code. Numbers are compared with what rounding can hide: a mean of
 printed cells is off only where no digits behind the printed ones could give it. Where a text was converted from PDF
 (ThinK, UNComp, VATP, Q-Hitter), a slip of the conversion cannot always be told from one of the authors.

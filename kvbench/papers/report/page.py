@@ -67,7 +67,7 @@ RUN_FORMATS = {
     "percent_of_full": "{:.1f}",
 }
 """The format in which the table of runs prints each number."""
-OWN_PLOT = "python -m kvbench plot results/pareto method=snapkv,h2o kv_ratio=0.5,0.25"
+OWN_PLOT = "kvbench plot results/pareto method=snapkv,h2o kv_ratio=0.5,0.25"
 VIEWS = (("both", "both"), ("ours", "ours"), ("published", "published"), ("delta", "difference"))
 """The views of the cells of papers' tables: the view's name in page.css, and the label of its button."""
 
@@ -193,7 +193,7 @@ class ReportPage:
             # the row of a finding about a statement is the statement, which need not stand there twice
             printed = "" if f.printed == f.row else f.printed
             findings.append((f"{f.paper}/{f.table}", f.row, f.cell, printed, f.recomputed, f.weight, f.why))
-        ledgers = "".join(map(ledger_table, self.claims)) or "<p>None yet: python -m kvbench claims.</p>"
+        ledgers = "".join(map(ledger_table, self.claims)) or "<p>None yet: kvbench claims.</p>"
         return [
             ("tables", "Tables", tables((t.paper, t.title, t.content) for t in self.tables)),
             ("figures", "Figures", figures(self.figures)),
@@ -359,7 +359,7 @@ def figures(figure_texts: Sequence[Mapping[str, str]]) -> str:
             f"<details><summary>{title}</summary><figure><img loading='lazy' alt='{title}' "
             f"src='data:image/png;base64,{data}'><figcaption>{caption}</figcaption></figure></details>"
         )
-    return "\n".join(elements) or "<p>None yet: python -m kvbench plot.</p>"
+    return "\n".join(elements) or "<p>None yet: kvbench plot.</p>"
 
 
 def rows(headers: Sequence[str], body: Iterable[Sequence[object]], classes: Iterable[str] = ()) -> str:

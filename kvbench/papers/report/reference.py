@@ -26,7 +26,7 @@ from kvbench.tasks.longbench import TASKS
 
 HEAD = """# Reference of the papers
 
-Made by `python -m kvbench reference --format md` from the presets in `conf/preset`, the published cells in
+Made by `kvbench reference --format md` from the presets in `conf/preset`, the published cells in
 `kvbench/papers/data` and the methods, datasets and models that there are; a test compares it with them.
 
 Values of a preset stand in place of the plain defaults, and what you type wins. A table that needs a model needs the

@@ -244,7 +244,7 @@ def load(paper: str, table: str) -> TableSpec:
         # figures and prose are in the catalogue, but no command measures them as tables
         hint = ""
         if any(entry.id == table for entry in catalogue.paper(paper).entries):
-            hint = "It is no table that is measured: python -m kvbench plot list has the figures."
+            hint = "It is no table that is measured: kvbench plot list has the figures."
         raise unknown("table", f"{paper}/{table}", ["/".join(table_id) for table_id in ids()], hint)
     raw: dict[str, Any] = {}
     # a key of table<N>.yaml replaces the same key of tables.yaml, which holds for all of the paper's tables

@@ -66,7 +66,7 @@ class Timings:
         """Return the command that measures the missing rows."""
         if not self.stand_in:
             return f"{SCRIPT} {self.bench.results}"
-        command = f"python -m kvbench table {self.table.id}"
+        command = f"kvbench table {self.table.id}"
         if self.bench.model != stand_ins.MODEL:
             command += f" model={self.bench.model}"
         return command

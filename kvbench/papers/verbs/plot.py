@@ -83,7 +83,7 @@ def main(args: argparse.Namespace) -> int:
         _print_list(args.json)
         return 0
     elif not names:
-        raise UsageError("plot needs a figure, as in: python -m kvbench plot uncomp/fig1 (all: plot list)")
+        raise UsageError("plot needs a figure, as in: kvbench plot uncomp/fig1 (all: plot list)")
     else:
         records = _draw_figures(names, options, args.json, args.stored)
     if args.json and records:

@@ -107,7 +107,7 @@ def main(args: argparse.Namespace) -> int:
     elif scored:
         notes = table.notes(records, verdicts)
         if cells:
-            notes.append(f"Imported as {len(cells)} cells of {options.results}/cells (python -m kvbench list runs).")
+            notes.append(f"Imported as {len(cells)} cells of {options.results}/cells (kvbench list runs).")
         print(writers.compose(table.sheets(records, verdicts, means, args.timing), notes, args.format), end="")
     # stdout may be read by a program: times and errors go to stderr
     if scored:
