@@ -55,7 +55,7 @@ def main(args: argparse.Namespace) -> int:
     if args.config:
         for request in requests:
             config.parse(request)  # raises for a run that is not possible: its configuration is not shown
-            composed = config.compose(request)
+            composed = config.compose_with_knobs(request)
             if args.json:
                 print(json.dumps(composed, indent=1))
             else:
