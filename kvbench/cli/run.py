@@ -48,7 +48,7 @@ def main(args: argparse.Namespace) -> int:
     requests = words.read(args.overrides, args.multirun)
     # under -m there is one: only one model can be swept
     launchers.check(requests[0])
-    from kvbench.plan import config
+    from kvbench.plan import config, run_plan
     from kvbench.run import experiment
     from kvbench.run.wandb_logger import listeners
 
@@ -62,7 +62,7 @@ def main(args: argparse.Namespace) -> int:
                 print(yaml.safe_dump(composed, sort_keys=False))
         return 0
     # a grid of models is a run for each; all are planned before the first is measured
-    prepared = [experiment.prepare(config.parse(request)) for request in requests]
+    prepared = [run_plan.prepare(config.parse(request)) for request in requests]
     if args.plan:
         return print_plans(prepared, args.json)
     if args.multirun:

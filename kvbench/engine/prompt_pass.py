@@ -20,8 +20,8 @@ from kvbench.kv import ops
 from kvbench.kv.model_shape import from_config, local_layers
 from kvbench.kv.observation import AttentionCall, Needs, Observation
 from kvbench.kv.segment import LayerCache
-from kvbench.methods.core.base import Stage
 from kvbench.methods.core.chain import Chain
+from kvbench.methods.core.stage import Stage
 from kvbench.models.interface import Rows, attached, call_hooks, layer_hooks, mlps_in_parts, row_hooks
 from kvbench.models.lowrank import lifts
 from kvbench.models.releases import named_cache

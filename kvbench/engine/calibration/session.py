@@ -19,10 +19,10 @@ from kvbench.engine.calibration import files
 from kvbench.engine.calibration import text as calibration_text
 from kvbench.engine.prefill import observer
 from kvbench.engine.weights_digest import check_weights, weights_of
-from kvbench.methods.core.base import Stage
 from kvbench.methods.core.chain import Chain
 from kvbench.methods.core.foreign import is_own
 from kvbench.methods.core.recipe import CalibrationRun, Request
+from kvbench.methods.core.stage import Stage
 from kvbench.methods.core.walls import contained
 
 DEFAULT_FOLDER = "calibration"  # below the results folder

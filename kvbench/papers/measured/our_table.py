@@ -26,7 +26,7 @@ from kvbench.plan.cells import Group
 from kvbench.plan.config import RunConfig
 from kvbench.plan.run_plan import RunPlan, context_of
 from kvbench.report import summary
-from kvbench.report.records import CellResult
+from kvbench.report.data import CellResult
 from kvbench.store.cell import Cell
 from kvbench.store.store import ResultStore
 from kvbench.tasks.base import Tokenizer
