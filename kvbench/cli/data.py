@@ -238,7 +238,7 @@ def _print_status(ids: list[str], folder: str | None, as_json: bool) -> int:
         if file_source is not None:
             for file in file_source.files:
                 state = fetch.state(root, file, lock)
-                states[file.to] = state
+                states[file.destination] = state
                 if root and state == "changed":
                     changed_files.append(fetch.changed(root, file))
         record = _dataset_record(name, file_source, states, lock)

@@ -88,7 +88,7 @@ def build_groups(
             limit = cfg.limit
             if limit is None:
                 limit = dataset.default_limit
-            examples = _examples_of_shard(task.taken(limit), cfg)
+            examples = _examples_of_shard(task.take_examples(limit), cfg)
             _check_room(task, examples, policy, tokenizer, context)
             groups.append(Group(task, column, tuple(cells), examples))
     if not any(g.examples for g in groups) and cfg.shards == 1:

@@ -65,7 +65,7 @@ class Session:
         # the key of a calibration's file has a short hash of the model's identity
         identity_json = json.dumps(dict(self.identity), sort_keys=True, default=str)
         model = hashlib.sha256(identity_json.encode()).hexdigest()[:16]
-        return Request(recipe.settled(longest), model, source.name, source.sha256)
+        return Request(recipe.fill_tokens(longest), model, source.name, source.sha256)
 
     def requests(self, chain: Chain) -> dict[str, Request]:
         """Return the calibration requests of a chain by stage id. Stages that need no calibration are left out."""
