@@ -58,8 +58,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     contributing = _sections((ROOT / "CONTRIBUTING.md").read_text("utf-8"))
     texts = {
         "add.md": "# Add something\n\n" + contributing["Seven things to add"],
-        "architecture.md": f"# Code map\n\n{contributing['Code map']}\n\n## Three walks\n\n"
-        + contributing["Three walks"],
+        "architecture.md": f"# Code map\n\n{contributing['Code map']}\n\n## Four walks\n\n"
+        + contributing["Four walks"],
         "keys.md": _keys(),
         "papers.md": reference.markdown([catalogue.paper(name) for name in catalogue.papers()]),
         "what-is-measured.md": measured,

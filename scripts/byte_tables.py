@@ -19,7 +19,7 @@ from verification import Verification
 
 from kvbench.base.errors import KvbenchError
 from kvbench.plan.run_plan import RunPlan
-from kvbench.report import run_report, writers
+from kvbench.report import of_run, writers
 from kvbench.run import experiment
 from kvbench.store import archive
 from kvbench.store.store import ResultStore
@@ -51,7 +51,7 @@ def prepare(table: str, results: str) -> list[RunPlan]:
 def rendered(runs: list[RunPlan], table: str) -> str:
     """Return the table as Markdown, with the command that makes it."""
     folder, _, name = table.partition("/")
-    reports = [run_report.report(run) for run in runs]
+    reports = [of_run.report(run) for run in runs]
     own = own_tables.read(name, "tiny" if folder == "tiny" else PRETRAINED, runs, reports)
     model = "" if folder == "tiny" else f" model={PRETRAINED}"
     command = f"kvbench table {name}{model} {TABLES[table]}".strip()

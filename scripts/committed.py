@@ -18,7 +18,7 @@ FOLDER = "samples"
 END = ".samples.jsonl.gz"
 
 
-def place(paper: str, task: str, folder: Path) -> Path:
+def samples_path(paper: str, task: str, folder: Path) -> Path:
     """Return the file of a paper's cells of one task, ``dataset/task`` or ``dataset``."""
     return folder / f"{paper}.{task.replace('/', '.').replace(' ', '_')}{END}"
 
@@ -39,7 +39,7 @@ def pack(paper: str, runs: Iterable[RunPlan], store: ResultStore, folder: Path) 
             measured = {c.id for c in group.cells if store.lines(c.id)}
             cells.setdefault(group.task.id, set()).update(measured)
     for task, ids in cells.items():
-        path = place(paper, task, folder)
+        path = samples_path(paper, task, folder)
         held = archive.unpack(path, store).keys() if path.exists() else set()
         if ids:
             archive.pack(store, ids | held, path)

@@ -20,7 +20,7 @@ from verification import Verification
 
 from kvbench.base.errors import KvbenchError
 from kvbench.plan.run_plan import RunPlan
-from kvbench.report import open_results, run_report, writers
+from kvbench.report import of_run, open_results, writers
 from kvbench.run import experiment
 from kvbench.store import archive
 from kvbench.store.store import ResultStore
@@ -38,7 +38,7 @@ COMMITTED = {"limit": "8"}
 
 def rendered(runs: list[RunPlan], length: str) -> dict[str, str]:
     """Return the text of each file by name."""
-    reports = [run_report.report(run) for run in runs]
+    reports = [of_run.report(run) for run in runs]
     standings = leaderboard.standings(runs, reports)
     cells = [c for run in runs for g in run.groups for c in g.cells]
     records = [record for c in cells if (record := runs[0].store.cell(c.id)) is not None]

@@ -37,7 +37,7 @@ from kvbench.store.store import ResultStore
 
 def samples(goal: Target) -> Path:
     """Return the path of the samples behind the ledger of tiny; a pretrained model's are those of ``committed``."""
-    return ledger.place(goal.model, goal.root, claims.papers()).with_suffix(".samples.jsonl.gz")
+    return ledger.ledger_path(goal.model, goal.root, claims.papers()).with_suffix(".samples.jsonl.gz")
 
 
 def restore(goal: Target, store: ResultStore) -> None:
@@ -94,7 +94,7 @@ def same(goal: Target) -> bool:
         prepared = claim_runner.prepare(claims.papers(), goal.model, [f"results={folder}", *goal.arguments])
         runs = [rows.run for some in prepared.values() for rows in some if rows.run is not None]
         verification.check(store, runs, goal.model)
-        path = ledger.place(goal.model, goal.root, claims.papers())
+        path = ledger.ledger_path(goal.model, goal.root, claims.papers())
         return bool(decided(goal, prepared) == json.loads(path.read_text(encoding="utf-8")))
 
 
@@ -107,7 +107,7 @@ def same_page(root: Path) -> bool:
 def verify(found: Verification, models: Sequence[str] = (), root: Path = shards.COMMITTED) -> None:
     """Add to ``found`` which of the ledgers committed in ``root``, and the page of all, are what their samples give."""
     for model in models or (PRETRAINED, stand_ins.MODEL):
-        path = ledger.place(model, root, claims.papers())
+        path = ledger.ledger_path(model, root, claims.papers())
         if path.exists():
             remedy = f"python scripts/paper_claims.py --model {model}"
             found.add(str(path.relative_to(root)), partial(same, target(model, root)), remedy)

@@ -93,7 +93,7 @@ def _few(group: Group, most: int | None) -> Group:
     if most is None:
         return group
     is_long = group.task.examples[0].max_new_tokens >= LONG_ANSWER
-    first_ids = {e.id for e in group.task.taken(max(most // 2, FEW) if is_long else most)}
+    first_ids = {e.id for e in group.task.take_examples(max(most // 2, FEW) if is_long else most)}
     return replace(group, examples=tuple(e for e in group.examples if e.id in first_ids))
 
 

@@ -19,9 +19,9 @@ import verification
 from verification import Verification
 
 from kvbench.base.errors import KvbenchError
-from kvbench.plan import config
+from kvbench.plan import config, run_plan
 from kvbench.plan.run_plan import RunPlan
-from kvbench.report import render, run_report
+from kvbench.report import of_run, render
 from kvbench.run import experiment
 from kvbench.store import archive
 from kvbench.store.store import ResultStore
@@ -110,12 +110,12 @@ def path(table: str, ending: str) -> Path:
 
 def prepare(table: str, results: str) -> RunPlan:
     """Return the run behind a table, with its results in ``results``."""
-    return experiment.prepare(config.read([*TABLES[table], f"results={results}"]))
+    return run_plan.prepare(config.read([*TABLES[table], f"results={results}"]))
 
 
 def rendered(prepared: RunPlan, table: str) -> str:
     """Return the table as Markdown, with the command that makes it."""
-    content = replace(run_report.report(prepared), results="results")
+    content = replace(of_run.report(prepared), results="results")
     tables = render.render(content, "md", render.EVERYTHING)
     return f"# {table}\n\n`kvbench run {' '.join(TABLES[table])}`\n\n{tables}"
 

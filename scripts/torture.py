@@ -32,8 +32,7 @@ from typing import Any
 from kvbench import methods
 from kvbench.base.files import read_json, read_lines
 from kvbench.cli.main import main as kvbench_main
-from kvbench.plan import config
-from kvbench.run import experiment
+from kvbench.plan import config, run_plan
 from kvbench.store.store import ResultStore
 
 ROUND_KILLS = 12
@@ -182,7 +181,7 @@ def undisturbed_run(root: Path, kind: str, examples: int) -> Run | None:
         arguments.append(f"path={write_contexts(root, examples)}")
     results = root / f"undisturbed-{kind}"
     # reads configuration and tokenizer once, before any child is forked
-    experiment.prepare(config.read([*arguments, f"results={results}"]))
+    run_plan.prepare(config.read([*arguments, f"results={results}"]))
     start = time.monotonic()
     if finish(arguments, results):
         print(results.with_suffix(".log").read_text(), file=sys.stderr)

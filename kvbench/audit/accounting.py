@@ -15,8 +15,8 @@ from torch import Tensor
 
 from kvbench.kv.model_shape import POSITION_BYTES, Shape
 from kvbench.kv.segment import LayerCache, storage_bytes
-from kvbench.methods.core.base import Block, Expected
 from kvbench.methods.core.chain import Chain
+from kvbench.methods.core.contract import Block, Expected
 from kvbench.methods.core.pruner import ChannelPruner
 
 COUNT_BYTES = 4  # an int32: the length of a ragged head, or the number of its packed tokens

@@ -12,8 +12,8 @@ from kvbench.base.errors import Refused
 from kvbench.kv.model_shape import POSITION_BYTES
 from kvbench.kv.ops import key_heads
 from kvbench.kv.segment import LayerCache, storage_bytes
-from kvbench.methods.core.base import Block
 from kvbench.methods.core.chain import Chain
+from kvbench.methods.core.contract import Block
 from kvbench.methods.core.prompt_cache import PromptCache
 
 

@@ -15,7 +15,7 @@ from kvbench.base.visible import say
 from kvbench.bench import architecture, environment, records, timing
 from kvbench.bench.peers import PEERS, Peer, find
 from kvbench.bench.records import NOT_RUN, Row
-from kvbench.bench.timing import Entrant, Settings, row_key, settled, why_not
+from kvbench.bench.timing import Entrant, Settings, is_finished, row_key, why_not
 from kvbench.bench.workload import Workload, parse
 from kvbench.methods.core.chain import Chain
 from kvbench.methods.core.resolve import ChainConfig
@@ -177,7 +177,7 @@ def _measure_model(request: RunRequest, options: TimeOptions, path: Path, plan: 
         stored = records.latest(records.read(path))
     finished = set()
     for target in requested:
-        if settled(stored.get(target.key), target.entrant, target.workload, settings):
+        if is_finished(stored.get(target.key), target.entrant, target.workload, settings):
             finished.add(target.key)
     if plan:
         measured = {key for key in finished if stored[key]["status"] != NOT_RUN}

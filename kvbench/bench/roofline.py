@@ -18,7 +18,9 @@ COPIED = {"cuda": 2**30, "cpu": 2**28}
 REPEATS = 7
 
 
-def of(model: PreTrainedModel, batch: int, cache_bytes: float, bandwidth: float, step: float) -> dict[str, float]:
+def step_roofline(
+    model: PreTrainedModel, batch: int, cache_bytes: float, bandwidth: float, step: float
+) -> dict[str, float]:
     """Return the bytes that a mean decode step of ``step`` seconds moves, for ``batch`` rows over ``cache_bytes``.
 
     weights, cache: the bytes that it reads.

@@ -275,7 +275,7 @@ class Trial:
         row["marks"].extend(self.entrant.marks(self.model.device))
         step = row["quantities"]["tpot"]["median"]
         read = sum(cost.read_bytes for cost in self.passes) / len(self.passes)
-        row["roofline"] = roofline.of(self.model, batch, read, bandwidth=bandwidth, step=step)
+        row["roofline"] = roofline.step_roofline(self.model, batch, read, bandwidth=bandwidth, step=step)
         row["sampled"] = []
         for cost in self.passes:
             sampled = cost.sampled
@@ -350,7 +350,7 @@ def measure(
     return [trial.row(bandwidth) | shared for trial in trials]
 
 
-def settled(row: Row | None, entrant: Entrant, workload: Workload, settings: Settings) -> bool:
+def is_finished(row: Row | None, entrant: Entrant, workload: Workload, settings: Settings) -> bool:
     """Return True if a row need not be measured again: it is finished, or its peer still cannot run.
 
     A row with fewer repeats than asked for, or without a check that is asked for, is not finished.

@@ -92,8 +92,7 @@ def main(args: argparse.Namespace) -> int:
 
 def _print_prompts(ids: list[str], options: dict[str, str], as_json: bool) -> int:
     """Print the first prompts of the datasets with these ids as the model reads them. Return exit status 0."""
-    from kvbench.plan import config, words
-    from kvbench.run import experiment
+    from kvbench.plan import config, run_plan, words
 
     if not ids:
         raise UsageError("data show needs a dataset, as in: data show tiny/needle limit=1 prompt=plain")
@@ -102,7 +101,7 @@ def _print_prompts(ids: list[str], options: dict[str, str], as_json: bool) -> in
     run_options |= options
     requests = words.request_runs(run_options)
     # reading: nothing is written, so that the results folder need not be there
-    plans = [experiment.prepare(config.parse(request), reading=True) for request in requests]
+    plans = [run_plan.prepare(config.parse(request), reading=True) for request in requests]
     records = []
     for prepared in plans:
         for group in prepared.groups:
@@ -135,7 +134,8 @@ def _print_prompt(record: PromptRecord) -> None:
 
 def _prompt_record(prepared: RunPlan, task: Task, example: Example) -> PromptRecord:
     """Return an example as the model reads it, as text, whole and divided where the cache is compressed."""
-    from kvbench.tasks.turns import EncodedTurns, encode_prompt
+    from kvbench.tasks.encoding import encode_prompt
+    from kvbench.tasks.turns import EncodedTurns
 
     ids: Sequence[int]
     after: Sequence[int]
@@ -238,7 +238,7 @@ def _print_status(ids: list[str], folder: str | None, as_json: bool) -> int:
         if file_source is not None:
             for file in file_source.files:
                 state = fetch.state(root, file, lock)
-                states[file.to] = state
+                states[file.destination] = state
                 if root and state == "changed":
                     changed_files.append(fetch.changed(root, file))
         record = _dataset_record(name, file_source, states, lock)

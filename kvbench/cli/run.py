@@ -48,21 +48,21 @@ def main(args: argparse.Namespace) -> int:
     requests = words.read(args.overrides, args.multirun)
     # under -m there is one: only one model can be swept
     launchers.check(requests[0])
-    from kvbench.plan import config
+    from kvbench.plan import config, run_plan
     from kvbench.run import experiment
     from kvbench.run.wandb_logger import listeners
 
     if args.config:
         for request in requests:
             config.parse(request)  # raises for a run that is not possible: its configuration is not shown
-            composed = config.compose(request)
+            composed = config.compose_with_knobs(request)
             if args.json:
                 print(json.dumps(composed, indent=1))
             else:
                 print(yaml.safe_dump(composed, sort_keys=False))
         return 0
     # a grid of models is a run for each; all are planned before the first is measured
-    prepared = [experiment.prepare(config.parse(request)) for request in requests]
+    prepared = [run_plan.prepare(config.parse(request)) for request in requests]
     if args.plan:
         return print_plans(prepared, args.json)
     if args.multirun:

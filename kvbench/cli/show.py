@@ -45,16 +45,15 @@ def main(args: argparse.Namespace) -> int:
         return _show_cell(cells[0], Path(options.get("results", "results")), args)
     if args.samples is not None:
         raise UsageError("--samples shows answers of one cell: show CELL (ids: kvbench list runs)")
-    from kvbench.plan import config
-    from kvbench.report import run_report
-    from kvbench.run import experiment
+    from kvbench.plan import config, run_plan
+    from kvbench.report import of_run
 
     runs = words.request_runs(options)
-    plans = [experiment.prepare(config.parse(request), reading=True) for request in runs]
+    plans = [run_plan.prepare(config.parse(request), reading=True) for request in runs]
     # all models of a command share one folder of results
     if "results" in options:
         plans[0].store.check_there()
-    reports = [run_report.report(plan) for plan in plans]
+    reports = [of_run.report(plan) for plan in plans]
     # a table of nothing but dashes would say less
     if not args.json and all(_is_unmeasured(report) for report in reports):
         print(f"nothing of this is measured yet in {reports[0].results}; run it: kvbench run ...")

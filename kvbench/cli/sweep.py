@@ -15,7 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from kvbench.base.conf import conf_dir
 from kvbench.base.errors import KvbenchError, UsageError
-from kvbench.plan import config, words
+from kvbench.plan import config, run_plan, words
 from kvbench.plan.run_plan import RunPlan
 from kvbench.plan.words import RunRequest
 from kvbench.run import experiment
@@ -30,7 +30,7 @@ def job(cfg: DictConfig) -> None:
     job_words += [f"shard={cfg.shard}", f"shards={cfg.shards}"]
     (request,) = words.read(job_words)
     run = config.parse(request, OmegaConf.to_container(cfg))  # type: ignore[arg-type]
-    experiment.measure(experiment.prepare(run), listeners=listeners(run.logger))
+    experiment.measure(run_plan.prepare(run), listeners=listeners(run.logger))
 
 
 def sweep(request: RunRequest, prepared: RunPlan) -> None:

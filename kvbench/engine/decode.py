@@ -99,10 +99,10 @@ def _extend(model: PreTrainedModel, caches: Sequence[PromptCache], ids: Tensor, 
             # [B, t]: the tokens of each row follow those that it has read
             positions = seen + torch.arange(start, start + len(piece), device=ids.device)
             logits = step(model, batch, piece.expand(len(caches), -1), positions)
-    return [settled(cache, batch, logits[i, -1], i) for i, cache in enumerate(caches)]
+    return [continue_cache(cache, batch, logits[i, -1], i) for i, cache in enumerate(caches)]
 
 
-def settled(cache: PromptCache, batch: Sequence[RowLayer], logits: Tensor, row: int = 0) -> PromptCache:
+def continue_cache(cache: PromptCache, batch: Sequence[RowLayer], logits: Tensor, row: int = 0) -> PromptCache:
     """Return ``cache`` with the tokens that have come to its row of ``batch``. ``logits`` [V] follow them."""
     # the batch has the model's layers in order, in which local layers stand among those that methods compress
     former_layers, former_local = iter(cache.layers), iter(cache.local)

@@ -23,7 +23,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from kvbench.audit.decode_audit import Stored, check_bytes, check_peak
 from kvbench.audit.prompt_audit import MeasuredBytes, audit
 from kvbench.base.errors import UsageError
-from kvbench.engine.decode import check_continuation, extend_cache, settled
+from kvbench.engine.decode import check_continuation, continue_cache, extend_cache
 from kvbench.engine.decode_layer import RowLayer, compressed
 from kvbench.engine.finite import no_answer
 from kvbench.engine.limits import check_precision, tokens_of, warn_beyond_context
@@ -260,7 +260,7 @@ class GeneratedTurn:
                 payload.extend(layer.payload())  # the batch has one row
             check_peak(cache.state, peaks, len(self.fed))
             check_bytes(cache.state, Stored(len(self.fed), payload), *cache_shape(self.model))
-            cache.state = settled(cache.state, self.batch, self.logits)
+            cache.state = continue_cache(cache.state, self.batch, self.logits)
             cache.ids = torch.cat([cache.ids, *self.fed])
         self.batch = []
         self.fed = []

@@ -20,9 +20,9 @@ from kvbench.kv import ops
 from kvbench.kv.model_shape import from_config, local_layers
 from kvbench.kv.observation import AttentionCall, Needs, Observation
 from kvbench.kv.segment import LayerCache
-from kvbench.methods.core.base import Stage
 from kvbench.methods.core.chain import Chain
-from kvbench.models.interface import Rows, attached, call_hooks, layer_hooks, mlps_in_parts, row_hooks
+from kvbench.methods.core.stage import Stage
+from kvbench.models.interface import TokensRead, attached, call_hooks, layer_hooks, mlps_in_parts, token_hooks
 from kvbench.models.lowrank import lifts
 from kvbench.models.releases import named_cache
 
@@ -75,9 +75,9 @@ def observe(
         contexts.enter_context(torch.no_grad())
         contexts.enter_context(attached(model))
         contexts.enter_context(layer_hooks(model, finish))
-        # rows[i] is known once layer i - 1 has ended: later layers read the tokens that a stage leaves
+        # tokens_read[i] is known once layer i - 1 has ended: later layers read the tokens that a stage leaves
         if prompt_pass.chain.hidden:
-            contexts.enter_context(row_hooks(model, prompt_pass.rows.__getitem__))
+            contexts.enter_context(token_hooks(model, prompt_pass.tokens_read.__getitem__))
         if needs.call:
             contexts.enter_context(call_hooks(model, prompt_pass.calls))
         if n > LONG:
@@ -100,7 +100,7 @@ class _PromptPass:
     layers: the layers of the whole model, local ones included.
     compressed_layers: the layers that methods compress.
     tokens_before: how many of the prompt's first tokens were read before.
-    rows: for each of these, the tokens that it reads; None for all. There is one entry more, of no layer.
+    tokens_read: for each of these, the tokens that it reads; None for all. There is one entry more, of no layer.
     calls: the calls of attention modules by layer of the model, where stages need them.
     """
 
@@ -122,7 +122,7 @@ class _PromptPass:
         if starts:
             self.tokens_before = starts[0].keys.shape[1]
         # the last layer has no successor, but writes its rows all the same
-        self.rows: list[Rows | None] = [None] * (self.shape.layers + 1)
+        self.tokens_read: list[TokensRead | None] = [None] * (self.shape.layers + 1)
         self.calls: dict[int, AttentionCall] = {}
         self.lifted = lifts(model)
         self.inv_freq: Tensor | None = None
@@ -192,7 +192,7 @@ class _PromptPass:
             observation = self._observe_part(number, length, part_k.shape[1], states=states, call=call)
             try:
                 if length == len(self.tokens):
-                    self.rows[number + 1] = _next_rows(self.chain, observation, k)
+                    self.tokens_read[number + 1] = _tokens_of_next_layer(self.chain, observation, k)
                 on_layer(observation, part_k, part_v)
             except Exception:
                 check_finite(self.chain, "keys or values", k, v)  # no stage is at fault where these are not finite
@@ -214,9 +214,9 @@ class _PromptPass:
         # low-rank projections have remembered the latents of this layer's call
         if self.lifted:
             latents = self.lifted[number].k.take(), self.lifted[number].v.take()
-        layer_rows = self.rows[number]
-        if layer_rows is not None:
-            positions = layer_rows.positions
+        tokens_read = self.tokens_read[number]
+        if tokens_read is not None:
+            positions = tokens_read.positions
         if not needs.call:
             call = None
         return Observation(
@@ -247,7 +247,7 @@ class _PromptPass:
         return seconds
 
 
-def _next_rows(chain: Chain, obs: Observation, keys: Tensor) -> Rows | None:
+def _tokens_of_next_layer(chain: Chain, obs: Observation, keys: Tensor) -> TokensRead | None:
     """Return the tokens that the layer after ``obs`` reads, by the attention in this layer; None if it reads all."""
     if chain.hidden is None or obs.layer + 1 == obs.n_layers:
         return None
@@ -256,9 +256,9 @@ def _next_rows(chain: Chain, obs: Observation, keys: Tensor) -> Rows | None:
         # the next layer reads the same tokens as this one: all, or those that an earlier layer left
         if obs.positions is None:
             return None
-        return Rows(None, positions)
+        return TokensRead(None, positions)
     attended_keys = keys
     if obs.read_k is not None:
         attended_keys = obs.read_k
     index = chain.hidden.keep_hidden(attended_keys, obs)
-    return Rows(index, positions[index])
+    return TokensRead(index, positions[index])

@@ -10,7 +10,7 @@ import torch
 from kvbench.kv import ops
 from kvbench.kv.apportion import round_shares
 from kvbench.kv.segment import LayerCache
-from kvbench.methods.core.base import Expected, top_indices
+from kvbench.methods.core.contract import Expected, top_indices
 from kvbench.methods.core.knobs import Rule, knob, one_of
 from kvbench.methods.snapkv import SnapKV
 

@@ -13,7 +13,7 @@ from kvbench.kv import ops
 from kvbench.kv.apportion import proportional_shares, round_shares
 from kvbench.kv.observation import Needs, Observation
 from kvbench.kv.segment import LayerCache
-from kvbench.methods.core.base import Expected, top_indices
+from kvbench.methods.core.contract import Expected, top_indices
 from kvbench.methods.core.evicting import EvictingSelector
 from kvbench.methods.core.knobs import ODD, Rule, at_least, knob
 from kvbench.methods.core.statistics import group_mean, group_rows, pool, pool_slots, recent_slots, window_rows

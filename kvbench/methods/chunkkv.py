@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from kvbench.kv import ops
 from kvbench.kv.observation import Observation
 from kvbench.kv.segment import LayerCache
-from kvbench.methods.core.base import Capacity, Expected, top_indices
+from kvbench.methods.core.contract import Capacity, Expected, top_indices
 from kvbench.methods.core.knobs import ODD, at_least, knob, one_of
 from kvbench.methods.snapkv import SnapKV
 

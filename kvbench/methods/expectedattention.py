@@ -10,7 +10,8 @@ import torch
 from kvbench.kv import ops
 from kvbench.kv.observation import Needs, Observation
 from kvbench.kv.segment import LayerCache, per_head
-from kvbench.methods.core.base import Capacity, Selector
+from kvbench.methods.core.base import Selector
+from kvbench.methods.core.contract import Capacity
 from kvbench.methods.core.knobs import Rule, at_least, knob
 from kvbench.methods.core.statistics import at_heads, group_mean
 from kvbench.storage.roles import Rotary

@@ -11,7 +11,7 @@ import torch
 from kvbench.kv.observation import Needs, Observation
 from kvbench.kv.packed import quantise_zero_point
 from kvbench.kv.segment import LayerCache
-from kvbench.methods.core.base import Capacity
+from kvbench.methods.core.contract import Capacity
 from kvbench.methods.core.evicting import EvictingSelector
 from kvbench.methods.core.knobs import Rule, at_least, knob, one_of
 from kvbench.methods.core.statistics import group_mean, group_rows, recent_slots, window_rows

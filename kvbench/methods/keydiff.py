@@ -12,7 +12,8 @@ from torch.nn.functional import normalize
 from kvbench.kv import ops
 from kvbench.kv.observation import Observation
 from kvbench.kv.segment import LayerCache, per_head
-from kvbench.methods.core.base import Capacity, Selector, top_indices
+from kvbench.methods.core.base import Selector
+from kvbench.methods.core.contract import Capacity, top_indices
 from kvbench.methods.core.knobs import at_least, knob, one_of
 from kvbench.methods.core.prefill_changing import BlockReader
 from kvbench.methods.core.statistics import at_heads

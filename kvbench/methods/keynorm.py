@@ -10,7 +10,8 @@ import torch
 from kvbench.kv import ops
 from kvbench.kv.observation import Observation
 from kvbench.kv.segment import LayerCache
-from kvbench.methods.core.base import Capacity, Selector
+from kvbench.methods.core.base import Selector
+from kvbench.methods.core.contract import Capacity
 from kvbench.methods.core.knobs import at_least, knob
 from kvbench.methods.core.statistics import at_heads
 

@@ -11,7 +11,7 @@ import torch
 from kvbench.kv import ops
 from kvbench.kv.observation import Observation
 from kvbench.kv.segment import LayerCache
-from kvbench.methods.core.base import Capacity, Expected
+from kvbench.methods.core.contract import Capacity, Expected
 from kvbench.methods.core.knobs import at_least, knob, one_of
 from kvbench.methods.core.replaying import Replay, ReplayingSelector
 

@@ -16,7 +16,8 @@ from kvbench.kv import ops
 from kvbench.kv.observation import Needs, Observation
 from kvbench.kv.packed import Packed, quantise_zero_point, run_bytes
 from kvbench.kv.segment import LayerCache, per_head
-from kvbench.methods.core.base import Block, Capacity, Modifier
+from kvbench.methods.core.base import Modifier
+from kvbench.methods.core.contract import Block, Capacity
 from kvbench.methods.core.evicting import EvictingSelector
 from kvbench.methods.core.knobs import CODE_BITS, Rule, knob, one_of
 from kvbench.methods.core.statistics import group_mean, group_rows, recent_slots

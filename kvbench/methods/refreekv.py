@@ -13,7 +13,8 @@ import torch
 from kvbench.kv import ops
 from kvbench.kv.observation import Needs, Observation
 from kvbench.kv.segment import LayerCache
-from kvbench.methods.core.base import Expected, TokenSelector
+from kvbench.methods.core.base import TokenSelector
+from kvbench.methods.core.contract import Expected
 from kvbench.methods.core.knobs import Rule, at_least, knob, one_of
 from kvbench.methods.core.statistics import group_mean, window_sums
 

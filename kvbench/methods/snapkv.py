@@ -9,7 +9,8 @@ import torch
 
 from kvbench.kv.observation import Needs, Observation
 from kvbench.kv.segment import LayerCache
-from kvbench.methods.core.base import Capacity, Selector
+from kvbench.methods.core.base import Selector
+from kvbench.methods.core.contract import Capacity
 from kvbench.methods.core.knobs import ODD, at_least, knob, one_of
 from kvbench.methods.core.statistics import group_mean, pool, window_rows
 

@@ -10,7 +10,7 @@ import torch
 
 from kvbench.kv.observation import Observation
 from kvbench.kv.segment import LayerCache
-from kvbench.methods.core.base import Capacity
+from kvbench.methods.core.contract import Capacity
 from kvbench.methods.core.evicting import EvictingSelector
 from kvbench.methods.core.knobs import at_least, knob, one_of
 from kvbench.storage.roles import Slots

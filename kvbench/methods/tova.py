@@ -11,7 +11,7 @@ import torch
 from kvbench.kv import ops
 from kvbench.kv.observation import Needs, Observation
 from kvbench.kv.segment import LayerCache
-from kvbench.methods.core.base import Capacity
+from kvbench.methods.core.contract import Capacity
 from kvbench.methods.core.evicting import EvictingSelector
 from kvbench.methods.core.statistics import group_rows, window_rows
 from kvbench.storage.roles import Slots

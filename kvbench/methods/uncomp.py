@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from kvbench.kv import ops
 from kvbench.kv.observation import Needs, Observation
 from kvbench.kv.segment import LayerCache, per_head
-from kvbench.methods.core.base import Capacity, Expected
+from kvbench.methods.core.contract import Capacity, Expected
 from kvbench.methods.core.entropy import assign, entropy_recipe, measure_entropy
 from kvbench.methods.core.evicting import NO_LIMIT, EvictingSelector
 from kvbench.methods.core.knobs import ODD, Rule, at_least, knob, one_of

@@ -11,7 +11,7 @@ import torch
 from kvbench.base.conf import is_whole
 from kvbench.kv.exact_attention import causal_softmax
 from kvbench.kv.observation import Needs, Observation
-from kvbench.methods.core.base import top_indices
+from kvbench.methods.core.contract import top_indices
 from kvbench.methods.core.entropy import entropy_recipe, erank_drops, measure_entropy
 from kvbench.methods.core.knobs import Rule, at_least, knob, one_of
 from kvbench.methods.core.prefill_changing import HiddenPruner

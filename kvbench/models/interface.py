@@ -218,8 +218,8 @@ def call_hooks(model: PreTrainedModel, calls: dict[int, AttentionCall]) -> Itera
 
 
 @contextmanager
-def row_hooks(model: PreTrainedModel, rows: Callable[[int], Rows | None]) -> Iterator[None]:
-    """Cut the inputs of each decoder layer to the tokens ``rows(layer)``, or keep them whole where that is None.
+def token_hooks(model: PreTrainedModel, tokens_read: Callable[[int], TokensRead | None]) -> Iterator[None]:
+    """Cut the inputs of each decoder layer to the tokens ``tokens_read(layer)``, or keep them whole where that is None.
 
     Hidden states, position ids and rotations are cut, so that later layers compute fewer tokens. Hooks are removed on
     exit.
@@ -227,19 +227,19 @@ def row_hooks(model: PreTrainedModel, rows: Callable[[int], Rows | None]) -> Ite
 
     def make_cut(index: int) -> Callable[..., object]:
         def cut_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
-            layer_rows = rows(index)
-            if layer_rows is None:
+            tokens = tokens_read(index)
+            if tokens is None:
                 return None  # PyTorch leaves the inputs as they are
             kwargs = dict(kwargs)
             if "hidden_states" in kwargs:
-                kwargs["hidden_states"] = layer_rows.of_previous(kwargs["hidden_states"])
+                kwargs["hidden_states"] = tokens.of_previous(kwargs["hidden_states"])
             else:
-                hidden = layer_rows.of_previous(args[0])
+                hidden = tokens.of_previous(args[0])
                 args = (hidden, *args[1:])
             # every layer gets the whole prompt's, not those of the layer before
             for name in ("position_ids", "position_embeddings"):
                 if kwargs.get(name) is not None:
-                    kwargs[name] = layer_rows.of_prompt(kwargs[name])
+                    kwargs[name] = tokens.of_prompt(kwargs[name])
             return args, kwargs
 
         return cut_inputs
@@ -295,7 +295,7 @@ def mlps_in_parts(model: PreTrainedModel, size: int) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Rows:
+class TokensRead:
     """The tokens that a layer reads.
 
     places: their indices among the tokens of the layer before; None for all of these.

@@ -16,9 +16,9 @@ from kvbench.plan.config import THROUGH_CACHE, RunConfig
 from kvbench.store.cell import Cell
 from kvbench.store.fidelity import fidelity_identity
 from kvbench.tasks.base import UNCUT, Task, Tokenizer, load_tasks
+from kvbench.tasks.encoding import encode_prompt
 from kvbench.tasks.metrics import check_installed, metric
 from kvbench.tasks.prompt import PromptPolicy, check
-from kvbench.tasks.turns import encode_prompt
 
 SCHEMA = 1
 LEAST_PROMPT = 32  # tokens; a shorter prompt is looked at before the run
@@ -88,7 +88,7 @@ def build_groups(
             limit = cfg.limit
             if limit is None:
                 limit = dataset.default_limit
-            examples = _examples_of_shard(task.taken(limit), cfg)
+            examples = _examples_of_shard(task.take_examples(limit), cfg)
             _check_room(task, examples, policy, tokenizer, context)
             groups.append(Group(task, column, tuple(cells), examples))
     if not any(g.examples for g in groups) and cfg.shards == 1:

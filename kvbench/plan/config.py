@@ -227,7 +227,7 @@ def group_overrides(request: RunRequest) -> list[str]:
 
 
 def compose(request: RunRequest, composed: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return the entries of conf/ that the request chooses, with its values set and its knobs under their stages."""
+    """Return the entries of conf/ that the request chooses, with its values set. Its knobs are left to ``resolve``."""
     if composed is not None:
         raw = copy.deepcopy(dict(composed))
     else:
@@ -236,13 +236,22 @@ def compose(request: RunRequest, composed: Mapping[str, Any] | None = None) -> d
     preset = _preset_values(request)
     raw |= {"chains": list(methods), "preset": {"name": request.preset}, "per": preset.get("per", raw["per"])}
     raw["tasks"] = list(request.tasks) or raw["tasks"]
-    stages = tuple(dict.fromkeys(s for m in methods for s in registry.split(m)))
-    raw["method"] = entries_of(stages, preset, request.knobs)
     for key, value in request.values.items():
         _set_value(raw, key, value)
     missing = next((k for k, v in raw["model"].items() if v == "???"), None)
     if missing:
         raise UsageError(f"model.{missing} has no value; give model.{missing}=...")
+    return raw
+
+
+def compose_with_knobs(request: RunRequest) -> dict[str, Any]:
+    """Return the configuration that ``run --config`` prints: ``compose``, and the knobs of each stage below ``method``.
+
+    No run reads these knobs: ``resolve`` merges those of each method on its own.
+    """
+    raw = compose(request)
+    stages = dict.fromkeys(stage for method in raw["chains"] for stage in registry.split(method))
+    raw["method"] = entries_of(tuple(stages), _preset_values(request), request.knobs)
     return raw
 
 

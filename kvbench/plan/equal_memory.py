@@ -25,7 +25,7 @@ LONG = 2**20
 TOLERANCE = 0.05
 CLOSE = 0.005
 FLOOR = 4096  # a chain's least kv_size is searched at most this far above its window and sinks
-Price = Callable[[Chain], float]
+PayloadCounter = Callable[[Chain], float]
 
 
 @dataclass(frozen=True)
@@ -77,24 +77,24 @@ def settle(cfg: RunConfig, shape: Shape, tokens: int | None = None) -> tuple[Run
         )
     matches: list[Matched] = []
     chains = [c for c in cfg.chains if not c.chain.stages]
-    prices = {kind: make_price(kind, shape, tokens or LONG) for kind in KINDS}
+    counters = {kind: payload_counter(kind, shape, tokens or LONG) for kind in KINDS}
     for reference in references:
         _check_reference(reference.chain, cfg.match, tokens)
         for other in others:
             if other.chain.per != reference.chain.per:
                 continue
-            sizes = {kind: nearest(other, reference, price, kind) for kind, price in prices.items()}
+            sizes = {kind: nearest(other, reference, count, kind) for kind, count in counters.items()}
             best = with_size(other, sizes[cfg.match])
             chains.append(best)
             # bytes of (this chain, the reference), by each way to count them
-            counts = {kind: (price(best.chain), price(reference.chain)) for kind, price in prices.items()}
+            counted = {kind: (count(best.chain), count(reference.chain)) for kind, count in counters.items()}
             match = Matched(
                 by=cfg.match,
                 reference=reference.label,
                 method=best.label,
                 kv_size=sizes[cfg.match],
-                bytes=counts["bytes"],
-                nominal=counts["nominal"],
+                bytes=counted["bytes"],
+                nominal=counted["nominal"],
                 sizes=sizes,
             )
             matches.append(match)
@@ -103,42 +103,42 @@ def settle(cfg: RunConfig, shape: Shape, tokens: int | None = None) -> tuple[Run
     return replace(cfg, chains=tuple(distinct.values())), tuple(matches)
 
 
-def nearest(template: ChainConfig, reference: ChainConfig, price: Price, kind: str) -> int:
-    """Return the kv_size at which the chain's price is nearest to the reference's. A tie goes to the smaller size.
+def nearest(template: ChainConfig, reference: ChainConfig, count: PayloadCounter, kind: str) -> int:
+    """Return the kv_size at which the chain's payload is nearest to the reference's. A tie goes to the smaller size.
 
     Packing in blocks makes bytes fall now and then as tokens are added. So a chain with a quantiser takes the largest
     size within CLOSE of the reference, if there is one. Raises UsageError if the nearest is off by over TOLERANCE.
     """
-    target = price(reference.chain)
+    target = count(reference.chain)
     least = _smallest_size(template, kind)
 
-    def price_at(size: int) -> float:
-        return price(with_size(template, size).chain)
+    def payload_at(size: int) -> float:
+        return count(with_size(template, size).chain)
 
     high = least
-    # double the size until its price reaches the target, then bisect
-    while price_at(high) < target and high < LONG:
+    # double the size until its payload reaches the target, then bisect
+    while payload_at(high) < target and high < LONG:
         high *= 2
     low = max(least, high // 2)
     while high - low > 1:
         middle = (low + high) // 2
-        if price_at(middle) < target:
+        if payload_at(middle) < target:
             low = middle
         else:
             high = middle
-    # the price is not monotone within a block of the quantiser: every size a few blocks around is tried
+    # the payload is not monotone within a block of the quantiser: every size a few blocks around is tried
     coder = template.chain.coder
     reach = 2
     if coder is not None:
         reach = 8 * (coder.keys.block + coder.values.block)
-    distance = {size: abs(price_at(size) - target) for size in range(max(least, low - reach), high + reach + 1)}
+    distance = {size: abs(payload_at(size) - target) for size in range(max(least, low - reach), high + reach + 1)}
     best = min(distance, key=lambda size: (distance[size], size))
     if coder is not None:
         best = max((size for size in distance if distance[size] <= CLOSE * target), default=best)
-    if abs(price_at(best) - target) > TOLERANCE * target:
+    if abs(payload_at(best) - target) > TOLERANCE * target:
         raise UsageError(
             f"match={kind}: {template.chain.name} cannot hold as many bytes as {reference.label}: "
-            f"{_compare_bytes(price_at(best), target)} at the nearest, kv_size={best}. Give the reference another "
+            f"{_compare_bytes(payload_at(best), target)} at the nearest, kv_size={best}. Give the reference another "
             "budget, or leave one of them out"
         )
     return best
@@ -223,10 +223,10 @@ def _compare_bytes(chain_bytes: float, reference_bytes: float) -> str:
     return f"{chain_bytes / size:.2f} and {reference_bytes / size:.2f} {unit} ({percent:+.2f} %)".replace("-", "−")
 
 
-def make_price(kind: str, shape: Shape, tokens: int) -> Price:
+def payload_counter(kind: str, shape: Shape, tokens: int) -> PayloadCounter:
     """Return a function of a chain: its payload in bytes after a prompt of ``tokens``, counted as ``kind`` says."""
 
-    def price(chain: Chain) -> float:
+    def payload_of(chain: Chain) -> float:
         payload: float | None = None
         if kind == "nominal":
             payload = nominal_payload(chain, shape, tokens, HALF)
@@ -240,4 +240,4 @@ def make_price(kind: str, shape: Shape, tokens: int) -> Price:
             )
         return payload
 
-    return price
+    return payload_of

@@ -36,9 +36,9 @@ from kvbench.store.cell import Cell
 from kvbench.store.results import CellRecord, Sample
 from kvbench.store.store import ResultStore
 from kvbench.tasks.base import Tokenizer
+from kvbench.tasks.encoding import encode_prompt
 from kvbench.tasks.prompt import Encoded
 from kvbench.tasks.source import data_root
-from kvbench.tasks.turns import encode_prompt
 
 SMALL_MODEL = 256
 

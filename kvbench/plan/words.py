@@ -141,8 +141,9 @@ def _read_settings(
         if key in GROUPS or key in ("preset", "match") or swept or key.startswith(LAUNCHER_KEYS):
             continue  # read elsewhere
         for full_key, read_value in _parse_argument(key, value, methods, datasets).items():
-            if full_key.startswith("method."):
-                knobs[full_key.removeprefix("method.*.")] = read_value
+            # a bare key that conf/config.yaml does not have is a knob of every method that owns it
+            if full_key.startswith("method.") or ("." not in full_key and full_key not in top_level()):
+                knobs[full_key] = read_value
             else:
                 values[full_key] = read_value
     return knobs, values
@@ -302,7 +303,7 @@ def _parse_argument(key: str, value: Any, methods: Sequence[str], datasets: Sequ
 
     Raises UsageError if it is not allowed.
 
-    A knob typed without its owner gets the owner's key. A knob of methods gets the key ``method.*.window``, which
+    A knob typed without its owner gets the owner's key. A knob of methods keeps its bare key, as ``window``, which
     stands for all methods that have it.
     """
     plain_key = key.lstrip("+")
@@ -360,6 +361,8 @@ def _parse_full_key(
 def _parse_plain_knob(knob: str, value: Any, methods: Sequence[str], datasets: Sequence[str]) -> dict[str, object]:
     """Return {full key: value} for a knob typed without its owner, with one key for each owner of its group.
 
+    A knob of methods has one key, which stays bare.
+
     Raises UsageError if no owner has the knob, or if owners in several groups have it.
     """
     text = text_of(value)
@@ -386,7 +389,8 @@ def _parse_plain_knob(knob: str, value: Any, methods: Sequence[str], datasets: S
         raise registry.unknown_knob(knob, value, names, f"No method of {chains} owns it.")
     default = holders[owners[0]][knob]
     if owners[0].startswith("method."):
-        owners = ["method.*"]  # resolve decides which stages take a knob of methods
+        # resolve decides which stages take it
+        return {knob: _read_grid(value, default)}
     return {f"{owner}.{knob}": _read_grid(value, default) for owner in owners}
 
 

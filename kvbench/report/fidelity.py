@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from kvbench.report.table import Table
 
 if TYPE_CHECKING:
-    from kvbench.report.records import CellResult, ReportData
+    from kvbench.report.data import CellResult, ReportData
     from kvbench.store.fidelity import FidelitySummary
 
 HEADS = ("method", "KL\nnats", "median", "99 %", "most", "same\nchoice %", "Δp\npoints", "perplexity\nratio")

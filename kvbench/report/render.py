@@ -14,7 +14,7 @@ from kvbench.tasks.metrics import metric
 from kvbench.tasks.metrics.stats import FEWEST
 
 if TYPE_CHECKING:
-    from kvbench.report.records import CellResult, Delta, ReportColumn, ReportData, ReportRow, RowMeans
+    from kvbench.report.data import CellResult, Delta, ReportColumn, ReportData, ReportRow, RowMeans
     from kvbench.store.results import CellSummary
 
 FORMATS = ("text", "md", "csv", "latex")

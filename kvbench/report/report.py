@@ -1,4 +1,4 @@
-"""The report of a run: its records, with the ways to show them."""
+"""``Report``, which ``compare`` returns: the data of report/data.py with the ways to show them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from kvbench.base.extras import require
 from kvbench.report import render, verdict
-from kvbench.report.records import ReportData
+from kvbench.report.data import ReportData
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -9,7 +9,7 @@ from kvbench.report.table import Table
 from kvbench.tasks.metrics.ruler import over_lengths
 
 if TYPE_CHECKING:
-    from kvbench.report.records import ReportColumn, ReportData
+    from kvbench.report.data import ReportColumn, ReportData
 
 # RULER evaluates 13 tasks (arXiv 2404.06654); without the documents of its two QA tasks, 11 can be made
 ALL, WITHOUT_QA = 13, 11

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure as Canvas
 from kvbench.report.style import GREY, series, styled
 
 if TYPE_CHECKING:
-    from kvbench.report.records import ReportData
+    from kvbench.report.data import ReportData
     from kvbench.store.results import CellSummary
 
 BUDGETS = ("kv_size=", "kv_ratio=")

@@ -11,7 +11,7 @@ import numpy as np
 from kvbench.methods.core.chain import Chain
 from kvbench.plan.advice import LITTLE_LEFT, about_floors, at_floor
 from kvbench.plan.cells import Group
-from kvbench.report.records import CellResult, Delta, ReportColumn, ReportRow, RowMeans
+from kvbench.report.data import CellResult, Delta, ReportColumn, ReportRow, RowMeans
 from kvbench.report.report import Report
 from kvbench.store.cell import Cell
 from kvbench.store.fidelity import KINDS, FidelitySummary, diverges, summarise_texts

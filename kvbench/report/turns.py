@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from kvbench.report.table import Table, number, size
 
 if TYPE_CHECKING:
-    from kvbench.report.records import CellResult, ReportData
+    from kvbench.report.data import CellResult, ReportData
     from kvbench.store.turns import TurnsSummary
 
 HEADS = ("method", "first\nquestion", "last\nquestion", "fall", "beside\nfull's", "compressed", "after\nthe last")

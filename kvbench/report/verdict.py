@@ -12,7 +12,7 @@ from kvbench.tasks.metrics import metric
 from kvbench.tasks.metrics.stats import FEWEST
 
 if TYPE_CHECKING:
-    from kvbench.report.records import Delta, ReportData, ReportRow
+    from kvbench.report.data import Delta, ReportData, ReportRow
 
 MOST_NAMES = 3
 """The most tasks that a verdict names; of more it says how many."""

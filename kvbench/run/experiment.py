@@ -20,9 +20,8 @@ from kvbench.models import load
 from kvbench.plan.cells import Group, pairs, rounds
 from kvbench.plan.config import RunConfig
 from kvbench.plan.run_plan import RunPlan, check_model, context_of, identify, open_session, threads
-from kvbench.plan.run_plan import prepare as prepare
+from kvbench.report.of_run import report
 from kvbench.report.report import Report
-from kvbench.report.run_report import report
 from kvbench.report.summary import is_unchanged, summarise
 from kvbench.run.display import Display
 from kvbench.run.host import Host

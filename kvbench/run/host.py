@@ -21,8 +21,8 @@ from kvbench.methods.core.shared_functions import Functions
 from kvbench.models.interface import cache_shape
 from kvbench.plan.config import Sampling
 from kvbench.tasks.base import Task, Tokenizer
+from kvbench.tasks.encoding import encode_prompt
 from kvbench.tasks.prompt import Encoded, PromptPolicy
-from kvbench.tasks.turns import encode_prompt
 
 
 @dataclass(frozen=True)

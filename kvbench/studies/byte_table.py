@@ -18,7 +18,7 @@ from kvbench.methods.core.resolve import ChainConfig, resolve
 from kvbench.plan import config, run_plan
 from kvbench.plan.cells import Group
 from kvbench.plan.run_plan import RunPlan
-from kvbench.report.records import CellResult
+from kvbench.report.data import CellResult
 from kvbench.report.render import UNCHANGED, UNCHANGED_NOTE
 from kvbench.report.report import Report
 from kvbench.report.table import Table, with_interval

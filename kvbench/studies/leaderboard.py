@@ -8,7 +8,7 @@ from statistics import fmean
 
 from kvbench.plan import config, run_plan
 from kvbench.plan.run_plan import RunPlan
-from kvbench.report.records import ReportRow
+from kvbench.report.data import ReportRow
 from kvbench.report.render import UNCHANGED, UNCHANGED_NOTE
 from kvbench.report.report import Report
 from kvbench.report.ruler import mean_name

@@ -94,7 +94,7 @@ class Task:
             repeated = next(name for name in ids if ids.count(name) > 1)
             raise UsageError(f"dataset {self.id}: two examples have the id {repeated!r}")
 
-    def taken(self, limit: int | None) -> tuple[Example, ...]:
+    def take_examples(self, limit: int | None) -> tuple[Example, ...]:
         """Return the examples that ``limit`` takes, in order, or all if it is None.
 
         A larger limit takes all examples that a smaller one takes.

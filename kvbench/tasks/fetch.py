@@ -45,24 +45,26 @@ from kvbench.tasks.hub import HuggingFace
 BATCH = 1000
 LOCK = "kvbench-data.lock.json"
 FILE_KEYS = ("from", "url", "to", "also", "member", "each", "column", "sha256")
+FIELD_NAMES = {"from": "name", "to": "destination", "also": "alternative"}
+"""The fields of a ``Wanted`` that are named otherwise than their keys: ``from`` is a keyword of Python."""
 
 
 @dataclass(frozen=True)
 class Wanted:
     """One file below the data folder and where it comes from.
 
-    to: its place below the data folder.
+    destination: its place below the data folder.
     name: the file's name in the repo, or None for a file with a ``url``.
-    also: the place of another file that will do in its stead.
+    alternative: the place of another file that will do in its stead.
     member: the name of the file inside a zip archive.
     column: the column whose values are written if parquet becomes text.
     sha256: the checksum, if it is known beforehand.
     """
 
-    to: str
+    destination: str
     name: str | None = None
     url: str | None = None
-    also: str | None = None
+    alternative: str | None = None
     member: str | None = None
     column: str = "text"
     sha256: str | None = None
@@ -74,7 +76,7 @@ class Wanted:
     @property
     def converted(self) -> bool:
         """True if the source is parquet and becomes JSON Lines or text."""
-        return self.source.endswith(".parquet") and not self.to.endswith(".parquet")
+        return self.source.endswith(".parquet") and not self.destination.endswith(".parquet")
 
 
 @dataclass(frozen=True)
@@ -153,14 +155,14 @@ def state(root: Path | None, wanted: Wanted, lock: Lock) -> str:
     """
     if root is None:
         return "missing"
-    path = root / wanted.to
+    path = root / wanted.destination
     if not path.is_file():
-        if wanted.also and (root / wanted.also).is_file():
+        if wanted.alternative and (root / wanted.alternative).is_file():
             return "present"
         return "missing"
-    if wanted.to not in lock:
+    if wanted.destination not in lock:
         return "present"
-    record = lock[wanted.to]
+    record = lock[wanted.destination]
     size = path.stat().st_size
     # another size spares reading a large file for its checksum
     if size != record.get("bytes", size) or sha256(path) != record["sha256"]:
@@ -171,8 +173,8 @@ def state(root: Path | None, wanted: Wanted, lock: Lock) -> str:
 def changed(root: Path, wanted: Wanted) -> UsageError:
     """Return the error for a file that is not what was fetched."""
     return UsageError(
-        f"{root / wanted.to} has changed since it was fetched: its checksum is not that of {root / LOCK}. Delete the "
-        "file and fetch it again; if the change is meant, take its entry out of the lock file"
+        f"{root / wanted.destination} has changed since it was fetched: its checksum is not that of {root / LOCK}. "
+        "Delete the file and fetch it again; if the change is meant, take its entry out of the lock file"
     )
 
 
@@ -212,8 +214,8 @@ def fetch(source: FileSource, root: Path, hub: HuggingFace, say: Callable[[str],
                 record |= {"from": wanted.source, "sha256": digest, "bytes": size}
                 if wanted.member:
                     record["member"] = wanted.member
-                lock[wanted.to] = record
-                places.append(wanted.to)
+                lock[wanted.destination] = record
+                places.append(wanted.destination)
             # after every download: an interrupted fetch keeps the checksums of the files that it has
             write_json(root / LOCK, {"version": 1, "files": dict(sorted(lock.items()))})
             download.unlink(missing_ok=True)
@@ -229,7 +231,7 @@ def parse_source(dataset: str, entry: Mapping[str, Any]) -> FileSource:
         if not has_one_source or "to" not in item or not set(item) <= set(FILE_KEYS):
             raise UsageError(f"{where}: {dict(item)} must have to, and either from (with a repo) or url; {FILE_KEYS}")
         for wanted in _parse_files(item):
-            place = PurePosixPath(wanted.to)
+            place = PurePosixPath(wanted.destination)
             # a configuration must not write anywhere else on the machine
             if place.is_absolute() or ".." in place.parts:
                 raise UsageError(f"{where}: {place} must lie below the data folder")
@@ -262,11 +264,8 @@ def _parse_files(item: Mapping[str, Any]) -> list[Wanted]:
                 continue
             if value is not None:
                 template = str(template).replace("{}", str(value))
-            if key == "from":
-                # a keyword of Python cannot be the name of a field
-                fields["name"] = template
-            elif key != "each":
-                fields[key] = template
+            if key != "each":
+                fields[FIELD_NAMES.get(key, key)] = template
         files.append(Wanted(**fields))
     return files
 
@@ -303,16 +302,16 @@ def _install(wanted: Wanted, download: Path, root: Path, work_folder: Path, lock
     digest = sha256(unpacked)
     # a missing file that the lock lists must come back as it was
     locked_sha256 = None
-    if wanted.to in lock:
-        locked_sha256 = lock[wanted.to].get("sha256")
+    if wanted.destination in lock:
+        locked_sha256 = lock[wanted.destination].get("sha256")
     for expected, where_declared in ((locked_sha256, str(root / LOCK)), (wanted.sha256, "its conf/dataset entry")):
         if expected is not None and digest != expected:
             raise KvbenchError(
-                f"{wanted.to} from {wanted.source} has the checksum {digest}, {where_declared} says {expected}: the "
-                "source has changed. It was not kept"
+                f"{wanted.destination} from {wanted.source} has the checksum {digest}, "
+                f"{where_declared} says {expected}: the source has changed. It was not kept"
             )
     # nothing is written below the data folder before its content is known to be right
-    target = root / wanted.to
+    target = root / wanted.destination
     if os.path.isdir(target):  # False, not an error, where it may not be looked at
         raise UsageError(f"{target} cannot be written: it is a folder; move what is in its place away")
     try:
@@ -333,7 +332,7 @@ def unpack(wanted: Wanted, path: Path, ready: Path) -> None:
         if wanted.member:
             with zipfile.ZipFile(path) as archive, archive.open(wanted.member) as content, ready.open("wb") as out:
                 shutil.copyfileobj(content, out)
-        elif wanted.source.endswith(".gz") and not wanted.to.endswith(".gz"):
+        elif wanted.source.endswith(".gz") and not wanted.destination.endswith(".gz"):
             with gzip.open(path) as content, ready.open("wb") as out:
                 shutil.copyfileobj(content, out)
         elif wanted.converted:
@@ -344,14 +343,14 @@ def unpack(wanted: Wanted, path: Path, ready: Path) -> None:
     except _DAMAGED as error:
         # libraries print reasons of several lines
         reason = " ".join(str(error).split())
-        raise KvbenchError(f"{wanted.to} could not be made from {wanted.source}: {reason}") from None
+        raise KvbenchError(f"{wanted.destination} could not be made from {wanted.source}: {reason}") from None
 
 
 def _check_json(wanted: Wanted, ready: Path) -> None:
     """Raise ValueError if a .json or .jsonl file is not JSON: an address may answer with a page about an error."""
-    if wanted.to.endswith(".json"):
+    if wanted.destination.endswith(".json"):
         json.loads(ready.read_bytes())
-    elif wanted.to.endswith(".jsonl"):
+    elif wanted.destination.endswith(".jsonl"):
         with ready.open("rb") as lines:
             for number, line in enumerate(lines, start=1):
                 try:
@@ -370,7 +369,7 @@ def _convert_parquet(wanted: Wanted, path: Path, ready: Path) -> None:
     import datasets
 
     datasets.disable_progress_bars()
-    as_text = wanted.to.endswith(".txt")
+    as_text = wanted.destination.endswith(".txt")
     # as arrow: pictures and sounds stay bytes, no decoder of them is needed
     table = datasets.Dataset.from_parquet(str(path), cache_dir=str(ready.parent / "arrow")).with_format("arrow")
     # line feeds on Windows, too, so that checksums are the same everywhere

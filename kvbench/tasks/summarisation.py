@@ -75,7 +75,7 @@ def load(context: LoadContext, **entry: Any) -> list[Task]:
         path = files.path(knobs.test)
         shots = ""
         if knobs.shots:
-            shots = _write_shots(dataset, files.path(knobs.train), knobs)
+            shots = _few_shot_text(dataset, files.path(knobs.train), knobs)
         source = path.name
         examples = _read_articles(dataset, path, knobs, shots)
     task = Task(
@@ -134,7 +134,7 @@ def _read_ready_prompts(dataset: str, path: Path, max_new_tokens: int) -> Iterat
         )
 
 
-def _write_shots(dataset: str, path: Path, knobs: SummaryKnobs) -> str:
+def _few_shot_text(dataset: str, path: Path, knobs: SummaryKnobs) -> str:
     """Return the blocks of drawn training articles with their summaries. Raises UsageError if too few are short."""
     # the same generator for every example: all prompts begin with the same blocks
     pool = list(islice(read(path), POOL))

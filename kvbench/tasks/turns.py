@@ -12,13 +12,12 @@ from typing import Any
 
 from kvbench.base.errors import UsageError
 from kvbench.base.example import Example, Turn
-from kvbench.tasks.base import Task, Tokenizer
+from kvbench.tasks.base import Task
 from kvbench.tasks.prompt import (
     SENTINEL,
     Encoded,
     PromptPolicy,
     cut_middle,
-    encode,
     no_room,
     part,
     plain_ids,
@@ -43,16 +42,6 @@ class EncodedTurns(Encoded):
 
     def __len__(self) -> int:
         return len(self.ids) + self.most
-
-
-def encode_prompt(
-    tokenizer: Tokenizer, example: Example, task: Task, policy: PromptPolicy, context: int | None
-) -> Encoded:
-    """Return the example's prompt as token ids, cut so that its longest answer still fits into ``context`` tokens."""
-    if example.turns:
-        return encode_turns(tokenizer, example, task, policy, context)
-    longest = None if context is None else context - example.max_new_tokens
-    return encode(tokenizer, example, task, policy, longest)
 
 
 def encode_turns(

@@ -38,7 +38,7 @@ from kvbench.engine.likelihood import teacher_force
 from kvbench.engine.memory import process_memory
 from kvbench.engine.prefill import prefill_chains
 from kvbench.models import load
-from kvbench.plan import config
+from kvbench.plan import config, run_plan
 from kvbench.plan.run_plan import RunPlan
 from kvbench.run import experiment
 from kvbench.run.forced import texts_of
@@ -78,7 +78,7 @@ OTHER_PARTS = ("overhead", "fidelity", "questions")
 
 def plan_run(*arguments: str) -> RunPlan:
     """Return the plan of the run that ``key=value`` arguments ask for."""
-    return experiment.prepare(config.read(arguments))
+    return run_plan.prepare(config.read(arguments))
 
 
 def load_host(run: RunPlan) -> Host:

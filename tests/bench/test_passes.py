@@ -256,7 +256,7 @@ def test_attention_is_timed_whatever_wraps_it(model):
 
 
 def test_the_bound_is_bytes_over_bandwidth(model):
-    measured = roofline.of(model, 4, 1e6, 1e9, 0.01)
+    measured = roofline.step_roofline(model, 4, 1e6, 1e9, 0.01)
     written = 4 * 2 * 6 * 4 * 32 * 4
     assert measured["moved"] == architecture.weight_bytes(model) + 1e6 + written
     assert measured["fraction"] == pytest.approx(measured["moved"] / 1e9 / 0.01)

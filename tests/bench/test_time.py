@@ -316,9 +316,9 @@ def test_a_row_with_less_than_is_asked_for_is_measured_again(changes, there):
     (full,), at = entrants(), Workload(64, 60, 1)
     row = {"key": timing.row_key(full, at, arguments), "status": "measured", "reason": ""}
     row |= {"marks": ["integrated"] if arguments.sample else [], "quantities": {"total": {"median": 1.0, "n": 1}}}
-    assert timing.settled(row, full, at, arguments) == there
+    assert timing.is_finished(row, full, at, arguments) == there
     row["status"], row["quantities"] = "OOM", {}
-    assert timing.settled(row, full, at, arguments)
+    assert timing.is_finished(row, full, at, arguments)
 
 
 def test_without_a_warm_up_a_gpus_peak_is_that_of_the_first_repeat(model, monkeypatch):

@@ -248,17 +248,17 @@ def test_help_on_a_topic_that_is_not_there_names_those_that_are(capsys):
 
 
 def test_a_file_that_fails_in_an_unforeseen_place_is_named(monkeypatch, capsys):
-    from kvbench.run import experiment
+    from kvbench.plan import run_plan
 
-    monkeypatch.setattr(experiment, "prepare", lambda cfg: Path("/dev/null/x").read_bytes())
+    monkeypatch.setattr(run_plan, "prepare", lambda cfg: Path("/dev/null/x").read_bytes())
     assert main(["run", "limit=1"]) == 1
     assert capsys.readouterr().err == "kvbench: /dev/null/x cannot be read or written (Not a directory)\n"
 
 
 def test_an_internal_error_is_one_line_and_status_1(monkeypatch, capsys):
-    from kvbench.run import experiment
+    from kvbench.plan import run_plan
 
-    monkeypatch.setattr(experiment, "prepare", lambda cfg: 1 / 0)
+    monkeypatch.setattr(run_plan, "prepare", lambda cfg: 1 / 0)
     monkeypatch.delenv("KVBENCH_DEBUG", raising=False)
     assert main(["run", "limit=1"]) == 1
     assert capsys.readouterr().err.startswith("kvbench: internal error, ZeroDivisionError")

@@ -92,7 +92,7 @@ def test_golden(line):
 
 def entry(line, stage):
     (request,) = words.read(line.split())
-    return config.compose(request)["method"][stage]
+    return config.compose_with_knobs(request)["method"][stage]
 
 
 def test_knobs_are_those_typed_over_the_presets_over_the_plain_ones():

@@ -14,8 +14,9 @@ from kvbench.base.errors import Refused
 from kvbench.engine.batch import DecodeBatch
 from kvbench.engine.stopping import Ending
 from kvbench.methods.core import registry
-from kvbench.methods.core.base import Selector, Stage
+from kvbench.methods.core.base import Selector
 from kvbench.methods.core.chain import Chain
+from kvbench.methods.core.stage import Stage
 from kvbench.methods.snapkv import SnapKV
 from kvbench.methods.think import Think
 from kvbench.models import load

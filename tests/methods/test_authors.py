@@ -18,7 +18,8 @@ from kvbench.methods.core.resolve import chain_of
 pytestmark = pytest.mark.e2e("runs methods with slips of their authors")
 
 CODE = """from dataclasses import dataclass
-from kvbench.methods.core.base import Selector, Stage
+from kvbench.methods.core.base import Selector
+from kvbench.methods.core.stage import Stage
 
 @dataclass(frozen=True, kw_only=True)
 class Mine(Selector):

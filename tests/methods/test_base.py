@@ -12,8 +12,9 @@ from support.grids import grid
 
 from kvbench.base.errors import UsageError
 from kvbench.methods.core import registry
-from kvbench.methods.core.base import Capacity, Selector, top_indices
+from kvbench.methods.core.base import Selector
 from kvbench.methods.core.chain import Chain
+from kvbench.methods.core.contract import Capacity, top_indices
 from kvbench.methods.core.knobs import at_least, knob
 from kvbench.methods.core.resolve import chain_of, chains_of
 from kvbench.methods.core.statistics import group_mean

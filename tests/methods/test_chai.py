@@ -113,7 +113,7 @@ def test_distances_are_the_mean_over_windows_of_slow_merges(family):
 def calibrated(model, windows, **knobs):
     """Return the chain of CHAI calibrated on these windows."""
     (stage,) = chain_of({"method": "chai", "counts": "calibrated", **knobs}).stages
-    recipe = stage.recipe().settled(None)
+    recipe = stage.recipe().fill_tokens(None)
     tensors = stage.calibrate(CalibrationRun(model, iter(windows), recipe, lambda: None, observer(model)))
     return Chain((stage.calibrated(Calibration("chai", digest(tensors), weights_of(model), tensors)),))
 

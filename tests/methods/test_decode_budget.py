@@ -20,8 +20,9 @@ from kvbench.engine.decode import Ending, generate_rows
 from kvbench.engine.decode_layer import allocated
 from kvbench.engine.step import build as batch_of
 from kvbench.methods.core import registry
-from kvbench.methods.core.base import Capacity, Selector
+from kvbench.methods.core.base import Selector
 from kvbench.methods.core.chain import Chain
+from kvbench.methods.core.contract import Capacity
 from kvbench.methods.core.resolve import chain_of
 from kvbench.models.releases import named_cache
 

@@ -15,7 +15,7 @@ from kvbench.engine.step import build as build_batch
 from kvbench.engine.step import step
 from kvbench.kv import ops
 from kvbench.kv.observation import Needs, Observation
-from kvbench.methods.core.base import Capacity
+from kvbench.methods.core.contract import Capacity
 from kvbench.methods.core.resolve import chain_of
 from kvbench.methods.h2o import H2O
 from kvbench.models.interface import attached

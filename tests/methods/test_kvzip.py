@@ -17,7 +17,7 @@ from kvbench.base.errors import UsageError
 from kvbench.engine import replay
 from kvbench.kv.exact_attention import causal_softmax
 from kvbench.kv.model_shape import from_config
-from kvbench.methods.core.base import Capacity
+from kvbench.methods.core.contract import Capacity
 from kvbench.methods.core.resolve import chain_of
 from kvbench.methods.kvzip import KVzip
 from kvbench.models.releases import named_cache

@@ -15,7 +15,7 @@ from kvbench.audit.prompt_audit import audit
 from kvbench.base.errors import Refused, UsageError
 from kvbench.kv import ops
 from kvbench.kv.observation import Needs
-from kvbench.methods.core.base import Capacity
+from kvbench.methods.core.contract import Capacity
 from kvbench.methods.core.resolve import chain_of
 from kvbench.methods.core.statistics import window_rows, window_sums
 from kvbench.methods.refreekv import ReFreeKV

@@ -13,7 +13,7 @@ from kvbench.audit.prompt_audit import audit
 from kvbench.base.errors import UsageError
 from kvbench.engine.step import build as build_batch
 from kvbench.engine.step import step
-from kvbench.methods.core.base import Capacity, protect
+from kvbench.methods.core.contract import Capacity, protect
 from kvbench.methods.core.resolve import chain_of
 from kvbench.methods.vatp import Vatp
 from kvbench.models.interface import attached

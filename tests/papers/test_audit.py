@@ -15,7 +15,7 @@ from support.papers_text import beside
 from kvbench.cli.main import main
 from kvbench.papers import DATA
 from kvbench.papers.forensics import audit, report
-from kvbench.papers.forensics.exact import everything
+from kvbench.papers.forensics.exact import recomputed_cells
 from kvbench.papers.forensics.granularity import attainable, fits
 from kvbench.papers.forensics.identity import identity
 from kvbench.papers.forensics.repeats import repeated
@@ -322,7 +322,7 @@ def verdict_of(paper, what, findings):
     kind, _, rest = what.partition(":")
     if kind == "exact":
         table, _, column = rest.partition(":")
-        cells = [e for e in everything(published()) if (e.cell.paper, e.cell.table) == (paper, table)]
+        cells = [e for e in recomputed_cells(published()) if (e.cell.paper, e.cell.table) == (paper, table)]
         chosen = [e.ok for e in cells if e.column.startswith(column)]
         return {True: "holds", False: "does not hold"}[all(chosen)] if chosen else None
     if kind in ("repeat", "break"):

@@ -237,7 +237,7 @@ def test_the_ledger_end_to_end(tmp_path, capsys):
     assert main(["report", "samples=0", f"results={tmp_path}", f"output={tmp_path / 'r.html'}"]) == 0
     page = (tmp_path / "r.html").read_text()
     assert "tiny, a stand-in" in page and "surpasses H₂O in 12 out of 16 tasks" in page and "h2o+vatp" in page
-    ledger.place("tiny", tmp_path, ["vatp"]).write_text('{"verdicts": [{"verdict": "supported"}]}')
+    ledger.ledger_path("tiny", tmp_path, ["vatp"]).write_text('{"verdicts": [{"verdict": "supported"}]}')
     with pytest.raises(UsageError, match="run kvbench claims again"):
         ledger.read(tmp_path)
 
@@ -251,7 +251,7 @@ def test_a_ledger_is_written_from_its_samples_and_verified(tmp_path, monkeypatch
     assert paper_claims.main(["--pack", "--results", results, *committed]) == 0
     assert paper_claims.main(["--verify", "--model", "tiny", *committed]) == 0
     assert "| ? vatp-h2o" in (tmp_path / "committed" / "claims.md").read_text()
-    path = ledger.place("tiny", tmp_path / "committed", ["vatp"])
+    path = ledger.ledger_path("tiny", tmp_path / "committed", ["vatp"])
     path.write_text(path.read_text().replace('"undecided"', '"supported"', 1))
     assert paper_claims.main(["--verify", "--model", "tiny", *committed]) == 1
     assert "claims/tiny.json differs from its samples" in capsys.readouterr().err

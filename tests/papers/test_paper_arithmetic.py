@@ -11,7 +11,7 @@ from kvbench.papers.timed import paper_arithmetic
 def values(paper, what=""):
     return [
         (f.published, round(f.formula, 4), None if f.stored is None else round(f.stored, 4))
-        for f in paper_arithmetic.of(paper)
+        for f in paper_arithmetic.select_figures(paper)
         if what in f.what
     ]
 
@@ -23,7 +23,8 @@ def test_thinks_equal_memory_table():
     ]  # fmt: skip
     assert [v for v, *_ in values("think/7", "for")] == [54.5, 208.0, 413.0, 822.5]
     assert all(a == b == c for a, b, c in values("think/7", "for"))
-    marks = [(f.off(f.formula), f.off(f.stored)) for f in paper_arithmetic.of("think/7") if "+think" in f.what]
+    in_table = paper_arithmetic.select_figures("think/7")
+    marks = [(f.off(f.formula), f.off(f.stored)) for f in in_table if "+think" in f.what]
     assert marks == [(0, 0), (0, 0.2), (0, 0.4), (0, 0.8)]
 
 
@@ -33,7 +34,8 @@ def test_thinks_text():
     saved = values("think/text", "saved")
     assert [f for _, f, _ in saved] == [15.0, 18.75, 19.375, 19.6875]
     assert [s for *_, s in saved] == [14.9414, 18.6768, 19.2993, 19.6106]
-    assert [f.off(f.formula) for f in paper_arithmetic.of("think/text") if "saved" in f.what] == [-5, -1, -1, 0]
+    in_prose = paper_arithmetic.select_figures("think/text")
+    assert [f.off(f.formula) for f in in_prose if "saved" in f.what] == [-5, -1, -1, 0]
 
 
 def test_kivis_layout():
@@ -50,8 +52,8 @@ def test_flexgen_and_qhitter():
 def test_uncomps_percentages_and_refreekvs_sizes():
     assert [v for v, *_ in values("uncomp")] == [9.38, 4.74, 1.56]
     assert (
-        [f.off(f.formula) for f in paper_arithmetic.of("uncomp")]
-        == [f.off(f.stored) for f in paper_arithmetic.of("uncomp")]
+        [f.off(f.formula) for f in paper_arithmetic.select_figures("uncomp")]
+        == [f.off(f.stored) for f in paper_arithmetic.select_figures("uncomp")]
         == [0] * 3
     )
     assert values("refreekv") == [(1, 1.0, 0.25), (50, 48.8281, 6.1035)]
@@ -68,10 +70,10 @@ def test_the_tables_are_printed_with_marks_and_sources(capsys):
     assert all(len(x) <= 100 for x in shown.splitlines())
     assert len([x for x in shown.splitlines() if "✓" in x or "−" in x or "+0." in x]) > len(paper_arithmetic.FIGURES)
     assert main(["bench", "memory", "paper=all", "--json"]) == 0
-    assert len(json.loads(capsys.readouterr().out)) == len(paper_arithmetic.of("all"))
+    assert len(json.loads(capsys.readouterr().out)) == len(paper_arithmetic.select_figures("all"))
 
 
 @pytest.mark.parametrize("name", [*paper_arithmetic.FIGURES, "think"])
 def test_every_figure_is_unambiguous(name):
-    actual = paper_arithmetic.of(name)
+    actual = paper_arithmetic.select_figures(name)
     assert len({f.what for f in actual}) == len(actual) > 0

@@ -46,7 +46,7 @@ def row(
 
 def cells(paper, table, rows):
     """By (row, column) as they are addressed."""
-    placed = row_matching.place(bench_spec.load(paper, table), published.load_table(paper, table), rows)
+    placed = row_matching.match_cells(bench_spec.load(paper, table), published.load_table(paper, table), rows)
     return {(f"{c.printed.method} {c.printed.setting}", f"{c.printed.dataset}/{c.printed.metric}"): c for c in placed}
 
 
@@ -112,10 +112,10 @@ def test_out_of_memory_and_what_is_not_run_are_said():
     assert ours.published_ratio == pytest.approx(5.436 / 11.823)
     peers_value = placed["uncomp-group batch=10;prompt=3712;gen=384;kv_size=384", "wikitext2/tpot"]
     assert peers_value.published_ratio is None and peers_value.status == "missing"
-    placed = row_matching.place(bench_spec.load("qhitter", "2"), published.load_table("qhitter", "2"), [])
+    placed = row_matching.match_cells(bench_spec.load("qhitter", "2"), published.load_table("qhitter", "2"), [])
     assert {c.status for c in placed} == {"missing", "not run"}
     assert all("take more than one such GPU" in c.reason for c in placed if c.printed.model == "opt-30b")
-    placed = row_matching.place(bench_spec.load("refreekv", "3"), published.load_table("refreekv", "3"), [])
+    placed = row_matching.match_cells(bench_spec.load("refreekv", "3"), published.load_table("refreekv", "3"), [])
     average = next(c for c in placed if c.printed.dataset == "avg" and "8b" in c.printed.model)
     assert average.status == "not run" and "average" in average.reason
 
@@ -135,7 +135,7 @@ def test_what_the_papers_base_does_not_have_is_no_ratio():
     at, own_value = "7500+128x1", "llama3-8b-instruct"
     snapkv = bench_spec.load("refreekv", "3").methods["snapkv"]
     rows = [row("full", at, own_value, compress=0.001, total=2.0), row(snapkv, at, own_value, compress=0.1, total=1.0)]
-    placed = row_matching.place(bench_spec.load("refreekv", "3"), published.load_table("refreekv", "3"), rows)
+    placed = row_matching.match_cells(bench_spec.load("refreekv", "3"), published.load_table("refreekv", "3"), rows)
     ours = {c.printed.metric: c for c in placed if c.row is not None and c.printed.method == "snapkv"}
     assert ours["prune_time"].value == 0.1 and ours["prune_time"].ratio is None
     assert ours["overall_time"].ratio == 0.5
@@ -153,7 +153,7 @@ def test_a_stand_in_divides_what_is_declared_and_rounds_up():
 @pytest.mark.parametrize(("paper", "table"), bench_spec.tables())
 def test_a_stand_in_measures_every_row_at_a_size_of_its_own(paper, table):
     declared = bench_spec.load(paper, table)
-    small = declared.on("tiny")
+    small = declared.scaled_for("tiny")
     printed = [c for c in published.load_table(paper, table) if c.dataset != "avg" and not declared.why_not(c)]
     wanted = {small.ours(c) for c in printed}
     assert None not in wanted
@@ -203,7 +203,7 @@ def test_the_script_measures_what_the_targets_are_about(dry):
 
 
 def test_a_reason_may_be_about_some_settings_alone():
-    collected = row_matching.place(bench_spec.load("qhitter", "2"), published.load_table("qhitter", "2"), [])
+    collected = row_matching.match_cells(bench_spec.load("qhitter", "2"), published.load_table("qhitter", "2"), [])
     offloaded = [c for c in collected if c.printed.method == "accelerate" and c.printed.model != "opt-30b"]
     status = {c.printed.settings["gen"]: c.status for c in offloaded}
     assert status == {"32": "missing", "512": "not run", "1024": "not run"}

@@ -14,8 +14,9 @@ from support.kvpress_reference import N, prompt, theirs
 
 import kvbench
 from kvbench.kv.observation import Needs
-from kvbench.methods.core.base import Stage, top_indices
 from kvbench.methods.core.chain import Chain
+from kvbench.methods.core.contract import top_indices
+from kvbench.methods.core.stage import Stage
 from kvbench.models.releases import named_cache
 
 kvpress = pytest.importorskip("kvpress", reason="kvpress is not installed here: make test-peers")

@@ -42,19 +42,19 @@ def test_the_sizes_of_thinks_table_7(base, per, kind, last):
 def test_no_other_size_comes_nearer(kind, other, shape):
     cfg = parsed(f"method={other},snapkv+think snapkv.kv_size=600 match={kind}")
     (settled, (matched,)) = equal_memory.settle(cfg, shape)
-    price = equal_memory.make_price(kind, shape, equal_memory.LONG)
+    count = equal_memory.payload_counter(kind, shape, equal_memory.LONG)
     template = next(c for c in cfg.chains if c.chain.name == other.replace("vatp+h2o", "h2o+vatp"))
-    target = price(settled.chains[-1].chain)
+    target = count(settled.chains[-1].chain)
     near = range(matched.kv_size - 40, matched.kv_size + 41)
     sizes = sorted({*range(140, 2400, 20), *near})
-    off = {size: abs(price(equal_memory.with_size(template, size).chain) - target) for size in sizes}
+    off = {size: abs(count(equal_memory.with_size(template, size).chain) - target) for size in sizes}
     if template.chain.coder is None:
         assert matched.kv_size == min(off, key=lambda size: (off[size], size))
     else:
         assert off[matched.kv_size] <= max(equal_memory.CLOSE * target, min(off.values()))
     assert [c.chain.selector.kv_size for c in settled.chains] == [matched.kv_size, 600]
     stored = matched.bytes if kind == "bytes" else matched.nominal
-    assert stored == (price(settled.chains[0].chain), target)
+    assert stored == (count(settled.chains[0].chain), target)
 
 
 def test_the_nominal_formula_is_the_papers():

@@ -15,7 +15,7 @@ from kvbench.methods.core.chain import Chain
 from kvbench.methods.core.resolve import ChainConfig
 from kvbench.methods.streamingllm import StreamingLLM
 from kvbench.plan import config
-from kvbench.report import run_report, summary
+from kvbench.report import of_run, summary
 from kvbench.report.render import _kept_text, render
 from kvbench.run import experiment
 from kvbench.store.store import ResultStore
@@ -257,7 +257,7 @@ def test_settings_are_written_as_they_are_typed(tmp_path):
     (tmp_path / "text.txt").write_text("The harbour was quiet. " * 200)
     words = ["lengths=256", "depths=0,50", "repeats=1"]
     run = prepare("dataset=needle", f"haystack={tmp_path / 'text.txt'}", *words, f"results={tmp_path}")
-    assert " ".join(words) in run_report.settings(run)
+    assert " ".join(words) in of_run.settings(run)
 
 
 def test_show_of_nothing_says_so_and_writes_nothing(tmp_path, capsys):

@@ -12,7 +12,7 @@ from kvbench.methods.core.chain import Chain
 from kvbench.methods.core.resolve import chain_of
 from kvbench.plan.cells import Group
 from kvbench.report import render, verdict
-from kvbench.report.records import CellResult, Delta
+from kvbench.report.data import CellResult, Delta
 from kvbench.report.summary import _about_lengths, collect, shown_delta, summarise
 from kvbench.report.table import sizes
 from kvbench.store.cell import Cell

@@ -23,7 +23,7 @@ from kvbench.cli.main import main
 from kvbench.methods.core.base import Selector
 from kvbench.methods.core.chain import Chain
 from kvbench.methods.core.resolve import ChainConfig
-from kvbench.report import run_report
+from kvbench.report import of_run
 from kvbench.run import experiment, runner
 from kvbench.store.store import Busy, ResultStore
 
@@ -382,7 +382,7 @@ def test_a_refusal_outlives_other_shards_and_ends_only_when_its_example_passes(t
     for shard in shards:
         experiment.measure(shard, quiet=True)
     complete = prepare(*base, chains=chains)
-    (cell,) = run_report.report(complete).rows[0].cells
+    (cell,) = of_run.report(complete).rows[0].cells
     assert cell.status == "refused"
     assert bad.id in cell.reason
     LiesOnce.lies.clear()

@@ -9,7 +9,7 @@ import pytest
 from support.stored import sample
 
 from kvbench.base.errors import UsageError
-from kvbench.report.records import CellResult, Delta, ReportColumn, ReportRow
+from kvbench.report.data import CellResult, Delta, ReportColumn, ReportRow
 from kvbench.report.report import Report
 from kvbench.report.summary import summarise
 from kvbench.store.results import CellRecord, Sample, ScoreSummary

@@ -10,9 +10,9 @@ from transformers import PreTrainedModel
 
 from kvbench.engine.prefill import observer
 from kvbench.engine.weights_digest import weights_of
-from kvbench.methods.core.base import Stage
 from kvbench.methods.core.chain import Chain
 from kvbench.methods.core.recipe import Calibration, CalibrationRun, Recipe, digest
+from kvbench.methods.core.stage import Stage
 
 SAMPLES, TOKENS = 5, 60
 

@@ -4,15 +4,14 @@ import json
 from pathlib import Path
 
 from kvbench.cli.main import main
-from kvbench.plan import config
-from kvbench.run import experiment
+from kvbench.plan import config, run_plan
 
 SMALL = ["dataset=tiny/needle,tiny/code", "length=256", "examples=6"]
 
 
 def prepare(*overrides, **changes):
     cfg = config.read(list(overrides))
-    return experiment.prepare(type(cfg)(**{**cfg.__dict__, **changes}))
+    return run_plan.prepare(type(cfg)(**{**cfg.__dict__, **changes}))
 
 
 def metrics_of(results):

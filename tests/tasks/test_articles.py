@@ -10,10 +10,10 @@ from kvbench.base.conf import entries
 from kvbench.base.errors import UsageError
 from kvbench.base.example import Example, Turn
 from kvbench.tasks.base import Task, load_tasks
+from kvbench.tasks.encoding import encode_prompt
 from kvbench.tasks.metrics import score
 from kvbench.tasks.prompt import PromptPolicy
 from kvbench.tasks.records import LINES_HEADER
-from kvbench.tasks.turns import encode_prompt
 
 
 def load(dataset, data, **knobs):

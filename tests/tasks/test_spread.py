@@ -31,15 +31,15 @@ def test_a_larger_limit_takes_what_a_smaller_one_took_and_a_round_takes_every_fi
     task = Task("any/task", tuple(grid(["length", "depth"], *axes)), "f1", "here", grid=("length", "depth"))
     before: set = set()
     for limit in range(1, 40):
-        chosen = task.taken(limit)
+        chosen = task.take_examples(limit)
         assert len(chosen) == min(limit, 36) and before <= {e.id for e in chosen}
         assert [task.examples.index(e) for e in chosen] == sorted(task.examples.index(e) for e in chosen)
         before = {e.id for e in chosen}
-    assert task.taken(12) == task.examples[:12] and task.taken(None) == task.examples
-    corners = {(e.meta["length"], e.meta["depth"]) for e in task.taken(2)}
+    assert task.take_examples(12) == task.examples[:12] and task.take_examples(None) == task.examples
+    corners = {(e.meta["length"], e.meta["depth"]) for e in task.take_examples(2)}
     assert corners == {(512, 0), (4096, 100)}
-    assert left_out(task.taken(2), task.examples, task.grid) == ["length 1024", "depth 10, 50"]
-    assert left_out(task.taken(12), task.examples, task.grid) == []
+    assert left_out(task.take_examples(2), task.examples, task.grid) == ["length 1024", "depth 10, 50"]
+    assert left_out(task.take_examples(12), task.examples, task.grid) == []
 
 
 def test_uneven_fields_are_taken_to_the_end():
@@ -49,7 +49,7 @@ def test_uneven_fields_are_taken_to_the_end():
 
 def test_without_a_grid_the_first_ones_are_taken():
     (task,) = load_tasks("tiny", {**entries("dataset")["tiny"]}, ["needle"], None)
-    assert task.taken(3) == task.examples[:3]
+    assert task.take_examples(3) == task.examples[:3]
 
 
 def test_a_run_spreads_its_limit_over_the_depths_and_says_what_is_left_out(tmp_path, capsys):

@@ -19,10 +19,10 @@ from kvbench.engine.calibration import files
 from kvbench.engine.calibration import text as calibration_text
 from kvbench.engine.prefill import observer
 from kvbench.engine.weights_digest import check_weights, weights_of
-from kvbench.methods.core.base import Stage
 from kvbench.methods.core.chain import Chain
 from kvbench.methods.core.foreign import is_own
 from kvbench.methods.core.recipe import CalibrationRun, Request
+from kvbench.methods.core.stage import Stage
 from kvbench.methods.core.walls import contained
 
 DEFAULT_FOLDER = "calibration"  # below the results folder
@@ -65,7 +65,7 @@ class Session:
         # the key of a calibration's file has a short hash of the model's identity
         identity_json = json.dumps(dict(self.identity), sort_keys=True, default=str)
         model = hashlib.sha256(identity_json.encode()).hexdigest()[:16]
-        return Request(recipe.settled(longest), model, source.name, source.sha256)
+        return Request(recipe.fill_tokens(longest), model, source.name, source.sha256)
 
     def requests(self, chain: Chain) -> dict[str, Request]:
         """Return the calibration requests of a chain by stage id. Stages that need no calibration are left out."""

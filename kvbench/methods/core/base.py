@@ -16,14 +16,9 @@ from kvbench.base.errors import Refused, UsageError
 from kvbench.kv import ops
 from kvbench.kv.observation import Observation
 from kvbench.kv.segment import LayerCache
-from kvbench.methods.core.contract import Block as Block
-from kvbench.methods.core.contract import Capacity as Capacity
-from kvbench.methods.core.contract import Expected as Expected
-from kvbench.methods.core.contract import protect as protect
-from kvbench.methods.core.contract import top_indices as top_indices
+from kvbench.methods.core.contract import Capacity, Expected, protect, top_indices
 from kvbench.methods.core.knobs import DEFAULT_RATIO, at_least, knob
-from kvbench.methods.core.stage import Role as Role
-from kvbench.methods.core.stage import Stage as Stage
+from kvbench.methods.core.stage import Role, Stage
 from kvbench.storage.roles import Masker, Slots
 
 DECODE_EVERY = 128

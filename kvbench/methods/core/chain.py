@@ -12,19 +12,8 @@ from kvbench.base.errors import UsageError
 from kvbench.kv import ops
 from kvbench.kv.observation import Needs, Observation
 from kvbench.kv.segment import LayerCache
-from kvbench.methods.core.base import (
-    Block,
-    Capacity,
-    Expected,
-    Mask,
-    Modifier,
-    Role,
-    Selector,
-    Stage,
-    TokenSelector,
-    protect,
-    sinks_of,
-)
+from kvbench.methods.core.base import Mask, Modifier, Selector, TokenSelector, sinks_of
+from kvbench.methods.core.contract import Block, Capacity, Expected, protect
 from kvbench.methods.core.decode_budget import DecodeBudget, refusal
 from kvbench.methods.core.evicting import EvictingSelector, Modified
 from kvbench.methods.core.foreign import code_of
@@ -34,6 +23,7 @@ from kvbench.methods.core.prefill_changing import BlockReader, HeadSharer, Hidde
 from kvbench.methods.core.pruner import ChannelPruner
 from kvbench.methods.core.quantiser import Quantiser
 from kvbench.methods.core.replaying import ReplayingSelector
+from kvbench.methods.core.stage import Role, Stage
 from kvbench.models.traits import ModelTraits
 from kvbench.storage.roles import Coder, Evictor
 

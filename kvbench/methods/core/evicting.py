@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from kvbench.kv.segment import LayerCache
-from kvbench.methods.core.base import Block, Modifier, Selector, sinks_of
-from kvbench.methods.core.contract import protect
+from kvbench.methods.core.base import Modifier, Selector, sinks_of
+from kvbench.methods.core.contract import Block, protect
 from kvbench.storage.roles import Evictor, Packer, Slots
 
 POSITIONS = (None, "true", "rolled")

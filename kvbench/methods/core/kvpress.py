@@ -24,7 +24,8 @@ from kvbench.kv.content import rows_kept
 from kvbench.kv.exact_attention import causal_softmax
 from kvbench.kv.observation import Needs, Observation
 from kvbench.kv.segment import LayerCache
-from kvbench.methods.core.base import Capacity, Expected, Selector, top_indices
+from kvbench.methods.core.base import Selector
+from kvbench.methods.core.contract import Capacity, Expected, top_indices
 from kvbench.methods.core.kvpress_package import (
     BY_LAYER,
     MASKS,

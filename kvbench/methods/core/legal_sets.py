@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from kvbench.base.errors import UsageError
-from kvbench.methods.core.base import Role, Stage
+from kvbench.methods.core.stage import Role, Stage
 
 AT_MOST_ONE: tuple[tuple[Role, str], ...] = (
     ("lowrank", "each replaces the same projections: a chain has at most one low-rank stage"),

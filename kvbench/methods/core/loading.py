@@ -16,7 +16,7 @@ from kvbench.base.errors import KvbenchError, UsageError
 
 # the command line reads the registry for --help, which must not wait for torch
 if TYPE_CHECKING:
-    from kvbench.methods.core.base import Stage
+    from kvbench.methods.core.stage import Stage
 
 # frames of Python itself, when it imports modules and makes classes, are not the author's
 MACHINERY = ("importlib", "dataclasses.py", "abc.py")
@@ -60,9 +60,9 @@ def load_stage(path: Path, method: str, target: str, knobs: Mapping[str, object]
 
     Raises UsageError, with the author's file and line, for a class that is no stage of this id or cannot be built.
     """
-    from kvbench.methods.core.base import Stage
     from kvbench.methods.core.chain import ROLES
     from kvbench.methods.core.foreign import is_own
+    from kvbench.methods.core.stage import Stage
     from kvbench.methods.core.walls import contained
 
     module, _, name = target.rpartition(".")

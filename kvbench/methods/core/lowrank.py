@@ -16,8 +16,8 @@ from transformers import PreTrainedModel
 from kvbench.kv import ops
 from kvbench.kv.observation import Observation
 from kvbench.kv.segment import LayerCache
-from kvbench.methods.core.base import Role, Stage
 from kvbench.methods.core.knobs import Rule, at_least, knob
+from kvbench.methods.core.stage import Role, Stage
 from kvbench.models import lowrank
 from kvbench.models.factors import Factors
 

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 
 from kvbench.kv.observation import Observation
-from kvbench.methods.core.base import Role, Stage
+from kvbench.methods.core.stage import Role, Stage
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,8 +11,9 @@ import torch
 from kvbench.kv import ops
 from kvbench.kv.observation import Observation
 from kvbench.kv.segment import LayerCache, per_head
-from kvbench.methods.core.base import Block, Role, Stage, top_indices
+from kvbench.methods.core.contract import Block, top_indices
 from kvbench.methods.core.knobs import Rule, at_least, knob, one_of
+from kvbench.methods.core.stage import Role, Stage
 
 Channels = tuple[torch.Tensor | None, torch.Tensor | None]
 """The channels [H, T] of keys and of values that stay, ascending; None where all stay."""

@@ -14,8 +14,9 @@ from kvbench.kv.observation import Observation
 from kvbench.kv.packed import Packed
 from kvbench.kv.partly_packed import Codes, Residual, encode, side_by_side
 from kvbench.kv.segment import LayerCache, Segment
-from kvbench.methods.core.base import Block, Role, Stage
+from kvbench.methods.core.contract import Block
 from kvbench.methods.core.knobs import knob, one_of
+from kvbench.methods.core.stage import Role, Stage
 from kvbench.storage.roles import Coder, Packer
 
 if TYPE_CHECKING:

@@ -42,7 +42,7 @@ class Recipe:
     knobs: Mapping[str, Any] = field(default_factory=dict)
     longest: int = LONGEST
 
-    def settled(self, limit: int | None) -> Recipe:
+    def fill_tokens(self, limit: int | None) -> Recipe:
         """Return the recipe with ``tokens`` filled in, at most ``limit``. Raises UsageError if it asks for more."""
         most_tokens = limit if limit is not None else self.longest
         if self.tokens is None:

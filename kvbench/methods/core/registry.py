@@ -23,7 +23,7 @@ from kvbench.methods.core.source import Described, describe
 
 # the command line reads the registry for --help, which must not wait for torch
 if TYPE_CHECKING:
-    from kvbench.methods.core.base import Stage
+    from kvbench.methods.core.stage import Stage
 
 BUDGET_KNOBS = ("kv_size", "kv_ratio")
 """The two knobs that state a budget of tokens: as a number, or as a fraction of the prompt."""

@@ -108,7 +108,7 @@ class Ledger(TypedDict):
     verdicts: list[ClaimRecord]
 
 
-def place(model: str, results: Path, papers: Sequence[str]) -> Path:
+def ledger_path(model: str, results: Path, papers: Sequence[str]) -> Path:
     """Return the path of a model's ledger below a results folder; that of some papers has a name of its own."""
     # a ledger of some papers is corrected for fewer claims, so that it must not replace that of all
     suffix = ""
@@ -119,7 +119,7 @@ def place(model: str, results: Path, papers: Sequence[str]) -> Path:
 
 def write(content: Mapping[str, Any], results: Path, papers: Sequence[str]) -> Path:
     """Write a ledger below a results folder and return its path."""
-    path = place(content["model"], results, papers)
+    path = ledger_path(content["model"], results, papers)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, content)
     return path

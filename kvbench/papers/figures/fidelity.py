@@ -33,7 +33,7 @@ ROWS = 16
 """Caches with one layer compressed that are compared at once."""
 
 
-def _cells(measured: MeasuredFigure) -> Iterator[tuple[Point, Group, list[Sample]]]:
+def _compressed_cells(measured: MeasuredFigure) -> Iterator[tuple[Point, Group, list[Sample]]]:
     """Yield each measured cell but the full cache's, with the samples of this run."""
     for ran in measured.ran:
         for point, group, cell in ran.cells():
@@ -46,7 +46,7 @@ def _cells(measured: MeasuredFigure) -> Iterator[tuple[Point, Group, list[Sample
 def by_budget(measured: MeasuredFigure) -> pd.DataFrame:
     """Return the mean divergence of each method and task with its interval, beside tokens kept and bytes held."""
     rows = []
-    for point, group, samples in _cells(measured):
+    for point, group, samples in _compressed_cells(measured):
         kept = 100 * sum(sample.kept for sample in samples) / sum(sample.n for sample in samples)
         x = point.x
         if math.isnan(x):
@@ -91,7 +91,7 @@ def by_position(measured: MeasuredFigure, smooth: int = SMOOTH) -> pd.DataFrame:
     held: the most tokens that a head held by the end of the texts, prompt and continuation.
     """
     rows = []
-    for point, group, samples in _cells(measured):
+    for point, group, samples in _compressed_cells(measured):
         # samples that were compared without decoding have no peak
         tokens_held = max((sample.decode_peak or 0 for sample in samples), default=0)
         for kind, text in TEXTS.items():

@@ -23,11 +23,11 @@ from kvbench.papers.figures.figure import OWN_METHODS, Figure
 from kvbench.papers.figures.sweep import FULL_POINT, MEAN, Point, Sweep
 from kvbench.papers.measured.our_table import scores, split_options
 from kvbench.papers.spec import row_knobs, stand_ins
-from kvbench.plan import config, presets
+from kvbench.plan import config, presets, run_plan
 from kvbench.plan.cells import Group
 from kvbench.plan.run_plan import RunPlan
 from kvbench.plan.words import split_list
-from kvbench.report import run_report, summary
+from kvbench.report import of_run, summary
 from kvbench.report.scatter import line_of
 from kvbench.run import experiment
 from kvbench.store.cell import Cell
@@ -169,7 +169,7 @@ class MeasuredFigure:
         counts: set[int] = set()
         omissions: list[str] = []
         for ran in self.ran:
-            settings[run_report.settings(ran.run).removesuffix(".")] = None
+            settings[of_run.settings(ran.run).removesuffix(".")] = None
             # points without a place of their own are methods that the user named
             own_methods += [point.method for point in ran.sweep.points if math.isnan(point.x)]
             counts.update(len(group.examples) for group in ran.run.groups)
@@ -236,7 +236,7 @@ def _plan_sweep(figure: Figure, sweep: Sweep, model: str, options: Mapping[str, 
         chain_configs = [c for c in cfg.chains if c.chain.stages]
         points = _own_points([c.label for c in chain_configs], several="x" in figure.columns)
         chains = tuple(c.chain for c in chain_configs)
-        return Ran(replace(sweep, points=points), experiment.prepare(cfg), chains)
+        return Ran(replace(sweep, points=points), run_plan.prepare(cfg), chains)
     values: Mapping[str, object] = {}
     if sweep.preset:
         # values of a preset can be stated for single models; a folder or hub id gets those for any model
@@ -248,7 +248,7 @@ def _plan_sweep(figure: Figure, sweep: Sweep, model: str, options: Mapping[str, 
     for point, chain in zip(sweep.points, chains, strict=True):
         labels[chain] = f"{point.series} {point.x:g}"
     cfg = replace(cfg, chains=tuple(ChainConfig(chain, label) for chain, label in labels.items()))
-    return Ran(sweep, experiment.prepare(cfg), chains)
+    return Ran(sweep, run_plan.prepare(cfg), chains)
 
 
 def _merge_options(figure: Figure, sweep: Sweep, model: str, options: Mapping[str, str]) -> dict[str, object]:

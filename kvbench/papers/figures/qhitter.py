@@ -15,9 +15,9 @@ from torch import Tensor
 
 from kvbench.kv.observation import Needs, Observation
 from kvbench.kv.packed import quantise_zero_point
-from kvbench.methods.core.base import Role, Stage
 from kvbench.methods.core.chain import Chain
 from kvbench.methods.core.contract import top_indices
+from kvbench.methods.core.stage import Role, Stage
 from kvbench.papers.figures.figure import Code, Fact, percent
 from kvbench.papers.figures.reading import Prompt, Reading
 

@@ -124,7 +124,7 @@ def _points(
 FIGURES: dict[str, Figure] = {name: _figure(name, deepcopy(entry)) for name, entry in declared().items()}
 
 
-def of(names: Sequence[str]) -> list[Figure]:
+def select_figures(names: Sequence[str]) -> list[Figure]:
     """Return the figures of ids (``uncomp/fig1``), papers (``uncomp``) or ``all``, each once."""
     figures: dict[str, Figure] = {}
     for name in names:

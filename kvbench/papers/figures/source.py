@@ -69,7 +69,7 @@ class Origin:
             limit = self.cfg.limit
         prompts = []
         for task, name in self.tasks:
-            for example in task.taken(limit):
+            for example in task.take_examples(limit):
                 prompts.append(Prompt(name, f"{task.id}, example {example.id}", self._ids(task, example)))
         return prompts[: figure.most]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from fractions import Fraction
 
-from kvbench.papers.forensics.exact import Exact, everything, ratio
+from kvbench.papers.forensics.exact import Exact, ratio, recomputed_cells
 from kvbench.papers.forensics.finding import Finding
 from kvbench.papers.spec.numbers import decimals, fixed, grade, printed
 from kvbench.papers.spec.published_cells import Book, PublishedRow
@@ -21,7 +21,7 @@ def derived(book: Book) -> Iterator[Finding]:
     for row in book.rows:
         for cell in row.cells.values():
             row_of_cell[id(cell)] = row
-    for exact in everything(book):
+    for exact in recomputed_cells(book):
         if exact.grade == "equal":
             continue
         if exact.ok:
@@ -58,7 +58,7 @@ def _is_slip_of_rounding(exact: Exact) -> bool:
 def ranking(book: Book) -> Iterator[Finding]:
     """Yield the blocks of ReFreeKV's table 2 in which wrong averages put the baselines in a wrong order."""
     averages_by_block: dict[tuple[str, str], list[Exact]] = {}
-    for exact in everything(book):
+    for exact in recomputed_cells(book):
         cell = exact.cell
         is_average = (cell.paper, cell.table, cell.metric) == ("refreekv", "2", "ratio_to_full_minus_1")
         if is_average and cell.method != "refreekv":

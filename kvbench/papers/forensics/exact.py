@@ -116,7 +116,7 @@ class Exact:
 
 
 @lru_cache(maxsize=4)
-def everything(book: Book) -> tuple[Exact, ...]:
+def recomputed_cells(book: Book) -> tuple[Exact, ...]:
     """Return every cell of a book that can be recomputed, with its value."""
     recomputed: list[Exact] = []
     for rule in RULES:
@@ -131,7 +131,7 @@ def everything(book: Book) -> tuple[Exact, ...]:
 
 def exact(paper: str, table: str, book: Book | None = None) -> list[Exact]:
     """Return the cells of one table (``2``, ``text``) that can be recomputed, or none where all need a model."""
-    return [e for e in everything(book or published()) if (e.cell.paper, e.cell.table) == (paper, table)]
+    return [e for e in recomputed_cells(book or published()) if (e.cell.paper, e.cell.table) == (paper, table)]
 
 
 def _means(book: Book) -> Iterator[Exact]:

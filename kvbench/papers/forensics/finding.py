@@ -39,7 +39,7 @@ class Finding:
         return {"id": self.id} | asdict(self)
 
 
-def place(table: str) -> str:
+def name_table(table: str) -> str:
     """Name a table: ``2`` is table 2, ``fig6`` figure 6, ``text`` the prose."""
     # published numbers of figure 6 are in fig6.csv
     if table.startswith("fig"):

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from fractions import Fraction
 from typing import NamedTuple
 
-from kvbench.papers.forensics.finding import Finding, place
+from kvbench.papers.forensics.finding import Finding, name_table
 from kvbench.papers.forensics.identity import family, identity
 from kvbench.papers.spec.numbers import fixed, printed
 from kvbench.papers.spec.published import AVERAGE, Published
@@ -65,7 +65,7 @@ def repeats(book: Book) -> Iterator[Finding]:
             continue
         values = []
         for value, tables in tables_of.items():
-            values.append(f"{_short(value)} ({', '.join(map(place, tables))})")
+            values.append(f"{_short(value)} ({', '.join(map(name_table, tables))})")
         # the value that stands most often is likely the right one, unless another does so as often
         counts = Counter({value: len(tables) for value, tables in tables_of.items()})
         (likely_value, most), (_, second) = counts.most_common(2)
@@ -106,7 +106,7 @@ def full_rows(book: Book) -> Iterator[Finding]:
         versions = {cell.model for cell in by_paper.values()}
         if len(versions) > 1:
             why += f" ({', '.join(sorted(versions))})"
-        values = [f"{cell.printed} ({paper} {place(cell.table)})" for paper, cell in by_paper.items()]
+        values = [f"{cell.printed} ({paper} {name_table(cell.table)})" for paper, cell in by_paper.items()]
         yield Finding(
             check="baseline",
             weight="note",

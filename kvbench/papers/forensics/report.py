@@ -8,8 +8,8 @@ from itertools import groupby
 from operator import attrgetter
 from textwrap import fill
 
-from kvbench.papers.forensics.exact import Exact, everything
-from kvbench.papers.forensics.finding import WEIGHTS, Finding, place
+from kvbench.papers.forensics.exact import Exact, recomputed_cells
+from kvbench.papers.forensics.finding import WEIGHTS, Finding, name_table
 from kvbench.papers.forensics.granularity import fits
 from kvbench.papers.forensics.paper_audit import FAILS, HOLDS, PARTLY
 from kvbench.papers.forensics.repeats import baselines, gap, repeated
@@ -177,14 +177,14 @@ def _group_by_table(exact: Sequence[Exact]) -> Iterator[tuple[str, list[tuple[st
         rows: list[tuple[str, ...]] = []
         for e in block:
             rows.append((e.row, e.column, e.published, e.shown, e.mark, e.formula))
-        yield f"{paper}, {place(number)}", rows
+        yield f"{paper}, {name_table(number)}", rows
 
 
 def _places(finding: Finding) -> str:
     """Return the tables of a finding in words, or '' where it is about no table."""
     if not finding.table:
         return ""
-    return ", ".join(map(place, finding.table.split("+")))
+    return ", ".join(map(name_table, finding.table.split("+")))
 
 
 def _group_by_paper(findings: Sequence[Finding]) -> Iterator[tuple[str, list[Finding]]]:
@@ -212,7 +212,7 @@ def _title(paper: str) -> str:
 
 def _summary_section(findings: Sequence[Finding], book: Book) -> Iterator[str]:
     """Yield a table by paper (cells, recomputed cells, findings, verdicts), then how many measurements are repeated."""
-    exact, judgements = everything(book), judged(book)
+    exact, judgements = recomputed_cells(book), judged(book)
     rows = []
     # a paper about which nothing is found has no row
     for paper in dict.fromkeys(finding.paper for finding in findings if "+" not in finding.paper):
@@ -292,7 +292,7 @@ def _exact_section(book: Book, name: str) -> Iterator[str]:
     yield "## Cells that need no model\n"
     yield "Recomputed from other cells, budgets, shapes and datasets; `audit PAPER --exact` lists them.\n"
     grades: dict[tuple[str, str], Counter[str]] = {}
-    for e in everything(book):
+    for e in recomputed_cells(book):
         if name in ("all", e.cell.paper):
             grades.setdefault((e.cell.paper, e.cell.table), Counter())[e.grade] += 1
 
@@ -304,7 +304,7 @@ def _exact_section(book: Book, name: str) -> Iterator[str]:
     for paper, number in sorted(grades, key=numbers_first):
         # equal + rounding + off are all recomputed cells
         counts = grades[paper, number]
-        row = [paper, place(number), str(counts.total())]
+        row = [paper, name_table(number), str(counts.total())]
         row.extend(str(counts[grade]) for grade in ("equal", "rounding", "off"))
         rows.append(row)
     yield table(("paper", "table", "recomputed", "equal", "within rounding", "off"), rows)
@@ -328,5 +328,5 @@ def _flags_section(book: Book, name: str) -> Iterator[str]:
     rows = []
     for (kind, paper, number, label, reason), cells in sorted(cells_by_reason.items()):
         names = f"{len(cells)} cells" if len(cells) > FEW_CELLS else ", ".join(cells)
-        rows.append((kind, paper, place(number), label, names, reason))
+        rows.append((kind, paper, name_table(number), label, names, reason))
     yield table(("flag", "paper", "place", "row", "cells", "reason"), rows)

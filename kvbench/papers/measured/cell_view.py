@@ -20,7 +20,7 @@ from kvbench.papers.spec.workloads import FAMILIES
 from kvbench.papers.timed.row_matching import TimedCell as Timed
 from kvbench.plan import presets
 from kvbench.plan.advice import at_floor
-from kvbench.report.records import CellResult
+from kvbench.report.data import CellResult
 from kvbench.tasks.longbench import TASKS
 from kvbench.tasks.metrics import metric, stats
 

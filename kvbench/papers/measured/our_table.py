@@ -18,7 +18,7 @@ from kvbench.models import load, traits
 from kvbench.papers.spec import row_knobs, stand_ins
 from kvbench.papers.spec.published import model_id
 from kvbench.papers.spec.table_spec import Column, Given, TableRow, TableSpec
-from kvbench.papers.spec.workloads import FAMILIES, INSTEAD, Reader, TableWorkload, composed, labels
+from kvbench.papers.spec.workloads import FAMILIES, INSTEAD, Reader, TableWorkload, configure_run, labels
 from kvbench.papers.timed import timings
 from kvbench.papers.timed.timings import Timings
 from kvbench.plan import presets, run_plan
@@ -26,7 +26,7 @@ from kvbench.plan.cells import Group
 from kvbench.plan.config import RunConfig
 from kvbench.plan.run_plan import RunPlan, context_of
 from kvbench.report import summary
-from kvbench.report.records import CellResult
+from kvbench.report.data import CellResult
 from kvbench.store.cell import Cell
 from kvbench.store.store import ResultStore
 from kvbench.tasks.base import Tokenizer
@@ -248,7 +248,7 @@ def prepare(declared: TableSpec, model: str, arguments: Sequence[str] = ()) -> O
 def _compose(declared: TableSpec, settings: Mapping[str, object], tiny: bool) -> RunConfig:
     """Return the run of ``settings`` with every dataset that the table's columns may be read from."""
     datasets = [column.dataset for column in declared.scores]
-    base = composed(settings, datasets, tiny)
+    base = configure_run(settings, datasets, tiny)
     only_needles = set(datasets) <= declared.workloads.keys() & {"needle"}
     if only_needles and "max_length" not in settings:
         # texts of given lengths are not cut; limits of prompts are those of LongBench
@@ -351,7 +351,7 @@ def _make_tiny_table(
     """Return the tiny model's own table: its tasks as columns, and each chain once with the knobs that it has."""
     first_lines: dict[object, tuple[TableLine, str]] = {}
     for line in lines:
-        setting = stand_ins.settled(line.row, size)
+        setting = stand_ins.scale_setting(line.row, size)
         # scaled to short prompts, rows of two budgets can become one chain; refused rows have no chain to compare
         identity: object = line.chain
         if line.chain is None:

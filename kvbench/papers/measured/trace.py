@@ -10,7 +10,7 @@ from kvbench.methods.core.chain import Chain
 from kvbench.papers.measured.cell_view import CellView, view
 from kvbench.papers.measured.our_table import OurTable, Parts, TableLine
 from kvbench.papers.spec.table_spec import MEANS, Column
-from kvbench.report.records import CellResult
+from kvbench.report.data import CellResult
 from kvbench.store.results import Sample
 
 

@@ -11,8 +11,8 @@ import yaml
 
 from kvbench.base.conf import entries
 from kvbench.methods.core import registry
-from kvbench.papers.forensics.exact import everything
-from kvbench.papers.forensics.finding import place
+from kvbench.papers.forensics.exact import recomputed_cells
+from kvbench.papers.forensics.finding import name_table
 from kvbench.papers.forensics.paper_audit import NOTE
 from kvbench.papers.forensics.statements import judged
 from kvbench.papers.spec.catalogue import CatalogueEntry, Paper
@@ -197,7 +197,7 @@ def _entry_row(entry: CatalogueEntry, book: Book) -> EntryRow:
 def _describe_exact_part(entry: CatalogueEntry, book: Book) -> str:
     """Describe which part can be computed without a model, with the number of cells."""
     description = f"without a model: {entry.exact}"
-    recomputed = [e for e in everything(book) if (e.cell.paper, e.cell.table) == (entry.paper, entry.id)]
+    recomputed = [e for e in recomputed_cells(book) if (e.cell.paper, e.cell.table) == (entry.paper, entry.id)]
     if recomputed:
         off = sum(not e.ok for e in recomputed)
         description += f" ({len(recomputed)} cells, {off} off)"
@@ -217,7 +217,7 @@ def _place_name(entry: CatalogueEntry) -> str:
     """Return an entry's place in words."""
     if entry.is_figure:
         return f"figure {entry.id.removeprefix('figure')}"
-    return place(entry.id)
+    return name_table(entry.id)
 
 
 def _as_typed(value: object) -> str:

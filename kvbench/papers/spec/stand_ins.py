@@ -106,7 +106,7 @@ def notes(table: TableSpec) -> Iterator[str]:
         )
 
 
-def settled(row: TableRow, stand_in: StandIn) -> str:
+def scale_setting(row: TableRow, stand_in: StandIn) -> str:
     """Return a row's setting in kvbench's knobs, at the stand-in's size."""
     knobs = row_knobs.knobs(row.method, row.setting, stand_in)
     parts = []

@@ -234,7 +234,7 @@ class Reader:
         return max(readable_columns, key=readable_columns.__getitem__)
 
 
-def composed(settings: Mapping[str, object], datasets: Iterable[str], small: bool) -> RunConfig:
+def configure_run(settings: Mapping[str, object], datasets: Iterable[str], small: bool) -> RunConfig:
     """Return the run of ``settings`` with every dataset that published ``datasets`` may be read from."""
     names: list[str] = []
     if small:

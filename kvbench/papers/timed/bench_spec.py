@@ -150,7 +150,7 @@ class BenchSpec:
                 return reason
         return ""
 
-    def on(self, model: str) -> BenchSpec:
+    def scaled_for(self, model: str) -> BenchSpec:
         """Return the same table on a small model, at the stand-in's sizes."""
         # the published settings stay, by which cells are matched; what runs for them is scaled
         methods = {name: self.stand_in.knobs(text) for name, text in self.methods.items()}

@@ -72,7 +72,7 @@ class StatedFigure:
 Figures = Iterator[StatedFigure]
 
 
-def of(paper: str) -> list[StatedFigure]:
+def select_figures(paper: str) -> list[StatedFigure]:
     """Return the figures of one paper, of one of its tables (``think/7``), or of all."""
     papers = {name.partition("/")[0] for name in FIGURES}
     names = sorted(papers | FIGURES.keys())

@@ -69,7 +69,7 @@ def device(row: Row) -> str:
     return f"CPU {facts.get('processor') or facts['device']}, {threads} thread{plural}"
 
 
-def place(declared: BenchSpec, printed: Sequence[Published], rows: Sequence[Row]) -> list[TimedCell]:
+def match_cells(declared: BenchSpec, printed: Sequence[Published], rows: Sequence[Row]) -> list[TimedCell]:
     """Match every printed cell with its latest row on one device: that of the latest row of all."""
     table_rows = set()
     for cell in printed:

@@ -88,12 +88,12 @@ def read(table: TableSpec, model: str, results: Path) -> Timings:
     paper_models.add(model_id(bench.model))
     folder = "gpu"
     if model_id(model) not in paper_models:
-        bench = bench.on(model)
+        bench = bench.scaled_for(model)
     if bench.scaled:
         folder = "cpu"
     file = results / folder / f"{bench.results}.jsonl"
     rows = records.read(file)
-    cells = [_with_share_of_tokens(bench, cell, rows) for cell in row_matching.place(bench, table.printed, rows)]
+    cells = [_with_share_of_tokens(bench, cell, rows) for cell in row_matching.match_cells(bench, table.printed, rows)]
     return Timings(
         table=table,
         bench=bench,

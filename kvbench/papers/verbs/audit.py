@@ -23,7 +23,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Print the findings or the recomputed cells."""
     from kvbench.papers.forensics import audit, report
-    from kvbench.papers.forensics.exact import everything
+    from kvbench.papers.forensics.exact import recomputed_cells
     from kvbench.papers.spec import catalogue
     from kvbench.papers.spec.published_cells import published
 
@@ -41,7 +41,7 @@ def main(args: argparse.Namespace) -> int:
     book = published()
     findings, exact = [], None
     if args.exact:
-        exact = _select(everything(book), name, table)
+        exact = _select(recomputed_cells(book), name, table)
         if not exact:
             raise UsageError(f"{args.what}: no cell of it can be computed without a model")
     else:

@@ -102,7 +102,7 @@ def _draw_figures(names: list[str], options: dict[str, str], quiet: bool, stored
         raise UsageError("text= is empty: give a text file")
     from kvbench.papers.figures import registry
 
-    figures = registry.of(names)
+    figures = registry.select_figures(names)
     of_results = [figure for figure in figures if figure.sweeps is not None]
     of_activations = [figure for figure in figures if figure.sweeps is None]
     # wrong requests are refused before a model is loaded
@@ -269,7 +269,7 @@ def _redraw(path: Path, names: Sequence[str], options: Mapping[str, str]) -> Fig
     from kvbench.papers.figures.figure import facts_of, read_csv
 
     name, text = read_csv(path)
-    (figure,) = registry.of([name])
+    (figure,) = registry.select_figures([name])
     results, output = options.get("results", ""), options.get("output", "")
     stem = place.redrawn(figure, path, text, results=results, output=output)
     paths, finding = figure.redraw(text, stem)

@@ -66,9 +66,8 @@ def _collect_page(options: dict[str, str], count: int, papers: bool, places: Seq
     from kvbench.papers.forensics import audit
     from kvbench.papers.report import page, samples, tables
     from kvbench.papers.spec import stand_ins
-    from kvbench.plan import config, words
+    from kvbench.plan import config, run_plan, words
     from kvbench.report import open_results
-    from kvbench.run import experiment
     from kvbench.store.store import ResultStore
 
     results = Path(options.get("results", "results"))
@@ -85,7 +84,7 @@ def _collect_page(options: dict[str, str], count: int, papers: bool, places: Seq
     request = words.request(settings)
     answers = []
     if count:
-        answers = samples.collect(experiment.prepare(config.parse(request)), count)
+        answers = samples.collect(run_plan.prepare(config.parse(request)), count)
     runs = open_results.records(ResultStore(results))
     for place in places:
         for line in open_results.read(place):

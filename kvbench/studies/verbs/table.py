@@ -48,7 +48,7 @@ def main(args: argparse.Namespace) -> int:
 
 def _print_own_table(name: str, options: dict[str, str], args: argparse.Namespace) -> int:
     """Measure a table that no paper prints, and print it. Return the exit status."""
-    from kvbench.report import run_report, writers
+    from kvbench.report import of_run, writers
     from kvbench.run import experiment
     from kvbench.studies import own_tables
 
@@ -64,7 +64,7 @@ def _print_own_table(name: str, options: dict[str, str], args: argparse.Namespac
                 experiment.fill(run, quiet=args.json)
         if stop.status is not None:
             return stop.status
-    reports = [run_report.report(run) for run in runs]
+    reports = [of_run.report(run) for run in runs]
     statuses: set[str] = set()
     for report in reports:
         statuses |= {cell.status for cell in report.cells}

@@ -36,10 +36,11 @@ def test_ids_and_papers():
     measured += ["results/pareto", "results/budget", "needle/heatmap"]
     measured += ["fidelity/budget", "fidelity/layers", "fidelity/positions", "fidelity/answers"]
     assert sorted(registry.FIGURES) == sorted([*wanted, *measured])
-    assert [f.id for f in registry.of(["think", "think/fig5"])] == [f"think/fig{n}" for n in ("3a", "3b", "4", "5")]
-    assert len(registry.of(["all"])) == len(registry.FIGURES)
+    selected = registry.select_figures(["think", "think/fig5"])
+    assert [f.id for f in selected] == [f"think/fig{n}" for n in ("3a", "3b", "4", "5")]
+    assert len(registry.select_figures(["all"])) == len(registry.FIGURES)
     with pytest.raises(UsageError, match="Did you mean uncomp/fig1"):
-        registry.of(["uncomp/fig11"])
+        registry.select_figures(["uncomp/fig11"])
 
 
 @pytest.mark.parametrize("name", registry.FIGURES)

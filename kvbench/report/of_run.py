@@ -1,4 +1,4 @@
-"""The report of a planned run: what is stored of its cells, with notes on how it was measured."""
+"""Make the ``Report`` of a planned run: the stored results of its cells, with notes on how they were measured."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvbench.models import load
 from kvbench.plan import presets
 from kvbench.plan.config import DatasetConfig, RunConfig
 from kvbench.plan.run_plan import RunPlan
-from kvbench.report.records import CellResult, ReportRow
+from kvbench.report.data import CellResult, ReportRow
 from kvbench.report.report import Report
 from kvbench.report.summary import collect
 from kvbench.store.provenance import local_changes
