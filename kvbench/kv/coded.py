@@ -35,7 +35,7 @@ class Codec(ABC):
     """
 
     settles: ClassVar[Literal["", "tensor", "head"]] = ""
-    """Who shares a scale that ``settle`` sets once: ``tensor``: a layer's heads, ``head``: no other head, '': no one."""
+    """Who shares a scale that ``settle`` sets once: ``tensor``: a layer's heads, ``head``: no other, '': no one."""
 
     rotate: str = "none"
     block: int = 2**30

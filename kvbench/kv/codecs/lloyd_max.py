@@ -79,7 +79,7 @@ class LloydMax(Codec):
         y = x / (norm + 1e-8)
         centroids, borders = _tables(self.code_bits, x.device)
         root = x.shape[-1] ** 0.5
-        # coordinates of y have variance 1 / C, so borders shrink by sqrt(C); right=True puts a tie into the upper bucket
+        # coordinates of y have variance 1 / C, so borders shrink by sqrt(C); right=True puts ties into the upper bucket
         codes = torch.bucketize(y, borders / root, right=True)
         tensors = {"codes": pack(codes, self.code_bits, layout="stream"), "norm": norm.half()}
         if self.inner:
