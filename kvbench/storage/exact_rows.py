@@ -62,7 +62,7 @@ class ExactRows(Format):
             entry = Entry(i, row)
             entries.extend(entry.by_head() if single_heads else [entry])
         self.groups = []
-        # ``key`` of this class groups rows into a batch; the key of ``Format`` groups entries of one segment format in it
+        # ``key`` of this class makes a batch; the key of ``Format`` groups the batch's entries by segment format
         for members in grouped(entries, super().key):
             segments = _batch_segments(members, room.windowed)
             self.groups.append(ExactGroup(Entries.of(members, len(rows)), segments))
@@ -102,7 +102,7 @@ class ExactRows(Format):
         self.grow(k.shape[2])
 
     def room(self, k: Tensor, v: Tensor, tokens: int | None = None) -> tuple[Tensor, Tensor]:
-        """Return the tail's buffers (keys, values) [B, Hk, ., D] with room for ``tokens`` more, or, for None, for all to come.
+        """Return the tail's buffers (keys, values) [B, Hk, ., D] with room for ``tokens`` more; None: for all.
 
         The buffers have the heads, channels and type of k and v. They grow by a share of the tokens held.
         """
@@ -158,7 +158,7 @@ class ExactRows(Format):
         return out
 
     def _attend_in_parts(self, query: Tensor, scale: float) -> Tensor:
-        """Attend the tail of all rows at once, then merge it with attention over segments; returns as ``attend`` does."""
+        """Return attention as ``attend`` does: over the tail of all rows at once, merged with that over segments."""
         tail = split.causal(query, *self.tail(), scale)
         # a group has some rows, or single heads of them, so each group writes its part into its places
         out, lse = torch.empty_like(query), torch.empty_like(query[..., 0])
@@ -169,7 +169,7 @@ class ExactRows(Format):
         return split.merged(split.Part(out, lse), tail)
 
     def in_groups(self, query: Tensor, attend: Callable[[ExactGroup, Tensor], Tensor]) -> Tensor:
-        """Call ``attend`` on each group with its part of query [B, Hq, T, D]; return the joined outputs [B, Hq, T, D]."""
+        """Call ``attend`` on each group with its part of query [B, Hq, T, D]; return joined outputs [B, Hq, T, D]."""
         return attend_groups(query, [(g.entries, partial(attend, g)) for g in self.groups])
 
     def keep(self, at: Tensor) -> None:

@@ -28,6 +28,7 @@ class Shared:
     key_rows: for each leading head, the stored keys that it reads.
     place: for each query head, the index in ``leading`` of the head whose logits it takes.
     """
+
     leading: Tensor  # [B, C] int64, ascending
     key_rows: Tensor | None  # [B, C] int64; None if the c-th leading head reads the c-th stored keys
     place: Tensor  # [B, Hq] int64

@@ -156,6 +156,7 @@ class Parts:
 
     If a query saw no token of a split, its ``lse`` is -inf and its ``out`` is undefined.
     """
+
     out: Tensor
     lse: Tensor
 
