@@ -1,1 +1,1 @@
-"""Reading prompts and answering them: prefill, decode batches, likelihood, memory, calibration."""
+"""Read prompts and answer them: prefill, decode batches, likelihood, memory, calibration."""

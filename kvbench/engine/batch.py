@@ -1,7 +1,7 @@
-"""Rows (prompt x method) that decode together: they enter when there is room and leave when their answers end.
+"""Rows (prompt x method) that decode together. A row enters when there is room and leaves when its answer ends.
 
-Rows that enter together share their storage, so that no storage of running rows is moved. Projections are batched over
-all rows, attention over those of one storage format.
+Rows that enter together share their storage, so that the storage of running rows never moves. Projections are batched
+over all rows, attention over the rows of one storage format.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from kvbench.models.interface import attached
 ENDED_SHARE = 0.25
 """Ended rows leave the batch once they are this share of the rows that entered together with them."""
 MOST_ENTRIES = 4
-"""The most groups of rows that entered together, as each group is attended separately."""
+"""The most groups of rows that entered together. Each group is attended separately, so more groups cost time."""
 
 Key = TypeVar("Key", bound=Hashable)
 
 
 def default_rows(device: torch.device) -> int:
-    """Return how many rows are decoded together on a device at most, unless ``batch_rows`` is set."""
+    """Return the most rows that decode together on a device, unless ``batch_rows`` is set."""
     return 128 if device.type == "cuda" else 96
 
 
@@ -45,13 +45,13 @@ def default_rows(device: torch.device) -> int:
 class Answer:
     """One row's tokens with the measurements of their decoding.
 
-    held: for each layer, the most tokens that a head held until the row's own ending.
-    attended: the tokens attended, the mean over steps, heads and masked layers; None for a method that masks nothing.
+    held: for each layer, the most tokens that a head held before the row ended.
+    attended: the tokens attended, as the mean over steps, heads and masked layers; None if the method masks nothing.
     seconds: the row's share of the time of its steps.
-    rows: the most rows that ran at once, itself counted.
-    stored: its storage at its ending; None if it read nothing but its prompt.
-    finite: False if logits from which its tokens are chosen were not finite.
-    factor: all storage of its batch, divided by the payload of the rows in it, at the row's ending.
+    rows: the most rows that ran at once, this row included.
+    stored: the row's storage when it ended; None if it read nothing but its prompt.
+    finite: False if the logits that choose its tokens were not finite.
+    factor: all storage of its batch divided by the payload of the rows in it, when the row ended.
     """
 
     tokens: list[int]
@@ -66,13 +66,13 @@ class Answer:
 
 @dataclass
 class AnsweringRow(Generic[Key]):
-    """A row that is being answered. Fields that ``Answer`` has, too, are described there.
+    """A row that is being answered. ``Answer`` describes the fields that both have.
 
     cache: the cache to start from, until the batch holds it.
-    draw: the generator of the row's random draws; None where the likeliest token is taken.
+    draw: the generator of the row's random draws; None if the likeliest token is taken.
     tally: the mean number of tokens attended, one tensor [] for each step under a method that masks.
-    entry: the group of rows with which this one entered the batch.
-    fed: how many tokens it has read since it entered.
+    entry: the number of the group of rows with which this row entered the batch.
+    fed: how many tokens the row has read since it entered.
     """
 
     key: Key
@@ -120,20 +120,20 @@ class AnsweringRow(Generic[Key]):
 
 
 def by_layer(values: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Stack one tensor [B] per layer, each on its layer's device, to [layers, B] on ``device``."""
+    """Stack one tensor [B] per layer, each on its layer's device, into [layers, B] on ``device``."""
     return torch.stack([v.to(device) for v in values])
 
 
 class DecodeBatch(Generic[Key]):
-    """Rows of chains that change the model alike, by the caller's keys. Its length is the number of unfinished rows.
+    """Rows whose chains change the model alike, identified by the caller's keys.
 
-    Rows that entered together are stored together. A row that has ended is fed on until ENDED_SHARE of the rows that
-    entered with it have ended. Then these leave at once. A cache is let go once the batch holds it, so that its layers
-    are freed one by one if nothing else refers to them. After any exception of ``advance`` the batch is unusable, and
-    its rows must begin again from their caches in another batch.
+    ``len()`` is the number of unfinished rows. Rows that entered together are stored together. An ended row is fed on
+    until ENDED_SHARE of the rows of its group have ended. All ended rows of the group then leave at once. A cache is
+    released when the batch holds it, so that its layers are freed one by one if nothing else refers to them. After any
+    exception of ``advance`` the batch is unusable. Its rows must then begin again from their caches in another batch.
 
     next: [3, B], each row's next token, its position, and the last position of the row's answer.
-    entries: how often rows have entered.
+    entries: how many groups have entered.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -153,7 +153,7 @@ class DecodeBatch(Generic[Key]):
 
     @property
     def adapts(self) -> bool:
-        """True if the model is changed for these rows. It stays so until all have ended, and no row can enter."""
+        """True if the model is changed for these rows. It stays changed until all have ended, and no row can enter."""
         return any(row.chain.adaptation for row in self.entering + self.rows)
 
     @property
@@ -165,18 +165,18 @@ class DecodeBatch(Generic[Key]):
         return not self.adapts and len(entries) < MOST_ENTRIES
 
     def enter(self, rows: Sequence[tuple[Key, PromptCache, Ending]]) -> None:
-        """Add rows, which start together at the next step."""
+        """Add rows. They start together at the next step."""
         if not self.open:
             raise UsageError("no rows can enter this batch now")
         for key, cache, ending in rows:
-            # a generator for each row: a draw does not depend on the other rows
+            # each row has a generator of its own, so that its draws do not depend on other rows
             draw = None
             if ending.temperature:
                 draw = torch.Generator().manual_seed(ending.seed)
             self.entering.append(AnsweringRow(key, cache.chain, ending, cache=cache, draw=draw))
 
     def advance(self) -> list[tuple[Key, Answer]]:
-        """Step until a row ends, or until all do if the model is adapted to them. Return (key, answer) of each."""
+        """Step until a row ends, or until all end if the model is adapted to them. Return (key, answer) of each."""
         all_rows = self.entering + self.rows
         if not all_rows:
             return []
@@ -189,14 +189,14 @@ class DecodeBatch(Generic[Key]):
                 start = time.perf_counter()
                 note_progress()
                 entering_rows, self.entering = self.entering, []
-                # rows that have ended are fed on, but their answers pay no more time
+                # ended rows are fed on, but time is divided among the running rows only
                 running_rows = self._select_unfinished_rows() + entering_rows
                 if entering_rows:
                     ended += self._begin(entering_rows)
-                # entering rows may end with their first token
+                # entering rows may end with their first token, and then there is nothing to step
                 if any(not row.over for row in running_rows):
                     ended += self._step()
-                # the tokens were copied to the CPU: the step is over, on a GPU too
+                # the step's tokens were copied to the CPU, so that the step is over on a GPU as well
                 seconds = (time.perf_counter() - start) / len(running_rows)
                 for row in running_rows:
                     row.seconds += seconds
@@ -204,10 +204,10 @@ class DecodeBatch(Generic[Key]):
         return [(row.key, row.answer()) for row in ended]
 
     def _begin(self, rows: list[AnsweringRow[Key]]) -> list[AnsweringRow[Key]]:
-        """Choose the first token of each entering row. Return the rows whose answer ends with it and never decode."""
+        """Choose the first token of each entering row. Return the rows that end with it and never decode."""
         caches = [row.give_up() for row in rows]
         tokens = _choose_tokens(torch.stack([cache.logits for cache in caches]), rows)
-        # by index: a name for a cache would keep it alive while the batch copies it, see ``given_up``
+        # caches are indexed, because a name for one would keep it alive while the batch copies it (see ``given_up``)
         for i, row in enumerate(rows):
             row.entry = self.entries
             if row.over:
@@ -225,28 +225,28 @@ class DecodeBatch(Generic[Key]):
                     layer.join(entering_layer)
             else:
                 self.layers = layers
-            # the last token of an answer is never fed: of ``limit`` tokens, the one before it is the last that is
+            # the last token of an answer is never fed: the last position belongs to the token before it
             ends = [n + max(row.ending.limit - 2, 0) for n, row in zip(seen, decoding_rows, strict=True)]
             columns = torch.tensor([decoding, seen, ends], device=tokens.device)
-            columns[0] = tokens[columns[0]]  # from indices to the tokens there
+            columns[0] = tokens[columns[0]]  # replace row indices by the rows' tokens
             self.next = torch.cat([self.next.to(tokens.device), columns], dim=1)
             self.rows = self.rows + decoding_rows
         return [row for row in rows if row.over]
 
     def _step(self) -> list[AnsweringRow[Key]]:
-        """Feed every row its last token and choose the next. Return the rows that end with it."""
+        """Feed every row its last token and choose the next one. Return the rows that end with that token."""
         tokens, positions, ends = self.next
         logits = step(self.model, self.layers, tokens[:, None], positions[:, None])[:, -1]
         attended = [layer.attended for layer in self.layers if layer.attended is not None]
         mean_attended = None
         if attended:
-            # rows whose method does not mask a layer are nan there
+            # a layer is nan for rows whose method does not mask it, and nanmean leaves it out
             mean_attended = by_layer(attended, logits.device).nanmean(dim=0)
         for i, row in enumerate(self.rows):
             row.fed += 1
             if mean_attended is not None and row.chain.masks and not row.over:
                 row.tally.append(mean_attended[i])
-        # a row that has ended never goes past its own last position
+        # an ended row never goes past its own last position
         self.next = torch.stack([_choose_tokens(logits, self.rows), torch.minimum(positions + 1, ends), ends])
         return self._settle()
 
@@ -256,9 +256,9 @@ class DecodeBatch(Generic[Key]):
         if not newly_ended:
             return []
         compressed_layers = compressed(self.layers)
-        # [layers, B] -> for each row, the most tokens of a head in each layer
+        # transpose [layers, B]: peaks lists each row's most tokens of a head by layer
         peaks = by_layer([layer.held() for layer in compressed_layers], self.next.device).T.tolist()
-        # for each row, the payload bytes in each layer
+        # payload lists each row's payload bytes by layer
         payload = list(zip(*(layer.payload() for layer in compressed_layers), strict=True))
         all_payload = sum(sum(layer.payload()) for layer in self.layers)
         factor = allocated(self.layers) / max(1, all_payload)
@@ -268,7 +268,7 @@ class DecodeBatch(Generic[Key]):
         return [row for _, row in newly_ended]
 
     def _drop_ended_rows(self) -> None:
-        """Drop the ended rows of each group that entered together, once they are ENDED_SHARE of it."""
+        """Drop the ended rows of each group that entered together, once they are ENDED_SHARE of the group."""
         group_sizes = Counter(row.entry for row in self.rows)
         running_counts = Counter(row.entry for row in self._select_unfinished_rows())
         thinned_groups = set()
@@ -288,18 +288,18 @@ class DecodeBatch(Generic[Key]):
 
 
 def _choose_tokens(logits: Tensor, rows: Sequence[AnsweringRow[Key]]) -> Tensor:
-    """Return the next token of each row [B] by logits [B, V], and append it to the rows that go on.
+    """Return the next token [B] of each row by logits [B, V], and append it to the rows that go on.
 
-    A row whose logits hold NaN or +inf ends here. Either is always the largest logit, so only that is checked.
+    A row whose logits hold NaN or +inf ends here. NaN or +inf is always the largest logit, so only that one is checked.
     """
     masked = without(logits, [row.ending.forbidden(len(row.tokens)) for row in rows])
-    # NaN and +inf are the largest to argmax, so that the chosen logit tells whether there are any
+    # argmax takes NaN and +inf as the largest, so that the chosen logit shows whether there are any
     chosen = masked.argmax(dim=-1)
     finite = masked.gather(1, chosen[:, None])[:, 0].isfinite()
     for i, row in enumerate(rows):
         if row.draw is not None and not row.over:
             chosen[i] = sample(masked[i], row.ending.temperature, row.ending.top_p, row.draw)
-    # one copy to the CPU for both the tokens and whether logits were finite: -1 stands for a row whose logits were not
+    # copy tokens and faults to the CPU together: -1 stands for a row whose logits were not finite
     tokens_or_fault = torch.where(finite, chosen, -1).tolist()
     for row, token in zip(rows, tokens_or_fault, strict=True):
         if row.over:

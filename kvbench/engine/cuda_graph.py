@@ -1,8 +1,8 @@
 """A decode step as one graph: the same operations on the same memory, recorded once and then only replayed.
 
-The cost of Python, and on a GPU of launching kernels one by one, is paid once. This needs rows whose storage does not
-move. Only their tail grows. Each step reads the tail's whole room and masks the slots that are not written yet.
-On a GPU the graph is CUDA's, which nobody has run yet. On a CPU it is the list of PyTorch's operations, run in order.
+Recording pays the cost of Python once, and on a GPU also the cost of launching kernels one by one. It needs rows whose
+storage does not move: only their tail grows. Each step reads the tail's whole room and masks the unwritten slots. On a
+GPU the graph is CUDA's, and nobody has run it yet. On a CPU the graph is the list of PyTorch's operations in order.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from kvbench.storage.attend import attend
 from kvbench.storage.exact_rows import ExactGroup, ExactRows
 from kvbench.storage.row_segments import RowSegment
 
-WARM_UP = 3  # PyTorch and its libraries allocate in the first runs, which must not be recorded
+WARM_UP = 3  # the first runs let PyTorch and its libraries allocate, and allocations must not be recorded
 
 
 class StillLayer(KvbenchLayer):
     """A layer whose next token goes to slot ``place`` [1] of its tail.
 
-    The place is a tensor, as a replayed step reads its number anew. Raises KvbenchError if the layer's steps are not
-    alike.
+    ``place`` is a tensor, so that a replayed step reads its current number. Raises KvbenchError if the layer's steps
+    are not alike.
     """
 
     def __init__(self, layer: RowLayer, place: Tensor) -> None:
@@ -42,12 +42,12 @@ class StillLayer(KvbenchLayer):
             self.rows = stored
         self.layer, self.place, self.seen = layer, place, layer.seen
         if self.rows.keys is not None and self.rows.values is not None:
-            # a masked slot has weight 0, and 0 times NaN or inf of uninitialised memory would be NaN
+            # a masked slot has weight 0, but 0 times NaN or inf of uninitialised memory would be NaN
             self.rows.keys[:, :, layer.used :] = 0
             self.rows.values[:, :, layer.used :] = 0
 
     def add(self, k: Tensor, v: Tensor) -> None:
-        # the room is allocated by the first token; unwritten slots must be finite here, too
+        # the first token allocates the room, and unwritten slots must be finite here as well
         if self.rows.keys is None:
             for tail in self.rows.room(k, v):
                 tail.zero_()
@@ -59,13 +59,13 @@ class StillLayer(KvbenchLayer):
     def attend(self, query: Tensor, scale: float, window: int | None) -> Tensor:
         newest_k, newest_v = self.newest
         keys, values = self.rows.room(newest_k, newest_v)
-        # [slots]: the tail's older tokens; the newest is attended apart
+        # older [slots] marks the tail's older tokens, because the newest token is attended apart
         older = torch.arange(keys.shape[2], device=query.device) < self.place
 
         def attend_group(group: ExactGroup, query: Tensor) -> Tensor:
             k, v = group.entries.tokens(keys), group.entries.tokens(values)
             new_tokens = (group.entries.tokens(newest_k), group.entries.tokens(newest_v))
-            # kernels step through lengths row by row
+            # kernels step through lengths row by row, so each row gets its own number
             length = self.place.to(torch.int32).repeat(len(k), 1)
             tail = RowSegment(k, v, older.expand(len(k), 1, -1), lengths=length)
             segments = list(group.segments)
@@ -76,16 +76,16 @@ class StillLayer(KvbenchLayer):
         return self.rows.in_groups(query, attend_group)
 
     def grow(self, tokens: int) -> None:
-        """Count tokens that a replayed step has written."""
+        """Count the tokens that a replayed step has written."""
         self.layer.grow(tokens)
         self.rows.grow(tokens)
 
 
 class Graph:
-    """The steps of ``batch``, one new token a row. Raises KvbenchError if the steps of the batch are not alike.
+    """The steps of ``batch``, one new token per row. Raises KvbenchError if the batch's steps are not alike.
 
-    A step is recorded when the graph is made. The batch stays as plain steps would leave it, so that plain or replayed
-    steps can go on. No row may enter or leave the batch.
+    Making the graph records a step. It leaves the batch as it was, so that plain or replayed steps can go on. No row
+    may enter or leave the batch.
     """
 
     def __init__(self, model: PreTrainedModel, batch: Sequence[RowLayer]) -> None:
@@ -103,10 +103,10 @@ class Graph:
         if device.type == "cpu" and kernels.serves(device):
             raise KvbenchError(f"no graph of a decode step in Triton's interpreter: {kernels.SWITCH}=off does without")
         self.model, self.batch = model, batch
-        # [B, 1] each: a replayed step reads its input from this memory
+        # a replayed step reads its input from this memory, [B, 1] each
         rows = len(batch[0].next)
         self.tokens, self.positions = torch.zeros(2, rows, 1, dtype=torch.int64, device=device)
-        # recording writes a meaningless token into the next one's slot; the first step overwrites it
+        # recording writes a meaningless token into the next token's slot, and the first step overwrites it
         self.place.fill_(batch[0].used)
 
         def run_step() -> Tensor:
@@ -114,7 +114,7 @@ class Graph:
 
         try:
             self.replay = recorded(run_step, device)
-        except RuntimeError as error:  # PyTorch raises it while it records
+        except RuntimeError as error:  # PyTorch raises this error while recording
             if is_out_of_memory(error):
                 raise
             reason = f"the model's own code cannot be recorded ({headline(error)})"
@@ -132,14 +132,14 @@ class Graph:
 
 
 def recorded(run: Callable[[], Tensor], device: torch.device) -> Callable[[], Tensor]:
-    """Record the operations of ``run`` and return a function that replays them on the same memory.
+    """Record the operations of ``run``; return a function that replays them on the same memory.
 
-    ``run`` may be run any number of times before.
+    ``run`` may run several times before it is recorded.
     """
     if device.type != "cuda":
         run()
         return make_fx(run)()
-    # PyTorch's recipe: warm up on a stream of its own, then capture
+    # as PyTorch recommends, warm up on a separate stream and then capture
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):

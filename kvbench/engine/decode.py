@@ -1,4 +1,4 @@
-"""Decoding of prefilled caches: many to their endings at once, or one by given tokens."""
+"""Decode prefilled caches: many to their endings at once, or one by given tokens."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from kvbench.methods.core.walls import contained
 from kvbench.models.interface import attached
 
 EXTENDED_BYTES = 2**30
-"""Caches that read more tokens in one batch take at most so many bytes, as the batch copies them."""
+"""The most bytes of caches that read more tokens in one batch. The limit exists because the batch copies them."""
 
 
 def generate_rows(model: PreTrainedModel, caches: Sequence[PromptCache], endings: Sequence[Ending]) -> list[Answer]:
-    """Return the answer of each cache, in order. Each goes on until its own ending.
+    """Return the answer of each cache, in order. Each answer goes on until its own ending.
 
-    Caches whose chains change the model alike are rows of one batch. Raises Refused where logits are not finite.
+    Caches whose chains change the model alike are rows of one batch. Raises Refused if logits are not finite.
     """
     answers: dict[int, Answer] = {}
     for rows in by_batch(caches):
@@ -46,17 +46,17 @@ def generate_rows(model: PreTrainedModel, caches: Sequence[PromptCache], endings
 
 
 def extend_cache(model: PreTrainedModel, cache: PromptCache, input_ids: Tensor | Sequence[int]) -> PromptCache:
-    """Return a new cache that has also read ``input_ids`` [T] behind its prompt, as ``extend_caches`` does."""
+    """Return a new cache that has also read ``input_ids`` [T] after its prompt, as ``extend_caches`` does."""
     return extend_caches(model, [cache], input_ids)[0]
 
 
 def extend_caches(
     model: PreTrainedModel, caches: Sequence[PromptCache], input_ids: Tensor | Sequence[int]
 ) -> list[PromptCache]:
-    """Return new caches that have also read ``input_ids`` [T] behind their compressed prompts, in order.
+    """Return new caches that have also read ``input_ids`` [T] after their compressed prompts, in order.
 
-    The new tokens [T] stay exact, unless the chain packs or evicts while decoding. Then they are stored one by one, as
-    the tokens of an answer are. Caches whose chains change the model alike are rows of one batch, as many as
+    The new tokens stay exact, unless the chain packs or evicts while decoding. In that case they are stored one by one,
+    like the tokens of an answer. Caches whose chains change the model alike are rows of one batch, as many as
     EXTENDED_BYTES allow.
     """
     ids = as_prompt(model, input_ids)
@@ -64,7 +64,7 @@ def extend_caches(
         check_continuation(model, cache, len(ids))
     extended: dict[int, PromptCache] = {}
     for rows in by_batch(caches):
-        # methods that evict or pack while decoding do so after every token; others read all tokens at once
+        # methods that evict or pack while decoding do so after every token; other methods read all tokens at once
         one_by_one = [r for r in rows if caches[r].chain.evicts or caches[r].chain.coder]
         at_once = [r for r in rows if r not in one_by_one]
         for part in _divide_by_bytes(caches, one_by_one):
@@ -75,12 +75,12 @@ def extend_caches(
 
 
 def _divide_by_bytes(caches: Sequence[PromptCache], rows: Sequence[int]) -> list[list[int]]:
-    """Return ``rows`` in parts of at most EXTENDED_BYTES, or of one row."""
+    """Divide ``rows`` into parts of at most EXTENDED_BYTES. A row that takes more is a part of its own."""
     parts: list[list[int]] = []
     part_bytes = 0
     for row in rows:
         part_bytes += caches[row].nbytes()
-        # a row that does not fit begins the next part
+        # a row that no longer fits begins the next part
         if not parts or part_bytes > EXTENDED_BYTES:
             parts.append([])
             part_bytes = caches[row].nbytes()
@@ -89,22 +89,22 @@ def _divide_by_bytes(caches: Sequence[PromptCache], rows: Sequence[int]) -> list
 
 
 def _extend(model: PreTrainedModel, caches: Sequence[PromptCache], ids: Tensor, size: int) -> list[PromptCache]:
-    """Return the caches of one batch after ``ids`` [T], which are read ``size`` at a time."""
+    """Return the caches of one batch after they read ``ids`` [T], ``size`` tokens at a time."""
     chain = caches[0].chain
     seen = torch.tensor([cache.seen for cache in caches], device=ids.device)[:, None]  # [B, 1]
     with contained(chain.name, chain.foreign), torch.no_grad(), adapted(model, chain), attached(model):
         batch = build(model, caches, len(ids), size)
         for start in range(0, len(ids), size):
             piece = ids[start : start + size]
-            # [B, t]: the tokens of each row follow those that it has read
+            # positions [B, t]: each row's new tokens follow the tokens that it has read
             positions = seen + torch.arange(start, start + len(piece), device=ids.device)
             logits = step(model, batch, piece.expand(len(caches), -1), positions)
     return [continue_cache(cache, batch, logits[i, -1], i) for i, cache in enumerate(caches)]
 
 
 def continue_cache(cache: PromptCache, batch: Sequence[RowLayer], logits: Tensor, row: int = 0) -> PromptCache:
-    """Return ``cache`` with the tokens that have come to its row of ``batch``. ``logits`` [V] follow them."""
-    # the batch has the model's layers in order, in which local layers stand among those that methods compress
+    """Return ``cache`` with the tokens added to its row of ``batch``. ``logits`` [V] follow these tokens."""
+    # the batch has all layers in the model's order; local layers stand between those that methods compress
     former_layers, former_local = iter(cache.layers), iter(cache.local)
     layers: list[LayerCache] = []
     local: list[LayerCache] = []
@@ -117,7 +117,7 @@ def continue_cache(cache: PromptCache, batch: Sequence[RowLayer], logits: Tensor
 
 
 def check_continuation(model: PreTrainedModel, cache: PromptCache, new_tokens: int) -> None:
-    """Raise UsageError unless ``cache`` is of this model and can take ``new_tokens`` more."""
+    """Raise UsageError unless ``cache`` belongs to this model and can take ``new_tokens`` more."""
     if cache.model is not None and cache.model() is not model:
         raise UsageError("this cache was made by another model object; prefill the prompt with this one")
     check_capacity(model, cache.seen + new_tokens)

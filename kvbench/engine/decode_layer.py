@@ -1,4 +1,4 @@
-"""One layer of a decode batch: its rows in their storage formats, all of one format attended at once."""
+"""One layer of a decode batch. It keeps rows in their storage formats and attends all rows of one format at once."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class RowLayer(KvbenchLayer):
     """One layer of a decode batch of B rows.
 
     formats: the rows of each storage format, with their places in the batch.
-    attended: [B], the mean number of tokens that the last step attended in rows whose method masks, and nan in others.
-    It is None if no row's method masks.
+    attended: [B], the mean number of tokens that the last step attended, nan for rows whose method does not mask. It is
+    None if no row's method masks.
     next: [B], the position of each row's next token.
     used: how many tokens have come since the layer was built.
-    local: whether the layer holds a window that methods leave alone.
+    local: True for a local layer: its window of last tokens is left alone by methods.
     sources: for each row, the head [Hq] whose output each query head takes; None if all take their own.
     """
 
@@ -35,7 +35,7 @@ class RowLayer(KvbenchLayer):
         self.next = torch.tensor(seen, device=rows[0].cache.segments[0].k.device)
         self.seen = max(seen)
         self.used = 0
-        # all rows are of one layer of one model
+        # all rows belong to one layer of one model, so the first row speaks for all
         self.lift = rows[0].lift
         self.local = rows[0].cache.window is not None
         self.sources: list[Tensor | None] = []
@@ -50,7 +50,7 @@ class RowLayer(KvbenchLayer):
         t = k.shape[2]
         positions = self.next[:, None] + torch.arange(t, device=k.device)
         if self.lift is not None:
-            # low-rank projections store latents in the place of the keys and values that the model computed
+            # low-rank projections store latents instead of the keys and values that the model computed
             k, v = self.lift.new()
         for entries, rows in self.formats:
             rows.add(entries.tokens(k), entries.tokens(v), entries.of_rows(positions))
@@ -62,9 +62,9 @@ class RowLayer(KvbenchLayer):
         self.used, self.seen = self.used + tokens, self.seen + tokens
 
     def join(self, other: RowLayer) -> None:
-        """Append the rows of another layer. No storage of either is moved."""
+        """Append the rows of another layer. The storage of both stays where it is."""
         offset = len(self.next)
-        # behind(0): the entries' places stay, but they are no longer the whole batch
+        # behind(0) keeps the entries' places, but marks that they are no longer the whole batch
         self.formats = [(entries.behind(0), stored) for entries, stored in self.formats]
         self.formats += [(entries.behind(offset), stored) for entries, stored in other.formats]
         self.next, self.seen = torch.cat([self.next, other.next]), max(self.seen, other.seen)
@@ -75,7 +75,7 @@ class RowLayer(KvbenchLayer):
         out = attend_groups(query, parts)
         for b, source in enumerate(self.sources):
             if source is not None:
-                # out [B, Hq, T, D]: each query head takes the output of its source head
+                # in out [B, Hq, T, D] each query head takes the output of its source head
                 out[b] = out[b, source]
         self.attended = mean_by_row([(entries, rows.attended) for entries, rows in self.formats], len(query))
         return out
@@ -84,7 +84,7 @@ class RowLayer(KvbenchLayer):
         """Return the most tokens that any head of each row has held so far [B]."""
         most = torch.zeros_like(self.next)
         for entries, rows in self.formats:
-            # a row has several entries where its heads are stored one by one
+            # a row has several entries if its heads are stored one by one
             most.scatter_reduce_(0, entries.rows, rows.tokens(), "amax")
         return most
 
@@ -97,7 +97,7 @@ class RowLayer(KvbenchLayer):
         return sizes
 
     def keep(self, rows: Tensor) -> None:
-        """Drop all rows but ``rows``, which ascend."""
+        """Drop all rows except ``rows``, which ascend."""
         rows = rows.to(self.next.device)
         self.next = self.next[rows]
         places = {row: place for place, row in enumerate(rows.tolist())}
@@ -112,16 +112,16 @@ class RowLayer(KvbenchLayer):
                 self.formats.append((staying, stored))
 
     def continued(self, cache: LayerCache, row: int = 0) -> LayerCache:
-        """Return ``cache``, from which a row was loaded, with the tokens added since."""
+        """Return ``cache``, from which a row was loaded, with the tokens added since then."""
         seen = cache.seen + self.used
         heads: dict[int, Segment] = {}
         for entries, stored in self.formats:
             for entry in (entries.rows == row).nonzero().flatten().tolist():
                 if entries.heads is None:
-                    # the row is stored as one entry
+                    # this row is stored as one entry
                     segments = stored.segments(entry, cache)
                     return replace(cache, segments=segments, seen=seen, observed=stored.observation(entry))
-                # each head of a ragged row is an entry with one segment
+                # the row is ragged: each head is an entry with one segment
                 head = int(entries.heads[entry])
                 (heads[head],) = stored.segments(entry, head_of(cache, head, entries.stored))
         (old,) = cache.segments
@@ -130,7 +130,7 @@ class RowLayer(KvbenchLayer):
             if head in heads:
                 head_segments.append(heads[head])
             else:
-                # a head that copies another has no entry, and holds no tokens
+                # a head that copies another head has no entry and holds no tokens
                 head_segments.append(old.head(head))
         return replace(cache, segments=(joined(old, head_segments),), seen=seen)
 
@@ -141,7 +141,7 @@ def compressed(layers: Sequence[RowLayer]) -> list[RowLayer]:
 
 
 def allocated(layers: Sequence[RowLayer]) -> int:
-    """Return all storage of a decode batch in bytes, with padding, free slots, positions and room for new tokens."""
+    """Return the bytes of all storage of a decode batch: tokens, padding, free slots, positions, and reserved room."""
     tensors: list[Tensor] = []
     for layer in layers:
         tensors.extend(_find_tensors(layer.formats))
@@ -149,9 +149,9 @@ def allocated(layers: Sequence[RowLayer]) -> int:
 
 
 def _find_tensors(x: object) -> Iterator[Tensor]:
-    """Yield the tensors in x, in its containers and in its objects of kvbench's storage classes.
+    """Yield the tensors in x, in its containers, and in its objects of kvbench's storage classes.
 
-    Objects of other classes are left out, as some lead to the model's own weights.
+    Objects of other classes are left out, because some lead to the model's own weights.
     """
     if isinstance(x, Tensor):
         yield x

@@ -1,4 +1,4 @@
-"""How far the next-token distributions of compressed caches are from the full cache's, position by position."""
+"""Compare the next-token distributions of compressed caches with the full cache's, position by position."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from kvbench.kv.segment import Segment
 from kvbench.methods.core.prompt_cache import PromptCache
 
 BLOCK = 64
-"""Positions compared at a time: their distributions in fp64 take 64 MiB at 128k tokens of vocabulary."""
+"""Positions compared at a time. Their fp64 distributions take 64 MiB at a vocabulary of 128k tokens."""
 
 
 @dataclass(frozen=True)
 class Divergence:
-    """The distributions ``q`` of one row beside the full cache's ``p``, at each of T scored positions.
+    """The distributions ``q`` of one row compared with the full cache's ``p``, at each of T scored positions.
 
     kl: [T] fp64, ``sum_v p(v) (ln p(v) - ln q(v))`` in nats.
     log_ratio: [T] fp64, ``ln p(y) - ln q(y)`` of the true next token y.
     shift: [T] fp64, ``q(y) - p(y)``.
-    same: [T] bool, whether both have the same first choice. Of tokens with equal logits the lowest id is the choice.
+    same: [T] bool, True if p and q have the same first choice. Among equal logits the lowest id is the choice.
     """
 
     kl: Tensor
@@ -36,17 +36,17 @@ class Divergence:
 
     @classmethod
     def empty(cls, tokens: int) -> Divergence:
-        """Return room for ``tokens`` positions, which ``put`` fills.
+        """Return room for ``tokens`` positions. ``put`` fills it.
 
-        Small tensors that are made between two steps and kept would split the heap, and the next step's logits could
-        not take the place of the last one's.
+        The room is allocated once, because small tensors that are created between two steps and kept would split the
+        heap. The next step's logits could then not reuse the memory of the last step's.
         """
         kl, log_ratio, shift = torch.empty(3, tokens, dtype=torch.float64)
         same = torch.empty(tokens, dtype=torch.bool)
         return cls(kl=kl, log_ratio=log_ratio, shift=shift, same=same)
 
     def put(self, start: int, part: Divergence) -> None:
-        """Write the positions of ``part`` behind the first ``start``."""
+        """Write the positions of ``part`` after the first ``start`` positions."""
         end = start + len(part.kl)
         self.kl[start:end] = part.kl
         self.log_ratio[start:end] = part.log_ratio
@@ -55,7 +55,7 @@ class Divergence:
 
     @classmethod
     def joined(cls, parts: Sequence[Divergence]) -> Divergence:
-        """Return the positions of all parts, one after the other."""
+        """Join the positions of all parts, in order."""
         return cls(
             kl=torch.cat([part.kl for part in parts]),
             log_ratio=torch.cat([part.log_ratio for part in parts]),
@@ -68,8 +68,8 @@ def compare(full: Tensor, rows: Tensor, targets: Tensor) -> list[Divergence]:
     """Return the divergence of each row's logits [B, T, V] from the full cache's [T, V]. ``targets`` [T] are true.
 
     With ``x = z_q - z_p`` and ``m = sum_v p(v) x(v)``, ``KL = ln sum_v p(v) exp(x(v) - m)``. In this form the
-    first-order terms of the definition cancel before they are rounded. Equal logits give 0, and close ones no negative
-    values.
+    first-order terms of the definition cancel before they are rounded. Equal logits give 0, and close logits no
+    negative values.
     """
     parts_by_row: list[list[Divergence]] = [[] for _ in rows]
     for start in range(0, len(targets), BLOCK):
@@ -85,12 +85,12 @@ def _compare_block(full: Tensor, rows: Tensor, targets: Tensor) -> list[Divergen
     logits = full.double()
     y = targets[:, None]
     p = logits.softmax(dim=-1)
-    masked = logits.isneginf()  # models mask ids that pad their vocabulary
+    masked = logits.isneginf()  # models mask the ids that pad their vocabulary
     p_true = p.gather(1, y)[:, 0]
     choice = full.argmax(dim=-1)
     compared = []
     for row in rows:
-        # x = z_q - z_p; ids that both mask have -inf - -inf = nan there, and p(v) = 0
+        # x = z_q - z_p; ids masked on both sides have p(v) = 0, but -inf - -inf would be nan
         x = row.double() - logits
         if masked.any():
             x.masked_fill_(masked & row.isneginf(), 0)
@@ -109,9 +109,9 @@ def _compare_block(full: Tensor, rows: Tensor, targets: Tensor) -> list[Divergen
 
 
 def nudged(cache: PromptCache) -> PromptCache:
-    """Return a full cache with one element of each key of the first layer moved by one unit in the last place.
+    """Return a full cache in which one element of each of the first layer's keys is moved by one rounding unit.
 
-    Its divergence is the effect of rounding alone on this model: the floor below which divergences say nothing.
+    Its divergence is the effect of rounding alone on this model. Smaller divergences mean nothing: it is the floor.
     """
     first_layer = cache.layers[0]
     segment = first_layer.segments[0]
@@ -125,9 +125,9 @@ def nudged(cache: PromptCache) -> PromptCache:
 
 
 def with_one_layer(full: PromptCache, cache: PromptCache, layer: int) -> PromptCache:
-    """Return the full cache with one layer as another cache of the same prompt holds it. New tokens stay exact.
+    """Return the full cache with one layer replaced by that layer of another cache of the same prompt.
 
-    Raises UsageError for a method that changes more than the keys and values in a prompt's layers.
+    New tokens stay exact. Raises UsageError for a method that changes more than the keys and values of prompt layers.
     """
     chain = cache.chain
     if chain.adaptation or chain.masks or chain.lowrank or chain.sharer or chain.hidden:
@@ -141,16 +141,16 @@ def with_one_layer(full: PromptCache, cache: PromptCache, layer: int) -> PromptC
 
 
 def _unpack_segment(segment: Segment, name: str) -> Segment:
-    """Return a segment whose packed tokens are exact ones, with the values that attention reads from the codes.
+    """Return a segment whose packed tokens are made exact, with the values that attention reads from the codes.
 
-    Raises UsageError, by the method's ``name``, for ragged heads and for keys or values without all channels.
+    Raises UsageError with the method's ``name`` for ragged heads, and for keys or values without all channels.
     """
     codes = segment.codes
     if codes is None:
         return segment
     if segment.lengths is not None or segment.key_channels is not None or segment.value_channels is not None:
         raise UsageError(f"method {name} packs tokens of ragged heads or thin keys: its layers cannot be told apart")
-    # packed tokens are the older ones
+    # packed tokens are the older ones, so they come first
     k = torch.cat([codes.k.dequantise(segment.k.dtype), segment.k], dim=1)
     v = torch.cat([codes.v.dequantise(segment.v.dtype), segment.v], dim=1)
     return replace(segment, k=k, v=v, codes=None)

@@ -1,4 +1,4 @@
-"""Refuse logits, keys and values that are not finite: NaN and inf are no results."""
+"""Refuse logits, keys and values that are not finite: results must not contain NaN or inf."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ if TYPE_CHECKING:
 
 
 def check_finite(chain: Chain, name: str, *tensors: Tensor) -> None:
-    """Raise Refused unless all ``tensors`` of a prompt, as ``chain`` computes it, are finite."""
-    # where a chain changes the prompt's computation, its stages may be at fault, too
+    """Raise Refused unless all ``tensors`` of a prompt are finite. ``chain`` is the chain that computed them."""
+    # a chain that changes the prompt's computation may itself be at fault
     if not all(bool(t.isfinite().all()) for t in tensors):
         raise _refusal(chain, f"{name} of this prompt", tensors[0].dtype, by_model=not chain.prefill_key)
 
 
 def no_answer(chain: Chain, dtype: torch.dtype) -> Refused:
-    """Return the refusal of an answer, or a scored text, of which some logits were not finite."""
+    """Return the refusal of an answer, or of a scored text, for logits that were not finite."""
     return _refusal(chain, "logits while decoding", dtype, by_model=not chain.stages)
 
 
 def _refusal(chain: Chain, name: str, dtype: torch.dtype, by_model: bool) -> Refused:
-    """Return the refusal. ``by_model`` says that no stage of the chain had a part in the numbers.
+    """Return the refusal. ``by_model`` means that no stage of the chain had a part in the numbers.
 
-    name: the numbers that are not finite, in words.
+    name: what is not finite, in words.
     """
     owner = f"{chain.name}: the"
     cause = "method=full tells whether it is the model or the method"
     if by_model:
         owner = "the model's"
         cause = "NaN or inf stands in its weights or comes of its rope settings"
-    # float16 ends at 65504, which activations of models trained in bfloat16 exceed
+    # float16 ends at 65504; activations of models trained in bfloat16 exceed it
     if dtype == torch.float16:
         cause += ", or float16 is too small: give dtype=bfloat16 or dtype=float32"
     return Refused(f"{owner} {name} are not finite (dtype={str(dtype).removeprefix('torch.')}): {cause}")

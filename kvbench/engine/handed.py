@@ -1,4 +1,4 @@
-"""One layer of a prompt as it is handed to a chain, with the check that the chain leaves it unchanged."""
+"""One layer of a prompt as it is passed to a chain, and the check that the chain leaves it unchanged."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from kvbench.methods.core.chain import Chain
 
 
 class Handed:
-    """The ``cache`` and ``obs`` handed to one chain: shared by all chains, or copies for code not kvbench's own.
+    """The ``cache`` and ``obs`` passed to one chain: shared by kvbench's own chains, copied for foreign code.
 
-    Foreign code may write into copies at any time and by any means without reaching other methods. The check compares
-    the copies' bits. kvbench's own stages share tensors. There the check compares the version, which PyTorch counts up
-    at every write in place.
+    Foreign code is code that is not kvbench's own. It may write into copies at any time and in any way without reaching
+    other methods, and the check compares the copies' bits. kvbench's own stages share tensors. For them the check
+    compares each tensor's version: PyTorch increments it at every write in place.
     """
 
     def __init__(self, chain: Chain, cache: LayerCache, obs: Observation) -> None:
         self.chain, self.cache, self.obs = chain, cache, obs
         self._tensors = list(_name_tensors(cache, obs))  # (name, tensor)
         self._copies: list[Tensor] = []
-        # deepcopy copies a tensor that is met twice once, so that the copies share as the tensors do
+        # deepcopy copies a tensor once even if it occurs twice, so that copies share memory as the tensors do
         if chain.foreign:
             self.cache, self.obs = deepcopy((cache, replace(obs, scratch={})))
             self._copies = [t for _, t in _name_tensors(self.cache, self.obs)]
@@ -36,11 +36,11 @@ class Handed:
         self._versions = [_version(t) for _, t in self._tensors]
 
     def check(self) -> None:
-        """Raise Refused with the name of a changed tensor unless all are as they were handed."""
+        """Raise Refused with the name of the first changed tensor, unless all tensors are unchanged."""
         changed_names: list[str] = []
         if self._copies:
             for (name, t), copy in zip(self._tensors, self._copies, strict=True):
-                # a copy must still have storage and the very bits of the tensor
+                # an unchanged copy still has its storage and exactly the bits of the tensor
                 if copy.untyped_storage().nbytes() < copy.nbytes or not same_bits(t, copy):
                     changed_names.append(name)
         else:
@@ -55,13 +55,13 @@ class Handed:
 
 
 def _name_tensors(cache: LayerCache, obs: Observation) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name for messages, tensor) of all tensors that a chain is handed, except those of ``scratch``."""
+    """Yield (name for messages, tensor) for all tensors that a chain receives, except those in ``scratch``."""
     for segment in cache.segments:
         yield "keys", segment.k
         yield "values", segment.v
         yield "positions", segment.positions
     for f in fields(obs):
-        # the scratch grows while chains run, and chains share it
+        # ``scratch`` is left out, because chains share it and fill it while they run
         if f.name != "scratch":
             for t in _find_tensors(getattr(obs, f.name)):
                 yield f.name, t
@@ -82,7 +82,7 @@ def _find_tensors(value: object) -> Iterator[Tensor]:
 
 
 def _version(t: Tensor) -> int:
-    """Return how often a tensor was written in place; 0 for inference tensors, for which PyTorch does not count."""
+    """Return how often a tensor was written in place, or 0 for inference tensors: PyTorch counts no writes there."""
     if t.is_inference():
         return 0
     return t._version

@@ -1,8 +1,9 @@
-"""A transformers Cache that plain ``model.generate`` fills: the prompt is read, compressed and audited by kvbench.
+"""A transformers Cache that plain ``model.generate`` fills: kvbench reads, compresses and audits the prompt.
 
-Each call of ``generate`` with such a cache is a turn. Its first forward pass reads the prompt by ``prefill_chains``, or
-the text behind the tokens that the cache has read already by ``extend_cache``. Each later pass feeds one token to the
-decode batch. While the turn lasts the model's forward pass leads here. After it the model is as it was.
+Each call of ``generate`` with such a cache is a turn. Its first forward pass reads the prompt by ``prefill_chains``. If
+the cache has already read tokens, ``extend_cache`` reads the text after them instead. Each later pass feeds one token
+to the decode batch. During a turn the model's forward pass is redirected to this file. Afterwards the model is as
+before.
 """
 
 from __future__ import annotations
@@ -37,17 +38,17 @@ from kvbench.methods.core.walls import contained
 from kvbench.models.interface import TURN, attached, cache_shape
 from kvbench.models.releases import CACHE_NAMES, caches_among, named_cache
 
-ROOM = 20  # generate's own default for the tokens of an answer; a longer answer gets more room as it grows
-READS = "reads one prompt whole, then one token a step"  # the reason in each message of a refusal
+ROOM = 20  # generate's own default length of an answer; a longer answer gets more room as it grows
+READS = "reads one prompt whole, then one token a step"  # every refusal gives this reason
 
 
 class TransformersCache(HFCache):
     """The cache of one prompt under one chain, for ``model.generate(..., cache=cache)``.
 
     state: the compressed cache of the text read so far, as ``prefill`` returns it; None before the first prompt.
-    ids: the tokens read so far [n]. The last token of an answer is read with the next turn.
+    ids: [n], the tokens read so far. The last token of an answer is read with the next turn.
     measured: the audited tokens and bytes of the compressed prompt.
-    prefix: the first tokens of the prompt read last, if prompts that begin alike share them.
+    prefix: the first tokens of the last prompt, if prompts that begin alike share them.
     """
 
     def __init__(self, model: PreTrainedModel, chain: Chain, prefix: SharedPrefix | None = None) -> None:
@@ -57,7 +58,7 @@ class TransformersCache(HFCache):
         self.prefix = prefix
         self.reset()
         if model not in _OPEN:
-            # the first open cache of a model gives it a ``generate`` of its own, see ``close``
+            # a model's first open cache gives the model a ``generate`` of its own; ``close`` removes it
             _OPEN[model] = weakref.WeakSet()
             serving = _make_serving_generate(type(model), vars(model).get("generate"))
             vars(model)["generate"] = MethodType(serving, model)
@@ -88,7 +89,7 @@ class TransformersCache(HFCache):
         self.ids = torch.empty(0, dtype=torch.int64)
 
     def close(self) -> None:
-        """Free the cache. With its last open cache the model gets its own ``generate`` back."""
+        """Free the cache. When the last open cache of a model closes, the model gets its own ``generate`` back."""
         self.reset()
         model = self.model()
         if model is None or self not in _OPEN.get(model, ()):
@@ -101,8 +102,8 @@ class TransformersCache(HFCache):
                 vars(model)["generate"] = former
 
     def read(self, input_ids: Tensor | Sequence[int]) -> None:
-        """Read a prompt, or the text so far and more behind it, without an answer."""
-        # one thread at a time may change a model's attention
+        """Read a prompt, or the text so far with more text after it, without an answer."""
+        # only one thread at a time may change a model's attention
         with TURN:
             model = self.model()
             new_ids = _check_new_ids(model, self, input_ids)
@@ -110,7 +111,7 @@ class TransformersCache(HFCache):
             self.take(model, new_ids)
 
     def take(self, model: PreTrainedModel, new_ids: Tensor) -> Tensor:
-        """Read a prompt [n] and audit its cache, or read more text behind it. Return the logits [V] that follow."""
+        """Read a prompt [n] and audit its cache, or read more text after it. Return the logits [V] that follow."""
         if self.state is None:
             (state,) = prefill_chains(model, new_ids, [self.chain], prefix=self.prefix)
             with contained(self.chain.name, self.chain.foreign):
@@ -128,7 +129,7 @@ class TransformersCache(HFCache):
         return self.state.nbytes()
 
     def kept_positions(self) -> list[list[Tensor]]:
-        """Return the positions of the tokens held, by layer and stored head."""
+        """Return the positions of the tokens held, as one tensor for each layer and stored head."""
         if self.state is None:
             return []
         return [layer.kept_positions() for layer in self.state.layers]
@@ -142,9 +143,9 @@ class TransformersCache(HFCache):
 
     @property
     def is_linear(self) -> list[bool]:
-        """Say that no layer is of linear attention.
+        """Return [False]: no layer has linear attention.
 
-        Where all layers are, generate feeds only the end of a text. An empty list would count as all of them.
+        If all layers had it, generate would feed only the end of a text. An empty list would count as all layers.
         """
         return [False]
 
@@ -161,13 +162,13 @@ class TransformersCache(HFCache):
 
 
 class GeneratedTurn:
-    """One call of ``generate``. Its first forward pass reads ``new_ids`` [n], each later one a token of the answer.
+    """One call of ``generate``. Its first forward pass reads ``new_ids`` [n], each later pass one token of the answer.
 
     room: how many tokens the decode batch has room for.
-    contexts: open while the decode batch is used, and the model is changed for it.
+    contexts: open while the decode batch is in use and the model is changed for it.
     batch: the layers of the decode batch; [] while there is none.
     fed: the tokens [1] that the decode batch has read.
-    logits: [V], those of the next token.
+    logits: [V], the logits of the next token.
     """
 
     def __init__(self, cache: TransformersCache, model: PreTrainedModel, new_ids: Tensor, room: int) -> None:
@@ -190,9 +191,9 @@ class GeneratedTurn:
         output_hidden_states: bool = False,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        """Return the logits [1, 1, V] after ``input_ids`` [1, T]. T is 1 in all passes but the first.
+        """Return the logits [1, 1, V] after ``input_ids`` [1, T]. T is 1 in all passes except the first.
 
-        Raises UsageError for any other use of the model, such as padding, several rows or other tokens.
+        Raises UsageError for any other use of the model, such as padding, several rows or unexpected tokens.
         """
         if attention_mask is not None and not bool(attention_mask.bool().all()):
             raise UsageError(
@@ -208,7 +209,7 @@ class GeneratedTurn:
             )
         tokens = input_ids.shape[1]
         start = len(self.cache.ids) + len(self.fed)
-        # an answer's token may be any, but one at a time
+        # an answer may contain any token, but one at a time
         expected = self.new_ids
         if self.has_read:
             expected = input_ids[0, :1]
@@ -227,9 +228,9 @@ class GeneratedTurn:
         return CausalLMOutputWithPast(logits=self.logits[None, None], **named_cache(self.cache))
 
     def _decode(self, input_ids: Tensor) -> None:
-        """Feed one token [1, 1] to the decode batch. A full batch is settled first, and a larger one follows it."""
+        """Feed one token [1, 1] to the decode batch. A full batch is settled first, and a larger batch replaces it."""
         cache, model, chain = self.cache, self.model, self.cache.chain
-        # a longer answer than expected goes on in a batch of twice the room
+        # an answer that is longer than expected goes on in a batch with twice the room
         if len(self.fed) == self.room:
             self.settle()
             self.room *= 2
@@ -245,11 +246,11 @@ class GeneratedTurn:
             position = torch.full_like(ids, cache.state.seen + len(self.fed))
             self.logits = step(model, self.batch, ids, position)[0, -1]
         self.fed.append(input_ids[0].cpu())
-        if not bool(self.logits.max().isfinite()):  # NaN and +inf are always the largest
+        if not bool(self.logits.max().isfinite()):  # NaN or +inf is always the largest logit
             raise no_answer(chain, model.dtype)
 
     def settle(self) -> None:
-        """End the decode batch: audit its storage, and write the tokens fed back into the cache."""
+        """End the decode batch: audit its storage, and write its tokens back into the cache."""
         cache = self.cache
         if self.batch:
             assert cache.state is not None
@@ -257,7 +258,7 @@ class GeneratedTurn:
             payload: list[int] = []
             for layer in compressed(self.batch):
                 peaks.append(int(layer.held()))
-                payload.extend(layer.payload())  # the batch has one row
+                payload.extend(layer.payload())  # one number per layer, because the batch has one row
             check_peak(cache.state, peaks, len(self.fed))
             check_bytes(cache.state, Stored(len(self.fed), payload), *cache_shape(self.model))
             cache.state = continue_cache(cache.state, self.batch, self.logits)
@@ -268,14 +269,14 @@ class GeneratedTurn:
 
 
 _OPEN: weakref.WeakKeyDictionary[PreTrainedModel, weakref.WeakSet[TransformersCache]] = weakref.WeakKeyDictionary()
-"""The open caches of each model. Its ``generate`` serves them."""
+"""The open caches of each model. The model's replaced ``generate`` serves them."""
 
 
 def _make_serving_generate(cls: type[Any], former: Callable[..., Any] | None) -> Callable[..., Any]:
-    """Return a ``generate`` for a model of ``cls`` that serves its open caches, and passes all other calls on.
+    """Return a ``generate`` for a model of ``cls`` that serves the model's open caches and passes other calls on.
 
-    Other calls go to ``former``, which another library gave the model, or else to the class. The function refers to no
-    model, so that a copy of a model does not generate with the original.
+    Other calls go to ``former``, if another library gave the model one, or else to the class. The function refers to no
+    model, so that a copied model does not generate with the original.
     """
 
     @functools.wraps(cls.generate)
@@ -309,13 +310,13 @@ def _make_serving_generate(cls: type[Any], former: Callable[..., Any] | None) ->
 
 @contextmanager
 def _lead_forward_passes(model: PreTrainedModel, turn: GeneratedTurn) -> Iterator[None]:
-    """Lead the forward passes of a turn to it. Passes that kvbench itself calls go through the model."""
-    # a ``forward`` in the object's own attributes is another library's, and hides that of the class
+    """Redirect the forward passes of a turn to the turn. Passes that kvbench itself calls still use the model."""
+    # a ``forward`` in the object's own attributes comes from another library, and hides the class's
     former, forward = vars(model).get("forward"), model.forward
 
     @functools.wraps(forward)
     def forwarding(*args: Any, **kwargs: Any) -> Any:
-        # kvbench's own passes have caches of other classes
+        # kvbench's own passes use caches of other classes
         if caches_among(kwargs) == [turn.cache]:
             return turn.forward(*args, **kwargs)
         return forward(*args, **kwargs)
@@ -330,7 +331,7 @@ def _lead_forward_passes(model: PreTrainedModel, turn: GeneratedTurn) -> Iterato
 
 
 def _check_new_ids(model: PreTrainedModel | None, cache: TransformersCache, input_ids: Any) -> Tensor:
-    """Return the tokens [n] of one prompt that the cache has not read. Raises UsageError for another model or text."""
+    """Return the tokens [n] of a prompt that the cache has not read. Raises UsageError for another model or text."""
     check_precision()
     if model is None or cache not in _OPEN.get(model, ()):
         raise UsageError("this cache was made for another model object, or is closed: kvbench.cache(model, ...)")
@@ -339,7 +340,7 @@ def _check_new_ids(model: PreTrainedModel | None, cache: TransformersCache, inpu
     shared = min(len(ids), len(ids_read))
     differing = (ids[:shared] != ids_read[:shared]).nonzero().flatten().tolist()
     if differing or len(ids) <= len(ids_read):
-        # a prompt that is too short leaves the text read at its own end
+        # a prompt that is too short differs from the text read at the prompt's own end
         first_difference = shared
         if differing:
             first_difference = differing[0]
@@ -348,7 +349,7 @@ def _check_new_ids(model: PreTrainedModel | None, cache: TransformersCache, inpu
             f"{first_difference}: give the text so far (cache.ids and its last token) with the new one behind "
             "it, or another prompt a cache of its own (cache.reset() empties this one)"
         )
-    # rolled positions stay within the context, however long the text is
+    # rolled positions stay within the context, however long the text is, so they need no warning
     if cache.state is None or not cache.chain.rolled:
         warn_beyond_context(model, len(ids), stacklevel=3)
     return ids[len(ids_read) :]
@@ -357,15 +358,15 @@ def _check_new_ids(model: PreTrainedModel | None, cache: TransformersCache, inpu
 def _count_room(
     cache: TransformersCache, new_ids: Tensor, configs: Sequence[Any], options: Mapping[str, object]
 ) -> int:
-    """Return how many tokens of an answer are to be fed, which are all but its last.
+    """Return how many tokens of an answer will be fed: all except its last.
 
-    The options of ``generate`` come before its configurations. Where none of them says a number, ROOM is it.
+    Options of ``generate`` come before its configurations. If none of them states a number, it is ROOM.
     """
     sizes: list[int | None] = []
     if options.get("max_new_tokens") is not None:
         sizes.append(tokens_of("max_new_tokens", options["max_new_tokens"]))
     if options.get("max_length") is not None:
-        # max_length counts the text read so far and the new prompt, too
+        # max_length also counts the text read so far and the new prompt
         length = tokens_of("max_length", options["max_length"])
         sizes.append(length - len(cache.ids) - len(new_ids))
     sizes.append(getattr(options.get("generation_config"), "max_new_tokens", None))

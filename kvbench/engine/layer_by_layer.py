@@ -1,4 +1,4 @@
-"""One prompt's layers under a chain, as the model finishes them."""
+"""One prompt's layers under a chain. They are compressed as the model finishes them."""
 
 from __future__ import annotations
 
@@ -18,34 +18,34 @@ class CompressedLayers:
     """One prompt's layers under a chain, added as the model finishes them.
 
     caches: the layers so far. After the last layer, all of them are compressed.
-    mismatch: the first layer that holds other keys, values or positions than the prompt, in words; "" for none.
+    mismatch: the first layer whose keys, values or positions differ from the prompt's, in words; "" for none.
     """
 
     def __init__(self, chain: Chain) -> None:
         self.chain = chain
         self.caches: list[LayerCache] = []
         self.mismatch = ""
-        # A stage that rebalances divides one budget over all layers. Stages behind it wait until the shares are final.
+        # A stage that rebalances divides one budget over all layers. Later stages wait until the shares are final.
         first_later_stage = 0
         if chain.rebalancer:
             first_later_stage = chain.stages.index(chain.rebalancer) + 1
         self._first_stages = chain.stages[:first_later_stage]
         self._later_stages = chain.stages[first_later_stage:]
-        self._observations: list[Observation] = []  # later stages read those of the layers before
+        self._observations: list[Observation] = []  # one for each layer so far; later stages read them
 
     def add(self, dense: LayerCache, obs: Observation) -> None:
-        """Compress the next finished layer. Stages behind one that rebalances wait for the last layer."""
+        """Compress the next finished layer. Stages after one that rebalances wait for the last layer."""
         balancer = self.chain.rebalancer
         if balancer is None:
             self.caches.append(self.chain.compress(dense, obs))
             return
         for stage in self._first_stages:
             dense = self.chain.run(stage, dense, obs)
-        # one more layer changes the shares of all, so that earlier layers may be trimmed again
+        # another layer changes the shares of all layers, so that earlier layers may be trimmed again
         untrimmed = [*self.caches, dense]
         self.caches = balancer.rebalance(untrimmed, obs.n_layers)
         if self.chain.foreign:
-            # kvbench's own stages only drop tokens here; others are checked at every trimming
+            # kvbench's own stages only drop tokens here; foreign code is checked at every trimming
             for i, (previous, trimmed) in enumerate(zip(untrimmed, self.caches, strict=True)):
                 source = previous.segments[0]
                 if source.positions.shape[0] == 1 and source.lengths is None:
@@ -55,22 +55,26 @@ class CompressedLayers:
             self._run_later_stages()
 
     def _run_later_stages(self) -> None:
-        """Run the stages behind the one that rebalances, once its shares are final."""
+        """Run the stages after the one that rebalances, once its shares are final.
+
+        Then repeat each layer's heads to the chain's stored heads: under ``per=query_head`` an uncut cache has kv
+        heads.
+        """
         for i, obs in enumerate(self._observations):
             for stage in self._later_stages:
                 self.caches[i] = self.chain.run(stage, self.caches[i], obs)
             self.caches[i] = ops.expand(self.caches[i])
 
     def replayed(self, received: Sequence[Tensor] | None) -> None:
-        """Compress the layers by the attention [Hq, n] that further passes over the prompt found in each.
+        """Compress the layers by the attention [Hq, n] that each layer received in further passes over the prompt.
 
-        Until now the layers hold all tokens. None says that there were no passes, as all tokens stay.
+        Until now the layers hold all tokens. None means that there were no passes, because all tokens stay.
         """
         dense_layers, selector = self.caches, self.chain.replayer
         if received is not None and selector is not None:
             scored = []
             for layer_received, dense in zip(received, dense_layers, strict=True):
-                # a stored head has the best score of its query heads: [Hq, n] -> [heads, Hq / heads, n] -> [heads, n]
+                # a stored head takes the best score of its query heads: [Hq, n] -> [heads, Hq / heads, n] -> [heads, n]
                 score = layer_received.view(dense.heads, -1, layer_received.shape[1]).amax(dim=1)
                 scored.append(ops.with_state(dense, score=score))
             self.caches = selector.rebalance(scored, len(scored))
@@ -80,12 +84,12 @@ class CompressedLayers:
             self._compare(i, self.caches[i], source, all_read=True)
 
     def compare(self, dense: Segment, obs: Observation) -> None:
-        """Compare the layer that was added last with the prompt's own keys and values, or with its latents."""
+        """Compare the layer added last with the prompt's own keys and values, or with its latents."""
         source = _select_source(self.caches[-1], dense, obs)
         self._compare(obs.layer, self.caches[-1], source, all_read=obs.positions is None)
 
     def _compare(self, layer: int, cache: LayerCache, source: Segment, all_read: bool) -> None:
-        """Note in ``mismatch`` where a layer differs from ``source``, unless a stage changes keys and values."""
+        """Record in ``mismatch`` how a layer differs from ``source``, unless a stage changes keys and values."""
         if self.mismatch or any(stage.changes for stage in self.chain.stages):
             return
         difference = find_mismatch(cache, source, all_read)
@@ -93,8 +97,8 @@ class CompressedLayers:
             self.mismatch = f"layer {layer} holds {difference}"
 
     def _reduce_observation(self, obs: Observation) -> Observation:
-        """Return the observation with only the parts that later stages read. The others need not outlive the layer."""
-        # all layers' observations wait at the same time, so that each must be small
+        """Return the observation with only the parts that later stages read, so that the rest can be freed."""
+        # the observations of all layers wait at the same time, so each of them must be small
         needs = Needs.union(stage.needs(obs.prompt_tokens) for stage in self._later_stages)
         smaller = replace(
             obs,

@@ -1,4 +1,4 @@
-"""Teacher forcing: a text's likelihood after its compressed beginning, and how far that is from the full cache's."""
+"""Teacher forcing: a text's likelihood after its compressed beginning, and its divergence from the full cache's."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from kvbench.methods.core.watch import note_progress
 from kvbench.models.interface import attached
 
 CHUNK_BYTES = 2**28
-"""The logits of one chunk, over all rows, take at most so many bytes in fp32."""
+"""The most bytes of one chunk's logits in fp32, over all rows."""
 
 
 @dataclass(frozen=True)
 class Forced:
     """The result of teacher forcing one cache by the T tokens of a text.
 
-    losses: [T] fp32, on the CPU: the negative log likelihood of each token.
+    losses: [T] fp32 on the CPU, the negative log likelihood of each token.
     held: for each layer, the most tokens that a head held.
     stored: the payload bytes of each layer after the last token.
-    divergence: from a reference, at all tokens but the first, which the prompt's own logits predict.
+    divergence: the divergence from a reference at all tokens but the first. The prompt's own logits predict the first.
     """
 
     losses: Tensor
@@ -45,8 +45,8 @@ class Forced:
 def teacher_force(model: PreTrainedModel, caches: Sequence[PromptCache], tokens: Tensor, chunk: int) -> list[Forced]:
     """Return the losses of ``tokens`` [T] after each cache, in order. ``chunk`` tokens are fed at a time.
 
-    Caches are not changed. Those whose chains change the model alike are rows of one batch. Raises UsageError unless
-    all have read equally many tokens, as caches of one prompt have.
+    Caches are not changed. Caches whose chains change the model alike are rows of one batch. Raises UsageError unless
+    all caches have read equally many tokens, as caches of one prompt have.
     """
     ids = _check_continuation(model, caches, tokens)
     results: dict[int, Forced] = {}
@@ -65,17 +65,17 @@ def diverge(
     """Return (losses and divergence from ``full`` of ``tokens`` [T] after each cache, the divergence floor).
 
     ``full`` and its ``nudged`` copy are rows of each batch in which no chain changes the model, so that both sides
-    round alike. Where ``full`` is among the caches, its result is that very row's. Rows that evict are fed token by
-    token, as answers are, and all others in chunks, with the same result. The output head is computed in fp32.
+    round alike. If ``full`` is among the caches, its result is taken from its own row. Rows that evict are fed token by
+    token, like answers. All others are fed in chunks, with the same result. The output head is computed in fp32.
 
-    Logits exist of one chunk at a time, which takes at most ``chunk_bytes``. Where chains change the model, the [T, V]
-    logits of ``full`` are kept to be compared with.
+    Logits exist for one chunk at a time and take at most ``chunk_bytes``. If chains change the model, the [T, V] logits
+    of ``full`` are kept for comparison.
     """
     ids = _check_continuation(model, [full, *caches], tokens)
     results: dict[int, Forced] = {}
     for one_by_one in (True, False):
         rows = [i for i, cache in enumerate(caches) if cache is not full and cache.chain.evicts == one_by_one]
-        # the batch in chunks runs in any case, for the full cache and the floor
+        # the batch in chunks always runs, because it computes the full cache and the floor
         if rows or not one_by_one:
             limit = chunk_bytes
             if one_by_one:
@@ -94,10 +94,10 @@ def _diverge(
 ) -> tuple[Forced, list[Forced], Forced]:
     """Return the results of the full cache, of each cache, and of the nudged full cache.
 
-    The logits of a chunk take at most ``chunk_bytes``, or those of one token if that is less.
+    The logits of a chunk take at most ``chunk_bytes``. A chunk has at least one token, even if its logits take more.
     """
     rows = [full, *caches, nudged(full)]
-    groups = by_batch(rows)  # the full cache is in the first
+    groups = by_batch(rows)  # the full cache is in the first group
     chunk = max(1, chunk_bytes // (len(rows) * model.config.vocab_size * 4))
     references: dict[int, Tensor] = {}  # the full cache's logits [t, V], by the chunk's first index
     results: dict[int, Forced] = {}
@@ -105,7 +105,7 @@ def _diverge(
         divergences = [Divergence.empty(len(ids) - 1) for _ in group]
 
         def compare_chunk(start: int, logits: Tensor, divergences: list[Divergence] = divergences) -> None:
-            # the first group's first row is the full cache
+            # the first row of the first group is the full cache
             reference = references.get(start, logits[0])
             if len(groups) > 1:
                 references[start] = reference
@@ -122,9 +122,9 @@ def _diverge(
 
 
 def forced_logits(model: PreTrainedModel, cache: PromptCache, tokens: Tensor | Sequence[int]) -> Tensor:
-    """Return the logits [T, V] by which the cache predicts each of ``tokens`` [T], as they are fed after it."""
+    """Return the logits [T, V] by which the cache predicts each of ``tokens`` [T] when they are fed after it."""
     ids = as_prompt(model, tokens)
-    # the first token is predicted by the prompt's own logits
+    # the prompt's own logits predict the first token
     logits = [cache.logits[None]]
 
     def collect(start: int, chunk_logits: Tensor) -> None:
@@ -138,7 +138,7 @@ def forced_logits(model: PreTrainedModel, cache: PromptCache, tokens: Tensor | S
 
 
 def _check_continuation(model: PreTrainedModel, caches: Sequence[PromptCache], tokens: Tensor) -> Tensor:
-    """Return ``tokens`` [T] on the model's device. Raises UsageError unless all caches can be continued by them."""
+    """Return ``tokens`` [T] on the model's device. Raises UsageError unless they can continue all caches."""
     if len({cache.seen for cache in caches}) > 1:
         raise UsageError("teacher forcing continues caches that have read equally many tokens")
     check_turn(model, caches[0].seen, caches[0].seen + len(tokens))
@@ -153,30 +153,30 @@ def _force(
     on_logits: Callable[[int, Tensor], None] = lambda start, logits: None,
     alone: bool = False,
 ) -> list[Forced]:
-    """Return the losses of ``ids`` [T] after each cache of one batch, whose chains change the model alike.
+    """Return the losses of ``ids`` [T] after each cache of one batch. All chains must change the model alike.
 
     chunk: how many tokens are fed at a time.
     on_logits: called with each chunk's first index and the logits [B, t, V] after its tokens.
-    alone: whether the tokens of a chunk are read and packed as if each came alone.
+    alone: True if the tokens of a chunk are read and packed as if each came alone.
     """
     chain, prompt_tokens = caches[0].chain, caches[0].seen
-    # the first token is predicted by the prompt's own logits
+    # the prompt's own logits predict the first token
     losses = torch.empty(len(caches), len(ids), device=ids.device)
     losses[:, :1] = _compute_losses(torch.stack([cache.logits for cache in caches])[:, None], ids[:1])
     with contained(chain.name, chain.foreign), adapted(model, chain), torch.no_grad(), attached(model):
         batch = build(model, caches, len(ids), chunk, alone)
-        # the last token is never fed, as nothing follows it
+        # the last token is never fed, because nothing follows it
         for start in range(0, len(ids) - 1, chunk):
             note_progress()
             chunk_ids = ids[start : min(start + chunk, len(ids) - 1)]
             positions = torch.arange(prompt_tokens + start, prompt_tokens + start + len(chunk_ids), device=ids.device)
             rows = len(caches)
             logits = step(model, batch, chunk_ids.expand(rows, -1), positions.expand(rows, -1), whole=True)
-            # the logits after token i predict token i + 1
+            # logits after token i predict token i + 1
             scored = slice(start + 1, start + 1 + len(chunk_ids))
             losses[:, scored] = _compute_losses(logits, ids[scored])
             on_logits(start, logits)
-    # for each row, the most tokens of a head and the payload bytes in each layer
+    # each row gets the most tokens of a head, and the payload bytes, by layer
     most_tokens = torch.stack([layer.held() for layer in compressed(batch)]).T.tolist()
     payload = zip(*(layer.payload() for layer in compressed(batch)), strict=True)
     results = []

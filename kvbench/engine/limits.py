@@ -1,4 +1,4 @@
-"""The lengths of texts that a model or a method does not read, with the reasons."""
+"""The lengths of text that a model or a method cannot read, with the reasons."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from kvbench.models import traits
 from kvbench.models.interface import sliding_window
 
 MOST_TOKENS = 2**31 - 1
-"""The longest text, as positions are numbers of 32 bits."""
+"""The longest text. Positions are numbers of 32 bits."""
 LEAST_PIECE = 16
 """The fewest tokens of a piece of a prompt. Smaller pieces would cost more than reading the prompt whole."""
 
 
 def tokens_of(key: str, value: Any) -> int:
-    """Return the number of tokens that ``value``, given as ``key``, says: an int, or one of torch or NumPy.
+    """Return the number of tokens in ``value``, the value of option ``key``: an int, also of torch or NumPy.
 
     Raises UsageError for anything else.
     """
     count = value
     if hasattr(value, "tolist"):
-        count = value.tolist()  # the number in a scalar of torch or NumPy
+        count = value.tolist()  # a scalar of torch or NumPy becomes a plain number
     check(key, value, is_whole(count) and 1 <= count <= MOST_TOKENS, f"a whole number, 1 to {MOST_TOKENS}")
     return int(count)
 
 
 def check_precision() -> None:
-    """Raise UsageError under torch.autocast, where layers compute in other formats than caches are declared in."""
+    """Raise UsageError under torch.autocast: layers would compute in other dtypes than caches declare."""
     kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
     if kinds:
         raise UsageError(
@@ -44,8 +44,8 @@ def check_precision() -> None:
 
 
 def check_capacity(model: PreTrainedModel, tokens: int) -> None:
-    """Raise UsageError where a text of ``tokens`` runs past a learned position table (OPT)."""
-    # rotary positions have no table, so that a text may be longer than the model was made for
+    """Raise UsageError if a text of ``tokens`` tokens runs past a learned position table (OPT)."""
+    # rotary positions have no table, so a text may be longer than the model was made for
     limit = getattr(model.config, "max_position_embeddings", None)
     if limit is not None and tokens > limit and traits.learned_positions(model):
         raise UsageError(
@@ -55,16 +55,16 @@ def check_capacity(model: PreTrainedModel, tokens: int) -> None:
 
 
 def warn_beyond_context(model: PreTrainedModel, tokens: int, stacklevel: int) -> None:
-    """Warn, at the caller ``stacklevel`` frames up, of a text longer than the model was made for."""
+    """Warn of a text that is longer than the model was made for. ``stacklevel`` frames up is the caller to blame."""
     limit = getattr(model.config, "max_position_embeddings", None)
     if limit is not None and tokens > limit:
         text = f"prompt and new tokens are {tokens}, more than the {limit} that the model was made for"
-        warnings.warn(text, stacklevel=stacklevel + 1)  # + 1 for this function
+        warnings.warn(text, stacklevel=stacklevel + 1)  # the 1 stands for this function
 
 
 def check_window(model: PreTrainedModel, tokens: int, chains: Sequence[Chain]) -> None:
-    """Raise UsageError if a text of ``tokens`` outgrows the model's sliding window and is to be compressed."""
-    # beyond the window the model forgets tokens by itself, which no budget accounts for
+    """Raise UsageError if a text of ``tokens`` tokens outgrows the model's sliding window and is to be compressed."""
+    # beyond the window the model forgets tokens by itself, and no budget accounts for that
     window = sliding_window(model.config)
     compressing = [chain.name for chain in chains if chain.stages]
     if window is not None and tokens > window and compressing:
@@ -75,7 +75,7 @@ def check_window(model: PreTrainedModel, tokens: int, chains: Sequence[Chain]) -
 
 
 def check_turn(model: PreTrainedModel, read: int, tokens: int) -> None:
-    """Raise UsageError where the rotation of keys changes between the first ``read`` of a text's tokens and its end."""
+    """Raise UsageError if the rotation of keys changes after the first ``read`` tokens of a text of ``tokens``."""
     if beyond_turn(model, tokens) and not beyond_turn(model, read):
         turn = traits.turning_point(model.config)
         raise UsageError(
@@ -86,12 +86,12 @@ def check_turn(model: PreTrainedModel, read: int, tokens: int) -> None:
 
 
 def beyond_turn(model: PreTrainedModel, tokens: int) -> bool:
-    """Tell whether a text of ``tokens`` is rotated by the frequencies of long texts; False for most models."""
+    """Return True if a text of ``tokens`` is rotated by the frequencies of long texts. Most models have none."""
     turn = traits.turning_point(model.config)
     return turn is not None and tokens > turn
 
 
 def check_piece_size(size: int | None) -> None:
-    """Raise UsageError unless prompts can be read in pieces of ``size`` tokens. None reads them whole."""
+    """Raise UsageError unless prompts can be read in pieces of ``size`` tokens. None means whole prompts."""
     possible = size is None or (is_whole(size) and size >= LEAST_PIECE)
     check("shared_prefix", size, possible, f"null, or tokens that are read at a time, {LEAST_PIECE} or more")

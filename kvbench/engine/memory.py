@@ -1,4 +1,4 @@
-"""Memory that is free for caches, the errors of running out of it, and work that goes on in parts then."""
+"""Free memory for caches, out-of-memory errors, and work that continues in smaller parts after such an error."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ Result = TypeVar("Result")
 GIB = 2**30
 CONTROL_GROUP = Path("/sys/fs/cgroup")
 USED_SHARE = 0.7
-"""The share of free memory that ``memory=auto`` takes: activations, padding and other processes need the rest."""
+"""The share of free memory that ``memory=auto`` takes. Activations, padding and other processes need the rest."""
 OUT_OF_MEMORY = (
     "can't allocate memory",
     "DefaultCPUAllocator",
     "CUDA out of memory",
-    "CUDA error: out of memory",  # of the driver, where PyTorch's allocator is not asked
+    "CUDA error: out of memory",  # from the driver, if the allocation bypasses PyTorch's allocator
     "Triton Error [CUDA]: out of memory",
     "CUBLAS_STATUS_ALLOC_FAILED",
 )
-"""Parts of the messages of errors that have no type of their own."""
+"""Texts in the messages of out-of-memory errors that have no type of their own."""
 
 
 def process_memory(key: str) -> int:
     """Return the bytes of this process that Linux names ``key``.
 
-    VmRSS counts the resident bytes now, VmHWM the most that were resident, VmData the process's own data.
+    VmRSS are the bytes resident now, VmHWM the most that were ever resident, VmData the process's own data.
     """
     status = Path("/proc/self/status")
     lines: list[str] = []
@@ -50,22 +50,22 @@ def process_memory(key: str) -> int:
 
 
 def device_shares(model: PreTrainedModel) -> dict[torch.device, float]:
-    """Return the part of a model's attention layers, hence of its caches, on each device that has any."""
+    """Return each device's share of a model's attention layers. It is also the device's share of the model's caches."""
     devices = [next(module.parameters()).device for module in attention_modules(model)]
     return {device: count / len(devices) for device, count in Counter(devices).items()}
 
 
 def free_bytes(device: torch.device) -> int:
-    """Return the bytes that this process can still take on ``device``: a GPU, or the machine and its control group."""
+    """Return the bytes that this process can still allocate on ``device``: a GPU, or the machine and control group."""
     if device.type == "cuda":
         device_free, _ = torch.cuda.mem_get_info(device)
-        # memory that PyTorch has reserved and does not use is free for our tensors, too
+        # memory that PyTorch has reserved but does not use is free for our tensors as well
         return int(device_free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
     return min(_read_machine_free_bytes(), *_read_group_free_bytes())
 
 
 def _read_machine_free_bytes() -> int:
-    """Return the free bytes of the machine: Linux's number, else half of the memory, else a guess of 4 GiB."""
+    """Return the machine's free bytes: Linux's number, else half of the memory, else a guess of 4 GiB."""
     with suppress(OSError, ValueError, IndexError):
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):
@@ -76,17 +76,17 @@ def _read_machine_free_bytes() -> int:
 
 
 def _read_group_free_bytes() -> Iterator[int]:
-    """Yield the bytes that each Linux control group (versions 2 and 1) leaves below its limit; at least one number."""
+    """Yield how many bytes each Linux control group (versions 2 and 1) leaves below its limit; at least one number."""
     for limit_file, usage_file in (
         ("memory.max", "memory.current"),
         ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
     ):
-        # ValueError: a group without a limit says "max"
+        # a group without a limit says "max", which int() refuses with a ValueError
         with suppress(OSError, ValueError):
             limit = int((CONTROL_GROUP / limit_file).read_text())
             usage = int((CONTROL_GROUP / usage_file).read_text())
             yield max(0, limit - usage)
-    yield 2**62  # no limit
+    yield 2**62  # stands for no limit
 
 
 def cache_limit(
@@ -96,7 +96,7 @@ def cache_limit(
 ) -> int:
     """Return the bytes that caches may take: ``gib`` if the user gave it, else a share of the memory free now.
 
-    ``shares`` gives the part of every cache on each device, ``count_free`` the bytes that are free there. The device
+    ``shares`` is the part of every cache on each device, ``count_free`` returns the free bytes of a device. The device
     with the least room for its part decides.
     """
     if gib is not None:
@@ -105,14 +105,14 @@ def cache_limit(
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Tell whether the error is of an allocation that failed, on a GPU or on the CPU."""
+    """Return True if the error is a failed allocation, on a GPU or on the CPU."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return isinstance(error, RuntimeError) and any(text in str(error) for text in OUT_OF_MEMORY)
 
 
 def release() -> None:
-    """Free the memory that a failed allocation has left behind."""
+    """Free the memory that a failed allocation left behind."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -123,8 +123,8 @@ def in_parts(
 ) -> list[tuple[Item, Result | Exception]]:
     """Call ``work`` on all items at once. Return (item, result or exception) of each item.
 
-    If ``work`` fails, it is called on parts: halves if memory ran out, else single items. So only an item that fails
-    alone gets an exception.
+    If ``work`` fails, it is called on parts: halves if memory ran out, else single items. Only an item that fails alone
+    gets an exception.
     """
     try:
         return list(zip(items, work(items), strict=True))
@@ -133,7 +133,7 @@ def in_parts(
             return [(items[0], error)]
         size = 1
         if is_out_of_memory(error):
-            # memory depends on the number of items, other errors on a single one
+            # memory depends on the number of items, but any other error belongs to a single item
             size = (len(items) + 1) // 2
     release()
     outcomes: list[tuple[Item, Result | Exception]] = []

@@ -1,4 +1,4 @@
-"""The model as a chain's stages change it, for as long as a context is open."""
+"""The model as a chain's stages change it, while a context is open."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvbench.methods.core.prompt_cache import PromptCache
 
 @contextmanager
 def adapted(model: PreTrainedModel, chain: Chain) -> Iterator[None]:
-    """Change the model by ``adapt`` of all of the chain's stages. On exit it is restored, whatever happens."""
+    """Change the model by the ``adapt`` methods of the chain's stages. On exit it is always restored."""
     with ExitStack() as stack:
         for stage in chain.adaptation:
             stack.enter_context(stage.adapt(model))
@@ -21,8 +21,8 @@ def adapted(model: PreTrainedModel, chain: Chain) -> Iterator[None]:
 
 
 def by_batch(caches: Sequence[PromptCache]) -> list[list[int]]:
-    """Return the indices of caches in groups of equal ``batch_key``. A group can be the rows of one batch."""
-    # groups keep the order of their first caches
+    """Group the indices of caches by equal ``batch_key``. The caches of a group can be rows of one batch."""
+    # groups come in the order of their first caches
     groups: dict[object, list[int]] = {}
     for i, cache in enumerate(caches):
         groups.setdefault(cache.batch_key, []).append(i)

@@ -17,11 +17,11 @@ from kvbench.engine.prefill import prefill_chains
 from kvbench.methods.core.chain import Chain
 
 UNITS = {"avx512_bf16": "AVX512-BF16", "amx_bf16": "AMX", "bf16": "Arm's BF16"}
-"""Units of CPUs that multiply bf16, by their flags in /proc/cpuinfo."""
+"""Units of CPUs that multiply bf16. The keys are their flags in /proc/cpuinfo."""
 
 
 class Rounding(TypedDict):
-    """The effect of half precision alone: logits after some prompts beside those of the same weights in fp32.
+    """The effect of half precision alone: logits after some prompts, compared with the same weights in fp32.
 
     prompts: the number of prompts.
     same: the number of prompts after which the first choice is the same.
@@ -35,11 +35,11 @@ class Rounding(TypedDict):
 
 @cache
 def bf16_units() -> tuple[str, ...] | None:
-    """Return the units that multiply bf16 of this CPU, named as in UNITS, or None if its system does not tell."""
+    """Return the units of this CPU that multiply bf16, by their names in UNITS, or None if the system does not tell."""
     with suppress(OSError):
         flags: set[str] = set()
         for line in Path("/proc/cpuinfo").read_text().splitlines():
-            # "flags" on x86, "Features" on Arm
+            # x86 calls the line "flags", Arm calls it "Features"
             if line.startswith(("flags", "Features")):
                 flags.update(line.split())
         if not flags:
@@ -49,7 +49,7 @@ def bf16_units() -> tuple[str, ...] | None:
 
 
 def dtype_reason(setting: str, dtype: str, device: torch.device) -> str:
-    """Return the dtype of a run with its reason, in one line. ``setting`` is the user's dtype=."""
+    """Return a run's dtype with its reason, in one line. ``setting`` is the user's dtype=."""
     is_auto = setting == "auto"
     if device.type != "cpu":
         if is_auto:
@@ -75,11 +75,11 @@ def dtype_reason(setting: str, dtype: str, device: torch.device) -> str:
 
 
 def has_better_dtype(setting: str, dtype: str, device: torch.device) -> bool:
-    """Tell whether ``dtype_reason`` names a better dtype for this machine."""
+    """Return True if ``dtype_reason`` names a better dtype for this machine."""
     if device.type != "cpu":
         return False
     if dtype == "float32":
-        # a user who asks for fp32 gets no advice
+        # a user who asked for fp32 gets no advice
         return setting == "auto" and bool(bf16_units())
     # half precision is slow on a CPU without such a unit
     return not bf16_units()
@@ -88,9 +88,9 @@ def has_better_dtype(setting: str, dtype: str, device: torch.device) -> bool:
 def compare_rounding(model: PreTrainedModel, prompts: Sequence[Tensor]) -> Rounding | None:
     """Return how the full cache's logits after ``prompts`` [n] differ from those of the same weights in fp32.
 
-    Returns None for a model in fp32, and where memory does not hold the model at twice its size.
+    Returns None for a model in fp32, or if memory cannot hold the model at twice its size.
     """
-    # the same model is measured in both dtypes; in fp32 its weights take twice their bytes
+    # the same model is measured in both dtypes, and its weights take twice their bytes in fp32
     half, device = model.dtype, model.device
     weight_bytes = sum(p.nbytes for p in model.parameters())
     if half == torch.float32 or getattr(model, "hf_device_map", None) or 2 * weight_bytes > free_bytes(device):
@@ -108,7 +108,7 @@ def compare_rounding(model: PreTrainedModel, prompts: Sequence[Tensor]) -> Round
 
 
 def rounding_note(comparison: Rounding, dtype: str) -> str:
-    """Return the result of ``compare_rounding`` in a sentence."""
+    """Describe the result of ``compare_rounding`` in a few sentences."""
     n = comparison["prompts"]
     tasks = "task"
     if n > 1:
@@ -129,14 +129,14 @@ def _compute_last_logits(model: PreTrainedModel, ids: Tensor) -> Tensor:
 
 @contextmanager
 def _in_fp32(model: PreTrainedModel, half: torch.dtype) -> Iterator[None]:
-    """Turn the weights of dtype ``half`` to fp32, which holds them exactly. On exit they are restored."""
+    """Convert the weights of dtype ``half`` to fp32, which represents them exactly. On exit they are restored."""
     weights = [p for p in model.parameters() if p.dtype == half]
     try:
         for p in weights:
-            # the parameter objects stay, so that ties between weights stay, too
+            # the parameter objects stay the same, so that tied weights stay tied
             p.data = p.data.float()
         yield
     finally:
-        # every fp32 value came from a half, so that rounding back loses nothing
+        # every fp32 value came from a half-precision value, so rounding back loses nothing
         for p in weights:
             p.data = p.data.to(half)

@@ -1,6 +1,6 @@
-"""One pass of the model over a prompt, shared by every chain that wants to compress it.
+"""One pass of the model over a prompt, shared by all chains that compress it.
 
-As each layer ends, its keys, values and statistics go to all chains, and the dense layer is dropped.
+When a layer ends, its keys, values and statistics go to all chains. The dense layer is then dropped.
 """
 
 from __future__ import annotations
@@ -49,18 +49,18 @@ def prefill_chains(
     lengths: Sequence[int] | None = None,
     prefix: SharedPrefix | None = None,
 ) -> list[PromptCache]:
-    """Return one cache per chain, in order, from one pass over ``input_ids`` [n] per distinct ``prefill_key``.
+    """Return one cache per chain, in order. One pass over ``input_ids`` [n] serves all chains of one ``prefill_key``.
 
-    plain: attend by fp32 softmax rows instead of PyTorch's fused attention.
-    tokenizer: the model's, for methods that put words of their own into further passes.
-    lengths: for each chain, how many first tokens its cache is of; all n by default. Shorter caches come from the same
-    pass, unless the chain changes the prompt's computation.
-    prefix: the first tokens of the prompt read last. They are not read again.
+    plain: True attends by fp32 softmax rows instead of PyTorch's fused attention.
+    tokenizer: the model's tokenizer, for methods that add words of their own to further passes.
+    lengths: for each chain, how many of the first tokens its cache covers (default: all n). Shorter caches come from
+    the same pass, unless the chain changes the prompt's computation.
+    prefix: the first tokens of the last prompt, which are not read again.
     """
     ids = as_prompt(model, input_ids)
     lengths = lengths or [len(ids)] * len(chains)
     reading = _Reading(plain=plain, tokenizer=tokenizer, prefix=prefix)
-    # refuse before anything is read: prompts that are too long, then chains that the model cannot run
+    # refuse before anything is read: first prompts that are too long, then chains that the model cannot run
     for chain, n in zip(chains, lengths, strict=True):
         check_window(model, n, [chain])
         later_passes = None
@@ -75,11 +75,11 @@ def prefill_chains(
     for chain in chains:
         chain.check_model(model_traits)
         check_calibrated(chain, model)
-    # chains of one pass, by their prefill key and the number of tokens that the pass reads
+    # chains share a pass if they have the same prefill key and the same number of tokens to read
     passes: dict[tuple[str, int], list[int]] = {}
     for i, (chain, n) in enumerate(zip(chains, lengths, strict=True)):
         tokens_read = len(ids)
-        # such chains would see or change more than the first n tokens in a pass over all of them
+        # in a longer pass, such chains would see or change more than the first n tokens
         if chain.prefill_key or chain.replayer or chain.foreign or chain.needs(n).call:
             tokens_read = n
         passes.setdefault((chain.prefill_key, tokens_read), []).append(i)
@@ -88,7 +88,7 @@ def prefill_chains(
         pass_chains = [chains[i] for i in members]
         pass_lengths = [lengths[i] for i in members]
         foreign = [chain.name for chain in pass_chains if chain.foreign]
-        # the model takes most of the time in here, so that a long wait is no method's fault
+        # the model itself takes most of this time, so a long wait is not blamed on a method
         walls = contained(", ".join(foreign), bool(foreign), seed=0, watched=False)
         with walls, adapted(model, pass_chains[0]):
             pass_caches = _shared_pass(model, ids[: max(pass_lengths)], pass_chains, pass_lengths, reading)
@@ -98,7 +98,7 @@ def prefill_chains(
 
 @dataclass(frozen=True)
 class _Reading:
-    """The parameters of ``prefill_chains`` that say how a prompt is read. They are described there."""
+    """The parameters of ``prefill_chains`` that say how a prompt is read. Their meaning is described there."""
 
     plain: bool
     tokenizer: Any
@@ -106,11 +106,11 @@ class _Reading:
 
 
 class _PassReceiver:
-    """The layers of one pass, which are handed to each chain of the pass as they end, with the seconds that this took.
+    """Receive the layers of one pass, hand each to every chain of the pass, and count the seconds that this takes.
 
     layers: the compressed layers of each chain.
-    local: the local layers, which all chains share, by the number of tokens.
-    spent: the seconds of each chain, and in the end those of copies and checks.
+    local: the local layers by number of tokens. All chains share them.
+    spent: the seconds of each chain, and as the last number the seconds of copies and checks.
     """
 
     def __init__(self, chains: Sequence[Chain], lengths: Sequence[int], query_heads: int) -> None:
@@ -121,7 +121,7 @@ class _PassReceiver:
         self.spent = [0.0] * (len(chains) + 1)
 
     def on_layer(self, obs: Observation, k: Tensor, v: Tensor) -> None:
-        """Hand a layer's keys and values [Hk, n, D] to each chain whose cache is of as many tokens."""
+        """Hand a layer's keys and values [Hk, n, D] to each chain whose cache covers that many tokens."""
         for i, (chain, n) in enumerate(self.members):
             if n != obs.length:
                 continue
@@ -136,14 +136,14 @@ class _PassReceiver:
                 positions=obs.positions,
                 length=obs.length,
             )
-            # the dense cache is shared by all chains, and counted for none of them
+            # the time of the shared dense cache is counted for no chain
             with _clock(k.device, self.spent, -1):
                 shared_cache = obs.once((ops.dense, heads), dense)
                 handed = Handed(chain, shared_cache, obs)
             walls = contained(chain.name, chain.foreign, seed_of(obs.prompt, obs.layer))
             with walls, _clock(k.device, self.spent, i):
                 self.layers[i].add(handed.cache, handed.obs)
-            # the check comes while the prompt's own keys and values are still there
+            # the check must come while the prompt's own keys and values still exist
             with _clock(k.device, self.spent, -1):
                 handed.check()
                 self.layers[i].compare(shared_cache.segments[0], obs)
@@ -159,10 +159,10 @@ class _PassReceiver:
         forward_s: float,
         colsums_s: Mapping[tuple[int, int], float],
     ) -> list[PromptCache]:
-        """Return the cache of each chain, once its layers are compressed.
+        """Return the cache of each chain. All of its layers must be compressed.
 
-        logits: those of the next token [V], by the number of tokens read.
-        forward_s: the seconds of the forward pass, which all chains share.
+        logits: the next token's logits [V], by the number of tokens read.
+        forward_s: the seconds of the forward pass. All chains share it.
         colsums_s: the seconds of column sums, by the number of tokens and the bit width of the keys.
         """
         caches = []
@@ -177,7 +177,7 @@ class _PassReceiver:
                 chain=chain,
                 prompt_tokens=n,
                 prefill_s=forward_s,
-                # a chain pays in full for column sums that it shares with others
+                # each chain pays in full for column sums, even if it shares them with other chains
                 compress_s=self.spent[i] + sum(colsums_s[n, bits] for bits in widths),
                 model=weakref.ref(model),
                 mismatch=self.layers[i].mismatch,
@@ -191,7 +191,7 @@ class _PassReceiver:
 def _shared_pass(
     model: PreTrainedModel, ids: Tensor, chains: Sequence[Chain], lengths: Sequence[int], reading: _Reading
 ) -> list[PromptCache]:
-    """Return one cache per chain from one prefill, for chains under which the prompt is computed alike."""
+    """Return one cache per chain from one prefill. All chains must compute the prompt alike."""
     needs_by_length: dict[int, Needs] = {}
     for n in sorted(set(lengths)):
         needs_by_length[n] = Needs.union(
@@ -202,11 +202,11 @@ def _shared_pass(
     calls_needed = any(needs.call for needs in needs_by_length.values())
     if reading.prefix is not None and not chains[0].prefill_key and not calls_needed:
         all_needs = Needs.union(needs_by_length.values())
-        # at least one token of the shortest prompt is read here, as its logits are needed
+        # at least one token of the shortest prompt must be read here, because its logits are needed
         known_pieces = reading.prefix.read(model, ids, all_needs, min(lengths) - 1, reading.plain)
         if known_pieces is not None:
             starts, prefix_end = known_pieces
-    # the pass reads as many tokens as the longest cache has; the other lengths are its parts
+    # the pass reads as many tokens as the longest cache has, and shorter lengths are parts of it
     needs_of_all_tokens = needs_by_length.pop(len(ids))
     receiver = _PassReceiver(chains, lengths, int(model.config.num_attention_heads))
     total = [0.0]
@@ -217,17 +217,17 @@ def _shared_pass(
             needs_of_all_tokens,
             on_layer=receiver.on_layer,
             plain=reading.plain,
-            chain=chains[0],  # the chains of one prefill key compute the prompt alike
+            chain=chains[0],  # chains of one prefill key compute the prompt alike
             on_local=receiver.on_local,
             parts=needs_by_length,
             starts=starts,
         )
         for last_logits in logits.values():
             check_finite(chains[0], "logits", last_logits)
-    # the forward pass alone: without compression, checks and column sums, which chains pay for themselves
+    # this is the forward pass alone: chains pay for compression, checks and column sums themselves
     forward = max(total[0] - sum(receiver.spent) - sum(colsums_s.values()), 0.0)
     if prefix_end is not None:
-        # all chains pay for the known pieces, as if these were read for them
+        # all chains pay for the known pieces as if they had been read now
         forward += prefix_end.forward_s
         for n, bits in colsums_s:
             colsums_s[n, bits] += prefix_end.colsums_s[bits]
@@ -238,7 +238,10 @@ def _shared_pass(
 def _replay(
     model: PreTrainedModel, ids: Tensor, layers: Sequence[CompressedLayers], tokenizer: Any, spent: list[float]
 ) -> None:
-    """Read the prompt again for the chains that score by it. Equal passes are made once, in the first chain's time."""
+    """Read the prompt again for chains that score tokens by it.
+
+    Equal passes are made once. Their seconds count for the first chain that needs them.
+    """
     received: dict[Replay, list[Tensor]] = {}
     for i, compressed in enumerate(layers):
         selector = compressed.chain.replayer
@@ -256,7 +259,7 @@ def _replay(
 
 @contextmanager
 def _clock(device: torch.device, spent: list[float], i: int) -> Iterator[None]:
-    """Add the seconds that the context is open to ``spent[i]``."""
+    """Add the seconds for which the context is open to ``spent[i]``."""
     synchronise(device)
     start = time.perf_counter()
     yield
@@ -265,7 +268,7 @@ def _clock(device: torch.device, spent: list[float], i: int) -> Iterator[None]:
 
 
 def observer(model: PreTrainedModel) -> Observe:
-    """Return a reader of windows of ids, for stages that are calibrated on ``model``."""
+    """Return a function that reads windows of ids, for stages that are calibrated on ``model``."""
 
     def observe_window(window: Tensor, needs: Needs, on_layer: OnLayer) -> object:
         return observe(model, as_prompt(model, window), needs, on_layer)
@@ -274,7 +277,7 @@ def observer(model: PreTrainedModel) -> Observe:
 
 
 def as_prompt(model: PreTrainedModel, input_ids: Tensor | Sequence[int]) -> Tensor:
-    """Return one unpadded prompt as int64 [n] on the model's device; [1, n] is accepted, several prompts are not."""
+    """Return one unpadded prompt [n] or [1, n] as int64 [n] on the model's device. Several prompts are refused."""
     traits.check_is_model(model)
     kind = type(input_ids).__name__
     try:
@@ -294,7 +297,7 @@ def as_prompt(model: PreTrainedModel, input_ids: Tensor | Sequence[int]) -> Tens
         raise UsageError(
             f"input_ids has shape {tuple(ids.shape)}: kvbench reads one unpadded prompt at a time, [n] or [1, n]"
         )
-    # an embedding would end in an index error, and on a GPU in an assertion that spoils the process
+    # the embedding would raise an index error, and on a GPU an assertion that makes the process unusable
     limit = getattr(model.config, "vocab_size", None)
     if limit is not None and (int(ids.min()) < 0 or int(ids.max()) >= limit):
         raise UsageError(f"input_ids holds ids outside the model's vocabulary of {limit}")

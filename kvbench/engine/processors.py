@@ -10,10 +10,10 @@ from kvbench.engine.memory import CONTROL_GROUP
 
 
 def allowed() -> int:
-    """Return the number of processors that this process may use: those it can run on, within its container's quota.
+    """Return the number of processors that this process may use, by its affinity and its container's quota.
 
-    A container gets its share of a machine by the quota of its control group (Linux, versions 2 and 1). PyTorch does
-    not know it: more threads than that are stopped for most of each period.
+    A container gets its share of a machine as a quota of its control group (Linux, versions 2 and 1). PyTorch ignores
+    the quota, and threads above it would be stopped for most of each period.
     """
     if hasattr(os, "sched_getaffinity"):
         return within_quota(len(os.sched_getaffinity(0)))
@@ -21,13 +21,13 @@ def allowed() -> int:
 
 
 def within_quota(processors: int, control_group: Path = CONTROL_GROUP) -> int:
-    """Return how many of ``processors`` the quota of a control group leaves, at least 1."""
+    """Return how many of ``processors`` the quota of a control group leaves; at least 1."""
     count = float(processors)
-    # version 2 writes both numbers into one file, "QUOTA PERIOD"
+    # version 2 writes quota and period into one file, as "QUOTA PERIOD"
     for quota_file, period_file in (("cpu.max", "cpu.max"), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):
-        with suppress(OSError, ValueError):  # ValueError: no quota is "max"
+        with suppress(OSError, ValueError):  # without a quota the file says "max", which is a ValueError
             quota = int((control_group / quota_file).read_text().split()[0])
-            if quota > 0:  # version 1 writes -1 for none
+            if quota > 0:  # version 1 writes -1 for no quota
                 period = int((control_group / period_file).read_text().split()[-1])
                 count = min(count, quota / period)
     return max(1, int(count))

@@ -19,7 +19,7 @@ from kvbench.kv.segment import per_head
 from kvbench.models.interface import KvbenchLayer, synchronise
 from kvbench.storage import split
 
-EXACT = 0  # the bit width under which column sums over unquantised keys are recorded
+EXACT = 0  # stands for unquantised keys among the bit widths of column sums
 GROUPED_BY = 5  # CHAI groups heads by their attention to the first five tokens (arXiv 2403.08058)
 Read = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 Share = Callable[..., Tensor | None]
@@ -28,7 +28,7 @@ Blocks = Callable[[Tensor], list[tuple[int, Tensor]]]
 
 @dataclass(frozen=True)
 class LayerStart:
-    """A layer of the first p tokens of a prompt, which were read before the others, with the statistics of stages.
+    """A layer of a prompt's first p tokens, which were read earlier, with the statistics that stages need.
 
     queries: the queries of each piece, in order. Together they end with the query of token p - 1.
     colsums: column sums by the bit width of the keys. EXACT stands for unquantised keys.
@@ -44,7 +44,7 @@ class LayerStart:
 
 @dataclass(frozen=True)
 class LayerStatistics:
-    """The statistics that stages need of a layer's first n tokens. They become fields of Observation, which see."""
+    """The statistics that stages need of a layer's first n tokens. ``Observation`` describes the fields."""
 
     scale: float
     last_q: Tensor | None
@@ -58,11 +58,11 @@ class PromptLayer(KvbenchLayer):
     """One layer while the prompt is read: causal attention, and the statistics that stages need.
 
     needs: for each number of first tokens, the statistics that stages need of them.
-    plain: whether attention is computed by fp32 softmax rows instead of PyTorch's fused attention.
-    read: a function that returns the keys and values to attend in the place of the layer's own. None: the layer's own.
+    plain: True if attention is computed by fp32 softmax rows instead of PyTorch's fused attention.
+    read: a function that returns the keys and values to attend; None: the layer's own.
     share: ``HeadSharer.leads`` of this layer. It returns the query head whose logits each head takes.
     blocks: ``BlockReader.blocks`` of this layer.
-    start: the tokens that were read before. The others follow them.
+    start: the tokens that were read earlier. The tokens of this pass follow them.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class PromptLayer(KvbenchLayer):
         if start is not None:
             self.seen = start.keys.shape[1]
         self.observed: dict[int, LayerStatistics] = {}  # by the number of tokens
-        # seconds by number of tokens and bit width of the keys, EXACT for those as they are
+        # seconds of column sums by (number of tokens, bit width of the keys); EXACT stands for unquantised keys
         self.colsums_s: dict[tuple[int, int], float] = {}
 
     def add(self, k: Tensor, v: Tensor) -> None:
@@ -125,12 +125,12 @@ class PromptLayer(KvbenchLayer):
         if self.share is not None:
             leads = self.share(q[:, :GROUPED_BY], keys[:, :GROUPED_BY], scale=scale)
         if leads is not None:
-            # each head attends by its leading head's query and key, over its own values
+            # each head attends with its leading head's query and key, over its own values
             keys, values = per_head(keys, len(q))[leads], per_head(values, len(q))
             q = q[leads]
         if self.plain or window is not None or cap_of(scale) is not None:
             return attend_rows(q, keys, values, scale, window)[None]
-        # Without earlier tokens is_causal serves. With them query i attends tokens 0 .. before + i.
+        # is_causal is enough without earlier tokens. With them, query i attends tokens 0 .. before + i.
         mask = None
         if before:
             mask = causal_lower_right(q.shape[1], keys.shape[1])
@@ -149,8 +149,8 @@ class PromptLayer(KvbenchLayer):
     ) -> tuple[Tensor | None, Tensor | None]:
         """Return (attention [Hq, w, D], log-sum-exp [Hq, w] of each row of logits) by fused attention.
 
-        Column sums need the log-sum-exp, and pieces of a prompt are joined by it. Returns (None, None) where neither
-        is the case, or where fused attention does not serve.
+        Column sums need the log-sum-exp, and pieces of a prompt are joined by it. Returns (None, None) if neither
+        applies, or if fused attention cannot serve.
         """
         before = keys.shape[1] - q.shape[1]
         needed = bool(before) or any(needs.colsums for needs in self.needs.values())
@@ -180,8 +180,8 @@ class PromptLayer(KvbenchLayer):
     ) -> LayerStatistics:
         """Return the statistics that stages need of the first n tokens.
 
-        q [Hq, w, D] are the queries that are read now, the last w of them. keys [Hk, n, D] are the keys that they
-        attend, and ``read_keys`` the same keys where these are not the layer's own.
+        q [Hq, w, D] are the queries read now, the last w of the n tokens. keys [Hk, n, D] are the keys that they
+        attend. ``read_keys`` are the same keys if the layer's own keys differ from them, else None.
         """
         last_q = first_q = exact_sums = None
         if needs.last_q:
@@ -190,7 +190,7 @@ class PromptLayer(KvbenchLayer):
                 earlier = self.start.queries
             last_q = torch.cat([*earlier, q], dim=1)[:, -needs.last_q :].clone()
         if needs.first_q:
-            # the first queries are in the piece that was read first
+            # the first queries are in the first piece
             first_piece: Tensor | None = q
             if self.start is not None:
                 first_piece = self.start.first_q
@@ -214,10 +214,10 @@ class PromptLayer(KvbenchLayer):
     def _column_sums(
         self, query: Tensor, keys: Tensor, scale: float, place: tuple[int, int], lse: Tensor | None = None
     ) -> Tensor:
-        """Return the attention [Hq, n] that each token received from all queries, and note its seconds.
+        """Return the attention [Hq, n] that each token received from all queries, and record the seconds that it took.
 
-        query [Hq, w, D] are the last w queries. Sums over those before are in ``start``. ``place`` is the number of
-        tokens n with the bit width of the keys.
+        query [Hq, w, D] are the last w queries. ``start`` has the sums over earlier queries. ``place`` is the pair of
+        the number of tokens n and the bit width of the keys.
         """
         synchronise(query.device)
         start = time.perf_counter()
@@ -230,16 +230,16 @@ class PromptLayer(KvbenchLayer):
         return sums
 
     def states(self, hidden: Tensor) -> Tensor:
-        """Return the hidden states [n, d] of all tokens, of which ``hidden`` [w, d] came now.
+        """Return the hidden states [n, d] of all tokens. ``hidden`` [w, d] are those of the tokens read now.
 
-        Where no stage needs hidden states, earlier ones were not kept. The result is then ``hidden``.
+        If no stage needs hidden states, earlier ones were not kept, and the result is ``hidden``.
         """
         if self.start is None or self.start.hidden is None:
             return hidden
         return torch.cat([self.start.hidden, hidden])
 
     def take(self) -> tuple[Tensor, Tensor]:
-        """Return the dense keys and values [Hk, n, D], each alone in its storage. The layer drops them."""
+        """Return the dense keys and values [Hk, n, D], each alone in its storage, and drop them from the layer."""
         assert self.keys is not None and self.values is not None
         k, v = alone(self.keys[0]), alone(self.values[0])
         self.keys = self.values = self.start = None
@@ -247,7 +247,7 @@ class PromptLayer(KvbenchLayer):
 
 
 def alone(t: Tensor) -> Tensor:
-    """Return t [H, n, D] contiguous and alone in its storage (fused projections return views of a larger one)."""
+    """Return t [H, n, D] contiguous and alone in its storage. Fused projections return views of a larger storage."""
     if t.is_contiguous() and t.untyped_storage().nbytes() == t.nbytes:
         return t
     return t.clone(memory_format=torch.contiguous_format)

@@ -1,4 +1,4 @@
-"""One pass of the model over a prompt, which hands every layer on as it ends."""
+"""One pass of the model over a prompt. It hands every layer on as the layer ends."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from kvbench.models.releases import named_cache
 OnLayer = Callable[[Observation, Tensor, Tensor], None]
 OnLocal = Callable[[LayerCache, int], None]
 LONG = 8192
-"""Prompts of more tokens have their MLPs computed ``MLP_TOKENS`` at a time. No digit of shorter ones depends on it."""
+"""For prompts longer than this, MLPs compute ``MLP_TOKENS`` tokens at a time. Shorter prompts are unaffected."""
 MLP_TOKENS = 2048
 
 
@@ -44,27 +44,28 @@ def observe(
     parts: Mapping[int, Needs] = MappingProxyType({}),
     starts: Sequence[LayerStart] = (),
 ) -> tuple[dict[int, Tensor], dict[tuple[int, int], float]]:
-    """Read ``input_ids`` [n] once and hand every finished layer to ``on_layer``, and local ones to ``on_local``.
+    """Read ``input_ids`` [n] once. Hand every finished layer to ``on_layer``, and local layers to ``on_local``.
 
-    Local layers are counted apart: the others are numbered as if there were no local ones.
+    Layers are numbered without local layers.
 
     needs: the statistics that stages need of all n tokens.
-    plain: attend by fp32 softmax rows instead of PyTorch's fused attention.
+    plain: True attends by fp32 softmax rows instead of PyTorch's fused attention.
     chain: the chain under which the prompt is computed. Its stages may read other keys and values than are stored, drop
-    hidden states, or let heads share logits. None of this concerns local layers.
-    parts: further numbers of first tokens, with the statistics that stages need of these. Their layers are handed on,
-    too, as later tokens change nothing of earlier ones. Nothing but plain causal attention may compute these.
-    starts: the layers of the prompt's first tokens, if these were read before. They are fewer than any number wanted.
+    hidden states, or let heads share logits. Local layers are never affected.
+    parts: further numbers of first tokens, with the statistics that stages need of them. Layers of the parts are handed
+    on as well, because later tokens do not change earlier ones. Parts require plain causal attention.
+    starts: the layers of the prompt's first tokens, if these were read earlier. They must be fewer than any number
+    wanted.
 
-    Returns the next token's logits [V] by the number of tokens read, and the seconds that column sums took, by that
-    number and the bit width of the keys.
+    Returns two mappings. The first has the next token's logits [V] by the number of tokens read. The second has the
+    seconds of column sums by that number and the bit width of the keys.
     """
     n = input_ids.shape[0]
     needs_by_length = dict(parts)
-    needs_by_length[n] = needs  # the last: stages see the parts before the whole prompt
+    needs_by_length[n] = needs  # it comes last: stages see the parts before the whole prompt
     prompt_pass = _PromptPass(model, input_ids, needs_by_length, chain=chain or Chain(), plain=plain, starts=starts)
     tokens_before = prompt_pass.tokens_before
-    logits_to_keep: Tensor | int = 1  # the last token's alone
+    logits_to_keep: Tensor | int = 1  # keep the last token's logits only
     if parts:
         logits_to_keep = torch.tensor([length - 1 - tokens_before for length in needs_by_length])
 
@@ -75,14 +76,14 @@ def observe(
         contexts.enter_context(torch.no_grad())
         contexts.enter_context(attached(model))
         contexts.enter_context(layer_hooks(model, finish))
-        # tokens_read[i] is known once layer i - 1 has ended: later layers read the tokens that a stage leaves
+        # tokens_read[i] is known when layer i - 1 has ended: later layers read only the tokens that a stage leaves
         if prompt_pass.chain.hidden:
             contexts.enter_context(token_hooks(model, prompt_pass.tokens_read.__getitem__))
         if needs.call:
             contexts.enter_context(call_hooks(model, prompt_pass.calls))
         if n > LONG:
             contexts.enter_context(mlps_in_parts(model, MLP_TOKENS))
-        # tokens of ``starts`` have their keys and values already; the others keep their positions behind them
+        # tokens of ``starts`` already have keys and values; the other tokens take the positions after them
         out = model(
             input_ids=input_ids[None, tokens_before:],
             position_ids=torch.arange(tokens_before, n, device=input_ids.device)[None],
@@ -95,13 +96,13 @@ def observe(
 
 
 class _PromptPass:
-    """One pass over a prompt: the cache layers that the model fills, and the way in which each is handed on.
+    """One pass over a prompt: the cache layers that the model fills, and how each is handed on.
 
-    layers: the layers of the whole model, local ones included.
+    layers: the layers of the whole model, local layers included.
     compressed_layers: the layers that methods compress.
-    tokens_before: how many of the prompt's first tokens were read before.
-    tokens_read: for each of these, the tokens that it reads; None for all. There is one entry more, of no layer.
-    calls: the calls of attention modules by layer of the model, where stages need them.
+    tokens_before: how many of the prompt's first tokens were read earlier.
+    tokens_read: for each compressed layer, the tokens that it reads; None for all. One extra entry belongs to no layer.
+    calls: the calls of attention modules by layer of the model, if stages need them.
     """
 
     def __init__(
@@ -121,7 +122,7 @@ class _PromptPass:
         self.tokens_before = 0
         if starts:
             self.tokens_before = starts[0].keys.shape[1]
-        # the last layer has no successor, but writes its rows all the same
+        # one entry more, because the last layer writes the tokens of its successor without having one
         self.tokens_read: list[TokensRead | None] = [None] * (self.shape.layers + 1)
         self.calls: dict[int, AttentionCall] = {}
         self.lifted = lifts(model)
@@ -130,7 +131,7 @@ class _PromptPass:
             if hasattr(module, "inv_freq"):
                 self.inv_freq = module.get_buffer("inv_freq")
                 break
-        # from the model's numbers of layers to those among the layers that methods compress
+        # numbers maps the model's layer numbers to numbers among the layers that methods compress
         local = local_layers(model.config)
         self.numbers: dict[int, int] = {}
         self.layers: list[PromptLayer] = []
@@ -149,9 +150,9 @@ class _PromptPass:
             self.compressed_layers.append(layer)
 
     def _build_layer(self, number: int, plain: bool, start: LayerStart | None) -> PromptLayer:
-        """Return a layer that methods compress, with the parts that the chain's stages have in its attention."""
+        """Build a layer that methods compress, with the functions by which the chain's stages change its attention."""
         chain, shape, n = self.chain, self.shape, len(self.tokens)
-        # Stage.read returns keys and values as they are: only a stage that overrides it changes the prompt's attention
+        # Stage.read returns keys and values unchanged, so only an override changes the prompt's attention
         read: Read | None = None
         if any(type(stage).read is not Stage.read for stage in chain.stages):
             read = chain.read
@@ -165,9 +166,9 @@ class _PromptPass:
         return PromptLayer(self.needs_by_length, plain, read, share=share, blocks=blocks, start=start)
 
     def finish_layer(self, index: int, hidden: Tensor, on_layer: OnLayer, on_local: OnLocal) -> None:
-        """Hand a finished layer on, and drop its keys and values. ``hidden`` [1, w, d] is its attention's input.
+        """Hand a finished layer on and drop its keys and values. ``hidden`` [1, w, d] is the input of its attention.
 
-        Raises UsageError if the layer holds keys and values of another shape than the model's configuration says.
+        Raises UsageError if the layer's keys and values do not have the shape that the model's configuration states.
         """
         layer, shape = self.layers[index], self.shape
         states = layer.states(hidden[0])
@@ -178,7 +179,7 @@ class _PromptPass:
                 f"layer {index} caches keys {tuple(k.shape)} and values {tuple(v.shape)} where config.json says "
                 f"{expected_shape}: kvbench cannot run this model"
             )
-        # a local layer keeps its window, and no method sees it
+        # a local layer keeps its window, and methods do not see it
         if index not in self.numbers:
             for length in self.needs_by_length:
                 part_k, part_v = alone(k[:, :length]), alone(v[:, :length])
@@ -186,7 +187,7 @@ class _PromptPass:
             return
         number = self.numbers[index]
         call = self.calls.pop(index, None)
-        # Parts come first. The last length is the whole prompt's, and its part all tokens that this layer read.
+        # Parts come first. The last length is the whole prompt's: its part has all tokens that this layer read.
         for length in self.needs_by_length:
             part_k, part_v = alone(k[:, :length]), alone(v[:, :length])
             observation = self._observe_part(number, length, part_k.shape[1], states=states, call=call)
@@ -195,7 +196,7 @@ class _PromptPass:
                     self.tokens_read[number + 1] = _tokens_of_next_layer(self.chain, observation, k)
                 on_layer(observation, part_k, part_v)
             except Exception:
-                check_finite(self.chain, "keys or values", k, v)  # no stage is at fault where these are not finite
+                check_finite(self.chain, "keys or values", k, v)  # if these are not finite, no stage is at fault
                 raise
 
     def _observe_part(
@@ -203,8 +204,9 @@ class _PromptPass:
     ) -> Observation:
         """Return a layer's observation after the first ``length`` tokens of the prompt.
 
-        tokens_read: how many of these the layer read. They are fewer where a stage dropped hidden states.
-        states: the hidden states [n, d] of all tokens that it read.
+        tokens_read: how many of these tokens the layer read. A stage that drops hidden states makes it less than
+        ``length``.
+        states: the hidden states [n, d] of all tokens that the layer read.
         """
         needs = self.needs_by_length[length]
         statistics = self.compressed_layers[number].observed.pop(length)
@@ -224,7 +226,7 @@ class _PromptPass:
             n_layers=self.shape.layers,
             n=tokens_read,
             scale=statistics.scale,
-            # random draws are seeded by these tokens alone, and do not depend on the tokens behind them
+            # the seed of random draws depends on these tokens only, not on the tokens after them
             prompt=zlib.crc32(self.tokens[:length].tobytes()),
             last_q=statistics.last_q,
             first_q=statistics.first_q,
@@ -240,7 +242,7 @@ class _PromptPass:
         )
 
     def sum_seconds(self) -> dict[tuple[int, int], float]:
-        """Return the seconds that column sums took over all layers, by number of tokens and bit width of the keys."""
+        """Return the seconds of column sums over all layers, by number of tokens and bit width of the keys."""
         seconds: dict[tuple[int, int], float] = {}
         for place in self.compressed_layers[0].colsums_s:
             seconds[place] = sum(layer.colsums_s[place] for layer in self.compressed_layers)
@@ -248,12 +250,12 @@ class _PromptPass:
 
 
 def _tokens_of_next_layer(chain: Chain, obs: Observation, keys: Tensor) -> TokensRead | None:
-    """Return the tokens that the layer after ``obs`` reads, by the attention in this layer; None if it reads all."""
+    """Return the tokens that the layer after ``obs`` reads, chosen by this layer's attention; None if it reads all."""
     if chain.hidden is None or obs.layer + 1 == obs.n_layers:
         return None
     positions = obs.token_positions(keys.device)
     if chain.tokens_read(obs.prompt_tokens, obs.layer + 1, obs.n_layers) == obs.n:
-        # the next layer reads the same tokens as this one: all, or those that an earlier layer left
+        # the next layer reads the same tokens as this one: all tokens, or those that an earlier layer left
         if obs.positions is None:
             return None
         return TokensRead(None, positions)

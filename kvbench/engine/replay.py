@@ -1,4 +1,4 @@
-"""Passes over a prompt that is read again behind its own cache, and the attention that the cache receives in them."""
+"""Further passes over a prompt, read again behind its own cache, and the attention that the cache then receives."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from kvbench.models.lowrank import lifts
 from kvbench.models.releases import named_cache
 from kvbench.storage import split
 
-# The words of KVzip's passes are part of the method (arXiv 2505.23416, section 3.2, and its released code).
+# the words of KVzip's passes are part of the method (arXiv 2505.23416, section 3.2, and its released code)
 REPEAT = "\n\nRepeat the previous context exactly."
 REPEAT_FROM = "\n\nRepeat the part of the previous context exactly, starting with"
-MARK = "kvbench5entinel"  # a message of the user's behind which a chat template writes the answer's header
+MARK = "kvbench5entinel"  # stands for a user's message; the chat template writes the answer's header after it
 
 
 class ReplayLayer(KvbenchLayer):
-    """One layer of a pass: attention over the whole prompt and the pass's own tokens, which are then forgotten.
+    """One layer of a pass. It attends the whole prompt and the pass's own tokens, and then forgets the own tokens.
 
     k, v: the prompt's keys and values [Hk, n, D].
-    own_k, own_v: those of the pass's own tokens [Hk, t, D].
+    own_k, own_v: the keys and values [Hk, t, D] of the pass's own tokens.
     span: (start, end) of the prompt's tokens that the pass repeats.
-    sinks: how many of the prompt's first tokens compete for attention with these.
+    sinks: how many of the prompt's first tokens compete for attention with the repeated tokens.
     received: [Hq, end - start], the most attention that each repeated token receives from any query of the pass. Sinks,
     repeated tokens and own tokens compete for it.
     """
@@ -61,28 +61,28 @@ class ReplayLayer(KvbenchLayer):
         v = per_head(torch.cat([self.v, self.own_v], dim=1), len(q))
         out = torch.empty_like(q)
         for first, last in self._blocks(q, n + t):
-            # query i of the pass attends the prompt and own tokens up to itself: 0 .. n + i
+            # query i of the pass attends the prompt and the pass's tokens up to its own: tokens 0 .. n + i
             mask = torch.ones(last - first, n + last, dtype=torch.bool, device=q.device).tril(n + first)
             block, keys, values = q[None, :, first:last], k[None, :, : n + last], v[None, :, : n + last]
             out[:, first:last] = F.scaled_dot_product_attention(block, keys, values, mask, scale=scale)[0]
         return out[None]
 
     def _find_received(self, q: Tensor, scale: float) -> Tensor:
-        """Return ``received`` of the pass's queries [Hq, t, D]."""
+        """Return ``received`` [Hq, end - start] from the pass's queries [Hq, t, D]."""
         start, end = self.span
-        # columns: sinks, then the repeated tokens, then own tokens
+        # the columns are sinks, then repeated tokens, then own tokens
         competing = torch.cat([self.k[:, : self.sinks], self.k[:, start:end], self.own_k], dim=1)
         before = competing.shape[1] - q.shape[1]
         most = torch.zeros(q.shape[0], end - start, device=q.device)
         for first, last in self._blocks(q, competing.shape[1]):
             rows = causal_softmax(q[:, first:last], competing[:, : before + last], scale)
-            # rows [Hq, last - first, before + last]: the maximum over queries, of the repeated tokens' columns
+            # take the maximum of rows [Hq, last - first, before + last] over queries, in the repeated tokens' columns
             most = torch.maximum(most, rows[:, :, self.sinks : before].amax(dim=1))
         return most
 
     def _blocks(self, q: Tensor, tokens: int) -> Iterator[tuple[int, int]]:
         """Yield (first, last) of blocks of queries [Hq, t, D] whose rows over ``tokens`` take at most BLOCK_BYTES."""
-        # one query's rows are fp32 [Hq, tokens]
+        # the rows of one query take fp32 [Hq, tokens]
         size = max(1, BLOCK_BYTES // (4 * q.shape[0] * tokens))
         for first in range(0, q.shape[1], size):
             yield first, min(first + size, q.shape[1])
@@ -93,10 +93,9 @@ def replay(
 ) -> list[Tensor]:
     """Return for each layer the most attention [Hq, n] that each token of a prompt ``ids`` [n] receives in the passes.
 
-    layers: the prompt's caches, which hold all tokens.
+    layers: the prompt's caches. They must hold all tokens.
     passes: the passes to make.
-
-    Raises UsageError if the instruction needs a tokenizer that is not there.
+    Raises UsageError if the instruction needs a tokenizer and there is none.
     """
     n = len(ids)
     words = _encode_instructions(tokenizer, passes.instruction)
@@ -116,26 +115,26 @@ def replay(
                 logits_to_keep=1,
                 **named_cache(HFCache(layers=list(replay_layers))),
             )
-        # low-rank projections keep the latents of their last call until these are taken; a pass has no use for them
+        # low-rank projections keep their last latents until someone takes them; a pass does not need them
         for lift in lifted:
             lift.k.take()
             lift.v.take()
         for parts, replay_layer in zip(received, replay_layers, strict=True):
             assert replay_layer.received is not None
             parts.append(replay_layer.received)
-    # the spans of all passes are the prompt
+    # the spans of all passes together are the prompt
     return [torch.cat(parts, dim=1) for parts in received]
 
 
 def longest_pass(passes: Replay, n: int, tokenizer: Any) -> int:
-    """Return the most tokens that a pass reads behind a prompt of n tokens."""
+    """Return the most tokens that a pass reads after a prompt of n tokens."""
     first, later, header = _encode_instructions(tokenizer, passes.instruction)
-    # the first pass has its own instruction; later ones quote the tokens before their chunk
+    # the first pass has its own instruction; later passes quote the tokens before their chunk
     return min(passes.chunk, n) + max(len(first), len(later) + QUOTED) + len(header)
 
 
 def _write_pass(ids: Tensor, span: tuple[int, int], words: tuple[list[int], list[int], list[int]]) -> Tensor:
-    """Return the tokens of one pass: an instruction, the tokens before its chunk, the answer's header, the chunk."""
+    """Build the tokens of one pass: an instruction, the tokens before its chunk, the answer's header, the chunk."""
     start, end = span
     first, later, header = (torch.tensor(w, dtype=ids.dtype, device=ids.device) for w in words)
     instruction = first
@@ -146,9 +145,9 @@ def _write_pass(ids: Tensor, span: tuple[int, int], words: tuple[list[int], list
 
 
 def _encode_instructions(tokenizer: Any, instruction: str) -> tuple[list[int], list[int], list[int]]:
-    """Return the ids of the first pass's instruction, of later passes' instruction, and of the header of an answer.
+    """Return the ids of three texts: the first pass's instruction, the later passes' instruction, an answer's header.
 
-    Raises UsageError without a tokenizer, or without a chat template where the instruction is to be a chat.
+    Raises UsageError without a tokenizer, or if the instruction is a chat and the tokenizer has no chat template.
     """
     if instruction == "none":
         return [], [], []
@@ -167,7 +166,7 @@ def _encode_instructions(tokenizer: Any, instruction: str) -> tuple[list[int], l
         rendered = tokenizer.apply_chat_template(
             message, add_generation_prompt=True, tokenize=False, enable_thinking=False
         )
-        # the end of the user's message and the beginning of the assistant's
+        # the header is everything after the message: the end of the user's turn and the start of the assistant's
         header = rendered.rpartition(MARK)[2]
 
     def encode(text: str) -> list[int]:

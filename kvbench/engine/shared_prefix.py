@@ -1,7 +1,7 @@
-"""The first tokens of prompts that begin alike, read once: instructions, examples, a text up to where it differs.
+"""The first tokens of prompts that begin alike, read only once: instructions, examples, and text up to a difference.
 
-Each prompt is read in pieces of equally many tokens, whether a piece is known from the prompt before or not. No digit
-depends on the prompts before.
+Each prompt is read in pieces of equally many tokens, whether or not the last prompt has made a piece known. Results
+therefore do not depend on earlier prompts.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from kvbench.models.traits import MOVING, rope_type
 
 
 def check_pieces(size: int | None, config: Any) -> None:
-    """Raise UsageError unless a model, by its configuration, computes a prompt in pieces as it does the whole one."""
+    """Raise UsageError unless a model with this ``config`` computes a prompt in pieces as it does the whole one."""
     if size is None:
         return
     reason = None
@@ -42,8 +42,8 @@ def check_pieces(size: int | None, config: Any) -> None:
 class PieceEnd:
     """The state at the end of a piece, e tokens into the prompt.
 
-    colsums: for each layer, the column sums [Hq, e] by the bit width of the keys; () once they are dropped.
-    forward_s: the seconds of reading up to here, without those of column sums.
+    colsums: for each layer, the column sums [Hq, e] by the bit width of the keys; () after they were dropped.
+    forward_s: the seconds of reading up to here, without column sums.
     colsums_s: the seconds of column sums up to here, by the bit width of the keys.
     """
 
@@ -53,11 +53,11 @@ class PieceEnd:
 
 
 class SharedPrefix:
-    """The first tokens of the prompt read last, as long as pieces of ``size`` tokens go, kept for the next one.
+    """The first tokens of the last prompt, in whole pieces of ``size`` tokens, kept for the next prompt.
 
-    It keeps their keys and values, and the statistics that stages need: last queries and column sums at some pieces'
-    ends, or all queries or hidden states. The model's weights must not change before ``forget``. Raises UsageError for
-    a model that computes a prompt in pieces otherwise than a whole one.
+    It keeps their keys and values and the statistics that stages need: last queries and column sums at the ends of some
+    pieces, or all queries or hidden states. The model's weights must not change before ``forget``. Raises UsageError
+    for a model that computes a prompt in pieces differently from a whole prompt.
     """
 
     def __init__(self, model: PreTrainedModel, size: int) -> None:
@@ -71,23 +71,23 @@ class SharedPrefix:
         self.ids = torch.empty(0, dtype=torch.int64)
         self.layers: list[LayerStart] = []
         self.ends: list[PieceEnd] = []
-        self._common_pieces = 0  # pieces that the last two prompts had in common
+        self._common_pieces = 0  # how many pieces the last two prompts share
 
     def read(
         self, model: PreTrainedModel, ids: Tensor, needs: Needs, most: int, plain: bool = False
     ) -> tuple[Sequence[LayerStart], PieceEnd] | None:
-        """Return a prompt's pieces within its first ``most`` tokens. Pieces of the prompt before are not read again.
+        """Return the pieces within the prompt's first ``most`` tokens. Pieces of the last prompt are not read again.
 
-        They come as layers, and as the end of the last piece. Its seconds are those of reading all pieces, whenever
-        that was. Returns None where there is no whole piece, or stages need more first queries than a piece has.
+        The result is (layers, end of the last piece). The end's seconds are the time of reading all pieces, whenever
+        that was. Returns None if there is no whole piece, or if stages need more first queries than a piece has.
 
         ids: the tokens [n] of the prompt.
         needs: the statistics that stages need of any number of its tokens.
         """
         if model is not self.model:
             raise UsageError("this prefix was read by another model object: make one for this model")
-        # Each piece keeps its last queries, at most all of them. Needs of earlier prompts stay: prompts with fewer
-        # needs would otherwise drop known pieces by turns.
+        # A piece keeps its last queries, at most all of them. Needs of earlier prompts stay: a prompt with fewer needs
+        # would otherwise drop known pieces, and the next one would read them again.
         needs = self.needs | replace(needs, last_q=min(needs.last_q, self.size))
         pieces = most // self.size
         if needs.first_q > self.size:
@@ -98,9 +98,9 @@ class SharedPrefix:
             shared = int(differing[0])
         known = self._common_pieces = shared // self.size
         if (needs, plain) != (self.needs, self.plain):
-            # known pieces lack the new statistics
+            # the known pieces lack the new statistics, so none of them can be used
             self.needs, self.plain, known = needs, plain, 0
-        # reading goes on from the last end whose column sums were kept
+        # reading continues from the last end whose column sums were kept
         while known and not self.ends[known - 1].colsums:
             known -= 1
         self._cut(known, last=known == pieces)
@@ -108,17 +108,17 @@ class SharedPrefix:
             while len(self.ends) < pieces:
                 self._read_piece(ids)
         except BaseException:
-            self.forget()  # some layers have the next piece, and others not
+            self.forget()  # some layers have the next piece and others lack it
             raise
         if not pieces:
             return None
         return tuple(self.layers), self.ends[-1]
 
     def _cut(self, pieces: int, last: bool) -> None:
-        """Keep the first ``pieces`` alone.
+        """Keep the first ``pieces`` pieces only.
 
-        ``last`` says that the prompt has no further ones. Then copies are kept, as views would hold the rest's memory.
-        Otherwise the next piece joins them in new tensors anyway.
+        ``last`` means that the prompt has no further pieces. Copies are kept then, because views would keep all memory
+        alive. Otherwise the next piece joins them in new tensors anyway.
         """
         if pieces == len(self.ends):
             return
@@ -165,14 +165,14 @@ class SharedPrefix:
             if obs.last_q is not None:
                 queries += (obs.last_q,)
             layer = LayerStart(keys=k, values=v, hidden=obs.hidden, first_q=obs.first_q, queries=queries, colsums=sums)
-            # put in the place of the former layer, which is freed at once; the first piece appends
+            # replacing the former layer frees it at once; the first piece appends
             self.layers[obs.layer : obs.layer + 1] = [layer]
 
         synchronise(ids.device)
         start = time.perf_counter()
         _, seconds = observe(self.model, ids[:end], self.needs, on_layer=on_layer, plain=self.plain, starts=self.layers)
         synchronise(ids.device)
-        # column sums are apart, as only some chains pay for them
+        # column sums are kept apart, because only some chains pay for them
         forward_s = time.perf_counter() - start - sum(seconds.values())
         former = PieceEnd(colsums=(), forward_s=0.0, colsums_s={})
         if self.ends:
@@ -185,16 +185,16 @@ class SharedPrefix:
             colsums_s=colsums_s,
         )
         self.ends.append(piece_end)
-        self.ids = ids[:end].cpu().clone()  # a view would keep the whole prompt
+        self.ids = ids[:end].cpu().clone()  # a view would keep the whole prompt alive
 
     def _drop_sums(self) -> None:
-        """Drop the column sums of the newest end, unless prompts parted there or its number of pieces is a power of 2.
+        """Drop the newest end's column sums, unless prompts parted there or its number of pieces is a power of 2.
 
-        Sums of all ends would grow as the square of the tokens. Those behind 1, 2, 4, 8 ... pieces add up to twice the
-        last.
+        The sums of all ends would grow with the square of the tokens. Those behind 1, 2, 4, 8 ... pieces add up to
+        twice the last.
         """
         count = len(self.ends)
-        is_power_of_two = count & (count - 1) == 0  # true of 0, too, where there is nothing to drop
+        is_power_of_two = count & (count - 1) == 0  # 0 counts as well: there is nothing to drop
         if is_power_of_two or count == self._common_pieces:
             return
         if any(self.ends[-1].colsums):

@@ -1,4 +1,4 @@
-"""A decode batch and one step of it: new tokens of many rows through the model at once."""
+"""A decode batch and one step of it: the new tokens of many rows go through the model at once."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ def build(
 ) -> list[RowLayer]:
     """Build the decode batch of ``caches``: one RowLayer per model layer, with room for ``capacity`` new tokens.
 
-    The model must stay as the chains adapt it while the batch is used. Methods know the layers by their numbers without
-    local ones. Memory never holds all layers twice: a layer without another reference is freed once the batch holds
-    it. ``given_up`` leaves no other references to caches.
+    The model must stay as the chains adapt it while the batch is used. Methods number the layers without local layers.
+    Memory never holds all layers twice: the batch copies layer by layer, and a layer without another reference is freed
+    at once. ``given_up`` leaves no other references to caches.
 
     at_once: the most tokens that come in one step.
-    alone: whether tokens of one step are stored as if each came in a step of its own.
+    alone: True if tokens of one step are stored as if each came in a step of its own.
     """
     rows = list(caches)
     window = sliding_window(model.config)
-    # a window that the text never outgrows changes nothing
+    # a sliding window matters only if the text outgrows it
     windowed = window is not None and max(cache.seen for cache in rows) + capacity > window
     room = Room(tokens=capacity, at_once=at_once, alone=alone, windowed=windowed)
     chains = [cache.chain for cache in rows]
@@ -43,7 +43,7 @@ def build(
     rotary = None
     if any(evictor is not None and evictor.rolled for evictor in evictors):
         rotary = rotation(model)
-    # From here on only the columns refer to the layers: (number, that layer of each row) in the model's order.
+    # From here on only the columns refer to the layers: (number, each row's layer of that number) in the model's order.
     columns = deque(enumerate(zip(*(cache.layers for cache in rows), strict=True)))
     local_columns = list(zip(*(cache.local for cache in rows), strict=True))
     del rows
@@ -69,19 +69,19 @@ def build(
             for cache, chain, evictor in zip(column, chains, evictors, strict=True)
         ]
         layers.append(RowLayer(stored_rows, room))
-        # the last references to this layer of the caches
+        # these are the last references to this layer of the caches
         del stored_rows, column
     return layers
 
 
 def given_up(caches: list[PromptCache]) -> Iterator[PromptCache]:
-    """Yield the caches, removing each from the list."""
+    """Yield the caches, and remove each from the list first."""
     while caches:
         yield caches.pop(0)
 
 
 def rotation(model: PreTrainedModel) -> Rotary:
-    """Return the model's rotary frequencies. Raises UsageError for one with learned positions (OPT)."""
+    """Return the model's rotary frequencies. Raises UsageError for a model with learned positions (OPT)."""
     for module in model.modules():
         if hasattr(module, "inv_freq"):
             return Rotary(module.inv_freq)  # type: ignore[arg-type]
@@ -93,7 +93,7 @@ def rotation(model: PreTrainedModel) -> Rotary:
 def step(
     model: PreTrainedModel, batch: Sequence[KvbenchLayer], tokens: Tensor, positions: Tensor, whole: bool = False
 ) -> Tensor:
-    """Feed ``tokens`` [B, T] at ``positions`` [B, T]. Return the logits [B, 1, V] after the last.
+    """Feed ``tokens`` [B, T] at ``positions`` [B, T]. Return the logits [B, 1, V] after the last token.
 
     With ``whole``, return the logits [B, T, V] after each token.
     """

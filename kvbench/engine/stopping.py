@@ -1,4 +1,4 @@
-"""The choice of an answer's tokens from logits, and its ending."""
+"""How an answer's tokens are chosen from logits, and when the answer ends."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Ending:
-    """The rules by which one row's tokens are chosen and its answer ends.
+    """The rules that choose one row's tokens and end its answer.
 
     limit: the most tokens of an answer.
-    stop: tokens with which an answer ends. They cannot come before ``min_new_tokens`` others.
-    forbid_first: tokens that cannot be the first.
-    temperature: 0 takes the likeliest token. Otherwise tokens are drawn from the smallest set with mass ``top_p``, by a
-    generator for each row, so that the draw does not depend on the batch.
+    stop: tokens that end an answer. They cannot come before ``min_new_tokens`` other tokens.
+    forbid_first: tokens that cannot come first.
+    temperature: 0 takes the likeliest token. Otherwise tokens are drawn from the smallest set with mass ``top_p``. Each
+    row has a generator of its own, so that its draws do not depend on the batch.
     """
 
     limit: int
@@ -29,11 +29,11 @@ class Ending:
     seed: int = 0
 
     def over(self, tokens: Sequence[int]) -> bool:
-        """Tell whether an answer of these tokens is finished."""
+        """Return True if an answer of these tokens is finished."""
         return len(tokens) >= self.limit or bool(tokens and tokens[-1] in self.stop)
 
     def forbidden(self, count: int) -> frozenset[int]:
-        """Return the tokens that an answer cannot have after its first ``count`` tokens."""
+        """Return the tokens that may not follow the first ``count`` tokens of an answer."""
         forbidden: frozenset[int] = frozenset()
         if count < self.min_new_tokens:
             forbidden |= self.stop
@@ -45,17 +45,17 @@ class Ending:
 def sample(logits: Tensor, temperature: float, top_p: float, generator: torch.Generator) -> int:
     """Draw one token by logits [V]: softmax at ``temperature``, cut to the smallest set with mass ``top_p``."""
     probs, order = (logits.float() / temperature).softmax(dim=-1).cpu().sort(descending=True, stable=True)
-    mass = probs.cumsum(dim=-1)  # mass[i]: of the i + 1 likeliest tokens
+    mass = probs.cumsum(dim=-1)  # mass[i] belongs to the i + 1 likeliest tokens
     # The smallest set with mass top_p has ``count`` tokens. Rounding may leave even the mass of all below top_p.
     count = int((mass < top_p).sum()) + 1
-    # inversion: a point drawn evenly in the set's mass falls on each token by its probability
+    # inversion: a uniform point in the set's mass falls on each token with the token's probability
     point = torch.rand((), generator=generator) * mass[min(count, len(mass)) - 1]
     place = min(int((mass < point).sum()), count - 1, len(order) - 1)
     return int(order[place])
 
 
 def without(logits: Tensor, forbidden: Sequence[frozenset[int]]) -> Tensor:
-    """Return logits [B, V] with -inf for the tokens that each row cannot produce now."""
+    """Return logits [B, V] with -inf for the tokens that each row must not produce now."""
     if any(forbidden):
         logits = logits.clone()
         for row, ids in enumerate(forbidden):

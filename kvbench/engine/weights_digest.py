@@ -1,4 +1,4 @@
-"""The model that a calibration belongs to, by a digest of its weights, read in slices."""
+"""A digest of a model's weights, read in slices. It tells which model a calibration belongs to."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from kvbench.methods.core.chain import Chain
 from kvbench.methods.core.recipe import Calibration
 
 SLICE = 1024
-"""Elements of a slice. Two slices of each parameter tell models apart in milliseconds, where all weights take seconds.
+"""Elements of a slice. Two slices of each parameter identify a model in milliseconds. All weights would take seconds.
 """
 _digests: weakref.WeakKeyDictionary[PreTrainedModel, str] = weakref.WeakKeyDictionary()
 
 
 def check_calibrated(chain: Chain, model: PreTrainedModel) -> None:
-    """Raise UsageError for a stage without the calibration that it needs, or with that of another model."""
-    # in a run a session has bound all stages; in Python the user may have left it out
+    """Raise UsageError for a stage that lacks the calibration it needs, or has a calibration of another model."""
+    # in a run the session has bound all stages; a Python user may have left the calibration out
     for stage in chain.stages:
         if stage.unbound:
             raise UsageError(
@@ -42,15 +42,15 @@ def check_weights(calibration: Calibration, model: PreTrainedModel, where: Path 
 
 
 def weights_of(model: PreTrainedModel) -> str:
-    """Return a digest of shapes and of slices of all parameters: models that differ in training differ in it."""
-    # once for each model object, as a run checks its calibrations at every prompt
+    """Return a digest of the shapes and of slices of all parameters. Models that differ in training differ in it."""
+    # computed once for each model object, because a run checks its calibrations at every prompt
     if model not in _digests:
         sha256 = hashlib.sha256()
         for name, p in model.named_parameters():
             flat = p.detach().reshape(-1)
             middle = flat.numel() // 2
             slices = torch.cat([flat[:SLICE], flat[middle : middle + SLICE]])
-            # NumPy knows no bf16: the digest is over bytes
+            # NumPy has no bf16, so the digest is taken over bytes
             slice_bytes = slices.cpu().view(torch.uint8)
             sha256.update(f"{name}:{p.dtype}:{tuple(p.shape)}\n".encode())
             sha256.update(slice_bytes.numpy().tobytes())

@@ -1,4 +1,4 @@
-"""One budget divided over layers or heads: in proportion, in whole tokens, with its sum kept."""
+"""Divide one budget over layers or heads: in proportion, in whole tokens, with its sum kept."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from collections.abc import Sequence
 
 
 def proportional_shares(weights: Sequence[float], total: int, room: int) -> list[float]:
-    """Return the shares of ``total`` in proportion to ``weights``, none above ``room``; equal if all weights are 0.
+    """Return the shares of ``total`` in proportion to ``weights``, none above ``room``.
 
-    The excess of full shares goes to the others in proportion. No share grows when another weight joins.
+    Shares at ``room`` are full. The rest of ``total`` goes to the open shares in proportion. If their weights are all
+    0, they are equal. No share grows when another weight joins.
     """
     shares = [0.0] * len(weights)
     open_shares = list(range(len(weights)))
     undivided = float(total)
-    # each round fills at least one share to ``room``, or gives the open ones what is left and ends
+    # each round either fills at least one share up to ``room``, or gives the open shares all that is left and ends
     while open_shares:
         mass = sum(weights[i] for i in open_shares)
         offers = {}
@@ -36,7 +37,8 @@ def proportional_shares(weights: Sequence[float], total: int, room: int) -> list
 def round_shares(shares: Sequence[float], total: int) -> list[int]:
     """Return the shares rounded to whole numbers that add up to ``total``.
 
-    All shares are rounded down. The units that are missing then go to the largest fractions, the first among equals.
+    All shares are rounded down. Each missing unit then goes to the share with the largest fraction, the first among
+    equals.
     """
     sizes = [math.floor(share) for share in shares]
     # floor(x) - x is the negative fraction: the largest fraction comes first, and of equals the lowest index

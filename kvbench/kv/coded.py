@@ -1,8 +1,9 @@
-"""Keys or values stored in a format, each token of a head by itself: a codec turns them into named tensors and back.
+"""Keys or values in a format that stores each token of a head by itself.
 
-A codec is pure: it knows one tensor, no cache and no method. ``kvbench.kv.codecs`` has one file a family of formats.
-Shapes: H heads, L tokens, C channels (D, or T after pruning), C' channels that are coded (C, or C and padding), m
-numbers that a token has in one of the named tensors.
+A codec turns numbers into named tensors and back. It is pure: it knows one tensor, no cache and no method.
+``kvbench.kv.codecs`` has one file for each family of formats.
+Shapes: H heads, L tokens, C channels (D, or T after pruning), C' coded channels (C, or C and padding), m numbers of a
+token in one of the named tensors.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from kvbench.base.errors import KvbenchError
 from kvbench.kv.packed import Packed
 from kvbench.kv.rotation import basis, width
 
-FROZEN_BYTES = 4  # a scale that a head settled once is fp32
+FROZEN_BYTES = 4  # a head's frozen scale is one fp32 number
 PART = 2**18  # ``pack`` codes this many elements together
 
 
@@ -29,18 +30,18 @@ class Codec(ABC):
 
     Unless a codec says otherwise, arithmetic is fp32, and numbers are rounded to nearest with ties to even.
 
-    rotate: the orthogonal basis in which values are coded, or ``none``: see ``rotation.basis``.
+    rotate: the orthogonal basis in which values are coded (see ``rotation.basis``), or ``none``.
     block: the most channels that are rotated together.
     """
 
     settles: ClassVar[Literal["", "tensor", "head"]] = ""
-    """Who shares a scale that ``settle`` sets once: all heads of a layer, each head by itself, or '' for no one."""
+    """Who shares a scale that ``settle`` sets once: ``tensor``: a layer's heads, ``head``: no other, '': no one."""
 
     rotate: str = "none"
     block: int = 2**30
 
     def __str__(self) -> str:
-        # only the settings that were changed: error messages name a codec so
+        # error messages name a codec by the settings that differ from its defaults
         settings = []
         for f in fields(self):
             value = getattr(self, f.name)
@@ -50,50 +51,52 @@ class Codec(ABC):
 
     @abstractmethod
     def token_bytes(self, channels: int) -> int:
-        """Return the bytes of one token of one head."""
+        """Return the bytes of one token of one head with ``channels`` channels C."""
 
     @abstractmethod
     def encode(self, x: Tensor, frozen: Tensor | None) -> dict[str, Tensor]:
-        """Return x [..., L, C'] fp32 as named tensors [..., L, m].
+        """Encode x [..., L, C'] fp32 as named tensors [..., L, m].
 
-        Tensors whose names begin with ``codes`` hold codes, the others scales.
+        A name that begins with ``codes`` is a tensor of codes. The other tensors are scales. ``frozen`` are the scales
+        that the prompt settled.
         """
 
     @abstractmethod
     def decode(self, tensors: Mapping[str, Tensor], channels: int, frozen: Tensor | None) -> Tensor:
-        """Return the numbers [..., L, C'] fp32 that ``tensors`` stand for; C' is ``channels``."""
+        """Return the numbers [..., L, C'] fp32 that ``tensors`` encode; C' is ``channels``."""
 
     def settle(self, absmax: Tensor) -> Tensor:
         """Return the scale for values whose largest magnitude is ``absmax``."""
         raise TypeError(f"{type(self).__name__} settles no scale")
 
     def turned(self, x: Tensor) -> Tensor:
-        """Return x [..., L, C] as it is coded [..., L, C'] fp32: rotated if the codec says so."""
+        """Return x [..., L, C] as fp32 [..., L, C'], in the codec's basis if it rotates."""
         rotation = self.rotation(x.shape[-1], x.device)
         if rotation is None:
             return x.float()
         return x.float() @ rotation
 
     def rotation(self, channels: int, device: torch.device) -> Tensor | None:
-        """Return the basis [C, C'] in which values are coded; None without one."""
+        """Return the basis [C, C'] in which values are coded, or None if the codec does not rotate."""
         if self.rotate == "none":
             return None
         return basis(channels, self.rotate, self.block, device)
 
     def coded_channels(self, channels: int) -> int:
-        """Return C': ``channels``, and as many more as a rotation pads."""
+        """Return C': ``channels``, and any that the rotation pads."""
         if self.rotate == "none":
             return channels
         return width(channels, self.rotate)
 
     def refusal(self, channels: int) -> str:
-        """Return why heads of so many channels cannot be coded, or ''."""
+        """Return the reason why heads of ``channels`` channels cannot be coded, or ''."""
         return ""
 
     def pack(self, x: Tensor, frozen: Tensor | None = None, part: int = PART) -> Coded:
-        """Return x [..., H, L, C] coded. ``frozen`` are scales settled before; without them x settles its own.
+        """Encode x [..., H, L, C].
 
-        ``part`` elements are coded at a time, which changes no code.
+        ``frozen`` are scales settled before. Without them x settles its own. ``part`` elements are coded at a time: the
+        number changes no code.
 
         Raises KvbenchError if a value is not finite, or a scale exceeds the type in which it is stored.
         """
@@ -101,7 +104,7 @@ class Codec(ABC):
             raise KvbenchError(f"cannot store as {self}: a key or value is infinite or not a number")
         rotated = self.turned(x)
         if frozen is None:
-            # the prompt comes first, and settles the scales for all tokens after it
+            # the prompt comes first and settles the scales of all later tokens
             frozen = self.settled(rotated)
         tensors = self._encode_in_parts(rotated, frozen, part)
         for name, t in tensors.items():
@@ -111,7 +114,7 @@ class Codec(ABC):
 
     def _encode_in_parts(self, x: Tensor, frozen: Tensor | None, part: int) -> dict[str, Tensor]:
         """Return ``encode`` of x [..., L, C'], computed for ``part`` elements at a time."""
-        # each token is coded by itself, and codes in the making take many times their bytes
+        # each token is coded by itself; parts keep the intermediate tensors, many times the size of codes, small
         part_tokens = max(1, part * x.shape[-2] // max(1, x.numel()))
         encoded = [self.encode(tokens, frozen) for tokens in x.split(part_tokens, dim=-2)]
         if len(encoded) == 1:
@@ -122,9 +125,9 @@ class Codec(ABC):
         return tensors
 
     def settled(self, x: Tensor, lengths: Tensor | None = None) -> Tensor | None:
-        """Return the scales [..., H, 1, 1] fp32 that values x [..., H, L, C'] settle, one for each head; None if none.
+        """Return the scales [..., H, 1, 1] fp32 that x [..., H, L, C'] settles, or None if the codec settles none.
 
-        ``lengths`` [H] are the tokens of ragged heads, which lie one after the other in [1, N, C'].
+        ``lengths`` [H] are the token counts of ragged heads, whose tokens x [1, N, C'] holds one head after the other.
         """
         if not self.settles:
             return None
@@ -134,14 +137,14 @@ class Codec(ABC):
             by_head = x[0].split(lengths.tolist())
             absmax = torch.stack([values.abs().amax() for values in by_head])[:, None, None]
         if self.settles == "tensor":
-            # all heads of the layer share one scale, which each of them stores
+            # all heads of the layer have the same scale, and each head stores it
             absmax = absmax.amax(dim=-3, keepdim=True).expand_as(absmax)
         return self.settle(absmax).clone()
 
 
 @dataclass(frozen=True)
 class Coded(Packed):
-    """Keys or values [..., L, C] as ``codec`` stores them, in ``tensors`` [..., L, m]; ``size`` is C."""
+    """Keys or values [..., L, C] as ``codec`` stores them: ``tensors`` are [..., L, m], ``size`` is C."""
 
     codec: Codec
     tensors: Mapping[str, Tensor]
@@ -187,7 +190,7 @@ class Coded(Packed):
         if frozen is None:
             return pack(x)
         if rows is not None:
-            # new tokens are coded under the scales that their own row settled
+            # new tokens are coded under the scales that their own row has settled
             frozen = frozen[list(rows)]
         return pack(x, frozen=frozen)
 
@@ -198,10 +201,10 @@ class Coded(Packed):
         rotation = self.rotation
         if rotation is None:
             return self.rotated(dtype)
-        # the rows of the basis are orthonormal: its transpose undoes the rotation, in fp32 and rounded once
+        # the basis has orthonormal rows: its transpose undoes the rotation. The product is in fp32 and rounded once
         return (self.rotated(torch.float32) @ rotation.T).to(dtype)
 
 
 def in_blocks(x: Tensor, group: int) -> Tensor:
-    """Return x [..., C] as [..., blocks, group], the last block filled with zeros."""
+    """Return x [..., C] as [..., blocks, group], with zeros at the end of the last block."""
     return torch.nn.functional.pad(x, (0, -x.shape[-1] % group)).unflatten(-1, (-1, group))

@@ -1,8 +1,8 @@
 """Compare the tokens of a cache with the prompt's tokens at the same positions, bit for bit.
 
 The comparison covers keys and values that are stored exactly, with all or some of their channels, and latents of
-low-rank projections. It leaves out packed tokens, as their quantisers have tests of their own, and the caches of stages
-whose ``changes`` says why their keys or values are not the prompt's.
+low-rank projections. It leaves out packed tokens, because their quantisers have tests of their own. It also leaves out
+the caches of stages that change keys or values: ``changes`` of such a stage gives the reason.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ from kvbench.kv.ops import key_heads
 from kvbench.kv.segment import LayerCache, Segment
 
 INTEGER_VIEWS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""The integer type by bytes of an element, under which tensors are compared by their bits."""
+"""The integer type for each element size in bytes. Viewed as integers, tensors are compared bit for bit."""
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Tell whether two tensors are equal to the bit: NaN is NaN, and -0 is not 0."""
+    """Return True if two tensors are equal to the bit: NaN equals the same NaN, and -0 differs from 0."""
     if (a.shape, a.dtype, a.device) != (b.shape, b.dtype, b.device):
         return False
     return torch.equal(a.view(INTEGER_VIEWS[a.itemsize]), b.view(INTEGER_VIEWS[b.itemsize]))
 
 
 def find_mismatch(cache: LayerCache, source: Segment, all_read: bool) -> str:
-    """Return a description of the tokens of a layer that ``source`` does not have at the same positions, or ''.
+    """Return a description of a layer's tokens that differ from ``source`` at their positions, or ''.
 
-    ``source`` holds all tokens that the layer read, none of them packed, at the same positions in every head: 0, 1,
-    2, ... if ``all_read``. The audit checks positions beyond these, and shapes that do not fit.
+    ``source`` holds all tokens that the layer read, none of them packed. Their positions are the same in every head: 0,
+    1, 2, ... if ``all_read``. Positions beyond these, and shapes that do not fit, are left to the audit.
     """
     n, heads = source.positions.shape[1], source.v.shape[0]
     for s in cache.segments:
         if s.codes is not None or _shares_tensors(s, source):
             continue
         if all_read:
-            # a position is its own index
+            # the layer read every token, so a position is its own index in the source
             index = s.positions.long().clamp(0, n - 1)
         else:
             index = torch.searchsorted(source.positions[0], s.positions).clamp(0, n - 1)
@@ -48,7 +48,7 @@ def find_mismatch(cache: LayerCache, source: Segment, all_read: bool) -> str:
         value_rows = _source_rows(s, index, value_heads, n, heads)
         key_rows = value_rows
         if s.leads is not None:
-            # only heads that a leading query head reads have keys
+            # only heads that a leading query head reads still have keys
             key_rows = _source_rows(s, index, key_heads(s.leads, s.heads), n, heads)
         if not _equals_source(s.k, source.k, key_rows, s.key_channels, s.lengths):
             return "keys that are not those of the prompt at the positions it names"
@@ -60,21 +60,22 @@ def find_mismatch(cache: LayerCache, source: Segment, all_read: bool) -> str:
 def _equals_source(
     stored: Tensor, source: Tensor, rows: Tensor, channels: Tensor | None, lengths: Tensor | None
 ) -> bool:
-    """Tell whether stored keys or values have the bits of ``rows`` [H, L] of the source [Hk, n, D].
+    """Return True if stored keys or values equal ``rows`` [H, L] of the source [Hk, n, D] bit for bit.
 
-    ``channels`` [H, T] are those kept, ``lengths`` [H] those of ragged heads. Other shapes are not compared.
+    ``channels`` [H, T] are the kept channels, ``lengths`` [H] the token counts of ragged heads. Tensors of different
+    shapes are not compared: the answer is True.
     """
     expected = source.flatten(0, 1).index_select(0, rows.flatten()).view(*rows.shape, source.shape[-1])
     if channels is not None:
         ids = channels.long()
-        # the kept channels of its head, for every token
+        # every token takes the kept channels of its head
         by_token = ids[:, None] if lengths is None else ids.repeat_interleave(lengths, dim=0)[None]
         expected = expected.gather(2, by_token.expand(*rows.shape, -1))
     return expected.shape != stored.shape or same_bits(expected, stored)
 
 
 def first_difference(layers: Sequence[str], others: Sequence[str]) -> int | None:
-    """Return the number of the first layer whose ``digests`` of one prompt differ; None if they are equal."""
+    """Return the index of the first layer whose digests differ in two lists of ``digests``, or None."""
     for i, (digest, other) in enumerate(zip(layers, others, strict=True)):
         if digest != other:
             return i
@@ -82,15 +83,15 @@ def first_difference(layers: Sequence[str], others: Sequence[str]) -> int | None
 
 
 def digests(layers: Sequence[LayerCache]) -> list[str]:
-    """Return a digest of each layer of a cache: of all bits on a CPU, and of the positions held alone elsewhere.
+    """Return a digest of each layer of a cache.
 
-    On other devices equal sums may be rounded differently.
+    On a CPU it covers all bits. On other devices equal sums may be rounded differently, and it covers only positions.
     """
     texts = []
     for layer in layers:
         tensors = list(layer.tensors())
         digest = hashlib.blake2b(f"{len(tensors)} tensors".encode(), digest_size=16)
-        # this order is part of the digest
+        # the order of the tensors is part of the digest
         compared = []
         if all(t.device.type == "cpu" for t in tensors):
             compared += tensors
@@ -104,29 +105,29 @@ def digests(layers: Sequence[LayerCache]) -> list[str]:
 
 def _source_rows(s: Segment, index: Tensor, stored_heads: Tensor, n: int, heads: int) -> Tensor:
     """Return the rows [H, L] of the source [heads * n, D] that hold tokens ``index`` of ``stored_heads`` [H]."""
-    # stored head h is the source's head h heads / s.heads, whose rows begin at n times that
+    # stored head h is head h heads / s.heads of the source, and that head's rows begin at n times its number
     start = stored_heads * heads // s.heads * n
     if s.lengths is not None:
         return index + start.repeat_interleave(s.lengths)
     if len(index) == 1:
-        # all heads keep the same tokens
+        # index [1, L]: all heads keep the same tokens
         return start[:, None] + index
     return start[:, None] + index[stored_heads]
 
 
 def _shares_tensors(s: Segment, source: Segment) -> bool:
-    """Tell whether a segment has the tensors of ``source`` themselves, not copies."""
+    """Return True if a segment holds the tensors of ``source`` themselves, not copies."""
     pairs = ((s.k, source.k), (s.v, source.v), (s.positions, source.positions))
     return all(a.shape == b.shape and a.data_ptr() == b.data_ptr() for a, b in pairs)
 
 
 def rows_kept(keys: Tensor, values: Tensor, kept_keys: Tensor, kept_values: Tensor) -> Tensor:
-    """Return [H, n], 1 for each token of keys and values [H, n, D] that is among the kept ones [H, C, D], else 0."""
+    """Return [H, n], 1 for each token of keys and values [H, n, D] that is among the kept tokens [H, C, D], else 0."""
     marks = torch.zeros(keys.shape[:2], device=keys.device)
     for head, mark in enumerate(marks):
         all_keys = torch.cat([keys[head], kept_keys[head]])
         all_values = torch.cat([values[head], kept_values[head]])
-        # equal (key, value) rows get one id: a token is kept if its id is among those of the kept ones
+        # equal (key, value) rows get one id: a token is kept if its id occurs among the kept rows
         _, ids = torch.cat([all_keys, all_values], dim=1).unique(dim=0, return_inverse=True)
         mark[torch.isin(ids[: len(mark)], ids[len(mark) :])] = 1
     return marks

@@ -1,4 +1,4 @@
-"""Exact attention rows, their column sums and outputs, in blocks of queries: never an n x n tensor."""
+"""Exact attention rows, their column sums and outputs. Blocks of queries avoid an n x n tensor."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from torch import Tensor
 from kvbench.kv.scale import cap_of, capped
 from kvbench.kv.segment import per_head
 
-BLOCK_BYTES = 16 * 2**20  # the largest block of attention rows in memory
-CACHED_BYTES = 2**20  # the largest block that stays in the cache of one CPU thread
+BLOCK_BYTES = 16 * 2**20  # a block of attention rows takes at most this much memory
+CACHED_BYTES = 2**20  # a block of this size stays in the cache of one CPU thread
 FUSED: Any = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
-"""PyTorch's attention for CPUs that returns (outputs, log-sum-exps), or None."""
+"""PyTorch's CPU attention that returns (outputs, log-sum-exps), or None in a PyTorch that lacks it."""
 
 
 def causal_softmax(query: Tensor, keys: Tensor, scale: float, window: int | None = None) -> Tensor:
-    """Return the attention rows [Hq, w, m] of the last w of m tokens, fp32: query [Hq, w, D], keys [Hk, m, D].
+    """Return the attention rows [Hq, w, m] fp32 of the last w of m tokens.
 
-    A sliding ``window`` hides keys that are ``window`` or more tokens behind the query.
+    query is [Hq, w, D], keys [Hk, m, D]. A sliding ``window`` hides keys ``window`` or more tokens behind the query.
     """
     hq, w, d = query.shape
     hk, m, _ = keys.shape
     # logits = scale * q k^T; the query heads of a group share one product with their kv head
     scaled_query = (query.float() * scale).reshape(hk, hq // hk * w, d)
     logits = capped(scaled_query @ keys.float().transpose(1, 2), scale).view(hq, w, m)
-    # query i is token m - w + i: it sees no later key, and under a window none that is too far behind
+    # query i is token m - w + i: it sees no later key, and under a window no key too far behind it
     ones = torch.ones(w, m, dtype=torch.bool, device=logits.device)
     hidden = ones.triu(m - w + 1)
     if window is not None:
         hidden |= ones.tril(m - w - window)
     logits.masked_fill_(hidden, -torch.inf)
-    # softmax in place: with long prompts a second copy of the block would be most of the memory that statistics need
+    # the softmax runs in place: with long prompts a second copy of the block would dominate the memory of statistics
     weights = logits.sub_(logits.amax(dim=-1, keepdim=True)).exp_()
     return weights.div_(weights.sum(dim=-1, keepdim=True))
 
@@ -42,9 +42,9 @@ def causal_softmax(query: Tensor, keys: Tensor, scale: float, window: int | None
 def row_blocks(
     query: Tensor, keys: Tensor, scale: float, window: int | None = None, block_bytes: int = BLOCK_BYTES
 ) -> Iterator[tuple[int, int, Tensor]]:
-    """Yield (start, end, attention rows [Hq, end - start, m - w + end]) of queries ``start`` to ``end`` - 1.
+    """Yield (start, end, attention rows [Hq, end - start, m - w + end]) for queries ``start`` to ``end`` - 1.
 
-    query [Hq, w, D] are the last w of m tokens, keys [Hk, m, D].
+    query [Hq, w, D] are the last w of m tokens; keys are [Hk, m, D].
     """
     hq, w, _ = query.shape
     k = keys.float()
@@ -59,12 +59,11 @@ def row_blocks(
 def column_sums(
     query: Tensor, keys: Tensor, scale: float, block_bytes: int | None = None, lse: Tensor | None = None
 ) -> Tensor:
-    """Return the attention [Hq, m] that each token receives from all queries, in fp32.
+    """Return the attention [Hq, m] fp32 that each token receives from all queries: its column's sum of softmax rows.
 
-    It is the sum of the causal softmax over query rows: query [Hq, w, D] of the last w of m tokens, keys [Hk, m, D].
-    ``lse`` [Hq, w] is the logarithm of each row's sum of exponentials. It saves passes where attention itself has
-    computed it. A CPU goes through the rows in blocks of ``block_bytes`` that stay in its cache, as many kv heads at a
-    time as it has threads.
+    query [Hq, w, D] are the last w of m tokens; keys are [Hk, m, D]. ``lse`` [Hq, w] is the logarithm of each row's sum
+    of exponentials. Attention may have computed it already, and it saves passes here. A CPU takes as many kv heads at a
+    time as it has threads. It reads the rows in blocks of ``block_bytes``, which stay in its cache.
     """
     hq, w = query.shape[:2]
     hk, m = keys.shape[:2]
@@ -90,47 +89,47 @@ def column_sums(
         kv_slice = slice(first, first + heads)
         for start in range(0, w, size):
             end = min(w, start + size)
-            # queries start to end see the keys of all tokens up to the last of them
+            # queries start to end see the keys up to the last query's own token
             seen = before + end
             rows = capped(q[kv_slice, :, start:end].flatten(1, 2) @ k[kv_slice, :, :seen], scale)
             rows = rows.view(-1, group, end - start, seen)
             if future is None:
-                # exp(logit - lse) is the softmax itself; tril clears the keys behind each query
+                # exp(logit - lse) is the softmax itself; tril clears the keys that come after each query
                 rows.exp_()[..., before + start :].tril_()
                 sums[kv_slice, :, :seen] += rows.sum(dim=2)
                 continue
             rows[..., before + start :].masked_fill_(future[: end - start, : end - start], -torch.inf)
             rows.sub_(rows.amax(dim=-1, keepdim=True)).exp_()
-            # sum over rows i of e[i, j] / (sum over j of e[i, j]), as one product
+            # one product computes the sum over rows i of e[i, j] / (sum over j of e[i, j])
             inverse = rows.sum(dim=-1, keepdim=True).reciprocal_().transpose(2, 3)
             sums[kv_slice, :, :seen] += (inverse @ rows)[:, :, 0]
     return sums.view(hq, m)
 
 
 def fusible(query: Tensor, scale: float) -> bool:
-    """Return True if FUSED exists and serves queries of this device and dtype. It cannot cap logits."""
+    """Return True if FUSED exists and takes queries of this device and dtype. FUSED cannot cap logits."""
     if FUSED is None or cap_of(scale) is not None:
         return False
     return query.device.type == "cpu" and query.dtype == torch.float32
 
 
 def attend_with_lse(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor] | None:
-    """Return causal attention [Hq, n, D] and each row's log-sum-exp [Hq, n], by PyTorch's fused function for CPUs.
+    """Return causal attention [Hq, n, D] and each row's log-sum-exp [Hq, n], computed by FUSED.
 
-    query [Hq, n, D]; keys and values [Hk, n, D]; fp32. Returns None where the function does not serve: see ``fusible``.
+    query is [Hq, n, D], keys and values are [Hk, n, D], all fp32. Returns None where ``fusible`` is False.
     """
     if not fusible(query, scale):
         return None
     k, v = per_head(keys, len(query)), per_head(values, len(query))
-    # 0.0 is the dropout, True the causal mask
+    # FUSED takes the dropout (0.0) and the causal flag (True) by position
     out, lse = FUSED(query[None], k[None], v[None], 0.0, True, scale=scale)
     return out[0], lse[0]
 
 
 def attend_rows(query: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None = None) -> Tensor:
-    """Return causal attention [Hq, w, D] by fp32 softmax rows, in the query's dtype: keys and values [Hk, m, D].
+    """Return causal attention [Hq, w, D] by fp32 softmax rows, in the query's dtype.
 
-    query [Hq, w, D] are the last w of m tokens.
+    query [Hq, w, D] are the last w of m tokens; keys and values are [Hk, m, D].
     """
     hq, _, d = query.shape
     hk = values.shape[0]
@@ -147,9 +146,10 @@ def attend_rows(query: Tensor, keys: Tensor, values: Tensor, scale: float, windo
 def attend_in_blocks(
     query: Tensor, keys: Tensor, values: Tensor, scale: float, blocks: Sequence[tuple[int, Tensor]]
 ) -> Tensor:
-    """Return attention [Hq, n, D] where each block attends itself, causally, and the tokens that are kept before it.
+    """Return attention [Hq, n, D] of blocks: each attends its own tokens causally, and the tokens kept before it.
 
-    ``blocks`` are (first token, tokens [Hk, m] kept before it), in order. Otherwise as ``attend_rows``.
+    ``blocks`` are pairs (first token, tokens [Hk, m] kept before it), in order. The other arguments are those of
+    ``attend_rows``.
     """
     out = torch.empty_like(query)
     ends = [start for start, _ in blocks[1:]]
@@ -157,7 +157,7 @@ def attend_in_blocks(
     for (start, kept_tokens), end in zip(blocks, ends, strict=True):
         new_tokens = torch.arange(start, end, device=query.device).expand(len(kept_tokens), -1)
         index = torch.cat([kept_tokens, new_tokens], dim=1)[..., None].expand(-1, -1, query.shape[2])
-        # kept tokens come first: the block's own are the last, as ``causal_softmax`` takes its queries to be
+        # ``causal_softmax`` takes the last tokens as the queries' own: the block's tokens follow the kept ones
         rows = causal_softmax(query[:, start:end], keys.gather(1, index), scale)
         block = rows.view(len(kept_tokens), -1, rows.shape[2]) @ values.gather(1, index).float()
         out[:, start:end] = block.view(query.shape[0], end - start, -1).to(query.dtype)

@@ -1,4 +1,4 @@
-"""The shape of a model's cache, on which its bytes depend, known from conf/model without a checkpoint."""
+"""The shape of a model's cache. conf/model states it, so that bytes can be computed without a checkpoint."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class Shape:
     def __post_init__(self) -> None:
         has_local = bool(self.local_layers or self.window)
         for name, value in asdict(self).items():
-            # a model has no local layers and no window, or both
+            # a model has both local layers and a window, or neither of them
             may_be_zero = name in ("local_layers", "window") and not has_local
             least = 0 if may_be_zero else 1
-            # True and False are integers to Python
+            # Python counts True and False as integers
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise UsageError(f"model.shape.{name}={value!r} is not possible: a whole number, {least} or more")
         if self.query_heads % self.kv_heads:
@@ -42,15 +42,15 @@ class Shape:
 
     @property
     def all_layers(self) -> int:
-        """The layers of the model, local ones included."""
+        """The number of the model's layers, local layers included."""
         return self.layers + self.local_layers
 
     def full_bytes(self, tokens: int, itemsize: int, heads: int | None = None) -> int:
-        """Return the bytes of all keys and values of ``tokens``, stored under ``heads``, by default the kv heads.
+        """Return the bytes of all keys and values of ``tokens``, stored under ``heads`` (default: the kv heads).
 
-        Local layers hold the tokens of their window, under the kv heads.
+        Local layers hold the tokens of their window under the kv heads.
         """
-        # 2: keys and values
+        # the 2 stands for keys and values
         compressible = 2 * self.layers * (heads or self.kv_heads) * tokens * self.head_dim * itemsize
         return compressible + self.local_bytes(tokens, itemsize)
 
@@ -64,7 +64,7 @@ class Shape:
 
     @property
     def note(self) -> str | None:
-        """A note on local layers, for readers of a run's results; None for a model without them."""
+        """A note on local layers for readers of a run's results, or None for a model without local layers."""
         if not self.local_layers:
             return None
         return (
@@ -95,16 +95,16 @@ def from_entry(entry: Mapping[str, int]) -> Shape:
 
 
 def local_layers(config: Any) -> frozenset[int]:
-    """Return the layers that attend a sliding window beside others that attend all tokens; none if all are alike."""
+    """Return the layers that attend a sliding window, if other layers attend all tokens; else no layer."""
     kinds = list(getattr(config, "layer_types", None) or ())
-    # where all layers slide, the window is the model's own and methods compress all of them
+    # where all layers slide, methods compress all of them under the model's own window
     if getattr(config, "sliding_window", None) is None or len(set(kinds)) < 2:
         return frozenset()
     return frozenset(i for i, kind in enumerate(kinds) if kind == "sliding_attention")
 
 
 def from_config(config: Any) -> Shape:
-    """Return the shape of a checkpoint by its Hugging Face configuration."""
+    """Return the shape of a checkpoint, read from its Hugging Face configuration."""
     heads, local = int(config.num_attention_heads), len(local_layers(config))
     # configurations without grouped queries have no num_key_value_heads, and many have no head_dim
     return Shape(

@@ -1,4 +1,4 @@
-"""A layer of a prompt as a stage sees it, and the parts of it that a stage asks for.
+"""A layer of a prompt as a stage sees it, and the parts of the layer that a stage asks for.
 
 Shapes use: Hq query heads, Hk kv heads, n prompt tokens, D head dimension, d hidden size, R latents.
 """
@@ -21,11 +21,11 @@ Result = TypeVar("Result")
 class Needs:
     """The parts of a layer that a stage needs.
 
-    last_q, first_q: how many of the last and of the first queries.
-    colsums: the attention that each token received from all queries.
-    hidden: the input of the attention module.
-    colsums_bits: bit widths. Column sums are also taken over keys quantised per token to each of them.
-    call: the attention module and its call.
+    last_q, first_q: the numbers of last and of first queries.
+    colsums: True for the attention that each token received from all queries.
+    hidden: True for the input of the attention module.
+    colsums_bits: bit widths. For each width, column sums are also taken over keys quantised per token.
+    call: True for the attention module and its call.
     """
 
     last_q: int = 0
@@ -53,7 +53,7 @@ class Needs:
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """The call of a layer's attention module, for other packages' methods, which read modules.
+    """The call of a layer's attention module. Methods of other packages read such modules.
 
     module: the attention module.
     kwargs: the keyword arguments of its call.
@@ -65,15 +65,16 @@ class AttentionCall:
     rotary: Any = None
 
     def __deepcopy__(self, memo: Any) -> AttentionCall:
-        return self  # each method gets a copy of its observation; a copy of the module would copy the model's weights
+        return self  # each method gets a copy of its observation; copying the module would copy the model's weights
 
 
 @dataclass(frozen=True)
 class Observation:
     """One layer of one prefill, as every chain sees it. Fields that no stage needs are None.
 
-    n: the number of tokens that this layer read. Where a stage drops hidden states, it is less than the prompt's
-    ``length``, to which budgets refer. ``positions`` then names the tokens read, and all fields are in their order.
+    n: the number of tokens that this layer read. A stage that drops hidden states makes it less than the prompt's
+    ``length``; budgets refer to ``length``. ``positions`` then names the tokens read, and all fields follow their
+    order.
     scale: the factor of q.k, 1.0 where the model scales its queries itself.
     prompt: the CRC-32 of the token ids. It makes random draws differ between prompts, but never between runs.
     partial: True if ``last_q`` may hold fewer queries than a stage asks for, because older queries' tokens are gone.
@@ -86,22 +87,22 @@ class Observation:
     prompt: int = 0
     last_q: Tensor | None = None  # [Hq, W, D], after RoPE, W = min(needs.last_q, n)
     first_q: Tensor | None = None  # [Hq, w0, D], after RoPE
-    colsums: Tensor | None = None  # [Hq, n] fp32, attention received by each token from all queries
-    colsums_q: Mapping[int, Tensor] = field(default_factory=dict)  # colsums over quantised keys, by bit width
+    colsums: Tensor | None = None  # [Hq, n] fp32, the attention that each token received from all queries
+    colsums_q: Mapping[int, Tensor] = field(default_factory=dict)  # by bit width: colsums over quantised keys
     hidden: Tensor | None = None  # [n, d], input of the attention module
-    read_k: Tensor | None = None  # [Hk, n, D], the keys that the prompt's attention read; None: those stored
-    latents: tuple[Tensor, Tensor] | None = None  # [n, R] of keys and of values, where projections are low-rank
+    read_k: Tensor | None = None  # [Hk, n, D], the keys that the prompt's attention read; None: the stored keys
+    latents: tuple[Tensor, Tensor] | None = None  # [n, R] each of keys and values, where projections are low-rank
     inv_freq: Tensor | None = None  # [r / 2], the model's rotary frequencies; None where positions are learned
-    length: int = 0  # tokens of the prompt; 0: n
+    length: int = 0  # the number of the prompt's tokens; 0 stands for n
     positions: Tensor | None = None  # [n] int64, ascending; None: 0 .. n - 1
     call: AttentionCall | None = None
     partial: bool = False
     scratch: dict[object, object] = field(default_factory=dict, compare=False, repr=False)  # see ``once``
 
     def once(self, key: object, compute: Callable[[], Result]) -> Result:
-        """Return the result of ``compute``, which is called once for all chains that see this layer.
+        """Return the result of ``compute``. It is called once for all chains that see this layer.
 
-        ``key`` names the result: the stage or function that computes it, with all else that it depends on.
+        ``key`` names the result: the stage or function that computes it, and everything else that it depends on.
         """
         if key not in self.scratch:
             self.scratch[key] = compute()
@@ -110,7 +111,7 @@ class Observation:
     def received(self, bits: int | None = None) -> Tensor:
         """Return the attention [Hq, n] that each token received from all queries.
 
-        With ``bits`` it is taken over keys quantised to that width. Raises ValueError if no stage declared such a need.
+        With ``bits`` the keys are quantised to that width. Raises ValueError if no stage declared such a need.
         """
         sums = self.colsums if bits is None else self.colsums_q.get(bits)
         if sums is None:
@@ -123,10 +124,10 @@ class Observation:
         return self.length or self.n
 
     def for_decoding(self, queries: int) -> Observation:
-        """Return what a method that chooses again while decoding keeps: the last ``queries`` and plain numbers."""
+        """Return the part for a method that chooses again while decoding: the last ``queries`` and plain numbers."""
         last_q = None
         if queries:
-            # a view would keep all queries of the prompt alive
+            # the clone frees the prompt's other queries: a view would keep all of them alive
             last_q = self.queries(queries).clone()
         return Observation(
             layer=self.layer,

@@ -17,10 +17,10 @@ from kvbench.kv.segment import LayerCache, Segment, per_head
 def dense(
     k: Tensor, v: Tensor, *, heads: int, query_heads: int, positions: Tensor | None = None, length: int = 0
 ) -> LayerCache:
-    """Return the uncompressed cache of one layer: k, v [Hk, n, D], to be stored under ``heads``.
+    """Return the uncompressed cache of one layer from k, v [Hk, n, D], to be stored under ``heads``.
 
     ``positions`` [n] are the positions of the tokens that the layer read, in a prompt of ``length`` tokens. Without
-    them it read all, 0 .. n - 1.
+    ``positions`` the layer read all tokens, 0 .. n - 1.
     """
     n = length or k.shape[1]
     if positions is None:
@@ -52,29 +52,29 @@ def with_state(cache: LayerCache, **state: Tensor) -> LayerCache:
 
 
 def as_stored(s: Segment) -> Segment:
-    """Return the segment as it is stored, with latents, where it has them, in the place of keys and values."""
+    """Return the segment as it is stored. Latents, if it has any, take the place of keys and values."""
     if s.latents is None:
         return s
     return replace(s, k=s.latents[0], v=s.latents[1], latents=None, latent=True)
 
 
 def _gather_slots(t: Tensor, index: Tensor) -> Tensor:
-    """Return the slots ``index`` [H, m] of t [H, L, ...]: [H, m, ...], contiguous."""
-    # slot i of head h is row h L + i of t [H L, ...]: on a CPU several times as fast as torch.gather
+    """Return the slots ``index`` [H, m] of t [H, L, ...] as contiguous [H, m, ...]."""
+    # slot i of head h is row h L + i of t [H L, ...]; on a CPU index_select is several times as fast as gather
     heads = torch.arange(index.shape[0], device=index.device)[:, None]
     rows = (index + heads * t.shape[1]).flatten()
     return t.flatten(0, 1).index_select(0, rows).view(*index.shape, *t.shape[2:])
 
 
 def select(cache: LayerCache, index: Tensor, lengths: Tensor | None = None) -> LayerCache:
-    """Return the cache with only the slots ``index`` [heads, m], ascending; [1, m] where all heads keep the same.
+    """Return the cache with only the slots ``index`` [heads, m], ascending; [1, m] if all heads keep the same slots.
 
     ``lengths`` [heads] makes the result ragged: head h keeps only its first ``lengths[h]`` entries of ``index``.
     """
     s = as_stored(only_segment(cache))
     if lengths is not None and bool((lengths != index.shape[1]).any()):
         return replace(cache, segments=(_select_ragged(s, index, lengths),))
-    # index [1, m], and keys of heads that share them, are repeated for each stored head
+    # index [1, m], and keys that several heads share, are repeated for each stored head
     index_by_head = per_head(index, cache.heads)
 
     def select_slots(t: Tensor) -> Tensor:
@@ -93,15 +93,15 @@ def select(cache: LayerCache, index: Tensor, lengths: Tensor | None = None) -> L
 
 
 def _select_ragged(s: Segment, index: Tensor, lengths: Tensor) -> Segment:
-    """Return the first ``lengths[h]`` slots of ``index`` [heads, m] for each head h, one head after the other."""
+    """Return a ragged segment: for each head h the first ``lengths[h]`` slots of ``index`` [heads, m]."""
     heads = len(lengths)
-    # (head, slot) of every kept entry, head by head
+    # head and slot are the (head, slot) pairs of all kept entries, one head after the other
     is_kept = torch.arange(index.shape[1], device=index.device) < lengths[:, None]
     head = torch.arange(heads, device=index.device)[:, None].expand_as(index)[is_kept]
     slot = index[is_kept]
 
     def select_slots(t: Tensor) -> Tensor:
-        # stored head h reads row h // (heads per row) of t
+        # t may have one row for several stored heads: head h reads row h // (heads per row)
         return t[head // (heads // t.shape[0]), slot][None]
 
     state = {name: select_slots(t) for name, t in s.state.items()}
@@ -111,10 +111,10 @@ def _select_ragged(s: Segment, index: Tensor, lengths: Tensor) -> Segment:
 
 
 def select_first(cache: LayerCache, order: Tensor, counts: Tensor) -> LayerCache:
-    """Return the cache with only the first ``counts[h]`` tokens of each head h in its ``order`` [heads, n], best first.
+    """Return the cache with only the first ``counts[h]`` tokens of each head h.
 
-    Where ``order`` and ``counts`` have one row, all heads keep the same tokens. They are stored in order of position,
-    and the counts are recorded as ``decided``.
+    ``order`` [heads, n] lists each head's tokens, the best first. With one row in ``order`` and ``counts``, all heads
+    keep the same tokens. Kept tokens are stored in order of position, and the counts are recorded as ``decided``.
     """
     n = order.shape[1]
     dropped = torch.arange(n, device=order.device) >= counts[:, None]
@@ -131,7 +131,7 @@ def order_by_position(positions: Tensor, valid: Tensor) -> Tensor:
 
 
 def by_head(t: Tensor, lengths: Tensor) -> Tensor:
-    """Return ragged heads side by side: t [1, N, ...] -> [H, longest, ...] with zeros as padding."""
+    """Return ragged heads t [1, N, ...] as [H, longest, ...], padded with zeros."""
     padded = t.new_zeros(len(lengths), int(lengths.max()), *t.shape[2:])
     padded[torch.arange(padded.shape[1], device=t.device) < lengths[:, None]] = t[0]
     return padded
@@ -140,12 +140,12 @@ def by_head(t: Tensor, lengths: Tensor) -> Tensor:
 def expand(cache: LayerCache) -> LayerCache:
     """Return the cache with every segment's heads repeated to ``cache.heads``, as ``per=query_head`` stores them.
 
-    Latents stay one head, which stands for all.
+    Latents stay one head, because that head stands for all.
     """
 
     def widen(s: Segment) -> Segment:
         s = as_stored(s)
-        # ragged heads need no repeating: ``select`` repeated them, as it chose tokens for each of ``cache.heads``
+        # ragged heads need no repeating: ``select`` has already chosen tokens for each of ``cache.heads``
         if s.heads == cache.heads or s.lengths is not None:
             return s
         key_channels, value_channels = s.key_channels, s.value_channels
@@ -166,7 +166,7 @@ def expand(cache: LayerCache) -> LayerCache:
 
 
 def split_recent(cache: LayerCache, recent: int) -> tuple[Segment, Segment]:
-    """Split the single segment into (older slots, last ``recent`` slots of every head); both own their storage."""
+    """Split the single segment into older slots and the last ``recent`` slots of every head; both own their storage."""
     s = only_segment(expand(cache))
     if s.lengths is not None:
         return _split_ragged(s, s.lengths, recent)
@@ -180,15 +180,15 @@ def split_recent(cache: LayerCache, recent: int) -> tuple[Segment, Segment]:
 
 
 def _split_ragged(s: Segment, lengths: Tensor, recent: int) -> tuple[Segment, Segment]:
-    """Split a segment of ragged heads of ``lengths`` [H] as ``split_recent`` does."""
+    """Split a segment whose ragged heads have ``lengths`` [H] tokens, as ``split_recent`` does."""
     old_counts = (lengths - recent).clamp(min=0)
-    # each token's place within its own head
+    # slot is each token's place within its own head
     slot = torch.cat([torch.arange(count, device=s.k.device) for count in lengths.tolist()])
     is_old = slot < old_counts.repeat_interleave(lengths)
 
     def copy_tokens(mask: Tensor, counts: Tensor) -> Segment:
-        """Return the tokens in ``mask`` [N], of which head h has ``counts[h]``."""
-        # heads that hold equally many tokens from now on are ragged no longer
+        """Return the tokens in ``mask`` [N]; head h has ``counts[h]`` of them."""
+        # heads that now hold equally many tokens are stored as an even [H, L] segment
         even = bool((counts == counts[0]).all())
         shape = (len(counts), int(counts[0])) if even else (1, int(counts.sum()))
         new_lengths = None if even else counts.to(torch.int32)
@@ -203,14 +203,14 @@ def _split_ragged(s: Segment, lengths: Tensor, recent: int) -> tuple[Segment, Se
 
 
 def prune(cache: LayerCache, keys: Tensor | None, values: Tensor | None, recent: int) -> LayerCache:
-    """Return the cache with only some channels of all tokens but the last ``recent`` slots, which keep all channels.
+    """Return the cache with only some channels of older tokens. The last ``recent`` slots keep all channels.
 
-    ``keys`` and ``values`` [heads, T] are the channels kept, ascending; None stands for all.
+    ``keys`` and ``values`` [heads, T] are the kept channels, ascending; None keeps all channels.
     """
     older, newer = split_recent(cache, recent)
 
     def gather_channels(t: Tensor, channels: Tensor) -> Tensor:
-        # the channels of its head, for each token
+        # each token takes the channels of its head
         if older.lengths is None:
             index = channels.long()[:, None, :].expand(-1, older.tokens, -1)
         else:
@@ -222,7 +222,7 @@ def prune(cache: LayerCache, keys: Tensor | None, values: Tensor | None, recent:
         pruned = replace(pruned, k=gather_channels(pruned.k, keys), key_channels=keys.to(torch.int16))
     if values is not None:
         pruned = replace(pruned, v=gather_channels(pruned.v, values), value_channels=values.to(torch.int16))
-    # one of both may be empty
+    # an empty part, older or newer, is no segment
     return replace(cache, segments=tuple(s for s in (pruned, newer) if s.tokens))
 
 
@@ -230,7 +230,7 @@ def append(cache: LayerCache, k: Tensor, v: Tensor) -> LayerCache:
     """Return the cache with T more tokens k, v [Hk, T, D] as a dense tail behind its other segments."""
     positions = torch.arange(cache.seen, cache.seen + k.shape[1], dtype=torch.int32, device=k.device)[None]
     tail = Segment(k, v, positions)
-    # where heads share logits, they do in every segment
+    # heads that share logits share them in every segment, so the tail shares them as well
     leads = next((s.leads for s in cache.segments if s.leads is not None), None)
     if leads is not None:
         tail = share_keys(tail, leads.clone())
@@ -238,11 +238,11 @@ def append(cache: LayerCache, k: Tensor, v: Tensor) -> LayerCache:
 
 
 def key_heads(leads: Tensor, stored: int) -> Tensor:
-    """Return the indices, ascending, of the ``stored`` heads whose keys a leading query head reads; leads [Hq]."""
+    """Return the stored heads whose keys a leading query head of ``leads`` [Hq] reads, ascending, out of ``stored``."""
     # query head q reads stored head q // (Hq / stored)
     return (leads.long() // (leads.shape[0] // stored)).unique()
 
 
 def share_keys(segment: Segment, leads: Tensor) -> Segment:
-    """Return the segment without the keys of heads that no leading query head reads; leads [Hq]."""
+    """Return the segment with only the keys that a leading query head of ``leads`` [Hq] reads."""
     return replace(segment, k=segment.k[key_heads(leads, segment.k.shape[0])], leads=leads.to(torch.int16))

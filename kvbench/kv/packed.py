@@ -3,16 +3,16 @@
 Shapes: L tokens, C channels of a token (D, or T after pruning), G elements that share one scale, m codes of 1 to 8
 bits. ``...`` are leading axes (heads, or rows and heads).
 
-``pack`` lays out m codes in one of two ways. Bits that no code fills are zero, and counted.
+``pack`` lays out m codes in one of two ways. Bits that hold no code are zero, and byte counts include them.
 
-``runs`` is the layout of the quantisers below. Codes of 1, 2, 4 or 8 bits take w = ceil(m bits / 8) bytes, and byte j
-holds codes j, j + w, j + 2w, ... from its lowest bits up. They unpack into 8 / bits contiguous runs, which are never
-interleaved. Codes of other widths are cut into planes of 4, 2 and 1 bits, the lowest bits first, and the planes follow
-each other. Codes of 3 bits take ceil(m / 4) + ceil(m / 8) bytes, which is 3 bits a code wherever 8 divides m.
+``runs`` is the layout of the quantisers below. Codes of 1, 2, 4 or 8 bits take w = ceil(m bits / 8) bytes. Byte j
+holds codes j, j + w, j + 2w, ... from its lowest bits up. The codes unpack into 8 / bits contiguous runs and are never
+interleaved. Codes of other widths are cut into planes of 4, 2 and 1 bits. The plane of the lowest bits comes first.
+Codes of 3 bits take ceil(m / 4) + ceil(m / 8) bytes: 3 bits a code wherever 8 divides m.
 
-``stream`` is the layout of vLLM and SGLang, whose formats are in ``kvbench.kv.codecs``. All codes are one number with
-the first code in its lowest bits, stored as ceil(m bits / 8) little-endian bytes. Codes of 4 bits are pairs of nibbles,
-and eight codes of 3 bits are 24 bits.
+``stream`` is the layout of vLLM and SGLang (``kvbench.kv.codecs``). All codes are one number with the first code in its
+lowest bits. The number is stored as ceil(m bits / 8) little-endian bytes. Codes of 4 bits are pairs of nibbles, and
+eight codes of 3 bits are 24 bits.
 """
 
 from __future__ import annotations
@@ -31,26 +31,26 @@ from kvbench.base.errors import KvbenchError
 
 Layout = Literal["runs", "stream"]
 
-BITS = (1, 2, 3, 4, 8)  # the widths that the quantisers below are used with, and that the GPU kernels read
+BITS = (1, 2, 3, 4, 8)  # methods use the quantisers below with these widths, and the GPU kernels read them
 SCALE_BYTES = 4  # a group stores its scale and its minimum (or zero point) in fp16 each
-BLOCK = 2**21  # elements dequantised together: 8 MiB in fp32 fit the last-level cache; smaller blocks cost calls
+BLOCK = 2**21  # elements dequantised together: their 8 MiB of fp32 fit the last-level cache; smaller blocks cost calls
 
 
 def packed_bytes(m: int, bits: int, layout: Layout = "runs") -> int:
     """Return the bytes that hold m codes of ``bits`` bits."""
-    # ceil(m * width / 8) bytes for each plane
+    # a plane of ``width`` bits takes ceil(m * width / 8) bytes
     return sum(-(-m * width // 8) for width in _plane_widths(bits, layout))
 
 
 def run_bytes(m: int, bits: int, group: int) -> int:
-    """Return the bytes of m consecutive quantised elements: packed codes, and scale and minimum of every group."""
+    """Return the bytes of m consecutive quantised elements: their packed codes, and each group's scale and minimum."""
     return packed_bytes(m, bits) + SCALE_BYTES * -(-m // group)
 
 
 def pack(codes: Tensor, bits: int, dim: int = -1, layout: Layout = "runs") -> Tensor:
     """Pack codes [..., m] below 2^bits along ``dim`` (-1, -2, ...) into uint8 [..., packed_bytes(m, bits, layout)].
 
-    The result owns its storage. Bits above the lowest ``bits`` of a code would spill: callers keep codes in range.
+    The result owns its storage. A code of 2^bits or more would spill into its neighbour: callers keep codes in range.
     Raises ValueError unless ``bits`` is 1 to 8.
     """
     widths = _plane_widths(bits, layout)
@@ -58,7 +58,7 @@ def pack(codes: Tensor, bits: int, dim: int = -1, layout: Layout = "runs") -> Te
     if len(widths) == 1:
         return _pack_plane(codes, bits, dim, layout)
     planes = []
-    first_bit = 0  # the lowest bit of a code that the next plane holds
+    first_bit = 0  # the next plane begins at this bit of each code
     for width in widths:
         plane = (codes >> first_bit) & (2**width - 1)
         planes.append(_pack_plane(plane, width, dim, layout))
@@ -67,14 +67,14 @@ def pack(codes: Tensor, bits: int, dim: int = -1, layout: Layout = "runs") -> Te
 
 
 def unpack(packed: Tensor, bits: int, m: int, dim: int = -1, layout: Layout = "runs") -> Tensor:
-    """Return the m codes [..., m] uint8 that ``pack`` put into bytes along ``dim``; 8-bit codes are a view.
+    """Return the m codes [..., m] uint8 that ``pack`` put into bytes along ``dim``. 8-bit codes are returned as a view.
 
     Raises ValueError unless ``bits`` is 1 to 8.
     """
     if bits == 8:
         return packed
     codes: Tensor | None = None
-    first_byte = first_bit = 0  # where the next plane begins in the bytes, and in a code
+    first_byte = first_bit = 0  # the next plane begins at this byte, and holds each code's bits from this bit on
     for width in _plane_widths(bits, layout):
         plane_bytes = -(-m * width // 8)
         plane = _unpack_plane(packed.narrow(dim, first_byte, plane_bytes), width, m, dim, layout)
@@ -86,7 +86,7 @@ def unpack(packed: Tensor, bits: int, m: int, dim: int = -1, layout: Layout = "r
 
 
 def _plane_widths(bits: int, layout: Layout) -> tuple[int, ...]:
-    """Return how many bits of a code each plane of the layout holds, the lowest bits first.
+    """Return the width in bits of each plane of the layout, the plane of the lowest bits first.
 
     Raises ValueError unless ``bits`` is 1 to 8.
     """
@@ -94,7 +94,7 @@ def _plane_widths(bits: int, layout: Layout) -> tuple[int, ...]:
         raise ValueError(f"codes of {bits} bits: must be 1 to 8")
     if layout == "stream":
         return (bits,)
-    # a byte of a run holds whole codes only: other widths are sums of powers of two, as 7 = 4 + 2 + 1
+    # a byte of a run holds whole codes only: other widths are split into powers of two (3 = 1 + 2, 7 = 1 + 2 + 4)
     return tuple(power for power in (8, 4, 2, 1) if bits & power)
 
 
@@ -108,7 +108,7 @@ def _pack_plane(codes: Tensor, bits: int, dim: int, layout: Layout) -> Tensor:
     packed = codes.new_zeros(shape)
     byte_at = _split_into_places(packed, unit_bytes, dim, layout)
     code_at = _split_into_places(_pad_end(codes, units * unit_codes, dim), unit_codes, dim, layout)
-    # code i of a unit begins at bit i * bits of the unit's bytes; a shift to the left drops the bits above its byte
+    # code i of a unit begins at bit i * bits of the unit's bytes; uint8 drops the bits that a left shift pushes out
     for i, code in enumerate(code_at):
         byte, shift = divmod(i * bits, 8)
         byte_at[byte].bitwise_or_(code << shift)
@@ -117,7 +117,7 @@ def _pack_plane(codes: Tensor, bits: int, dim: int, layout: Layout) -> Tensor:
     needed = -(-m * bits // 8)
     if needed == packed.shape[dim]:
         return packed
-    # the last unit of a stream has bytes that hold padding alone; a view would keep them alive
+    # a stream's last unit may end in bytes of padding alone; the clone frees them, a view would not
     return packed.narrow(dim, 0, needed).clone(memory_format=torch.contiguous_format)
 
 
@@ -134,22 +134,22 @@ def _unpack_plane(packed: Tensor, bits: int, m: int, dim: int, layout: Layout) -
         code = byte_at[byte] >> shift
         if shift + bits > 8:
             code |= byte_at[byte + 1] << (8 - shift)
-        # masked in one contiguous run, then placed: masking in short strided runs takes several times as long
+        # mask in one contiguous run, then copy: masking in short strided runs takes several times as long
         place.copy_(code & (2**bits - 1))
     return codes.narrow(dim, 0, m)
 
 
 def _unit(bits: int) -> tuple[int, int]:
-    """Return (codes, bytes) of the fewest codes that fill whole bytes: (2, 1) for 4 bits, (8, 3) for 3 bits."""
+    """Return (codes, bytes) of the smallest unit that fills whole bytes: (2, 1) for 4 bits, (8, 3) for 3 bits."""
     common = math.gcd(bits, 8)
     return 8 // common, bits // common
 
 
 def _split_into_places(t: Tensor, per_unit: int, dim: int, layout: Layout) -> tuple[Tensor, ...]:
-    """Return views of the first, the second, ... element of every unit; each is [..., units] along ``dim``.
+    """Return one view [..., units] along ``dim`` for each place in a unit: all first elements, all second ones, ...
 
-    t [..., units * per_unit] holds codes or bytes. In a stream the elements of a unit are neighbours. In runs the first
-    elements of all units come first, then all second ones.
+    t [..., units * per_unit] holds codes or bytes. In a stream the elements of one unit are neighbours. In runs the
+    first elements of all units come first, then all second elements.
     """
     units = t.shape[dim] // per_unit
     if layout == "runs":
@@ -158,11 +158,11 @@ def _split_into_places(t: Tensor, per_unit: int, dim: int, layout: Layout) -> tu
 
 
 def _pad_end(t: Tensor, size: int, dim: int) -> Tensor:
-    """Return t with zeros behind its last element along ``dim``, ``size`` elements in all."""
+    """Pad t with zeros at the end of ``dim`` until that axis has ``size`` elements."""
     missing = size - t.shape[dim]
     if missing == 0:
         return t
-    # F.pad takes (before, after) of the last axis first
+    # F.pad takes (before, after) pairs, beginning with the last axis
     padding = [0, 0] * -dim
     padding[-1] = missing
     return F.pad(t, padding)
@@ -171,9 +171,10 @@ def _pad_end(t: Tensor, size: int, dim: int) -> Tensor:
 class Packed(ABC):
     """Keys or values [..., L, C] held as codes.
 
-    frozen: scales [..., H, 1, 1] that heads settled once for all tokens. They are overhead, not payload.
-    step: how many tokens are coded together.
-    rotation: the basis [C, C'] in which values are coded. Attention rotates its query into it. None: no rotation.
+    frozen: scales [..., H, 1, 1] that heads settled once for all tokens. They count as overhead, not payload.
+    step: the number of tokens that are coded together.
+    rotation: the basis [C, C'] in which values are coded; None: no rotation. Attention rotates its query into the
+    basis.
     """
 
     frozen: Tensor | None = None
@@ -188,7 +189,7 @@ class Packed(ABC):
     @property
     @abstractmethod
     def format(self) -> tuple[object, ...]:
-        """All that must be equal for two packed tensors to be stored in one buffer."""
+        """The settings that must be equal for two packed tensors to share one buffer."""
 
     @abstractmethod
     def payload(self) -> Iterator[Tensor]:
@@ -196,11 +197,11 @@ class Packed(ABC):
 
     @abstractmethod
     def codes_only(self) -> Iterator[Tensor]:
-        """Yield the tensors of ``payload`` that hold codes, without the scales."""
+        """Yield the tensors of ``payload`` that hold codes, but not the scales."""
 
     @abstractmethod
     def holding(self, tensors: Sequence[Tensor], frozen: Tensor | None) -> Self:
-        """Return the same format with these tensors in the places of ``payload``, and these ``frozen`` scales."""
+        """Return the same format with ``tensors`` in the places of ``payload`` and with ``frozen`` as its scales."""
 
     @abstractmethod
     def tokens(self, start: int | None = None, stop: int | None = None) -> Self:
@@ -208,22 +209,22 @@ class Packed(ABC):
 
     @abstractmethod
     def flat(self) -> Self:
-        """Return [..., L, C] as [H, L, C], where H joins all leading axes, of which there is at least one."""
+        """Return [..., L, C] as [H, L, C]: H joins all leading axes. There must be at least one."""
 
     @abstractmethod
     def dequantise(self, dtype: torch.dtype, scratch: Tensor | None = None) -> Tensor:
         """Return the values [..., L, C] in ``dtype``, computed in fp32 and rounded once.
 
-        ``scratch`` is fp32 memory of at least as many elements. The result may use it. Callers that go block by block
-        would otherwise spend most of the time on fresh memory.
+        ``scratch`` is fp32 memory of at least as many elements, and the result may use it. Without it, callers that go
+        block by block would spend most of the time on allocating memory.
         """
 
     def rotated(self, dtype: torch.dtype, scratch: Tensor | None = None) -> Tensor:
-        """Return the values [..., L, C'] as ``dequantise`` does, in the basis of ``rotation``."""
+        """Return the values [..., L, C'] as ``dequantise`` does, but in the basis of ``rotation``."""
         return self.dequantise(dtype, scratch)
 
     def more(self, x: Tensor, pack: Callable[[Tensor], Packed], rows: Sequence[int] | None = None) -> Packed:
-        """Return new tokens x, of all rows or of ``rows``, packed in the format of these tokens."""
+        """Pack new tokens x in the format of these tokens. x is of all rows, or of ``rows`` only."""
         return pack(x)
 
     @property
@@ -238,24 +239,24 @@ class Packed(ABC):
         return self.holding([t[index] for t in self.payload()], frozen)
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> Self:
-        """Return the packed tokens with ``fn`` applied to every tensor; it must leave the axes of a group alone."""
+        """Return the packed tokens with ``fn`` applied to every tensor; ``fn`` must leave the axes of a group alone."""
         return self.holding([fn(t) for t in self.payload()], self.frozen)
 
     def of_head(self, h: int) -> Self:
-        """Return these tokens, all of them head h's, with the frozen scales of that head alone."""
+        """Return these tokens, which all belong to head h, with the frozen scales of that head alone."""
         if self.frozen is None:
             return self
         return self.holding(list(self.payload()), self.frozen[h : h + 1])
 
     def blocks(self, elements: int = BLOCK) -> Iterator[tuple[slice, slice, Self]]:
-        """Yield (slice of H, slice of tokens, their packed part), each part of up to ``elements`` values.
+        """Yield (slice of heads, slice of tokens, packed part), each part of up to ``elements`` values.
 
-        [..., L, C] is read as [H, L, C]. A part is never less than one ``step`` of tokens. Dense values that are
-        dequantised and used part by part stay in the processor's cache, which is several times faster than all at once.
+        [..., L, C] is read as [H, L, C]. A part has at least one ``step`` of tokens. Values that are dequantised and
+        used part by part stay in the processor's cache: that is several times faster than all at once.
         """
         flat = self.flat()
         heads, tokens, channels = flat.shape
-        # a piece takes as many tokens of one head as fit, in whole steps, then as many heads as still fit
+        # a part takes as many tokens of one head as fit, in whole steps, and then as many heads as still fit
         fitting_tokens = min(tokens, elements // max(channels, 1))
         part_tokens = max(fitting_tokens // self.step * self.step, self.step)
         part_heads = max(elements // max(part_tokens * channels, 1), 1)
@@ -274,7 +275,7 @@ class MinMax(Packed):
     does not divide C. Codes are [..., L, bytes], scale and low [..., L, groups].
 
     ``axis="channel"``: a group is ``group`` consecutive tokens of one channel. Codes are [..., L / G, bytes, C], scale
-    and low [..., L / G, C]. Codes are packed along tokens, with channels innermost: they unpack into token order.
+    and low [..., L / G, C]. Codes are packed along tokens with channels innermost, and unpack into token order.
 
     ``low`` is the minimum. Under ``zero_point`` it is the code whose value is 0: value = scale * (code - low).
     """
@@ -285,7 +286,7 @@ class MinMax(Packed):
     bits: int
     group: int
     axis: Literal["token", "channel"]
-    size: int  # codes in one packed run: the channels of a token, or the tokens of a group
+    size: int  # the number of codes in one packed run: the channels of a token, or the tokens of a group
     zero_point: bool = False
 
     @property
@@ -294,7 +295,7 @@ class MinMax(Packed):
         if self.axis == "token":
             sizes[-1] = self.size
         else:
-            # codes [..., L / G, bytes, C]
+            # codes are [..., L / G, bytes, C]: groups and bytes become tokens
             sizes[-3:-1] = [sizes[-3] * self.size]
         return torch.Size(sizes)
 
@@ -319,9 +320,9 @@ class MinMax(Packed):
         return replace(self, codes=codes, scale=scale, low=low)
 
     def minimum(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return the value of code 0, in the shape of ``low``, rounded to ``dtype`` once."""
+        """Return the value of code 0 in the shape of ``low``, rounded once to ``dtype``."""
         if self.zero_point:
-            # scale * (code - zero) at code 0
+            # under a zero point, code 0 stands for scale * (0 - zero)
             return (-self.scale.float() * self.low.float()).to(dtype)
         return self.low.to(dtype)
 
@@ -332,7 +333,7 @@ class MinMax(Packed):
         if self.axis == "channel":
             if first % self.group or last % self.group:
                 raise ValueError(f"tokens {first}..{last} are not whole groups of {self.group}")
-            # from tokens to groups of tokens: codes [..., L / G, bytes, C], scale and low [..., L / G, C]
+            # count in groups, not tokens: codes are [..., L / G, bytes, C], scale and low [..., L / G, C]
             first, last = first // self.group, last // self.group
             code_axis = -3
         return replace(
@@ -352,7 +353,7 @@ class MinMax(Packed):
         scale, low = self.scale.float(), self.minimum()
         if self.axis == "channel":
             x = _to_fp32(unpack(self.codes, self.bits, self.size, dim=-2), scratch)
-            # value = scale * code + minimum; one scale for the G tokens [L / G, G, C] of a channel
+            # value = scale * code + minimum; the G tokens [L / G, G, C] of a channel share one scale
             x.mul_(scale[..., None, :]).add_(low[..., None, :])
             return x.flatten(-3, -2).to(dtype)
         x = _to_fp32(unpack(self.codes, self.bits, self.size), scratch)
@@ -367,18 +368,18 @@ class MinMax(Packed):
 
 
 def _to_fp32(codes: Tensor, scratch: Tensor | None) -> Tensor:
-    """Return codes as fp32, in the memory of ``scratch`` where there is one."""
+    """Return codes as fp32. With ``scratch`` the result uses its memory."""
     if scratch is None:
         return codes.float()
     return scratch[: codes.numel()].view(codes.shape).copy_(codes)
 
 
 def quantise_tokens(x: Tensor, bits: int, group: int, constant_scale: float = 0.0) -> MinMax:
-    """Quantise x [..., L, C] in groups of ``group`` channels of a token by min and max; the last group may be shorter.
+    """Quantise x [..., L, C] by min and max in groups of ``group`` channels of a token. The last group may be shorter.
 
-    scale = (max - min) / (2^bits - 1) and code = round((x - min) / scale), both against the fp16 numbers that are
-    stored. Then |x - value| <= max(scale / 2, 2^-11 |min|) + 2^(bits - 25), plus the rounding of fp32 sums. The second
-    term is the rounding of the stored minimum (0 for fp16 input). The last one is the rounding of numbers below fp16's
+    scale = (max - min) / (2^bits - 1) and code = round((x - min) / scale). Both use the scale and minimum as stored in
+    fp16. Then |x - value| <= max(scale / 2, 2^-11 |min|) + 2^(bits - 25), plus the rounding of fp32 sums. The second
+    term is the rounding of the stored minimum (0 for fp16 input). The last term is the rounding of numbers below fp16's
     normal range.
 
     A group of one value has codes 0 and scale ``constant_scale``: 0 (KIVI, arXiv 2402.02750), or 1 (FlexGen, arXiv
@@ -396,13 +397,13 @@ def quantise_tokens(x: Tensor, bits: int, group: int, constant_scale: float = 0.
 
 
 def quantise_channels(x: Tensor, bits: int, group: int) -> MinMax:
-    """Quantise x [..., L, C] in groups of ``group`` consecutive tokens of a channel (keys of KIVI, arXiv 2402.02750).
+    """Quantise x [..., L, C] in groups of ``group`` consecutive tokens of a channel (KIVI's keys, arXiv 2402.02750).
 
-    Arithmetic, error bound and refusals are those of ``quantise_tokens``; L must be a multiple of ``group``, C is free.
+    L must be a multiple of ``group``; C is free. Arithmetic, error bound and errors are those of ``quantise_tokens``.
     """
     if x.shape[-2] % group:
         raise ValueError(f"{x.shape[-2]} tokens are not whole groups of {group}")
-    # [..., L / G, G, C]: minimum and maximum over the G tokens of a channel
+    # take minimum and maximum over the G tokens of a channel in [..., L / G, G, C]
     grouped = x.float().unflatten(-2, (x.shape[-2] // group, group))
     codes, scale, low = _quantise_groups(grouped, bits, -2, constant_scale=0.0)
     return MinMax(
@@ -411,11 +412,11 @@ def quantise_channels(x: Tensor, bits: int, group: int) -> MinMax:
 
 
 def quantise_zero_point(x: Tensor, bits: int) -> MinMax:
-    """Quantise x [..., L, C], each token one group with an integer zero point (the quantiser of Q-Hitter's code).
+    """Quantise x [..., L, C] with an integer zero point. Each token is one group (the quantiser of Q-Hitter's code).
 
     scale = max(1e-5, (max - min) / (2^bits - 1)), zero = round(-min / scale) and code = round(x / scale) + zero. Zero
-    and codes are clamped to 0 ... 2^bits - 1, so that tokens whose range excludes 0 are stored badly: a constant c != 0
-    comes back as nearly 0. Scale and zero are fp16. Raises KvbenchError as ``quantise_tokens`` does.
+    and codes are clamped to 0 ... 2^bits - 1. Tokens whose range excludes 0 are therefore stored badly: a constant c !=
+    0 comes back as nearly 0. Scale and zero are fp16. Raises KvbenchError as ``quantise_tokens`` does.
     """
     top = 2**bits - 1
     x32 = x.float()
@@ -437,18 +438,18 @@ def quantise_zero_point(x: Tensor, bits: int) -> MinMax:
 
 
 def _quantise_groups(x: Tensor, bits: int, dim: int, constant_scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (codes, scale, minimum) of the groups of fp32 x along ``dim``; see ``quantise_tokens``.
+    """Return (codes, scale, minimum) of the groups of fp32 x along ``dim``, computed as ``quantise_tokens`` states.
 
     Codes have the shape of x. Scale and minimum are fp16 and lack ``dim``.
     """
     low, high = x.amin(dim=dim, keepdim=True), x.amax(dim=dim, keepdim=True)
     low16 = low.half()
-    # the span begins at the stored minimum: the largest value is reached although the minimum was rounded
+    # the span begins at the stored minimum, so that codes reach the largest value although the minimum was rounded
     span = torch.where(high > low, high - low16.float(), 0.0).clamp(min=0.0)
     scale16 = (span / (2**bits - 1)).half()
     _check_finite(x, bits, scale16, low16)
     constant = scale16 == 0
-    # in a constant group every code is (x - minimum) / inf = 0
+    # a constant group divides by infinity: every code is (x - minimum) / inf = 0
     step = scale16.float().masked_fill(constant, torch.inf)
     # code = round((x - minimum) / scale), against the fp16 numbers that are stored
     codes = x.sub(low16).div_(step).round_().clamp_(0, 2**bits - 1).to(torch.uint8)
@@ -456,8 +457,8 @@ def _quantise_groups(x: Tensor, bits: int, dim: int, constant_scale: float) -> t
 
 
 def _check_finite(x: Tensor, bits: int, scale: Tensor, low: Tensor) -> None:
-    """Raise KvbenchError if a scale or a minimum is not finite, with the reason."""
-    # one test for both: every value that the processor reads back from a GPU holds up a decode step
+    """Raise KvbenchError with the reason if a scale or a minimum is not finite."""
+    # test both at once: each number that the processor reads back from a GPU holds up a decode step
     if bool((scale.float() + low.float()).isfinite().all()):
         return
     if not bool(x.isfinite().all()):

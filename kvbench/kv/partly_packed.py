@@ -1,6 +1,6 @@
-"""Segments whose older tokens are packed and whose newest are exact, and the rule that says how many are which.
+"""Segments whose older tokens are packed and whose newest tokens are exact, and the rule that divides them.
 
-Shapes: H stored heads, L tokens, Lk and Lv of them packed as keys and as values, D channels.
+Shapes: H stored heads, L tokens, D channels. Lk tokens are packed as keys, Lv tokens as values.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ Values = Tensor | Packed  # keys or values in one storage format: exact or packe
 
 @dataclass(frozen=True)
 class Residual:
-    """The rule of how many of the newest tokens stay exact.
+    """The rule for how many of the newest tokens stay exact.
 
-    At least the last ``keep`` stay exact, and at least the last that do not fill a ``block``. Of the others, those that
-    do not fill a ``unit`` stay exact, too. A unit is the fewest tokens that can be packed, and divides ``block``.
+    At least the last ``keep`` tokens stay exact, and at least those that do not fill a ``block``. The older tokens are
+    packed in whole units of ``unit`` tokens, and the rest of a unit stays exact as well. ``unit`` is the fewest tokens
+    that can be packed, and divides ``block``.
     """
 
     keep: int
@@ -30,13 +31,13 @@ class Residual:
     unit: int
 
     def packed(self, tokens: int) -> int:
-        """Return how many of ``tokens`` are packed. The number never falls as tokens come in."""
+        """Return how many of ``tokens`` are packed. The number never falls as tokens are added."""
         exact = max(self.keep, tokens % self.block)
         return max(0, tokens - exact) // self.unit * self.unit
 
     @property
     def most(self) -> int:
-        """The largest number of exact tokens at a time, once all tokens that can be packed are packed."""
+        """The largest number of exact tokens at a time, after all tokens that can be packed have been packed."""
         return max(self.keep + self.unit, self.block) - 1
 
     @classmethod
@@ -45,7 +46,7 @@ class Residual:
         return cls(FOREVER, 1, 1)
 
     def at_least(self, keep: int) -> Residual:
-        """Return the same rule, but under which at least ``keep`` tokens stay exact."""
+        """Return the same rule with at least ``keep`` exact tokens."""
         return replace(self, keep=max(self.keep, keep))
 
 
@@ -53,8 +54,8 @@ class Residual:
 class Codes:
     """The packed tokens of a segment: the first Lk as keys [H, Lk, .], the first Lv as values [H, Lv, .].
 
-    Ragged heads are stored one after the other. ``k_counts`` and ``v_counts`` then are the numbers of packed tokens of
-    each head; otherwise they are None.
+    Ragged heads are stored one after the other. ``k_counts`` and ``v_counts`` are then each head's numbers of packed
+    tokens. For heads of one length they are None.
     """
 
     k: Packed
@@ -74,9 +75,10 @@ class Codes:
                 yield packed.frozen
 
     def head(self, h: int, k: Tensor, v: Tensor, start: int, end: int) -> tuple[Codes, Tensor, Tensor]:
-        """Return (codes, exact keys, exact values) of head h, as views; k and v are the exact tokens of all heads.
+        """Return (codes, exact keys, exact values) of head h, as views.
 
-        Where heads are ragged, the tokens of this head are ``start`` to ``end`` of all heads' tokens.
+        k and v are the exact tokens of all heads. Ragged heads lie one after the other: this head's tokens are
+        ``start`` to ``end`` among all.
         """
         if self.k_counts is None or self.v_counts is None:
             row = slice(h, h + 1)
@@ -85,7 +87,7 @@ class Codes:
         def slice_ragged(packed: Packed, counts: Tensor, exact: Tensor) -> tuple[Packed, Tensor]:
             packed_end = int(counts[: h + 1].sum())
             packed_start = packed_end - int(counts[h])
-            # of the ``start`` tokens of earlier heads ``packed_start`` are packed, and the others are exact
+            # earlier heads have ``start`` tokens: ``packed_start`` of them are packed, the others are exact
             head_codes = packed.tokens(packed_start, packed_end).of_head(h)
             return head_codes, exact[:, start - packed_start : end - packed_end]
 
@@ -97,9 +99,9 @@ class Codes:
 def encode(
     x: Tensor, pack: Callable[[Tensor], Packed], packed: int, channels: Tensor | None = None
 ) -> tuple[Packed, Tensor]:
-    """Pack the first ``packed`` tokens of x [H, L, D], or only their ``channels`` [H, C].
+    """Pack the first ``packed`` tokens of x [H, L, D], with all channels or only ``channels`` [H, C].
 
-    Returns the codes [H, packed, C or D], and a copy of the exact tokens behind them [H, L - packed, D].
+    Returns the codes [H, packed, C or D] and a copy [H, L - packed, D] of the exact tokens behind them.
     """
     oldest = x[:, :packed]
     if channels is not None:
@@ -108,9 +110,9 @@ def encode(
 
 
 def side_by_side(heads: Sequence[Packed]) -> tuple[Packed, Tensor]:
-    """Return (codes, counts): packed tokens of single heads [1, L_h, .] one after the other, and their numbers [H]."""
+    """Join the packed tokens of single heads [1, L_h, .]: return (all heads' codes, each head's token count [H])."""
     payloads = [list(head.payload()) for head in heads]
-    # one tensor for the codes of all heads, one for their scales, ...
+    # codes of all heads become one tensor, their scales another, and so on
     tensors = [torch.cat(same_kind, dim=1) for same_kind in zip(*payloads, strict=True)]
     counts = torch.tensor([head.shape[1] for head in heads], dtype=torch.int32, device=tensors[0].device)
     scales = [head.frozen for head in heads if head.frozen is not None]
@@ -119,7 +121,7 @@ def side_by_side(heads: Sequence[Packed]) -> tuple[Packed, Tensor]:
 
 
 def batched(rows: Sequence[Packed], room: Callable[[Tensor], Tensor]) -> Packed:
-    """Return buffers [B, H, ...] for the packed tokens of ``rows``, with the frozen scales of each row.
+    """Return buffers [B, H, ...] for the packed tokens of ``rows``, with each row's frozen scales.
 
     ``room`` makes a buffer from one row's tensor.
     """
@@ -129,21 +131,21 @@ def batched(rows: Sequence[Packed], room: Callable[[Tensor], Tensor]) -> Packed:
 
 
 def each(x: Values, fn: Callable[[Tensor], Tensor]) -> Values:
-    """Apply ``fn`` to keys or values, or to every tensor that they are packed into (see ``Packed.map``)."""
+    """Apply ``fn`` to exact keys or values, or to every tensor of packed ones (see ``Packed.map``)."""
     if isinstance(x, Packed):
         return x.map(fn)
     return fn(x)
 
 
 def parts(x: Values) -> tuple[Tensor, ...]:
-    """Return the tensors that hold keys or values: one if they are exact, codes, scale and low if they are packed."""
+    """Return the tensors that hold keys or values: one if they are exact; codes, scale and low if they are packed."""
     if isinstance(x, Packed):
         return tuple(x.payload())
     return (x,)
 
 
 def write(buffer: Values, slots: Tensor, new: Values) -> None:
-    """Write T tokens, new [B, H, T, .], into ``slots`` [B, H, T] of buffer [B, H, S, .], in the same format."""
+    """Write T tokens, new [B, H, T, .], into ``slots`` [B, H, T] of buffer [B, H, S, .]. Both have the same format."""
     for target, tokens in zip(parts(buffer), parts(new), strict=True):
         # target[b, h, slots[b, h, t]] = tokens[b, h, t]
         target.scatter_(2, slots[..., None].expand(-1, -1, -1, target.shape[3]), tokens)

@@ -1,4 +1,4 @@
-"""Orthogonal bases in which values are coded, so that no channel is larger than the others."""
+"""Orthogonal bases for quantisers. Values in such a basis are spread evenly, so that no channel dominates."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from torch import Tensor
 
 ROTATIONS = ("none", "hadamard", "signed", "haar")
 SEED = 0
-LEAST = 32  # blocks of fewer channels mix too few of them to help
+LEAST = 32  # a block of fewer channels mixes too few of them to help
 
 
 def width(channels: int, kind: str) -> int:
-    """Return how many channels a basis for ``channels`` has: equally many, or a few more for a Hadamard matrix.
+    """Return how many channels C' a basis for ``channels`` channels has: as many, or a few more for a Hadamard matrix.
 
-    Hadamard matrices exist for powers of 2. Other numbers are cut into blocks of the largest power of 2, at least 32,
-    that divides them. If there is none, zeros fill them up to a multiple of 32.
+    Hadamard matrices exist for powers of 2. Other numbers are cut into blocks of the largest power of 2 that divides
+    them. If that is below 32, zeros first fill them up to a multiple of 32.
     """
     if kind == "haar" or channels & (channels - 1) == 0:
         return channels
@@ -25,20 +25,20 @@ def width(channels: int, kind: str) -> int:
 
 @cache
 def _basis(channels: int, kind: str, block: int, seed: int) -> Tensor:
-    """Return ``basis`` on the CPU."""
+    """Return the matrix of ``basis`` on the CPU."""
     g = torch.Generator().manual_seed(seed)
     size = width(channels, kind)
     if kind == "haar":
-        # QR of a Gaussian; the signs of R's diagonal make it uniform
+        # take Q of a Gaussian's QR; the signs of R's diagonal make it uniform over all rotations
         q, r = torch.linalg.qr(torch.randn(size, size, generator=g, dtype=torch.float64))
         return (q * r.diagonal().sign()).float()[:channels]
-    # the channels of a block: the largest power of 2 that divides ``size`` and is at most ``block``
+    # a block has ``span`` channels: the largest power of 2 that divides ``size`` and is at most ``block``
     span = min(size & -size, 1 << (block.bit_length() - 1))
     h = torch.ones(1, 1, dtype=torch.float64)
     while len(h) < span:
         # Sylvester: H_2n = [[H_n, H_n], [H_n, -H_n]]
         h = torch.cat([torch.cat([h, h], dim=1), torch.cat([h, -h], dim=1)])
-    # H H' = span I: over sqrt(span) its rows are orthonormal
+    # H H' = span I, so H / sqrt(span) has orthonormal rows
     blocks = [h / span**0.5] * (size // span)
     matrix = torch.block_diag(*blocks).float()
     if kind == "signed":
@@ -48,10 +48,12 @@ def _basis(channels: int, kind: str, block: int, seed: int) -> Tensor:
 
 @cache
 def basis(channels: int, kind: str, block: int, device: torch.device, seed: int = SEED) -> Tensor:
-    """Return a matrix B [C, C'] fp32 with orthonormal rows. y = x B is x in another basis, and x = y B'.
+    """Return the basis as a matrix B [C, C'] fp32 with orthonormal rows.
 
-    kind: ``hadamard`` is the plain Sylvester matrix. ``signed`` gives the channels random signs before it. ``haar`` is
-    uniform over all rotations, with C' = C.
+    x B expresses x in the basis, and multiplying by the transpose of B gives x back. C' is ``width``.
+
+    kind: ``hadamard`` is the Sylvester-Hadamard matrix. ``signed`` flips the channels' signs at random before that
+    matrix. ``haar`` is a random rotation, uniform over all rotations, with C' = C.
     block: the most channels that a Hadamard matrix mixes.
     """
     return _basis(channels, kind, block, seed).to(device)

@@ -1,4 +1,4 @@
-"""The factor of q.k, with the cap that some models put on the logits that it gives."""
+"""The factor of q.k. Some models also cap the logits: their factor carries the cap."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from torch import Tensor
 class CappedScale(float):
     """The factor of q.k under a cap on logits (Gemma 2, arXiv 2408.00118, section 2).
 
-    It is a float: statistics and storage formats pass it on like any other factor. Only ``capped`` reads the cap, where
-    logits are computed.
+    It is a float, so that statistics and storage formats pass it on like any other factor. Only ``capped`` reads the
+    cap, after logits are computed.
     """
 
     cap: float
 
     @classmethod
     def of(cls, factor: float, cap: float | None) -> float:
-        """Return ``factor`` under a ``cap`` above 0, or the plain factor without one."""
+        """Return ``factor`` with a ``cap`` above 0, or the plain factor if ``cap`` is None."""
         if cap is None:
             return factor
         # float's own constructor takes no second argument
@@ -26,7 +26,7 @@ class CappedScale(float):
 
 
 def cap_of(scale: float) -> float | None:
-    """Return the cap on the logits that ``scale`` gives, or None."""
+    """Return the cap on logits that ``scale`` carries, or None."""
     if isinstance(scale, CappedScale):
         return scale.cap
     return None
@@ -37,5 +37,5 @@ def capped(logits: Tensor, scale: float) -> Tensor:
     cap = cap_of(scale)
     if cap is None:
         return logits
-    # a masked logit of -inf would become -cap, which is visible again
+    # masks come later: the cap would turn a masked logit of -inf into -cap, and its token would be seen again
     return (logits / cap).tanh().mul_(cap)

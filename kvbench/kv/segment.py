@@ -1,4 +1,4 @@
-"""Segments, which are runs of stored tokens of one prompt, and the layers that they make.
+"""Segments (runs of stored tokens of one prompt) and the layers that consist of them.
 
 Shapes use: Hq query heads, Hk kv heads, H stored heads (Hk, or Hq under ``per=query_head``), n prompt
 tokens, L stored tokens, D head dimension, T kept channels.
@@ -24,17 +24,17 @@ class Segment:
     ``positions`` is [H, L], or [1, L] where all heads keep the same tokens. ``state`` tensors have leading axes
     [H, L] and are gathered with their tokens.
 
-    ``lengths`` marks ragged heads. They are stored one after the other without padding: every leading [H, L] is then
-    [1, N] with N = sum of ``lengths``.
+    ``lengths`` marks ragged heads: heads that hold different numbers of tokens. They are stored one after the other
+    without padding, and every leading [H, L] becomes [1, N] with N = sum of ``lengths``.
 
-    Where a quantiser has packed the older tokens, ``codes`` hold these. ``k`` and ``v`` then hold only the newest
-    tokens, which stay exact.
+    Where a quantiser has packed the older tokens, ``codes`` holds the packed tokens. ``k`` and ``v`` then hold only the
+    newest tokens, which stay exact.
 
-    Where query heads share logits, ``leads`` names for each query head the one whose logits it takes. ``k`` then holds,
-    in order, only the heads that a leading query head reads.
+    Where query heads share logits, ``leads`` names each query head's leading head, the head whose logits it takes.
+    ``k`` then holds, in order, only the heads that a leading query head reads.
 
-    Latents of low-rank projections are stored as one head [1, L, R] for the layer. They are ``latents`` while selection
-    still looks at keys. Afterwards they take the place of ``k`` and ``v``, and ``latent`` is True.
+    Latents of low-rank projections are stored as one head [1, L, R] for the layer. Selection still looks at keys, and
+    meanwhile the latents are in ``latents``. Afterwards they replace ``k`` and ``v``, and ``latent`` is True.
     """
 
     k: Tensor  # [H, L, D or T]
@@ -42,23 +42,23 @@ class Segment:
     positions: Tensor  # [H or 1, L] int32
     lengths: Tensor | None = None  # [H] int32; None: all heads hold L tokens
     key_channels: Tensor | None = None  # [H, T] int16, ascending: the channels that (packed) keys keep; None: all
-    value_channels: Tensor | None = None  # [H, T] int16, likewise for values
+    value_channels: Tensor | None = None  # [H, T] int16, ascending: the same for values
     state: Mapping[str, Tensor] = field(default_factory=dict)
     codes: Codes | None = None
-    latents: tuple[Tensor, Tensor] | None = None  # [1, L, R] each, stored in the end instead of k and v
+    latents: tuple[Tensor, Tensor] | None = None  # [1, L, R] each; they replace k and v in the end
     latent: bool = False
     leads: Tensor | None = None  # [Hq] int16
 
     @property
     def heads(self) -> int:
-        # ``k`` may hold fewer heads, where query heads share logits
+        # v counts the heads: ``k`` holds fewer of them where query heads share logits
         if self.lengths is None:
             return self.v.shape[0]
         return self.lengths.shape[0]
 
     @property
     def tokens(self) -> int:
-        """The number of tokens of the head that holds most."""
+        """The number of tokens of the longest head."""
         if self.lengths is None:
             return self.positions.shape[1]
         return int(self.lengths.max())
@@ -74,12 +74,12 @@ class Segment:
         """Return one stored head's tokens as a view [1, its tokens, ...]."""
         start, end = 0, self.tokens
         if self.lengths is not None:
-            # ragged heads lie one after the other in one row: the tokens of head h are start to end
+            # all ragged heads lie in one row: the tokens of head h are ``start`` to ``end``
             end = int(self.lengths[: h + 1].sum())
             start = end - int(self.lengths[h])
 
         def slice_head(t: Tensor) -> Tensor:
-            # a single row holds all ragged heads, or positions that all heads share
+            # a tensor with a single row holds all ragged heads, or positions that all heads share
             row = h if t.shape[0] > 1 else 0
             return t[row, start:end][None]
 
@@ -98,7 +98,7 @@ class Segment:
         )
 
     def stored(self) -> tuple[Values, Values]:
-        """Return keys and values of all tokens. Raises ValueError where only the older ones are packed."""
+        """Return keys and values of all tokens. Raises ValueError if some tokens are packed and some exact."""
         if self.codes is None:
             return self.k, self.v
         if self.k.shape[1] or self.v.shape[1]:
@@ -106,7 +106,7 @@ class Segment:
         return self.codes.k, self.codes.v
 
     def holding(self, k: Values, v: Values) -> Segment:
-        """Return the segment with these keys and values of all its tokens, both exact or both packed."""
+        """Return the segment with k and v as the keys and values of all its tokens, both exact or both packed."""
         if not isinstance(k, Packed) or not isinstance(v, Packed):
             assert isinstance(k, Tensor) and isinstance(v, Tensor)
             return replace(self, k=k, v=v, codes=None)
@@ -114,12 +114,12 @@ class Segment:
         no_v = self.k.new_zeros(v.shape[0], 0, v.shape[2])
         codes = Codes(k, v)
         if self.lengths is not None:
-            # keys and values may be packed at different moments from now on: each has counts of its own
+            # keys and values get counts of their own, because later tokens of each may be packed at different moments
             codes = Codes(k, v, k_counts=self.lengths.clone(), v_counts=self.lengths.clone())
         return replace(self, k=no_k, v=no_v, codes=codes)
 
     def shapes(self) -> Segment:
-        """Return the segment with tensors that have shapes and no storage; counts by head stay."""
+        """Return the segment with tensors that have shapes and no storage. Counts by head stay real."""
         codes, latents = self.codes, self.latents
         if codes is not None:
             codes = replace(codes, k=codes.k.map(_shape), v=codes.v.map(_shape))
@@ -136,7 +136,7 @@ class Segment:
         )
 
     def payload(self) -> Iterator[Tensor]:
-        """Yield the tensors that hold keys and values as stored."""
+        """Yield the stored tensors of keys and values."""
         yield self.k
         yield self.v
         if self.codes is not None:
@@ -163,15 +163,15 @@ class LayerCache:
     """One layer of one prompt's cache, without a batch axis.
 
     segments: the compressed tokens first and any dense tail last.
-    seen: the number of tokens read so far, which is the position of the next one.
+    seen: the number of tokens read so far. The next token has this position.
     heads: the number of heads under which a chain stores: Hk, or Hq under ``per=query_head``.
     query_heads: Hq.
     weight: this layer's weight for a stage that divides one budget over all layers; None: the layer takes no part.
     decided: how many of the prompt's tokens each stored head keeps. Stages whose count depends on the data record it.
-    prompt: the prompt's length when it was compressed, to which budgets refer for the whole generation; 0: ``seen``.
-    copy_from: the query head whose attention output each query head takes; None: all take their own.
-    window: marks a local layer. It holds the last ``window`` tokens read and no others, and no method compresses it.
-    observed: what a method that chooses again while decoding reads, with the last queries.
+    prompt: the prompt's length at compression; 0: ``seen``. Budgets refer to it for the whole generation.
+    copy_from: for each query head, the head whose attention output it takes; None: all take their own.
+    window: marks a local layer. It holds only the last ``window`` tokens read, and no method compresses it.
+    observed: the data for a method that chooses again while decoding, with the last queries.
     """
 
     segments: tuple[Segment, ...]
@@ -190,16 +190,16 @@ class LayerCache:
 
     @property
     def prompt_tokens(self) -> int:
-        """The number of tokens of the prompt, to which budgets refer, whatever was read since."""
+        """The number of the prompt's tokens. Budgets refer to it, however many tokens were read since."""
         return self.prompt or self.seen
 
     @property
     def tokens(self) -> int:
-        """The number of tokens of the stored head that holds most."""
+        """The number of tokens of the longest stored head."""
         tokens = sum(s.tokens for s in self.segments if s.lengths is None)
         ragged = [s.lengths for s in self.segments if s.lengths is not None]
         if ragged:
-            # the longest head need not be the same in every segment: sum first
+            # the longest head may differ between segments, so counts are summed before the maximum
             tokens += int(torch.stack(ragged).sum(dim=0).max())
         return tokens
 
@@ -224,14 +224,14 @@ class LayerCache:
         return _join([per_head(s.positions, heads) for s in self.segments], dim=1)
 
     def shapes(self) -> LayerCache:
-        """Return the layer with the shapes of its tensors alone: it tells what is held and cannot be attended."""
+        """Return the layer with the shapes of its tensors alone. It shows what is held and cannot be attended."""
         observed = self.observed
         if observed is not None:
             observed = replace(observed, last_q=None)
         return replace(self, segments=tuple(s.shapes() for s in self.segments), observed=observed)
 
     def nbytes(self) -> int:
-        """Return the bytes of the storages that this layer keeps alive, payload and overhead."""
+        """Return the bytes of all storages that this layer keeps alive, payload and overhead."""
         return storage_bytes(self.tensors())
 
     def tensors(self) -> Iterator[Tensor]:
@@ -242,7 +242,7 @@ class LayerCache:
         yield from self.of_layer()
 
     def of_layer(self) -> Iterator[Tensor]:
-        """Yield the tensors of the layer that belong to no segment, all of them overhead."""
+        """Yield the tensors that belong to the layer and to no segment. All of them are overhead."""
         if self.copy_from is not None:
             yield self.copy_from
         if self.observed is not None and self.observed.last_q is not None:
@@ -255,7 +255,7 @@ def _shape(t: Tensor) -> Tensor:
 
 
 def per_head(t: Tensor, heads: int) -> Tensor:
-    """Repeat each row of t [H', ...] for the heads that share it -> [heads, ...]; H' must divide ``heads``."""
+    """Repeat each row of t [H', ...] for the heads that share it; returns [heads, ...]. H' must divide ``heads``."""
     if t.shape[0] == heads:
         return t
     return t.repeat_interleave(heads // t.shape[0], dim=0)
@@ -269,17 +269,17 @@ def _row(t: Tensor | None, h: int) -> Tensor | None:
 
 
 def _join(parts: Sequence[Tensor], dim: int) -> Tensor:
-    """Return the tensors one after the other along ``dim``; a single one is returned as it is, not copied."""
+    """Join the tensors along ``dim``. A single tensor is returned as it is, not copied."""
     if len(parts) == 1:
         return parts[0]
     return torch.cat(list(parts), dim=dim)
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
-    """Return the bytes of the distinct storages behind ``tensors``; a view counts as all that it keeps alive."""
+    """Return the bytes of the distinct storages behind ``tensors``. A view counts as all that it keeps alive."""
     bytes_by_storage = {}
     for t in tensors:
         storage = t.untyped_storage()
-        # a storage without memory has no address; its object's own tells it apart
+        # a storage without memory has no address; the address of its own object identifies it
         bytes_by_storage[storage.data_ptr() or storage._cdata] = storage.nbytes()
     return sum(bytes_by_storage.values())

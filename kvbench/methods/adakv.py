@@ -23,9 +23,9 @@ class AdaKV(SnapKV):
     the B * H best of the layer. Ties go to the lower head, then the lower position. Heads are stored one after the
     other, without padding.
 
-    floor_rule: ``mixed`` gives head h (1 - floor) * B_h + floor * B, as the paper (algorithm 2) and its released code
-    do. The numbers are rounded to whole tokens, and their sum is exact. ``safe`` keeps each head's floor * C best
-    tokens and lets all others compete, as kvpress does.
+    floor_rule: ``mixed`` gives head h (1 - floor) * B_h + floor * B tokens, as the paper (algorithm 2) and its released
+    code do. Numbers are rounded to whole tokens, and their sum is exact. ``safe`` keeps each head's floor * C best
+    tokens and lets all other tokens compete, as kvpress does.
     """
 
     id: ClassVar[str] = "adakv"
@@ -38,11 +38,11 @@ class AdaKV(SnapKV):
         if size >= n:
             return Expected.exactly(n, heads)
         window = self.capacity(n).window
-        # floor * B of the B = C - w tokens beside the window, or under ``safe`` floor * C of all
+        # ``mixed`` grants each head its window and floor * B other tokens; ``safe`` grants floor * C tokens in all
         least = window + int(self.floor * (size - window))
         if self.floor_rule == "safe":
             least = int(self.floor * size)
-        # one head may win the B * H tokens of all heads
+        # at most, one head wins all B * H tokens that the heads share
         most = min(n, window + (size - window) * heads)
         return Expected((max(least, window),) * heads, (most,) * heads, size * heads)
 
@@ -53,19 +53,19 @@ class AdaKV(SnapKV):
     def _sizes(self, scores: torch.Tensor, budget: int) -> torch.Tensor:
         """Return how many tokens each head keeps, ``budget`` on average.
 
-        scores [H, n] are +inf for protected tokens.
+        scores [H, n] are +inf for tokens that always stay.
         """
         heads, n = scores.shape
         protected = int(scores[0].isposinf().sum())
         if self.floor_rule == "safe":
-            # each head's floor * C best tokens stay, whatever the other heads have
+            # each head's floor * C best tokens stay, whatever the scores of other heads
             scores = scores.scatter(-1, top_indices(scores, int(self.floor * budget)), torch.inf)
-        # the C * H best tokens of the layer, counted by head: B_h + w
+        # count the C * H best tokens of the layer by head: head h has B_h + w of them
         joint = scores.flatten().sort(descending=True, stable=True).indices[: budget * heads]
         counts = torch.bincount(joint // n, minlength=heads)
         if self.floor_rule == "safe":
             return counts
-        # (1 - floor) * B_h + floor * B, with B = C - w (algorithm 2)
+        # algorithm 2: head h gets (1 - floor) * B_h + floor * B tokens beside its window, with B = C - w
         budget_beside_window = budget - protected
         shares = [(1 - self.floor) * (c - protected) + self.floor * budget_beside_window for c in counts.tolist()]
         return protected + torch.tensor(round_shares(shares, budget_beside_window * heads), device=scores.device)

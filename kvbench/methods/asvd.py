@@ -22,14 +22,14 @@ from kvbench.models.lowrank import ProjectionShape, linears
 from kvbench.models.lowrank_statistics import mean_loss, mean_sizes
 
 FRACTIONS = tuple(k / 10 for k in range(1, 10))
-"""The fractions of the rank that are tried, one projection at a time (as in released code)."""
+"""The fractions of the rank that the released code tries, one projection at a time."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Asvd(LowRankStage):
-    """The weight W of a projection, all heads together, becomes U diag(s) V^T S^-1, truncated to rank r.
+    """Replace the weight W of a projection, all heads together, by U diag(s) V^T S^-1, truncated to rank r.
 
-    Here W S = U diag(s) V^T, and S is diagonal: (mean of |x|)^alpha of each input channel x, at least 1e-6.
+    Here W S = U diag(s) V^T. S is diagonal and holds (mean of |x|)^alpha of each input channel x, at least 1e-6.
 
     ranks_by: ``uniform`` gives every projection the same rank. ``sensitivity`` tries every projection alone at a tenth,
     two tenths, ... of its rank. Each projection then takes the smallest rank whose loss is at most a threshold. The
@@ -61,13 +61,13 @@ class Asvd(LowRankStage):
         probes: list[torch.Tensor] = []
 
         def samples() -> Iterator[torch.Tensor]:
-            # windows are read once: the first of them are remembered, for the losses
+            # windows are read only once, so the first of them are remembered for the losses
             for window in run.windows():
                 if len(probes) < self.probes:
                     probes.append(window)
                 yield window
 
-        # mean of |x| of each input channel x, over all tokens of all windows
+        # sizes is the mean of |x| of each input channel x, over all tokens of all windows
         sizes = mean_sizes(run.model, samples())
         tensors = {"shape": torch.tensor([shape.layers, shape.heads, shape.head_dim, shape.hidden]), "mean_abs": sizes}
         if self.ranks_by == "sensitivity":
@@ -77,7 +77,7 @@ class Asvd(LowRankStage):
     def calibration_steps(self, model: PreTrainedModel) -> int:
         if self.ranks_by == "uniform":
             return 0
-        # a step for each projection, key and value, and each rank that is tried
+        # there is a step for each projection, key and value, and each rank that is tried
         return 2 * ProjectionShape.of(model).layers * len(FRACTIONS)
 
     @property
@@ -88,11 +88,11 @@ class Asvd(LowRankStage):
     @cached_property
     def ranks(self) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
         layers, even = self.shape.layers, nearest_rank(self.full, self.ratio, self.multiple)
-        # one rank for each projection: keys of layer 0, values of layer 0, keys of layer 1, ...
+        # flat has one rank for each projection: keys of layer 0, values of layer 0, keys of layer 1, ...
         flat = [even] * (2 * layers)
         if self.ranks_by == "sensitivity" and self.ratio > 0:
             losses = self.tensor("loss").flatten(0, 1).tolist()
-            # all ranks together are as large as if every projection had the even one
+            # all ranks together must be as large as if every projection had the even rank
             flat = searched_ranks(losses, self._tried_ranks(self.full), self.full, even * 2 * layers)
         return tuple(((flat[2 * i],), (flat[2 * i + 1],)) for i in range(layers))
 
@@ -106,16 +106,16 @@ class Asvd(LowRankStage):
         return tuple(pairs)
 
     def scale(self, sizes: torch.Tensor) -> torch.Tensor:
-        """Return the diagonal of S in fp64, from ``sizes`` [..., d], the mean of |x| of each input channel x."""
+        """Return the diagonal of S in fp64. ``sizes`` [..., d] is the mean of |x| of each input channel x."""
         # S_ii = (mean of |x_i|)^alpha
         return sizes.double().pow(self.alpha).clamp(min=1e-6)
 
     def _tried_ranks(self, full: int) -> list[int]:
-        """Return the ranks that are tried for a projection of the rank ``full``, ascending."""
+        """Return the ranks to try for a projection of rank ``full``, ascending."""
         return [nearest_rank(full, 1 - fraction, self.multiple) for fraction in FRACTIONS]
 
     def _spectra(self, model: PreTrainedModel, sizes: torch.Tensor) -> Iterator[tuple[Spectrum, Spectrum]]:
-        """Yield W S = U diag(s) V^T of the key and of the value projection of each layer."""
+        """Yield for each layer the decompositions W S = U diag(s) V^T of its key and its value projection."""
         heads = ProjectionShape.of(model).heads
         for attention, size in zip(attention_modules(model), sizes, strict=True):
             # a projection is (weight, bias), and only the weight is factored
@@ -123,13 +123,13 @@ class Asvd(LowRankStage):
             yield Spectrum.of(k, self.scale(size)), Spectrum.of(v, self.scale(size))
 
     def _losses(self, run: CalibrationRun, sizes: torch.Tensor, probes: list[torch.Tensor]) -> torch.Tensor:
-        """Return losses [layers, 2, fractions], the mean over the probes.
+        """Return losses [layers, 2, fractions], each the mean over the probes.
 
-        Each is the loss when one projection alone is cut, key (0) or value (1), to one of the ranks tried.
+        For each loss one projection alone, key (0) or value (1), is cut to one of the ranks tried.
         """
         model, shape = run.model, ProjectionShape.of(run.model)
         full = min(shape.heads * shape.head_dim, shape.hidden)
-        # the projections as they are, in the form that ``mean_loss`` takes
+        # exact_layers has the uncut projections in the form that ``mean_loss`` takes
         exact_layers: list[tuple[Factors, Factors]] = []
         for attention in attention_modules(model):
             k, v = (Factors(w.detach(), (None,), (w.shape[0],)) for w, _ in linears(attention, shape.heads))
@@ -139,7 +139,7 @@ class Asvd(LowRankStage):
             exact_keys, exact_values = exact_layers[i]
             for which, spectrum in enumerate(spectra):
                 for j, rank in enumerate(self._tried_ranks(full)):
-                    # all projections are exact but this one
+                    # only this projection is cut, and all others stay exact
                     cut = joined([spectrum.cut(rank)])
                     layers = list(exact_layers)
                     layers[i] = (cut, exact_values) if which == 0 else (exact_keys, cut)

@@ -1,4 +1,4 @@
-"""The imports of a method's file: classes to derive from, and statistics to score tokens with.
+"""The imports of a method's file: classes to derive from, and statistics that score tokens.
 
 A selector of tokens derives from ``Selector`` and has ``scores``. docs/own.md shows one in twelve lines.
 """

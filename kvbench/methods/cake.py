@@ -19,22 +19,22 @@ from kvbench.methods.core.knobs import ODD, Rule, at_least, knob
 from kvbench.methods.core.statistics import group_mean, group_rows, pool, pool_slots, recent_slots, window_rows
 from kvbench.storage.roles import Slots
 
-# shares are rounded up while layers come in: float noise must not cost a layer its last token
+# shares are rounded up while layers come in, because float noise must not cost a layer its last token
 NOISE = 1e-6
 # a smaller tau raises the preference to a power 1 / tau that overflows fp64
 TEMPERATURE = Rule("a number, 0.05 or more", lambda x: x >= 0.05)
-# until the last layer has come, a layer may hold 1/8 more than its share: trimming all layers each time one comes in
-# would cost much time
+# until the last layer has come, a layer may hold 1/8 more than its share, because trimming all layers for each new
+# layer would take much time
 SLACK = 1 / 8
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cake(EvictingSelector):
-    """Layer l keeps its last w tokens and B_l others, with B_l in proportion to P_l = disp^(1/tau1) * var^(1/tau2).
+    """Keep in layer l the last w tokens and B_l others, with B_l in proportion to P_l = disp^(1/tau1) * var^(1/tau2).
 
-    A is the attention of the last w queries to the tokens before them. Then disp = -sum of A log(A), and var is the sum
-    over tokens of the variance over queries. The B_l add up to (C - w) L exactly. No layer gets more than its n - w
-    tokens. The excess goes to the others in proportion, and fractions go to the largest remainders. A token's score is
+    A is the attention of the last w queries to the tokens before them. disp = -sum of A log(A), and var is the sum over
+    tokens of the variance over queries. The B_l add up to (C - w) L exactly. No layer gets more than its n - w tokens.
+    The excess goes to the other layers in proportion, and fractions go to the largest remainders. A token's score is
     mean + gamma * variance of A over the window, averaged over a group of heads and pooled. Prompts of up to C + w
     tokens are kept whole, as in released code.
 
@@ -42,8 +42,8 @@ class Cake(EvictingSelector):
     C = 128. LLaMA-3.1 has (1.6, 0.4) and (1.6, 0.6), LLaMA-2-7B (1.9, 1.8) and (0.9, 2.3). LLaMA-2-13B has (0.5, 0.4)
     and (1.8, 2.0), Mistral-v0.3 (0.8, 0.5) and (1.0, 0.8). Qwen2.5-7B has (1.5, 0.6) and (0.4, 0.6), any other model
     (1, 1).
-    decode_evict: hold B_l + w tokens while decoding too, as released code does. Scores are then the row of the current
-    query alone, pooled in order of position. A prompt that was kept whole may first grow to C + w tokens.
+    decode_evict: True holds B_l + w tokens while decoding as well, as released code does. The scores are then the
+    current query's row alone, pooled in order of position. A prompt that was kept whole may first grow to C + w tokens.
     """
 
     id: ClassVar[str] = "cake"
@@ -68,11 +68,11 @@ class Cake(EvictingSelector):
         return Needs(last_q=self.window)
 
     def trigger(self, n: int) -> int:
-        """Return C + w: a prompt of more tokens is compressed (released code)."""
+        """Return C + w. Longer prompts are compressed (released code)."""
         return self.generation_budget(n) + self.capacity(n).window
 
     def keeps_all(self, n: int, layer: int) -> bool:
-        """Tell whether the layer keeps all n tokens of the prompt."""
+        """Return True if the layer keeps all n tokens of the prompt."""
         return layer in self.frozen_layers or n <= self.trigger(n)
 
     def expected(self, n: int, layer: int, n_layers: int, heads: int) -> Expected | None:
@@ -83,13 +83,13 @@ class Cake(EvictingSelector):
     def expected_sum(self, n: int, n_layers: int, heads: int) -> int | None:
         tokens = 0
         for layer in range(n_layers):
-            # the layers that share the budget hold C tokens on average
+            # layers that share the budget hold C tokens on average
             tokens += n if self.keeps_all(n, layer) else self.capacity(n).tokens
         return heads * tokens
 
     @property
     def state_bytes(self) -> int:
-        # one fp32 number for each slot: its entry of the current query's row
+        # each slot has one fp32 number: its entry in the current query's row
         return 4 if self.decode_evict else 0
 
     def compress(self, cache: LayerCache, obs: Observation) -> LayerCache:
@@ -136,7 +136,7 @@ class Cake(EvictingSelector):
         most = n - capacity.window
         total = (capacity.tokens - capacity.window) * (len(sharing) + layers_to_come)
         shares = proportional_shares([caches[i].weight or 0.0 for i in sharing], total, most)
-        # a share only falls as further layers come in, so that its present value bounds its last
+        # a share only falls as more layers come in, so its present value is an upper bound
         sizes = [min(most, math.ceil(share + NOISE)) for share in shares]
         if is_last_call:
             sizes = round_shares(shares, total)
@@ -148,7 +148,7 @@ class Cake(EvictingSelector):
     def _trim(self, cache: LayerCache, size: int, is_last_call: bool) -> LayerCache:
         """Return the cache with its ``size`` best tokens.
 
-        Before the last call, a cache that holds up to 1 + SLACK times as many is left as it is.
+        Before the last call, a cache with at most (1 + SLACK) * size tokens is left unchanged.
         """
         segment = ops.only_segment(cache)
         most: float = size * (1 + SLACK)
@@ -159,7 +159,7 @@ class Cake(EvictingSelector):
             segment = cache.segments[0]
         if not is_last_call:
             return cache
-        # the scores of the prompt have done their work: decoding scores by the current query alone
+        # the prompt's scores are no longer needed: decoding scores by the current query alone
         state = {name: t for name, t in segment.state.items() if name != "score"}
         return replace(cache, segments=(replace(segment, state=state),), decided=(segment.tokens,) * cache.heads)
 
@@ -171,7 +171,7 @@ class Cake(EvictingSelector):
     def layer_budget(self, cache: LayerCache, layer: int) -> int:
         if self.keeps_all(cache.prompt_tokens, layer):
             return super().layer_budget(cache, layer)
-        # B_l + w, which the layer holds since the last ``rebalance``
+        # the layer has held B_l + w tokens since the last ``rebalance``
         return cache.tokens
 
     def token_counts(self, n: int) -> Mapping[str, int]:
@@ -181,20 +181,20 @@ class Cake(EvictingSelector):
 
     def keep_scores(self, slots: Slots) -> torch.Tensor:
         in_window = recent_slots(slots, "window")
-        # neighbouring sums share their large terms: in fp32 rounding would decide between them, batch by batch
+        # neighbouring sums share their large terms: fp32 rounding would decide between them, differently in each batch
         older_rows = slots.state["row"].double().masked_fill(in_window | ~slots.valid, 0)
         return pool_slots(older_rows, slots, self.kernel, "avg").masked_fill(in_window, torch.inf)
 
     def fold(self, slots: Slots, probs: torch.Tensor) -> Mapping[str, torch.Tensor]:
-        # the row A[h, n, :] of the current query replaces that of the one before
+        # the current query's row A[h, n, :] replaces the row of the query before it
         return {"row": group_rows(probs[:, :, -1:], slots.positions.shape[1])[:, :, 0]}
 
 
 def variance_over_queries(rows: torch.Tensor) -> torch.Tensor:
-    """Return the unbiased variance [H, m] of rows [H, w, m] over their queries. It is 0 for a single query.
+    """Return the unbiased variance [H, m] of rows [H, w, m] over their queries, or 0 for a single query.
 
     It equals ``rows.var(dim=1)``, which takes more than ten times as long on a CPU.
     """
-    # var[j] = sum_i (A[i, j] - mean_i A[i, j])^2 / (w - 1), in place, as the copy in fp64 is this function's own
+    # var[j] = sum_i (A[i, j] - mean_i A[i, j])^2 / (w - 1), in place because the fp64 copy belongs to this function
     x = rows.double()
     return x.sub_(x.mean(dim=1, keepdim=True)).square_().sum(dim=1).div_(max(1, rows.shape[1] - 1)).float()

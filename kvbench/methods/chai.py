@@ -24,7 +24,7 @@ from kvbench.methods.core.recipe import CalibrationRun, Recipe
 OBSERVED = 5
 """The number of first tokens by which heads are compared (section 3)."""
 LONGEST = 64
-"""Tokens of a calibration window, of which clusters see only the first five."""
+"""Tokens of a calibration window. Clusters see only the first five of them."""
 _MIDDLE = (24, 30, 24, 30, 28, 28, 32, 32)
 _END = (18, 18, 20, 28, 18, 18, 18, 20) + (18,) * 6 + (24, 32)
 LISTS: dict[str, tuple[int, ...]] = {
@@ -32,30 +32,31 @@ LISTS: dict[str, tuple[int, ...]] = {
     "llama2-13b": (32, 32, 30, 30) * 3 + (30,) * 4 + _MIDDLE + _END,
     "llama3": (32, 32, 30, 30) + (32,) * 4 + _MIDDLE + (26,) * 15 + (30,),
 }
-"""UNComp's numbers of clusters, one for each layer, by the name of the model that they were made for."""
+"""UNComp's numbers of clusters, one for each layer, by the name of the model for which they were made."""
 MEAN = sum(LISTS["llama2"]) / (32 * 32)
-"""The fraction of heads that lead in llama2's list: 794 of 1024."""
+"""The fraction of leading heads in llama2's list: 794 of 1024."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Chai(HeadSharer):
-    """Heads are clustered by the attention of the first five tokens. A cluster's lowest head computes for all of it.
+    """Cluster heads by the attention of the first five tokens. A cluster's lowest head computes logits for all of it.
 
     The distance of two query heads is 1 - cosine of their 5 x 5 softmax(q k' * scale), without a causal mask. Clusters
     merge by average linkage until c are left, the pair of lowest indices first among equals. A head takes the logits of
     the lowest head of its cluster, in the whole prompt and while decoding, and reads its own values with them. Keys are
     stored only for kv heads that a leading head reads. Under GQA this saves nothing unless no head of a group leads.
-    Prompts of fewer than 6 tokens are left as they are.
+    Prompts of fewer than 6 tokens are left unchanged.
 
     clusters: c of each layer. [] takes UNComp's list for the model's shape. Models of 40 layers of 40 heads have the
     list llama2-13b. Models of 32 layers of 32 heads have llama3 under GQA, and llama2 otherwise. Any other shape takes
     llama2's mean, 794 / 1024 of the heads.
-    like: instead, one of UNComp's lists by name. ``llama2`` has 32 layers and 794 of 1024 heads, and was also run with
-    Mistral. ``llama2-13b`` has 40 layers and 1042 of 1600 heads, ``llama3`` 32 layers and 900 of 1024 heads.
-    counts: ``listed`` is all of the above. With ``calibrated``, ``share`` (or else 794 / 1024) is the fraction of heads
-    that lead over all layers together. A layer whose heads are more alike has fewer of them. Of the merges of all
-    layers, those at the smallest mean distances over windows of text happen. This is our choice: CHAI reads its counts
-    off the bend of each layer's clustering error by eye.
+    like: the name of one of UNComp's lists, instead of ``clusters``. ``llama2`` has 32 layers and 794 of 1024 heads,
+    and was also run with Mistral. ``llama2-13b`` has 40 layers and 1042 of 1600 heads, ``llama3`` 32 layers and 900 of
+    1024 heads.
+    counts: ``listed`` takes the numbers above. With ``calibrated``, ``share`` (default: 794 / 1024) is the fraction of
+    heads that lead over all layers together. A layer whose heads are more alike has fewer leading heads. Among the
+    merges of all layers, those with the smallest mean distances over windows of text happen. This is our choice: CHAI
+    reads its counts by eye off the bend of each layer's clustering error.
     """
 
     id: ClassVar[str] = "chai"
@@ -72,7 +73,7 @@ class Chai(HeadSharer):
         is_list = is_list and all(is_whole(c) and c >= 1 for c in self.clusters)
         self.require("clusters", is_list, "a list of whole numbers, 1 or more")
         object.__setattr__(self, "clusters", tuple(self.clusters))
-        # each of these three knobs decides how many heads lead
+        # each of these three knobs alone decides how many heads lead
         counting = [knob for knob in ("clusters", "like", "share") if getattr(self, knob) not in ((), None)]
         if len(counting) > 1:
             others = " and ".join(counting[1:])
@@ -105,7 +106,7 @@ class Chai(HeadSharer):
         self.require(knob, max(counts, default=0) <= query_heads, f"the model has {query_heads} query heads")
 
     def listed_clusters(self) -> tuple[Sequence[int], str]:
-        """Return the clusters of each layer that a knob names, () if none does, and that knob."""
+        """Return (clusters of each layer that a knob lists, that knob); the clusters are () if no knob lists any."""
         if self.like:
             return LISTS[self.like], "like"
         return self.clusters, "clusters"
@@ -156,35 +157,36 @@ class Chai(HeadSharer):
 
 
 def list_for_shape(n_layers: int, query_heads: int, kv_heads: int) -> str | None:
-    """Return the name of UNComp's list for a model of this shape, or None where UNComp has none."""
+    """Return the name of UNComp's list for a model of this shape, or None if UNComp has none."""
     if (n_layers, query_heads) == (40, 40):
         return "llama2-13b"
     if (n_layers, query_heads) != (32, 32):
         return None
-    # the two models of 32 layers and 32 heads differ by their kv heads
+    # models of 32 layers and 32 heads are told apart by their kv heads
     return "llama2" if kv_heads == query_heads else "llama3"
 
 
 def merge_clusters(
     first_q: torch.Tensor, first_k: torch.Tensor, scale: float, count: int
 ) -> tuple[torch.Tensor, list[float]]:
-    """Return the lowest head [Hq] of each head's cluster, and the distances of the merges, ascending [Hq - count].
+    """Merge heads until ``count`` clusters are left.
 
-    Queries first_q are [Hq, m, D], keys first_k [Hk, m, D]. Heads merge until ``count`` clusters are left. All is
-    computed in double precision on the CPU, so that the result is the same on all devices.
+    Return the lowest head [Hq] of each head's cluster, and the distances [Hq - count] of the merges, ascending. Queries
+    first_q are [Hq, m, D], keys first_k [Hk, m, D]. Everything is computed in fp64 on the CPU, so that all devices give the
+    same result.
     """
     q = first_q.detach().to("cpu", torch.float64).contiguous()
     k = first_k.detach().to("cpu", torch.float64).contiguous()
-    # softmax(q k' * scale) [Hq, m, m], without a causal mask, each map as one vector
+    # maps are softmax(q k' * scale) [Hq, m, m] without a causal mask, each flattened to one vector
     logits = q @ k.repeat_interleave(len(q) // len(k), dim=0).transpose(1, 2) * scale
     maps = capped(logits, scale).softmax(dim=-1).flatten(1)
     unit = maps / maps.norm(dim=1, keepdim=True)
-    # distance of two heads = 1 - cosine of their maps; at infinity no head merges with itself
+    # the distance of two heads is 1 - cosine of their maps; infinity keeps a head from merging with itself
     distance = (1 - unit @ unit.T).clamp(min=0).fill_diagonal_(torch.inf)
     lead = torch.arange(len(q))
     merges: list[float] = []
     for _ in range(len(q) - count):
-        # the nearest pair of clusters, each in the row of its lowest head; the first of equal distances
+        # (a, b) is the nearest pair of clusters, the first of equal distances; each cluster has its lowest head's row
         a, b = sorted(divmod(int(distance.argmin()), len(q)))
         merges.append(float(distance[a, b]))
         # average linkage: d(a + b, x) = (|a| d(a, x) + |b| d(b, x)) / (|a| + |b|)
@@ -192,35 +194,35 @@ def merge_clusters(
         row = (a_heads * distance[a] + b_heads * distance[b]) / (a_heads + b_heads)
         row[[a, b]] = torch.inf
         distance[a], distance[:, a] = row, row
-        # b joins a, the lower of the two, and merges no more
+        # b joins a, which is lower, and takes part in no further merge
         distance[b], distance[:, b] = torch.inf, torch.inf
         lead[lead == b] = a
     return lead.to(first_q.device), merges
 
 
 def divide_clusters(distances: torch.Tensor, share: float) -> list[int]:
-    """Return the clusters of each layer, ``share`` of all heads together, by the ``distances`` [layers, Hq - 1].
+    """Return the clusters of each layer by the merges' ``distances`` [layers, Hq - 1]: ``share`` of all heads lead.
 
-    Distances of merges ascend in every layer, so that the smallest of all are the first merges of each.
+    Distances ascend within a layer. The smallest distances of all layers are therefore the first merges of each layer.
     """
     layers, heads = distances.shape[0], distances.shape[1] + 1
     if heads == 1:
         return [1] * layers
-    # each merge leaves one leading head less: L Hq - share * L Hq merges over all layers
+    # each merge leaves one leading head less, so L Hq - share * L Hq merges happen over all layers
     merge_count = min(layers * heads - round(share * layers * heads), distances.numel())
-    # each of the merges with the smallest distances counts for the layer in which it happens
+    # each merge among those with the smallest distances counts for its layer
     merged_layers = distances.flatten().sort(stable=True).indices[:merge_count] // (heads - 1)
     return [heads - int((merged_layers == layer).sum()) for layer in range(layers)]
 
 
 def measure_distances(run: CalibrationRun) -> torch.Tensor:
-    """Return the mean distance [layers, Hq - 1] of each layer's merges, in their order, over the windows of a run."""
+    """Return the mean distances [layers, Hq - 1] of each layer's merges, in order, over the windows of a run."""
     shape = from_config(run.model.config)
     total = torch.zeros(shape.layers, shape.query_heads - 1, dtype=torch.float64)
 
     def on_layer(obs: Observation, k: torch.Tensor, v: torch.Tensor) -> None:
         assert obs.first_q is not None
-        # down to one cluster, so that every merge has its distance
+        # merging down to one cluster gives every merge its distance
         _, merges = merge_clusters(obs.first_q[:, :OBSERVED], k[:, :OBSERVED], obs.scale, count=1)
         total[obs.layer] += torch.tensor(merges, dtype=torch.float64)
 

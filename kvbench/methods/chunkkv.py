@@ -19,15 +19,15 @@ from kvbench.methods.snapkv import SnapKV
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkKV(SnapKV):
-    """Score of a chunk = mean of its tokens' SnapKV scores over all heads, which keep the same chunks.
+    """Score of a chunk = mean of its tokens' SnapKV scores over all heads. All heads keep the same chunks.
 
     variant ``fill``: the last ``window`` tokens and the best chunks before them. The next best chunk gives its first
-        tokens, so that exactly C stay.
+     tokens, so that exactly C stay.
     variant ``paper``: floor((C - w) / chunk) whole chunks and the window. A shorter last chunk counts as one, and its
-        score is a sum, not a mean.
-    variant ``code``: chunks of the whole prompt, max(1, floor(chunks * C / n)) of them, as kvpress keeps. The window's
-        tokens have the highest score of all instead of a place of their own.
-    reuse: groups of so many neighbouring layers keep the chunks of their first.
+     score is a sum, not a mean.
+    variant ``code``: chunks of the whole prompt, max(1, floor(chunks * C / n)) of them, as kvpress keeps. The window
+    has no place of its own. Its tokens get the highest score of all.
+    reuse: groups of this many neighbouring layers keep the chunks of their first layer.
 
     A prompt shorter than a chunk is chosen by single tokens.
     """
@@ -50,15 +50,15 @@ class ChunkKV(SnapKV):
         return self.variant != "fill"
 
     def window_size(self) -> int:
-        # kvpress protects the window by its scores alone
+        # kvpress protects the window only through its scores
         return 0 if self.variant == "code" else self.window
 
     def length(self, n: int) -> int:
-        """Return the tokens of a chunk of a prompt of n: 1 where the prompt is shorter than a chunk."""
+        """Return the tokens of a chunk in a prompt of n tokens, or 1 if the prompt is shorter than a chunk."""
         return self.chunk if n >= self.chunk else 1
 
     def chunks(self, n: int) -> tuple[int, int]:
-        """Return how many of how many chunks stay, where only whole ones do."""
+        """Return (number of chunks that stay, number of all chunks), for variants that keep whole chunks."""
         capacity, length = self.capacity(n), self.length(n)
         if self.variant == "paper":
             # floor((C - w) / chunk) of ceil((n - w) / chunk) chunks
@@ -66,7 +66,7 @@ class ChunkKV(SnapKV):
         # max(1, floor(chunks * C / n)) of ceil(n / chunk) chunks
         total = -(-n // length)
         share = capacity.tokens / n if self.kv_ratio is None else self.kv_ratio
-        # 1e-9: a product that should be whole must not be cut to the number below
+        # 1e-9: a product that should be whole must not be cut to the next lower number
         return max(1, int(share * total + 1e-9)), total
 
     def expected(self, n: int, layer: int, n_layers: int, heads: int) -> Expected | None:
@@ -76,7 +76,7 @@ class ChunkKV(SnapKV):
         window, length = self.capacity(n).window, self.length(n)
         if not count or (n - window) % length == 0:
             return Expected.exactly(window + count * length, heads)
-        # the last chunk has fewer tokens, and the scores decide whether it is one of those that stay
+        # the last chunk has fewer tokens, and its score decides whether it stays
         short_by = total * length - (n - window)
         least = max(0, count * length - short_by)
         most = count * length
@@ -88,24 +88,24 @@ class ChunkKV(SnapKV):
         window = capacity.window
         if self.variant == "code":
             window = min(self.window, obs.n - 1)
-        # SnapKV's scores [H, n], 0 for the window
+        # SnapKV's scores [H, n] are 0 for the window
         received = super().scores(cache, obs, replace(capacity, window=window))
         end = obs.n - window
         if self.variant == "code":
-            # the window's tokens get the highest score of all and are cut into chunks with the others
+            # the window's tokens get the highest score, and are cut into chunks like all others
             received = received.clone()
             received[:, end:] = received.max()
             end = obs.n
         length = self.length(obs.prompt_tokens)
-        # the mean over heads, which keep the same chunks
+        # all heads keep the same chunks, so scores are averaged over heads
         tokens = received[:, :end].mean(dim=0)
-        # score of a chunk = sum over its tokens / chunk length, the last chunk padded with zeros
+        # the score of a chunk is the sum over its tokens / chunk length, with zeros padding the last chunk
         sums = F.pad(tokens, (0, -end % length)).view(-1, length).sum(dim=1)
         sizes = torch.full_like(sums, length)
         if self.variant != "paper":
-            # only the paper divides a shorter last chunk by the full length, too
+            # only the paper divides a shorter last chunk by the full length as well
             sizes[-1] -= -end % length
-        # each token has the score of its chunk
+        # each token gets the score of its chunk
         return F.pad((sums / sizes).repeat_interleave(length)[:end], (0, obs.n - end))[None]
 
     def pick(self, cache: LayerCache, scores: torch.Tensor, budget: int) -> LayerCache:
@@ -114,7 +114,7 @@ class ChunkKV(SnapKV):
         n, window = scores.shape[1], int(scores[0].isposinf().sum())
         length = self.length(n)
         count, _ = self.chunks(n)
-        # every ``length``-th token is the first of a chunk and has its score
+        # every ``length``-th token is the first of a chunk, and carries the chunk's score
         best = top_indices(scores[:, : n - window : length], count)[0]
         chunk_of = torch.arange(n, device=scores.device) // length
         staying = torch.isin(chunk_of, best)
@@ -125,7 +125,7 @@ class ChunkKV(SnapKV):
     def compress(self, cache: LayerCache, obs: Observation) -> LayerCache:
         if self._leader(obs.layer) == obs.layer:
             return super().compress(cache, obs)
-        # ``rebalance`` gives this layer the chunks of its leader
+        # ``rebalance`` later gives this layer the chunks of its leader
         return cache
 
     def _leader(self, layer: int) -> int:

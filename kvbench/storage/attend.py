@@ -1,6 +1,6 @@
-"""Decode attention by plain PyTorch: queries against exact tokens and a dense tail, one softmax over all of them.
+"""Decode attention by plain PyTorch: queries attend exact tokens and a dense tail under one softmax.
 
-Packed tokens are multiplied block by block, so that no packed tensor is ever whole in memory.
+Packed tokens are multiplied block by block, so that memory never holds a whole unpacked tensor.
 
 Shapes: B (or U) rows, Hq query heads, H stored heads, T new tokens, L slots, C kept key channels, D head dimension.
 """
@@ -19,23 +19,23 @@ from kvbench.storage import kernels
 from kvbench.storage.roles import Masker
 from kvbench.storage.row_segments import Ragged, RowSegment, Shared
 
-Estimate = Callable[[Tensor], Tensor]  # maps keys [..., D] to the keys that attention reads in their place
+Estimate = Callable[[Tensor], Tensor]  # maps keys [..., D] to the keys that attention reads instead
 
 
 def logits(query: Tensor, keys: Tensor, scale: float, channels: Tensor | None = None) -> Tensor:
-    """Return the scaled dot products of query [B, Hq, T, D] and keys [B, H, L, D or C]: [B, Hq, T, L].
+    """Return the scaled dot products [B, Hq, T, L] of query [B, Hq, T, D] and keys [B, H, L, D or C].
 
-    Thin keys are multiplied with the query's own ``channels`` [B, H, C]: full keys are never rebuilt (arXiv 2407.21018,
-    section 3). Logits of half precision are fp32, as in PyTorch's fused attention: rounding would change the tokens
-    that are chosen.
+    Thin keys keep only some channels. They are multiplied with the query's own ``channels`` [B, H, C], and full keys
+    are never rebuilt (arXiv 2407.21018, section 3). Logits of half precision are fp32, as in PyTorch's fused attention:
+    rounding them would change the chosen tokens.
     """
     b, hq, t, d = query.shape
     h = keys.shape[1]
-    # half precision is scaled after the product, which is fp32
+    # the product of half-precision numbers is fp32, so it is scaled afterwards
     is_fp32 = query.dtype == torch.float32
     if is_fp32:
         query = query * scale
-    # the query heads of a group are more queries of their stored head
+    # the query heads of a group become more queries of the stored head that they share
     q = query.reshape(b, h, hq // h * t, d)
     if channels is not None:
         q = torch.gather(q, 3, channels[:, :, None].expand(-1, -1, q.shape[2], -1))
@@ -46,38 +46,38 @@ def logits(query: Tensor, keys: Tensor, scale: float, channels: Tensor | None = 
 
 def summed(a: Tensor, b: Tensor) -> Tensor:
     """Return the matrix products [N, R, S] of a [N, R, C] and b [N, C, S] in fp32, whatever their dtype."""
-    # cuBLAS sums half precision in fp32 itself; a CPU is given fp32 numbers
+    # cuBLAS itself sums half precision in fp32; a CPU needs fp32 inputs for that
     if a.is_cuda and b.dtype != torch.float32:
         return torch.bmm(a.to(b.dtype), b, out_dtype=torch.float32)
     return a.float() @ b.float()
 
 
 def shared_logits(query: Tensor, keys: Tensor, scale: float, shared: Shared) -> Tensor:
-    """Return logits [B, Hq, T, L] of query and keys [B, H or fewer, L, D]; a head's are those of its leading head."""
+    """Return logits [B, Hq, T, L] of query and keys [B, H or fewer, L, D]. Heads take their leading head's logits."""
     lead = query.gather(1, shared.leading[..., None, None].expand(-1, -1, *query.shape[2:]))
     if shared.key_rows is not None:
         keys = keys.gather(1, shared.key_rows[..., None, None].expand(-1, -1, *keys.shape[2:]))
-    # C leading heads read C rows of keys: each is its own group
+    # C leading heads read C rows of keys, so each head is its own group
     computed = logits(lead, keys, scale)
     return computed.gather(1, shared.place[..., None, None].expand(-1, -1, *computed.shape[2:]))
 
 
 def weigh(probs: Tensor, values: Tensor) -> Tensor:
-    """Return values [B, H, L, D] weighted by probs [B, Hq, T, L]: [B, Hq, T, D] in fp32.
+    """Return values [B, H, L, D] weighted by probs [B, Hq, T, L] as [B, Hq, T, D] fp32.
 
-    Half precision is summed in fp32, so that neither the order of tokens nor their cut into segments matters.
+    Half precision is summed in fp32: neither the order of tokens nor their division into segments changes the result.
     """
     b, hq, t, length = probs.shape
     h = values.shape[1]
-    # the query heads of a group are more rows of weights over their stored head
+    # the query heads of a group become more rows of weights over the stored head that they share
     out = summed(probs.reshape(b * h, hq // h * t, length), values.flatten(0, 1))
     return out.reshape(b, hq, t, values.shape[3])
 
 
 def spread(part: Tensor, channels: Tensor, head_dim: int) -> Tensor:
-    """Return outputs over the kept value channels [B, Hq, T, C] at their places in zeros [B, Hq, T, D].
+    """Put outputs over the kept value channels, part [B, Hq, T, C], into zeros [B, Hq, T, D].
 
-    ``channels`` [B, H, C] are the places.
+    ``channels`` [B, H, C] are their places.
     """
     b, hq, t, c = part.shape
     index = channels.repeat_interleave(hq // channels.shape[1], dim=1)[:, :, None].expand(b, hq, t, c)
@@ -85,14 +85,14 @@ def spread(part: Tensor, channels: Tensor, head_dim: int) -> Tensor:
 
 
 def as_they_are(keys: Tensor) -> Tensor:
-    """Return the keys themselves: the ``Estimate`` of methods that read the stored keys."""
+    """Return the keys themselves: the ``Estimate`` of methods that read stored keys."""
     return keys
 
 
 def unpacked(packed: Packed, dtype: torch.dtype, rotated: bool) -> Iterator[tuple[slice, slice, Tensor]]:
-    """Yield (heads, tokens, numbers) of the blocks of ``packed``; each block overwrites the one before it.
+    """Yield (heads, tokens, numbers) for each block of ``packed``. Each block overwrites the memory of the last one.
 
-    The numbers are in the basis of ``packed.rotation`` if ``rotated``, else as they were before packing.
+    If ``rotated``, the numbers are in the basis of ``packed.rotation``, else as they were before packing.
     """
     scratch: Tensor | None = None
     for heads, tokens, part in packed.blocks():
@@ -107,21 +107,21 @@ def unpacked(packed: Packed, dtype: torch.dtype, rotated: bool) -> Iterator[tupl
 def packed_logits(query: Tensor, keys: Packed, scale: float, channels: Tensor | None, estimate: Estimate) -> Tensor:
     """Return the scaled logits [U, Hq, T, L] fp32 of query [U, Hq, T, D] and packed keys [U, H, L, C], block by block.
 
-    Keys are rounded to the query's dtype, logits are not: see ``logits``.
+    Keys are rounded to the query's dtype. Logits are not, for the reason that ``logits`` gives.
     """
     u, hq, t, _ = query.shape
     h, length = keys.shape[1:3]
-    # half precision is scaled after the product, which is fp32
+    # the product of half-precision numbers is fp32, so it is scaled afterwards
     is_fp32 = query.dtype == torch.float32
     if is_fp32:
         query = query * scale
     q = query.reshape(u, h, hq // h * t, -1)
     if channels is not None:
         q = q.gather(3, channels[:, :, None].expand(-1, -1, q.shape[2], -1))
-    # the query enters the basis of the keys once; stand-ins are made of keys as they were
+    # rotating the query once is cheaper than rotating keys back; only an estimate needs the original keys
     rotation = keys.rotation if estimate is as_they_are else None
     if rotation is not None:
-        # q.k = (q B).(k B) for a basis B with orthonormal rows
+        # q.k = (q B).(k B), because the basis B has orthonormal rows
         q = (q.float() @ rotation).to(q.dtype)
     flat_query = q.flatten(0, 1)
     scores = query.new_empty(u * h, hq // h * t, length, dtype=torch.float32)
@@ -133,7 +133,7 @@ def packed_logits(query: Tensor, keys: Packed, scale: float, channels: Tensor | 
 
 
 def packed_weigh(probs: Tensor, values: Packed) -> Tensor:
-    """Return packed values [U, H, L, C] weighted by probs [U, Hq, T, L]: [U, Hq, T, C] fp32, block by block."""
+    """Return packed values [U, H, L, C] weighted by probs [U, Hq, T, L] as [U, Hq, T, C] fp32, block by block."""
     u, hq, t, length = probs.shape
     h, c = values.shape[1], values.shape[3]
     rotation = values.rotation
@@ -144,7 +144,7 @@ def packed_weigh(probs: Tensor, values: Packed) -> Tensor:
     for heads, tokens, part in unpacked(values, probs.dtype, rotation is not None):
         out[heads] += weigh(flat_probs[heads, None, :, tokens], part[:, None])[:, 0]
     if rotation is not None:
-        # the output leaves the basis of the values: sum_t p_t v_t = (sum_t p_t v_t B) B'
+        # rotate the output back once: sum_t p_t v_t = (sum_t p_t v_t B) B'
         out = out @ rotation.T
     return out.view(u, hq, t, -1)
 
@@ -158,13 +158,13 @@ def attend(
     tail_start: Tensor | None = None,
     masker: Masker | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return (attention of T new tokens over stored segments and a dense tail that ends with them, tokens attended).
+    """Return (attention of T new tokens over stored segments and a dense tail, number of tokens attended).
 
-    query [B, Hq, T, D]; tail k, v [B, Hk, t, D] with t >= T. The new tokens see each other causally. Under a sliding
-    window ``floor`` [B, T] is the first position that each new token sees, and ``tail_start`` [B] the tail's first.
-    A ``masker`` restricts exact attention to the tokens that it picks.
-
-    The attention is [B, Hq, T, D] in the query's dtype; the tokens attended are [B] with a masker, else None.
+    query is [B, Hq, T, D]. The tail's k, v [B, Hk, t, D] end with the new tokens, t >= T. New tokens see each other
+    causally. Under a sliding window, ``floor`` [B, T] is the first position that each new token sees, and
+    ``tail_start`` [B] is the position of the tail's first token. A ``masker`` restricts exact attention to the tokens
+    that it picks. The attention is [B, Hq, T, D] in the query's dtype. The numbers of tokens attended are [B] with a
+    masker, else None.
     """
     is_plain = masker is None and floor is None and cap_of(scale) is None
     if is_plain:
@@ -178,7 +178,7 @@ def attend(
             return out, None
 
     def weigh_all(probs: Tensor) -> Tensor:
-        # the columns of probs are the slots of all segments, then the tail: from the last part to the first
+        # the columns of probs are the slots of all segments and then the tail; the loop starts at the tail
         start = probs.shape[3] - tail[1].shape[2]
         out = weigh(probs[..., start:], tail[1])
         for s in reversed(padded):
@@ -204,18 +204,17 @@ def masked_softmax(
 ) -> tuple[Tensor, Tensor | None]:
     """Return the outputs softmax(logits) V [B, Hq, T, D], and how many tokens were attended [B].
 
-    The number is the mean over heads and new tokens, None without a masker. A masker picks tokens by the logits of
-    estimated keys. The picked tokens are weighted by their exact logits. The softmax is in fp32, the outputs in
-    ``dtype``.
+    That number is the mean over heads and new tokens, or None without a masker. A masker picks tokens by the logits of
+    estimated keys. Picked tokens are weighted by their exact logits. The softmax is in fp32, the outputs in ``dtype``.
 
-    logits_of: maps an estimate of the keys to logits [B, Hq, T, S], -inf where a token must not look.
+    logits_of: maps an estimate of the keys to logits [B, Hq, T, S], -inf where a query must not look.
     weighed: maps weights [B, Hq, T, S] to the weighted sum of values [B, Hq, T, D].
     """
     exact = logits_of(as_they_are)
     attended = None
     if masker is not None:
         weights = logits_of(masker.estimate).float().softmax(dim=-1)
-        # a masker may not show what is hidden
+        # a masker cannot show tokens that causality, padding or a window hides
         seen = masker.mask(weights) & ~exact.isneginf()
         exact = exact.masked_fill(~seen, -torch.inf)
         attended = seen.sum(dim=-1).float().mean(dim=(1, 2))
@@ -223,13 +222,13 @@ def masked_softmax(
 
 
 def rounded(probs: Tensor, dtype: torch.dtype, weighed: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return the values weighted by probs [B, Hq, T, S] fp32. Weights and result are rounded to ``dtype``.
+    """Return the values weighted by probs [B, Hq, T, S] fp32, with weights and result rounded to ``dtype``.
 
-    In half precision, weights are divided by the largest before they are rounded, as in PyTorch's fused attention.
+    In half precision, weights are divided by the largest before rounding. PyTorch's fused attention does the same.
     """
     if dtype == torch.float32:
         return weighed(probs)
-    # never 0: a query that attends nothing has weights 0
+    # the clamp avoids division by 0: a query that attends nothing has only weights of 0
     top = probs.amax(dim=-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
     return (weighed((probs / top).to(dtype)) * top).to(dtype)
 
@@ -237,7 +236,7 @@ def rounded(probs: Tensor, dtype: torch.dtype, weighed: Callable[[Tensor], Tenso
 def _fused(query: Tensor, segments: Sequence[RowSegment], tail: tuple[Tensor, Tensor], scale: float) -> Tensor | None:
     """Return attention by PyTorch's own function, which rounds half precision as transformers' decoding does.
 
-    Returns None where heads share logits or segments lack channels.
+    Returns None if heads share logits or segments lack channels.
     """
     if any(s.shared is not None or s.key_channels is not None or s.value_channels is not None for s in segments):
         return None
@@ -251,7 +250,7 @@ def _fused(query: Tensor, segments: Sequence[RowSegment], tail: tuple[Tensor, Te
     t_new, t_all = query.shape[2], tail[0].shape[2]
     mask: Tensor | None = None
     if t_new > 1 or any(s.valid is not None for s in segments):
-        # [B, H, T, S]: causal among new tokens, False in padding
+        # the mask [B, H, T, S] is causal among new tokens, and False in padding
         seen = torch.ones(len(query), heads, t_new, k.shape[2], dtype=torch.bool, device=k.device)
         seen[..., -t_all:] = seen[0, 0, :, -t_all:].tril(t_all - t_new)
         start = 0
@@ -264,7 +263,7 @@ def _fused(query: Tensor, segments: Sequence[RowSegment], tail: tuple[Tensor, Te
 
 
 def _repeat_heads(t: Tensor, heads: int) -> Tensor:
-    """Return keys or values [B, H', L, D], each head repeated for the stored heads that share it: [B, heads, L, D]."""
+    """Repeat each head of keys or values [B, H', L, D] for the stored heads that share it; returns [B, heads, L, D]."""
     if t.shape[1] == heads:
         return t
     return t.repeat_interleave(heads // t.shape[1], dim=1)
@@ -279,7 +278,7 @@ def _all_logits(
     tail_start: Tensor | None,
     estimate: Estimate,
 ) -> Tensor:
-    """Return logits [B, Hq, T, S] over all slots of segments, then of the tail; -inf where a token must not look."""
+    """Return logits [B, Hq, T, S] over all slots of segments, then of the tail; -inf where a query must not look."""
     parts = []
     for s in segments:
         if s.shared is not None:
@@ -292,7 +291,7 @@ def _all_logits(
             assert s.positions is not None
             part = _hide_before(part, s.positions, floor)
         parts.append(part)
-    # where heads share logits in the segments they do in the tail, which stores the keys of all heads
+    # heads that share logits share them in the tail as well, but the tail stores the keys of all heads
     shared = next((s.shared for s in segments if s.shared is not None), None)
     if shared is not None:
         part = shared_logits(query, tail_k, scale, shared.over(tail_k.shape[1]))
@@ -300,7 +299,7 @@ def _all_logits(
         part = logits(query, estimate(tail_k), scale)
     t_new, t_all = part.shape[2:]
     if t_new > 1:
-        # new token i is tail token t_all - t_new + i
+        # new token i is token t_all - t_new + i of the tail
         future = torch.ones(t_new, t_all, dtype=torch.bool, device=part.device).triu(t_all - t_new + 1)
         part = part.masked_fill(future, -torch.inf)
     if floor is not None:
@@ -312,15 +311,15 @@ def _all_logits(
 
 
 def hide_free(part: Tensor, valid: Tensor) -> Tensor:
-    """Return logits [B, Hq, T, L], -inf in slots that are not ``valid`` [B, H or 1, L]."""
+    """Return logits [B, Hq, T, L] with -inf in slots that are not ``valid`` [B, H or 1, L]."""
     by_head = part.unflatten(1, (valid.shape[1], -1))
     return by_head.masked_fill(~valid[:, :, None, None], -torch.inf).flatten(1, 2)
 
 
 def _hide_before(part: Tensor, positions: Tensor, floor: Tensor) -> Tensor:
-    """Return logits [B, Hq, T, L], -inf for tokens whose positions [B, H or 1, L] are before floor [B, T]."""
+    """Return logits [B, Hq, T, L] with -inf for tokens whose positions [B, H or 1, L] are before floor [B, T]."""
     b, hq, t, length = part.shape
-    # [B, H or 1, 1, T, L]: the query heads of a group hide the same tokens
+    # [B, H or 1, 1, T, L]: all query heads of a group hide the same tokens
     hidden = positions[:, :, None, None] < floor[:, None, None, :, None]
     by_head = part.view(b, positions.shape[1], -1, t, length)
     return by_head.masked_fill(hidden, -torch.inf).view(b, hq, t, length)

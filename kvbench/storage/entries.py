@@ -1,4 +1,4 @@
-"""Groups of a batch's rows, or of single heads of them, that are attended together.
+"""Groups of a batch's entries that are attended together. An entry is a whole row, or a single head of a row.
 
 Shapes: B rows, U entries, Hq query heads, Hk kv heads, T new tokens, D head dimension.
 """
@@ -15,12 +15,12 @@ from kvbench.kv.partly_packed import Codes, side_by_side
 from kvbench.kv.segment import LayerCache, Segment
 from kvbench.storage.format import StoredRow
 
-PADDING_LIMIT = 1.25  # the longest entry of a group is at most so many times as long as the shortest
+PADDING_LIMIT = 1.25  # the longest entry of a group is at most this many times as long as the shortest
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One row of a group: row ``index`` of a batch, or one of that row's ``stored`` heads."""
+    """One row of a group: row ``index`` of a batch, or head ``head`` of that row's ``stored`` heads."""
 
     index: int
     row: StoredRow
@@ -28,9 +28,9 @@ class Entry:
     stored: int = 0
 
     def by_head(self, sizes: Sequence[int] | None = None) -> list[Entry]:
-        """Return the entry itself, or one entry per head if its heads hold different numbers of tokens.
+        """Return the entry itself, or one entry per head if the heads hold different numbers of tokens.
 
-        sizes: how many tokens each head goes on holding, where that differs. A head with 0 has no entry.
+        sizes: how many tokens each head will hold, if heads differ in it. A head with size 0 has no entry.
         """
         segments, row = self.row.cache.segments, self.row
         if sizes is None and all(s.lengths is None for s in segments):
@@ -49,19 +49,19 @@ class Entry:
 class Entries:
     """The places of a group's entries in their batch.
 
-    rows: each entry's row.
-    heads: each entry's head where entries are single heads, else None.
-    stored: how many heads each row stores, where entries are single heads.
+    rows: [U], each entry's row.
+    heads: [U], each entry's head if entries are single heads, else None.
+    stored: how many heads each row stores, if entries are single heads.
     """
 
     rows: Tensor  # [U], ascending
     heads: Tensor | None  # [U]
     stored: int
-    everything: bool  # True if these are all rows of the batch, so that nothing need be gathered
+    everything: bool  # True if the entries are all rows of the batch; then nothing is gathered
 
     @classmethod
     def of(cls, entries: Sequence[Entry], batch: int) -> Entries:
-        """Return the places of ``entries``, which are in the order of the batch, in a batch of ``batch`` rows."""
+        """Return the places of ``entries``, given in the order of the batch, in a batch of ``batch`` rows."""
         device = entries[0].row.cache.segments[0].k.device
         rows = torch.tensor([entry.index for entry in entries], device=device)
         heads = [entry.head for entry in entries if entry.head is not None]
@@ -79,7 +79,7 @@ class Entries:
         """Return these entries' queries of x [B, Hq, T, D]: [U, Hq, T, D], or [U, group, T, D] of single heads."""
         if self.heads is None:
             return self.of_rows(x)
-        # the query heads of one stored head are its group: [B, stored, group, T, D]
+        # a stored head's group are the query heads that read it: [B, stored, group, T, D]
         return x.unflatten(1, (self.stored, -1))[self.rows, self.heads]
 
     def tokens(self, x: Tensor) -> Tensor:
@@ -91,7 +91,7 @@ class Entries:
         return x[self.rows, kv_heads][:, None]
 
     def put(self, x: Tensor, part: Tensor) -> None:
-        """Write the part [U, Hq, T, ...], or [U, group, T, ...] of single heads, to its places in x [B, Hq, T, ...]."""
+        """Write part [U, Hq, T, ...], or [U, group, T, ...] of single heads, to its places in x [B, Hq, T, ...]."""
         if self.everything:
             x.copy_(part)
         elif self.heads is None:
@@ -100,13 +100,13 @@ class Entries:
             x.unflatten(1, (self.stored, -1))[self.rows, self.heads] = part
 
     def behind(self, rows: int) -> Entries:
-        """Return the same entries in a larger batch, behind ``rows`` other rows."""
+        """Return the same entries in a larger batch that has ``rows`` other rows in front."""
         return replace(self, rows=self.rows + rows, everything=False)
 
     def keep(self, places: Mapping[int, int]) -> tuple[Tensor, Entries]:
         """Return the indices [U'] of the entries that stay, and their places in the new batch.
 
-        ``places`` maps old rows of the batch to new ones; rows that are not in it leave.
+        ``places`` maps old rows of the batch to new rows. Rows missing from ``places`` leave the batch.
         """
         staying, new_rows = [], []
         for i, row in enumerate(self.rows.tolist()):
@@ -123,17 +123,17 @@ class Entries:
 def grouped(
     entries: Sequence[Entry], key: Callable[[StoredRow], Hashable], any_length: bool = False
 ) -> Iterator[list[Entry]]:
-    """Yield groups of entries whose rows have the same ``key`` and number of stored heads, in the order of the batch.
+    """Yield groups of entries, each in the order of the batch. Rows of a group have equal keys and numbers of heads.
 
-    Groups are split so that no entry is longer than PADDING_LIMIT times the shortest. The length of a single head with
-    a ``size`` is that size. With ``any_length`` only such heads are split.
+    Groups are split so that no entry is longer than PADDING_LIMIT times the shortest. A single head with a ``size``
+    counts as that long. With ``any_length`` only such heads are split.
     """
     by_key: dict[Hashable, list[Entry]] = {}
     for entry in entries:
         by_key.setdefault((key(entry.row), entry.stored), []).append(entry)
     for members in by_key.values():
         members.sort(key=_length)
-        # in order of length, so that the first of a group is its shortest
+        # entries come in order of length, so the first of a group is its shortest
         groups = [[members[0]]]
         for entry in members[1:]:
             may_split = entry.row.size or not any_length
@@ -145,7 +145,7 @@ def grouped(
 
 
 def _length(entry: Entry) -> int:
-    """Return how many tokens an entry holds, or goes on holding where heads differ in that."""
+    """Return how many tokens an entry holds, or its ``size`` if it has one."""
     return entry.row.size or sum(s.tokens for s in entry.row.cache.segments)
 
 
@@ -154,18 +154,21 @@ def _place_in_batch(entry: Entry) -> tuple[int, int]:
 
 
 def _needs_padding(entry: Entry, shortest: Entry) -> bool:
-    """Return True if a segment is more than PADDING_LIMIT times as long as that of the shortest entry, or will be."""
+    """Return True if an entry would need too much padding in the group of ``shortest``.
+
+    It would if one of its segments, or its ``size``, is more than PADDING_LIMIT times as long as that of ``shortest``.
+    """
     if entry.row.size and shortest.row.size:
         return entry.row.size > PADDING_LIMIT * shortest.row.size
     pairs = zip(entry.row.cache.segments, shortest.row.cache.segments, strict=True)
-    # ragged segments are batched without padding
+    # ragged segments are batched without padding and may have any length
     return any(s.lengths is None and s.tokens > PADDING_LIMIT * max(short.tokens, 1) for s, short in pairs)
 
 
 def attend_groups(query: Tensor, groups: Sequence[tuple[Entries, Callable[[Tensor], Tensor]]]) -> Tensor:
-    """Return attention [B, Hq, T, D], put together from groups.
+    """Return attention [B, Hq, T, D] joined from groups.
 
-    A group is its entries and a function from their query to their attention.
+    Each group is a pair: its entries, and a function from their query to their attention.
     """
     if len(groups) == 1 and groups[0][0].everything:
         return groups[0][1](query)
@@ -176,9 +179,9 @@ def attend_groups(query: Tensor, groups: Sequence[tuple[Entries, Callable[[Tenso
 
 
 def mean_by_row(groups: Sequence[tuple[Entries, Tensor | None]], rows: int) -> Tensor | None:
-    """Return the mean over each row's entries [B] of the groups' values [U]; nan for a row without values.
+    """Return the mean [B] over each row's entries of the groups' values [U], or None if no group has values.
 
-    Returns None if no group has values.
+    A row without values gets nan.
     """
     with_values = [(entries, values) for entries, values in groups if values is not None]
     if not with_values:
@@ -186,23 +189,23 @@ def mean_by_row(groups: Sequence[tuple[Entries, Tensor | None]], rows: int) -> T
     if len(with_values) == 1:
         entries, values = with_values[0]
         if entries.everything:
-            # one value for each row of the batch already
+            # there is already exactly one value for each row of the batch
             return values
     row = torch.cat([entries.rows for entries, _ in with_values])
     all_values = torch.cat([values for _, values in with_values])
     sums, counts = all_values.new_zeros(2, rows)
-    # a row without values is 0 / 0
+    # a row without values divides 0 by 0 and gets nan
     return sums.index_add(0, row, all_values) / counts.index_add(0, row, torch.ones_like(all_values))
 
 
 def head_of(cache: LayerCache, head: int, stored: int) -> LayerCache:
-    """Return the cache of one of its ``stored`` heads, as views."""
+    """Return the cache of head ``head`` of ``stored`` heads, as views."""
     segments = tuple(s.head(head // (stored // s.heads)) for s in cache.segments)
     return replace(cache, segments=segments, heads=1, query_heads=cache.query_heads // stored)
 
 
 def joined(old: Segment, heads: Sequence[Segment]) -> Segment:
-    """Return the ragged segment ``old`` with its heads replaced by ``heads``, which may have grown."""
+    """Replace the heads of the ragged segment ``old`` by ``heads``. The new heads may be longer than the old ones."""
     positions = torch.cat([s.positions for s in heads], dim=1)
     state = {}
     for name in heads[0].state:

@@ -1,9 +1,9 @@
 """Rows whose method evicts while decoding: a fixed number of slots per head, reused as tokens come and go.
 
-Each step first evicts the tokens of the lowest keep-scores. It then writes the new tokens into the free slots, attends,
-and lets the method fold the attention into its running state. Under a ``decode_budget`` the method chooses again after
-every so many tokens instead. Memory is flat: only new tokens are written, and no other is moved. The keys and values of
-the slots, and their attention, are in storage.evicting_store.
+Each step first evicts the tokens with the lowest keep-scores and writes the new tokens into the free slots. It then
+attends and lets the method fold the attention into its running state. Under a ``decode_budget`` the method instead
+chooses again after a fixed number of tokens. Memory stays constant: a step writes new tokens and moves no others. The
+keys and values of the slots, and attention over them, are in storage.evicting_store.
 Shapes: B rows, H stored heads, S slots, T new tokens.
 """
 
@@ -29,15 +29,15 @@ from kvbench.storage.row_segments import format_of, take
 class EvictingRows(Format):
     """Rows of one method that evicts while decoding.
 
-    positions, valid: [B, H, S], the position of the token in each slot, and whether the slot is in use.
+    positions, valid: [B, H, S], the position of each slot's token, and whether the slot is in use.
     state: the method's running state by name, each [B, H, S, ...].
     budget: [B, H or 1, 1], how many tokens a head may hold.
     n: [B, 1, 1], the prompt's length.
     newest: [B, T], the positions of the tokens added last.
     most: [B], the most tokens that any head of a row has held so far.
     counts: the method's ``token_counts`` by name, each [B, 1, 1].
-    unattended: [B, 1, 1], see ``Evictor.unattended``; None if every token is attended.
-    recent: the last queries, where the method chooses again; else None.
+    unattended: [B, 1, 1], the result of ``Evictor.unattended``; None if every token is attended.
+    recent: the last queries if the method chooses again, else None.
     store: the keys and values of the slots.
     """
 
@@ -56,7 +56,7 @@ class EvictingRows(Format):
         self.recent = RecentQueries(caches, evictor.queries) if evictor.every else None
         self.budget = torch.tensor([_budgets_of(row, evictor, room) for row in rows], device=device)[:, :, None]
         self.most = torch.tensor([cache.tokens for cache in caches], device=device)
-        # a prompt that was kept whole may be more than a head holds from now on
+        # a prompt that was kept whole may hold more tokens than the budget that applies from now on
         size = max(int(self.budget.max()), max(cache.tokens for cache in caches))
         self.n = torch.tensor([cache.prompt_tokens for cache in caches], device=device)[:, None, None]
         counts = [evictor.token_counts(cache.prompt_tokens) for cache in caches]
@@ -71,7 +71,7 @@ class EvictingRows(Format):
         self.positions = torch.zeros(b, h, size, dtype=torch.int32, device=device)
         self.valid = torch.zeros(b, h, size, dtype=torch.bool, device=device)
         self.state = {name: t.new_zeros(b, h, size, *t.shape[2:]) for name, t in first.state.items()}
-        self.newest = self.n[:, :, 0]  # there is none yet: [B, 1]
+        self.newest = self.n[:, :, 0]  # [B, 1]: no token has been added yet
         self.store: OneFormat | Thin
         if first.key_channels is None and first.value_channels is None:
             self.store = OneFormat([first for (first,) in segments], size, evictor.packer)
@@ -94,7 +94,7 @@ class EvictingRows(Format):
     def head_sizes(cls, row: StoredRow) -> Sequence[int] | None:
         if row.evictor is None or row.evictor.every:
             return None
-        # a thin row has segments of two kinds, which cannot be joined again head by head
+        # a thin row has segments of two kinds, and its heads could not be joined again one by one
         if any(s.key_channels is not None for s in row.cache.segments):
             return None
         budgets = row.evictor.head_budgets(row.cache, row.layer)
@@ -103,11 +103,11 @@ class EvictingRows(Format):
         return budgets
 
     def _whole_tokens(self, segments: Sequence[Sequence[Segment]], room: int) -> int:
-        """Return the most tokens with all channels that a head holds until ``room`` more tokens have come."""
+        """Return the most tokens with all channels that a head will hold until ``room`` more tokens have come."""
         counts = []
         for row in segments:
             by_head = torch.zeros(self.budget.shape[1], dtype=torch.int64)
-            # a row's first segment is thin, the others have all channels
+            # a row's first segment is thin, and its other segments have all channels
             for s in row[1:]:
                 by_head += torch.tensor(s.counts)
             counts.append(by_head)
@@ -116,9 +116,9 @@ class EvictingRows(Format):
         return int(torch.maximum(now, later).max())
 
     def _load(self, row: int, s: Segment, used_slots: Tensor) -> Tensor:
-        """Put a segment behind the first ``used_slots`` [H] of each head; return how many slots [H] are used then."""
+        """Load a segment behind the first ``used_slots`` [H] of each head; return the slots [H] used afterwards."""
         counts = torch.tensor(s.counts, device=used_slots.device)
-        # (head, slot) of every token, head by head
+        # head and slot are the (head, slot) pairs of all tokens, one head after the other
         head = torch.arange(len(counts), device=counts.device).repeat_interleave(counts)
         spans = [(int(start), int(start + count)) for start, count in zip(used_slots, counts, strict=True)]
         slot = torch.cat([torch.arange(start, end, device=counts.device) for start, end in spans])
@@ -134,7 +134,7 @@ class EvictingRows(Format):
         return Slots(self.positions, self.valid, self.state, now=now[:, None, None], n=self.n, counts=self.counts)
 
     def add(self, k: Tensor, v: Tensor, positions: Tensor) -> None:
-        """Make room for new tokens, then write them into free slots."""
+        """Make room for new tokens and write them into free slots."""
         b, h, _ = self.valid.shape
         t = k.shape[2]
         least = int(self.budget.min())
@@ -145,10 +145,10 @@ class EvictingRows(Format):
             for u in self.recent.due(t, self.evictor.every):
                 self.valid[u] = self._chosen(u, self.recent)
         else:
-            # the best ``budget - t`` stay: with the t new tokens a head holds ``budget``
+            # the best ``budget - t`` tokens stay: with t new tokens a head then holds ``budget``
             scores = self.evictor.keep_scores(self.view(positions[:, -1])).expand_as(self.valid)
             self.valid &= ranks(scores, self.positions, self.valid) < self.budget - t
-        # free slots first; the clone owns its storage, as the store keeps it until the next step
+        # the sort puts free slots first; the store keeps ``free`` until the next step, so the clone frees the rest
         free = (~self.valid).int().sort(dim=-1, descending=True, stable=True).indices[..., :t].clone()
         new_k = k.repeat_interleave(h // k.shape[1], dim=1)
         new_v = v.repeat_interleave(h // v.shape[1], dim=1)
@@ -160,19 +160,19 @@ class EvictingRows(Format):
             index = slot_index(free, s)
             new = initial.get(name)
             if new is None:
-                # a slot still has the state of the token that was evicted from it
+                # a reused slot still has the state of its evicted token, so that state is overwritten with zeros
                 new = torch.zeros_like(index, dtype=s.dtype)
             self.state[name] = s.scatter(2, index, new)
         self.most = torch.maximum(self.most, self.held().amax(dim=1))
 
     def _chosen(self, u: int, recent: RecentQueries) -> Tensor:
-        """Return a mask [H, S] of the slots of row ``u`` that its method keeps; it chooses among those in use."""
+        """Return a mask [H, S] of the used slots of row ``u`` that its method keeps when it chooses again."""
         in_use = self.valid[u]
-        # all heads hold equally many
+        # all heads of the row hold equally many tokens
         order = order_by_position(self.positions[u], in_use)[:, : int(in_use[0].sum())]
         k, v = self.store.exact(u)
         positions = at_slots(self.positions[u], order)
-        # the state ``slot`` is selected with its token, and tells afterwards which slots stay
+        # ``slot`` is selected with its token, so that it shows afterwards which slots stay
         segment = Segment(at_slots(k, order), at_slots(v, order), positions, state={"slot": order})
         cache = LayerCache(
             (segment,),
@@ -185,7 +185,7 @@ class EvictingRows(Format):
         return torch.zeros_like(in_use).scatter_(1, only_segment(chosen).state["slot"], True)
 
     def attend(self, query: Tensor, scale: float, window: int | None) -> Tensor:
-        """Return attention as ``Format.attend`` does, and let the method fold the weights into its state."""
+        """Attend as ``Format.attend`` does, and let the method fold the weights into its state."""
         query_positions = self.newest
         if self.recent is not None:
             self.recent.add(query)
@@ -195,7 +195,7 @@ class EvictingRows(Format):
         probs = self._probs(query, scale, query_positions, read)
         out = rounded(probs, query.dtype, self.store.weigh)
         if self.evictor.estimates:
-            # the method folds the attention over its own approximate keys, not the one that made the output
+            # the method folds attention over its own approximate keys, not the attention that made the output
             turn = read or as_they_are
 
             def estimate(keys: Tensor) -> Tensor:
@@ -208,14 +208,14 @@ class EvictingRows(Format):
     def _turn_to_slots(self, query: Tensor, query_positions: Tensor, rotary: Rotary) -> tuple[Tensor, Read]:
         """Return (query at the positions of the last slots, function that rotates keys to positions of their slots).
 
-        A head's m tokens in order of position count as positions 0 ... m - 1, the T new ones as the last of them.
+        A head's m tokens, in order of position, count as positions 0 ... m - 1. The T new tokens come last.
         """
         t = query.shape[2]
         order = order_by_position(self.positions, self.valid)
-        # the inverse permutation: rank[order[i]] = i
+        # rank is the inverse permutation of order: rank[order[i]] = i
         rank = torch.empty_like(order)
         rank.scatter_(2, order, torch.arange(order.shape[2], device=order.device).expand_as(order))
-        # heads may hold different numbers of tokens, and each counts its own
+        # heads may hold different numbers of tokens, so each head counts its own
         counts = self.valid.sum(dim=-1).repeat_interleave(query.shape[1] // self.valid.shape[1], dim=1)
         last = counts[:, :, None] - t + torch.arange(t, device=query.device)
 
@@ -227,7 +227,7 @@ class EvictingRows(Format):
     def _probs(self, query: Tensor, scale: float, query_positions: Tensor, read: Read) -> Tensor:
         """Return attention weights [B, Hq, T, S] fp32 of query [B, Hq, T, D] at ``query_positions`` [B, T].
 
-        ``read`` maps stored keys to those that are attended; None attends the stored ones.
+        ``read`` maps stored keys to the keys that are attended. None attends the stored keys.
         """
         b, hq, t, _ = query.shape
         h = self.valid.shape[1]
@@ -256,7 +256,7 @@ class EvictingRows(Format):
         return self.store.payload(self.valid)
 
     def held(self) -> Tensor:
-        """Return the number of tokens of each row and head [B, H]."""
+        """Return how many tokens each row and head holds [B, H]."""
         return self.valid.sum(dim=-1)
 
     def observation(self, u: int) -> Observation | None:
@@ -265,32 +265,32 @@ class EvictingRows(Format):
         return self.recent.observation(u, None)
 
     def segments(self, u: int, cache: LayerCache) -> tuple[Segment, ...]:
-        """Return one row's segments, each ascending in position, and ragged if its heads hold different numbers."""
+        """Return one row's segments, each ascending in position. They are ragged if heads hold different numbers."""
         state = {name: s[u] for name, s in self.state.items()}
-        # the store fills in keys and values
+        # keys and values are empty here, because the store fills them in
         nothing = self.positions.new_zeros(self.positions.shape[1], 0, 0)
         return self.store.segments(u, Segment(nothing, nothing, self.positions[u], state=state), self.valid[u])
 
 
 def _budgets_of(row: StoredRow, evictor: Evictor, room: Room) -> list[int]:
-    """Return how many tokens each head of a row may hold, or the one number for a row that is a single head."""
+    """Return how many tokens each head of a row may hold. A row that is a single head has one number."""
     if row.size is not None:
         return [min(row.size, row.cache.seen + room.tokens)]
     if evictor.every:
-        # a head grows until its method chooses again
+        # a head grows until its method chooses again, so it needs room for the most tokens until then
         _, most = evictor.tokens_after(row.cache, row.layer, room.tokens)
         return most
     return [min(budget, row.cache.seen + room.tokens) for budget in evictor.head_budgets(row.cache, row.layer)]
 
 
 def ranks(scores: Tensor, positions: Tensor, among: Tensor) -> Tensor:
-    """Return each slot's rank by its score in scores [..., S]; the highest score has rank 0.
+    """Return each slot's rank by its score in scores [..., S]. The highest score has rank 0.
 
-    Equal scores rank by position. Slots that are not marked in ``among`` come last.
+    Slots with equal scores rank by position. Slots not marked in ``among`` come last.
     """
     scores = scores.masked_fill(~among, -torch.inf)
     by_position = order_by_position(positions, among)
-    # a stable sort of slots that are in order of position keeps that order among equal scores
+    # a stable sort keeps the order of position among equal scores
     best_first = scores.gather(-1, by_position).sort(dim=-1, descending=True, stable=True).indices
     order = by_position.gather(-1, best_first)
     ranking = torch.arange(order.shape[-1], device=order.device).expand_as(order)

@@ -1,8 +1,9 @@
-"""Keys and values behind slots that are reused: in one format, or thin for a prompt's tokens and whole for others.
+"""Keys and values in slots that are reused. Tokens have one format, or the prompt's are thin and the others whole.
 
-storage.evicting_rows decides which slot holds which token, and for how long.
-Shapes: B rows, Hq query heads, H stored heads, S slots, T new tokens, W places for what only whole tokens hold, C kept
-channels, D head dimension.
+storage.evicting_rows decides which slot holds which token, and for how long. A thin token keeps some channels, a whole
+token all of them.
+Shapes: B rows, Hq query heads, H stored heads, S slots, T new tokens, W places for the other channels of whole tokens,
+C kept channels, D head dimension.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from kvbench.storage.attend import Estimate, as_they_are, logits, packed_logits,
 from kvbench.storage.roles import Packer
 from kvbench.storage.row_segments import beside, per_place, take
 
-Read = Estimate | None  # maps stored keys [..., D] to the keys that attention reads; None: the stored ones
+Read = Estimate | None  # maps stored keys [..., D] to the keys that attention reads; None: the stored keys
 
 
 class OneFormat:
@@ -37,23 +38,23 @@ class OneFormat:
         def make_buffers(rows: Sequence[Values]) -> Values:
             packed = [row for row in rows if isinstance(row, Packed)]
             if packed:
-                # new tokens are coded with the frozen scales of all rows
+                # each row's frozen scales are kept, because new tokens are coded with them
                 return batched(packed, make_buffer)
             return each(rows[0], make_buffer)
 
         keys, values = zip(*(s.stored() for s in segments), strict=True)
         self.k, self.v = make_buffers(keys), make_buffers(values)
-        self.none = first.k.new_zeros(first.heads, 0, keys[0].shape[2])  # no exact key, where all are packed
-        self.fresh: tuple[Tensor, Tensor, Tensor] | None = None  # the newest slots [B, H, T], exact k and v
+        self.none = first.k.new_zeros(first.heads, 0, keys[0].shape[2])  # no exact keys or values: all are packed
+        self.fresh: tuple[Tensor, Tensor, Tensor] | None = None  # the newest slots [B, H, T] and their exact k and v
 
     def load(self, row: int, head: Tensor, slot: Tensor, segment: Segment) -> None:
-        """Put a segment's tokens, its heads one after the other, into the slots ``slot`` of the heads ``head``."""
+        """Put a segment's tokens, one head after the other, into the slots ``slot`` of the heads ``head``."""
         for buffer, stored in zip((self.k, self.v), segment.stored(), strict=True):
             for target, tokens in zip(parts(buffer), parts(stored), strict=True):
                 target[row, head, slot] = one_by_one(tokens, segment)
 
     def add(self, slots: Tensor, k: Tensor, v: Tensor, held: Tensor) -> None:
-        """Write new tokens k, v [B, H, T, D] into ``slots`` [B, H, T]; ``held`` [B, H, S] marks the others in use."""
+        """Write new tokens k, v [B, H, T, D] into ``slots`` [B, H, T]. ``held`` [B, H, S] marks other used slots."""
         packer = self.packer
         new_keys: Values = k
         new_values: Values = v
@@ -69,14 +70,14 @@ class OneFormat:
         write(self.v, slots, new_values)
 
     def logits(self, query: Tensor, scale: float, read: Read) -> Tensor:
-        """Return scaled logits [B, Hq, T, S] of query [B, Hq, T, D] and the keys; those of free slots are undefined."""
+        """Return scaled logits [B, Hq, T, S] of query [B, Hq, T, D] and the keys. Free slots get undefined logits."""
         estimate = read or as_they_are
         if not isinstance(self.k, Packed):
             return logits(query, estimate(self.k), scale)
         scores = packed_logits(query, self.k, scale, None, estimate)
         if self.fresh is None:
             return scores
-        # the newest tokens are read exactly, in the place of their codes
+        # the newest tokens are read exactly: their exact logits replace the logits of their codes
         slots, k, _ = self.fresh
         exact = logits(query, estimate(k), scale).to(scores.dtype)
         return scores.scatter(3, _repeat_for_queries(slots, query), exact)
@@ -87,22 +88,22 @@ class OneFormat:
             return weigh(probs, self.v)
         if self.fresh is None:
             return packed_weigh(probs, self.v)
-        # codes of the newest tokens get weight 0, and their exact values the weight instead
+        # the codes of the newest tokens get weight 0, and their exact values get the weight instead
         slots, _, v = self.fresh
         index = _repeat_for_queries(slots, probs)
         return packed_weigh(probs.scatter(3, index, 0.0), self.v) + weigh(probs.gather(3, index), v)
 
     def keep(self, rows: Tensor) -> None:
-        """Drop all rows but those at the indices ``rows``."""
+        """Drop all rows except the indices ``rows``."""
         self.k, self.v = self.k[rows], self.v[rows]
 
     def payload(self, held: Tensor) -> list[int]:
-        """Return how many bytes each row's tokens take; ``held`` [B, H, S] marks their slots."""
+        """Return how many bytes each row's tokens take. ``held`` [B, H, S] marks their slots."""
         slot_bytes = _bytes_of_slot(parts(self.k) + parts(self.v))
         return [count * slot_bytes for count in held.sum(dim=(1, 2)).tolist()]
 
     def exact(self, row: int) -> tuple[Tensor, Tensor]:
-        """Return the keys and values [H, S, D] of one row's slots, as they are read."""
+        """Return one row's keys and values [H, S, D] as attention reads them."""
 
         def read_row(buffer: Values) -> Tensor:
             if isinstance(buffer, Packed):
@@ -112,22 +113,23 @@ class OneFormat:
         return read_row(self.k), read_row(self.v)
 
     def segments(self, row: int, slots: Segment, held: Tensor) -> tuple[Segment, ...]:
-        """Return one row's segments, each ascending in position, and ragged if its heads hold different numbers.
+        """Return one row's segments, each ascending in position. They are ragged if heads hold different numbers.
 
-        ``slots`` has positions and state [H, S, ...] of the slots; ``held`` [H, S] marks those in use.
+        ``slots`` has the positions and state [H, S, ...] of the slots. ``held`` [H, S] marks the slots in use.
         """
         segment = replace(slots, k=self.none, v=self.none).holding(self.k[row], self.v[row])
         return (segment_in_position_order(segment, held),)
 
 
 class Thin:
-    """Slots whose older tokens hold some channels, and recent and new ones all. The interface is ``OneFormat``'s.
+    """Slots of thin and whole tokens, with the interface of ``OneFormat``.
 
-    Every slot has room for the kept channels. A whole token also has one of W ``places`` for its other channels: a new
-    token in the slot of an evicted thin one needs only a place more. W is at most the number of a head's slots.
+    Older tokens hold some channels, recent and new tokens all of them. Every slot has room for the kept channels. A
+    whole token also takes one of W ``places`` for its other channels. A new token can therefore reuse the slot of a
+    thin token: it needs only a place more. W is at most the number of a head's slots.
 
     slot: [B, H, W], the slot of the token in each place.
-    whole: [B, H, W], True for the places that are in use.
+    whole: [B, H, W], True for places that are in use.
     """
 
     def __init__(self, rows: Sequence[Sequence[Segment]], size: int, places: int) -> None:
@@ -143,12 +145,12 @@ class Thin:
         if segment.key_channels is not None or segment.value_channels is not None:
             self.k.kept[row, head, slot], self.v.kept[row, head, slot] = k, v
             return
-        # head is ascending: its index less that of its first token counts within the head
+        # head is ascending: an entry's index minus the index of its head's first entry counts within the head
         place = torch.arange(len(head), device=head.device) - torch.searchsorted(head, head)
         self.slot[row, head, place], self.whole[row, head, place] = slot, True
         for part, tokens in ((self.k, k), (self.v, v)):
             part.open(tokens.shape[1])
-            # ``split`` takes [B, H, T, D]: here one row of N heads with a token each
+            # ``split`` takes [B, H, T, D]: the N tokens are passed as one row of N heads with a token each
             order = part.order
             if order is not None:
                 order = order[row, head][None]
@@ -158,9 +160,9 @@ class Thin:
                 part.others[row, head, place] = others[0, :, 0]
 
     def add(self, slots: Tensor, k: Tensor, v: Tensor, held: Tensor) -> None:
-        # places of evicted tokens are free again
+        # evicted tokens free their places
         self.whole &= held.gather(2, self.slot)
-        # free places first
+        # the sort puts free places first
         places = (~self.whole).int().sort(dim=-1, descending=True, stable=True).indices[..., : slots.shape[2]]
         self.slot.scatter_(2, places, slots)
         self.whole.scatter_(2, places, True)
@@ -175,15 +177,15 @@ class Thin:
         estimate, kept, others, order = read or as_they_are, self.k.kept, self.k.others, self.k.order
         if order is None or others is None:
             return logits(query, estimate(kept), scale)
-        # the cap is on the sum of both parts: float() drops it from the factor of each
+        # the cap applies to the sum of both parts; float() removes it from the factor of each part
         channels, factor = kept.shape[3], float(scale)
         scores = logits(query, estimate(kept), factor, order[..., :channels])
         slot = _repeat_for_queries(self.slot, query)
         if read is None:
-            # q.k of a whole token is the sum over its kept channels and over the others
+            # a whole token's q.k is the sum over its kept channels and over its other channels
             more = logits(query, others, factor, order[..., channels:])
         else:
-            # a stand-in is made of a whole key: its logit replaces that of the kept channels alone
+            # an estimate is made of whole keys: its logit replaces the logit over the kept channels
             stand_ins = logits(query, read(self.k.together(self.slot)), factor, order)
             more = stand_ins - scores.gather(3, slot)
         more = more.masked_fill(~_repeat_for_queries(self.whole, query), 0)
@@ -219,7 +221,7 @@ class Thin:
     def segments(self, row: int, slots: Segment, held: Tensor) -> tuple[Segment, ...]:
         slot = self.slot[row]
         whole = self.whole[row] & held.gather(1, slot)
-        # a token is thin if no place in use is its own; several free places may name one slot, hence the sum
+        # a token is thin if no used place belongs to it; several free places may name one slot, so places are summed
         places_of_slot = torch.zeros_like(held, dtype=torch.int32).scatter_add(1, slot, whole.int())
         thin = held & ~places_of_slot.bool()
 
@@ -241,15 +243,15 @@ class Thin:
 
 
 class StoredPart:
-    """Keys, or values, of ``Thin``.
+    """The keys, or the values, of ``Thin``.
 
     kept: [B, H, S, C], the kept channels of every token.
     others: [B, H, W, D - C], the other channels of whole tokens.
-    channels: [B, H, C], the kept channels; None where all are kept.
+    channels: [B, H, C], the kept channels; None if all are kept.
     order: [B, H, D], the kept channels and then the others, both ascending.
 
-    ``others`` and ``order`` are None where all channels are kept. They are None until the first whole token, too,
-    because only a whole token tells D.
+    ``others`` and ``order`` are None if all channels are kept. Otherwise they are None until the first whole token,
+    because only a whole token shows D.
     """
 
     def __init__(self, thin: Sequence[tuple[Tensor, Tensor | None]], heads: int, size: int, places: int) -> None:
@@ -261,49 +263,49 @@ class StoredPart:
         self.others: Tensor | None = None
 
     def open(self, head_dim: int) -> None:
-        """Make room for the other channels of whole tokens, which have ``head_dim``, unless that is done."""
+        """Make room once for the other channels of whole tokens with ``head_dim`` channels."""
         if self.channels is None or self.order is not None:
             return
         b, h, c = self.channels.shape
         is_other = torch.ones(b, h, head_dim, dtype=torch.bool, device=self.channels.device)
         is_other.scatter_(2, self.channels, False)
-        # every head has D - C others, which nonzero lists head by head and ascending
+        # nonzero lists the D - C other channels of every head, head by head and ascending
         other_channels = is_other.nonzero()[:, 2].view(b, h, head_dim - c)
         self.order = torch.cat([self.channels, other_channels], dim=2)
         self.others = self.kept.new_zeros(b, h, self.places, head_dim - c)
 
     def split(self, x: Tensor, order: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Return (kept channels, other channels) of whole tokens x [B, H, T, D]; (x, None) without an ``order``."""
+        """Split whole tokens x [B, H, T, D] into (kept channels, other channels); without ``order``, (x, None)."""
         if order is None:
             return x, None
         reordered = x.gather(3, order[:, :, None].expand(-1, -1, x.shape[2], -1))
         return reordered[..., : self.kept.shape[3]], reordered[..., self.kept.shape[3] :]
 
     def together(self, slot: Tensor) -> Tensor:
-        """Return the whole tokens [B, H, W, D] in ``slot`` [B, H, W] of each place, channels in ``order``."""
+        """Return the whole tokens [B, H, W, D] in ``slot`` [B, H, W] of each place, with channels in ``order``."""
         kept = self.kept.gather(2, slot[..., None].expand(-1, -1, -1, self.kept.shape[3]))
         if self.others is None:
             return kept
         return torch.cat([kept, self.others], dim=3)
 
     def in_order(self, slot: Tensor) -> Tensor:
-        """Return the whole tokens as ``together`` does, channels in their natural order."""
+        """Return the whole tokens as ``together`` does, but with channels in their natural order."""
         tokens = self.together(slot)
         if self.order is None:
             return tokens
-        # channel i of ``order`` goes to its place order[i]
+        # scatter puts entry i of ``order`` back to channel order[i]
         return torch.empty_like(tokens).scatter_(3, self.order[:, :, None].expand_as(tokens), tokens)
 
     def exact(self, row: int, slot: Tensor, whole: Tensor) -> Tensor:
-        """Return the tokens [H, S, D] of one row's slots, with zeros for channels that are gone.
+        """Return the tokens [H, S, D] of one row's slots, with zeros for dropped channels.
 
-        ``slot`` and ``whole`` [B, H, W] are those of ``Thin``.
+        ``slot`` and ``whole`` [B, H, W] are the fields of ``Thin``.
         """
         kept = self.kept[row]
         if self.channels is None or self.order is None:
             return kept
         h, size = kept.shape[:2]
-        # one slot more than there are: places that are not in use write there
+        # unused places write into one extra slot, which is cut off again
         tokens = kept.new_zeros(h, size + 1, self.order.shape[2])
         index = self.channels[row][:, None].expand(-1, size, -1)
         tokens[:, :size].scatter_(2, index, kept)
@@ -311,13 +313,13 @@ class StoredPart:
         return tokens.scatter_(1, places, self.in_order(slot)[row])[:, :size]
 
     def ids(self, row: int) -> Tensor | None:
-        """Return the channels kept in one row [H, C], in a segment's dtype."""
+        """Return the channels [H, C] that one row keeps, in a segment's dtype."""
         if self.channels is None:
             return None
         return self.channels[row].to(torch.int16)
 
     def keep(self, rows: Tensor) -> None:
-        """Drop all rows but those at the indices ``rows``."""
+        """Drop all rows except the indices ``rows``."""
         self.kept = self.kept[rows]
         self.channels = take(self.channels, rows)
         self.order = take(self.order, rows)
@@ -332,22 +334,22 @@ def one_by_one(t: Tensor, segment: Segment) -> Tensor:
 
 
 def slot_index(slots: Tensor, t: Tensor) -> Tensor:
-    """Return ``slots`` [..., L] as the index that gathers or scatters their parts of t [..., S, ...]."""
-    # one index for all that t has of a slot
+    """Return ``slots`` [..., L] as an index that gathers or scatters their entries in t [..., S, ...]."""
+    # the trailing axes of t repeat the index of their slot
     trailing = t.shape[slots.dim() :]
     ones = [1] * len(trailing)
     return slots.reshape(*slots.shape, *ones).expand(*slots.shape, *trailing)
 
 
 def at_slots(t: Tensor, slots: Tensor) -> Tensor:
-    """Return the entries of t [H, S, ...] in ``slots`` [H, L]: [H, L, ...]."""
+    """Return the entries [H, L, ...] of t [H, S, ...] in ``slots`` [H, L]."""
     return t.gather(1, slot_index(slots, t))
 
 
 def segment_in_position_order(slots: Segment, held: Tensor) -> Segment:
-    """Return a segment of the slots ``held`` [H, S] in order of position; ragged if heads hold different numbers."""
+    """Return the slots in ``held`` [H, S] as a segment in order of position; ragged if heads hold different numbers."""
     counts = held.sum(dim=-1)
-    # free slots sort behind all positions
+    # the largest int32 sorts free slots behind all positions
     hidden = slots.positions.masked_fill(~held, torch.iinfo(torch.int32).max)
     index = hidden.sort(dim=-1, stable=True).indices[:, : int(counts.max())]
     cache = LayerCache((slots,), seen=0, heads=slots.heads, query_heads=slots.heads)
@@ -360,6 +362,6 @@ def _bytes_of_slot(tensors: Sequence[Tensor]) -> int:
 
 
 def _repeat_for_queries(t: Tensor, query: Tensor) -> Tensor:
-    """Return t [B, H, m] of stored heads, repeated for the heads and tokens of query [B, Hq, T, .]: [B, Hq, T, m]."""
+    """Repeat t [B, H, m] of stored heads for the heads and tokens of query [B, Hq, T, .]; returns [B, Hq, T, m]."""
     group = query.shape[1] // t.shape[1]
     return t.repeat_interleave(group, dim=1)[:, :, None].expand(-1, -1, query.shape[2], -1)

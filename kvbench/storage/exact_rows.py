@@ -1,4 +1,4 @@
-"""Rows of exact numbers that only grow: stored segments, whole or thin, and one dense tail of the new tokens.
+"""Rows of exact numbers that only grow: stored segments, whole or thin, and one dense tail of new tokens.
 
 Shapes: B rows, Hq query heads, Hk kv heads, T new tokens, t tokens of the tail, D head dimension.
 """
@@ -24,10 +24,10 @@ from kvbench.storage.row_segments import Ragged, RowSegment, flat, grown, per_pl
 
 @dataclass
 class ExactGroup:
-    """Entries with segments of one format, attended together and padded to the longest.
+    """Entries with segments of one format. They are attended together, padded to the longest.
 
-    segments: the i-th segment of all entries as one batch, for each i.
-    attended: the tokens that each entry attended in the last step.
+    segments: for each i, the i-th segments of all entries as one batch.
+    attended: [U], the number of tokens that each entry attended in the last step; None without a masker.
     """
 
     entries: Entries
@@ -36,15 +36,17 @@ class ExactGroup:
 
 
 class ExactRows(Format):
-    """All exact rows under one masking method, or under none; entries of one segment format are attended at once.
+    """All exact rows under one masking method, or under none. Entries of one segment format are attended together.
 
-    Where no kernel reads ragged heads, they are attended one by one: most of a padded batch would be padding.
+    Only kernels read ragged heads side by side. Elsewhere single heads are attended, because most of a padded batch
+    would be padding.
 
     groups: the entries and their stored segments, which do not change.
     keys, values: the tail of new tokens [B, Hk, at most ``capacity``, D], shared by all groups; None before the first.
     used, new: how many tokens the tail holds, and how many of them came last.
     starts: [B], the position of the tail's first token.
-    most, longest: [B] and their largest, the tokens that each row was loaded with.
+    most: [B], the number of tokens with which each row was loaded.
+    longest: the largest of ``most``.
     splits: True if attention over parts of the tokens may be merged: no mask, and no heads that share logits.
     """
 
@@ -60,7 +62,7 @@ class ExactRows(Format):
             entry = Entry(i, row)
             entries.extend(entry.by_head() if single_heads else [entry])
         self.groups = []
-        # ``key`` of this class is that of a batch; within it entries of one segment format are a group
+        # ``key`` of this class makes a batch; the key of ``Format`` groups the batch's entries by segment format
         for members in grouped(entries, super().key):
             segments = _batch_segments(members, room.windowed)
             self.groups.append(ExactGroup(Entries.of(members, len(rows)), segments))
@@ -89,20 +91,20 @@ class ExactRows(Format):
 
     @classmethod
     def key(cls, row: StoredRow) -> Hashable:
-        # rows of all formats and lengths share a batch, hence one tail
+        # rows of all formats and lengths share a batch, so that they share one tail
         return (row.masker,)
 
     def add(self, k: Tensor, v: Tensor, positions: Tensor) -> None:
         keys, values = self.room(k, v, k.shape[2])
         span = slice(self.used, self.used + k.shape[2])
-        # the step's tokens go right behind those before them
+        # the step's tokens follow the earlier ones directly
         keys[:, :, span], values[:, :, span] = k, v
         self.grow(k.shape[2])
 
     def room(self, k: Tensor, v: Tensor, tokens: int | None = None) -> tuple[Tensor, Tensor]:
-        """Return the tail's buffers (keys, values) [B, Hk, ., D], with room for ``tokens`` more; None: for all to come.
+        """Return the tail's buffers (keys, values) [B, Hk, ., D] with room for ``tokens`` more; None: for all.
 
-        They have the heads, channels and type of k and v, and grow by a share of the tokens held.
+        The buffers have the heads, channels and type of k and v. They grow by a share of the tokens held.
         """
         if self.keys is None or self.values is None:
             self.keys = k.new_empty(*k.shape[:2], 0, k.shape[3])
@@ -117,7 +119,7 @@ class ExactRows(Format):
         return self.keys, self.values
 
     def grow(self, tokens: int) -> None:
-        """Count ``tokens`` that were written behind the tail."""
+        """Count ``tokens`` more tokens in the tail, after they were written there."""
         self.used, self.new = self.used + tokens, tokens
 
     def tail(self) -> tuple[Tensor, Tensor]:
@@ -130,7 +132,7 @@ class ExactRows(Format):
             return self._attend_in_parts(query, scale)
         floor: Tensor | None = None
         if window is not None and self.windowed:
-            # [B, T]: the query at position p sees positions p - window + 1 to p
+            # floor [B, T]: the query at position p sees positions p - window + 1 to p
             newest = torch.arange(self.used - self.new, self.used, device=query.device)
             floor = self.starts[:, None] + newest - window + 1
 
@@ -158,7 +160,7 @@ class ExactRows(Format):
     def _attend_in_parts(self, query: Tensor, scale: float) -> Tensor:
         """Return attention as ``attend`` does: over the tail of all rows at once, merged with that over segments."""
         tail = split.causal(query, *self.tail(), scale)
-        # a group is some rows, or single heads of them: each puts its part in its place
+        # a group has some rows, or single heads of them, so each group writes its part into its places
         out, lse = torch.empty_like(query), torch.empty_like(query[..., 0])
         for group in self.groups:
             part = split.over(group.entries.query(query), group.segments, scale)
@@ -167,10 +169,11 @@ class ExactRows(Format):
         return split.merged(split.Part(out, lse), tail)
 
     def in_groups(self, query: Tensor, attend: Callable[[ExactGroup, Tensor], Tensor]) -> Tensor:
-        """Return the outputs [B, Hq, T, D] of ``attend`` for each group and its share of query [B, Hq, T, D]."""
+        """Call ``attend`` on each group with its part of query [B, Hq, T, D]; return joined outputs [B, Hq, T, D]."""
         return attend_groups(query, [(g.entries, partial(attend, g)) for g in self.groups])
 
     def keep(self, at: Tensor) -> None:
+        # old place of a row -> its place in the smaller batch
         places = {row: place for place, row in enumerate(at.tolist())}
         groups, self.groups = self.groups, []
         for group in groups:
@@ -181,7 +184,7 @@ class ExactRows(Format):
         self.keys, self.values = take(self.keys, at), take(self.values, at)
 
     def tokens(self) -> Tensor:
-        # nothing that is exact is ever dropped
+        # exact tokens are never dropped
         return self.most + self.used
 
     def payload(self) -> list[int]:
@@ -190,7 +193,7 @@ class ExactRows(Format):
             if t is not None:
                 token_bytes += per_place(t, t.shape[0] * t.shape[2])
         sizes = [self.used * token_bytes] * len(self.starts)
-        # an entry may be one head of a row: a row's bytes are those of all its entries
+        # an entry may be one head of a row, so a row's bytes are summed over its entries
         for group in self.groups:
             for segment in group.segments:
                 for row, size in zip(group.entries.rows.tolist(), segment.payload(), strict=True):
@@ -199,14 +202,14 @@ class ExactRows(Format):
 
     def segments(self, u: int, cache: LayerCache) -> tuple[Segment, ...]:
         k, v = self.tail()
-        # copies: a view would keep the tail of all rows alive
+        # the clones free the batch's tail: views would keep the tail of all rows alive
         return ops.append(cache, k[u].clone(), v[u].clone()).segments
 
 
 def _batch_segments(entries: Sequence[Entry], positions: bool) -> list[RowSegment | Ragged]:
-    """Return one batch for each i, of the i-th segment of all entries, whose segments are of one format.
+    """Batch the i-th segments of all entries for each i. The i-th segments have one format.
 
-    ``positions``: batches keep the positions of tokens, which a sliding window needs.
+    ``positions``: True keeps the positions of tokens, because a sliding window needs them.
     """
     batches: list[RowSegment | Ragged] = []
     for same_place in zip(*(entry.row.cache.segments for entry in entries), strict=True):

@@ -1,6 +1,6 @@
-"""The interface of a storage format to the rows that decode in it, and the parts of a row that it receives.
+"""The interface between a storage format and the rows that decode in it, with the parts of a row that it receives.
 
-A format is one file with a subclass of ``Format`` and one line in ``storage.registry``.
+Each format is one file with a subclass of ``Format``, and one line in ``storage.registry``.
 Shapes: B rows of a batch, U entries of a format, Hq query heads, Hk kv heads, T new tokens, D head dimension.
 """
 
@@ -21,7 +21,7 @@ from kvbench.storage.row_segments import format_of
 
 @dataclass(frozen=True, kw_only=True)
 class StoredRow:
-    """One layer of one row as it enters a batch, with the roles that its method and model play while decoding."""
+    """One layer of one row as it enters a batch, with the roles that method and model play while decoding."""
 
     cache: LayerCache
     layer: int = 0
@@ -30,14 +30,14 @@ class StoredRow:
     evictor: Evictor | None = None
     lift: Lift | None = None  # set where projections are low-rank
     rotary: Rotary | None = None  # set where the model has a rotation
-    size: int | None = None  # the number of tokens that a single head goes on holding, where heads differ in that
+    size: int | None = None  # the number of tokens that a single head will hold, if heads differ in that
 
 
 @dataclass(frozen=True, kw_only=True)
 class Room:
-    """The room to reserve in each row: for ``tokens`` still to come, of which one step brings at most ``at_once``.
+    """The room to reserve in each row: for ``tokens`` tokens still to come, at most ``at_once`` of them in one step.
 
-    alone: True if tokens of one step are read and packed as if each came in a step of its own.
+    alone: True if the tokens of one step are read and packed as if each came in a step of its own.
     windowed: True if the text may outgrow the model's sliding window.
     """
 
@@ -51,20 +51,20 @@ class Format(ABC):
     """Entries of one storage format in one layer of a decode batch: whole rows, or single heads of ragged rows."""
 
     takes_ragged: ClassVar[bool] = False
-    """True for a format that takes rows of ragged heads, and rows of any lengths together.
+    """True for a format that takes rows with ragged heads, and rows of any lengths together.
 
     Other formats get ragged heads one by one, and only entries of similar length together.
     """
 
     moves: str = ""
-    """The reason why steps differ, so that no graph of one can be recorded; '' if all are alike."""
+    """The reason why steps differ, so that no CUDA graph of a step can be recorded; '' if all steps are alike."""
 
     attended: Tensor | None = None
-    """How many tokens the last step attended, as the mean over heads [U]; None unless the method masks."""
+    """How many tokens the last step attended [U], as the mean over heads; None unless the method masks."""
 
     @abstractmethod
     def __init__(self, rows: Sequence[StoredRow], room: Room) -> None:
-        """Load rows of equal ``key``, without keeping alive parts of their caches that are no longer needed."""
+        """Load rows of equal ``key`` without keeping unused parts of their caches alive."""
 
     @classmethod
     @abstractmethod
@@ -73,29 +73,29 @@ class Format(ABC):
 
     @classmethod
     def key(cls, row: StoredRow) -> Hashable:
-        """Return the key by which rows are grouped: rows with equal keys are stored and attended together."""
-        # a masker is part of a group's one softmax, and segments of one format are stacked
+        """Return the key that groups rows: rows with equal keys are stored and attended together."""
+        # a group has one softmax, so its masker is equal; its segments are stacked, so their formats are equal
         return (row.masker, tuple(format_of(s) for s in row.cache.segments))
 
     @classmethod
     def head_sizes(cls, row: StoredRow) -> Sequence[int] | None:
-        """Return how many tokens each head goes on holding, if heads are stored apart by these sizes; else None."""
+        """Return how many tokens each head will hold, if this format stores heads apart by these sizes; else None."""
         return None
 
     @abstractmethod
     def add(self, k: Tensor, v: Tensor, positions: Tensor) -> None:
-        """Take k, v [U, Hk, T, D], or latents [U, T, R], of T new tokens at ``positions`` [U, T]."""
+        """Add T new tokens at ``positions`` [U, T]: their k, v [U, Hk, T, D], or their latents [U, T, R]."""
 
     @abstractmethod
     def attend(self, query: Tensor, scale: float, window: int | None) -> Tensor:
-        """Return attention [U, Hq, T, D] of the query [U, Hq, T, D] of the newest T tokens over all stored tokens.
+        """Return attention [U, Hq, T, D] of the newest T tokens, query [U, Hq, T, D], over all stored tokens.
 
-        ``window`` is the model's sliding window where the text has outgrown it.
+        ``window`` is the model's sliding window if the text has outgrown it, else None.
         """
 
     @abstractmethod
     def keep(self, at: Tensor) -> None:
-        """Drop all entries but those at the indices ``at`` (ascending)."""
+        """Drop all entries except the ascending indices ``at``."""
 
     @abstractmethod
     def tokens(self) -> Tensor:
@@ -105,15 +105,15 @@ class Format(ABC):
     def payload(self) -> list[int]:
         """Return how many bytes of keys and values the tokens of each entry take now.
 
-        An entry counts the bytes of one token times its own tokens. Padding to the longest entry, free slots and room
-        for tokens to come are not counted: they belong to the batch.
+        An entry counts the bytes of one token times its own tokens. The batch's own memory is not counted: padding to
+        the longest entry, free slots, and room for tokens to come.
         """
 
     def observation(self, u: int) -> Observation | None:
-        """Return what the method of entry ``u`` reads when it chooses again; None if it does not choose again."""
-        # only formats that evict have one
+        """Return the observation that the method of entry ``u`` reads when it chooses again; None if it never does."""
+        # only formats that evict have an observation
         return None
 
     @abstractmethod
     def segments(self, u: int, cache: LayerCache) -> tuple[Segment, ...]:
-        """Return the segments that entry ``u``, which was loaded from ``cache``, holds now."""
+        """Return the segments that entry ``u`` holds now. It was loaded from ``cache``."""

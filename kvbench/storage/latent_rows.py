@@ -1,4 +1,4 @@
-"""Rows whose low-rank latents are cached: buffers that grow while they decode, keys rebuilt a block at a time.
+"""Rows that cache low-rank latents. Buffers grow while decoding, and keys are rebuilt a block at a time.
 
 Shapes: U rows, S slots, R latents of keys or of values, Hq query heads, Hk kv heads, T new tokens.
 """
@@ -16,7 +16,7 @@ from kvbench.storage.attend import Estimate, logits, masked_softmax, weigh
 from kvbench.storage.format import Format, Room, StoredRow
 from kvbench.storage.row_segments import per_place
 
-BLOCK = 2**20  # at most so many elements of keys are rebuilt at once
+BLOCK = 2**20  # at most this many elements of keys are rebuilt at once
 
 
 class LatentRows(Format):
@@ -29,9 +29,9 @@ class LatentRows(Format):
         assert lift is not None
         segments = [row.cache.segments[0] for row in rows]
         self.lift = lift
-        self.total = [s.tokens for s in segments]  # how many tokens each row holds
+        self.total = [s.tokens for s in segments]  # the number of tokens of each row
         first, slots = segments[0], max(self.total) + room.tokens
-        # the latents [U, S, R] of a layer are one stored head, without an axis of its own here
+        # a layer's latents [U, S, R] are one stored head, so they have no head axis here
         self.k = first.k.new_zeros(len(segments), slots, first.k.shape[2])
         self.v = first.v.new_zeros(len(segments), slots, first.v.shape[2])
         self.positions = first.positions.new_zeros(len(segments), slots)
@@ -57,7 +57,7 @@ class LatentRows(Format):
         return out
 
     def _logits(self, query: Tensor, scale: float, estimate: Estimate) -> Tensor:
-        """Return logits [U, Hq, T, L] fp32 in token order; -inf where there is no token or it comes later."""
+        """Return logits [U, Hq, T, L] fp32 in token order, with -inf for later and for missing tokens."""
         longest, t = max(self.total), query.shape[2]
         scores = query.new_empty((*query.shape[:3], longest), dtype=torch.float32)
         block = max(1, BLOCK // (len(query) * self.lift.heads * query.shape[3]))
@@ -65,17 +65,17 @@ class LatentRows(Format):
             span = slice(start, min(start + block, longest))
             keys = self.lift.keys(self.k[:, span], self.positions[:, span])
             scores[..., span] = logits(query, estimate(keys), scale).float()
-        # new token i of T is token total - T + i of its row, and sees none that comes after it
+        # new token i of T is token total - T + i of its row, and sees no later token
         total = torch.tensor(self.total, device=query.device)[:, None]
         last = total - t + torch.arange(t, device=query.device)
         hidden = torch.arange(longest, device=query.device) > last[:, None, :, None]
         return scores.masked_fill_(hidden, -torch.inf)
 
     def _weigh(self, probs: Tensor) -> Tensor:
-        """Return values [U, Hq, T, D] fp32 weighted by probs [U, Hq, T, L]; latents are summed, then lifted once."""
+        """Return values [U, Hq, T, D] fp32 weighted by probs [U, Hq, T, L]. Latents are summed, then lifted once."""
         u, hq, t, longest = probs.shape
         projection = self.lift.v
-        # the latents of each group of kv heads that share a projection
+        # split the latents into the groups of kv heads that share a projection
         values = self.v[:, :longest].split(projection.ranks, dim=-1)
         repeats = hq // self.lift.heads
         group_heads = self.lift.heads // len(values)
@@ -85,7 +85,7 @@ class LatentRows(Format):
             # sum_t p_t (z_t W) = (sum_t p_t z_t) W
             mixed = weigh(part, latent[:, None]).view(u, group_heads, repeats * t, -1)
             if up is None:
-                # latents [group * D] are the values of the group's heads one after the other: each takes its own
+                # without an up-projection, latents [group * D] are the values of the group's heads: each takes its own
                 rows = mixed.unflatten(-1, (group_heads, -1))
                 lifted = torch.stack([rows[:, h, :, h] for h in range(group_heads)], dim=1)
             else:

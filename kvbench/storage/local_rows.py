@@ -1,4 +1,4 @@
-"""Rows of a local layer, which attends only the last tokens: a ring of slots, each new token in the oldest one's place.
+"""Rows of a local layer: a layer that attends only the last tokens. A new token takes the oldest token's slot.
 
 Shapes: U rows, S slots, Hq query heads, Hk kv heads, T new tokens, D head dimension.
 """
@@ -17,7 +17,7 @@ from kvbench.storage.row_segments import per_place
 
 
 class LocalRows(Format):
-    """Rows of any methods, which leave local layers alone. The token at position p is in slot p mod S."""
+    """Rows of any methods, because methods leave local layers alone. The token at position p is in slot p mod S."""
 
     takes_ragged = True
     moves = "it has local layers, whose windows move"
@@ -26,13 +26,13 @@ class LocalRows(Format):
         caches = [row.cache for row in rows]
         assert caches[0].window is not None
         self.window = caches[0].window
-        # the first of several tokens that come at once still sees the whole window before it
+        # of several tokens that come at once, the first still sees the whole window before it
         slots = min(self.window + room.at_once - 1, max(cache.seen for cache in caches) + room.tokens)
         segments = [cache.segments[0] for cache in caches]
         k, v = segments[0].k, segments[0].v
         self.k = k.new_zeros(len(rows), k.shape[0], slots, k.shape[2])
         self.v = v.new_zeros(len(rows), v.shape[0], slots, v.shape[2])
-        # a free slot stands before everything that the first token sees
+        # a free slot gets a position before everything that the first token sees
         self.positions = torch.full((len(rows), slots), -self.window, dtype=torch.int64, device=self.k.device)
         for u, s in enumerate(segments):
             self._write(torch.tensor([u], device=self.k.device), s.k[None], s.v[None], s.positions.long())
@@ -47,10 +47,10 @@ class LocalRows(Format):
         return row.cache.window
 
     def _write(self, rows: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> None:
-        """Put tokens k, v [U', Hk, T, D] at ``positions`` [U', T] into their slots of ``rows`` [U']."""
+        """Write tokens k, v [U', Hk, T, D] at ``positions`` [U', T] into their slots of ``rows`` [U']."""
         index = (rows[:, None], positions % self.positions.shape[1])
         self.positions[index] = positions
-        # [U, S, Hk, D]: rows and slots are neighbours, as in the index
+        # in [U, S, Hk, D] rows and slots are neighbours, as in the index
         self.k.transpose(1, 2)[index] = k.transpose(1, 2)
         self.v.transpose(1, 2)[index] = v.transpose(1, 2)
 
@@ -91,7 +91,7 @@ class LocalRows(Format):
 
     def segments(self, u: int, cache: LayerCache) -> tuple[Segment, ...]:
         slots = self._slots_in_window()[u].nonzero()[:, 0]
-        # the ring begins anywhere
+        # the ring may begin in any slot, so slots are sorted by position
         slots = slots[self.positions[u, slots].argsort()]
         positions = self.positions[u, slots].to(torch.int32)[None]
         return (Segment(self.k[u][:, slots], self.v[u][:, slots], positions),)

@@ -14,17 +14,17 @@ from kvbench.storage.row_segments import beside, grown, per_place, roomy, take
 
 
 class PackedHalf:
-    """Keys, or values, of U rows: packed tokens first, then exact ones in a ring.
+    """Keys, or values, of U rows: packed tokens first, then exact tokens in a ring.
 
-    A ring of S slots holds token t of a row in slot t mod S.
+    The ring has S slots. Token t of a row is in slot t mod S.
 
     codes: the packed tokens [U, H, ., C] of all rows, with room for more.
     ring: the exact tokens [U, H, S, D].
-    packed, total: of each row, the number of packed tokens and of all tokens.
+    packed, total: for each row, the number of packed tokens and of all tokens.
     channels: [U, H, C], the channels that packed tokens keep; None: all.
     most: the most steps of tokens that can be packed before the batch ends.
-    seen: [U, 1, T, 1], how many tokens each new query sees as packed, where queries differ in that; else None.
-    before: of each row, how many tokens were packed before the newest step, where ``seen`` is set.
+    seen: [U, 1, T, 1], how many tokens each new query sees as packed; None if all queries see the same number.
+    before: for each row, how many tokens were packed before the newest step, if ``seen`` is set.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class PackedHalf:
         room: Room,
         grows: bool = True,
     ) -> None:
-        # a row: its packed tokens [H, Lq, .], its exact tokens [H, L - Lq, D], and, if it is thin, its channels [H, C]
+        # a row is (packed tokens [H, Lq, .], exact tokens [H, L - Lq, D], channels [H, C] if it is thin)
         packed, exact, channels = zip(*rows, strict=True)
         self.residual, self.pack, self.grows, self.step = residual, pack, grows, packed[0].step
         self.packed = [row.shape[1] for row in packed]
@@ -43,7 +43,7 @@ class PackedHalf:
         exact_now = max(row.shape[1] for row in exact)
         if grows:
             most_packed = max(residual.packed(total + room.tokens) for total in self.total)
-            # a residual of everything would be endless: no ring needs more slots than tokens can come
+            # a rule that keeps everything exact has no bound, so the ring is bounded by the tokens that can come
             most_exact = min(residual.most, max(self.total) + room.tokens)
         else:
             most_packed = max(self.packed)
@@ -52,11 +52,11 @@ class PackedHalf:
         size = max(max(self.packed) // self.step, 1)
 
         def make_buffer(t: Tensor) -> Tensor:
-            # axis 1 of a packed tensor counts steps of tokens: single tokens, or groups that are coded together
+            # axis 1 of a packed tensor counts steps: single tokens, or groups of tokens that are coded together
             return t.new_zeros(len(packed), t.shape[0], size, *t.shape[2:])
 
         self.codes = batched(packed, make_buffer)
-        # a step writes its tokens before the oldest ones leave
+        # a step writes its tokens before the oldest ones leave, so the ring has room for both
         slots = max(most_exact, exact_now) + room.at_once
         self.ring = exact[0].new_zeros(len(packed), exact[0].shape[0], slots, exact[0].shape[2])
         self.channels = beside(channels)
@@ -82,14 +82,14 @@ class PackedHalf:
             self.ring[:, :, span] = x
         else:
             slot = (self.numbers(self.total)[:, None] + torch.arange(t, device=x.device)) % self.slots
-            # the two index tensors [U, T] come first: [U, T, H, D]
+            # with two index tensors [U, T], the indexed axes come first: [U, T, H, D]
             self.ring[torch.arange(u, device=x.device)[:, None], :, slot] = x.transpose(1, 2)
         self.total = [total + t for total in self.total]
 
     def see(self, tokens: int, settles_first: bool) -> None:
-        """Let each of the newest ``tokens`` see what was packed when it came, as if they had come one by one."""
+        """Let each of the newest ``tokens`` tokens see the same tokens as packed that it would see if it came alone."""
         self.before = list(self.packed)
-        # token i of them comes after total - tokens + i others, and counts itself where packing precedes attention
+        # token i of them follows total - tokens + i others; it counts itself if packing precedes attention
         end = 1 if settles_first else 0
         offsets = range(end - tokens, end)
         packed_for_queries = []
@@ -101,31 +101,31 @@ class PackedHalf:
         self.seen = torch.tensor(packed_for_queries, device=self.ring.device)[:, None, :, None]
 
     def columns(self) -> Tensor:
-        """Return the token of each ring slot [U, S] that some query reads exactly; the largest total for others."""
+        """Return [U, S], for each ring slot the token that some query reads exactly, or else the largest total."""
         first_exact = self.packed if self.seen is None else self.before
         total, packed = self.numbers(self.total)[:, None], self.numbers(first_exact)[:, None]
         slot = torch.arange(self.slots, device=self.ring.device)
-        # the newest token t with t mod S = slot
+        # a slot holds the newest token t with t mod S = slot
         token = total - 1 - (total - 1 - slot) % self.slots
         return token.masked_fill((token < packed) | (token < 0), max(self.total))
 
     @property
     def alike(self) -> bool:
-        """True if all rows hold as many tokens, packed and in all, and every query sees the same ones as packed."""
+        """True if rows hold equally many tokens and packed tokens, and all queries see the same tokens as packed."""
         return self.seen is None and len(set(self.total)) == len(set(self.packed)) == 1
 
     def exact(self) -> Tensor:
-        """Return the exact tokens [U, H, L - Lq, D] in their order, of rows that are ``alike``."""
+        """Return the exact tokens [U, H, L - Lq, D] in order. The rows must be ``alike``."""
         start, count = self.packed[0] % self.slots, self.total[0] - self.packed[0]
         tokens = self.ring[:, :, start : start + count]
         missing = count - tokens.shape[2]
         if missing == 0:
             return tokens
-        # behind the ring's last slot the tokens go on in its first one
+        # the ring wraps around: after its last slot the tokens continue in the first
         return torch.cat([tokens, self.ring[:, :, :missing]], dim=2)
 
     def old(self) -> Packed:
-        """Return a view of the packed tokens [U, H, L, C]; behind a shorter row's last one they are undefined."""
+        """Return a view of the packed tokens [U, H, L, C]. Behind a shorter row's last token they are undefined."""
         return self.codes.tokens(0, max(self.packed))
 
     def settle(self) -> None:
@@ -136,24 +136,24 @@ class PackedHalf:
             rows = self._rows_to_pack()
 
     def _rows_to_pack(self) -> Sequence[int]:
-        """Return the rows from which at least a unit of tokens has left the residual."""
+        """Return the rows in which at least one more unit of tokens can be packed."""
         if not self.grows:
             return ()
         if len(set(self.total)) == len(set(self.packed)) == 1:
-            # rows of a batch are often alike: one comparison, not one for each of hundreds of rows in every layer
+            # rows of a batch are often alike: one comparison then replaces hundreds in every layer
             if self.residual.packed(self.total[0]) > self.packed[0]:
                 return range(len(self.total))
             return ()
         return [u for u, total in enumerate(self.total) if self.residual.packed(total) > self.packed[u]]
 
     def _pack_block(self, rows: Sequence[int]) -> None:
-        """Pack the oldest exact tokens of ``rows``, equally many of each: the most that all of them can pack."""
+        """Pack the oldest exact tokens of ``rows``: from each row as many as all of them can pack."""
         block = min(self.residual.packed(self.total[u]) - self.packed[u] for u in rows)
         all_rows = len(rows) == len(self.total)
         span = self._ring_span(self.packed, block) if all_rows else None
         channels = self.channels
         if span is not None:
-            # every row packs the same slots next: no index is made for them
+            # all rows pack the same slots next, so a slice replaces an index
             x = self.ring[:, :, span]
         else:
             row, packed = self.numbers(rows)[:, None], self.numbers([self.packed[u] for u in rows])[:, None]
@@ -175,14 +175,14 @@ class PackedHalf:
             self.packed[u] += block
 
     def _reserve(self, steps: int) -> None:
-        """Make room for codes of ``steps`` times ``step`` tokens."""
+        """Make room for the codes of ``steps`` times ``step`` tokens."""
         payload = list(self.codes.payload())
         if payload[0].shape[2] < steps:
             size = roomy(steps, max(self.total) // self.step, self.most)
             self.codes = self.codes.holding([grown(t, size) for t in payload], self.codes.frozen)
 
     def skip(self, tokens: int) -> None:
-        """Count ``tokens`` more in each row and fill their storage with random numbers instead of packing any."""
+        """Count ``tokens`` more tokens in each row. Fill their storage with random numbers instead of packing any."""
         first = min(self.packed)
         self.total = [total + tokens for total in self.total]
         if self.grows:
@@ -193,11 +193,11 @@ class PackedHalf:
             if t.is_floating_point():
                 t.uniform_(0.01, 0.1)
             else:
-                t.random_(0, 120)  # bytes below 120 are finite numbers where a format reads them as 8-bit floats
+                t.random_(0, 120)  # as 8-bit floats, bytes below 120 are finite numbers
         self.ring.normal_()
 
     def _ring_span(self, first: Sequence[int], count: int) -> slice | None:
-        """Return the slice of the ring slots that hold ``count`` tokens of each row from its ``first`` on.
+        """Return the slice of ring slots that hold ``count`` tokens of each row, from the row's token ``first`` on.
 
         Returns None if rows differ in ``first`` or the slots pass the ring's end.
         """
@@ -207,7 +207,7 @@ class PackedHalf:
         return slice(start, start + count)
 
     def keep(self, at: Tensor) -> None:
-        """Drop all rows but those at the indices ``at``."""
+        """Drop all rows except the indices ``at``."""
         self.codes, self.ring = self.codes[at], self.ring[at]
         self.channels = take(self.channels, at)
         rows = at.tolist()
@@ -234,5 +234,5 @@ class PackedHalf:
         return codes.holding([t[:, :steps].clone() for t in codes.payload()], frozen), self.ring[u][:, slot]
 
     def numbers(self, numbers: Sequence[int]) -> Tensor:
-        """Return one number for each row [U] as a tensor on the device."""
+        """Return one number per row as a tensor [U] on the device."""
         return torch.tensor(numbers, device=self.ring.device)

@@ -1,7 +1,7 @@
-"""Rows whose older tokens are packed while they decode: packed buffers that grow, and a ring of exact tokens.
+"""Rows whose older tokens are packed while decoding: packed buffers that grow, and a ring of exact tokens.
 
-A step writes its tokens into the ring, attends, and then packs what has left the residual. Keys and values are packed
-at different moments, so logits and weights are put in token order in between.
+A step writes its tokens into the ring, attends, and then packs the tokens that must not stay exact. Keys and values are
+packed at different moments, so logits and weights are put in token order in between.
 Shapes: U rows (or single ragged heads), H stored heads, T new tokens, S slots of a ring.
 """
 
@@ -25,7 +25,7 @@ from kvbench.storage.packed_half import PackedHalf
 
 
 class PackedRows(Format):
-    """Entries packed in one format by one chain's quantiser, all under the same masking method or under none."""
+    """Entries that one chain's quantiser packs in one format, all under the same masking method or under none."""
 
     moves = "it packs tokens or keeps latents while decoding"
 
@@ -40,7 +40,7 @@ class PackedRows(Format):
                     values.append((s.codes.v, s.v, s.value_channels))
         self.k = PackedHalf(keys, coder.keys, coder.packer.pack_keys, room=room, grows=coder.grows)
         self.v = PackedHalf(values, coder.values, coder.packer.pack_values, room=room, grows=coder.grows)
-        # True: a token is packed before its own step attends; False: after it
+        # True packs a token before its own step attends, False after that step
         self.settles_first = not coder.packer.packs_after_step
         self.alone = room.alone
 
@@ -53,7 +53,7 @@ class PackedRows(Format):
         return (row.coder, super().key(row))
 
     def add(self, k: Tensor, v: Tensor, positions: Tensor) -> None:
-        # tokens that come together must see what each would see alone
+        # tokens of one step must see the same packed tokens that each would see in a step of its own
         several = self.alone and k.shape[2] > 1
         for half, x in ((self.k, k), (self.v, v)):
             half.add(x)
@@ -68,18 +68,18 @@ class PackedRows(Format):
         self.v.settle()
 
     def skip(self, tokens: int) -> None:
-        """Add ``tokens`` random ones at once, for benchmarks, which measure a step's cost and not its result."""
+        """Add ``tokens`` random tokens at once. Benchmarks use it: they measure a step's cost, not its result."""
         self.k.skip(tokens)
         self.v.skip(tokens)
 
     def attend(self, query: Tensor, scale: float, window: int | None) -> Tensor:
-        """Return attention as ``Format.attend`` does, then pack the tokens that are no longer among the newest.
+        """Attend as ``Format.attend`` does, then pack the tokens that are no longer among the newest.
 
-        ``add`` has packed them already, unless the packer ``packs_after_step``.
+        ``add`` has packed them already unless the packer ``packs_after_step``.
         """
         out = None
         if self.masker is None and self.k.seen is None and cap_of(scale) is None:
-            # where kernels serve, one call replaces dozens of small operations
+            # one kernel call replaces dozens of small operations
             out = kernels.attend_packed(query, scale, self.k, self.v)
         if out is None:
             logits_of = partial(self._logits, query, scale)
@@ -88,12 +88,12 @@ class PackedRows(Format):
         return out
 
     def _logits(self, query: Tensor, scale: float, estimate: Estimate) -> Tensor:
-        """Return logits [U, Hq, T, L] fp32 in token order; -inf where there is no token or it comes later."""
+        """Return logits [U, Hq, T, L] fp32 in token order, with -inf for later and for missing tokens."""
         store, t = self.k, query.shape[2]
         if store.alike:
             return self._logits_alike(query, scale, estimate)
         longest = max(store.total)
-        # one column more than there are tokens: ring slots that hold no exact token write their logits there
+        # ring slots without an exact token write their logits into one extra column, which is cut off
         scores = query.new_full((*query.shape[:3], longest + 1), -torch.inf, dtype=torch.float32)
         most = max(store.packed)
         if most:
@@ -103,24 +103,24 @@ class PackedRows(Format):
         if store.seen is None:
             scores.scatter_(3, where, ring_logits)
         else:
-            # some tokens are packed for one query and exact for another: each query takes its own of both logits
+            # a token may be packed for one query and exact for another, so each query picks its own logit
             exact = torch.full_like(scores, -torch.inf).scatter_(3, where, ring_logits)
             is_packed = torch.arange(longest + 1, device=query.device) < store.seen
             scores = torch.where(is_packed, scores, exact)
-        # new token i of T is token total - T + i, and sees none that comes after it
+        # new token i of T is token total - T + i of its row, and sees no later token
         last = store.numbers(store.total)[:, None] - t + torch.arange(t, device=query.device)
         hidden = torch.arange(longest, device=query.device) > last[:, None, :, None]
         return scores[..., :longest].masked_fill(hidden, -torch.inf)
 
     def _logits_alike(self, query: Tensor, scale: float, estimate: Estimate) -> Tensor:
-        """Return logits as ``_logits`` does, of rows that are alike: their tokens are in order already."""
+        """Return logits as ``_logits`` does for rows that are alike. Their tokens are already in order."""
         store, t = self.k, query.shape[2]
         scores = logits(query, estimate(store.exact()), scale).float()
         if store.packed[0]:
             packed = packed_logits(query, store.old(), scale, store.channels, estimate)
             scores = torch.cat([packed, scores], dim=3)
         if t > 1:
-            # the new tokens are the last, and see each other causally
+            # the new tokens come last and see each other causally
             future = torch.ones(t, t, dtype=torch.bool, device=query.device).triu(1)
             scores[..., -t:].masked_fill_(future, -torch.inf)
         return scores
@@ -139,9 +139,9 @@ class PackedRows(Format):
             is_packed = torch.arange(probs.shape[3], device=probs.device) < packed
             exact_probs = probs
             if store.seen is not None:
-                # a token in the ring may be packed for this query
+                # a token in the ring may be packed for this query, and then its exact value gets weight 0
                 exact_probs = probs.masked_fill(is_packed, 0)
-            # the column of weight 0 behind the last token is that of ring slots without an exact token
+            # ring slots without an exact token read the extra column behind the last token, whose weight is 0
             out = weigh(F.pad(exact_probs, (0, 1)).gather(3, where), store.ring)
             old_probs = probs[..., :most].masked_fill(~is_packed[..., :most], 0)
         if most:
@@ -165,7 +165,7 @@ class PackedRows(Format):
         (old,) = cache.segments
         k_codes, k = self.k.held(u)
         v_codes, v = self.v.held(u)
-        # the row has read as many tokens since as it holds more than ``cache``
+        # since it was loaded, the row has read as many tokens as it now holds more than ``cache``
         end = cache.seen + self.k.total[u] - cache.tokens
         new = torch.arange(cache.seen, end, dtype=torch.int32, device=k.device)
         positions = torch.cat([old.positions, new.expand(old.positions.shape[0], -1)], dim=1)

@@ -1,4 +1,4 @@
-"""The last queries of rows whose method chooses again while decoding, and when it does.
+"""The last queries of rows whose method chooses again while decoding, and the steps at which it chooses.
 
 Shapes: B rows, Hq query heads, H stored heads, W queries, T new tokens, D head dimension.
 """
@@ -18,11 +18,11 @@ from kvbench.storage.row_segments import take
 
 
 class RecentQueries:
-    """The last W queries of each row of one layer, the query of position p in place p mod W.
+    """The last W queries of each row of one layer. The query of position p is in place p mod W.
 
-    observed: what each row's method observed of its prompt.
+    observed: each row's observation of its prompt.
     seen: how many tokens each row has read.
-    prompts: how many of them are its prompt.
+    prompts: how many of them are the row's prompt.
     known: how many queries of each row the ring holds.
     ring: [B, Hq, W, D]; None if the method reads no queries.
     """
@@ -50,36 +50,39 @@ class RecentQueries:
         return torch.arange(self.seen[u] - count, self.seen[u], device=device) % self.size
 
     def due(self, new: int, every: int) -> list[int]:
-        """Return the rows that choose before ``new`` tokens come. Raises UsageError if one must choose among these."""
+        """Return the rows that choose again before ``new`` tokens come.
+
+        Raises UsageError if a row would have to choose among these tokens.
+        """
         answered = [seen - prompt for seen, prompt in zip(self.seen, self.prompts, strict=True)]
         if any(tokens % every + new > every for tokens in answered):
             raise UsageError(f"{new} tokens at once go past the next choice of decode_every={every}: lower chunk=")
-        # right after the prompt nothing is to choose: it has just been compressed
+        # right after the prompt there is nothing to choose, because the prompt has just been compressed
         return [u for u, tokens in enumerate(answered) if tokens and tokens % every == 0]
 
     def add(self, query: Tensor) -> None:
-        """Note the queries [B, Hq, T, D] of the tokens that have come last."""
+        """Record the queries [B, Hq, T, D] of the newest tokens."""
         self.seen = [seen + query.shape[2] for seen in self.seen]
         self.known = [min(self.size, known + query.shape[2]) for known in self.known]
         if self.ring is not None:
             t = min(query.shape[2], self.size)
-            # [B, t]: token p of a row goes to place p mod W
+            # places [B, t]: the query of position p goes to place p mod W
             positions = torch.tensor(self.seen)[:, None] - t + torch.arange(t)
             places = (positions % self.size).to(query.device)
             index = places[:, None, :, None].expand(-1, query.shape[1], -1, query.shape[3])
             self.ring.scatter_(2, index, query[:, :, -t:])
 
     def observation(self, u: int, positions: Tensor | None) -> Observation:
-        """Return what the method of row ``u`` reads when it chooses among tokens at ``positions`` [H, m], ascending.
+        """Return the observation for a choice of row ``u`` among tokens at ``positions`` [H, m], ascending.
 
-        Without ``positions`` it is the observation of the prompt, with the last queries.
+        Without ``positions``, return the prompt's observation with the last queries.
         """
         observed, seen, count = self.observed[u], self.seen[u], self.known[u]
         if positions is not None:
-            # attention rows name tokens by their order: a query counts if no head lacks its token or a later one
+            # attention rows name tokens by order: a query counts only if all heads hold its token and every later one
             m = positions.shape[1]
             is_newest = positions == torch.arange(seen - m, seen, device=positions.device)
-            # the product of 1s ends at the first 0, from the newest token backwards
+            # counted from the newest token backwards, the product of 1s ends at the first 0
             unbroken = is_newest.flip(1).long().cumprod(1).sum(1)
             count = min(count, int(unbroken.min()))
         last_q: Tensor | None = None
@@ -87,13 +90,13 @@ class RecentQueries:
             last_q = self.ring[u, :, self._places(u, count)]
         if positions is None:
             return replace(observed, last_q=last_q)
-        # each choice has random draws of its own, and shares no results with an earlier one
+        # each choice has random draws of its own and shares no results with an earlier choice
         return replace(
             observed, n=positions.shape[1], length=seen, last_q=last_q, prompt=observed.prompt + seen, scratch={}
         )
 
     def keep(self, at: Tensor) -> None:
-        """Drop all rows but those at the indices ``at``."""
+        """Drop all rows except the indices ``at``."""
         rows = at.tolist()
         self.observed = [self.observed[u] for u in rows]
         self.seen = [self.seen[u] for u in rows]

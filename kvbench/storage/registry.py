@@ -1,4 +1,4 @@
-"""The storage formats, and the assignment of a batch's rows to them."""
+"""The storage formats, and how rows of a batch are assigned to them."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from kvbench.storage.latent_rows import LatentRows
 from kvbench.storage.local_rows import LocalRows
 from kvbench.storage.packed_rows import PackedRows
 
-# ExactRows takes every row, and is last
+# ExactRows takes every row, so it comes last
 FORMATS: tuple[type[Format], ...] = (LocalRows, EvictingRows, LatentRows, PackedRows, ExactRows)
-"""The formats in order of preference: a row is stored in the first that takes it."""
+"""The formats in order of preference. A row is stored in the first format that takes it."""
 
 
 def load(rows: Sequence[StoredRow], room: Room) -> list[tuple[Entries, Format]]:
-    """Return (places of a group's entries, format that holds them) for one layer of a batch.
+    """Store one layer of a batch; return pairs (places of a group's entries, format that holds them).
 
-    Entries are in one group if they have the same format and key, and similar lengths where the format needs that.
+    Entries share a group if they have the same format and key, and similar lengths if the format needs that.
     """
     by_format: dict[type[Format], list[Entry]] = {}
     for i, row in enumerate(rows):
@@ -30,7 +30,7 @@ def load(rows: Sequence[StoredRow], room: Room) -> list[tuple[Entries, Format]]:
     for kind, row_entries in by_format.items():
         entries: list[Entry] = []
         for entry in row_entries:
-            # heads that go on holding different numbers of tokens are stored apart
+            # heads that will hold different numbers of tokens are stored apart
             sizes = kind.head_sizes(entry.row)
             if kind.takes_ragged and sizes is None:
                 entries.append(entry)

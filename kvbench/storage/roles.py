@@ -1,4 +1,4 @@
-"""The roles that methods and models play for rows that decode; a storage format uses only those that it needs.
+"""The roles of methods and models for rows that decode. A storage format uses only the roles that it needs.
 
 Shapes: B rows, Hq query heads, H stored heads, S slots, T new tokens, D head dimension.
 """
@@ -20,16 +20,16 @@ if TYPE_CHECKING:
 
 
 class Masker:
-    """A method that decides at each step, per query head, what a new token attends."""
+    """A method that decides at each step, for each query head, which tokens a new token attends."""
 
     def estimate(self, keys: Tensor) -> Tensor:
-        """Return stand-ins for keys [..., D], as cheap to read as the method claims; same shape and dtype."""
+        """Return estimates of keys [..., D], as cheap to read as the method claims, in the same shape and dtype."""
         return keys
 
     def mask(self, weights: Tensor) -> Tensor:
         """Return a mask [B, Hq, T, S] of the tokens to attend, at least one for each query.
 
-        ``weights`` [B, Hq, T, S] are the attention weights over the stand-ins.
+        ``weights`` [B, Hq, T, S] are the attention weights over the estimated keys.
         """
         raise TypeError(f"{type(self).__name__} does not say what it masks")
 
@@ -37,8 +37,8 @@ class Masker:
 class Packer:
     """A method that packs tokens.
 
-    A token that is packed at once is read as packed from its own step on, or, if the packer ``packs_after_step``,
-    exactly in that step and as packed from the next.
+    A token that is packed at once is normally read as packed from its own step on. If the packer ``packs_after_step``,
+    it is read exactly in its own step, and as packed from the next step on.
     """
 
     packs_after_step: ClassVar[bool] = True
@@ -56,8 +56,8 @@ class Packer:
 class Coder:
     """A packer of a chain's older tokens.
 
-    keys, values: the rules of how many of the newest tokens stay exact as keys and as values.
-    grows: False if only the prompt is packed, and all tokens after it stay exact.
+    keys, values: the rules for how many of the newest tokens stay exact as keys and as values.
+    grows: False if only the prompt is packed, and all later tokens stay exact.
     """
 
     packer: Packer
@@ -68,7 +68,7 @@ class Coder:
 
 @dataclass(frozen=True)
 class Slots:
-    """A layer's slots as its method sees them; free slots are not ``valid``.
+    """A layer's slots as its method sees them. Free slots are not ``valid``.
 
     ``now`` [B, 1, 1] is the position of the newest token, ``n`` [B, 1, 1] the prompt's length.
     """
@@ -82,11 +82,11 @@ class Slots:
 
 
 class Evictor:
-    """The part of a selector that works while decoding."""
+    """The part of a selector that evicts tokens while decoding."""
 
     @property
     def packer(self) -> Packer | None:
-        """The packer of every token while decoding, or None where tokens stay exact."""
+        """The packer of every token while decoding, or None if tokens stay exact."""
         return None
 
     @property
@@ -95,12 +95,12 @@ class Evictor:
         return False
 
     def head_budgets(self, cache: LayerCache, layer: int) -> Sequence[int]:
-        """Return how many tokens each stored head goes on holding; a head with 0 copies another's output."""
+        """Return how many tokens each stored head will hold. A head with 0 copies another head's output."""
         raise TypeError(f"{type(self).__name__} does not say how many tokens its heads hold while decoding")
 
     @property
     def every(self) -> int:
-        """The number of new tokens after which ``choose_again`` is called; 0: ``keep_scores`` evicts at every step."""
+        """The number of new tokens between calls of ``choose_again``; 0: ``keep_scores`` evicts at every step."""
         return 0
 
     @property
@@ -116,25 +116,25 @@ class Evictor:
         raise TypeError(f"{type(self).__name__} does not say what it chooses while decoding")
 
     def tokens_after(self, cache: LayerCache, layer: int, new: int) -> tuple[list[int], list[int]]:
-        """Return how many tokens each stored head holds after ``new`` more, and the most that it then has held."""
+        """Return each stored head's number of tokens after ``new`` more, and the most that it has held by then."""
         counts = [len(positions) for positions in cache.kept_positions()]
         budgets = self.head_budgets(cache, layer)
         after = counts
         if new:
-            # a prompt that was kept whole may shrink to its budget with the first new token
+            # a prompt that was kept whole may shrink to its budget when the first new token comes
             after = [min(budget, count + new) for budget, count in zip(budgets, counts, strict=True)]
         return after, [max(pair) for pair in zip(after, counts, strict=True)]
 
     def token_counts(self, n: int) -> Mapping[str, int]:
-        """Return {name: number of tokens} for a prompt of n tokens, which ``keep_scores`` reads as ``Slots.counts``."""
+        """Return {name: number of tokens} for a prompt of n tokens. ``keep_scores`` reads it as ``Slots.counts``."""
         return {}
 
     def unattended(self, n: int) -> int | None:
-        """Return how far before a query the one token lies that it does not attend; None if it attends all."""
+        """Return the distance before a query of the one token that it does not attend; None if it attends all."""
         return None
 
     def keep_scores(self, slots: Slots) -> Tensor:
-        """Return the score of each slot [B, H, S] before new tokens come. The lowest are evicted, +inf never is."""
+        """Return each slot's score [B, H, S] before new tokens come. The lowest are evicted, +inf never is."""
         raise TypeError(f"{type(self).__name__} does not say what it evicts while decoding")
 
     def new_token_state(self, k: Tensor, v: Tensor) -> Mapping[str, Tensor]:
@@ -143,11 +143,11 @@ class Evictor:
 
     @property
     def estimates(self) -> bool:
-        """True if ``fold`` reads the attention over approximate keys, which ``estimate`` returns."""
+        """True if ``fold`` reads attention over the approximate keys of ``estimate``."""
         return False
 
     def estimate(self, keys: Tensor) -> Tensor:
-        """Return approximate fp32 keys for keys [..., D]. Packed keys come block by block."""
+        """Return approximate fp32 keys for keys [..., D]. Packed keys are passed block by block."""
         return keys
 
     def fold(self, slots: Slots, probs: Tensor) -> Mapping[str, Tensor]:
@@ -156,11 +156,11 @@ class Evictor:
 
 
 class Projection(Protocol):
-    """A low-rank projection from latents, in groups of heads that share one.
+    """A low-rank projection from latents. The heads of a group share one matrix.
 
-    ups: the matrices [G D, r] from a group's latents to its G heads; None where the latents are the values themselves.
+    ups: the matrices [G D, r] from a group's latents to its G heads; None if the latents are the values themselves.
     ranks: the widths r of the groups' latents.
-    bias: [Hk D], added once to each value; None without.
+    bias: [Hk D], added once to each value; None: no bias.
     """
 
     @property
@@ -174,7 +174,7 @@ class Projection(Protocol):
 
 
 class Lift(Protocol):
-    """The step from one layer's latents to the ``heads`` keys and values that attention reads."""
+    """The map from one layer's latents to the ``heads`` keys and values that attention reads."""
 
     @property
     def v(self) -> Projection: ...
@@ -198,17 +198,17 @@ class Rotary:
     inv_freq: Tensor  # [r / 2]
 
     def turn(self, x: Tensor, start: Tensor | int, end: Tensor | int) -> Tensor:
-        """Return x [..., D] rotated from positions ``start`` [...] to ``end`` [...]; only rotary dimensions change.
+        """Return x [..., D] rotated from positions ``start`` [...] to ``end`` [...]. Only rotary dimensions change.
 
-        Both angles are rounded to fp32 as the model rounds them, and their difference is taken in fp64. At positions of
-        many thousands, the angle of the difference alone would not undo the model's rotation.
+        Both angles are rounded to fp32 as the model rounds them. Their difference is taken in fp64. At positions of
+        many thousands, rotating by the difference alone would not undo the model's rotation.
         """
         cos, sin = self._cos_sin(start, end, x.device)
         return self._rotate(x, cos, sin)
 
     def mean_turn(self, x: Tensor, positions: Tensor) -> Tensor:
         """Return the mean of x [..., D] rotated from position 0 to each of ``positions`` [p]."""
-        # rotation is linear in (cos, sin): the mean of rotations is the rotation by the mean cosine and sine
+        # rotation is linear in (cos, sin), so the mean of rotations is the rotation by the mean cosine and sine
         cos, sin = self._cos_sin(0, positions, x.device)
         return self._rotate(x, cos.mean(dim=0), sin.mean(dim=0))
 

@@ -1,4 +1,4 @@
-"""Segments of many rows side by side, as one batched attention reads them.
+"""Segments of many rows side by side, in the form that one batched attention reads.
 
 Shapes: B rows, Hq query heads, H stored heads, L slots, N tokens of all heads, C kept key channels, D head dimension.
 """
@@ -16,17 +16,17 @@ from torch import Tensor
 if TYPE_CHECKING:
     from kvbench.kv.segment import Segment
 
-GROWTH = 16  # storage that is full grows by a sixteenth of the tokens held
-FEWEST = 8  # and by at least so many tokens
+GROWTH = 16  # full storage grows by a sixteenth of the tokens held
+FEWEST = 8  # it grows by at least this many tokens
 
 
 @dataclass(frozen=True)
 class Shared:
-    """Query heads that share logits, which are computed for the leading heads alone.
+    """Query heads that share logits. Logits are computed for the leading heads alone.
 
     leading: the query heads whose logits are computed.
     key_rows: for each leading head, the stored keys that it reads.
-    place: for each query head, the index among ``leading`` of the head whose logits it takes.
+    place: for each query head, the index in ``leading`` of the head whose logits it takes.
     """
 
     leading: Tensor  # [B, C] int64, ascending
@@ -34,24 +34,24 @@ class Shared:
     place: Tensor  # [B, Hq] int64
 
     def rows(self, index: Tensor) -> Shared:
-        """Return the sharing of the rows ``index`` only."""
+        """Return the sharing for the rows ``index`` only."""
         return Shared(self.leading[index], take(self.key_rows, index), self.place[index])
 
     def over(self, heads: int) -> Shared:
-        """Return the same sharing over keys that are stored for all ``heads``, not only for those that are read."""
+        """Return the same sharing over stored keys of all ``heads``, not only of the heads that are read."""
         group = self.place.shape[1] // heads
         return Shared(self.leading, self.leading // group, self.place)
 
 
 def shared_by(leads: Sequence[Tensor], stored: int) -> Shared:
-    """Return the sharing of rows whose ``leads`` [Hq] name each head's leading head, equally many in every row.
+    """Return the sharing of rows whose ``leads`` [Hq] name each query head's leading head.
 
-    Keys that no leading head reads are not stored.
+    Every row has equally many leading heads. Keys that no leading head reads are not stored.
     """
     unique = [torch.unique(row.long(), return_inverse=True) for row in leads]
     leading = torch.stack([heads for heads, _ in unique])
     place = torch.stack([index for _, index in unique])
-    # a leading query head reads kv head lead // group; stored are the kv heads that are read, in order
+    # a leading query head reads kv head lead // group; only the kv heads that are read are stored, in order
     kv_heads = leading // (place.shape[1] // stored)
     key_rows = torch.stack([torch.unique(row, return_inverse=True)[1] for row in kv_heads])
     in_order = torch.arange(key_rows.shape[1], device=key_rows.device).expand_as(key_rows)
@@ -62,15 +62,15 @@ def shared_by(leads: Sequence[Tensor], stored: int) -> Shared:
 
 @dataclass(frozen=True)
 class RowSegment:
-    """Segments of one format from B rows, padded to the longest, as one batched attention reads them."""
+    """Segments of one format from B rows, padded to the longest, for one batched attention."""
 
     k: Tensor  # [B, H, L, D or C]
     v: Tensor  # [B, H, L, D]
     valid: Tensor | None = None  # [B, H or 1, L] bool; None if no slot is padding
     key_channels: Tensor | None = None  # [B, H, C] int64
     value_channels: Tensor | None = None  # [B, H, C] int64
-    positions: Tensor | None = None  # [B, H or 1, L] int32; kept only where a sliding window needs them
-    shared: Shared | None = None  # where query heads share logits; k then holds the heads that it names
+    positions: Tensor | None = None  # [B, H or 1, L] int32; kept only if a sliding window needs them
+    shared: Shared | None = None  # set where query heads share logits; k then holds only the heads that it names
     lengths: Tensor | None = None  # [B, 1] int32, how many slots are valid; None if all are
     starts: ClassVar[None] = None
 
@@ -96,7 +96,7 @@ class RowSegment:
         )
 
     def padded(self) -> RowSegment:
-        """Return the segment itself, which is padded already."""
+        """Return the segment itself, because it is padded already."""
         return self
 
     def payload(self) -> list[int]:
@@ -111,9 +111,9 @@ class RowSegment:
 
 @dataclass(frozen=True)
 class Ragged:
-    """Segments of one format and ragged heads from B rows: all heads one after the other, without padding.
+    """Segments of one format with ragged heads from B rows, stored one head after the other without padding.
 
-    Kernels read them so; plain PyTorch reads them ``padded``.
+    Kernels read this form. Plain PyTorch reads ``padded``.
     """
 
     k: Tensor  # [N, D or C]
@@ -134,7 +134,7 @@ class Ragged:
         """Return the same segment for the rows ``index`` only."""
         lengths, starts = self.lengths[index], self.starts[index]
         counts, new_starts = lengths.flatten().long(), _starts(lengths)
-        # new token i of a head comes from its old start + (i - its new start)
+        # token i of a head in the new order comes from its old start + (i - its new start)
         tokens = torch.arange(int(counts.sum()), device=counts.device)
         tokens += (starts - new_starts).flatten().repeat_interleave(counts)
         return Ragged(
@@ -175,29 +175,30 @@ def take(t: Tensor | None, index: Tensor) -> Tensor | None:
 
 
 def roomy(least: int, held: int, most: int) -> int:
-    """Return for how many tokens to make room: ``least`` must fit, rows hold ``held``, and ``most`` may be held in all.
+    """Return for how many tokens to make room: at least ``least``, while rows hold ``held``, and about ``most`` in all.
 
-    Storage that grows by a share of the tokens held is never far above them, and is copied a bounded number of times.
+    Storage grows by a share of the tokens held. It is therefore never far above them, and is copied a bounded number of
+    times.
     """
     return max(least, min(most, least + max(held // GROWTH, FEWEST)))
 
 
 def grown(t: Tensor, size: int) -> Tensor:
-    """Return [B, H, size, ...] that begins with t [B, H, ., ...]; the rest is 0, as a weight of 0 times NaN is NaN."""
+    """Return [B, H, size, ...] that begins with t [B, H, ., ...]. The rest is 0, because weight 0 times NaN is NaN."""
     new = t.new_zeros(*t.shape[:2], size, *t.shape[3:])
     new[:, :, : t.shape[2]] = t
     return new
 
 
 def per_place(t: Tensor, places: int) -> int:
-    """Return how many bytes a tensor takes for each of its ``places``; 0 if it has none."""
+    """Return how many bytes a tensor takes for each of its ``places``, or 0 if it has none."""
     if places == 0:
         return 0
     return t.nbytes // places
 
 
 def beside(channels: Sequence[Tensor | None]) -> Tensor | None:
-    """Return the channels [H, C] that rows of one format keep as one tensor [B, H, C] int64; None if they keep all."""
+    """Stack the kept channels [H, C] of rows of one format into [B, H, C] int64; None if the rows keep all channels."""
     by_row = [row for row in channels if row is not None]
     if not by_row:
         return None
@@ -205,7 +206,7 @@ def beside(channels: Sequence[Tensor | None]) -> Tensor | None:
 
 
 def flat(segments: Sequence[Segment]) -> Ragged:
-    """Return segments of one format and ragged heads, one a row, as one ragged batch. A single row is a view."""
+    """Join segments of one format with ragged heads, one per row, into one ragged batch. A single row is a view."""
     counts = [s.lengths for s in segments if s.lengths is not None]
     lengths = torch.stack(counts).to(torch.int32)
     if len(segments) == 1:
@@ -225,9 +226,9 @@ def flat(segments: Sequence[Segment]) -> Ragged:
 
 
 def stack(segments: Sequence[Segment], positions: bool = False) -> RowSegment:
-    """Return segments of one format and even heads, one a row, as one padded batch. A single row is a view.
+    """Stack segments of one format with even heads, one per row, into one padded batch. A single row is a view.
 
-    With ``positions`` it keeps the positions of tokens, which attention under a sliding window needs.
+    With ``positions``, the batch keeps the tokens' positions, because a sliding window needs them.
     """
     longest = max(s.tokens for s in segments)
     valid = lengths = None
@@ -251,13 +252,13 @@ def stack(segments: Sequence[Segment], positions: bool = False) -> RowSegment:
 
 
 def format_of(segment: Segment) -> tuple[object, ...]:
-    """Return the format of a segment: segments of equal formats can be attended in one batch."""
+    """Return a segment's format. Segments with equal formats can be attended in one batch."""
     codes: tuple[object, ...] | None = None
     if segment.codes is not None:
         codes = (segment.codes.k.format, segment.codes.v.format)
     sharing: tuple[int, int] | None = None
     if segment.leads is not None:
-        # a batch holds as many keys, and as many leading heads, in every row
+        # a batch needs equally many stored keys and leading heads in every row
         sharing = (segment.k.shape[0], len(segment.leads.unique()))
     return (
         segment.heads,
@@ -274,18 +275,18 @@ def format_of(segment: Segment) -> tuple[object, ...]:
 
 
 def _starts(lengths: Tensor) -> Tensor:
-    """Return the index [B, H] of each head's first token where heads of ``lengths`` [B, H] lie one after the other."""
+    """Return the index [B, H] of each head's first token, for heads of ``lengths`` [B, H] one after the other."""
     counts = lengths.flatten().long()
     return (counts.cumsum(0) - counts).view(lengths.shape)
 
 
 def _pad_stack(tensors: Sequence[Tensor], longest: int) -> Tensor:
-    """Return tensors [H, L, .], one a row, as one [B, H, longest, .] with zeros as padding."""
+    """Stack tensors [H, L, .], one per row, into [B, H, longest, .], padded with zeros."""
     if len(tensors) == 1:
         return tensors[0][None]
     padded = []
     for t in tensors:
         missing = longest - t.shape[1]
-        # F.pad copies even where nothing is missing
+        # F.pad copies even if nothing is missing, so it is skipped then
         padded.append(F.pad(t, (0, 0, 0, missing)) if missing else t)
     return torch.stack(padded)

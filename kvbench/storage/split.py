@@ -1,7 +1,7 @@
-"""Attention of new tokens on a CPU over parts of the tokens, merged by their log-sum-exps as in flash-decoding.
+"""CPU attention of new tokens over parts of the stored tokens. Parts are merged by log-sum-exp, as in flash-decoding.
 
-A part is one call of PyTorch's fused function, which reads keys and values once and keeps no weights; the query heads
-of a group read their keys together, as if they were that many queries. Numbers are fp32.
+A part is one call of PyTorch's fused function, which reads keys and values once and keeps no weights. The query heads
+of a group read their keys together, as if they were that many queries of one head. Numbers are fp32.
 Shapes: U entries, Hq query heads, H stored heads, T new tokens, L slots, D head dimension.
 """
 
@@ -32,25 +32,25 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, scale: float, hidden: Te
     """
     u, hq, t, d = query.shape
     h, length = keys.shape[1:3]
-    # the query heads of a group as queries of their kv head: token j of head i is query i T + j
+    # the query heads of a group become queries of their kv head: token j of head i is query i T + j
     q = query.reshape(u, h, hq // h * t, d)
     mask: Tensor | None = None
     if hidden is not None:
         hidden_rows = hidden
         if hidden.shape[2] > 1:
-            # the same T rows for each query head of the group
+            # each query head of the group hides the same T rows
             hidden_rows = hidden.repeat(1, 1, hq // h, 1)
         mask = torch.zeros(hidden_rows.shape).masked_fill_(hidden_rows, -torch.inf).expand(u, -1, q.shape[2], length)
     out, lse = FUSED(q, keys, values, 0.0, False, attn_mask=mask, scale=scale)
     if hidden is not None:
-        # over no token the fused function returns 0 for both, but log(0) is -inf
+        # over no token the fused function returns 0 as output and as lse, but log(0) is -inf
         sees_nothing = hidden.all(dim=-1).repeat(1, 1, q.shape[2] // hidden.shape[2])
         lse = lse.masked_fill(sees_nothing, -torch.inf)
     return Part(out.reshape(u, hq, t, -1), lse.reshape(u, hq, t))
 
 
 def causal(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Part:
-    """Return the attention of the newest T of L tokens, which see each other causally, over all of them."""
+    """Return the attention of the newest T of L tokens over all L. The newest tokens see each other causally."""
     t, length = query.shape[2], keys.shape[2]
     if t == 1:
         return attend(query, keys, values, scale)
@@ -61,10 +61,10 @@ def causal(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Part:
 def behind(
     query: Tensor, earlier: tuple[Tensor, Tensor], own: tuple[Tensor, Tensor], scale: float
 ) -> tuple[Tensor, Tensor] | None:
-    """Return attention [Hq, T, D] and its log-sum-exps [Hq, T] of T tokens over earlier ones and, causally, themselves.
+    """Return attention [Hq, T, D] and log-sum-exps [Hq, T] of T tokens over earlier tokens and, causally, themselves.
 
-    query [Hq, T, D]; ``earlier`` keys and values [H, L, D] of at least one token, ``own`` ones [H, T, D]. Returns None
-    where the fused function does not serve them: see ``attend_with_lse``.
+    query is [Hq, T, D]. ``earlier`` are keys and values [H, L, D] of at least one token, ``own`` are [H, T, D]. Returns
+    None where ``attend_with_lse`` does.
     """
     own_attention = attend_with_lse(query, own[0], own[1], scale)
     if own_attention is None:
@@ -77,7 +77,7 @@ def behind(
 
 
 def over(query: Tensor, segments: Sequence[RowSegment | Ragged], scale: float) -> Part:
-    """Return the attention over stored segments, of which none shares logits."""
+    """Return the attention over stored segments. None of them may share logits."""
     parts = [_attend_segment(query, s.padded(), scale) for s in segments if s.longest]
     if not parts:
         return Part(torch.zeros_like(query), query.new_full(query.shape[:3], -torch.inf))
@@ -88,16 +88,16 @@ def over(query: Tensor, segments: Sequence[RowSegment | Ragged], scale: float) -
 
 
 def joined(a: Part, b: Part) -> Part:
-    """Return the attention over the tokens of both parts, of which b has at least one."""
+    """Return the attention over the tokens of both parts; b must have at least one."""
     # lse = log(e^a.lse + e^b.lse)
     return Part(merged(a, b), torch.logaddexp(a.lse, b.lse))
 
 
 def merged(a: Part, b: Part) -> Tensor:
-    """Return the attention [U, Hq, T, D] over the tokens of both parts, of which b has at least one."""
+    """Return the attention [U, Hq, T, D] over the tokens of both parts; b must have at least one."""
     # out = (e^a.lse a.out + e^b.lse b.out) / (e^a.lse + e^b.lse) = b.out + sigmoid(a.lse - b.lse) (a.out - b.out)
-    # A row must not depend on its place in a batch: vector and scalar code agree in fp64 once rounded, and in single
-    # sums and products.
+    # A row must not depend on its place in a batch, where PyTorch may run vector or scalar code. The two agree in fp64
+    # once rounded, and in single sums and products.
     weight = torch.sigmoid((a.lse - b.lse).double()).to(a.out.dtype)
     return (a.out - b.out).mul_(weight[..., None]).add_(b.out)
 
@@ -113,7 +113,7 @@ def _attend_segment(query: Tensor, s: RowSegment, scale: float) -> Part:
     if s.valid is not None:
         scores = hide_free(scores, s.valid)
     lse = scores.logsumexp(dim=-1)
-    # weights = exp(logit - lse); over no token they are 0, not the NaN of -inf - -inf
+    # weights = exp(logit - lse); the clamp makes them 0 over no token, where -inf - -inf would be NaN
     finite_lse = lse.clamp(min=torch.finfo(lse.dtype).min)
     out = weigh((scores - finite_lse[..., None]).exp_(), s.v)
     if s.value_channels is not None:

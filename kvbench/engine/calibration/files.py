@@ -1,4 +1,4 @@
-"""Calibrations on disk: <kind>-<key>.safetensors with a .json record, written once and checked at every reading."""
+"""Calibrations on disk: <kind>-<key>.safetensors with a .json record, written once and checked on every read."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ FORMAT = 1  # the version of the record's fields; a record of another version is
 
 
 def path_of(folder: Path, request: Request) -> Path:
-    """Return the path of the record of a request's calibration. Its tensors lie beside it."""
+    """Return the path of the record of a request's calibration. Its tensors are in a file beside the record."""
     return folder / f"{request.recipe.kind}-{request.key}.json"
 
 
 def save(folder: Path, request: Request, tensors: Mapping[str, Tensor], weights: str) -> Calibration:
-    """Write a calibration, the tensors first and the record last, each in one step, and return it."""
+    """Write a calibration and return it. The tensors are written first and the record last, each in one step."""
     path = path_of(folder, request)
     copies = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
     sha256 = digest(copies)
@@ -44,7 +44,7 @@ def save(folder: Path, request: Request, tensors: Mapping[str, Tensor], weights:
         },
     }
     data = path.with_suffix(".safetensors")
-    # processes may compute one calibration at the same time: each writes a file of its own, and the last one stays
+    # several processes may compute one calibration: each writes a file of its own, and the last one stays
     temporary = data.with_suffix(f".{os.getpid()}.tmp")
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -59,7 +59,7 @@ def save(folder: Path, request: Request, tensors: Mapping[str, Tensor], weights:
 
 
 def load(folder: Path, request: Request) -> Calibration:
-    """Return a request's calibration from disk. Raises UsageError if its file is damaged or of another request."""
+    """Read a request's calibration from disk. Raises UsageError if a file is damaged or belongs to another request."""
     path = path_of(folder, request)
     data = path.with_suffix(".safetensors")
     remedy = f"delete {path.name} and {data.name} to compute them again"
@@ -69,7 +69,7 @@ def load(folder: Path, request: Request) -> Calibration:
         meta = None
     if not isinstance(meta, dict):
         raise UsageError(f"the calibration {path} is damaged: {remedy}")
-    # the file's name has the request's hash: a record that says otherwise was renamed or edited
+    # the file's name has the request's hash: a record that disagrees with it was renamed or edited
     expected: dict[str, object] = {"format": FORMAT}
     expected |= request.identity()
     expected["model"] = request.model
@@ -82,7 +82,7 @@ def load(folder: Path, request: Request) -> Calibration:
     try:
         tensors = load_file(data)
     except (OSError, safetensors.SafetensorError) as error:
-        # the first line that says something, as such errors may begin with an empty one
+        # such errors may begin with an empty line, so the reason is the first line with text
         reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise UsageError(f"the calibration {data} is damaged ({reason}): {remedy}") from None
     checksum = digest(tensors)

@@ -1,4 +1,4 @@
-"""The binding of chains to calibrations: finding those a model lacks, computing them, and reusing them."""
+"""Bind chains to calibrations: find the missing ones, compute them, and reuse them."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class Session:
-    """One model's calibrations, on disk and still to be computed.
+    """One model's calibrations, both on disk and still to be computed.
 
     folder: the folder in which calibrations are kept.
     identity: the facts that identify the model.
     tokenizer: the model's tokenizer.
-    context: the most tokens that the model can read at once; None if that is not known.
-    own_corpus: whether calibrations read the tiny model's own corpus.
-    text: a text file of the user's to calibrate on.
-    data: the data folder, which may hold WikiText-2.
+    context: the most tokens that the model can read at once; None if unknown.
+    own_corpus: True if calibrations read the tiny model's own corpus.
+    text: the user's text file to calibrate on.
+    data: the data folder. It may hold WikiText-2.
     """
 
     folder: Path
@@ -51,24 +51,24 @@ class Session:
     data: str | None = None
 
     def request(self, stage: Stage) -> Request | None:
-        """Return the stage's request for a calibration, or None if it needs none. Nothing is computed."""
+        """Return the stage's request for a calibration, or None if the stage needs none. Nothing is computed."""
         recipe = stage.recipe()
         if recipe is None:
             return None
         source = self.source
-        # the longest window: the context, or the text's limit where the recipe does not say how many tokens it wants
+        # the longest window is the context, or the text's limit if the recipe does not state a number of tokens
         longest = self.context
         if recipe.tokens is None and source.limit is not None:
             longest = source.limit
         if longest is not None and self.context is not None:
             longest = min(longest, self.context)
-        # the key of a calibration's file has a short hash of the model's identity
+        # the key in a calibration's file name has a short hash of the model's identity
         identity_json = json.dumps(dict(self.identity), sort_keys=True, default=str)
         model = hashlib.sha256(identity_json.encode()).hexdigest()[:16]
         return Request(recipe.fill_tokens(longest), model, source.name, source.sha256)
 
     def requests(self, chain: Chain) -> dict[str, Request]:
-        """Return the calibration requests of a chain by stage id. Stages that need no calibration are left out."""
+        """Return the calibration requests of a chain by stage id, without stages that need no calibration."""
         requests: dict[str, Request] = {}
         for stage in chain.stages:
             request = self.request(stage)
@@ -80,7 +80,7 @@ class Session:
         """Return the chain's part in a cell's identity, with the identities of its calibration requests."""
         identity = chain.identity()
         requests = self.requests(chain)
-        # a chain without calibrations has no such key: ids of its cells do not know of calibrations
+        # a chain without calibrations gets no such key, so that its cells keep their ids
         if requests:
             identity["calibration"] = {stage: request.identity() for stage, request in requests.items()}
         return identity
@@ -90,11 +90,11 @@ class Session:
         return files.path_of(self.folder, request)
 
     def missing(self, chain: Chain) -> list[Request]:
-        """Return the chain's requests whose calibrations are not on disk. The first use computes them."""
+        """Return the chain's requests whose calibrations are not on disk. Their first use computes them."""
         return [request for request in self.requests(chain).values() if not self.path(request).exists()]
 
     def bind(self, chain: Chain, model: PreTrainedModel, quiet: bool = False) -> Chain:
-        """Return the chain with every stage bound to its calibration, read from its file or computed now."""
+        """Return the chain with every stage bound to its calibration, which is read from its file or computed now."""
         if not self.requests(chain):
             return chain
         return replace(chain, stages=tuple(self._bind_stage(stage, model, quiet) for stage in chain.stages))
@@ -105,7 +105,7 @@ class Session:
         return calibration_text.find(self.own_corpus, self.text, self.data)
 
     def _bind_stage(self, stage: Stage, model: PreTrainedModel, quiet: bool) -> Stage:
-        """Return the stage with its calibration, read from its file or computed now.
+        """Bind the stage to its calibration, which is read from its file or computed now.
 
         Raises UsageError if the file's calibration was computed on other weights.
         """
@@ -121,7 +121,7 @@ class Session:
         return stage.calibrated(calibration)
 
     def _compute(self, stage: Stage, request: Request, model: PreTrainedModel, quiet: bool) -> dict[str, Tensor]:
-        """Return the tensors of a calibration, and say on stderr what it costs unless ``quiet``."""
+        """Compute the tensors of a calibration. Unless ``quiet``, print on stderr what it costs."""
         recipe = request.recipe
         assert recipe.tokens is not None
         # windows are drawn by a seed, so that a calibration can be computed again
@@ -145,6 +145,6 @@ class Session:
                 tick(label, 1)
 
             run = CalibrationRun(model, windows, recipe, tick_step, observer(model))
-            # a calibration of the user's own code may fail or run long, as its stage may
+            # code of the user's own may fail or run long in a calibration, as it may in a stage
             with contained(stage.id, not is_own(type(stage).__module__), seed=0, watched=False):
                 return stage.calibrate(run)

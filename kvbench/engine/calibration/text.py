@@ -1,4 +1,4 @@
-"""The text that a calibration reads: WikiText-2's train split, the tiny model's own corpus, or a file of the user's."""
+"""The text that a calibration reads: WikiText-2's train split, the tiny model's own corpus, or the user's file."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from kvbench.tasks.base import read_text
 from kvbench.tasks.source import Files, data_root
 
 TRAIN, VALID = "wikitext2/train.txt", "wikitext2/valid.txt"
-SHARE = 0.8  # calibrations read this share of the valid split where there is no train split
+SHARE = 0.8  # without a train split, calibrations read this share of the valid split
 SEED = "calibration"
-CORPUS_TOKENS = 1024  # a window of the tiny corpus has so many tokens where the recipe says nothing
-CORPUS_LONGEST = 2048  # the tiny model was trained on sequences of at most so many tokens
+CORPUS_TOKENS = 1024  # the length of a tiny-corpus window if the recipe does not state one
+CORPUS_LONGEST = 2048  # the tiny model was trained on sequences of at most this many tokens
 
 
 @dataclass(frozen=True)
 class FileText:
-    """A text of characters. Its windows start at random places, may overlap, and have BOS in front.
+    """A text of characters. Its windows start at random places, may overlap, and begin with BOS.
 
-    name, sha256: identify the text, and with it all that is computed from it.
-    limit: the longest window that is read where the recipe says nothing. None stands for the model's context.
+    name, sha256: identify the text in the identity of everything that is computed from it.
+    limit: the longest window if the recipe does not state a length; None: the model's context.
     """
 
     name: str
@@ -64,28 +64,28 @@ class FileText:
 
 @dataclass(frozen=True)
 class CorpusText:
-    """Sequences of the tiny model's training tasks, by seeds that neither its training nor its evaluation uses."""
+    """Sequences of the tiny model's training tasks. Neither its training nor its evaluation uses their seeds."""
 
     name: str = "the tiny model's corpus"
     limit: int | None = CORPUS_TOKENS
 
     @cached_property
     def sha256(self) -> str:
-        """The SHA-256 of one window, which differs as soon as the code that draws sequences does."""
+        """The SHA-256 of one window. It changes whenever the code that draws sequences changes."""
         (first,) = self.windows(None, 1, CORPUS_TOKENS)
         return hashlib.sha256(first.numpy().tobytes()).hexdigest()
 
     def windows(self, tokenizer: Any, samples: int, tokens: int) -> Iterator[Tensor]:
-        """Yield ``samples`` windows [tokens] of ids, always the same. Raises UsageError if ``tokens`` is too large.
+        """Yield ``samples`` windows [tokens] of ids, the same in every run.
 
-        The largest is 2048, as in training.
+        Raises UsageError if ``tokens`` is above 2048, the longest sequence of the training.
         """
         if tokens > CORPUS_LONGEST:
             raise UsageError(f"tokens={tokens} is not possible: {self.name} has sequences of up to {CORPUS_LONGEST}")
         mix = dict.fromkeys(tiny_corpus.TASKS, 1.0)
         for i in range(samples):
             rng = random.Random(f"{SEED}/{tokens}/{i}")
-            # ``questions`` draws a sequence of one token more than it is told
+            # ``questions`` draws one token more than it is told
             spans = tiny_corpus.questions(rng, tokens - 1, tiny_corpus.draw_tasks(rng, mix))
             ids: list[int] = []
             for span in spans:
@@ -97,11 +97,11 @@ CalibrationText = FileText | CorpusText
 
 
 def find(own_corpus: bool, given: str | None, data: str | None) -> CalibrationText:
-    """Return the text to calibrate on: the file ``given`` if any, the tiny model's corpus for it, else WikiText-2.
+    """Return the text to calibrate on: the file ``given`` if any, else the tiny model's corpus for it, else WikiText-2.
 
-    WikiText-2 is its train split below the data folder, or the first 80 % of the valid split where only that is there.
-    The test split is never read, as results are measured on it. Raises UsageError, with the ways to get a text, if
-    there is none.
+    WikiText-2's train split is read below the data folder. If only the valid split is there, its first 80 % are read.
+    The test split is never read, because results are measured on it. Without any text, raises UsageError with the ways
+    to get one.
     """
     if given:
         path = Path(given).expanduser()
@@ -122,6 +122,6 @@ def find(own_corpus: bool, given: str | None, data: str | None) -> CalibrationTe
     content = read_text(split_path, "calibration")
     if split_path.name == Path(TRAIN).name:
         return FileText(TRAIN, content)
-    # the cut is at the end of a line
+    # cut at the end of a line
     end = content.rfind("\n", 0, int(SHARE * len(content))) + 1
     return FileText(f"{VALID}, first {SHARE:.0%}", content[:end])

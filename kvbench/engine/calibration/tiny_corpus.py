@@ -1,10 +1,10 @@
 """Sequences of the tiny model's corpus: the tasks of ``kvbench.tasks.tiny`` with many queries each.
 
-A sequence is facts among filler, then as many queries as fit, so that a fifth of its tokens are answers. Some filler is
-*noise*: pseudo-words spelled in bytes, which stand for real text (of which none is used). The model was trained on
-batches of these sequences and on two copy tasks (``scripts/tiny_model/corpus.py``).
+A sequence has facts among filler and then as many queries as fit, so that a fifth of its tokens are answers. Some
+filler is *noise*: pseudo-words spelled in bytes. Noise stands for real text, and no real text is used. The model was
+trained on batches of these sequences and on two copy tasks (``scripts/tiny_model/corpus.py``).
 
-All randomness comes from one generator. The order of its draws decides every later sequence, and with it the model's
+All randomness comes from one generator. The order of its draws decides every later sequence, and thus the model's
 calibrations: no draw may be added, removed or moved.
 """
 
@@ -22,13 +22,13 @@ from kvbench.models import embedded
 from kvbench.tasks import tiny
 
 TASKS = ("needle", "hop", "listing", "labels", "code")
-"""Tasks that are trained; ``multikey`` is ``needle`` with more than one fact."""
+"""The tasks that are trained; ``multikey`` is ``needle`` with more than one fact."""
 BOS, EOS = 1, 2
 CONSONANTS = "bcdfghjklmnpqrstvwxyz"
 
 
 class Role(IntEnum):
-    """The part a token plays in the loss."""
+    """The part that a token plays in the loss."""
 
     CONTEXT = 0
     NOISE = 1
@@ -39,9 +39,9 @@ class Role(IntEnum):
 
 @dataclass(frozen=True)
 class Span:
-    """Tokens with the role of each.
+    """Tokens with a role for each.
 
-    task: the index in TASKS of the task that asks for them; 0 for context.
+    task: the index in TASKS of the task that asks for these tokens; 0 for context.
     """
 
     ids: tuple[int, ...]
@@ -76,12 +76,12 @@ def questions(rng: random.Random, length: int, chosen: Sequence[str]) -> list[Sp
         puzzle = tiny.TASKS[name].puzzle(rng, max(1, int(n)))
         groups.append(rng.sample(puzzle.facts, len(puzzle.facts)))
         queries += [(TASKS.index(name), query) for query in puzzle.queries]
-    # the share of noise among filler: none in seven of ten sequences, a fifth or all in the others
+    # seven in ten sequences have no noise among their filler; in the others a fifth or all of the filler is noise
     noisy = rng.choices((0.0, 0.2, 1.0), (70, 15, 15))[0]
     facts: list[Span] = []
     for group in groups:
         facts += [_encode_sentence(rng, fact, noisy) for fact in group]
-    # facts of several tasks stand task by task in half of the sequences
+    # in half of the sequences the facts of several tasks stand task by task
     if len(groups) == 1 or rng.random() < 0.5:
         rng.shuffle(facts)
     header: tuple[int, ...] = ()
@@ -97,7 +97,7 @@ def questions(rng: random.Random, length: int, chosen: Sequence[str]) -> list[Sp
         if len(span.ids) <= free_tokens:
             query_spans.append(span)
             free_tokens -= len(span.ids)
-    # filler takes the tokens that queries left, so that the sequence has its length
+    # filler takes the tokens that queries left, so that the sequence gets its length
     spans = [context((BOS, *header))]
     spans += _mingle(rng, facts, filler_spans(rng, free_tokens, noisy))
     spans += query_spans
@@ -105,7 +105,7 @@ def questions(rng: random.Random, length: int, chosen: Sequence[str]) -> list[Sp
 
 
 def _encode_query(rng: random.Random, query: tiny.Query, noisy: float) -> Span:
-    """Return a query with its answer and EOS. Tokens that must be looked up in a fact have the role LOOKUP."""
+    """Encode a query with its answer and EOS. Tokens that must be looked up in a fact have the role LOOKUP."""
     question = _encode_sentence(rng, query.question, noisy)
     answer = (*encode(f" {query.answer}"), EOS)
     roles = [Role.ANSWER] * len(answer)
@@ -115,7 +115,7 @@ def _encode_query(rng: random.Random, query: tiny.Query, noisy: float) -> Span:
 
 
 def filler_spans(rng: random.Random, room: int, noisy: float) -> list[Span]:
-    """Return random filler of ``room`` tokens, cut at its start. A share ``noisy`` of its sentences is noise."""
+    """Draw random filler of ``room`` tokens, cut at its start. The share ``noisy`` of its sentences is noise."""
     spans: list[Span] = []
     while room > 0:
         if rng.random() < noisy:
@@ -125,11 +125,11 @@ def filler_spans(rng: random.Random, room: int, noisy: float) -> list[Span]:
         ids = ids[-room:]  # the last sentence drawn is cut
         spans.append(Span(ids, (role,) * len(ids)))
         room -= len(ids)
-    return spans[::-1]  # the one that is cut comes first
+    return spans[::-1]  # the sentence that is cut comes first
 
 
 def _mingle(rng: random.Random, facts: list[Span], fillers: list[Span]) -> list[Span]:
-    """Return facts among fillers, both in order, with the first filler first.
+    """Mix facts and fillers, both in order. The first filler comes first.
 
     One time in five all facts stay together.
     """
@@ -146,7 +146,7 @@ def _mingle(rng: random.Random, facts: list[Span], fillers: list[Span]) -> list[
 
 
 def noise(rng: random.Random) -> str:
-    """Return a random sentence of pseudo-words like prose: with case, punctuation, line breaks and function words."""
+    """Draw a random sentence of pseudo-words with case, punctuation, line breaks and function words, like prose."""
     words = []
     for _ in range(rng.randrange(3, 13)):
         # 35 % function words, 4 % numbers, 61 % pseudo-words
@@ -178,7 +178,7 @@ def noise(rng: random.Random) -> str:
 @lru_cache(1 << 16)
 def encode(text: str) -> tuple[int, ...]:
     """Return the token ids of a text without ``<s>``."""
-    # cached, as the same sentences come again and again
+    # the result is cached, because the same sentences recur
     return tuple(_tokenizer().encode(text, add_special_tokens=False).ids)
 
 
@@ -188,7 +188,7 @@ def context(ids: tuple[int, ...]) -> Span:
 
 
 def _encode_sentence(rng: random.Random, sentence: str, noisy: float) -> Span:
-    """Return a sentence after a space, or in noisy sequences sometimes after a line break, as in real text."""
+    """Encode a sentence after a space. In noisy sequences, some come after a line break instead, as in real text."""
     separator = " "
     if noisy and rng.random() < 0.15:
         separator = "\n"
@@ -202,7 +202,7 @@ def _tokenizer() -> Tokenizer:
 
 @cache
 def _measure_costs(name: str) -> tuple[float, float]:
-    """Return (fact tokens per fact, query tokens per fact) of a task, by one puzzle of four facts."""
+    """Return (fact tokens per fact, query tokens per fact) of a task, measured on one puzzle of four facts."""
     puzzle = tiny.TASKS[name].puzzle(random.Random(0), 4)
     facts = sum(map(tiny.count_tokens, puzzle.facts))
     queries = sum(tiny.count_tokens(f"{q.question} {q.answer}") + 1 for q in puzzle.queries)  # + 1: EOS
@@ -211,7 +211,7 @@ def _measure_costs(name: str) -> tuple[float, float]:
 
 @cache
 def _function_words() -> list[str]:
-    """Return the words of the filler's templates that are no slots and fill none, in alphabetical order."""
+    """Return the fixed words of the filler's templates in alphabetical order, without words that also fill slots."""
     slot_words: set[str] = set()
     for group in tiny.FILLER_WORDS.values():
         slot_words.update(group)

@@ -1,4 +1,4 @@
-"""Codecs: storage formats of single tokens, a family a file, and those that have a name."""
+"""Codecs: storage formats of single tokens. Each file has one family of formats, and NAMED maps names to codecs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvbench.kv.codecs.lloyd_max import LloydMax
 from kvbench.kv.codecs.microscaled import MicroscaledFp4
 from kvbench.kv.coded import Codec
 
-# names are those of the engines: vLLM (fp8, int8, int4, tq, nvfp4), SGLang (int8, fp4) and llama.cpp (q8_0, q4_0)
+# the names come from the engines: vLLM (fp8, int8, int4, tq, nvfp4), SGLang (int8, fp4) and llama.cpp (q8_0, q4_0)
 NAMED: Mapping[str, Codec] = {
     "fp8_e4m3": Fp8Codec(),
     "fp8_e5m2": Fp8Codec(kind="e5m2"),
@@ -22,7 +22,7 @@ NAMED: Mapping[str, Codec] = {
     "int4_plain": ZeroPointInt4(),
     "int4_symmetric": SymmetricInteger(bits=4, half=True),
     "q8_0": Blocks(),
-    # _h: with the Hadamard rotation that llama.cpp has added
+    # _h marks the Hadamard rotation that llama.cpp has added
     "q8_0_h": Blocks(rotate="hadamard"),
     "q4_0": Blocks(bits=4),
     "q4_0_h": Blocks(bits=4, rotate="hadamard"),
@@ -34,4 +34,4 @@ NAMED: Mapping[str, Codec] = {
     "mxfp4": MicroscaledFp4(kind="ocp", group=32),
     "fp4_sglang": MicroscaledFp4(kind="sglang"),
 }
-"""The formats that have a name, for keys or for values: ``NAMED["q4_0"].pack(x).dequantise(x.dtype)``."""
+"""The named formats, for keys or for values: ``NAMED["q4_0"].pack(x).dequantise(x.dtype)``."""

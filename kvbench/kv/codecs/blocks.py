@@ -1,7 +1,7 @@
 """q8_0 and q4_0 of llama.cpp: blocks of 32 channels with an fp16 scale each (https://github.com/ggml-org/llama.cpp).
 
-Since llama.cpp's pull request 21038 keys and values are rotated first (``rotate=hadamard``). Numbers published before
-and after it belong to two formats.
+Since its pull request 21038, llama.cpp rotates keys and values first (``rotate=hadamard``). Numbers published before
+and after that request belong to two formats.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from kvbench.kv.packed import pack, unpack
 
 @dataclass(frozen=True, kw_only=True)
 class Blocks(Codec):
-    """Codes of each block, computed with the fp32 scale and read with the fp16 one, d.
+    """Store codes in blocks of ``group`` channels. Codes are computed with the fp32 scale d and read with d in fp16.
 
     8 bits: d = absmax / 127, c = round(x / d), read as c * d.
 
     4 bits: m is the signed value of the largest magnitude, the first on ties. d = m / -8, c = min(15, trunc(x / d +
-    8.5)), read as (c - 8) d. The first half of a block is in the low nibbles. There is no level +8: m is exact up to
-    fp16, and its opposite clips to 7/8 of it.
+    8.5)), read as (c - 8) d. The first half of a block is in the low nibbles. No code stands for +8: m is exact up to
+    fp16, but -m is clipped to 7/8 of its magnitude.
     """
 
     bits: int = 8
@@ -32,7 +32,7 @@ class Blocks(Codec):
 
     def token_bytes(self, channels: int) -> int:
         blocks = -(-self.coded_channels(channels) // self.group)
-        # codes, and a scale in fp16
+        # a block has its codes and one fp16 scale of 2 bytes
         return blocks * (self.group * self.bits // 8 + 2)
 
     def refusal(self, channels: int) -> str:
@@ -47,10 +47,10 @@ class Blocks(Codec):
             scale = extreme.abs() / 127
             codes = (x * _inverse(scale)).round().to(torch.int8)
         else:
-            # dividing by -8 puts the extreme on code 0, the end of the range that has a level more
+            # dividing by -8 puts the extreme on code 0: that end of the range has one level more
             scale = extreme / -8
             codes = (x * _inverse(scale) + 8.5).trunc().clamp(max=15).to(torch.uint8)
-            # in runs, byte j of a block holds codes j and j + 16
+            # the layout ``runs`` puts codes j and j + 16 into byte j of a block
             codes = pack(codes, 4)
         return {"codes": codes.flatten(-2), "scale": scale[..., 0].half()}
 
@@ -58,11 +58,11 @@ class Blocks(Codec):
         scale = tensors["scale"].float()[..., None]
         codes = tensors["codes"].unflatten(-1, (scale.shape[-2], -1))
         if self.bits == 4:
-            # code 8 is the level 0
+            # code 8 stands for the level 0
             codes = unpack(codes, 4, self.group).to(torch.int8) - 8
         return (codes.float() * scale).flatten(-2)[..., :channels]
 
 
 def _inverse(scale: Tensor) -> Tensor:
-    """Return 1 / scale, and 0 where the scale is 0: such a block has codes of the level 0."""
+    """Return 1 / scale, or 0 where the scale is 0. A block of zeros then gets the codes of level 0."""
     return torch.where(scale == 0, 0.0, 1 / scale)

@@ -1,6 +1,7 @@
-"""FP8: every number a float of 8 bits, under one scale, or one for a tensor, a head, or each token of a head.
+"""FP8: every number is a float of 8 bits times a scale.
 
-Scale one is the default of vLLM and SGLang without a calibration file (https://docs.vllm.ai, quantized KV cache).
+The scale is 1, or one for each tensor, head, or token of a head. vLLM and SGLang use 1 by default, without a
+calibration file (https://docs.vllm.ai, quantized KV cache).
 """
 
 from __future__ import annotations
@@ -19,13 +20,15 @@ SCALES = ("one", "tensor", "head", "token_head")
 
 @dataclass(frozen=True, kw_only=True)
 class Fp8Codec(Codec):
-    """Codes c = cast(clip(x / s, -max, max)) to nearest even, read as c * s; ``max`` is 448 (e4m3) or 57344 (e5m2).
+    """Store codes c = cast(clip(x / s, -max, max)), read as c * s. The cast rounds to nearest, ties to even.
+
+    ``max`` is 448 (e4m3) or 57344 (e5m2).
 
     kind: ``e4m3`` or ``e5m2``.
     scale: ``one`` is s = 1. The others are s = absmax / ``reach``. ``tensor`` and ``head`` take absmax over the prompt
-    and freeze s, ``token_head`` takes it for each token.
-    reach: the number that absmax becomes; 0 is the type's largest. vLLM's on-the-fly scales leave headroom: they reach
-    200 for keys and 100 for values.
+    and freeze s. ``token_head`` takes absmax for each token of a head.
+    reach: the number to which absmax is scaled; 0 stands for the type's largest. vLLM's on-the-fly scales leave
+    headroom with 200 for keys and 100 for values.
     """
 
     kind: str = "e4m3"
@@ -40,7 +43,7 @@ class Fp8Codec(Codec):
 
     def token_bytes(self, channels: int) -> int:
         if self.scale == "token_head":
-            return self.coded_channels(channels) + 4  # an fp32 scale
+            return self.coded_channels(channels) + 4  # 4 bytes are an fp32 scale
         return self.coded_channels(channels)
 
     @property
@@ -49,7 +52,7 @@ class Fp8Codec(Codec):
 
     def settle(self, absmax: Tensor) -> Tensor:
         scale = absmax / (self.reach or self.largest)
-        return scale.masked_fill(scale == 0, 1.0)  # all zeros: any scale gives zeros
+        return scale.masked_fill(scale == 0, 1.0)  # values that are all 0 come back as 0 under any scale
 
     def encode(self, x: Tensor, frozen: Tensor | None) -> dict[str, Tensor]:
         tensors: dict[str, Tensor] = {}
@@ -59,9 +62,9 @@ class Fp8Codec(Codec):
             tensors["scale"] = scale
         elif frozen is not None:
             x = x / frozen
-        # the cast alone would turn what exceeds the type into NaN or infinity
+        # the cast alone would turn numbers beyond the type's range into NaN or infinity
         codes = x.clamp(-self.largest, self.largest).to(TYPES[self.kind])
-        # codes are bytes: few operations know the 8-bit float types
+        # codes are viewed as bytes, as few PyTorch operations support the 8-bit float types
         return {"codes": codes.view(torch.uint8)} | tensors
 
     def decode(self, tensors: Mapping[str, Tensor], channels: int, frozen: Tensor | None) -> Tensor:

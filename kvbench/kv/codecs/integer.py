@@ -1,7 +1,7 @@
-"""Integers of few bits with one scale for each token and head: int8 and int4 of vLLM, int8 of SGLang, and min-max.
+"""Integers of few bits with one scale for each token and head.
 
-Formats of vLLM (int8_per_token_head, int4_per_token_head, turboquant's values) and SGLang, read in their kernels:
-https://github.com/vllm-project/vllm, https://github.com/sgl-project/sglang.
+They are int8 and int4 of vLLM (int8_per_token_head, int4_per_token_head, turboquant's values) and int8 of SGLang. Their
+kernels define the formats: https://github.com/vllm-project/vllm, https://github.com/sgl-project/sglang.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from torch import Tensor
 from kvbench.kv.coded import Codec
 from kvbench.kv.packed import pack, packed_bytes, unpack
 
-LEAST_SCALE = 1e-6  # vLLM's least scale, by which a token of zeros is divided
+LEAST_SCALE = 1e-6  # vLLM's least scale: a token of zeros is divided by it
 
 
 @dataclass(frozen=True, kw_only=True)
 class SymmetricInteger(Codec):
-    """Codes c = clip(round(x / s), -2^(bits-1), 2^(bits-1) - 1), read as c * s, with s = absmax / (2^(bits-1) - 1).
+    """Store codes c = clip(round(x / s), -2^(bits-1), 2^(bits-1) - 1), read as c * s, s = absmax / (2^(bits-1) - 1).
 
     half: False stores the scale in fp32, at least 1e-6 (vLLM's int8, 4 bytes). True stores it in fp16 (2 bytes), and
     codes are computed with the rounded scale.
-    truncate: x / s is cut toward 0 instead of rounded, as in a kernel that casts.
+    truncate: True cuts x / s toward 0 instead of rounding it. A kernel that casts does the same.
     """
 
     bits: int = 8
@@ -40,12 +40,12 @@ class SymmetricInteger(Codec):
     def encode(self, x: Tensor, frozen: Tensor | None) -> dict[str, Tensor]:
         levels = 2 ** (self.bits - 1)
         scale = self._token_scale(x.abs().amax(dim=-1, keepdim=True) / (levels - 1))
-        # computed with the scale as it is stored, which a reader multiplies by
+        # codes are computed with the stored scale, because a reader multiplies by that one
         steps = x / _nonzero(scale)
         steps = steps.trunc() if self.truncate else steps.round()
         codes = steps.clamp(-levels, levels - 1).to(torch.int8)
         if self.bits < 8:
-            # packed codes are not signed: level 0 is code 2^(bits-1)
+            # packed codes are unsigned: code 2^(bits-1) stands for level 0
             codes = pack(codes + levels, self.bits, layout="stream")
         return {"codes": codes, "scale": scale}
 
@@ -57,7 +57,7 @@ class SymmetricInteger(Codec):
 
     def decode(self, tensors: Mapping[str, Tensor], channels: int, frozen: Tensor | None) -> Tensor:
         codes, scale = tensors["codes"], tensors["scale"].float()
-        # codes of 8 bits are stored as signed bytes
+        # codes of 8 bits are stored as signed bytes and need no unpacking
         if self.bits < 8:
             codes = unpack(codes, self.bits, channels, layout="stream").to(torch.int8) - 2 ** (self.bits - 1)
         return codes.float() * scale
@@ -65,10 +65,10 @@ class SymmetricInteger(Codec):
 
 @dataclass(frozen=True, kw_only=True)
 class CentredInt8(Codec):
-    """Codes c = round((x - z) / s) with z = (min + max) / 2 and s = (max - min) / 255, both fp16, read as c * s + z.
+    """Store codes c = round((x - z) / s), read as c * s + z. z = (min + max) / 2 and s = (max - min) / 255 are fp16.
 
-    Codes are computed with the rounded s and z. The ends of the range are ties at +-127.5: they are clipped to -128 and
-    127.
+    Codes are computed with the rounded s and z. Both ends of the range are ties at +-127.5: codes are clipped to -128
+    and 127.
     """
 
     def token_bytes(self, channels: int) -> int:
@@ -86,12 +86,14 @@ class CentredInt8(Codec):
 
 @dataclass(frozen=True, kw_only=True)
 class ZeroPointInt4(Codec):
-    """Codes c = clip(away(y / s + z), 0, 15), read as (c - z) s, with the zero point z inside the fp32 scale.
+    """Store codes c = clip(away(y / s + z), 0, 15), read as (c - z) s. The fp32 scale s also holds the zero point z.
 
     s = max((max - min) / 15, 1e-6) and z = clip(away(-min / s), 0, 15), where ``away`` rounds ties away from zero. The
-    lowest 4 bits of the scale's mantissa are z. A token whose values are all of one sign is clipped, which rotation
-    makes rare. y is x. Under a rotation y is sqrt(C') times x in the basis, because vLLM's Hadamard matrix is not
-    normalised, and is rounded back to the model's type.
+    lowest 4 bits of the scale's mantissa are z. A token whose values all have one sign is clipped. Rotation makes such
+    tokens rare.
+
+    y is x without a rotation. vLLM's Hadamard matrix is not normalised: with it, y is sqrt(C') times x in the basis,
+    rounded back to the model's type.
     """
 
     def token_bytes(self, channels: int) -> int:
@@ -106,7 +108,7 @@ class ZeroPointInt4(Codec):
     def encode(self, x: Tensor, frozen: Tensor | None) -> dict[str, Tensor]:
         low, high = x.amin(dim=-1, keepdim=True), x.amax(dim=-1, keepdim=True)
         scale = ((high - low) / 15).clamp(min=LEAST_SCALE)
-        # floor(a + 0.5) rounds positive ties away from zero; negative numbers are clipped anyway
+        # floor(a + 0.5) rounds positive ties away from zero; negative numbers are clipped to 0 anyway
         zero = (-low / scale + 0.5).floor().clamp(0, 15)
         codes = (x / scale + zero + 0.5).floor().clamp(0, 15)
         # the zero point takes the place of the lowest 4 bits of the mantissa
@@ -124,9 +126,10 @@ class ZeroPointInt4(Codec):
 
 @dataclass(frozen=True, kw_only=True)
 class MinMaxInteger(Codec):
-    """Codes c = clip(trunc((x - min) / s + .5), 0, 2^bits - 1), read as c * fp16(s) + fp16(min): turboquant's values.
+    """Store codes c = clip(trunc((x - min) / s + .5), 0, 2^bits - 1), read as c * fp16(s) + fp16(min).
 
-    s = max((max - min) / (2^bits - 1), 1e-8). Codes are computed with the scale and the minimum before rounding.
+    turboquant stores values in this format. s = max((max - min) / (2^bits - 1), 1e-8). Codes are computed with the
+    scale and the minimum before rounding.
     """
 
     bits: int = 4
@@ -147,6 +150,6 @@ class MinMaxInteger(Codec):
 
 
 def _nonzero(scale: Tensor) -> Tensor:
-    """Return the scale as fp32, infinite where it is 0: values over it are then 0, not NaN."""
+    """Return the scale as fp32, with infinity for 0: a value divided by it is then 0, not NaN."""
     step = scale.float()
     return step.masked_fill(step == 0, torch.inf)

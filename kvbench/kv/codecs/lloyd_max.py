@@ -1,7 +1,8 @@
-"""TurboQuant: a rotated unit vector, each coordinate by the best scalar quantiser for a Gaussian (arXiv 2504.19874).
+"""TurboQuant: rotate a unit vector and store each coordinate by the best scalar quantiser for a Gaussian.
 
-vLLM's turboquant formats (https://github.com/vllm-project/vllm) store keys so, rotated by a plain Hadamard matrix. The
-paper takes a random rotation. For inner products it spends one bit on the signs of a sketch of the error.
+The paper (arXiv 2504.19874) takes a random rotation. For inner products it spends one bit on the signs of a sketch of
+the error. vLLM's turboquant formats (https://github.com/vllm-project/vllm) store keys this way, rotated by a plain
+Hadamard matrix.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ POSITIVE = {
     3: (0.245094, 0.756005, 1.343909, 2.151946),
     4: (0.128395, 0.388048, 0.656759, 0.942340, 1.256231, 1.618046, 2.069017, 2.732590),
 }
-"""The positive centroids of the Lloyd-Max quantiser of N(0, 1), by bits; borders lie half-way between centroids."""
+"""The positive centroids of the Lloyd-Max quantiser of N(0, 1), by bits. Borders lie half-way between centroids."""
 
 
 @cache
 def _tables(bits: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the quantiser of N(0, 1): its centroids [2^bits], ascending, and the borders [2^bits - 1] between them."""
+    """Return the quantiser of N(0, 1): centroids [2^bits] and the borders [2^bits - 1] between them, both ascending."""
     positive = torch.tensor(POSITIVE[bits], dtype=torch.float64)
     centroids = torch.cat([-positive.flip(0), positive])
     borders = (centroids[1:] + centroids[:-1]) / 2
@@ -38,18 +39,18 @@ def _tables(bits: int, device: torch.device) -> tuple[Tensor, Tensor]:
 
 @cache
 def sketch(channels: int, device: torch.device) -> Tensor:
-    """Return the Gaussian matrix [C, C] whose products with the residual leave their signs."""
+    """Return the Gaussian matrix S [C, C]. ``LloydMax`` stores the signs of its products with the residual."""
     return torch.randn(channels, channels, generator=torch.Generator().manual_seed(SEED + 1)).to(device)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LloydMax(Codec):
-    """Codes of y = R x / (|x| + 1e-8), coordinate by coordinate, and the norm |x| in fp16; read as |x| times centroids.
+    """Store the norm |x| in fp16 and a code for each coordinate of y = R x / (|x| + 1e-8), read as |x| times centroids.
 
-    Centroids are those of N(0, 1) over sqrt(C). Ties go up.
+    R is the rotation. Centroids are those of N(0, 1) divided by sqrt(C). Ties go to the upper centroid.
 
-    normed: the centroids of a token are brought to length 1 before they are scaled (vLLM's norm correction).
-    inner: one bit of ``bits`` is spent on unbiased inner products. Codes have bits - 1. The residual r = y - y^ is
+    normed: True scales a token's centroids to length 1 before they are multiplied by |x| (vLLM's norm correction).
+    inner: True spends one of ``bits`` on unbiased inner products, and codes have bits - 1. The residual r = y - y^ is
     stored as the signs of S r, S Gaussian, and |r| in fp16. It is read as y^ + sqrt(pi / 2) / C * |r| * S' sign(S r).
     """
 
@@ -59,17 +60,17 @@ class LloydMax(Codec):
 
     @property
     def code_bits(self) -> int:
-        """The bits of a centroid's code; under ``inner`` one of ``bits`` goes to the signs."""
+        """The bits of a centroid's code. Under ``inner`` one of ``bits`` goes to the signs instead."""
         if self.inner:
             return self.bits - 1
         return self.bits
 
     def token_bytes(self, channels: int) -> int:
         coded_channels = self.coded_channels(channels)
-        # codes and the norm in fp16
+        # a token has its codes and its norm, 2 bytes in fp16
         size = packed_bytes(coded_channels, self.code_bits, "stream") + 2
         if self.inner:
-            # signs and the residual's norm in fp16
+            # it also has the signs and the residual's norm in fp16
             size += packed_bytes(coded_channels, 1, "stream") + 2
         return size
 
@@ -78,7 +79,7 @@ class LloydMax(Codec):
         y = x / (norm + 1e-8)
         centroids, borders = _tables(self.code_bits, x.device)
         root = x.shape[-1] ** 0.5
-        # y has C coordinates of variance 1 / C; right=True puts a tie into the upper bucket
+        # coordinates of y have variance 1 / C, so borders shrink by sqrt(C); right=True puts ties into the upper bucket
         codes = torch.bucketize(y, borders / root, right=True)
         tensors = {"codes": pack(codes, self.code_bits, layout="stream"), "norm": norm.half()}
         if self.inner:
@@ -97,9 +98,9 @@ class LloydMax(Codec):
         if self.normed:
             y = y / (y.square().sum(dim=-1, keepdim=True) + 1e-16).sqrt()
         if self.inner:
-            # bits 0 and 1 are the signs -1 and +1
+            # bit 0 stands for the sign -1, bit 1 for +1
             signs = unpack(tensors["codes_signs"], 1, channels, layout="stream").float() * 2 - 1
-            # S' sign(S r), the sketch read backwards
+            # S' sign(S r) approximates the direction of the residual
             back = signs @ sketch(channels, device)
             y = y + math.sqrt(math.pi / 2) / channels * tensors["residual_norm"].float() * back
         return y * tensors["norm"].float()

@@ -1,7 +1,7 @@
 """FP4 with a scale for each block: NVFP4, MXFP4 of OCP, and SGLang's fp4.
 
-Every number is one of 0, .5, 1, 1.5, 2, 3, 4, 6 with a sign (E2M1), times its block's scale. OCP Microscaling Formats
-1.0, https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-spec-final-pdf; NVFP4 in
+Every number is one of 0, .5, 1, 1.5, 2, 3, 4, 6 with a sign (E2M1), times its block's scale. MXFP4: OCP Microscaling
+Formats 1.0, https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-spec-final-pdf. NVFP4:
 https://developer.nvidia.com/blog/introducing-nvfp4-for-efficient-and-accurate-low-precision-inference/.
 """
 
@@ -25,20 +25,20 @@ E4M3_MAX = 448.0  # the largest block scale that NVFP4 can store
 
 @cache
 def _tables(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the values of the 16 codes, and the midpoints between magnitudes."""
+    """Return the values [16] of all codes, and the midpoints [7] between their magnitudes."""
     magnitudes = torch.tensor(LEVELS)
     # bit 3 of a code is the sign: codes 8 to 15 are the negative levels
     return torch.cat([magnitudes, -magnitudes]).to(device), torch.tensor(MIDPOINTS).to(device)
 
 
 def e2m1(x: Tensor, ties_up: bool = False) -> Tensor:
-    """Return the codes of x as int64; bit 3 is the sign.
+    """Return the E2M1 codes of x as int64 in the shape of x. Bit 3 is the sign.
 
     Ties go to the even code, or to the larger magnitude if ``ties_up``.
     """
     _, borders = _tables(x.device)
     magnitude = x.abs().contiguous()
-    # on a border the code above it has index ``upper``, the one below it ``lower``; elsewhere both are equal
+    # right=True returns the code above a border, right=False the code below it; between borders both are the same
     codes = torch.bucketize(magnitude, borders, right=True)
     if not ties_up:
         lower = torch.bucketize(magnitude, borders)
@@ -48,14 +48,16 @@ def e2m1(x: Tensor, ties_up: bool = False) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class MicroscaledFp4(Codec):
-    """Codes e2m1(x / scale) of blocks, read as code * scale; beyond 6 scales they are clipped. A scale takes one byte.
+    """Store codes e2m1(x / scale) of blocks, read as code * scale. A scale takes one byte.
 
-    kind ``nv``: the scale is b * g. b = e4m3(absmax of the block / (6 g)) is the byte. g = absmax / (6 * 448) of all
-    keys, or values, that the prompt has in a layer, frozen afterwards.
+    Numbers beyond 6 scales are clipped.
+
+    kind ``nv``: the scale is b * g. The byte stores b = e4m3(absmax of the block / (6 g)). g = absmax / (6 * 448) is
+    taken over all of the prompt's keys, or values, in a layer, and is frozen afterwards.
     kind ``ocp``: the scale is 2^(floor(log2 absmax) - 2).
-    kind ``sglang``: the scale is 2^ceil(log2 max(absmax / 6, 1e-10)), which never clips. Ties go up.
-    four_over_six: ``nv`` tries scales by absmax / 6 and by absmax / 4. Each block takes the one with the smaller
-    squared error.
+    kind ``sglang``: the scale is 2^ceil(log2 max(absmax / 6, 1e-10)) and never clips. Ties go up.
+    four_over_six: True tries, under ``nv``, the scales by absmax / 6 and by absmax / 4. Each block takes the scale with
+    the smaller squared error.
     """
 
     kind: str = "nv"
@@ -79,7 +81,7 @@ class MicroscaledFp4(Codec):
 
     def settle(self, absmax: Tensor) -> Tensor:
         g = absmax / (LARGEST * E4M3_MAX)
-        return g.masked_fill(g == 0, 1.0)  # all zeros: any scale gives zeros
+        return g.masked_fill(g == 0, 1.0)  # values that are all 0 come back as 0 under any scale
 
     def encode(self, x: Tensor, frozen: Tensor | None) -> dict[str, Tensor]:
         x = in_blocks(x, self.group)
@@ -92,27 +94,27 @@ class MicroscaledFp4(Codec):
         return {"codes": pack(codes.flatten(-2), 4, layout="stream"), "scale": scale_bytes[..., 0]}
 
     def _encode_under_shared_scale(self, x: Tensor, absmax: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (codes, bytes of the e4m3 scales) of ``nv`` for blocks x [..., blocks, group]."""
+        """Return (codes, bytes of the e4m3 scales) under ``nv`` for blocks x [..., blocks, group]."""
         scale = _e4m3(absmax / (LARGEST * g))
         if self.four_over_six:
-            # absmax / 4 puts the largest value on level 4: no two levels below it are as far apart as 4 and 6
+            # absmax / 4 puts the largest value on level 4, and avoids the wide gap between levels 4 and 6
             larger = _e4m3(absmax / (4 * g))
             larger_is_better = _squared_error(x, larger, g) < _squared_error(x, scale, g)
             scale = torch.where(larger_is_better, larger.float(), scale.float()).to(torch.float8_e4m3fn)
         return _scaled_codes(x, scale, g), scale.view(torch.uint8)
 
     def _encode_under_powers_of_two(self, x: Tensor, absmax: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (codes, biased exponents) of ``ocp`` and ``sglang`` for blocks x [..., blocks, group]."""
-        # frexp: absmax = mantissa * 2^exponent with a mantissa in [0.5, 1)
+        """Return (codes, biased exponents) under ``ocp`` or ``sglang`` for blocks x [..., blocks, group]."""
+        # frexp gives absmax = mantissa * 2^exponent with a mantissa in [0.5, 1)
         if self.kind == "ocp":
-            # floor(log2 absmax) is one less than that exponent; 2 is the exponent of the largest level, 6 = 1.5 * 2^2
+            # floor(log2 absmax) is exponent - 1; the 2 is the exponent of the largest level, 6 = 1.5 * 2^2
             exponent = torch.frexp(absmax).exponent - 1 - 2
         else:
             mantissa, power = torch.frexp((absmax / LARGEST).clamp(min=1e-10))
-            # ceil(log2): a power of two has mantissa 0.5 and is its own ceiling
+            # for ceil(log2), a power of two is its own ceiling: its mantissa is 0.5
             exponent = power - (mantissa == 0.5).to(power.dtype)
         exponent = exponent.masked_fill(absmax == 0, -127).clamp(-127, 127)
-        # 2^-127 is below fp32's normal range: the division is in fp64
+        # 2^-127 is below fp32's normal range, so the division runs in fp64
         codes = e2m1((x / torch.exp2(exponent.double())).float(), ties_up=self.kind == "sglang")
         return codes, (exponent + 127).to(torch.uint8)
 
@@ -129,18 +131,18 @@ class MicroscaledFp4(Codec):
 
 
 def _e4m3(scale: Tensor) -> Tensor:
-    """Return block scales rounded to e4m3, which has no infinity: larger ones are clipped."""
+    """Return block scales rounded to e4m3. The type has no infinity, so larger scales are clipped."""
     return scale.clamp(max=E4M3_MAX).to(torch.float8_e4m3fn)
 
 
 def _scaled_codes(x: Tensor, block_scale: Tensor, g: Tensor) -> Tensor:
-    """Return the codes of x / (b g); where the scale is 0 they are 0."""
+    """Return the codes of x / (b g), or 0 where the scale b g is 0."""
     step = block_scale.float() * g
     return e2m1(x / step.masked_fill(step == 0, torch.inf))
 
 
 def _squared_error(x: Tensor, block_scale: Tensor, g: Tensor) -> Tensor:
-    """Return the squared error of each block of x [..., blocks, group] under a scale: [..., blocks, 1]."""
+    """Return the squared error [..., blocks, 1] of each block of x [..., blocks, group] under its scale."""
     read_back = _levels(_scaled_codes(x, block_scale, g)) * block_scale.float() * g
     return (read_back - x).square().sum(dim=-1, keepdim=True)
 

@@ -1,7 +1,7 @@
-"""Stages: a method is a short chain of frozen stages (methods.chain), each one formula with its knobs.
+"""Base classes of stages. A method is a short chain of frozen stages (methods.chain), each one formula with its knobs.
 
 A stage declares the data that it reads (``needs``), the tokens that it will keep (``expected``) and their bytes
-(``layout``). The audit holds it to tokens and bytes. Stages never see other prompts, other rows or the model.
+(``layout``). The audit checks these tokens and bytes. Stages never see other prompts, other rows or the model.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from kvbench.methods.core.stage import Role, Stage
 from kvbench.storage.roles import Masker, Slots
 
 DECODE_EVERY = 128
-"""New tokens between two choices while decoding, where ``decode_every`` is not set."""
+"""New tokens between two choices while decoding, if ``decode_every`` is not set."""
 EXACT_WHOLE = 2**24
-"""The largest whole number up to which float32 tells all whole numbers apart."""
+"""float32 represents all whole numbers up to this one exactly."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenSelector(Stage):
-    """A stage that chooses which tokens stay, with or without a budget. All of them have this knob:
+    """A stage that chooses which tokens stay, with or without a budget. All such stages have this knob:
 
     frozen_layers: the numbers of layers that keep everything.
 
@@ -54,16 +54,16 @@ class TokenSelector(Stage):
         self.require_layers("frozen_layers", n_layers)
 
     def capacity(self, n: int) -> Capacity:
-        """Return the budget for a prompt of n tokens: all n where the data alone decide how many stay."""
+        """Return the budget for a prompt of n tokens: all n if the data alone decide how many stay."""
         return Capacity(n, 0, 0)
 
     def nominal(self, n: int) -> int | None:
-        """Return the budget that the user gave, in tokens of a prompt of n, or None where there is none."""
+        """Return the budget that the user gave, in tokens of a prompt of n, or None if there is none."""
         return None
 
     @property
     def evicts(self) -> bool:
-        """True if tokens are evicted while decoding, too."""
+        """True if tokens are evicted while decoding as well."""
         return False
 
     @property
@@ -72,20 +72,19 @@ class TokenSelector(Stage):
         return False
 
     def initial_state(self, cache: LayerCache, obs: Observation) -> Mapping[str, torch.Tensor]:
-        """Return the running state that decoding starts from, per prompt token: [heads, n, ...] each."""
+        """Return {name: running state [heads, n, ...]} of the prompt's tokens. Decoding starts from it."""
         return {}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Selector(TokenSelector):
-    """A stage that keeps a budget of tokens, chosen by a score. All of them have these knobs:
+    """A stage that keeps a budget of tokens, chosen by a score. All such stages have these knobs:
 
     kv_size: tokens kept per stored head, window and sinks included. It is larger than sinks and window together.
     kv_ratio: fraction of the prompt kept, floor(ratio * n) tokens. It is 0.25 if neither knob is given.
-    kv_round: whether that product is rounded to the nearest number of tokens (halves to even) instead of down.
-    decode_budget: tokens held per stored head while decoding. The selector chooses again among all cached tokens, those
-        of the prompt and new ones. Without this knob only the prompt is compressed, unless the selector evicts by
-        itself.
+    kv_round: True rounds that product to the nearest number of tokens (halves to even) instead of down.
+    decode_budget: tokens held per stored head while decoding. The selector chooses again among all cached tokens, old
+    and new. Without this knob only the prompt is compressed, unless the selector evicts by itself.
     decode_every: new tokens between two such choices.
     """
 
@@ -105,7 +104,7 @@ class Selector(TokenSelector):
         if self.kv_size is None and self.kv_ratio is None:
             object.__setattr__(self, "kv_ratio", DEFAULT_RATIO)
         sinks, window = self.protected()
-        # at least one token must be left to choose, beside those that always stay
+        # at least one token must be left to choose beside those that always stay
         above_protected = f"a whole number of tokens above {sinks + window} (sinks {sinks} + window {window})"
         if self.kv_size is not None:
             self.require("kv_size", self.kv_size > sinks + window, above_protected)
@@ -119,12 +118,12 @@ class Selector(TokenSelector):
 
     def while_decoding(self) -> Selector:
         """Return the selector that chooses again while decoding, with ``decode_budget`` as its only budget."""
-        # without a ``decode_budget`` of its own it is a plain selector, which ``DecodeBudget`` runs
+        # without a ``decode_budget`` of its own it is a plain selector, and ``DecodeBudget`` runs it
         return replace(self, kv_size=self.decode_budget, kv_ratio=None, decode_budget=None, decode_every=None)
 
     def require_one_budget(self, knob: str) -> None:
-        """Raise UsageError if kv_size or kv_ratio is set beside ``knob``, which is a budget of its own."""
-        # ``check`` has filled in the default ratio, if the user gave neither knob
+        """Raise UsageError if kv_size or kv_ratio is set beside ``knob``, which is itself a budget."""
+        # if the user gave neither knob, ``check`` has filled in the default ratio
         is_alone = self.kv_size is None and self.kv_ratio in (None, DEFAULT_RATIO)
         self.require(knob, is_alone, "a budget of its own: not given together with kv_size or kv_ratio")
         object.__setattr__(self, "kv_ratio", None)
@@ -142,7 +141,7 @@ class Selector(TokenSelector):
         return self.sink_size(), self.window_size()
 
     def capacity(self, n: int) -> Capacity:
-        """Return the budget for a prompt of n tokens. A fraction too small for sinks and window shrinks them."""
+        """Return the budget for a prompt of n tokens. If a fraction is too small for sinks and window, they shrink."""
         sinks, window = self.protected()
         if self.kv_size is not None:
             return Capacity(min(self.kv_size, n), sinks, window)
@@ -155,7 +154,7 @@ class Selector(TokenSelector):
         tokens = max(2, tokens)
         if tokens >= n or tokens > sinks + window:
             return Capacity(min(tokens, n), sinks, window)
-        # sinks and window together get the whole budget, at most half of it each
+        # sinks and window share the whole budget, and each gets at most half of it
         return Capacity(tokens, min(sinks, tokens // 2), min(window, tokens // 2), shrunk=True)
 
     def nominal(self, n: int) -> int | None:
@@ -180,16 +179,16 @@ class Selector(TokenSelector):
     def choose(self, cache: LayerCache, obs: Observation, modifiers: Sequence[Modifier]) -> LayerCache:
         """Return the cache with the tokens that score highest, after ``modifiers`` have changed the scores.
 
-        Raises Refused for scores that are not real numbers [heads, n] or [1, n], or that hold NaN or only infinity.
+        Raises Refused unless scores are real numbers [heads, n] or [1, n], without NaN and not all infinite for a head.
         """
         state = dict(self.initial_state(cache, obs))
         if self.evicts:
             for modifier in modifiers:
                 state.update(modifier.initial_state(cache))
         if state:
-            # the state is stored with the tokens even if all of them stay: decoding goes on from it
+            # the state is stored with the tokens even if all of them stay, because decoding continues from it
             cache = ops.with_state(cache, **state)
-        # the budget refers to the whole prompt of n tokens, of which this layer may have read only obs.n
+        # the budget refers to the whole prompt of n tokens, although this layer may have read only obs.n of them
         n = obs.prompt_tokens
         budget = self.budget(n, obs.layer, obs.n_layers)
         if budget >= obs.n:
@@ -197,13 +196,13 @@ class Selector(TokenSelector):
         capacity = protect(self.capacity(n), sinks_of(modifiers), n)
         selector_scores = self.scores(cache, obs, capacity)
         _check_scores(self.id, selector_scores, cache, obs)
-        # authors may build scores on the CPU, and the choice is made where the keys are;
-        # a copy, because protected tokens are written into it below and scores may be shared by all budgets
+        # authors may build scores on the CPU, but the choice is made where the keys are; the copy is needed because
+        # protected tokens are written into it below, and all budgets may share the scores
         scores = selector_scores.to(cache.segments[0].k.device, torch.float32, copy=True)
         for modifier in modifiers:
             scores = modifier.modify(scores, cache, obs)
         _check_order(scores, self, modifiers, obs.layer)
-        # at +inf the protected tokens are the best of every head
+        # +inf makes the protected tokens the best of every head
         scores[:, : capacity.sinks] = torch.inf
         scores[:, obs.n - capacity.window :] = torch.inf
         return self.pick(cache, scores, budget)
@@ -217,8 +216,8 @@ class Selector(TokenSelector):
 class Modifier(Stage):
     """A stage that changes a selector's scores before they decide. It chooses nothing itself.
 
-    ``decorates`` names the selectors whose scores it understands. Where the selector evicts while decoding, ``reweigh``
-    reads a state. ``initial_state`` and ``new_token_state`` provide it, at ``slot_bytes`` a slot.
+    ``decorates`` names the selectors whose scores it understands. If the selector evicts while decoding, ``reweigh``
+    reads a state. ``initial_state`` and ``new_token_state`` provide it, at ``slot_bytes`` per slot.
     """
 
     role: ClassVar[Role] = "modifier"
@@ -229,23 +228,23 @@ class Modifier(Stage):
         return 0
 
     def modify(self, scores: torch.Tensor, cache: LayerCache, obs: Observation) -> torch.Tensor:
-        """Return the selector's scores [heads, n] of the prompt's tokens, changed."""
+        """Change the selector's scores [heads, n] of the prompt's tokens and return the new ones."""
         return scores
 
     def slot_bytes(self, itemsize: int) -> int:
-        """Return the bytes of state per slot, where values take ``itemsize`` bytes an element."""
+        """Return the bytes of state per slot. An element of the values takes ``itemsize`` bytes."""
         return 0
 
     def initial_state(self, cache: LayerCache) -> Mapping[str, torch.Tensor]:
-        """Return the state per prompt token [heads, n] that decoding needs."""
+        """Return {name: state [heads, n]} of the prompt's tokens. Decoding needs it."""
         return {}
 
     def reweigh(self, scores: torch.Tensor, slots: Slots) -> torch.Tensor:
-        """Return the selector's scores [B, H, S] of slots while decoding, changed. A score of +inf stays +inf."""
+        """Change the selector's scores [B, H, S] of slots while decoding. A score of +inf must stay +inf."""
         return scores
 
     def new_token_state(self, values: torch.Tensor) -> Mapping[str, torch.Tensor]:
-        """Return the state of new tokens with exact values [B, H, T, D]: [B, H, T] each."""
+        """Return {name: state [B, H, T]} of new tokens with exact values [B, H, T, D]."""
         return {}
 
 
@@ -259,12 +258,12 @@ class Mask(Stage, Masker):
     role: ClassVar[Role] = "mask"
 
     def masks(self, layer: int) -> bool:
-        """Tell whether the layer is masked at all."""
+        """Return True if this layer is masked at all."""
         return True
 
 
 def sinks_of(modifiers: Sequence[Modifier]) -> int:
-    """Return how many first tokens the modifiers keep together: as many as the one that keeps most."""
+    """Return how many first tokens the modifiers keep together: the largest of their numbers."""
     return max((modifier.sink_size() for modifier in modifiers), default=0)
 
 
@@ -294,12 +293,12 @@ def _check_scores(method: str, scores: object, cache: LayerCache, obs: Observati
 
 
 def _check_order(scores: torch.Tensor, selector: Selector, modifiers: Sequence[Modifier], layer: int) -> None:
-    """Raise Refused for scores [heads, n] that put tokens in no order: NaN, or all infinite for one head."""
+    """Raise Refused for scores [heads, n] that give tokens no order: NaN, or all infinite for one head."""
     names = "+".join([selector.id] + [modifier.id for modifier in modifiers])
     if bool(scores.isnan().any()):
         raise Refused(f"scores of {names} hold NaN in layer {layer}: its formula divides by 0 or takes inf from inf")
     lowest, highest = scores.aminmax(dim=-1)
-    # all are +inf, or all are -inf
+    # a head whose scores are all +inf, or all -inf, chooses nothing
     if bool((highest.isinf() & (lowest == highest)).any()):
         raise Refused(
             f"scores of {names} are all infinite for a head in layer {layer} and choose no token: its formula "

@@ -1,4 +1,4 @@
-"""A chain: the stages of one method in canonical order, and the promises that they make together."""
+"""A chain: the stages of one method in canonical order, with the promises that they make together."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from kvbench.models.traits import ModelTraits
 from kvbench.storage.roles import Coder, Evictor
 
 ROLES: tuple[Role, ...] = ("hidden", "lowrank", "selector", "modifier", "prune", "quantise", "mask", "share")
-"""The roles of stages in canonical order: a stage works on what those before it have left."""
+"""The roles of stages in canonical order. A stage works on the result of the stages before it."""
 PER = ("kv_head", "query_head")
 """The values of ``Chain.per``."""
 
@@ -37,8 +37,9 @@ PER = ("kv_head", "query_head")
 class Chain:
     """A method: stages in canonical order, and the heads under which their result is stored.
 
-    ``per='kv_head'`` stores Hk heads: the query heads of a group decide together. ``per='query_head'`` first repeats
-    keys and values to Hq heads, and each decides alone. Much published code does that, at Hq / Hk times the bytes.
+    ``per='kv_head'`` stores Hk heads, and the query heads of a group decide together. ``per='query_head'`` first
+    repeats keys and values to Hq heads, and each decides alone. Much published code does the latter, at Hq / Hk times
+    the bytes.
     """
 
     stages: tuple[Stage, ...] = ()
@@ -48,7 +49,7 @@ class Chain:
         if self.per not in PER:
             raise UsageError(f"per={self.per!r} is not possible: one of {', '.join(PER)}")
         check_set(self.stages)
-        # users may write the stages in any order; equal sets of stages are equal chains
+        # users may write stages in any order, but equal sets of stages are equal chains
         ordered = tuple(sorted(self.stages, key=lambda s: ROLES.index(s.role)))
         object.__setattr__(self, "stages", ordered)
         _check_as_set(self)
@@ -62,7 +63,7 @@ class Chain:
     def prefill_key(self) -> str:
         """The key of the prompt's computation: chains with equal keys can share one prefill.
 
-        Where code that is not kvbench's own has a part in it, only equal chains have equal keys.
+        If code that is not kvbench's own takes part in the computation, only equal chains have equal keys.
         """
         key = "+".join(s.prefill_key for s in self.stages if s.prefill_key)
         reads = any(type(s).read is not Stage.read for s in self.stages)
@@ -74,7 +75,7 @@ class Chain:
     @cached_property
     def foreign_stages(self) -> tuple[str, ...]:
         """The ids of the stages that are not kvbench's own."""
-        # only code of others has a hash, see ``foreign``
+        # only foreign code has a hash (see ``foreign``)
         return tuple(s.id for s in self.stages if code_of(s) is not None)
 
     @property
@@ -89,7 +90,7 @@ class Chain:
 
     @property
     def batch_key(self) -> object:
-        """The key of the decode batch: chains with equal keys change the model alike, and decode together.
+        """The key of the decode batch: chains with equal keys change the model alike and decode together.
 
         Code that is not kvbench's own decodes alone.
         """
@@ -136,7 +137,7 @@ class Chain:
 
     @property
     def rolled(self) -> bool:
-        """True if new tokens take the positions of slots, so that a text without an end stays within the context."""
+        """True if new tokens take the positions of slots, so that an endless text stays within the context."""
         return self.selector is not None and self.selector.rolled
 
     @property
@@ -146,7 +147,7 @@ class Chain:
 
     @property
     def modifiers(self) -> tuple[Modifier, ...]:
-        """The stages that change the selector's scores, in the order in which they do so."""
+        """The stages that change the selector's scores, in order of application."""
         return tuple(s for s in self.stages if isinstance(s, Modifier))
 
     @property
@@ -156,7 +157,7 @@ class Chain:
 
     @property
     def packed_pruner(self) -> ChannelPruner | None:
-        """The pruner that only chooses the channels which the chain's quantiser packs; None without a quantiser."""
+        """The pruner that only chooses which channels the chain's quantiser packs; None without a quantiser."""
         if self.quantiser is None:
             return None
         return next((s for s in self.stages if isinstance(s, ChannelPruner)), None)
@@ -169,7 +170,7 @@ class Chain:
         return self.quantiser.coder(self.packed_pruner)
 
     def coder_at(self, layer: int) -> Coder | None:
-        """Return the coder of one layer, under which all tokens stay exact where the layer is not packed."""
+        """Return the coder of one layer. If the layer is not packed, its coder keeps all tokens exact."""
         if self.quantiser is None:
             return None
         return self.quantiser.coder(self.packed_pruner, layer)
@@ -183,9 +184,9 @@ class Chain:
 
     @property
     def evictor(self) -> Evictor | None:
-        """The evictor that decides over slots while decoding; None for a chain whose cache grows."""
+        """The evictor that decides over slots while decoding, or None for a chain whose cache grows."""
         selector = self.selector
-        # ``decode_budget`` makes an evictor of any selector, which then runs again every ``decode_every`` tokens
+        # ``decode_budget`` makes an evictor of any selector: it runs again every ``decode_every`` tokens
         if isinstance(selector, Selector) and selector.decode_budget is not None and selector.decode_every is not None:
             return DecodeBudget(
                 selector.while_decoding(), self.modifiers, every=selector.decode_every, packer=self.quantiser
@@ -220,47 +221,47 @@ class Chain:
         return protect(self.selector.capacity(n), sinks_of(self.modifiers), n)
 
     def heads(self, kv_heads: int, query_heads: int) -> int:
-        """Return how many heads each layer stores: kv heads for the full cache, 1 for latents, which all heads share.
+        """Return how many heads each layer stores.
 
-        Otherwise ``per`` decides.
+        The full cache has the kv heads. Latents are 1 head, because all heads share them. Otherwise ``per`` decides.
         """
         if self.lowrank:
             return 1
-        # a mask alone needs no repeated keys: each query head masks for itself anyway
+        # a mask alone needs no repeated keys, because each query head masks for itself anyway
         expands = any(s.role != "mask" for s in self.stages)
         if self.per == "query_head" and expands:
             return query_heads
         return kv_heads
 
     def read(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (keys, values) [Hk, n, D] that the prompt's own attention reads in place of k and v."""
+        """Return the keys and values [Hk, n, D] that the prompt's own attention reads instead of k and v."""
         for stage in self.stages:
             k, v = stage.read(k, v)
         return k, v
 
     def needs(self, n: int) -> Needs:
-        """Return what the stages read of each layer of a prompt of n tokens."""
+        """Return the parts that the stages read of each layer of a prompt of n tokens."""
         return Needs.union(stage.needs(n) for stage in self.stages)
 
     def nominal(self, n: int) -> int | None:
         """Return the budget that the user gave, in tokens of a prompt of n.
 
-        It is all n where no stage chooses tokens, and None where the data alone decide.
+        It is n if no stage chooses tokens, and None if the data alone decide.
         """
         if self.selector is not None:
             return self.selector.nominal(n)
-        # a mask attends, and a hidden pruner passes on, numbers of tokens that no budget states
+        # no budget states how many tokens a mask attends or a hidden pruner passes on
         if self.masks or self.hidden:
             return None
         return n
 
     def check_model(self, model: ModelTraits) -> None:
-        """Raise UsageError if a stage cannot run on a model, or names layers that it does not have."""
+        """Raise UsageError if a stage cannot run on a model, or names layers that the model does not have."""
         for stage in self.stages:
             stage.check_layers(model.shape.layers)
         if self.quantiser is not None:
             self.quantiser.check_width(model.shape.head_dim)
-        # rolled keys are turned to new positions, which only rotary embeddings can do
+        # rolled keys are turned to new positions, and only rotary embeddings allow that
         evictor = self.evictor
         if evictor is not None and evictor.rolled and model.unrolled is not None:
             raise UsageError(f"method {self.name}: positions=rolled needs rotary positions, {model.unrolled}")
@@ -285,18 +286,18 @@ class Chain:
             declared = stage.expected(n, layer, n_layers, heads)
             if declared is None:
                 continue
-            # budgets refer to the whole prompt, but a layer cannot hold more tokens than it read
+            # budgets refer to the whole prompt, but a layer cannot hold more tokens than it has read
             if rows != n:
                 return declared.within(rows)
             return declared
         return Expected.exactly(rows, heads)
 
     def layout(self, slots: int, head_dim: int, itemsize: int, layer: int = 0) -> list[Block]:
-        """Return the blocks, one for each segment, of a stored head of a layer that holds ``slots`` tokens."""
+        """Return the blocks, one for each segment, of a stored head that holds ``slots`` tokens."""
         key_width = value_width = head_dim
         if self.lowrank is not None:
             key_width, value_width = self.lowrank.widths(layer)
-        # tokens x channels x bytes of an element
+        # the bytes are tokens x channels x bytes of an element
         blocks = [Block(slots, key_bytes=slots * key_width * itemsize, value_bytes=slots * value_width * itemsize)]
         for stage in self.stages:
             if stage is self.packed_pruner:
@@ -307,20 +308,20 @@ class Chain:
             else:
                 blocks = stage.layout(blocks, head_dim, itemsize)
             if isinstance(stage, Modifier) and self.selector is not None and self.selector.evicts:
-                # a modifier keeps a state in every slot only where scores are computed again while decoding
+                # a modifier keeps a state in every slot only if scores are computed again while decoding
                 state = stage.slot_bytes(itemsize)
                 blocks = [replace(b, slot_overhead=b.slot_overhead + state) for b in blocks]
         return blocks
 
     def observed_bytes(self, n: int, query_heads: int, head_dim: int, itemsize: int) -> int:
-        """Return the bytes of the queries that a layer keeps of a prompt of n tokens, to choose again by them."""
+        """Return the bytes of a prompt's last queries that a layer keeps in order to choose again by them."""
         evictor = self.evictor
         if evictor is None:
             return 0
         return query_heads * min(evictor.queries, n) * head_dim * itemsize
 
     def expected_sum(self, n: int, n_layers: int, heads: int) -> int | None:
-        """Return the tokens of all layers and heads after prefill; None where ``expected`` of each layer says all."""
+        """Return the tokens of all layers and heads after prefill; None if ``expected`` of each layer states them."""
         for stage in self.stages:
             tokens = stage.expected_sum(n, n_layers, heads)
             if tokens is not None:
@@ -335,44 +336,45 @@ class Chain:
     def compress(self, cache: LayerCache, obs: Observation) -> LayerCache:
         """Return the layer's cache after all stages, stored under ``cache.heads`` heads.
 
-        A stage that divides a budget over all layers takes this one for the whole model: see ``engine.layer_by_layer``.
+        A stage that divides a budget over all layers treats this one layer as the whole model (see
+        ``engine.layer_by_layer``).
         """
         for stage in self.stages:
             cache = self.run(stage, cache, obs)
-            # a model of one layer: its budget is that of all layers
+            # in a model of one layer, the budget of all layers is this layer's
             if stage.rebalances:
                 (cache,) = stage.rebalance([cache], 1)
-        # under per=query_head, a cache that no stage has cut still has its kv heads
+        # under per=query_head, an uncut cache still has its kv heads
         cache = ops.expand(cache)
         evictor = self.evictor
         if evictor is None or not evictor.every:
             return cache
-        # an evictor that chooses again every so many tokens scores by the prompt's last queries, too
+        # an evictor that chooses again also scores by the prompt's last queries
         return replace(cache, observed=obs.for_decoding(evictor.queries))
 
     def run(self, stage: Stage, cache: LayerCache, obs: Observation) -> LayerCache:
         """Return the layer's cache after one stage.
 
-        A selector runs under the chain's modifiers, and a quantiser with the chain's pruner.
+        A selector runs with the chain's modifiers, and a quantiser with the chain's pruner.
         """
         if isinstance(stage, Selector):
             choose = partial(stage.compress, cache, obs)
             if self.modifiers:
                 choose = partial(stage.choose, cache, obs, self.modifiers)
             if stage is self.stages[0]:
-                # chains that begin alike choose alike: they share this result
+                # chains that begin alike choose alike, so they share this result
                 return obs.once((stage, self.modifiers, cache.heads), choose)
             return choose()
         if stage is self.packed_pruner:
-            # its channels are removed by the quantiser, which knows the tokens that it packs
+            # the quantiser removes this pruner's channels, because it knows which tokens it packs
             return cache
         if isinstance(stage, Quantiser):
             return stage.encode(cache, obs, self.packed_pruner)
         return stage.compress(cache, obs)
 
     def identity(self) -> dict[str, object]:
-        """Return everything that decides what the chain computes: its stages in order, and heads."""
-        # the full cache is one method: ``per`` changes nothing where no stage decides
+        """Return everything that decides the chain's results: its stages in order, and ``per``."""
+        # the full cache is one method, because ``per`` changes nothing if no stage decides
         per = self.per if self.stages else "kv_head"
         return {"stages": [s.identity() for s in self.stages], "per": per}
 
@@ -380,7 +382,7 @@ class Chain:
 def _unsupported(stage: Stage, model: ModelTraits) -> str | None:
     """Return why a stage cannot run on any model with these traits, or None."""
     reads_modules = stage.needs(1).call or isinstance(stage, ReplayingSelector)
-    # these stages work on the model's own layers, of which kvbench leaves the local ones (sliding window) alone
+    # these stages reach into the model's own layers, but kvbench leaves local (sliding-window) layers alone
     reaches_local_layers = stage.adapts or stage.role == "hidden" or reads_modules
     if model.shape.local_layers and reaches_local_layers:
         return f"{model.shape.local_layers} of its {model.shape.all_layers} layers are local, and it reaches into those"
@@ -394,15 +396,15 @@ def _unsupported(stage: Stage, model: ModelTraits) -> str | None:
 
 
 def _check_as_set(chain: Chain) -> None:
-    """Raise UsageError, with the reason, for a chain whose stages cannot stand together as their knobs are set."""
+    """Raise UsageError with the reason for a chain whose stages cannot stand together as their knobs are set."""
     selector = chain.selector
     if isinstance(selector, Selector) and selector.decode_budget is not None:
         reason = refusal(selector)
         selector.require("decode_budget", not reason, f"not for {selector.id} as set here, as {reason}")
     if chain.modifiers and isinstance(selector, Selector) and selector.kv_size is not None:
-        # a prompt longer than any budget: of a shorter one all tokens may stay
+        # the test prompt is longer than any budget, because a shorter one might keep all its tokens
         capacity = selector.capacity(2**31)
-        # C - w tokens are left for sinks and chosen tokens
+        # sinks and chosen tokens share C - w tokens
         room = capacity.tokens - capacity.window
         for modifier in chain.modifiers:
             modifier.require(

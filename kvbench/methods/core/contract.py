@@ -1,4 +1,4 @@
-"""The contract of a stage about one prompt: tokens held, bytes of one head, the budget and who gets it."""
+"""The contract of a stage about one prompt: tokens held, bytes of one head, and the budget."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 class Expected:
     """The numbers of tokens that the stored heads of a layer must hold after prefill.
 
-    low, high: the least and the most tokens of a head. Equal bounds are an exact promise.
-    total: the sum over heads, also where the bounds leave single heads open.
+    low, high: the least and the most tokens of each head. Equal bounds are an exact promise.
+    total: the sum over heads. It may be fixed even if the bounds leave single heads open.
     """
 
     low: tuple[int, ...]
@@ -22,7 +22,7 @@ class Expected:
     @classmethod
     def exactly(cls, tokens: int, heads: int) -> Expected:
         """Return the promise that each of ``heads`` heads holds exactly ``tokens``."""
-        # equal bounds leave no choice, and the sum follows from them
+        # equal bounds leave no choice, so the sum follows from them
         return cls((tokens,) * heads, (tokens,) * heads, tokens * heads)
 
     def within(self, rows: int) -> Expected:
@@ -32,7 +32,7 @@ class Expected:
         if self.total is None:
             return Expected(low, high)
         total = min(self.total, sum(high))
-        # the sum leaves no choice: every head holds as many as it can
+        # with this sum every head must hold as many tokens as it can
         if total == sum(high):
             return Expected(high, high, total)
         return Expected(low, high, total)
@@ -45,7 +45,7 @@ class Block:
     slots: the number of tokens that it can hold.
     key_bytes, value_bytes: the bytes of all its keys, and of all its values.
     fixed_overhead: bytes per head, such as channel ids.
-    slot_overhead: bytes per slot, such as running scores. Positions are not counted here: the audit adds them.
+    slot_overhead: bytes per slot, such as running scores. Positions are not included, because the audit adds them.
     """
 
     slots: int
@@ -59,7 +59,7 @@ class Block:
 class Capacity:
     """A selector's budget for one prompt, in tokens. The first ``sinks`` and the last ``window`` are always kept.
 
-    shrunk: whether the fraction left no room for sinks and window, which were cut to fit.
+    shrunk: True if the budget had no room for sinks and window, so that they were cut to fit.
     """
 
     tokens: int
@@ -69,15 +69,15 @@ class Capacity:
 
 
 def protect(capacity: Capacity, first: int, n: int) -> Capacity:
-    """Return the capacity with the ``first`` tokens always kept, or at most half of it where there is no room."""
+    """Return the capacity with the ``first`` tokens always kept, or at most half of its tokens if there is no room."""
     sinks = max(capacity.sinks, first)
     if sinks == capacity.sinks:
         return capacity
-    # the tokens beside the window; one of them must be left to choose, unless all n stay anyway
+    # room is the budget beside the window; one token of it must be left to choose, unless all n stay anyway
     room = capacity.tokens - capacity.window
     if sinks < room or capacity.tokens >= n:
         return replace(capacity, sinks=sinks)
-    # sinks may take that room or half of the budget, and the window the rest
+    # sinks may take that room or half of the budget, and the window gets the rest
     sinks = min(sinks, max(room, capacity.tokens // 2))
     return Capacity(capacity.tokens, sinks, min(capacity.window, capacity.tokens - sinks), shrunk=True)
 
@@ -85,11 +85,11 @@ def protect(capacity: Capacity, first: int, n: int) -> Capacity:
 def top_indices(scores: torch.Tensor, k: int) -> torch.Tensor:
     """Return the indices [H, k], ascending, of the k largest of scores [H, n]. Ties go to the lower index."""
     heads, n = scores.shape
-    # selecting is faster than sorting; on a GPU the program would have to wait for the counts
+    # selecting is faster than sorting on a CPU; on a GPU the program would have to wait for the counts
     if not scores.is_cuda and 0 < k < n:
         # the k-th largest of n is the (n - k + 1)-th smallest
         is_chosen = scores >= scores.kthvalue(n - k + 1, dim=-1, keepdim=True).values
-        # more than k are chosen where others equal the k-th: then only a stable sort decides by index
+        # scores equal to the k-th may select more than k: then only a stable sort decides by index
         if bool((is_chosen.sum(dim=-1) == k).all()):
             return is_chosen.nonzero()[:, 1].view(heads, k)
     order = torch.sort(scores, dim=-1, descending=True, stable=True).indices[:, :k]

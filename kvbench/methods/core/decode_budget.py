@@ -1,4 +1,4 @@
-"""A budget while decoding for selectors that choose from the prompt: they choose again every so many tokens."""
+"""A budget while decoding for selectors that choose from the prompt. They choose again after a number of tokens."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from kvbench.methods.core.base import Modifier, Selector
 from kvbench.storage.roles import Evictor, Packer
 
 LONG = 2**20
-"""The tokens of a text at which a selector is asked what it needs: more than any window or budget."""
+"""A text length, in tokens, beyond any window or budget. ``refusal`` asks selectors for their needs at it."""
 
 
 @dataclass(frozen=True)
 class DecodeBudget(Evictor):
     """A selector that chooses again while decoding, over all tokens that a layer holds.
 
-    After every ``every`` new tokens it chooses among the tokens held, the last of them its window, by attention over
-    these tokens alone. Between two choices new tokens are added to them. kvpress's DecodingPress does the same.
+    After every ``every`` new tokens it chooses among the tokens held, by attention over these tokens alone. The last of
+    them are its window. Between two choices new tokens are added. kvpress's DecodingPress does the same.
     """
 
     selector: Selector
@@ -36,7 +36,7 @@ class DecodeBudget(Evictor):
 
     def head_budgets(self, cache: LayerCache, layer: int) -> Sequence[int]:
         assert cache.observed is not None
-        # the budget, and the new tokens that come before the next choice
+        # a head holds its budget and the new tokens that come before the next choice
         return [self.selector.budget(cache.seen, layer, cache.observed.n_layers) + self.every] * cache.heads
 
     def tokens_after(self, cache: LayerCache, layer: int, new: int) -> tuple[list[int], list[int]]:
@@ -44,7 +44,7 @@ class DecodeBudget(Evictor):
         tokens = most = cache.tokens
         seen, end = cache.seen, cache.seen + new
         while seen < end:
-            # new tokens read so far; after each ``every`` of them the selector chooses again
+            # read counts new tokens so far; the selector chooses again after each ``every`` of them
             read = seen - cache.prompt_tokens
             if read and read % self.every == 0:
                 tokens = min(tokens, self.selector.budget(seen, layer, cache.observed.n_layers))
@@ -56,7 +56,7 @@ class DecodeBudget(Evictor):
 
 
 def refusal(selector: Selector) -> str:
-    """Return why a selector with a ``decode_budget`` cannot choose again while decoding; '' if it can."""
+    """Return why a selector with a ``decode_budget`` cannot choose again while decoding, or '' if it can."""
     if selector.evicts:
         return "it evicts while decoding by itself, to its own budget"
     again = selector.while_decoding()
@@ -65,14 +65,14 @@ def refusal(selector: Selector) -> str:
         return "it divides one budget over layers, which a step computes one after the other"
     if needs.colsums or needs.colsums_bits:
         return "it reads the attention of all queries, and a step has only its own"
-    # a number of queries that grows with the text
+    # the number of queries grows with the text, so the selector reads all of them
     if needs.last_q != again.needs(2 * LONG).last_q:
         return "it reads all queries, and only the last are kept while decoding"
     if needs.first_q > 0:
         return "it reads the prompt's first queries"
     if needs.hidden or needs.call:
         return "it reads hidden states or the attention module, of the prompt alone"
-    # whole chunks may fit one of the two lengths
+    # two lengths are tried, because whole chunks may happen to fit one of them
     for n in (LONG, LONG + 1):
         expected = again.expected(n, 0, 2, heads=2)
         if expected is None or expected.low != expected.high:

@@ -1,4 +1,4 @@
-"""Truncated matrix entropy of heads, and the groups of heads and layers that it makes (UNComp, arXiv 2410.03090).
+"""Truncated matrix entropy of heads, and the groups of heads and layers built on it (UNComp, arXiv 2410.03090).
 
 Sigma is the mean over tokens of the outer products of centred rows of unit length (equation 1). Its trace is 1.
 H_k = -sum over the k largest eigenvalues s of Sigma of s ln s, not renormalised (equation 9).
@@ -20,11 +20,11 @@ from kvbench.kv.observation import Needs, Observation
 from kvbench.methods.core.recipe import CalibrationRun, Recipe
 
 EPSILON = 1.0
-"""The fall of the effective rank at which the paper begins a new group of layers (equation 11)."""
+"""A new group of layers begins if the effective rank falls by more than this (equation 11, the paper's value)."""
 
 
 def spectrum(rows: Tensor) -> Tensor:
-    """Return the eigenvalues [H, D] of Sigma of rows [H, n, D], largest first, in fp64. Rows at the mean are zero."""
+    """Return the eigenvalues [H, D] fp64 of Sigma of rows [H, n, D], largest first. Rows at the mean count as zero."""
     # u = (x - mean) / ||x - mean||; the clamp leaves a row at the mean zero instead of NaN
     centred = rows.float() - rows.float().mean(dim=1, keepdim=True)
     unit = centred / centred.norm(dim=2, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
@@ -41,7 +41,7 @@ def entropy(eigenvalues: Tensor, top: int | None = None) -> Tensor:
 
 
 def ranks(values: Tensor) -> Tensor:
-    """Return the rank of each head by values [..., H], H - 1 for the largest. Of equal ones the lower head is above."""
+    """Return each head's rank by values [..., H]: H - 1 is the largest. Among equals the lower head ranks higher."""
     order = values.sort(dim=-1, descending=True, stable=True).indices
     # the head at place i of the order gets the rank H - 1 - i
     rank_of_place = torch.arange(values.shape[-1] - 1, -1, -1, device=values.device).expand_as(order)
@@ -49,13 +49,13 @@ def ranks(values: Tensor) -> Tensor:
 
 
 def entropy_recipe(top: int, samples: int, tokens: int | None) -> Recipe:
-    """Return the calibration by which UNComp groups heads and layers: H_k with k = ``top``."""
+    """Return the calibration recipe by which UNComp groups heads and layers: H_k with k = ``top``."""
     return Recipe("uncomp", 1, samples, tokens, knobs={"top": top})
 
 
 @dataclass
 class _LayerSums:
-    """Sums over windows, in fp64 on the CPU, of statistics that come in layer by layer."""
+    """Sums over windows, fp64 on the CPU, of statistics that arrive layer by layer."""
 
     n_layers: int
     tensors: dict[str, Tensor] = field(default_factory=dict)
@@ -68,13 +68,14 @@ class _LayerSums:
 
 
 def measure_entropy(run: CalibrationRun) -> dict[str, Tensor]:
-    """Return the tensors that ``entropy_recipe`` asks for, over windows that are read one at a time.
+    """Measure the tensors that ``entropy_recipe`` asks for, over windows that are read one at a time.
 
     entropy: [L, Hq], the mean H_k of queries.
     counts: [L, Hq], in how many samples a head was in the half of its layer with the largest H_k (appendix A.4).
     ranks: [L, Hq], the sum of a head's ranks, for more than two groups.
     spectra: [L, Hq, D], the mean eigenvalues of queries.
-    erank, erank_k: [3, L], the untruncated and truncated effective rank of queries, keys and values, means over heads.
+    erank, erank_k: [3, L], the effective rank of queries, keys and values, untruncated and truncated, as means over
+    heads.
     """
     shape, top = from_config(run.model.config), int(run.recipe.knobs["top"])
     # Sigma [D, D] cannot have full rank if a window has fewer than D tokens
@@ -87,12 +88,12 @@ def measure_entropy(run: CalibrationRun) -> dict[str, Tensor]:
         truncated = entropy(queries, top)
         rank = ranks(truncated)
         sums.add("entropy", obs.layer, truncated)
-        # the half of the heads with the largest H_k, appendix A.4; of an odd number the middle head is in the lower
+        # counts marks the half of the heads with the largest H_k (appendix A.4); a middle head is in the lower half
         sums.add("counts", obs.layer, rank >= heads - heads // 2)
         sums.add("ranks", obs.layer, rank)
         sums.add("spectra", obs.layer, queries)
         all_spectra = (queries, spectrum(k), spectrum(v))
-        # erank = exp(H), eq. 10, the mean over heads: [3], one for queries, keys and values
+        # erank = exp(H), eq. 10, averaged over heads: [3] for queries, keys and values
         sums.add("erank", obs.layer, torch.stack([entropy(s).exp().mean() for s in all_spectra]))
         sums.add("erank_k", obs.layer, torch.stack([entropy(s, top).exp().mean() for s in all_spectra]))
 
@@ -102,7 +103,7 @@ def measure_entropy(run: CalibrationRun) -> dict[str, Tensor]:
         count += 1
     measured = {name: (total / count).float() for name, total in sums.tensors.items()}
     for name in ("counts", "ranks"):
-        # these two are sums over samples, not means
+        # counts and ranks are sums over samples, not means
         measured[name] = sums.tensors[name].float()
     for name in ("erank", "erank_k"):
         # [L, 3] as collected becomes [3, L]
@@ -111,13 +112,13 @@ def measure_entropy(run: CalibrationRun) -> dict[str, Tensor]:
 
 
 def group_sizes(heads: int, groups: int) -> list[int]:
-    """Return the heads of each group, equal but for the outer groups, which share the rest in pairs (11, 10, 11).
+    """Return the number of heads in each group. Heads left over go in pairs to the outer groups (11, 10, 11).
 
-    A last odd head goes to the middle group, or to the lower of the two in the middle.
+    A last odd head goes to the middle group, or to the lower one of two middle groups.
     """
     sizes = [heads // groups] * groups
     pairs, odd = divmod(heads % groups, 2)
-    # the heads left over go to both ends, from the outside inwards
+    # the pairs go to both ends, from the outside inwards
     for i in range(pairs):
         sizes[i] += 1
         sizes[groups - 1 - i] += 1
@@ -127,7 +128,7 @@ def group_sizes(heads: int, groups: int) -> list[int]:
 
 
 def assign(scores: Tensor, groups: int) -> list[int]:
-    """Return the group of each head by scores [H], 0 for the largest. Groups fill in turn, the lower head first."""
+    """Return each head's group by scores [H]. Group 0 has the largest. Groups fill in turn, the lower head first."""
     order = scores.sort(descending=True, stable=True).indices.tolist()
     group_of_head = [0] * len(order)
     start = 0
@@ -139,13 +140,13 @@ def assign(scores: Tensor, groups: int) -> list[int]:
 
 
 def erank_drops(eranks: Sequence[float], epsilon: float = EPSILON) -> list[int]:
-    """Return the layers whose effective rank is more than ``epsilon`` below that of the layer before (equation 11)."""
+    """Return the layers whose effective rank is more than ``epsilon`` below the previous layer's (equation 11)."""
     # layer i begins a group where erank(i - 1) - erank(i) > epsilon, eq. 11
     return [i for i in range(1, len(eranks)) if eranks[i - 1] - eranks[i] > epsilon]
 
 
 def layer_groups(eranks: Sequence[float], epsilon: float = EPSILON) -> list[range]:
-    """Return the groups of layers, a new one at each drop of the effective rank."""
+    """Return the groups of layers. A new group begins at each drop of the effective rank."""
     edges = [0]
     edges += erank_drops(eranks, epsilon)
     edges.append(len(eranks))

@@ -1,4 +1,4 @@
-"""Selectors that also evict while decoding: they hold their budget for the whole generation."""
+"""Selectors that also evict while decoding. They hold their budget for the whole generation."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvbench.storage.roles import Evictor, Packer, Slots
 POSITIONS = (None, "true", "rolled")
 """The values of the knob ``positions``."""
 SPARE_KNOBS = ("evict_after", "code_mask")
-"""Knobs by which the newest token competes one step late, so that one more is stored."""
+"""Knobs under which the newest token competes one step late. One more token is then stored."""
 NO_LIMIT = 2**31 - 1
 """The budget, in tokens, of a layer that keeps everything."""
 
@@ -24,11 +24,11 @@ NO_LIMIT = 2**31 - 1
 class EvictingSelector(Selector, Evictor):
     """A selector whose ``evicts`` may be True.
 
-    It implements ``keep_scores`` and, with a running state, ``initial_state``, ``state_bytes`` and ``fold``. All of
-    them have this knob:
+    It implements ``keep_scores`` and, if it has a running state, ``initial_state``, ``state_bytes`` and ``fold``. All
+    such selectors have this knob:
 
     positions: ``true`` and null leave cached keys at their own positions. ``rolled``, for unbounded streams, gives keys
-    the positions of their slots and the query that of the last slot. It needs rotary positions.
+    the positions of their slots, and the query the position of the last slot. It needs rotary positions.
     """
 
     positions: str | None = None
@@ -39,7 +39,7 @@ class EvictingSelector(Selector, Evictor):
         if self.positions is not None:
             written = str(self.positions).lower()
         self.require("positions", written in POSITIONS, "true or rolled")
-        # null and true mean the same: they become the class's default, so that both have one identity
+        # null and true mean the same, so both become the class's default and have one identity
         if written != "rolled":
             written = type(self).positions
         object.__setattr__(self, "positions", written)
@@ -65,14 +65,14 @@ class EvictingSelector(Selector, Evictor):
         return 0
 
     def layout(self, blocks: list[Block], head_dim: int, itemsize: int) -> list[Block]:
-        # the running state lies beside every slot
+        # every slot also stores its running state
         return [replace(b, slot_overhead=self.state_bytes) for b in blocks]
 
     def generation_budget(self, n: int) -> int:
-        """Return the budget of a whole generation: ``kv_size`` itself, also after a prompt of fewer tokens n."""
+        """Return the budget of a whole generation. It is ``kv_size`` even after a prompt of fewer tokens n."""
         if self.kv_size is not None:
             return self.kv_size
-        # the budget that the user gave, before a subclass divides it into parts
+        # take the budget that the user gave, before a subclass divides it into parts
         return super().capacity(n).tokens
 
     def decode_limit(self, n: int, layer: int) -> int:
@@ -91,7 +91,7 @@ class EvictingSelector(Selector, Evictor):
     def spare(self) -> int:
         """The number of tokens stored beside the budget while decoding.
 
-        It is 1 under a knob by which the newest token competes one step late, and else 0.
+        It is 1 under a knob by which the newest token competes one step late, else 0.
         """
         # not every selector has these knobs
         return int(any(getattr(self, knob, None) for knob in SPARE_KNOBS))
@@ -112,7 +112,7 @@ class EvictingSelector(Selector, Evictor):
 class Modified(Evictor):
     """A selector that evicts while decoding, by scores that its modifiers change.
 
-    Its tokens are packed by ``packer``, if there is one.
+    ``packer`` packs its tokens, if there is one.
     """
 
     selector: EvictingSelector
@@ -151,7 +151,7 @@ class Modified(Evictor):
         scores = self.selector.keep_scores(slots)
         for modifier in self.modifiers:
             scores = modifier.reweigh(scores, slots)
-        # the modifiers' sinks stay like the selector's own protected tokens
+        # the modifiers' sinks stay, like the selector's own protected tokens
         return scores.masked_fill(slots.positions < slots.counts["sinks"], torch.inf)
 
     def fold(self, slots: Slots, probs: torch.Tensor) -> Mapping[str, torch.Tensor]:

@@ -1,8 +1,8 @@
-"""Methods that are not kvbench's own: their code is part of the identity of a result.
+"""Foreign methods: methods that are not kvbench's own. Their code is part of the identity of a result.
 
-Users' own methods lie beside kvbench's (README) or anywhere else. Their ``revision`` is not raised at every edit, and
-the property tests have not run on them. So their source identifies their results, they run behind ``walls``, and they
-work on copies.
+Users' methods lie beside kvbench's (README) or anywhere else. Users do not raise ``revision`` at every edit, and the
+property tests have not run on their methods. Their source therefore identifies their results. They also run behind
+``walls`` and work on copies.
 """
 
 from __future__ import annotations
@@ -59,23 +59,23 @@ OWN = (
     "uncomp_stage",
     "vatp",
 )
-"""The files of kvbench.methods that are kvbench's own. Users may put theirs beside them."""
+"""The files in kvbench.methods that are kvbench's own. Users may put their files beside them."""
 
 
 def code_of(stage: Knobs) -> str | None:
-    """Return a hash of a stage's source; None for kvbench's own.
+    """Return a hash of a stage's source, or None for kvbench's own stages.
 
-    The source is that of its classes' files, and of the files beside them that they import. Code without a source,
-    typed into an interpreter, gets a random hash: its results are this process's alone.
+    The source covers the files of its classes, and the files beside them that they import. Code without a source, typed
+    into an interpreter, gets a random hash: its results are valid in this process only.
     """
-    # Any, because mypy takes the hash of a dataclass's instances for that of the class
+    # the annotation is Any, because mypy confuses the hash of a dataclass's instances with the class's
     cls: Any = type(stage)
     return _code_of(cls)
 
 
 @cache
 def _code_of(cls: type[Knobs]) -> str | None:
-    """Return the hash of a class's source and of that of its base classes; None if all are kvbench's own."""
+    """Return the hash of the source of a class and its base classes, or None if all are kvbench's own."""
     classes = [c for c in cls.__mro__ if issubclass(c, Knobs) and not is_own(c.__module__)]
     if not classes:
         return None
@@ -83,23 +83,23 @@ def _code_of(cls: type[Knobs]) -> str | None:
     modules: dict[str, bytes] = {}
     for c in classes:
         try:
-            # the class's file, with all that it imports from the folder beside it
+            # follow the class's file and everything that it imports from its own folder
             _follow(c.__module__, Path(inspect.getfile(c)).parent, modules)
         except (TypeError, OSError):
             try:
-                # a notebook has no file, but remembers the source of its cells
+                # a notebook has no file, but keeps the source of its cells
                 sha256.update(inspect.getsource(c).encode())
             except (TypeError, OSError):
-                # code without a source equals no other code
+                # random bytes, because code without a source must equal no other code
                 sha256.update(secrets.token_bytes())
-    # sorted: the hash must not depend on the order of imports
+    # sorted, because the hash must not depend on the order of imports
     for name in sorted(modules):
         sha256.update(name.encode() + b"\0" + modules[name])
     return sha256.hexdigest()[:16]
 
 
 def is_own(module: str) -> bool:
-    """Tell whether a module is one of kvbench's own methods."""
+    """Return True if a module is one of kvbench's own methods."""
     package, _, name = module.rpartition(".")
     if package == f"{PACKAGE}.core":
         return True
@@ -107,7 +107,7 @@ def is_own(module: str) -> bool:
 
 
 def _follow(name: str, folder: Path, modules: dict[str, bytes]) -> None:
-    """Add to ``modules`` the source of a module, and of all that it imports from ``folder``."""
+    """Add to ``modules`` the source of a module, and of all modules that it imports from ``folder``."""
     module = sys.modules.get(name)
     file = getattr(module, "__file__", None)
     if name in modules or is_own(name) or file is None or Path(file).parent != folder:

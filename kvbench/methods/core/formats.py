@@ -1,4 +1,4 @@
-"""Storage formats of inference engines as stages: every token of a head by itself, as a codec stores it."""
+"""Storage formats of inference engines as stages. A codec stores each token of a head by itself."""
 
 from __future__ import annotations
 
@@ -24,15 +24,16 @@ ROTATE = Rule(
 
 @dataclass(frozen=True, kw_only=True)
 class StorageFormat(Quantiser):
-    """A stage that stores every token in a format as it enters the cache. All of them have these knobs:
+    """A stage that stores every token in a format as it enters the cache. All such stages have these knobs:
 
     decode: ``coded`` stores new tokens before their own step reads them, as engines do. ``exact`` keeps them exact.
-    residual: R tokens are gathered exact and stored together once there are R. 0 stores each at once.
+    residual: R new tokens are first kept exact, and stored together once there are R. 0 stores each token at once.
     values: the format of values by its name, such as ``q4_0`` beside keys in q8_0. Null takes the format of the keys.
     exact_layers: the numbers of layers whose tokens all stay exact.
-    code_prefill: the prompt's own attention reads stored keys and values, too, as where a prompt is read in pieces.
+    code_prefill: True lets the prompt's own attention read stored keys and values as well, as in engines that read a
+    prompt in pieces.
 
-    Behind a pruner its newest ``recent`` tokens stay exact. Blocks and rotations then pad the channels that are left,
+    After a pruner, its newest ``recent`` tokens stay exact. Blocks and rotations then pad the channels that are left,
     and the padding is counted.
     """
 
@@ -57,7 +58,7 @@ class StorageFormat(Quantiser):
         return layer not in self.exact_layers
 
     def codecs(self) -> tuple[Codec, Codec]:
-        """Return (codec of keys, codec of values), as far as ``values`` does not say otherwise."""
+        """Return (codec of keys, codec of values). The knob ``values`` overrides the latter."""
         raise TypeError(f"{type(self).__name__} does not say how it stores tokens")
 
     def codec(self, half: Literal["k", "v"]) -> Codec:
@@ -81,7 +82,7 @@ class StorageFormat(Quantiser):
         return self.decode == "coded"
 
     def residuals(self) -> tuple[Residual, Residual]:
-        # R tokens are stored together once R have gathered; without a residual each is stored at once
+        # R tokens are stored together when R have gathered; without a residual each token is stored at once
         rule = Residual(0, max(self.residual, 1), 1)
         return rule, rule
 
@@ -89,7 +90,7 @@ class StorageFormat(Quantiser):
     def prefill_key(self) -> str:
         if not self.code_prefill:
             return ""
-        # a codec's text has all that decides what it stores
+        # the text of a codec has everything that decides what it stores
         half = f" only={self.only}" if self.only else ""
         return f"{self.codec('k')} {self.codec('v')}{half}"
 
@@ -104,7 +105,7 @@ class StorageFormat(Quantiser):
 
     def check_width(self, head_dim: int) -> None:
         for half in ("k", "v"):
-            # blocks and rotations fit some numbers of channels only
+            # blocks and rotations fit only some numbers of channels
             allowed = self.codec(half).refusal(head_dim)
             if allowed:
                 raise UsageError(
@@ -126,12 +127,12 @@ class StorageFormat(Quantiser):
 
     @property
     def frozen_bytes(self) -> int:
-        # a scale for each half whose codec takes one from the prompt
+        # each half whose codec takes a scale from the prompt stores one
         return FROZEN_BYTES * sum(bool(self.codec(half).settles) for half in ("k", "v"))
 
     def frozen(self, half: Literal["k", "v"], t: torch.Tensor, lengths: torch.Tensor | None) -> torch.Tensor | None:
         codec = self.codec(half)
         if not codec.settles:
             return None
-        # the scale is that of the numbers that are stored, hence after the codec's rotation
+        # the scale belongs to the stored numbers, so it is taken after the codec's rotation
         return codec.settled(codec.turned(t), lengths)

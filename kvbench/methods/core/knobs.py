@@ -1,4 +1,4 @@
-"""The knobs of a stage: the kind of value that each takes by its declared type, and the refusal of a wrong one."""
+"""The knobs of a stage: the kind of value that each takes by its declared type, and errors for wrong values."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ DEFAULT_RATIO = 0.25
 
 
 def is_knob(f: Field[Any]) -> bool:
-    """Tell whether a field of a stage is a knob, which a user may set."""
-    # a field without metadata is a knob, too
+    """Return True if a field of a stage is a knob, that is, if users may set it."""
+    # a field without metadata is a knob as well
     return bool(f.metadata.get("knob", True))
 
 
 @dataclass(frozen=True)
 class Rule:
-    """A limit on a knob's values, in words and as a test. Null passes where the knob's type allows it."""
+    """A limit on a knob's values, in words and as a test. Null passes if the knob's type allows it."""
 
     allowed: str
     holds: Callable[[Any], bool]
 
 
 def knob(default: Any, rule: Rule) -> Any:
-    """Return the field of a knob under a rule, which also holds for subclasses with another default."""
+    """Return a dataclass field for a knob under a rule. The rule also holds for subclasses with another default."""
     return field(default=default, metadata={"rule": rule})
 
 
 def at_least(least: int, unit: str = "", null: bool = False) -> Rule:
-    """Return the rule of a whole number of ``unit``, ``least`` or more."""
+    """Return the rule for a whole number of ``unit`` that is ``least`` or more."""
     allowed = "a whole number"
     if unit:
         allowed += f" of {unit}"
@@ -45,22 +45,22 @@ def at_least(least: int, unit: str = "", null: bool = False) -> Rule:
 
 
 def one_of(*names: str) -> Rule:
-    """Return the rule of a knob with these names as values."""
+    """Return the rule for a knob whose values are these names."""
     return Rule(" or ".join(names), lambda value: value in names)
 
 
 ODD = Rule("an odd whole number, 1 to 9999 (1: no pooling)", lambda width: 1 <= width < 10_000 and width % 2 == 1)
 """The rule of a width of pooling."""
 MOST = 2**31 - 1
-"""The largest whole number that a knob takes: no text has as many tokens."""
+"""The largest whole number that a knob takes. No text has as many tokens."""
 CODE_BITS = Rule("2, 3, 4 or 8", lambda bits: bits in (2, 3, 4, 8))
 """The rule of the bits of a packed number."""
 
 
 def allowed_kind(declared: str, value: Any) -> str:
-    """Return the kind of value that a knob of type ``declared`` takes, in words, or '' if ``value`` is of that kind.
+    """Return in words the kind of value that a knob of type ``declared`` takes, or '' if ``value`` is of that kind.
 
-    Kinds are numbers, switches and null. Names, lists and ranges are checked by the stage itself.
+    Kinds are numbers, switches and null. Each stage checks names, lists and ranges itself.
     """
     # ``declared`` is the annotation's source, such as "int | None"
     if "str" in declared or "tuple" in declared or not any(t in declared for t in ("int", "float", "bool")):
@@ -84,12 +84,12 @@ def allowed_kind(declared: str, value: Any) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Knobs:
-    """A record whose fields are knobs that users type. ``id`` names the method that they belong to."""
+    """A record whose fields are knobs that users type. ``id`` names the method to which they belong."""
 
     id: ClassVar[str]
 
     def __post_init__(self) -> None:
-        # a rule may compare only values whose kind is known to be right
+        # kinds are checked first, because a rule may only compare values of the right kind
         for f in fields(self):
             if is_knob(f):
                 kind = allowed_kind(str(f.type), getattr(self, f.name))
@@ -100,7 +100,7 @@ class Knobs:
             if rule is not None and not is_null:
                 self.require(f.name, rule.holds(value), rule.allowed)
         self.check()
-        # this comes last, because the knob's rule and ``check`` say more
+        # this limit is checked last, because the knob's rule and ``check`` give better reasons
         for f in fields(self):
             value = getattr(self, f.name)
             too_large = is_knob(f) and is_whole(value) and abs(value) > MOST
@@ -108,7 +108,7 @@ class Knobs:
 
     @classmethod
     def _rule(cls, name: str) -> Rule | None:
-        """Return the rule of a knob: that of the class, or of the nearest base class that has one."""
+        """Return the rule of a knob from the class, or from the nearest base class that has one."""
         for base in cls.__mro__:
             if not issubclass(base, Knobs):
                 continue
@@ -119,16 +119,16 @@ class Knobs:
         return None
 
     def check(self) -> None:
-        """Raise UsageError for knobs at odds with each other. Each by itself is known to be of its kind and rule."""
+        """Raise UsageError for knobs that contradict each other. Each knob's own kind and rule are already checked."""
 
     def knobs(self) -> dict[str, Any]:
-        """Return the knobs by name, numbers in their declared type: 1 and 1.0 are one budget."""
+        """Return the knobs by name, with numbers in their declared type: 1 and 1.0 are the same budget."""
         values: dict[str, Any] = {}
         for f in fields(self):
             if not is_knob(f):
                 continue
             value = getattr(self, f.name)
-            # YAML reads 1 as a whole number, also where the knob is a fraction
+            # YAML reads 1 as a whole number even if the knob is a fraction
             if str(f.type).startswith("float") and value is not None:
                 value = float(value)
             values[f.name] = value
@@ -143,12 +143,12 @@ class Knobs:
             )
 
     def require_layers(self, knob: str, n_layers: int | None = None) -> None:
-        """Sort a knob that lists layers by number. With ``n_layers``, only raise UsageError for layers past them."""
+        """Sort a knob that lists layers. With ``n_layers``, only raise UsageError for layers that do not exist."""
         layers = getattr(self, knob)
         if n_layers is not None:
             self.require(knob, all(i < n_layers for i in layers), f"the model has layers 0 to {n_layers - 1}")
             return
         is_list = isinstance(layers, (list, tuple)) and all(is_whole(i) and i >= 0 for i in layers)
         self.require(knob, is_list, "a list of layer numbers")
-        # however the list is written, equal sets of layers are one method
+        # equal sets of layers are one method, however the list is written
         object.__setattr__(self, knob, tuple(sorted(set(layers))))

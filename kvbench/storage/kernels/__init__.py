@@ -1,9 +1,9 @@
-"""Decode attention by Triton kernels, for tensors on a GPU: tokens are dequantised and summed as they are read.
+"""Decode attention by Triton kernels on a GPU. A kernel dequantises and sums tokens as it reads them.
 
-``attend`` and ``attend_packed`` return None where no kernel serves. Plain PyTorch computes the attention then
-(kvbench.storage.attend, packed_rows). Its numbers are the reference. ``KVBENCH_KERNELS=off`` turns kernels off.
-Under ``TRITON_INTERPRET=1`` Triton's interpreter serves tensors on a CPU: slow, for tests. The variable must be set
-before anything imports Triton.
+``attend`` and ``attend_packed`` return None where no kernel serves. Plain PyTorch then computes the attention
+(kvbench.storage.attend, packed_rows), and its numbers are the reference. ``KVBENCH_KERNELS=off`` turns kernels off.
+For tests, ``TRITON_INTERPRET=1`` lets Triton's slow interpreter serve tensors on a CPU. The variable must be set before
+anything imports Triton.
 Shapes: B rows, Hq query heads, H stored heads, T new tokens, L tokens, D head dimension, C kept channels.
 """
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 SWITCH = "KVBENCH_KERNELS"
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-MOST_QUERIES = 64  # a stored head has at most so many queries in a decode step: prompts and chunks have more
+MOST_QUERIES = 64  # decode steps have at most this many queries for a stored head; prompts and chunks have more
 
 
 def enabled() -> bool:
@@ -39,10 +39,10 @@ def enabled() -> bool:
 
 
 def serves(device: torch.device) -> bool:
-    """Return True if kernels attend tensors on ``device``. The first call for a GPU compiles a small one."""
+    """Return True if kernels attend tensors on ``device``. The first call for a GPU compiles a small kernel."""
     if device.type == "cpu":
         return interpreted() and enabled()
-    # the small kernel is compiled last, as the environment may forbid it
+    # _works compiles a kernel, so it comes last: the environment may forbid kernels
     return device.type == "cuda" and enabled() and _works(device)
 
 
@@ -65,15 +65,15 @@ def attend(
 ) -> Tensor | None:
     """Return attention [B, Hq, T, D] of query [B, Hq, T, D] over exact segments and a dense tail [B, Hk, t, D].
 
-    Returns None if no kernel serves them.
+    Returns None if no kernel serves these tensors.
     """
-    # the fewer heads a run stores, the more queries each of them has
+    # the run that stores the fewest heads has the most queries for each of them
     fewest_heads = tail[0].shape[1]
     for s in segments:
         fewest_heads = min(fewest_heads, s.heads)
     if not _fits(query, fewest_heads) or any(s.shared is not None for s in segments):
         return None
-    # Triton may be missing: what imports it is imported only where it serves
+    # these modules import Triton, which may be missing, so they are imported only where kernels serve
     from kvbench.storage.kernels import exact, softmax
 
     query = query.contiguous()
@@ -81,7 +81,7 @@ def attend(
     runs: list[RowSegment | Ragged] = [s for s in segments if s.longest]
     runs.append(tail_run)
     cuts = [softmax.cut(query, run.heads, run.longest) for run in runs]
-    # all runs write their splits into one table, which is merged at once
+    # all runs write their splits into one table, so that one call merges them
     parts = softmax.Parts.room(sum(cut.count for cut in cuts), query)
     first = 0
     with torch.cuda.device_of(query):
@@ -95,7 +95,7 @@ def attend(
 def attend_packed(query: Tensor, scale: float, keys: PackedHalf, values: PackedHalf) -> Tensor | None:
     """Return attention [U, Hq, T, D] of the newest T tokens, query [U, Hq, T, D], over packed and exact tokens.
 
-    Returns None if no kernel serves them.
+    Returns None if no kernel serves these tensors.
     """
     heads = keys.ring.shape[1]
     if not _fits(query, heads):
@@ -107,7 +107,7 @@ def attend_packed(query: Tensor, scale: float, keys: PackedHalf, values: PackedH
     query = query.contiguous()
     cut = softmax.cut(query, heads, max(keys.total))
     parts = softmax.Parts.room(cut.count, query)
-    # the kernel finds the borders between packed and exact tokens of each row in a table on the device
+    # a table on the device tells the kernel each row's borders between packed and exact tokens
     counts = _numbers((keys.total, keys.packed, values.packed), query.device)
     with torch.cuda.device_of(query):
         packed.attend(query, scale, keys, values=values, counts=counts, cut=cut, parts=parts)
@@ -119,7 +119,7 @@ def _numbers(counts: Sequence[Sequence[int]], device: torch.device) -> Tensor:
     """Return ``counts`` as int32 [3, U] on ``device``."""
     if any(len(set(numbers)) > 1 for numbers in counts):
         return torch.tensor(counts, dtype=torch.int32, device=device)
-    # where all rows are alike they are filled in: a copy would wait for the device
+    # equal rows are filled in on the device, because a copy would wait for it
     table = torch.empty(len(counts), len(counts[0]), dtype=torch.int32, device=device)
     for row, numbers in zip(table, counts, strict=True):
         row.fill_(numbers[0])
@@ -129,7 +129,7 @@ def _numbers(counts: Sequence[Sequence[int]], device: torch.device) -> Tensor:
 def _fits(query: Tensor, heads: int) -> bool:
     """Return True if the kernels take query [B, Hq, T, D] on at least ``heads`` stored heads."""
     few_queries = query.shape[1] // heads * query.shape[2] <= MOST_QUERIES
-    # ``serves`` is last: it may compile
+    # ``serves`` comes last because it may compile a kernel
     return few_queries and query.dtype in DTYPES and query.numel() > 0 and serves(query.device)
 
 
@@ -143,7 +143,7 @@ def _works(device: torch.device) -> bool:
     from kvbench.storage.kernels import exact, softmax
 
     try:
-        # one query over one token, whose key and value are the query itself
+        # the test is one query over one token whose key and value are the query itself
         query = torch.zeros(1, 1, 1, 16, device=device)
         run, cut = RowSegment(query, query), softmax.cut(query, 1, 1)
         parts = softmax.Parts.room(cut.count, query)
@@ -152,7 +152,7 @@ def _works(device: torch.device) -> bool:
             parts.merged(query)
         torch.cuda.synchronize(device)
     except torch.OutOfMemoryError:
-        # a RuntimeError, too, which says nothing about kernels
+        # running out of memory is a RuntimeError as well, but says nothing about kernels
         raise
     except (TritonError, RuntimeError, OSError) as error:
         warnings.warn(

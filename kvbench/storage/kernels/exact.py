@@ -1,7 +1,8 @@
-"""Attention over exact tokens: whole or thin keys and values, in heads of one length or of different ones.
+"""Attention over exact tokens: whole or thin keys and values, in heads of equal or of different lengths.
 
-A program reads one split of one stored head for all of that head's queries, so that grouped query heads share what is
-read. Thin keys meet the query's own channels (arXiv 2407.21018, section 3); thin values are summed up in their places.
+A program reads one split of one stored head for all of that head's queries, so that grouped query heads share the
+reads. Thin keys are multiplied with the query's own channels (arXiv 2407.21018, section 3). Outputs of thin values are
+summed in the places of their channels.
 Shapes: B rows, Hq query heads, H stored heads, T new tokens, R = Hq / H * T queries of a stored head.
 """
 
@@ -32,7 +33,7 @@ def attend(
 ) -> None:
     """Write into ``parts`` the attention of query [B, Hq, T, D], contiguous, over each split of ``run``.
 
-    ``causal``: the run's last T tokens are those of the query, and each sees none that comes after it.
+    ``causal``: True if the run's last T tokens are the query's own. Each query then sees no later token.
     """
     b, hq, t, d = query.shape
     rows = hq // run.heads * t
@@ -43,10 +44,10 @@ def attend(
     length_row = length_head = 0
     if lengths is not None:
         length_row = lengths.stride(0)
-        # [B, 1]: all heads of a row have one length, which stride 0 repeats
+        # lengths [B, 1]: all heads of a row have one length, so stride 0 repeats it
         if lengths.shape[1] > 1:
             length_head = lengths.stride(1)
-    # a program for each stored head of each row, and each split
+    # the grid has one program for each stored head of each row and each split
     _attend[(b * run.heads, cut.count)](
         query=query,
         keys=k,
@@ -87,14 +88,14 @@ def attend(
 
 
 def _with_unit_stride(x: Tensor) -> Tensor:
-    """Return x with its channels next to each other in memory, as the kernel reads them."""
+    """Return x with a token's channels next to each other in memory, because the kernel reads them so."""
     if x.stride(-1) == 1:
         return x
     return x.contiguous()
 
 
 def _strides(x: Tensor) -> tuple[int, int, int]:
-    """Return the strides of x by (row, head, token) in elements; those by row and head are 0 for ragged x."""
+    """Return the strides of x by (row, head, token), in elements. Ragged x has no row and head axes: they get 0."""
     if x.dim() == 2:
         return (0, 0, x.stride(0))
     return (x.stride(0), x.stride(1), x.stride(2))
@@ -137,34 +138,34 @@ def _attend(
     CAUSAL: tl.constexpr,
     PRODUCT: tl.constexpr,
 ) -> None:
-    """Attend one split of one stored head for all R of its queries; pointers as ``attend`` passes them."""
+    """Attend one split of one stored head for all R of its queries. ``attend`` passes the pointers."""
     head, split, row, stored_head = find_program(heads)
-    # queries, key channels, dimensions and tokens of a block
+    # r, c, d and n count the queries, key channels, dimensions and tokens of a block
     r, c, d, n = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
     kind: tl.constexpr = query.dtype.element_ty
 
     total = longest
     if lengths is not None:
         total = tl.load(lengths + row * length_row + stored_head * length_head)
-    # the first token of a ragged head, whose tokens lie behind those of earlier heads
+    # first is the first token of a ragged head, whose tokens lie behind those of earlier heads
     first = tl.zeros([], tl.int64)
     if starts is not None:
         first = tl.load(starts + head)
-    # pointers to the head's first token
+    # move the pointers to the head's first token
     keys += row * k_row + stored_head * k_head + first * k_token
     values += row * v_row + stored_head * v_head + first * v_token
 
-    # thin keys: the query is loaded in the channels that they keep
+    # for thin keys, only the query's channels that the keys keep are loaded
     key_dim = c
     if key_channels is not None:
         key_dim = tl.load(key_channels + head * C + c, mask=c < C, other=0).to(tl.int32)
-    # thin values: dimension d of the output is their channel value_channel[d], or -1
+    # with thin values, output dimension d takes their channel value_channel[d], or none for -1
     value_channel = d
     if value_channels is not None:
         value_channel = find_places(value_channels, head, CV, BLOCK_CV, d)
     has_value = (value_channel >= 0) & (d < D)
 
-    # blocks are powers of two: masks cut off what is beyond R queries, C and D channels
+    # blocks are powers of two, so masks cut off everything beyond R queries, C and D channels
     is_query = (r < R)[:, None] & (c < C)[None, :]
     q = tl.load(query + (head * R + r)[:, None] * D + key_dim[None, :], mask=is_query, other=0.0).to(PRODUCT)
     seen = tl.zeros([BLOCK_R], tl.int32) + total

@@ -1,8 +1,8 @@
-"""Attention over packed tokens and a ring of exact ones: codes are decoded where they are used.
+"""Attention over packed tokens and a ring of exact tokens. Codes are decoded where they are used.
 
 Keys are packed by channel over groups of tokens (KIVI, arXiv 2402.02750) or by token, values by token (FlexGen, arXiv
-2303.06865), in the layout of kvbench.kv.packed. Keys and values are packed at different moments: a token may be
-packed as one and exact as the other. A program reads one split of one stored head for all of that head's queries.
+2303.06865), in the layout of kvbench.kv.packed. Keys and values are packed at different moments, so a token's key may
+be packed while its value is exact. A program reads one split of one stored head for all of that head's queries.
 Shapes: U rows, Hq query heads, H stored heads, T new tokens, R = Hq / H * T queries of a stored head.
 """
 
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
 
 def readable(x: Packed) -> bool:
-    """Return True if the kernel can read ``x`` [U, H, L, C]: min-max codes, each head of each row contiguous."""
-    # rows and heads may lie apart: the packed tokens are a view into buffers with room for more
+    """Return True if the kernel can read ``x`` [U, H, L, C]: min-max codes, with each head of each row contiguous."""
+    # rows and heads may lie apart, because packed tokens are a view into buffers with room for more
     if not isinstance(x, MinMax) or x.bits not in BITS:
         return False
     return all(t[0, 0].is_contiguous() for t in x.payload())
@@ -50,9 +50,9 @@ def attend(
     cut: Splits,
     parts: Parts,
 ) -> None:
-    """Write into ``parts`` the attention of query [U, Hq, T, D], contiguous, over each split; T are the newest tokens.
+    """Write into ``parts`` the attention of query [U, Hq, T, D] of the newest T tokens, contiguous, over each split.
 
-    ``counts`` [3, U] int32 are the tokens in all, those packed as keys, and those packed as values.
+    ``counts`` [3, U] int32 are each row's numbers of all tokens, of packed keys, and of packed values.
     """
     u, hq, t, d = query.shape
     h = keys.ring.shape[1]
@@ -63,7 +63,7 @@ def attend(
     k_codes_row, k_codes_head, k_scale_row, k_scale_head = _strides(k)
     v_codes_row, v_codes_head, v_scale_row, v_scale_head = _strides(v)
     c, cv = k.shape[3], v.shape[3]
-    # a program for each stored head of each row, and each split
+    # the grid has one program for each stored head of each row and each split
     _attend[(u * h, cut.count)](
         query=query,
         k_codes=k.codes,
@@ -112,14 +112,14 @@ def attend(
 
 
 def _strides(x: MinMax) -> tuple[int, int, int, int]:
-    """Return strides in elements: codes by row and by head, then scales by row and by head (minima have the same)."""
+    """Return strides in elements: codes by row and by head, then scales by row and by head. Minima lie like scales."""
     return (x.codes.stride(0), x.codes.stride(1), x.scale.stride(0), x.scale.stride(1))
 
 
 def _form(x: MinMax) -> tuple[int, ...]:
-    """Return the constants that the kernel is compiled for: see FORM in ``_numbers``."""
+    """Return the constants for which the kernel is compiled. ``_numbers`` describes them as FORM."""
     by_channel = x.axis == "channel"
-    # codes [..., bytes, C] of a group of tokens, or [..., bytes] of a token
+    # a run is the codes [..., bytes, C] of a group of tokens, or [..., bytes] of a token
     run_bytes = x.codes.shape[-2] if by_channel else x.codes.shape[-1]
     return (x.bits, x.group, x.size, run_bytes, x.scale.shape[-1], int(by_channel), int(x.zero_point))
 
@@ -128,12 +128,13 @@ def _form(x: MinMax) -> tuple[int, ...]:
 def _plane(
     run: tl.tensor, index: tl.tensor, step: tl.tensor, inside: tl.tensor, BITS: tl.constexpr, SIZE: tl.constexpr
 ) -> Any:
-    """Return the codes at ``index``, of 1, 2, 4 or 8 bits, in runs of SIZE codes whose bytes lie ``step`` apart.
+    """Return the codes of BITS (1, 2, 4 or 8) bits at ``index`` in a run, or 0 where not ``inside``.
 
-    A run has ``width`` bytes; code i is in byte i mod width, from bit i // width * BITS on.
+    A run holds SIZE codes in ``width`` bytes that lie ``step`` apart. Code i is in byte i mod width, and its lowest bit
+    is bit i // width * BITS of that byte.
     """
     width: tl.constexpr = (SIZE * BITS + 7) // 8
-    # the layout ``runs`` of kvbench.kv.packed.pack
+    # kvbench.kv.packed.pack writes this layout under the name ``runs``
     byte = tl.load(run + (index % width) * step, mask=inside, other=0).to(tl.int32)
     return (byte >> (index // width * BITS)) & ((1 << BITS) - 1)
 
@@ -148,17 +149,21 @@ def _numbers(
     inside: tl.tensor,
     FORM: tl.constexpr,
 ) -> Any:
-    """Return the numbers [N, C] fp32 of tokens [N] and channels [C]: code * scale + minimum, 0 if not ``inside``.
+    """Return the numbers [N, C] fp32 of tokens [N] and channels [C]: code * scale + minimum, or 0 where not ``inside``.
 
-    FORM: bits, group, codes of a run, bytes of a run, scales of a token (or of a group of tokens), whether groups are
-    of tokens by channel, whether ``low`` is a zero point.
+    FORM is a tuple of seven constants:
+    bits, group: the bits of a code, and the elements that share a scale.
+    codes and bytes of a run: a run is the packed codes of a token, or of one channel of a group of tokens.
+    scales: how many scales a token, or a group of tokens, has.
+    by channel: 1 if a group is consecutive tokens of one channel, 0 if it is channels of one token.
+    zero point: 1 if ``low`` is a zero point, not a minimum.
     """
     BITS: tl.constexpr = FORM[0]
     GROUP: tl.constexpr = FORM[1]
     SIZE: tl.constexpr = FORM[2]
     BYTES: tl.constexpr = FORM[3]
     GROUPS: tl.constexpr = FORM[4]
-    # index: a code's place in its run; step: how far apart the bytes of a run lie; group: its scale and minimum
+    # a code has place ``index`` in its run, whose bytes lie ``step`` apart; ``group`` locates its scale and minimum
     if FORM[5]:
         index, step = (token % GROUP)[:, None], GROUPS
         run = codes + (token // GROUP * BYTES * GROUPS)[:, None] + channel[None, :]
@@ -168,7 +173,7 @@ def _numbers(
         run = codes + (token * BYTES)[:, None]
         group = (token * GROUPS)[:, None] + (channel // GROUP)[None, :]
     if BITS == 3:
-        # a plane of the two low bits, and behind its bytes a plane of the high bit
+        # 3-bit codes have a plane of their two low bits and, behind its bytes, a plane of their high bit
         low_bytes: tl.constexpr = (SIZE + 3) // 4
         high = _plane(run + low_bytes * step, index, step, inside=inside, BITS=1, SIZE=SIZE)
         code = _plane(run, index, step, inside=inside, BITS=2, SIZE=SIZE) | (high << 2)
@@ -178,7 +183,7 @@ def _numbers(
     factor = tl.load(scale + group, mask=inside, other=0.0).to(tl.float32)
     minimum = tl.load(low + group, mask=inside, other=0.0).to(tl.float32)
     if FORM[6]:
-        # (code - zero point) * scale
+        # under a zero point the value is (code - zero point) * scale, so code 0 stands for -zero point * scale
         minimum = -factor * minimum
     return tl.where(inside, code.to(tl.float32) * factor + minimum, 0.0)
 
@@ -192,7 +197,10 @@ def _ring_numbers(
     slots: tl.tensor,
     D: tl.constexpr,
 ) -> Any:
-    """Return the exact numbers [N, D] of tokens [N] from their ring of ``slots``; 0 if not ``inside`` [N]."""
+    """Load the exact numbers [N, D] of tokens [N] from their ring of ``slots`` slots.
+
+    Token t is in slot t mod ``slots``. Tokens that are not ``inside`` [N] get 0.
+    """
     mask = inside[:, None] & (d < D)[None, :]
     return tl.load(ring + (token % slots)[:, None] * D + d[None, :], mask=mask, other=0.0)
 
@@ -242,17 +250,17 @@ def _attend(
     BLOCK_N: tl.constexpr,
     PRODUCT: tl.constexpr,
 ) -> None:
-    """Attend one split of one stored head for all R of its queries; pointers as ``attend`` passes them."""
+    """Attend one split of one stored head for all R of its queries. ``attend`` passes the pointers."""
     head, split, row, stored_head = find_program(heads)
-    # queries, key channels, dimensions and tokens of a block
+    # r, c, d and n count the queries, key channels, dimensions and tokens of a block
     r, c, d, n = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
     kind: tl.constexpr = query.dtype.element_ty
 
-    # counts [3, rows]
+    # counts is [3, rows]
     total = tl.load(counts + row)
     k_packed = tl.load(counts + rows + row)
     v_packed = tl.load(counts + 2 * rows + row)
-    # pointers to the head's first tokens; scales and minima lie alike, and a ring [U, H, S, D] is contiguous
+    # move pointers to the head's first tokens; scales and minima lie alike, and a ring [U, H, S, D] is contiguous
     k_codes += row * k_codes_row + stored_head * k_codes_head
     k_scale += row * k_scale_row + stored_head * k_scale_head
     k_low += row * k_scale_row + stored_head * k_scale_head
@@ -265,7 +273,7 @@ def _attend(
     is_query, is_dim = (r < R)[:, None], (d < D)[None, :]
     query_rows = query + (head * R + r)[:, None] * D
     q = tl.load(query_rows + d[None, :], mask=is_query & is_dim, other=0.0).to(PRODUCT)
-    thin = q  # the query in the channels that packed keys keep
+    thin = q  # thin is the query in the channels that packed keys keep
     if k_channels is not None:
         key_dim = tl.load(k_channels + head * C + c, mask=c < C, other=0)
         thin = tl.load(query_rows + key_dim[None, :], mask=is_query & (c < C)[None, :], other=0.0).to(PRODUCT)
@@ -273,7 +281,7 @@ def _attend(
     if v_channels is not None:
         value_channel = find_places(v_channels, head, CV, BLOCK_CV, d)
     has_key, has_value = (c < C)[None, :], ((value_channel >= 0) & (d < D))[None, :]
-    value_channel = tl.maximum(value_channel, 0)  # the mask ``has_value`` hides what is not kept
+    value_channel = tl.maximum(value_channel, 0)  # the index stays valid; ``has_value`` masks dropped channels
     seen = count_seen(total, r, T)
 
     best, mass = start_softmax(BLOCK_R)
@@ -283,7 +291,7 @@ def _attend(
     for block_start in range(start, end, BLOCK_N):
         token = block_start + n
         block_end = tl.minimum(block_start + BLOCK_N, end)
-        # a token's logit is of its packed key or of its exact one: the other product has only zeros for it
+        # a token's key is either packed or exact: the other of the two products adds 0 to its logit
         logits = tl.zeros([BLOCK_R, BLOCK_N], tl.float32)
         if block_start < k_packed:
             packed_key = (token < k_packed)[:, None] & has_key
@@ -295,7 +303,7 @@ def _attend(
             logits += tl.dot(q, tl.trans(k.to(kind).to(PRODUCT)), input_precision="ieee")
         logits = tl.where(token[None, :] < seen[:, None], logits * scale, -float("inf"))
         weights, shrink, best, mass = softmax_step(logits, best, mass)
-        # rounded to the type of the values, as plain PyTorch rounds them
+        # plain PyTorch rounds weights to the type of the values, so this does the same
         weights = weights.to(kind).to(PRODUCT)
         sums = sums * shrink[:, None]
         if block_start < v_packed:

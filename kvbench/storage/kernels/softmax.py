@@ -1,7 +1,7 @@
-"""One softmax over several splits of tokens: how a run is cut, the softmax over a split, and the merging of splits.
+"""One softmax over several splits of tokens: cutting a run, the softmax over a split, and merging splits.
 
-The partial result of a split is the output of its own softmax and the logarithm of its sum of exponentials
-(log-sum-exp, lse). Attention over all splits is the mean of their outputs weighted by exp(lse), as in flash-decoding.
+A split's partial result is the output of its own softmax and the logarithm of its sum of exponentials (log-sum-exp,
+lse). Attention over all splits is the mean of their outputs weighted by exp(lse), as in flash-decoding.
 Q: rows of queries, batch x query heads x new tokens.
 """
 
@@ -17,15 +17,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-WAVES = 2  # a run is cut so that each of the device's processors gets about so many programs
-LEAST_SPAN = 256  # a split has at least so many tokens: a shorter one is not worth its launch
+WAVES = 2  # a run is cut so that each of the device's processors gets about this many programs
+LEAST_SPAN = 256  # a split has at least this many tokens, because a shorter split is not worth its launch
 MOST_SPLITS = 64
-TILE_BYTES = 2**14  # a program loads at most so many bytes of keys, or of values, at once
+TILE_BYTES = 2**14  # one program loads at most this many bytes of keys (or of values) at once
 
 
 @dataclass(frozen=True)
 class Splits:
-    """A run of tokens cut into ``count`` splits of ``span`` tokens, each read ``block`` tokens at a time."""
+    """A run of tokens cut into ``count`` splits of ``span`` tokens. A program reads ``block`` tokens at a time."""
 
     count: int
     span: int
@@ -33,18 +33,18 @@ class Splits:
 
 
 def splits(longest: int, programs: int, token_bytes: int, processors: int) -> Splits:
-    """Return how to cut up to ``longest`` tokens in each of ``programs`` heads; a token's keys take ``token_bytes``."""
-    # the largest power of two whose keys fit into a tile, from 16 (the least that tl.dot takes) to 64
+    """Cut up to ``longest`` tokens in each of ``programs`` heads. The keys of a token take ``token_bytes``."""
+    # block is the largest power of two whose keys fit into a tile, from 16 (the least for tl.dot) to 64
     block = min(64, max(16, power(TILE_BYTES // token_bytes + 1) // 2))
     count = max(1, min(WAVES * processors // max(programs, 1), longest // LEAST_SPAN, MOST_SPLITS))
-    # spans are whole blocks; rounded up they may cover the run with fewer splits
+    # spans are whole blocks; after rounding up, fewer splits may cover the run
     span = max(-(-longest // (count * block)), 1) * block
     return Splits(max(1, -(-longest // span)), span, block)
 
 
 def cut(query: Tensor, heads: int, longest: int) -> Splits:
-    """Return how to cut up to ``longest`` tokens of each of ``heads`` stored heads for query [B, Hq, T, D]."""
-    # a token of any format is converted to the query's type when it is read
+    """Cut up to ``longest`` tokens of each of ``heads`` stored heads for query [B, Hq, T, D]."""
+    # tokens of any format are converted to the query's type when they are read
     token_bytes = query.element_size() * power(query.shape[3], 16)
     return splits(longest, len(query) * heads, token_bytes, processors(query.device))
 
@@ -58,15 +58,15 @@ def processors(device: torch.device) -> int:
 
 
 def power(n: int, least: int = 1) -> int:
-    """Return the smallest power of two that is not below n or ``least``."""
+    """Return the smallest power of two that is at least n and at least ``least``."""
     return max(least, 1 << max(n - 1, 0).bit_length())
 
 
 def product_type(query: Tensor) -> tl.dtype:
-    """Return the type in which ``query`` is multiplied with keys; sums are fp32.
+    """Return the type in which ``query`` is multiplied with keys. Sums are fp32.
 
-    Triton's interpreter multiplies the bits of bf16 as if they were whole numbers. There it gets numbers rounded to
-    bf16 as fp32: their products are the same.
+    Triton's interpreter multiplies the bits of bf16 as if they were integers. It gets fp32 numbers that are already
+    rounded to bf16 instead, and the products are the same.
     """
     if query.device.type == "cpu":
         return tl.float32
@@ -75,7 +75,7 @@ def product_type(query: Tensor) -> tl.dtype:
 
 
 def contiguous(channels: Tensor | None) -> Tensor | None:
-    """Return the channels contiguous, as kernels read them; None if there are none."""
+    """Return the channels contiguous in memory, as kernels read them, or None if there are none."""
     if channels is None:
         return None
     return channels.contiguous()
@@ -83,21 +83,21 @@ def contiguous(channels: Tensor | None) -> Tensor | None:
 
 @triton.jit
 def find_program(heads: tl.tensor) -> Any:
-    """Return (stored head among all rows, split, row, stored head of its row) of this program."""
+    """Return this program's (stored head among all rows, split, row, stored head of its row)."""
     head, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     return head, split, head // heads, head % heads
 
 
 @triton.jit
 def count_seen(total: tl.tensor, r: tl.tensor, T: tl.constexpr) -> Any:
-    """Return how many of ``total`` tokens, of which the last T are the queries' own, each of the queries r [R] sees."""
-    # queries lie in head x T order; the newest sees all tokens, each one before it one fewer
+    """Return how many of ``total`` tokens each query of r [R] sees. The last T tokens are the queries' own."""
+    # queries lie in head x T order: the newest sees all tokens, and each earlier one sees one token fewer
     return total - (T - 1) + r % T
 
 
 @triton.jit
 def start_softmax(R: tl.constexpr) -> Any:
-    """Return (largest logit, sum of exponentials) of R queries that have seen no token: -inf and 0."""
+    """Return (largest logit, sum of exponentials) of R queries before their first token: -inf and 0."""
     return tl.full([R], -float("inf"), tl.float32), tl.zeros([R], tl.float32)
 
 
@@ -105,10 +105,10 @@ def start_softmax(R: tl.constexpr) -> Any:
 def softmax_step(logits: tl.tensor, best: tl.tensor, total: tl.tensor) -> Any:
     """Return (weights of logits [R, N], factor for all earlier sums, largest logit, sum of exponentials).
 
-    The last two are those of the running softmax, ``best`` and ``total`` before this step, with the logits.
+    The largest logit and the sum continue ``best`` and ``total`` of the earlier steps with these logits.
     """
     largest = tl.maximum(best, tl.max(logits, 1))
-    # a query that has seen no token yet has no largest logit: -inf - -inf would be NaN
+    # before its first token a query has no largest logit: -inf - -inf would be NaN
     shift = tl.where(largest == -float("inf"), 0.0, largest)
     weights = tl.exp(logits - shift[:, None])
     shrink = tl.exp(best - shift)
@@ -130,9 +130,9 @@ def store_split(
 ) -> None:
     """Write a split's outputs [R, D] and lse [R] behind row ``first`` of ``out`` and ``lse``.
 
-    ``sums`` [R, D] are its weighted sums of values; ``best`` and ``total`` [R] are those of ``softmax_step``.
+    ``sums`` [R, D] are the split's weighted sums of values. ``best`` and ``total`` [R] come from ``softmax_step``.
     """
-    # only 0, of a query that saw no token, is replaced: NaN stays NaN
+    # only the total 0 of a query that saw no token is replaced: NaN stays NaN
     divisor = tl.where(total == 0, 1.0, total)
     mean = sums / divisor[:, None]
     log = tl.where(total == 0, -float("inf"), best + tl.log(divisor))
@@ -143,10 +143,10 @@ def store_split(
 
 @triton.jit
 def find_places(channels: tl.tensor, head: tl.tensor, C: tl.constexpr, BLOCK_C: tl.constexpr, D: tl.tensor) -> Any:
-    """Return the index of each of the dimensions D [BLOCK_D] among a head's C kept channels; -1 if it is not kept."""
+    """Return where a head's C kept channels have each dimension of D [BLOCK_D]: its index, or -1 if it is not kept."""
     c = tl.arange(0, BLOCK_C)
     ids = tl.load(channels + head * C + c, mask=c < C, other=-1)
-    # at most one channel matches: the sum is its index + 1, or 0
+    # at most one channel matches, so the sum is its index + 1, or 0 for no match
     return tl.sum(tl.where(ids[None, :] == D[:, None], c[None, :] + 1, 0), 1) - 1
 
 
@@ -154,7 +154,7 @@ def find_places(channels: tl.tensor, head: tl.tensor, C: tl.constexpr, BLOCK_C: 
 class Parts:
     """Partial results of S splits for Q rows of queries: ``out`` [S, Q, D] and ``lse`` [S, Q], both fp32.
 
-    ``lse`` is -inf where a query saw no token of the split; ``out`` is undefined there.
+    If a query saw no token of a split, its ``lse`` is -inf and its ``out`` is undefined.
     """
 
     out: Tensor
@@ -168,7 +168,7 @@ class Parts:
         return cls(out, query.new_empty(count, rows, dtype=torch.float32))
 
     def upto(self, first: int, count: int) -> Parts:
-        """Return views of ``count`` splits from ``first`` on."""
+        """Return views of ``count`` splits, beginning with split ``first``."""
         return Parts(self.out[first : first + count], self.lse[first : first + count])
 
     def merged(self, query: Tensor) -> tuple[Tensor, Tensor]:
@@ -205,19 +205,19 @@ def _merge(
 ) -> None:
     """Merge ``count`` splits for one of ``rows`` queries: sum_s exp(lse_s) out_s / sum_s exp(lse_s).
 
-    Pointers: split_out [count, rows, D] and split_lse [count, rows] are read, out [rows, D] and lse [rows] written.
+    It reads split_out [count, rows, D] and split_lse [count, rows], and writes out [rows, D] and lse [rows].
     """
     row = tl.program_id(0).to(tl.int64)
     s, d = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_D)
     logs = tl.load(split_lse + s * rows + row, mask=s < count, other=-float("inf"))
     largest = tl.max(logs, 0)
-    # if no split saw a token, all are -inf: shift by 0, as -inf - -inf would be NaN
+    # if no split saw a token, all logs are -inf, and -inf - -inf would be NaN: shift by 0 instead
     weights = tl.exp(logs - tl.where(largest == -float("inf"), 0.0, largest))
     total = tl.sum(weights, 0)
-    # then total is 0 too, and the output is 0 / 1; a total of NaN is not 0, and stays NaN
+    # without any token the total is 0 and the output becomes 0 / 1; a total of NaN is not 0 and stays NaN
     divisor = tl.where(total == 0, 1.0, total)
     offsets = (s * rows + row)[:, None] * D + d[None, :]
-    # where lse is -inf the output is undefined: read 0, as NaN times weight 0 would be NaN
+    # where lse is -inf the output is undefined: it is read as 0, because NaN times weight 0 would be NaN
     outputs = tl.load(split_out + offsets, mask=(logs != -float("inf"))[:, None] & (d < D)[None, :], other=0.0)
     mean = tl.sum(outputs * weights[:, None], 0) / divisor
     tl.store(out + row * D + d, mean.to(out.dtype.element_ty), mask=d < D)
