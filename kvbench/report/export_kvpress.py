@@ -350,7 +350,7 @@ def _rank(answers: Mapping[tuple[str, str], int], answered: Answered) -> tuple[i
 
 
 def _what_differs(*cells: Answered) -> list[str]:
-    """Return for each cell, in words, the settings in which it differs from the others and how much it answers."""
+    """Return a text for each cell: the settings that differ from the other cells', and how many prompts it answers."""
     settings = differences([cell.record.identity for cell, _ in cells])
     texts = []
     for words, (_, samples) in zip(settings, cells, strict=True):
@@ -361,7 +361,7 @@ def _what_differs(*cells: Answered) -> list[str]:
 
 
 def _settings(cell: StoredCell) -> str:
-    """Return all settings of a cell but its method's as text."""
+    """Return a cell's settings as text, without its method."""
     settings = {key: value for key, value in cell.record.identity.items() if key != "chain"}
     return json.dumps(settings, sort_keys=True, default=str)
 

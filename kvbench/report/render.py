@@ -55,11 +55,13 @@ CELL_FIELDS = (
     "reason",
     "nothing_compressed",
 )
-"""The columns of CSV that every cell has, before those of divergences and of several questions."""
+"""The CSV columns that every cell has. The columns of divergences and of several questions follow them."""
 
 
 def _csv_fields() -> tuple[str, ...]:
-    """Return the columns of CSV, the cell's before those of ``fidelity`` and of ``turns``."""
+    """Return the CSV columns: those of every cell, then the columns of ``fidelity`` for each text, then of
+    ``turns``.
+    """
     fields = list(CELL_FIELDS)
     for kind in fidelity.TEXTS:
         fields += [f"{kind}_{name}" for name in fidelity.CSV_FIELDS]
@@ -76,13 +78,13 @@ EVICTING = (
 )
 SHARE = "% of\nfull at\n16 bits"
 STORAGE = ("kept\n%", ATTENDED, "payload", "overhead", SHARE, "prefill\nms")
-"""The heads of the table of storage, behind the method."""
+"""The heads of the storage table's columns after the method."""
 OPTIONS = {
     "kv_ratio": "the share of a prompt's tokens that is kept",
     "kv_size": "the tokens kept in each head",
     "ratio": "the share of the channels, or of the rank, that is removed",
 }
-"""What the budgets in a row's label say: one is kept, another removed."""
+"""What each budget in a row's label counts: ``kv_ratio`` tokens kept, ``ratio`` channels removed."""
 
 
 @dataclass(frozen=True, kw_only=True)

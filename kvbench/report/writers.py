@@ -114,9 +114,10 @@ def _rich_text(cell: str) -> Text:
 
 
 def _group_lines(table: Table, drawn_lines: Sequence[str]) -> list[str]:
-    """Return the lines with the groups' names, each ending where the head of its last column does.
+    """Return the lines that hold the names of column groups, to stand above the drawn table.
 
-    ``drawn_lines`` is the table as rich drew it. rich knows no cell over several columns.
+    ``drawn_lines`` is the table as rich drew it. rich knows no cell over several columns, so the names are placed here.
+    Each name ends where the head of its group's last column ends.
     """
     if not table.spans():
         return []
@@ -136,7 +137,7 @@ def _group_lines(table: Table, drawn_lines: Sequence[str]) -> list[str]:
             # two spaces behind the column before; a head narrower than its column begins further to the right
             start = max(ends[column - 1] + 2, ends[column] - table.width(column))
         if group:
-            # a name that is wider than its columns is wrapped, and a word that is wider begins further to the left
+            # a name wider than its columns is wrapped; a single word that is still wider begins further to the left
             parts = wrap(group, max(1, ends[last] - start), break_long_words=False)
             start = min(start, ends[last] - max(map(len, parts)))
             places.append((start, ends[last] - start, parts))

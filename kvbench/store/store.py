@@ -211,7 +211,7 @@ class ResultStore:
 
     def status(self, cell_id: str) -> Status:
         """Return the status of a cell, read from its files alone."""
-        # nothing can be said of the samples if it is unknown what they were measured with
+        # without a record, nobody knows what the samples were measured with
         damage = self.damage(cell_id)
         if damage is not None:
             return Status(DAMAGED, 0, None, damage)
@@ -221,14 +221,14 @@ class ResultStore:
         if record is not None:
             of = record.of
         if of is None:
-            # records of older versions lack the number of examples, which the metrics have, too
+            # records of older versions lack the number of examples; the metrics have it, too
             of = self.metrics(cell_id).get("of")
         earlier_marks = self._marks(cell_id)
         measuring = self.measuring(cell_id)
-        # read twice: only a mark seen on both sides of the locks is not of a cell being opened or closed meanwhile
+        # keep marks seen before and after the lock test: the others belong to a cell being opened or closed
         marks = [m for m in self._marks(cell_id) if m in earlier_marks]
         failed = [m for m in marks if m.get("status") == "failed"]
-        # the first status that holds counts: a refusal is above all others, since such a cell must never be reported
+        # the first status that holds counts; a refusal goes first, since a refused cell must never be reported
         refusal = self.refusal(cell_id)
         if refusal is not None:
             status, reason = "refused", refusal

@@ -147,9 +147,12 @@ def read_lock(root: Path) -> Lock:
 
 
 def state(root: Path | None, wanted: Wanted, lock: Lock) -> str:
-    """Return a file's state: ``missing``, ``fetched`` (it is as the lock says), ``changed``, or ``present``.
+    """Return a file's state against ``lock``, the record of fetched files.
 
-    A file is present if it, or the one that will do in its stead, is there and the lock does not list it.
+    missing: neither the file nor its substitute ``wanted.also`` exists.
+    fetched: the file is as the lock says.
+    changed: the file differs from the lock.
+    present: the file or its substitute exists, and the lock does not list the file.
     """
     if root is None:
         return "missing"

@@ -196,9 +196,9 @@ def _find_files(files: Files, places_by_task: Mapping[str, tuple[str, ...]]) -> 
 
 
 def official(files: Files, name: str) -> Mapping[str, object]:
-    """Return one of LongBench's two official files: prompts or lengths of answers by task."""
+    """Return one of LongBench's two official files, by task: the prompts, or the lengths of answers."""
     path = files.path(f"{FOLDER}/{name}")
-    # another file, or a page of a server instead of the file, would fail later without its name
+    # check here, where the path is known: a wrong file, such as a server's error page, would fail later without it
     content = parse(path, "", read_text(path, f"dataset={files.dataset}"))
     if not isinstance(content, dict):
         raise UsageError(f"{path}: must be a JSON object by task, got {kind(content)}")
@@ -206,8 +206,10 @@ def official(files: Files, name: str) -> Mapping[str, object]:
 
 
 def _examples(path: Path, name: str, template: str, limit: int, with_buckets: bool) -> tuple[Example, ...]:
-    """Return the examples of a task's file. ``with_buckets``, their meta has the range of LongBench-E."""
-    # the question is the text behind the context; the prompt without it is what ``query_aware=false`` compresses
+    """Return the examples of a task's file. ``with_buckets`` adds LongBench-E's range of lengths to each example's
+    meta.
+    """
+    # ``query_aware=false`` withholds the question, the text behind the context
     prefix, _, suffix = template.partition("{context}")
     repeats: Counter[str] = Counter()
     examples = []

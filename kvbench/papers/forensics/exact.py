@@ -269,17 +269,23 @@ def _expanded_payload(method: str, settings: Mapping[str, str]) -> Number:
     return exactly(round(payload, 6))  # without the last bits of a float product
 
 
-def _caches(book: Book) -> Iterator[Exact]:
-    """Yield the sizes of whole caches in prose, of the kv heads that the models store."""
+def _whole_cache_sizes(book: Book) -> Iterator[Exact]:
+    """Yield the sizes in GiB that a paper's text states for uncompressed caches, beside the sizes by formula."""
     shapes = {"llama-2-7b-chat": LLAMA2_7B, "llama-3-8b": LLAMA3_8B, "llama-3-70b": LLAMA3_70B}
     for paper in ("think", "refreekv"):
         for row, cell in _cells_of_quantity(book, paper, "text", "kv_memory"):
             shape = shapes[row.model]
-            (length,) = (SIZES[part] for part in row.setting.split(";") if part in SIZES)
-            tokens = length * int(row.settings.get("batch", 1))
-            # layers * kv heads * (keys and values) * head dimension * bytes of a number * tokens
-            formula = f"{shape.layers} layers x {shape.kv_heads} kv heads x 2 x 128 x fp16 x {tokens} tokens"
+            tokens = _stated_tokens(row.setting) * int(row.settings.get("batch", 1))
+            # 2 counts keys and values; models with grouped queries store fewer kv heads than query heads
+            heads = f"{shape.layers} layers x {shape.kv_heads} kv heads"
+            formula = f"{heads} x 2 x {shape.head_dim} x fp16 x {tokens} tokens"
             yield Exact(cell, row.label, formula, exactly(Fraction(shape.full_bytes(tokens, FP16), GIB)))
+
+
+def _stated_tokens(setting: str) -> int:
+    """Return the length of a sequence in tokens that a setting such as ``seq=2K`` states."""
+    (length,) = (SIZES[part] for part in setting.split(";") if part in SIZES)
+    return length
 
 
 def _shares(book: Book) -> Iterator[Exact]:
@@ -358,7 +364,7 @@ RULES: tuple[Callable[[Book], Iterator[Exact]], ...] = (
     _layers,
     _memory,
     _equal_sizes,
-    _caches,
+    _whole_cache_sizes,
     _shares,
     _schedules,
     _benchmark,

@@ -311,8 +311,8 @@ def _exact_section(book: Book, name: str) -> Iterator[str]:
 
 
 def _flags_section(book: Book, name: str) -> Iterator[str]:
-    """Yield the section of repaired, suspect and missing cells, a row and reason at a time."""
-    # one reason often holds for a whole row: its cells stand in one line
+    """Yield the section of repaired, suspect and missing cells, with one line for each row and reason."""
+    # one reason often holds for a whole row: list the row's cells in one line
     cells_by_reason: dict[tuple[str, str, str, str, str], list[str]] = {}
     for row in book.rows:
         if name not in ("all", row.paper):

@@ -303,8 +303,8 @@ def _entry(
 
 
 def _is_wide(line: TableLine, share: stats.Share) -> bool:
-    """Tell whether a share says nothing: its interval is wider than WIDE or has no end."""
-    # the full cache's share of itself is 100
+    """Tell whether the interval of a share is too wide to say anything: wider than WIDE, or without an end."""
+    # the full cache's share of itself is always 100
     if share.point is None or line.row.method == "full":
         return False
     # an interval without an end (None) is wider than any
@@ -312,14 +312,14 @@ def _is_wide(line: TableLine, share: stats.Share) -> bool:
 
 
 def _count_empty(ours: OurTable, line: TableLine, column: Column) -> int:
-    """Return how many answers of the full cache are empty, of those to a line's prompts in a column."""
+    """Return how many of the full cache's answers are empty, over the prompts of a line in a column."""
     if ours.run is None:
         return 0
     count = 0
     for group, cell in ours.full(line, column):
         samples = ours.run.store.samples(cell.id)
         for e in group.examples:
-            # an example with given tokens (a text of known continuation) has no answer of the model's own
+            # a text that is scored by its likelihood has no answer of the model's own
             if e.id in samples and not e.tokens and not samples[e.id].prediction.strip():
                 count += 1
     return count

@@ -224,13 +224,13 @@ def given(base: TableSpec, cells: Iterable[tuple[str, str, str, str, str]], **ot
 
 
 def _row_and_column(kind: str, cell: Published) -> tuple[tuple[str, str, str], Column]:
-    """Return the row (model, method, setting) and the column of a printed cell.
+    """Return a printed cell's row as (model, method, setting), and its column.
 
     In a table of facts about datasets, each dataset is a row and each fact a column.
     """
     if kind == FACTS:
         return ("", cell.dataset, ""), Column("", cell.metric)
-    # columns of a table may have different metrics, and all are scores of their datasets
+    # columns of a table may have different metrics: all of them are scores of their datasets
     what = cell.metric
     if cell.metric in SCORES or cell.metric == RATIO:
         what = SCORE

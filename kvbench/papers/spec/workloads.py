@@ -235,7 +235,11 @@ class Reader:
 
 
 def composed(settings: Mapping[str, object], datasets: Iterable[str], small: bool) -> RunConfig:
-    """Return the run of ``settings`` with every dataset that published ``datasets`` may be read from."""
+    """Return the configuration that runs ``settings`` on all datasets that can serve the published ``datasets``.
+
+    On a ``small`` model only the tiny dataset serves. Otherwise each published dataset is served by itself, by its
+    replacement in INSTEAD, or, for a LongBench task, by every family of LongBench's files.
+    """
     names: list[str] = []
     if small:
         names.append("tiny")

@@ -151,8 +151,8 @@ class BenchSpec:
         return ""
 
     def on(self, model: str) -> BenchSpec:
-        """Return the same table on a small model, at the stand-in's sizes."""
-        # the published settings stay, by which cells are matched; what runs for them is scaled
+        """Return this table's declaration for a small model, with sizes scaled down by ``stand_in``."""
+        # the published settings stay, since cells are matched by them; only the arguments that run are scaled
         methods = {name: self.stand_in.knobs(text) for name, text in self.methods.items()}
         arguments = self.stand_in.knobs(self.arguments)
         return replace(self, model=model, arguments=arguments, methods=methods, scaled=True)
@@ -173,12 +173,12 @@ class BenchSpec:
 
 
 def _facts(cell: Published) -> set[str]:
-    """Return the settings of a cell's row as they are written in bench<N>.yaml."""
+    """Return the settings of a cell's row in the notation of bench<N>.yaml, ``key=value``."""
     return {f"{key}={value}" for key, value in cell.settings.items()}
 
 
 def tables() -> list[tuple[str, str]]:
-    """Return (paper, table) of every declaration."""
+    """Return (paper, table) of every efficiency table that is declared, in the order of the papers' tables."""
 
     def number_of(name: tuple[str, str]) -> tuple[str, int]:
         paper, table = name
@@ -191,7 +191,9 @@ def tables() -> list[tuple[str, str]]:
 
 @cache
 def load(paper: str, table: str) -> BenchSpec:
-    """Read one declaration. Raises UsageError for one that is not there, KvbenchError for a damaged file."""
+    """Read the declaration of one efficiency table. Raises UsageError for an unknown one, KvbenchError for a damaged
+    file.
+    """
     path = next(iter(papers_files(f"{paper}/bench{table}.yaml")), None)
     if path is None:
         raise unknown("efficiency table", f"{paper}/{table}", ["/".join(name) for name in tables()])
@@ -204,7 +206,7 @@ def load(paper: str, table: str) -> BenchSpec:
 
 
 def main() -> int:
-    """Print the rows that are declared and not run, with the reason."""
+    """Print the table rows that are declared as not run, with the reason of each."""
     for paper, table in tables():
         for names, reason in load(paper, table).not_run.items():
             print(f"{paper}/{table}: not run: {names}: {reason}")

@@ -1,7 +1,7 @@
 """Matching of measured rows to the printed cells of an efficiency table.
 
-A paper's absolute values are of its own devices: what compares is a ratio, ours to our base row, theirs to theirs.
-A ratio is of two rows that were measured beside each other on one device, or there is none.
+A paper's absolute values depend on its devices, so only ratios compare: our row over our base row, the paper's row over
+the paper's base row. A ratio exists only where two rows were measured in one session on one device.
 """
 
 from __future__ import annotations
@@ -21,17 +21,18 @@ MORE_IS_BETTER = ("throughput", "speedup_vs_full")
 MISSING = "missing"
 INTEGRATED = "integrated"
 OF_STEPS = ("tpot", "decode", "total", "throughput", "attention")
-"""Quantities that a mark of integrated steps is about; the rest of a row was measured as it is."""
+"""Quantities that the mark ``integrated`` concerns. The rest of such a row was measured as usual."""
 
 
 @dataclass(frozen=True)
 class TimedCell:
     """A printed cell with the row that was measured for it.
 
-    status: the row's (``measured``, ``OOM``, ...), ``not run`` (see ``reason``), or ``missing`` if it can be measured.
+    status: the row's status (``measured``, ``OOM``, ...), ``not run`` (see ``reason``), or ``missing`` if it can be
+    measured and was not yet.
     value, spread: our median and (lower, upper) quartile, in the printed unit.
-    ratio: our value over that of our base row.
-    published_ratio: the printed value over that of the printed base.
+    ratio: our value divided by our base row's value.
+    published_ratio: the printed value divided by the printed base.
     marks: the row's marks that concern this quantity, such as ``integrated``.
     row, base: our measured rows, if any.
     """
@@ -59,8 +60,8 @@ class TimedCell:
 
 
 def device(row: Row) -> str:
-    """Return the device of a row by name. A CPU has its number of threads, without which times say nothing."""
-    # the name of a CPU is its architecture, so that the processor says more
+    """Return the device of a row by name. A CPU's name includes its number of threads, on which its times depend."""
+    # PyTorch names a CPU only by its architecture; the processor's name says more
     facts = row["facts"]
     if not str(facts["device"]).startswith("cpu"):
         return str(facts["device"])
@@ -70,7 +71,7 @@ def device(row: Row) -> str:
 
 
 def place(declared: BenchSpec, printed: Sequence[Published], rows: Sequence[Row]) -> list[TimedCell]:
-    """Match every printed cell with its latest row on one device: that of the latest row of all."""
+    """Match every printed cell with its latest row on one device, the device that measured this table last."""
     table_rows = set()
     for cell in printed:
         key = declared.ours(cell)

@@ -104,10 +104,10 @@ def read(table: TableSpec, model: str, results: Path) -> Timings:
 
 
 def kept_tokens(row: Row, full: Row, shape: Shape) -> float:
-    """Return the share of the prompt's tokens that a row's caches hold, from its bytes.
+    """Return the share of the prompt's tokens that a row's caches hold, computed from its bytes.
 
-    This holds for methods that keep whole keys and values of some tokens, as many in every head of a layer. Holding
-    all tokens would take the full cache's bytes, with the payload of as many heads as the method stores.
+    The method must keep whole keys and values, and the same number of tokens in every head of a layer. The share is the
+    row's bytes over the bytes of all tokens: the full cache's, with the payload of as many heads as the method stores.
     """
     itemsize = getattr(torch, row["dtype"]).itemsize
     stored_heads = shape.kv_heads
@@ -124,7 +124,7 @@ def _with_share_of_tokens(bench: bench_spec.BenchSpec, cell: TimedCell, rows: Se
     """Return the cell with its share of tokens where that is its quantity."""
     if bench.quantities.get(cell.printed.metric) != TOKENS or cell.row is None or cell.status != records.MEASURED:
         return cell
-    # the full cache of the same session, without which a share of tokens is not known
+    # a share of tokens needs the full cache of the same session
     full = records.base(cell.row, rows)
     if full is None or full["status"] != records.MEASURED:
         return cell
@@ -143,7 +143,7 @@ def allowed(key: str) -> bool:
 
 
 def trace(timings: Timings, row: str, column: str) -> str:
-    """Return the origin of a number: the lines of the file, and the steps from them.
+    """Return the origin of a number: its lines in the file of timings, and the steps from these lines to the number.
 
     Raises UsageError for a cell that is not there.
     """
@@ -152,7 +152,7 @@ def trace(timings: Timings, row: str, column: str) -> str:
         reason = cell.reason or f"not measured yet ({timings.command})"
         raise UsageError(f"{row} on {column} is not there: {reason}")
     quantity = timings.bench.quantities[cell.printed.metric]
-    # shares of tokens follow from bytes, and other quantities from the one that is stored
+    # a share of tokens follows from stored bytes; some other quantities also follow from a stored one
     stored_quantity = BYTES if quantity == TOKENS else row_matching.source(quantity)
     lines = [f"{timings.table.id}, {row}, {column}: {quantity} of {cell.row['method']} at {cell.row['workload']}"]
     lines.extend(_lines_of_row(timings.file, "row", cell.row, stored_quantity))
@@ -172,7 +172,7 @@ def trace(timings: Timings, row: str, column: str) -> str:
 
 
 def _find_cell(timings: Timings, row: str, column: str) -> TimedCell:
-    """Return the cell of a row and column by their names, a measured one where several models have such a row.
+    """Return the cell at a row's and a column's name. Several models may have such a row: prefer a measured one.
 
     Raises UsageError where there is none.
     """

@@ -108,7 +108,7 @@ def _is_kvpress(path: Path) -> bool:
 
 
 LONGBENCH = Layout("longbench", _is_longbench, longbench)
-# LongBench's is the last, since it takes every .jsonl
+# LongBench's layout goes last, since it takes every .jsonl
 LAYOUTS = (
     Layout("lm-evaluation-harness", _is_lm_eval, lm_eval),
     Layout("kvpress", _is_kvpress, kvpress),
@@ -117,7 +117,10 @@ LAYOUTS = (
 
 
 def unrelated(path: Path) -> bool:
-    """Return True for a ``.csv`` of another name than kvpress's that has no column of answers."""
+    """Tell whether a ``.csv`` file holds no answers.
+
+    Such a file has another name than kvpress's predictions, and no column of answers.
+    """
     if path.suffix != ".csv" or path.stem.startswith("predictions"):
         return False
     # a folder of runs may hold other tables; the first line of a CSV names its columns
@@ -130,7 +133,7 @@ def unrelated(path: Path) -> bool:
 
 
 def _answer(row: FileRow, prediction: str, references: tuple[str, ...], place: str = "") -> ImportedAnswer:
-    """Return the answer with the classes and the length of its row, at ``place`` or else at the row's own."""
+    """Return an imported answer with its row's classes and length. Its place is ``place``, or the row's own."""
     return ImportedAnswer(
         prediction=prediction,
         references=references,

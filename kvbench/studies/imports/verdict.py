@@ -57,7 +57,9 @@ class Judgement(TypedDict):
 
 
 class PublishedMean(TypedDict):
-    """A paper's mean over LongBench's 16 English tasks, as it is ``stated`` and as the mean ``of_cells``."""
+    """A paper's mean over LongBench's 16 English tasks: as the paper states it, and as the mean of its printed
+    cells.
+    """
 
     stated: float | None
     of_cells: float | None
@@ -65,7 +67,7 @@ class PublishedMean(TypedDict):
 
 @dataclass(frozen=True)
 class MatchingRow:
-    """One row of a paper's table, by dataset, and how many rows of the paper match the source as well."""
+    """One row of a paper's table, by dataset. ``matching`` counts the paper's rows that match the source."""
 
     table: str
     cells: Mapping[str, Published]
@@ -75,16 +77,16 @@ class MatchingRow:
 def beside(
     source: PredictionSource, scored: list[Scored], code_sim: str
 ) -> dict[tuple[str, str], dict[int, Judgement]]:
-    """Return (paper, table) -> index of a scored file -> the published value and its verdict.
+    """Return, by (paper, table) and index of a scored file, the published value and our verdict on it.
 
-    Each paper has one row here: of its rows of that model and method, the one which shares most datasets. There are
-    none where the source is not said.
+    Each paper contributes one row. Among the rows of the source's model and method, this is the row that shares most
+    datasets. A source that names no model or method has no rows.
     """
     judgements: dict[tuple[str, str], dict[int, Judgement]] = {}
     for paper, row in _rows_by_paper(source, scored).items():
         for i, file in enumerate(scored):
             cell = row.cells.get(file.predictions.dataset)
-            # papers print more than LongBench's tasks, whose scores we would not know how to compare
+            # papers print other datasets, too, and we do not know how their scores compare
             if cell is not None and file.predictions.dataset in TASKS:
                 judgement = _judge(cell, file, source, code_sim, matching=row.matching)
                 judgements.setdefault((paper, row.table), {})[i] = judgement
