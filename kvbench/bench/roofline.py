@@ -35,7 +35,7 @@ def of(model: PreTrainedModel, batch: int, cache_bytes: float, bandwidth: float,
     shape = from_config(model.config)
     itemsize = next(model.parameters()).element_size()
     weights = step_weight_bytes(model, batch)
-    # one new token of each row, taken as exact keys and values in the model's number type
+    # each row's new token counts as exact keys and values in the model's number type
     written = shape.full_bytes(batch, itemsize)
     moved = weights + cache_bytes + written
     bound = moved / bandwidth
@@ -57,7 +57,7 @@ def copy_bandwidth(device: torch.device, size: int | None = None) -> float:
     if device.type == "cuda":
         # PyTorch keeps freed tensors in its pool, and they do not count as free memory until they are released
         release()
-        # a quarter of what is free, so that it fits beside a large model
+        # take a quarter of the free memory, so that it fits beside a large model
         copied = min(copied, torch.cuda.mem_get_info(device)[0] // 4)
     source = torch.zeros(copied, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)

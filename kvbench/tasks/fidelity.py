@@ -54,7 +54,7 @@ class FidelityKnobs:
 
 
 def load(context: LoadContext, **entry: Any) -> list[Task]:
-    """Return a task for each selected text, or for all texts whose files are there.
+    """Return a task for each selected text. Without a selection, return one for each text whose files exist.
 
     Raises UsageError if a selected text is missing, or no document is long enough.
     """
@@ -79,7 +79,7 @@ def load(context: LoadContext, **entry: Any) -> list[Task]:
         try:
             documents = list(TEXTS[name](files))
         except UsageError:
-            # a run of all texts goes on without the absent ones; a named text must not be left out
+            # a run of all texts skips absent ones; a named text must not be left out
             if selection:
                 raise
             continue
@@ -143,10 +143,10 @@ def _bos_ids(tokenizer: Any) -> list[int]:
 def _llamacpp_windows(
     prefix: str, tokenizer: Any, documents: Sequence[tuple[str, str]], length: int, *, halves: bool
 ) -> Iterator[Example]:
-    """Yield all windows of ``length`` tokens of the joined documents. The first half of each is not counted.
+    """Yield all windows of ``length`` tokens of the joined documents. Predictions in their first halves do not count.
 
     With ``halves`` the first half is read at once, otherwise only the first token is. Windows of different documents
-    take turns: a limit of a few windows then covers many documents.
+    take turns, so that a limit of a few windows covers many documents.
     """
     ids = tokenizer.encode("".join(text for _, text in documents), add_special_tokens=False)
     if len(ids) < 2 * length:
@@ -174,7 +174,7 @@ def _llamacpp_windows(
     for i in sorted(range(len(turns)), key=turns.__getitem__):
         window = ids[i * length : (i + 1) * length]
         if tokenizer.bos_token_id is not None:
-            # llama.cpp writes BOS over the first token, so that windows of a text do not shift
+            # llama.cpp writes BOS over the first token, so windows of a text do not shift
             window[0] = tokenizer.bos_token_id
         document, _ = documents[document_numbers[i]]
         yield Example(
@@ -209,7 +209,7 @@ def _wikitext(files: Files) -> Documents:
 
 
 def _essays(files: Files) -> Documents:
-    """Yield the files of the first folder of essays that is there."""
+    """Yield the files of the first existing folder of essays."""
     folder = _first_folder(files, ESSAYS)
     for path in sorted(folder.glob("*.txt")):
         yield path.stem, read_text(path, f"dataset={files.dataset}")
@@ -222,7 +222,7 @@ def _contexts(files: Files) -> Documents:
     for path in sorted(folder.rglob("*.jsonl")):
         contexts = []
         with path.open(encoding="utf-8") as lines:
-            # a fidelity run takes 20 documents unless it is told otherwise; LongBench has 200 long ones a task
+            # a fidelity run takes 20 documents by default; LongBench has 200 long ones a task
             for i, line in enumerate(islice(lines, 50)):
                 contexts.append((f"{path.stem}-{i:03d}", json.loads(line)["context"]))
         contexts_by_task.append(contexts)
@@ -233,7 +233,7 @@ def _contexts(files: Files) -> Documents:
 
 
 def _first_folder(files: Files, names: Sequence[str]) -> Path:
-    """Return the first of the folders that is below the data folder. Raises MissingData with the first name."""
+    """Return the first of the folders that exists below the data folder. Raises MissingData with the first name."""
     for name in names:
         if files.root is not None and (files.root / name).is_dir():
             return files.path(name)
