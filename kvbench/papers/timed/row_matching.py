@@ -77,7 +77,7 @@ def place(declared: BenchSpec, printed: Sequence[Published], rows: Sequence[Row]
         key = declared.ours(cell)
         if key is not None:
             table_rows.add(key)
-    # rows of two devices do not compare: a table shows the device that was measured last
+    # rows of two devices do not compare, so a table shows the device that was measured last
     latest_device = None
     for row in rows:
         is_of_table = row.get("model") == declared.model and (row.get("workload"), row.get("method")) in table_rows
@@ -88,8 +88,8 @@ def place(declared: BenchSpec, printed: Sequence[Published], rows: Sequence[Row]
 
 
 def others(declared: BenchSpec, cells: Sequence[TimedCell], rows: Sequence[Row]) -> Mapping[str, int]:
-    """Count the rows of the table's model on devices that it does not show."""
-    # nothing is left out of a table that shows nothing
+    """Count the rows of the table's model on devices that the table does not show."""
+    # a table that shows nothing leaves nothing out
     shown_devices = {cell.device for cell in cells if cell.row is not None}
     if not shown_devices:
         return Counter()
@@ -98,10 +98,10 @@ def others(declared: BenchSpec, cells: Sequence[TimedCell], rows: Sequence[Row])
 
 
 def workloads(declared: BenchSpec, cells: Sequence[TimedCell], measured: bool = False) -> list[str]:
-    """Return the workloads that are wanted and not measured, in the paper's order, or all with ``measured``."""
+    """Return the workloads, in the paper's order, that are wanted and not measured. ``measured`` includes all."""
     names = []
     for cell in cells:
-        # a reason against running a cell holds for ``measured`` as well
+        # with ``measured``, too, a cell with a reason against running is left out
         if cell.status == MISSING or (measured and cell.row is not None):
             key = declared.ours(cell.printed)
             if key is not None:
@@ -111,7 +111,7 @@ def workloads(declared: BenchSpec, cells: Sequence[TimedCell], measured: bool = 
 
 
 def source(quantity: str) -> str:
-    """Return the quantity of a row from which one of a table follows."""
+    """Return the stored quantity of a row from which a table's quantity follows."""
     if quantity in SHARES:
         return SHARES[quantity]
     if quantity in PER:
@@ -138,17 +138,17 @@ def _timed_cell(cell: Published, declared: BenchSpec, printed: Sequence[Publishe
     row = _latest_row(rows, declared.model, *key)
     if row is None:
         return TimedCell(cell, MISSING, published_ratio=published_ratio)
-    # integrated steps were timed one by one and interpolated between: a peak of memory is not concerned
+    # integrated steps were timed one by one and interpolated between; this does not affect a peak of memory
     marks = tuple(mark for mark in row["marks"] if mark != INTEGRATED or source(quantity) in OF_STEPS)
     status = str(row["status"])
     if status != MEASURED:
         return TimedCell(cell, status, str(row["reason"]), published_ratio=published_ratio, marks=marks, row=row)
     base = None
-    # what the paper's base does not have, such as a time to prune, is no share of what ours has
+    # a quantity that the paper's base lacks, such as a time to prune, has no ratio to ours
     if printed_base is not None:
         base = _base_row(declared, cell, row, rows)
     value = _value(row, rows, quantity, "median")
-    # our value / our base row's value, whose unit cancels
+    # our value / our base row's value; the unit cancels
     ratio = None
     if base is not None and value is not None:
         base_value = _value(base, rows, quantity, "median")
@@ -169,7 +169,7 @@ def _timed_cell(cell: Published, declared: BenchSpec, printed: Sequence[Publishe
 
 
 def _latest_row(rows: Sequence[Row], model: str, workload: str, method: str) -> Row | None:
-    """Return the last row of a model, workload and method, or None where there is none."""
+    """Return the last row of a model, workload and method; None if there is none."""
     # rows are appended as they are measured
     for row in reversed(rows):
         if (row.get("model"), row.get("workload"), row.get("method")) == (model, workload, method):
@@ -178,7 +178,7 @@ def _latest_row(rows: Sequence[Row], model: str, workload: str, method: str) -> 
 
 
 def _base_row(declared: BenchSpec, cell: Published, row: Row, rows: Sequence[Row]) -> Row | None:
-    """Return the row of the base method that was measured beside ``row`` on its device, or None where there is none."""
+    """Return the row of the base method that was measured beside ``row`` on its device; None if there is none."""
     key = declared.ours(cell, declared.base)
     if key is None:
         return None
@@ -193,7 +193,7 @@ def _printed_base(cell: Published, declared: BenchSpec, printed: Sequence[Publis
     """Return the printed cell of the base method on the same model, dataset, device and workload."""
 
     def conditions(c: Published) -> tuple[str | None, ...]:
-        """Return the parts of a cell that it shares with that of its base."""
+        """Return the conditions that a cell shares with its base."""
         return c.model, c.dataset, c.metric, c.settings.get("gpu"), declared.printed_workload(c)
 
     for candidate in printed:
@@ -203,7 +203,7 @@ def _printed_base(cell: Published, declared: BenchSpec, printed: Sequence[Publis
 
 
 def _spread(row: Row, rows: Sequence[Row], quantity: str, unit: float) -> tuple[float, float] | None:
-    """Return the quartiles of a row's quantity in the printed unit, or None where it was measured once."""
+    """Return the quartiles of a row's quantity in the printed unit; None if it was measured once."""
     low, high = (_value(row, rows, quantity, stat) for stat in ("q1", "q3"))
     # a single repeat has no spread
     repeats = int(row["quantities"].get(source(quantity), {}).get("n", 1))
@@ -213,9 +213,9 @@ def _spread(row: Row, rows: Sequence[Row], quantity: str, unit: float) -> tuple[
 
 
 def _value(row: Row, rows: Sequence[Row], quantity: str, stat: str) -> float | None:
-    """Return a statistic of a row's quantity, in seconds, bytes or as a share, or None where there is none."""
+    """Return a statistic of a row's quantity, in seconds, bytes or as a share; None if there is none."""
     if quantity in SHARES:
-        # quartiles of a row and of its full cache give none of their ratio
+        # the quartiles of a row and of its full cache do not give the quartiles of their ratio
         if stat != "median":
             return None
         return records.ratio(row, records.base(row, rows), SHARES[quantity])

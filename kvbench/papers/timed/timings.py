@@ -1,6 +1,6 @@
 """Our side of an efficiency table: rows of ``bench time`` in results/gpu, or of a small model in results/cpu.
 
-On the paper's own model only what is there is shown: scripts/gpu_tables.sh measures it, on a GPU. Any other model
+For the paper's own model only stored rows are shown: scripts/gpu_tables.sh measures them, on a GPU. Any other model
 stands in for it on a CPU, at sizes that bench<N>.yaml scales down, and is measured here. A table shows one of the two.
 """
 
@@ -45,7 +45,7 @@ class Timings:
 
     @property
     def stand_in(self) -> bool:
-        """Tell whether a small model on a CPU is shown."""
+        """Tell whether the table shows a small model on a CPU."""
         return self.bench.scaled
 
     @property
@@ -75,7 +75,7 @@ class Timings:
 def read(table: TableSpec, model: str, results: Path) -> Timings:
     """Read the stored rows of a table on ``model``. Raises KvbenchError for a damaged file.
 
-    Without a model, read those of the paper's own model where there are any, else those of tiny.
+    Without a model, read the rows of the paper's own model if there are any, else the tiny model's.
     """
     bench = bench_spec.load(table.paper, table.table)
     if not model:
@@ -83,7 +83,7 @@ def read(table: TableSpec, model: str, results: Path) -> Timings:
         if timings.there:
             return timings
         return read(table, stand_ins.MODEL, results)
-    # on any of the paper's models its own sizes are run, on others those of the stand-in
+    # the paper's models run at its own sizes, others at the stand-in's
     paper_models = {model_id(table.entry(name)) for name in table.models()}
     paper_models.add(model_id(bench.model))
     folder = "gpu"
@@ -121,7 +121,7 @@ def kept_tokens(row: Row, full: Row, shape: Shape) -> float:
 
 
 def _with_share_of_tokens(bench: bench_spec.BenchSpec, cell: TimedCell, rows: Sequence[Row]) -> TimedCell:
-    """Return the cell with its share of tokens where that is its quantity."""
+    """Return the cell with its share of tokens if that is its quantity."""
     if bench.quantities.get(cell.printed.metric) != TOKENS or cell.row is None or cell.status != records.MEASURED:
         return cell
     # a share of tokens needs the full cache of the same session
@@ -138,7 +138,7 @@ def _shape_of_model(model: str) -> Shape:
 
 
 def allowed(key: str) -> bool:
-    """Tell whether an argument of ``table`` is results=, or one of ``bench time`` that a table leaves open."""
+    """Tell whether an argument of ``table`` is results=, or an argument of ``bench time`` that a table leaves open."""
     return key == "results" or key in KEYS
 
 
@@ -194,7 +194,7 @@ def _find_cell(timings: Timings, row: str, column: str) -> TimedCell:
 
 
 def _lines_of_row(file: Path, name: str, row: Row, quantity: str) -> list[str]:
-    """Return where a row stands in the file, and its values of a quantity."""
+    """Return a row's position in the file, and its values of a quantity."""
     # the last of equal rows, counted from 1
     number = 1 + max(i for i, stored_row in enumerate(records.read(file)) if stored_row == row)
     statistics = row["quantities"].get(quantity)
