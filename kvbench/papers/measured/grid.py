@@ -431,7 +431,7 @@ def _printed_notes(view: View, entries: Sequence[CellView], relative: bool) -> I
         for entry in row:
             if entry.stated is not None:
                 corrections.append(f"{_number(entry.stated, 2)} for {_number(entry.published, 2)} ({name})")
-    if corrections and relative:  # a share has no room for the mark
+    if corrections and relative:  # a cell of shares has no room for the stated average
         yield f"Averages that the paper states, for what its cells give: {', '.join(corrections)}."
     elif corrections:
         yield "stated: the average that the paper states, where its cells give another."

@@ -104,7 +104,7 @@ def notes(timings: Timings, entries: Sequence[CellView], show: str = "both") -> 
     if timings.there:
         texts += _ours_notes(timings, show)
     else:
-        # only the paper's ratios are shown, in the brackets that follow ours otherwise
+        # only the paper's ratios are shown; otherwise these brackets follow our ratio
         texts.append(their_note.replace("N.NN×", "(N.NN×)", 1))
     if any(INTEGRATED in cell.marks for cell in cells):
         texts.append("∫ integrated: steps were run at a few cache lengths and interpolated between them.")

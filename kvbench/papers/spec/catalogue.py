@@ -67,7 +67,7 @@ class CatalogueEntry:
         return sorted({cell.method for cell in self.cells} - {""})
 
     def counts(self) -> dict[str, int]:
-        """Return the numbers of published cells, and of suspect, repaired and missing ones. A cell can be two of these."""
+        """Return the numbers of published, suspect, repaired and missing cells. A cell can be two of these."""
         # a cell can be suspect and repaired; it then counts as both
         flags: Counter[str] = Counter()
         for cell in self.cells:

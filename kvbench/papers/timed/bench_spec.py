@@ -120,7 +120,7 @@ class BenchSpec:
         return workload_name, text
 
     def _method_text(self, method: str, facts: set[str]) -> str | None:
-        """Return our row for a published method: the one that names the most settings of the cell, and no other setting."""
+        """Return our row for a published method: the one that names most settings of the cell, and no other setting."""
         # ``kivi bits=2`` is nearer to a row with bits=2 than ``kivi``, which holds for all other rows
         text, most_settings = None, -1
         for words, candidate in self.methods.items():

@@ -98,10 +98,10 @@ def others(declared: BenchSpec, cells: Sequence[TimedCell], rows: Sequence[Row])
 
 
 def workloads(declared: BenchSpec, cells: Sequence[TimedCell], measured: bool = False) -> list[str]:
-    """Return the workloads, in the paper's order, that are wanted and not measured. ``measured`` includes all."""
+    """Return the workloads of missing cells, in the paper's order. ``measured`` adds those of cells with a row."""
     names = []
     for cell in cells:
-        # with ``measured``, too, a cell with a reason against running is left out
+        # a cell with a reason against running has no row, so ``measured`` leaves it out, too
         if cell.status == MISSING or (measured and cell.row is not None):
             key = declared.ours(cell.printed)
             if key is not None:
