@@ -67,7 +67,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     }
     published = _published()
     for name, text in texts.items():
-        # what these texts link to is written as seen from docs/ or from the root
+        # links in these texts are written as seen from docs/ or from the root
         folder = "docs" if name in ("papers.md", "what-is-measured.md") else ""
         text = text if name.startswith("methods/") else _relinked(_fences(text), folder, name, published)
         files.append(File.generated(config, name, content=text))
@@ -100,7 +100,7 @@ def _fences(text: str) -> str:
 def _relinked(text: str, folder: str, page: str, published: Sequence[str]) -> str:
     """Return the text of a file in ``folder`` with its relative links pointing to the site, as seen from ``page``.
 
-    A link to what the site does not have (a source file) becomes the plain name.
+    A link to a file that the site lacks (a source file) becomes the plain name.
     """
 
     def link(match: re.Match[str]) -> str:
@@ -126,7 +126,7 @@ def _relinked(text: str, folder: str, page: str, published: Sequence[str]) -> st
 
 
 def _keys() -> str:
-    """Return the page of all keys, written in the files of conf/ themselves; methods' knobs are on their own pages."""
+    """Return the page of all keys, in the text of conf/'s own files. Methods' knobs are on their own pages."""
     names = [*KEY_FILES, *(f"dataset/{name}" for name in entries("dataset"))]
     blocks = (f"```yaml conf/{name}.yaml\n{commented(name).strip()}\n```" for name in names)
     return "# Keys of run\n\nKnobs of methods are on [their pages](methods/index.md).\n\n" + "\n\n".join(blocks) + "\n"
@@ -186,7 +186,7 @@ def _method_page(method: str) -> str:
 def _prose(docstring: str) -> str:
     """Return a docstring as Markdown: its ``names`` as code, and lines of the form ``knob: text`` as a list."""
     text = docstring.replace("``", "`")
-    text = re.sub(r"\n +", " ", text)  # a line that goes on below its knob
+    text = re.sub(r"\n +", " ", text)  # a line that continues below its knob
     return re.sub(r"^([\w, ]+(?: `\w+`)?): ", r"\n- **\1**: ", text, flags=re.MULTILINE)
 
 
@@ -203,7 +203,7 @@ def _model() -> tuple[Any, Any, Any]:
 
 
 def _picture(method: str) -> str:
-    """Return what a method keeps of the prompt: a picture if it drops tokens, otherwise a sentence with its bytes."""
+    """Return a method's choice from the prompt: a picture if it drops tokens, otherwise a sentence with its bytes."""
     model, tokenizer, ids = _model()
     knobs = {"kv_ratio": RATIO} if "kv_ratio" in registry.knob_names(method) else {}
     knobs |= {"window": 4} if "window" in registry.knob_names(method) else {}
@@ -224,7 +224,7 @@ def _picture(method: str) -> str:
 
 
 def drawing(kept: PromptCache, words: Sequence[str], method: str) -> str:
-    """Return a picture (SVG) of the tokens that each layer and head keeps, and the prompt shaded by how many do."""
+    """Return a picture (SVG) of the tokens that each layer and head keeps, and the prompt shaded by their number."""
     n, boxes, counts, y = kept.prompt_tokens, [], [0] * kept.prompt_tokens, 0
     for layer in kept.layers:
         for positions in layer.kept_positions():
@@ -259,7 +259,7 @@ def drawing(kept: PromptCache, words: Sequence[str], method: str) -> str:
 def _rows() -> dict[str, Any]:
     """Return the rows of the report on SmolLM2 by method."""
     report = json.loads(ROWS.read_text("utf-8"))
-    # a method that changes another is measured behind it: h2o+vatp is the row of vatp
+    # a method that changes another is measured behind it: the row of vatp is h2o+vatp
     return {row["method"].split()[0].rpartition("+")[2]: row for row in report["rows"]}
 
 

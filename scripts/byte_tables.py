@@ -60,7 +60,7 @@ def rendered(runs: list[RunPlan], table: str) -> str:
 
 
 def write(table: str, results: str, measure: bool) -> None:
-    """Write the table and its samples from what is measured and committed, which ``measure`` completes first."""
+    """Write the table and its samples from measured and committed results. ``measure`` completes them first."""
     runs = prepare(table, results)
     if (ROWS / f"{table}.samples.jsonl.gz").exists():
         archive.unpack(ROWS / f"{table}.samples.jsonl.gz", runs[0].store)
@@ -74,7 +74,7 @@ def write(table: str, results: str, measure: bool) -> None:
 
 
 def same(table: str) -> bool:
-    """Tell whether the committed table is what its samples give. Raises MissingFiles if it cannot be made here."""
+    """Tell whether the samples give the committed table. Raises MissingFiles if it cannot be made here."""
     with tempfile.TemporaryDirectory() as folder:
         archive.unpack(ROWS / f"{table}.samples.jsonl.gz", ResultStore(Path(folder)))
         runs = prepare(table, folder)
@@ -83,13 +83,13 @@ def same(table: str) -> bool:
 
 
 def verify(found: Verification, tables: Iterable[str] = TABLES) -> None:
-    """Add to ``found`` which of the tables are what their samples give."""
+    """Add to ``found`` whether the samples give each of the tables."""
     for table in tables:
         found.add(f"{table}.md", partial(same, table), f"python scripts/byte_tables.py {table}")
 
 
 def main() -> int:
-    """Write or verify the tables that are named, or all; return the exit status."""
+    """Write or verify the named tables, or all. Return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tables", nargs="*", choices=[[], *TABLES], help="which (default: all)")
     verification.add_options(parser)

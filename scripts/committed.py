@@ -1,7 +1,7 @@
-"""The samples of a pretrained model that are committed: a file for each paper and task, in results/samples.
+"""The committed samples of a pretrained model: a file for each paper and task, in results/samples.
 
 A table and a claim of one paper often show the same cells. Each paper's tables and claims are restored from all of its
-files, or from those of the datasets that they name, and are packed into them together.
+files, or from the files of the datasets that they name, and are packed into them together.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def samples_path(paper: str, task: str, folder: Path) -> Path:
 
 
 def restore(paper: str, store: ResultStore, folder: Path, datasets: Collection[str] = ()) -> None:
-    """Put a paper's samples, all or of some datasets, from ``folder`` into ``store`` where they are missing there."""
+    """Put a paper's samples, all or of some datasets, from ``folder`` into ``store`` if they are missing there."""
     for path in sorted(folder.glob(f"{paper}.*{END}")):
         parts = path.name.removesuffix(END).split(".")[1:]
         if not datasets or any(part in datasets for part in parts):

@@ -54,9 +54,10 @@ Counted = Callable[[Data], bool]
 
 @dataclass(frozen=True)
 class Row:
-    """A kind of data, what is computed of it, and the outcome that is counted.
+    """A kind of data, the statistic computed from it, and the outcome that is counted.
 
-    draw: makes one data set of n examples. counted: whether its interval holds the true value, or its test rejects.
+    draw: makes one data set of n examples.
+    counted: whether its interval holds the true value, or its test rejects.
     """
 
     what: str
@@ -66,7 +67,7 @@ class Row:
 
 
 def f1(rng: np.random.Generator, n: int, zeros: float) -> Data:
-    """Return scores of answers of which a part ``zeros`` is wrong; their mean is 0.4 of the others' part."""
+    """Return scores of answers. A part ``zeros`` of them is wrong, and their mean is 0.4 of the others' part."""
     return np.where(rng.random(n) < zeros, 0.0, rng.beta(1.0, 1.5, n))
 
 
@@ -77,12 +78,12 @@ def right_or_wrong(rng: np.random.Generator, n: int) -> Data:
 
 
 def changed(rng: np.random.Generator, n: int, part: float) -> Data:
-    """Return differences of F1-like scores, of mean 0, where a ``part`` of the answers is another."""
+    """Return differences of F1-like scores with mean 0, where a ``part`` of the answers differs."""
     return np.where(rng.random(n) < part, f1(rng, n, 0.3) - f1(rng, n, 0.3), 0.0)
 
 
 def flipped(rng: np.random.Generator, n: int, part: float) -> Data:
-    """Return differences of right and wrong answers, of mean 0, where a ``part`` of the answers is another."""
+    """Return differences of right and wrong answers with mean 0, where a ``part`` of the answers differs."""
     return np.where(rng.random(n) < part, rng.choice([-1.0, 1.0], n), 0.0)
 
 
@@ -95,7 +96,7 @@ def contrast(rng: np.random.Generator, n: int, sigma: float) -> Data:
 
 def articles(rng: np.random.Generator, n: int) -> Data:
     """Return the mean score of each of n articles: QUESTIONS answers that are right more often on some articles."""
-    difficulty = rng.beta(2.0, 3.0, n)  # of mean 0.4
+    difficulty = rng.beta(2.0, 3.0, n)  # the mean is 0.4
     return rng.binomial(QUESTIONS, difficulty) / QUESTIONS
 
 
@@ -108,8 +109,8 @@ def ratio_pairs(rng: np.random.Generator, n: int, values: Data) -> Data:
 def shared(rng: np.random.Generator, n: int, lost: bool) -> Data:
     """Return [n, 2]: scores of a method beside the full cache's.
 
-    ``lost``: one answer of five scores 0 and no other changes, a share of 80 %. Else two of five are other answers, of
-    half the mean: also 80 %.
+    With ``lost``, one answer of five scores 0 and no other changes, a share of 80 %. Otherwise two of five are other
+    answers with half the mean: also 80 %.
     """
     full = f1(rng, n, 0.4)
     if lost:
@@ -118,7 +119,7 @@ def shared(rng: np.random.Generator, n: int, lost: bool) -> Data:
 
 
 def alike(rng: np.random.Generator, n: int) -> Data:
-    """Return [n, 2]: two methods' divergences of each prompt, of one distribution and alike on a prompt."""
+    """Return [n, 2]: two methods' divergences of each prompt, with one distribution and alike on a prompt."""
     return np.exp(rng.normal(0, 1, n)[:, None] + rng.normal(0, 0.5, (n, 2)))
 
 
@@ -143,12 +144,12 @@ def tasks_of_two(rng: np.random.Generator, n: int) -> Data:
 
 
 def rare_losses(rng: np.random.Generator, n: int) -> Data:
-    """Return differences of which one of a hundred is a whole answer lost, the others 0."""
+    """Return differences: one of a hundred is a whole answer lost, the others are 0."""
     return -(rng.random(n) < 0.01).astype(float)
 
 
 def holds(interval: stats.Interval | None, truth: float) -> bool:
-    """Tell whether an interval holds a value; none holds everything."""
+    """Tell whether an interval holds a value. None holds everything."""
     return interval is None or interval[0] - stats.ROUNDING <= truth <= interval[1] + stats.ROUNDING
 
 

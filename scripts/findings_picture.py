@@ -64,7 +64,7 @@ def points(text: str) -> list[Point]:
     kl, score = head.index("KL, nats"), head.index("RULER withheld")
     found = []
     for line in lines[lines.index(head) + 1 :]:
-        if len(line) != len(head):  # the rule below the heads, and other tables
+        if len(line) != len(head):  # skip the rule below the heads, and other tables
             continue
         name = line[0].split(" ")[0]
         values = [NUMBER.match(line[i]) for i in (kl, score)]

@@ -22,7 +22,7 @@ def table() -> str:
 
 
 def page() -> str:
-    """Return the whole page with the table as it is now."""
+    """Return the whole page with the current table."""
     return PAGE.read_text("utf-8").partition(START)[0] + table()
 
 

@@ -63,7 +63,7 @@ def write(runs: list[RunPlan], length: str) -> None:
 
 
 def planned(measured: Mapping[str, object], results: str, length: str) -> list[RunPlan]:
-    """Return the runs behind the files. Raises MissingData if they lack cells of ``measured``: texts are not here."""
+    """Return the runs behind the files. Raises MissingData if they lack cells of ``measured``: texts are missing."""
     runs = leaderboard.prepare(MODEL, {**COMMITTED, "lengths": length, "results": results})
     if not measured.keys() <= {c.id for run in runs for g in run.groups for c in g.cells}:
         verification.check(runs[0].store, runs, MODEL)
@@ -71,7 +71,7 @@ def planned(measured: Mapping[str, object], results: str, length: str) -> list[R
 
 
 def same(length: str) -> bool:
-    """Tell whether the committed files are what the samples give. Raises MissingFiles if they cannot be made here."""
+    """Tell whether the samples give the committed files. Raises MissingFiles if they cannot be made here."""
     board = BOARDS[length]
     with tempfile.TemporaryDirectory() as folder:
         measured = archive.unpack(board / SAMPLES, ResultStore(Path(folder)))
@@ -80,7 +80,7 @@ def same(length: str) -> bool:
 
 
 def verify(found: Verification) -> None:
-    """Add to ``found`` which of the leaderboards are what their samples give."""
+    """Add to ``found`` whether the samples give each of the leaderboards."""
     for length, board in BOARDS.items():
         if (board / SAMPLES).exists():
             remedy = f"python scripts/leaderboard.py --length {length}"
@@ -101,7 +101,7 @@ def main() -> int:
             found = Verification()
             verify(found)
             return found.close(args.without)
-        # what is committed is not measured again
+        # committed results are not measured again
         samples = BOARDS[args.length] / SAMPLES
         measured = archive.unpack(samples, ResultStore(Path(args.results))) if samples.exists() else {}
         runs = planned(measured, args.results, args.length)

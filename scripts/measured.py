@@ -52,7 +52,7 @@ def _datasets() -> Iterator[str]:
             yield "Knobs: " + ", ".join(f"`{k}={_plain(v)}`" for k, v in knobs.items()) + ".\n"
         if entry.get("default_limit"):
             yield f"Measured by default: {entry['default_limit']} examples per task.\n"
-        if name == "tiny":  # made by kvbench itself
+        if name == "tiny":  # kvbench itself makes this dataset
             tasks = load_tasks(name, entry, (), None)
             head = ("task", "examples", "metric", "of the answer")
             yield writers.table(head, [(t.id, str(len(t.examples)), t.metric, _answering(t)) for t in tasks])

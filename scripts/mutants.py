@@ -32,7 +32,7 @@ NOT_COLLECTED = 4
 
 @dataclass(frozen=True)
 class Mutation:
-    """A text of a file, what it is replaced by, and the tests that must notice."""
+    """A text of a file, its replacement, and the tests that must notice."""
 
     file: str
     old: str
@@ -49,7 +49,7 @@ class Mutation:
 
 
 def mutations(words: Sequence[str]) -> list[Mutation]:
-    """Return the mutations of the list whose file contains one of ``words``; all without words."""
+    """Return the mutations of the list whose file contains one of ``words``. Return all without words."""
     entries = yaml.safe_load(LIST.read_text(encoding="utf-8"))
     all_of_them = []
     for entry in entries:
@@ -61,7 +61,7 @@ def mutations(words: Sequence[str]) -> list[Mutation]:
 
 
 def tests_fail(mutation: Mutation) -> str:
-    """Make a mutation in a copy and run its tests. Return what happened: noticed, survived, too slow or broken."""
+    """Make a mutation in a copy and run its tests. Return the outcome: noticed, survived, too slow or broken."""
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder)
         for name in COPIED:
@@ -88,7 +88,7 @@ def tests_fail(mutation: Mutation) -> str:
 
 
 def main() -> int:
-    """Try the mutations and print one line each; return 1 if a mutation was not noticed."""
+    """Try the mutations and print one line each. Return 1 if a mutation was not noticed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("words", nargs="*", help="parts of file names")
     chosen = mutations(parser.parse_args().words)

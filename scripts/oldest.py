@@ -12,7 +12,7 @@ PYPROJECT = Path(__file__).parents[1] / "pyproject.toml"
 
 
 def oldest(dependencies: Sequence[str]) -> list[str]:
-    """Return ``name==bound.*`` for each ``name>=bound``; a bound of one number, 2, is the release 2.0."""
+    """Return ``name==bound.*`` for each ``name>=bound``. A bound of one number, 2, is the release 2.0."""
     pins = []
     for dependency in dependencies:
         name, bound = re.match(r"([\w-]+)>=([\d.]+)", dependency).groups()  # type: ignore[union-attr]

@@ -36,12 +36,12 @@ from kvbench.store.store import ResultStore
 
 
 def samples(goal: Target) -> Path:
-    """Return the path of the samples behind the ledger of tiny; a pretrained model's are those of ``committed``."""
+    """Return the path of the samples behind the tiny model's ledger. ``committed`` has a pretrained model's samples."""
     return ledger.ledger_path(goal.model, goal.root, claims.papers()).with_suffix(".samples.jsonl.gz")
 
 
 def restore(goal: Target, store: ResultStore) -> None:
-    """Put the committed samples of a ledger into ``store`` where they are missing there."""
+    """Put the committed samples of a ledger into ``store`` if they are missing there."""
     if goal.scored:
         for paper in claims.papers():
             committed.restore(paper, store, goal.packs)
@@ -50,7 +50,7 @@ def restore(goal: Target, store: ResultStore) -> None:
 
 
 def pack(goal: Target, prepared: Mapping[str, Sequence[OurTable]], store: ResultStore) -> None:
-    """Write the samples of what is measured for a ledger."""
+    """Write the measured samples of a ledger."""
     runs = {paper: [t.run for t in some if t.run is not None] for paper, some in prepared.items()}
     if goal.scored:
         for paper, planned in runs.items():
@@ -61,7 +61,7 @@ def pack(goal: Target, prepared: Mapping[str, Sequence[OurTable]], store: Result
 
 
 def decided(goal: Target, prepared: Mapping[str, Sequence[OurTable]]) -> dict[str, Any]:
-    """Return the ledger of what is measured."""
+    """Return the ledger of the measured claims."""
     return json.loads(json.dumps(claim_runner.plain(prepared, goal.model, claim_runner.settle(prepared, goal.model))))
 
 
@@ -87,7 +87,7 @@ def write(goal: Target, results: str) -> None:
 
 
 def same(goal: Target) -> bool:
-    """Tell whether a committed ledger is what its samples give. Raises MissingFiles if it cannot be made here."""
+    """Tell whether its samples give a committed ledger. Raises MissingFiles if it cannot be made here."""
     with tempfile.TemporaryDirectory() as folder:
         store = ResultStore(Path(folder))
         restore(goal, store)
@@ -99,13 +99,13 @@ def same(goal: Target) -> bool:
 
 
 def same_page(root: Path) -> bool:
-    """Tell whether the page of all ledgers is what the ledgers give."""
+    """Tell whether the ledgers give the page of all ledgers."""
     path = root / "claims.md"
     return path.exists() and page(root) == path.read_text(encoding="utf-8")
 
 
 def verify(found: Verification, models: Sequence[str] = (), root: Path = shards.COMMITTED) -> None:
-    """Add to ``found`` which of the ledgers committed in ``root``, and the page of all, are what their samples give."""
+    """Add to ``found`` whether samples give each ledger committed in ``root``, and ledgers the page of all."""
     for model in models or (PRETRAINED, stand_ins.MODEL):
         path = ledger.ledger_path(model, root, claims.papers())
         if path.exists():
@@ -115,7 +115,7 @@ def verify(found: Verification, models: Sequence[str] = (), root: Path = shards.
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure or verify a ledger; return the exit status."""
+    """Measure or verify a ledger. Return the exit status."""
     args = shards.arguments(__doc__).parse_args(arguments)
     return shards.ended(lambda: _do(args))
 
@@ -129,7 +129,7 @@ def _do(args: argparse.Namespace) -> int:
     restore(goal, ResultStore(Path(args.results)))
     if not args.pack:
         if not goal.scored:
-            restore_tables(goal.tables(["all"]), goal, args.results)  # many rows of claims are rows of tables
+            restore_tables(goal.tables(["all"]), goal, args.results)  # many rows of claims are also rows of tables
         shares = [(p, ((f"claims/{p}",), goal.model, args.results, goal.arguments)) for p in claims.papers()]
         rounds = shards.ROUNDS if goal.scored else (None,)
         shards.measure(shares, rounds, args.workers, lambda: write(goal, args.results))

@@ -44,9 +44,9 @@ PRETRAINED = "smollm2-135m-q4_1"
 class Target:
     """A model's tables and the folder where they are committed.
 
-    arguments: what is given to ``run`` beside the arguments of each table.
-    scored: only tables of scores are written, no tables of times or of facts; their samples are a paper's, not a
-    table's (``committed``).
+    arguments: arguments of ``run`` beside those of each table.
+    scored: only tables of scores are written, no tables of times or of facts. Their samples belong to a paper, not to a
+    table (``committed``).
     """
 
     model: str
@@ -56,7 +56,7 @@ class Target:
 
     @property
     def root(self) -> Path:
-        """Return the folder of everything that is committed."""
+        """Return the folder of all committed files."""
         return self.folder.parent
 
     @property
@@ -94,7 +94,7 @@ def rendered(seen: View, goal: Target) -> str:
 
 
 def cost(ours: OurTable) -> str:
-    """Return a line that says how long a table's answers took, or '' if none was measured.
+    """Return a line that says how long a table's answers took; '' if none was measured.
 
     The time to read a prompt counts once for all rows of the table.
     """
@@ -118,14 +118,14 @@ def cost(ours: OurTable) -> str:
 
 
 def prepare(table: TableSpec, goal: Target, results: str, *more: str) -> OurTable:
-    """Return the table's run with its results in ``results``; a timed table's results are those committed."""
+    """Return the table's run with its results in ``results``. A timed table's results are the committed ones."""
     if table.kind == timings.KIND:
         return our_table.timed(timings.read(table, "", goal.root))
     return shards.prepare(table, goal.model, results, *goal.arguments, *more)
 
 
 def write(table: TableSpec, goal: Target, results: str, time_it: bool = True) -> None:
-    """Write the table from what is measured of it, and its samples; ``time_it`` measures a timed table first."""
+    """Write the table from its measured cells, and its samples. ``time_it`` measures a timed table first."""
     ours = prepare(table, goal, results)
     if ours.timings is not None and time_it:
         measuring.measure(ours.timings)
@@ -145,7 +145,7 @@ def write(table: TableSpec, goal: Target, results: str, time_it: bool = True) ->
 
 
 def restore(tables: Sequence[TableSpec], goal: Target, results: str) -> None:
-    """Put the committed samples into ``results`` where they are missing there."""
+    """Put the committed samples into ``results`` if they are missing there."""
     store = ResultStore(Path(results))
     if goal.scored:
         for paper in dict.fromkeys(t.paper for t in tables):
@@ -157,7 +157,7 @@ def restore(tables: Sequence[TableSpec], goal: Target, results: str) -> None:
 
 
 def measure(tables: Sequence[TableSpec], goal: Target, results: str, workers: int) -> None:
-    """Measure what is missing of all tables, a paper at a time, and write them after each round."""
+    """Measure the missing cells of all tables, a paper at a time, and write the tables after each round."""
     papers = [(paper, list(specs)) for paper, specs in groupby(tables, key=lambda t: t.paper)]
     shares = [
         (p, (tuple(t.id for t in specs if t.measurable), goal.model, results, goal.arguments)) for p, specs in papers
@@ -170,12 +170,12 @@ def measure(tables: Sequence[TableSpec], goal: Target, results: str, workers: in
 
     shards.measure(shares, shards.ROUNDS if goal.scored else (None,), workers, write_scores)
     for table in tables:
-        if table.kind == timings.KIND:  # times are taken while nothing else runs
+        if table.kind == timings.KIND:  # take times while nothing else runs
             write(table, goal, results)
 
 
 def same(table: TableSpec, goal: Target) -> bool:
-    """Tell whether the committed table, and its entry in counts.csv, is what its samples or timed rows give.
+    """Tell whether samples or timed rows give the committed table and its entry in counts.csv.
 
     Raises MissingFiles if the table cannot be made here.
     """
@@ -190,7 +190,7 @@ def same(table: TableSpec, goal: Target) -> bool:
         seen = view(ours)
         page_text = goal.page(table).read_text(encoding="utf-8") if goal.page(table).exists() else ""
         if page_text != rendered(seen, goal):
-            # what was not there when the page was written, it says itself
+            # the page itself names the cells that were missing when it was written
             verification.need_texts((w.name for w, why in ours.absent.items() if why not in page_text), goal.model)
             return False
         return not _counted(table) or coverage.read(goal.folder).get(table.id) == coverage.count(seen)
@@ -199,7 +199,7 @@ def same(table: TableSpec, goal: Target) -> bool:
 def verify(
     found: Verification, wanted: Sequence[str] = ("all",), models: Sequence[str] = (), root: Path = shards.COMMITTED
 ) -> None:
-    """Add to ``found`` which of the tables of each model committed in ``root`` are what their samples give."""
+    """Add to ``found`` whether samples give the tables of each model committed in ``root``."""
     for model in models or (stand_ins.MODEL, PRETRAINED):
         goal = target(model, root)
         for table in goal.tables(wanted):
@@ -213,7 +213,7 @@ def _counted(table: TableSpec) -> bool:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure or verify the tables that are named, or all; return the exit status."""
+    """Measure or verify the named tables, or all. Return the exit status."""
     parser = shards.arguments(__doc__)
     parser.add_argument("tables", nargs="*", default=["all"], help="paper/number, paper or all (default)")
     args = parser.parse_args(arguments)

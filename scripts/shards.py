@@ -1,4 +1,4 @@
-"""Papers' tables and claims measured by several processes: each takes its share of the examples, round by round."""
+"""Papers' tables and claims measured by several processes. Each takes its share of the examples, round by round."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def measure_shard(shard_tables: Shard, shard: int, shards: int, most: int | None
 
 
 def calibrate_shard(shard_tables: Shard, shard: int, shards: int) -> None:
-    """Compute one process's part of the missing calibrations; no two processes compute the same one."""
+    """Compute one process's part of the missing calibrations. No two processes compute the same one."""
     for run in joined(shard_tables, shard, shards):
         chain_of = {r.key: c.chain for g in run.groups for c in g.cells for r in run.session.requests(c.chain).values()}
         chains = [chain_of[key] for key in sorted(chain_of)[shard::shards] if run.session.missing(chain_of[key])]
@@ -77,7 +77,7 @@ def calibrate_shard(shard_tables: Shard, shard: int, shards: int) -> None:
 
 @cache
 def joined(shard_tables: Shard, shard: int, shards: int) -> list[RunPlan]:
-    """Return the runs of some tables; those that read the same prompts are joined into one.
+    """Return the runs of some tables. Runs that read the same prompts are joined into one.
 
     They are cached, since a process needs them in every round.
     """
@@ -89,7 +89,7 @@ def joined(shard_tables: Shard, shard: int, shards: int) -> list[RunPlan]:
 
 
 def _few(group: Group, most: int | None) -> Group:
-    """Return the group without the examples that a round of ``most`` examples a task does not measure."""
+    """Return the group without the examples beyond a round of ``most`` examples a task."""
     if most is None:
         return group
     is_long = group.task.examples[0].max_new_tokens >= LONG_ANSWER
@@ -104,7 +104,7 @@ def _cost(group: Group) -> int:
 def measure(
     shares: Sequence[tuple[str, Shard]], rounds: Sequence[int | None], workers: int, ended: Callable[[], None]
 ) -> None:
-    """Measure what is missing of each of ``shares``, (name to print, its tables), and call ``ended`` after each round.
+    """Measure the missing answers of each of ``shares``, (name to print, its tables). Call ``ended`` after each round.
 
     Every process takes its own share of the examples, so that no two measure the same part of a cell.
     """
@@ -136,7 +136,7 @@ def arguments(doc: str | None) -> argparse.ArgumentParser:
 
 
 def ended(work: Callable[[], int]) -> int:
-    """Return the exit status of ``work``. An error or a signal may end it, and the processes that measure with it."""
+    """Run ``work`` and return its exit status. Errors and SIGTERM stop its worker processes as well."""
     before = signal.signal(signal.SIGTERM, _terminated)
     try:
         return work()
@@ -151,13 +151,13 @@ def ended(work: Callable[[], int]) -> int:
 
 
 def _wait(parts: Iterable[Future[None]]) -> None:
-    """Wait for all of ``parts``. Raises what one of them raised."""
+    """Wait for all of ``parts``. Raises the error that one of them raised."""
     for part in list(parts):
         part.result()
 
 
 def _terminated(*_: object) -> None:
-    """End as an interrupt does, together with the processes that measure, which would go on for hours."""
+    """End as an interrupt does. Terminate the worker processes, too, since they would go on for hours."""
     for child in multiprocessing.active_children():
         child.terminate()
     raise KeyboardInterrupt

@@ -121,7 +121,7 @@ def rendered(prepared: RunPlan, table: str) -> str:
 
 
 def measure(table: str, results: str) -> None:
-    """Measure what is missing, beside what is committed, and write the table and its samples."""
+    """Measure the missing cells in addition to committed ones. Write the table and its samples."""
     prepared = prepare(table, results)
     if path(table, ".samples.jsonl.gz").exists():
         archive.unpack(path(table, ".samples.jsonl.gz"), prepared.store)
@@ -132,7 +132,7 @@ def measure(table: str, results: str) -> None:
 
 
 def same(table: str) -> bool:
-    """Tell whether the committed table is what its samples give. Raises MissingFiles if it cannot be made here."""
+    """Tell whether the samples give the committed table. Raises MissingFiles if it cannot be made here."""
     with tempfile.TemporaryDirectory() as folder:
         archive.unpack(path(table, ".samples.jsonl.gz"), ResultStore(Path(folder)))
         prepared = prepare(table, folder)
@@ -141,14 +141,14 @@ def same(table: str) -> bool:
 
 
 def verify(found: Verification, tables: Iterable[str] = TABLES) -> None:
-    """Add to ``found`` which of the tables are what their samples give."""
+    """Add to ``found`` whether the samples give each of the tables."""
     for table in tables:
         name = path(table, ".md").relative_to(ROWS)
         found.add(str(name), partial(same, table), f"python scripts/tiny_table.py {table}")
 
 
 def main() -> int:
-    """Measure or verify the tables that are named, or all; return the exit status."""
+    """Measure or verify the named tables, or all. Return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "tables", nargs="*", choices=[[], *TABLES], help="which (default: the tiny ones; --verify: all)"

@@ -76,7 +76,7 @@ Sampled = dict[tuple[str, str], dict[str, Any]]
 
 @dataclass
 class Tally:
-    """What happened, for the closing summary.
+    """The outcomes, for the closing summary.
 
     kills: lives that were killed.
     measuring: kills after which a file had changed.
@@ -86,8 +86,8 @@ class Tally:
     lines: whole lines that were compared with those on disk after an earlier kill.
     lost: whole lines that had gone.
     doubled: samples that occurred twice.
-    different: what differed from the undisturbed run, in words.
-    disk: what came of the full disk, in words.
+    different: the differences from the undisturbed run, in words.
+    disk: the outcome of the full disk, in words.
     """
 
     kills: int = 0
@@ -107,7 +107,7 @@ class Tally:
 
 
 def main() -> int:
-    """Torture the run and print the summary; return 1 if anything was lost, doubled or different."""
+    """Torture the run and print the summary. Return 1 if anything was lost, doubled or different."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=100, help="kills that must land (default 100)")
     parser.add_argument("--kinds", default=",".join(KINDS), help=f"of {', '.join(KINDS)} (default all)")
@@ -123,7 +123,8 @@ def main() -> int:
         root = Path(folder)
         (root / "methods").mkdir()
         (root / "methods" / "drawing.py").write_text(OWN_METHOD)
-        methods.__path__.append(str(root / "methods"))  # as KVBENCH_METHODS does, which was read at the import
+        # this repeats the effect of KVBENCH_METHODS, which was read at the import
+        methods.__path__.append(str(root / "methods"))
         runs: list[Run] = []
         for kind in kinds:
             run = undisturbed_run(root, kind, args.examples)
@@ -166,7 +167,7 @@ def summary(tally: Tally, seconds: float) -> str:
 
 @dataclass(frozen=True)
 class Run:
-    """A kind of run with its arguments, and the results and seconds of one that nothing disturbed."""
+    """A kind of run with its arguments, and the results and seconds of an undisturbed run."""
 
     kind: str
     arguments: tuple[str, ...]
@@ -180,7 +181,7 @@ def undisturbed_run(root: Path, kind: str, examples: int) -> Run | None:
     if kind == "turns":
         arguments.append(f"path={write_contexts(root, examples)}")
     results = root / f"undisturbed-{kind}"
-    # reads configuration and tokenizer once, before any child is forked
+    # read configuration and tokenizer once, before any child is forked
     run_plan.prepare(config.read([*arguments, f"results={results}"]))
     start = time.monotonic()
     if finish(arguments, results):
@@ -203,7 +204,7 @@ def write_contexts(root: Path, count: int) -> Path:
 
 
 def torture(run: Run, way: str, results: Path, kills: int, chance: random.Random, tally: Tally) -> None:
-    """Kill lives of one run until it is finished or has been killed often enough; then let it finish."""
+    """Kill lives of one run until it is finished or has been killed often enough. Then let it finish."""
     tally.rounds += 1
     processes: dict[str, list[list[str]]] = {
         "alone": [[]],
@@ -262,7 +263,7 @@ def check_files(results: Path, before: dict[Path, bytes], tally: Tally) -> dict[
 
 
 def compare(results: Path, undisturbed: Path, tally: Tally) -> None:
-    """Hold a finished round against the undisturbed run: the same samples once each, and the same metrics."""
+    """Compare a finished round with the undisturbed run: the same samples once each, and the same metrics."""
     ours, theirs = samples_of(results, tally), samples_of(undisturbed, Tally())
     name = results.name
     for key in theirs.keys() | ours.keys():
@@ -272,7 +273,7 @@ def compare(results: Path, undisturbed: Path, tally: Tally) -> None:
         tally.different.append(f"{name}: metrics")
     store = ResultStore(results)
     expected = ResultStore(undisturbed)
-    # a life that was killed after its last line leaves its mark on a cell that is partial as the limit= asks
+    # a life that was killed after its last line leaves its mark on a cell; under limit= such a cell is partial as asked
     statuses = {c: store.status(c).status.replace("interrupted", "partial") for c in store.cells()}
     unlike = [c for c in expected.cells() if statuses.get(c) != expected.status(c).status]
     if unlike or store.cells() != expected.cells():
@@ -302,14 +303,14 @@ def metrics_of(results: Path) -> dict[str, dict[str, Any]]:
 
 
 def fill_disk(root: Path, run: Run, tally: Tally) -> str:
-    """Run into a full disk in the middle, make room and resume; return what happened in words."""
+    """Run into a full disk in the middle, make room and resume. Return the outcome in words."""
     undisturbed = run.results
     files = [p for p in undisturbed.rglob("*") if p.is_file()]
     half = sum(p.stat().st_size for p in files if p.suffix == ".jsonl") // 2
     try:
         with small_disk(root / "disk", 4 * sum(PAGE + p.stat().st_size for p in files)) as disk:
             first = disk / "results"
-            # what the run needs beside its samples, and half of those
+            # the space that the run needs beside its samples, and half of the samples
             room = sum(-(-p.stat().st_size // PAGE) * PAGE for p in files if p.suffix != ".jsonl") + half
             ballast = disk / "ballast"
             free = shutil.disk_usage(disk).free
@@ -333,7 +334,7 @@ def _resume_after(
     limit: Callable[[], None] | None,
     tally: Tally,
 ) -> str:
-    # not on the disk itself: the message that it is full needs room
+    # not on the disk itself, since the message that it is full needs room
     undisturbed = run.results
     log = undisturbed.parent / "disk.log"
     status = os.waitstatus_to_exitcode(os.waitpid(fork([*run.arguments, f"results={results}"], log, limit), 0)[1])
@@ -359,7 +360,7 @@ def _resume_after(
 
 @contextmanager
 def small_disk(folder: Path, size: int) -> Iterator[Path]:
-    """Mount a file system of ``size`` bytes at ``folder``, which needs root, and yield the folder.
+    """Mount a file system of ``size`` bytes at ``folder``, and yield the folder. Mounting needs root.
 
     Raises CalledProcessError or OSError if it cannot be mounted.
     """
@@ -373,13 +374,13 @@ def small_disk(folder: Path, size: int) -> Iterator[Path]:
 
 
 def finish(arguments: Sequence[str], results: Path) -> int:
-    """Run to the end in a child process; return its exit status."""
+    """Run to the end in a child process. Return its exit status."""
     pid = fork([*arguments, f"results={results}"], results.with_suffix(".log"), None)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 def fork(arguments: list[str], log: Path, prepare: Callable[[], None] | None) -> int:
-    """Start the main job in a child process, which has all imports already; return its process id."""
+    """Start the main job in a child process with all imports done. Return its process id."""
     sys.stdout.flush()
     sys.stderr.flush()
     pid = os.fork()

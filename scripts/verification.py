@@ -1,7 +1,7 @@
-"""What ``--verify`` of all scripts has in common: which tables are as their samples give them, and which are not.
+"""The shared parts of ``--verify`` in all scripts: which tables their samples give, and which not.
 
-A table that differs is told apart from one that cannot be made again here, because texts or a model are missing. Both
-end with status 1, the second kind unless ``--without`` allows it.
+A table may differ, or it may be impossible to make here, because texts or a model are missing. Both end with status 1,
+the second kind unless ``--without`` allows it.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ KINDS = {"data": MissingData, "model": MissingModel}
 
 @dataclass
 class Verification:
-    """What was found of the tables so far.
+    """The findings on the tables so far.
 
-    same: the names of those that are as their samples give them.
-    differing: the names of those that are not, by the command that makes them anew.
-    missing: the names of those that were not made again, by kind and reason.
+    same: the names of the tables that their samples give.
+    differing: the names of the tables that differ, by the command that makes them anew.
+    missing: the names of the tables that were not made again, by kind and reason.
     """
 
     same: list[str] = field(default_factory=list)
@@ -42,7 +42,7 @@ class Verification:
     missing: dict[tuple[str, str], list[str]] = field(default_factory=lambda: defaultdict(list))
 
     def add(self, name: str, is_same: Callable[[], bool], remedy: str) -> None:
-        """Verify one table by ``is_same``, which may raise MissingFiles; ``remedy`` makes it anew."""
+        """Verify one table by ``is_same``, which may raise MissingFiles. ``remedy`` makes the table anew."""
         try:
             names = self.same if is_same() else self.differing[remedy]
         except MissingFiles as error:
@@ -52,7 +52,7 @@ class Verification:
         names.append(name)
 
     def close(self, without: Iterable[str]) -> int:
-        """Print what was verified, what differs and what was not verified; return the exit status.
+        """Print the verified, differing and unverified tables. Return the exit status.
 
         It is 1 if a table differs, or was not verified for a reason that is not in ``without``.
         """
@@ -69,7 +69,7 @@ class Verification:
 
 
 def _reason(error: MissingFiles) -> tuple[str, str]:
-    """Return the kind of what is missing, and which it is with what to do about it."""
+    """Return the kind of the missing files, and their names with a remedy."""
     names = ", ".join(error.names)
     if isinstance(error, MissingModel):
         return "model", f"model {names} missing: fetch it with kvbench model fetch {names}"
@@ -82,13 +82,13 @@ def _reason(error: MissingFiles) -> tuple[str, str]:
 
 
 class Contradiction(Exception):
-    """Samples that cannot be those of the cell that they are filed under, with the reason."""
+    """The error for samples that cannot belong to the cell under which they are filed, with the reason."""
 
 
 def check(store: ResultStore, runs: Sequence[RunPlan], model: str) -> None:
     """Raise MissingData if ``runs`` lack cells of ``store`` because the texts of their tasks are not here.
 
-    Raise Contradiction for samples of other cells than they are filed under.
+    Raise Contradiction for samples that are filed under another cell.
     """
     check_samples(store, runs)
     planned = {cell.id for run in runs for group in run.groups for cell in group.cells}
@@ -97,9 +97,9 @@ def check(store: ResultStore, runs: Sequence[RunPlan], model: str) -> None:
 
 
 def check_samples(store: ResultStore, runs: Iterable[RunPlan]) -> None:
-    """Raise Contradiction for a cell whose id is not its identity's, or whose samples are of another task or budget.
+    """Raise Contradiction if a cell's id is not its identity's, or its samples belong to another task or budget.
 
-    Samples of two methods under one budget cannot be told apart, since a line does not say whose it is.
+    Samples of two methods under one budget cannot be told apart, since a line does not name its method.
     """
     for name in store.cells():
         record = store.cell(name)
@@ -139,7 +139,7 @@ def need_texts(tasks: Iterable[str], model: str) -> None:
             load_tasks(dataset, entries("dataset").get(dataset, {}), [name] if name else [], tokenizer)
         except MissingData:
             raise
-        except UsageError:  # the texts are here: what differs is what is made of them
+        except UsageError:  # the texts are here, but the examples made from them differ
             continue
 
 
@@ -161,7 +161,7 @@ def add_without(parser: argparse.ArgumentParser) -> None:
 
 
 def _kinds(text: str) -> tuple[str, ...]:
-    """Return the kinds in a list separated by commas, which may be empty."""
+    """Return the kinds in a list separated by commas. The list may be empty."""
     kinds = tuple(filter(None, text.split(",")))
     wrong = [kind for kind in kinds if kind not in KINDS]
     if wrong:

@@ -48,7 +48,7 @@ def sections(text: str) -> Iterator[tuple[str, Lines]]:
 
 
 def sources(lines: Lines, folder: Path) -> set[str]:
-    """Return the numbers in all files that ``lines`` link to; a picture counts as the CSV beside it."""
+    """Return the numbers in all files that ``lines`` link to. A picture counts as the CSV beside it."""
     numbers: set[str] = set()
     for link in LINK.findall("\n".join(line for _, line in lines)):
         path = folder / link
@@ -71,7 +71,7 @@ def unsourced(page: Path, root: Path = ROOT) -> Iterator[str]:
 
 
 def main() -> int:
-    """Print the numbers without a source; return 1 if there are any."""
+    """Print the numbers without a source. Return 1 if there are any."""
     wrong = [line for page in PAGES for line in unsourced(ROOT / page)]
     print("\n".join(wrong), end="\n" if wrong else "")
     return 1 if wrong else 0

@@ -45,7 +45,7 @@ SECTIONS: Mapping[str, Sequence[Panel]] = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Save the workspace at W&B, or print what it would be; return the exit status."""
+    """Save the workspace at W&B, or print its plan. Return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--entity", default="", help="user or team (default: W&B's)")
     parser.add_argument("--project", default="kvbench", help="as in logger.project= (default kvbench)")

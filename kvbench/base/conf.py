@@ -14,7 +14,7 @@ from kvbench.base.errors import UsageError, unknown
 
 LISTED = {"model": "hf", "prompt": "plain", "logger": "wandb"}
 """The config groups that hold the keys of one chosen entry, each with the entry that has all keys."""
-# Hydra's own keys, and those that users set under other names, as method= for chains and dataset= for tasks
+# Hydra's own keys, and keys that users set under other names: method= for chains, dataset= for tasks
 HIDDEN = ("defaults", "hydra", "chains", "tasks", "data", "preset")
 KEY_FILES = ("config", "prompt/plain", "model/hf", "logger/wandb")
 """The files of conf/ that hold the keys of ``run``, besides those of its methods and datasets."""
@@ -43,7 +43,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
         line = error.object[: error.start].count(b"\n") + 1
         raise UsageError(f"{path}:{line} is not UTF-8: byte {error.object[error.start]:#x}") from None
     except yaml.YAMLError as error:
-        # only errors of the parser have a mark, whose lines count from 0
+        # only the parser's errors have a mark; its lines count from 0
         mark = getattr(error, "problem_mark", None)
         place = str(path)
         if mark:
@@ -55,10 +55,10 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def entry_of(path: Path) -> dict[str, Any]:
-    """Return the entry in a method's file: ``_target_`` and its knobs. That of ``full`` is {}."""
+    """Return the entry in a method's file: ``_target_`` and its knobs. The entry of ``full`` is {}."""
     method = path.stem
     entry = read_yaml(path).get(method)
-    # the full cache is no chain of stages: nothing is to be made
+    # the full cache has no stage to make
     if method == "full":
         return {}
     if not isinstance(entry, dict) or not isinstance(entry.get("_target_"), str):
@@ -82,7 +82,7 @@ def top_level() -> dict[str, Any]:
 
 @cache
 def entries(group: str) -> dict[str, dict[str, Any]]:
-    """Return the entries of one config group by id, those of datasets without their outer key."""
+    """Return the entries of one config group by id. Entries of datasets come without their outer key."""
     return {path.stem: entry(group, path) for path in sorted((conf_dir() / group).glob("*.yaml"))}
 
 
@@ -93,9 +93,9 @@ def entry(group: str, path: Path) -> dict[str, Any]:
     elif group in LISTED:
         content = read_yaml(path)
     else:
-        # a dataset's keys stand under its name, which Hydra merges into one mapping of all datasets
+        # a dataset's keys stand under its name, since Hydra merges all datasets into one mapping
         content = read_yaml(path).get(path.stem) or {}
-    # the limit and the origin of a dataset's files are no keys of its loader
+    # the dataset's loader does not take the limit and the origin of the files
     return {key: value for key, value in content.items() if key not in ("default_limit", "hub")}
 
 
@@ -114,7 +114,7 @@ def key_help(topic: str) -> str:
     if topic == "keys":
         names = list(KEY_FILES)
     else:
-        # one name may be that of a method and of a prompt policy, as snapkv
+        # a method and a prompt policy may have the same name, such as snapkv
         names = [f"{group}/{topic}" for group in groups if topic in entries(group)]
     if not names:
         topics = ["keys"]
@@ -125,7 +125,7 @@ def key_help(topic: str) -> str:
 
 
 def identity(**kwargs: Any) -> Any:
-    """Return a dataclass field that decides the measured numbers and so is part of a result's identity."""
+    """Return a dataclass field that decides the measured numbers, and so is part of a result's identity."""
     return field(metadata={"role": "identity"}, **kwargs)
 
 

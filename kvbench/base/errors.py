@@ -19,9 +19,9 @@ class UsageError(KvbenchError, ValueError):
 
 
 class MissingFiles(UsageError):
-    """A request that needs files which are not on this machine: a data set's or a model's.
+    """A request that needs missing files: a data set's or a model's.
 
-    names: the files below the data folder, or the model; none where there is no data folder at all.
+    names: the files below the data folder, or the model; none if there is no data folder at all.
     """
 
     def __init__(self, text: str, names: Iterable[str] = ()) -> None:
@@ -31,7 +31,7 @@ class MissingFiles(UsageError):
 
 
 class MissingData(MissingFiles):
-    """Texts that a data set is read from are not on this machine."""
+    """The texts of a data set are not on this machine."""
 
 
 class MissingModel(MissingFiles):
@@ -55,7 +55,7 @@ def notes(error: BaseException) -> list[str]:
 
 
 def headline(error: BaseException) -> str:
-    """Return an error's first line, with the next where it ends in a colon or comma, or the name of its type."""
+    """Return an error's first line, or its type's name. A line that ends in a colon or comma brings the next line."""
     # libraries raise errors of many lines, or with an empty text
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if not lines:
@@ -70,7 +70,7 @@ def headline(error: BaseException) -> str:
 
 def did_you_mean(value: object, names: Iterable[str]) -> str:
     """Return the question whether one of the nearest ``names`` was meant, behind a space; empty if none is near."""
-    # 0.5: about half of the letters in common; below that, a suggestion misleads
+    # 0.5 means about half of the letters in common; suggestions below that mislead
     near = difflib.get_close_matches(str(value), sorted(names), n=3, cutoff=0.5)
     if not near:
         return ""

@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Turn:
-    """One of several questions that are asked of one context, with its references and the beginning of its answer."""
+    """One of several questions about one context, with its references and the beginning of its answer."""
 
     question: str
     answers: tuple[str, ...]
@@ -24,10 +24,10 @@ class Example:
     answers: the acceptable references.
     classes: the closed set of labels of a classification task.
     question: the end of the prompt that ``query_aware=false`` withholds until the rest is compressed; '' if unknown.
-    tokens: the exact ids of a text that is not answered but scored by its likelihood, from ``meta["prefix"]`` on.
+    tokens: the exact ids of a text that is scored by its likelihood, from ``meta["prefix"]`` on. It has no answer.
     meta: facts about the example (length, depth, ...) that reports use.
-    answer_prefix: the beginning of the answer, which ends what the model reads, behind a chat template if one is used.
-    turns: the questions asked of the context ``prompt`` one after another; then ``question`` and ``answers`` are empty.
+    answer_prefix: the beginning of the answer. The model reads it last, behind the chat template if there is one.
+    turns: the questions about the context ``prompt``, in order. ``question`` and ``answers`` are then empty.
     """
 
     id: str
@@ -48,11 +48,11 @@ class Example:
             self,
             # ids count questions from 1, as people do
             id=f"{self.id}#{turn + 1}",
-            # a question stands behind its context, which is why one compressed context serves all of them
+            # a question stands behind its context, so one compressed context serves all questions
             prompt=self.prompt + question.question,
             question=question.question,
             answers=question.answers,
-            # a question without a beginning of its answer has that of its context
+            # a question that states no beginning of its answer takes its context's
             answer_prefix=question.prefix or self.answer_prefix,
             turns=(),
         )

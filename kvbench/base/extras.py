@@ -34,10 +34,10 @@ def require(package: str, use: str) -> None:
 
 
 def missing(package: str, use: str) -> UsageError:
-    """Return the error for a package of EXTRAS that ``use`` needs and that is not installed."""
+    """Return the error for a package of EXTRAS that is needed by ``use`` and not installed."""
     extra = EXTRAS[package]
     command = f"pip install 'kvbench[{extra}]'"
-    # a clone is installed from its own folder, else pip would put a release in its place
+    # install a clone from its own folder: otherwise pip would put a release in its place
     if (Path(__file__).parents[2] / "pyproject.toml").is_file():
         command = f"pip install -e '.[{extra}]'"
     return UsageError(f"{use} needs the package {package}, which is not installed: {command}")
@@ -47,5 +47,5 @@ def installed(package: str) -> bool:
     """Return True if a package could be imported. It is not imported."""
     try:
         return find_spec(package) is not None
-    except ModuleNotFoundError:  # of the package that it is part of
+    except ModuleNotFoundError:  # the package that contains it is missing
         return False

@@ -50,8 +50,8 @@ class Lines:
 
 
 def is_blocked(path: Path) -> bool:
-    """Tell whether something is at ``path`` that is no readable file: a folder, a pipe, a link that leads nowhere."""
-    # looked for last: a file that is removed meanwhile blocks nothing
+    """Tell whether ``path`` holds anything but a readable file: a folder, a pipe, a link that leads nowhere."""
+    # check existence last: a file that is removed meanwhile blocks nothing
     return not (path.is_file() and os.access(path, os.R_OK)) and os.path.lexists(path)
 
 
@@ -69,7 +69,7 @@ def sha256(path: Path) -> str:
 
 def line_of(sample: Mapping[str, object]) -> str:
     """Return the sample as a line of JSON. Its last field, ``crc``, is the CRC-32 of the JSON without that field."""
-    # a text of any language stays readable, and is shorter than its escapes
+    # keep text of any language readable; it is also shorter than its escapes
     return _with_checksum(json.dumps(dict(sample), ensure_ascii=False)) + "\n"
 
 
@@ -77,7 +77,7 @@ def parse_line(line: bytes) -> Line | None:
     """Return the sample in one line, without its checksum. Return None if the line is torn or damaged."""
     try:
         text = line.decode("utf-8")
-        # the last occurrence: a sample's own texts may hold the words
+        # take the last occurrence: a sample's own texts may hold the words
         body = text.rpartition(', "crc": ')[0] + "}"
         if text != _with_checksum(body):
             return None
@@ -104,7 +104,7 @@ def read_lines(path: Path, cell: str | None = None) -> Lines:
         lines = path.read_bytes().split(b"\n")
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}") from None
-    # behind the last newline stands an empty piece, unless a line was torn
+    # an empty piece follows the last newline, unless a line was torn
     intact, damaged, foreign = [], [], []
     for number, line in enumerate(lines, 1):
         sample = parse_line(line)
@@ -125,8 +125,8 @@ def read_lines(path: Path, cell: str | None = None) -> Lines:
 class Appender:
     """A file to which one process appends whole lines.
 
-    fd: its open descriptor.
-    torn: whether the file does not end with a newline, so that the next line must start with one.
+    fd: the file's open descriptor.
+    torn: whether the file does not end with a newline. The next line must then start with one.
     unsynced: the monotonic time of the oldest line that is not synced yet; None if all are.
     """
 
@@ -143,16 +143,16 @@ class Appender:
         return cls(path, fd, bool(size) and os.pread(fd, 1, size - 1) != b"\n")
 
     def append(self, line: bytes) -> None:
-        """Append one line that ends with a newline. Raises KvbenchError, with earlier lines safe, if that fails."""
+        """Append one line that ends with a newline. Raises KvbenchError if that fails. Earlier lines are safe then."""
         remaining = line
         if self.torn:
             remaining = b"\n" + line
-        # until all of it is written
+        # write until the whole line is written
         self.torn = True
         try:
             while remaining:
                 remaining = remaining[os.write(self.fd, remaining) :]
-            # no link: the file was deleted while it was open, and writes to it vanish
+            # no link is left: the file was deleted while it was open, so writes to it vanish
             if not os.fstat(self.fd).st_nlink:
                 raise KvbenchError(
                     f"{self.path} was removed while it was written: the answers in it are gone. Run the same command "
@@ -190,14 +190,15 @@ class Appender:
 def write_json(path: Path, content: Mapping[str, object], sync: bool = True) -> None:
     """Write a JSON file atomically: readers see the old or the new content, never a part.
 
-    With ``sync`` that holds after a power cut, too. A file with the same content is not written again.
+    With ``sync`` this also holds after a power cut. A file with the same content is not written again.
     """
     data = json.dumps(content, indent=1, ensure_ascii=False, default=str).encode()
-    # in the same folder, as a file is replaced atomically only within one file system; several processes may write it
+    # use the same folder, since a file is replaced atomically only within one file system; several processes may write
+    # it
     temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
     try:
         with suppress(FileNotFoundError):
-            # anything but a file is replaced unread: a pipe would never end, a link to itself cannot be followed
+            # replace anything but a file unread: a pipe would never end, and a link to itself cannot be followed
             if path.is_file() and path.read_bytes() == data:
                 return
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -235,17 +236,16 @@ def unreadable(path: Path, why: object) -> UsageError:
 def lock(path: Path, wait_s: float) -> int | None:
     """Take an exclusive lock on a file, which is created. Return its open descriptor, or None after ``wait_s`` seconds.
 
-    None means that another process held the lock all the time. The lock ends when the descriptor is closed, or with
-    the process, however that ends.
-    ``locked`` takes it for a moment, so ``wait_s`` should not be 0.
+    None means that another process held the lock all the time. The lock ends when the descriptor is closed or the
+    process ends, however it ends. ``locked`` takes the lock for a moment, so ``wait_s`` should not be 0.
     """
     end = time.monotonic() + wait_s
-    # flock could wait by itself, but for ever
+    # flock could wait by itself, but only without a limit
     while True:
         path.parent.mkdir(parents=True, exist_ok=True)
         # O_NOFOLLOW: through a link, two names would lock one file
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
-        # a file that was removed between opening and locking locks nothing any more
+        # a file removed between opening and locking locks nothing any more
         if _take(fd, fcntl.LOCK_EX, path) and _is_still_at(path, fd):
             return fd
         os.close(fd)
@@ -260,7 +260,7 @@ def locked(path: Path) -> bool:
         fd = os.open(path, os.O_RDONLY)
     except FileNotFoundError:
         return False
-    # a shared lock can be had unless a process has the exclusive one
+    # a shared lock is granted unless a process has the exclusive one
     try:
         return not _take(fd, fcntl.LOCK_SH, path)
     finally:
@@ -281,7 +281,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def disk_error(error: OSError, path: Path) -> KvbenchError:
-    """Return the error that says that ``path`` could not be written, and that the disk is full if that is why."""
+    """Return the error that ``path`` could not be written. It says so if the disk is full."""
     if error.errno in FULL:
         return KvbenchError(
             f"the disk is full: {path} could not be written. Everything before is safe; free some space and run the "

@@ -37,14 +37,14 @@ def progress(
 ) -> Iterator[Tick]:
     """Yield a function to call with (name, number done). ``totals`` are the numbers still to do, by name.
 
-    ``unit`` names what is counted, for the plain lines, and ``clock`` tells the seconds since some moment.
+    ``unit`` names the things counted, for the plain lines. ``clock`` tells the seconds since some moment.
     """
     total = sum(totals.values())
     if quiet or not total:
         yield _ignore
     elif sys.stderr.isatty():
         with bars_of("", Console(stderr=True)) as bars:
-            # work that is done has no bar
+            # finished work has no bar
             tasks = {name: bars.add_task(name, total=n) for name, n in totals.items() if n}
 
             def advance(name: str, n: int) -> None:
@@ -60,14 +60,14 @@ def _ignore(name: str, n: int) -> None:
 
 
 class Left(ProgressColumn):
-    """The time left at the mean rate so far. rich's own estimate takes the burst in which a batch ends for the rate.
+    """The time left at the mean rate so far. rich's own estimate mistakes the burst in which a batch ends for the rate.
 
-    A task with the field ``left`` has had that many seconds left when it was last advanced, None where nobody knows.
+    A task's field ``left`` states the seconds left when the task was last advanced, or None if nobody knows.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        # (completed, seconds passed and left when it came to that)
+        # (completed, seconds passed and left at that moment)
         self._last: dict[TaskID, tuple[float, float, float | None]] = {}
 
     def render(self, task: Task) -> Text:
@@ -91,7 +91,7 @@ class Left(ProgressColumn):
 def bars_of(more: str, console: Console) -> Progress:
     """Return bars for a terminal, with an added column of the text ``more``."""
     columns = (
-        # a description may hold brackets, which are no markup
+        # a description may hold brackets that are not markup
         TextColumn("{task.description}", markup=False),
         BarColumn(bar_width=10),
         MofNCompleteColumn(),

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 def version() -> str:
     """Return the version that was installed. It comes from the tags of git."""
-    # imported here: every import of kvbench would wait for it otherwise
+    # import late: otherwise every import of kvbench would wait for it
     from importlib import metadata
 
     try:

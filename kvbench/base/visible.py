@@ -1,4 +1,4 @@
-"""Printing text from files and models: control characters are written out, so that they cannot steer a terminal."""
+"""Print text from files and models with control characters written out, so that they cannot steer a terminal."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import re
 import sys
 from typing import IO, Any
 
-# control characters but newline and tab, and those that reorder a line; the bold of our own tables stays
+# match control characters other than newline and tab, and characters that reorder a line; our own bold text stays
 STEERS = re.compile(r"(?!\x1b\[[01]m)[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u2028-\u202e\u2066-\u2069]")
 
 
@@ -28,17 +28,17 @@ def one_line(text: str) -> str:
 
 def say(text: str) -> None:
     """Print a line to stderr with kvbench's name."""
-    # stdout is the result's; an error's text may quote a file, and so anything
+    # stdout is for the result; an error's text may quote a file, and so hold anything
     print(f"kvbench: {visible(text)}", file=sys.stderr, flush=True)
 
 
 class VisibleStream:
-    """A stream of text that writes nothing that steers a terminal."""
+    """A stream of text that never writes control characters to a terminal."""
 
     def __init__(self, stream: IO[str], as_json: bool) -> None:
-        """Wrap a stream. Signs that its encoding lacks are printed as ?, and as escapes in JSON."""
+        """Wrap a stream. Characters that its encoding lacks are printed as ?, or as escapes in JSON."""
         self._stream = stream
-        # a stream in memory, as tests use, encodes nothing
+        # a stream in memory, such as tests use, has no encoding
         if hasattr(stream, "reconfigure"):
             errors = "replace"
             if as_json:
@@ -53,7 +53,7 @@ class VisibleStream:
 
 
 def _json_escapes(error: UnicodeError) -> tuple[str, int]:
-    """Return the signs that cannot be encoded as JSON writes them in ASCII: a codec's handler of errors."""
+    """Return JSON's ASCII escapes for characters that cannot be encoded. This is a codec's error handler."""
     if not isinstance(error, UnicodeEncodeError):
         raise error
     return json.dumps(error.object[error.start : error.end])[1:-1], error.end

@@ -1,1 +1,1 @@
-"""Time, memory and throughput of methods and peers, measured in turns."""
+"""Time, memory and throughput of methods and of other systems, measured in turns."""

@@ -15,14 +15,14 @@ from kvbench.models.config import ModelConfig
 
 
 def shape_of(cfg: ModelConfig) -> Shape:
-    """Return the model's shape as its entry in conf/model states it, or else as its checkpoint does."""
+    """Return the model's shape from its entry in conf/model, or else from its checkpoint."""
     if cfg.shape is not None:
         return from_entry(cfg.shape)
     return from_config(load.locate(cfg).config)
 
 
 def model_config(cfg: ModelConfig) -> PretrainedConfig:
-    """Return the Hugging Face configuration: the checkpoint's, or with ``weights=random`` that of the model's entry.
+    """Return the Hugging Face configuration: the checkpoint's, or with ``weights=random`` the model entry's.
 
     Raises UsageError if the model is missing, or has neither a checkpoint nor an architecture in its entry.
     """
@@ -42,7 +42,7 @@ def model_config(cfg: ModelConfig) -> PretrainedConfig:
             "tie_word_embeddings": settings.pop("tie_word_embeddings", False),
             "rope_parameters": {"rope_type": "default", "rope_theta": theta},
         }
-    # without it the family has learned positions (OPT), whose configuration knows none of these four
+    # without rotary positions the family has learned ones (OPT), and its configuration knows none of these four keys
     return load.scaled(cfg, AutoConfig.for_model(family, **sizes, **settings))
 
 
@@ -60,24 +60,24 @@ def build(cfg: ModelConfig, device: torch.device, layers: int | None = None) -> 
         if layers > config.num_hidden_layers:
             raise UsageError(f"layers={layers} is not possible: {cfg.name} has {config.num_hidden_layers}")
         config.num_hidden_layers = layers
-        # transformers refuses a list with an entry too many
+        # transformers refuses a list with too many entries
         if getattr(config, "layer_types", None):
             config.layer_types = config.layer_types[: config.num_hidden_layers]
     dtype = load.resolve_dtype(cfg, device, config)
     generator_devices = [device] if device.type == "cuda" else []
     try:
-        # forked, so that the caller's random numbers are those of a process that builds no model
+        # fork the generator, so that building a model does not change the caller's random numbers
         with torch.device(device), torch.random.fork_rng(devices=generator_devices):
             torch.manual_seed(0)
             return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
     except torch.OutOfMemoryError:
-        # the part that was built is freed before the caller goes on
+        # free the part that was built before the caller goes on
         gc.collect()
         raise KvbenchError(f"model={cfg.name} does not fit into the memory of {device} as {dtype}") from None
 
 
 def weight_bytes(model: PreTrainedModel) -> int:
-    """Return the bytes of the model's parameters and buffers. Tied ones count once."""
+    """Return the bytes of the model's parameters and buffers. Tied parameters count once."""
     bytes_by_address: dict[int, int] = {}
     for tensor in chain(model.parameters(), model.buffers()):
         bytes_by_address[tensor.untyped_storage().data_ptr()] = tensor.nbytes
@@ -87,8 +87,8 @@ def weight_bytes(model: PreTrainedModel) -> int:
 def step_weight_bytes(model: PreTrainedModel, batch: int) -> int:
     """Return the bytes of weights that a decode step of ``batch`` rows reads.
 
-    A step reads all weights but of an embedding only ``batch`` rows. An embedding that is also the output layer is read
-    whole.
+    A step reads all weights, except that it reads only ``batch`` rows of an embedding. An embedding that is also the
+    output layer is read whole.
     """
     total = weight_bytes(model)
     output = model.get_output_embeddings()

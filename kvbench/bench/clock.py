@@ -1,4 +1,4 @@
-"""Measure time on a device: by CUDA events on a GPU, which do not delay it, and by the processor's clock elsewhere."""
+"""Measure time on a device: by CUDA events on a GPU, since they do not delay it, else by the processor's clock."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Mark = Any
 
 @dataclass
 class Clock:
-    """The clock of one pass. ``attention`` holds (start, end) of each call of attention since it was last summed."""
+    """The clock of one pass. ``attention`` holds (start, end) of each call of attention that is not summed yet."""
 
     device: torch.device
     attention: list[tuple[Mark, Mark]] = field(default_factory=list)
@@ -40,7 +40,7 @@ class Clock:
         """Return the seconds between two moments. Call ``wait`` first."""
         if isinstance(start, float):
             return float(end - start)
-        # CUDA events count in milliseconds
+        # CUDA events count milliseconds
         return float(start.elapsed_time(end)) / 1000
 
     def attention_seconds(self) -> float:
@@ -61,12 +61,12 @@ def timed_attention(name: str, clock: Clock) -> Iterator[None]:
         clock.attention.append((start, clock.mark()))
         return output
 
-    # set in the instance's own mapping, which others read first: what register sets lies below it
+    # set it in the instance's own mapping, which is read first; registered functions lie below it
     ALL_ATTENTION_FUNCTIONS[name] = timed
     try:
         yield
     finally:
-        # uncovers the registered function, which is the plain one unless that was set directly, too
+        # this uncovers the registered function, which is the plain one unless it was set directly, too
         del ALL_ATTENTION_FUNCTIONS[name]
         if ALL_ATTENTION_FUNCTIONS[name] is not plain:
             ALL_ATTENTION_FUNCTIONS[name] = plain

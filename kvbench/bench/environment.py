@@ -15,7 +15,7 @@ from kvbench.base.version import version
 from kvbench.storage import kernels
 from kvbench.store.provenance import git_commit
 
-# as nvidia-smi --query-gpu calls them
+# the names that nvidia-smi --query-gpu uses
 GPU_FACTS = ("clocks.sm", "clocks.mem", "clocks.max.sm", "clocks.max.mem", "power.limit", "driver_version")
 PACKAGES = ("transformers", "triton", "accelerate", "optimum-quanto", "hqq", "kvpress", "deepspeed")
 
@@ -24,7 +24,7 @@ def facts(device: torch.device) -> dict[str, object]:
     """Return device, threads, versions and more by name, and on a GPU its clocks if they can be read."""
     on_gpu = device.type == "cuda"
     name = torch.cuda.get_device_name(device) if on_gpu else f"cpu {platform.machine()}"
-    # other processes slow measurements down: the load tells that later
+    # other processes slow measurements down; the stored load shows this later
     load = list(os.getloadavg()) if hasattr(os, "getloadavg") else None
     result: dict[str, object] = {
         "device": name,
@@ -47,7 +47,7 @@ def facts(device: torch.device) -> dict[str, object]:
 
 
 def under_load(device: torch.device) -> dict[str, object]:
-    """Return a GPU's clocks right after work, since those of an idle GPU differ. Return {} on a CPU."""
+    """Return a GPU's clocks right after work, since an idle GPU's clocks differ. Return {} on a CPU."""
     if device.type != "cuda":
         return {}
     return {"clocks_after": clocks(device)}
@@ -55,7 +55,7 @@ def under_load(device: torch.device) -> dict[str, object]:
 
 def paths(device: torch.device) -> str:
     """Return ``kernels`` if decode attention runs in kernels on this device, else ``plain`` for plain PyTorch."""
-    # on a CPU kernels can only run in Triton's interpreter, which is no speed to report
+    # on a CPU, kernels run only in Triton's interpreter, and its speed is not worth reporting
     if device.type != "cpu" and kernels.serves(device):
         return "kernels"
     return "plain"
@@ -65,7 +65,7 @@ def clocks(device: torch.device) -> dict[str, str]:
     """Return the device's clocks from nvidia-smi, or {} if it cannot be run."""
     if shutil.which("nvidia-smi") is None:
         return {}
-    # PyTorch's number of a card depends on CUDA_VISIBLE_DEVICES, nvidia-smi's does not: only the UUID is shared
+    # PyTorch's number of a card depends on CUDA_VISIBLE_DEVICES and nvidia-smi's does not; both know the UUID
     card = f"--id=GPU-{torch.cuda.get_device_properties(device).uuid}"
     command = ["nvidia-smi", f"--query-gpu={','.join(GPU_FACTS)}", "--format=csv,noheader", card]
     try:
@@ -90,14 +90,14 @@ def _processor() -> str:
 
 
 def _installed_versions() -> dict[str, str]:
-    """Return the versions of those PACKAGES that are installed."""
+    """Return the versions of PACKAGES that are installed."""
     versions = {}
     for package in PACKAGES:
         try:
             installed = metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
-        # a package whose metadata is damaged has none
+        # a package with damaged metadata has no version
         if installed:
             versions[package] = installed
     return versions

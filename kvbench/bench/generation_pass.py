@@ -1,6 +1,6 @@
 """Run one pass of a method over a workload: read prompts one by one, compress, and answer them as one decode batch.
 
-A pass uses the same prefill and the same decode batch as runs do. Random weights never end an answer, so every row
+A pass uses the same prefill and the same decode batch as a run. Random weights never end an answer, so every row
 generates all of its tokens.
 """
 
@@ -33,14 +33,14 @@ from kvbench.models.interface import NAME, attached
 class Pass:
     """The cost of one pass: seconds, and bytes over all rows.
 
-    ttft: until every row has its first token and the decode batch is built: prefill, compress and build.
+    ttft: the time until every row has its first token and the decode batch is built: prefill, compress and build.
     tpot: the mean time of one step over the whole generation.
     attention: the time in attention; None if it cannot be timed apart.
-    total: measured around everything, or estimated if ``sampled`` is set.
-    steps: each decode step that ran, by its own marks.
+    total: the time measured around everything, or estimated if ``sampled`` is set.
+    steps: the time of each decode step that ran, by its own marks.
     cache_bytes: payload and overhead held after the prompts.
     read_bytes: the payload that a step reads, on average.
-    tokens: [B, tokens that were run], on the CPU.
+    tokens: the generated tokens [B, steps that ran], on the CPU.
     sampled: the stretches of steps that ran, if not all did.
     """
 
@@ -60,7 +60,7 @@ class Pass:
 
     @property
     def integrated(self) -> bool:
-        """Return True if most steps were not run but interpolated."""
+        """Return True if most steps were interpolated and did not run."""
         return self.sampled is not None
 
 
@@ -72,7 +72,7 @@ def run(
     sample: int | None = None,
     graph: bool = False,
 ) -> Pass:
-    """Read ``ids`` [B, n], generate ``new`` tokens a row under ``chain``, and return the cost of that.
+    """Read ``ids`` [B, n], generate ``new`` tokens a row under ``chain``, and return the cost.
 
     sample: how many steps run at each of several cache lengths, if the method allows it. The others are interpolated.
     graph: whether one recorded step decodes. Recording it counts as build, and its attention is not timed.
@@ -82,7 +82,7 @@ def run(
     clock = Clock(model.device)
     clock.wait()
     began = time.perf_counter()
-    # replaying a recorded step calls no attention function that could be timed
+    # a recorded step calls no attention function that could be timed
     attention_timing = nullcontext() if graph else timed_attention(NAME, clock)
     with torch.no_grad(), attention_timing:
         caches = [prefill_chains(model, row, [chain])[0] for row in ids]
@@ -105,7 +105,7 @@ def run(
             clock.wait()
             build_end = time.perf_counter()
             payload_before = _payload(batch)
-            # bytes were counted twice, after the prompts and just now: that time is no part of the work
+            # bytes were counted twice, after the prompts and just now; leave the time of counting out
             counting_s = build_start - began - prompts_s + time.perf_counter() - build_end
             tokens, spans = [first], []
             # all steps are one stretch, unless only samples of them run
@@ -116,7 +116,8 @@ def run(
                 skip(model, batch, start - batch[0].used)
                 for _ in range(stretch_steps):
                     step_start = clock.mark()
-                    # rows that evict are not brought to a later length, so the batch says how many tokens have come
+                    # rows that evict are not brought to a later length, so only the batch knows how many tokens have
+                    # come
                     positions = torch.full_like(first, seen + batch[0].used)
                     # the next token stays on the device, without a copy to the processor
                     next_token = next_logits(tokens[-1], positions)[:, -1].argmax(dim=-1)[:, None]
@@ -138,7 +139,7 @@ def run(
         total_s = ttft + decode_s
     attention_s = None
     if not graph:
-        # attention's share of the steps that ran is taken as its share of all steps
+        # assume that attention has the same share of all steps as of the steps that ran
         attention_s = prompt_attention_s + decode_attention_s * decode_s / sum(steps)
     return Pass(
         ttft=ttft,

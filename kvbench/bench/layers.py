@@ -20,9 +20,9 @@ from kvbench.methods.core.chain import Chain
 
 @dataclass(frozen=True)
 class MeasuredLayers:
-    """The bytes held over all layers, and those of the formulas for the tokens kept.
+    """The bytes held over all layers, and the bytes by formula for the tokens kept.
 
-    tokens: tokens per stored head, on average, of the layers that methods compress.
+    tokens: tokens per stored head, on average over the layers that methods compress.
     made: how many layers were built. Each other layer promises the same as one of them and counts as that one.
     total16: the bytes by formula at 16 bits.
     """
@@ -50,14 +50,14 @@ def random_layer(
 ) -> tuple[Observation, LayerCache]:
     """Return (observation, cache) of layer ``index`` after a prompt of n tokens, with normal random keys and values.
 
-    The observation holds random statistics, but only those that the chain needs.
+    The observation holds random statistics, but only the statistics that the chain needs.
     """
     generator = torch.Generator().manual_seed(index)
     needs = chain.needs(n)
     rows = chain.tokens_read(n, index, shape.layers)
     positions = None
     if rows < n:
-        # a layer that reads fewer tokens is taken to read the last ones, since bytes do not depend on which
+        # a layer that reads fewer tokens is given the last ones; bytes do not depend on the choice
         positions = torch.arange(n - rows, n, device=device)
     head_dim = shape.head_dim
 
@@ -67,7 +67,7 @@ def random_layer(
     def draw_attention_sums() -> torch.Tensor:
         return torch.rand(shape.query_heads, rows, generator=generator).to(device)
 
-    # one generator serves all, so the order of these draws is part of the result
+    # one generator serves all draws, so their order is part of the result
     last_queries = first_queries = column_sums = hidden = None
     if needs.last_q:
         last_queries = draw_normal(shape.query_heads, min(needs.last_q, rows), head_dim)
@@ -89,7 +89,7 @@ def random_layer(
         colsums=column_sums,
         colsums_q=quantised_sums,
         hidden=hidden,
-        # rotary frequencies theta_i = 10000^(-2i / d), as Llama 2 has them
+        # rotary frequencies theta_i = 10000^(-2i / d), as in Llama 2
         inv_freq=1e4 ** (-torch.arange(0, head_dim, 2, device=device) / head_dim),
         length=n,
         positions=positions,
@@ -111,13 +111,13 @@ def _random_keys_and_values(heads: int, n: int, head_dim: int, dtype: torch.dtyp
 
 
 def all_layers(chain: Chain, shape: Shape, n: int, dtype: torch.dtype) -> list[LayerCache]:
-    """Return the cache of every layer of a model under the chain, from random numbers."""
+    """Return the cache of every layer of a model under the chain, built from random numbers."""
     layers = CompressedLayers(chain)
     for i in range(shape.layers):
         observation, dense = random_layer(chain, shape, n, dtype=dtype, index=i)
         layers.add(dense, observation)
     if chain.replayer is not None:
-        # a replayer chooses by attention that a second pass over the prompt gives: [query heads, n] of each layer
+        # a replayer chooses by the attention of a second pass over the prompt: [query heads, n] for each layer
         attention_sums = None
         if chain.replayer.replay(n):
             generator = torch.Generator().manual_seed(1)
@@ -133,7 +133,7 @@ def compressed(chain: Chain, shape: Shape, n: int, dtype: torch.dtype) -> list[t
     chain divides one budget over all layers, every layer is built.
     """
     if chain.rebalancer is not None:
-        # what one layer keeps depends on all others, so none can stand for another
+        # every layer's choice depends on all others, so no layer can stand for another
         return [(i, layer, 1) for i, layer in enumerate(all_layers(chain, shape, n, dtype))]
     heads = chain.heads(shape.kv_heads, shape.query_heads)
     layers_by_kind: dict[object, list[int]] = {}
@@ -150,7 +150,7 @@ def compressed(chain: Chain, shape: Shape, n: int, dtype: torch.dtype) -> list[t
         first = members[0]
         observation, dense = random_layer(chain, shape, n, dtype=dtype, index=first)
         built.append((first, chain.compress(dense, observation), len(members)))
-        # its memory is free before the next layer is drawn
+        # free its memory before the next layer is drawn
         del dense
     return built
 
@@ -161,7 +161,7 @@ def measure(chain: Chain, shape: Shape, n: int, dtype: torch.dtype) -> MeasuredL
     heads = chain.heads(shape.kv_heads, shape.query_heads)
     total = HeldBytes()
     payload, overhead, tokens, total16 = 0, 0, 0, 0
-    # collects storages over all layers, since one that two layers share would be counted twice
+    # collect storages over all layers, since a storage that two layers share would be counted twice
     storages: set[int] = set()
     for i, layer, alike in layers:
         tokens_by_head = check_positions(chain.name, layer, i, n=n, heads=heads)
@@ -178,7 +178,7 @@ def measure(chain: Chain, shape: Shape, n: int, dtype: torch.dtype) -> MeasuredL
         observed = chain.observed_bytes(n, shape.query_heads, shape.head_dim, HALF)
         total16 += alike * (payload_formula(layer, blocks) + overhead_formula(layer, blocks) + observed)
     if shape.local_layers:
-        # layers with a sliding window, which no method compresses
+        # layers with a sliding window, never compressed by a method
         k, v = _random_keys_and_values(shape.kv_heads, n, shape.head_dim, dtype)
         local = ops.local(k, v, shape.window, shape.query_heads)
         total += bytes_held(local).times(shape.local_layers)

@@ -45,7 +45,7 @@ UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 @dataclass(frozen=True)
 class ByteSums:
-    """The sums of one chain at one prompt size: tokens per stored head, bytes of payload and of overhead."""
+    """The sums of one chain at one prompt size: tokens per stored head, and bytes of payload and of overhead."""
 
     tokens: float
     payload: int
@@ -65,8 +65,8 @@ class Account:
     measured: the layers that were built, if any were.
     formula: the sums without a cache; None if only data decide.
     percent: the bytes at 16 bits in per cent of the full cache's.
-    even: whether the formula takes tokens as spread evenly over heads and layers.
-    why: why ``measured`` or ``formula`` is missing.
+    even: whether the formula assumes that tokens are spread evenly over heads and layers.
+    why: the reason why ``measured`` or ``formula`` is missing.
     """
 
     method: str
@@ -100,7 +100,7 @@ class Account:
                 "measured": True,
                 "layers_built": built.made,
                 "parts": dict(zip(PARTS, built.held.parts(), strict=True)),
-                # the formula counts the tokens that the built layers kept, not those that the chain promises
+                # the formula counts the tokens kept by the built layers, which may differ from the chain's promise
                 "formula": {"payload": built.payload_formula, "overhead": built.overhead_formula},
                 "agrees": built.agrees,
             }
@@ -124,7 +124,7 @@ def default_methods() -> list[str]:
         try:
             stage = registry.make_stage(method, registry.defaults(method))
         except UsageError as error:
-            # a user's method whose defaults are not possible: the others go on
+            # a user's method may have impossible defaults; the others still count
             say(str(error))
             continue
         if stage.unbound:
@@ -139,8 +139,8 @@ def default_methods() -> list[str]:
 
 
 def account(c: ChainConfig, shape: Shape, n: int, dtype: torch.dtype, build: bool = True) -> Account:
-    """Return the account of one chain at a prompt of n tokens. A cache is built if ``build`` and memory allow it."""
-    # None: the prompt's text decides how many tokens stay
+    """Return the account of one chain at a prompt of n tokens. Build a cache if ``build`` and memory allow it."""
+    # None means that the prompt's text decides how many tokens stay
     declared = bytes_declared(c.chain, shape, n, dtype.itemsize)
     formula = None
     if declared is not None:
@@ -150,7 +150,7 @@ def account(c: ChainConfig, shape: Shape, n: int, dtype: torch.dtype, build: boo
         measured, why = _measure_if_possible(c, shape, n, dtype)
     if formula is None and measured is None:
         why = f"only a prompt decides what is kept; {why}".rstrip("; ")
-    # shares compare methods in the 16 bits of papers, whatever the number type that was asked for
+    # shares are at 16 bits, as in papers, whatever number type was asked for
     total16 = None
     if measured is not None:
         total16 = measured.total16
@@ -178,7 +178,7 @@ def _measure_if_possible(c: ChainConfig, shape: Shape, n: int, dtype: torch.dtyp
     except KvbenchError as error:
         return None, str(error)
     except Exception as error:
-        # an error in kvbench itself must not hide in a row, that of a user's method costs only its row
+        # kvbench's own errors must not hide in a row; a user's method costs only its row
         if not c.chain.foreign:
             raise
         return None, f"failed: {type(error).__name__}: {error}"
@@ -190,7 +190,7 @@ def room() -> float:
 
 
 def render(rows: Sequence[Account], notes: Sequence[str] = ()) -> str:
-    """Return the table of rows with the same n as text, without columns that are all empty, with notes below it."""
+    """Return as text the table of rows with the same n, without columns that are all empty, and the notes below it."""
     unit = _unit_of(rows[0].full)
     size = UNITS[unit]
     lines = [_cells_by_head(account, size) for account in rows]
@@ -219,8 +219,8 @@ def _unit_of(count: int) -> str:
 
 
 def _cells_by_head(account: Account, size: int) -> dict[str, str]:
-    """Return one row's texts by the column's head, in units of ``size`` bytes."""
-    # a knob a line keeps the table within the page
+    """Return one row's texts by their column's head, in units of ``size`` bytes."""
+    # one knob a line keeps the table within the page
     name = account.method.replace(" ", "\n")
     sums = account.sums
     if sums is None:
@@ -231,7 +231,7 @@ def _cells_by_head(account: Account, size: int) -> dict[str, str]:
         verdict = "≈ formula" if account.even else "formula"
     else:
         parts = [_five_characters(part / size) for part in built.held.parts()]
-        # a difference is printed with its sign, a minus as U+2212
+        # print a difference with its sign; a minus is U+2212
         verdict = "✓" if built.agrees else f"{built.off:+d} B".replace("-", "−")
     cells = [name, _five_characters(sums.payload / size)]
     cells += parts[:PAYLOAD_PARTS]
@@ -242,7 +242,7 @@ def _cells_by_head(account: Account, size: int) -> dict[str, str]:
 
 
 def _notes(rows: Sequence[Account]) -> Iterator[str]:
-    """Yield what the columns mean, and why cells are missing, each reason with its methods."""
+    """Yield the meaning of the columns, and each reason for missing cells with its methods."""
     built = [row for row in rows if row.measured is not None]
     if built:
         yield (

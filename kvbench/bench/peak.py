@@ -1,8 +1,8 @@
 """Measure the peak memory of a pass, and find the largest batch that fits.
 
-On a GPU peaks come from PyTorch's allocator. On a CPU they are the peak resident memory of a child process:
-``allocated`` is its growth above a Python with everything imported (weights included, as on a GPU), ``reserved`` all
-of it.
+On a GPU peaks come from PyTorch's allocator. On a CPU they are a child process's peak resident memory. There
+``reserved`` is all of it, and ``allocated`` is the growth above a Python with everything imported. Both include the
+weights, as on a GPU.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Peak:
-    """The peak bytes of a pass, as the module defines them."""
+    """The peak bytes of a pass, as the module's docstring defines them."""
 
     allocated: int
     reserved: int
@@ -59,8 +59,8 @@ def watched(run: Callable[[], T], device: torch.device) -> tuple[T, Peak | None]
 
 
 def largest(fits: Callable[[int], bool], most: int = MOST_ROWS) -> int:
-    """Return the largest batch up to ``most`` that fits, found by doubling and then bisection; 0 if no row does."""
-    # low rows fit, high rows do not or are more than allowed
+    """Return the largest batch up to ``most`` that fits, found by doubling and then bisection; 0 if no row fits."""
+    # low rows fit; high rows do not fit, or exceed the limit
     low, high = 0, 1
     while high <= most and fits(high):
         low, high = high, 2 * high
@@ -84,7 +84,7 @@ def fits(model: PreTrainedModel, chain: Chain, workload: Workload, seed: int) ->
         if not is_out_of_memory(error):
             raise
         fitting = False
-    # outside the except block, so that no traceback keeps the failed attempt's tensors alive
+    # leave the except block first, so that no traceback keeps the failed attempt's tensors alive
     release()
     return fitting
 
@@ -96,7 +96,7 @@ def _fill(model: PreTrainedModel, chain: Chain, workload: Workload, prompt: Tens
     (cache,) = prefill_chains(model, prompt, [chain])
     caches = [copy.deepcopy(cache) for _ in range(workload.batch - 1)]
     del cache
-    # the last row is read beside all other caches, since a read's scratch memory counts, too
+    # read the last row beside all other caches, since a read's scratch memory counts, too
     caches += prefill_chains(model, prompt, [chain])
     with adapted(model, chain), attached(model):
         can_skip = moves(caches)
@@ -113,7 +113,7 @@ def _fill(model: PreTrainedModel, chain: Chain, workload: Workload, prompt: Tens
 def limited(limit: float | None, device: torch.device) -> Iterator[None]:
     """Limit the memory of this process to ``limit`` GiB until exit.
 
-    On a GPU the limit includes the weights. On a CPU it is what the process's data may still grow by.
+    On a GPU the limit includes the weights. On a CPU it limits the further growth of the process's data.
     """
     if limit is None:
         yield
@@ -141,7 +141,7 @@ class PeakRequest:
     """The request to a child process.
 
     what: peak, largest or peak of a peer.
-    overrides: the arguments of the run that the chains come from.
+    overrides: the arguments of the run that defines the chains.
     label: the chain or the peer.
     seed, sample, limit, layers: as in the settings of a session.
     """
@@ -184,10 +184,10 @@ def ask(
     layers: int | None,
     graph: bool,
 ) -> PeakAnswer:
-    """Return the answer of a child process to ``what``, which is peak, largest or peak of a peer.
+    """Return a child process's answer to ``what``: peak, largest or peak of a peer.
 
     ``label`` names the chain or peer. The child is forked from a process that has imported everything. If it dies for
-    want of memory, the answer is ``{"oom": True}``. Raises KvbenchError if it fails otherwise.
+    lack of memory, the answer is ``{"oom": True}``. Raises KvbenchError if it fails otherwise.
     """
     server = get_context("forkserver")
     server.set_forkserver_preload([__name__, "transformers.models.llama.modeling_llama"])
@@ -206,13 +206,13 @@ def ask(
     )
     process = server.Process(target=_send_answer, args=(writer, request), daemon=True)
     process.start()
-    # the child holds its own end: with this one closed, its death ends the wait below
+    # the child holds its own end: after this one is closed, its death ends the wait below
     writer.close()
     try:
         answer: PeakAnswer = reader.recv()
     except EOFError:
         process.join()
-        # a signal ended it: the kernel's, for want of memory, or after an allocation that C++ could not make
+        # a signal ended it: the kernel's, for lack of memory, or after an allocation that C++ could not make
         if process.exitcode is not None and process.exitcode < 0:
             answer = {"oom": True}
         else:
@@ -227,7 +227,7 @@ def _send_answer(writer: Connection, request: PeakRequest) -> None:
     """Answer ``request`` in this child process, and send the answer to the parent."""
     # Ctrl-C kills this child; the parent reports it
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    # the parent's standard output is for tables and JSON, so that libraries' prints go to standard error
+    # the parent's standard output is for tables and JSON, so libraries' prints go to standard error
     os.dup2(2, 1)
     sys.stdout = sys.stderr
     # a parent that was interrupted does not read
@@ -255,7 +255,7 @@ def _measure(request: PeakRequest) -> PeakAnswer:
     chains |= {c.label: c.chain for c in cfg.chains}
     what, label, seed = request.what, request.label, request.seed
     workload, device = parse(request.workload), torch.device("cpu")
-    # imports must not count as memory of the pass: building the model without storage imports all of its code
+    # building the model without storage imports all of its code, so imports do not count as memory of the pass
     model_config = architecture.model_config(cfg.model)
     with torch.device("meta"):
         AutoModelForCausalLM.from_config(model_config)

@@ -1,4 +1,4 @@
-"""Other ways to generate, timed in the same run where installed: transformers' own caches and other systems."""
+"""Other ways to generate: transformers' own caches and other systems. They are timed in the same run, if installed."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ class Peer:
 
     packages: the packages that it needs.
     cache: a function of (model, tokens of prompt and answer) that makes the cache for ``generate``.
-    context: entered around generation, untimed; it yields the model that generates.
+    context: entered around generation, untimed. It yields the model that generates.
     marks, cpu_marks: remarks for its row, and further ones on a CPU.
     compiled: whether its steps are compiled on a GPU, so that attention in them cannot be timed.
-    never: why it cannot be run from here, if it cannot.
+    never: the reason why it can never run from here, if there is one.
     """
 
     name: str
@@ -68,7 +68,7 @@ def _is_installed(package: str) -> bool:
     try:
         return find_spec(package) is not None
     except ModuleNotFoundError:
-        # the package around the module is missing
+        # the package that contains the module is missing
         return False
 
 
@@ -78,7 +78,7 @@ def _static_cache(model: PreTrainedModel, tokens: int) -> Any:
 
 
 def _quantised_cache(backend: str) -> Callable[[PreTrainedModel, int], Any]:
-    """Return the maker of transformers' quantised cache in one of its backends, at BITS bits except for fp8."""
+    """Return the function that makes transformers' quantised cache in a backend, at BITS bits except for fp8."""
     options: dict[str, int] = {}
     if backend != "fp8":
         options["nbits"] = BITS
@@ -93,8 +93,8 @@ def _quantised_cache(backend: str) -> Callable[[PreTrainedModel, int], Any]:
 def _with_kvpress(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
     """Let kvpress compress the prompts that ``model`` reads, and yield the model.
 
-    On import kvpress wraps all attention functions for good. They are restored on exit, since its wrapper reads the
-    shape of keys, which kvbench's layers do not have.
+    On import kvpress wraps all attention functions for good. They are restored on exit, since kvpress's wrapper reads
+    the shape of keys, and kvbench's layers have none.
     """
     previous = dict(ALL_ATTENTION_FUNCTIONS)
     try:
@@ -104,7 +104,7 @@ def _with_kvpress(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
         with kvpress.SnapKVPress(compression_ratio=RATIO)(model):
             yield model
     finally:
-        # deleting what was set on the instance uncovers the function that was registered
+        # deleting the instance's own function uncovers the registered one
         for name, plain in previous.items():
             if ALL_ATTENTION_FUNCTIONS[name] is not plain:
                 del ALL_ATTENTION_FUNCTIONS[name]
@@ -112,7 +112,7 @@ def _with_kvpress(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
 
 @contextmanager
 def _with_offload(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
-    """Hold the weights in the processor's memory, or on disk on a CPU; layers are brought to the device one by one."""
+    """Hold the weights in the processor's memory, or on disk on a CPU. Layers are brought to the device one by one."""
     accelerate, device = import_module("accelerate"), model.device
     with tempfile.TemporaryDirectory() as folder:
         if device.type == "cuda":
@@ -126,7 +126,7 @@ def _with_offload(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
         finally:
             import_module("accelerate.hooks").remove_hook_from_submodules(model)
             if device.type != "cuda":
-                # weights are views of files in the folder, which is removed
+                # weights are views of files in the folder, so remove it only now
                 for p in model.parameters():
                     p.data = p.data.clone()
             # the hooks gave each module its own copy of tied weights
@@ -149,7 +149,7 @@ def _with_deepspeed(model: PreTrainedModel) -> Iterator[Any]:
 
     The kernels would replace the model's layers for good, and all other rows run on this model.
     """
-    # it logs on standard output, which is for tables and JSON
+    # DeepSpeed logs on standard output, which is for tables and JSON
     with redirect_stdout(sys.stderr):
         engine = import_module("deepspeed").init_inference(model, dtype=model.dtype, replace_with_kernel_inject=False)
     yield engine
@@ -198,7 +198,7 @@ class _TokenRecorder(StoppingCriteria):
 
     gaps: (end of a token, start of the next) for each token.
     first_bytes: the cache's bytes after the first token.
-    counting_s: the seconds that counting them took, to be subtracted.
+    counting_s: the seconds that counting took, to be subtracted.
     """
 
     def __init__(self, clock: Clock, cache: Any) -> None:
@@ -213,16 +213,16 @@ class _TokenRecorder(StoppingCriteria):
             start = time.perf_counter()
             self.first_bytes = cache_bytes(self.cache)
             self.counting_s = time.perf_counter() - start
-        # between the two marks lies only this criterion's own work
+        # only this criterion's own work lies between the two marks
         self.gaps.append((token_end, self.clock.mark()))
         return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
 
 def run(model: PreTrainedModel, peer: Peer, ids: Tensor, new: int) -> Pass:
-    """Generate ``new`` tokens for each row of ``ids`` [B, n] under ``peer``, and return the cost of that.
+    """Generate ``new`` tokens for each row of ``ids`` [B, n] under ``peer``, and return the cost.
 
-    transformers' ``generate`` does it and reads all prompts together. Raises KvbenchError if the peer generates another
-    number of tokens.
+    transformers' ``generate`` does the work and reads all prompts together. Raises KvbenchError if the peer generates
+    another number of tokens.
     """
     device, n = model.device, ids.shape[1]
     clock, ids = Clock(device), ids.to(device)
@@ -255,9 +255,9 @@ def run(model: PreTrainedModel, peer: Peer, ids: Tensor, new: int) -> Pass:
     # a step lasts from the end of one gap to the start of the next
     steps = tuple(clock.seconds(gap[1], next_gap[0]) for gap, next_gap in pairwise(gaps))
     first = clock.seconds(start, gaps[0][0])
-    # the mean over the steps, of a cache that grows evenly or not at all
+    # the mean over the steps, for a cache that grows evenly or not at all
     read = (recorder.first_bytes + cache_bytes(cache)) / 2
-    # this peer's memory is free before the next one is timed
+    # free this peer's memory before the next one is timed
     del cache, recorder.cache
     gc.collect()
     return Pass(
@@ -277,7 +277,7 @@ def run(model: PreTrainedModel, peer: Peer, ids: Tensor, new: int) -> Pass:
 
 
 def cache_bytes(cache: Any) -> int:
-    """Return the bytes of a transformers cache: of its storages, packed codes and scales included, each once."""
+    """Return the bytes of a transformers cache. Each storage counts once, including packed codes and scales."""
     bytes_by_address: dict[int, int] = {}
     for layer in cache.layers:
         for name in ("keys", "values", "_quantized_keys", "_quantized_values"):
@@ -291,7 +291,7 @@ def _tensors_in(x: Any) -> Iterator[Tensor]:
     """Yield the plain tensors in ``x``: a tensor, a pair, a mapping, or a tensor that wraps others."""
     parts: Iterable[Any] = ()
     if isinstance(x, Tensor):
-        # quanto's tensors are subclasses that name the tensors inside them by PyTorch's protocol
+        # quanto's tensors are subclasses; PyTorch's protocol names the tensors inside them
         if hasattr(x, "__tensor_flatten__"):
             parts = [getattr(x, name) for name in x.__tensor_flatten__()[0]]
         else:

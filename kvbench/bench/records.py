@@ -32,7 +32,7 @@ class RepeatSpread(TypedDict):
 
 def key(identity: Mapping[str, object]) -> str:
     """Return the hash of the facts that decide a row's numbers, as 12 hexadecimal digits."""
-    # sorted, so that the order in which facts are collected decides nothing
+    # sort the keys, so that the order of collecting facts does not matter
     text = json.dumps(identity, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
@@ -49,7 +49,7 @@ def read(path: Path) -> list[Row]:
         try:
             rows.append(dict(json.loads(line)))
         except ValueError:
-            # the last line has no newline: its process was killed while it wrote
+            # the last line has no newline: its process was killed while writing it
             if number == len(lines):
                 continue
             raise KvbenchError(f"{path}, line {number}: not JSON; remove the line to go on") from None
@@ -68,7 +68,7 @@ def append(path: Path, rows: Sequence[Row]) -> None:
                 f.truncate(len(intact) + len(newline))
         for row in rows:
             f.write(json.dumps(row, ensure_ascii=False, default=str).encode() + b"\n")
-        # measuring again takes minutes, so rows are on the disk before the next workload starts
+        # measuring again takes minutes, so sync the rows before the next workload starts
         f.flush()
         os.fsync(f.fileno())
 

@@ -91,7 +91,7 @@ DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
 
 @dataclass(frozen=True)
 class TimeOptions:
-    """The values of the keys of OWN, besides the file's: see their help in ``bench time``."""
+    """The values of the keys in OWN, without the file's. The help of ``bench time`` explains them."""
 
     workloads: list[Workload]
     repeats: int
@@ -110,7 +110,7 @@ class TimeOptions:
 
 @dataclass(frozen=True)
 class RequestedRow:
-    """A row that is asked for: an entrant on a workload, with the key under which it is stored."""
+    """A requested row: an entrant on a workload, with the key under which it is stored."""
 
     workload: Workload
     entrant: Entrant
@@ -120,10 +120,10 @@ class RequestedRow:
 def measure(words: Sequence[str], plan: bool = False, beside: bool = True) -> tuple[list[Row], Path]:
     """Measure the missing rows that ``bench time``'s words ask for. Return (all rows asked for, the file with them).
 
-    With ``plan`` only the rows that would be measured are printed. With ``beside`` each older row comes with the full
-    cache of its own session.
+    With ``plan``, only print the rows that would be measured. With ``beside``, each older row comes with the full cache
+    of its own session.
     """
-    # words are of two kinds: keys of OWN, and the words of a run that names models and methods
+    # words are of two kinds: keys of OWN, and the words of a run that name models and methods
     words = [_results_as_folder(word) for word in words]
     arguments = pairs(words)
     refuse_keys("time", arguments, OTHERS, ("model", "method", "preset", "dtype", "weights", *OTHERS, *OWN))
@@ -133,7 +133,7 @@ def measure(words: Sequence[str], plan: bool = False, beside: bool = True) -> tu
     run_words = [alias(word) for word in words if word.partition("=")[0] not in OWN]
     if "method" not in arguments:
         run_words.append(f"method={METHODS}")
-    # the time of a step does not depend on what the weights are, so none need be downloaded
+    # a step's time does not depend on the values of weights, so none need be downloaded
     if "weights" not in arguments and "model.weights" not in arguments:
         run_words.append("weights=random")
     if not plan:
@@ -149,7 +149,7 @@ def measure(words: Sequence[str], plan: bool = False, beside: bool = True) -> tu
 
 
 def _results_as_folder(word: str) -> str:
-    """Return ``results=`` as the ``folder=`` within it, since it means the same folder as in all other verbs."""
+    """Return ``results=`` as the ``folder=`` within it, since ``results=`` means the same folder in all verbs."""
     if word.startswith("results="):
         return f"folder={word.removeprefix('results=')}/bench"
     return word
@@ -192,13 +192,13 @@ def _measure_model(request: RunRequest, options: TimeOptions, path: Path, plan: 
         if model is None:
             say(f"building {cfg.model.name}")
             model = architecture.build(cfg.model, device, settings.layers)
-        # base rows are measured again, since ratios are only of rows of one session
+        # base rows are measured again, since ratios compare only rows of one session
         names = missing + base_names
         chosen = [entrant for entrant in entrants if entrant.name in names]
         rows = timing.measure(model, chosen, workload, settings)
-        # after each workload, so that an interruption loses one at most
+        # append after each workload, so that an interruption loses one at most
         records.append(path, [row | {"key": keys[row["method"]], "workload": workload.name} for row in rows])
-    # read again, with the rows that have just been appended
+    # read the file again, with the rows just appended
     all_rows = records.read(path)
     latest = records.latest(all_rows)
     rows = [latest[target.key] for target in requested if target.key in latest]
@@ -208,7 +208,7 @@ def _measure_model(request: RunRequest, options: TimeOptions, path: Path, plan: 
 
 
 def _older_base_rows(rows: Sequence[Row], all_rows: Sequence[Row], base_names: Collection[str]) -> list[Row]:
-    """Return the base rows of the sessions of ``rows`` that are not among ``rows``."""
+    """Return the base rows that the sessions of ``rows`` have beyond ``rows``."""
     present = {(row["session"], row["key"]) for row in rows}
     sessions = {row["session"] for row in rows}
     older = []
@@ -220,17 +220,17 @@ def _older_base_rows(rows: Sequence[Row], all_rows: Sequence[Row], base_names: C
 
 
 def _entrants(cfg: RunConfig, peers: Sequence[Peer], step_kinds: Sequence[str]) -> list[Entrant]:
-    """Return what is timed: the full cache, then the methods, with each kind of step, then the peers.
+    """Return the entrants to time: the full cache, then the methods, with each kind of step, then the peers.
 
     The full cache by plain steps is always among them: all ratios need it.
     """
-    # a chain without stages is the full cache, which stands first whether it is asked for or not
+    # a chain without stages is the full cache, which goes first whether it is asked for or not
     chains = [ChainConfig(Chain(), "full")]
     chains += [c for c in cfg.chains if c.chain.stages]
     entrants = []
     if "plain" not in step_kinds:
         entrants.append(Entrant(chains[0].label, chains[0]))
-    # a kind that is named twice is timed once
+    # time a kind that is named twice only once
     for kind in dict.fromkeys(step_kinds):
         for c in chains:
             if kind == "plain":
@@ -264,11 +264,11 @@ def _settings(cfg: RunConfig, overrides: Sequence[str], options: TimeOptions, de
 
 
 def _print_plan(requested: Sequence[RequestedRow], measured: Collection[str], settings: Settings, path: Path) -> None:
-    """Print each requested row and whether it is there, would be measured or cannot run. ``measured``: keys."""
+    """Print each requested row and whether it is stored, would be measured or cannot run. ``measured`` holds keys."""
     rows = []
     for target in requested:
         missing = why_not(target.entrant, target.workload)
-        # a row that was measured stays, also where its peer is missing now
+        # a stored row stays, even if its peer is missing now
         if target.key in measured:
             state = "there"
         elif missing:
@@ -284,7 +284,7 @@ def _print_plan(requested: Sequence[RequestedRow], measured: Collection[str], se
 def refuse_keys(what: str, given: Iterable[str], top: Collection[str], allowed: Sequence[str]) -> None:
     """Raise UsageError for a key that only runs use, unless it is in ``top``. Benchmarks read and score no answers."""
     for key in given:
-        # dataset.name, prompt.template and others: words of any depth
+        # words of any depth: dataset.name, prompt.template and others
         is_of_answers = key.partition(".")[0] in ("dataset", "prompt")
         if is_of_answers or (key in top_level() and key not in top):
             raise unknown(f"key of bench {what}", key, allowed)

@@ -1,4 +1,4 @@
-"""The bytes that a decode step must move, and its time over the least that the device's memory needs for them."""
+"""The bytes that a decode step must move, and how close its time comes to the limit of the device's memory."""
 
 from __future__ import annotations
 
@@ -14,26 +14,30 @@ from kvbench.kv.model_shape import from_config
 from kvbench.models.interface import synchronise
 
 COPIED = {"cuda": 2**30, "cpu": 2**28}
-"""The bytes that are copied to find a device's bandwidth: far more than its last-level cache holds."""
+"""The size in bytes of the copy that measures a device's bandwidth, far more than its last-level cache holds."""
 REPEATS = 7
 
 
 def step_roofline(
     model: PreTrainedModel, batch: int, cache_bytes: float, bandwidth: float, step: float
 ) -> dict[str, float]:
-    """Return the bytes that a mean decode step of ``step`` seconds moves, for ``batch`` rows over ``cache_bytes``.
+    """Return how close a decode step comes to the bandwidth limit, as sizes in bytes and times in seconds.
 
-    weights, cache: the bytes that it reads.
-    written: the bytes of each row's new token.
-    bandwidth: bytes a second, read and written, of a large copy.
-    moved: all those bytes together.
-    bound: the seconds that moving them takes at ``bandwidth``.
-    fraction: ``bound`` over the measured step; at 1 a step is as fast as memory allows.
+    ``step`` is the mean time of a step in seconds, for ``batch`` rows whose caches hold ``cache_bytes``. The result
+    has:
+
+    weights, cache: the bytes that the step reads.
+    written: the bytes that the step writes, one new token for each row.
+    bandwidth: the bytes that a large copy reads and writes in a second.
+    moved: weights + cache + written.
+    bound: the seconds that moving ``moved`` bytes takes at ``bandwidth``.
+    step: the measured time.
+    fraction: ``bound`` over ``step``. At 1 a step is as fast as memory allows.
     """
     shape = from_config(model.config)
     itemsize = next(model.parameters()).element_size()
     weights = step_weight_bytes(model, batch)
-    # one new token of each row, taken as exact keys and values in the model's number type
+    # each row's new token counts as exact keys and values in the model's number type
     written = shape.full_bytes(batch, itemsize)
     moved = weights + cache_bytes + written
     bound = moved / bandwidth
@@ -50,12 +54,12 @@ def step_roofline(
 
 
 def copy_bandwidth(device: torch.device, size: int | None = None) -> float:
-    """Return the bytes a second, read and written, of the device's own copy of ``size`` bytes, as a median."""
+    """Return the device's bandwidth for copying ``size`` bytes: bytes read and written a second, as a median."""
     copied = size or COPIED.get(device.type, COPIED["cpu"])
     if device.type == "cuda":
-        # freed tensors stay in PyTorch's pool and do not count as free memory until released
+        # PyTorch keeps freed tensors in its pool, and they do not count as free memory until they are released
         release()
-        # a quarter of what is free, so that it fits beside a large model
+        # take a quarter of the free memory, so that it fits beside a large model
         copied = min(copied, torch.cuda.mem_get_info(device)[0] // 4)
     source = torch.zeros(copied, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)

@@ -27,7 +27,7 @@ class Sampled:
 
     width: the number of steps in each stretch.
     starts: the first step of each stretch.
-    times: the mean seconds of a step in each stretch, taken as the time of the step in its middle.
+    times: the mean seconds of a step in each stretch. It counts as the time of the step in the stretch's middle.
     """
 
     steps: int
@@ -45,7 +45,7 @@ class Sampled:
         middles = [start + (self.width - 1) / 2 for start in self.starts]
         total = 0.0
         for t in range(self.steps):
-            # the line's left end is the last inner middle that is not behind step t, else the first
+            # the line's left end is the last inner middle up to step t, or else the first inner middle
             left = sum(middle <= t for middle in middles[1:-1])
             a, b = middles[left], middles[left + 1]
             x, y = self.times[left], self.times[left + 1]
@@ -57,7 +57,7 @@ class Sampled:
 def sampled(steps: int, starts: Sequence[int], spans: Sequence[float]) -> Sampled:
     """Summarise the seconds of all steps that ran, in order, by the mean of each stretch.
 
-    Means, not medians: the occasional step that packs tokens takes longer and must count.
+    It takes means, not medians: the occasional step that packs tokens takes longer and must count.
     """
     width = len(spans) // len(starts)
     times = [fmean(spans[i * width : (i + 1) * width]) for i in range(len(starts))]
@@ -77,8 +77,9 @@ def windows(steps: int, width: int) -> list[int] | None:
 def moves(caches: Sequence[PromptCache]) -> bool:
     """Return True if the decode batch of ``caches`` can be brought to a later length without the model.
 
-    Caches that grow take random tokens. Those that evict while decoding choose by attention, which only a step
-    computes. They can be sampled if they hold their budget already, so that their size is constant. Latents cannot.
+    Caches that grow take random tokens. Caches that evict while decoding choose by attention, and only a step computes
+    attention. These can be sampled if they hold their budget already, since their size is then constant. Latents
+    cannot.
     """
     for cache in caches:
         if cache.chain.lowrank is not None:
@@ -103,18 +104,18 @@ def skip(model: PreTrainedModel, batch: Sequence[RowLayer], tokens: int) -> None
     size = from_config(model.config)
     for layer in batch:
         stored = [rows for _, rows in layer.formats]
-        # rows that evict hold as many tokens at every length
+        # rows that evict hold equally many tokens at every length
         if all(isinstance(rows, EvictingRows) for rows in stored):
             continue
         packing = [rows for rows in stored if isinstance(rows, PackedRows)]
         for rows in packing:
-            # packing tokens one by one, as steps do, would take as long as the steps that are left out
+            # packing tokens one by one, as steps do, would take as long as the omitted steps
             rows.skip(tokens)
         if packing and len(packing) == len(stored):
             layer.grow(tokens)
             continue
         assert not packing, "packed rows beside others: a benchmark's rows are of one chain"
-        # in chunks, so that the random numbers take little memory beside the cache
+        # draw in chunks, so that the random numbers take little memory beside the cache
         for first in range(0, tokens, CHUNK):
             shape = (len(layer.next), size.kv_heads, min(CHUNK, tokens - first), size.head_dim)
             k, v = (torch.randn(shape, device=model.device).to(model.dtype) for _ in range(2))

@@ -34,7 +34,7 @@ def _sheets(rows: Sequence[Row], bases: Sequence[Row | None]) -> Iterator[Table]
     body = []
     measured = []
     for row, base_row in zip(rows, bases, strict=True):
-        # rows that were not run have their reason in the notes alone
+        # rows that were not run are explained only in the notes
         if row["status"] == NOT_RUN:
             continue
         cells = [_label(row), str(row["batch"] or "max")]
@@ -43,7 +43,7 @@ def _sheets(rows: Sequence[Row], bases: Sequence[Row | None]) -> Iterator[Table]
             cells += [_time(row, quantity, base_row) for quantity in TIMES]
             cells.append(_throughput(row, base_row))
         else:
-            # the status takes the place of the first number, and all others stay empty
+            # the status replaces the first number, and all others stay empty
             cells.append(str(row["status"]))
             cells += [""] * len(TIMES)
         body.append(tuple(cells))
@@ -68,7 +68,7 @@ def _sheets(rows: Sequence[Row], bases: Sequence[Row | None]) -> Iterator[Table]
 
 
 def _notes(rows: Sequence[Row], over: str) -> Iterator[str]:
-    """Yield the meaning of the columns, the machine, the remarks, and why rows were not measured."""
+    """Yield the meaning of the columns, the machine, the remarks, and the reasons for unmeasured rows."""
     measured = [row for row in rows if row["status"] == MEASURED]
     if measured:
         yield from _notes_on_columns(measured, over)
@@ -76,7 +76,7 @@ def _notes(rows: Sequence[Row], over: str) -> Iterator[str]:
         yield f"Rows are of several sessions: each has its own row of {over}, and ratios are to that."
     if any("integrated" in row["marks"] for row in measured):
         note = "∫ integrated: steps were run at a few cache lengths and interpolated between them."
-        # the estimated total over that of a generation in which all steps ran
+        # the estimated total over the total of a generation in which all steps ran
         checks = []
         for row in measured:
             share = value(row, "check")
@@ -99,7 +99,7 @@ def _notes(rows: Sequence[Row], over: str) -> Iterator[str]:
 
 
 def _notes_on_columns(measured: Sequence[Row], over: str) -> Iterator[str]:
-    """Yield what the columns of measured rows mean, and the machine of the last row."""
+    """Yield the meaning of the columns of measured rows, and the machine of the last row."""
     # rows of several sessions can have different numbers of repeats
     repeats = sorted({row["quantities"]["total"]["n"] for row in measured})
     yield (
@@ -126,7 +126,7 @@ def _notes_on_columns(measured: Sequence[Row], over: str) -> Iterator[str]:
 
 
 def _label(row: Row) -> str:
-    """Return the method's name, a word a line, with the mark of an interpolated row."""
+    """Return the method's name, one word a line, with a mark if the row is interpolated."""
     label: str = row["method"]
     if "integrated" in row["marks"]:
         label += " ∫"
@@ -146,7 +146,7 @@ def _time(row: Row, quantity: str, base_row: Row | None) -> str:
 
 
 def _throughput(row: Row, base_row: Row | None) -> str:
-    """Return the cell of the new tokens of all rows a second."""
+    """Return the cell of throughput: the new tokens of all rows a second."""
     median = value(row, "throughput")
     if median is None:
         return "—"
@@ -162,7 +162,7 @@ def _bytes(row: Row, quantity: str, base_row: Row | None) -> str:
 
 
 def _ratio_line(row: Row, quantity: str, base_row: Row | None) -> str:
-    """Return the line of a cell with its ratio to the base row, or '' if there is none and in the base row itself."""
+    """Return a cell's line with its ratio to the base row. Return '' without a base row and in the base row itself."""
     share = ratio(row, base_row, quantity)
     if share is None or base_row is row:
         return ""

@@ -26,7 +26,7 @@ from kvbench.methods.core.resolve import ChainConfig
 TOGETHER = "its prompts are read all at once, kvbench's one by one"
 GRAPH = "recording the graph is part of build"
 ON_CPU = "a CPU runs the graph's operations one by one: a check of its answers, not of its speed"
-# the fields of a pass that are quantities of its row
+# the fields of a pass that become quantities of its row
 SECONDS = ("ttft", "prefill", "compress", "build", "decode", "tpot", "attention", "total")
 T = TypeVar("T")
 
@@ -35,7 +35,7 @@ T = TypeVar("T")
 class Settings:
     """The settings of a session.
 
-    overrides: the arguments of the run that the chains come from, for child processes.
+    overrides: the arguments of the run that defines the chains, for child processes.
     facts: the machine, versions and model, for every row.
     sample: how many steps run at each cache length; None to run all.
     check: whether one full generation runs beside sampled ones.
@@ -60,7 +60,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Entrant:
-    """One entrant to be timed: a chain of kvbench, its decode steps plain or by a recorded graph, or a peer."""
+    """One entrant to be timed: a peer, or a chain of kvbench with plain decode steps or a recorded graph."""
 
     name: str
     chain: ChainConfig | None = None
@@ -68,19 +68,19 @@ class Entrant:
     graph: bool = False
 
     def identity(self) -> dict[str, object]:
-        """Return the facts that decide its numbers, besides model, workload and settings."""
+        """Return the facts that decide the entrant's numbers, besides model, workload and settings."""
         if self.chain is None:
             return {"peer": self.name}
         chain = self.chain.chain
         facts: dict[str, object] = {"method": chain.name}
         facts |= chain.identity()
-        # only a graph is stated, since stored rows of plain steps have keys without it
+        # state only a graph, since stored rows of plain steps have keys without it
         if self.graph:
             facts["step"] = "graph"
         return facts
 
     def marks(self, device: torch.device) -> list[str]:
-        """Return the remarks that belong beside its row."""
+        """Return the remarks that belong beside the entrant's row."""
         remarks = []
         on_cpu = device.type == "cpu"
         if self.peer is not None:
@@ -97,7 +97,7 @@ class Entrant:
 
 def row_key(entrant: Entrant, workload: Workload, settings: Settings) -> str:
     """Return the key of a row's identity: entrant, workload, settings and machine."""
-    # a row is measured again on another machine, but not with other versions or another number of repeats
+    # another machine measures a row again; other versions or another number of repeats do not
     identity: dict[str, object] = {"who": entrant.identity(), "workload": workload.name}
     identity |= settings.identity()
     for name in ("model", "weights", "dtype", "device", "threads", "paths"):
@@ -120,7 +120,7 @@ class Trial:
     """The trial of one entrant on one workload, with its passes so far.
 
     ask_process: measures memory in a process of its own, as ``peak.ask`` does.
-    full: the pass in which all steps ran, beside passes in which only samples of them did.
+    full: the pass in which all steps ran, beside passes that only sampled steps.
     """
 
     model: PreTrainedModel
@@ -150,12 +150,12 @@ class Trial:
         except KvbenchError as error:
             self.status, self.reason = REFUSED, str(error)
         except Exception as error:
-            # a peer, or a method of a user, must not end the measurement of the others
+            # a failing peer, or a user's method, must not end the measurement of the others
             if is_out_of_memory(error):
                 self.status, self.reason = OOM, ""
             else:
                 self.status, self.reason = FAILED, f"{type(error).__name__}: {error}".split("\n")[0]
-        # outside the except blocks, so that no traceback keeps the failed attempt's tensors alive
+        # leave the except blocks first, so that no traceback keeps the failed attempt's tensors alive
         release()
         return None
 
@@ -189,13 +189,13 @@ class Trial:
         self.tell("the largest batch")
         batch = self.attempt(self.largest)
         if not batch:
-            # a search that failed has set its own status
+            # a failed search has set its own status
             if self.going:
                 self.status, self.reason = OOM, "not even one row fits"
             return
         self.workload = self.workload.sized(batch)
         self.ready()
-        # a whole pass can take a little more than the search tried: then a twentieth of the rows is left out
+        # a whole pass can take a little more than the search tried; then leave a twentieth of the rows out
         while self.status == OOM and batch > 1:
             self.status, self.reason = MEASURED, ""
             batch = min(batch - 1, int(0.95 * batch))
@@ -203,7 +203,7 @@ class Trial:
             self.ready()
 
     def largest(self) -> int:
-        """Return the largest batch that fits; 0 if not even one row does."""
+        """Return the largest batch that fits; 0 if not even one row fits."""
         if self.model.device.type == "cpu":
             return int(self.ask("largest").get("batch", 0))
         assert self.entrant.chain is not None
@@ -242,7 +242,7 @@ class Trial:
         return generation_pass.run(self.model, chain, ids, new=new, sample=sample, graph=self.entrant.graph)
 
     def watched_pass(self) -> Pass:
-        """Run the workload as it is timed and return its pass. The first time, measure a GPU's peak of memory, too."""
+        """Run the workload as it is timed and return its pass. The first time, also measure a GPU's peak of memory."""
         if self.peak is not None:
             return self.generate(self.settings.sample)
         cost, self.peak = peak.watched(lambda: self.generate(self.settings.sample), self.model.device)
@@ -284,7 +284,7 @@ class Trial:
         return row
 
     def _quantities(self, batch: int) -> dict[str, RepeatSpread]:
-        """Return the distribution over the passes of every quantity that was measured, for ``batch`` rows."""
+        """Return the distribution over the passes of every measured quantity, for ``batch`` rows."""
         values: dict[str, list[float]] = {}
         for name in SECONDS:
             seconds = [getattr(cost, name) for cost in self.passes]
@@ -301,7 +301,7 @@ class Trial:
             values["peak_allocated"] = [float(self.peak.allocated)]
             values["peak_reserved"] = [float(self.peak.reserved)]
         if self.full is not None:
-            # the estimated total over that of a generation in which all steps ran
+            # the estimated total over the total of a generation in which all steps ran
             values["check"] = [cost.total / self.full.total for cost in self.passes]
         return {name: spread(samples) for name, samples in values.items()}
 
@@ -315,10 +315,10 @@ def measure(
 ) -> list[Row]:
     """Return one row per entrant, measured in turns in this process.
 
-    Out of memory, a refusal or a failure is the row's status with its reason, and the others go on. ``ask_process``
-    measures memory in a process of its own.
+    Running out of memory, a refusal or a failure becomes the row's status with its reason. The other entrants go on.
+    ``ask_process`` measures memory in a process of its own.
     """
-    # all rows of this call share a session: only their times are compared with each other
+    # all rows of this call share a session: only times of one session are compared
     session = f"{time.strftime('%Y%m%dT%H%M%S')}-{random.randrange(16**4):04x}"
     order = random.Random(settings.seed)
     trials = [Trial(model, entrant, workload, settings, ask_process) for entrant in entrants]
@@ -331,7 +331,7 @@ def measure(
         orders = []
         for i in range(settings.repeats):
             going = [trial for trial in trials if trial.going]
-            # shuffled, so that no entrant always runs behind the same other one
+            # shuffle, so that no entrant always follows the same other one
             order.shuffle(going)
             orders.append([trial.entrant.name for trial in going])
             for trial in going:
@@ -344,7 +344,7 @@ def measure(
                 if trial.going and any(cost.integrated for cost in trial.passes):
                     trial.tell("all steps, to check")
                     trial.full = trial.attempt(partial(trial.generate, None))
-        # read while the device is still warm from the work
+        # read the clocks while the device is still warm from the work
         facts = dict(settings.facts) | environment.under_load(model.device)
     shared = {"session": session, "seed": settings.seed, "orders": orders, "facts": facts}
     return [trial.row(bandwidth) | shared for trial in trials]
@@ -353,14 +353,14 @@ def measure(
 def is_finished(row: Row | None, entrant: Entrant, workload: Workload, settings: Settings) -> bool:
     """Return True if a row need not be measured again: it is finished, or its peer still cannot run.
 
-    A row with fewer repeats than asked for, or without a check that is asked for, is not finished.
+    A row with fewer repeats than asked for is not finished, nor a row that lacks the requested check.
     """
     if row is None:
         return False
     if row["status"] == NOT_RUN:
         return bool(row["reason"] == why_not(entrant, workload))
     if row["status"] != MEASURED:
-        # too large or refused stays so, a failure may have had a passing cause
+        # a row that was too large or refused stays so; a failure may have had a passing cause
         return row["status"] in FINISHED
     if settings.check and "integrated" in row["marks"] and "check" not in row["quantities"]:
         return False

@@ -1,4 +1,4 @@
-"""The workloads that are timed: rows that read a prompt of random tokens and generate more."""
+"""The workloads to time: rows that read a prompt of random tokens and generate more."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ class Workload:
 
 
 def parse(text: str) -> Workload:
-    """Return the workload that a text of the form FORM states. Raises UsageError naming a malformed one."""
+    """Return the workload that a text of the form FORM states. Raises UsageError naming a malformed text."""
     match = WRITTEN.fullmatch(text.strip())
-    # two new tokens at least: the first comes from the prompt, only the others from a decode step
+    # at least two new tokens: the prompt gives the first, and only later ones come from a decode step
     if not match or int(match[1]) < 1 or int(match[2]) < 2 or match[3] == "0":
         raise UsageError(f"workloads={text} is not possible: {FORM}")
     prompt, new, batch = int(match[1]), int(match[2]), match[3] or "1"
@@ -49,8 +49,8 @@ def parse(text: str) -> Workload:
 
 
 def prompts(workload: Workload, vocabulary: int, seed: int) -> Tensor:
-    """Return random token ids [batch, prompt]: each row has a prompt of its own, and every method the same ones."""
+    """Return random token ids [batch, prompt]. Each row has a prompt of its own; every method gets the same prompts."""
     assert workload.batch is not None, "the largest batch must be found first"
-    # drawn on the processor, so that the same seed gives the same prompts on every device
+    # draw on the processor, so that a seed gives the same prompts on every device
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(0, vocabulary, (workload.batch, workload.prompt), generator=generator)

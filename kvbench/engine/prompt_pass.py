@@ -216,9 +216,9 @@ class _PromptPass:
         # low-rank projections have remembered the latents of this layer's call
         if self.lifted:
             latents = self.lifted[number].k.take(), self.lifted[number].v.take()
-        tokens_read = self.tokens_read[number]
-        if tokens_read is not None:
-            positions = tokens_read.positions
+        left_tokens = self.tokens_read[number]
+        if left_tokens is not None:
+            positions = left_tokens.positions
         if not needs.call:
             call = None
         return Observation(

@@ -1,1 +1,1 @@
-"""From words to work: requests, configurations, cells, the plan of a run and its forecast."""
+"""The plan of a run: requests, configurations, cells, the checked plan and its forecast."""

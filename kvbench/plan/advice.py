@@ -1,4 +1,4 @@
-"""Notes for readers of scores: on prompts, on answers, and on columns that show nothing."""
+"""Notes for readers of scores: on prompts, on answers, and on columns whose scores say nothing."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def about_prompts(policy: PromptPolicy, tasks: Sequence[Task], tokenizer: Any) -
 
 
 def about_ignored(cfg: RunConfig, tasks: Sequence[Task]) -> list[str]:
-    """Return notes on keys that were given and change nothing of these tasks."""
+    """Return notes on given keys that do not affect these tasks."""
     notes = []
     drawing = {"top_p": cfg.sampling.top_p != 1, "sample_seed": cfg.sampling.sample_seed != 0}
     answering = {"temperature": cfg.sampling.temperature != 0}
@@ -58,7 +58,7 @@ def about_ignored(cfg: RunConfig, tasks: Sequence[Task]) -> list[str]:
 
 
 def _ignored(given: Mapping[str, bool], reason: str) -> list[str]:
-    """Return the note that the keys which were given are ignored, and why; [] if none was."""
+    """Return a note that the given keys are ignored, with the reason. Return [] if none was given."""
     keys = [f"{key}=" for key, was_given in given.items() if was_given]
     if not keys:
         return []
@@ -91,7 +91,7 @@ def chance(task: Task) -> float:
 
 
 def about_floors(names: Sequence[str], columns: int) -> list[str]:
-    """Return the note on the columns ``names``, in which the full cache's scores say nothing; [] without names.
+    """Return a note on the columns ``names``, where the full cache's scores say nothing; [] without names.
 
     ``columns`` is the number of all columns.
     """

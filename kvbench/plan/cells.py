@@ -21,14 +21,14 @@ from kvbench.tasks.metrics import check_installed, metric
 from kvbench.tasks.prompt import PromptPolicy, check
 
 SCHEMA = 1
-LEAST_PROMPT = 32  # tokens; a shorter prompt is looked at before the run
+LEAST_PROMPT = 32  # tokens; the plan encodes a shorter prompt before the run
 
 
 @dataclass(frozen=True)
 class Group:
-    """Cells on the same prompts: each prompt is read once per distinct prefill key for all of them.
+    """Cells on the same prompts. Each prompt is read once per distinct prefill key for all of them.
 
-    ``examples`` are those of this run (its limit and shard), in order.
+    ``examples`` are this run's examples (its limit and shard), in order.
     """
 
     task: Task
@@ -44,10 +44,10 @@ def build_groups(
     context: int | None,
     identify: Callable[[Chain], Mapping[str, object]] = Chain.identity,
 ) -> list[Group]:
-    """Return a run's groups, one per task, each with the full cache as its first cell unless ``baseline=false``.
+    """Return a run's groups, one per task. Each begins with the full cache's cell unless ``baseline=false``.
 
-    ``context`` is the number of tokens that the model can read. ``identify`` returns all that decides a chain's
-    results: its own identity, and that of its calibration if it has one.
+    ``context`` is the number of tokens that the model can read. ``identify`` returns all facts that decide a chain's
+    results: its own identity, and its calibration's identity if it has one.
     """
     policy = cfg.prompt
     chains = with_baseline(cfg.chains, cfg.baseline)
@@ -70,7 +70,7 @@ def build_groups(
             check_installed(task.metric)
             label = dataset.label
             if task.turns or task.examples[0].tokens:
-                # both values are one protocol there: a column of its own for neither
+                # here both values mean the same protocol, so neither gets a column of its own
                 label = ",".join(part for part in label.split(",") if not part.startswith("query_aware="))
             column = f"{task.id} {label}".strip()
             if any(g.column == column for g in groups):
@@ -99,9 +99,9 @@ def build_groups(
 def _task_identity(
     cfg: RunConfig, task: Task, tokenizer: Tokenizer | None, model_identity: Mapping[str, object], context: int | None
 ) -> dict[str, object]:
-    """Return all but the method that decides the numbers of a task's cells, for their ids.
+    """Return all facts but the method that decide the numbers of a task's cells, for their ids.
 
-    A text that is scored, not answered, has neither a context to be cut to nor settings of decoding.
+    A text that is scored has no answer: no context limits it, and no settings of decoding apply.
     """
     prompt = dict(cfg.prompt.identity(task, tokenizer))
     decoding: dict[str, object] = {}
@@ -119,7 +119,7 @@ def _task_identity(
         "decoding": decoding,
         "metric": {"name": task.metric, "revision": metric(task.metric).revision},
     }
-    # keys that only some cells have, so that the others keep their ids
+    # only some cells have these keys, so that all others keep their ids
     if task.turns:
         identity["turns"] = task.turns
     if cfg.fidelity or task.fidelity:
@@ -128,7 +128,7 @@ def _task_identity(
 
 
 def _check_through_cache(dataset: str, knobs: Mapping[str, object], chains: Sequence[ChainConfig]) -> None:
-    """Raise UsageError unless the dataset has windows without a prompt, and methods only change how tokens are kept."""
+    """Raise UsageError unless the dataset's windows have no prompt and methods only change how tokens are stored."""
     if "windows" not in knobs:
         raise UsageError(
             f"fidelity={THROUGH_CACHE} reads windows of a text, not dataset={dataset}: take dataset=fidelity/wikitext2"
@@ -147,7 +147,7 @@ def _check_through_cache(dataset: str, knobs: Mapping[str, object], chains: Sequ
 
 
 def _check_answers(task: Task, context: int | None) -> None:
-    """Raise UsageError if answers cannot be scored, or leave no room for their prompts, or for whole ones if UNCUT."""
+    """Raise UsageError if answers cannot be scored or leave no room for their prompts (for whole ones, if UNCUT)."""
     if metric(task.metric).shown is not None and not task.examples[0].tokens:
         raise UsageError(
             f"{task.id}: metric={task.metric} is not possible for answers: it is of texts that are read, as those of "
@@ -172,7 +172,7 @@ def _check_answers(task: Task, context: int | None) -> None:
 def _check_room(
     task: Task, examples: Sequence[Example], policy: PromptPolicy, tokenizer: Any, context: int | None
 ) -> None:
-    """Raise UsageError if a context so short that it holds little more than an answer would cut a prompt away."""
+    """Raise UsageError if the context holds little more than an answer, so that prompts would be cut away."""
     for example in examples:
         if example.tokens or context is None or context - example.max_new_tokens >= LEAST_PROMPT:
             continue
@@ -186,7 +186,7 @@ def _check_room(
 
 
 def _check_chunks(task: Task, chains: Sequence[Chain]) -> None:
-    """Raise UsageError if a text is fed in chunks larger than a method's budget while decoding can take."""
+    """Raise UsageError if a text is fed in larger chunks than a method's budget while decoding can take."""
     meta = task.examples[0].meta
     if not task.examples[0].tokens:
         return
@@ -210,7 +210,7 @@ def _check_chunks(task: Task, chains: Sequence[Chain]) -> None:
 
 
 def with_baseline(chains: Sequence[ChainConfig], baseline: bool) -> list[ChainConfig]:
-    """Return the chains with those of the full cache first. With ``baseline`` it is added if it is not among them."""
+    """Return the chains with the full cache's first. With ``baseline``, add the full cache if it is missing."""
     full = [c for c in chains if not c.chain.stages]
     compressing = [c for c in chains if c.chain.stages]
     if not full and baseline:
@@ -219,7 +219,7 @@ def with_baseline(chains: Sequence[ChainConfig], baseline: bool) -> list[ChainCo
 
 
 def with_full(cells: Sequence[Cell]) -> list[Cell]:
-    """Return the cells of one prompt, with a hidden full cache if they are compared with one that is not there."""
+    """Return the cells of one prompt. If they are compared with a full cache that is missing, add a hidden one."""
     if not cells or not cells[0].fidelity or any(not c.chain.stages for c in cells):
         return list(cells)
     hidden_full = replace(cells[0], chain=Chain(), label="full", hidden=True)
@@ -227,14 +227,14 @@ def with_full(cells: Sequence[Cell]) -> list[Cell]:
 
 
 def rounds(groups: Sequence[Group]) -> list[tuple[Group, ...]]:
-    """Return the groups in rounds: all with kvbench's own methods alone, then with those of one user's class a round.
+    """Return the groups in rounds: first kvbench's own methods, then one user's class in each round.
 
-    kvbench's own answers are stored before other code is first asked in a run, so that it cannot change them, and each
-    foreign class has its prompts read for it alone. Groups without cells in a round are left out.
+    kvbench's own answers are stored before foreign code is first asked in a run, so that it cannot change them. Prompts
+    are read for each foreign class alone. Groups without cells in a round are left out.
     """
     classes = dict.fromkeys(cell.chain.foreign_stages for group in groups for cell in group.cells)
     in_rounds = []
-    for stages in sorted(classes, key=len):  # kvbench's own methods have none
+    for stages in sorted(classes, key=len):  # kvbench's own methods have no foreign class, so they come first
         groups_of_round = []
         for group in groups:
             cells = tuple(cell for cell in group.cells if cell.chain.foreign_stages == stages)
@@ -245,7 +245,7 @@ def rounds(groups: Sequence[Group]) -> list[tuple[Group, ...]]:
 
 
 def pairs(groups: Sequence[Group]) -> list[tuple[Group, ...]]:
-    """Return the groups, those of one task with its question in view and withheld as one pair, in that order."""
+    """Return the groups. A task's groups with its question in view and withheld form one pair, in that order."""
     by_task: dict[tuple[str, int], dict[bool, Group]] = {}
     for group in groups:
         alike = [key for key in by_task if key[0] == group.task.id]
@@ -261,7 +261,7 @@ def _withholds(group: Group) -> bool:
 
 
 def pending(group: Group, done: Mapping[str, Sequence[str]]) -> dict[str, list[Cell]]:
-    """Return the cells that still need each example, by example id, without examples that no cell needs.
+    """Return the cells that still need each example, by example id. Leave out examples that no cell needs.
 
     ``done`` holds the ids of the finished examples by cell id.
     """
@@ -275,7 +275,7 @@ def pending(group: Group, done: Mapping[str, Sequence[str]]) -> dict[str, list[C
 
 
 def _examples_of_shard(examples: Sequence[Example], cfg: RunConfig) -> tuple[Example, ...]:
-    """Return the examples of this shard. The shard of an example is a hash of its id, whatever the order and limit."""
+    """Return the examples of this shard. A hash of an example's id decides its shard, whatever the order and limit."""
     if cfg.shards == 1:
         return tuple(examples)
     examples_here = []

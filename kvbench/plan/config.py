@@ -44,8 +44,8 @@ def _is_number(value: Any) -> bool:
 class DatasetConfig:
     """One entry of conf/dataset with its final knobs, and the names of the tasks to run; all if ``tasks`` is empty.
 
-    label: the values of the grids that this entry is one point of, for the head of its columns.
-    query_aware: whether questions are read before the compression; None leaves it to each task.
+    label: the values of swept knobs in this entry, for the head of its columns.
+    query_aware: whether questions are read before the compression. None leaves the choice to each task.
     """
 
     name: str = identity()
@@ -58,7 +58,7 @@ class DatasetConfig:
 
 @dataclass(frozen=True)
 class Sampling:
-    """The choice of tokens: greedy at temperature 0, else drawn with a seed per example, independent of batches."""
+    """The choice of tokens: greedy at temperature 0, else drawn with a seed per example that batches do not affect."""
 
     temperature: float = identity(default=0.0)
     top_p: float = identity(default=1.0)
@@ -81,7 +81,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class LoggerConfig:
-    """The service that a run is sent to besides its results folder: none, or Weights & Biases."""
+    """The service, besides the results folder, that receives a run: none, or Weights & Biases."""
 
     name: str = runtime(default="none")
     mode: str = runtime(default="disabled")
@@ -132,7 +132,7 @@ class RunConfig:
 
     @property
     def model_name(self) -> str:
-        """Return the entry of conf/model, or the folder or hub id of a model that has none."""
+        """Return the model's entry in conf/model. A model without an entry has the name of its folder or its hub id."""
         if self.model.name == "hf":
             return self.model.path
         return self.model.name
@@ -181,7 +181,7 @@ def read(arguments: Sequence[str]) -> RunConfig:
 
 
 def configure(settings: Mapping[str, object]) -> RunConfig:
-    """Return the one run that settings ask for: keys of ``run`` with Python values, or texts as they are typed.
+    """Return the one run that settings ask for: keys of ``run`` with Python values, or with texts as typed.
 
     Raises UsageError naming the key and value at fault.
     """
@@ -195,8 +195,8 @@ def parse(
 ) -> RunConfig:
     """Return the run that a request asks for, with grids of knobs expanded. Raises UsageError naming key and value.
 
-    ``composed`` is Hydra's composition of the request's ``group_overrides``, if there is one already. ``methods`` are
-    the request's own, where some are dicts with knobs of their own.
+    ``composed`` is Hydra's composition of the request's ``group_overrides``, if it was made before. ``methods`` are the
+    request's methods, if some are dicts with knobs of their own.
     """
     raw = compose(request, composed)
     model = ModelConfig(**raw["model"])
@@ -257,7 +257,7 @@ def compose_with_knobs(request: RunRequest) -> dict[str, Any]:
 
 @lru_cache(maxsize=256)
 def _composed(folder: Path, overrides: tuple[str, ...]) -> DictConfig:
-    """Return the configurations in ``folder`` as Hydra composes them, which takes 50 ms."""
+    """Return the configurations in ``folder`` as Hydra composes them. Composing takes 50 ms."""
     with initialize_config_dir(config_dir=str(folder), version_base="1.3"):
         return hydra_compose(config_name="config", overrides=list(overrides))
 
@@ -279,7 +279,7 @@ def _preset_values(request: RunRequest) -> dict[str, object]:
 
 
 def _set_value(raw: dict[str, Any], key: str, value: Any) -> None:
-    """Set the value of a full key, as ``model.dtype``. Raises UsageError if there is no such key."""
+    """Set the value of a full key such as ``model.dtype``. Raises UsageError if there is no such key."""
     *path, last = key.split(".")
     mapping = raw
     for part in path:
@@ -290,22 +290,22 @@ def _set_value(raw: dict[str, Any], key: str, value: Any) -> None:
 
 
 def _limit_names() -> set[str]:
-    """Return the names of the prompt limits that the entries of conf/model state."""
+    """Return the names of prompt limits in the entries of conf/model."""
     return {name for entry in entries("model").values() for name in entry["prompt_limits"]}
 
 
 def _prompt_policy(raw: Mapping[str, Any], model: ModelConfig) -> PromptPolicy:
-    """Return the prompt policy, with the model's length limit for it unless ``max_length`` is set.
+    """Return the prompt policy. The model's length limit for it applies unless ``max_length`` is set.
 
-    If the model's entry states a template for this policy (off, on, skip or a Jinja text), that is used.
+    If the model's entry states a template for this policy (off, on, skip or a Jinja text), the policy uses it.
     """
     policy = dict(raw["prompt"])
-    # whether a question is withheld is a fact of its task, which _dataset_configs reads
+    # each task states whether its question is withheld; _dataset_configs reads that
     del policy["query_aware"]
     template = model.prompt_templates.get(policy["name"])
     if template in TEMPLATES:
         policy["template"] = template
-    elif template is not None and model.chat_template is None:  # a template that the user gave wins
+    elif template is not None and model.chat_template is None:  # a template that the user gave takes precedence
         fits = "messages" in template and not policy["system"]
         key = f"model.prompt_templates.{policy['name']}"
         check(key, template, fits, "off, on, skip, or Jinja of messages without system=")
@@ -320,9 +320,9 @@ def _prompt_policy(raw: Mapping[str, Any], model: ModelConfig) -> PromptPolicy:
 
 
 def _read_query_aware(value: Any) -> tuple[bool | None, ...]:
-    """Return each way in which ``query_aware=`` has the datasets read: true, false, or None, each task's own choice.
+    """Return each order of reading that ``query_aware=`` asks for: true, false, or None for each task's own choice.
 
-    A list of both values has both ways. Raises UsageError for another value.
+    A list of both values asks for both. Raises UsageError for another value.
     """
     if not isinstance(value, list):
         if not isinstance(value, bool | None):
@@ -335,7 +335,7 @@ def _read_query_aware(value: Any) -> tuple[bool | None, ...]:
 
 
 def _dataset_configs(raw: Mapping[str, Any]) -> Iterator[DatasetConfig]:
-    """Yield each chosen dataset, once for each combination of ``query_aware=`` and the values in its knobs' grids."""
+    """Yield each chosen dataset, once for each combination of ``query_aware=`` and its swept knobs."""
     ways = _read_query_aware(raw["prompt"]["query_aware"])
     for name, entry in raw["dataset"].items():
         tasks = _tasks_of(name, raw["tasks"])
@@ -347,7 +347,7 @@ def _dataset_configs(raw: Mapping[str, Any]) -> Iterator[DatasetConfig]:
             swept_values = dict(zip(keys, combination, strict=True))
             label = [f"{key}={value}" for key, value in swept_values.items()]
             if len(ways) > 1:
-                # each of the two has columns of its own
+                # each of the two orders has columns of its own
                 label.insert(0, f"query_aware={words.text_of(query_aware)}")
             knobs = dict(entry) | swept_values
             default_limit = knobs.pop("default_limit", None)
@@ -357,7 +357,7 @@ def _dataset_configs(raw: Mapping[str, Any]) -> Iterator[DatasetConfig]:
 
 
 def _tasks_of(dataset: str, written_tasks: Sequence[str]) -> tuple[str, ...]:
-    """Return the tasks of a dataset that were typed, or () where the whole dataset was, as in ``tiny``."""
+    """Return a dataset's tasks that were typed, or () if the whole dataset was typed, such as ``tiny``."""
     names: list[str] = []
     for written in written_tasks:
         owner, _, task = str(written).partition("/")
@@ -369,7 +369,7 @@ def _tasks_of(dataset: str, written_tasks: Sequence[str]) -> tuple[str, ...]:
 
 
 def plain(error: Exception) -> str:
-    """Return the message of one of Hydra's errors in one line, without hints on Hydra's internals."""
+    """Return one of Hydra's error messages in one line, without hints on Hydra's internals."""
     lines = [line.rstrip() for line in str(error).splitlines() if line.strip()]
     cause = error.__cause__
     if cause is not None and str(cause) and str(cause) not in str(error):

@@ -24,7 +24,7 @@ KINDS = ("bytes", "nominal")
 LONG = 2**20
 TOLERANCE = 0.05
 CLOSE = 0.005
-FLOOR = 4096  # a chain's least kv_size is searched at most this far above its window and sinks
+FLOOR = 4096  # search a chain's least kv_size at most this far above its window and sinks
 PayloadCounter = Callable[[Chain], float]
 
 
@@ -59,11 +59,11 @@ class Matched:
 
 
 def settle(cfg: RunConfig, shape: Shape, tokens: int | None = None) -> tuple[RunConfig, tuple[Matched, ...]]:
-    """Return (run, matches): every chain of the run but the reference gets the kv_size that is nearest in bytes.
+    """Return (run, matches). Every chain of the run but the reference gets the kv_size that is nearest in bytes.
 
     Each setting of the reference gives every other chain a kv_size of its own. The full cache stays as it is.
-    ``tokens`` is the prompt length. Without it prompts are taken to be longer than any budget, so the reference must
-    have a kv_size. Raises UsageError that names the chain that cannot be matched and says what to do.
+    ``tokens`` is the prompt length. Without it, prompts are assumed to be longer than any budget, so the reference must
+    have a kv_size. Raises UsageError that names the chain that cannot be matched and a remedy.
     """
     if cfg.match is None:
         return cfg, ()
@@ -86,7 +86,7 @@ def settle(cfg: RunConfig, shape: Shape, tokens: int | None = None) -> tuple[Run
             sizes = {kind: nearest(other, reference, count, kind) for kind, count in counters.items()}
             best = with_size(other, sizes[cfg.match])
             chains.append(best)
-            # bytes of (this chain, the reference), by each way to count them
+            # bytes of (this chain, the reference), by each way of counting
             counted = {kind: (count(best.chain), count(reference.chain)) for kind, count in counters.items()}
             match = Matched(
                 by=cfg.match,
@@ -126,7 +126,7 @@ def nearest(template: ChainConfig, reference: ChainConfig, count: PayloadCounter
             low = middle
         else:
             high = middle
-    # the payload is not monotone within a block of the quantiser: every size a few blocks around is tried
+    # the payload is not monotone within a block of the quantiser: try every size a few blocks around
     coder = template.chain.coder
     reach = 2
     if coder is not None:
@@ -145,7 +145,7 @@ def nearest(template: ChainConfig, reference: ChainConfig, count: PayloadCounter
 
 
 def with_size(template: ChainConfig, size: int) -> ChainConfig:
-    """Return the chain with kv_size=``size`` in place of its budget, and with its other knobs as they are."""
+    """Return the chain with kv_size=``size`` in place of its budget. Its other knobs stay."""
     owner = next(s.id for s in template.chain.stages if isinstance(s, Selector))
     entry = overlay(template.entries[owner], {"kv_size": size})
     entries = dict(template.entries)
@@ -156,8 +156,8 @@ def with_size(template: ChainConfig, size: int) -> ChainConfig:
 def _reference_name(cfg: RunConfig) -> str:
     """Return the canonical name of the chain that the others are matched to: ``reference=``, else the last one named.
 
-    The last is the default since the chain under test is commonly named after the method that it extends, as in
-    method=h2o,h2o+think kv_size=128: its setting stays as written, and the method before it gets the same bytes.
+    The last is the default because the chain under test is commonly named after the method that it extends. In
+    method=h2o,h2o+think kv_size=128 its setting stays as written, and the method before it gets the same bytes.
     """
     names = list(dict.fromkeys(c.chain.name for c in cfg.chains if c.chain.stages))
     if cfg.reference is None:
@@ -215,8 +215,8 @@ def _smallest_size(template: ChainConfig, kind: str) -> int:
 
 
 def _compare_bytes(chain_bytes: float, reference_bytes: float) -> str:
-    """Return as text two numbers of bytes in one unit, and by how many per cent the first differs from the second."""
-    percent = round(100 * (chain_bytes / reference_bytes - 1), 2) + 0.0  # turns -0.0 into 0.0
+    """Return as text two numbers of bytes in one unit, and the difference of the first from the second in per cent."""
+    percent = round(100 * (chain_bytes / reference_bytes - 1), 2) + 0.0  # adding 0.0 turns -0.0 into 0.0
     unit, size = "KiB", 2**10
     if reference_bytes >= 10 * 2**20:
         unit, size = "MiB", 2**20

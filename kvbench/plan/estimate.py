@@ -1,4 +1,4 @@
-"""Estimate a group before it runs: bytes by the formulas of accounting, time from the answers measured so far."""
+"""Estimate a group before it runs: its bytes by the formulas of accounting, its time from earlier answers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Estimate:
     """The memory and time that the remaining work of a group takes.
 
     prompt_tokens: the length of the longest prompt.
-    cells: the bytes that one prompt takes while it is decoded, by id of each cell that still lacks an answer.
+    cells: the bytes of one prompt while it is decoded, by id of each cell that still lacks an answer.
     layer: the bytes of one dense layer with its observations.
     rows: the most rows, of all cells together, that are decoded at once.
     seconds: the time left, by the stored samples of this group; None if there are none.
@@ -42,11 +42,11 @@ class Estimate:
         return self.layer + max(per_prompt, min(prompts * per_prompt, memory))
 
     def alone(self, cell: Cell) -> int:
-        """Return the bytes that one prompt of the cell takes: the least for any part of the group with this cell."""
+        """Return the bytes that one prompt of the cell takes, the least for any part of the group with this cell."""
         return self.layer + self.cells.get(cell.id, 0)
 
     def parts(self, group: Group, memory: int) -> list[Group]:
-        """Return parts of the group that fit into ``memory`` with one prompt each. A cell that cannot is a part alone.
+        """Return parts of the group that fit into ``memory`` with one prompt each. A cell too large is a part alone.
 
         Cells that share a prefill stay together where they can, since each further part reads the prompts again.
         """
@@ -101,7 +101,7 @@ def estimate(
     answer_bytes = shape.full_bytes(new, itemsize)
     copies = 1
     if group.task.turns:
-        copies = 2  # questions branch from the context's cache, which stays beside its copy in the decode batch
+        copies = 2  # questions branch from the context's cache, so it stays beside its copy in the decode batch
     costs = {}
     for cell_id, cell in cells.items():
         costs[cell_id] = copies * cache_bytes(cell.chain, shape, n, itemsize) + answer_bytes
@@ -126,7 +126,7 @@ def cache_bytes(chain: Chain, shape: Shape, n: int, itemsize: int) -> int:
         declared = bytes_declared(chain, shape, n, itemsize)
         if declared is not None:
             return declared.total
-    # latents are stored as one head, and are as wide as all kv heads at most
+    # latents are stored as one head that is at most as wide as all kv heads
     heads = max(shape.kv_heads, chain.heads(shape.kv_heads, shape.query_heads))
     return shape.full_bytes(n, itemsize, heads)
 
@@ -154,7 +154,7 @@ def _seconds_left(todo: Mapping[str, Sequence[Cell]], samples: Mapping[str, Mapp
             answer_s[cell_id] = fmean(t.compress_s + t.decode_s for t in timings)
     if not answer_s:
         return None
-    typical_s = fmean(answer_s.values())  # cells without an answer yet count as this
+    typical_s = fmean(answer_s.values())  # cells without an answer yet are assumed to take this time
     prefills, answers_s = 0, 0.0
     for cells in todo.values():
         prefills += len({cell.chain.prefill_key for cell in cells})

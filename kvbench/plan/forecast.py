@@ -1,4 +1,4 @@
-"""Forecast the work that is left of a run, and the memory and time that it takes, without loading weights."""
+"""Forecast the remaining work of a run, with its memory and time, without loading weights."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class GroupForecast(GroupTodo):
 
 @dataclass(frozen=True)
 class Forecast:
-    """What a run will measure, group by group, with the bytes of memory that its caches may take, and notes.
+    """The work that a run will do, group by group, with the bytes that its caches may take, and notes.
 
     Its fields are the keys of ``run --plan --json``.
     """
@@ -45,7 +45,7 @@ class Forecast:
 
 
 def forecast_run(plan: RunPlan) -> Forecast:
-    """Return what is left to measure, with the memory and time of each group and the memory limit."""
+    """Return the remaining work, with the memory and time of each group and the memory limit."""
     device = load.resolve_device(plan.cfg.device)
     cache_memory = _cache_memory(plan)
     estimates = {g.column: plan.estimate(g) for g in plan.groups}
@@ -53,7 +53,7 @@ def forecast_run(plan: RunPlan) -> Forecast:
     groups = []
     for group, todo in zip(plan.groups, plan.todo(), strict=True):
         estimate, parts = estimates[group.column], parts_of[group.column]
-        # each part reads its prompts again; a context that another group reads is not read here
+        # each part reads its prompts again; contexts that another group reads are not read here
         prefills = plan.count_prefills(group, parts) - shared_prefills[group.column]
         todo = replace(
             todo,
@@ -80,7 +80,7 @@ def forecast_run(plan: RunPlan) -> Forecast:
 
 
 def _cache_memory(plan: RunPlan) -> int:
-    """Return the bytes that caches may take: as configured, else what the weights leave of the devices."""
+    """Return the bytes that caches may take: the configured number, or the devices' memory minus the weights."""
     limit = memory.cache_limit(plan.cfg.memory, plan.devices())
     if plan.cfg.memory is not None:
         return limit
@@ -91,7 +91,7 @@ def _cache_memory(plan: RunPlan) -> int:
 def _divide_groups(
     plan: RunPlan, estimates: Mapping[str, Estimate], cache_memory: int
 ) -> tuple[dict[str, list[Group]], dict[str, int]]:
-    """Return by column the parts in which a group runs, and how many of its contexts another group reads."""
+    """Return by column the parts in which a group runs, and the number of its contexts that another group reads."""
     parts_of: dict[str, list[Group]] = {g.column: [] for g in plan.groups}
     shared_prefills = dict.fromkeys(parts_of, 0)
     for together in rounds(plan.groups):
@@ -100,7 +100,7 @@ def _divide_groups(
             for group, parts in zip(pair, parts_of_pair, strict=True):
                 parts_of[group.column] += parts
             if len(pair) == 2 and all(len(parts) == 1 for parts in parts_of_pair):
-                # both fit into memory whole: one pass reads the prompt with its question in view and withheld
+                # both groups fit into memory whole: one pass reads each prompt with its question in view and withheld
                 seen, withheld = pair
                 shared_prefills[withheld.column] += _count_shared(plan, seen, withheld)
     return parts_of, shared_prefills
@@ -111,7 +111,7 @@ def _count_shared(plan: RunPlan, seen: Group, withheld: Group) -> int:
     seen_examples = plan.left(seen)
     count = 0
     for example, cells in plan.left(withheld).items():
-        # a method that changes the prefill has a key and reads its prompts itself
+        # a method that changes the prefill has a key of its own and reads its prompts itself
         if example in seen_examples and any(not c.chain.prefill_key for c in cells):
             count += 1
     return count

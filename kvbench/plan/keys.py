@@ -1,4 +1,4 @@
-"""``key=value`` arguments, and the keys that verbs take beside those of runs."""
+"""``key=value`` arguments, and the keys of verbs other than ``run``."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class Key:
     """One key of a verb.
 
     default: the text that stands for the key if it is not given; None if its value is None then.
-    read: a function from a text to its value, which raises ValueError for a text that is not allowed.
-    allowed: what is allowed, in words, for the message to the user.
+    read: a function from a text to its value. It raises ValueError for a text that is not allowed.
+    allowed: the allowed values in words, for the message to the user.
     """
 
     name: str
@@ -46,7 +46,7 @@ def whole(name: str, least: int, default: str | None = None, allowed: str = "") 
 
 
 def flag(name: str) -> Key:
-    """Return a key that is true or false, by default false."""
+    """Return a key with the values true and false, by default false."""
 
     def read(text: str) -> bool:
         if text not in ("true", "false"):
@@ -62,7 +62,7 @@ def choice(name: str, choices: Sequence[str]) -> Key:
 
 
 def optional(key: Key) -> Key:
-    """Return the key with null, which stands for None, as an allowed text and as its default."""
+    """Return the key with ``null`` as an allowed text and as its default. It stands for None."""
     return Key(key.name, "null", lambda text: None if text == "null" else key.read(text), key.allowed)
 
 

@@ -1,8 +1,8 @@
 """Presets: the settings that reproduce a paper's tables, in YAML files in conf/preset, one per paper.
 
 Keys are ``prompt`` (a policy of conf/prompt), ``per``, ``match`` (the kind of equal memory, if a run asks for it) and
-knobs below ``method``. Those below ``models`` hold for one entry of conf/model only. Every value stands on a line of
-its own, with its source behind it.
+knobs below ``method``. Keys below ``models`` hold for one entry of conf/model only. Every value stands on a line of its
+own, followed by its source.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from kvbench.base.errors import UsageError, unknown
 
 @dataclass(frozen=True)
 class Setting:
-    """One value of a preset, with its full key (``method.snapkv.window``), its source, and the model that it is for."""
+    """One value of a preset with its full key (``method.snapkv.window``), its source, and the model that it is for."""
 
     key: str
     value: Any
     source: str
-    model: str = ""  # '': every model that has no value of its own
+    model: str = ""  # '' means every model without a value of its own
 
 
 @cache
@@ -71,13 +71,13 @@ def values(name: str, model: str = "") -> dict[str, Any]:
 
 
 def untouched(name: str, model: str, methods: Iterable[str]) -> list[str]:
-    """Return those ``methods`` of which the preset sets no knob, so that they run with their plain defaults."""
+    """Return the ``methods`` that run with their plain defaults, since the preset sets no knob of theirs."""
     keys = values(name, model)
     return [m for m in dict.fromkeys(methods) if not any(k.startswith(f"method.{m}.") for k in keys)]
 
 
 def explain(error: UsageError, name: str | None) -> UsageError:
-    """Return the error, with the preset named as the source if the error is about a knob that the preset sets."""
+    """Return the error. If it concerns a knob that the preset ``name`` sets, the preset is named as the source."""
     if name is None or not any(s.key.startswith("method.") and f"{s.key}=" in str(error) for s in settings(name)):
         return error
     return UsageError(f"{error}; preset={name} sets it (kvbench list presets), and what you type wins")

@@ -1,4 +1,4 @@
-"""The plan of a run, checked without loading weights: the groups of cells that it measures, and the work left of it."""
+"""The plan of a run, checked without loading weights: its groups of cells, and their remaining work."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class GroupTodo:
 
     task: the group's column.
     methods, cells: the labels and the ids of its cells.
-    examples, of: how many of the task's examples this run has, and how many there are.
+    examples, of: the number of the task's examples in this run, and in all.
     prefills: the prompts to read.
     prefills_saved: the answers that share the prefill of another answer.
     calibrations: a text for each calibration to compute before any answer.
@@ -69,11 +69,11 @@ class GroupTodo:
 
 @dataclass(frozen=True)
 class RunPlan:
-    """The plan of a run: what it measures, as groups of cells, with all that is known before weights are loaded.
+    """The plan of a run: its groups of cells, with all facts that are known before weights are loaded.
 
     Its configuration, data, checkpoint and results folder were found good.
 
-    unplanned: why a method that is not kvbench's own is left out, by its label: it fails when the run is planned.
+    unplanned: the reasons why foreign methods are left out, by label. Such a method fails when the run is planned.
     """
 
     cfg: RunConfig
@@ -89,16 +89,16 @@ class RunPlan:
     unplanned: Mapping[str, str] = field(default_factory=dict)
 
     def left(self, group: Group) -> dict[str, list[Cell]]:
-        """Return the cells that still need each example, by example id, without examples that no cell needs."""
+        """Return the cells that still need each example, by example id. Leave out examples that no cell needs."""
         usable = self.usable(group)
         return pending(usable, {c.id: list(self.store.lines(c.id)) for c in usable.cells})
 
     def usable(self, group: Group) -> Group:
-        """Return the group without the cells whose files are damaged: these are neither read nor measured."""
+        """Return the group without the cells with damaged files. Such cells are neither read nor measured."""
         return replace(group, cells=tuple(c for c in group.cells if self.store.damage(c.id) is None))
 
     def advice(self) -> list[str]:
-        """Return notes on settings known to be untested, pointless or harmful, before any prompt is read."""
+        """Return notes, before any prompt is read, on settings known to be untested, pointless or harmful."""
         tasks = [g.task for g in self.groups]
         model = traits.of_config(self.source.config)
         notes = [note for note in (model.note, model.shape.note) if note]
@@ -115,12 +115,12 @@ class RunPlan:
         return notes
 
     def cuts(self) -> list[str]:
-        """Return a note for each task whose first prompt is cut to a small part of its tokens, before it is read."""
+        """Return a note, before it is read, for each task whose first prompt is cut to a small part of its tokens."""
         notes = []
         for group in self.groups:
             first = next((e for e in group.examples if not e.tokens), None)
             if first is None:
-                continue  # texts that are scored are not cut
+                continue  # texts that are scored are never cut
             encoded = self._encoded(first, group)
             if encoded is None or len(encoded) >= LITTLE_LEFT * (len(encoded) + encoded.cut):
                 continue
@@ -131,14 +131,14 @@ class RunPlan:
         return notes
 
     def _encoded(self, example: Example, group: Group) -> Encoded | None:
-        """Return a prompt as token ids; None where it cannot be: the runner meets that again, and says why."""
+        """Return a prompt as token ids, or None if it cannot be encoded. The runner meets and reports that error."""
         try:
             return encode_prompt(self.tokenizer, example, group.task, self.cfg.prompt, self.context)
         except Exception:
             return None
 
     def _unreached(self) -> list[str]:
-        """Return a note for each method whose budget is larger than every prompt of a task with its answer."""
+        """Return a note for each method whose budget exceeds every prompt of a task with its answer."""
         tasks: dict[str, list[str]] = {}
         for group in self.groups:
             n = self.estimate(group).prompt_tokens
@@ -152,7 +152,7 @@ class RunPlan:
         ]
 
     def load_model(self) -> PreTrainedModel:
-        """Return the model: the one that was given, or the checkpoint's weights, read now."""
+        """Return the model that the user gave, or read the checkpoint's weights now."""
         if self.model is not None:
             return self.model
         return load.load_weights(self.cfg.model, self.source, load.resolve_device(self.cfg.device))
@@ -196,10 +196,10 @@ class RunPlan:
         try:
             return estimate(group, self.left(group), samples, shape, dtype.itemsize, hidden, rows, tokens)
         finally:
-            functions.restored()  # methods are asked for their needs and budgets here, outside all walls
+            functions.restored()  # methods were asked for needs and budgets here, outside the isolation of foreign code
 
     def samples(self, group: Group, cell: Cell) -> dict[str, Sample]:
-        """Return what is stored of a cell by example, of this run's examples alone."""
+        """Return a cell's stored samples by example, for this run's examples only."""
         ids = {e.id for e in group.examples}
         return {i: sample for i, sample in self.store.samples(cell.id).items() if i in ids}
 
@@ -207,7 +207,7 @@ class RunPlan:
         """Return the stored scores in [0, 1] of the cells at index ``row``, by task and example."""
         by_task = {}
         for group in self.groups:
-            # sorted: resamples depend on the order
+            # sort them, since resamples depend on the order
             samples = sorted(self.samples(group, group.cells[row]).items())
             scores = {i: sample.score for i, sample in samples if sample.score is not None}
             if scores:
@@ -264,7 +264,7 @@ class RunPlan:
         return todos
 
     def bound(self, groups: Sequence[Group], model: PreTrainedModel, quiet: bool) -> tuple[Group, ...]:
-        """Return groups with every chain bound to its calibration. Missing calibrations are computed first."""
+        """Return groups with every chain bound to its calibration. Compute missing calibrations first."""
         calibrated: dict[Chain, Chain] = {}
         bound_groups = []
         for group in groups:
@@ -283,20 +283,21 @@ def labels(group: Group) -> list[str]:
 
 
 def keeps_everything(chain: Chain, n: int, answer: int) -> bool:
-    """Return True if a method does nothing but choose tokens, and its budget is never reached.
+    """Return True if a method only chooses tokens and its budget is never reached.
 
     ``n`` and ``answer`` are the tokens of the prompt and of the longest answer.
     """
     if not chain.stages or any(s.role not in ("selector", "modifier") for s in chain.stages):
         return False
     capacity = chain.capacity(n)
-    # without a budget of the user's the data decide, and a capacity is only the most that may stay
+    # without a user's budget the data decide, and a capacity is only an upper limit
     if capacity is None or capacity.tokens < n or chain.selector is None or chain.selector.nominal(n) is None:
         return False
     evictor = chain.evictor
-    if evictor is None or (evictor.every and answer <= evictor.every):  # it never comes to choose while decoding
+    # while decoding, such a method never comes to choose
+    if evictor is None or (evictor.every and answer <= evictor.every):
         return True
-    # a capacity is cut to the prompt, and the budget while decoding is not
+    # a capacity is cut to the prompt; the budget while decoding is not
     budget = capacity.tokens
     for name in ("kv_size", "decode_budget"):
         size = getattr(chain.selector, name, None)
@@ -333,12 +334,12 @@ def plan_run(
 ) -> RunPlan:
     """Return the plan of a run on a checkpoint, or on a ``model`` that is loaded already."""
     if cfg.data_root:
-        data_root(cfg.data_root)  # a folder that is not there is refused even where no dataset reads it
+        data_root(cfg.data_root)  # refuse a missing folder even if no dataset reads it
     loaded_tokenizer = tokenizer()
     identity = identify(cfg, source, load.resolve_device(cfg.device))
     context = context_of(cfg, source)
     session = open_session(cfg, identity, loaded_tokenizer, context)
-    # what a method that is not kvbench's own fails at is found here, so that it costs its own row and not the run
+    # find a foreign method's failure here, so that it costs its own row and not the run
     unplanned = _failures(cfg.chains, _plain_questions)
     cfg = _without(cfg, unplanned)
     foreign = [e.chain.name for e in cfg.chains if e.chain.foreign]
@@ -372,7 +373,7 @@ def plan_run(
 
 
 def _failures(chains: Sequence[ChainConfig], ask: Callable[[Chain], object]) -> dict[str, str]:
-    """Return by label why a method that is not kvbench's own cannot answer what ``ask`` asks of it."""
+    """Return, by label, why foreign methods cannot answer the questions of ``ask``."""
     reasons = {}
     for entry in chains:
         if not entry.chain.foreign:
@@ -381,24 +382,24 @@ def _failures(chains: Sequence[ChainConfig], ask: Callable[[Chain], object]) -> 
             with contained(entry.chain.name, seed=0):
                 ask(entry.chain)
         except Refused:
-            continue  # the runner meets it on a prompt, and refuses the cell
+            continue  # the runner meets this on a prompt, and refuses the cell
         except Exception as error:
             reasons[entry.label] = located(error, entry.chain.name)
     return reasons
 
 
 def _without(cfg: RunConfig, labels_left_out: Collection[str]) -> RunConfig:
-    """Return the run without the methods of these labels."""
+    """Return the run without the methods that have these labels."""
     return replace(cfg, chains=tuple(entry for entry in cfg.chains if entry.label not in labels_left_out))
 
 
 def _plain_questions(chain: Chain) -> object:
-    """Ask a method what is read of it before its prompts are known."""
+    """Ask a method the questions that come before its prompts are known."""
     return chain.identity(), chain.prefill_key, chain.evictor, chain.rolled, hash(chain)
 
 
 def _budget_questions(chain: Chain, shape: Shape, lengths: Collection[int]) -> None:
-    """Ask a method for its budgets and bytes on prompts of these lengths."""
+    """Ask a method for its budgets and bytes on prompts of these lengths in tokens."""
     for n in lengths:
         chain.needs(n)
         cache_bytes(chain, shape, n, itemsize=2)
@@ -406,19 +407,19 @@ def _budget_questions(chain: Chain, shape: Shape, lengths: Collection[int]) -> N
 
 
 def _lengths(groups: Sequence[Group], cfg: RunConfig, tokenizer: Tokenizer, context: int | None) -> set[int]:
-    """Return the tokens of the first and of the longest prompt of each group."""
+    """Return the lengths in tokens of the first and of the longest prompt of each group."""
     lengths = set()
     for group in groups:
         by_length = sorted(group.examples, key=lambda e: len(e.tokens) or len(e.prompt))
         for example in group.examples[:1] + tuple(by_length[-1:]):
-            with suppress(Exception):  # the runner meets a prompt that cannot be encoded again, and says why
+            with suppress(Exception):  # the runner meets a prompt that cannot be encoded again, and reports it
                 tokens = example.tokens or encode_prompt(tokenizer, example, group.task, cfg.prompt, context)
                 lengths.add(len(tokens))
     return lengths
 
 
 def check_model(cfg: RunConfig, source: load.ModelSource) -> None:
-    """Raise UsageError if a method of the run cannot run on this model, or it cannot read prompts in pieces."""
+    """Raise UsageError if a method of the run cannot run on this model, or the model cannot read prompts in pieces."""
     model = traits.of_config(source.config)
     check_pieces(cfg.shared_prefix, source.config)
     for entry in cfg.chains:
@@ -428,7 +429,7 @@ def check_model(cfg: RunConfig, source: load.ModelSource) -> None:
 def identify(cfg: RunConfig, source: load.ModelSource, device: torch.device) -> dict[str, object]:
     """Return the facts about the model that are part of a cell's identity.
 
-    ``local`` is one of them only where local layers pass through: once methods compressed these, too.
+    ``local`` is one of them if the model has local layers. They pass through; an earlier version compressed them.
     """
     facts: dict[str, object] = {
         "fingerprint": source.fingerprint,
@@ -443,7 +444,7 @@ def identify(cfg: RunConfig, source: load.ModelSource, device: torch.device) -> 
 
 
 def context_of(cfg: RunConfig, source: load.ModelSource) -> int | None:
-    """Return how many tokens the model can read, as configured or else as its checkpoint says; None if unknown."""
+    """Return how many tokens the model can read: the configured number, or its checkpoint's; None if unknown."""
     return cfg.model.context or getattr(source.config, "max_position_embeddings", None)
 
 
@@ -463,8 +464,8 @@ def open_session(cfg: RunConfig, identity: Mapping[str, object], tokenizer: Toke
 def threads(cfg: RunConfig, config: Any, available: int | None = None) -> int:
     """Return how many threads to use: the configured number, else one for a model narrower than SMALL_MODEL.
 
-    Without either it is ``available``: PyTorch's default, within what the system allows, where it is not given. Tiny
-    matrices are faster on one thread, since several mostly wait.
+    All other models use ``available``, by default PyTorch's own number within the system's limit. Tiny matrices are
+    faster on one thread, since several threads mostly wait.
     """
     if cfg.threads:
         return cfg.threads

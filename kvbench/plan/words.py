@@ -23,8 +23,8 @@ from kvbench.plan import keys, presets
 GROUPS = {"model": "tiny", "method": "snapkv", "dataset": "tiny", "prompt": "plain", "logger": "wandb"}
 """The config groups that a command line chooses from, each with an example."""
 MODEL_FACTS = ("name", "path", "verified", "prompt_limits", "prompt_templates", "shape", "architecture", "fetch")
-MAX_SHARDS = 4096  # each is a job of its own
-MOST_DIGITS = 400  # longer ones are texts: Python's floats end before
+MAX_SHARDS = 4096  # each shard is a job of its own
+MOST_DIGITS = 400  # longer numbers are read as texts, since Python's floats end before
 WHOLE = re.compile(r"[+-]?\d+(_\d+)*")
 REAL = re.compile(r"[+-]?(\d+\.\d*|\.\d+|\d+(?=[eE]))([eE][+-]?\d+)?")
 LAUNCHER_KEYS = ("hydra.", "hydra/", "+hydra.", "++hydra.")
@@ -33,7 +33,7 @@ NAMED = {"null": None, "true": True, "false": False, "inf": float("inf"), "-inf"
 
 @dataclass(frozen=True)
 class RunRequest:
-    """One run as it was asked for, before conf/ supplies the rest.
+    """One run as the user asked for it, before conf/ supplies the rest.
 
     words: the arguments of this run alone.
     groups: the entries of conf/ chosen for model, prompt and logger.
@@ -62,7 +62,7 @@ def read(arguments: Sequence[str], multirun: bool = False) -> tuple[RunRequest, 
 
 
 def request(settings: Mapping[str, object]) -> RunRequest:
-    """Return the run that settings ask for: keys of ``run`` with Python values, or with texts as they are typed.
+    """Return the run that settings ask for: keys of ``run`` with Python values, or with texts as typed.
 
     A list is a grid of values, or the value of a knob whose default is a list. Raises UsageError for a key or value
     that is not allowed, and for several models.
@@ -79,7 +79,7 @@ def request_runs(settings: Mapping[str, object], multirun: bool = False) -> tupl
     for group, example in GROUPS.items():
         if group in texts and not texts[group]:
             raise UsageError(f"{group}= is empty: name one, as in {group}={example}")
-    # what is not typed is conf/config.yaml's
+    # conf/config.yaml supplies every key that is not typed
     methods, tasks = whole_config()["chains"], whole_config()["tasks"]
     typed_methods: tuple[str, ...] = ()
     typed_tasks: tuple[str, ...] = ()
@@ -100,7 +100,7 @@ def request_runs(settings: Mapping[str, object], multirun: bool = False) -> tupl
             preset_values = presets.values(preset, model)
         run_groups, run_values = {"model": model}, {}
         if model not in entries("model"):
-            # a name that is no entry of conf/model is a checkpoint folder or a hub id
+            # a name without an entry in conf/model is a checkpoint folder or a hub id
             run_groups["model"] = "hf"
             run_values["model.path"] = model
         if "prompt" in preset_values:
@@ -139,7 +139,7 @@ def _read_settings(
     for key, value in settings.items():
         swept = multirun and key in ("shard", "shards")
         if key in GROUPS or key in ("preset", "match") or swept or key.startswith(LAUNCHER_KEYS):
-            continue  # read elsewhere
+            continue  # other functions read these keys
         for full_key, read_value in _parse_argument(key, value, methods, datasets).items():
             # a bare key that conf/config.yaml does not have is a knob of every method that owns it
             if full_key.startswith("method.") or ("." not in full_key and full_key not in top_level()):
@@ -150,7 +150,7 @@ def _read_settings(
 
 
 def _words_of_run(texts: Mapping[str, str], model: str, sharded: bool) -> tuple[str, ...]:
-    """Return the arguments of one run: those typed, with its own model, without what a sweep sets."""
+    """Return the arguments of one run: those typed, with its own model, without the keys that a sweep sets."""
     words = []
     if "model" in texts:
         words.append(f"model={model}")
@@ -162,7 +162,7 @@ def _words_of_run(texts: Mapping[str, str], model: str, sharded: bool) -> tuple[
 
 
 def _sweep_overrides(texts: Mapping[str, str], multirun: bool) -> list[str]:
-    """Return the Hydra overrides under -m: those of the shards, then those of the launcher.
+    """Return the Hydra overrides under -m: the shards' overrides, then the launcher's.
 
     Raises UsageError where -m has nothing to sweep or several models, and for a launcher's keys without -m.
     """
@@ -181,7 +181,7 @@ def _sweep_overrides(texts: Mapping[str, str], multirun: bool) -> list[str]:
 
 
 def text_of(value: Any) -> str:
-    """Return a Python value as it is typed: ``null``, ``true``, ``64,128`` of a list. A text stays as it is."""
+    """Return a Python value as a user types it: ``null``, ``true``, ``64,128`` for a list. A text stays as it is."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -192,7 +192,7 @@ def text_of(value: Any) -> str:
 
 
 def split_list(value: str) -> list[str]:
-    """Return the parts of a text between the commas outside brackets and quotes: ``[0,1],[2]`` has two parts."""
+    """Return the parts of a text between commas outside brackets and quotes: ``[0,1],[2]`` has two parts."""
     parts, depth, quote, start = [], 0, "", 0
     for i, ch in enumerate(value):
         if quote:
@@ -256,7 +256,7 @@ def _dataset_names(tasks: Sequence[str]) -> list[str]:
 def _matching_kind(texts: Mapping[str, str], preset: Mapping[str, object]) -> dict[str, object]:
     """Return {"match": kind of equal memory}, or {} if none is asked for.
 
-    The kind is the one typed. With match=true, or reference= alone, it is the preset's, or else bytes.
+    A typed kind wins. With match=true, or reference= alone, the preset's kind applies, or else bytes.
     """
     kind = texts.get("match")
     if kind is None and "reference" in texts:
@@ -291,7 +291,7 @@ def _shard_overrides(texts: Mapping[str, str]) -> list[str]:
 
 
 def _launcher_override(key: str, value: str) -> str:
-    """Return a launcher's option as a Hydra override, with ``++`` since its schema lists only some of the options."""
+    """Return a launcher's option as a Hydra override. ``++`` is needed: the launcher's schema lacks some options."""
     plain_key = key.lstrip("+")
     if plain_key.startswith("hydra.launcher."):
         return f"++{plain_key}={value}"
@@ -299,7 +299,7 @@ def _launcher_override(key: str, value: str) -> str:
 
 
 def _parse_argument(key: str, value: Any, methods: Sequence[str], datasets: Sequence[str]) -> dict[str, object]:
-    """Return a key with its value, a text as it is typed or a Python value, as {full key: value}.
+    """Return a key with its value, typed text or Python value, as {full key: value}.
 
     Raises UsageError if it is not allowed.
 
@@ -315,7 +315,7 @@ def _parse_argument(key: str, value: Any, methods: Sequence[str], datasets: Sequ
     if plain_key == "shard" and len(split_list(text)) > 1:
         raise UsageError(f"shard={text} is a sweep: add -m, as in: run -m shard={text}")
     if plain_key in top_level():
-        # per= alone may be swept
+        # only per= may be swept
         if plain_key != "per" and len(split_list(text)) > 1:
             raise UsageError(f"{key}={text} is not possible: {plain_key} takes one value")
         return {plain_key: _read_grid(value, top_level()[plain_key])}
@@ -367,7 +367,7 @@ def _parse_plain_knob(knob: str, value: Any, methods: Sequence[str], datasets: S
     """
     text = text_of(value)
     stages = list(dict.fromkeys(s for m in methods for s in registry.split(m)))
-    # who has knobs, each with its knobs and their plain values
+    # every owner of knobs, each with its knobs and their plain values
     holders: dict[str, Mapping[str, object]] = {f"dataset.{d}": entries("dataset")[d] for d in datasets}
     holders["model"] = {k: v for k, v in entries("model")["hf"].items() if k not in MODEL_FACTS}
     holders["prompt"] = {k: v for k, v in entries("prompt")["plain"].items() if k != "name"}
@@ -395,7 +395,7 @@ def _parse_plain_knob(knob: str, value: Any, methods: Sequence[str], datasets: S
 
 
 def _read_grid(value: Any, default: Any) -> Any:
-    """Return the value of a key whose default is ``default``: one value, or a grid, the list of the values to sweep.
+    """Return the value of a key whose default is ``default``: one value, or a grid, the list of values to sweep.
 
     A list of values, typed with commas or a list of Python, is one value for a knob whose default is a list.
     """

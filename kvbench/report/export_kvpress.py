@@ -1,4 +1,4 @@
-"""Stored cells as folders of kvpress's results, which its leaderboard reads: predictions, metrics and configuration."""
+"""Write stored cells as folders of kvpress's results, for its leaderboard: predictions, metrics and configuration."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ RULER = (
     "qa_1",
     "qa_2",
 )
-# the data set that kvpress reads has this many examples of each task and length
+# kvpress's data set has this many examples of each task and length
 RULER_SAMPLES = 500
 
 Answered = tuple[StoredCell, tuple[Sample, ...]]
@@ -70,7 +70,7 @@ class RunKey:
 class Run:
     """The cells of one folder: one model and one method on the tasks of one data set and length.
 
-    name: what the data set is called in the folder.
+    name: the data set's name in the folder.
     tasks: the stored cell of each task, with its samples.
     """
 
@@ -105,7 +105,7 @@ class Run:
         press_name = registered_names.get(method)
         if press_name:
             return str(press_name)
-        # the name becomes a part of the folder's name, in which : and + are not safe everywhere
+        # the name becomes part of the folder's name, and : and + are not safe there on every system
         return method.removeprefix("kvpress:").replace(":", "_").replace("+", "_")
 
     @property
@@ -116,11 +116,11 @@ class Run:
             if knobs.get("compression_ratio") is not None:
                 return float(knobs["compression_ratio"])
             if knobs.get("kv_ratio") is not None:
-                # without the digits that the subtraction adds: 1 - 0.9 is 0.09999999999999998
+                # rounding removes the digits that the subtraction adds: 1 - 0.9 is 0.09999999999999998
                 return round(1 - knobs["kv_ratio"], 9)
-        # a budget of tokens has no ratio of its own: the mean of 1 - kept / n over the samples
+        # a budget of tokens has no ratio of its own: take the mean of 1 - kept / n over the samples
         shares = [1 - sample.kept / sample.n for sample in self.samples]
-        # a mean just below 0 rounds to -0.0, to which 0.0 is added
+        # a mean just below 0 rounds to -0.0; adding 0.0 makes it 0.0
         return round(sum(shares) / len(shares), 4) + 0.0
 
     @property
@@ -146,17 +146,17 @@ class Run:
 
     @property
     def model(self) -> str:
-        """The model's name on the hub, where its entry of conf/model has one."""
+        """The model's name on the hub if its entry of conf/model has one."""
         name = self.cell.record.model
         path = str(entries("model").get(name, {}).get("path") or "")
-        # a path of the form owner/name is one on the hub, any other is a folder of this machine
+        # a path of the form owner/name is on the hub, any other is a folder of this machine
         if path.count("/") == 1 and not path.startswith((".", "/")):
             return path
         return name
 
     @property
     def unchanged(self) -> bool:
-        """True if nothing was compressed on any task, so that the scores are the full cache's."""
+        """True if nothing was compressed on any task. The scores are then the full cache's."""
         return all(cell.unchanged for cell, _ in self.tasks.values())
 
     def _stages(self) -> Sequence[StageRecord]:
@@ -170,7 +170,7 @@ class Run:
         The entry ``press_init_command`` holds kvbench's version and its label of the method.
         """
         prompt = self.cell.record.identity["prompt"]
-        # several processes may have measured the cell: the last one's facts stand for all
+        # several processes may have measured the cell: the facts of the last one are used
         facts: Facts = {}
         if self.cell.record.provenance:
             facts = self.cell.record.provenance[-1]
@@ -199,7 +199,7 @@ class Run:
         }
 
     def metrics(self) -> Any:
-        """Return the scores in the form that kvpress has for the data set, from 0 to 100 with two digits."""
+        """Return the scores in kvpress's form for the data set, from 0 to 100 with two digits."""
         if self.is_ruler:
             matches = {}
             for task, (_, samples) in sorted(self.tasks.items()):
@@ -207,22 +207,22 @@ class Run:
             return matches
         scores = {}
         for task, (cell, _) in sorted(self.tasks.items()):
-            # a cell whose metric scores none of its answers has no mean
+            # a cell without any scored answer has no mean
             if cell.summary is not None and cell.summary.score is not None:
                 scores[task] = {cell.summary.metric: round(cell.summary.score, 2)}
         if self.data_dir in scores:
-            # kvpress writes one bare number for LongBench: a folder has one task, which names its data_dir
+            # kvpress writes one bare number for LongBench: a folder has one task, named by its data_dir
             return next(iter(scores[self.data_dir].values()))
         return scores
 
     def predictions(self) -> str:
-        """Return the answers as kvpress's CSV. Contexts and questions are not stored, so there is no such column."""
+        """Return the answers as kvpress's CSV. Contexts and questions are not stored, so their columns are missing."""
         text = io.StringIO()
         rows = csv.writer(text, lineterminator="\n")
         rows.writerow(["id", "task", "answer", "predicted_answer", "compression_ratio"])
         for task, (_, samples) in self.tasks.items():
             for sample in samples:
-                # kvpress's references are arrays of numpy, which pandas writes as their text
+                # kvpress's references are numpy arrays, and pandas writes these as their text
                 references = str(np.array(sample.answers or (), dtype=object))
                 rows.writerow([sample.id, task, references, sample.prediction, self.ratio])
         return text.getvalue()
@@ -243,9 +243,9 @@ def string_match(task: str, samples: Iterable[Sample]) -> float:
 
 
 def folder_name(config: Mapping[str, Any]) -> str:
-    """Return the name of a run's folder as kvpress makes it of the run's configuration."""
+    """Return the name of a run's folder as kvpress makes it from the run's configuration."""
     model = str(config["model"]).replace("/", "--")
-    # some presses have another key than compression_ratio: the first of these that is there is written
+    # some presses have another key than compression_ratio: kvpress writes the first of these that exists
     ratio_keys = ("threshold", "head_compression_ratio", "compression_ratio")
     ratio = next(config[key] for key in ratio_keys if key in config)
     names = [config["dataset"], config["data_dir"], model, config["press_name"], f"{ratio:.2f}"]
@@ -259,17 +259,17 @@ def folder_name(config: Mapping[str, Any]) -> str:
         names.append(f"key_channel_cr{config['key_channel_compression_ratio']:.2f}")
     if config.get("needle_depth") is not None:
         names.append(f"needle_depth{config['needle_depth']}")
-    # a task's knobs may hold a path, and a folder below a folder is none of the leaderboard's
+    # a task's knobs may hold a path, but the leaderboard reads no folders below a folder
     return "__".join(str(name).replace("/", "--") for name in names if name)
 
 
 def runs(store: ResultStore, cells: Iterable[StoredCell], name: str | None) -> tuple[list[Run], list[str]]:
     """Return the measured cells as kvpress divides them, RULER by length and other data sets by task, and notes.
 
-    ``name`` replaces the name of the data set. Substitutes of RULER's tasks are left out. A folder has room for one
-    cell of a method and task. Of several, measured under different settings, the one is taken under whose settings
-    all methods together have most answers, or else the one measured last; a note says what differs in the others.
-    A method that compressed nothing is left out with a note, since a folder cannot say so.
+    ``name`` replaces the name of the data set. Substitutes of RULER's tasks are left out. A method that compressed
+    nothing is left out with a note, since a folder cannot say so. A folder has room for one cell of a method and task.
+    If several were measured under different settings, the settings with most answers of all methods win, then the cell
+    measured last. A note says how the others differ.
     """
     cells_by_run, answers = _group_by_run(store, cells, name)
     compressed_runs: list[Run] = []
@@ -312,11 +312,11 @@ def _group_by_run(
     # answers of all methods by (column, settings): methods compare only under the same settings
     answers = Counter[tuple[str, str]]()
     for cell in cells:
-        # a column is dataset/task/length and the knobs of a grid behind a space
+        # a column is dataset/task/length, then a space and the swept knobs
         column, _, knobs = cell.record.column.partition(" ")
         dataset, _, rest = column.partition("/")
         task, _, length = rest.partition("/")
-        # an imported cell need not know its chain, without which it has no press
+        # an imported cell may lack its chain, and then it has no press
         if "chain" not in cell.record.identity:
             continue
         samples = tuple(store.samples(cell.id).values())
@@ -341,7 +341,7 @@ def _group_by_run(
 
 
 def _rank(answers: Mapping[tuple[str, str], int], answered: Answered) -> tuple[int, int, str]:
-    """Return the sort key among the cells of one method and task: the largest is written.
+    """Return the sort key among the cells of one method and task. The cell with the largest key is written.
 
     The key is (all methods' answers under the cell's settings, the cell's own answers, the time of its last write).
     """
@@ -350,7 +350,7 @@ def _rank(answers: Mapping[tuple[str, str], int], answered: Answered) -> tuple[i
 
 
 def _what_differs(*cells: Answered) -> list[str]:
-    """Return for each cell, in words, the settings in which it differs from the others and how much it answers."""
+    """Return a text for each cell: the settings that differ from the other cells', and how many prompts it answers."""
     settings = differences([cell.record.identity for cell, _ in cells])
     texts = []
     for words, (_, samples) in zip(settings, cells, strict=True):
@@ -361,7 +361,7 @@ def _what_differs(*cells: Answered) -> list[str]:
 
 
 def _settings(cell: StoredCell) -> str:
-    """Return all settings of a cell but its method's as text."""
+    """Return a cell's settings as text, without its method."""
     settings = {key: value for key, value in cell.record.identity.items() if key != "chain"}
     return json.dumps(settings, sort_keys=True, default=str)
 
@@ -385,8 +385,8 @@ def write(run: Run, root: Path) -> Path:
 
 
 def check_names(runs: Sequence[Run], root: Path) -> None:
-    """Raise UsageError where two runs would be one folder."""
-    # the label of the method that each folder's name is taken by
+    """Raise UsageError if two runs would be one folder."""
+    # from each folder's name to the label of the method that has it
     methods: dict[str, str] = {}
     for run in runs:
         folder = folder_name(run.config(root))

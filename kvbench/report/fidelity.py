@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from kvbench.store.fidelity import FidelitySummary
 
 HEADS = ("method", "KL\nnats", "median", "99 %", "most", "same\nchoice %", "Δp\npoints", "perplexity\nratio")
-# a column of CSV has the kind of text in front, as reference_kl_mean
+# a column of CSV begins with the kind of text, for example reference_kl_mean
 CSV_FIELDS = (
     "kl_mean",
     "kl_low",
@@ -47,7 +47,7 @@ def sheets(report: ReportData) -> list[Table]:
                 fidelity = _texts_of(row.cells[i]).get(kind)
                 if fidelity is None:
                     continue
-                # all methods of a block are compared on the same texts, so that any of them has their length
+                # all methods of a block are compared on the same texts, so any of them gives their length
                 if len(rows) == block_start:
                     headings[block_start] = f"{column.task} {text}, {fidelity.n_tokens} tokens"
                 rows.append(_line(row.method, fidelity))
@@ -57,7 +57,7 @@ def sheets(report: ReportData) -> list[Table]:
 
 
 def _texts_of(cell: CellResult) -> Mapping[str, FidelitySummary]:
-    """Return a cell's divergences by kind of text, {} if it is not measured."""
+    """Return a cell's divergences by kind of text; {} if it is not measured."""
     if cell.summary is None:
         return {}
     return cell.summary.fidelity
@@ -68,11 +68,11 @@ def _line(method: str, fidelity: FidelitySummary) -> tuple[str, ...]:
     if not fidelity.at_floor:
         mean = _with_interval(f"{fidelity.kl_mean:.3g}", fidelity.ci, ".2g")
     elif fidelity.kl_max:
-        # rounding alone makes as much: the number would say nothing about the method
+        # rounding alone makes as much, so the number would say nothing about the method
         mean = "≤ floor"
     else:
         mean = "0"
-    # the percentile of few tokens would be their maximum
+    # a percentile of few tokens would be their maximum
     p99 = "—"
     if fidelity.kl_p99 is not None:
         p99 = f"{fidelity.kl_p99:.2g}"
@@ -101,7 +101,7 @@ def record(cell: CellResult) -> dict[str, object]:
     values: dict[str, object] = {}
     for kind, summary in _texts_of(cell).items():
         fields: dict[str, object] = dict(vars(summary))
-        # the summary has intervals as pairs, CSV has a column for each end
+        # the summary has intervals as pairs, but CSV has a column for each end
         for name, ci in (("kl", summary.ci), ("top1", summary.top1_ci), ("ppl_ratio", summary.ppl_ratio_ci)):
             if ci is not None:
                 fields[f"{name}_low"], fields[f"{name}_high"] = ci
@@ -112,7 +112,7 @@ def record(cell: CellResult) -> dict[str, object]:
 
 
 def legend(report: ReportData) -> list[str]:
-    """Return the line below the table: the meaning of its columns, intervals and the floor."""
+    """Return the line below the table: the meaning of its columns, the intervals and the divergence by rounding."""
     floors: list[float] = []
     for cell in report.cells:
         floors += [fidelity.floor for fidelity in _texts_of(cell).values()]

@@ -49,20 +49,20 @@ def heat_map(points: Sequence[tuple[float, float, float]]) -> Heat:
         place = depths.index(depth), lengths.index(length)
         sums[place] += score
         counts[place] += 1
-    # numpy computes the quotient at empty places, too, and would warn of 0 / 0
+    # numpy computes the quotient at empty places, too, and would warn about 0 / 0
     scores = np.where(counts > 0, sums / np.maximum(counts, 1), np.nan)
     return Heat(tuple(lengths), tuple(depths), scores, counts)
 
 
 def draw(heat: Heat, title: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
     """Return the map as a picture [height, width, 3]: lengths to the right, depths downwards, dark 0 to light 100."""
-    # matplotlib is an optional package: numbers are had without it
+    # import late, since matplotlib is an optional package and the numbers do not need it
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     from kvbench.report import style
 
     with style.styled():
-        # inches: fixed margins for labels and the colour bar, and a share for each place, so that numbers fit into it
+        # inches: fixed margins for labels and the colour bar, plus space for each place, so that numbers fit into it
         figure = style.canvas(2.5 + 0.6 * len(heat.lengths), 1.5 + 0.4 * len(heat.depths))
         canvas = FigureCanvasAgg(figure)
         ax = figure.add_subplot()
@@ -74,5 +74,5 @@ def draw(heat: Heat, title: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
         ax.set_title(title, loc="left", fontsize=6.5)
         figure.colorbar(image, label="score")
         canvas.draw()
-        # without its alpha channel; a copy, since the canvas draws into its own buffer again
+        # drop the alpha channel, and copy, since the canvas reuses its buffer
         return np.asarray(canvas.buffer_rgba())[..., :3].copy()

@@ -1,4 +1,4 @@
-"""Stored cells as a list: a record for each, filters by key=value, and all of them as a DataFrame."""
+"""Stored cells as a list: a record for each, filters by key=value, and a DataFrame of all."""
 
 from __future__ import annotations
 
@@ -30,15 +30,16 @@ def given(arguments: Sequence[str], keys: Sequence[str]) -> dict[str, str]:
     """
     for argument in arguments:
         if "=" not in argument or argument.partition("=")[0] not in keys:
-            # the suggestions end with "=", so that they can be typed as they are printed
+            # the suggestions end with "=", so that users can type them as printed
             raise unknown("argument", argument, [f"{key}=" for key in keys])
     texts = pairs(arguments)
     for key, text in texts.items():
-        # an unset shell variable leaves ``model=`` or ``model=A,``, which would choose other cells than was meant
+        # an unset shell variable leaves ``model=`` or ``model=A,``, and these would choose other cells than the user
+        # meant
         if "" in split_list(text):
             raise UsageError(f"{key}={text}: a value is missing; write {key}=A or {key}=A,B (is a variable unset?)")
     if "status" in texts:
-        # results of a run that ended as asked were called partial before
+        # earlier versions called the results of a run that ended as asked "partial"
         chosen = ["done" if status == "partial" else status for status in split_list(texts["status"])]
         for status in chosen:
             one_of("status", STATUSES, status)
@@ -50,7 +51,7 @@ def given(arguments: Sequence[str], keys: Sequence[str]) -> dict[str, str]:
 class StoredCell:
     """One stored cell in a list.
 
-    summary: the means over all its samples; None if there are none that are up to date.
+    summary: the means over all its samples; None if none are up to date.
     differs: the settings in which it differs from cells of the same label, dataset and model.
     unchanged: whether nothing was compressed, so that the summary says nothing about the method.
     """
@@ -66,7 +67,7 @@ class StoredCell:
     @property
     def label(self) -> str:
         """Return the method with its budgets and knobs."""
-        # the record of a damaged cell is empty, so that no label can be made of it
+        # a damaged cell's record is empty and gives no label
         if self.status.status == DAMAGED:
             return ""
         return label(self.record.identity, self.record.label)
@@ -92,7 +93,7 @@ class StoredCell:
         }
         record |= fields(self.record.identity)
         record |= asdict(self.status)
-        # a text replaces the status's seconds since the epoch
+        # this text replaces the status's seconds since the epoch
         record["changed"] = self.changed
         if self.summary is not None:
             record["metric"] = self.summary.metric
@@ -108,9 +109,9 @@ def rows(store: ResultStore, filters: Mapping[str, str]) -> list[StoredCell]:
     """Return the cells of a store that pass all ``filters``, sorted by dataset and label."""
     ids = store.folders()
     if "cells" in filters:
-        # an id that is named twice is listed once; ``find`` refuses ids that the store does not have
+        # an id that is named twice is listed once; ``find`` refuses ids that the store lacks
         ids = [store.find(name) for name in dict.fromkeys(split_list(filters["cells"]))]
-    # cells of one label, dataset and model need their differing settings to be told apart
+    # cells of one label, dataset and model are told apart by their differing settings
     same_labels: dict[tuple[str, str, str], list[StoredCell]] = {}
     for cell_id in ids:
         cell = row(store, cell_id)
@@ -138,11 +139,11 @@ def row(store: ResultStore, name: str) -> StoredCell:
         record = store.cell(name) or CellRecord()
         metrics = store.metrics(name)
         summary = ScoreSummary.read(metrics)
-        # only called to see whether a label can be made: a damaged identity raises here, not in the caller's list
+        # called only to see whether a label can be made: a damaged identity raises here, not in the caller's list
         label(record.identity, record.label)
     except UsageError as error:
         return StoredCell(name, folder, CellRecord(), Status(DAMAGED, 0, None, str(error)))
-    # the means of an interrupted cell may be of fewer samples than it has now
+    # an interrupted cell's means may cover fewer samples than it has now
     current = summary is not None and summary.n == status.n and status.status != "refused"
     if not current:
         return StoredCell(name, folder, record, status)
@@ -150,10 +151,10 @@ def row(store: ResultStore, name: str) -> StoredCell:
 
 
 def results(folder: str | Path = "results", **filters: str) -> pd.DataFrame:
-    """Return the cells below a results folder, a row each, with what ``list runs --json`` prints.
+    """Return the cells below a results folder, a row each, with the values of ``list runs --json``.
 
-    ``filters`` are its keys: ``status``, ``model``, ``method``, ``dataset`` or ``cells``, each a name or names with
-    commas. Raises UsageError for another key or an unknown status, for a folder that is not there, and if pandas is
+    ``filters`` are the keys of ``list runs``: ``status``, ``model``, ``method``, ``dataset`` or ``cells``, each a name
+    or names with commas. Raises UsageError for another key or an unknown status, for a missing folder, and if pandas is
     missing.
     """
     require("pandas", "kvbench.results")
@@ -169,8 +170,8 @@ def results(folder: str | Path = "results", **filters: str) -> pd.DataFrame:
 
 
 def _passes(cell: StoredCell, filters: Mapping[str, str]) -> bool:
-    """Return True if the cell has one of the values of every filter that is given."""
-    # a grid's knobs follow the dataset behind a space, and budgets follow the method
+    """Return True if the cell has one of the values of every given filter."""
+    # swept knobs follow the dataset behind a space, and budgets follow the method
     dataset = cell.record.column.partition(" ")[0]
     method = cell.label.partition(" ")[0]
     names = {

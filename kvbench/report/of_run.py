@@ -30,9 +30,9 @@ def report(prepared: RunPlan) -> Report:
     notes += _model_notes(prepared)
     notes += _example_notes(prepared)
     notes += [f"{match} for prompts no shorter than that." for match in prepared.matched]
-    # the warnings are complete only now: ``collect`` reads the samples and adds a warning for each damaged file
+    # the warnings are complete only now, since ``collect`` reads the samples and adds a warning for each damaged file
     notes += prepared.store.warnings
-    # a dict keeps the order of the columns, and prints a note that several tasks share once
+    # a dict keeps the order of the columns, and prints a note that several tasks share only once
     remarks = list(dict.fromkeys(f"{group.task.note}." for group in prepared.groups if group.task.note))
     remarks += collected.remarks
     remarks += _precision_notes(prepared, records)
@@ -55,7 +55,7 @@ def _unplanned_rows(prepared: RunPlan) -> tuple[ReportRow, ...]:
     """Return a row for each method that could not be planned. All its cells state the reason."""
     rows = []
     for label, reason in prepared.unplanned.items():
-        # an unplanned method has no cells, hence no ids: its row is as wide as the others
+        # an unplanned method has no cells and no ids, but its row is as wide as the others
         cells = [CellResult(group.column, "", "failed", reason=reason) for group in prepared.groups]
         rows.append(ReportRow(label, False, tuple(cells), means=None))
     return tuple(rows)
@@ -76,10 +76,10 @@ def _model_notes(prepared: RunPlan) -> list[str]:
 
 
 def _example_notes(prepared: RunPlan) -> list[str]:
-    """Return notes on examples that do not count: those of other shards, or those that ``limit`` leaves out."""
+    """Return notes on examples that do not count, since another shard has them or ``limit`` leaves them out."""
     cfg = prepared.cfg
     if cfg.shards > 1:
-        # a shard lacks most examples in any case, so that a list of those beyond the limit would mislead
+        # a shard lacks most examples anyway, so a list of those beyond the limit would mislead
         return [f"Shard {cfg.shard} of {cfg.shards}: the other shards' examples are not counted here."]
     notes = []
     for group in prepared.groups:
@@ -91,18 +91,18 @@ def _example_notes(prepared: RunPlan) -> list[str]:
 
 
 def _precision_notes(prepared: RunPlan, records: Sequence[CellRecord]) -> list[str]:
-    """Return notes on the dtype: that another is better on this machine, and how much rounding alone changes."""
+    """Return notes on the dtype: whether another suits this machine better, and how much rounding alone changes."""
     configured = prepared.cfg.model.dtype
     device = load.resolve_device(prepared.cfg.device)
     notes = []
-    # the tiny model is fast in any dtype, so that its default needs no advice
+    # the tiny model is fast in any dtype, so its default needs no advice
     is_tiny_default = prepared.cfg.model.path == "embedded:tiny" and configured == "auto"
     if precision.has_better_dtype(configured, prepared.dtype, device) and not is_tiny_default:
         notes.append(f"Dtype {precision.dtype_reason(configured, prepared.dtype, device)}.")
     comparisons = []
     for record in records:
         comparisons += [facts["rounding"] for facts in record.provenance if "rounding" in facts]
-    # several runs may have compared dtypes: the comparison of most prompts is the most reliable
+    # several runs may have compared dtypes; the comparison with most prompts is the most reliable
     if comparisons:
         largest = max(comparisons, key=itemgetter("prompts"))
         notes.append(precision.rounding_note(largest, prepared.dtype))
@@ -111,7 +111,7 @@ def _precision_notes(prepared: RunPlan, records: Sequence[CellRecord]) -> list[s
 
 def _reading_notes(records: Sequence[CellRecord]) -> list[str]:
     """Return the note that prompts were read in pieces, or []."""
-    # samples may come from several runs, each with another size of pieces
+    # samples may come from several runs with different sizes of pieces
     sizes = set()
     for record in records:
         for facts in record.provenance:
@@ -128,7 +128,7 @@ def _reading_notes(records: Sequence[CellRecord]) -> list[str]:
 
 
 def settings(prepared: RunPlan) -> str:
-    """Return the run's settings as one line of text, by which tables with the same rows and columns are told apart."""
+    """Return the run's settings as one line of text. It tells tables with the same rows and columns apart."""
     cfg = prepared.cfg
     parts = [f"Model {cfg.model_name}, {prepared.dtype}"]
     if cfg.preset:
@@ -139,7 +139,7 @@ def settings(prepared: RunPlan) -> str:
     parts.append(_prompt_text(prepared))
     if cfg.sampling.temperature:
         parts.append(f"temperature {cfg.sampling.temperature:g}, top_p {cfg.sampling.top_p:g}")
-    # one dataset may be named twice with different tasks, which its text does not show
+    # one dataset may be named twice with different tasks, and its text does not show these
     return "; ".join(dict.fromkeys(parts)) + "."
 
 
@@ -155,10 +155,10 @@ def _preset_text(preset: str, cfg: RunConfig) -> str:
 
 
 def _dataset_text(dataset: DatasetConfig, default_entry: Mapping[str, object]) -> str:
-    """Return the name of a dataset with those of its knobs that differ from the defaults."""
+    """Return the name of a dataset with its knobs that differ from the defaults."""
     words = [f"dataset {dataset.name}"]
     for knob, value in dataset.knobs.items():
-        # entries with an underscore in front, such as _target_, are no knobs
+        # entries that begin with an underscore, such as _target_, are no knobs
         if knob.startswith("_") or knob not in default_entry or value == default_entry[knob]:
             continue
         if isinstance(value, list):
@@ -169,7 +169,7 @@ def _dataset_text(dataset: DatasetConfig, default_entry: Mapping[str, object]) -
 
 
 def _prompt_text(prepared: RunPlan) -> str:
-    """Return the prompt policy in words: its name, its length, and where it departs from the defaults."""
+    """Return the prompt policy in words: its name, its length, and its departures from the defaults."""
     prompt = prepared.cfg.prompt
     parts = [f"prompt {prompt.name}"]
     if prompt.max_length:
@@ -180,8 +180,8 @@ def _prompt_text(prepared: RunPlan) -> str:
         parts.append(f"template {prompt.template}")
     if not prompt.bos:
         parts.append("no special tokens")
-    # tasks of one dataset agree on whether the question is withheld; a dataset that was asked for with several values
-    # has several columns, which the knobs behind the task's name tell apart
+    # tasks of one dataset agree on whether the question is withheld; if several values were asked for, each column of
+    # the dataset names its value behind the task's name
     tasks = {}
     for group in prepared.groups:
         words = [group.task.id.partition("/")[0]] + group.column.split()[1:]

@@ -1,7 +1,7 @@
-"""Results in an open format: a JSON object a line, which any program can write and `report` reads from any folder.
+"""Results in an open format: a JSON object a line. Any program can write it, and `report` reads it from any folder.
 
-A line is the mean score of one method on one task. It has at least the keys of REQUIRED; docs/import.md names those
-that say more, and others are kept as they are.
+A line is the mean score of one method on one task. It has at least the keys of REQUIRED. docs/import.md names further
+keys, and unknown keys are kept.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ DISTANCES = ("kl_mean", "ci", "top1", "ppl_ratio", "floor", "at_floor")
 
 
 def records(store: ResultStore, filters: Mapping[str, str] | None = None) -> list[dict[str, Any]]:
-    """Return the cells of a store that pass ``filters`` as lines of the open format; a score may be missing (None)."""
+    """Return the cells of a store that pass ``filters`` as lines of the open format. A score may be missing (None)."""
     return [_line_of(store, cell) for cell in listing.rows(store, filters or {})]
 
 
 def _line_of(store: ResultStore, cell: listing.StoredCell) -> dict[str, object]:
     """Return one cell as a line of the open format."""
-    # without a summary the stored means are those of fewer samples than the cell has now, and are not passed on
+    # without a summary, the stored means cover fewer samples than the cell has now, so they are not passed on
     means: Mapping[str, Any] = {}
     if cell.summary is not None:
         means = store.metrics(cell.id)
     identity = cell.record.identity
     settings = fields(identity)
-    # several processes may have measured the cell: the last one's facts stand for all
+    # several processes may have measured the cell: the facts of the last one are used
     facts: Facts = {}
     if cell.record.provenance:
         facts = cell.record.provenance[-1]
@@ -55,7 +55,7 @@ def _line_of(store: ResultStore, cell: listing.StoredCell) -> dict[str, object]:
         protocol["turns"] = identity["turns"]
     cell_bytes = None
     if "payload" in means:
-        # bytes of a prompt's cache: keys and values, and all that is stored beside them
+        # bytes of a prompt's cache: keys and values, and everything stored beside them
         cell_bytes = means["payload"] + means["overhead"]
     # distances to the full cache's distributions, for each kind of text that was measured
     fidelity = {}
@@ -63,7 +63,7 @@ def _line_of(store: ResultStore, cell: listing.StoredCell) -> dict[str, object]:
         distances = means.get("fidelity", {}).get(kind)
         if distances:
             fidelity[kind] = {name: distances[name] for name in DISTANCES}
-    # the order of the keys is that of the documented format
+    # the keys have the order of the documented format
     line: dict[str, object] = {
         "model": cell.record.model,
         # cells of one label differ in other settings, without which two lines would have one name

@@ -55,11 +55,11 @@ CELL_FIELDS = (
     "reason",
     "nothing_compressed",
 )
-"""The columns of CSV that every cell has, before those of divergences and of several questions."""
+"""The CSV columns that every cell has. The columns of divergences and of several questions follow them."""
 
 
 def _csv_fields() -> tuple[str, ...]:
-    """Return the columns of CSV, the cell's before those of ``fidelity`` and of ``turns``."""
+    """Return the CSV columns: every cell's, then those of ``fidelity`` for each text, then those of ``turns``."""
     fields = list(CELL_FIELDS)
     for kind in fidelity.TEXTS:
         fields += [f"{kind}_{name}" for name in fidelity.CSV_FIELDS]
@@ -76,18 +76,18 @@ EVICTING = (
 )
 SHARE = "% of\nfull at\n16 bits"
 STORAGE = ("kept\n%", ATTENDED, "payload", "overhead", SHARE, "prefill\nms")
-"""The heads of the table of storage, behind the method."""
+"""The heads of the storage table's columns after the method."""
 OPTIONS = {
     "kv_ratio": "the share of a prompt's tokens that is kept",
     "kv_size": "the tokens kept in each head",
     "ratio": "the share of the channels, or of the rank, that is removed",
 }
-"""What the budgets in a row's label say: one is kept, another removed."""
+"""What each budget in a row's label counts: ``kv_ratio`` tokens kept, ``ratio`` channels removed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Detail:
-    """What a report shows beside verdicts, scores and sizes.
+    """The choice of details that a report shows in addition to verdicts, scores and sizes.
 
     intervals: intervals and differences of every task.
     notes: the table of storage, and how the numbers were measured.
@@ -101,7 +101,7 @@ EVERYTHING = Detail(intervals=True, notes=True)
 
 
 def header(report: ReportData) -> list[str]:
-    """Return the lines above the tables: a warning of few examples, the settings, and the number of examples."""
+    """Return the lines above the tables: a warning about few examples, the settings, and the number of examples."""
     lines = []
     sizes_of_cells = _sample_sizes(report)
     if sizes_of_cells:
@@ -119,7 +119,7 @@ def header(report: ReportData) -> list[str]:
 
 
 def _has_mean_interval(report: ReportData) -> bool:
-    """Return True if the mean over tasks has an interval, also where single tasks have too few examples for one."""
+    """Return True if the mean over tasks has an interval, even if single tasks have too few examples for one."""
     if len(report.columns) == 1:
         return False
     return any(row.means is not None and row.means.score_ci is not None for row in report.rows)
@@ -128,7 +128,7 @@ def _has_mean_interval(report: ReportData) -> bool:
 def sheets(report: ReportData, detail: Detail = Detail(), folded: bool = True) -> list[Table]:
     """Return the tables of verdicts, scores, divergences from the full cache and storage.
 
-    ``folded``: tables that are wider than 100 columns are cut into several, as text needs it.
+    With ``folded``, tables wider than 100 columns are cut into several, for output as text.
     """
     scores, storage = _score_table(report, detail), _storage_table(report)
     tables = []
@@ -169,7 +169,7 @@ def _score_table(report: ReportData, detail: Detail) -> Table:
             if has_deltas:
                 texts.append(_delta_text(_row_delta(row), detail))
         for cell in row.cells:
-            # the differences of several tasks stand below their scores where they are asked for
+            # with intervals, the differences of several tasks stand below their scores
             texts.append(_score_text(cell, detail, with_delta=has_mean))
             if not has_mean and has_deltas:
                 texts.append(_delta_text(_row_delta(row), detail))
@@ -181,7 +181,7 @@ def _score_table(report: ReportData, detail: Detail) -> Table:
 
 
 def _row_delta(row: ReportRow) -> Delta | None:
-    """Return a row's difference to the full cache: of the mean over tasks, or of its only task."""
+    """Return a row's difference to the full cache, for the mean over tasks or for its only task."""
     if all(cell.unchanged for cell in row.cells):
         return None
     if len(row.cells) == 1:
@@ -193,7 +193,7 @@ def _row_delta(row: ReportRow) -> Delta | None:
 
 
 def _storage_table(report: ReportData) -> Table:
-    """Return the table of tokens, bytes and times of each method that was measured, means over its cells."""
+    """Return the table of tokens, bytes and times of each measured method, as means over its cells."""
     heads = ["method"]
     heads += STORAGE
     rows = []
@@ -202,7 +202,7 @@ def _storage_table(report: ReportData) -> Table:
             texts = [_wrap(row.method)]
             texts += _storage_text(row.means, row.evicts)
             rows.append(texts)
-    # few methods mask tokens that they hold: without one, the column would repeat a dash
+    # few methods mask tokens that they hold; without one, every row of this column would show a dash
     if not _has_masks(report):
         attended = heads.index(ATTENDED)
         del heads[attended]
@@ -226,7 +226,7 @@ def _mean_text(row: ReportRow, detail: Detail) -> str:
 
 
 def _delta_text(delta: Delta | None, detail: Detail) -> str:
-    """Return a difference to the full cache as text, with a star if its interval excludes 0; a dash for none."""
+    """Return a difference to the full cache as text, with a star if its interval excludes 0; a dash for None."""
     if delta is None:
         return "—"
     text = number(delta.mean, sign=True)
@@ -238,7 +238,7 @@ def _delta_text(delta: Delta | None, detail: Detail) -> str:
 
 
 def _interval_line(ci: tuple[float, float] | None) -> str:
-    """Return a line with the interval of a score, '' for none."""
+    """Return a line with the interval of a score; '' without one."""
     if not ci:
         return ""
     return f"\n[{ci[0]:.0f}, {ci[1]:.0f}]"
@@ -250,7 +250,7 @@ def _is_sure(delta: Delta) -> bool:
 
 
 def _lower_is_better(column: ReportColumn) -> bool:
-    """Return True for a perplexity, the one metric that is printed as a function of its mean."""
+    """Return True for a perplexity. It is the one metric that is printed as a function of its mean."""
     return metric(column.metric).shown is not None
 
 
@@ -265,10 +265,10 @@ def _wrap(label: str) -> str:
 
 
 def _score_text(cell: CellResult, detail: Detail, with_delta: bool = True) -> str:
-    """Return a cell of the table of scores: the score, or why there is none.
+    """Return a cell of the table of scores: the score, or the reason why there is none.
 
-    With intervals, the score's interval and, ``with_delta``, its difference to the full cache stand below it. Without
-    them the score has the star of a difference that is sure.
+    With intervals, the score's interval stands below it and, ``with_delta``, its difference to the full cache. Without
+    them, the score has a star if its difference is sure.
     """
     if cell.status in BROKEN:
         return f"✗ {cell.status}"
@@ -304,11 +304,11 @@ def _storage_text(means: RowMeans, evicts: bool) -> tuple[str, ...]:
 
 
 def _kept_text(kept_percent: float, asked_percent: float | None, evicts: bool) -> str:
-    """Return the kept tokens in per cent, the budget asked for if it differs or is missing, and a mark for evicting."""
+    """Return the kept tokens in per cent, the requested budget if it differs or is missing, and a mark for evicting."""
     mark = f"\n{EVICTS}" if evicts else ""
     if asked_percent is None:
         return f"{kept_percent:.1f}\nasked —{mark}"
-    # the fewest digits that tell the two apart
+    # use the fewest digits that tell the two numbers apart
     for digits in (1, 2, 3):
         kept, budget = f"{kept_percent:.{digits}f}", f"{asked_percent:.{digits}f}"
         if kept != budget:
@@ -326,9 +326,9 @@ def _chance_note(deltas: Sequence[Delta]) -> str:
 
 
 def legend(report: ReportData, detail: Detail = Detail()) -> list[str]:
-    """Return the lines below the tables: what a mark means where it stands, warnings, and where to find more.
+    """Return the lines below the tables: the meaning of marks that occur, warnings, and where to find more.
 
-    With notes, also how the numbers were measured.
+    With notes, they also say how the numbers were measured.
     """
     cells = report.cells
     summaries = [cell.summary for cell in cells if cell.summary is not None]
@@ -341,7 +341,7 @@ def legend(report: ReportData, detail: Detail = Detail()) -> list[str]:
         lines.append(f"A task of fewer than {FEWEST} examples has no interval, and no star.")
     if any(cell.unchanged for cell in cells):
         lines.append(UNCHANGED_NOTE)
-    # dict.fromkeys keeps the order of the columns, which a set would not
+    # dict.fromkeys keeps the order of the columns; a set would not
     falling = dict.fromkeys(column.metric for column in report.columns if _lower_is_better(column))
     if falling:
         lines.append(f"{' and '.join(falling)}: lower is better.")
@@ -364,7 +364,7 @@ def legend(report: ReportData, detail: Detail = Detail()) -> list[str]:
 
 
 def _star_note(report: ReportData) -> list[str]:
-    """Return the note on stars, [] if there is none in the table."""
+    """Return the note on stars; [] if the table has none."""
     deltas = [cell.delta for cell in report.cells if cell.delta is not None]
     # the means of rows are a column of the table only if there are several tasks
     if len(report.columns) > 1:
@@ -375,7 +375,7 @@ def _star_note(report: ReportData) -> list[str]:
 
 
 def _option_note(report: ReportData) -> list[str]:
-    """Return the note on what the budgets in the rows' labels say, [] if no label has one."""
+    """Return the note on the meaning of budgets in the rows' labels; [] if no label has one."""
     options = set()
     for row in report.rows:
         for option in row.method.split(" ")[1:]:
@@ -408,7 +408,7 @@ def _storage_notes(report: ReportData, summaries: Sequence[CellSummary]) -> list
 
 
 def _where_to_look(report: ReportData, detail: Detail) -> str:
-    """Return the line on where samples lie and which options show more."""
+    """Return the line that says where samples lie and which options show more."""
     line = f"Samples and metrics: {report.results}/cells ({len(report.cells)} results)."
     hidden = []
     if not detail.intervals:
@@ -420,14 +420,14 @@ def _where_to_look(report: ReportData, detail: Detail) -> str:
 
 
 def _sample_sizes(report: ReportData) -> list[tuple[int, int]]:
-    """Return (examples measured, examples of the task) of the cells, each pair that occurs once."""
-    # cells that are measured in part have fewer examples
+    """Return (examples measured, examples of the task) of the cells. Each pair occurs once."""
+    # a partly measured cell has fewer examples
     summaries = [cell.summary for cell in report.cells if cell.summary is not None]
     return list(dict.fromkeys((summary.n, summary.of) for summary in summaries))
 
 
 def _describe_sizes(counts: Sequence[tuple[int, int]]) -> str:
-    """Return numbers of examples in words: ``50 of 200``, or ``all 50``; of many tasks their range."""
+    """Return numbers of examples in words: ``50 of 200``, or ``all 50``. Many tasks are given as a range."""
     sizes_in_words = []
     for n, of in counts:
         sizes_in_words.append(f"{n} of {of}" if n < of else f"all {of}")
@@ -451,7 +451,7 @@ def records(report: ReportData) -> Iterator[dict[str, object]]:
         for cell in row.cells:
             record: dict[str, object] = {"method": row.method}
             record |= cell.record()
-            # the cell's own record has intervals as pairs, CSV has a column for each end
+            # the cell's own record has intervals as pairs, but CSV has a column for each end
             if cell.summary is not None and cell.summary.ci is not None:
                 record["ci_low"], record["ci_high"] = cell.summary.ci
             if cell.delta is not None and cell.delta.ci is not None:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Report(ReportData):
-    """The measurements of a run, as ``compare`` returns them, with ways to show them: Markdown, pandas, a figure."""
+    """The measurements of a run, as ``compare`` returns them. It can be shown as Markdown, pandas or a figure."""
 
     def record(self) -> dict[str, object]:
         """Return the report as ``--json`` prints it, with the verdict on each method."""

@@ -1,4 +1,4 @@
-"""RULER's score of a length, the mean of its tasks, and its means over lengths."""
+"""RULER's score at a length, the mean over its tasks, and RULER's means over lengths."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from kvbench.tasks.metrics.ruler import over_lengths
 if TYPE_CHECKING:
     from kvbench.report.data import ReportColumn, ReportData
 
-# RULER evaluates 13 tasks (arXiv 2404.06654); without the documents of its two QA tasks, 11 can be made
+# RULER evaluates 13 tasks (arXiv 2404.06654); without the documents of its two QA tasks, 11 remain
 ALL, WITHOUT_QA = 13, 11
 QA = ("qa_1", "qa_2")
 MEANS = ("plain\nmean", "weights\nrising", "weights\nfalling")
 
 
 def sheets(report: ReportData) -> list[Table]:
-    """Return the table of scores by length: of several tasks at several lengths, or of all that RULER has at one."""
+    """Return the table of scores by length, for several tasks at several lengths, or for all RULER tasks at one."""
     columns = _columns_by_place(report)
     lengths = sorted({length for _, length in columns})
     tasks = list(dict.fromkeys(task for task, _ in columns))
-    # each length must have the same tasks, else their means do not compare
+    # each length must have the same tasks, or their means do not compare
     is_complete = len(columns) == len(tasks) * len(lengths)
-    # at one length, a mean over some of the tasks repeats the table of scores
+    # at one length, a mean over some of the tasks would only repeat the table of scores
     has_several_lengths = len(lengths) > 1
     fewest_tasks = WITHOUT_QA
     if has_several_lengths:
@@ -42,7 +42,7 @@ def sheets(report: ReportData) -> list[Table]:
             continue
         means = []
         for length in lengths:
-            # the score of a length: the sum of its tasks' scores over the number of tasks
+            # the score at a length: the sum of its tasks' scores over the number of tasks
             total = sum(scores[task, length] for task in tasks)
             means.append(total / len(tasks))
         if has_several_lengths:
@@ -76,14 +76,14 @@ def _place_of(column: ReportColumn) -> tuple[str, int] | None:
     if column.category != "RULER" or len(parts) < 3:
         return None
     task, length = parts[1], parts[2]
-    # qa_1@xquad and niah_multikey_1@many stand in for tasks of RULER, whose scores theirs are not
+    # qa_1@xquad and niah_multikey_1@many are substitutes for RULER's tasks, and their scores are not RULER's
     if "@" in task or not length.isdigit():
         return None
     return task, int(length)
 
 
 def _heading(tasks: Sequence[str]) -> str:
-    """Return the name of the mean over these tasks by length, and which tasks it lacks."""
+    """Return the name of the mean over these tasks by length, and name the tasks that are missing."""
     name = mean_name(tasks)
     coverage = {
         f"ruler-{ALL}": ": mean of all tasks",
@@ -93,7 +93,7 @@ def _heading(tasks: Sequence[str]) -> str:
 
 
 def mean_name(tasks: Sequence[str]) -> str:
-    """Return the name of a mean over these tasks: RULER's own name only for all of them."""
+    """Return the name of a mean over these tasks. Only a mean over all tasks has RULER's own name."""
     if len(tasks) == ALL:
         return f"ruler-{ALL}"
     if len(tasks) == WITHOUT_QA and not any(qa in tasks for qa in QA):

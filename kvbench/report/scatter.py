@@ -24,7 +24,7 @@ LETTERS = 34
 
 
 class Shown(Canvas):
-    """A figure that a notebook shows by itself, whatever its settings of matplotlib are."""
+    """A figure that a notebook shows by itself, whatever matplotlib's settings are."""
 
     def _repr_png_(self) -> bytes:
         picture = io.BytesIO()
@@ -38,7 +38,7 @@ def draw(report: ReportData) -> Shown:
     columns = min(COLUMNS, len(tasks))
     rows = math.ceil(len(tasks) / columns)
     with styled():
-        # half an inch below the panels is the legend's
+        # the legend takes half an inch below the panels
         figure = Shown(figsize=(WIDTH * columns, HEIGHT * rows + 0.5), dpi=200, layout="constrained")
         panels = list(figure.subplots(rows, columns, squeeze=False).flat)
         for i, task in enumerate(tasks):
@@ -50,26 +50,26 @@ def draw(report: ReportData) -> Shown:
         # the last row may have more places than tasks
         for panel in panels[len(tasks) :]:
             panel.set_visible(False)
-        # one legend for all panels: the first panel's lines
+        # one legend serves all panels: it has the first panel's lines
         handles, labels = figure.axes[0].get_legend_handles_labels()
-        # an entry is as wide as the longest label, and its line and the gap to the next one as eight letters
+        # an entry is as wide as the longest label plus eight letters, for its line and the gap to the next entry
         fitting = columns * LETTERS // (8 + max(map(len, labels), default=0))
         figure.legend(handles, labels, loc="outside lower center", ncols=max(1, min(fitting, len(labels))))
     return figure
 
 
 def line_of(label: str) -> str:
-    """Return the name of the line on which a method stands: its label without its budgets."""
+    """Return the name of a method's line: its label without its budgets."""
     return " ".join(word for word in label.split() if not word.startswith(BUDGETS))
 
 
 def _draw_panel(panel: Any, report: ReportData, task: int) -> None:
-    """Draw the methods' points on one task, those of one method by budget as a line; the full cache is dashed."""
+    """Draw the methods' points on one task. A method's budgets form a line; the full cache is a dashed line."""
     lines: dict[str, list[CellSummary]] = {}
     for row in report.rows:
         summary = row.cells[task].summary
         if row.cells[task].unchanged:
-            # a point at the full cache's would look like a method that loses nothing
+            # a point at the full cache's score would look like a method that loses nothing
             panel.plot([], [], " ", label=f"{line_of(row.method)}: nothing was compressed")
         elif summary is not None and summary.score is not None:
             lines.setdefault(line_of(row.method), []).append(summary)
@@ -79,7 +79,7 @@ def _draw_panel(panel: Any, report: ReportData, task: int) -> None:
         points = []
         for summary in summaries:
             score = summary.score or 0.0
-            # too few examples have no interval: a bar of length 0
+            # too few examples have no interval: draw a bar of length 0
             low, high = summary.ci or (score, score)
             points.append((summary.percent_of_full, score, low, high))
         # [4, points]: a line runs from the smallest budget to the largest

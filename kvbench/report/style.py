@@ -1,7 +1,7 @@
 """The style of all figures: sizes of a two-column page, colours that colour-blind readers can tell apart.
 
-Series differ in marker and line as well as in colour, and maps grow evenly in lightness, so that all of it can be read
-in grey. Figures are made without pyplot: nothing global changes, and equal data give equal bytes.
+Series differ in marker and line as well as in colour, and maps grow evenly in lightness, so that all figures can be
+read in grey. Figures are made without pyplot: nothing global changes, and equal data give equal bytes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Canvas
 
-# Okabe and Ito (2008), without their yellow, which is lost on white
+# Okabe and Ito (2008), without their yellow, since it is lost on white
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
 BLUE, VERMILLION = PALETTE[:2]
 GREY, PALE = "#8C8C8C", "#D9D9D9"
@@ -29,7 +29,7 @@ RC = mpl.rc_params_from_file(Path(__file__).with_name("figures.mplstyle"), use_d
 
 @contextmanager
 def styled() -> Iterator[None]:
-    """Put matplotlib's defaults with ours on top in force, whatever the user's settings are; these return on exit."""
+    """Apply matplotlib's defaults with our changes, whatever the user's settings are. Restore these on exit."""
     plain: dict[Any, Any] = {k: v for k, v in mpl.rcParamsDefault.items() if k != "backend"}
     with mpl.rc_context(plain | RC):
         yield
@@ -81,7 +81,7 @@ def integer_ticks(labels: Sequence[Any], most: int = 8) -> tuple[list[int], list
 def token_ticks(ax: Axes, starts: Sequence[int], most: int = 8) -> None:
     """Set ticks at round numbers of tokens on the rows of a map.
 
-    Row r covers the tokens from ``starts[r]`` on. All rows cover as many tokens. There are at most ``most`` ticks.
+    Row r covers the tokens from ``starts[r]`` on. All rows cover equally many tokens. There are at most ``most`` ticks.
     """
     tokens_per_row = 1
     if len(starts) > 1:
@@ -111,7 +111,7 @@ def heat(
 ) -> Any:
     """Draw a map of values [rows, columns] with a tick per row and column; the format ``numbers`` prints cells."""
     values = np.asarray(values, dtype=float)
-    # cells need not be squares: the figure's size decides
+    # cells need not be square: the figure's size decides
     image = ax.imshow(values, aspect="auto", **kwargs)
     ax.set_yticks(*integer_ticks(rows))
     ax.set_xticks(*integer_ticks(columns))
@@ -120,7 +120,7 @@ def heat(
         ax.spines[side].set_visible(False)
     if numbers:
         for (i, j), value in np.ndenumerate(values):
-            # the sum of red, green and blue, each from 0 to 1: black is readable on light cells alone
+            # the sum of red, green and blue, each from 0 to 1: black is readable only on light cells
             colour = "white"
             if sum(image.cmap(image.norm(value))[:3]) > 1.6:
                 colour = "black"

@@ -30,14 +30,14 @@ UNCHANGED = 0.99
 
 
 def summarise(samples: Sequence[Sample], name: str, of: int) -> CellSummary:
-    """Return the means over the samples of one cell, which is scored by the metric ``name`` and has ``of`` examples."""
+    """Return the means over the samples of one cell. The metric ``name`` scores it, and it has ``of`` examples."""
     show = metric(name).show
     scored = [float(s.score) for s in samples if s.score is not None]
     score, interval = None, None
     if scored:
         score = show(fmean(scored))
     if len(scored) >= FEWEST:
-        # scores lie between 0 and 1; a likelihood, which has another scale when it is shown, has no bounds
+        # scores lie between 0 and 1; a likelihood is shown on another scale and has no bounds
         bounds = (0.0, 1.0) if metric(name).shown is None else None
         ci = stats.mean_interval(scored, bounds=bounds)
         if ci is not None:
@@ -79,14 +79,14 @@ def summarise(samples: Sequence[Sample], name: str, of: int) -> CellSummary:
 
 
 def _bucket_scores(samples: Sequence[Sample], show: Callable[[float], float]) -> dict[str, BucketScore]:
-    """Return the mean score of each of LongBench-E's lengths that the samples have."""
+    """Return the mean score for each of LongBench-E's ranges of length that the samples have."""
     buckets = {}
     for bucket, _ in BUCKETS:
         in_bucket = [s for s in samples if s.meta.get("bucket") == bucket]
         if not in_bucket:
             continue
         scores = [s.score for s in in_bucket if s.score is not None]
-        # a sum over a number, not fmean: committed tables have its rounding
+        # a sum over a number, not fmean, since committed tables have its rounding
         mean = show(sum(scores) / len(scores)) if scores else None
         buckets[bucket] = BucketScore(len(in_bucket), mean)
     return buckets
@@ -105,12 +105,12 @@ def _mean_timing(samples: Sequence[Sample]) -> MeanTiming:
 
 
 def _contexts(samples: Iterable[Sample]) -> Contexts:
-    """Return the answers to each context's questions, {} if the samples are of prompts with one."""
+    """Return the answers to each context's questions; {} if the samples' prompts have one question."""
     return {s.id: s.turns for s in samples if s.turns}
 
 
 def _fidelity(samples: Sequence[Sample]) -> dict[str, FidelitySummary]:
-    """Return the fidelity of a cell by kind of text, without the kinds that no sample has."""
+    """Return the fidelity of a cell by kind of text, without kinds that no sample has."""
     summaries = {}
     for kind in KINDS:
         summary = summarise_texts([s.fidelity[kind] for s in samples if s.fidelity and kind in s.fidelity])
@@ -136,7 +136,7 @@ def _mean_of_present(values: Sequence[float | None]) -> float | None:
 
 
 def collect(groups: Sequence[Group], store: ResultStore) -> Report:
-    """Return the report of these groups, with neither the model nor the settings of the run.
+    """Return the report of these groups, without the model and the settings of the run.
 
     Only the examples of this run count. A delta is the paired difference to the full cache, over the examples that the
     cell and the full cache both have.
@@ -155,7 +155,7 @@ def collect(groups: Sequence[Group], store: ResultStore) -> Report:
     notes += _about_cuts(groups, rows, store)
     notes += _about_unscored(rows)
     notes += _about_empty(groups, rows)
-    # what a budget while decoding does shows over a long answer, and in when it ends
+    # a budget while decoding shows its effect over a long answer, and in when the answer ends
     evictors = [cell.chain.evictor for group in groups for cell in group.cells]
     if any(evictor is not None and evictor.every for evictor in evictors):
         notes += _about_lengths(rows)
@@ -190,7 +190,7 @@ def _about_cuts(groups: Sequence[Group], rows: Sequence[ReportRow], store: Resul
     """Return a note for each task whose prompts were cut to a small part of their tokens."""
     notes = []
     for i, group in enumerate(groups):
-        # all rows read the same prompts: those of the first measured row stand for them
+        # all rows read the same prompts, so take the first measured row
         measured_cell = next((r.cells[i].cell for r in rows if r.cells[i].summary is not None), None)
         if measured_cell is None:
             continue
@@ -224,7 +224,7 @@ def _about_unscored(rows: Sequence[ReportRow]) -> list[str]:
 
 
 def _about_empty(groups: Sequence[Group], rows: Sequence[ReportRow]) -> list[str]:
-    """Return a note for each task of which many of the full cache's answers are empty: the model says nothing there."""
+    """Return a note for each task with many empty answers of the full cache. The model fails there."""
     notes = []
     for i, group in enumerate(groups):
         full = next((c.label for c in group.cells if not c.chain.stages), None)
@@ -253,7 +253,7 @@ def _apart(groups: Sequence[Group], store: ResultStore) -> tuple[str, ...]:
 
 
 def _about_batches(rows: Sequence[ReportRow]) -> list[str]:
-    """Return the note that decode batches took more memory than their rows' tokens, or [] if they did not."""
+    """Return the note that decode batches took more memory than their rows' tokens; [] if they did not."""
     summaries = [c.summary for r in rows for c in r.cells if c.summary is not None]
     factors = [s.timing.batch_factor for s in summaries if s.timing.batch_factor]
     if not factors or max(factors) < 1.05:
@@ -269,7 +269,7 @@ def _about_batches(rows: Sequence[ReportRow]) -> list[str]:
 
 
 def _about_lengths(rows: Sequence[ReportRow]) -> list[str]:
-    """Return the note on how long each method's answers are, and how many tokens a head held at most."""
+    """Return the note on the length of each method's answers, and the most tokens that a head held."""
     lengths = []
     for row in rows:
         summaries = [c.summary for c in row.cells if c.summary is not None]
@@ -315,10 +315,9 @@ def measured(group: Group, cell: Cell, store: ResultStore) -> CellResult:
 
 
 def is_unchanged(cell: Cell, samples: Mapping[str, Sample], store: ResultStore) -> bool:
-    """Return True if a method compressed nothing: on UNCHANGED of prompts its cache and answer are the full cache's.
+    """Return True if a method compressed nothing: for UNCHANGED of prompts, cache and answer equal the full cache's.
 
-    Return False where no prompt has an answer of the full cache, and for a method that ``only_compresses`` is not true
-    of.
+    Return False if no prompt has an answer of the full cache, and for a method that fails ``only_compresses``.
     """
     if not only_compresses(cell.chain):
         return False
@@ -329,26 +328,26 @@ def is_unchanged(cell: Cell, samples: Mapping[str, Sample], store: ResultStore) 
 
 
 def nothing_compressed(group: Group, cell: Cell, store: ResultStore) -> bool:
-    """Return ``is_unchanged`` of a cell's stored answers to the examples of a group."""
+    """Return ``is_unchanged`` for a cell's stored answers to the examples of a group."""
     ids = {e.id for e in group.examples}
     return is_unchanged(cell, {i: s for i, s in store.samples(cell.id).items() if i in ids}, store)
 
 
 def only_compresses(chain: Chain) -> bool:
-    """Return True for a method that has done nothing where it holds all tokens and bytes and answers as the full cache.
+    """Return True if a method did nothing whenever it holds all tokens and bytes and answers as the full cache.
 
-    One that attends only some of the tokens that it holds, or shares logits among heads, does something else.
+    A method that attends only some of the tokens it holds, or shares logits among heads, does something else.
     """
     if not chain.stages or chain.masks or chain.sharer is not None:
         return False
-    # the most tokens held are of the layer that holds most: where some layers are spared, that tells nothing of others
+    # the most tokens held belong to the layer that holds most; if some layers are spared, they hide the others
     return not (chain.evicts and any(getattr(s, "frozen_layers", ()) for s in chain.stages))
 
 
 def _same_as_full(sample: Sample, full: Sample, by_query_head: bool) -> bool:
-    """Return True if a method's sample holds no token and no byte less than the full cache's, and answers alike.
+    """Return True if a method's sample holds no fewer tokens and bytes than the full cache's, and answers alike.
 
-    ``by_query_head`` says that keys and values were repeated for query heads, so that the full cache's count as often.
+    With ``by_query_head``, keys and values were repeated for query heads, so the full cache's count as often.
     """
     keeps_all = sample.kept >= sample.n and (sample.decode_peak or 0) >= (full.decode_peak or 0)
     size = full.payload16
@@ -360,7 +359,7 @@ def _same_as_full(sample: Sample, full: Sample, by_query_head: bool) -> bool:
 
 
 def _fall_beside_full(group: Group, cell: Cell, samples: dict[str, Sample], store: ResultStore) -> Delta | None:
-    """Return a method's fall from a context's first question to its last minus the full cache's, if there are both."""
+    """Return a method's fall from a context's first question to its last minus the full cache's, if both exist."""
     full = next((c for c in group.cells if not c.chain.stages), None)
     if full is None or not cell.chain.stages or store.refusal(full.id) is not None:
         return None
@@ -409,7 +408,7 @@ def shown_delta(scores: Sequence[tuple[float, float]], show: Callable[[float], f
 
 
 def _scores(groups: Sequence[Group], label: str, store: ResultStore) -> list[dict[str, float]]:
-    """Return the scores of a method's measured cells by example; those of the full cache where ``label`` is ''."""
+    """Return the scores of a method's measured cells by example. With ``label`` '' return the full cache's scores."""
     scores_by_task = []
     for group in groups:
         if label:

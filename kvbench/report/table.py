@@ -21,13 +21,13 @@ class Bold(str):
 
 @dataclass(frozen=True)
 class Table:
-    """A table of texts. Lines of a cell, or of a head, are separated by newlines.
+    """A table of texts. Newlines separate the lines of a cell or of a head.
 
-    left: how many columns, from the first on, are text; the others are numbers.
-    ruled: text has a line between rows.
-    bare: text shows no heads, and only the last column wraps: its rows are sentences in columns.
-    breaks: lines of a cell stay lines in every format, and text breaks long heads.
-    groups: each column's name above its head, '' for none; neighbours of one name share it.
+    left: how many columns, from the first on, are text. The others are numbers.
+    ruled: text output has a line between rows.
+    bare: text output shows no heads, and only the last column wraps: its rows are sentences in columns.
+    breaks: lines of a cell stay lines in every format, and text output breaks long heads.
+    groups: the name above each column's head, '' for none. Neighbours with one name share it.
     headings: the heading of each block of rows, by the number of the block's first row.
     """
 
@@ -52,7 +52,7 @@ class Table:
 
     @property
     def heads(self) -> tuple[str, ...]:
-        """Return the heads for text: a long one is broken into several lines at _, / or -."""
+        """Return the heads for text output. A long head is broken into several lines at _, / or -."""
         if not self.breaks:
             return self.headers
         heads = []
@@ -79,8 +79,8 @@ class Table:
         return [(name, len(list(columns))) for name, columns in groupby(self.groups)]
 
     def folded(self) -> Iterator[Table]:
-        """Yield the table in pieces of columns that fit WIDTH, each with the first column."""
-        # writers put "· " in front of a heading, break it at each comma and indent what follows the break
+        """Yield the table in pieces of columns that fit WIDTH. Each piece has the first column."""
+        # writers put "· " in front of a heading, break it at each comma and indent the following lines
         parts: list[str] = []
         for heading in self.headings.values():
             parts += heading.split(", ")
@@ -89,7 +89,7 @@ class Table:
         columns, used = [0], first_width
         for column in range(1, len(self.headers)):
             needed = self.width(column) + 2
-            # a column that is too wide for any piece still stands in one, beside the first column
+            # a column too wide for any piece still stands in one, beside the first column
             if len(columns) > 1 and used + needed > WIDTH:
                 yield self._select(columns)
                 columns, used = [0], first_width
@@ -98,12 +98,12 @@ class Table:
         yield self._select(columns)
 
     def _select(self, columns: Sequence[int]) -> Table:
-        """Return the table with these columns alone."""
+        """Return the table with only these columns."""
 
         def pick(texts: Sequence[str]) -> tuple[str, ...]:
             return tuple(texts[column] for column in columns)
 
-        # a table without groups has () there, from which no column can be picked
+        # a table without groups has (), and no column can be picked from that
         groups: tuple[str, ...] = ()
         if self.groups:
             groups = pick(self.groups)
@@ -124,12 +124,12 @@ def size(n: float) -> str:
 
 
 def with_interval(value: float, ci: tuple[float, float] | None, sign: str = "") -> str:
-    """Return a value with its interval on a second line. ``sign`` "+" shows the sign of positive numbers, too."""
+    """Return a value with its interval on a second line. With ``sign`` "+", positive numbers show their sign, too."""
     text = f"{value:{sign}.1f}"
     if ci is not None:
         low, high = ci
         text += f"\n[{low:{sign}.0f}, {high:{sign}.0f}]"
-    # a minus sign is as wide as a plus, a hyphen is not
+    # a minus sign is as wide as a plus; a hyphen is not
     return text.replace("-", "−")
 
 
@@ -144,7 +144,7 @@ def range_text(counts: Collection[int]) -> str:
 
 
 def sizes(values: Sequence[float | None]) -> list[str]:
-    """Return numbers of bytes as texts in one unit, the largest that any reaches; a dash for None."""
+    """Return numbers of bytes as texts in one unit, the largest that any number reaches; a dash for None."""
     largest = max((value for value in values if value is not None), default=0.0)
     unit, unit_bytes = "B", 1
     for name, name_bytes in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
@@ -157,14 +157,14 @@ def sizes(values: Sequence[float | None]) -> list[str]:
             texts.append("—")
             continue
         amount = value / unit_bytes
-        # two digits of a number below 1: 0.65 MiB, but 3.0 and 12.5 MiB
+        # a number below 1 has two digits: 0.65 MiB, but 3.0 and 12.5 MiB
         digits = 2 if amount < 1 and unit != "B" else 1
         texts.append(f"{amount:.{digits}f} {unit}")
     return texts
 
 
 def number(value: float | None, sign: bool = False) -> str:
-    """Return a number with one digit, with ``sign`` also with a plus sign; a dash for none."""
+    """Return a number with one digit; a dash for None. With ``sign``, a positive number has a plus sign."""
     if value is None:
         return "—"
     text = f"{value:+.1f}" if sign else f"{value:.1f}"

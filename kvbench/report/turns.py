@@ -36,7 +36,7 @@ MODES = {
 
 
 def sheets(report: ReportData) -> list[Table]:
-    """Return the table of falls from the first question to the last, or [] if no context has several."""
+    """Return the table of falls from the first question to the last; [] if no context has several questions."""
     rows: list[tuple[str, ...]] = []
     headings: dict[int, str] = {}
     for i, column in enumerate(report.columns):
@@ -46,7 +46,7 @@ def sheets(report: ReportData) -> list[Table]:
             turns = _turns_of(cell)
             if turns is None:
                 continue
-            # all methods answer the same questions, so that any of them counts them for the heading
+            # all methods answer the same questions, so any of them gives the numbers for the heading
             if len(rows) == block_start:
                 headings[block_start] = _heading(column.task, turns, str(cell.settings["turns"]))
             rows.append(_line(row.method, turns, cell))
@@ -56,7 +56,7 @@ def sheets(report: ReportData) -> list[Table]:
 
 
 def _turns_of(cell: CellResult) -> TurnsSummary | None:
-    """Return a cell's scores by question, or None if it is not measured or its contexts have one question."""
+    """Return a cell's scores by question; None if it is not measured or its contexts have one question."""
     if cell.summary is None:
         return None
     return cell.summary.questions
@@ -65,7 +65,7 @@ def _turns_of(cell: CellResult) -> TurnsSummary | None:
 def _heading(task: str, turns: TurnsSummary, mode: str) -> str:
     """Return the heading of a task's block: the numbers of contexts and questions, and the history of a question."""
     count = f"{turns.questions} questions on {turns.contexts} contexts"
-    # a context with one question has no fall: the block's first and last scores are means over the others
+    # a context with one question has no fall, so the block's first and last scores are means over the others
     if turns.pairs < turns.contexts:
         count += f", {turns.contexts - turns.pairs} of them with one"
     return f"{task}: {count}; {MODES[mode]}"
@@ -100,12 +100,12 @@ def _with_interval(difference: float | None, ci: tuple[float, float] | None) -> 
 
 
 def record(cell: CellResult) -> dict[str, object]:
-    """Return one cell's scores by question under the names of CSV_FIELDS, {} if it has none."""
+    """Return one cell's scores by question under the names of CSV_FIELDS; {} if it has none."""
     turns = _turns_of(cell)
     if turns is None:
         return {}
     values: dict[str, object] = {name: value for name, value in vars(turns).items() if name in CSV_FIELDS}
-    # a spreadsheet has one cell for the scores of all questions: numbers with a space between them
+    # one spreadsheet cell holds the scores of all questions, as numbers separated by spaces
     values["by_index"] = " ".join("—" if x.score is None else f"{x.score:.4g}" for x in turns.by_index)
     if turns.fall_ci is not None:
         values["fall_low"], values["fall_high"] = turns.fall_ci
@@ -114,7 +114,7 @@ def record(cell: CellResult) -> dict[str, object]:
         values["fall_beside_full"] = beside_full.mean
         if beside_full.ci is not None:
             values["fall_beside_full_low"], values["fall_beside_full_high"] = beside_full.ci
-    # the prefix tells these columns from a report's other columns of CSV
+    # the prefix tells these columns from a report's other CSV columns
     return {f"turns_{name}": value for name, value in values.items()}
 
 

@@ -1,4 +1,4 @@
-"""The verdict on each method of a report: how much smaller its cache is, and what its answers lose."""
+"""The verdict on each method of a report: how much smaller its cache is, and how much its answers lose."""
 
 from __future__ import annotations
 
@@ -21,16 +21,17 @@ HEADS = ("method", "size", "tokens", "score", "difference to full", "divergence"
 
 @dataclass(frozen=True, kw_only=True)
 class MethodVerdict:
-    """What one method of a report saves and loses beside the full cache.
+    """The savings and losses of one method beside the full cache.
 
     method: its label, without the options that all rows of the method share.
     times_smaller: the full cache's bytes over the method's, both at 16 bits; None if nothing is measured.
-    kept_percent: the tokens held of a prompt. attended_percent: those that a step attends, of a method that masks.
-    score, full_score: the mean scores over tasks in printed units; None where a task has no score.
+    kept_percent: the tokens held of a prompt.
+    attended_percent: the tokens that a step attends, for a method that masks.
+    score, full_score: the mean scores over tasks in printed units; None if a task has no score.
     delta: the mean paired difference to the full cache.
     divergence: KL from the full cache's next-token distribution, in nats, mean over tasks; None if not compared.
     worse, better: the tasks whose paired difference lies wholly below or above 0.
-    outcome: what that says, in words.
+    outcome: the conclusion in words.
     """
 
     method: str
@@ -71,7 +72,7 @@ class MethodVerdict:
 
 
 def describe_size(times_smaller: float) -> str:
-    """Return in words how much smaller than the full cache a method's cache is."""
+    """Return in words how much smaller a method's cache is than the full cache."""
     if times_smaller >= 1.05:
         return f"{times_smaller:.1f}x smaller"
     if times_smaller > 1 / 1.05:
@@ -88,7 +89,7 @@ def describe_tokens(kept_percent: float) -> str:
 
 
 def verdicts(report: ReportData) -> list[MethodVerdict]:
-    """Return the verdict on each method of a report but the full cache, in the report's order."""
+    """Return the verdict on each method of a report except the full cache, in the report's order."""
     full = next((row for row in report.rows if row.is_full), None)
     methods = [row for row in report.rows if not row.is_full]
     names = _shorten([row.method for row in methods])
@@ -96,7 +97,7 @@ def verdicts(report: ReportData) -> list[MethodVerdict]:
 
 
 def table(report: ReportData) -> Table | None:
-    """Return the verdicts as a table, a line for each method; None if nothing but the full cache is measured."""
+    """Return the verdicts as a table, a line for each method; None if only the full cache is measured."""
     rows = [verdict.texts() for verdict in verdicts(report) if verdict.outcome]
     if not rows:
         return None
@@ -108,7 +109,7 @@ def table(report: ReportData) -> Table | None:
 
 
 def _judge(row: ReportRow, name: str, full: ReportRow | None, report: ReportData) -> MethodVerdict:
-    """Return the verdict on one row; ``full`` is the full cache's row, None if it was not asked for."""
+    """Return the verdict on one row. ``full`` is the full cache's row, None if it was not asked for."""
     times_smaller = kept_percent = attended_percent = score = full_score = delta = None
     is_complete = all(cell.summary is not None for cell in row.cells)
     if row.means is not None:
@@ -130,7 +131,7 @@ def _judge(row: ReportRow, name: str, full: ReportRow | None, report: ReportData
         if cell.delta is None or cell.delta.ci is None:
             continue
         low, high = cell.delta.ci
-        # of a perplexity less is better
+        # a smaller perplexity is better
         if metric(column.metric).shown is not None:
             low, high = -high, -low
         if high < 0:
@@ -157,7 +158,7 @@ def _judge(row: ReportRow, name: str, full: ReportRow | None, report: ReportData
 
 
 def _divergence(row: ReportRow) -> float | None:
-    """Return a row's mean divergence over its tasks, None unless all of them were compared with the full cache."""
+    """Return a row's mean divergence over its tasks; None unless all of them were compared with the full cache."""
     means = []
     for cell in row.cells:
         if cell.summary is None or not cell.summary.fidelity:
@@ -170,7 +171,7 @@ def _divergence(row: ReportRow) -> float | None:
 
 
 def _outcome(row: ReportRow, delta: Delta | None, worse: Sequence[str], better: Sequence[str]) -> str:
-    """Return in words what the differences of a row say; '' if nothing of it is measured or was refused."""
+    """Return in words the conclusion from a row's differences; '' if nothing of it is measured or it was refused."""
     broken = [cell for cell in row.cells if cell.status in ("refused", "failed")]
     if broken:
         status = broken[0].status
@@ -186,7 +187,7 @@ def _outcome(row: ReportRow, delta: Delta | None, worse: Sequence[str], better: 
         return "nothing was compressed"
     if all(cell.delta is None for cell in row.cells):
         return "no full cache to compare with"
-    # the mean over several tasks has an interval where no task has one
+    # the mean over several tasks may have an interval even if no task has one
     if min(summary.n for summary in measured) < FEWEST and (delta is None or delta.ci is None):
         return "too few examples to compare"
     several = len(row.cells) > 1
@@ -203,7 +204,7 @@ def _outcome(row: ReportRow, delta: Delta | None, worse: Sequence[str], better: 
 
 
 def _name(tasks: Sequence[str], count: int) -> str:
-    """Return the names of some of ``count`` tasks, or how many they are."""
+    """Return the names of some of ``count`` tasks, or their number."""
     if len(tasks) == count:
         return f"all {count}"
     if len(tasks) > MOST_NAMES:
@@ -212,7 +213,7 @@ def _name(tasks: Sequence[str], count: int) -> str:
 
 
 def _shorten(labels: Sequence[str]) -> list[str]:
-    """Return labels without the options that all rows of the same method share: ``snapkv kv_ratio=0.25`` is snapkv."""
+    """Return labels without the options that all rows of a method share: ``snapkv kv_ratio=0.25`` becomes snapkv."""
     names = []
     for label in labels:
         method, *options = label.split(" ")

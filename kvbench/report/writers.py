@@ -17,9 +17,9 @@ from rich.text import Text
 from kvbench.base.visible import visible
 from kvbench.report.table import WIDTH, Bold, Table, lines
 
-# spreadsheets compute a text that begins with one of these signs; a minus with a digit behind it is a number
+# spreadsheets compute a text that begins with one of these signs; a minus before a digit is a number
 FORMULA = re.compile(r"[=+@\t]|-(?!\d)")
-# the beginning of a tag; our own notes have the path results/cells/<cell>/, whose <cell> must stay readable
+# the beginning of a tag; our own notes have the path results/cells/<cell>/, and its <cell> must stay readable
 MARKUP = re.compile("<(?=[a-zA-Z/!?])(?!cell>)")
 LATEX = str.maketrans(
     {
@@ -52,7 +52,7 @@ def compose(tables: Sequence[Table], notes: Sequence[str], style: str, above: Se
     """Return lines, tables and the notes below them as one text; ``style`` is text, md or latex."""
     parts = [note(sentence, style) for sentence in above]
     if above and style != "latex":
-        # an empty line parts the lines from the table
+        # an empty line separates the lines from the table
         parts.append("")
     parts += [WRITERS[style](table) for table in tables]
     parts += [note(sentence, style) for sentence in notes]
@@ -60,11 +60,11 @@ def compose(tables: Sequence[Table], notes: Sequence[str], style: str, above: Se
 
 
 def note(text: str, style: str) -> str:
-    """Return a note for below a table; ``style`` is text, md or latex."""
+    """Return a note to stand below a table; ``style`` is text, md or latex."""
     text = visible(text)
     if style == "text":
         return fill(text, WIDTH, break_long_words=False, break_on_hyphens=False)
-    # a comment of LaTeX and an item of a Markdown list end with their line
+    # a LaTeX comment and an item of a Markdown list end with their line
     text = text.replace("\n", " ")
     if style == "latex":
         return f"% {text}"
@@ -92,7 +92,7 @@ def text(table: Table, terminal: bool = False) -> str:
             ends_block = i == len(rows) - 1
             rich_table.add_row(*map(_rich_text, row), end_section=table.ruled or ends_block)
     out = io.StringIO()
-    # rich would look at this process's own terminal, although the text goes to a string first
+    # the text goes to a string first, but rich would look at this process's own terminal
     console = Console(
         width=WIDTH,
         file=out,
@@ -106,7 +106,7 @@ def text(table: Table, terminal: bool = False) -> str:
 
 
 def _rich_text(cell: str) -> Text:
-    """Return a cell for rich; of a Bold one the first line is bold."""
+    """Return a cell for rich. The first line of a Bold cell is bold."""
     parts = [Text(line) for line in lines(cell)]
     if isinstance(cell, Bold):
         parts[0].stylize("bold")
@@ -114,9 +114,10 @@ def _rich_text(cell: str) -> Text:
 
 
 def _group_lines(table: Table, drawn_lines: Sequence[str]) -> list[str]:
-    """Return the lines with the groups' names, each ending where the head of its last column does.
+    """Return the lines that hold the names of column groups, to stand above the drawn table.
 
-    ``drawn_lines`` is the table as rich drew it. rich knows no cell over several columns.
+    ``drawn_lines`` is the table as rich drew it. rich knows no cell over several columns, so the names are placed here.
+    Each name ends where the head of its group's last column ends.
     """
     if not table.spans():
         return []
@@ -133,16 +134,16 @@ def _group_lines(table: Table, drawn_lines: Sequence[str]) -> list[str]:
         last = column + count - 1
         start = 0
         if column > 0:
-            # two spaces behind the column before; a head narrower than its column begins further to the right
+            # start two spaces behind the column before; a head narrower than its column begins further to the right
             start = max(ends[column - 1] + 2, ends[column] - table.width(column))
         if group:
-            # a name that is wider than its columns is wrapped, and a word that is wider begins further to the left
+            # a name wider than its columns is wrapped; a single word that is still wider begins further to the left
             parts = wrap(group, max(1, ends[last] - start), break_long_words=False)
             start = min(start, ends[last] - max(map(len, parts)))
             places.append((start, ends[last] - start, parts))
         column = last + 1
 
-    # names of fewer lines than the tallest stand at the bottom, right above the heads
+    # a name with fewer lines than the tallest stands at the bottom, right above the heads
     tallest = max(len(parts) for _, _, parts in places)
     out = [""] * tallest
     for start, width, parts in places:
@@ -152,7 +153,7 @@ def _group_lines(table: Table, drawn_lines: Sequence[str]) -> list[str]:
 
 
 def markdown(table: Table) -> str:
-    """Return a table as Markdown; pipes and tags in it are escaped."""
+    """Return a table as Markdown. Pipes and tags in it are escaped."""
 
     def row(cells: Iterable[str]) -> str:
         return f"| {' | '.join(cells)} |"
@@ -172,7 +173,7 @@ def markdown(table: Table) -> str:
     out = [row(map(cell, table.headers)), f"|{'|'.join(alignments)}|"]
     spans = table.spans()
     if spans:
-        # Markdown has one line of heads, and no cell over several columns: a group's name stands in its first column
+        # Markdown has one line of heads and no cell over several columns, so a group's name stands in its first column
         names = [""] * count
         column = 0
         for group, columns in spans:
@@ -198,7 +199,7 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def latex(table: Table) -> str:
-    """Return a table as a LaTeX tabular of booktabs, with makecell where lines of cells stay lines."""
+    """Return a table as a LaTeX tabular of booktabs, with makecell for cells that keep their lines."""
 
     def cell(text: str) -> str:
         parts = lines(_escaped(text))
@@ -206,7 +207,7 @@ def latex(table: Table) -> str:
             parts[0] = rf"\textbf{{{parts[0]}}}"
         if not table.breaks:
             return " ".join(parts)
-        # {}: a bracket right after a line break would be read as its length
+        # LaTeX would read a bracket right after a line break as its length; {} prevents this
         return r"\makecell{" + r"\\{}".join(parts) + "}"
 
     count = len(table.headers)
@@ -217,7 +218,7 @@ def latex(table: Table) -> str:
         if group:
             spans.append(rf"\multicolumn{{{columns}}}{{c}}{{{_escaped(group)}}}")
         else:
-            # columns without a group need their separators all the same
+            # columns without a group still need their separators
             spans.append(" & ".join([""] * columns))
     if spans:
         out.append(" & ".join(spans) + r" \\")
@@ -233,8 +234,8 @@ def latex(table: Table) -> str:
 
 
 def _escaped(text: str) -> str:
-    """Return a text that LaTeX prints as it is."""
-    # a bracket right after a line break would be read as its length
+    """Return a text escaped for LaTeX, so that it prints unchanged."""
+    # LaTeX would read a bracket right after a line break as its length
     return re.sub(r"^\[", "{[}", visible(text).translate(LATEX))
 
 
@@ -247,8 +248,8 @@ def html(
 ) -> str:
     """Return a table as an HTML element of class ``kind``. All data are escaped.
 
-    ``cell`` returns the content at (row, column) in place of the cell's own text. ``columns`` and ``rows`` are their
-    classes. Without ``columns``, the first cell of each row is its head.
+    ``cell`` returns the content at (row, column) in place of the cell's own text. ``columns`` and ``rows`` are the
+    classes of columns and rows. Without ``columns``, the first cell of each row is its head.
     """
 
     def element(tag: str, content: str, css: str = "") -> str:
@@ -297,12 +298,12 @@ def html_lines(cell: str, small: bool = False) -> str:
         parts[0] = f"<b>{parts[0]}</b>"
     if not small:
         return "<br>".join(parts)
-    # the page's style sheet shows small elements as blocks, so that they need no line break
+    # the page's style sheet shows small elements as blocks, so they need no line break
     return parts[0] + "".join(f"<small>{line}</small>" for line in parts[1:])
 
 
 def csv(fields: Sequence[str], records: Iterable[Mapping[str, object]]) -> str:
-    """Return records as CSV under a line of ``fields``, without keys that are no field; numbers are not rounded.
+    """Return records as CSV under a line of ``fields``. Other keys are left out, and numbers are not rounded.
 
     A text that a spreadsheet would take for a formula gets an apostrophe in front.
     """

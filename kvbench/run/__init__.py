@@ -1,1 +1,1 @@
-"""The runner: reads the prompts of a plan, compresses, decodes, scores and stores; progress, W&B."""
+"""The runner: it reads a plan's prompts, compresses, decodes, scores and stores; progress, W&B."""

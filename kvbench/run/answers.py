@@ -1,7 +1,7 @@
-"""Answers: rows of prompts that wait for or are in the decode batch, questions of one context, and their samples.
+"""Rows of prompts that wait for the decode batch or are in it, questions of one context, and their samples.
 
 A row is one prompt's cache under one method. ``DecodeQueue`` decodes rows together and recovers when a step fails.
-``Asking`` follows the questions of one context, whose answers make one sample.
+``Asking`` follows the questions of one context. Their answers make one sample.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ ENTER_SHARE = 0.5
 class QueuedRow:
     """One prompt's cache under one method, ready to be decoded.
 
-    cut: the tokens cut out of the prompt.
-    fidelity: the cache beside the full one by kind of text, once they were compared.
-    turn: which of a context's questions it answers; None for a prompt with one.
-    given_up: whether a batch took the cache over, of which only shapes are left.
+    cut: the number of tokens cut out of the prompt.
+    fidelity: the comparison with the full cache by kind of text, once it was made.
+    turn: the index of the context's question that this row answers; None for a prompt with one question.
+    given_up: whether a batch took the cache over. Only the cache's shapes are left then.
     """
 
     cell: Cell
@@ -55,16 +55,16 @@ class QueuedRow:
 
     @property
     def asked(self) -> Example:
-        """Return the example that the answer is scored by."""
+        """Return the example that scores the answer."""
         if self.turn is None:
             return self.example
         return self.example.asked(self.turn)
 
     @property
     def cost(self) -> int:
-        """Return the bytes that decoding takes: the cache, a copy where others keep it, and the new tokens.
+        """Return the bytes that decoding takes: the cache, a copy where later questions need it, and the new tokens.
 
-        New tokens are counted at the full cache's bytes a token, as most methods store them so.
+        New tokens are counted at the full cache's bytes a token, since most methods store new tokens in full.
         """
         cache_bytes = self.measured.payload + self.measured.overhead
         if self.turn is not None:
@@ -74,7 +74,10 @@ class QueuedRow:
         return cache_bytes + new_bytes
 
     def giving_up(self) -> QueuedRow:
-        """Return the row without its cache's numbers. A question's row keeps them: others follow or branch from it."""
+        """Return the row without its cache's numbers.
+
+        The row of a question keeps its cache, since later questions follow or branch from it.
+        """
         if self.turn is not None:
             return self
         return replace(self, cache=self.cache.shapes(), given_up=True)
@@ -87,13 +90,13 @@ Remake = Callable[[Sequence[QueuedRow]], Sequence[tuple[QueuedRow, QueuedRow | E
 class DecodeQueue:
     """Rows in the order they came, decoded at most ``most_rows`` and ``most_bytes`` at a time.
 
-    The order and ``most_rows`` decide what runs beside what. Out of memory halves ``most_rows``; rows that were running
-    begin again from their caches, so that none is lost or answered twice.
+    The order and ``most_rows`` decide which rows run together. Running out of memory halves ``most_rows``. Rows that
+    were running begin again from their caches, so none is lost or answered twice.
 
-    remake: reads prompts again, so that a cache that a batch holds need not be kept beside it: it returns each row with
-    its cache, or the exception. Without it caches are kept. Where memory runs out beside rows that run, those wait that
-    were to be made again.
-    make_room: gives up what others keep when memory runs out, and tells whether there was anything.
+    remake: reads prompts again and returns each row with its new cache, or with the exception. The queue then need not
+    keep a cache beside the batch's copy. Without ``remake`` the queue keeps all caches. If remaking runs out of memory
+    while other rows run, the rows to remake wait.
+    make_room: frees what others keep when memory runs out, and returns whether there was anything to free.
     """
 
     def __init__(
@@ -108,7 +111,7 @@ class DecodeQueue:
         self.make_room = make_room
         self.waiting: list[QueuedRow] = []
         self.running: list[QueuedRow] = []
-        self.apart: list[QueuedRow] = []  # rows of a failed batch, run one by one to show which fails
+        self.apart: list[QueuedRow] = []  # rows of a failed batch run one by one, to show which of them fails
         self._batch: DecodeBatch[QueuedRow] = DecodeBatch(model)
 
     def __len__(self) -> int:
@@ -132,17 +135,17 @@ class DecodeQueue:
         queued = list(self)
         if not queued:
             return True
-        # rows to come are not known yet, and are taken to cost as much as the mean row
+        # rows to come are not known yet: assume that each costs as much as the mean row
         cost = sum(r.cost for r in queued)
         more = cost * rows // len(queued)
         return len(queued) + rows <= self.most_rows and cost + more <= self.most_bytes
 
     def advance(self) -> list[Outcome]:
-        """Decode until some rows have ended or failed. Return those as (row, answer or exception).
+        """Decode until some rows have ended or failed. Return these rows as (row, answer or exception).
 
-        Return [] if the batch failed and its rows are to be decoded again.
+        Return [] if the batch failed. Its rows are decoded again.
         """
-        # rows of a failed batch go first: as long as they wait, the batch is empty
+        # rows of a failed batch go first: the batch is empty while any of them waits
         if self.apart:
             return self._advance_alone(self.apart.pop(0))
         lost = self._admit()
@@ -154,20 +157,20 @@ class DecodeQueue:
         except Exception as error:
             failure = error
         if failure is None:
-            # rows are compared by identity: two may be equal in all their fields
+            # compare rows by identity: two rows may be equal in all their fields
             ended = {row for row, _ in answers}
             self.running = [r for r in self.running if r not in ended]
             return list(answers)
-        # a step that failed may have changed the batch's caches: all of its rows begin again
+        # a failed step may have changed the batch's caches, so all of its rows begin again
         rows = self.running
         self.running = []
         self._batch = DecodeBatch(self.model)
         out_of_memory = is_out_of_memory(failure)
         more_room = out_of_memory and self.make_room()
-        # a row that fails alone cannot be helped by decoding it again
+        # a row that failed alone would fail again
         if len(rows) == 1 and not more_room:
             return [(rows[0], failure)]
-        failure = None  # its traceback would keep the batch alive
+        failure = None  # an exception's traceback would keep the batch in memory
         release()
         if out_of_memory:
             # half as many rows take about half of the memory
@@ -188,9 +191,9 @@ class DecodeQueue:
             return [(row, error)]
 
     def _admit(self) -> list[Outcome]:
-        """Move waiting rows into the batch while it has room: rows for which the model is adapted in the same way.
+        """Move waiting rows into the batch while it has room. Enter only rows for which the model is adapted alike.
 
-        Return (row, exception) of those whose caches could not be made again.
+        Return (row, exception) of rows whose caches could not be made again.
         """
         cost = sum(r.cost for r in self.running)
         if not self.waiting or not self._batch.open:
@@ -200,19 +203,19 @@ class DecodeQueue:
         first = (self.running or self.waiting)[0]
         entering: list[QueuedRow] = []
         for row in self.waiting:
-            # a method may adapt the model while it decodes, so that rows of other methods must wait
+            # a method may adapt the model while it decodes, so rows of other methods must wait
             if row.cache.batch_key != first.cache.batch_key:
                 continue
             count = len(self.running) + len(entering)
             cost += row.cost
-            # a single row enters whatever it takes: nothing else could make room for it
+            # a single row enters whatever it takes, since nothing else could make room for it
             if count and (count >= self.most_rows or cost > self.most_bytes):
                 break
             entering.append(row)
         self.waiting = [r for r in self.waiting if r not in entering]
         entered, lost = self._enter(self._batch, entering)
         self.running += entered
-        # memory that the running rows free lets these be made again later
+        # rows that ran out of memory here can be made again later, when running rows have freed theirs
         unmade = [row for row, error in lost if isinstance(error, Exception) and is_out_of_memory(error)]
         if not (unmade and self.running):
             return lost
@@ -221,16 +224,16 @@ class DecodeQueue:
         return [(row, error) for row, error in lost if row not in unmade]
 
     def _shrink(self, most_rows: int, rows: Sequence[QueuedRow], where: str) -> None:
-        """Let ``rows`` wait again, and at most so many run at once from now on, as memory ran out."""
+        """After running out of memory, requeue ``rows`` and cap the batch at ``most_rows`` from now on."""
         self.most_rows = max(1, most_rows)
         self.waiting = list(rows) + self.waiting
         say(f"out of memory {where}; going on with at most {self.most_rows}")
 
     def _enter(self, batch: DecodeBatch[QueuedRow], rows: Sequence[QueuedRow]) -> tuple[list[QueuedRow], list[Outcome]]:
-        """Enter rows into a batch, which takes their caches over. Return them, and those whose caches are lost."""
+        """Enter rows into a batch, which then owns their caches. Return (entered rows, rows with lost caches)."""
         lost: list[Outcome] = []
         remade = {}
-        # only shapes are left of these caches, which were given up to a batch that failed
+        # a batch that failed owned these caches, and only their shapes are left
         gone = [r for r in rows if r.given_up]
         if self.remake is not None and gone:
             for row, outcome in self.remake(gone):
@@ -249,10 +252,10 @@ class DecodeQueue:
 
 @dataclass(eq=False)
 class Asking:
-    """The questions of one context under one method, and what was answered so far.
+    """The questions of one context under one method, and the answers so far.
 
-    row: the compressed context, from whose cache isolated questions branch.
-    cache: what the next question follows.
+    row: the compressed context. Isolated questions branch from its cache.
+    cache: the cache that the next question continues.
     answered: by index of the question, its record, its answer and the most tokens that a head held meanwhile.
     """
 
@@ -278,18 +281,18 @@ class Asking:
         return self.row.example
 
     def ids(self, turn: int) -> Sequence[int]:
-        """Return the tokens of a question, behind the reference of the one before where these are given."""
+        """Return the tokens of a question. With given references, the previous question's reference comes first."""
         question = list(self.encoded.questions[turn])
         if turn and self.cell.task.turns == "gold":
             return list(self.encoded.references[turn - 1]) + question
         return question
 
     def record(self, row: QueuedRow, answer: Answer, text: str, value: float | None, peak: int) -> Sample | None:
-        """Record the answer to a row's question. Return the context's sample once all of them are answered."""
+        """Record the answer to a row's question. Return the context's sample once all its questions are answered."""
         assert row.turn is not None
         task, asked = row.cell.task, row.asked
         if not self.isolated:
-            # questions that see each other follow the cache that has read this one
+            # when questions see each other, the next one continues the cache that has read this one
             self.cache = row.cache
         if task.turns == "own":
             # the model's own answer stays in the context of the next question
@@ -311,7 +314,7 @@ class Asking:
         return self._whole_sample()
 
     def _whole_sample(self) -> Sample:
-        """Return the context's sample: its score is the mean over the questions, its answers are joined."""
+        """Return the context's sample. Its score is the mean over the questions, and its text joins the answers."""
         # isolated questions may be answered in any order
         in_order = [self.answered[i] for i in range(len(self.answered))]
         turns = tuple(turn for turn, _, _ in in_order)
@@ -326,7 +329,7 @@ class Asking:
         joined_answer = replace(
             answers[-1],
             tokens=tokens,
-            # times add up over the questions, while of batches and peaks the largest counts
+            # times are summed over the questions; batch sizes and peaks are maxima
             seconds=sum(a.seconds for a in answers),
             rows=max(a.rows for a in answers),
             factor=max((a.factor for a in answers if a.factor is not None), default=None),
@@ -341,9 +344,12 @@ class Asking:
         return replace(sample, answers=None, turns=turns)
 
     def _answer_tokens(self, row: QueuedRow, answer: Answer) -> list[int]:
-        """Return the tokens of an answer that stays, with a token that ends it unless the next question begins so."""
+        """Return an answer's tokens for the context of the next question.
+
+        An end token is added unless the next question begins with one.
+        """
         ended = bool(answer.tokens) and answer.tokens[-1] in row.ending.stop
-        # a chat template puts the end of this answer in front of the next question
+        # a chat template puts the token that ends this answer at the beginning of the next question
         if self.encoded.between:
             if ended:
                 return answer.tokens[:-1]
@@ -355,11 +361,11 @@ class Asking:
 
 
 def ask(askings: Sequence[Asking], turn: int) -> list[QueuedRow]:
-    """Return the rows that answer a question of one context, which its caches read together."""
+    """Read one question of a context behind the caches of all methods. Return the rows that answer it."""
     if not askings:
         return []
     host, ids = askings[0].host, askings[0].ids(turn)
-    # one pass reads the question behind all caches of the context
+    # one pass of the model serves the caches of all methods
     caches = extend_caches(host.model, [a.cache for a in askings], ids)
     endings = [host.ending(a.cell.task, a.example.asked(turn)) for a in askings]
     return [
@@ -369,16 +375,16 @@ def ask(askings: Sequence[Asking], turn: int) -> list[QueuedRow]:
 
 
 def extended(rows: Sequence[QueuedRow], host: Host, ids: Sequence[int]) -> list[QueuedRow]:
-    """Return rows of one prompt whose caches have also read ``ids``, the withheld question."""
+    """Let the caches of one prompt's rows read ``ids``, the withheld question. Return the rows with these caches."""
     caches = extend_caches(host.model, [row.cache for row in rows], ids)
     return [replace(row, cache=cache) for row, cache in zip(rows, caches, strict=True)]
 
 
 def remade(host: Host, rows: Sequence[QueuedRow]) -> list[tuple[QueuedRow, QueuedRow | Exception]]:
-    """Return each row with its cache, which was given up, made anew from its prompt, or with the exception."""
+    """Read the prompts of ``rows`` again. Return each row with its new cache, or the exception raised."""
     by_prompt: dict[tuple[str, str], list[QueuedRow]] = {}
     for row in rows:
-        # an example is read in one way in one column: elsewhere its question is withheld, or its id is another prompt's
+        # group by column, too: another column may withhold the question, or use the id for another prompt
         by_prompt.setdefault((row.cell.column, row.example.id), []).append(row)
     outcomes: list[tuple[QueuedRow, QueuedRow | Exception]] = []
     for alike in by_prompt.values():
@@ -397,7 +403,7 @@ def remade(host: Host, rows: Sequence[QueuedRow]) -> list[tuple[QueuedRow, Queue
 
 
 def sample_of(row: QueuedRow, answer: Answer, text: str, value: float | None, decode_peak: int) -> Sample:
-    """Return the sample to store of a row's answer, which passed the audit."""
+    """Return the sample to store for a row's answer that passed the audit."""
     example = row.example
     capacity = row.cell.chain.capacity(row.measured.n)
     factor = None
@@ -406,7 +412,7 @@ def sample_of(row: QueuedRow, answer: Answer, text: str, value: float | None, de
     references: tuple[str, ...] | None = tuple(example.answers)
     attended = answer.attended  # methods that mask attend fewer tokens than they hold
     if example.tokens:
-        # a text that was scored, not answered
+        # this text was scored by its likelihood, and has no answer
         references, attended = None, None
     return Sample(
         id=example.id,

@@ -1,4 +1,4 @@
-"""Compare methods on a model that is already loaded: what `run` does, for notebooks."""
+"""Compare methods on a model that is already loaded. Notebooks use this in place of `run`."""
 
 from __future__ import annotations
 
@@ -71,13 +71,13 @@ def compare(
                 f"the entry {method!r} of methods is not possible: a name, as 'snapkv+think', a dict, as "
                 "{'method': 'snapkv', 'kv_size': 512}, or a Chain"
             )
-    # a loaded model's dtype and device are facts, which a setting could only contradict
+    # the loaded model's dtype and device are facts; a setting could only contradict them
     fixed = next((key for key in settings if key == "device" or key in LOADED), None)
     if fixed is not None:
         raise UsageError(f"{fixed}={settings[fixed]!r} is not possible: the model is loaded already")
     named = isinstance(results, (str, Path)) and bool(str(results)) and "\0" not in str(results)
     check("results", results, named, "a folder")
-    # under torch.autocast layers would compute in another dtype than the caches are declared in
+    # under torch.autocast, layers would compute in another dtype than the one declared for their caches
     check_precision()
     check_is_model(model)
     check_tokenizer(tokenizer)
@@ -85,11 +85,11 @@ def compare(
     if isinstance(data, str) and data:
         dataset = data
     else:
-        # rows have no metric of their own, and the user's settings go before these defaults
+        # rows have no metric of their own; the user's settings replace these defaults
         settings = {"metric": "f1", "max_new_tokens": 64} | settings
         rows = list(_rows(data, model, tokenizer, settings))
         settings["path"], dataset = _stored(rows, folder / "prompts"), "file"
-    # chains of the user's own stages are added below, since they have no name in the configuration
+    # chains of the user's own stages have no name in the configuration, so they are added below
     entries: list[str | Mapping[str, Any]] = []
     for method in methods:
         if isinstance(method, str):
@@ -102,7 +102,7 @@ def compare(
             names.append(entry)
         else:
             names.append(entry["method"])
-    # the same path as on the command line, so that equal settings give equal ids of cells
+    # take the same path as the command line, so that equal settings give equal ids of cells
     run_settings = {"method": names or "full", "dataset": dataset, "results": folder} | settings
     request = words.request(run_settings)
     cfg = config.parse(request, methods=entries or ["full"])
@@ -115,7 +115,7 @@ def compare(
 def _rows(
     data: Iterable[Row], model: PreTrainedModel, tokenizer: Any, settings: Mapping[str, Any]
 ) -> Iterator[dict[str, Any]]:
-    """Yield each row as the dataset ``file`` reads it. Raises UsageError for one without a prompt."""
+    """Yield each row as the dataset ``file`` reads it. Raises UsageError for a row without a prompt."""
     new = settings["max_new_tokens"]
     check("max_new_tokens", new, is_whole(new) and new >= 1, "a whole number, 1 or more")
     if isinstance(data, Mapping) or not isinstance(data, Iterable):
@@ -128,7 +128,7 @@ def _rows(
                 raise UsageError(f"row {number} of data cannot be encoded: {row[:40]!r}") from None
             yield {"id": str(number), "prompt": row, "answers": [reference]}
         elif isinstance(row, Mapping) and any(row.keys() >= set(keys) for keys in ROWS):
-            # a row's own id goes before its number
+            # a row's own id takes precedence over its number
             yield {"id": str(number)} | dict(row)
         else:
             has = repr(row)
@@ -154,14 +154,14 @@ def _full_answer(model: PreTrainedModel, tokenizer: Any, text: str, new: int) ->
 
 
 def _stored(rows: Sequence[Mapping[str, Any]], folder: Path) -> Path:
-    """Write the rows as JSON lines to rows.jsonl, which `run dataset=file` reads, too, in a folder of their digest."""
+    """Write the rows as JSON lines to rows.jsonl in a folder named by their digest. `run dataset=file` reads it."""
     try:
-        # json raises TypeError for values without a form in JSON, such as arrays and dates
+        # json raises TypeError for values that JSON cannot express, such as arrays and dates
         lines = [json.dumps(row, ensure_ascii=False) for row in rows]
     except TypeError as error:
         raise UsageError(f"a row of data is not possible: {error}") from None
     for number, line in enumerate(lines):
-        # JSON may hold half of a surrogate pair, which no UTF-8 file can
+        # JSON may hold half of a surrogate pair, but no UTF-8 file can
         if has_half_pair(line):
             raise UsageError(f"row {number} of data holds half a surrogate pair, which is not text: {line[:60]!a}")
     text = "".join(line + "\n" for line in lines)
@@ -176,8 +176,8 @@ def _stored(rows: Sequence[Mapping[str, Any]], folder: Path) -> Path:
 
 
 def _plan(cfg: RunConfig, model: PreTrainedModel, tokenizer: Any) -> RunPlan:
-    """Return the plan of a run on a loaded model, which its weights identify."""
-    # transformers keeps the name or folder that a model was loaded from there
+    """Return the plan of a run on a loaded model. Its weights identify the model."""
+    # transformers keeps here the name or folder that a model was loaded from
     name = str(getattr(model.config, "_name_or_path", "")) or type(model).__name__
     if Path(name).is_dir():
         name = Path(name).name
@@ -189,7 +189,7 @@ def _plan(cfg: RunConfig, model: PreTrainedModel, tokenizer: Any) -> RunPlan:
 
 @contextmanager
 def _threads_restored() -> Iterator[None]:
-    # a run sets its own number of threads, which a notebook must not keep
+    # a run sets its own number of threads; a notebook must not keep it
     threads = torch.get_num_threads()
     try:
         yield

@@ -1,4 +1,4 @@
-"""What verbs print of runs and their reports, and how a run ends that a signal stops."""
+"""The text that commands print about runs and reports, and the end of a run that a signal stops."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def print_reports(reports: list[Report], args: argparse.Namespace) -> int:
     from kvbench.report import render
 
     if args.json:
-        # one model's report stands alone, without a list around it
+        # one model's report is printed alone, without a list around it
         records = [report.record() for report in reports]
         content = records[0] if len(records) == 1 else records
         print(json.dumps(content, indent=1, ensure_ascii=False))
@@ -63,7 +63,7 @@ def print_reports(reports: list[Report], args: argparse.Namespace) -> int:
     counts: Counter[str] = Counter()
     for report in reports:
         for cell in report.cells:
-            # the report counts damaged cells as failed, but another command helps them
+            # the report counts damaged cells as failed, but a different command repairs them
             counts["damaged" if cell.damaged else cell.status] += 1
     exit_status = 0
     for status, did, hint in ENDS:
@@ -82,16 +82,16 @@ class Stop:
 
 @contextmanager
 def stopping(prepared: Sequence[RunPlan], arguments: Sequence[str]) -> Iterator[Stop]:
-    """End on SIGINT or SIGTERM once measured answers are safe. Print the progress and the command to go on.
+    """End on SIGINT or SIGTERM once measured answers are safe. Print the progress and the command to continue with.
 
-    A second signal ends the process at once, since code of a method may have caught the first. ``arguments`` are the
+    A second signal ends the process at once, since a method's code may have caught the first. ``arguments`` are the
     verb and its own arguments.
     """
     stop = Stop()
     signals: list[int] = []
 
     def interrupt(number: int, frame: object) -> None:
-        # the default handler ends the process without any more of Python's code
+        # the default handler ends the process without running any more Python code
         if signals:
             say("ended at once; the answers that were stored are safe")
             signal.signal(number, signal.SIG_DFL)
@@ -112,7 +112,7 @@ def stopping(prepared: Sequence[RunPlan], arguments: Sequence[str]) -> Iterator[
     except KeyboardInterrupt as error:
         for note in notes(error):
             say(note)
-        # a shell's exit status of a process that a signal ended; a method's code may raise the error without a signal
+        # a shell's exit status for a process that a signal ended; a method's code may raise this error without a signal
         last_signal = signals[-1] if signals else signal.SIGINT
         stop.status = 128 + last_signal
         done = left = 0
@@ -163,7 +163,7 @@ def _forecast_lines(forecast: Forecast) -> Iterator[str]:
     yield from _total_lines(forecast.groups)
     yield f"memory for caches: {size(forecast.memory)} (memory=GiB sets it)"
     yield from forecast.notes
-    # several tasks need the same calibration, which is computed once
+    # several tasks may need the same calibration; it is computed once
     calibrations: list[str] = []
     for group in forecast.groups:
         calibrations += group.calibrations
@@ -195,7 +195,7 @@ def _group_lines(group: GroupForecast) -> Iterator[str]:
     if not group.answers_to_do:
         return
     line = f"  prompts of at most {group.prompt_tokens} tokens: caches of about {size(group.bytes)}"
-    # a time is known once something like it was measured on this machine
+    # the time is known only after something similar was measured on this machine
     if group.seconds is not None:
         line += f", about {_duration(group.seconds)}"
     yield line
@@ -211,11 +211,11 @@ def _group_lines(group: GroupForecast) -> Iterator[str]:
 
 
 def _total_lines(groups: Sequence[GroupForecast]) -> Iterator[str]:
-    """Yield the line on all groups together, with their time or how to get one. No line if nothing is left to do."""
+    """Yield the line on all groups together, with their time or how to get one. Yield nothing if no work is left."""
     todo = [group for group in groups if group.answers_to_do]
     if not todo:
         return
-    # the sum over some of the groups would be too short a time
+    # a sum over only some of the groups would be too short
     seconds = [group.seconds for group in todo if group.seconds is not None]
     time = "for a time measure a few first (limit=2), then ask again"
     if len(seconds) == len(todo):
@@ -228,7 +228,7 @@ def _total_lines(groups: Sequence[GroupForecast]) -> Iterator[str]:
 
 
 def _duration(seconds: float) -> str:
-    """Return a time in its largest unit of which it has at least two."""
+    """Return a time in its largest unit that gives at least two of it."""
     for unit, unit_seconds in (("h", 3600), ("min", 60)):
         if seconds >= 2 * unit_seconds:
             return f"{seconds / unit_seconds:.0f} {unit}"

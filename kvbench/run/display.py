@@ -1,4 +1,4 @@
-"""The progress of a run on stderr: its answers and the time left, as a bar on a terminal, else as plain lines."""
+"""The progress of a run on stderr: its answers and the time left. A terminal shows a bar, other streams plain lines."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class Display:
     """A listener that shows how far a run has come.
 
     times: the work of each task that has something to do, by its column.
-    answers: the answers of the whole run, also those that will not come since a method is refused.
+    answers: the answers of the whole run, including answers that a refused method will never give.
     open_cells: the cells of each task that have not ended.
     current: the task whose prompts are being read or answered.
-    start: the time when the first prompt was about to be read; the model is loaded by then.
+    start: the time when the first prompt was about to be read. The model is loaded by then.
     last: the time of the last plain line.
     console: where the bar is drawn; None for stderr, if that is a terminal.
     clock: tells the seconds since some moment.
@@ -46,22 +46,22 @@ class Display:
 
     @property
     def done(self) -> int:
-        """The answers that have come."""
+        """The number of answers that have come."""
         return sum(work.done for work in self.times.values())
 
     def begin(self, prepared: RunPlan) -> None:
         for group, todo in zip(prepared.groups, prepared.todo(), strict=True):
-            # a group that is answered already says nothing of the time that this run takes
+            # a group that is answered already tells nothing about this run's time
             if todo.answers_to_do:
                 self.times[group.column] = _work(prepared, group, todo.answers_to_do)
                 self.answers += todo.answers_to_do
                 self.open_cells[group.column] = len(group.cells)
         self.left = TimeLeft(self.times)
         if not self.times:
-            return  # all is measured: its notes stand below the table
+            return  # everything is measured: the notes stand below the table
         for note in prepared.advice() + prepared.cuts():
             say(note)
-        # a log file would be filled by bars that redraw themselves
+        # bars that redraw themselves would fill a log file
         if self.console is None and sys.stderr.isatty():
             self.console = Console(stderr=True)
         if self.console is not None:
@@ -75,7 +75,7 @@ class Display:
         self.current = column
         self.left.reading(column, now)
         if self.start is None:
-            # the clock begins with the first prompt, not with the loading of the model
+            # the clock starts with the first prompt, after the model was loaded
             self.start = self.last = now
             if self.bars is not None and self.bar is not None:
                 self.bars.start()
@@ -95,7 +95,7 @@ class Display:
             return
         self.open_cells[cell.column] -= 1
         if self.open_cells[cell.column]:
-            return  # others of its cells are measured in a later round
+            return  # other cells of this task are measured in a later round
         self.left.ended(cell.column)
         if not any(self.open_cells.values()) and self.bars is None:
             self._print_line(self.clock())
@@ -113,11 +113,11 @@ class Display:
             self._print_line(now)
 
     def _seconds_left(self) -> float | None:
-        """Return the seconds left of the whole run, None where they are not known within a factor of two."""
+        """Return the seconds left of the whole run. Return None if they are not known within a factor of two."""
         return self.left.of_run().estimate()
 
     def _print_line(self, now: float) -> None:
-        """Print a plain line: the answers of the whole run, the time that they took, the time left, the task."""
+        """Print a plain line: the answers of the whole run, the time that has passed, the time left, the task."""
         elapsed = now - (self.start or now)
         words = [f"{self.done} of {self.answers} answers", f"{elapsed:.0f} s"]
         if not self.done:
@@ -131,8 +131,8 @@ class Display:
 
 
 def _work(prepared: RunPlan, group: Group, answers: int) -> TaskTime:
-    """Return the work of a group, with what tells how it compares to others."""
-    # prompts with a stored answer are not read again, and would make the mean length a wrong one
+    """Return the work of a group, with the sizes that relate it to other groups."""
+    # prompts with a stored answer are not read again, so their lengths must not enter the mean
     waiting = prepared.left(group)
     examples = [e for e in group.examples if e.id in waiting]
     length = fmean(len(e.tokens) or len(e.prompt) for e in examples)

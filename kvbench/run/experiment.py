@@ -40,7 +40,7 @@ ROUNDED = 4
 
 
 def calibrate(cfg: RunConfig, quiet: bool = False) -> list[Facts]:
-    """Compute the calibrations that the run's methods lack. Return a record of each calibration that they use.
+    """Compute the calibrations that the run's methods lack. Return a record of each calibration that the methods use.
 
     Raises UsageError if no method needs a calibration.
     """
@@ -52,7 +52,7 @@ def calibrate(cfg: RunConfig, quiet: bool = False) -> list[Facts]:
     chains = [c.chain for c in cfg.chains if session.requests(c.chain)]
     if not chains:
         raise UsageError(f"method={','.join(c.chain.name for c in cfg.chains)} needs no calibration")
-    # a calibration's sums depend on the number of threads, as a run's do
+    # like a run's numbers, a calibration's sums depend on the number of threads
     set_threads(cfg, source.config)
     model = load.load_weights(cfg.model, source, device)
     records: dict[str, Facts] = {}
@@ -72,13 +72,13 @@ def measure(prepared: RunPlan, quiet: bool = False, listeners: Sequence[Listener
 
 
 def fill(prepared: RunPlan, quiet: bool = False, listeners: Sequence[Listener] = ()) -> None:
-    """Measure all missing answers and write each cell's metrics, without a report: groups may have different cells."""
+    """Measure all missing answers and write each cell's metrics. Make no report: groups may have different cells."""
     all_listeners = list(listeners)
     if not quiet:
         # the display is told of each event before any logger is
         all_listeners.insert(0, Display())
     broadcast = Listeners(all_listeners)
-    # each cell as a group of its own: whatever ends the run early is told of the cells that are left here
+    # make each cell a group of its own: if the run ends early, the cells left here are reported as ended
     unfinished = {}
     for group in prepared.groups:
         for cell in group.cells:
@@ -113,10 +113,11 @@ def settle(prepared: RunPlan, listeners: Sequence[Listener] = ()) -> Report:
 def _measure_groups(prepared: RunPlan, quiet: bool, broadcast: Listeners) -> Iterator[Group]:
     """Measure the groups round after round, in parts that fit into memory. Yield each group of a round when it is done.
 
-    One prompt with its question in view and withheld is read once, where both fit into memory whole.
+    A task may have a group with its question in view and one with it withheld. Such a pair is read once, if both groups
+    fit into memory whole.
     """
     cfg = prepared.cfg
-    # the weights need not be loaded to report what is stored
+    # reporting stored results needs no weights
     if not any(t.answers_to_do for t in prepared.todo()):
         yield from prepared.groups
         return
@@ -125,16 +126,16 @@ def _measure_groups(prepared: RunPlan, quiet: bool, broadcast: Listeners) -> Ite
     host = make_host(prepared, model)
     facts = dict(provenance(model, threads))
     facts["model"] = cfg.model_name
-    # half precision alone changes answers, which readers must be able to tell from compression
+    # half precision alone changes answers; readers must be able to tell this effect from compression
     facts |= _rounding_fact(host, prepared.groups)
     if not quiet and str(facts["commit"]).endswith("+"):
         say(f"the code has local changes (commit {facts['commit']}): cells say so")
     for groups in rounds(prepared.groups):
-        # pairs of groups, each with its cells that another process measures: they are waited for last
+        # pairs of groups, each with its cells that another process measures: wait for these last
         shared: list[tuple[tuple[Group, ...], list[Cell]]] = []
         for pair in pairs(prepared.bound(groups, host.model, quiet)):
             usable = [prepared.usable(group) for group in pair]
-            # a method that changed the model made the host be loaded anew
+            # a method may have changed the model, and then the host was loaded anew
             host, busy = _measure_pair(prepared, host, usable, facts, broadcast)
             if busy:
                 shared.append((pair, busy))
@@ -154,15 +155,15 @@ def _measure_left(
     broadcast: Listeners,
     quiet: bool,
 ) -> Host:
-    """Wait for the process that measures the cells ``busy``, and measure what it leaves. Return the host to go on."""
+    """Wait for the process that measures the cells ``busy``, and measure the rest. Return the host to continue with."""
     waited = 0.0
-    # the other process may fail, and what it leaves must still be measured
+    # the other process may fail, and the answers that it leaves must still be measured
     while busy:
         if waited % WAITING_SAID_S == 0 and not quiet:
             say(f"waiting for another run, which measures {_named(busy)}; what it leaves is measured here")
         time.sleep(WAITING_S)
         waited += WAITING_S
-        # cells that were measured here are done, and only the others are tried again
+        # cells that were measured here are done; only the others are tried again
         ids = {c.id for c in busy}
         rest = [replace(g, cells=tuple(c for c in g.cells if c.id in ids)) for g in pair]
         host, busy = _measure_pair(prepared, host, rest, facts, broadcast)
@@ -174,11 +175,11 @@ def _measure_pair(
 ) -> tuple[Host, list[Cell]]:
     """Measure a group, or a task with its question in view and withheld, in parts that fit into memory.
 
-    Return the host to go on with, and the cells that are left out since another process measures them.
+    Return the host to continue with, and the cells that are left out because another process measures them.
     """
     parts_of_groups = [prepared.estimate(group).parts(group, host.memory) for group in pair]
     if all(len(parts) == 1 for parts in parts_of_groups):
-        # each group fits whole: the prompts that they share are read once
+        # each group fits whole, so their shared prompts are read once
         return _run_parts(prepared, host, [parts[0] for parts in parts_of_groups], facts, broadcast)
     busy: list[Cell] = []
     for parts in parts_of_groups:
@@ -189,7 +190,7 @@ def _measure_pair(
 
 
 def _named(cells: Sequence[Cell]) -> str:
-    """Return the first of some cells in words, and how many others there are."""
+    """Return the name of the first cell in words, and the number of further cells."""
     first = f"{cells[0].label} on {cells[0].column}"
     if len(cells) == 1:
         return first
@@ -212,9 +213,9 @@ def _rounding_fact(host: Host, groups: Sequence[Group]) -> Facts:
 def _run_parts(
     prepared: RunPlan, host: Host, parts: Sequence[Group], facts: Facts, broadcast: Listeners
 ) -> tuple[Host, list[Cell]]:
-    """Measure parts together. If methods change the model, load it again and go on without them.
+    """Measure parts together. If methods change the model, load it again and continue without them.
 
-    Return the last host, and the cells that are left out since another process measures them.
+    Return the last host, and the cells that are left out because another process measures them.
     """
     cfg = prepared.cfg
     while True:
@@ -224,7 +225,7 @@ def _run_parts(
         except ModelChanged as changed:
             parts = [replace(p, cells=tuple(c for c in p.cells if c.id not in changed.cells)) for p in parts]
             if prepared.model is not None:
-                # a model that the user gave cannot be loaded again from here
+                # a model that the user passed in cannot be loaded again from here
                 raise KvbenchError(f"{changed}: load it again, and leave out what changes it") from None
             say(f"{changed}: it is read again for the others")
         host = make_host(prepared, load.load_weights(cfg.model, prepared.source, host.model.device))
@@ -233,7 +234,7 @@ def _run_parts(
 def _settle_group(prepared: RunPlan, group: Group, broadcast: Listeners, error: BaseException | None = None) -> None:
     """Write the metrics of a group's cells and tell the listeners how each cell ended.
 
-    ``error`` is what ended the run early, if anything did. A cell that has no samples or is refused gets no metrics.
+    ``error`` is the error that ended the run early, if any. A cell without samples and a refused cell get no metrics.
     """
     store = prepared.store
     unfinished = set()
@@ -241,7 +242,7 @@ def _settle_group(prepared: RunPlan, group: Group, broadcast: Listeners, error: 
         unfinished |= {cell.id for cell in cells}
     for cell in group.cells:
         summary = None
-        # a run that ended early leaves the metrics of cells that it had not begun as they are
+        # a run that ended early keeps the metrics of cells that it had not begun
         begun = error is None or cell.id in store.writers
         if begun and store.damage(cell.id) is None:
             summary = _write_metrics(cell, group, store)
@@ -260,7 +261,7 @@ def _settle_group(prepared: RunPlan, group: Group, broadcast: Listeners, error: 
 
 
 def _write_metrics(cell: Cell, group: Group, store: ResultStore) -> CellSummary | None:
-    """Write the metrics of a cell's samples and return them; None without samples, or if the cell is refused."""
+    """Write the metrics of a cell's samples and return them. Return None without samples, or if the cell is refused."""
     samples = store.samples(cell.id)
     if not samples or store.refusal(cell.id) is not None:
         return None
@@ -269,7 +270,7 @@ def _write_metrics(cell: Cell, group: Group, store: ResultStore) -> CellSummary 
     if summary.n == summary.of:
         record["status"] = "complete"
     record |= summary.record()
-    # scores of a method that compressed nothing are the full cache's: whoever reads the file later must know
+    # a method that compressed nothing has the full cache's scores; later readers of the file must know
     if is_unchanged(cell, samples, store):
         record["nothing_compressed"] = True
     store.write_metrics(cell.id, record)
@@ -297,7 +298,7 @@ def make_host(prepared: RunPlan, model: PreTrainedModel) -> Host:
 
 
 def stop_tokens(prepared: RunPlan) -> frozenset[int]:
-    """Return the token ids that end an answer: end-of-sequence ids and the last token of each stop text."""
+    """Return the token ids that end an answer: the end-of-sequence ids and the last token of each stop text."""
     cfg, tokenizer = prepared.cfg.model, prepared.tokenizer
     ends = set(load.end_tokens(cfg, prepared.source))
     for text in cfg.stop:
@@ -305,7 +306,7 @@ def stop_tokens(prepared: RunPlan) -> frozenset[int]:
         check("model.stop", text, bool(ids), "texts that the tokenizer has a token for")
         ends.add(ids[-1])
     if prepared.model is not None:
-        # a model that was given may end with other tokens than its checkpoint says
+        # a model that the user passed in may end with other tokens than its checkpoint says
         model_ends = getattr(prepared.model.generation_config, "eos_token_id", None)
         if isinstance(model_ends, int):
             ends.add(model_ends)

@@ -1,4 +1,4 @@
-"""Texts forced on the caches of one prompt: their likelihood, and their divergence from the full cache."""
+"""Texts that are fed to the caches of one prompt: their likelihood, and their divergence from the full cache."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ Scored = tuple[float, Answer, QueuedRow]
 def score_text(
     host: Host, example: Example, rows: Sequence[QueuedRow], full: PromptCache | None
 ) -> list[tuple[QueuedRow, Scored | Exception]]:
-    """Score the rest of a text under the cache of each row, and compare it with ``full`` if that is given."""
-    # [tokens behind the prefix], which was compressed
+    """Score the rest of a text under the cache of each row. Compare it with ``full`` if that is given."""
+    # [tokens behind the compressed prefix]
     rest = torch.tensor(example.tokens[int(example.meta["prefix"]) :])
     first = _first(example)
 
@@ -51,11 +51,11 @@ def score_text(
                 fidelity["reference"] = _record(result, floor, first, document)
                 compared[i] = replace(row, fidelity=fidelity)
         synchronise(host.model.device)
-        # the rows share the pass, and each is charged an equal part
+        # the rows share the pass; charge each an equal part
         seconds = (time.perf_counter() - start) / len(part)
         scored = []
         for result, row in zip(forced, compared, strict=True):
-            # only a window's second half counts, and its first token is predicted by the one before
+            # only a window's second half counts; the token before it predicts its first token
             counted = result.losses
             if first:
                 counted = result.losses[first + 1 :]
@@ -81,7 +81,7 @@ def score_text(
 def compare(
     host: Host, rows: Sequence[QueuedRow], full: PromptCache, texts: Mapping[str, Sequence[int]]
 ) -> list[tuple[QueuedRow, QueuedRow | Exception]]:
-    """Return each row with its divergences from ``full`` on the texts, or the exception that it raised."""
+    """Compare each row with ``full`` on the texts. Return each row with its divergences, or with the exception."""
 
     def compare_together(part: Sequence[QueuedRow]) -> list[QueuedRow]:
         caches = [r.cache for r in part]
@@ -93,32 +93,32 @@ def compare(
         return [replace(row, fidelity=record) for row, record in zip(part, records, strict=True)]
 
     outcomes = []
-    # a row that fails is compared alone, and does not cost the others their comparison
+    # a row that fails is compared alone, so that the others keep their comparison
     for start in range(0, len(rows), COMPARED_AT_ONCE):
         outcomes += in_parts(rows[start : start + COMPARED_AT_ONCE], compare_together)
     return outcomes
 
 
 def texts_of(host: Host, example: Example, full: PromptCache, most: int = TOKENS) -> dict[str, list[int]]:
-    """Return the texts to compare on by kind, without those of one token, whose prediction the prompt has made.
+    """Return, by kind, the texts on which caches are compared. Each has between two and ``most`` tokens.
 
-    ``reference`` is the first reference of an example with answers, ``greedy`` the full cache's own likeliest answer.
-    Texts have at most ``most`` tokens.
+    ``reference`` is the first reference of an example with answers. ``greedy`` is the full cache's own likeliest
+    answer. The prompt alone predicts a text's first token, so a text of one token compares nothing and is left out.
     """
     texts = {}
     if example.answers and not example.tokens:
-        # a reference follows the prompt behind a space, as an answer would
+        # a space separates the reference from the prompt, as it would an answer
         texts["reference"] = host.tokenizer.encode(f" {example.answers[0]}", add_special_tokens=False)[:most]
-    # a window of a long text is only scored: its prompt asks for no answer
+    # a window of a long text is only scored; its prompt asks for no answer
     if "scored_from" not in example.meta:
         ending = Ending(min(most, example.max_new_tokens), host.stop)
         texts["greedy"] = generate_rows(host.model, [full], [ending])[0].tokens
-    # the prompt itself predicts the first token, so that a text of one token has nothing to compare
+    # the prompt itself predicts the first token, so a text of one token has nothing to compare
     return {kind: tokens for kind, tokens in texts.items() if len(tokens) > 1}
 
 
 def _first(example: Example) -> int:
-    """Return the first position that counts: all that follow the prefix, or those from the window's middle on."""
+    """Return the first position that counts: the first behind the prefix, or the middle of a window."""
     return max(0, int(example.meta.get("scored_from", 0)) - int(example.meta["prefix"]))
 
 

@@ -36,7 +36,7 @@ class Host:
     plain: whether prompts are read with eager attention.
     memory: the bytes that the caches of a decode batch may take.
     prefix: the first tokens of the prompt read last, if prompts that begin alike share them.
-    functions: the functions that all methods compute with, as they were before any of them was asked.
+    functions: the functions that all methods compute with, in their state before any method was asked.
     """
 
     model: PreTrainedModel
@@ -61,19 +61,19 @@ class Host:
         return self.batch_rows or default_rows(self.model.device)
 
     def encode(self, example: Example, task: Task) -> Encoded:
-        """Return the example's prompt as token ids, or of a text to be scored its prefix."""
+        """Return the token ids that the model reads: an example's prompt, or the prefix of a text that is scored."""
         if example.tokens:
-            # a text to be scored has no answer: its prefix is compressed, and the rest is forced on the cache
+            # a text that is scored has no answer: its prefix is compressed, and the rest is fed to the cache
             return Encoded(example.tokens[: int(example.meta["prefix"])], (), 0)
         return encode_prompt(self.tokenizer, example, task, self.policy, self.context)
 
     def prefill(
         self, ids: Sequence[int], chains: Sequence[Chain], lengths: Sequence[int] | None = None
     ) -> list[PromptCache]:
-        """Return a prompt's cache under each chain, of its first ``lengths`` tokens; see ``prefill_chains``."""
+        """Return a prompt's cache under each chain, after its first ``lengths`` tokens; see ``prefill_chains``."""
         return prefill_chains(
             self.model,
-            # [tokens]: one prompt without padding, so that no method sees tokens that are not the prompt's
+            # [tokens]: one prompt without padding, so that methods see only tokens of the prompt
             torch.tensor(ids),
             chains,
             plain=self.plain,
@@ -83,7 +83,7 @@ class Host:
         )
 
     def ending(self, task: Task, example: Example) -> Ending:
-        """Return how the tokens of an answer are drawn and when it ends. The seed depends on the example alone."""
+        """Return how an answer's tokens are drawn and when the answer ends. The seed depends on the example alone."""
         sampling = self.sampling
         return Ending(
             limit=example.max_new_tokens,
@@ -93,22 +93,22 @@ class Host:
             forbid_first=self._last_tokens(task.forbid_first),
             temperature=sampling.temperature,
             top_p=sampling.top_p,
-            # a hash, since Python's own hash of a text differs from process to process
+            # hash the id, since Python's own hash of a text differs from process to process
             seed=zlib.crc32(f"{sampling.sample_seed}/{example.id}".encode()),
         )
 
     def _last_tokens(self, texts: Sequence[str]) -> frozenset[int]:
-        """Return the id of the last token of each text: LongBench stops samsum at that of a newline."""
-        # a tokenizer may put a token for a leading space in front, so that the last token is the text's
+        """Return the id of each text's last token. LongBench, for example, ends samsum's answers at a newline token."""
+        # a tokenizer may put a leading space's token in front, so take the last token
         return frozenset(self.tokenizer.encode(t, add_special_tokens=False)[-1] for t in texts)
 
     def batching(self) -> dict[str, object]:
-        """Return what runs beside or after what, for the provenance: it affects how numbers are rounded."""
+        """Return how rows are batched, for the provenance. Batching affects how numbers are rounded."""
         facts: dict[str, object] = {
             "rows": self.most_rows,
             "order": "by example, then by cell; rows enter as others leave",
         }
         if self.prefix is not None:
-            # reading a prompt in pieces changes how its sums are rounded, too
+            # reading a prompt in pieces also changes how its sums are rounded
             facts["shared_prefix"] = self.prefix.size
         return facts

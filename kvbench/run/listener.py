@@ -1,4 +1,4 @@
-"""Listeners that follow a run while it measures: a progress display, a logger. A run depends on none of them."""
+"""Listeners follow a run while it measures: a progress display, a logger. A run depends on none of them."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ class Listener(Protocol):
     """The events of a run, called in this order. A listener that raises is reported once and called no more."""
 
     def begin(self, prepared: RunPlan) -> None:
-        """Handle the start: everything was checked. Called before the first prompt is read, even if no work is left."""
+        """Handle the start, after all checks. Called before the first prompt is read, even if no work is left."""
 
     def reading(self, column: str) -> None:
-        """Handle that a prompt of the task ``column`` is about to be read: the model is loaded and calibrated."""
+        """Handle that a prompt of the task ``column`` is about to be read. The model is loaded and calibrated."""
 
     def stored(self, cell: Cell, sample: Sample) -> None:
         """Handle a new ``sample`` of ``cell``, which is on disk now."""
@@ -55,13 +55,13 @@ class Listeners:
         self._tell("close")
 
     def _tell(self, event: str, *args: Any) -> None:
-        # a copy is walked through, since a listener that fails is removed from the list
+        # walk through a copy, since a listener that fails is removed from the list
         for listener in list(self._listeners):
             try:
                 getattr(listener, event)(*args)
-            # whatever fails in a listener is no reason to lose a measurement; an interrupt still goes through
+            # an error in a listener must not lose a measurement; an interrupt still passes through
             except Exception as error:
-                # removed after its first error: its later calls would rely on a state that it may not have reached
+                # remove it after its first error: later calls would rely on a state that it may not have reached
                 self._listeners.remove(listener)
                 say(
                     f"{type(listener).__name__} failed ({type(error).__name__}: {error}) and is left out from "

@@ -1,4 +1,4 @@
-"""Prompts read and compressed for the cells of a run, with the passes that examples after each other share."""
+"""Read and compress prompts for the cells of a run. Successive examples may share passes of the model."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ Work = tuple[Example, Sequence[Cell]]
 
 
 class PromptReader:
-    """Reads prompts, and keeps the caches of the context read last where a question was withheld from it.
+    """Reads prompts. Keeps the caches of the context read last, if a question was withheld from it.
 
-    Examples that follow each other with equal contexts share them, and so does a prompt with its question in view that
-    is followed by the same one with the question withheld: its pass over all tokens gives the caches of both.
+    Successive examples with equal contexts share these caches. A prompt may be followed by the same prompt with its
+    question withheld: one pass over all tokens then gives the caches of both.
 
-    with_room: calls its argument, again with more memory if that ran out.
+    with_room: calls its argument, and calls it again with more memory if memory ran out.
     """
 
     def __init__(self, host: Host, with_room: Callable[[Callable[[], Any]], Any]) -> None:
         self.host, self.with_room = host, with_room
-        self.most_cells: int | None = None  # of one prefill, once that ran out of memory
+        self.most_cells: int | None = None  # the most cells of one prefill, set after a prefill ran out of memory
         self.forget()
 
     def forget(self) -> None:
@@ -46,7 +46,7 @@ class PromptReader:
         return bool(self._known or (self.host.prefix and len(self.host.prefix.ids)))
 
     def forget_all(self) -> bool:
-        """Drop all that is kept, the first tokens of a prompt, too. Tell whether there was anything."""
+        """Drop everything that is kept, including a prompt's first tokens. Tell whether there was anything."""
         anything = self.holds
         self.forget()
         if self.host.prefix is not None:
@@ -59,12 +59,12 @@ class PromptReader:
         """Return (cell, cache) for each cell, or (cell, exception) if its prefill failed."""
         caches: dict[Key, PromptCache | Exception] = {}
         if encoded.question and self._ids == encoded.ids:
-            # the context that was read last, with another question behind it
+            # this is the context that was read last, with another question behind it
             caches |= self._known
-        self.forget()  # freed before others come
+        self.forget()  # free the old caches before new ones come
         # each cell with how many of the prompt's first tokens it reads
         wanted = [(cell, len(encoded.ids)) for cell in cells if _key(cell) not in caches]
-        # a prompt whose caches are all known is not read, and nothing is read for what follows, either
+        # if all caches of a prompt are known, neither it nor the following work is read
         context: Sequence[int] = ()
         later_cells: list[Cell] = []
         if wanted:
@@ -72,7 +72,7 @@ class PromptReader:
             wanted += [(cell, len(context)) for cell in later_cells]
         for (cell, _), cache in self._prefill(encoded.ids, wanted):
             caches[_key(cell)] = cache
-        # what the next prompt may use: the caches of a context whose question was withheld
+        # the next prompt may use the caches of a context whose question was withheld
         cells_to_keep: Sequence[Cell] = later_cells
         self._ids = context
         if encoded.question:
@@ -85,7 +85,7 @@ class PromptReader:
         return [(cell, caches[_key(cell)]) for cell in cells]
 
     def _withheld(self, example: Example, encoded: Encoded, following: Work | None) -> tuple[Sequence[int], list[Cell]]:
-        """Return the context and cells of what follows if it is this prompt with its question withheld, else none."""
+        """Return the context and cells of ``following`` if it is this prompt with its question withheld, else none."""
         if following is None or encoded.question or example.tokens:
             return (), []
         other, cells = following
@@ -93,7 +93,7 @@ class PromptReader:
             return (), []
         try:
             context = self.host.encode(other, cells[0].task)
-        except Exception:  # which is reported where it is read itself
+        except Exception:  # the error is reported when that example itself is read
             return (), []
         if not context.question or encoded.ids[: len(context.ids)] != context.ids:
             return (), []
@@ -123,12 +123,12 @@ class PromptReader:
 
 
 def _key(cell: Cell) -> Key:
-    """Return what tells the cells of one prompt apart: a hidden full cache has the id of the cell it is made from."""
+    """Return the key that tells the cells of one prompt apart. A hidden full cache shares the id of its source cell."""
     return cell.id, cell.hidden
 
 
 def unfit(host: Host, cell: Cell, encoded: Encoded, example: Example) -> str | None:
-    """Return why a cell cannot run an example, whose prefill reads ``encoded``, or None if it can.
+    """Return why a cell cannot run an example, or None if it can. The cell's prefill reads ``encoded``.
 
     Beyond a sliding window only the full cache can run. Beyond the model's context, texts to be scored
     (``example.tokens``) need rolled positions; prompts to be answered were cut to the context already.

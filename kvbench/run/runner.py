@@ -59,10 +59,10 @@ Item = TypeVar("Item", QueuedRow, Asking)
 
 
 class ModelChanged(KvbenchError):
-    """The error for a method that changed the model itself, or functions that all methods compute with.
+    """The error for a method that changed the model, or functions that all methods compute with.
 
-    All measurements after it would be meaningless. ``cells`` are the ids of the cells to refuse. ``replaced`` is the
-    function concerned, '' where it is the model.
+    No measurement after such a change means anything. ``cells`` are the ids of the cells to refuse. ``replaced`` names
+    the changed function, or is '' if the model changed.
     """
 
     def __init__(self, cells: Sequence[Cell], replaced: str = "") -> None:
@@ -76,7 +76,7 @@ class ModelChanged(KvbenchError):
 
 @dataclass(frozen=True)
 class First:
-    """The first prompt of a run that a foreign cell computed, with the digests of its cache's layers."""
+    """The first prompt that a foreign cell computed in a run, with the digests of its cache's layers."""
 
     example: Example
     encoded: Encoded
@@ -85,14 +85,14 @@ class First:
 
 @dataclass
 class GroupRun:
-    """The state of a group, or of several in turns, while they are measured.
+    """The state of a group while it is measured, or of several groups that are measured in turns.
 
     A prompt goes through ``read`` (prefill, compress, audit), the decode queue, ``finish`` (score) and ``add`` (audit
-    of decoding, store). A cell whose method fails leaves at any of these points; the others go on.
+    of decoding, store). A cell leaves at any of these points if its method fails. The other cells go on.
 
     writers: the open samples file of each cell, by the cell's id.
     refused, failed: the reasons, by the id of each cell that left.
-    foreign: the cells whose code is not kvbench's own.
+    foreign: the cells with code that is not kvbench's own.
     """
 
     host: Host
@@ -107,7 +107,7 @@ class GroupRun:
     def __post_init__(self) -> None:
         self.model_before = None
         if self.foreign:
-            # code that is not kvbench's own may change the model: it is compared with this after each step
+            # foreign code may change the model: compare the model with this state after each step
             self.model_before = state_of(self.host.model)
         self.firsts: dict[str, First] = {}  # by the id of each foreign cell that has computed a prompt
         self.reader = PromptReader(self.host, self._with_room)
@@ -146,11 +146,11 @@ class GroupRun:
                 self.check_unchanged(cell, self.firsts[cell.id])
 
     def reading_s(self) -> float:
-        """Return the seconds since the first prompt was read of those that wait for their answers."""
+        """Return the age in seconds of the oldest prompt that waits for an answer."""
         return time.monotonic() - self.reading_since
 
     def unanswered(self) -> str:
-        """Return in words how many prompts were read and are not answered yet; '' if there are none."""
+        """Return in words how many prompts were read and not answered yet; '' if there are none."""
         prompts = {(row.cell.column, row.example.id) for row in self.queue}
         if not prompts:
             return ""
@@ -164,9 +164,9 @@ class GroupRun:
         return [c for c in cells if c.id not in self.refused and c.id not in self.failed]
 
     def read(self, example: Example, cells: Sequence[Cell], following: Work | None = None) -> None:
-        """Prefill one prompt for its cells and audit their caches. Queue them to be decoded, or score a text now.
+        """Prefill one prompt for its cells and audit their caches. Queue them to be decoded, or score a text at once.
 
-        ``following`` is what is read next, which may share the pass.
+        ``following`` is the work that is read next. It may share this prompt's pass.
         """
         self.listeners.reading(cells[0].column)
         try:
@@ -180,14 +180,15 @@ class GroupRun:
         cells = with_full(self._fitting(cells, encoded, example))
         rows = []
         caches = self.reader.caches(example, encoded, cells, following)
-        self.check_model(cells, example)  # before a cell fails by what another cell's method has changed
+        # check now, so that no cell fails because of another cell's change to the model
+        self.check_model(cells, example)
         for cell, cache in caches:
             try:
                 if isinstance(cache, Exception):
                     raise cache
                 with contained(cell.chain.name, cell.chain.foreign):
                     cell.check_knobs()
-                    # bytes are counted from the tensors themselves, not from what the method says
+                    # count bytes from the tensors themselves, whatever the method says
                     measured = audit(cache, *self.host.shape())
                 self.check_repeatable(cell, cache, encoded, example)
                 stop = self.host.ending(cell.task, example)
@@ -195,27 +196,27 @@ class GroupRun:
             except Exception as error:
                 self.lose(cell, error, example)
         if encoded.question:
-            # the question was withheld: the compressed caches read it now
+            # the compressed caches read the withheld question now
             rows = self._together(rows, partial(extended, host=self.host, ids=encoded.question))
         self.check_model(cells, example)
         full = None
         if cells and cells[0].fidelity:
-            # a chain without stages is the full cache, which is read in the same pass
+            # a chain without stages is the full cache, read in the same pass
             full = next((r.cache for r in rows if not r.cell.chain.stages), None)
-        # a hidden full cache was only needed for the comparison
+        # the hidden full cache was needed only for the comparison
         rows = [r for r in rows if not r.cell.hidden]
         if full is not None and rows:
             rows = self.compare(example, rows, full)
         if example.tokens:
             self.force(example, rows, full)
         elif isinstance(encoded, EncodedTurns):
-            turns = range(1)  # a question that sees the ones before waits for their answers
+            turns = range(1)  # a question that sees earlier ones waits for their answers
             if cells[0].task.turns == "isolated":
                 turns = range(len(encoded.questions))
             self.ask([Asking(self.host, row, encoded, row.cache) for row in rows], turns)
         else:
             for row in rows:
-                # making room for one row may have decoded others, and failed their cell
+                # making room for this row may have decoded others and failed its cell
                 if self.active([row.cell]):
                     self.queue.add(row)
 
@@ -233,7 +234,10 @@ class GroupRun:
     def _together(
         self, items: Sequence[Item], work: Callable[[Sequence[Item]], Sequence[QueuedRow]]
     ) -> list[QueuedRow]:
-        """Return what ``work`` makes of all items at once. One that fails alone loses its cell."""
+        """Run ``work`` on all items at once. If that fails, retry in smaller parts.
+
+        An item that fails on its own marks its cell as failed or refused.
+        """
         done = []
         for item, outcome in in_parts(items, lambda part: self._with_room(partial(work, part))):
             if isinstance(outcome, Exception):
@@ -243,7 +247,10 @@ class GroupRun:
         return done
 
     def _remade(self, rows: Sequence[QueuedRow]) -> Sequence[tuple[QueuedRow, QueuedRow | Exception]]:
-        """Return each row with its cache made anew, or the exception; nothing more is kept, as memory ran out."""
+        """Make the caches of ``rows`` again. Return each row with its new cache, or the exception raised.
+
+        Memory ran out before, so the reader drops its kept caches before and after.
+        """
         self.reader.forget_all()
         outcomes = remade(self.host, rows)
         self.reader.forget_all()
@@ -251,7 +258,7 @@ class GroupRun:
 
     def _with_room(self, work: Callable[[], Result]) -> Result:
         """Return the result of ``work``. If memory runs out, decode the rows that are queued and call it again."""
-        can_forget = self.reader.holds  # reading may have given that up when it fails
+        can_forget = self.reader.holds  # reading may have dropped the kept caches by the time it fails
         try:
             return work()
         except Exception as error:
@@ -264,7 +271,7 @@ class GroupRun:
         return work()
 
     def compare(self, example: Example, rows: Sequence[QueuedRow], full: PromptCache) -> list[QueuedRow]:
-        """Return the rows with their divergences from the full cache on texts that the prompt is continued with."""
+        """Compare rows with the full cache on texts that continue the prompt. Return the rows with divergences."""
         try:
             texts = forced.texts_of(self.host, example, full, int(rows[0].cell.identity["fidelity"]["tokens"]))
         except Exception as error:
@@ -294,10 +301,10 @@ class GroupRun:
 
     def finish(self) -> None:
         """Decode until some rows have ended, and score and store those."""
-        # the example names the prompt in a message if a method has changed the model
+        # if a method has changed the model, the message names this example's prompt
         first = next(iter(self.queue))
         outcomes = self.queue.advance()
-        # any of the rows in the batch may have changed the model in this step
+        # any row in the batch may have changed the model in this step
         decoded = list(self.queue.running) + [row for row, _ in outcomes]
         self.check_model([row.cell for row in decoded], first.example)
         for row, outcome in outcomes:
@@ -316,9 +323,9 @@ class GroupRun:
                 self.add(row, outcome, text, value)
 
     def add(self, row: QueuedRow, answer: Answer, text: str, value: float | None) -> None:
-        """Store the answer of a row with its score, or refuse its cell if the audit of decoding fails."""
+        """Store a row's answer with its score, or refuse its cell if the audit of decoding fails."""
         cell, example = row.cell, row.example
-        # another row of the cell may have been refused in the same step
+        # the same step may have refused another row of this cell
         if cell.id in self.refused:
             return
         if not answer.finite:
@@ -327,7 +334,7 @@ class GroupRun:
         try:
             with contained(cell.chain.name, cell.chain.foreign):
                 cell.check_knobs()
-                # the last token of an answer is never read, so that the cache grows by one less
+                # the last token of an answer is never read, so the cache grows by one token less
                 decode_peak = check_peak(row.cache, answer.held, len(answer.tokens) - 1)
                 if answer.stored is not None:
                     check_bytes(row.cache, answer.stored, *self.host.shape())
@@ -340,23 +347,23 @@ class GroupRun:
             self.lose(cell, error, example)
             return
         if sample is None:
-            # the context has further questions, and this one's answer may stand before the next
+            # the context has further questions, and the next one may read this answer
             if not asking.isolated:
                 self.ask([asking], [len(asking.answered)])
             return
         self.asking.pop((cell.id, example.id), None)
         # an earlier version of the method may have failed the audit on this example
         self.store.clear_refusal(cell.id, example.id)
-        # stored before the listeners hear of it: they may count on it that it is on disk
+        # store first: listeners may rely on the sample being on disk
         self.writers[cell.id].append(sample.record())
         self.listeners.stored(cell, sample)
 
     def check_repeatable(self, cell: Cell, cache: PromptCache, encoded: Encoded, example: Example) -> None:
-        """Raise Refused if a method that is not kvbench's own computes something else of the prompt the second time.
+        """Raise Refused if a foreign method computes the prompt differently the second time.
 
-        The first prompt of a run is computed twice for each such method, and once more at the end of the run: results
-        under one id must not depend on what the method remembers of other prompts, or on draws without a seed. A method
-        that acts while decoding then reads some tokens twice, too.
+        Results under one id must not depend on what a method remembers of other prompts, or on draws without a seed. So
+        each foreign method computes the first prompt of a run twice, and once more at the end of the run. A method that
+        acts while decoding then reads some tokens twice, too.
         """
         chain = cell.chain
         if not chain.foreign or cell.id in self.firsts:
@@ -382,7 +389,7 @@ class GroupRun:
                 raise Refused(f"{chain.name} {what}: {REMEMBER_NOTHING}")
 
     def check_unchanged(self, cell: Cell, first: First) -> None:
-        """Refuse a foreign cell whose method computes its first prompt in another way at the end of the run."""
+        """Refuse a foreign cell if its method computes its first prompt differently at the end of the run."""
         try:
             (again,) = self._with_room(partial(self.host.prefill, first.encoded.ids, [cell.chain]))
         except Exception as error:
@@ -393,16 +400,17 @@ class GroupRun:
             self.refuse(cell, f"{cell.chain.name} {what}: {REMEMBER_NOTHING}", first.example)
 
     def check_model(self, ran: Sequence[Cell], example: Example) -> None:
-        """Refuse the foreign cells among ``ran`` and raise ModelChanged if the model is not as it was at the start.
+        """Refuse the foreign cells among ``ran`` and raise ModelChanged if the model has changed since the start.
 
-        The same goes for functions that a method has others call later, when it is not being asked.
+        Functions that all methods compute with count as the model, too: a method may replace one, and others call it
+        later.
         """
         if self.model_before is None:
             return
         replaced = self.host.functions.restored()
         if not replaced and state_of(self.host.model) == self.model_before:
             return
-        # kvbench's own methods change nothing; if none of the foreign ones ran, any may have done it before
+        # kvbench's own methods change nothing; if no foreign one ran now, any earlier one may have done it
         suspects = [c for c in ran if c in self.foreign]
         changed = ModelChanged(suspects or self.foreign, replaced)
         for cell in self.foreign:
@@ -433,7 +441,7 @@ class GroupRun:
         """Take the cell out of this run and record why. Its samples stay, and the next run tries the others again."""
         if cell.id in self.failed:
             return
-        # messages of PyTorch may have many lines, and a reason stands in one
+        # messages of PyTorch may have many lines; a reason takes one
         reason = " ".join(str(error).split())[:REASON_LENGTH]
         if not isinstance(error, KvbenchError):
             reason = f"{type(error).__name__}: {reason}".rstrip(": ")
@@ -446,7 +454,7 @@ class GroupRun:
         self.drop(cell)
 
     def _fitting(self, cells: Sequence[Cell], encoded: Encoded, example: Example) -> list[Cell]:
-        """Return the cells that can run an example, and refuse the others."""
+        """Return the cells that can run an example. Refuse the others."""
         for cell in cells:
             if reason := unfit(self.host, cell, encoded, example):
                 self.refuse(cell, reason, example)
@@ -462,10 +470,10 @@ def run_groups(
     mix: bool = False,
     listeners: Listeners | None = None,
 ) -> list[Cell]:
-    """Measure the examples of one group that have no answer yet, or of several in turns, that share their prompts.
+    """Measure the missing examples of one group, or of several groups that share their prompts, in turns.
 
-    Whatever ends it early (an interrupt, a full disk), finished examples stay and are not run again. A cell that fails
-    is marked as failed in the store. Return the cells that are left out since another process measures them.
+    Finished examples stay whatever ends the run early (an interrupt, a full disk), and are not run again. A cell that
+    fails is marked as failed in the store. Return the cells that are left out because another process measures them.
     """
     busy: list[Cell] = []
     with ExitStack() as stack:
@@ -474,7 +482,7 @@ def run_groups(
             facts = dict(provenance)
             facts |= {"batch": host.batching()}
             facts |= cell.chain.provenance()
-            # the first busy cell is waited for long: its process then holds the locks of the others, too
+            # wait long for the first busy cell only: its process holds the locks of the others, too
             wait_s = SHARD_WAIT_S
             if busy:
                 wait_s = BUSY_WAIT_S
@@ -484,14 +492,14 @@ def run_groups(
                 busy.append(cell)
             else:
                 stack.callback(writers[cell.id].close)
-        # read again: another process may have answered some before its locks were free
+        # read the store again: another process may have answered some examples before its locks were free
         opened = [replace(g, cells=tuple(c for c in g.cells if c.id in writers)) for g in groups]
         todo = _pending(opened, store)
         cells = _waiting(todo)
         if not cells:
             return busy
         work: list[Work] = []
-        # the groups' examples in turns, so that one that shares its prompt comes right behind the other
+        # take the groups' examples in turns, so that two examples with a shared prompt follow each other
         for examples in zip_longest(*[group.examples for group in groups]):
             for example, cells_left in zip(examples, todo, strict=True):
                 if example is not None and example.id in cells_left:
@@ -512,7 +520,7 @@ def run_groups(
 
 
 def _pending(groups: Sequence[Group], store: ResultStore) -> list[dict[str, list[Cell]]]:
-    """Return for each group the cells that still need each example, by example id."""
+    """Return, for each group, the cells that still need each example, by example id."""
     return [pending(g, {c.id: list(store.lines(c.id)) for c in g.cells}) for g in groups]
 
 

@@ -1,8 +1,8 @@
-"""How long a run has yet to go, told only where that is known within a factor of two.
+"""Estimate the time that a run has yet to take. The estimate is given only if it is known within a factor of two.
 
 Answers come in bursts: many prompts are read before the first answer, their answers are decoded together, and short
-ones end first. So the time that answering takes is known between two bounds, which meet as answers come. Where they are
-too far apart there is no estimate; else it is their geometric mean.
+answers end first. So the time of answering is known only between two bounds, which move together as answers come. The
+estimate is the geometric mean of the bounds. If they are too far apart, there is no estimate.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ class Seconds(NamedTuple):
     high: float
 
     def estimate(self) -> float | None:
-        """Return the time, or None where the bounds are more than SPREAD apart."""
+        """Return the time, or None if the bounds are more than SPREAD apart."""
         if self.high <= SPREAD * self.low:
-            # the geometric mean is wrong by the same factor towards either bound
+            # the geometric mean is off by the same factor from either bound
             return sqrt(self.low * self.high)
         return None
 
 
 @dataclass
 class TaskTime:
-    """The work of one task, and what it has taken so far.
+    """The work of one task, and the time that it has taken so far.
 
-    answers, prompts: those to come in all.
+    answers, prompts: the number of each that the task has in all.
     length, longest_answer: the mean length of its prompts in characters, and the most tokens of an answer.
     read, done: the prompts begun and the answers that have come.
-    pure, pure_s: the prompts after which another one was read, with no answer between, and the time of these.
-    mixed: the prompts after which an answer came, so that their time is part of ``other_s``.
-    other_s: all other time: of decoding, and of the ``mixed`` prompts.
-    known: the seconds of answering each, when all that were begun had last ended.
-    cut: whether it ended before all answers came, so that it tells nothing of other tasks.
+    pure, pure_s: the prompts with no answer between them and the next prompt, and the seconds of reading these.
+    mixed: the prompts that an answer followed. Their time is part of ``other_s``.
+    other_s: all other seconds: of decoding, and of the ``mixed`` prompts.
+    known: the seconds of one answer, from the last moment when all answers that were begun had ended.
+    cut: whether the task ended before all answers came. It then tells nothing about other tasks.
     """
 
     answers: int
@@ -69,18 +69,18 @@ class TaskTime:
 
     @property
     def of_reading(self) -> float:
-        """The mean time of reading a prompt; 0 where it is part of what answering took."""
+        """The mean seconds of reading a prompt; 0 if reading is part of the time of answering."""
         if not self.pure:
             return 0.0
         return self.pure_s / self.pure
 
     @property
     def of_answering(self) -> float:
-        """The time that answering took, in all."""
+        """The seconds that answering took in all."""
         return max(self.other_s - self.of_reading * self.mixed, 0.0)
 
     def left(self, reading: bool) -> Seconds | None:
-        """Return the seconds that the task has yet to take, or None where nothing can be said.
+        """Return the seconds that the task has yet to take, or None if nothing can be said.
 
         ``reading`` tells whether the newest prompt is still being read.
         """
@@ -92,25 +92,25 @@ class TaskTime:
         begun = max(self.done, min(self.answers, round(read * self.answers / max(1, self.prompts))))
         if self.done < SEEN * self.answers:
             return None
-        # as if all that were begun had ended, and as if those that have not had only begun and were longer: short
-        # answers end first
+        # one bound assumes that all begun answers had ended, the other that the unended ones had only begun and were
+        # longer, since short answers end first
         least = self.of_answering / begun
         most = max(self.of_answering / self.done * (begun / self.done), self.known)
-        # seconds of a prompt * prompts that are still to be read
+        # seconds of a prompt * prompts still to be read
         to_read = self.of_reading * max(0, self.prompts - read)
         if not least + to_read:
-            return None  # answers that take too little to be told from the reading of their prompts
+            return None  # answers take too little time to be told from the reading of their prompts
         return Seconds(to_read + least * (self.answers - begun), to_read + most * (self.answers - self.done))
 
     def holds(self, other: TaskTime) -> bool:
-        """Tell whether a prompt of this task takes as long as one of the other's or longer, by their sizes."""
+        """Tell whether this task's prompts take at least as long as the other's, judged by their sizes."""
         answers, others = self.answers / max(1, self.prompts), other.answers / max(1, other.prompts)
         lengths = self.length * ALIKE >= other.length and self.longest_answer >= other.longest_answer
         return lengths and answers >= others
 
 
 class TimeLeft:
-    """What is left of a run's tasks, by the events of a run: when a prompt is begun, and when an answer comes."""
+    """The time left of a run's tasks, from the run's events: a prompt is begun, an answer comes."""
 
     def __init__(self, tasks: Mapping[str, TaskTime]) -> None:
         self.tasks = tasks
@@ -123,11 +123,11 @@ class TimeLeft:
         newest = self._newest
         if newest is not None:
             if self._is_reading:
-                # no answer came since the last prompt was begun: the time between is that prompt's alone
+                # no answer came since the last prompt was begun, so the time between belongs to that prompt alone
                 newest.pure, newest.pure_s = newest.pure + 1, newest.pure_s + now - self._at
             else:
                 newest.other_s += now - self._at
-            # all answers that were begun have come, so that the time of an answer is known exactly
+            # all begun answers have come, so the time of an answer is known exactly
             if newest.done and newest.done >= round(newest.read * newest.answers / max(1, newest.prompts)):
                 newest.known = newest.of_answering / newest.done
         self._newest, self._is_reading, self._at = self.tasks[task], True, now
@@ -143,22 +143,23 @@ class TimeLeft:
         self._newest, self._is_reading, self._at = newest, False, now
 
     def ended(self, task: str) -> None:
-        """Count no more work for a task: answers that have not come were refused or have failed."""
+        """Count no more work for a task. Answers that have not come were refused or have failed."""
         of = self.tasks[task]
-        # what a refused task took says nothing of how long a whole one takes
+        # a refused task's time says nothing about a whole one's
         of.cut = of.cut or of.done < of.answers
         of.answers, of.prompts = of.done, of.read
 
     def of_task(self, task: str) -> Seconds | None:
-        """Return the seconds left of one task, or None where nothing can be said."""
+        """Return the seconds left of one task, or None if nothing can be said."""
         of = self.tasks[task]
         return of.left(self._is_reading and of is self._newest)
 
     def of_run(self) -> Seconds:
-        """Return the seconds left of all tasks; without an upper bound where nothing is known of one of them.
+        """Return the seconds left of all tasks. They have no upper bound while nothing is known of one task.
 
-        A task to come takes at least as long, prompt by prompt, as those that it exceeds in the lengths of its prompts
-        and answers, and at most as long as those that exceed it. So does one that was begun a moment ago.
+        A task that has not begun is bounded by tasks that have. Prompt by prompt, it takes at least as long as tasks
+        with shorter prompts and answers, and at most as long as tasks with longer ones. The same bounds hold for a task
+        that has only just begun.
         """
         low = high = 0.0
         measured, to_come = [], []
@@ -172,7 +173,7 @@ class TimeLeft:
                 if not task.cut:
                     measured.append((task, seconds))
         for task in to_come:
-            # seconds a prompt: the smaller tasks bound a task to come from below, the larger ones from above
+            # seconds a prompt: smaller tasks give the lower bound of a task to come, larger tasks the upper bound
             least = max([(t.spent + s.low) / t.prompts for t, s in measured if task.holds(t)], default=0.0)
             most = min([(t.spent + s.high) / t.prompts for t, s in measured if t.holds(task)], default=inf)
             low += task.prompts * least / MARGIN

@@ -1,7 +1,7 @@
-"""A run on Weights & Biases: one W&B run per cell, whose id is the cell's, so that a resumed cell goes on in its own.
+"""A run on Weights & Biases. Each cell has one W&B run with the cell's id, so a resumed cell continues its own run.
 
-Logging runs in a thread beside the run. Without logger=wandb, wandb is not imported and nothing leaves the machine.
-If the service cannot be reached, the runs are kept below the results folder instead.
+Logging runs in a thread beside the run. Without logger=wandb, wandb is not imported and nothing leaves the machine. If
+the service cannot be reached, the runs are kept below the results folder instead.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ from kvbench.store.results import CellSummary, Sample
 from kvbench.tasks.metrics import metric
 
 CONNECT_S, FINISH_S = 10, 10
-CLOSE_S = {"online": 30, "offline": 120}  # files alone do not hang, however busy the machine is
+# an offline run only writes files, and these do not hang, however busy the machine is
+CLOSE_S = {"online": 30, "offline": 120}
 RUNTIME = ("limit", "batch_rows", "shared_prefix", "threads", "device", "mix", "shard", "shards")
 ROW_EVERY_S = 2.0
 SETTINGS: dict[str, Any] = {
@@ -56,12 +57,12 @@ def listeners(cfg: LoggerConfig) -> tuple[Listener, ...]:
 
 
 class WandbLogger:
-    """The listener, which hands events to its own thread, so that the run waits only at its end."""
+    """The listener. It hands events to its own thread, so the run waits only at its end."""
 
     def __init__(self, cfg: LoggerConfig) -> None:
         self._cfg = cfg
         self._events: SimpleQueue[Callable[[_Sender], None] | None] = SimpleQueue()
-        # a daemon, so that a service that hangs cannot keep the program from ending
+        # a daemon thread, so that a hanging service cannot keep the program from ending
         self._thread = Thread(target=self._work, name="wandb", daemon=True)
         self._folder, self._warned = Path(), False
 
@@ -81,9 +82,9 @@ class WandbLogger:
 
     def close(self) -> None:
         self._events.put(lambda sender: sender.close())
-        # None ends the thread once all events before it are handled
+        # None ends the thread after all earlier events
         self._events.put(None)
-        # a service that is down costs the run this long at most
+        # a service that is down delays the run by at most this time
         self._thread.join(CLOSE_S[self._cfg.mode])
         if self._thread.is_alive():
             self._warn(f"takes more than {CLOSE_S[self._cfg.mode]} s and is not waited for")
@@ -100,10 +101,10 @@ class WandbLogger:
             self._warn(f"failed ({_short(error)}) and is left out from here on")
 
     def _warn(self, problem: str) -> None:
-        """Print a warning, once: the first cause is the one that counts."""
+        """Print a warning once. The first cause is the one that counts."""
         if not self._warned:
             self._warned = True
-            # stderr may be closed by then
+            # stderr may be closed by now
             with suppress(OSError, ValueError):
                 say(
                     f"W&B {problem}. Measuring goes on, and the results are in {self._folder} as ever; what "
@@ -135,7 +136,7 @@ class _CellRun:
 
 
 class _Sender:
-    """The worker in the thread, the only place that uses wandb."""
+    """The worker in the thread. Only this class uses wandb."""
 
     prepared: RunPlan
 
@@ -150,7 +151,7 @@ class _Sender:
         self.prepared = prepared
         if self.mode != "online":
             return
-        # wandb would ask for a key on the terminal, for which nobody may be waiting
+        # wandb would ask for a key on the terminal, and nobody may be waiting there
         if not self.wandb.login(prompt=False, verify=False):
             self._go_offline("there is no key; wandb login sets one")
         elif why := _unreachable(self.wandb.setup().settings.base_url):
@@ -158,9 +159,9 @@ class _Sender:
 
     def stored(self, cell: Cell, sample: Sample) -> None:
         run = self._run(cell)
-        # an example that is measured again replaces its sample, and the step stays the same
+        # an example that is measured again replaces its sample, so the step stays the same
         run.samples[sample.id] = sample
-        # a service takes few rows a second, and short answers come faster
+        # a service takes few rows a second, but short answers come faster
         if time.monotonic() - run.last >= ROW_EVERY_S:
             run.last = time.monotonic()
             run.run.log(run.progress(), step=len(run.samples))
@@ -175,7 +176,7 @@ class _Sender:
             for s in shown:
                 references = s.answers
                 if references is None:
-                    # samples of older versions hold no references, which the task still has
+                    # samples of older versions hold no references; the task still has them
                     references = answers.get(s.id, ())
                 row["samples"].add_data(
                     s.id, s.prediction, "\n".join(references), s.score, round(100 * s.kept / s.n, 3)
@@ -189,14 +190,14 @@ class _Sender:
             values |= self._verdict(cell)
         run.run.summary.update(values)
         del self.open[cell.id]
-        # W&B shows a run as failed by its exit code
+        # W&B marks a run as failed by its exit code
         exit_code = 1
         if status in ("complete", "done"):
             exit_code = 0
         run.run.finish(exit_code=exit_code)
 
     def _verdict(self, cell: Cell) -> dict[str, object]:
-        """Return {"nothing_compressed": True} for scores that say nothing about the method, as metrics.json does."""
+        """Return {"nothing_compressed": True} if the scores say nothing about the method, as metrics.json does."""
         if self.prepared.store.metrics(cell.id).get("nothing_compressed") is True:
             return {"nothing_compressed": True}
         return {}
@@ -210,7 +211,7 @@ class _Sender:
             return
         titles = {label: label for label in maps}
         titles |= {label: f"{label}: nothing was compressed" for label in self._unchanged()}
-        # one run for the needle maps of all methods: a map spans lengths, hence cells
+        # all methods share one run for the needle maps: a map spans lengths, and so cells
         cells = self._needle_cells()
         ids = sorted(cell.id for cell in cells)
         # the same cells give the same id, so that a resumed run goes on in the same W&B run
@@ -262,7 +263,7 @@ class _Sender:
             mode: Any = self.mode
             resume: Any = None
             if self.mode == "online":
-                # files know no earlier run; of several with one id, `wandb sync` sends one after the other
+                # an offline file knows no earlier run; `wandb sync` sends several files with one id one after the other
                 resume = "allow"
             return self.wandb.init(
                 id=id,
@@ -288,7 +289,7 @@ class _Sender:
             return start()
 
     def _go_offline(self, why: str) -> None:
-        """Write to files from now on. A cell with an open run continues in one of the same id, from the store."""
+        """Write to files from now on. A cell with an open run continues in a file with the same id, from the store."""
         self.mode = "offline"
         # a run of the service cannot go on in a file
         self.open.clear()
@@ -363,14 +364,14 @@ def flat_names(values: Mapping[str, Any], prefix: str = "") -> dict[str, object]
 
 
 def _heat_maps(prepared: RunPlan) -> dict[str, Heat]:
-    """Return the scores by length and depth of each method on the needle dataset, by label, without refused cells."""
+    """Return the scores of each method on the needle dataset by length and depth, by label, without refused cells."""
     scores: dict[str, list[tuple[float, float, float]]] = {}
     for group in prepared.groups:
         if group.task.category != "needle":
             continue
         show = metric(group.task.metric).show
         for cell in group.cells:
-            # a refused cell must not be reported, in a picture neither
+            # a refused cell must not be reported, in a picture either
             if prepared.store.refusal(cell.id) is None:
                 scores.setdefault(cell.label, []).extend(points(prepared.store.samples(cell.id).values(), show))
     return {label: heat_map(heat_points) for label, heat_points in scores.items()}
@@ -388,7 +389,7 @@ def _unreachable(url: str) -> str | None:
 
 
 def _short(error: Exception) -> str:
-    """Return an error's type and the first line of its message that is not blank."""
+    """Return an error's type and the first non-blank line of its message."""
     text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     if not text:
         return type(error).__name__

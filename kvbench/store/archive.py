@@ -1,4 +1,4 @@
-"""The samples behind a committed table in one small file, from which a reader can make the table again."""
+"""The samples behind a committed table in one small file. A reader can make the table again from it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvbench.store.store import ResultStore
 def pack(store: ResultStore, cells: Iterable[str], path: Path) -> None:
     """Write the records and samples of ``cells`` as gzipped JSON lines. Equal content gives equal bytes."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    # gzip's header holds a name and a time unless they are given as empty: equal content would differ in its bytes
+    # gzip's header holds a name and a time unless both are empty; with them, equal content would give unequal bytes
     with path.open("wb") as raw, gzip.GzipFile(fileobj=raw, mode="wb", filename="", mtime=0) as out:
         for cell in sorted(set(cells)):
             cell_record = None
@@ -29,7 +29,7 @@ def pack(store: ResultStore, cells: Iterable[str], path: Path) -> None:
 
 
 def unpack(path: Path, store: ResultStore) -> dict[str, int]:
-    """Add the records and samples of ``path`` that ``store`` lacks. Return how many samples were added, by cell id."""
+    """Add the records and samples of ``path`` that ``store`` lacks. Return the number of added samples by cell id."""
     records = {}
     samples = defaultdict(list)
     try:
@@ -46,10 +46,10 @@ def unpack(path: Path, store: ResultStore) -> dict[str, int]:
         if store.cell(cell) is None:
             write_json(store.folder(cell) / "cell.json", record)
         stored = store.lines(cell)
-        # ``line_of`` adds a checksum; the store's lines come without the cell's id, which each stored line names
+        # ``line_of`` adds a checksum; each stored line also names the cell's id, which the store's lines lack
         missing = [line_of(sample | {"cell": cell}) for sample in samples[cell] if sample["id"] not in stored]
         if missing:
-            # appended, never written anew: the file may already hold samples of another run
+            # append, never write anew: the file may already hold samples of another run
             with (store.folder(cell) / "samples-0.jsonl").open("a", encoding="utf-8") as out:
                 out.writelines(missing)
         added[cell] = len(missing)

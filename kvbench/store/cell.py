@@ -1,4 +1,4 @@
-"""A cell: one number of a table, with everything that decides it, whose hash names its samples on disk."""
+"""A cell: one number of a table, with everything that decides it. A hash of these facts names its samples on disk."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Cell:
     label: str
     task: Task
     column: str
-    # a hidden cell is read for others to be compared with, and is not stored
+    # a hidden cell is read only to compare others with it, and is not stored
     hidden: bool = False
 
     @property
@@ -36,7 +36,7 @@ class Cell:
 
     @cached_property
     def id(self) -> str:
-        """The id of the cell, by which its folder in the store is named."""
+        """The id of the cell. Its folder in the store has this name."""
         return identity_hash(self.identity)
 
     @property
@@ -50,7 +50,7 @@ class Cell:
 
     def check_knobs(self) -> None:
         """Raise Refused if a stage that is not kvbench's own has changed its knobs since the run began."""
-        # the stages are read anew, while ``id`` is the hash from the run's start
+        # the stages are read anew; ``id`` is the hash from the run's start
         identity_now = dict(self.identity)
         identity_now["chain"] = self.identity["chain"] | self.chain.identity()
         if self.chain.foreign and identity_hash(identity_now) != self.id:
@@ -59,6 +59,6 @@ class Cell:
 
 def identity_hash(identity: Mapping[str, Any]) -> str:
     """Return the id of the cell with an identity."""
-    # sorted keys: the order in which settings were given does not matter. 16 hexadecimal digits are 64 bits, so that
-    # two of a million cells share an id with a probability of about 3e-8
+    # sorted keys make the order of settings irrelevant. 16 hexadecimal digits are 64 bits: among a million cells, two
+    # share an id with a probability of about 3e-8
     return hashlib.sha256(json.dumps(identity, sort_keys=True, default=str).encode()).hexdigest()[:16]

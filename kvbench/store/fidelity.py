@@ -1,4 +1,4 @@
-"""Fidelity: how far a cell's next-token distributions are from the full cache's, over prompts, with intervals."""
+"""Fidelity: the distance of a cell's next-token distributions from the full cache's, over prompts, with intervals."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ IDENTITY: Mapping[str, object] = {"tokens": TOKENS, "revision": 1}
 
 
 def fidelity_identity(asked: bool | int | str) -> dict[str, object]:
-    """Return what decides the texts compared under ``fidelity=``, which may say their most tokens."""
+    """Return the settings that decide the compared texts. ``fidelity=`` may state the most tokens of a text."""
     facts = dict(IDENTITY)
-    # True is an int, too, and asks for the default length
+    # True is an int, too; it asks for the default length
     if isinstance(asked, int) and not isinstance(asked, bool):
         facts["tokens"] = asked
     return facts
@@ -36,15 +36,15 @@ FOR_PERCENTILE = {"kl_p90": (90, 100), "kl_p99": (99, 1_000), "kl_p999": (99.9, 
 
 @dataclass(frozen=True)
 class TextFidelity:
-    """One row beside the full cache on one text, at each scored position; sums are over positions.
+    """The comparison of one row with the full cache on one text, at each scored position. Sums are over positions.
 
     kl: divergences in nats, rounded to four digits.
     same: "1" where both have the same first choice, else "0".
     log_ratio: the sum of ``ln p(y) - ln q(y)`` of the true tokens y.
     shift: the sum of ``(q(y) - p(y))^2``.
     loss: the sum of ``-ln q(y)``.
-    floor: the mean divergence that one unit in the last place of one element of each first key makes.
-    document: what the text is one of several windows of; '' for a text of its own.
+    floor: the mean divergence after changing one element of each first key by one unit in its last place.
+    document: the document of which the text is one of several windows; '' for a text of its own.
     """
 
     kl: tuple[float, ...]
@@ -64,7 +64,7 @@ class TextFidelity:
 
     def record(self) -> dict[str, Any]:
         """Return the fidelity as a stored sample's JSON has it."""
-        # texts of their own, which most are, do not store an empty document
+        # most texts are not windows of a document: they do not store an empty one
         return {name: value for name, value in vars(self).items() if name != "document" or value}
 
     @property
@@ -106,20 +106,20 @@ class FidelitySummary:
 
 
 def diverges(text: TextFidelity) -> bool:
-    """Return True if a row's mean divergence from the full cache on a text is above what rounding makes."""
+    """Return True if a row's mean divergence from the full cache on a text exceeds the divergence of rounding."""
     return float(np.mean(text.kl)) > ABOVE_FLOOR * text.floor
 
 
 def summarise_texts(texts: Sequence[TextFidelity]) -> FidelitySummary | None:
-    """Return the summary over the texts of one cell, one a prompt; None without texts."""
+    """Return the summary over the texts of one cell, one text a prompt; None without texts."""
     if not texts:
         return None
-    # [tokens of all texts]: every token weighs the same, whatever text it is in
+    # [tokens of all texts]: every token weighs the same, whichever text it is in
     kl = np.concatenate([t.kl for t in texts])
     # one row a text: tokens, divergences, equal first choices, log ratios
     sums = np.array([t.sums for t in texts])
     tokens, total, same, log_ratio = sums.sum(0).tolist()
-    # windows of one document are alike: intervals are over documents
+    # windows of one document are alike, so intervals are over documents
     clusters = _by_document(sums, texts)
 
     def percentile(name: str) -> float | None:
@@ -128,7 +128,7 @@ def summarise_texts(texts: Sequence[TextFidelity]) -> FidelitySummary | None:
             return None
         return float(np.percentile(kl, at))
 
-    # pooled over tokens: sum of equal first choices / sum of tokens, and likewise of log ratios
+    # pooled over tokens: sum of equal first choices / sum of tokens; log ratios likewise
     top1 = stats.pooled_interval(clusters[:, [2, 0]], (0.0, 1.0))
     ratio = stats.pooled_interval(clusters[:, [3, 0]], None)
     floor = float(np.average([t.floor for t in texts], weights=sums[:, 0]))
@@ -153,11 +153,11 @@ def summarise_texts(texts: Sequence[TextFidelity]) -> FidelitySummary | None:
 
 
 def _by_document(sums: NDArray[np.float64], texts: Sequence[TextFidelity]) -> NDArray[np.float64]:
-    """Return the sums [texts, ...] added up over windows of one document, which are alike and are drawn together."""
+    """Return the sums [texts, ...] added up over each document's windows. These are alike and drawn together."""
     # a text without a document is a cluster of its own, named by its index
     places: dict[object, int] = {}
     rows = [places.setdefault(text.document or i, len(places)) for i, text in enumerate(texts)]
-    # np.add.at adds every row, also where several rows have one place
+    # np.add.at adds every row, even if several rows share a place
     clusters = np.zeros((len(places),) + sums.shape[1:])
     np.add.at(clusters, rows, sums)
     return clusters

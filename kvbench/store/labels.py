@@ -27,10 +27,10 @@ def label(identity: Identity, otherwise: str = "") -> str:
     words = ["+".join(s["id"] for s in stages) or "full"]
     owners: Counter[str] = Counter()
     for stage in stages:
-        owners.update(stage["knobs"].keys())  # a mapping would add its values
+        owners.update(stage["knobs"].keys())  # only the keys: a mapping would add its values
     for stage in stages:
         defaults = _default_knobs(stage["id"])
-        # in the order of the method's file; knobs that it has no more come last
+        # in the order of the method's file; knobs that the file no longer has come last
         in_order = [knob for knob in defaults if knob in stage["knobs"]]
         in_order += [knob for knob in stage["knobs"] if knob not in defaults]
         for knob in in_order:
@@ -65,15 +65,15 @@ def fields(identity: Identity) -> dict[str, object]:
 
 
 def _mapping(value: object) -> Mapping[str, Any]:
-    """Return a value that is a mapping, or an empty one in the place of any other."""
+    """Return a value if it is a mapping, else an empty mapping."""
     if isinstance(value, Mapping):
         return value
     return {}
 
 
 def differences(identities: Sequence[Identity]) -> list[str]:
-    """Return one text per cell: the settings that differ between the cells, as ``template=off query_aware=true``."""
-    # nested settings are compared one by one, so that only the differing part of a prompt is named
+    """Return one text per cell, such as ``template=off query_aware=true``: the settings in which the cells differ."""
+    # compare nested settings one by one, to name only the differing part of a prompt
     settings_of_cells = [dict(_settings_by_path(identity)) for identity in identities]
     paths: dict[str, None] = {}
     for settings in settings_of_cells:
@@ -85,7 +85,7 @@ def differences(identities: Sequence[Identity]) -> list[str]:
             differing.append(path)
     texts = []
     for settings in settings_of_cells:
-        # the last part of a path names the setting; of metric.name it is the metric
+        # the last part of a path names the setting, except that metric.name is the metric
         words = [
             f"{path.removesuffix('.name').rpartition('.')[2]}={_one_word(path, settings.get(path))}"
             for path in differing
@@ -128,15 +128,15 @@ def _text(value: Any) -> str:
 
 
 def _through_json(value: Any) -> Any:
-    """Return the value as it is after it was written as JSON and read again."""
+    """Return the value in the form that writing it as JSON and reading it again gives."""
     return json.loads(json.dumps(value, default=str))
 
 
 @cache
 def _default_knobs(method: str) -> dict[str, Any]:
-    """Return the default knobs of a method, in their order. A method that exists no more has {}."""
+    """Return the default knobs of a method, in their order. A method that no longer exists has {}."""
     try:
-        # the entry, not the stage: a list of what is stored must not wait for torch
+        # read the entry, not the stage: listing stored results must not wait for torch
         entry = by_size(registry.defaults(method))
     except UsageError:
         return {}

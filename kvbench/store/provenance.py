@@ -26,7 +26,7 @@ def provenance(model: PreTrainedModel, threads: int) -> Facts:
     name = f"cpu {platform.machine()}"
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
-    # Triton's kernels sum in another order than plain attention, which changes the last digits
+    # Triton's kernels sum in another order than plain attention, so the last digits change
     attention = "plain"
     if kernels.serves(device):
         attention = "triton"
@@ -58,7 +58,7 @@ def local_changes(records: Iterable[CellRecord]) -> str:
     for record in records:
         count += 1
         commits = [str(facts.get("commit") or "") for facts in record.provenance]
-        # ``git_commit`` marks a changed clone by a + behind the commit
+        # in ``git_commit``, a + behind the commit marks a changed clone
         changed_commits = [commit for commit in commits if commit.endswith("+")]
         if changed_commits:
             cells += 1
@@ -77,7 +77,7 @@ def git_commit(root: Path = ROOT) -> str | None:
 
     Return None if ``root`` is no clone, or git cannot be run.
     """
-    # an installed package may lie in a folder below some other project's clone, whose commit says nothing about it
+    # an installed package may lie inside another project's clone, and that clone's commit says nothing about it
     if not (root / ".git").exists():
         return None
     git = ["git", "-C", os.fspath(root)]

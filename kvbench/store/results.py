@@ -1,7 +1,7 @@
 """Results as records: a stored answer, and the record and the summary of a cell.
 
-``read`` takes the JSON that lies on disk, ``record`` returns the JSON to write. A field that an older version did not
-write is None; fields that this version does not know are kept in ``more``.
+``read`` takes the JSON from disk, ``record`` returns the JSON to write. A field that an older version did not write is
+None. Fields that this version does not know are kept in ``more``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Timing:
 
     prefill_s, compress_s, decode_s: seconds of each stage.
     batch_rows: how many rows were decoded together.
-    batch_factor: the key and value bytes of that batch over those of its rows' tokens.
+    batch_factor: the bytes of keys and values of that batch over those of its rows' tokens.
     """
 
     prefill_s: float
@@ -43,13 +43,13 @@ class Sample:
     """One stored answer: tokens and bytes of its cache as audited, seconds, the text, and its score.
 
     nominal: the tokens of the method's budget; None if it has none.
-    cut: the tokens cut out of the prompt.
+    cut: the number of tokens cut out of the prompt.
     score: None if the metric gives this answer none.
     answers: the references.
     attended: the mean number of tokens that a masking method reads.
     provenance: an index into the provenance of the cell's record.
-    fidelity: the cache beside the full one by kind of text, where that was asked for.
-    turns: the answers to the questions of a context that has several; ``score`` is their mean.
+    fidelity: the comparison with the full cache by kind of text, if it was asked for.
+    turns: the answers to a context's several questions. ``score`` is their mean.
     """
 
     id: str
@@ -87,7 +87,7 @@ class Sample:
                 f"example {line['id']} was measured by an older version, without bytes at 16 bits: measure it again in "
                 "another results=FOLDER"
             )
-        # lines of older versions may lack these fields, for which the record has no default
+        # lines of older versions may lack these fields, and the record has no defaults for them
         known: dict[str, Any] = dict.fromkeys(("nominal", "payload_kv_head", "payload_query_head"))
         known |= {name: line[name] for name in _field_names(cls) if name in line}
         if "answers" in line:
@@ -95,9 +95,9 @@ class Sample:
         if "fidelity" in line:
             known["fidelity"] = {kind: TextFidelity.read(record) for kind, record in line["fidelity"].items()}
         if "turns" in line:
-            # JSON has no tuples: lists are turned back, so that a sample read is equal to the one written
+            # JSON has no tuples: turn lists back, so that a sample read equals the one written
             known["turns"] = tuple(TurnAnswer(**turn | {"answers": tuple(turn["answers"])}) for turn in line["turns"])
-        # fields of the timing that this version does not know are dropped, unlike those of the sample itself
+        # drop unknown fields of the timing; unknown fields of the sample itself are kept
         timing = {key: line["timing"][key] for key in _field_names(Timing) if key in line["timing"]}
         return cls(**known | {"timing": Timing(**timing), "more": _unknown_fields(cls, line)})
 
@@ -109,10 +109,10 @@ class Sample:
         if self.turns is not None:
             known["turns"] = [asdict(turn) for turn in self.turns]
         known["timing"] = {name: seconds for name, seconds in asdict(self.timing).items() if seconds is not None}
-        # None is a value of these two fields: no budget, and an answer without a score. Elsewhere it means unknown
+        # None is a value of these two fields: no budget, and an answer without a score; elsewhere None means unknown
         always = ("nominal", "score")
         written = {name: value for name, value in known.items() if name in always or value is not None}
-        # a newer version's fields come last, as they were read
+        # a newer version's fields come last, in the form in which they were read
         return written | dict(self.more)
 
 
@@ -123,7 +123,7 @@ class CellRecord:
     kind: None for a cell that kvbench measured, "imported" for any other.
     label, column: the method and the task in words.
     of: the number of examples of the task.
-    identity: all that decides the cell's numbers.
+    identity: all settings that decide the cell's numbers.
     provenance: the facts of each process that measured samples.
     """
 
@@ -138,12 +138,12 @@ class CellRecord:
 
     @classmethod
     def read(cls, record: Mapping[str, Any]) -> Self:
-        """Return the record that the JSON of a cell.json states. Raises ValueError naming its damaged fields."""
-        # a missing field is an older version's, and its kind's empty value stands for it
+        """Return the record in the JSON of a cell.json. Raises ValueError naming its damaged fields."""
+        # an older version may lack a field; the empty value of the field's type takes its place
         damaged = [key for key, kind in CELL_RECORD.items() if not isinstance(record.get(key, kind()), kind)]
         if not damaged and not all(isinstance(facts, dict) for facts in record.get("provenance", ())):
             damaged = ["provenance"]
-        # an imported cell may have no chain in its identity, which is no damage
+        # an imported cell may lack a chain in its identity; this is no damage
         if not damaged and not _whole_chain(record.get("identity", {}).get("chain", {"per": "", "stages": []})):
             damaged = ["identity"]
         if damaged:
@@ -159,7 +159,7 @@ class CellRecord:
     @property
     def model(self) -> str:
         """Return the model's name as the last run gave it, or its fingerprint if no run gave a name."""
-        # the identity has a fingerprint of the weights, since one model may have several names
+        # the identity holds a fingerprint of the weights, since one model may have several names
         names = [facts["model"] for facts in self.provenance if facts.get("model")]
         if names:
             return str(names[-1])
@@ -207,7 +207,7 @@ class ScoreSummary:
 
     @classmethod
     def read(cls, metrics: Mapping[str, object]) -> Self | None:
-        """Return the summary in the JSON of a metrics.json, or None if that holds no metric."""
+        """Return the summary in the JSON of a metrics.json, or None if it holds no metric."""
         # a cell without answers has no metrics at all
         if "metric" not in metrics:
             return None
@@ -216,7 +216,7 @@ class ScoreSummary:
 
     def record(self) -> dict[str, object]:
         """Return the summary as the JSON of metrics.json, without the status."""
-        # most cells have no ranges of lengths, no fidelity and no several questions: empty ones are left out
+        # most cells have no length ranges, no fidelity and no several questions: leave empty ones out
         optional = ("buckets", "fidelity", "questions")
         return {name: value for name, value in asdict(self).items() if name not in optional or value}
 
@@ -241,11 +241,11 @@ class BucketScore:
 
 @dataclass(frozen=True)
 class CellSummary(ScoreSummary):
-    """The means over a cell's samples; ``cut`` and ``shrunk`` are counts, ``decode_peak`` is a maximum.
+    """The means over a cell's samples. ``cut`` and ``shrunk`` are counts, ``decode_peak`` is a maximum.
 
-    new_tokens: the length of answers.
+    new_tokens: the length of answers in tokens.
     empty: how many answers are empty.
-    questions: the scores by question, where contexts have several.
+    questions: the scores by question, for contexts with several.
     """
 
     prompt_tokens: float
@@ -273,7 +273,7 @@ class CellSummary(ScoreSummary):
 
 
 def share(payload16: float, overhead16: float, full16: float) -> float:
-    """Return the bytes held in per cent of the bytes of the full cache, both at 16 bits."""
+    """Return the bytes held in per cent of the full cache's bytes, both at 16 bits."""
     # 100 * (keys and values + scales, positions and other data beside them) / full cache
     return 100 * (payload16 + overhead16) / full16
 
@@ -291,7 +291,7 @@ def _unknown_fields(cls: type[DataclassInstance], record: Mapping[str, object]) 
 
 def _whole_chain(chain: object) -> bool:
     """Return True if the chain of an identity has every field that a label needs."""
-    # JSON that was edited by hand may have anything here, and each type is checked before it is used
+    # JSON edited by hand may hold anything here, so each type is checked before use
     if not isinstance(chain, dict) or "per" not in chain or not isinstance(chain.get("stages"), list):
         return False
     return all(

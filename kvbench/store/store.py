@@ -84,7 +84,7 @@ class ResultStore:
     writers: dict[str, Writer] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
-        """Raise UsageError if there is something else in place of the folder of all cells."""
+        """Raise UsageError if something other than a folder is in place of the folder of all cells."""
         cells = self.root / "cells"
         if os.path.lexists(cells) and not cells.is_dir():
             raise UsageError(
@@ -125,7 +125,7 @@ class ResultStore:
         """Raise UsageError if no file can be written below the results folder."""
         cells = self.root / "cells"
         try:
-            # what is only planned or read makes no folder: the nearest that is there tells whether one can be made
+            # a plan or a report makes no folder: the nearest existing folder tells whether one can be made
             there = cells
             while not (there.exists() or there.is_symlink()):
                 there = there.parent
@@ -141,8 +141,8 @@ class ResultStore:
     ) -> Writer:
         """Start or resume a cell, mark it as started, and return the writer of one shard of it.
 
-        Raises Busy for a shard that another process has measured for ``wait_s`` seconds. Raises UsageError for another
-        device, torch version or calibration than the cell's samples have, unless ``mix`` is set.
+        Raises Busy for a shard that another process has measured for ``wait_s`` seconds. Raises UsageError if the
+        cell's samples were measured with another device, torch version or calibration, unless ``mix`` is set.
         """
         folder = self.folder(cell.id)
         try:
@@ -151,13 +151,13 @@ class ResultStore:
             if shard_lock is None:
                 raise Busy(f"{cell.label} on {cell.column} (cell {cell.id}, shard {shard})")
             try:
-                # the record is written before the first sample, so that no sample is without a provenance
+                # write the record before the first sample, so that every sample has a provenance
                 index = self._register(cell, provenance, mix)
                 path = folder / f"samples-{shard}.jsonl"
                 new = not path.exists()
                 appender = Appender.open(path)
                 if new:
-                    # lines that are synced are lost all the same if the names of their file and folder are not
+                    # synced lines are lost all the same unless the names of their file and folder are synced, too
                     sync_folder(folder)
                     sync_folder(folder.parent)
             except BaseException:
@@ -165,7 +165,7 @@ class ResultStore:
                 raise
         except OSError as error:
             raise disk_error(error, folder) from None
-        # every written line may cause a sync of all lines that are older than SYNC_S
+        # any written line may trigger a sync of all lines older than SYNC_S
         writer = Writer(
             out=appender,
             lock=shard_lock,
@@ -189,9 +189,9 @@ class ResultStore:
     def mark(self, cell: Cell, status: Mark, reason: str | None = None) -> None:
         """Record that measuring the cell has started, failed or was interrupted, for the shard that is open here.
 
-        ``open`` marks started, and closing removes that mark. A mark as failed or interrupted stays until that shard
-        is opened again or the cell is complete. A cell left started by a process that is gone counts as interrupted.
-        A mark that cannot be written is skipped, so that its error does not hide the one that it records.
+        ``open`` marks started, and closing removes that mark. A mark as failed or interrupted stays until that shard is
+        opened again or the cell is complete. A started cell whose process is gone counts as interrupted. A mark that
+        cannot be written is skipped, so that its error does not hide the error that it records.
         """
         writer = self.writers.get(cell.id)
         if writer is not None:
@@ -199,19 +199,19 @@ class ResultStore:
         process = {"host": socket.gethostname(), "pid": os.getpid()}
         with suppress(KvbenchError, OSError):
             if self.cell(cell.id) is None:
-                # a cell that fails before it was opened gets a record all the same, so that lists can name it
+                # a cell that fails before it was opened still gets a record, so that lists can name it
                 with self._record(cell):
                     pass
             shard = 0
             if writer is not None:
                 shard = writer.shard
-            # a mark is lost without harm, so that it is not synced: without it a cell counts as done
+            # losing a mark does no harm, so it is not synced: without it a cell counts as done
             record = {"status": status, "reason": reason, "time": time.time()} | process
             write_json(self.folder(cell.id) / f"state-{shard}.json", record, sync=False)
 
     def status(self, cell_id: str) -> Status:
         """Return the status of a cell, read from its files alone."""
-        # nothing can be said of the samples if it is unknown what they were measured with
+        # without a record, nobody knows what the samples were measured with
         damage = self.damage(cell_id)
         if damage is not None:
             return Status(DAMAGED, 0, None, damage)
@@ -221,14 +221,14 @@ class ResultStore:
         if record is not None:
             of = record.of
         if of is None:
-            # records of older versions lack the number of examples, which the metrics have, too
+            # records of older versions lack the number of examples; the metrics have it, too
             of = self.metrics(cell_id).get("of")
         earlier_marks = self._marks(cell_id)
         measuring = self.measuring(cell_id)
-        # read twice: only a mark seen on both sides of the locks is not of a cell being opened or closed meanwhile
+        # keep marks seen before and after the lock test: the others belong to a cell being opened or closed
         marks = [m for m in self._marks(cell_id) if m in earlier_marks]
         failed = [m for m in marks if m.get("status") == "failed"]
-        # the first status that holds counts: a refusal is above all others, since such a cell must never be reported
+        # the first status that holds counts; a refusal goes first, since a refused cell must never be reported
         refusal = self.refusal(cell_id)
         if refusal is not None:
             status, reason = "refused", refusal
@@ -249,23 +249,23 @@ class ResultStore:
         return Status(status, n, of, reason=reason, measuring=measuring, changed=self._changed(cell_id))
 
     def _changed(self, cell_id: str) -> float | None:
-        """Return when a file of the cell was changed last, in seconds; None if it has none."""
+        """Return the last time when a file of the cell was changed, in seconds; None if it has none."""
         folder = self.folder(cell_id)
         times = []
         for pattern in ("samples-*.jsonl", "*.json"):
             for path in folder.glob(pattern):
-                with suppress(OSError):  # another process may have removed it meanwhile
+                with suppress(OSError):  # another process may have removed the file meanwhile
                     times.append(path.stat().st_mtime)
         return max(times, default=None)
 
     def measuring(self, cell_id: str) -> tuple[int, ...]:
         """Return the shards of the cell that some process is measuring."""
-        # a lock's file stays when its process has ended: only the lock on it tells
+        # a lock's file stays after its process ends: only the lock on the file tells
         held_locks = [path for path in self.shard_locks(cell_id) if locked(path)]
         return tuple(sorted(int(path.name.removeprefix("lock-")) for path in held_locks))
 
     def shard_locks(self, cell_id: str) -> list[Path]:
-        """Return the locks of all shards of the cell. What is no file locks nothing, and is left out."""
+        """Return the locks of all shards of the cell. A path that is not a file locks nothing, and is left out."""
         paths = sorted(self.folder(cell_id).glob("lock-*"))
         return [p for p in paths if SHARD_LOCK.fullmatch(p.name) and not is_blocked(p)]
 
@@ -274,7 +274,7 @@ class ResultStore:
         marks = []
         for path in self._files(cell_id, "state-*.json"):
             with suppress(UsageError):
-                # a damaged mark tells nothing, and the cell's samples decide alone
+                # a damaged mark tells nothing, so the cell's samples decide alone
                 marks.append(read_json(path) or {})
         # an empty mark is a file that was removed meanwhile
         return sorted(filter(None, marks), key=lambda m: float(m.get("time") or 0))
@@ -291,10 +291,10 @@ class ResultStore:
             raise unreadable(path, error) from None
 
     def damage(self, cell_id: str) -> str | None:
-        """Return why the cell cannot be used: its folder or a file that it needs cannot be read. None if it can."""
+        """Return why the cell cannot be used, or None. Its folder or a file that it needs may be unreadable."""
         try:
             folder = self.folder(cell_id)
-        except UsageError as error:  # which a cleaning leaves alone
+        except UsageError as error:  # a cleaning leaves such a cell alone
             return str(error)
         try:
             self._check_files(folder)
@@ -304,7 +304,7 @@ class ResultStore:
         return None
 
     def _check_files(self, folder: Path) -> None:
-        """Raise UsageError if a cell's folder is none, or if something else is in place of a file that it needs."""
+        """Raise UsageError if a cell's folder is not one, or if something else is in place of a file that it needs."""
         if os.path.lexists(folder) and not folder.is_dir():
             raise unreadable(folder, "it is no folder")
         for path in sorted(p for p in folder.glob("*") if NEEDED.fullmatch(p.name)):
@@ -331,8 +331,8 @@ class ResultStore:
     def lines(self, cell_id: str) -> dict[str, Line]:
         """Return the cell's intact lines by example id, sorted by id. Damaged lines become warnings.
 
-        So do lines that name another cell: a file of samples that was copied from one cell's folder into another's.
-        If several lines are about one example, the one whose bytes sort first counts, whatever file it is in.
+        Lines that name another cell become warnings, too: someone copied a file of samples from another cell's folder.
+        If several lines are about one example, the one whose bytes sort first counts, whichever file it is in.
         """
         least: dict[str, tuple[bytes, Line]] = {}
         for path in self._files(cell_id, "samples-*.jsonl"):
@@ -342,9 +342,9 @@ class ResultStore:
                 self._warn(path, "cannot be read, and its answers do not count")
                 continue
             for text, line in lines.intact:
-                line.pop("cell", None)  # it guards the file; the folder says it to all who read a sample
+                line.pop("cell", None)  # the id guards the file; whoever reads a sample knows the cell from its folder
                 example_id = str(line["id"])
-                # any order that depends on the text alone would do; it must not depend on file or position
+                # the order must depend on the text alone, never on file or position; any such order would do
                 if example_id not in least or text < least[example_id][0]:
                     least[example_id] = (text, line)
             wrong = []
@@ -369,7 +369,7 @@ class ResultStore:
         for path in self._files(cell_id, "refused-*.json"):
             try:
                 reason = (read_json(path) or {}).get("reason")
-            except UsageError:  # it was refused, whatever the reason was
+            except UsageError:  # the cell was refused, whatever the reason was
                 reason = None
             if not reason:
                 return f"{path.name} cannot be read; kvbench clean cells={cell_id} removes the cell"
@@ -393,7 +393,7 @@ class ResultStore:
             write_json(path, metrics)
 
     def folders(self) -> list[str]:
-        """Return the ids of all cells, even of those without a record, or whose folder is none.
+        """Return the ids of all cells, even of cells without a record or with something else in place of a folder.
 
         Links to other folders are left out, with a warning.
         """
@@ -404,12 +404,12 @@ class ResultStore:
         return [path.name for path in paths if path not in links]
 
     def cells(self) -> list[str]:
-        """Return the ids of the cells that have a record, which is written when a cell is first started."""
+        """Return the ids of the cells that have a record. A cell's record is written when the cell is first started."""
         return [name for name in self.folders() if (self.folder(name) / "cell.json").exists()]
 
     @contextmanager
     def _record(self, cell: Cell) -> Iterator[list[Line]]:
-        """Yield the provenance of the cell's record as a list to change, and write the record with it on exit.
+        """Yield the provenance of the cell's record as a list to change. Write the record with it on exit.
 
         The record is locked for this process meanwhile. A cell without a record gets one.
         """
@@ -469,5 +469,5 @@ def _not_counted(what: str, numbers: Sequence[int], plural: str | None = None) -
 
 
 def _is_link(folder: Path) -> bool:
-    """Tell whether a cell's folder is a link to one elsewhere, in which nothing is read or written."""
+    """Tell whether a cell's folder is a link to one elsewhere. Nothing is read or written through such a link."""
     return folder.is_symlink() and folder.is_dir()

@@ -30,9 +30,9 @@ LOCK_WAIT_S = 0.3
 class Removal:
     """One thing to remove.
 
-    kind: cell, mark, lock, temporary, lines, which are moved into another file, or aside: moved out of the way.
+    kind: cell, mark, lock or temporary, to be deleted; lines, to be moved into another file; aside, to be moved away.
     cell: the cell's id.
-    about: what it is, in words.
+    about: a description in words.
     """
 
     kind: str
@@ -42,7 +42,7 @@ class Removal:
 
 
 def list_removals(store: ResultStore, cells: Collection[str], whole: bool) -> list[Removal]:
-    """Return what to remove of ``cells``: with ``whole`` each cell with its samples, else its waste alone.
+    """Return what to remove of ``cells``. With ``whole`` this is each cell with its samples, else only its waste.
 
     Cells that are being measured are left out.
     """
@@ -57,14 +57,14 @@ def list_removals(store: ResultStore, cells: Collection[str], whole: bool) -> li
 
 
 def leftovers(store: ResultStore) -> list[Removal]:
-    """Return the folders that an earlier cleaning renamed but did not come to delete."""
+    """Return the folders that an earlier cleaning renamed and did not delete."""
     folder = store.root / "cells"
     paths = sorted(p for p in folder.glob(".removed-*") if not p.is_symlink())
     return [Removal("cell", "", path, "half removed") for path in paths]
 
 
 def carry_out(store: ResultStore, removals: Collection[Removal]) -> None:
-    """Carry out the removals, each cell's under its locks. Raises KvbenchError if a process began to measure one."""
+    """Carry out the removals of each cell under its locks. Raises KvbenchError if a process began to measure a cell."""
     # ``list_removals`` returns the removals of one cell next to each other
     for cell, group in groupby(removals, key=attrgetter("cell")):
         with ExitStack() as stack:
@@ -96,11 +96,11 @@ def _waste_removals(store: ResultStore, cell: str) -> Iterator[Removal]:
     folder = store.folder(cell)
     status = store.status(cell)
     if status.status == DAMAGED:
-        # what its samples were measured with is unknown; they stay, out of the way of a new measurement
+        # nobody knows what its samples were measured with: keep them, out of the way of a new measurement
         yield Removal("aside", cell, folder, f"{status.reason}; moved to {aside_path(store, cell).parent}")
         return
     if status.status in EMPTY and not status.n:
-        # lines that do not count may be another cell's answers, which nobody else has
+        # lines that do not count may be another cell's answers, and the only copy of them
         if _has_lines(folder):
             about = f"none of its lines count; moved to {aside_path(store, cell).parent}"
             yield Removal("aside", cell, folder, about)
@@ -111,7 +111,7 @@ def _waste_removals(store: ResultStore, cell: str) -> Iterator[Removal]:
     for pattern in MARKS:
         marks += folder.glob(pattern)
     marks.sort()
-    # something that is no file stands in the place of a file, which then can neither be read nor written
+    # something other than a file stands in a file's place, so the file can neither be read nor written
     blocked_paths = [path for path in [folder / "metrics.json"] + marks if is_blocked(path)]
     for path in marks:
         if path not in blocked_paths:
@@ -122,7 +122,7 @@ def _waste_removals(store: ResultStore, cell: str) -> Iterator[Removal]:
             kind = "a folder"
         yield Removal("aside", cell, path, f"{kind}, moved to {aside_path(store, cell).parent}")
     for path in sorted(p for p in folder.glob("*.tmp") if not p.is_dir()):
-        # a young temporary file may be one that a process is writing now, and may be renamed at any moment
+        # another process may be writing a young temporary file now, and may rename it at any moment
         with suppress(FileNotFoundError):
             if time.time() - path.lstat().st_mtime > STALE_S:
                 yield Removal("temporary", cell, path, "half written")
@@ -138,17 +138,17 @@ def _waste_removals(store: ResultStore, cell: str) -> Iterator[Removal]:
 
 
 def _has_lines(folder: Path) -> bool:
-    """Tell whether a cell's folder has lines of samples, which may be those of another cell."""
+    """Tell whether a cell's folder has lines of samples. These may be another cell's lines."""
     return any(path.is_file() and path.stat().st_size for path in folder.glob("samples-*.jsonl"))
 
 
 def aside_path(store: ResultStore, cell: str) -> Path:
-    """Return a new path for what is damaged of a cell, outside the folder of cells."""
+    """Return a new path outside the folder of cells, for the damaged parts of a cell."""
     return store.root / "damaged" / f"{cell}-{secrets.token_hex(4)}"
 
 
 def damaged_path(samples: Path) -> Path:
-    """Return the path that the lines of a file of samples that do not count are moved to."""
+    """Return the path that takes the lines of a file of samples that do not count."""
     return samples.with_name(samples.name.replace("samples-", "damaged-", 1))
 
 
@@ -157,7 +157,7 @@ def _remove(store: ResultStore, removal: Removal) -> None:
     if not removal.cell:
         shutil.rmtree(removal.path)
     elif removal.kind == "cell":
-        # renamed in one step, so that a cell is never half there
+        # renaming is one step, so a cell is never half there
         renamed = store.root / "cells" / f".removed-{removal.cell}-{secrets.token_hex(4)}"
         removal.path.rename(renamed)
         shutil.rmtree(renamed)
@@ -172,7 +172,7 @@ def _remove(store: ResultStore, removal: Removal) -> None:
 
 
 def _set_aside(path: Path, cell: str) -> None:
-    """Move the lines of a cell's file of samples that do not count into the file ``damaged_path`` beside it."""
+    """Move the lines that do not count from a cell's file of samples into the file ``damaged_path`` beside it."""
     uncounted = read_lines(path, cell).uncounted
     all_lines = path.read_bytes().split(b"\n")
     # lines are counted from 1
@@ -184,7 +184,7 @@ def _set_aside(path: Path, cell: str) -> None:
     to_keep = b"".join(counted_lines)
     temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
     try:
-        # the moved lines are on disk before the file loses them: a crash in between leaves them in both files
+        # write the moved lines to disk before the file loses them: a crash in between leaves them in both files
         for target, mode, content in ((damaged_path(path), "ab", to_move), (temporary, "xb", to_keep)):
             with target.open(mode) as out:
                 out.write(content)
@@ -201,12 +201,12 @@ def _cell_locked(store: ResultStore, cell: str) -> Iterator[None]:
     folder = store.folder(cell)
     with ExitStack() as stack:
         locks = []
-        # the folder of a damaged cell may be a file, in which there are no locks
+        # a damaged cell's folder may be a file, and a file holds no locks
         if folder.is_dir():
             locks.append(folder / "lock")
             locks += store.shard_locks(cell)
         for path in locks:
-            # nobody can hold a lock that is no file, and no run begins a cell with one
+            # nobody can hold a lock that is not a file, and no run begins a cell with one
             if is_blocked(path) or path.is_symlink():
                 continue
             try:

@@ -15,7 +15,7 @@ from kvbench.base.files import Appender, line_of
 class Writer:
     """An open cell. It appends samples to one shard's file and holds the shard's lock, which ends with the process.
 
-    cell: the cell's id, which every line names, so that a file in another cell's folder is not taken for its answers.
+    cell: the cell's id. Every line names it, so a file copied into another cell's folder is not taken for its answers.
     provenance: the index of this process's facts in the cell's record.
     written: called after every line.
     ended: whether the cell is marked as failed or interrupted.
@@ -36,20 +36,20 @@ class Writer:
     def append(self, line: Mapping[str, object]) -> None:
         """Append one line, with the cell's id and the index of this process's facts in the cell's provenance.
 
-        Raises KvbenchError if it cannot be written; earlier lines are safe then.
+        Raises KvbenchError if the line cannot be written. Earlier lines are safe then.
         """
         stored_line = dict(line)
         stored_line["cell"] = self.cell
         stored_line["provenance"] = self.provenance
         self.out.append(line_of(stored_line).encode())
-        # the store syncs the lines of all open cells together, this one's among them
+        # the store syncs the lines of all open cells together, including this one's
         self.written()
 
     def close(self) -> None:
         """Sync the file and release the lock. A mark as failed or interrupted stays."""
         try:
             self.out.close()
-            # without the mark that the cell was started, its lines alone decide whether it is done in part or complete
+            # without the mark ``started``, a cell's lines alone decide whether it is done in part or complete
             if not self.ended:
                 with suppress(OSError):
                     self.path.with_name(f"state-{self.shard}.json").unlink(missing_ok=True)

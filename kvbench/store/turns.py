@@ -15,7 +15,7 @@ from kvbench.tasks.metrics.stats import FEWEST
 class TurnAnswer:
     """The answer to one of a context's questions.
 
-    bytes: what was held of the context and the questions so far once this was answered.
+    bytes: the bytes held of the context and the questions so far, after this answer.
     beside: the scores by other metrics than the task's.
     """
 
@@ -30,7 +30,7 @@ class TurnAnswer:
 
 @dataclass(frozen=True)
 class IndexScore:
-    """The mean score of the questions with one index, over the ``n`` contexts that have one with a score."""
+    """The mean score of the questions with one index, over the ``n`` contexts with a scored question of this index."""
 
     n: int
     score: float | None
@@ -40,11 +40,11 @@ class IndexScore:
 class TurnsSummary:
     """The scores of a cell by question, in printed units. A cell's own score is the mean over contexts of their means.
 
-    contexts, questions: how many there are.
+    contexts, questions: the number of each.
     by_index: the score of each context's first question, second question and so on.
     question_mean: the mean over all questions.
-    pairs: the contexts with several questions, of which ``first``, ``last`` and ``fall`` are means.
-    fall: the score of a context's last question minus that of its first; its interval is over contexts.
+    pairs: the number of contexts with several questions. ``first``, ``last`` and ``fall`` are means over them.
+    fall: the score of a context's last question minus that of its first. Its interval is over contexts.
     bytes_compressed, bytes_last: the mean bytes held before the first and after the last question.
     beside: the means over contexts by other metrics.
     """
@@ -68,7 +68,7 @@ Contexts = Mapping[str, Sequence[TurnAnswer]]
 
 
 def falls(contexts: Contexts) -> dict[str, tuple[float, float]]:
-    """Return (score of the first question, of the last) of each context that has several and a score for both."""
+    """Return (score of the first question, of the last) of each context with several questions and a score for both."""
     ends = {}
     for name, turns in contexts.items():
         first, last = turns[0].score, turns[-1].score
@@ -78,16 +78,16 @@ def falls(contexts: Contexts) -> dict[str, tuple[float, float]]:
 
 
 def summarise_turns(contexts: Contexts, name: str, compressed: Sequence[float]) -> TurnsSummary | None:
-    """Return the scores by question of one cell, which is scored by the metric ``name``; None without questions.
+    """Return the scores by question of one cell under the metric ``name``; None without questions.
 
     ``compressed`` holds the bytes of each compressed context.
     """
     if not contexts:
         return None
     show, scale = metric(name).show, metric(name).scale
-    # scores_by_index[i]: those of each context's question i; contexts may have different numbers of questions
+    # scores_by_index[i] has each context's score of question i; contexts may have different numbers of questions
     scores_by_index: list[list[float]] = []
-    # zip_longest gives None for the questions that a shorter context does not have
+    # zip_longest gives None for questions that a shorter context lacks
     for answers in zip_longest(*contexts.values()):
         scores_by_index.append([a.score for a in answers if a is not None and a.score is not None])
     all_scores: list[float] = []
@@ -97,7 +97,7 @@ def summarise_turns(contexts: Contexts, name: str, compressed: Sequence[float]) 
     # a score lies in [0, 1], hence a difference of two in [-1, 1]
     fall, interval = _mean([last - first for first, last in pairs], 1.0)
     if fall is not None:
-        # ``show`` is for means, and may be another function than a factor: a difference is only scaled
+        # ``show`` prints means and may be more than a factor; a difference is only scaled
         fall *= scale
     if interval is not None:
         interval = (scale * interval[0], scale * interval[1])
@@ -118,15 +118,15 @@ def summarise_turns(contexts: Contexts, name: str, compressed: Sequence[float]) 
 
 
 def _means_beside(contexts: Contexts) -> dict[str, float | None]:
-    """Return the mean over contexts of the scores by each metric beside the task's own, in printed units."""
-    # a dict keeps the order in which the metrics first appear, which a set would not
+    """Return the mean over contexts of the scores by each further metric, in printed units."""
+    # a dict keeps the order in which the metrics first appear; a set would not
     names: dict[str, None] = {}
     for turns in contexts.values():
         for turn in turns:
             names |= dict.fromkeys(turn.beside)
     means = {}
     for name in names:
-        # contexts weigh equally, however many questions they have, as in the cell's own score
+        # contexts weigh equally however many questions they have, as they do in the cell's own score
         means_of_contexts = []
         for turns in contexts.values():
             scores_or_none = [turn.beside.get(name) for turn in turns]
@@ -142,7 +142,7 @@ def fall_beside(contexts: Contexts, full: Contexts, name: str) -> tuple[float, s
     ends_of_full = falls(full)
     differences = []
     for context, (first, last) in falls(contexts).items():
-        # only contexts that both have answered are paired
+        # pair only contexts that both have answered
         if context in ends_of_full:
             full_first, full_last = ends_of_full[context]
             differences.append((last - first) - (full_last - full_first))
@@ -157,7 +157,7 @@ def fall_beside(contexts: Contexts, full: Contexts, name: str) -> tuple[float, s
 
 
 def _mean(values: Sequence[float], most: float) -> tuple[float | None, stats.Interval | None]:
-    """Return the mean of values between ``-most`` and ``most`` with its interval, where there are enough for one."""
+    """Return the mean of values between ``-most`` and ``most``, with its interval if there are enough of them."""
     if not values:
         return None, None
     interval = None

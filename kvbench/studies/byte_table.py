@@ -75,11 +75,11 @@ class Line:
 
     def record(self) -> dict[str, object]:
         """Return the row as ``--json`` prints it."""
-        # the order of these keys is that of the printed JSON
+        # these keys have the order of the printed JSON
         record: dict[str, object] = {"label": self.label, "block": self.block, "bytes_percent": self.bytes}
         record["fidelity"] = {kind: vars(summary) for kind, summary in self.fidelity.items()}
         record["scores"] = dict(self.scores)
-        # the key is there only where it is true, so that records of ordinary rows stay short
+        # write the key only where it is true, so that records of ordinary rows stay short
         if self.unchanged:
             record["nothing_compressed"] = True
         record["score_intervals"] = {dataset: self.interval(dataset) for dataset in self.scores}
@@ -104,17 +104,17 @@ def prepare(name: str, model: str, options: Mapping[str, str], fidelity: str = "
     settings |= options
     # the method is a placeholder: the table's chains replace it below
     settings["method"] = "full"
-    # texts of dataset=fidelity are compared with the full cache whether the run asks for it or not
+    # a run always compares texts of dataset=fidelity with the full cache, asked for or not
     if "fidelity" not in str(settings["dataset"]) or fidelity != "true":
         settings["fidelity"] = fidelity
     cfg = config.configure(settings)
-    # two rows of a table may be the same chain, which a run measures once
+    # two rows of a table may be the same chain; a run measures it once
     config_by_chain = {chain_config.chain: chain_config for _, chain_config in chains_of(name)}
     return run_plan.prepare(replace(cfg, chains=tuple(config_by_chain.values())))
 
 
 def chains_of(name: str) -> list[tuple[str, ChainConfig]]:
-    """Return the heading of its block and the chain of each row of a table."""
+    """Return the heading of its block and the chain for each row of a table."""
     table = ROWS[name]
     chains = []
     if "extends" in table:
@@ -122,7 +122,7 @@ def chains_of(name: str) -> list[tuple[str, ChainConfig]]:
     for block, rows in table["blocks"].items():
         for row in rows:
             knobs = {key: value for key, value in row.items() if key not in ("method", "label")}
-            # a row must have no grid of knobs: it resolves to exactly one chain
+            # a row must resolve to exactly one chain, without swept knobs
             (chain,) = resolve([str(row["method"])], knobs)
             label = str(row.get("label", chain.label))
             chains.append((block, ChainConfig(chain.chain, label)))
@@ -162,7 +162,7 @@ def _read_line(label: str, block: str, run: RunPlan, report: Report, row: int) -
     if not cells:
         return None
 
-    # a kind of text that no task has been compared on has no summary
+    # a kind of text has no summary if no task was compared on it
     texts = {}
     fidelity = {}
     for kind in KINDS:
@@ -171,7 +171,7 @@ def _read_line(label: str, block: str, run: RunPlan, report: Report, row: int) -
         if text_summary is not None:
             fidelity[kind] = text_summary
 
-    # tasks of long texts are compared with the full cache, and have no scores
+    # tasks of long texts have no scores; they are compared with the full cache
     scores_by_dataset: dict[str, list[float]] = {}
     scored_tasks = set()
     for cell in cells:
@@ -180,7 +180,7 @@ def _read_line(label: str, block: str, run: RunPlan, report: Report, row: int) -
             scores_by_dataset.setdefault(_dataset(task.id), []).append(cell.summary.score)
             scored_tasks.add(task.id)
 
-    # bytes add up over all prompts: a summary holds means over its n prompts
+    # add up the bytes over all prompts: a summary holds means over its n prompts
     payload16 = sum(cell.summary.n * cell.summary.payload16 for cell in cells)
     overhead16 = sum(cell.summary.n * cell.summary.overhead16 for cell in cells)
     full16 = sum(cell.summary.n * cell.summary.full16 for cell in cells)
@@ -208,7 +208,7 @@ def _dataset(task: str) -> str:
 def _read_texts(run: RunPlan, cells: Sequence[MeasuredCell], kind: str) -> dict[str, TextFidelity]:
     """Return a row's divergences on one kind of text, by "task example".
 
-    If the run has tasks of long texts, only these count. Else all tasks count.
+    If the run has tasks of long texts, only these count. Otherwise all tasks count.
     """
     has_long_texts = any(cell.group.task.fidelity for cell in cells)
     texts: dict[str, TextFidelity] = {}
@@ -228,7 +228,7 @@ def sheet(rows: Sequence[Line]) -> Table:
     datasets: list[str] = []
     for line in rows:
         datasets += [dataset for dataset in line.scores if dataset not in datasets]
-    # a dataset's column stands where the first row with scores of it puts it
+    # a dataset's column stands where the first row with its scores puts it
     heads = ["method", "bytes\n%", "KL,\nreference", "KL,\nanswer", "same\nchoice %", "perplexity\nratio"]
     texts = tuple(_row_texts(line, datasets) for line in rows)
     return Table(tuple(heads + datasets), texts, headings=headings(rows))
@@ -250,7 +250,7 @@ def _row_texts(line: Line, datasets: Sequence[str]) -> tuple[str, ...]:
         byte_text = f"{line.bytes:.1f}"
     reference = line.fidelity.get("reference")
     answer = line.fidelity.get("greedy")
-    # choices and perplexity are of the reference; a run without one shows those of the answer
+    # choices and perplexity belong to the reference; a run without one shows the answer's
     shown = reference or answer
     ratio_text = "—"
     if shown is not None:
@@ -281,7 +281,7 @@ def nats(summary: FidelitySummary | None) -> str:
     if summary is None:
         return "—"
     if summary.at_floor:
-        # a divergence below rounding is 0 only where no text diverges at all
+        # a divergence below rounding is 0 only if no text diverges at all
         if not summary.kl_max:
             return "0"
         return "≤ floor"
@@ -308,7 +308,7 @@ class Pair:
     """Two rows of a block, the nearer to the full cache first.
 
     nearer, farther: the labels of the rows.
-    log_ratio: ln(mean divergence of the nearer row / that of the farther), over the prompts that both rows have.
+    log_ratio: ln(nearer row's mean divergence / farther row's mean divergence), over the prompts that both rows have.
     ci: the 95 % interval of ``log_ratio``.
     points: the nearer row's score minus the farther's, in points. It is a mean over tasks of paired differences.
     points_ci: the 95 % interval of ``points``.
@@ -362,7 +362,7 @@ def pairs(rows: Sequence[Line], kind: str = "reference") -> list[Pair]:
                 ci=ci,
                 points=points,
                 points_ci=points_ci,
-                # rows are sorted by divergence, so that neighbours have successive indices
+                # rows are sorted by divergence, so neighbours have successive indices
                 neighbours=j == i + 1,
             )
             block_pairs.append(pair)
@@ -375,7 +375,7 @@ def _comparable_lines(rows: Sequence[Line], block: str, kind: str) -> list[Line]
     for line in rows:
         if line.block != block or kind not in line.fidelity:
             continue
-        # a divergence at the floor is rounding, and an unchanged row is the full cache: neither has an order
+        # a divergence at the floor is rounding, and an unchanged row is the full cache: neither can be ordered
         if not line.fidelity[kind].at_floor and not line.unchanged:
             block_lines.append(line)
 
@@ -389,10 +389,10 @@ def _comparable_lines(rows: Sequence[Line], block: str, kind: str) -> list[Line]
 def _points(a: Line, b: Line) -> tuple[float | None, Interval | None]:
     """Return the difference ``a - b`` of two rows' scores in points, and its interval over paired examples.
 
-    The difference is a mean over tasks. It is None where the rows share no example.
+    The difference is a mean over tasks. It is None if the rows share no example.
     """
     differences_by_task = []
-    # sorted: the interval depends on the order of tasks and examples in the last digit
+    # sort, since the interval's last digit depends on the order of tasks and examples
     for task in sorted(a.answers.keys() & b.answers.keys()):
         scores_a = a.answers[task]
         scores_b = b.answers[task]
@@ -410,7 +410,7 @@ def notes(rows: Sequence[Line], told: Sequence[Pair]) -> list[str]:
     """Return the notes below a table: units, numbers of texts, and the pairs that divergence and scores tell apart."""
     text_counts: list[str] = []
     score_counts: list[str] = []
-    # rows are measured on the same texts, so that the last one stands for all
+    # all rows are measured on the same texts, so take the last one
     for line in rows[-1:]:
         for kind, summary in line.fidelity.items():
             text_counts.append(f"n = {summary.n} texts, {summary.n_tokens} tokens ({kind})")
@@ -459,7 +459,7 @@ def _agreement_note(told: Sequence[Pair]) -> str:
 
 
 def _divergence_notes(told: Sequence[Pair]) -> list[str]:
-    """Return the notes on pairs that divergence tells apart: those that scores do not, then each two neighbours."""
+    """Return the notes on pairs that divergence tells apart: first those that scores do not, then neighbours."""
     apart = [pair for pair in told if pair.apart]
     texts = []
     # a pair without scores is not listed: scores could not have told it apart
@@ -470,7 +470,7 @@ def _divergence_notes(told: Sequence[Pair]) -> list[str]:
     if farther_by_nearer:
         clauses = [f"{nearer} before {', '.join(farther)}" for nearer, farther in farther_by_nearer.items()]
         texts.append(f"By KL alone: {'; '.join(clauses)}.")
-    # neighbours are enough here: the ratios of other pairs follow from theirs
+    # neighbours are enough here, since the ratios of other pairs follow from theirs
     for pair in apart:
         if pair.neighbours and pair.ci is not None:
             low, high = pair.ci

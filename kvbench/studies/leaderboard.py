@@ -75,14 +75,14 @@ class Standing:
 
 
 def prepare(model: str, options: Mapping[str, str]) -> list[RunPlan]:
-    """Plan two runs: one with the question withheld, and one of the methods of ``seen=``, which see the question.
+    """Plan two runs: one with the question withheld, and one in which the methods of ``seen=`` see the question.
 
     ``seen=none`` leaves the second run out. Raises UsageError for a key or value that `run` does not take.
     """
     keys = {"model": model}
     keys.update(DEFAULTS)
     keys.update(options)
-    # ``seen`` is a key of the leaderboard, which `run` does not know
+    # ``seen`` is a key of the leaderboard, and `run` does not know it
     seen = keys.pop("seen", SEEN)
     requests = [keys]
     if seen != "none":
@@ -97,7 +97,7 @@ def standings(runs: Sequence[RunPlan], reports: Sequence[Report]) -> list[Standi
     """
     entries = []
     for run, report in zip(runs, reports, strict=True):
-        # the first row of a run is the full cache, which every method is compared with
+        # the first row of a run is the full cache; every method is compared with it
         full = run.answers(0)
         for i, row in enumerate(report.rows):
             answers = run.answers(i)
@@ -115,7 +115,7 @@ def _read_standing(report: Report, row: ReportRow, answers: Answers, full: Answe
     """Return the entry of a row. ``full`` holds the answers of the full cache to the same tasks."""
     cells = [cell for cell in row.cells if cell.summary is not None]
     summaries = [cell.summary for cell in row.cells if cell.summary is not None]
-    # all cells of a run have the same protocol, so that the first one's settings tell it
+    # all cells of a run have the same protocol, so take the first one's settings
     settings = cells[0].settings
     score, ci = mean_over_tasks([list(scores.values()) for scores in answers.values()])
     behind: float = 0.0
@@ -156,7 +156,7 @@ def difference(a: Answers, b: Answers) -> tuple[float, Interval | None]:
     The difference is a mean over tasks. Raises ValueError if ``a`` and ``b`` share no example.
     """
     differences_by_task = []
-    # sorted: the interval depends on the order of tasks and examples in the last digit
+    # sort, since the interval's last digit depends on the order of tasks and examples
     for task, scores in sorted(_common_answers(a, b).items()):
         differences_by_task.append([score - b[task][i] for i, score in sorted(scores.items())])
     # a difference of two scores in [0, 1] lies in [-1, 1]
@@ -166,7 +166,7 @@ def difference(a: Answers, b: Answers) -> tuple[float, Interval | None]:
 
 def sheets(standings: Sequence[Standing]) -> list[Table]:
     """Return the table of methods with the question withheld, and the table of what withholding the question costs."""
-    # the second protocol has only a few methods, and appears in the table of costs alone
+    # only a few methods have the second protocol, so it appears only in the table of costs
     withheld = [entry for entry in standings if entry.withheld]
     if not withheld:
         return []
@@ -183,7 +183,7 @@ def _row_texts(entry: Standing) -> tuple[str, ...]:
     behind = with_interval(entry.behind, entry.behind_ci, "+")
     if entry.unchanged:
         score = UNCHANGED
-    # the full cache is what others are compared with
+    # all others are compared with the full cache, so it has no difference
     if entry.method == "full" or entry.unchanged:
         behind = ""
     byte_text = "—"
@@ -212,10 +212,10 @@ def _cost_tables(standings: Sequence[Standing]) -> list[Table]:
         if not withheld.withheld or withheld.method not in seen_by_method:
             continue
         seen = seen_by_method[withheld.method]
-        # both scores are means over the prompts that both protocols have, as their difference is
+        # both scores are means over the prompts that both protocols have, and so is their difference
         seen_answers = _common_answers(seen.answers, withheld.answers)
         withheld_answers = _common_answers(withheld.answers, seen.answers)
-        # runs that are not complete yet may share no prompt
+        # incomplete runs may share no prompt
         if withheld_answers:
             cost, cost_ci = difference(withheld.answers, seen.answers)
             row = (
@@ -291,10 +291,10 @@ def _record(entry: Standing, model: str, commit: str | None) -> dict[str, object
         "kept_percent": entry.kept,
         "percent_of_full": entry.bytes,
     }
-    # the key is there only where it is true, so that records of ordinary entries stay short
+    # write the key only where it is true, so that records of ordinary entries stay short
     if entry.unchanged:
         record["nothing_compressed"] = True
-    # the open format has seconds, and an entry has milliseconds
+    # the open format has seconds, but an entry has milliseconds
     record["seconds"] = {"compress_s": entry.compress_ms / 1000, "decode_s_per_token": entry.decode_ms / 1000}
     record["commit"] = commit
     return record

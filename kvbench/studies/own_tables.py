@@ -1,4 +1,4 @@
-"""Plan and read kvbench's own tables, which no paper prints: byte tables, the ranking and the leaderboard."""
+"""Plan and read kvbench's own tables, not printed by any paper: byte tables, the ranking and the leaderboard."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def prepare(name: str, model: str, options: Mapping[str, str]) -> list[RunPlan]:
 
 
 def read(name: str, model: str, runs: Sequence[RunPlan], reports: Sequence[Report]) -> OwnTable:
-    """Return a table from the stored results of its runs, which ``prepare`` planned."""
+    """Return a table from the stored results of its ``runs``. ``prepare`` planned them."""
     if name == leaderboard.NAME:
         standings = leaderboard.standings(runs, reports)
         return OwnTable(
@@ -65,9 +65,9 @@ def read(name: str, model: str, runs: Sequence[RunPlan], reports: Sequence[Repor
             notes=through_cache.notes(comparisons),
             plain=through_cache.records(comparisons),
         )
-    # all other tables are byte tables, which have one run
+    # all other tables are byte tables, and these have one run
     rows = byte_table.lines(name, runs[0], reports[0])
-    # pairs are compared on the reference, not on the full cache's own answer
+    # compare pairs on the reference, not on the full cache's own answer
     pairs = byte_table.pairs(rows)
     return OwnTable(
         sheets=[byte_table.sheet(rows)],

@@ -59,10 +59,10 @@ FIXED = ("method", "dataset", "preset", "match", "reference", "fidelity", "basel
 class Measure:
     """One column of the ranking: a value for each row.
 
-    name: the column's head, which may have two lines.
+    name: the column's head. It may have two lines.
     lines: the measured rows by label.
-    values: the value of each row by label, with its 95 % interval. A divergence is a mean in nats, a score is a mean
-        over tasks in per cent.
+    values: the value of each row by label, with its 95 % interval. A divergence is a mean in nats. A score is a mean
+    over tasks in per cent.
     """
 
     name: str
@@ -71,19 +71,19 @@ class Measure:
 
     @property
     def ranked_labels(self) -> list[str]:
-        """The labels of the ranked rows: all but the full cache and the rows that compressed nothing."""
+        """The labels of the ranked rows. The full cache and rows that compressed nothing are left out."""
         return [label for label in self.values if label != "full" and not self.lines[label].unchanged]
 
     @property
     def ranks(self) -> dict[str, float]:
         """The rank of each ranked row by label. The best rank is 1, and equal values share the mean of their ranks."""
-        # a small divergence is good and a large score is good: with this sign the smallest value is always the best
+        # a small divergence is good and a large score is good: with this sign, the smallest value is always the best
         sign = -1
         if self.name == DIVERGENCE:
             sign = 1
         values = {label: sign * self.values[label][0] for label in self.ranked_labels}
         ordered = sorted(values.values())
-        # n equal values fill the ranks first + 1 ... first + n, whose mean is first + (n + 1) / 2
+        # n equal values fill the ranks first + 1 ... first + n, and their mean is first + (n + 1) / 2
         return {label: ordered.index(v) + (ordered.count(v) + 1) / 2 for label, v in values.items()}
 
     @property
@@ -99,13 +99,13 @@ class Measure:
             texts_a = line_a.texts[KINDS[0]]
             texts_b = line_b.texts[KINDS[0]]
             prompts = sorted(texts_a.keys() & texts_b.keys())
-            # ln(mean KL of b / mean KL of a) is positive where b is farther from the full cache, so that a is better
+            # ln(mean KL of b / mean KL of a) is positive if b is farther from the full cache, and then a is better
             _, ci = log_ratio_of_means([texts_b[t] for t in prompts], [texts_a[t] for t in prompts])
         else:
             _, ci = difference(line_a.answers, line_b.answers)
         if ci is None:
             return 0
-        # a pair is told apart where its interval excludes 0
+        # a pair is told apart if its interval excludes 0
         low, high = ci
         if low > 0:
             return 1
@@ -134,12 +134,12 @@ def prepare(model: str, options: Mapping[str, str]) -> list[RunPlan]:
     for key in options:
         if key in FIXED:
             raise UsageError(f"{key}={options[key]} is not possible here: table {NAME} says it. Use `run` instead")
-    # two rows of the table may be the same chain, which a run measures once
+    # two rows of the table may be the same chain; a run measures it once
     config_by_chain = {chain_config.chain: chain_config for _, chain_config in byte_table.chains_of(NAME)}
     chains = tuple(config_by_chain.values())
     runs = []
     for keys in _run_keys(model).values():
-        # options of the user win over the column's keys, and these win over the defaults
+        # the user's options override the column's keys, and these override the defaults
         settings: dict[str, object] = {"model": model, "method": "full", "limit": 8}
         settings |= keys
         settings |= options
@@ -165,7 +165,7 @@ def read_measures(model: str, runs: Sequence[RunPlan], reports: Sequence[Report]
         complete_lines = []
         lines = byte_table.lines(NAME, run, report)
         for line in lines:
-            # the first row is the full cache, which every method is compared with
+            # the first row is the full cache; every method is compared with it
             full = lines[0]
             if line.answers.keys() == full.answers.keys() and line.texts.keys() == full.texts.keys():
                 complete_lines.append(line)
@@ -183,7 +183,7 @@ def read_measures(model: str, runs: Sequence[RunPlan], reports: Sequence[Report]
 
 
 def on_common_prompts(lines: Sequence[Line]) -> list[Line]:
-    """Return the rows with only those divergences and scores whose prompts all rows have."""
+    """Return the rows with only the divergences and scores on prompts that all rows have."""
     prompts_by_kind = _common_prompts([line.texts for line in lines])
     prompts_by_task = _common_prompts([line.answers for line in lines])
     paired_lines = []
@@ -192,7 +192,7 @@ def on_common_prompts(lines: Sequence[Line]) -> list[Line]:
         fidelity = {}
         for kind, text_by_prompt in line.texts.items():
             texts[kind] = {i: text for i, text in text_by_prompt.items() if i in prompts_by_kind[kind]}
-            # the means are those of the common prompts, too
+            # the means cover only the common prompts, too
             summary = summarise_texts(list(texts[kind].values()))
             if summary is not None:
                 fidelity[kind] = summary
@@ -208,7 +208,7 @@ def on_common_prompts(lines: Sequence[Line]) -> list[Line]:
 def _common_prompts(rows: Sequence[Mapping[str, Mapping[str, object]]]) -> dict[str, set[str]]:
     """Return the prompts that all rows have, by kind of text or by task. A row is {kind or task: {prompt: value}}."""
     common_prompts: dict[str, set[str]] = {}
-    # all rows have the same keys, so that the first one names them
+    # all rows have the same keys, so take the first one's
     for row in rows[:1]:
         for key in row:
             common_prompts[key] = set.intersection(*(set(other[key]) for other in rows))
@@ -255,7 +255,7 @@ def sheets(measures: Sequence[Measure]) -> list[Table]:
 
 
 def _order_by_mean_rank(measures: Sequence[Measure]) -> tuple[list[str], dict[str, float]]:
-    """Return the labels of all rows in the order of the tables, and the mean rank of each ranked row by label."""
+    """Return the labels of all rows in the tables' order, and the mean rank of each ranked row by label."""
     # a dict keeps the order in which the measures name the rows, each once
     ranks_by_label: dict[str, list[float]] = {}
     for measure in measures:
@@ -278,7 +278,7 @@ def _order_by_mean_rank(measures: Sequence[Measure]) -> tuple[list[str], dict[st
 def _value_row(label: str, measures: Sequence[Measure]) -> tuple[str, ...]:
     """Return the texts of a row of values: label, bytes, the value of each measure, and two times."""
     lines = [measure.lines[label] for measure in measures if label in measure.lines]
-    # bytes differ little between measures, so that those of the first one with this row stand for all
+    # bytes differ little between measures, so take the first measure with this row
     byte_text = "—"
     if lines[0].bytes is not None:
         byte_text = f"{lines[0].bytes:.1f}"
@@ -299,12 +299,12 @@ def _value_text(measure: Measure, label: str) -> str:
     value, ci = measure.values[label]
     if measure.name != DIVERGENCE:
         return with_interval(value, ci)
-    # divergences span orders of magnitude: they have significant digits, not decimals
+    # divergences span orders of magnitude, so they have significant digits, not decimals
     return f"{value:.3g}" + byte_table.below(ci, ".2g")
 
 
 def _rank_text(rank: float | None) -> str:
-    """Return the text of a rank, which has a decimal only where rows share it."""
+    """Return the text of a rank. It has a decimal only if rows share it."""
     if rank is None:
         return "—"
     return f"{rank:g}"
@@ -354,7 +354,7 @@ def tau(a: Mapping[str, float], b: Mapping[str, float]) -> float | None:
     """Return Kendall's tau-b between two rankings over the labels in both, or None if a ranking has only ties."""
     # concordant pairs minus discordant pairs: sum_{x<y} sign(a_x - a_y) sign(b_x - b_y)
     balance = 0
-    # the numbers of pairs that are no tie in a, and in b
+    # the numbers of pairs without a tie in a, and in b
     untied_a = 0
     untied_b = 0
     for x, y in combinations(sorted(a.keys() & b.keys()), 2):
@@ -418,7 +418,7 @@ def notes(measures: Sequence[Measure], opposed: Sequence[Disagreement]) -> list[
         "seen: the question is part of the prompt that is compressed; withheld: it comes after. [95 % intervals] over "
         "prompts, which are the same for all rows. Times are means over all columns. Rows are told apart by the "
         "interval of their paired difference (KL: of the ratio), not corrected for the number of pairs.",
-        # names of measures may have two lines, and a note has one
+        # names of measures may have two lines, but a note has one
         f"{counts}.".replace("\n", " "),
         f"Pairs told apart: {pairs}.".replace("\n", " "),
     ]
@@ -432,7 +432,7 @@ def notes(measures: Sequence[Measure], opposed: Sequence[Disagreement]) -> list[
 
 def _disagreement_notes(opposed: Sequence[Disagreement]) -> list[str]:
     """Return a note for each two measures that disagree, with the rows that each puts first."""
-    # rows that are put before the same second row share one clause
+    # rows put before the same second row share one clause
     firsts_by_second: dict[tuple[str, str], dict[str, list[str]]] = {}
     for pair in opposed:
         by_second = firsts_by_second.setdefault((pair.before, pair.behind), {})
@@ -450,10 +450,10 @@ def _measure_names(entry: tuple[tuple[str, str], object]) -> tuple[str, str]:
 
 
 def _count_text(measure: Measure) -> str:
-    """Return the number of prompts behind a measure, as a range where rows or tasks differ."""
+    """Return the number of prompts behind a measure, as a range if rows or tasks differ."""
     if not measure.values:
         return "not measured yet"
-    # rows are restricted to common prompts, so that a range comes from tasks that differ in size
+    # rows are restricted to common prompts, so a range comes from tasks of different sizes
     counts = set()
     for line in measure.lines.values():
         if measure.name == DIVERGENCE:
@@ -478,7 +478,7 @@ def _row_record(measure: Measure, label: str) -> dict[str, object]:
     """Return one row of a measure for JSON."""
     value, ci = measure.values[label]
     record: dict[str, object] = {"method": label, "value": value, "ci": ci, "rank": measure.ranks.get(label)}
-    # the key is there only where it is true, so that records of ordinary rows stay short
+    # write the key only where it is true, so that records of ordinary rows stay short
     if measure.lines[label].unchanged:
         record["nothing_compressed"] = True
     return record

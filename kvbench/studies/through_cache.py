@@ -1,4 +1,4 @@
-"""Compare cache formats on the same tokens: the prompt read exactly, and read through the cache as engines do."""
+"""Compare cache formats on the same tokens: the prompt is read exactly, or through the cache as in engines."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class FormatComparison:
 
     exact: its row with each prompt read exactly and then compressed.
     through: its row with each token stored before a later one reads it.
-    log_ratio: ln(mean divergence of ``through`` / that of ``exact``), over the windows of both. It is None if they
-        share no window.
+    log_ratio: ln(mean divergence of ``through`` / mean divergence of ``exact``), over the windows of both. It is None
+    if they share no window.
     ci: the 95 % interval of ``log_ratio``.
     """
 
@@ -51,15 +51,15 @@ def prepare(model: str, options: Mapping[str, str]) -> list[RunPlan]:
     """Plan the two runs behind the table: prompts read exactly, then prompts read through the cache."""
     keys = {"dataset": DATASETS.get(model, DATASETS[""])}
     keys.update(options)
-    # both runs score the second half of each window, so that they compare the same tokens;
-    # ``halves`` reads the first half exactly, and THROUGH_CACHE has the windows of llama.cpp set for it
+    # both runs score the second half of each window, to compare the same tokens; ``halves`` reads the first half
+    # exactly, and THROUGH_CACHE has llama.cpp's windows set for it
     exact_run = byte_table.prepare(NAME, model, keys | {"windows": "halves"})
     through_run = byte_table.prepare(NAME, model, keys, THROUGH_CACHE)
     return [exact_run, through_run]
 
 
 def compare_formats(runs: Sequence[RunPlan], reports: Sequence[Report]) -> list[FormatComparison]:
-    """Return the formats that are measured in both ways. ``runs`` are those of ``prepare``."""
+    """Return the formats that are measured in both ways. ``prepare`` planned the ``runs``."""
     exact_run, through_run = runs
     exact_report, through_report = reports
     exact_lines = _read_compared_lines(exact_run, exact_report)
@@ -81,9 +81,9 @@ def _compare(exact: Line, through: Line) -> FormatComparison:
     """Return the comparison of one format's two rows over the windows that both have."""
     exact_texts = exact.texts[REFERENCE]
     through_texts = through.texts[REFERENCE]
-    # sorted: the interval depends on the order of windows in the last digit
+    # sort, since the interval's last digit depends on the order of windows
     windows = sorted(through_texts.keys() & exact_texts.keys())
-    # runs that are not complete yet may share no window
+    # incomplete runs may share no window
     log_ratio = None
     ci = None
     if windows:
@@ -126,7 +126,7 @@ def _ratio_text(comparison: FormatComparison) -> str:
 def notes(comparisons: Sequence[FormatComparison]) -> list[str]:
     """Return the note below the table: units, both ways to read a prompt, and the number of windows."""
     count_text = ""
-    # formats are measured on the same windows, so that the last one stands for all
+    # all formats are measured on the same windows, so take the last one
     if comparisons:
         summary = comparisons[-1].through_summary
         count_text = f"n = {summary.n} windows, {summary.n_tokens} tokens"

@@ -1,1 +1,1 @@
-"""Datasets, their prompts, and where they are fetched from."""
+"""Datasets, their prompts, and the places to fetch them from."""

@@ -15,14 +15,14 @@ from kvbench.tasks.longbench import PROMPTS, official
 from kvbench.tasks.rows import FileRow, parse, read
 
 INSTRUCTION = "Read the article and answer each question about it with a few of its words."
-# QMSum's authors clean their transcripts like this before a model reads them: they remove marks of sounds, and join
-# abbreviations that were transcribed letter by letter.
+# QMSum's authors clean their transcripts this way before a model reads them: they remove marks of sounds, and join
+# abbreviations that were transcribed letter by letter
 NOISES = re.compile(r"\{ ?(?:vocalsound|disfmarker|pause|nonvocalsound|gap) ?\} ?")
 JOINED = {"a_m_i_": "ami", "l_c_d_": "lcd", "p_m_s": "pms", "t_v_": "tv"}
 
 
 def articles(context: LoadContext, file: str, max_new_tokens: int, questions: int | None = None) -> list[Task]:
-    """Return one task with an example per article: its title and paragraphs, and the first ``questions`` of the file.
+    """Return one task with an example per article: its title and paragraphs, with its first ``questions`` questions.
 
     Raises UsageError naming file and place for an article without paragraphs, questions or answers.
     """
@@ -43,7 +43,7 @@ def articles(context: LoadContext, file: str, max_new_tokens: int, questions: in
                 answers = tuple(answer.text("text") for answer in row.records("answers"))
                 turns.append(Turn(question, answers))
         text = "\n\n".join(paragraph.text("context").strip() for paragraph in paragraphs)
-        # titles are those of Wikipedia's addresses
+        # titles have the form of Wikipedia's addresses
         prompt = f"{INSTRUCTION}\n\n{title.replace('_', ' ')}\n\n{text}"
         examples.append(Example(title, prompt, (), max_new_tokens, turns=tuple(turns)))
     task = Task(
@@ -78,7 +78,7 @@ def meetings(context: LoadContext, file: str, max_new_tokens: int, questions: in
             transcript.append(f"{_clean(speech.text('speaker'))}: {_read_speech(speech)}")
         turns = []
         for key in ("general_query_list", "specific_query_list"):
-            # a meeting may have no query of a kind, but it must have both lists
+            # a meeting may have no query of one kind, but it must have both lists
             if not row.value(key):
                 continue
             for query in row.records(key):
@@ -100,7 +100,7 @@ def meetings(context: LoadContext, file: str, max_new_tokens: int, questions: in
 
 
 def _read_speech(row: FileRow) -> str:
-    """Return the words of one speaker, which may be none."""
+    """Return the words of one speaker. They may be empty."""
     if row.value("content") == "":
         return ""
     return _clean(row.text("content"))

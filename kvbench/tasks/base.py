@@ -28,7 +28,7 @@ UNCUT = ("needle", "RULER")
 
 
 class Tokenizer(Protocol):
-    """The part of a transformers tokenizer that tasks may use."""
+    """The methods of a transformers tokenizer that tasks may use."""
 
     def encode(self, text: str, add_special_tokens: bool = ...) -> list[int]: ...
 
@@ -36,7 +36,7 @@ class Tokenizer(Protocol):
 
 
 def own_wording(dataset: str, *facts: str) -> str:
-    """Return the note of a task whose prompts kvbench has worded. Other ``facts`` for readers stand before it."""
+    """Return the note of a task whose prompts kvbench has worded, behind other ``facts`` for readers."""
     sentences = [fact for fact in facts if fact]
     sentences.append("the wording of its prompts is kvbench's own")
     return f"{dataset}: " + "; ".join(sentences)
@@ -47,7 +47,7 @@ class Task:
     """One column of a table: examples in a fixed order, the metric that scores them, and facts for the reader.
 
     id: ``dataset/task``.
-    source: where the examples come from.
+    source: the origin of the examples.
     note: a text that is printed under the table.
     stop: texts whose last token ends an answer (samsum's newline).
     forbid_first: texts whose last token cannot be the first of an answer.
@@ -55,12 +55,12 @@ class Task:
     first_line: only the first line after leading newlines is scored.
     cut_at: only the text before the first ``cut_at`` is scored.
     chat: False for tasks that are read without a chat template even if the run uses one (few-shot and code).
-    strip: whitespace at the ends of an answer is not scored. False for code, which is indented.
+    strip: whitespace at the ends of an answer is not scored. False for code, where indentation counts.
     grid: the keys of ``meta`` over which a limit spreads (a needle's depth). Without keys it takes the first examples.
     lead: the beginning of a sentence that the prompt asks to complete. It is scored in front of the answer.
     fidelity: every method is compared with the full cache, token by token, even if the run does not ask for it.
     query_aware: whether the question is read before the context is compressed. A loader states the task's own choice,
-    which ``load_tasks`` replaces by the run's. It is False wherever a context has several questions.
+    and ``load_tasks`` replaces it by the run's. It is False wherever a context has several questions.
     turns: the history that a context's cache holds, one of TURNS. It is '' unless examples have ``turns``.
     beside: metrics whose means are recorded beside the score of examples with ``turns``.
     """
@@ -88,7 +88,7 @@ class Task:
     def __post_init__(self) -> None:
         if not self.examples:
             raise UsageError(f"dataset {self.id} has no examples")
-        # answers are stored by the id of their example: a second one would overwrite the first
+        # answers are stored by the id of their example, so a second example with one id would overwrite the first
         ids = [e.id for e in self.examples]
         if len(set(ids)) < len(ids):
             repeated = next(name for name in ids if ids.count(name) > 1)
@@ -109,7 +109,7 @@ class Task:
         """Return the part of a generated text that is scored."""
         if self.first_line:
             text = first_line(text)
-        # models go on with another question or another article, which is no part of the answer
+        # models continue with another question or article, and this is no part of the answer
         if self.cut_at:
             text = text.partition(self.cut_at)[0]
         if self.strip:
@@ -117,7 +117,7 @@ class Task:
         return self.lead + text
 
     def answering(self) -> dict[str, object]:
-        """Return the settings that end an answer and choose its scored part, by name, for a cell's identity."""
+        """Return, by name, the settings that end an answer and choose its scored part, for a cell's identity."""
         settings: dict[str, object] = {
             "stop": list(self.stop),
             "forbid_first": list(self.forbid_first),
@@ -126,17 +126,17 @@ class Task:
             "cut_at": self.cut_at,
             "strip": self.strip,
         }
-        # only one needle phrasing has a lead: without the key all other cells keep the ids that they had before it came
+        # only one needle phrasing has a lead: without the key, all other cells keep their earlier ids
         if self.lead:
             settings["lead"] = self.lead
         return settings
 
     def content_hash(self) -> str:
-        """Return the SHA-256 of all examples, which identifies the data of a cell."""
+        """Return the SHA-256 of all examples. It identifies the data of a cell."""
         digest = hashlib.sha256()
         for example in self.examples:
             content = asdict(example)
-            # Only some datasets use these fields. The others keep the hashes that they had before the fields came.
+            # only some datasets use these fields; the others keep the hashes that they had before the fields came
             for name in ("turns", "answer_prefix"):
                 if not content[name]:
                     del content[name]
@@ -151,7 +151,7 @@ class Task:
 class LoadContext:
     """The first argument of every loader: the request for tasks, and the means to make them.
 
-    dataset: the entry's name, which begins the ids of its tasks and the messages about it.
+    dataset: the entry's name. It begins the ids of its tasks and the messages about it.
     selection: the names of the wanted tasks, () for all. A loader may ignore it: load_tasks leaves out other tasks.
     tokenizer: the model's, None if tasks are listed without a model.
     render: the function from a prompt to its text in the model's chat template, None without a template.
@@ -166,13 +166,13 @@ class LoadContext:
 
     @property
     def chat(self) -> bool:
-        """True if prompts are put into a chat template, behind which answers are longer."""
+        """True if prompts are put into a chat template. Answers are longer then."""
         return self.render is not None
 
     @cached_property
     def files(self) -> Files:
         """The dataset's files below the data folder. Raises MissingData if the folder does not exist."""
-        # opened at first use: a dataset without files does not care whether the folder exists
+        # opened at first use: a dataset without files must not require the folder
         return Files(self.dataset, data_root(self.data))
 
 
@@ -187,16 +187,16 @@ def load_tasks(
 ) -> list[Task]:
     """Return the selected tasks of a conf/dataset entry.
 
-    The entry's ``_target_``, or else the loader of rows, is called with a LoadContext, and the entry's knobs as
-    keywords. The tasks of contexts with several questions get the entry's ``turns``.
+    The entry's ``_target_``, or else the loader of rows, is called with a LoadContext, and with the entry's knobs as
+    keywords. Tasks with several questions a context get the entry's ``turns``.
 
     ``selection`` names the wanted tasks (``needle`` of ``tiny/needle``), or several by the part before a slash
-    (``ruler/vt`` at all its lengths). Empty means all. ``data`` and ``render`` are those of LoadContext.
+    (``ruler/vt`` at all its lengths). Empty means all. ``data`` and ``render`` are the fields of LoadContext.
     ``query_aware`` is the run's choice for all tasks; None leaves each task its own.
     """
     module, _, name = str(entry.get("_target_", ROWS)).rpartition(".")
     loader: Callable[..., list[Task]] = getattr(importlib.import_module(module), name)
-    # these keys are for load_tasks, run and fetch: no loader has them as knobs
+    # load_tasks, run and fetch use these keys; no loader has them as knobs
     knobs = {key: value for key, value in entry.items() if key not in ("_target_", "default_limit", "hub", "turns")}
     turns = ""
     if "turns" in entry:
@@ -206,9 +206,9 @@ def load_tasks(
     for task in loader(context, **knobs):
         if query_aware is not None:
             task = replace(task, query_aware=query_aware)
-        # a dataset may have the knob although the examples that were read ask one question each
+        # a dataset may have the knob although its examples ask one question each
         if task.examples[0].turns:
-            # one cache serves all questions of a context: it cannot be made for each of them
+            # one cache serves all questions of a context, so it cannot be made for each of them
             task = replace(task, turns=turns, query_aware=False)
         tasks.append(task)
     if not selection:
@@ -217,7 +217,7 @@ def load_tasks(
 
 
 def limit_answers(dataset: str, tasks: list[Task], max_new_tokens: int | None) -> list[Task]:
-    """Return the tasks with ``max_new_tokens`` for every answer. None leaves the lengths that the data has.
+    """Return the tasks with ``max_new_tokens`` for every answer. None keeps the lengths in the data.
 
     Raises UsageError unless it is a whole number from 1.
     """
@@ -232,7 +232,7 @@ def limit_answers(dataset: str, tasks: list[Task], max_new_tokens: int | None) -
 
 
 def limit_questions(dataset: str, tasks: list[Task], questions: int | None) -> list[Task]:
-    """Return the tasks with the first ``questions`` of every context. None leaves all.
+    """Return the tasks with the first ``questions`` of every context. None keeps all questions.
 
     Raises UsageError unless it is a whole number from 1.
     """
@@ -248,7 +248,7 @@ def limit_questions(dataset: str, tasks: list[Task], questions: int | None) -> l
 
 def _select(dataset: str, tasks: Sequence[Task], selection: Sequence[str]) -> list[Task]:
     """Return the tasks that ``selection`` names, each once, in its order. Raises UsageError for an unknown name."""
-    # the dataset of a single task has its name for an id: such a task has no name to select it by
+    # a single task has its dataset's name as its id, and so no name to select it by
     by_name = {task.id.partition("/")[2]: task for task in tasks}
     selected: dict[str, Task] = {}
     for wanted in selection:
@@ -263,7 +263,7 @@ def _select(dataset: str, tasks: Sequence[Task], selection: Sequence[str]) -> li
 def read_text(path: Path, what: str) -> str:
     """Return the text of a UTF-8 file. Raises UsageError beginning with ``what``, its use, if it cannot be read."""
     try:
-        # a pipe or a device would be read for ever
+        # reading a pipe or a device would never end
         check_ends(path)
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:

@@ -19,7 +19,7 @@ PROMPT = "Read the story and answer the question about it in a few words.\n\n{st
 
 
 class DialogueTurn(NamedTuple):
-    """A question and its references, the conversation's first. Equal references count separately in the score."""
+    """A question and its references, the conversation's own first. Equal references count separately in the score."""
 
     question: str
     answers: tuple[str, ...]
@@ -48,7 +48,7 @@ def load(context: LoadContext, file: str | None, history: int | str, max_new_tok
             first = 0
             if isinstance(history, int):
                 first = max(0, n - history)
-            # earlier turns have their references as answers: one example does not depend on another's answer
+            # earlier turns show their references as answers, so that examples do not depend on each other's answers
             dialogue = [f"Q: {earlier.question}\nA: {earlier.answers[0]}\n\n" for earlier in turns[first:n]]
             question = f"Q: {turn.question}\nA:"
             examples.append(
@@ -88,14 +88,14 @@ def _read_stories(path: Path) -> Iterator[FileRow]:
 
 def _read_turns(row: FileRow) -> Iterator[DialogueTurn]:
     """Yield the turns of a conversation. Raises UsageError for a turn without question or answer."""
-    # the n-th answer of every annotator is to the n-th question
+    # the n-th answer of every annotator belongs to the n-th question
     questions, answers_by_annotator = _read_columns(row)
     for n, question in enumerate(questions):
         if not question.strip():
             raise row.wrong(f"turn {n + 1} has no question")
         answers = []
         for column in answers_by_annotator:
-            # an annotator may have fewer answers than the conversation has turns, and empty ones
+            # an annotator may have fewer answers than the conversation has turns, and some may be empty
             if n < len(column) and column[n].strip():
                 answers.append(column[n].strip())
         if not answers:
@@ -104,10 +104,10 @@ def _read_turns(row: FileRow) -> Iterator[DialogueTurn]:
 
 
 def _read_columns(row: FileRow) -> tuple[list[str], list[list[str]]]:
-    """Return (questions, one list of answers per annotator). The answers of the conversation itself come first."""
+    """Return (questions, one list of answers per annotator). The conversation's own answers come first."""
     answers = row.value("answers")
     if isinstance(answers, dict):
-        # the hub's table: an object of lists in place of a list of objects
+        # the hub's table has an object of lists where the official file has a list of objects
         answer_columns = FileRow(row.file, f"{row.place}, answers", answers)
         return list(row.texts("questions")), [list(answer_columns.texts("input_text"))]
     answers_by_annotator = [_read_turn_texts(row, "answers")]
@@ -123,7 +123,7 @@ def _read_columns(row: FileRow) -> tuple[list[str], list[list[str]]]:
 
 
 def _read_turn_texts(row: FileRow, key: str) -> list[str]:
-    """Return the texts of the turns under ``key``, which may be empty. Raises UsageError if one is no text."""
+    """Return the texts of the turns under ``key``. Texts may be empty. Raises UsageError if a value is no text."""
     values = [turn.value("input_text") for turn in row.records(key)]
     for value in values:
         if not isinstance(value, str):

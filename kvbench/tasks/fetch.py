@@ -51,11 +51,11 @@ FIELD_NAMES = {"from": "name", "to": "destination", "also": "alternative"}
 
 @dataclass(frozen=True)
 class Wanted:
-    """One file below the data folder and where it comes from.
+    """One file below the data folder, with its origin.
 
     destination: its place below the data folder.
     name: the file's name in the repo, or None for a file with a ``url``.
-    alternative: the place of another file that will do in its stead.
+    alternative: the place of a substitute file.
     member: the name of the file inside a zip archive.
     column: the column whose values are written if parquet becomes text.
     sha256: the checksum, if it is known beforehand.
@@ -81,9 +81,9 @@ class Wanted:
 
 @dataclass(frozen=True)
 class FileSource:
-    """The ``hub`` entry of one dataset: where its files come from, and under which licence.
+    """The ``hub`` entry of one dataset: the origin of its files, and their licence.
 
-    instead: a file that is read in their place if it is there.
+    instead: a file that replaces them if it exists.
     """
 
     dataset: str
@@ -133,7 +133,7 @@ def source_of(dataset: str) -> FileSource:
 
 
 def read_lock(root: Path) -> Lock:
-    """Return the lock of a data folder, which is empty without a lock file. Raises UsageError if that is damaged."""
+    """Return the lock of a data folder, empty if there is no lock file. Raises UsageError if the file is damaged."""
     path = root / LOCK
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -149,9 +149,12 @@ def read_lock(root: Path) -> Lock:
 
 
 def state(root: Path | None, wanted: Wanted, lock: Lock) -> str:
-    """Return a file's state: ``missing``, ``fetched`` (it is as the lock says), ``changed``, or ``present``.
+    """Return a file's state against ``lock``, the record of fetched files.
 
-    A file is present if it, or the one that will do in its stead, is there and the lock does not list it.
+    missing: neither the file nor its substitute ``wanted.also`` exists.
+    fetched: the file is as the lock says.
+    changed: the file differs from the lock.
+    present: the file or its substitute exists, and the lock does not list the file.
     """
     if root is None:
         return "missing"
@@ -164,14 +167,14 @@ def state(root: Path | None, wanted: Wanted, lock: Lock) -> str:
         return "present"
     record = lock[wanted.destination]
     size = path.stat().st_size
-    # another size spares reading a large file for its checksum
+    # a different size saves reading a large file for its checksum
     if size != record.get("bytes", size) or sha256(path) != record["sha256"]:
         return "changed"
     return "fetched"
 
 
 def changed(root: Path, wanted: Wanted) -> UsageError:
-    """Return the error for a file that is not what was fetched."""
+    """Return the error for a file that differs from the fetched one."""
     return UsageError(
         f"{root / wanted.destination} has changed since it was fetched: its checksum is not that of {root / LOCK}. "
         "Delete the file and fetch it again; if the change is meant, take its entry out of the lock file"
@@ -181,8 +184,8 @@ def changed(root: Path, wanted: Wanted) -> UsageError:
 def fetch(source: FileSource, root: Path, hub: HuggingFace, say: Callable[[str], None]) -> list[str]:
     """Download the missing files of one dataset and return their places below ``root``.
 
-    Files that are there are left alone. Raises UsageError for a file that differs from the lock. Raises KvbenchError if
-    a download fails or has another content than expected. Files that came before it stay and are locked.
+    Existing files are left alone. Raises UsageError for a file that differs from the lock. Raises KvbenchError if a
+    download fails or has unexpected content. Files that were downloaded before the error stay and are locked.
     """
     lock = read_lock(root)
     states = {wanted: state(root, wanted, lock) for wanted in source.files}
@@ -191,14 +194,14 @@ def fetch(source: FileSource, root: Path, hub: HuggingFace, say: Callable[[str],
             raise changed(root, wanted)
     places: list[str] = []
     root.mkdir(parents=True, exist_ok=True)
-    # inside the data folder, so that moving a file to its place stays on one file system
+    # work inside the data folder, so that moving a file to its place stays on one file system
     with tempfile.TemporaryDirectory(prefix=".fetch-", dir=root) as temporary:
         commits: dict[str, str] = {}
         missing = [wanted for wanted, status in states.items() if status == "missing"]
         if any(wanted.converted for wanted in missing):
             require("datasets", "reading parquet")
         for name in dict.fromkeys(wanted.source for wanted in missing):
-            group = [wanted for wanted in missing if wanted.source == name]  # all members of one archive together
+            group = [wanted for wanted in missing if wanted.source == name]  # take all members of one archive together
             folder = Path(temporary) / str(len(places))
             folder.mkdir()
             origin = _find_origin(source, group[0], lock, commits, hub)
@@ -216,14 +219,14 @@ def fetch(source: FileSource, root: Path, hub: HuggingFace, say: Callable[[str],
                     record["member"] = wanted.member
                 lock[wanted.destination] = record
                 places.append(wanted.destination)
-            # after every download: an interrupted fetch keeps the checksums of the files that it has
+            # write the lock after every download: an interrupted fetch keeps the checksums of its files
             write_json(root / LOCK, {"version": 1, "files": dict(sorted(lock.items()))})
             download.unlink(missing_ok=True)
     return places
 
 
 def parse_source(dataset: str, entry: Mapping[str, Any]) -> FileSource:
-    """Return the source that a ``hub`` entry describes. Raises UsageError for an entry that makes no sense."""
+    """Return the source that a ``hub`` entry describes. Raises UsageError for an invalid entry."""
     where = f"conf/dataset/{dataset}.yaml, hub"
     files: list[Wanted] = []
     for item in entry.get("files") or []:
@@ -251,7 +254,7 @@ def parse_source(dataset: str, entry: Mapping[str, Any]) -> FileSource:
 def _parse_files(item: Mapping[str, Any]) -> list[Wanted]:
     """Return the files of one item of a ``hub`` entry: one, or one for each value of ``each``.
 
-    A field that is null has no value, ``each`` too: the item is as it is without that field.
+    A null field, including ``each``, counts as absent.
     """
     values = item.get("each")
     if values is None:
@@ -273,10 +276,10 @@ def _parse_files(item: Mapping[str, Any]) -> list[Wanted]:
 def _find_origin(
     source: FileSource, wanted: Wanted, lock: Lock, commits: dict[str, str], hub: HuggingFace
 ) -> dict[str, str]:
-    """Return where a file comes from: its url, or its repo, revision and commit.
+    """Return a file's origin: its url, or its repo, revision and commit.
 
-    The commit is that of an earlier fetch of the same revision, if the lock has one. ``commits`` holds the commits that
-    this fetch has found, by repo.
+    The lock may have the commit of an earlier fetch of the same revision; that commit is used. ``commits`` holds the
+    commits that this fetch has found, by repo.
     """
     if wanted.url:
         return {"url": wanted.url}
@@ -287,7 +290,7 @@ def _find_origin(
 
 
 def _locked_commit(lock: Lock, repo: str, revision: str) -> str | None:
-    """Return the commit of a repo's revision in the lock, None if nothing of it was fetched."""
+    """Return the commit of a repo's revision in the lock, or None if nothing of that revision was fetched."""
     # a branch moves on: all files of a dataset must come from one commit, whenever they are fetched
     for record in lock.values():
         if record.get("repo") == repo and record.get("revision") == revision and "commit" in record:
@@ -300,7 +303,7 @@ def _install(wanted: Wanted, download: Path, root: Path, work_folder: Path, lock
     unpacked = work_folder / "ready"
     unpack(wanted, download, unpacked)
     digest = sha256(unpacked)
-    # a missing file that the lock lists must come back as it was
+    # if the lock lists a missing file, the file must come back unchanged
     locked_sha256 = None
     if wanted.destination in lock:
         locked_sha256 = lock[wanted.destination].get("sha256")
@@ -310,9 +313,9 @@ def _install(wanted: Wanted, download: Path, root: Path, work_folder: Path, lock
                 f"{wanted.destination} from {wanted.source} has the checksum {digest}, "
                 f"{where_declared} says {expected}: the source has changed. It was not kept"
             )
-    # nothing is written below the data folder before its content is known to be right
+    # write nothing below the data folder before the content is known to be right
     target = root / wanted.destination
-    if os.path.isdir(target):  # False, not an error, where it may not be looked at
+    if os.path.isdir(target):  # isdir returns False, not an error, where it may not look
         raise UsageError(f"{target} cannot be written: it is a folder; move what is in its place away")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -324,7 +327,7 @@ def _install(wanted: Wanted, download: Path, root: Path, work_folder: Path, lock
 
 
 def unpack(wanted: Wanted, path: Path, ready: Path) -> None:
-    """Write the wanted part of a downloaded file to ``ready``. Raises KvbenchError if it is damaged or of another form.
+    """Write the wanted part of a downloaded file to ``ready``. Raises KvbenchError for damage or another form.
 
     The part is a member of a zip archive, the content of a .gz, parquet as JSON Lines or text, or else the whole file.
     """
@@ -341,13 +344,13 @@ def unpack(wanted: Wanted, path: Path, ready: Path) -> None:
             shutil.copyfile(path, ready)
         _check_json(wanted, ready)
     except _DAMAGED as error:
-        # libraries print reasons of several lines
+        # libraries give reasons of several lines
         reason = " ".join(str(error).split())
         raise KvbenchError(f"{wanted.destination} could not be made from {wanted.source}: {reason}") from None
 
 
 def _check_json(wanted: Wanted, ready: Path) -> None:
-    """Raise ValueError if a .json or .jsonl file is not JSON: an address may answer with a page about an error."""
+    """Raise ValueError if a .json or .jsonl file is not JSON. An address may answer with a page about an error."""
     if wanted.destination.endswith(".json"):
         json.loads(ready.read_bytes())
     elif wanted.destination.endswith(".jsonl"):
@@ -360,17 +363,17 @@ def _check_json(wanted: Wanted, ready: Path) -> None:
                     raise ValueError(f"line {number} is not JSON: {error}") from None
 
 
-# the errors of a damaged file; an encrypted member, an unknown method and too deep JSON are RuntimeErrors
+# the errors of a damaged file: an encrypted member, an unknown method and too deep JSON are RuntimeErrors
 _DAMAGED = (OSError, KeyError, ValueError, EOFError, RuntimeError, zlib.error, lzma.LZMAError, zipfile.BadZipFile)
 
 
 def _convert_parquet(wanted: Wanted, path: Path, ready: Path) -> None:
-    """Write parquet as JSON Lines or, where the wanted file is a .txt, one column's values one after the other."""
+    """Write parquet as JSON Lines. For a .txt, write the values of one column one after the other instead."""
     import datasets
 
     datasets.disable_progress_bars()
     as_text = wanted.destination.endswith(".txt")
-    # as arrow: pictures and sounds stay bytes, no decoder of them is needed
+    # in arrow format, pictures and sounds stay bytes and need no decoder
     table = datasets.Dataset.from_parquet(str(path), cache_dir=str(ready.parent / "arrow")).with_format("arrow")
     # line feeds on Windows, too, so that checksums are the same everywhere
     with ready.open("w", encoding="utf-8", newline="\n") as out:
@@ -381,7 +384,7 @@ def _convert_parquet(wanted: Wanted, path: Path, ready: Path) -> None:
                 if not as_text:
                     out.write(json.dumps(row, ensure_ascii=False, default=_as_text) + "\n")
                     continue
-                # a text such as WikiText's is one line a row, with its line break
+                # in a text such as WikiText's, a row is one line with its line break
                 text = row[wanted.column]
                 if not isinstance(text, str):
                     raise ValueError(f"column {wanted.column!r} must hold text, it holds {_as_text(text)}")
@@ -389,7 +392,7 @@ def _convert_parquet(wanted: Wanted, path: Path, ready: Path) -> None:
 
 
 def _as_text(value: object) -> str:
-    """Return a value that JSON lacks as text: the size of bytes (pictures, sounds), a date as it prints."""
+    """Return a value that JSON lacks as text: bytes (pictures, sounds) as their size, a date as it prints."""
     if isinstance(value, bytes):
         return f"<{len(value)} bytes>"
     return str(value)

@@ -1,9 +1,12 @@
-"""Long texts on which methods are compared with the full cache, token by token: one window of each document.
+"""Texts on which methods are compared with the full cache, token by token. The option ``windows`` cuts them.
 
-The first ``length`` tokens of a document are read and compressed. The next ``forced`` are fed to all methods and
-compared. Windows of llama.cpp's perplexity tool instead cut a whole text, with BOS over the first token of each. They
-count the predictions from the middle of a window on (github.com/ggml-org/llama.cpp, tools/perplexity). ``halves`` are
-the same windows and predictions with the first half read exactly.
+``windows=prefix`` takes one window of each document. Its first ``length`` tokens are read and compressed, and the next
+``forced`` tokens are fed to all methods and compared.
+
+``windows=llamacpp`` cuts a whole text as llama.cpp's perplexity tool does, with BOS over the first token of each
+window. Predictions count from the middle of a window on (github.com/ggml-org/llama.cpp, tools/perplexity).
+
+``windows=halves`` takes llama.cpp's windows and predictions, but reads the first half of each window exactly.
 """
 
 from __future__ import annotations
@@ -25,10 +28,13 @@ from kvbench.tasks.base import LoadContext, Task, read_text
 from kvbench.tasks.knobs import whole
 from kvbench.tasks.source import Files
 
-# tokens by the knob ``windows``; 512 is the context with which llama.cpp's tables are made
+# length of a window in tokens by ``windows``; llama.cpp's tables are made with a context of 512
 LENGTHS: Mapping[str, int] = MappingProxyType({"prefix": 2048, "llamacpp": 512, "halves": 512})
 TINY_LENGTH = 512
 TINY_PROMPT = 128
+TINY_DOCUMENTS = 64
+TINY_SENTENCES = 16
+"""Prompts with their answers in each of the tiny model's documents."""
 WIKITEXT = "wikitext2/test.txt"
 ESSAYS = ("paul_graham", "state_union")
 CONTEXTS = ("longbench_mini", "longbench")
@@ -48,7 +54,7 @@ class FidelityKnobs:
 
 
 def load(context: LoadContext, **entry: Any) -> list[Task]:
-    """Return a task for each selected text, or for all texts whose files are there.
+    """Return a task for each selected text. Without a selection, return one for each text whose files exist.
 
     Raises UsageError if a selected text is missing, or no document is long enough.
     """
@@ -60,7 +66,7 @@ def load(context: LoadContext, **entry: Any) -> list[Task]:
     whole(dataset, "forced", knobs.forced, 2, 1_000_000)
     least_length = 1
     if knobs.windows != "prefix":
-        # a first half that is read and a second half with predictions
+        # both halves need tokens: the first is read, the second is predicted
         least_length = 4
     if knobs.length is not None:
         whole(dataset, "length", knobs.length, least_length, 10_000_000)
@@ -73,7 +79,7 @@ def load(context: LoadContext, **entry: Any) -> list[Task]:
         try:
             documents = list(TEXTS[name](files))
         except UsageError:
-            # a run of all texts goes on without the absent ones; a named text must not be left out
+            # a run of all texts skips absent ones; a named text must not be left out
             if selection:
                 raise
             continue
@@ -106,7 +112,10 @@ def load(context: LoadContext, **entry: Any) -> list[Task]:
 def _first_windows(
     prefix: str, tokenizer: Any, documents: Sequence[tuple[str, str]], length: int, *, forced: int
 ) -> Iterator[Example]:
-    """Yield the first window of each document that is long enough: ``length`` tokens to read, ``forced`` to compare."""
+    """Yield the first window of each document that is long enough.
+
+    A window has ``length`` tokens to read and ``forced`` tokens to compare.
+    """
     bos = _bos_ids(tokenizer)
     size = length + forced - len(bos)
     meta = {"window": length + forced, "prefix": length, "chunk": 1, "divisor": float(forced), "unit": "token"}
@@ -134,16 +143,16 @@ def _bos_ids(tokenizer: Any) -> list[int]:
 def _llamacpp_windows(
     prefix: str, tokenizer: Any, documents: Sequence[tuple[str, str]], length: int, *, halves: bool
 ) -> Iterator[Example]:
-    """Yield all windows of ``length`` tokens of the joined documents. The first half of each is not counted.
+    """Yield all windows of ``length`` tokens of the joined documents. Predictions in their first halves do not count.
 
     With ``halves`` the first half is read at once, otherwise only the first token is. Windows of different documents
-    take turns: a limit of a few windows then covers many documents.
+    take turns, so that a limit of a few windows covers many documents.
     """
     ids = tokenizer.encode("".join(text for _, text in documents), add_special_tokens=False)
     if len(ids) < 2 * length:
         raise UsageError(f"{prefix}: {len(ids)} tokens, less than two windows of {length}: lower length=")
     middle = length // 2
-    # Predictions behind the middle are counted; llama.cpp counts n - n / 2 - 1 of a window of n tokens.
+    # predictions behind the middle count: llama.cpp counts n - n / 2 - 1 of them in a window of n tokens
     if halves:
         read_tokens, counted = middle, length - middle
     else:
@@ -156,7 +165,7 @@ def _llamacpp_windows(
         "divisor": float(counted),
         "scored_from": middle,
     }
-    # the end of each document among the tokens; joined texts may have a token less where two of them meet
+    # the end of each document in tokens; joined texts may have one token less where two documents meet
     ends = list(accumulate(len(tokenizer.encode(text, add_special_tokens=False)) for _, text in documents))
     # a window belongs to the document in which it begins
     document_numbers = [min(bisect_right(ends, i * length), len(documents) - 1) for i in range(len(ids) // length)]
@@ -165,7 +174,7 @@ def _llamacpp_windows(
     for i in sorted(range(len(turns)), key=turns.__getitem__):
         window = ids[i * length : (i + 1) * length]
         if tokenizer.bos_token_id is not None:
-            # llama.cpp writes BOS over the first token, so that windows of a text do not shift
+            # llama.cpp writes BOS over the first token, so windows of a text do not shift
             window[0] = tokenizer.bos_token_id
         document, _ = documents[document_numbers[i]]
         yield Example(
@@ -178,13 +187,13 @@ def _llamacpp_windows(
         )
 
 
-def _tiny(files: Files) -> Documents:
-    """Yield texts that the tiny model knows: short prompts of its six tasks with their answers, in turns."""
+def _tiny(_files: Files) -> Documents:
+    """Yield texts that the tiny model knows: short prompts of its six tasks, taken in turns, with their answers."""
     names = list(tiny.TASKS)
-    for document in range(64):
+    for document in range(TINY_DOCUMENTS):
         sentences = []
-        for i in range(16):
-            example = tiny.example(names[i % len(names)], TINY_PROMPT, document * 16 + i)
+        for i in range(TINY_SENTENCES):
+            example = tiny.example(names[i % len(names)], TINY_PROMPT, document * TINY_SENTENCES + i)
             sentences.append(f"{example.prompt} {example.answers[0]}.")
         yield f"{document:03d}", " ".join(sentences)
 
@@ -200,7 +209,7 @@ def _wikitext(files: Files) -> Documents:
 
 
 def _essays(files: Files) -> Documents:
-    """Yield the files of the first folder of essays that is there."""
+    """Yield the files of the first existing folder of essays."""
     folder = _first_folder(files, ESSAYS)
     for path in sorted(folder.glob("*.txt")):
         yield path.stem, read_text(path, f"dataset={files.dataset}")
@@ -213,7 +222,7 @@ def _contexts(files: Files) -> Documents:
     for path in sorted(folder.rglob("*.jsonl")):
         contexts = []
         with path.open(encoding="utf-8") as lines:
-            # a fidelity run takes 20 documents unless it is told otherwise; LongBench has 200 long ones a task
+            # a fidelity run takes 20 documents by default; LongBench has 200 long ones a task
             for i, line in enumerate(islice(lines, 50)):
                 contexts.append((f"{path.stem}-{i:03d}", json.loads(line)["context"]))
         contexts_by_task.append(contexts)
@@ -224,7 +233,7 @@ def _contexts(files: Files) -> Documents:
 
 
 def _first_folder(files: Files, names: Sequence[str]) -> Path:
-    """Return the first of the folders that is below the data folder. Raises MissingData with the first name."""
+    """Return the first of the folders that exists below the data folder. Raises MissingData with the first name."""
     for name in names:
         if files.root is not None and (files.root / name).is_dir():
             return files.path(name)

@@ -1,4 +1,4 @@
-"""Any prompts with references: one JSON object a line."""
+"""Any prompts with references, from a file with one JSON object a line."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ def load(
 ) -> list[Task]:
     """Return one task, ``file/<name of the file>``, with an example for each line that is not blank.
 
-    A line holds a prompt, or a context and a question, and a reference or a list of them. It may have an id, a list of
-    labels and its own limit of new tokens. A line may also hold a context and a list of questions, each an object with
-    a question and its references. All stand under the given keys. Raises UsageError naming file, line and reason for
-    any other content.
+    A line holds a prompt, or a context and a question, and a reference or a list of references. It may have an id, a
+    list of labels and its own limit of new tokens. A line may also hold a context and a list of questions, each an
+    object with a question and its references. The arguments name the keys of all these. Raises UsageError naming file,
+    line and reason for any other content.
     """
     dataset = context.dataset
     if not path:
         raise UsageError(f"dataset {dataset} reads prompts from a file: give path=FILE.jsonl")
     scorer = metrics.metric(metric)
-    # lines without a limit of their own get this one, so that it is checked before they are read
+    # lines without a limit of their own get this one, so check it before they are read
     if not is_count(max_new_tokens):
         raise UsageError(f"dataset.{dataset}.max_new_tokens={max_new_tokens!r} is not possible: a whole number from 1")
     file = Path(path).expanduser()
-    # by id, so that a repeated id is found in the line that repeats it
+    # by id, so that a repeated id is reported at the line that repeats it
     examples: dict[str, Example] = {}
     places: dict[str, str] = {}
     for row in read_lines(file, " (set prompt_key=, or context_key= and question_key=, and answers_key=)"):
@@ -58,7 +58,7 @@ def load(
         if turns:
             if context_key not in row:
                 raise row.wrong(f"{questions_key!r} needs the context that they are asked of, under {context_key!r}")
-            # question and references stand in the turns
+            # the turns hold question and references
             prompt, question = row.text(context_key), ""
             answers: tuple[str, ...] = ()
         else:
@@ -73,7 +73,7 @@ def load(
             classes=classes,
             turns=turns,
         )
-        # a task is scored either by prompts or by contexts: the first line decides which
+        # a task is scored either by prompts or by contexts; the first line decides
         first_example = next(iter(examples.values()))
         if bool(turns) != bool(first_example.turns):
             raise row.wrong(f"all lines have {questions_key!r}, or none has: put the others into a file of their own")
@@ -84,7 +84,7 @@ def load(
 
 
 def _read_turns(row: FileRow, questions_key: str, question_key: str, answers_key: str) -> tuple[Turn, ...]:
-    """Return the questions that a line asks of its context, () for a line with a single prompt."""
+    """Return a line's questions about its context, or () for a line with a single prompt."""
     if questions_key not in row:
         return ()
     turns = []

@@ -12,7 +12,7 @@ from pathlib import Path
 from kvbench.base.errors import KvbenchError
 
 TIMEOUT_S = 60
-# no weights in other formats, which hub repositories often hold beside these
+# leave out weights in other formats, often stored beside these in hub repositories
 MODEL_FILES = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "merges.txt"]
 
 
@@ -79,11 +79,11 @@ def cached(repo: str, revision: str) -> str:
 
 @contextmanager
 def _explained(what: str) -> Iterator[None]:
-    """Raise KvbenchError with a remedy if the download of ``what``, which runs inside, fails."""
+    """Raise KvbenchError with a remedy if the download of ``what``, in the body of ``with``, fails."""
     try:
         yield
     except Exception as error:
-        # downloads fail in too many ways to name: each becomes one line that says what to do
+        # downloads fail in too many ways to name: turn each into one line with a remedy
         remedy = "check the network, or put the file there yourself"
         if type(error).__name__ == "GatedRepoError":
             remedy = "accept its terms on its page on huggingface.co and log in with: hf auth login"

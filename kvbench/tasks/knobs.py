@@ -1,4 +1,4 @@
-"""Checked values of a dataset's knobs, and draws that depend on nothing but a seed."""
+"""Checked values of a dataset's knobs, and draws that depend only on a seed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 def whole(dataset: str, knob: str, value: object, least: int = 1, most: int | None = None) -> int:
-    """Return ``value``, a whole number from ``least`` to ``most``. Raises UsageError naming the knob for any other."""
+    """Return ``value``, a whole number from ``least`` to ``most``. Raises UsageError naming the knob for others."""
     # true and false are integers for Python
     if not isinstance(value, int) or isinstance(value, bool) or value < least or (most is not None and value > most):
         allowed = f"a whole number, {least} or more"
@@ -23,7 +23,7 @@ def whole(dataset: str, knob: str, value: object, least: int = 1, most: int | No
 
 
 def one_of(dataset: str, knob: str, value: object, allowed: Iterable[str]) -> str:
-    """Return ``value``, which is one of the allowed words. Raises UsageError that lists them for any other."""
+    """Return ``value``, one of the allowed words. Raises UsageError that lists them for any other value."""
     names = tuple(allowed)
     if value not in names:
         raise unknown(f"value of dataset.{dataset}.{knob}", value, names)
@@ -31,7 +31,7 @@ def one_of(dataset: str, knob: str, value: object, allowed: Iterable[str]) -> st
 
 
 def drawn(items: Sequence[T], seed: str) -> Iterator[T]:
-    """Yield all items in an order that the seed alone decides, on every machine and Python version."""
+    """Yield all items in an order that only the seed decides, on every machine and Python version."""
     # random() is the only function of the random module that is promised to stay the same between versions
     rng = random.Random(seed)
     remaining = list(items)

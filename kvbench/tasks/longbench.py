@@ -1,9 +1,9 @@
-"""LongBench: 16 English tasks, 5 Chinese ones, and LongBench-E, which has English ones in three ranges of length.
+"""LongBench: 16 English tasks, 5 Chinese ones, and LongBench-E with English tasks in three ranges of length.
 
-MiniLongBench (arXiv 2505.19959), in a folder of its own, is 237 examples of the 21 tasks that rank models as all do.
-Prompts and answer lengths are LongBench's own two files, ``dataset2prompt.json`` and ``dataset2maxlen.json``, read from
-the data folder. This module holds the decisions that LongBench's scripts pred.py and eval.py make by a task's name.
-Source: github.com/THUDM/LongBench (MIT).
+MiniLongBench (arXiv 2505.19959), in a folder of its own, has 237 examples of the 21 tasks. They rank models as all
+examples do. Prompts and answer lengths come from LongBench's own two files in the data folder, ``dataset2prompt.json``
+and ``dataset2maxlen.json``. This module holds the decisions that LongBench's scripts pred.py and eval.py make by a
+task's name. Source: github.com/THUDM/LongBench (MIT).
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ BUCKETS = (("0-4k", 4000), ("4-8k", 8000), ("8k+", None))
 
 @dataclass(frozen=True)
 class Spec:
-    """The metric and the reading of a task.
+    """The metric of a task, and the way its prompts and answers are read.
 
-    extended: LongBench-E has the task too.
+    extended: LongBench-E has the task, too.
     first_line, chat: as in Task.
     newline_ends: a newline ends the answer and cannot begin it.
     size: the number of examples. LongBench-E has other numbers.
@@ -88,8 +88,8 @@ def names(split: str) -> tuple[str, ...]:
 
 
 def bucket(length: int) -> str:
-    """Return the name of the range of LongBench-E for a stored ``length``, in words or Chinese characters."""
-    # LongBench's eval.py compares this length, not the number of tokens of a model
+    """Return the name of LongBench-E's range for a stored ``length`` in words or Chinese characters."""
+    # LongBench's eval.py compares this length, not a model's number of tokens
     return next(name for name, end in BUCKETS if end is None or length < end)
 
 
@@ -104,7 +104,7 @@ def metric_name(task: str, code_sim: str) -> str:
 
 
 def scored_part(task: str, prediction: str) -> str:
-    """Return the part of an answer that LongBench's eval.py scores: in few-shot tasks the first line."""
+    """Return the part of an answer that LongBench's eval.py scores. In few-shot tasks this is the first line."""
     if TASKS[task].first_line:
         return first_line(prediction)
     return prediction
@@ -122,7 +122,7 @@ def load(
     dataset, files, selection = context.dataset, context.files, context.selection
     if split not in SPLITS:
         raise unknown(f"value of dataset.{dataset}.split", split, SPLITS)
-    # a wrong backend is an error even if no task of code is selected
+    # a wrong backend is an error even if no code task is selected
     metric_name("lcc", code_sim)
     for name in selection:
         if name not in names(split):
@@ -148,13 +148,13 @@ def load(
             metric=metric_name(name, code_sim),
             source=f"{path.name}, {len(examples)} examples; prompts of LongBench's {PROMPTS}",
             category=spec.category,
-            # pred.py ends samsum's answers at a newline, since models go on with another dialogue
+            # pred.py ends samsum's answers at a newline, since models continue with another dialogue
             stop=newlines,
             forbid_first=newlines,
             min_new_tokens=len(newlines),
             first_line=spec.first_line,
             chat=spec.chat,
-            # eval.py scores answers as they are, spaces at their ends included
+            # eval.py scores answers unchanged, with the spaces at their ends
             strip=False,
         )
         tasks.append(task)
@@ -162,7 +162,7 @@ def load(
 
 
 def places(name: str, split: str, folder: str = FOLDER) -> tuple[str, ...]:
-    """Return the places of a task's file below the data folder: as named here, or as LongBench's archive unpacks."""
+    """Return the places of a task's file below the data folder: kvbench's, then the unpacked archive's."""
     file = f"{name}.jsonl"
     if split == "e":
         file = f"{name}_e.jsonl"
@@ -170,8 +170,8 @@ def places(name: str, split: str, folder: str = FOLDER) -> tuple[str, ...]:
 
 
 def _find_files(files: Files, places_by_task: Mapping[str, tuple[str, ...]]) -> dict[str, Path]:
-    """Return {task: file}, each at the first of its places that exists. Raises MissingData unless all are there."""
-    # all missing files in one error: a user fetches them together
+    """Return {task: file}, each at the first of its places that exists. Raises MissingData unless all exist."""
+    # name all missing files in one error: a user fetches them together
     paths = {}
     missing = []
     for name, candidates in places_by_task.items():
@@ -196,9 +196,9 @@ def _find_files(files: Files, places_by_task: Mapping[str, tuple[str, ...]]) -> 
 
 
 def official(files: Files, name: str) -> Mapping[str, object]:
-    """Return one of LongBench's two official files: prompts or lengths of answers by task."""
+    """Return one of LongBench's two official files, by task: the prompts, or the lengths of answers."""
     path = files.path(f"{FOLDER}/{name}")
-    # another file, or a page of a server instead of the file, would fail later without its name
+    # check here, where the path is known: a wrong file, such as a server's error page, would fail later without it
     content = parse(path, "", read_text(path, f"dataset={files.dataset}"))
     if not isinstance(content, dict):
         raise UsageError(f"{path}: must be a JSON object by task, got {kind(content)}")
@@ -206,8 +206,8 @@ def official(files: Files, name: str) -> Mapping[str, object]:
 
 
 def _examples(path: Path, name: str, template: str, limit: int, with_buckets: bool) -> tuple[Example, ...]:
-    """Return the examples of a task's file. ``with_buckets``, their meta has the range of LongBench-E."""
-    # the question is the text behind the context; the prompt without it is what ``query_aware=false`` compresses
+    """Return the examples of a task's file. ``with_buckets`` adds LongBench-E's range of lengths to their meta."""
+    # ``query_aware=false`` withholds the question, the text behind the context
     prefix, _, suffix = template.partition("{context}")
     repeats: Counter[str] = Counter()
     examples = []
@@ -216,7 +216,7 @@ def _examples(path: Path, name: str, template: str, limit: int, with_buckets: bo
         question, length = _fill_input(suffix, row), row.value("length")
         if not is_count(length):
             raise row.wrong(f"'length' must be a whole number from 1, got {kind(length)}")
-        # a repeated id stays two examples: LongBench counts lines
+        # a repeated id gives two examples, since LongBench counts lines
         repeats[example_id] += 1
         if repeats[example_id] > 1:
             example_id = f"{example_id}#{repeats[example_id]}"
@@ -245,15 +245,15 @@ def _examples(path: Path, name: str, template: str, limit: int, with_buckets: bo
 
 
 def _fill_input(template: str, row: FileRow) -> str:
-    """Return a part of the prompt with the row's input. The input is only read if the part has a place for it."""
-    # contexts and inputs may hold braces: ``str.format`` would read them as fields
+    """Return a part of the prompt with the row's input. The input is read only if the part has a place for it."""
+    # contexts and inputs may hold braces, and ``str.format`` would read these as fields
     if "{input}" not in template:
         return template
     return template.replace("{input}", _possibly_empty_text(row, "input"))
 
 
 def _possibly_empty_text(row: FileRow, key: str) -> str:
-    """Return the text under ``key``, which may be empty: examples of summaries have no input."""
+    """Return the text under ``key``. It may be empty: examples of summaries have no input."""
     if row.value(key) == "":
         return ""
     return row.text(key)

@@ -1,8 +1,8 @@
 """MDQA: a question and k documents. One of them holds the answer, at the first, middle or last place.
 
-Layout and metric are those of lost-in-the-middle (github.com/nelson-liu/lost-in-the-middle, MIT; data CC BY-SA). Its
-distractors were retrieved, and a file that holds them is used as it is. The oracle file holds gold documents only. Its
-distractors are the gold documents of other questions, which are easier to tell apart.
+Layout and metric come from lost-in-the-middle (github.com/nelson-liu/lost-in-the-middle, MIT; data CC BY-SA). A file
+with its retrieved distractors is used unchanged. The oracle file holds gold documents only. Its distractors are the
+gold documents of other questions, and these are easier to tell apart.
 """
 
 from __future__ import annotations
@@ -59,10 +59,10 @@ def load(
     """Return a task per position of the gold document (``mdqa/first``), with the same questions and distractors.
 
     Distractors are the other passages of a line, then gold documents of other questions in an order drawn for the
-    question. None contains an answer, after normalisation, and none occurs twice. ``middle`` is the earlier of two
-    middle places. The instruction is ours. As in lost-in-the-middle, only the text before the first newline of an
-    answer is scored. Raises UsageError naming file, line and reason for a record without question, answers or gold
-    document, and if there are too few distractors.
+    question. No distractor contains an answer, after normalisation, and none occurs twice. ``middle`` is the earlier of
+    two middle places. The instruction is ours. As in lost-in-the-middle, only the text before an answer's first newline
+    is scored. Raises UsageError naming file, line and reason for a record without question, answers or gold document,
+    and if there are too few distractors.
     """
     dataset, files = context.dataset, context.files
     whole(dataset, "documents", documents)
@@ -79,7 +79,7 @@ def load(
         distractors = _choose_distractors(question, pool, documents - 1, seed)
         if not set(distractors) <= set(question.other_passages):
             with_foreign_documents += 1
-        # all positions have the same distractors, so that they differ in the place of the gold document alone
+        # all positions have the same distractors, so that only the gold document's place differs
         for position, place in places.items():
             prompt, prompt_end = _write_prompt(question, distractors, place)
             examples_at[position].append(
@@ -92,7 +92,7 @@ def load(
                     meta={"documents": documents, "gold": place + 1},
                 )
             )
-    # foreign distractors are easier than retrieved ones, which a reader of the scores must know
+    # foreign distractors are easier than retrieved ones; readers of the scores must know this
     fact = ""
     if with_foreign_documents:
         share = f"{with_foreign_documents} of {len(questions)} questions"
@@ -117,7 +117,7 @@ def _choose_places(
 ) -> dict[str, int]:
     """Return the place of the gold document among ``documents``, counted from 0, at each selected position.
 
-    Raises UsageError for a position that does not exist, or a selected one that ``positions`` does not have.
+    Raises UsageError for an unknown position, or for a selected one that ``positions`` lacks.
     """
     # in the order of the tasks, whatever order the knob has
     places = {"first": 0, "middle": (documents - 1) // 2, "last": documents - 1}
@@ -132,7 +132,7 @@ def _choose_places(
 
 
 def _write_prompt(question: Question, distractors: Sequence[Document], place: int) -> tuple[str, str]:
-    """Return (prompt with the gold document at ``place``, its end that asks)."""
+    """Return (prompt with the gold document at ``place``, the question at its end)."""
     documents = list(distractors)
     documents.insert(place, question.gold)
     # numbered from 1 and worded as in lost-in-the-middle's prompts
@@ -151,7 +151,7 @@ def _read_question(row: FileRow) -> Question:
         gold = passages
     if len(gold) != 1:
         raise row.wrong(f"one of 'ctxs' must be the gold document (isgold true), got {len(gold)}")
-    # a reference that normalisation leaves empty would be a part of every document and of every answer
+    # a reference that normalisation leaves empty would be part of every document and of every answer
     answers = tuple(answer for answer in row.texts("answers") if normalise_answer(answer))
     if not answers:
         raise row.wrong("'answers' holds nothing but articles and punctuation")
@@ -166,7 +166,7 @@ def _read_question(row: FileRow) -> Question:
 
 
 def _read_document(row: FileRow) -> Document:
-    """Return a passage. It must have the key of a title, which may be null."""
+    """Return a passage. It must have the key of a title, but the title may be null."""
     title = row.value("title")
     if not isinstance(title, str):
         title = ""
@@ -176,7 +176,7 @@ def _read_document(row: FileRow) -> Document:
 def _choose_distractors(question: Question, pool: Sequence[Document], count: int, seed: int) -> list[Document]:
     """Return ``count`` different documents without an answer: the line's other passages, then some of ``pool``."""
     answers = [normalise_answer(answer) for answer in question.answers]
-    # by text: one passage may stand under several titles
+    # compare by text: one passage may stand under several titles
     chosen: dict[str, Document] = {}
     for document in chain(question.other_passages, drawn(pool, f"{seed}:{question.text}")):
         if len(chosen) == count:

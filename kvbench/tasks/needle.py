@@ -1,8 +1,8 @@
-"""A needle in real text: a sentence hidden at a given depth of a given length, and a question that asks for it.
+"""A needle in real text: a sentence hidden at a given depth of a text of given length, and a question for it.
 
 The text is a folder of essays. It is cut so that the whole prompt, question and special tokens included, has the wanted
-number of tokens. The test is that of github.com/gkamradt/LLMTest_NeedleInAHaystack with two differences: the needle
-always stands at a sentence end, and its true depth is recorded.
+number of tokens. The test follows github.com/gkamradt/LLMTest_NeedleInAHaystack with two differences: the needle always
+stands at a sentence end, and its true depth is recorded.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ ESSAYS = "paul_graham"
 _SENTENCE_END = re.compile(r"""[.!?]["'”’)\]]*(?=\s)|[。！？]""")
 CHAT_ANSWER = 32
 """The fewest new tokens with a chat template: chat answers begin by repeating words of the question."""
-# Filling a length is given up above this mean number of characters per token: some tokenizers make one token of any
-# text that they do not know, which would never fill it.
+# filling stops above this mean number of characters per token: some tokenizers turn any unknown text into one token,
+# and such text would never fill a length
 _LONGEST_TOKEN = 1000
 
 
@@ -53,7 +53,7 @@ CLASSIC_NEEDLE = (
     "What is the best thing to do in San Francisco?",
     "eat a sandwich and sit in Dolores Park on a sunny day",
 )
-# (sentence, question, reference) with the whole sentence as reference, as published needle scores have it
+# (sentence, question, reference) with the whole sentence as reference, as in published needle scores
 CLASSIC_SENTENCE = (CLASSIC_NEEDLE[0], CLASSIC_NEEDLE[1], CLASSIC_NEEDLE[0])
 LEAD_NOTE = (
     "answers are scored with the sentence's beginning in front, so that an empty one has 60.0, as in papers' scripts"
@@ -63,7 +63,7 @@ SENTENCE_PROMPT = "{context}\n\nQuestion: {question}\nAnswer:"
 
 
 def _always(pair: tuple[str, str, str]) -> Callable[[int], tuple[str, str, str]]:
-    """Return the function of a phrasing that hides the same sentence in every example."""
+    """Return a phrasing's function that hides the same sentence in every example."""
 
     def pair_of(index: int) -> tuple[str, str, str]:
         return pair
@@ -76,7 +76,7 @@ PHRASINGS = {
         pair=needle_pair, prompt=f"{HEADER} {{context}} {{question}}", metric="contains", max_new_tokens=8
     ),
     "sanfrancisco": Phrasing(pair=_always(CLASSIC_NEEDLE), prompt=SENTENCE_PROMPT, metric="rouge1", max_new_tokens=30),
-    # as UNComp's script scores it (github.com/menik1126/UNComp, run_needle_in_haystack.py)
+    # this phrasing is scored as in UNComp's script (github.com/menik1126/UNComp, run_needle_in_haystack.py)
     "completion": Phrasing(
         pair=_always((CLASSIC_NEEDLE[0], f"{CLASSIC_LEAD.rstrip()}:", CLASSIC_NEEDLE[0])),
         prompt="{context}\n\nComplete this sentence as the text above has it. {question}",
@@ -107,7 +107,7 @@ class NeedleKnobs:
 def load(context: LoadContext, **entry: Any) -> list[Task]:
     """Return one task per length. Its examples are ``repeats`` rounds over all ``depths`` (per cent of the text).
 
-    ``lengths`` are prompt tokens as ``tokenizer.encode`` counts them, special tokens included, chat template not. A
+    ``lengths`` are prompt tokens as ``tokenizer.encode`` counts them, with special tokens and without chat template. A
     prompt is never longer. It is a few tokens shorter only if no cut of the text gives the exact number. Raises
     UsageError for a haystack that is missing, empty or not text, and for lengths that leave no room.
     """
@@ -139,7 +139,8 @@ def load(context: LoadContext, **entry: Any) -> list[Task]:
             facts.append(f"{dataset}: {LEAD_NOTE}")
             stop = ("\n",)
         if len(text) < length:
-            # a token has at least one character in nearly every text: fewer characters cannot fill the tokens
+            # a token has at least one character in nearly every text, so fewer characters than tokens cannot fill a
+            # length
             facts.append(f"the haystack of {len(text)} characters is repeated to fill {length} tokens")
         task = Task(
             id=f"{dataset}/{length}",
@@ -149,7 +150,7 @@ def load(context: LoadContext, **entry: Any) -> list[Task]:
             category="needle",
             note="; ".join(facts),
             stop=stop,
-            min_new_tokens=len(stop),  # an answer that may stop at a newline must not begin with it
+            min_new_tokens=len(stop),  # an answer that may stop at a newline must not begin with one
             grid=("depth",),
             lead=phrasing.lead,
         )
@@ -160,7 +161,7 @@ def load(context: LoadContext, **entry: Any) -> list[Task]:
 def _examples(
     dataset: str, phrasing: Phrasing, windows: Iterable[Window], length: int, depths: Sequence[float]
 ) -> Iterator[Example]:
-    """Yield the examples of one length: every depth in the text of every window, each with a needle of its own."""
+    """Yield the examples of one length: every depth in every window's text, each with a needle of its own."""
     for repeat, window in enumerate(windows):
         for i, depth in enumerate(depths):
             needle, question, reference = phrasing.pair(repeat * len(depths) + i)
@@ -183,7 +184,7 @@ def _examples(
 def read_haystack(files: Files, haystack: str | None) -> tuple[str, str]:
     """Return (text, its source in words) of the file ``haystack``, or of a folder's .txt and .md files by name.
 
-    Without ``haystack`` it is the folder of essays below the data folder.
+    Without ``haystack``, read the folder of essays below the data folder.
     """
     dataset = files.dataset
     remedy = (
@@ -201,7 +202,7 @@ def read_haystack(files: Files, haystack: str | None) -> tuple[str, str]:
     paths = [path]
     try:
         if path.is_dir():
-            # by name, so that the text is the same on every file system
+            # sort by name, so that the text is the same on every file system
             paths = sorted(file for file in path.iterdir() if file.suffix.lower() in SUFFIXES)
     except OSError as error:
         raise UsageError(f"dataset {dataset}: haystack {path} cannot be read: {error.strerror}") from None
@@ -226,7 +227,7 @@ def read_haystack(files: Files, haystack: str | None) -> tuple[str, str]:
 
 
 class Window:
-    """Real text that begins at one place and is repeated until it is as long as needed."""
+    """Real text that begins at one place and repeats until it is long enough."""
 
     def __init__(self, text: str, start: float, tokenizer: Tokenizer) -> None:
         """Begin at the first whole sentence after the fraction ``start`` of the text."""
@@ -235,7 +236,7 @@ class Window:
             if match.end() < len(text):
                 ends.append(match.end())
         start_index = ends[min(bisect_left(ends, start * len(text)), len(ends) - 1)]
-        # the text behind the beginning, then the text before it: nothing is lost before it repeats
+        # the text behind the beginning comes first, then the text before it: nothing is lost before it repeats
         self.period = f"{text[start_index:].lstrip()}\n\n{text[:start_index]}".rstrip() + "\n\n"
         self.tokenizer = tokenizer
         sample = self.period[:2000]
@@ -270,7 +271,7 @@ class Window:
             cut = _find_cut(count_tokens, length, int(guess), most=len(self.text), chars_per_token=self.chars_per_token)
             if cut < len(self.text) or count_tokens(cut) == length:
                 break
-            # all of the text is in the prompt and it is too short: the sample had shorter tokens than the text
+            # the prompt holds all of the text and is still too short: the sample had shorter tokens than the text
             if len(self.text) > _LONGEST_TOKEN * length:
                 raise UsageError(f"dataset {dataset}: {len(self.text)} characters of text have under {length} tokens")
             guess = 2 * len(self.text)
@@ -289,14 +290,14 @@ class Window:
 
     def _grow(self, chars: int) -> None:
         """Set ``text`` to the period repeated up to ``chars`` characters, and ``ends`` to its sentence ends."""
-        times = -(-chars // len(self.period))  # rounded up
+        times = -(-chars // len(self.period))  # round up
         self.text = (self.period * times)[:chars]
         self.ends = [match.end() for match in _SENTENCE_END.finditer(self.text)]
 
     def _nearest_end(self, cut: int, depth: float) -> int:
-        """Return the text's start or the sentence end up to ``cut`` that is nearest to ``depth`` per cent of it."""
+        """Return the sentence end up to ``cut``, or the text's start, that is nearest to ``depth`` per cent of it."""
         target = cut * depth / 100
-        # the last end before the target and the first one behind it
+        # the last end before the target and the first end behind it
         i = bisect_left(self.ends, target)
         neighbours = self.ends[max(0, i - 1) : i + 1]
         candidates = [0] + [end for end in neighbours if end <= cut]
@@ -306,10 +307,10 @@ class Window:
 def _find_cut(count_tokens: Callable[[int], int], length: int, guess: int, most: int, chars_per_token: float) -> int:
     """Return a number of characters up to ``most`` whose prompt has ``length`` tokens, or else slightly fewer.
 
-    Each step is the remaining tokens times ``chars_per_token``. It stays between bounds as in a bisection, which
-    replaces it after ten steps: token counts grow with the cut, apart from a token or two.
+    Each step is the number of missing tokens times ``chars_per_token``. Steps stay between bounds. After ten steps,
+    bisection takes over. Token counts grow with the cut, apart from a token or two.
     """
-    # a cut at ``low`` has fewer tokens than ``length``, a cut at ``high`` has more
+    # a cut at ``low`` gives fewer tokens than ``length``, a cut at ``high`` gives more
     low, high = 0, most + 1
     cut = min(max(1, guess), most)
     steps = 0
@@ -328,7 +329,7 @@ def _find_cut(count_tokens: Callable[[int], int], length: int, guess: int, most:
         cut += step
         if steps >= 10 or not low < cut < high:
             cut = (low + high) // 2
-    # a longer cut can have a token less: the neighbours of the bound may have the exact number
+    # a longer cut can have one token less, so cuts near the bound may have the exact number
     for nearby in range(max(0, low - 8), min(low + 8, most) + 1):
         if count_tokens(nearby) == length:
             return nearby
@@ -336,7 +337,7 @@ def _find_cut(count_tokens: Callable[[int], int], length: int, guess: int, most:
 
 
 def _choose_phrasing(dataset: str, knobs: NeedleKnobs) -> Phrasing:
-    """Return the phrasing that the knobs name or spell out. Raises UsageError if they are not possible together."""
+    """Return the phrasing that the knobs name or spell out. Raises UsageError if the knobs contradict each other."""
     if knobs.phrasing not in PHRASINGS:
         raise unknown("phrasing of dataset needle", knobs.phrasing, PHRASINGS, "Or give needle= and question=.")
     phrasing = PHRASINGS[knobs.phrasing]
@@ -357,12 +358,12 @@ def _choose_phrasing(dataset: str, knobs: NeedleKnobs) -> Phrasing:
 
 def _check_list(dataset: str, knob: str, value: float | Sequence[float]) -> list[float]:
     """Return a knob's value as a list. Raises UsageError if it is empty or holds a value twice."""
-    # a text is a sequence, too, but a knob of one wrong value for the checks that follow
+    # a text is a sequence, too; treat it as one wrong value, for the checks that follow
     if isinstance(value, Sequence) and not isinstance(value, str):
         values = list(value)
     else:
         values = [value]
-    # values may be of any type, lists included: a set cannot hold them
+    # values may be of any type, lists included, so a set cannot hold them
     if not values or any(values.count(entry) > 1 for entry in values):
         raise UsageError(f"dataset.{dataset}.{knob}={values} must be a list of different values, at least one")
     return values

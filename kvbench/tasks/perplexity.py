@@ -50,7 +50,8 @@ def load(context: LoadContext, **entry: Any) -> list[Task]:
     """Return one task with an example for each window of a file. Tokens that fill no whole window are left out.
 
     Losses per word are divided by the mean number of words over all windows, so that their mean is the ratio of the
-    sums. With ``limit=`` the divisor is still that of all windows. An example's meta has its own number as ``words``.
+    sums. With ``limit=`` the divisor is still the mean over all windows. An example's meta has its own number as
+    ``words``.
     """
     knobs = WindowKnobs(**entry)
     dataset, files, tokenizer = context.dataset, context.files, context.tokenizer
@@ -61,10 +62,10 @@ def load(context: LoadContext, **entry: Any) -> list[Task]:
 
 
 def load_stream(context: LoadContext, **entry: Any) -> list[Task]:
-    """Return one task of windows, cut as by ``load``, of a text without end that the tiny model knows.
+    """Return one task of windows, cut as by ``load``, from a text of any length that the tiny model knows.
 
-    The text is ``documents`` short prompts of the tiny suite with their answers, one after the other, its six tasks in
-    turns. No answer needs a token that is more than DOCUMENT tokens back.
+    The text is ``documents`` short prompts of the tiny suite with their answers, one after the other. The six tasks
+    take turns. No answer needs a token that is more than DOCUMENT tokens back.
     """
     knobs = WindowKnobs(**entry)
     dataset, tokenizer = context.dataset, context.tokenizer
@@ -80,7 +81,7 @@ def load_stream(context: LoadContext, **entry: Any) -> list[Task]:
 
 
 def _check(dataset: str, tokenizer: Any, knobs: WindowKnobs) -> None:
-    """Raise UsageError for windows that are not possible."""
+    """Raise UsageError for impossible windows."""
     for knob, least in (("length", 2), ("prefix", 1), ("chunk", 1)):
         whole(dataset, knob, getattr(knobs, knob), least)
     # at least one token must be left to score
@@ -93,7 +94,7 @@ def _check(dataset: str, tokenizer: Any, knobs: WindowKnobs) -> None:
 
 
 def _cut_windows(dataset: str, tokenizer: Any, text: str, knobs: WindowKnobs, *, place: str, source: str) -> list[Task]:
-    """Return the task of a text's windows. Its ``place`` names the text in errors, its ``source`` in tables."""
+    """Return the task of a text's windows. ``place`` names the text in errors, ``source`` in tables."""
     length, prefix, unit = knobs.length, knobs.prefix, knobs.unit
     ids = tokenizer.encode(text, add_special_tokens=False)
     bos: list[int] = []
@@ -141,15 +142,15 @@ def _cut_windows(dataset: str, tokenizer: Any, text: str, knobs: WindowKnobs, *,
 def _count_words(tokenizer: Any, text: str, ids: list[int], parts: list[tuple[int, int]]) -> list[int]:
     """Return how many whitespace words of the text end within each of ``parts``, (first token, end).
 
-    Without a fast tokenizer's offsets, words are counted in the decoded text, which may differ from the original.
+    Without a fast tokenizer's offsets, words are counted in the decoded text. It may differ from the original.
     """
     # characters[i]: the number of characters before token i
     if getattr(tokenizer, "is_fast", False):
         offsets = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
         characters = [0] + [end for _, end in offsets]
     else:
-        # Decoding token by token would break characters of several tokens. The text is decoded in pieces between the
-        # bounds of the parts, and only the entries at these bounds are filled in.
+        # Decoding token by token would break characters of several tokens. Decode the text in pieces between the bounds
+        # of the parts, and fill in only the entries at these bounds.
         bounds = sorted(set(chain.from_iterable(parts)))
         characters = [0] * (len(ids) + 1)
         text = ""
@@ -161,6 +162,6 @@ def _count_words(tokenizer: Any, text: str, ids: list[int], parts: list[tuple[in
     ends = [match.end() for match in re.finditer(r"\S+", text)]
     counts = []
     for begin, end in parts:
-        # words that end up to the part's end, less those that end up to its beginning
+        # words that end up to the part's end, minus words that end up to its beginning
         counts.append(bisect_right(ends, characters[end]) - bisect_right(ends, characters[begin]))
     return counts

@@ -1,6 +1,6 @@
 """From a prompt's text to the token ids that a model reads. Every choice is explicit and part of a cell's identity.
 
-Presets live in conf/prompt: what each paper's scripts did, with the source of every value.
+The presets in conf/prompt hold the choices of each paper's scripts, with the source of every value.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ SENTINEL = "kvbench5entinel"
 class PromptPolicy:
     """The policy by which prompts reach the model.
 
-    template: whether the tokenizer's chat template is ``on`` or ``off`` for all tasks, or ``skip``: on except for
-    tasks that are read without one (few-shot and code).
+    template: ``on`` or ``off`` uses the tokenizer's chat template for all tasks or for none. ``skip`` uses it except
+    for tasks that are read without one (few-shot and code).
     truncation: how a prompt longer than ``max_length`` tokens loses its middle: by ``tokens`` exactly, or as ``text``.
     As text its halves are decoded and tokenised again, as in LongBench's scripts. A template always needs this.
-    max_length: the most tokens of a prompt without template, special tokens counted. None for context minus answer.
+    max_length: the most tokens of a prompt without template, with special tokens. None means context minus answer.
     min_new_tokens: the least tokens of an answer for every task. None takes each task's own.
     system: the text of a system message, used with the template.
     frame: the text of a chat template in place of the tokenizer's own, for papers whose scripts had one.
@@ -91,11 +91,11 @@ class PromptPolicy:
         try:
             return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options))
         except Exception as error:
-            # templates are programs of their authors, which raise whatever they like
+            # templates are programs and may raise any error
             raise UsageError(f"the model's chat template cannot be applied: {error}") from None
 
     def renderer(self, tokenizer: Any) -> Callable[[str], str] | None:
-        """Return the function from a prompt to its text in the chat template, None if no task uses one."""
+        """Return the function from a prompt to its text in the chat template; None if no task uses one."""
         if self.template == "off":
             return None
         return partial(self.render, tokenizer)
@@ -110,7 +110,7 @@ class PromptPolicy:
     def identity(self, task: Task, tokenizer: Any) -> dict[str, object]:
         """Return the policy's settings for one task, with the template's text and without the preset's name.
 
-        They are a part of a cell's identity. A setting that changes no prompt of the task is left out or constant, so
+        They are part of a cell's identity. A setting that changes no prompt of the task is left out or constant, so
         that it makes no new cell.
         """
         if task.examples[0].tokens:
@@ -133,7 +133,7 @@ class PromptPolicy:
                 settings["template"] = hashlib.sha256(frame.encode()).hexdigest()[:16]
                 settings["system"] = self.system
                 return settings
-        # bos=false says nothing of a tokenizer that puts no tokens around a text
+        # bos=false changes nothing for a tokenizer that puts no tokens around a text
         if not self.bos and list(tokenizer.encode(SENTINEL)) != plain_ids(tokenizer, SENTINEL):
             settings["bos"] = False
         return settings
@@ -144,7 +144,7 @@ class Encoded:
     """A prompt as token ids.
 
     ids: the tokens that are prefilled.
-    question: the tokens that are appended after compression, none unless ``query_aware=false``.
+    question: the tokens that are appended after compression, empty unless ``query_aware=false``.
     cut: the number of tokens that were cut out of the prompt.
     """
 
@@ -157,18 +157,18 @@ class Encoded:
 
 
 def encode(tokenizer: Any, example: Example, task: Task, policy: PromptPolicy, room: int | None) -> Encoded:
-    """Return the token ids of a prompt. ``room`` is the model's context minus the answer, None if there is no limit.
+    """Return the token ids of a prompt. ``room`` is the model's context minus the answer; None if there is no limit.
 
     The prompt is cut first, counted with its special tokens as in LongBench's scripts. Then the template is rendered
     with the real content and tokenised once, so that the ids are those of the template's own text.
     """
     templated = policy.templated(task)
     question = _withheld_question(example, task)
-    # behind a template the answer's beginning is no part of the user's message and is added later
+    # with a template, the answer's beginning does not belong to the user's message and is added later
     prompt_text = example.prompt
     if not templated:
         prompt_text += example.answer_prefix
-    # special tokens count, or the ids would be more than the limit
+    # count special tokens, or the ids would exceed the limit
     prompt_ids = text_ids(tokenizer, prompt_text, policy.bos)
     limit = _length_limit(tokenizer, example, task, policy, room=room, prompt_tokens=len(prompt_ids))
     if limit is None or len(prompt_ids) <= limit:
@@ -179,7 +179,7 @@ def encode(tokenizer: Any, example: Example, task: Task, policy: PromptPolicy, r
     if policy.truncation == "tokens" and not templated:
         shortened = cut_middle(prompt_ids, limit)
         question_length = _count_question(tokenizer, prompt_text, question)
-        # the question must lie within the half that is left behind the cut
+        # the question must lie within the half behind the cut
         if question_length > limit // 2:
             raise no_room(task)
         divide = limit - question_length
@@ -204,7 +204,7 @@ def _encode_halves(
     templated = policy.templated(task)
     question = _withheld_question(example, task)
     half = limit // 2
-    # not [-half:], which would be everything for a half of 0
+    # not [-half:], since that would be everything for a half of 0
     front, back = prompt_ids[:half], prompt_ids[len(prompt_ids) - half :]
     content = tokenizer.decode(front, skip_special_tokens=True) + tokenizer.decode(back, skip_special_tokens=True)
     prompt_end = question
@@ -226,7 +226,7 @@ def _encode_halves(
 
 
 def cut_middle(ids: Sequence[int], limit: int) -> list[int]:
-    """Return the first and the last ids, ``limit`` together; the front has one more if ``limit`` is odd."""
+    """Return the first and the last ids, ``limit`` together. The front has one more if ``limit`` is odd."""
     front = (limit + 1) // 2
     back = limit - front
     return list(ids[:front]) + list(ids[len(ids) - back :])
@@ -234,10 +234,10 @@ def cut_middle(ids: Sequence[int], limit: int) -> list[int]:
 
 def check(tokenizer: Any, task: Task, policy: PromptPolicy) -> None:
     """Raise UsageError, before anything is read, for a policy that this task or tokenizer cannot follow."""
-    # some templates print only messages of roles that they know, or take the content from another field
+    # some templates print only messages of known roles, or take the content from another field
     if policy.templated(task) and SENTINEL not in policy.render(tokenizer, SENTINEL):
         raise UsageError("the chat template drops the prompt: it does not print the message's content")
-    # windows of a text have no answer whose length a policy could set
+    # a policy could set an answer's length, but windows of a text have no answer
     answers = [e.max_new_tokens for e in task.examples if not e.tokens]
     if answers and policy.min_new_tokens is not None and policy.min_new_tokens > max(answers):
         raise UsageError(
@@ -250,7 +250,7 @@ def check(tokenizer: Any, task: Task, policy: PromptPolicy) -> None:
 
 
 def _withheld_question(example: Example, task: Task) -> str:
-    """Return the question at the prompt's end that is read after the compression, or '' if none is withheld."""
+    """Return the question at the prompt's end that is read after the compression; '' if none is withheld."""
     if task.query_aware:
         return ""
     if not example.question or not example.prompt.endswith(example.question):
@@ -264,12 +264,12 @@ def _withheld_question(example: Example, task: Task) -> str:
 def _length_limit(
     tokenizer: Any, example: Example, task: Task, policy: PromptPolicy, *, room: int | None, prompt_tokens: int
 ) -> int | None:
-    """Return how many tokens of the prompt without template may stay, None if there is no limit."""
+    """Return how many tokens of the prompt without template may stay; None if there is no limit."""
     limits = []
     if policy.max_length is not None:
         limits.append(policy.max_length)
     if room is not None and policy.templated(task):
-        # the template's own tokens and the answer's beginning take a part of the room
+        # the template's own tokens and the answer's beginning take part of the room
         framed = plain_ids(tokenizer, policy.render(tokenizer, example.prompt) + example.answer_prefix)
         limits.append(room - max(0, len(framed) - prompt_tokens))
     elif room is not None:
@@ -283,14 +283,14 @@ def _length_limit(
 
 
 def part(tokenizer: Any, ids: Sequence[int], text: str, question: str, cut: int) -> Encoded:
-    """Return the ids of ``text`` divided into context and question. Together they are the ids of the whole text."""
+    """Return the ids of ``text`` divided into context and question. Joined, they are the ids of the whole text."""
     question_length = _count_question(tokenizer, text, question)
     divide = len(ids) - question_length
     return Encoded(tuple(ids[:divide]), tuple(ids[divide:]), cut)
 
 
 def _count_question(tokenizer: Any, text: str, question: str) -> int:
-    """Return how many tokens of ``text`` lie between the start of the last ``question`` in it and the end."""
+    """Return the number of tokens of ``text`` from the start of its last ``question`` to its end."""
     if not question:
         return 0
     # a template may strip the whitespace around the message
@@ -303,7 +303,7 @@ def _count_question(tokenizer: Any, text: str, question: str) -> int:
 
 
 def text_ids(tokenizer: Tokenizer, text: str, special: bool) -> list[int]:
-    """Return the ids of a text, with the special tokens that the tokenizer puts around it or without them."""
+    """Return the ids of a text. ``special`` adds the special tokens that the tokenizer puts around a text."""
     if special:
         return list(tokenizer.encode(text))
     return plain_ids(tokenizer, text)
@@ -317,7 +317,7 @@ def plain_ids(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 def no_room(task: Task) -> UsageError:
-    """Return the error for a limit that question, answer and template use up."""
+    """Return the error for a limit too small for question, answer and template."""
     return UsageError(
         f"{task.id}: the limit leaves no room for a prompt (answer, question and template take it all); "
         "raise max_length or lower max_new_tokens"

@@ -1,7 +1,7 @@
-"""Made contexts with several questions each: LongEval's lines and the key-value retrieval of lost-in-the-middle.
+"""Synthetic contexts with several questions each: LongEval's lines and lost-in-the-middle's key-value retrieval.
 
-Formats are those of github.com/DachengLi1/LongChat (longeval) and github.com/nelson-liu/lost-in-the-middle. Their files
-are read if they are there. A published case asks one question, so further ones are drawn. Without the files, contexts
+Formats come from github.com/DachengLi1/LongChat (longeval) and github.com/nelson-liu/lost-in-the-middle. Their files
+are read if they exist. A published case asks one question, so further questions are drawn. Without the files, contexts
 of the same form are generated from a seed.
 """
 
@@ -31,7 +31,7 @@ LINES_HEADER = (
     "<REGISTER_CONTENT>. At the end of the record, I will ask you to retrieve the corresponding <REGISTER_CONTENT> of "
     "a certain line index. Now the record start:\n\n"
 )
-# LongEval calls lines by made names such as "torpid-kid", for which the words of the tiny suite stand in
+# LongEval calls lines by made-up names such as "torpid-kid"; the words of the tiny suite stand in for these
 PUBLISHED_LINE = re.compile(r"^line (\S+): REGISTER_CONTENT is <(\d+)>$", re.MULTILINE)
 LARGEST_NUMBER = 50_000
 PAIRS_HEADER = "Extract the value corresponding to the specified key in the JSON object below.\n\nJSON data:\n"
@@ -44,8 +44,8 @@ class RecordForm:
     """The form of a context of records.
 
     write: from records to the context's text.
-    question: a template, in which ``{}`` is the key.
-    most: the largest number of records of a context.
+    question: a template with ``{}`` for the key.
+    most: the largest number of records in a context.
     read: from a row of the published file to (the records of the case, the key that it asks for).
     generate: from a seed and a number to as many records.
     """
@@ -64,7 +64,7 @@ def _write_lines(records: Records) -> str:
 
 
 def _read_lines(row: FileRow) -> tuple[Records, str]:
-    # LongEval publishes the whole prompt; its lines are read back from it
+    # LongEval publishes the whole prompt, so its lines are read back from it
     names = row.value("random_idx")
     if not isinstance(names, list) or not names:
         raise row.wrong(f"'random_idx' must be a list that begins with a line's name, got {kind(names)}")
@@ -75,7 +75,7 @@ def _generate_lines(seed: str, count: int) -> Records:
     all_names = [f"{adjective}-{noun}" for adjective, noun in product(ADJECTIVES, NOUNS)]
     records = {}
     for name in islice(drawn(all_names, seed), count):
-        # a hash instead of a generator: the number of a line does not depend on the lines before it
+        # a hash, not a generator: a line's number then does not depend on the lines before it
         number = 1 + int(_digest(f"{seed}/{name}"), 16) % LARGEST_NUMBER
         records[name] = str(number)
     return records
@@ -132,8 +132,7 @@ def load(
 ) -> list[Task]:
     """Return a task per number of records. Each of its ``contexts`` examples asks for ``questions`` different keys.
 
-    The first question of a published case is that of the case. Raises UsageError naming file and line for a damaged
-    case.
+    The first question about a published case is its own. Raises UsageError naming file and line for a damaged case.
     """
     dataset, files = context.dataset, context.files
     record_form = FORMS[one_of(dataset, "form", form, FORMS)]
@@ -149,7 +148,7 @@ def load(
         path = files.first(file.replace("{records}", str(count)))
         if path:
             cases = _read_cases(record_form, path)
-            # published files have enough cases for most runs; with fewer there are fewer examples
+            # published files have enough cases for most runs; a file with fewer gives fewer examples
             source, note = path.name, ""
         else:
             cases = _generate_cases(record_form, seed_of_count, count)
@@ -158,7 +157,7 @@ def load(
         examples = []
         for i, (values, first_key) in enumerate(islice(cases, contexts)):
             keys = _choose_keys(values, first_key, f"{seed_of_count}/{i}/asked", questions)
-            # where each answer stands in the context, counted in records: scores may depend on it
+            # record where each answer stands in the context, counted in records: scores may depend on it
             places = list(values)
             examples.append(
                 Example(
@@ -189,7 +188,7 @@ def _read_cases(record_form: RecordForm, path: Path) -> Iterator[tuple[Records, 
 
 
 def _generate_cases(record_form: RecordForm, seed: str, count: int) -> Iterator[tuple[Records, str]]:
-    """Yield generated cases of ``count`` records without end. The key of a case is '': it asks for none of its own."""
+    """Yield generated cases of ``count`` records without end. A case's key is '': it has no question of its own."""
     for i in itertools.count():
         yield record_form.generate(f"{seed}/{i}", count), ""
 

@@ -13,19 +13,19 @@ from typing import Any, TypeGuard
 from kvbench.base.errors import UsageError
 from kvbench.base.files import check_ends
 
-# one search per text, as long prompts have hundreds of thousands of characters
+# search once per text, as long prompts have hundreds of thousands of characters
 HALF_PAIR = re.compile("[\ud800-\udfff]")
 """Half a surrogate pair."""
 
 
 class FileRow:
-    """One record of a file. ``place`` is where it stands (``line 3``). ``hint`` ends the message on a missing key."""
+    """One record of a file. ``place`` is its position (``line 3``). ``hint`` ends the message on a missing key."""
 
     def __init__(self, file: Path, place: str, values: Mapping[str, object], hint: str = "") -> None:
         self.file, self.place, self.values, self.hint = file, place, values, hint
 
     def wrong(self, reason: str) -> UsageError:
-        """Return the error for a record that cannot be used, with file and place."""
+        """Return the error for an unusable record, with file and place."""
         return UsageError(f"{self.file}, {self.place}: {reason}")
 
     def __contains__(self, key: str) -> bool:
@@ -77,21 +77,21 @@ class FileRow:
         value = self.values.get(key)
         if value is None:
             return default
-        # true and false are integers for Python, and no names
+        # true and false are integers for Python, but no names
         if not isinstance(value, str | int) or isinstance(value, bool) or value == "":
             raise self.wrong(f"{key!r} must be text or a whole number, got {kind(value)}")
         return self._unicode(key, str(value))
 
     def _unicode(self, key: str, value: str) -> str:
         """Return ``value``. Raises UsageError if it holds half a surrogate pair."""
-        # JSON escapes can spell half a pair. Tokenizers would fail on it later, without the line's number.
+        # JSON escapes can spell half a pair; tokenizers would fail on it later, without the line's number
         if has_half_pair(value):
             raise self.wrong(f"{key!r} holds half a surrogate pair, which is not text")
         return value
 
 
 def has_half_pair(text: str) -> bool:
-    """Tell whether a text holds half a surrogate pair, which no file can hold."""
+    """Tell whether a text holds half a surrogate pair. No file can hold one."""
     return HALF_PAIR.search(text) is not None
 
 
@@ -100,7 +100,7 @@ def read(file: Path) -> Iterator[FileRow]:
     readers = {".jsonl": read_lines, ".json": read_list, ".csv": read_csv}
     if file.suffix not in readers:
         raise UsageError(f"{file} must be a .jsonl, .json or .csv file")
-    # not a list: a training file of a million articles may be read for its first ones only
+    # yield rows, not a list: a run may read only the first rows of a training file with a million articles
     row = None
     for row in readers[file.suffix](file):
         yield row
@@ -111,11 +111,11 @@ def read(file: Path) -> Iterator[FileRow]:
 def read_lines(file: Path, hint: str = "") -> Iterator[FileRow]:
     """Yield the objects of a JSON Lines file, without blank lines.
 
-    Only line feeds end a line, since JSON may hold the other characters that Python would break lines at.
+    Only line feeds end a line. Python would also break lines at other characters, but JSON may hold them.
     """
     try:
         check_ends(file)
-        # bytes end a line at a line feed alone, and an error of decoding has the number of its line
+        # bytes end a line only at a line feed, and an error of decoding then has its line's number
         with file.open("rb") as lines:
             for number, raw in enumerate(lines, start=1):
                 place = f"line {number}"
@@ -144,12 +144,12 @@ def read_csv(file: Path) -> Iterator[FileRow]:
 
 def parse_csv(file: Path, text: str, by_line: bool = False) -> Iterator[FileRow]:
     """Yield the rows of CSV with a header line. The first has the place ``row 1`` or, ``by_line``, its line number."""
-    # the csv module's limit of a cell, 128 KiB, is less than a long reference
+    # the csv module limits a cell to 128 KiB by default, less than a long reference
     csv.field_size_limit(2**31 - 1)
     reader = csv.reader(io.StringIO(text, newline=""), strict=True)
     try:
         header = next(reader, [])
-        # line_num is the last line of the row that was read: a quoted cell may have line breaks
+        # line_num is the last line of a row: a quoted cell may have line breaks
         line = reader.line_num + 1
         for number, cells in enumerate(reader, start=1):
             place = f"row {number}"
@@ -168,8 +168,7 @@ def parse(file: Path, place: str, text: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        # Numbers of thousands of digits are ValueErrors without a position.
-        # Deep nesting is a RecursionError.
+        # numbers of thousands of digits are ValueErrors without a position, and deep nesting is a RecursionError
         reason = str(error)
         if isinstance(error, json.JSONDecodeError):
             reason = f"{error.msg} at character {error.pos + 1}"
@@ -182,7 +181,7 @@ def is_count(value: object) -> TypeGuard[int]:
 
 
 def kind(value: object) -> str:
-    """Return a value as error messages show it: as JSON, cut after 40 characters with its type in front."""
+    """Return a value for error messages: as JSON, cut after 40 characters with its type in front."""
     if value is None:
         return "null"
     shown = json.dumps(value, ensure_ascii=False)
@@ -203,7 +202,7 @@ def _read_text(file: Path) -> str:
 def _decode(file: Path, place: str, raw: bytes, at_start: bool) -> str:
     """Return the text of a file, or of the line at ``place``. Raises UsageError if it is not UTF-8."""
     if at_start:
-        # Windows programs begin UTF-8 with a byte order mark, which json.loads refuses
+        # Windows programs begin UTF-8 with a byte order mark, and json.loads refuses it
         raw = raw.removeprefix(b"\xef\xbb\xbf")
     try:
         return raw.decode("utf-8")
@@ -215,14 +214,14 @@ def _decode(file: Path, place: str, raw: bytes, at_start: bool) -> str:
 
 
 def _name_place(file: Path, place: str) -> str:
-    """Return a file and the place in it, as error messages begin. The place '' is the whole file."""
+    """Return a file and the place in it, for the beginning of an error message. The place '' is the whole file."""
     if not place:
         return str(file)
     return f"{file}, {place}"
 
 
 def _check_object(file: Path, place: str, value: object) -> Mapping[str, object]:
-    """Return a JSON value that is an object. Raises UsageError for any other."""
+    """Return a JSON value that is an object. Raises UsageError for any other value."""
     if not isinstance(value, dict):
         raise UsageError(f"{file}, {place}: must be a JSON object, got {kind(value)}")
     return value

@@ -1,7 +1,7 @@
 """A dataset of rows as data: a YAML entry says how a row becomes a prompt with references.
 
-Under ``_rows_`` an entry of conf/dataset has the fields of RowFormat. Beside it stand its knobs: ``file`` and
-``max_new_tokens``, and ``metric``, ``references`` and ``seed`` if the format has a use for them.
+Under ``_rows_`` an entry of conf/dataset has the fields of RowFormat. The entry's knobs stand beside it: ``file`` and
+``max_new_tokens``, and ``metric``, ``references`` and ``seed`` if the format uses them.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ _FIELD = re.compile(r"\{([^{}\n]+)\}")
 
 @dataclass(frozen=True, kw_only=True)
 class RowFormat:
-    """The recipe for an example from a row. A key may be the publisher's, or in lower_case as the hub's.
+    """The recipe for an example from a row. A key may be spelled as by the publisher, or in lower_case as on the hub.
 
     prompt, question: templates. ``{key}`` is the row's text under that key, ``{choices}`` the lettered options. The
     question ends the prompt, and ``query_aware=false`` withholds it.
-    answers: the keys of the references, each with a text or a list of texts. Lists of keys by name are chosen by the
-    knob ``references``.
-    metric: one metric, or several of which the knob ``metric`` chooses; the first is the default.
+    answers: the keys of the references, each with a text or a list of texts. If there are lists of keys by name, the
+    knob ``references`` chooses one.
+    metric: one metric, or several for the knob ``metric`` to choose from; the first is the default.
     choices: the keys of the options, the right one first. The knob ``seed`` draws their order in the prompt.
     after: a mark in the text of a reference. Only the text behind the last one counts.
-    split: the mark that parts several references in one text, by key.
+    split: the mark that separates several references in one text, by key.
     reference: the path of a function from a row to its reference, in place of ``answers``.
     """
 
@@ -49,17 +49,18 @@ class RowFormat:
     category: str = ""
     note: str = ""
     id: str = ""  # the key of a row's name; rows without one are numbered
-    places: Sequence[str] = ()  # where the file may lie, if the knob ``file`` names none
-    strip: bool = True  # the text of a ``{key}`` is stripped
+    places: Sequence[str] = ()  # possible places of the file, if the knob ``file`` names none
+    strip: bool = True  # whether the text of a ``{key}`` is stripped
     after: str = ""
     split: Mapping[str, str] = field(default_factory=dict)
     choices: Sequence[str] = ()
     classes: Sequence[str] = ()  # all labels, for metrics that need them
     reference: str = ""
-    only: Mapping[str, Sequence[object]] = field(default_factory=dict)  # rows with one of these values under a key
+    # only rows with one of these values under a key are used
+    only: Mapping[str, Sequence[object]] = field(default_factory=dict)
     left_out: str = ""  # the note's words for the other rows
-    size: int | None = None  # the number of examples in published tables, if other releases have another
-    meta: Mapping[str, str] = field(default_factory=dict)  # names in an example's meta: keys
+    size: int | None = None  # the number of examples in published tables, if other releases differ
+    meta: Mapping[str, str] = field(default_factory=dict)  # from names in an example's meta to keys of the row
     task: Mapping[str, Any] = field(default_factory=dict)  # fields of Task such as first_line
 
 
@@ -81,7 +82,7 @@ def load(
         form = RowFormat(**_rows_)
         task_fields = _task_fields(form)
     except TypeError as error:
-        # an unknown field is an author's slip, which should read like one
+        # an unknown field is an author's slip, and its error should say so
         raise UsageError(f"conf/dataset/{dataset}.yaml, _rows_: {error}") from None
     whole(dataset, "max_new_tokens", max_new_tokens)
     whole(dataset, "seed", seed, least=0)
@@ -96,7 +97,7 @@ def load(
     for i, row in enumerate(rows):
         if any(row.value(key) not in values for key, values in form.only.items()):
             continue
-        # the number in the file, not among the examples: ``only`` must not rename the others
+        # the number in the file, not among the examples, so that ``only`` does not rename the others
         name = f"{dataset}-{i}"
         if form.id:
             name = row.name(form.id, name)
@@ -117,7 +118,7 @@ def _task_fields(form: RowFormat) -> dict[str, Any]:
     """Return the fields of Task that a format sets. Raises TypeError for a field that Task does not have."""
     task_fields = dict(form.task)
     for key, value in form.task.items():
-        # YAML has lists, a frozen Task has tuples
+        # YAML has lists, but a frozen Task needs tuples
         if isinstance(value, list):
             task_fields[key] = tuple(value)
     signature(Task).bind_partial(**task_fields)
@@ -128,7 +129,7 @@ def _choose_metric(dataset: str, form: RowFormat, metric: str | None) -> metrics
     """Return the metric that the knob names, or the format's first. Raises UsageError if it cannot score the rows."""
     allowed = _as_list(form.metric)
     for name in allowed:
-        metrics.metric(name)  # raises UsageError for an unknown one
+        metrics.metric(name)  # this raises UsageError for an unknown metric
     if metric is None:
         scorer = metrics.metric(allowed[0])
     else:
@@ -139,7 +140,7 @@ def _choose_metric(dataset: str, form: RowFormat, metric: str | None) -> metrics
 
 
 def _find_file(dataset: str, files: Files, form: RowFormat, file: str | None) -> Path:
-    """Return the path of the file that the knob names, or of the first of the format's places that is there."""
+    """Return the path of the file that the knob names, or of the format's first existing place."""
     if file:
         return files.path(file)
     places = form.places or [f"{dataset}.jsonl"]
@@ -148,7 +149,7 @@ def _find_file(dataset: str, files: Files, form: RowFormat, file: str | None) ->
 
 
 def _note(dataset: str, form: RowFormat, examples: int, rows: int) -> str:
-    """Return the note of a task: how many rows were left out, if another number is published, and the format's note."""
+    """Return the note of a task: the number of rows left out, a different published size, and the format's note."""
     facts = []
     if examples < rows:
         facts.append(f"{rows - examples} of {rows} {form.left_out}")
@@ -226,7 +227,7 @@ class RowReader:
         """Yield the references under one key that are not blank."""
         form = self.form
         name = _find_key(row, key)
-        # a list has its parts already: its texts are not split
+        # a list has its parts already, so its texts are not split
         is_list = isinstance(row.value(name), list)
         texts = row.texts(name) if is_list else (row.text(name),)
         for text in texts:
@@ -244,7 +245,7 @@ class RowReader:
 
 
 def _find_key(row: FileRow, key: str) -> str:
-    """Return the name under which the row has ``key``: the key itself, or its form in lower_case as on the hub."""
+    """Return the name under which the row has ``key``: the key itself, or its lower_case form as on the hub."""
     hub_key = key.lower().replace(" ", "_")
     if hub_key in row and key not in row:
         return hub_key
@@ -252,7 +253,7 @@ def _find_key(row: FileRow, key: str) -> str:
 
 
 def _as_list(value: Sequence[str] | str) -> list[str]:
-    """Return the entries of a YAML value, which may be one text instead of a list."""
+    """Return the entries of a YAML value. It may be one text instead of a list."""
     if isinstance(value, str):
         return [value]
     return list(value)

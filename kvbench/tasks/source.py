@@ -1,6 +1,6 @@
-"""Where a dataset's files come from: a folder of the user's, filled by hand or by ``kvbench data fetch``.
+"""The source of a dataset's files: a folder of the user's, filled by hand or by ``kvbench data fetch``.
 
-There is one code path after that: loaders read local files. A run downloads nothing.
+Loaders read only local files, however these came there. A run downloads nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ ENVIRONMENT = "KVBENCH_DATA"
 
 @dataclass(frozen=True)
 class Files:
-    """The files of one dataset below the data folder, and the advice for somebody who does not have them."""
+    """The files of one dataset below the data folder, and advice on getting them."""
 
     dataset: str
     root: Path | None
@@ -26,13 +26,13 @@ class Files:
     def path(self, name: str) -> Path:
         """Return the path of the file or folder ``name`` below the data folder.
 
-        Raises MissingData with the two ways to get it if it is absent, and UsageError if the lock lists it with another
-        content.
+        Raises MissingData with the two ways to get it if it is absent. Raises UsageError if its content differs from
+        the lock's record.
         """
         if self.root is None:
             raise MissingData(f"dataset={self.dataset} needs {name}: {self.ways()}")
         path = self.root / name
-        # a folder of texts will do, too
+        # a folder of texts is allowed, too
         if not path.exists():
             raise MissingData(f"dataset={self.dataset} needs {path}, which does not exist: {self.ways()}", [name])
         self._check(name)
@@ -41,7 +41,7 @@ class Files:
     def first(self, *names: str) -> Path | None:
         """Return the path of the first of ``names`` that is a file below the data folder; None if none is.
 
-        Raises UsageError if the lock lists it with another content.
+        Raises UsageError if its content differs from the lock's record.
         """
         if self.root is None:
             return None
@@ -52,11 +52,11 @@ class Files:
         return None
 
     def _check(self, name: str) -> None:
-        """Raise UsageError if the lock lists this file with another content. Each file is read once per process."""
+        """Raise UsageError if a file's content differs from the lock's record. Each file is read once per process."""
         if self.root is None:
             return
         path, lock = self.root / name, self.root / fetch.LOCK
-        # files that were put there by hand have no lock; a folder is not listed in it
+        # files that were put there by hand have no lock, and no lock lists folders
         if not lock.is_file() or not path.is_file():
             return
         if _changed(self.root, name, _stamp(path), _stamp(lock)):
@@ -71,7 +71,7 @@ class Files:
 
 
 def _stamp(path: Path) -> tuple[int, int]:
-    """Return the size and the time of a file's last change, which differ if its content does."""
+    """Return the size of a file and the time of its last change. A changed file differs in one of these."""
     # reading a file of gigabytes for every dataset that uses it would take longer than a run
     status = path.stat()
     return status.st_size, status.st_mtime_ns
@@ -81,7 +81,7 @@ def _stamp(path: Path) -> tuple[int, int]:
 def _changed(root: Path, name: str, file: tuple[int, int], lock: tuple[int, int]) -> bool:
     """Tell if a file differs from the lock.
 
-    ``file`` and ``lock``, the stamps of both, are arguments so that a cached result stays true.
+    The stamps of both, ``file`` and ``lock``, are arguments so that a cached result stays true.
     """
     # the lock lists places without ./ and doubled slashes
     wanted = fetch.Wanted(PurePosixPath(name).as_posix())
@@ -91,7 +91,7 @@ def _changed(root: Path, name: str, file: tuple[int, int], lock: tuple[int, int]
 def data_root(given: str | None) -> Path | None:
     """Return the data folder: ``data.root`` if given, else the folder that the environment names, else None.
 
-    There is no default. Raises MissingData if it is no folder.
+    There is no default. Raises MissingData if the path is no folder.
     """
     where, name = "data.root", given
     if not name:

@@ -1,4 +1,4 @@
-"""The examples that a limit takes from a task whose examples lie on a grid of depths or lengths: some of every part."""
+"""The examples that a limit takes from a task with a grid of depths or lengths: some from every part of the grid."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def spread(examples: Sequence[Example], keys: Sequence[str]) -> list[int]:
     """Return the examples' indices in an order whose every beginning covers the grid of ``meta``'s values by ``keys``.
 
     The grid's points take turns: the first example of each, then the second of each, and so on. The lowest point comes
-    first, then always the one farthest from all before it, and the lower of two that are equally far.
+    first, then always the one farthest from all points before it. Of two that are equally far, the lower comes first.
     """
     indices_at: dict[Point, list[int]] = {}
     for i, example in enumerate(examples):
@@ -23,7 +23,7 @@ def spread(examples: Sequence[Example], keys: Sequence[str]) -> list[int]:
         indices_at.setdefault(point, []).append(i)
     points = _order_farthest_first(sorted(indices_at))
     order: list[int] = []
-    # one index of each point; a point whose examples are used up has None
+    # one index of each point; a point without unused examples has None
     for indices in zip_longest(*[indices_at[point] for point in points]):
         order.extend(i for i in indices if i is not None)
     return order
@@ -56,7 +56,7 @@ def _order_farthest_first(points: Sequence[Point]) -> list[Point]:
 
 
 def left_out(taken: Sequence[Example], examples: Sequence[Example], keys: Sequence[str]) -> list[str]:
-    """Return the values of each key for which ``taken`` has no example, in words: ``depth 25, 75``."""
+    """Return, in words (``depth 25, 75``), the values of each key for which ``taken`` has no example."""
     parts = []
     for key in keys:
         missing = {example.meta[key] for example in examples} - {example.meta[key] for example in taken}

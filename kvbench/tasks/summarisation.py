@@ -1,7 +1,7 @@
-"""XSUM and CNN/DailyMail as HELM lays them out: k articles with summaries, then the article to summarise.
+"""XSUM and CNN/DailyMail in HELM's layout: k articles with summaries, then the article to summarise.
 
-Blocks begin with ``###``, so an answer is cut at the first one. Layout: github.com/stanford-crfm/helm, adapter of
-the summarization scenario. Data: github.com/EdinburghNLP/XSum, github.com/abisee/cnn-dailymail.
+Blocks begin with ``###``, so an answer is cut at the first one. Layout: github.com/stanford-crfm/helm, adapter of the
+summarization scenario. Data: github.com/EdinburghNLP/XSum, github.com/abisee/cnn-dailymail.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ POOL = 1000
 
 @dataclass(frozen=True, kw_only=True)
 class SummaryKnobs:
-    """The knobs of one dataset in conf/dataset: where its files lie, the keys of a row, the shape of a prompt."""
+    """The knobs of one dataset in conf/dataset: the places of its files, the keys of a row, the shape of a prompt."""
 
     source: str
     prompts: str
@@ -44,7 +44,7 @@ class SummaryKnobs:
 
     @property
     def instruction(self) -> str:
-        """The end of a block, which asks for the summary."""
+        """The end of a block. It asks for the summary."""
         return f"Summarize the above article in {_count_of(self.sentences, 'sentence')}.\n"
 
     def block(self, row: FileRow) -> str:
@@ -62,7 +62,7 @@ def load(context: LoadContext, **entry: Any) -> list[Task]:
     knobs = SummaryKnobs(**entry)
     dataset, files = context.dataset, context.files
     one_of(dataset, "source", knobs.source, SOURCES)
-    # no shots are an article alone, with the instruction behind it
+    # without shots, the prompt is an article alone, with the instruction behind it
     for knob, least in (("shots", 0), ("shot_words", 1), ("sentences", 1), ("seed", 0), ("max_new_tokens", 1)):
         whole(dataset, knob, getattr(knobs, knob), least)
     if knobs.examples is not None:
@@ -80,12 +80,12 @@ def load(context: LoadContext, **entry: Any) -> list[Task]:
         examples = _read_articles(dataset, path, knobs, shots)
     task = Task(
         id=dataset,
-        # the file is read no further than its first examples
+        # read the file only up to the last example needed
         examples=tuple(islice(examples, knobs.examples)),
         metric="rouge_l",
         source=f"{source}, {_count_of(knobs.shots, 'shot')}",
         category="summarisation",
-        # a model that has shots before it goes on with another block
+        # a model that has seen shots continues with another block
         cut_at=SEPARATOR,
         chat=False,
     )
@@ -93,9 +93,9 @@ def load(context: LoadContext, **entry: Any) -> list[Task]:
 
 
 def _find_ready_prompts(files: Files, knobs: SummaryKnobs) -> Path | None:
-    """Return the file of ready prompts, None if prompts are made of articles.
+    """Return the file of ready prompts; None if prompts are made from articles.
 
-    Raises MissingData if ``source=prompts`` asks for a file that is not there.
+    Raises MissingData if ``source=prompts`` asks for a file that does not exist.
     """
     name = knobs.prompts.replace("{shots}", str(knobs.shots))
     if knobs.source == "articles":
@@ -136,7 +136,7 @@ def _read_ready_prompts(dataset: str, path: Path, max_new_tokens: int) -> Iterat
 
 def _few_shot_text(dataset: str, path: Path, knobs: SummaryKnobs) -> str:
     """Return the blocks of drawn training articles with their summaries. Raises UsageError if too few are short."""
-    # the same generator for every example: all prompts begin with the same blocks
+    # the same generator for every example, so that all prompts begin with the same blocks
     pool = list(islice(read(path), POOL))
     shots: list[FileRow] = []
     for row in drawn(pool, f"{knobs.seed}:{dataset}"):
@@ -155,7 +155,7 @@ def _few_shot_text(dataset: str, path: Path, knobs: SummaryKnobs) -> str:
 
 def _read_line(row: FileRow, key: str) -> str:
     """Return the text under ``key`` in one line."""
-    # blank lines part blocks and nothing else
+    # only blank lines separate blocks
     return row.text(key).replace("\r", " ").replace("\n", " ").strip()
 
 

@@ -7,12 +7,12 @@ import json
 from kvbench.tasks.metrics.theorem import parse_reference
 from kvbench.tasks.rows import FileRow, kind
 
-# the type of a parsed answer by the type that its question states
+# from the answer's type in the question's record to the type of the parsed answer
 TYPES = {"integer": int, "float": float, "bool": bool, "option": str, "list of integer": tuple, "list of float": tuple}
 
 
 def reference(row: FileRow) -> str:
-    """Return the answer of a question as text whose form gives its type: ``3`` is an integer, ``3.0`` a float.
+    """Return the answer of a question as text. Its form gives its type: ``3`` is an integer, ``3.0`` a float.
 
     In the hub's table the answer is text already. Raises UsageError if its type is unknown or not the stated one.
     """
@@ -24,12 +24,12 @@ def reference(row: FileRow) -> str:
         reference = json.dumps(answer)
     value = parse_reference(reference)
     if answer_type == "float" and type(value) is int:
-        # a float may be written 3, which alone would be compared as an integer
+        # a float may be written 3; without this it would be compared as an integer
         value = float(value)
         reference = str(value)
     if type(value) is not TYPES[answer_type]:
         raise row.wrong(f"'Answer' must be of the type {answer_type!r}, got {kind(answer)}")
     if isinstance(value, bool):
-        # True, not JSON's true
+        # Python's True, not JSON's true
         return str(value)
     return reference

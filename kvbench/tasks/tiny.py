@@ -47,7 +47,7 @@ FILLER = (
     "here we go, there and back again.",
     "it was a {a} {t} by the {s}.",
 )
-# With these sentences of 2 to 6 tokens any remaining room of two tokens or more can be filled exactly.
+# these sentences have 2 to 6 tokens, so they can fill any room of two tokens or more exactly
 SHORT_FILLER = ("slowly.", "it {v}.", "the {s} {v}.", "the {s} was {a}.", "it was a {a} {t}.")
 HEADER = "notes:"
 NEEDLE = "the magic number of {key} is {value}."
@@ -89,7 +89,7 @@ class TinyTask:
     """One task of the suite.
 
     puzzle: the function that draws facts and queries from (random stream, number of facts).
-    tokens_per_fact: the tokens of a prompt for each fact, 0 for tasks with one fact or a number of their own.
+    tokens_per_fact: the tokens of a prompt for each fact; 0 for tasks with one fact or a fixed number.
     most: the largest number of facts in a prompt.
     """
 
@@ -112,14 +112,14 @@ def needle_pair(index: int) -> tuple[str, str, str]:
 def lookups(
     keys: Sequence[str], draw: Callable[[random.Random], str], fact: str, question: str
 ) -> Callable[[random.Random, int], Puzzle]:
-    """Return the function that makes up to n facts of different ``keys``, with drawn values, and a query for each.
+    """Return a function that makes up to n facts of different ``keys``, with drawn values, and a query for each.
 
     The template ``fact`` holds ``{key}`` and ``{value}``, the template ``question`` holds ``{key}``.
     """
 
     def draw_puzzle(rng: random.Random, n: int) -> Puzzle:
         chosen_keys = rng.sample(keys, min(n, len(keys)))
-        # all keys are drawn before all values: another order would draw other prompts
+        # draw all keys before all values: another order would draw other prompts
         values = [draw(rng) for _ in chosen_keys]
         facts = []
         queries = []
@@ -159,7 +159,7 @@ def key_points(rng: random.Random, n: int) -> Puzzle:
         points.append(" ".join(words))
     facts = tuple(f"key point {ordinal}: {point}." for ordinal, point in zip(ORDINALS, points, strict=True))
     answer = ", ".join(f"{ordinal}: {point}" for ordinal, point in zip(ORDINALS, points, strict=True))
-    # the question ends with "first:", with which the list begins
+    # the question ends with "first:", and the list begins with this word
     question = f"question: list the key points first, second, third. answer: {ORDINALS[0]}:"
     answer = answer.removeprefix(f"{ORDINALS[0]}: ")
     # a point has three words; ", second: " puts three tokens between two points
@@ -194,7 +194,7 @@ GOLDEN = (5**0.5 - 1) / 2
 
 
 def example(task: str, length: int, index: int) -> Example:
-    """Return example ``index`` of a task, whose prompt has exactly ``length`` tokens, ``<s>`` included."""
+    """Return example ``index`` of a task. Its prompt has exactly ``length`` tokens, ``<s>`` included."""
     if task not in TASKS:
         raise ValueError(f"unknown tiny task {task!r}; available: {', '.join(TASKS)}")
     if not MIN_LENGTH <= length <= MAX_LENGTH:
@@ -202,7 +202,7 @@ def example(task: str, length: int, index: int) -> Example:
     spec, rng = TASKS[task], random.Random(f"eval/{task}/{length}/{index}")
     n = 1
     if spec.tokens_per_fact:
-        # 40 tokens are left for the header, the query and some filler
+        # keep 40 tokens for the header, the query and some filler
         n = max(2, min(spec.most, (length - 40) // spec.tokens_per_fact))
     puzzle = spec.puzzle(rng, n)
     query = rng.choice(puzzle.queries)
@@ -213,7 +213,7 @@ def example(task: str, length: int, index: int) -> Example:
     fillers = filler_sentences(rng, room)
     meta: dict[str, object] = {"task": task, "category": spec.category, "length": length, "facts": len(facts)}
     if len(facts) == 1:
-        # a single fact goes through the depths evenly, instead of at random
+        # a single fact takes all depths in turn, not at random
         place = round((0.5 + index * GOLDEN) % 1.0 * len(fillers))
         sentences = fillers[:place] + facts + fillers[place:]
         tokens_before = 1 + count_tokens(f"{HEADER} {' '.join(fillers[:place])}")
@@ -236,7 +236,7 @@ def _join_prompt(sentences: Sequence[str], question: str) -> str:
 
 
 def load(context: LoadContext, length: int, examples: int, max_new_tokens: int | None = None) -> list[Task]:
-    """Return the six tasks with ``examples`` prompts of ``length`` tokens each, generated, never read from anywhere."""
+    """Return the six tasks with ``examples`` generated prompts of ``length`` tokens each. No file is read."""
     dataset = context.dataset
     whole(dataset, "length", length, 64, 4000)
     whole(dataset, "examples", examples, 1, 100_000)
@@ -261,15 +261,15 @@ def _examples(task: str, length: int, count: int) -> tuple[Example, ...]:
 
 
 def filler_sentences(rng: random.Random, room: int) -> list[str]:
-    """Return random sentences without facts that together have ``room`` tokens, which must be 0 or at least 2."""
+    """Return random sentences without facts that have ``room`` tokens together. ``room`` must be 0 or at least 2."""
     if room == 1 or room < 0:
         raise ValueError(f"no filler sentences have {room} tokens together")
     sentences: list[str] = []
     while room:
-        # no sentence has one token: after each of them, none or at least two must remain
+        # no sentence has one token, so none or at least two tokens must remain after each of them
         templates = [template for template in FILLER if room - template_tokens(template) >= 2]
         if not templates:
-            # the last sentence, or the one before the last
+            # this is the last sentence, or the one before the last
             templates = [
                 template for template in FILLER + SHORT_FILLER if template_tokens(template) in (room, room - 2)
             ]

@@ -1,7 +1,7 @@
-"""From a context with several questions to token ids: those of the context, and those read behind it for each question.
+"""The token ids of a context with several questions: the context's, and those read behind it for each question.
 
-With a chat template the context is the beginning of the first user message. If questions follow one another, each
-later one is a message of its own.
+With a chat template the context is the beginning of the first user message. If questions follow one another, each later
+one is a message of its own.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class EncodedTurns(Encoded):
     """A context as token ids, with the tokens that are read behind it.
 
     questions: the tokens of each question, up to the beginning of its answer.
-    references: the first reference of each question, as it is read in place of the model's answer.
+    references: the first reference of each question, in the tokens that are read in place of the model's answer.
     between: True if a question begins with the end of the previous answer, as in a chat template.
     most: the largest number of tokens that are read behind the context before the last answer begins.
     """
@@ -49,10 +49,10 @@ def encode_turns(
 ) -> EncodedTurns:
     """Return the token ids of a context and its questions.
 
-    A context is cut in its middle, by tokens, to leave room for the tokens that are read behind it. These are the
-    longest question and answer if questions are isolated, else all questions and answers. ``context`` is the number of
-    tokens that the model can read, None if there is no limit. ``max_length`` counts the context with its longest
-    question.
+    A context is cut in its middle, by tokens, to leave room for the tokens that are read behind it. Isolated questions
+    need room for the longest question and answer, other questions for all questions and answers. ``context`` is the
+    number of tokens that the model can read, None if there is no limit. ``max_length`` counts the context with its
+    longest question.
     """
     templated = policy.templated(task)
     isolated = task.turns == "isolated"
@@ -64,7 +64,7 @@ def encode_turns(
         # the first question follows the context in every case; later ones follow an answer
         questions[1:] = _encode_later_questions(tokenizer, example, policy, templated, between=between)
     references = [_encode_reference(tokenizer, turn, templated) for turn in example.turns]
-    # an isolated question branches from the context's cache: at most one of them is read behind it
+    # an isolated question branches from the context's cache, so at most one is read behind it
     longest = max(map(len, questions))
     most = longest
     if not isolated:
@@ -96,10 +96,10 @@ def encode_turns(
 def _encode_alone(
     tokenizer: Any, example: Example, policy: PromptPolicy, templated: bool
 ) -> tuple[Sequence[int], list[tuple[int, ...]]]:
-    """Return (the context's ids, those of each question) as if each question were the only one.
+    """Return (the context's ids, each question's ids) as if each question were the only one.
 
-    Context and question are tokenised together if this gives the same ids of the context for all questions. Otherwise
-    the beginning of some question is one token with the context's end, and both are tokenised apart.
+    Context and question are tokenised together if the context's ids are then the same for all questions. Otherwise one
+    token spans the end of the context and the beginning of some question, and both are tokenised apart.
     """
     special = policy.bos and not templated
     prompts = [example.asked(i) for i in range(len(example.turns))]
@@ -108,7 +108,7 @@ def _encode_alone(
         text = prompt.prompt
         if templated:
             text = policy.render(tokenizer, text)
-        # the beginning of the answer stands behind the template, where the model goes on
+        # the beginning of the answer stands behind the template, where the model continues
         text += prompt.answer_prefix
         ids = text_ids(tokenizer, text, special)
         together.append(part(tokenizer, ids, text, prompt.question, cut=0))
@@ -124,7 +124,7 @@ def _encode_alone(
 def _encode_later_questions(
     tokenizer: Any, example: Example, policy: PromptPolicy, templated: bool, *, between: str
 ) -> list[tuple[int, ...]]:
-    """Return the ids of each question but the first, as it follows the answer before it.
+    """Return the ids of each question but the first, in the form in which it follows the answer before it.
 
     ``between`` is the text of a chat template between that answer and the question, '' without a template.
     """
@@ -135,7 +135,7 @@ def _encode_later_questions(
     for i, turn in enumerate(example.turns[1:], start=1):
         question = turn.question
         if between:
-            # the blank lines that part a question from the context do not begin a message
+            # a message does not begin with the blank lines that separate a question from the context
             question = question.lstrip()
         text = between + question + end + example.asked(i).answer_prefix
         later.append(tuple(plain_ids(tokenizer, text)))
@@ -145,7 +145,7 @@ def _encode_later_questions(
 def _encode_reference(tokenizer: Any, turn: Turn, templated: bool) -> tuple[int, ...]:
     """Return the ids of a question's first reference, as a model would answer behind the question."""
     reference = turn.answers[0]
-    # behind "Answer:" a model begins with a space; a template's end has its own whitespace
+    # behind "Answer:" a model begins with a space; the end of a template has its own whitespace
     if not templated and not turn.question[-1:].isspace():
         reference = f" {reference}"
     return tuple(plain_ids(tokenizer, reference))

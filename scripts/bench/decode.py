@@ -71,7 +71,7 @@ class StepShape:
 
 @dataclass(frozen=True)
 class StepTimes:
-    """The median seconds of a step in one format, and what they are compared with.
+    """The median seconds of a step in one format, and the values that they are compared with.
 
     step, full: seconds in the format, and over the full cache.
     moved: the bytes that all rows hold in the format.
@@ -136,7 +136,7 @@ def measure(name: str, shape: StepShape, repeats: int, timer: Timer, device: tor
     batch, full_batch = build_rows(name), build_rows("full")
     plain_batch: RowLayer | None = None
     if kernels.serves(device):
-        # the plain rows are built without kernels, too, as a user without kernels has them
+        # build the plain rows without kernels, too, as for a user without kernels
         with switched("off"):
             plain_batch = build_rows(name)
         # SDPA reads the whole cache and the new token
@@ -174,7 +174,7 @@ def timer_of(device: torch.device) -> Timer:
 
     def timed(call: Callable[[], object]) -> float:
         if flush is not None:
-            # takes the place of the step's tensors in the cache, and keeps the GPU busy while launches queue up
+            # replaces the step's tensors in the cache, and keeps the GPU busy while launches queue up
             flush.zero_()
         start = clock.mark()
         call()
@@ -202,7 +202,7 @@ def limit(name: str, n: int, b: int, device: torch.device) -> float:
     """Return the largest allowed ratio of a format to the full cache, for n tokens and b rows; inf if there is none."""
     if device.type != "cuda":
         return LIMITS.get((name, n, b), math.inf)
-    # kernels read fewer bytes than the full cache has: at this size none of them may be slower
+    # kernels read fewer bytes than the full cache has, so at this size no format may be slower
     if (n, b) == (16384, 8) and name != "full":
         return 1.0
     return math.inf

@@ -41,9 +41,9 @@ CURVES: Mapping[str, Curve] = {
     "methods": Curve((1, 4, 12, 36, 100), seconds=1.05, memory=1.05),
     # the same number of rows decodes together, however many prompts wait
     "prompts": Curve((1, 10, 100, 1000), seconds=1.05, memory=0.2),
-    # each two tokens of a prompt meet in a product
+    # every two tokens of a prompt meet in a product
     "length": Curve((256, 512, 1024, 2048, 3840), seconds=2.0, memory=1.1),
-    # a step takes longer, the more tokens came before it
+    # the more tokens came before a step, the longer it takes
     "new": Curve((8, 32, 128, 512), seconds=1.3, memory=1.1),
 }
 
@@ -57,7 +57,7 @@ def arguments(curve: str, x: int, folder: Path) -> list[str]:
     # the x of the curve methods is the number of rows
     sizes[curve] = x
     words = ["the", "cold", "river", "shines", "slowly", "over", "an", "old", "stone", "bridge", "near", "town"]
-    # a word is a token or more, so every prompt is too long and is cut to max_length
+    # a word has one token or more, so every prompt is too long and is cut to max_length
     shape = (sizes["prompts"], 2 * sizes["length"])
     word_ids = torch.randint(len(words), shape, generator=torch.manual_seed(0)).tolist()
     lines = []

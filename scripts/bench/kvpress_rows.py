@@ -23,13 +23,13 @@ PRESSES = {"keynorm": "KnormPress", "h2o": "ObservedAttentionPress", "expectedat
 
 
 def press_of(row: str) -> Any:
-    """Return kvpress's press for a row, a method with the part of the tokens that it keeps; None for the full cache."""
+    """Return kvpress's press for a row, given as a method with its share of tokens kept; None for the full cache."""
     import kvpress
 
     method, _, budget = row.partition(" ")
     if method == "full":
         return None
-    # kvpress counts what is removed
+    # kvpress states the share that is removed
     removed = 1 - float(budget)
     if method == "streamingllm":
         return kvpress.StreamingLLMPress(removed, n_sink=4)
@@ -46,7 +46,7 @@ def answer(model: Any, press: Any, ids: torch.Tensor, new: int) -> None:
     """Prefill ``ids`` [n] under the press, then decode ``new`` tokens greedily, as kvpress's own pipeline does."""
     implementation, extra = "sdpa", {}
     if type(press).__name__ == "ObservedAttentionPress":
-        # column sums are read from attention weights, which only eager attention returns
+        # column sums come from attention weights, and only eager attention returns these
         implementation, extra = "eager", {"output_attentions": True}
     model.set_attn_implementation(implementation)
     cache = DynamicCache()
@@ -55,10 +55,10 @@ def answer(model: Any, press: Any, ids: torch.Tensor, new: int) -> None:
         with compression:
             out = model(ids[None], logits_to_keep=1, **named_cache(cache), **extra)
         token = out.logits[:, -1].argmax(dim=-1, keepdim=True)
-        # eager attention's weights are in the output: they are free before the next pass
+        # the output holds eager attention's weights: free them before the next pass
         del out
         for i in range(new - 1):
-            # positions go on behind the prompt, however few of its tokens are left
+            # positions continue behind the prompt, however few of its tokens are left
             position = torch.tensor([[len(ids) + i]])
             out = model(token, position_ids=position, **named_cache(cache))
             token = out.logits[:, -1].argmax(dim=-1, keepdim=True)
@@ -83,7 +83,7 @@ def main() -> None:
     for row in args.rows:
         times = []
         for ids in prompts:
-            # a press of its own for each prompt, made before the clock starts
+            # make a press for each prompt before the clock starts
             times.append(seconds(partial(answer, model, press_of(row), ids, args.new)))
         seconds_by_row[row] = sum(times)
     print(json.dumps(seconds_by_row))

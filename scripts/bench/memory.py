@@ -54,12 +54,12 @@ BARE, WHOLE = "bare model", "full, MLPs whole"
 IN_COMPANY = {"vatp": {"method": "h2o+vatp"}, "uncomp-group": {"method": "uncomp-group", "grouping": "random"}}
 # calibrated here over a little of this file's text
 CALIBRATED = ("asvd", "palu")
-# an MLP as wide to its heads as that of Llama 3, since its scratch memory decides the peak
+# an MLP of Llama 3's width relative to its heads, since its scratch memory decides the peak
 MLP = {"hidden_size": 512, "intermediate_size": 1792, "num_key_value_heads": 2}
 
 
 def long_entries() -> dict[str, dict[str, object]]:
-    """Return an entry of every method for the benchmark of long prompts, at LONG_SIZE tokens where it has a budget."""
+    """Return an entry for every method in the benchmark of long prompts. A budget, if it has one, is LONG_SIZE."""
     entries = {}
     for name in registry.available():
         knobs = IN_COMPANY.get(name, {"method": name})
@@ -98,19 +98,19 @@ def in_use() -> int:
     gc.collect()
     if torch.cuda.is_available():
         return torch.cuda.memory_allocated()
-    # glibc keeps freed memory: this returns it to the system
+    # glibc keeps freed memory; this call returns it to the system
     ctypes.CDLL(None).malloc_trim(0)
     return process_memory("VmRSS")
 
 
 def reset_resident_peak() -> None:
-    """Reset VmHWM, the peak of this process's resident memory, to what is resident now."""
-    # 5 is the kernel's number for that (man 5 proc)
+    """Reset VmHWM, the peak of this process's resident memory, to its present resident memory."""
+    # 5 is the kernel's code for this (man 5 proc)
     Path("/proc/self/clear_refs").write_text("5")
 
 
 def prefill_peak(method: str, tokens: int) -> dict[str, float]:
-    """Return how much this process grows at its peak while it reads ``tokens``, and the bytes of the cache."""
+    """Return this process's growth at its peak while it reads ``tokens``, and the bytes of the cache."""
     torch.set_num_threads(2)
     llama = model()
     # a first prompt loads code and fills PyTorch's own buffers
@@ -134,7 +134,7 @@ def long_peak(name: str, tokens: int, threads: int) -> dict[str, float]:
     # the bare model has no entry
     entry: api.Entry | None = long_entries().get(name)
     if name == WHOLE:
-        # prompts of more than LONG tokens go through the MLPs in parts: none is longer now
+        # prompts of more than LONG tokens go through the MLPs in parts; with this setting no prompt is longer
         prompt_pass.LONG = tokens
         entry = {"method": "full"}
     if name in CALIBRATED:
@@ -163,7 +163,8 @@ def long_peak(name: str, tokens: int, threads: int) -> dict[str, float]:
 def decode_growth(name: str, new: int) -> dict[str, float]:
     """Return the bytes in use after a tenth of ``new`` tokens and after all, and the tokens held at the end.
 
-    ``tokens`` is the mean over layers and heads. ``excess`` is by how many tokens the worst head exceeds its promise.
+    ``tokens`` is the mean over layers and heads. ``excess`` is the number of tokens by which the worst head exceeds its
+    promise.
     """
     torch.set_num_threads(1)
     llama = model()
@@ -178,7 +179,7 @@ def decode_growth(name: str, new: int) -> dict[str, float]:
         for t in range(new):
             logits = step(llama, batch, token, torch.tensor([[PROMPT + t]], device=llama.device))
             token = logits[:, -1].argmax(dim=-1)[:, None]
-            # rings and buffers have their size after a tenth: later growth is a leak
+            # after a tenth, rings and buffers have their final size, so later growth is a leak
             if t == new // 10:
                 early = in_use()
     growth = {"early": early, "late": in_use(), "tokens": float(PROMPT + new), "excess": 0.0}
@@ -216,19 +217,19 @@ def prefill_report(tokens: int) -> int:
     for method, result in peaks.items():
         cache = f"cache kept {result['cache'] / MIB:6.1f} MiB"
         print(f"  {method:<14} peak above the model {result['peak'] / MIB:8.1f} MiB, {cache}")
-    # H2O's column sums need all attention weights [n, n], which must not be held whole
+    # H2O's column sums need all attention weights [n, n], but these must not be held whole
     ratio = peaks["h2o"]["peak"] / peaks["snapkv"]["peak"]
     ok = verdict("h2o / snapkv", ratio, ratio <= LIMIT, f"at most {LIMIT:.2f}x")
     return 0 if ok else 1
 
 
 def measure_long(name: str, tokens: int, threads: int) -> dict[str, float]:
-    """Return what ``long_peak`` measures in a process of its own."""
+    """Return the measurements of ``long_peak``, taken in a process of its own."""
     return dict(in_process("memory", "one", "long", name, tokens, "--threads", threads))
 
 
 def measure_growth(name: str, new: int) -> dict[str, float]:
-    """Return what ``decode_growth`` measures in a process of its own."""
+    """Return the measurements of ``decode_growth``, taken in a process of its own."""
     return dict(in_process("memory", "one", "decode", name, new))
 
 
@@ -240,7 +241,7 @@ def long_report(
 ) -> int:
     """Print each method's peaks by length. Return exit status 1 if the longest is too far above the full cache's."""
     methods = [name for name in long_entries() if name != "full" and (not only or name in only)]
-    # the full cache is measured before the methods, which are compared with it
+    # measure the full cache before the methods, since they are compared with it
     rows = [BARE, WHOLE, "full"]
     rows += methods
     print(f"2 layers of {MLP}, 8 query heads of dimension 64, fp32, {threads} threads a process")
@@ -251,7 +252,7 @@ def long_report(
     def measure(name: str) -> list[dict[str, float]]:
         return [measure_peak(name, n, threads) for n in lengths]
 
-    # a single length has no slope: the difference to itself is 0 over one token
+    # a single length has no slope: use the difference to itself, 0, over one token
     previous = max(0, len(lengths) - 2)
     step = max(1, lengths[-1] - lengths[previous])
     status = 0
@@ -287,7 +288,7 @@ def decode_report(new: int, measure: Callable[[str, int], dict[str, float]] = me
         grown = growth["late"] - growth["early"]
         mark = "  ok"
         if name == "full":
-            # the full cache is there to compare with, and may grow
+            # the full cache is only there to compare with, and may grow
             mark = ""
         elif growth["tokens"] > SIZE or growth["excess"] > 0 or grown > GROWTH_LIMIT:
             mark, status = "  MISSED", 1

@@ -43,7 +43,7 @@ def add_peers(parser: argparse.ArgumentParser) -> None:
     """Let a benchmark take ``--peers``, a Python that can be started."""
 
     def interpreter(path: str) -> str:
-        # refused at once, since kvpress runs only after minutes of other measurements
+        # refuse at once, since kvpress runs only after minutes of other measurements
         if shutil.which(path) is None:
             raise argparse.ArgumentTypeError(f"{path!r} cannot be started: make .venv-peers/.ready installs one")
         return path
@@ -74,7 +74,7 @@ def in_turns(variants: Mapping[str, Callable[[], float]], repeats: int) -> dict[
     times: dict[str, list[float]] = {name: [] for name in variants}
     names = list(variants)
     for i in range(repeats):
-        # rotated, so that no variant always runs first
+        # rotate, so that no variant always runs first
         first = i % len(names)
         for name in names[first:] + names[:first]:
             times[name].append(variants[name]())
@@ -84,7 +84,7 @@ def in_turns(variants: Mapping[str, Callable[[], float]], repeats: int) -> dict[
 def median_ratio(above: Sequence[float], below: Sequence[float]) -> float:
     """Return the median over repeats of ``above`` over ``below``.
 
-    The times of one repeat lie close together, so that slow drifts of the machine cancel.
+    The times of one repeat lie close together, so slow drifts of the machine cancel.
     """
     return median(a / b for a, b in zip(above, below, strict=True))
 
@@ -101,10 +101,10 @@ def in_process(
 ) -> Any:
     """Run the benchmark ``module`` in a process of its own, and return the JSON on the last line that it prints.
 
-    ``env`` are changes to the environment. None takes a variable out. Raises KvbenchError if the process fails, and
+    ``env`` holds changes to the environment; None removes a variable. Raises KvbenchError if the process fails, and
     passes on its standard error.
     """
-    # a child starts from nothing: memory and caches of other measurements change none of its numbers
+    # a child starts from nothing, so memory and caches of other measurements do not affect its numbers
     environment = dict(os.environ)
     for name, value in (env or {}).items():
         if value is None:
@@ -117,14 +117,14 @@ def in_process(
     if result.returncode:
         print(result.stderr, end="", file=sys.stderr)
         raise KvbenchError(f"a process of this benchmark ended with status {result.returncode}: {' '.join(command)}")
-    # libraries may print above it
+    # libraries may print above the last line
     return json.loads(result.stdout.splitlines()[-1])
 
 
 def kvpress_seconds(python: str, *arguments: object) -> dict[str, float]:
-    """Return the seconds of each of kvpress's rows, measured by ``python``.
+    """Return the seconds of each of kvpress's rows, measured by the interpreter ``python``.
 
-    Its threads wait as OpenMP lets them wait by default, ours as kvbench's command line sets it.
+    Its threads wait as OpenMP lets them wait by default. Ours wait as kvbench's command line sets it.
     """
     by_row: dict[str, float] = in_process("kvpress_rows", *arguments, python=python, env={"GOMP_SPINCOUNT": None})
     return by_row

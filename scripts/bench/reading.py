@@ -46,13 +46,13 @@ ALIKE = {"prompts": 8, "tokens": 1024, "first": 896, "pieces": 128}
 
 def statistics(model: PreTrainedModel, ids: torch.Tensor, repeats: int) -> bool:
     """Print each method's own time over that of the pass. Return True if all keep to LIMIT."""
-    # all methods share one pass, whose time is the same in each of their caches
+    # all methods share one pass, so each of their caches has the same time of the pass
     chains = [chain_of({"method": name, "kv_ratio": 0.25}) for name in METHODS]
     return judge_statistics([prefill_chains(model, ids, chains) for _ in range(repeats)])
 
 
 def judge_statistics(passes: Sequence[Sequence[PromptCache]]) -> bool:
-    """Print the time of each of METHODS over that of the pass. ``passes``: the methods' caches for every repeat."""
+    """Print the time of each of METHODS over the pass's time. ``passes`` holds the methods' caches for every repeat."""
     ok = True
     for i, name in enumerate(METHODS):
         share = median(caches[i].compress_s / caches[i].prefill_s for caches in passes)
@@ -87,7 +87,7 @@ def passes(models: Sequence[PreTrainedModel], ids: torch.Tensor, repeats: int) -
 def beginnings(model: PreTrainedModel, repeats: int, sizes: Mapping[str, int] = ALIKE) -> None:
     """Print the time of reading prompts that begin alike whole over reading their beginning once.
 
-    A second ratio is of one prompt alone: reading it in pieces, with nothing to share, over reading it whole.
+    A second ratio concerns one prompt alone: reading it in pieces, with nothing to share, over reading it whole.
     """
     chains = [chain_of({"method": name}) for name in ("full", "snapkv")]
     generator = torch.Generator().manual_seed(0)
@@ -97,7 +97,7 @@ def beginnings(model: PreTrainedModel, repeats: int, sizes: Mapping[str, int] = 
     ends = torch.randint(vocabulary, (sizes["prompts"], sizes["tokens"] - sizes["first"]), generator=generator)
 
     def read(prompt_ends: torch.Tensor, share: bool) -> None:
-        # keeps the layers of the last prompt's beginning, from which the next goes on
+        # keeps the layers of the last prompt's beginning; the next prompt continues from them
         prefix = SharedPrefix(model, sizes["pieces"]) if share else None
         for end in prompt_ends:
             prefill_chains(model, torch.cat([beginning, end]), chains, prefix=prefix)
@@ -123,7 +123,7 @@ def main() -> int:
     torch.set_num_threads(args.threads)
     models = []
     for kind in ("float32", "bfloat16"):
-        # a run names a dataset, which is not read here
+        # a run names a dataset, but no dataset is read here
         run = plan_run(f"model={args.model}", f"model.dtype={kind}", "dataset=tiny")
         models.append(load_host(run).model)
     ok = True

@@ -49,7 +49,7 @@ OVER_BOUND = 1.4
 
 
 def _peer_labels() -> list[str]:
-    """Return the 22 rows that kvpress has, as a method with the part of the tokens that it keeps."""
+    """Return kvpress's 22 rows, each as a method with the share of tokens that it keeps."""
     labels = ["full"]
     for method in SELECTORS:
         labels += [f"{method} {budget}" for budget in BUDGETS]
@@ -68,14 +68,14 @@ def table(model: str, data: str | None, folder: Path, length: int, prompts: int)
     files = Files("essays", Path(data) if data else None)
     lines = []
     for i, (_, text) in enumerate(TEXTS["essays"](files)):
-        # a token of English has four or five characters: at eight a text is surely long enough
+        # a token of English has four or five characters, so eight a token are surely enough
         if len(text) > 8 * length:
             lines.append(json.dumps({"id": str(i), "prompt": text, "answers": ["none"]}) + "\n")
     path = folder / "prompts.jsonl"
     path.write_text("".join(lines[:prompts]), encoding="utf-8")
     words = [f"model={model}", "dataset=file", f"path={path}", f"max_new_tokens={NEW}", f"max_length={length}"]
     runs = [plan_run(*words, "prompt=plain", *rows) for rows in ROWS]
-    # one run of all rows, with the full cache once
+    # one run of all rows has the full cache only once
     cells = {}
     for part in runs:
         for cell in part.groups[0].cells:
@@ -100,7 +100,7 @@ def products(model: nn.Module, rows: int) -> float:
 
 
 def bound(host: Host, run: RunPlan) -> float:
-    """Return the seconds that the run takes at least. Print their parts, and those of a run by kvbench.
+    """Return a lower bound of the run's seconds. Print its parts, and the seconds of a run by kvbench.
 
     The bound is reading + (NEW - 1) * (products + moving). Each row has its first token from the prompt.
     """
@@ -110,11 +110,11 @@ def bound(host: Host, run: RunPlan) -> float:
     chains = [cell.chain for cell in group.cells]
     reading, compressing = 0.0, 0.0
     for ids in prompts:
-        # one new token is the pass over the prompt
+        # one new token costs only the pass over the prompt
         read_bare = partial(bare_generate, host, ids, 1)
         reading += median(seconds(read_bare) for _ in range(3))
     for ids in prompts:
-        # not the sum of the rows' own times, each of which contains the statistics that they share
+        # do not sum the rows' own times: each contains the statistics that the rows share
         compressing += seconds(partial(prefill_chains, host.model, torch.tensor(ids), chains))
     print(f"  ours: {compressing:.2f} s reading and compressing, {spent - compressing:.2f} s for answers and all else")
     step = products(host.model, len(group.cells) * len(prompts))
@@ -131,7 +131,7 @@ def bound(host: Host, run: RunPlan) -> float:
 
 
 def peer_rows(model: PretrainedConfig, length: int) -> list[str]:
-    """Return the rows that kvpress can run in this memory: its H2O keeps the attention weights of all layers."""
+    """Return the rows that kvpress can run in this memory. Its H2O keeps the attention weights of all layers."""
     # fp32, [layers, query heads, length, length]
     weights = model.num_hidden_layers * model.num_attention_heads * length**2 * 4
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

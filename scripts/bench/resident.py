@@ -55,7 +55,8 @@ As large as 64 full caches fit into 2 GiB. A process pays more than a tensor's b
 rounded up to pages (4 KiB) of a mapping of their own, small ones share pages with what was freed
 before. That is a share of a small tensor that shows, and next to nothing of a large one.
 """
-# large tensors in mappings of their own, which are given back when freed, and cost a page more each; small ones packed
+# large tensors get mappings of their own: these are given back when freed, but each costs a page more; small ones are
+# packed
 ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "262144", "MALLOC_TRIM_THRESHOLD_": "0", "MALLOC_ARENA_MAX": "1"}
 
 METHODS = compared_methods("resident")
@@ -63,7 +64,7 @@ METHODS = compared_methods("resident")
 
 
 def _decoding_methods() -> dict[str, dict[str, Any]]:
-    """Return METHODS and those that evict while decoding, which the benchmark of memory names."""
+    """Return METHODS and the methods that evict while decoding, as named by the benchmark of memory."""
     methods = dict(METHODS)
     for name, entry in compared_methods("memory").items():
         if name not in METHODS:
@@ -79,12 +80,12 @@ MIXES: dict[str, list[str]] = {name: mix["of"] for name, mix in compared_methods
 def hold(name: str, caches: int, tokens: int, shape: Shape = SHAPE, warm: int = WARM) -> dict[str, float]:
     """Return the bytes that this process grows by while it holds ``caches`` caches, and those accounted for them."""
     build = partial(all_layers, chain_of(METHODS[name]), shape, tokens, torch.float16)
-    # the first ones load code and leave the allocator's free lists as all later ones find them
+    # the first caches load code and leave the allocator's free lists in the state in which all later ones find them
     first = [build() for _ in range(warm)]
     baseline = in_use()
     held_caches = [build() for _ in range(caches)]
     grown = in_use() - baseline
-    # still alive, so that the growth is that of the others alone
+    # keep the first caches alive, so that the growth is that of the others alone
     assert len(first) == warm
     accounted = 0
     for layers in held_caches:
@@ -95,15 +96,16 @@ def hold(name: str, caches: int, tokens: int, shape: Shape = SHAPE, warm: int = 
 def decode(
     name: str, rows: int, tokens: int, new: int, *, shape: Shape = DECODED, warm: int = WARM
 ) -> dict[str, float]:
-    """Return what this process grew by once ``rows`` rows of one batch have read ``new`` tokens, and what is accounted.
+    """Return this process's growth once ``rows`` rows of one batch have read ``new`` tokens, and the accounted bytes.
 
-    allocated: the storages of the batch. accounted: the bytes of the step that holds most. The rows of a mix are
-    equally many of each of its methods.
+    allocated: the storages of the batch.
+    accounted: the bytes of the step that holds most. The rows of a mix are equally many of each of its methods.
     """
     chains = [chain_of(DECODING[part]) for part in MIXES.get(name, [name])]
     room = Room(tokens=new)
     templates = [all_layers(chain, shape, tokens, torch.float16) for chain in chains]
-    # a first batch loads code and leaves the allocator's free lists as the second finds them; it stays alive, too
+    # a first batch loads code and leaves the allocator's free lists in the state in which the second finds them; it
+    # stays alive, too
     warm_rows = max(warm, len(chains))
     warm_layers = build_batch(chains, warm_rows, tokens, room=room, shape=shape)
     feed(warm_layers, warm_rows, shape)
@@ -111,14 +113,14 @@ def decode(
     layers = build_batch(chains, rows, tokens, room=room, shape=shape)
     payloads = [feed(layers, rows, shape) for _ in range(new)]
     grown = in_use() - baseline
-    # a method's rows hold the same random numbers: the last state of its first row stands for all
+    # a method's rows hold the same random numbers, so the last state of its first row stands for all
     rows_of_method = rows // len(chains)
     bytes_of_first_rows = 0
     for number, template in enumerate(templates):
         for layer, cache in zip(layers, template, strict=True):
             state = layer.continued(cache, row=rows_of_method * number)
             bytes_of_first_rows += bytes_held(state).total
-    # an earlier step can have held more than the last, where tokens are packed or evicted
+    # when tokens are packed or evicted, an earlier step can have held more than the last
     accounted = rows_of_method * bytes_of_first_rows + max(payloads) - payloads[-1]
     return {"grown": grown, "allocated": allocated(layers), "accounted": accounted}
 
@@ -141,7 +143,7 @@ def build_batch(chains: Sequence[Chain], rows: int, tokens: int, *, room: Room, 
 
 
 def take_rows(chain: Chain, caches: Sequence[list[LayerCache]], i: int, rotary: Rotary) -> list[StoredRow]:
-    """Return the rows of layer i, a row for each cache. The layer leaves the caches, so that its memory is held once.
+    """Return the rows of layer i, one for each cache. The layer leaves the caches, so its memory is held once.
 
     Layers are taken in order: layer i is the first that is still in each cache.
     """
@@ -168,7 +170,7 @@ def feed(layers: Sequence[RowLayer], rows: int, shape: Shape) -> int:
     for layer in layers:
         for entries, stored in layer.formats:
             if isinstance(stored, PackedRows):
-                # what codes say does not matter here, and packing takes minutes
+                # the values of codes do not matter here, and packing takes minutes
                 stored.skip(1)
                 continue
             stored.add(entries.tokens(k), entries.tokens(v), entries.of_rows(layer.next[:, None]))
@@ -182,7 +184,7 @@ def feed(layers: Sequence[RowLayer], rows: int, shape: Shape) -> int:
 
 
 def report_decoding(results: Iterable[tuple[str, dict[str, float]]]) -> int:
-    """Print each method's resident memory over what is accounted. Return 1 if one is off by over DECODE_LIMIT."""
+    """Print each method's resident memory over the accounted bytes. Return 1 if one is off by over DECODE_LIMIT."""
     status = 0
     print(f"{'':26}{'resident MiB':>14}{'allocated MiB':>15}{'accounted MiB':>15}{'ratio':>8}")
     for name, result in results:
@@ -210,7 +212,7 @@ def report(results: Iterable[tuple[str, dict[str, float]]]) -> int:
         off = measured / accounted - 1
         error = off
         if name == "full":
-            # the full cache is what the others are compared with, so its own bytes must be right
+            # all others are compared with the full cache, so its own bytes must be right
             error = result["grown"] / result["accounted"] - 1
         mark = "  ok"
         if abs(error) > LIMIT:

@@ -41,7 +41,7 @@ def busy() -> Iterator[None]:
 
 
 def table_seconds(spin: str, threads: int, tokens: int, beside: bool) -> float:
-    """Return the seconds of one table in a process of its own, whose threads wait as SPINS says.
+    """Return the seconds of one table in a process of its own. Its threads wait as SPINS says.
 
     With ``beside``, another process computes meanwhile.
     """
@@ -75,7 +75,7 @@ def main() -> int:
     print(f"{args.repeats} repeats, {args.threads} threads; seconds of a table beside a busy process / alone")
     ranges = [f"{name}: {min(spent):.1f} to {max(spent):.1f}" for name, spent in times.items()]
     print(f"  {'; '.join(ranges)}")
-    # the default is printed to compare with: only what kvbench sets has limits
+    # the default is printed only for comparison: limits apply to kvbench's setting
     long = median_ratio(times["long, beside"], times["long, alone"])
     print(f"  threads that spin long: {long:.2f}x")
     short = median_ratio(times["short, beside"], times["short, alone"])

@@ -53,10 +53,10 @@ BUDGETS = (0.5, 0.25, 0.125, 0.0625)
 # tokens of the prompt and of the answer in case (b)
 N, NEW = 4096, 32
 
-# the table at once must be faster than its rows one by one, and than kvpress, by these factors at least
+# all rows at once must be faster than rows one by one, and than kvpress, by at least these factors
 AT_ONCE = 8.0
 OVER_PEERS = 10.0
-# what kvbench adds to a bare ``generate``, and rows to each other, may cost these factors at most
+# kvbench may cost at most these factors over a bare ``generate``, and rows over each other
 FULL_ALONE = 1.05
 MEMORY = 2.0
 BARE = 1.10
@@ -95,7 +95,7 @@ def through_kvbench(host: Host, run: RunPlan) -> float:
 def time_parts(host: Host, run: RunPlan) -> tuple[float, float]:
     """Return the seconds of a run from an empty store: for reading and compressing prompts, and for all else."""
     total, samples_by_cell = time_run(host, run)
-    # all rows of a prompt share its pass, and say the same time to the last digit: each pass counts once
+    # all rows of a prompt share its pass and report exactly the same time, so count each pass once
     passes: set[float] = set()
     compressing = 0.0
     for samples in samples_by_cell:
@@ -144,7 +144,7 @@ def time_generate(host: Host, run: RunPlan) -> float:
 
 
 def prepare_table(*overrides: str, methods: str = METHODS) -> tuple[Host, RunPlan]:
-    """Return (host, run) for ``methods`` at all budgets, on what ``overrides`` name."""
+    """Return (host, run) for ``methods`` at all budgets, on the task and model in ``overrides``."""
     words = [f"method={methods}"]
     if methods != "full":
         words.append(f"kv_ratio={','.join(map(str, BUDGETS))}")
@@ -181,7 +181,7 @@ def random_llama(folder: Path, methods: str = METHODS, tokens: int = N) -> tuple
     )
     LlamaForCausalLM(shape).save_pretrained(folder)
     words = ["the", "cold", "river", "shines", "slowly", "over", "an", "old", "stone", "bridge", "near", "town"]
-    # a word is a token or more, so the prompt is too long and is cut to max_length
+    # a word has one token or more, so the prompt is too long and is cut to max_length
     order = torch.randint(len(words), (2 * tokens,), generator=torch.Generator().manual_seed(0)).tolist()
     prompt = {"id": "0", "prompt": " ".join(words[i] for i in order), "answers": ["none"]}
     path = folder / "prompts.jsonl"
@@ -218,7 +218,7 @@ def table_against_rows(host: Host, run: RunPlan, repeats: int) -> bool:
     rows = [cell.label for cell in run.groups[0].cells]
     # the first run of a process is slower
     time_row(host, run, rows[0])
-    # at once at both ends and in the middle: a machine that grows busier or calmer shifts both sides alike
+    # run all at once at both ends and in the middle: a machine that grows busier or calmer then shifts both sides alike
     middle = len(rows) // 2
     all_rows = partial(through_kvbench, host, run)
     variants: dict[str, Callable[[], float]] = {"at once, first": all_rows}
@@ -256,7 +256,7 @@ def against_peers(host: Host, run: RunPlan, folder: Path, python: str, repeats: 
         theirs_without_h2o.append(sum(s for label, s in by_row.items() if not label.startswith("h2o")))
     print(f"  kvpress by row, s: {', '.join(f'{label} {time:.1f}' for label, time in by_row.items())}")
     ok = compare_at_least(f"kvpress / at once, {len(by_row)} rows", theirs, ours, OVER_PEERS)
-    # printed beside the verdict, and no part of it
+    # printed beside the verdict, but no part of it
     name = "kvpress without its h2o rows, which materialise attention / all our rows"
     compare_at_least(name, theirs_without_h2o, ours, OVER_PEERS)
     return ok
@@ -327,7 +327,7 @@ def fidelity(model: str, examples: int) -> bool:
 
 
 def questions(model: str, count: int, repeats: int) -> bool:
-    """Compare an article's first ``count`` questions with independent ones. Return True if that keeps to its limit."""
+    """Compare an article's first ``count`` questions with independent ones. Return True if it keeps to its limit."""
     run = plan_run(f"model={model}", "dataset=xquad", "limit=1", f"questions={count}", *ASKED.split())
     host, (group,) = load_host(run), run.groups
     (article,) = group.examples

@@ -37,7 +37,7 @@ def export(model: LlamaForCausalLM, recipe: Recipe, progress: Progress, threads:
     half.load_state_dict(model.state_dict())
     half.save_pretrained(folder)
     settings = json.loads((folder / "config.json").read_text())
-    # Without it, transformers would also compute in float16, which is slow and inexact on a CPU.
+    # without this, transformers would also compute in float16, and that is slow and inexact on a CPU
     settings["dtype"] = "float32"
     (folder / "config.json").write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
     tokenizer.build().save_pretrained(folder)
@@ -47,7 +47,7 @@ def export(model: LlamaForCausalLM, recipe: Recipe, progress: Progress, threads:
 
 
 def load(folder: Path) -> tuple[LlamaForCausalLM, PreTrainedTokenizerBase]:
-    """Return (model in float32, tokenizer), loaded as any user of transformers loads them."""
+    """Return (model in float32, tokenizer), loaded as by any user of transformers."""
     return LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval(), AutoTokenizer.from_pretrained(folder)
 
 
@@ -98,7 +98,7 @@ def noisy_needle(length: int, index: int) -> Example:
 
 
 def write(folder: Path, lengths: Sequence[int], limit: int) -> str:
-    """Measure the model in ``folder`` and its untrained beginning, write README.md there and return its text."""
+    """Measure the model in ``folder`` and its untrained beginning. Write README.md there and return its text."""
     record = json.loads((folder / "training.json").read_text())
     shape = initial.Shape(**record["recipe"]["shape"])
     model, reader = load(folder)

@@ -42,8 +42,8 @@ class Batch:
 def batch(rng: random.Random, length: int, size: int, mix: Mapping[str, float], difficulty: int, gaps: bool) -> Batch:
     """Draw ``size`` sequences of ``length`` predicted tokens.
 
-    ``mix`` weighs NAMES; ``difficulty`` from 0 to 2 is that of the copy tasks. With ``gaps``, half of the sequences get
-    jumps in their positions after sentence ends, so that short sequences teach the long distances too.
+    ``mix`` weighs NAMES. ``difficulty``, from 0 to 2, applies to the copy tasks. With ``gaps``, half of the sequences
+    get jumps in their positions after sentence ends, so that short sequences teach the long distances, too.
     """
     lines = [sequence(rng, length, mix, difficulty) for _ in range(size)]
     ids = torch.tensor([[i for span in line for i in span.ids] for line in lines])
@@ -65,7 +65,7 @@ def sequence(rng: random.Random, length: int, mix: Mapping[str, float], difficul
 def _copy(rng: random.Random, length: int, difficulty: int) -> list[Span]:
     """Draw a random span, filler, and the span again: plain induction.
 
-    The higher the difficulty, the fewer the distinct tokens, so that longer contexts are needed to tell them apart.
+    Higher difficulty means fewer distinct tokens, so that longer contexts are needed to tell them apart.
     """
     span_length = rng.randrange(10, length // 2)
     if difficulty == 0 or rng.random() < 0.2:
@@ -118,5 +118,5 @@ def _positions(rng: random.Random, ids: Sequence[int], gaps: bool) -> list[int]:
 
 @cache
 def _words() -> range:
-    """Return the ids that the random copy tasks draw from: those of all word pieces."""
+    """Return the ids that the random copy tasks draw from: the ids of all word pieces."""
     return range(tokenizer.FIRST_WORD, len(tokenizer.vocabulary()))

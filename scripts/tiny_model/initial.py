@@ -54,7 +54,7 @@ class Shape:
 
 
 def build(shape: Shape, seed: int) -> LlamaForCausalLM:
-    """Return a stock Llama with the structured initialisation, which is a function of the seed."""
+    """Return a stock Llama with the structured initialisation. The seed decides it."""
     torch.manual_seed(seed)
     model = LlamaForCausalLM(configuration(shape))
     with torch.no_grad():
@@ -115,7 +115,7 @@ def _initialise(model: LlamaForCausalLM, shape: Shape, rng: torch.Generator) -> 
 
 
 def _look_back(queries: Tensor, keys: Tensor, distances: list[int], constant: float, rng: torch.Generator) -> None:
-    """Make each head of ``queries`` [G, D, hidden] attend to the key that lies its distance back."""
+    """Make each head of ``queries`` [G, D, hidden] attend to the key at its distance back."""
     dim = keys.shape[0]
     frequencies = _frequencies(dim)
     for weight in (queries, keys):

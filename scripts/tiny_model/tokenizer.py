@@ -28,7 +28,7 @@ def vocabulary() -> dict[str, int]:
     """Return the ids of pieces in their byte-level spelling (a space is ``Ġ``)."""
     letters = _byte_letters()
     pieces = [*(f" {digit}" for digit in range(10)), " =", " =>", *(f" {word}" for word in words())]
-    # The only word without a space before it is the one that starts every prompt.
+    # only the word that starts every prompt has no space before it
     pieces.append(tiny.HEADER.removesuffix(":"))
     spelled = ["".join(letters[byte] for byte in piece.encode()) for piece in pieces]
     return {piece: index for index, piece in enumerate([*SPECIAL, *letters, *spelled])}
@@ -45,11 +45,11 @@ def words() -> list[str]:
 
 
 def build() -> PreTrainedTokenizerFast:
-    """Build the tokenizer as transformers loads it; ``<s>`` is added in front, there is no chat template.
+    """Build the tokenizer as transformers loads it. ``<s>`` is added in front, and there is no chat template.
 
     Training encodes by the file in the package, so save a changed one there before training.
     """
-    # ignore_merges takes a whole pre-token from the vocabulary; without merges the rest stays single bytes.
+    # ignore_merges takes a whole pre-token from the vocabulary; without merges the rest stays single bytes
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary(), merges=[], ignore_merges=True))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [

@@ -42,7 +42,7 @@ CONTEXT_SHARE = 0.08
 
 @dataclass(frozen=True)
 class Recipe:
-    """The settings of a training run; a checkpoint can only be continued under the same recipe."""
+    """The settings of a training run. A checkpoint can only be continued under the same recipe."""
 
     shape: initial.Shape = field(default_factory=initial.Shape)
     minutes: float = 50.0
@@ -56,10 +56,10 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a training run is: its totals, its place in the curriculum, and its running accuracies.
+    """The progress of a training run: its totals, its place in the curriculum, and its running accuracies.
 
     stage: the index into LENGTHS of the longest sequences so far.
-    difficulty: that of the copy tasks, from 0 to 2.
+    difficulty: the difficulty of the copy tasks, from 0 to 2.
     accuracy: the running accuracy of looked-up tokens by task name.
     """
 
@@ -76,9 +76,9 @@ class Progress:
 def train(
     recipe: Recipe, checkpoint: Path, log: Callable[[str], None], max_steps: float = math.inf
 ) -> tuple[LlamaForCausalLM, Progress]:
-    """Train until ``recipe.minutes`` or ``max_steps`` in all are spent; return (model, progress).
+    """Train until ``recipe.minutes`` or ``max_steps`` in all are spent. Return (model, progress).
 
-    Training goes on from ``checkpoint`` if the file exists.
+    Training continues from ``checkpoint`` if the file exists.
     """
     model = initial.build(recipe.shape, recipe.seed)
     optimizer = _optimizer(model, recipe)
@@ -170,14 +170,14 @@ def _mix(share: float) -> dict[str, float]:
 
 
 def _step(model: LlamaForCausalLM, optimizer: torch.optim.Optimizer, data: Batch) -> tuple[float, Tensor]:
-    """Update the model once and return (loss, result of each token [B * T]): 1 right, 0 wrong, -1 not looked at."""
+    """Update the model once. Return (loss, result of each token [B * T]): 1 right, 0 wrong, -1 not looked at."""
     counted = (data.roles >= Role.ANSWER) | (
         (data.roles == Role.CONTEXT) & (torch.rand(data.roles.shape) < CONTEXT_SHARE)
     )
     chosen = counted.nonzero().flatten()
     targets = data.targets[chosen]
     with torch.autocast("cpu", torch.bfloat16):
-        # The mask of ones keeps transformers from reading position gaps as borders of packed sequences.
+        # a mask of ones keeps transformers from reading position gaps as borders of packed sequences
         states = model.model(
             input_ids=data.ids, position_ids=data.positions, attention_mask=torch.ones_like(data.ids), use_cache=False
         ).last_hidden_state
@@ -194,7 +194,7 @@ def _step(model: LlamaForCausalLM, optimizer: torch.optim.Optimizer, data: Batch
 
 
 def _advance(progress: Progress, stage: int, share: float, data: Batch, right: Tensor, seconds: float) -> Progress:
-    """Return the progress after one step, moved on to the next length or difficulty where it is due."""
+    """Return the progress after one step, moved on to the next length or difficulty if that is due."""
     accuracy = dict(progress.accuracy)
     looked_up = (data.roles == Role.LOOKUP) | (data.roles == Role.COPY)
     for index, name in enumerate(NAMES):

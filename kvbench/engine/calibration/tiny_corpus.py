@@ -89,7 +89,7 @@ def questions(rng: random.Random, length: int, chosen: Sequence[str]) -> list[Sp
         header = encode(tiny.HEADER)
     free_tokens = length - len(header) - sum(len(fact.ids) for fact in facts)
     if free_tokens < 0:
-        return questions(rng, length, chosen)  # facts cost more than their mean: draw anew
+        return questions(rng, length, chosen)  # facts can cost more tokens than planned: draw again
     rng.shuffle(queries)
     query_spans: list[Span] = []
     for task, query in queries:

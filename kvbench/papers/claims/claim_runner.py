@@ -38,7 +38,7 @@ def prepare(papers: Sequence[str], model: str, arguments: Sequence[str]) -> dict
 
 
 def measure(prepared: Mapping[str, Sequence[OurTable]]) -> None:
-    """Measure the missing answers, each prompt once for all papers that read it alike."""
+    """Measure the missing answers. Read each prompt once for all papers that read it alike."""
     for run in joint(_list_runs(prepared)):
         experiment.fill(run)
 
@@ -55,9 +55,9 @@ def settle(prepared: Mapping[str, Sequence[OurTable]], model: str) -> Outcomes:
     """Return the verdicts on all claims of the prepared papers by measure, in order.
 
     The verdicts by one measure are corrected together. Without comparisons of answers with the full cache's
-    (``fidelity=true``) there are only verdicts by points.
+    (``fidelity=true``), there are only verdicts by points.
     """
-    # likelihoods and divergences are only stored where answers were compared with the full cache's
+    # likelihoods and divergences are stored only if answers were compared with the full cache's
     measures: tuple[str, ...] = (POINTS,)
     for run in _list_runs(prepared):
         for group in run.groups:
@@ -66,7 +66,7 @@ def settle(prepared: Mapping[str, Sequence[OurTable]], model: str) -> Outcomes:
     ledger: list[claims.Claim] = []
     for paper in prepared:
         ledger += claims.load(paper)
-    # evidence by measure and claim; on the stand-in also that of rows with the paper's own windows, unscaled
+    # evidence by measure and claim; the stand-in also has evidence from rows with the paper's unscaled windows
     evidence_of: dict[str, dict[str, Evidence]] = {measure: {} for measure in measures}
     evidence_as_printed_of: dict[str, dict[str, Evidence]] = {measure: {} for measure in measures}
     tested = [claim for claim in ledger if claim.test != "elsewhere"]
@@ -80,7 +80,7 @@ def settle(prepared: Mapping[str, Sequence[OurTable]], model: str) -> Outcomes:
                 evidence_as_printed_of[measure][claim.id] = evidence
     outcomes = {}
     for measure in measures:
-        # the family counts all testable claims, also those that nothing is measured of yet
+        # the family counts all testable claims, including those without any measurement yet
         outcomes[measure] = claims.decide(
             ledger,
             evidence_of[measure],
@@ -105,10 +105,10 @@ def plain(prepared: Mapping[str, Sequence[OurTable]], model: str, outcomes: Outc
     for run in _list_runs(prepared):
         for group in run.groups:
             dtypes.update(str(cell.identity["model"]["dtype"]) for cell in group.cells)
-            # a task's note says which data are read in place of the paper's; of tiny's tasks the title says enough
+            # a task's note names the data read in place of the paper's; for tiny's tasks the title says enough
             if group.task.note and not group.task.id.startswith("tiny/"):
                 notes.append(f"{group.task.note}.")
-        # tables share cells, and a cell counts once among those with local changes
+        # tables share cells, so count a cell with local changes once
         cell_records.update({record.id: record for record in run.records()})
     notes.append(local_changes(cell_records.values()))
     # each measure has the claims in the ledger's order
@@ -130,7 +130,7 @@ def _record(verdicts: Mapping[str, Verdict]) -> ClaimRecord:
     """Return a claim with its verdict, and the verdict and numbers of each measure, as plain data."""
     deciding_measure = claims.deciding(verdicts)
     verdict = verdicts[deciding_measure]
-    # the reason and the cells are those of the score, which is tried first
+    # the reason and the cells come from the score, since it is tried first
     by_points = verdicts[POINTS]
     claim = by_points.claim
     decided_by = ""

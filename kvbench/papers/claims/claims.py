@@ -1,9 +1,9 @@
 """Claims of papers as tests that a model can decide: pairs of methods on the same examples, and a verdict.
 
-A claim holds the paper's own words (``quote``) and says which part of them is tested. The paired differences of its two
+A claim holds the paper's own words (``quote``) and names the tested part of them. The paired differences of its two
 sides decide it, over all examples of its tasks. ``better`` asks for a mean above 0, and ``no_worse`` for a mean above
 minus ``margin``. Both directions are tested (see ``stats.p_above``), each at half of LEVEL over all claims of a ledger
-together (Holm). A gain is also tested for being next to nothing (``NOTHING``), by two one-sided tests.
+together (Holm). Two one-sided tests also ask whether a gain is next to nothing (``NOTHING``).
 
 Three measures read the differences and are never merged: the score of answers in points of 100, the likelihood of the
 reference answer, and the divergence from the full cache. Each has verdicts of its own, at a third of LEVEL. Tasks where
@@ -59,10 +59,13 @@ Differences = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Claim:
-    """One statement of a paper as a test. ``pairs`` are the compared methods and settings, as tables write them.
+    """One statement of a paper as a test. ``pairs`` are the compared methods and settings, in the tables' notation.
 
-    quote: the paper's words, at ``where``. tested: the part that is tested, in our words. test: one of TESTS. margin:
-    points of 100 that count as nothing. why: the reason where no score decides the claim.
+    quote: the paper's words, at ``where``.
+    tested: the part that is tested, in our words.
+    test: one of TESTS.
+    margin: points of 100 that count as nothing.
+    why: the reason if no score decides the claim.
     """
 
     paper: str
@@ -82,17 +85,17 @@ class Claim:
             raise KvbenchError(f"claim {self.id}: test must be one of {', '.join(TESTS)}, not {self.test!r}")
 
     def least(self, measure: str = POINTS) -> float:
-        """Return the mean difference, of 1 or in nats, that must be exceeded."""
+        """Return the mean difference, out of 1 or in nats, that the claim must exceed."""
         if self.test == "better":
             return 0.0
-        # the margin is written in points of 100, and differences of scores are of 1
+        # the margin is in points of 100, but differences of scores are out of 1
         if measure == POINTS:
             return -self.margin / 100
         return -NATS
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Return its datasets: those named, else LongBench's 16 English tasks."""
+        """Return the claim's datasets: those it names, or else LongBench's 16 English tasks."""
         return self.datasets or names("en")
 
 
@@ -100,13 +103,13 @@ class Claim:
 class Evidence:
     """Measurements for a claim under one scaling, by one measure.
 
-    differences: of 1, or in nats, by dataset [examples, pairs of the claim]. None counts for more than 1. An example
-    that is asked several times (MDQA's three positions) counts once.
+    differences: out of 1, or in nats, by dataset [examples, pairs of the claim]. None counts for more than 1. An
+    example that is asked several times (MDQA's three positions) counts once.
     floors: datasets left out because the full cache is at the floor.
     unchanged: datasets left out because a side compressed nothing.
     waiting: datasets without measurements.
     cells: ids of both sides.
-    ran: each pair as run on this model.
+    ran: each pair in the form in which it ran on this model.
     possible: the number of examples in the data.
     reason: why some measurements, or all of them, are missing.
     """
@@ -124,7 +127,7 @@ class Evidence:
     def values(self) -> Differences:
         """Return each example's mean difference over the claim's pairs [examples]: only these are independent."""
         means = [differences.mean(1) for differences in self.differences.values()]
-        # the empty array gives np.concatenate something to return where no dataset was measured
+        # the empty array gives np.concatenate something to return if no dataset was measured
         means.append(np.zeros(0))
         return np.concatenate(means)
 
@@ -146,12 +149,14 @@ class Evidence:
 class Verdict:
     """The outcome of a claim by one measure: one of VERDICTS, the mean difference with its interval, and p-values.
 
-    mean, ci, elsewhere: in hundredths, which are points of 100, per cent, or hundredths of a nat.
-    p_for: corrected p-value of the hypothesis that nothing supports the claim.
-    p_against: that of the hypothesis that nothing speaks against it.
-    p_same: that of the hypothesis that a claimed gain is more than next to nothing (None for other claims).
-    side: supported or contradicted in the mean, where the verdict is mixed or fragile.
-    elsewhere: the mean under the other scaling; why_not: the reason where there is none.
+    mean, ci, elsewhere: in hundredths, that is points of 100, per cent, or hundredths of a nat.
+    p_for: the corrected p-value of the hypothesis that nothing supports the claim.
+    p_against: the corrected p-value of the hypothesis that nothing speaks against it.
+    p_same: the corrected p-value of the hypothesis that a claimed gain is more than next to nothing (None for other
+    claims).
+    side: supported or contradicted in the mean, if the verdict is mixed or fragile.
+    elsewhere: the mean under the other scaling.
+    why_not: the reason if there is no mean under the other scaling.
     needs: the pairs that would decide an undecided claim at the difference seen, with a chance of POWER.
     """
 
@@ -179,7 +184,7 @@ def deciding(verdicts: Mapping[str, Verdict]) -> str:
     for measure, verdict in verdicts.items():
         if verdict.verdict in DECIDED:
             return measure
-    # else the verdict that says how many pairs are needed tells more than one that nothing can be measured
+    # a verdict that says how many pairs are needed tells more than one that nothing can be measured
     for measure, verdict in verdicts.items():
         if verdict.verdict == UNDECIDED:
             return measure
@@ -187,13 +192,13 @@ def deciding(verdicts: Mapping[str, Verdict]) -> str:
 
 
 def load(paper: str) -> tuple[Claim, ...]:
-    """Read the claims of a paper, in its file's order; raise KvbenchError for a damaged file."""
+    """Read the claims of a paper, in its file's order. Raises KvbenchError for a damaged file."""
     (path,) = files(f"{paper}/claims.yaml")
     claims = []
     try:
         for entry in yaml.safe_load(path.read_text(encoding="utf-8")):
             claim = Claim(paper, **entry)
-            # YAML has lists, and a claim is hashable
+            # YAML has lists, but a claim must be hashable
             pairs = tuple((first, second) for first, second in claim.pairs)
             claims.append(replace(claim, datasets=tuple(claim.datasets), pairs=pairs))
     except (OSError, TypeError, ValueError, yaml.YAMLError) as error:
@@ -202,13 +207,13 @@ def load(paper: str) -> tuple[Claim, ...]:
 
 
 def papers() -> tuple[str, ...]:
-    """Return the papers that have claims, in the order of their tables."""
+    """Return the papers with claims, in the order of their tables."""
     names_with_claims = {path.parent.name for path in files("*/claims.yaml")}
     return tuple(paper for paper in catalogue.in_place() if paper in names_with_claims)
 
 
 def find(wanted: str) -> tuple[str, ...]:
-    """Return the papers of ``all`` or of one name; raise UsageError for any other."""
+    """Return the papers of ``all`` or of one name. Raises UsageError for any other."""
     if wanted == "all":
         return papers()
     if wanted not in papers():
@@ -219,7 +224,7 @@ def find(wanted: str) -> tuple[str, ...]:
 def sides(claims: Sequence[Claim], scaled: bool = False) -> list[Given]:
     """Return tables of the rows that a paper's claims compare: one table for each set of datasets.
 
-    ``scaled``: the model runs with scaled-down windows, so each row is added again with the paper's own.
+    With ``scaled``, the model runs with scaled-down windows, and each row is added again with the paper's own windows.
     """
     sides_by_datasets: dict[tuple[str, ...], list[str]] = {}
     for claim in claims:
@@ -239,7 +244,7 @@ def sides(claims: Sequence[Claim], scaled: bool = False) -> list[Given]:
     tables = []
     for columns, rows in sides_by_datasets.items():
         cells = []
-        # two claims can compare the same side, which is one row
+        # two claims can compare the same side; it is one row
         for row in dict.fromkeys(rows):
             method, _, setting = row.partition(" ")
             cells += [(template.models()[0], method, setting, dataset, "mean") for dataset in columns]
@@ -263,11 +268,11 @@ def decide(
     """Return the verdicts on ``claims`` by one measure, corrected together over ``family`` of them (all measured).
 
     Each direction is decided at half of LEVEL over the number of ``measures`` that are tried in turn.
-    ``evidence_elsewhere``: the evidence of the same claims under another scaling. A verdict that it does not share is
-    fragile. A verdict that tasks or settings do not share is mixed.
+    ``evidence_elsewhere`` is the evidence for the same claims under another scaling. A verdict that this evidence does
+    not share is fragile. A verdict that tasks or settings do not share is mixed.
     """
     measured = {c.id: c for c in claims if len(evidence_by_claim.get(c.id, Evidence()).values)}
-    # claims without measurements count, too: what is measured first must not decide how strict the correction is
+    # claims without measurements count, too: the order of measuring must not decide how strict the correction is
     count = max(family or 0, len(measured))
     # Bonferroni over both directions and over the measures, then Holm over the claims
     level = LEVEL / 2 / measures
@@ -286,7 +291,7 @@ def decide(
         word, side = _choose_verdict(
             claim, evidence, p, elsewhere=elsewhere, family=count, measure=measure, level=level
         )
-        # the interval is of 1 (or in nats), and verdicts have hundredths
+        # the interval is out of 1 (or in nats), but verdicts have hundredths
         ci = stats.mean_interval(evidence.values, (-1.0, 1.0))
         if ci is not None:
             ci = (100 * ci[0], 100 * ci[1])
@@ -317,7 +322,8 @@ def decide(
 class _PValues:
     """The corrected p-values of a claim.
 
-    supports, opposes: those of both directions. same: that of being next to nothing, 1 for claims of losing nothing.
+    supports, opposes: the p-values of both directions.
+    same: the p-value of being next to nothing, 1 for claims of losing nothing.
     """
 
     supports: float
@@ -328,7 +334,7 @@ class _PValues:
 def _correct(
     measured: Sequence[Claim], evidence_by_claim: Mapping[str, Evidence], family: int, measure: str
 ) -> dict[str, _PValues]:
-    """Return the p-values of each measured claim, corrected over ``family`` claims, each direction by itself."""
+    """Return the p-values of each measured claim. Each direction is corrected over ``family`` claims by itself."""
     nothing = NOTHING[measure]
     above, below, same = {}, {}, {}
     for claim in measured:
@@ -348,14 +354,14 @@ def _name_gap(evidence: Evidence) -> str:
     """Return the verdict on a claim without a measured difference."""
     if evidence.waiting:
         return UNMEASURED
-    # where some dataset is no comparison at all, the floor of the others is not the whole reason
+    # if some dataset allows no comparison at all, the floor of the others is not the whole reason
     if evidence.floors and not evidence.unchanged:
         return FLOOR
     return ELSEWHERE
 
 
 def _count_needed_pairs(differences: Differences, least: float, level: float) -> int | None:
-    """Return how many pairs would decide at the mean and spread that were seen; None where nothing differs from least.
+    """Return how many pairs would decide at the mean and spread seen; None if nothing differs from ``least``.
 
     ``n = ((z(level) + z(power)) * spread / distance)^2``, at the level that Holm asks of the first of a family.
     """
@@ -370,7 +376,7 @@ def _count_needed_pairs(differences: Differences, least: float, level: float) ->
 
 @lru_cache
 def _best_p(test: str, pairs: int, least: float) -> float:
-    """Return the lowest p-value that so many pairs can give: none differs, or of a claimed gain all gain everything."""
+    """Return the lowest p-value that ``pairs`` can give: none differs, or all of a claimed gain gain everything."""
     # differences lie in [-1, 1]; a claim of no loss asks for no gain
     best_difference = 1.0
     if test == "no_worse":
@@ -388,7 +394,7 @@ def _choose_verdict(
     measure: str,
     level: float,
 ) -> tuple[str, str]:
-    """Return (verdict, side); the side, supported or contradicted, is '' unless the verdict is mixed or fragile."""
+    """Return (verdict, side). The side, supported or contradicted, is '' unless the verdict is mixed or fragile."""
     least = claim.least(measure)
     if claim.test == "better" and p.same < level:
         return NO_DIFFERENCE, ""
@@ -397,7 +403,7 @@ def _choose_verdict(
         if family * _best_p(claim.test, evidence.possible, least) >= level:
             return NOT_DECIDABLE, ""
         return UNDECIDED, ""
-    # fragile and mixed verdicts say beside them which side the mean takes
+    # fragile and mixed verdicts also state the side that the mean takes
     decided, sign = CONTRADICTED, -1
     if p.supports < level:
         decided, sign = SUPPORTED, 1
@@ -415,8 +421,8 @@ def _choose_verdict(
 def _lies_opposite(differences: Differences, least: float, sign: int) -> bool:
     """Tell whether the interval of one task or setting lies on the side of ``least`` opposite to ``sign``.
 
-    Its mean alone does not decide that. The means of a few examples lie on the other side by chance, and every claim of
-    sixteen tasks would be mixed.
+    The mean alone does not decide this. The means of a few examples lie on the other side by chance, and every claim
+    about sixteen tasks would be mixed.
     """
     if len(differences) < stats.FEWEST:
         return False

@@ -1,7 +1,7 @@
-"""The evidence for claims: the paired differences of their two sides, read from the store by one measure after another.
+"""The evidence for claims: the paired differences of their two sides, read from the store for one measure at a time.
 
-A claim's pairs of methods are rows of the tables that were measured. Both cells of a pair answered the same examples of
-a dataset, so that their difference is taken example by example.
+A claim's pairs of methods are rows of the measured tables. Both cells of a pair answered the same examples of a
+dataset, so their difference is taken example by example.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Comparison:
 
     @property
     def short(self) -> bool:
-        """Tell whether the references are short: answers that a model has or has not, no long texts."""
+        """Tell whether the references are short: answers that are right or wrong, not long texts."""
         return self.group.task.examples[0].max_new_tokens <= SHORT
 
 
@@ -57,7 +57,7 @@ class _Sides:
     """The cells of both sides of a claim, before a measure reads their differences.
 
     comparisons: by dataset, one for each way in which its examples are asked.
-    unchanged: by dataset, the labels of the sides that compressed nothing; datasets without any are not in it.
+    unchanged: by dataset, the labels of the sides that compressed nothing. Datasets without any are left out.
     absent: the reasons why datasets cannot be read here.
     """
 
@@ -68,16 +68,18 @@ class _Sides:
     absent: Sequence[str]
 
     def evidence(self, measure: str) -> Evidence:
-        """Collect the paired differences by one measure, with the datasets that it leaves out."""
+        """Return the paired differences by one measure, with the datasets that the measure leaves out."""
         floors: list[str] = []
         long: list[str] = []
         unchanged: list[str] = []
         decidable: dict[str, Sequence[Comparison]] = {}
         for dataset, ways in self.comparisons.items():
-            # wrong answers of the full cache say nothing about scores, but likelihoods and divergences stay readable
+            # wrong answers of the full cache say nothing about scores, but likelihoods and divergences can still be
+            # read
             if measure == POINTS and all(way.at_floor(self.store) for way in ways):
                 floors.append(dataset)
-            # one of many good summaries is the reference: its likelihood does not tell whether the model can write one
+            # the reference is one of many good summaries, so its likelihood does not tell whether the model can write
+            # one
             elif measure == LIKELIHOOD and not all(way.short for way in ways):
                 long.append(dataset)
             elif dataset in self.unchanged:
@@ -93,7 +95,7 @@ class _Sides:
                 differences[dataset] = paired
             else:
                 waiting.append(dataset)
-            # an example that is asked in several ways is one
+            # an example that is asked in several ways counts as one
             examples: set[str] = set()
             for way in ways:
                 examples.update(e.id for e in way.group.task.examples)
@@ -123,7 +125,7 @@ class _Sides:
 def evidence_by_measure(
     claim: Claim, tables: Iterable[OurTable], measures: Sequence[str] = MEASURES, windows_as_printed: bool = False
 ) -> dict[str, Evidence]:
-    """Collect by measure the paired differences of all examples that all sides of a claim have in ``tables``.
+    """Return, by measure, the paired differences of all examples that all sides of a claim have in ``tables``.
 
     ``windows_as_printed`` reads the rows that run with the paper's own windows in place of scaled ones.
     """
@@ -149,7 +151,7 @@ def evidence_by_measure(
             refusal = store.refusal(cell.id)
             if refusal:
                 return dict.fromkeys(measures, Evidence(reason=refusal))
-    # whether a side compressed anything is no matter of the measure, so it is asked once for all of them
+    # whether a side compressed anything does not depend on the measure, so it is asked once
     unchanged = {}
     for dataset, ways in comparisons.items():
         labels = _unchanged_sides(ways, store)
@@ -166,7 +168,7 @@ def _datasets(ours: OurTable) -> set[str]:
 
 
 def _compare(ours: OurTable, pairs: Sequence[tuple[TableLine, TableLine]]) -> dict[str, list[Comparison]]:
-    """Return by dataset the comparisons of a claim's pairs of rows, one for each way of asking its examples."""
+    """Return, by dataset, the comparisons of a claim's pairs of rows, one for each way of asking its examples."""
     comparisons: dict[str, list[Comparison]] = {}
     tasks_seen: set[tuple[str, ...]] = set()
     for column in ours.declared.scores:
@@ -179,7 +181,7 @@ def _compare(ours: OurTable, pairs: Sequence[tuple[TableLine, TableLine]]) -> di
             (group, _), _ = parts[0]
             cells = tuple((first_cell, second_cell) for (_, first_cell), (_, second_cell) in parts)
             ways.append(Comparison(group, cells))
-        # on the tiny model several of the paper's datasets share one task, which counts once
+        # on the tiny model, several of the paper's datasets share one task; count it once
         tasks = tuple(way.group.column for way in ways)
         if ways and tasks not in tasks_seen:
             tasks_seen.add(tasks)
@@ -220,9 +222,9 @@ def _why_absent(ours: OurTable, pairs: Sequence[tuple[TableLine, TableLine]]) ->
 
 
 def divergences(store: ResultStore, group: Group, cell: Cell) -> dict[str, float]:
-    """Return by example the mean divergence from the full cache in nats, or its floor where that is higher.
+    """Return, by example, the mean divergence from the full cache in nats, or its floor if that is higher.
 
-    It is of the full cache's own answer where that was compared, else of the reference answer.
+    The divergence is on the full cache's own answer if that was compared, else on the reference answer.
     """
     samples = store.samples(cell.id)
     means = {}
@@ -230,13 +232,13 @@ def divergences(store: ResultStore, group: Group, cell: Cell) -> dict[str, float
         texts = samples[e.id].fidelity if e.id in samples else None
         if texts:
             text = texts.get("greedy") or texts["reference"]
-            # two divergences below the floor of the arithmetic are not told apart
+            # two divergences below the floor of the arithmetic cannot be told apart
             means[e.id] = max(float(np.mean(text.kl)), text.floor)
     return means
 
 
 def nats_lost(store: ResultStore, group: Group, cell: Cell) -> dict[str, float]:
-    """Return by example how much less likely the reference answer is than behind the full cache, in nats a token.
+    """Return, by example, how much less likely the reference answer is than behind the full cache, in nats a token.
 
     It is ``(ln p(answer) - ln q(answer)) / tokens``, with p behind the full cache and q behind the compressed one.
     """
@@ -257,8 +259,8 @@ READ = {POINTS: scores, LIKELIHOOD: nats_lost, DIVERGENCE: divergences}
 def nearer(test: str, x: float, y: float) -> float:
     """Return how much nearer to the full cache a divergence ``x`` is than ``y``, from -1 to 1.
 
-    A claim of a gain: ``(y - x) / (y + x)``, as prompts differ by orders of magnitude and are to count alike. A claim
-    of losing nothing: ``y - x`` in nats, each one nat at most.
+    For a claimed gain this is ``(y - x) / (y + x)``: prompts differ by orders of magnitude and must count alike. For a
+    claim of losing nothing it is ``y - x`` in nats, at most one nat each.
     """
     if test == "better":
         return (y - x) / (y + x)
@@ -266,13 +268,13 @@ def nearer(test: str, x: float, y: float) -> float:
 
 
 def pair_differences(store: ResultStore, ways: Sequence[Comparison], test: str, measure: str) -> Differences:
-    """Return differences [examples, pairs] over the examples that all cells of a way have, the mean over ways.
+    """Return differences [examples, pairs] over the examples that all cells of a way have, as the mean over ways.
 
-    They are above 0 where the first side of a pair is the better one. No difference counts for more than 1, a nat.
+    A difference is above 0 if the first side of a pair is the better one. No difference counts for more than 1, a nat.
     """
     differences_by_example: dict[str, list[list[float]]] = {}
     for way in ways:
-        # nats that are lost, and log losses, are better the smaller they are
+        # smaller is better for lost nats and for log losses
         less_is_better = measure == LIKELIHOOD or metric(way.group.task.metric).shown is not None
         read = READ[measure]
         # for each pair the values of both sides by example

@@ -55,9 +55,10 @@ ABOUT_NATS = (
 
 
 class MeasureRecord(TypedDict):
-    """A verdict by one measure, with its numbers in hundredths, as a ledger's JSON has it.
+    """A verdict by one measure, with its numbers in hundredths, in the form of a ledger's JSON.
 
-    n, tasks: by task, the number of examples and the mean difference. settings: the mean difference of each pair.
+    n, tasks: by task, the number of examples and the mean difference.
+    settings: the mean difference of each pair.
     """
 
     verdict: str
@@ -77,7 +78,7 @@ class MeasureRecord(TypedDict):
 
 
 class ClaimRecord(TypedDict):
-    """A claim with its verdict, as a ledger's JSON has it; ``measures`` has the verdict of each measure."""
+    """A claim with its verdict, in the form of a ledger's JSON. ``measures`` has the verdict of each measure."""
 
     id: str
     paper: str
@@ -97,7 +98,7 @@ class ClaimRecord(TypedDict):
 
 
 class Ledger(TypedDict):
-    """The claims of some papers on a model, as JSON has them; ``tested`` counts those that a score can decide."""
+    """The claims of some papers on a model, in JSON's form. ``tested`` counts the claims that a score can decide."""
 
     model: str
     stand_in: bool
@@ -109,8 +110,8 @@ class Ledger(TypedDict):
 
 
 def ledger_path(model: str, results: Path, papers: Sequence[str]) -> Path:
-    """Return the path of a model's ledger below a results folder; that of some papers has a name of its own."""
-    # a ledger of some papers is corrected for fewer claims, so that it must not replace that of all
+    """Return the path of a model's ledger below a results folder. A ledger of only some papers has its own name."""
+    # a ledger of some papers is corrected for fewer claims, so it must not replace the ledger of all
     suffix = ""
     if len(papers) != len(claims.papers()):
         suffix = f".{'-'.join(papers)}"
@@ -126,13 +127,13 @@ def write(content: Mapping[str, Any], results: Path, papers: Sequence[str]) -> P
 
 
 def read(results: Path) -> list[Ledger]:
-    """Read the ledgers below a results folder, pretrained models first; raise UsageError for a damaged one."""
+    """Read the ledgers below a results folder, pretrained models first. Raises UsageError for a damaged one."""
     ledgers = []
-    # False sorts before True: the stand-in comes last
+    # False sorts before True, so the stand-in comes last
     for path in sorted((results / FOLDER).glob("*.json"), key=lambda p: (p.stem == stand_ins.MODEL, p.name)):
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
-            # a ledger that can be shown has all keys that its readers ask for
+            # a ledger that can be shown has all keys that its readers need
             sheet([content])
             notes(content)
         except (OSError, ValueError, KeyError, TypeError) as error:
@@ -142,11 +143,11 @@ def read(results: Path) -> list[Ledger]:
 
 
 def sheet(ledgers: Sequence[Ledger]) -> Table:
-    """Return ledgers side by side as a table of texts; the first with a claim supplies its words."""
+    """Return ledgers side by side as a table of texts. The first ledger with a claim supplies the claim's words."""
     records_by_ledger: list[dict[str, ClaimRecord]] = []
     for content in ledgers:
         records_by_ledger.append({record["id"]: record for record in content["verdicts"]})
-    # in reverse, so that the first ledger's record of a claim replaces those of later ledgers
+    # go in reverse, so that the first ledger's record of a claim replaces later ledgers' records
     first_records: dict[str, ClaimRecord] = {}
     for records in reversed(records_by_ledger):
         first_records.update(records)
@@ -190,7 +191,7 @@ def outcome(v: ClaimRecord) -> str:
 
 
 def evidence(v: ClaimRecord) -> str:
-    """Return the numbers behind a verdict, a block of lines for each measure that was taken."""
+    """Return the numbers behind a verdict, a block of lines for each measure taken."""
     lines = []
     for measure, numbers in v["measures"].items():
         if numbers["mean"] is not None:
@@ -210,7 +211,7 @@ def _describe_measure(v: ClaimRecord, measure: str, numbers: MeasureRecord) -> l
     margin = claims.NATS
     if measure == POINTS:
         margin = v["margin"]
-    # the bound that the mean must exceed, in the hundredths of the ledger
+    # the bound that the mean must exceed, in the ledger's hundredths
     least = 0.0
     if v["test"] != "better":
         least = -margin * scale
@@ -231,7 +232,7 @@ def _describe_measure(v: ClaimRecord, measure: str, numbers: MeasureRecord) -> l
         n = f"{sizes[0]} to {sizes[-1]}"
     task_word = "tasks" if len(sizes) > 1 else "task"
     p_values = [p for p in (numbers["p_for"], numbers["p_against"], numbers["p_same"]) if p is not None]
-    # a task whose mean is the bound itself, up to rounding, is on neither side
+    # a task is on neither side if its mean is the bound itself, up to rounding
     tasks_for = sum(task_mean > least + claims.SAME for task_mean in numbers["tasks"].values())
     tasks_against = sum(task_mean < least - claims.SAME for task_mean in numbers["tasks"].values())
     tasks_even = len(numbers["tasks"]) - tasks_for - tasks_against
@@ -245,7 +246,7 @@ def _describe_measure(v: ClaimRecord, measure: str, numbers: MeasureRecord) -> l
         lines.append("settings " + ", ".join(settings))
     if numbers["needs"] is not None:
         lines.append(f"about {numbers['needs']:,} pairs would decide")
-    # on the stand-in the rows also ran with the paper's windows, where its prompts are long enough for them
+    # on the stand-in, rows also ran with the paper's windows if its prompts are long enough for them
     if numbers["elsewhere"] is not None:
         lines.append(f"the paper's windows {numbers['elsewhere'] / scale:+.{digits}f}")
     elif numbers["why_not"]:
@@ -291,7 +292,7 @@ def notes(content: Mapping[str, Any]) -> list[str]:
 
 
 def reasons(content: Ledger) -> list[str]:
-    """Return each reason for a missing verdict or missing data, with the claims that it is about."""
+    """Return each reason for a missing verdict or missing data, with the claims that it concerns."""
     ids_by_reason: dict[str, list[str]] = {}
     for record in content["verdicts"]:
         if record["reason"]:

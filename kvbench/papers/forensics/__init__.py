@@ -1,4 +1,4 @@
-"""Contradictions in and between the papers' printed numbers. A pure function of the published cells."""
+"""Contradictions in and between the papers' printed numbers. The audit is a pure function of published cells."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def audit(book: Book | None = None, paper: str = "all") -> list[Finding]:
                 findings.append(finding)
 
     def place_of(finding: Finding) -> int:
-        # findings about several papers stand behind those about one
+        # findings about several papers come after findings about one
         return papers.index(finding.paper) if finding.paper in papers else len(papers)
 
     return sorted(findings, key=place_of)

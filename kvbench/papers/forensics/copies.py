@@ -1,4 +1,4 @@
-"""(c) Values that look copied, and values too good or too far from their neighbours to be believed unseen."""
+"""(c) Values that look copied, and values too good or too far from their neighbours to be believed."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def copies(book: Book) -> Iterator[Finding]:
         common = one.scores.keys() & two.scores.keys()
         equal = [dataset for dataset in one.scores if dataset in common and _are_equal(one, two, dataset)]
         all_equal = len(equal) == len(common) >= COMPARED
-        # two models that share even a few scores of three digits are unlikely, and two methods of one model are not
+        # it is suspicious if two models share even a few scores of three digits, but not if two methods of one model do
         telling = [dataset for dataset in equal if _is_telling(one.scores[dataset])]
         if all_equal:
             shared, why = equal, "every score is"
@@ -74,19 +74,19 @@ def twins(book: Book) -> Iterator[Finding]:
             yield from _twins_in_row(row)
 
     def method_of(row: PublishedRow) -> object:
-        """Return what a row shares with those of the same method."""
+        """Return the facts that rows of one method share."""
         return row.paper, row.table, row.model, row.method
 
     for method_rows in _groups(book, method_of):
         for first, second in combinations(method_rows, 2):
-            # ReFreeKV's baselines at several budgets: elsewhere a setting may change nothing for good reasons
+            # only ReFreeKV's baselines at several budgets: elsewhere a setting may change nothing for good reasons
             if first.paper == "refreekv" and "budget" in first.settings:
                 yield from _twins_under_budgets(first, second)
 
 
 def _twins_in_row(row: PublishedRow) -> Iterator[Finding]:
     """Yield two datasets of a row that print one value."""
-    # accuracies over the same few questions coincide by chance, and low scores do as well
+    # accuracies over the same few questions coincide by chance, and so do low scores
     for one, two in combinations(row.scores.values(), 2):
         both_coarse = one.dataset in COARSE and two.dataset in COARSE
         if one.printed == two.printed and _is_high(one) and not both_coarse:
@@ -104,7 +104,7 @@ def _twins_in_row(row: PublishedRow) -> Iterator[Finding]:
 
 
 def _twins_under_budgets(first: PublishedRow, second: PublishedRow) -> Iterator[Finding]:
-    """Yield the scores that a method has under two budgets to the last digit."""
+    """Yield the scores that a method repeats to the last digit under two budgets."""
     for dataset, cell in first.scores.items():
         # another budget should change some digit of a score that can take many values
         other = second.scores.get(dataset)
@@ -152,11 +152,11 @@ def gains(book: Book) -> Iterator[Finding]:
 
 
 def breaks(book: Book) -> Iterator[Finding]:
-    """Yield scores that fall out of an otherwise steady series over k, as where a digit is lost."""
+    """Yield scores that fall out of an otherwise steady series over k. A lost digit would explain them."""
 
     def method_and_setting(row: PublishedRow) -> object:
-        """Return what a row shares with those of other k."""
-        # sorted, as two tables may write the parts of a setting in another order
+        """Return the facts that rows with other k share."""
+        # sort, since two tables may write the parts of a setting in another order
         others = tuple(sorted((key, value) for key, value in row.settings.items() if key != "k"))
         return row.paper, row.table, row.model, row.method, others
 
@@ -173,7 +173,7 @@ def breaks(book: Book) -> Iterator[Finding]:
 
 
 def _breaks_of_dataset(series: Sequence[PublishedRow], dataset: str) -> Iterator[Finding]:
-    """Yield the values of a dataset that fall out of a series of rows."""
+    """Yield a dataset's values that fall out of a series of rows."""
     values = [row.scores[dataset].value or 0.0 for row in series if dataset in row.scores]
     for i, row in enumerate(series):
         # the others are steady if max - min < STEADY * mean, so that one value alone stands out
@@ -213,7 +213,7 @@ def _is_high(cell: Published) -> bool:
 
 
 def _is_telling(cell: Published) -> bool:
-    """Tell whether an equal score says something: many values are possible, and it has three digits."""
-    # 50.0 has one digit that says something, 41.86 has four
+    """Tell whether an equal score is evidence: many values are possible, and it has three digits."""
+    # 50.0 has one significant digit, 41.86 has four
     digits = cell.printed.replace(".", "").strip("0")
     return cell.dataset not in COARSE and len(digits) >= 3

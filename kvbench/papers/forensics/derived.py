@@ -1,4 +1,4 @@
-"""(a) Cells that follow from others, by kvbench.papers.forensics.exact: averages, ratios, sizes, speed-ups."""
+"""(a) Cells that follow from others by kvbench.papers.forensics.exact: averages, ratios, sizes, speed-ups."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from kvbench.papers.spec.published_cells import Book, PublishedRow
 def derived(book: Book) -> Iterator[Finding]:
     """Yield a finding for each cell that differs from its recomputed value.
 
-    The check is ``rounding`` where hidden digits of the inputs can explain the difference, else ``derived``.
+    The check is ``rounding`` if hidden digits of the inputs can explain the difference, else ``derived``.
     """
-    # by identity: the rows of a book hold the very cells that rules recompute
+    # by identity: the rows of a book hold the same cell objects that rules recompute
     row_of_cell: dict[int, PublishedRow] = {}
     for row in book.rows:
         for cell in row.cells.values():
@@ -56,7 +56,7 @@ def _is_slip_of_rounding(exact: Exact) -> bool:
 
 
 def ranking(book: Book) -> Iterator[Finding]:
-    """Yield the blocks of ReFreeKV's table 2 in which wrong averages put the baselines in a wrong order."""
+    """Yield the blocks of ReFreeKV's table 2 whose wrong averages put the baselines in a wrong order."""
     averages_by_block: dict[tuple[str, str], list[Exact]] = {}
     for exact in recomputed_cells(book):
         cell = exact.cell
@@ -71,7 +71,7 @@ def ranking(book: Book) -> Iterator[Finding]:
         return float(exact.recomputed or 0)
 
     for (model, setting), averages in averages_by_block.items():
-        # the best first; methods of one average stay in the table's order
+        # the best first; methods with equal averages stay in the table's order
         as_printed = sorted(averages, key=printed_average, reverse=True)
         as_recomputed = sorted(averages, key=true_average, reverse=True)
         if [e.cell.method for e in as_printed] == [e.cell.method for e in as_recomputed]:
@@ -95,7 +95,7 @@ def _reasons(book: Book, exact: Exact, row: PublishedRow) -> Iterator[str]:
     if exact.cell.metric == "ratio_to_full_minus_1":
         yield _other_full_row(book, exact, row)
     elif exact.is_mean and exact.recomputed is not None:
-        # n (printed mean - mean of the cells): what the cells would have to sum to besides
+        # n (printed mean - mean of the cells): the amount that the cells' sum lacks
         missing = (printed(exact.published).value - exact.recomputed.value) * len(row.scores)
         direction = "little" if missing > 0 else "much"
         yield f"the cells sum to {fixed(abs(missing), 2)} too {direction}"
@@ -105,7 +105,7 @@ def _reasons(book: Book, exact: Exact, row: PublishedRow) -> Iterator[str]:
 
 
 def _other_full_row(book: Book, exact: Exact, row: PublishedRow) -> str:
-    """Name the model whose full-cache row as the base gives the printed ratio, or say that none does."""
+    """Name the model whose full-cache row gives the printed ratio as its base, or say that none does."""
     for full in book.table(row.paper, row.table):
         if full.method != "full" or full.model == row.model:
             continue
@@ -116,13 +116,13 @@ def _other_full_row(book: Book, exact: Exact, row: PublishedRow) -> str:
 
 
 def _copied_cell(row: PublishedRow, missing: Fraction) -> Iterator[str]:
-    """Yield the first datasets of a row that print one value, with the value of one of them that mends the mean."""
+    """Yield the first datasets of a row that print one value, with the value for one of them that corrects the mean."""
     datasets_by_value: dict[str, list[str]] = {}
     for dataset, cell in row.scores.items():
         datasets_by_value.setdefault(cell.printed, []).append(dataset)
     for value, datasets in datasets_by_value.items():
         if len(datasets) > 1:
-            # the missing sum is known to the half, as the mean hides digits
+            # the mean hides digits, so the missing sum is known only to the half
             needed = printed(value).value + Fraction(round(2 * missing), 2)
             yield f"{' and '.join(datasets)} print the same {value}, and {fixed(needed, 2)} in one would do"
             return

@@ -40,8 +40,8 @@ METRICS = {"f1": 0, "rouge": 1, "classification": 2, "count": 3, "retrieval": 3,
 class Exact:
     """A published cell beside the value that it must have.
 
-    ``row`` is the row's label. ``recomputed`` carries the rounding of its inputs. ``text`` replaces the number where
-    the cell is a word.
+    ``row`` is the row's label. ``recomputed`` carries the rounding of its inputs. ``text`` replaces the number if the
+    cell is a word.
     """
 
     cell: Published
@@ -52,8 +52,8 @@ class Exact:
 
     @property
     def column(self) -> str:
-        """Return the dataset, or the measured quantity where a column is no dataset."""
-        # a measured quantity, such as kv_memory, is the dataset of its cells as well
+        """Return the dataset, or the measured quantity if the column has no dataset."""
+        # a measured quantity, such as kv_memory, is also the dataset of its cells
         c = self.cell
         is_score = c.metric in ("mean", c.dataset) or c.metric.startswith(("f1", "rouge", "accuracy", "edit", "bleu"))
         if is_score:
@@ -72,7 +72,7 @@ class Exact:
 
     @property
     def shown(self) -> str:
-        """Return the recomputed value with as many digits as are printed, and more where those differ."""
+        """Return the recomputed value with as many digits as are printed, and with more if those differ."""
         if self.recomputed is None:
             return self.text
         if self.grade == "equal":
@@ -81,7 +81,7 @@ class Exact:
 
     @property
     def grade(self) -> str:
-        """Return equal, rounding or off, as numbers.grade."""
+        """Return equal, rounding or off, as in numbers.grade."""
         if self.recomputed is not None:
             return numbers.grade(self.published, self.recomputed)
         if self.text.lower() == self.published.lower():
@@ -95,7 +95,7 @@ class Exact:
 
     @property
     def mark(self) -> str:
-        """Return ✓, or by how much the printed value is off."""
+        """Return ✓, or the amount by which the printed value is off."""
         if self.ok:
             return "✓"
         if self.recomputed is None:
@@ -108,7 +108,7 @@ class Exact:
 
     @property
     def _digits(self) -> int:
-        """Return the decimals that are shown: one more than printed, but at least two, unless it is an integer."""
+        """Return the number of decimals to show: one more than printed, but at least two, unless it is an integer."""
         # a number of tokens has no decimals that could differ
         if self.recomputed is not None and self.recomputed.value.denominator == 1:
             return decimals(self.published)
@@ -121,7 +121,7 @@ def recomputed_cells(book: Book) -> tuple[Exact, ...]:
     recomputed: list[Exact] = []
     for rule in RULES:
         recomputed.extend(rule(book))
-    # a rule that knows a table's averages goes before the plain mean of its column
+    # a rule that knows a table's averages comes before the plain mean of its column
     cells_of_rules = {id(exact.cell) for exact in recomputed}
     for exact in _other_means(book):
         if id(exact.cell) not in cells_of_rules:
@@ -130,7 +130,7 @@ def recomputed_cells(book: Book) -> tuple[Exact, ...]:
 
 
 def exact(paper: str, table: str, book: Book | None = None) -> list[Exact]:
-    """Return the cells of one table (``2``, ``text``) that can be recomputed, or none where all need a model."""
+    """Return the cells of one table (``2``, ``text``) that can be recomputed. Return none if all need a model."""
     return [e for e in recomputed_cells(book or published()) if (e.cell.paper, e.cell.table) == (paper, table)]
 
 
@@ -140,14 +140,14 @@ def _means(book: Book) -> Iterator[Exact]:
         for metric, average in row.averages.items():
             if metric not in SCORES:
                 continue
-            # (1/n) sum of the printed scores, whose hidden digits give the mean an interval
+            # (1/n) sum of the printed scores; their hidden digits give the mean an interval
             scores = [printed(cell.printed) for cell in row.averaged(metric)]
             if scores:
                 yield Exact(average, row.label, f"mean of the {len(scores)} scores", mean(scores))
 
 
 def _other_means(book: Book) -> Iterator[Exact]:
-    """Yield the averages of perplexities, times, bytes and other numbers that are no scores of answers."""
+    """Yield the averages of perplexities, times, bytes and other numbers that are not scores of answers."""
     for row in book.rows:
         for metric in row.averages:
             if metric not in SCORES:
@@ -161,7 +161,7 @@ def _ratios(book: Book) -> Iterator[Exact]:
         for row in book.table("refreekv", table):
             for (dataset, metric), cell in row.cells.items():
                 if dataset == AVERAGE and metric.startswith("ratio_to_full"):
-                    # in per cent: the mean of score / full score, or how far it is from 1
+                    # in per cent: the mean of score / full score, or its distance from 1
                     offset = 1 if metric.endswith("minus_1") else 0
                     value = (ratio(row, full_rows[row.model]) - offset) * 100
                     formula = f"mean ratio to the full row over {len(row.scores)} datasets"
@@ -183,7 +183,7 @@ def ratio(row: PublishedRow, full: PublishedRow) -> Number:
 
 
 def _relative(book: Book) -> Iterator[Exact]:
-    """Yield the cells of ReFreeKV's table 1: table 2 in per cent of its full row, and the mean of that."""
+    """Yield the cells of ReFreeKV's table 1: table 2 in per cent of its full row, and the mean of these shares."""
     scores, full_scores = {}, {}
     for row in book.table("refreekv", 2):
         scores[row.model, row.method, row.setting] = row.scores
@@ -210,7 +210,7 @@ def _times(book: Book) -> Iterator[Exact]:
 
 
 def _layers(book: Book) -> Iterator[Exact]:
-    """Yield the means of ReFreeKV's table 6: the budget over 32 layers, of which 29 share a line."""
+    """Yield the means of ReFreeKV's table 6: the budget over 32 layers. One line stands for 29 of these layers."""
     rows = book.table("refreekv", 6)
     layer_rows = [row for row in rows if row.settings["layer"] != "avg"]
     for average_row in rows:
@@ -226,7 +226,7 @@ def _layers(book: Book) -> Iterator[Exact]:
 
 
 def _column_mean(row: PublishedRow, metric: str) -> Iterator[Exact]:
-    """Yield the average of a metric over the datasets of a row, where the row prints one."""
+    """Yield the average of a metric over the datasets of a row, if the row prints one."""
     average = row.averages.get(metric)
     values = [printed(cell.printed) for cell in row.averaged(metric)]
     if average is not None and values:
@@ -246,13 +246,13 @@ def _cells_of_quantity(
 def _memory(book: Book) -> Iterator[Exact]:
     """Yield ThinK's table 7, column Memory: payload by its own formula, under all 32 query heads in fp16."""
     for row, cell in _cells_of_quantity(book, "think", "7", "kv_memory"):
-        # the pruned channels are those of all tokens but the 32 most recent
+        # channels are pruned for all tokens except the 32 most recent
         formula = "0.5 N MiB" if "ratio" not in row.settings else "0.5 N − 0.1 (N − 32) MiB"
         yield Exact(cell, row.label, f"{formula}, 32 heads", _expanded_payload(row.method, row.settings) / MIB)
 
 
 def _equal_sizes(book: Book) -> Iterator[Exact]:
-    """Yield the plain cache of ThinK's prose that is as large as a pruned one of 128 tokens."""
+    """Yield the size of the plain cache that ThinK's prose equates with a pruned cache of 128 tokens."""
     for row, cell in _cells_of_quantity(book, "think", "text", "kv_size"):
         pruned = _expanded_payload("h2o+think", {"kv_size": row.settings["matched_to"], "ratio": "0.4"})
         formula = "bytes with 40 % of key channels gone / 0.5 MiB"
@@ -260,26 +260,32 @@ def _equal_sizes(book: Book) -> Iterator[Exact]:
 
 
 def _expanded_payload(method: str, settings: Mapping[str, str]) -> Number:
-    """Return the payload by ThinK's formula, under query heads of a model of 32 layers and 32 heads."""
+    """Return the payload by ThinK's formula, under query heads, for a model of 32 layers and 32 heads."""
     knobs: dict[str, object] = {"method": method, "kv_size": int(settings["kv_size"]), "per": "query_head"}
     if "ratio" in settings:
         knobs |= {"ratio": float(settings["ratio"]), "recent": 32}
     payload = nominal_payload(chain_of(knobs), MISTRAL_7B, LONG, FP16)
     assert payload is not None
-    return exactly(round(payload, 6))  # without the last bits of a float product
+    return exactly(round(payload, 6))  # rounding removes the last bits of a float product
 
 
-def _caches(book: Book) -> Iterator[Exact]:
-    """Yield the sizes of whole caches in prose, of the kv heads that the models store."""
+def _whole_cache_sizes(book: Book) -> Iterator[Exact]:
+    """Yield the sizes in GiB that a paper's text states for uncompressed caches, beside the sizes by formula."""
     shapes = {"llama-2-7b-chat": LLAMA2_7B, "llama-3-8b": LLAMA3_8B, "llama-3-70b": LLAMA3_70B}
     for paper in ("think", "refreekv"):
         for row, cell in _cells_of_quantity(book, paper, "text", "kv_memory"):
             shape = shapes[row.model]
-            (length,) = (SIZES[part] for part in row.setting.split(";") if part in SIZES)
-            tokens = length * int(row.settings.get("batch", 1))
-            # layers * kv heads * (keys and values) * head dimension * bytes of a number * tokens
-            formula = f"{shape.layers} layers x {shape.kv_heads} kv heads x 2 x 128 x fp16 x {tokens} tokens"
+            tokens = _stated_tokens(row.setting) * int(row.settings.get("batch", 1))
+            # 2 counts keys and values; models with grouped queries store fewer kv heads than query heads
+            heads = f"{shape.layers} layers x {shape.kv_heads} kv heads"
+            formula = f"{heads} x 2 x {shape.head_dim} x fp16 x {tokens} tokens"
             yield Exact(cell, row.label, formula, exactly(Fraction(shape.full_bytes(tokens, FP16), GIB)))
+
+
+def _stated_tokens(setting: str) -> int:
+    """Return the length of a sequence in tokens that a setting such as ``seq=2K`` states."""
+    (length,) = (SIZES[part] for part in setting.split(";") if part in SIZES)
+    return length
 
 
 def _shares(book: Book) -> Iterator[Exact]:
@@ -311,11 +317,11 @@ def _schedules(book: Book) -> Iterator[Exact]:
 
 
 def _benchmark(book: Book) -> Iterator[Exact]:
-    """Yield LongBench's sizes and metrics as UNComp's and VATP's tables 5 print them, from the tasks of runs."""
+    """Yield LongBench's sizes and metrics as UNComp's and VATP's tables 5 print them, from kvbench's own tasks."""
     for paper, words in WORDS.items():
         for row in book.table(paper, 5):
             for (dataset, metric), cell in row.cells.items():
-                # average lengths are not checked: they are in words of the original texts
+                # average lengths are not checked, since they count words of the original texts
                 task = TASKS[dataset]
                 if metric == "n_samples":
                     yield Exact(cell, row.label or dataset, "examples of the dataset", exactly(task.size))
@@ -335,7 +341,7 @@ def _place_of_metric(name: str) -> int:
 def _formulas(book: Book) -> Iterator[Exact]:
     """Yield the cells that the papers' own functions recompute."""
     for audit in PAPERS:
-        # a query in a book without the paper would find no cell, which is an error of the formula
+        # without the paper's cells a query would find none, and that would look like an error of the formula
         if audit.paper not in book.papers:
             continue
         paper = PaperCells(book, audit.paper)
@@ -358,7 +364,7 @@ RULES: tuple[Callable[[Book], Iterator[Exact]], ...] = (
     _layers,
     _memory,
     _equal_sizes,
-    _caches,
+    _whole_cache_sizes,
     _shares,
     _schedules,
     _benchmark,

@@ -1,4 +1,4 @@
-"""Findings of the audit: places where the papers' numbers do not agree, or that a reader must know of."""
+"""Findings of the audit: places where the papers' numbers disagree, and facts that a reader must know."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ WEIGHTS = ("wrong", "doubt", "note")
 class Finding:
     """One finding. ``check`` is the kind of check, ``weight`` its certainty.
 
-    ``wrong``: the page contradicts itself. ``doubt``: unlikely, or impossible by an assumption that ``why`` names.
-    ``note``: nothing wrong, but it changes the meaning of a number. ``paper`` and ``table`` join several by ``+``, and
-    so does ``cell`` with datasets. ``printed`` and ``recomputed`` are texts as shown. ``recomputed`` is '' where
-    nothing can be said instead.
+    The weight is ``wrong`` if the page contradicts itself, and ``doubt`` if a number is unlikely, or impossible by an
+    assumption that ``why`` names. It is ``note`` if nothing is wrong but the meaning of a number changes. ``paper`` and
+    ``table`` join several by ``+``, and so does ``cell`` with datasets. ``printed`` and ``recomputed`` are texts as
+    shown. ``recomputed`` is '' if the audit knows no other value.
     """
 
     check: str
@@ -30,8 +30,8 @@ class Finding:
 
     @property
     def id(self) -> str:
-        """Return the check and the place, which stay the same when only values change."""
-        # a corrected number does not make it another finding
+        """Return the check and the place. They stay the same when only values change."""
+        # a corrected number is still the same finding
         return f"{self.check}:{self.paper}/{self.table}:{self.row}:{self.cell}"
 
     def as_json(self) -> dict[str, str]:

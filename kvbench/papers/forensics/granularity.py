@@ -1,4 +1,4 @@
-"""(d) Accuracies over n questions are k/n: printed values that no whole number of right answers gives."""
+"""(d) Accuracies over n questions are k/n. Some printed values are not k/n for any number k of right answers."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ from kvbench.papers.spec.published_cells import Book, PublishedRow
 class ScoreGrid:
     """A dataset whose scores are k/n per cent in one paper. ``why`` names the source of n.
 
-    Cells off the grid are findings if n ``holds``. Otherwise n is not believed, and is tried to show that it does not
-    fit.
+    Cells off the grid are findings if n ``holds``. Otherwise n is doubted, and the grid shows that it does not fit.
     """
 
     paper: str
@@ -44,7 +43,7 @@ FEW = Fraction(1, 2)
 
 @dataclass(frozen=True)
 class Fit:
-    """The distinct cells of a grid, and those of them that lie off it."""
+    """The distinct cells of a grid, and the ones among them that lie off it."""
 
     grid: ScoreGrid
     cells: tuple[tuple[PublishedRow, Published], ...]
@@ -69,7 +68,7 @@ def attainable(text: str, n: int) -> bool:
     """Tell whether some k/n in per cent can be printed as these characters."""
     shown = printed(text)
     half_unit = Fraction(1, 2 * 10 ** decimals(text))
-    # |100 k / n - shown| <= half a unit of the last digit; only the k nearest to shown * n / 100 can fulfil it
+    # |100 k / n - shown| <= half a unit of the last digit; only the k nearest to shown * n / 100 can fulfil this
     nearest = round(shown.value * n / 100)
     for k in (nearest - 1, nearest, nearest + 1):
         if 0 <= k <= n and abs(Fraction(100 * k, n) - shown.value) <= half_unit:
@@ -93,7 +92,7 @@ def fits(book: Book) -> list[Fit]:
 
 
 def granularity(book: Book) -> Iterator[Finding]:
-    """Yield cells off their grid one by one, and a stated n that most cells do not fit as a whole."""
+    """Yield each cell off its grid, and each stated n that most cells do not fit."""
     grid_fits = fits(book)
     for fit in grid_fits:
         if fit.grid.holds:
@@ -106,7 +105,7 @@ def _cells_off_grid(fit: Fit) -> Iterator[Finding]:
     """Yield a finding for each cell that no number of right answers gives, with the two scores next to it."""
     grid = fit.grid
     for row, cell in fit.off:
-        # 100 k / n = score, so that k lies between two whole numbers
+        # 100 k / n = score, so k lies between two whole numbers
         k = int(printed(cell.printed).value * grid.n / 100)
         neighbours = [fixed(Fraction(100 * k, grid.n), 2), fixed(Fraction(100 * (k + 1), grid.n), 2)]
         yield Finding(
@@ -123,7 +122,7 @@ def _cells_off_grid(fit: Fit) -> Iterator[Finding]:
 
 
 def _wrong_sample_count(fit: Fit, grid_fits: Sequence[Fit]) -> Finding:
-    """Return the finding that few scores fit an n, with the n that is believed instead."""
+    """Return the finding that few scores fit a stated n, with the n that fits instead."""
     grid = fit.grid
     why = f"{fit.attained} of {len(fit.cells)} scores are k/{grid.n} ({grid.why})"
     why += f", {100 * fit.chance:.0f} % would by chance"

@@ -1,4 +1,4 @@
-"""The identity of measurements: settings that add nothing, and two names for one thing."""
+"""The identity of measurements: some settings change nothing, and some things have two names."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def settings(row: PublishedRow) -> tuple[tuple[str, str], ...]:
     """Return the part of a row's setting that tells measurements apart, sorted."""
     silent = SILENT.get(row.paper, set())
     defaults = DEFAULTS.get(row.paper, {})
-    # a table that states a default measures the same as one that leaves it out
+    # a table that states a default measures the same as a table that omits it
     parts = {}
     for key, value in row.settings.items():
         if key not in silent and defaults.get(key) != value:
             parts[key] = value
     if row.paper == "uncomp":
-        # its tables name one configuration by the part that they vary
+        # the paper's tables name one configuration by the part that each of them varies
         if parts.get("partition") == "effective_rank":
             parts = {"kv_size": "64"}
         elif any(main.items() <= parts.items() for main in UNCOMP_MAIN):
@@ -37,7 +37,7 @@ def settings(row: PublishedRow) -> tuple[tuple[str, str], ...]:
 
 
 def identity(row: PublishedRow) -> tuple[str, str, str, tuple[tuple[str, str], ...]]:
-    """Return (paper, model, method, settings), which are equal for the same measurement."""
+    """Return (paper, model, method, settings). Two rows of the same measurement have equal tuples."""
     return row.paper, row.model, row.method, settings(row)
 
 

@@ -20,7 +20,8 @@ Recompute = Callable[[PaperCells], Any]
 class Statement:
     """One statement of a paper in our words, with the function that decides it.
 
-    place: where the paper makes it. table: where its numbers are.
+    place: where the paper makes it.
+    table: where its numbers are.
     """
 
     paper: str
@@ -34,8 +35,10 @@ class Statement:
 class Formula:
     """Printed cells that follow from others, with the function that recomputes them.
 
-    query: finds the cells. words: the formula for readers. recompute: returns one number for all cells, or a series
-    with one for each by its fields. It gets numbers that carry what rounding hides.
+    query: finds the cells.
+    words: the formula for readers.
+    recompute: returns one number for all cells, or a series with one for each by its fields. Its input numbers carry
+    the interval that rounding hides.
     """
 
     query: Mapping[str, Any]
@@ -72,7 +75,7 @@ class PaperAudit:
 
 def decide(holds: object, shown: str, otherwise: str = FAILS) -> Outcome:
     """Return HOLDS or the verdict ``otherwise``, with the recomputed figures."""
-    # comparisons of numpy's numbers are no bool
+    # comparing numpy's numbers does not give a bool
     if holds:
         return HOLDS, shown
     return otherwise, shown

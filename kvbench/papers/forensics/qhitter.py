@@ -50,7 +50,7 @@ def largest_gain(paper: PaperCells) -> Outcome:
 
 @QHITTER.states("section 5.2", table="text", text="5 to 12.5 % of the memory")
 def shares_of_memory(paper: PaperCells) -> Outcome:
-    # 4 bits instead of 16, and of so many tokens one
+    # 4 bits instead of 16, and one of so many tokens
     shares = 100 / (4 * paper.series("dataset", table="text", metric="sparsity_factor"))
     return decide(shares.min() == 5 and shares.max() == 12.5, f"{listed('{0} {1:.1f}', shares)} %")
 
@@ -71,7 +71,7 @@ def speedups(paper: PaperCells) -> Outcome:
 
 
 def largest_speedup(paper: PaperCells, system: str) -> Any:
-    """Return the largest ratio of throughputs in table 2, Q-Hitter's to another system's."""
+    """Return the largest ratio in table 2 of Q-Hitter's throughput to another system's."""
     own = paper.series(["model", "gen"], table=2, of="throughput", method="qhitter")
     other = paper.series(["model", "gen"], table=2, of="throughput", method=system)
     return max(ratio(own, other), key=float)
@@ -97,7 +97,7 @@ def size_of_stream(paper: PaperCells) -> Outcome:
 
 @QHITTER.states("table 2", table="2", text="What 33 times rests on")
 def rounding_of_speedup(paper: PaperCells) -> Outcome:
-    # the value of accelerate has a single digit
+    # accelerate's value has a single digit
     cells = paper.with_rounding()
     base = cells.number(table=2, of="throughput", model="opt-30b", gen=512, method="accelerate")
     own = cells.number(table=2, of="throughput", model="opt-30b", gen=512, method="qhitter")

@@ -1,8 +1,8 @@
-"""Queries for a paper's printed cells, and their numbers compared and put into words.
+"""Queries for a paper's printed cells, and functions that compare their numbers and put them into words.
 
 A query is the fields that cells must have. Fields are model, method, base (its first stage), row (the label), table,
 dataset, metric and the parts of the setting, such as kv_size. A field's value in a query is a text with ``*`` for
-anything, a number, or a list of them. It is '' where a row has no such part.
+anything, a number, or a list of them. It is '' for a row without such a part.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class PaperCells:
     read: Callable[[str], Any] = float
 
     def with_rounding(self) -> PaperCells:
-        """Return the same cells, read as numbers that carry what rounding hides."""
+        """Return the same cells, read as numbers that carry the interval that rounding hides."""
         return replace(self, read=printed)
 
     def number(self, **query: Any) -> Any:
@@ -52,7 +52,7 @@ class PaperCells:
     def series(self, by: str | Sequence[str], **query: Any) -> pd.Series[Any]:
         """Return the numbers of all cells that a query finds, named by the fields ``by``.
 
-        Raises KvbenchError where several cells have one name.
+        Raises KvbenchError if several cells have one name.
         """
         fields_of_name = _as_list(by)
         values: dict[Labels, Any] = {}
@@ -65,7 +65,7 @@ class PaperCells:
 
     def settings(self, part: str, by: str | Sequence[str], **query: Any) -> pd.Series[float]:
         """Return a part of the setting of all cells that a query finds, named by the fields ``by``."""
-        # the cells of a row state one setting, so that they may have one name
+        # the cells of a row state one setting, so they may share a name
         fields_of_name = _as_list(by)
         values = {}
         for fields, _, _ in self.cells(**query):
@@ -105,7 +105,7 @@ class PaperCells:
 
 def _fields(row: PublishedRow, dataset: str, metric: str) -> dict[str, str]:
     """Return the fields of a cell that a query can name: the parts of its row's setting, and its place."""
-    # a part of the setting called like a field of the place would be hidden by it
+    # a field of the place would hide a part of the setting with the same name
     return row.settings | {
         "table": row.table,
         "model": row.model,
@@ -131,8 +131,8 @@ def _as_list(value: object) -> list[Any]:
 
 
 def _series(values: Mapping[Labels, Any], fields: Sequence[str]) -> pd.Series[Any]:
-    """Return a series with a level for each field of the names, or plain texts as names where there is one field."""
-    # a query that finds nothing has levels as well, though empty ones
+    """Return a series with a level for each field of the names. With one field, its names are plain texts."""
+    # a query that finds nothing also gets levels, though empty ones
     levels = []
     for i in range(len(fields)):
         levels.append([name[i] for name in values])
@@ -162,8 +162,8 @@ def _align(left: pd.Series[Any], right: pd.Series[Any]) -> tuple[pd.Series[Any],
 
 def _reindex_like(left: pd.Series[Any], right: pd.Series[Any]) -> pd.Series[Any]:
     """Return the values of ``right`` under the names of ``left``."""
-    # pandas alone would align series of the same fields only, and sort them
-    # the fields of right are a part of those of left: a full row by model stands beside each budget of a model
+    # pandas alone aligns only series with the same fields, and sorts them; here the fields of right are a part of those
+    # of left: a full row by model stands beside each budget of a model
     fields = list(right.index.names)
     levels = [left.index.get_level_values(field) for field in fields]
     names = levels[0] if len(fields) == 1 else pd.MultiIndex.from_arrays(levels)
@@ -181,12 +181,15 @@ def level(values: pd.Series[Any], field: str) -> list[Any]:
 
 
 def numeric_labels(values: pd.Series[Any]) -> pd.Series[float]:
-    """Return the labels of a series, which are numbers such as budgets, as its values."""
+    """Return the labels of a series as its values. The labels are numbers such as budgets."""
     return pd.Series([float(label) for label in values.index], values.index)
 
 
 def lines(values: pd.Series[Any]) -> list[tuple[Labels, list[tuple[str, float]]]]:
-    """Return the cells that agree in all fields but the last: their labels, and (last label, value) of each cell."""
+    """Return the lines of a series: cells that agree in all fields but the last.
+
+    Each line has its labels, and (last label, value) of each cell.
+    """
     cells_by_line: dict[Labels, list[tuple[str, float]]] = {}
     for name, value in values.items():
         # the last field runs along a line, as budgets do behind models and methods
@@ -213,7 +216,7 @@ def falls(pattern: str, values: pd.Series[Any], least: float = 0, rising: bool =
     texts = []
     for labels, cells in lines(values):
         for (first, a), (then, b) in pairwise(cells):
-            # a is the earlier value and b the one behind it
+            # a is the earlier value and b the next one
             fall = a - b if rising else b - a
             if fall > least:
                 texts.append(pattern.format(*labels, a=a, b=b, first=first, then=then))
@@ -221,8 +224,8 @@ def falls(pattern: str, values: pd.Series[Any], least: float = 0, rising: bool =
 
 
 def listed(pattern: str, values: pd.Series[Any], *more: pd.Series[Any], sep: str = ", ") -> str:
-    """Format ``pattern`` for every value, with its labels, itself and those of ``more`` series."""
-    # the series may have fewer fields than values: their numbers repeat
+    """Format ``pattern`` for every value, with its labels, the value itself and the values of ``more`` series."""
+    # these series may have fewer fields than values, and then their numbers repeat
     columns = [values] + [_reindex_like(values, series) for series in more]
     texts = []
     for name, *numbers in zip(values.index, *columns, strict=True):
@@ -240,7 +243,7 @@ def listed_by_line(values: pd.Series[Any], form: str = "{}", sep: str = ", ") ->
 
 
 def _labels(name: Any) -> Labels:
-    """Return the labels of a cell as a tuple, which pandas does not make where there is one field."""
+    """Return the labels of a cell as a tuple. pandas gives a single label alone."""
     if isinstance(name, tuple):
         return name
     return (name,)

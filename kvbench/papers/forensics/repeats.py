@@ -40,7 +40,7 @@ def repeated(book: Book) -> dict[Measurement, Places]:
         paper, model, method, settings = identity(row)
         setting = " ".join(f"{key}={value}" for key, value in settings)
         for (dataset, metric), cell in row.cells.items():
-            # prose gives speed-ups of different workloads without their names
+            # prose gives speed-ups of different workloads without naming these
             if cell.value is None or not method or metric.startswith("speedup"):
                 continue
             tasks = ""
@@ -57,7 +57,7 @@ def repeated(book: Book) -> dict[Measurement, Places]:
 def repeats(book: Book) -> Iterator[Finding]:
     """Yield a finding for each measurement that is printed in several places with different values."""
     for measurement, places in repeated(book).items():
-        # by the value to four decimals, as 41.9 and 41.90 are the same
+        # group by the value to four decimals, since 41.9 and 41.90 are the same
         tables_of: dict[str, list[str]] = {}
         for row, cell in places:
             tables_of.setdefault(fixed(printed(cell.printed).value, 4), []).append(row.table)
@@ -66,7 +66,7 @@ def repeats(book: Book) -> Iterator[Finding]:
         values = []
         for value, tables in tables_of.items():
             values.append(f"{_short(value)} ({', '.join(map(name_table, tables))})")
-        # the value that stands most often is likely the right one, unless another does so as often
+        # the most frequent value is likely the right one, unless another is as frequent
         counts = Counter({value: len(tables) for value, tables in tables_of.items()})
         (likely_value, most), (_, second) = counts.most_common(2)
         likely = _short(likely_value) if most > second else ""
@@ -85,19 +85,19 @@ def repeats(book: Book) -> Iterator[Finding]:
 
 
 def baselines(book: Book) -> dict[tuple[str, str], dict[str, Published]]:
-    """Return the full cache's score by paper, of each (model family, dataset) that two or more papers print."""
+    """Return, by paper, the full cache's score on each (model family, dataset) that several papers print."""
     by_place: dict[tuple[str, str], dict[str, Published]] = {}
     for row in book.rows:
         if row.method == "full" and row.table.isdigit():
             for dataset, cell in row.scores.items():
                 if cell.unit == "pct":
-                    # a paper's first table speaks for it; that its tables agree is what ``repeats`` checks
+                    # take the score from a paper's first table; ``repeats`` checks that its tables agree
                     by_place.setdefault((family(row.model), dataset), {}).setdefault(row.paper, cell)
     return {key: by_paper for key, by_paper in by_place.items() if len(by_paper) > 1}
 
 
 def full_rows(book: Book) -> Iterator[Finding]:
-    """Yield full-cache scores of one model that differ between papers: scores compare inside a paper only."""
+    """Yield full-cache scores of one model that differ between papers. Scores compare only within a paper."""
     for (model, dataset), by_paper in baselines(book).items():
         spread = gap(by_paper)
         if not spread:
@@ -128,6 +128,6 @@ def gap(cell_by_paper: Mapping[str, Published]) -> Fraction:
 
 
 def _short(value: str) -> str:
-    """Shorten a number to at least two decimals, no more than are needed."""
+    """Shorten a number to at least two decimals, and no more than needed."""
     head, _, tail = value.partition(".")
     return f"{head}.{tail[:2]}{tail[2:].rstrip('0')}"

@@ -1,4 +1,4 @@
-"""The audit on the page: text for terminals, the whole of it as Markdown, plain data."""
+"""The audit's output: text for terminals, a whole page as Markdown, and plain data."""
 
 from __future__ import annotations
 
@@ -57,11 +57,11 @@ FEW_CELLS = 5
 
 
 def text(findings: Sequence[Finding], exact: Sequence[Exact] | None = None) -> str:
-    """Format findings for a terminal of 100 columns, by paper and check, or the recomputed cells where given."""
+    """Format findings for a terminal of 100 columns, by paper and check, or the ``exact`` cells if they are given."""
     if exact is not None:
         return _exact_text(exact)
     parts = []
-    # findings come by paper, and those about several papers last
+    # findings come by paper, and findings about several papers come last
     for paper, paper_findings in _group_by_paper(findings):
         weights = Counter(finding.weight for finding in paper_findings)
         kinds = ", ".join(f"{weights[weight]} {weight}" for weight in WEIGHTS if weights[weight])
@@ -75,7 +75,7 @@ def text(findings: Sequence[Finding], exact: Sequence[Exact] | None = None) -> s
 
 
 def _exact_text(exact: Sequence[Exact]) -> str:
-    """Format the recomputed cells for a terminal, without their formulas, for which there is no room."""
+    """Format the recomputed cells for a terminal. Their formulas are left out, since there is no room for them."""
     parts = []
     for name, rows in _group_by_table(exact):
         without_formula = Table(EXACT[:-1], tuple(row[:-1] for row in rows))
@@ -92,7 +92,7 @@ def _terminal_lines(finding: Finding) -> str:
     else:
         values = [value for value in (finding.printed, finding.recomputed) if value]
         body = f"{' → '.join(values)}: {finding.why}"
-    # lines below the mark are indented, so that findings are told apart at their left
+    # indent the lines below the mark, so that the left edge tells findings apart
     head = fill(f"{MARKS[finding.weight]} {location}", WIDTH, initial_indent="  ", subsequent_indent="    ")
     indent = " " * 6
     lines = fill(body, WIDTH, initial_indent=indent, subsequent_indent=indent, break_long_words=False)
@@ -132,7 +132,7 @@ def as_json(findings: Sequence[Finding], book: Book, exact: Sequence[Exact] | No
     ledger = []
     for judgement in judged(book):
         statement = judgement.statement
-        # also statements that hold, which are no findings
+        # include statements that hold, though these are no findings
         if statement.paper in papers:
             ledger.append(
                 {
@@ -181,20 +181,20 @@ def _group_by_table(exact: Sequence[Exact]) -> Iterator[tuple[str, list[tuple[st
 
 
 def _places(finding: Finding) -> str:
-    """Return the tables of a finding in words, or '' where it is about no table."""
+    """Return the tables of a finding in words; '' if it concerns no table."""
     if not finding.table:
         return ""
     return ", ".join(map(name_table, finding.table.split("+")))
 
 
 def _group_by_paper(findings: Sequence[Finding]) -> Iterator[tuple[str, list[Finding]]]:
-    """Yield every paper with its findings, which stand together."""
+    """Yield every paper with its findings. They stand together."""
     for paper, group in groupby(findings, key=attrgetter("paper")):
         yield paper, list(group)
 
 
 def _group_by_check(findings: Sequence[Finding]) -> Iterator[tuple[str, list[Finding]]]:
-    """Yield every check that has findings, in the order of HEADS, with them."""
+    """Yield every check that has findings, with them, in the order of HEADS."""
     # HEADS goes from contradictions to coincidences to facts
     for check in HEADS:
         check_findings = [finding for finding in findings if finding.check == check]
@@ -214,11 +214,11 @@ def _summary_section(findings: Sequence[Finding], book: Book) -> Iterator[str]:
     """Yield a table by paper (cells, recomputed cells, findings, verdicts), then how many measurements are repeated."""
     exact, judgements = recomputed_cells(book), judged(book)
     rows = []
-    # a paper about which nothing is found has no row
+    # a paper without findings has no row
     for paper in dict.fromkeys(finding.paper for finding in findings if "+" not in finding.paper):
         weights = Counter(finding.weight for finding in findings if finding.paper == paper)
         recomputed = [e for e in exact if e.cell.paper == paper]
-        # notes are no verdicts on statements, and are not shown
+        # notes are not verdicts on statements, so they are not shown
         verdicts = Counter(j.verdict for j in judgements if j.statement.paper == paper)
         row = [
             paper,
@@ -231,7 +231,7 @@ def _summary_section(findings: Sequence[Finding], book: Book) -> Iterator[str]:
         rows.append(row)
     heads = ("paper", "cells", "recomputed", "off", "wrong", "doubt", "note", "statements hold / partly / not")
     yield table(heads, rows)
-    # a measurement that is printed three times is one
+    # a measurement that is printed three times counts once
     places = repeated(book)
     differ = len({finding.id for finding in findings if finding.check == "repeat"})
     yield f"{len(places)} measurements are printed in more than one place; {differ} of them with different values.\n"
@@ -270,7 +270,7 @@ def _full_rows_section(book: Book) -> Iterator[str]:
     for (model, dataset), cell_by_paper in baselines(book).items():
         datasets_by_model.setdefault(model, {})[dataset] = cell_by_paper
     for model, datasets in datasets_by_model.items():
-        # a column for each paper that prints the model, in the order in which they come up
+        # a column for each paper that prints the model, in the order of appearance
         papers: dict[str, None] = {}
         for cell_by_paper in datasets.values():
             papers |= dict.fromkeys(cell_by_paper)
@@ -311,8 +311,8 @@ def _exact_section(book: Book, name: str) -> Iterator[str]:
 
 
 def _flags_section(book: Book, name: str) -> Iterator[str]:
-    """Yield the section of repaired, suspect and missing cells, a row and reason at a time."""
-    # one reason often holds for a whole row: its cells stand in one line
+    """Yield the section of repaired, suspect and missing cells, with one line for each row and reason."""
+    # one reason often holds for a whole row: list the row's cells in one line
     cells_by_reason: dict[tuple[str, str, str, str, str], list[str]] = {}
     for row in book.rows:
         if name not in ("all", row.paper):

@@ -1,6 +1,6 @@
 """(e) and (g): statements of the papers against their numbers, and arithmetic facts about those numbers.
 
-Each paper has a module here, whose functions judge its statements by its cells.
+Each paper has a module here. Its functions judge the paper's statements by the paper's cells.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Judged:
     shown: str
 
     def finding(self) -> Finding | None:
-        """Return the statement as a finding, or None where it holds."""
+        """Return the statement as a finding; None if it holds."""
         if self.verdict == HOLDS:
             return None
         # a note says nothing against the paper
@@ -51,7 +51,7 @@ def judged(book: Book) -> list[Judged]:
     """Return every statement of the book's papers with its verdict, in order."""
     judgements = []
     for audit in PAPERS:
-        # functions expect the cells of their paper
+        # a paper's functions need the paper's cells
         if audit.paper in book.papers:
             for statement in audit.statements:
                 verdict, shown = statement.judge(PaperCells(book, audit.paper))
@@ -60,7 +60,7 @@ def judged(book: Book) -> list[Judged]:
 
 
 def statements(book: Book) -> Iterator[Finding]:
-    """Yield statements that do not hold, or only partly, and facts to know."""
+    """Yield statements that do not hold, or only partly, and facts that readers must know."""
     for judgement in judged(book):
         finding = judgement.finding()
         if finding is not None:

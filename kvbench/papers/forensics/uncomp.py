@@ -92,7 +92,7 @@ def sizes_of_groups(paper: PaperCells) -> Outcome:
         # group_sizes=256/384/512 lists a size for each group
         sizes = [int(size) for size in row.settings["group_sizes"].split("/")]
         groups = row.settings["groups"]
-        # all groups have as many heads, so that the mean of their sizes is the cache's size
+        # all groups have equally many heads, so the mean of their sizes is the cache's size
         average = sum(sizes) / len(sizes)
         if len(sizes) != int(groups) or abs(average - int(row.settings["kv_size"])) > 2:
             odd.append(f"{groups} groups list {len(sizes)} sizes with mean {average:.0f}")
@@ -120,7 +120,7 @@ def kept_hidden_states(paper: PaperCells) -> Outcome:
     rows = [row for row in paper.rows("text") if row.model == "llama-2-7b-chat" and key in row.cells]
     early = kept_share([row for row in rows if row.settings["where"] == "appendix A.3"], 4096)
     late = kept_share([row for row in rows if row.settings["where"] == "appendix E"], 4096)
-    # the paper states the share once, without the schedule that it is of
+    # the paper states the share once, without naming its schedule
     ((_, _, cell),) = paper.cells(table="text", of="hidden_state_ratio")
     matching_place = "neither"
     if grade(cell.printed, early) == "equal":
@@ -136,7 +136,8 @@ def kept_hidden_states(paper: PaperCells) -> Outcome:
 def kept_share(rows: Sequence[PublishedRow], most: int) -> Number:
     """Return the per cent of hidden states that a schedule keeps, over all layers.
 
-    ``rows`` state a number of hidden states for some layers each, ``most`` is that of a layer that drops none.
+    Each of ``rows`` states a number of hidden states for some layers. ``most`` is the number for a layer that drops
+    none.
     """
     sizes = []
     for row in rows:
@@ -245,7 +246,7 @@ def speedup_of_abstract(paper: PaperCells) -> Any:
     where="appendix E",
 )
 def speedup_of_appendix(paper: PaperCells) -> Any:
-    # the best batch of the stage over the largest that the full cache can run
+    # the best batch of the stage over the largest batch that the full cache can run
     full = paper.number(table=10, metric="tpot", method="full", batch=8, prompt=3712)
     return full / paper.number(table=10, metric="tpot", method="uncomp-stage", batch=12, prompt=3712)
 

@@ -1,7 +1,7 @@
 """A paper's table as numbers: the printed value of every cell, ours, and both as shares of the full cache.
 
-Averages are computed here from the cells, never taken from the paper. An average that the paper states otherwise is
-kept beside ours.
+Averages are computed here from the cells, never taken from the paper. If the paper states another average, it is kept
+beside ours.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ class CellView:
     ours, published: the values in printed units, fractions in per cent.
     relative, published_relative: per cent of each side's full cache, or of its base row in an efficiency table.
     stated: an average that the paper prints although its cells give another.
-    floor: whether the full cache scores too little for a share of it; full: its score on the same examples.
+    floor: whether the full cache scores too little for a share of it.
+    full: the full cache's score on the same examples.
     budgeted: whether the share of tokens kept is shown.
     printed: the characters on the page, or a fraction in per cent.
     exact: ✓ if the printed value follows without a model, else the value that follows.
@@ -83,7 +84,7 @@ class CellView:
 
     @property
     def few(self) -> bool:
-        """Return True for a share of so few examples that it says nothing."""
+        """Return True for a share that rests on too few examples to say anything."""
         return self.stand_in and 0 < self.n < stats.FEWEST
 
     @property
@@ -107,9 +108,11 @@ class View:
 class _OurScore:
     """The measured side of one number.
 
-    value: its summary. pairs: scores [n, 2] of the method and of the full cache on the same examples.
-    floor: whether the full cache is at the floor in one of its tasks. full: the full cache's score.
-    share: the score in per cent of the full cache's, without a value at the floor.
+    value: its summary.
+    pairs: scores [n, 2] of the method and of the full cache on the same examples.
+    floor: whether the full cache is at the floor in one of its tasks.
+    full: the full cache's score.
+    share: the score in per cent of the full cache's. It has no value at the floor.
     """
 
     value: CellResult
@@ -133,7 +136,7 @@ def view(ours: OurTable) -> View:
     table = ours.declared
     recomputed: dict[Published, str] = {}
     for value in exact(table.paper, table.table):
-        # values that follow from others on the page need no model: such a cell says whether the paper's is right
+        # values that follow from others on the page need no model, and show whether the printed value is right
         recomputed[value.cell] = "✓" if value.ok else f"recomputed {value.shown}"
     if ours.timings is not None:
         timed_rows = []
@@ -141,7 +144,7 @@ def view(ours: OurTable) -> View:
             cells = [_timed(ours, line.row.cells.get(column.name), recomputed) for column in table.columns]
             timed_rows.append((line, tuple(cells)))
         return View(ours, table.columns, tuple(timed_rows))
-    # a budget is shown below its score; a table that prints budgets alone shows them as columns
+    # a budget is shown below its score; a table that prints only budgets shows them as columns
     columns = tuple(column for column in table.columns if column.what != BUDGET) or table.columns
     score_by_cells: dict[tuple[str, ...], _OurScore] = {}
     entries_by_line: list[list[_ColumnEntry]] = []
@@ -153,7 +156,7 @@ def view(ours: OurTable) -> View:
         entries_by_line.append(entries)
     means = _mean_columns(ours, entries_by_line)
     rows = []
-    # whether a second average is needed shows when all cells are read
+    # only after all cells are read is it known whether a second average is needed
     for line, entries in zip(ours.lines, entries_by_line, strict=True):
         cells = [entry.cell for entry in entries]
         cells += [_average(ours, line, entries, mean) for mean in means]
@@ -162,12 +165,12 @@ def view(ours: OurTable) -> View:
 
 
 def _mean_columns(ours: OurTable, entries_by_line: Sequence[Sequence[_ColumnEntry]]) -> tuple[Column, ...]:
-    """Return the columns of averages: none unless the paper prints one, and two where ours leaves tasks out."""
+    """Return the columns of averages: none unless the paper prints one, and two if ours leaves tasks out."""
     table = ours.declared
     if not table.scores or not any(cell.dataset in MEANS for cell in table.printed):
         return ()
     at_floor_somewhere = False
-    # a mean leaves out columns of too few examples, unless all columns have too few
+    # a mean leaves out columns with too few examples, unless all columns have too few
     few: set[bool] = set()
     for entries in entries_by_line:
         for entry in entries:
@@ -225,13 +228,13 @@ def _read_score(
             full_scores = scores(ours.run.store, group, full_cell)
             for e in sorted(own_scores.keys() & full_scores.keys()):
                 scores_by_example.setdefault(e, []).append((own_scores[e], full_scores[e]))
-    # an example that is asked in several ways (MDQA's three positions) is one, with its mean scores
+    # an example that is asked in several ways (MDQA's three positions) counts as one, with its mean scores
     pairs = stats.by_example(scores_by_example, 2)
-    # pairs[:, 1] are the full cache's scores, on the examples that the method answered as well
+    # pairs[:, 1] are the full cache's scores, on the examples that the method answered, too
     floor = any(at_floor(group.task, pairs[:, 1]) for group in groups)
     share = stats.Share()
     if not floor:
-        # log losses are better the smaller they are, so that their share is inverse
+        # smaller log losses are better, so their share is inverse
         losses = any(metric(group.task.metric).shown is not None for group in groups)
         share = stats.share([pairs], log_losses=losses)
     full_score = None
@@ -256,7 +259,7 @@ def _entry(
     budget = None
     if column.what == SCORE:
         budget = line.row.cells.get(Column(column.dataset, BUDGET).name)
-    # the printed side is there whether or not anything is measured
+    # the printed side does not depend on measurements
     entry = CellView(
         status=result.status,
         reason=result.reason or "",
@@ -303,8 +306,8 @@ def _entry(
 
 
 def _is_wide(line: TableLine, share: stats.Share) -> bool:
-    """Tell whether a share says nothing: its interval is wider than WIDE or has no end."""
-    # the full cache's share of itself is 100
+    """Tell whether the interval of a share is too wide to say anything: wider than WIDE, or without an end."""
+    # the full cache's share of itself is always 100
     if share.point is None or line.row.method == "full":
         return False
     # an interval without an end (None) is wider than any
@@ -312,14 +315,14 @@ def _is_wide(line: TableLine, share: stats.Share) -> bool:
 
 
 def _count_empty(ours: OurTable, line: TableLine, column: Column) -> int:
-    """Return how many answers of the full cache are empty, of those to a line's prompts in a column."""
+    """Return how many of the full cache's answers are empty, over the prompts of a line in a column."""
     if ours.run is None:
         return 0
     count = 0
     for group, cell in ours.full(line, column):
         samples = ours.run.store.samples(cell.id)
         for e in group.examples:
-            # an example with given tokens (a text of known continuation) has no answer of the model's own
+            # a text that is scored by its likelihood has no answer of the model's own
             if e.id in samples and not e.tokens and not samples[e.id].prediction.strip():
                 count += 1
     return count
@@ -335,7 +338,7 @@ def _unlike(ours: OurTable, line: TableLine, column: Column) -> Iterator[str]:
     if any(group.task.id.startswith(FAMILIES["mini"]) for group in groups):
         yield "ours are of MiniLongBench's examples"
     yield from dict.fromkeys(group.task.note for group in groups if group.task.note)
-    # the user can have chosen another prompt than the paper's preset
+    # the user may have chosen another prompt than the paper's preset
     if table.preset and ours.run is not None and ours.run.cfg.preset == table.preset:
         preset_prompt = presets.values(table.preset, "").get("prompt")
         if preset_prompt is not None and ours.run.cfg.prompt.name != preset_prompt:
@@ -347,7 +350,7 @@ def _unlike(ours: OurTable, line: TableLine, column: Column) -> Iterator[str]:
 def _average(ours: OurTable, line: TableLine, entries: Sequence[_ColumnEntry], kind: Column) -> CellView:
     """Return the entry of a line's average, taken as the paper does, over the columns that can be read here.
 
-    On a stand-in the mean leaves out columns where the full cache is at the floor. It also leaves out columns of too
+    On a stand-in the mean leaves out columns where the full cache is at the floor. It also leaves out columns with too
     few examples, unless all columns have too few. The mean of OF_ALL keeps both.
     """
     scored = [entry for entry in entries if entry.column.what == SCORE]
@@ -358,7 +361,7 @@ def _average(ours: OurTable, line: TableLine, entries: Sequence[_ColumnEntry], k
     if not readable:
         return CellView(status="missing")
     cells = [entry.cell for entry in readable]
-    # a mean over some columns cannot contradict one that the paper states over all of them
+    # a mean over some columns cannot contradict a mean that the paper states over all of them
     average = _average_as_printed(ours, line, readable, compare_stated=len(readable) == len(scored))
     if any(cell.status != "measured" or cell.ours is None for cell in cells):
         return average
@@ -391,7 +394,7 @@ def _average(ours: OurTable, line: TableLine, entries: Sequence[_ColumnEntry], k
 def _average_as_printed(
     ours: OurTable, line: TableLine, readable: Sequence[_ColumnEntry], compare_stated: bool
 ) -> CellView:
-    """Return the printed side of a line's average; ``compare_stated`` notes a stated one that its cells contradict."""
+    """Return the printed side of a line's average. ``compare_stated`` notes a stated one that its cells contradict."""
     cells = [entry.cell for entry in readable]
     full_cells = [_printed_full(ours, line, entry.column) for entry in readable]
     of_ratios = ours.declared.average in (RELATIVE, SHARE)
@@ -402,11 +405,11 @@ def _average_as_printed(
         published = mean - _average_offset(ours, line)
         stated = _find_stated_average(line.row)
         if compare_stated and stated is not None and stated.value is not None:
-            # decimals(printed) digits stand behind the point, so that 10^-decimals is a unit of the last one
+            # decimals(printed) digits stand behind the point, so 10^-decimals is a unit of the last digit
             rounding = ROUNDING * 10.0 ** -decimals(stated.printed)
             if abs(stated.value - published) > rounding:
                 stated_otherwise = stated.value
-    # an average over columns of which one has no number has none either
+    # if one of the averaged columns has no number, the average has none
     status = cells[0].status
     if any(cell.status in ("missing", "none") for cell in cells):
         status = "missing"
@@ -420,10 +423,10 @@ def _average_as_printed(
 
 
 def _average_offset(ours: OurTable, line: TableLine) -> int:
-    """Return the number that the paper subtracts from a mean: 100 where it prints how far a share is from 100."""
+    """Return the number that the paper subtracts from a mean: 100 if it prints a share's distance from 100."""
     if ours.declared.average != RELATIVE:
         return 0
-    # the full cache's own share, 100, is printed by the paper
+    # the paper prints the full cache's own share, 100
     stated = _find_stated_average(line.row)
     if stated is not None and stated.metric == RATIO:
         return 0
@@ -431,7 +434,7 @@ def _average_offset(ours: OurTable, line: TableLine) -> int:
 
 
 def _find_stated_average(row: TableRow) -> Published | None:
-    """Return the average that the paper prints in a row, in whatever unit; None where it prints none."""
+    """Return the average that the paper prints in a row, in whatever unit; None if it prints none."""
     if AVERAGE.name in row.cells:
         return row.cells[AVERAGE.name]
     for name, cell in row.cells.items():
@@ -449,7 +452,7 @@ def _average_printed(
     """
     values = [cell.published_relative if of_ratios else cell.published for cell in cells]
     known_values = [value for value in values if value is not None]
-    # an average over some of the columns is none of the paper's
+    # the paper prints no average over only some of the columns
     if len(known_values) < len(cells):
         return None, None
     mean = fmean(known_values)
@@ -466,7 +469,7 @@ def _average_printed(
 
 
 def _printed_full(ours: OurTable, line: TableLine, column: Column) -> Published | None:
-    """Return the printed cell of the full cache in a line's model and a column."""
+    """Return the full cache's printed cell for a line's model and a column."""
     full = ours.declared.full_row(line.row.model)
     if full is None:
         return None
@@ -479,7 +482,7 @@ def _printed_share(value: Published, full: Published | None) -> float | None:
         return value.value
     if full is None or value.points is None or not full.points:
         return None
-    # a perplexity is better the smaller it is: its share is full / value
+    # a smaller perplexity is better, so its share is full / value
     if value.metric == "perplexity":
         return 100 * full.points / value.points
     return 100 * value.points / full.points

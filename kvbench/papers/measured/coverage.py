@@ -1,4 +1,4 @@
-"""Counts of the measured cells of each paper's table, committed beside the tables in a small file."""
+"""Counts of the measured cells of each paper's table. A small file beside the committed tables holds them."""
 
 from __future__ import annotations
 
@@ -25,18 +25,19 @@ Counts = Mapping[str, str]
 
 
 def count(seen: View) -> dict[str, str]:
-    """Return a table's line: its model, and the numbers of cells that are measured, refused or missing, each once.
+    """Return a table's line: its model, and the numbers of measured, refused and missing cells. Each cell counts once.
 
-    Several rows and columns can show one cell of the store. Means do not count; out of memory counts as measured.
+    Several rows and columns can show one cell of the store. Means do not count. A cell out of memory counts as
+    measured.
     """
     cells: set[tuple[str, object]] = set()
-    # a set, so that entries that show one cell count once
+    # in a set, entries that show one cell count once
     for line, entries in seen.rows:
         for column, entry in zip(seen.columns, entries, strict=True):
             if column.dataset in MEANS or entry.status not in _STATE:
                 continue
             chain = line.chain_of(column.dataset)
-            # a cell that is not in the store has no id: its chain and its workload identify it, or else its row
+            # a cell outside the store has no id: its chain and its workload identify it, or else its row
             identity: object = (line.row.model, line.row.name, column)
             if chain is not None:
                 identity = (chain, line.reads.get(column.dataset), column)
@@ -60,7 +61,7 @@ def read(folder: Path) -> dict[str, Counts]:
 
 
 def write(folder: Path, line: Counts) -> None:
-    """Write one table's line to the file of ``folder``, in place of the table's old one."""
+    """Write one table's line to the file of ``folder``, in place of the table's old line."""
     # other tables of the folder keep their lines, so that a table can be written alone
     lines = read(folder)
     lines[line["table"]] = line

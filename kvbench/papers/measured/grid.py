@@ -32,7 +32,7 @@ Line = tuple[TableLine, tuple[CellView, ...]]
 
 
 def grid(view: View, show: str) -> Table:
-    """Return the cells as text: one of SHOWS, or ``beside``, the printed side in the unit of ours."""
+    """Return the cells as text. ``show`` is one of SHOWS, or ``beside`` for the printed side in the unit of ours."""
     stand_in, timings = view.ours.stand_in, view.ours.timings
     field = _compared_field(view, show)
     base = "full"
@@ -42,25 +42,25 @@ def grid(view: View, show: str) -> Table:
     rows: list[tuple[str, ...]] = []
     for heading, block in _by_block(view.rows, view.ours.declared.blocks).items():
         headings[len(rows)] = heading
-        # the base row is the measure of the others, and never the best one
+        # the others are measured against the base row, so it is never the best one
         compressed = [(line, entries) for line, entries in block if line.row.method != base]
         best_values = [_find_best(compressed, i, column.name, field) for i, column in enumerate(view.columns)]
         counts_differ = [_counts_differ(block, i) for i in range(len(view.columns))]
         for line, entries in block:
             cells = [_label(line, heading, show)]
             for entry, best, n_differs in zip(entries, best_values, counts_differ, strict=True):
-                if line.row.method == "full":  # its share of itself needs no interval
+                if line.row.method == "full":  # the full cache's share of itself needs no interval
                     entry = replace(entry, relative_ci=None)
                 if entry.timed is None:
                     cell_lines = _cell_lines(entry, show, stand_in)
                 else:
                     cell_lines = timing_text.lines(entry, show)
-                # where all rows of a block have the same n, a note below the table has it
+                # if all rows of a block have the same n, a note below the table states it
                 if entry.n and n_differs and not entry.few and show in ("both", "ours"):
                     cell_lines.append(f"n {entry.n}")
                 text = "\n".join(cell_lines)
                 is_best = best is not None and getattr(entry, field) == best and line.row.method != base
-                # an unchanged cell is not compressed, unless the paper's own number is shown
+                # an unchanged cell is not compressed, so it cannot be the best unless the paper's own number is shown
                 if is_best and (show in ("published", "beside") or not entry.unchanged):
                     text = Bold(text)
                 cells.append(text)
@@ -74,14 +74,14 @@ def grid(view: View, show: str) -> Table:
         groups.append(column.group)
     table = Table(tuple(names), tuple(rows), breaks=True, groups=tuple(groups), headings=headings)
     spans = [count for group, count in table.spans() if group]
-    # a line of groups says nothing where there is one group, or each group is one column
+    # a line of groups says nothing if there is one group, or if each group is one column
     if len(spans) > 1 and max(spans) > 1:
         return table
     return replace(table, groups=())
 
 
 def _compared_field(view: View, show: str) -> str:
-    """Return the field of an entry by which the best row of a block is found."""
+    """Return the field of an entry that decides the best row of a block."""
     printed = show in ("published", "beside")
     # times compare as ratios to a base row, and a stand-in's scores as shares of its full cache
     if view.ours.timings is not None:
@@ -94,7 +94,7 @@ def _compared_field(view: View, show: str) -> str:
 
 
 def _label(line: TableLine, heading: str, show: str) -> str:
-    """Return a row's label: its method, and the settings that the heading of its block does not have."""
+    """Return a row's label: its method, and the settings that the heading of its block lacks."""
     in_heading = heading.split(", ")
     parts = []
     for part in line.row.setting.split(";"):
@@ -116,13 +116,13 @@ def _counts_differ(rows: Sequence[Line], index: int) -> bool:
 def _find_best(rows: Sequence[Line], index: int, column: str, field: str) -> float | None:
     """Return the best value of a field (``ours``, ``relative``, ``published``) in a block's column, or None.
 
-    Two values are needed to have a best one. Less is better of some times, and of perplexities, but not of their
-    shares, which are inverse.
+    A best value needs two values. Less is better for some times and for perplexities, but not for their shares, since
+    these are inverse.
     """
     column_entries = [entries[index] for _, entries in rows]
     if field != "published":
         column_entries = [e for e in column_entries if not e.unchanged and not e.few and not e.wide]
-        # a row that answered other examples can be better by chance of these examples
+        # a row that answered other examples may be better by chance
         counts = {entry.n for entry in column_entries if entry.n}
         if len(counts) > 1:
             return None
@@ -187,7 +187,7 @@ def _kept(budget: float | None) -> str:
 
 
 def _our_lines(entry: CellView, stand_in: bool) -> list[str]:
-    """Return our side of a cell as lines: its number and, if known, its interval; or a sign in place of a number."""
+    """Return our side of a cell as lines: its number and, if known, its interval, or a sign in place of a number."""
     if entry.status == "none":
         return [""]
     if entry.status in WRONG:
@@ -219,13 +219,13 @@ def _printed(entry: CellView, relative: bool) -> str:
         value, digits = entry.published_relative, 1
     if entry.status == "none" and value is None:
         return ""
-    # without a full-cache row of the paper's there is no share of it
+    # without the paper's full-cache row there is no share of it
     if relative and value is None and entry.published is not None:
         return f"{_number(entry.published, 2)}{entry.mark} abs"
     if value is None and not entry.printed:
         return ""
     text = _number(value, digits)
-    as_printed = not relative or value == entry.published  # of some tables the printed values are shares
+    as_printed = not relative or value == entry.published  # some tables print shares
     if entry.printed and as_printed:
         text = entry.printed
     text += entry.mark
@@ -251,7 +251,7 @@ def notes(view: View, show: str = "both") -> list[str]:
         lines += _printed_notes(view, entries, ours.stand_in and show != "published")
     if show == "published":
         return lines + sources
-    # the last of several rows with one reason is named
+    # of several rows with one reason, the note names the last
     row_by_reason: dict[str, str] = {}
     for line, row in view.rows:
         for entry in row:
@@ -295,13 +295,13 @@ def absent(ours: OurTable) -> list[str]:
 
 
 def _ours_notes(view: View, entries: Sequence[CellView], show: str) -> Iterator[str]:
-    """Yield notes on our numbers: their unit, the data that were read, and n."""
+    """Yield notes on our numbers: their unit, the data read, and n."""
     ours = view.ours
     yield from _unit_notes(view, entries, show)
     if any(entry.published is not None for entry in entries) and _prints_fractions(view):
         yield "What the paper prints as fractions stands here in per cent, as ours."
     yield from ours.notes
-    if ours.model != stand_ins.MODEL and ours.run is not None:  # the title says enough about tiny's tasks
+    if ours.model != stand_ins.MODEL and ours.run is not None:  # for tiny's tasks the title says enough
         for note in dict.fromkeys(group.task.note for group in ours.run.groups if group.task.note):
             yield f"{note}."
     unlike: dict[str, None] = {}
@@ -322,7 +322,7 @@ def _ours_notes(view: View, entries: Sequence[CellView], show: str) -> Iterator[
             dtype = f", {ours.run.dtype}"
         interval = ""
         if show != "delta":
-            # a share is of the full cache's score on the same examples
+            # a share is relative to the full cache's score on the same examples
             interval = "; [a, b]: 95 % interval"
             if ours.stand_in:
                 interval += " of paired examples"
@@ -374,8 +374,8 @@ def _prints_fractions(view: View) -> bool:
 
 
 def _full_scores(view: View) -> Iterator[str]:
-    """Yield the full cache's own scores, of which the numbers are shares, and a note on those too low for that."""
-    # rows can rest on different numbers of examples: the entry of the most has the full cache's score
+    """Yield the full cache's own scores, as the base of our shares, and a note on scores too low for a share."""
+    # rows can rest on different numbers of examples: the entry with the most has the full cache's score
     full_entries: dict[str, CellView] = {}
     for line, row in view.rows:
         for column, entry in zip(view.columns, row, strict=True):
@@ -383,7 +383,7 @@ def _full_scores(view: View) -> Iterator[str]:
                 continue
             parts = view.ours.full(line, column)
             if parts:
-                # behind the task a group's column has the label that tells it from others of its dataset
+                # in a group's column, the label behind the task tells it from other workloads of its dataset
                 label = parts[0][0].column.partition(" ")[2]
                 name = f"{column.dataset} {label}".strip()
                 if name not in full_entries or full_entries[name].n <= entry.n:
@@ -402,13 +402,13 @@ def _full_scores(view: View) -> Iterator[str]:
 
 
 def _empty_answers(view: View) -> Iterator[str]:
-    """Yield a note on the datasets of which many of the full cache's answers are empty."""
+    """Yield a note on the datasets with many empty answers of the full cache."""
     most: dict[str, CellView] = {}
     for _, row in view.rows:
         for column, entry in zip(view.columns, row, strict=True):
             if not entry.n or entry.empty < MANY_EMPTY * entry.n:
                 continue
-            # a dataset is told once, with its largest number of examples
+            # name a dataset once, with its largest number of examples
             if column.dataset not in most or entry.n > most[column.dataset].n:
                 most[column.dataset] = entry
     if most:
@@ -431,7 +431,7 @@ def _printed_notes(view: View, entries: Sequence[CellView], relative: bool) -> I
         for entry in row:
             if entry.stated is not None:
                 corrections.append(f"{_number(entry.stated, 2)} for {_number(entry.published, 2)} ({name})")
-    if corrections and relative:  # a share has no room for it
+    if corrections and relative:  # a cell of shares has no room for the stated average
         yield f"Averages that the paper states, for what its cells give: {', '.join(corrections)}."
     elif corrections:
         yield "stated: the average that the paper states, where its cells give another."
@@ -468,10 +468,10 @@ def _heading(key: str, value: str) -> str:
 
 
 def _by_block(rows: Sequence[Line], heading_keys: Sequence[str]) -> Mapping[str, list[Line]]:
-    """Group rows by the heading above them, in the paper's order; '' is the heading of rows without one."""
+    """Return rows grouped by the heading above them, in the paper's order. Rows without a heading have ''."""
     blocks: dict[str, list[Line]] = {}
     for line, entries in rows:
-        # a setting named model would stand in place of the row's own
+        # a setting named model would replace the row's own model
         setting = {"model": line.row.model} | parse(line.row.setting)
         heading = ", ".join(_heading(key, setting[key]) for key in heading_keys if setting.get(key))
         blocks.setdefault(heading, []).append((line, entries))

@@ -1,4 +1,4 @@
-"""Several tables as one run, so that each prompt is read once for all rows of all of them."""
+"""Several tables as one run, so that each prompt is read once for all rows of all tables."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvbench.plan.run_plan import RunPlan
 
 
 def joint(runs: Iterable[RunPlan]) -> list[RunPlan]:
-    """Merge runs that read and answer alike into one with the cells of all of them.
+    """Merge runs that read and answer alike into one run with the cells of all.
 
     Runs of one model can differ in prompt policy or sampling, as tables of two papers do.
     """
@@ -25,16 +25,16 @@ def joint(runs: Iterable[RunPlan]) -> list[RunPlan]:
         groups: list[Group] = []
         for run in runs_alike:
             groups.extend(run.groups)
-        # nothing else of a run differs: its datasets and chains are in the groups
+        # nothing else differs between the runs: their datasets and chains are in the groups
         merged.append(replace(runs_alike[0], groups=_merge_groups(groups)))
     return merged
 
 
 def _merge_groups(groups: Iterable[Group]) -> tuple[Group, ...]:
-    """Return one group per task as it is asked: all cells, each once, over the examples of the largest group."""
+    """Return one group per way of asking a task: all cells, each once, over the examples of the largest group."""
     groups_by_task: dict[str, list[Group]] = {}
     for group in groups:
-        # the identity of a cell without its chain is that of the task, its prompts and its sampling
+        # without its chain, a cell's identity describes the task, its prompts and its sampling
         identity = {key: value for key, value in group.cells[0].identity.items() if key != "chain"}
         task = json.dumps(identity, sort_keys=True, default=str)
         groups_by_task.setdefault(task, []).append(group)

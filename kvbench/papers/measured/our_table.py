@@ -1,4 +1,4 @@
-"""Our side of a paper's table: its rows as chains of one run, measured where missing, and read from the store."""
+"""Our side of a paper's table: its rows as chains of one run, measured if missing, and read from the store."""
 
 from __future__ import annotations
 
@@ -41,8 +41,10 @@ CONDITIONS = _READING_KEYS | {"min_new_tokens", "max_new_tokens", "temperature"}
 class TableLine:
     """A row of the paper on our model: its chain, or the reason why it has none.
 
-    refused: why the model cannot run the row. skipped: why the row is not run here.
-    reads: the workload of each of the table's datasets. others: chains of datasets that have one of their own.
+    refused: why the model cannot run the row.
+    skipped: why the row is not run here.
+    reads: the workload of each of the table's datasets.
+    others: chains of datasets with a chain of their own.
     """
 
     row: TableRow
@@ -65,10 +67,10 @@ Parts = tuple[tuple[Group, Cell], ...]
 class OurTable:
     """A paper's table on ``model``: one line per row, and the run that measures them.
 
-    stand_in: whether the model is none of the table's.
+    stand_in: whether the table has no numbers of the model, so that the model is a substitute.
     run: the run of all lines; None if nothing of the table can be run.
     groups: the groups of the run by workload.
-    absent: for each workload that cannot be read, the reason.
+    absent: the reason for each workload that cannot be read.
     notes: sentences for readers about the data that are read.
     timings: the timed rows of an efficiency table.
     typed: the user's arguments that change how prompts are read and answered.
@@ -105,14 +107,14 @@ class OurTable:
         return self.cells(line, column, Chain())
 
     def why_absent(self, line: TableLine, column: Column) -> str:
-        """Return why a line's workload in a column cannot be read; '' where it can."""
+        """Return why a line's workload in a column cannot be read; '' if it can."""
         workload = line.reads.get(column.dataset)
         if workload is None:
             return ""
         return self.absent.get(workload, "")
 
     def value(self, line: TableLine, column: Column) -> CellResult:
-        """Return the result of a line in a column, over all tasks together where the dataset has several."""
+        """Return the result of a line in a column. If its dataset has several tasks, the result covers all together."""
         if line.refused:
             return CellResult("", "", "refused", reason=line.refused)
         cells = self.cells(line, column)
@@ -153,7 +155,7 @@ def scores(store: ResultStore, group: Group, cell: Cell) -> dict[str, float]:
 
 
 def split_options(arguments: Iterable[str]) -> dict[str, str]:
-    """Return arguments of the form ``key=value`` as a mapping; a later one replaces an earlier one of its key."""
+    """Return arguments of the form ``key=value`` as a mapping. A later one replaces an earlier one with its key."""
     options = {}
     for argument in arguments:
         key, _, value = argument.partition("=")
@@ -162,33 +164,33 @@ def split_options(arguments: Iterable[str]) -> dict[str, str]:
 
 
 def printed(declared: TableSpec, model: str, why: str) -> OurTable:
-    """Build the table with the paper's side only; ``why`` says why nothing is measured."""
+    """Return the table with the paper's side only. ``why`` says why nothing is measured."""
     if declared.kind == timings.KIND:
         return timed(timings.read(declared, model, Path(RESULTS)))
     lines = tuple(TableLine(row, skipped=why) for row in declared.rows)
-    # other numbers than scores stand as printed, so that no model stands in for them
+    # values other than scores stand as printed, so no model stands in for them
     stand_in = declared.measurable and stands_in(declared, model)
     return OurTable(declared, model, stand_in, lines=lines, run=None)
 
 
 def timed(found: Timings) -> OurTable:
-    """Build an efficiency table from its measured rows."""
+    """Return an efficiency table with its measured rows."""
     lines = tuple(TableLine(row) for row in found.table.rows)
     return OurTable(found.table, found.bench.model, found.stand_in, lines=lines, run=None, timings=found)
 
 
 def prepare(declared: TableSpec, model: str, arguments: Sequence[str] = ()) -> OurTable:
-    """Plan the table on ``model`` (an entry of conf/model, a folder or a hub id); ``arguments`` are ``run``'s.
+    """Plan the table on ``model`` (an entry of conf/model, a folder or a hub id). ``arguments`` are ``run``'s.
 
-    Rows of other models are skipped. A model that is none of the table's stands in for all of them; tiny does so with
-    tasks and budgets of its own. No ``model`` is tiny. Datasets that cannot be read are left out and listed in
-    ``absent``; where that is all, ``run`` is None. ``longbench=`` (full, mini) chooses the source of LongBench's
-    columns. An efficiency table shows the rows stored in ``results=``; tiny gives way to the paper's own model where
-    there are rows of it. Raises UsageError for arguments that are not possible.
+    Rows of other models are skipped. If the table has no numbers of the model, the model stands in for all of its
+    models. The tiny model does so with tasks and budgets of its own. It is also used if no ``model`` is given. Datasets
+    that cannot be read are left out and listed in ``absent``. If none can be read, ``run`` is None. ``longbench=``
+    (full, mini) chooses the source of LongBench's columns. An efficiency table shows the rows stored in ``results=``,
+    and rows of the paper's own model replace the tiny model's. Raises UsageError for impossible arguments.
     """
     options = split_options(arguments)
     if declared.kind == timings.KIND:
-        # without a model the rows of the paper's own model are shown before those of tiny
+        # without a given model, rows of the paper's own model are shown before the tiny model's
         timed_model = "" if model == stand_ins.MODEL else model
         return timed(timings.read(declared, timed_model, Path(options.get("results", RESULTS))))
     model = model or stand_ins.MODEL
@@ -204,13 +206,13 @@ def prepare(declared: TableSpec, model: str, arguments: Sequence[str] = ()) -> O
     settings |= options
     base = _compose(declared, settings, tiny)
     source = load.locate(base.model)
-    # the size to which the paper's numbers of tokens and layers are scaled; the paper's own models need none
+    # the size for scaling the paper's numbers of tokens and layers; the paper's own models need none
     size = None
     if stand_in:
         size = stand_ins.size(source.config, declared.length if tiny else None)
     lines = _build_lines(declared, model, size, source.config)
     notes: list[str] = []
-    # rows that claims declare have tiny's tasks as columns already
+    # rows declared by claims have tiny's tasks as columns already
     if size is not None and tiny and not isinstance(declared, Given):
         notes += stand_ins.notes(declared)
         declared, lines = _make_tiny_table(declared, lines, size)
@@ -230,7 +232,7 @@ def prepare(declared: TableSpec, model: str, arguments: Sequence[str] = ()) -> O
         return OurTable(declared, model, stand_in, lines=lines, run=None, absent=absent, notes=tuple(notes))
     run, groups = _plan(reader, lines, readable)
     notes += _minilongbench_notes(groups)
-    # the user's own conditions of reading and answering, under which scores are not the paper's
+    # the user's own conditions of reading and answering, which make scores differ from the paper's
     typed = [f"{key}={value}" for key, value in options.items() if key.removeprefix("prompt.") in CONDITIONS]
     return OurTable(
         declared,
@@ -246,12 +248,12 @@ def prepare(declared: TableSpec, model: str, arguments: Sequence[str] = ()) -> O
 
 
 def _compose(declared: TableSpec, settings: Mapping[str, object], tiny: bool) -> RunConfig:
-    """Return the run of ``settings`` with every dataset that the table's columns may be read from."""
+    """Return the run of ``settings`` with every dataset that can serve the table's columns."""
     datasets = [column.dataset for column in declared.scores]
     base = configure_run(settings, datasets, tiny)
     only_needles = set(datasets) <= declared.workloads.keys() & {"needle"}
     if only_needles and "max_length" not in settings:
-        # texts of given lengths are not cut; limits of prompts are those of LongBench
+        # texts of given lengths are not cut, since limits of prompts are LongBench's
         base = replace(base, prompt=replace(base.prompt, max_length=None))
     return base
 
@@ -261,11 +263,11 @@ def _build_lines(
 ) -> tuple[TableLine, ...]:
     """Return a line for each row of a table, with its chain on ``model`` or the reason why it has none.
 
-    ``size`` is that of a stand-in, which runs the rows of all models; None for one of the paper's models.
+    ``size`` is the size of a stand-in that runs the rows of all models; None for one of the paper's models.
     """
     values: Mapping[str, object] = {}
     if declared.preset:
-        # values of a preset can be stated for single models; a folder or hub id gets those for any model
+        # a preset can state values for single models; a folder or hub id gets the values for any model
         values = presets.values(declared.preset, model if model in entries("model") else "")
     lines = []
     for row in declared.rows:
@@ -278,7 +280,7 @@ def _build_lines(
 
 
 def _depth_notes(lines: Sequence[TableLine], size: row_knobs.StandIn, tiny: bool) -> list[str]:
-    """Return notes on the layers of a stand-in that is not as deep as the paper's models."""
+    """Return notes on the layers of a stand-in that is shallower than the paper's models."""
     notes = []
     if stand_ins.depths(size) and any("uncomp-stage" in line.row.method for line in lines):
         notes.append(f"uncomp-stage: the paper's schedule is of other numbers of layers than {size.layers}; relative.")
@@ -296,7 +298,7 @@ def _depth_notes(lines: Sequence[TableLine], size: row_knobs.StandIn, tiny: bool
 
 
 def _minilongbench_notes(groups: Mapping[TableWorkload, Sequence[Group]]) -> list[str]:
-    """Return a note on the number of examples where LongBench's columns are read from MiniLongBench."""
+    """Return a note on the number of examples if LongBench's columns are read from MiniLongBench."""
     sizes = []
     for workload, workload_groups in groups.items():
         if workload.entry == FAMILIES["mini"]:
@@ -309,7 +311,7 @@ def _minilongbench_notes(groups: Mapping[TableWorkload, Sequence[Group]]) -> lis
 def _plan(
     reader: Reader, lines: Sequence[TableLine], workloads: Sequence[TableWorkload]
 ) -> tuple[RunPlan, dict[TableWorkload, tuple[Group, ...]]]:
-    """Plan the run of the cells behind printed numbers, and of the full cache; return it with groups by workload."""
+    """Plan the run of the full cache and of the cells behind printed numbers. Return it with its groups by workload."""
     # rows read different lengths of a needle test, and the run reads all of them as one dataset
     label_of = labels(workload.whole for workload in workloads)
     datasets = []
@@ -377,7 +379,7 @@ def _assign_workloads(
     columns = reader.declared.scores
     family_name = reader.family(list(dict.fromkeys(column.dataset for column in columns)), family)
     absent: dict[TableWorkload, str] = {}
-    # whether a workload can be read is tried once, since it can take long
+    # try once whether a workload can be read, since it can take long
     tried: set[TableWorkload] = set()
     notes: dict[str, None] = {}
     new_lines = []
@@ -393,7 +395,7 @@ def _assign_workloads(
                 why = reader.why_not(workload)
                 if why:
                     absent[workload] = why
-            # on the paper's own model only the paper's data will do
+            # on the paper's own model only the paper's data are allowed
             if workload in absent and stand_in and dataset in INSTEAD:
                 substitute, note = INSTEAD[dataset]
                 instead = replace(workload, name=substitute)
@@ -409,7 +411,7 @@ def _assign_workloads(
                     notes[f"{prompts} are beyond the model's context."] = None
             reads[dataset] = workload
         new_lines.append(replace(line, reads=reads))
-    # a workload that gave way to another is not missing
+    # a workload that was replaced by another is not missing
     used: set[TableWorkload] = set()
     for line in new_lines:
         used.update(line.reads.values())
@@ -431,9 +433,9 @@ def _build_line(
     tiny: bool = False,
     config: object | None = None,
 ) -> TableLine:
-    """Build a row's line with its chain; it is refused where no chain is possible or the model cannot run it.
+    """Return a row's line with its chain. It is refused if no chain is possible or the model cannot run it.
 
-    ``values`` are those of the paper's preset, ``config`` is the model's.
+    ``values`` are the values of the paper's preset, ``config`` is the model's.
     """
     setting = row_knobs.parse(row.setting)
     method = row_knobs.method_of(row.method, setting)
@@ -445,7 +447,7 @@ def _build_line(
     datasets = {column.dataset for column in declared.scores if column.name in row.cells}
     try:
         stages = registry.split(method)
-        # each source replaces those before it: scaled windows, a stand-in's arguments, the table's, the row's own
+        # each source replaces earlier ones: scaled windows, a stand-in's arguments, the table's, the row's own
         knobs: row_knobs.Knobs = {}
         if size is not None:
             knobs |= row_knobs.scaled_windows(values, stages, size)
@@ -474,7 +476,7 @@ def _build_line(
 
 
 def _stand_in_knobs(declared: TableSpec, stages: Sequence[str], size: row_knobs.StandIn, tiny: bool) -> row_knobs.Knobs:
-    """Return the arguments that a stand-in alone needs for some of a chain's stages."""
+    """Return the arguments that only a stand-in needs, for some of a chain's stages."""
     knobs_by_stage = stand_ins.depths(size)
     if tiny:
         knobs_by_stage = stand_ins.SAMPLES | dict(declared.stand_in)

@@ -60,7 +60,7 @@ def render(view: View, style: str = "text", show: str = "both", terminal: bool =
 
     ``terminal`` marks the best value of each block in bold, in text only.
     """
-    # CSV is for programs: it has all numbers, unrounded, and no notes
+    # CSV is for programs, so it has all numbers, unrounded, and no notes
     if style == "csv":
         return writers.csv(CSV_FIELDS, records(view))
     heading, table, footnotes = title(view, show), grid(view, show), notes(view, show)
@@ -96,7 +96,7 @@ def _is_empty(view: View, table: Table) -> bool:
 
 def as_json(view: View) -> dict[str, object]:
     """Return plain data: the table's title, a record of each cell, and the notes below it."""
-    # without empty fields, which most are
+    # most fields are empty, so leave empty ones out
     cells = []
     for record in records(view):
         cells.append({key: record[key] for key in CSV_FIELDS if record.get(key) not in (None, "")})
@@ -104,7 +104,7 @@ def as_json(view: View) -> dict[str, object]:
 
 
 def records(view: View) -> Iterator[Record]:
-    """Yield a record of each cell under the names of CSV_FIELDS, numbers as they are."""
+    """Yield a record of each cell under the names of CSV_FIELDS, with unrounded numbers."""
     table, timings = view.ours.declared, view.ours.timings
     for line, entries in view.rows:
         for column, entry in zip(view.columns, entries, strict=True):

@@ -1,4 +1,4 @@
-"""An efficiency table's cells as text: ratio beside ratio, and below it each side's own value on its own device."""
+"""An efficiency table's cells as text: both ratios side by side, and below them each side's value on its own device."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def lines(entry: CellView, show: str) -> list[str]:
         value = _number(cell.value)
         if INTEGRATED in cell.marks:
             value += " ∫"
-    # without a ratio the value alone says enough, and a dash above it would say that nothing was measured
+    # without a ratio, the value alone is shown: a dash above it would mean that nothing was measured
     without_ratio = bool(value) and cell.ratio is None
     if show == "ours":
         spread = ""
@@ -63,7 +63,7 @@ def lines(entry: CellView, show: str) -> list[str]:
 
 
 def _sign_without_number(entry: CellView) -> str:
-    """Return the text that stands in place of a number; '' where there is a number."""
+    """Return the text that replaces a missing number; '' if there is a number."""
     if entry.status in (REFUSED, FAILED):
         return "✗"
     return {OOM: OOM, "measured": ""}.get(entry.status, "—")
@@ -72,7 +72,7 @@ def _sign_without_number(entry: CellView) -> str:
 def _printed(entry: CellView) -> str:
     """Return the text of the printed value, with its marks."""
     assert entry.timed is not None
-    # papers write that a row does not fit in many ways; the flag of the cell says it in one
+    # papers say in many ways that a row does not fit; the cell's flag says it in one
     if "out-of-memory" in entry.timed.printed.flag.lower():
         return OOM
     text = f"{entry.printed or '—'}{entry.mark}"
@@ -104,7 +104,7 @@ def notes(timings: Timings, entries: Sequence[CellView], show: str = "both") -> 
     if timings.there:
         texts += _ours_notes(timings, show)
     else:
-        # only the paper's ratios are shown, in brackets where ours would be in front of them
+        # only the paper's ratios are shown; otherwise these brackets follow our ratio
         texts.append(their_note.replace("N.NN×", "(N.NN×)", 1))
     if any(INTEGRATED in cell.marks for cell in cells):
         texts.append("∫ integrated: steps were run at a few cache lengths and interpolated between them.")
@@ -132,7 +132,7 @@ def notes(timings: Timings, entries: Sequence[CellView], show: str = "both") -> 
 
 
 def _names_by_reason(timings: Timings) -> dict[str, dict[str, None]]:
-    """Return by reason the models, methods or datasets that are not run."""
+    """Return, by reason, the models, methods or datasets that are not run."""
     names_by_reason: dict[str, dict[str, None]] = {}
     for printed, cell in timings.cells.items():
         if cell.status != NOT_RUN:
@@ -163,7 +163,7 @@ def _ours_notes(timings: Timings, show: str) -> Iterator[str]:
             f"Stand-in: ours is {ours} is {_their_models(timings)}. {ratio_text}. "
             "Only ratios compare, and of those the direction; no GPU took part."
         )
-        # the paper's workload with the scaled one that was run in its place
+        # the paper's workload, with the scaled one that ran in its place
         workloads = {bench.printed_workload(printed): str(row["workload"]) for printed, row in measured_rows.items()}
         pairs = [theirs if theirs == scaled else f"{scaled} for {theirs}" for theirs, scaled in workloads.items()]
         yield f"Stand-in's workloads: {bench.stand_in.words()}. Prompt + new tokens x rows: {', '.join(pairs)}."
@@ -171,14 +171,14 @@ def _ours_notes(timings: Timings, show: str) -> Iterator[str]:
         yield f"Ours: {ours}: {_their_models(timings)}. {ratio_text}. Only ratios compare."
     if len(_devices(timings)) > 1:
         yield "Ours is of one device and stands beside each of the paper's."
-    # the repeats of a row are counted where it ran as a whole
+    # count the repeats of a row that ran as a whole
     repeats: set[int] = set()
     largest_batches: set[tuple[str, str, int]] = set()
     for row in measured_rows.values():
         workload = str(row["workload"])
         if "total" in row["quantities"]:
             repeats.add(int(row["quantities"]["total"].get("n", 1)))
-            # the paper's workload of as many rows as fit
+            # the paper's workload with as many rows as fit
             if workload.endswith("xmax"):
                 largest_batches.add((workload, row["method"], row["batch"]))
     fitted = ""
@@ -193,12 +193,12 @@ def _ours_notes(timings: Timings, show: str) -> Iterator[str]:
 
 
 def _agreement_note(timings: Timings) -> Iterator[str]:
-    """Yield how many of our ratios lie on the same side of 1 as the paper's; nothing where none compares."""
+    """Yield how many of our ratios lie on the same side of 1 as the paper's. Yield nothing if none compares."""
     compared, agreeing = 0, 0
     for printed, cell in timings.cells.items():
         if cell.ratio is None or cell.published_ratio is None or printed.method == timings.bench.base:
             continue
-        # rounded as they are shown, with two digits, so that 1.00 agrees with 1.00 alone
+        # round as shown, to two digits, so that 1.00 agrees only with 1.00
         ours, theirs = round(cell.ratio, 2), round(cell.published_ratio, 2)
         compared += 1
         if (ours > 1) == (theirs > 1) and (ours < 1) == (theirs < 1):

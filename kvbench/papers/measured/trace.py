@@ -1,4 +1,4 @@
-"""The origin of a number in a paper's table: the stored lines behind it, and the steps from them to it."""
+"""The origin of a number in a paper's table: the stored lines behind it, and the steps from the lines to the number."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from kvbench.store.results import Sample
 
 
 def trace(ours: OurTable, row: str, column: str) -> str:
-    """Return the cell behind a number with each example's score, or the cells behind an average; else UsageError."""
+    """Return the cell behind a number with each example's score, or the cells behind an average.
+
+    Raises UsageError if there is neither.
+    """
     line, wanted_column = find(ours, row, column)
     seen = view(ours)
     lines = [f"{ours.declared.id}, {row}, {column}:"]
@@ -24,14 +27,14 @@ def trace(ours: OurTable, row: str, column: str) -> str:
             lines += [f"  {text}" for text in _describe_cells(ours, line, score_column)]
     else:
         lines += _list_examples(ours, line, wanted_column)
-    # rows of two models can have one name, so that the line itself is looked for
+    # rows of two models can have one name, so look for the line itself
     entries = next(entries for table_line, entries in seen.rows if table_line is line)
     lines += _describe_entry(entries[seen.columns.index(wanted_column)], ours.stand_in)
     return "\n".join(lines)
 
 
 def find(ours: OurTable, row: str, column: str) -> tuple[TableLine, Column]:
-    """Return the row and the column of these names. Raises UsageError for one that is not there or not run here."""
+    """Return the row and the column of these names. Raises UsageError for one that is missing or not run here."""
     lines = [line for line in ours.lines if line.row.name == row]
     if not lines:
         raise unknown("row", row, [line.row.name for line in ours.lines])
@@ -41,7 +44,7 @@ def find(ours: OurTable, row: str, column: str) -> tuple[TableLine, Column]:
     wanted_column = next((c for c in columns if c.name == column), None)
     if wanted_column is None:
         raise unknown("column", column, [c.name for c in columns])
-    # of rows with one name, as of two models, the one that is run here
+    # of rows with one name, under two models, take the one that runs here
     line = next((x for x in lines if x.chain is not None), lines[0])
     if line.chain is None:
         raise UsageError(f"{row} on {column} is not run here: {line.refused or line.skipped}")
@@ -49,7 +52,7 @@ def find(ours: OurTable, row: str, column: str) -> tuple[TableLine, Column]:
 
 
 def _list_examples(ours: OurTable, line: TableLine, column: Column) -> Iterator[str]:
-    """Yield every example's line of a cell, with the full cache's score beside it on a stand-in."""
+    """Yield every example's line of a cell. On a stand-in, the full cache's score stands beside it."""
     cells = ours.cells(line, column)
     if not cells or ours.run is None:
         raise UsageError(f"{line.row.name} on {column.name} is not run here: {ours.why_absent(line, column)}")
@@ -57,14 +60,14 @@ def _list_examples(ours: OurTable, line: TableLine, column: Column) -> Iterator[
     yield from _describe_cells(ours, line, column)
     for (group, cell), (_, full_cell) in zip(cells, ours.full(line, column), strict=True):
         samples = store.samples(cell.id)
-        # a stand-in's number is a share of the full cache's score, so that both belong to its origin
+        # a stand-in's number is a share of the full cache's score, so both belong to its origin
         full_samples: Mapping[str, Sample] = {}
         if ours.stand_in:
             full_samples = store.samples(full_cell.id)
         yield f"files: {store.folder(cell.id)}/samples-*.jsonl, cell.json, metrics.json"
         for example in group.examples:
             sample = samples.get(example.id)
-            # a planned example that has no answer yet belongs to the number that a longer run will give
+            # a planned example without an answer yet belongs to the number of a longer run
             if sample is None:
                 yield f"  {example.id}: not measured"
                 continue
@@ -75,7 +78,7 @@ def _list_examples(ours: OurTable, line: TableLine, column: Column) -> Iterator[
 
 
 def _describe_cells(ours: OurTable, line: TableLine, column: Column) -> Iterator[str]:
-    """Yield a number's cells with their mean and number of lines; on a stand-in the full cache's, too."""
+    """Yield a number's cells with their mean and number of lines. On a stand-in, yield the full cache's, too."""
     cells = ours.cells(line, column)
     if not cells:
         yield f"{column.name}: not run here"
@@ -83,7 +86,7 @@ def _describe_cells(ours: OurTable, line: TableLine, column: Column) -> Iterator
     tasks = ", ".join(group.column for group, _ in cells)
     yield f"{column.name} ({tasks}): {_describe_value(ours.value(line, column), cells)}"
     if ours.stand_in:
-        # a line of the full cache that reads what this line reads
+        # a full-cache line that reads the same data as this line
         full_line = replace(line, chain=Chain(), refused="", others={})
         yield f"  full cache: {_describe_value(ours.value(full_line, column), ours.full(line, column))}"
 

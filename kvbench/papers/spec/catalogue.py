@@ -1,4 +1,4 @@
-"""The tables and figures of each paper: its paper.yaml, with the facts that follow from the published cells."""
+"""The tables and figures of each paper, from its paper.yaml, with facts that follow from the published cells."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ FIELDS = ("title", "kind", "exact", "note", "models")
 class CatalogueEntry:
     """A table or figure of a paper.
 
-    A table's ``id`` is that of its file of published cells (``2``, ``fig6``, ``text``), a figure's is ``figure3``.
-    ``kind`` is one of KINDS: ``measured`` or ``drawing`` for figures. ``exact`` says which part of it can be computed
-    again without a model, '' for none. ``models`` is only written for figures, as a table's follow from its cells.
+    A table's ``id`` is the id of its file of published cells (``2``, ``fig6``, ``text``), a figure's is ``figure3``.
+    ``kind`` is one of KINDS; figures are ``measured`` or ``drawing``. ``exact`` names the part that can be computed
+    again without a model, '' for none. Only figures state ``models``; a table's models follow from its cells.
     """
 
     paper: str
@@ -47,14 +47,14 @@ class CatalogueEntry:
 
     @property
     def cells(self) -> tuple[Published, ...]:
-        """Return the published cells, or none of a figure."""
+        """Return the published cells. A figure has none."""
         if self.is_figure:
             return ()
         return load_table(self.paper, self.id)
 
     @property
     def model_names(self) -> list[str]:
-        """Return the published models of the cells, sorted, or those that a figure's entry names."""
+        """Return the published models of the cells, sorted, or the models in a figure's entry."""
         # a fact about a dataset has no model
         names = {cell.model for cell in self.cells} - {""}
         if names:
@@ -67,8 +67,8 @@ class CatalogueEntry:
         return sorted({cell.method for cell in self.cells} - {""})
 
     def counts(self) -> dict[str, int]:
-        """Count the published cells, and the suspect, repaired and missing ones (a cell can be two of these)."""
-        # a cell can be suspect and repaired, and then counts as both
+        """Return the numbers of published, suspect, repaired and missing cells. A cell can be two of these."""
+        # a cell can be suspect and repaired; it then counts as both
         flags: Counter[str] = Counter()
         for cell in self.cells:
             flags.update(cell.flags.keys())
@@ -100,9 +100,9 @@ class CatalogueEntry:
 class Paper:
     """A paper with its tables, prose and figures in order.
 
-    ``name`` is its method's name, ``source`` where it appeared, ``place`` its place among the papers' tables.
-    ``preset`` is the entry of conf/preset that its tables are made with. ``prompt`` is the prompt policy in conf/prompt
-    of its LongBench scores. Both are '' where there is none, or where the paper does not say.
+    ``name`` is its method's name, ``source`` the place of publication, ``place`` its position among the papers' tables.
+    ``preset`` is the entry of conf/preset for its tables. ``prompt`` is the prompt policy in conf/prompt of its
+    LongBench scores. Both are '' if there is none, or if the paper does not say.
     """
 
     id: str
@@ -116,7 +116,7 @@ class Paper:
 
     @property
     def called(self) -> str:
-        """Return its name, else its id."""
+        """Return the paper's name, or else its id."""
         return self.name or self.id
 
 
@@ -130,10 +130,10 @@ def paper(name: str) -> Paper:
     """Read one paper. Raises UsageError for an unknown name, KvbenchError for a damaged file."""
     if name not in papers():
         raise unknown("paper", name, (*papers(), "all"))
-    # a second folder of papers (KVBENCH_PAPERS_DATA) may not have a paper of the same id
+    # a second folder of papers (KVBENCH_PAPERS_DATA) must not have a paper with the same id
     (path,) = files(f"{name}/paper.yaml")
     content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    # keys that are missing have the defaults of Paper
+    # missing keys have the defaults of Paper
     fields = {key: content[key] for key in ("title", "source", "name", "preset", "prompt", "place") if key in content}
     return Paper(name, entries=tuple(_read_entries(path, name, content)), **fields)
 
@@ -161,7 +161,7 @@ def _read_entries(
     # table 2 is think/2 on the command line, and figure 2 is think/figure2
     for group, prefix in (("tables", ""), ("figures", "figure")):
         for number, fields in content.get(group, {}).items():
-            # a slip in a key would otherwise be a default in silence
+            # without this check, a slip in a key would silently become a default
             if set(fields) - set(FIELDS) or fields.get("kind") not in KINDS:
                 raise KvbenchError(f"{path}: {group} {number} needs a kind of {', '.join(KINDS)} and only {FIELDS}")
             yield CatalogueEntry(name, f"{prefix}{number}", **fields)

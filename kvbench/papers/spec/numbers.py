@@ -1,4 +1,4 @@
-"""Printed numbers with what rounding hides, and arithmetic that carries it along."""
+"""Printed numbers with the interval that rounding hides, and arithmetic that carries this interval along."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fractions import Fraction
 class Number:
     """A number and the interval that it can lie in: 41.86 as printed stands for anything from 41.855 to 41.865.
 
-    All three are exact fractions, so that arithmetic adds no error of its own.
+    The number and both ends are exact fractions, so arithmetic adds no error of its own.
     """
 
     value: Fraction
@@ -37,26 +37,26 @@ class Number:
         b = _as_number(other)
         if b.low <= 0 <= b.high:
             raise ZeroDivisionError(f"{float(b.value)} cannot be told from zero")
-        # a / b = a * (1 / b), and 1 / b falls as b grows, so that its ends change places
+        # a / b = a * (1 / b); 1 / b falls as b grows, so its ends change places
         return self * Number(1 / b.value, 1 / b.high, 1 / b.low)
 
     def __float__(self) -> float:
         return float(self.value)
 
     def text(self, decimals: int) -> str:
-        """Return the value with ``decimals`` digits behind the point, ties rounded away from zero as papers do."""
+        """Return the value with ``decimals`` digits behind the point. Ties round away from zero, as in papers."""
         return fixed(self.value, decimals)
 
 
 def exactly(value: int | float | Fraction) -> Number:
-    """Return a number that hides nothing. A float stands for its shortest decimal."""
+    """Return a number with an interval of length 0. A float stands for its shortest decimal."""
     # 0.1 is meant as 1/10, not as the binary fraction nearest to it
     exact = Fraction(str(value)) if isinstance(value, float) else Fraction(value)
     return Number(exact, exact, exact)
 
 
 def printed(text: str) -> Number:
-    """Return the number of these characters, with half a unit of the last digit either way."""
+    """Return the number of these characters. Its interval is half a unit of the last digit either way."""
     value = Fraction(text)
     half = Fraction(1, 2 * 10 ** decimals(text))
     return Number(value, value - half, value + half)
@@ -68,7 +68,10 @@ def decimals(text: str) -> int:
 
 
 def grade(text: str, recomputed: Number) -> str:
-    """Return ``equal`` (rounds to these characters), ``rounding`` (hidden or cut digits explain them) or ``off``."""
+    """Return the grade of a recomputed number beside printed characters.
+
+    ``equal``: it rounds to these characters. ``rounding``: hidden or cut digits explain them. ``off``: nothing does.
+    """
     if fixed(recomputed.value, decimals(text)) == fixed(Fraction(text), decimals(text)):
         return "equal"
     shown = printed(text)
@@ -94,7 +97,7 @@ def mean(numbers: Iterable[Number]) -> Number:
 
 
 def fixed(value: Fraction, digits: int) -> str:
-    """Return fixed-point text, with ties away from zero and no negative zero."""
+    """Return fixed-point text. Ties round away from zero, and there is no negative zero."""
     scaled = abs(value) * 10**digits
     # floor(x + 1/2) of the absolute value, in whole units of the last digit
     units = (2 * scaled.numerator + scaled.denominator) // (2 * scaled.denominator)

@@ -1,6 +1,6 @@
-"""The values that papers print: one line per cell in the files of papers/data/<paper>/published/.
+"""The printed values of papers: one line per cell in the files of papers/data/<paper>/published/.
 
-``table<N>.csv`` are tables, ``fig<N>.csv`` numbers printed in a figure, and ``text.csv`` those stated in prose.
+``table<N>.csv`` hold tables, ``fig<N>.csv`` numbers printed in a figure, and ``text.csv`` numbers stated in prose.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Published:
     """One printed cell of a paper.
 
     ``setting`` is ``key=value;key=value``. ``row`` is the line of the paper's table, from 1. ``printed`` are the
-    characters on the page, ``value`` their number: None where the cell is text or empty. ``flag`` is empty for a
+    characters on the page. ``value`` is their number, None if the cell is text or empty. ``flag`` is empty for a
     certain value, else ``suspect:``, ``repaired:`` or ``missing:`` with the reason.
     """
 
@@ -63,8 +63,8 @@ class Published:
 
     @property
     def points(self) -> float | None:
-        """Return ``value`` in the unit of our scores: a printed fraction in per cent."""
-        # kvbench's scores go from 0 to 100, and most papers' too
+        """Return ``value`` in the unit of our scores. A printed fraction is in per cent."""
+        # kvbench's scores go from 0 to 100, and so do most papers'
         if self.value is None or self.unit != FRACTION:
             return self.value
         return 100 * self.value
@@ -114,7 +114,7 @@ def load_table(paper: str, table: str) -> tuple[Published, ...]:
 def rows(model: str, method: str, setting: str = "") -> Iterator[tuple[str, str, dict[str, Published]]]:
     """Yield (paper, table, scores by dataset) of every printed row of a method on a model.
 
-    A row's setting must hold all parts of ``setting``. Only scores in per cent of numbered tables count. A table with
+    A row's setting must hold all parts of ``setting``. Only scores in per cent from numbered tables count. A table with
     several such rows gives each of them.
     """
     parts = {part for part in setting.split(";") if part}
@@ -133,13 +133,13 @@ def rows(model: str, method: str, setting: str = "") -> Iterator[tuple[str, str,
 
 
 def model_id(name: str) -> str:
-    """Return one name for the papers' ``llama-2-7b-chat`` and kvbench's ``llama2-7b-chat``."""
+    """Return kvbench's name of a model: ``llama2-7b-chat`` for the papers' ``llama-2-7b-chat``."""
     return re.sub(r"^llama-(\d)", r"llama\1", name.strip().lower())
 
 
 def _read_cell(path: Path, line: int, fields: dict[str, str]) -> Published:
     """Parse one line of a file. Raises KvbenchError for a bad number."""
-    # the name of a metric, as LongBench's tables have it, is a cell of text and has no value
+    # a metric's name, as in LongBench's tables, is a cell of text and has no value
     value = None
     try:
         if fields["value"] and fields["unit"] != "text":
@@ -148,7 +148,7 @@ def _read_cell(path: Path, line: int, fields: dict[str, str]) -> Published:
     except ValueError:
         raise KvbenchError(f"{path}, line {line}: {fields['value']!r} is not a number, or the row's is not") from None
     dataset = fields["dataset"]
-    # another spelling of an average would be taken for a dataset, and averaged with the others
+    # another spelling of an average would count as a dataset, and be averaged with the others
     if dataset != AVERAGE and dataset.strip(" .").lower() in (AVERAGE, "average", "mean"):
         raise KvbenchError(
             f"{path}, line {line}: the dataset {dataset!r} would be one more score of its row: write {AVERAGE} for an "

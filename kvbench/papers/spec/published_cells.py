@@ -1,4 +1,4 @@
-"""All published cells by row, as the audit and the exact recomputations read them."""
+"""All published cells by row, for the audit and the exact recomputations."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class PublishedRow:
     @cached_property
     def settings(self) -> dict[str, str]:
         """Return ``setting`` as a mapping."""
-        # all cells of a row have one setting, by which Book.rows puts them together
+        # all cells of a row have one setting, since Book.rows puts cells together by it
         first_cell = next(iter(self.cells.values()))
         return first_cell.settings
 
@@ -38,10 +38,10 @@ class PublishedRow:
 
     @cached_property
     def scores(self) -> dict[str, Published]:
-        """Return the scores by dataset that are numbers, without averages."""
+        """Return the numeric scores by dataset, without averages."""
         scores = {}
         for (dataset, metric), cell in self.cells.items():
-            # ``mean`` is the metric of averages alone
+            # only averages have the metric ``mean``
             is_score = metric in SCORES and metric != "mean" and dataset != AVERAGE
             if is_score and cell.value is not None:
                 scores[dataset] = cell
@@ -49,7 +49,7 @@ class PublishedRow:
 
     @cached_property
     def averages(self) -> dict[str, Published]:
-        """Return the averages that are numbers, by metric: ``mean``, or what the averaged columns measure."""
+        """Return the numeric averages by metric: ``mean``, or the quantity of the averaged columns."""
         averages = {}
         for (dataset, metric), cell in self.cells.items():
             if dataset == AVERAGE and cell.value is not None:
@@ -59,10 +59,10 @@ class PublishedRow:
     def averaged(self, metric: str) -> list[Published]:
         """Return the cells whose average the row prints as ``metric``.
 
-        These are all scores where the row has one average of scores. Where it has several, they are the cells of that
-        metric, and so they are for an average of bytes or times.
+        A row with one average of scores averages all its scores. With several, each average covers the cells of its
+        metric. An average of bytes or times also covers the cells of its metric.
         """
-        # a lone average is over all scores even where it is called f1 and stands beside accuracies
+        # a lone average covers all scores, even if it is called f1 and stands beside accuracies
         score_averages = [name for name in self.averages if name in SCORES]
         if metric == "mean" or score_averages == [metric]:
             return list(self.scores.values())
@@ -81,13 +81,13 @@ class Book:
 
     @cached_property
     def papers(self) -> frozenset[str]:
-        """Return the papers whose cells are there. Nothing is said about others."""
+        """Return the papers with cells in this book. The book says nothing about others."""
         return frozenset(cell.paper for cell in self.cells)
 
     @cached_property
     def rows(self) -> tuple[PublishedRow, ...]:
         """Return every row, in the order of the tables."""
-        # the dictionary keeps the order in which rows come up, and puts cells together that stand apart
+        # the dictionary keeps the order in which rows appear, and joins cells of a row that stand apart
         cells_by_row: dict[tuple[str, str, str, str, str], dict[Key, Published]] = {}
         for cell in self.cells:
             row = (cell.paper, cell.table, cell.model, cell.method, cell.setting)
@@ -98,8 +98,8 @@ class Book:
         return tuple(rows)
 
     def table(self, paper: str, table: str | int) -> list[PublishedRow]:
-        """Return the rows of one table, or none where the book has no such table."""
-        # callers may write a number, where files and figures have texts
+        """Return the rows of one table; none if the book has no such table."""
+        # callers may write a number, but files and figures have texts
         return [row for row in self.rows if (row.paper, row.table) == (paper, str(table))]
 
 

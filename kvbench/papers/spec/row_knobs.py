@@ -1,6 +1,6 @@
-"""Settings of published rows as kvbench's knobs, and their sizes on a stand-in.
+"""Settings of published rows as kvbench's knobs, and their sizes on a stand-in (a small substitute model).
 
-A setting is ``key=value;key=value`` as the published CSV files have it (``kv_size=128;ratio=0.4``).
+A setting is ``key=value;key=value`` as in the published CSV files (``kv_size=128;ratio=0.4``).
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ LENGTHS = ("window", "recent", "observed", "sinks")
 
 @dataclass(frozen=True)
 class StandIn:
-    """A small model in place of a published one: its prompts have ``length`` tokens where the paper's had ``of``.
+    """A small model in place of a published one: its prompts have ``length`` tokens, the paper's had ``of``.
 
-    ``windows`` is ``scaled``, or ``paper`` where windows stay as published. ``layers``, ``heads`` (query heads) and
-    ``dim`` (of a head) are the stand-in's own. ``heads_of`` and ``dim_of`` are those of the published model, by which
-    its numbers of heads and of dimensions are scaled.
+    ``windows`` is ``scaled``, or ``paper`` to keep windows as published. ``layers``, ``heads`` (query heads) and
+    ``dim`` (of a head) are the stand-in's own. ``heads_of`` and ``dim_of`` are the published model's: numbers of heads
+    and of dimensions are scaled by them.
     """
 
     length: int
@@ -77,11 +77,11 @@ class StandIn:
     windows: str = "scaled"
 
     def tokens(self, count: int) -> int:
-        """Return a published number of tokens at the stand-in's length, at least one."""
+        """Return a published number of tokens scaled to the stand-in's length, at least one."""
         return max(1, round(count * self.length / self.of))
 
     def window(self, count: int) -> int:
-        """Return a published window at the stand-in's length, but not below the tokens that a query needs."""
+        """Return a published window scaled to the stand-in's length, but no less than the tokens that a query needs."""
         if self.windows == "paper":
             return count
         return min(count, max(SHORTEST_WINDOW, self.tokens(count)))
@@ -104,7 +104,7 @@ def parse(setting: str) -> dict[str, str]:
 def method_of(method: str, setting: Mapping[str, str]) -> str:
     """Return kvbench's name for a published method under a setting."""
     if method == "h2o+quant" and "selection_bits" in setting:
-        return "h2o"  # Q-Hitter's table 1 quantises the keys that select, not what is stored
+        return "h2o"  # Q-Hitter's table 1 quantises only the keys that select tokens, not the stored cache
     return METHODS.get(method, method)
 
 
@@ -120,14 +120,14 @@ def knobs(method: str, setting: str, stand_in: StandIn | None = None) -> Knobs:
     for key, value in settings.items():
         if key not in FACTS:
             arguments |= _knobs_of_part(key, value, stand_in or AS_PUBLISHED, knob_names)
-    # heads of the low group are deleted, so that all heads that stay keep the high group's tokens
+    # heads of the low group are deleted, so all remaining heads keep the high group's tokens
     if "deleted_heads" in settings:
         arguments["kv_size"] = arguments.pop("high")
     return {_key_with_owner(key, stages): value for key, value in arguments.items()}
 
 
 def _key_with_owner(key: str, stages: Sequence[str]) -> str:
-    """Return the key of a knob, with the stage that a published row means where OWNERS says it."""
+    """Return the key of a knob, with the stage that OWNERS names for a published row."""
     for stage in stages:
         if stage in OWNERS.get(key, ()):
             return f"method.{stage}.{key}"
@@ -149,47 +149,47 @@ def scaled_windows(values: Mapping[str, object], stages: Iterable[str], stand_in
 def _knobs_of_part(key: str, value: str, stand_in: StandIn, knob_names: Container[str]) -> Knobs:
     """Return the knobs that one part of a setting sets on a stand-in.
 
-    ``knob_names`` are the knobs of the row's methods. Raises KvbenchError for a key that is none of them.
+    ``knob_names`` are the knobs of the row's methods. Raises KvbenchError for any other key.
     """
     match key:
         case "kv_size" | "kv_high" | "kv_low":
-            # the full cache keeps all tokens, which is the knobs' default
+            # the full cache keeps all tokens, and so do the knobs by default
             if value in ("full", "n/a"):
                 return {}
             return {RENAMED.get(key, key): str(stand_in.tokens(int(value)))}
         case "recent":
-            # no window at all stays none, where a scaled one would have at least a token
+            # a window of 0 stays 0, since a scaled one would have at least one token
             count = int(value)
             return {key: str(stand_in.window(count) if count else 0)}
         case "kv":
             return {}
         case "budget":
-            # a budget of 1 keeps all tokens, which is the default
+            # a budget of 1 keeps all tokens, as by default
             if float(value) == 1:
                 return {}
             return {"kv_ratio": value}
         case "bits":
-            # 2/2 are the bits of keys and of values, which are equal in every published row
+            # 2/2 are the bits of keys and of values; both are equal in every published row
             return {key: value.partition("/")[0]}
         case "selection_bits":
             if value == "16":
                 return {}
             return {"score_bits": value}
         case "k":
-            # ReFreeKV's k is a number of queries, or per cent of the prompt's
+            # ReFreeKV's k is a number of queries, or per cent of the prompt's queries
             if value.endswith("%n"):
                 return {key: f"{int(value.removesuffix('%n')) / 100:g}"}
             return {key: value}
         case "frozen":
             return {"frozen_layers": _frozen_layers(value, stand_in)}
         case "group_sizes":
-            # only the first and last of a row of sizes are set, as UNComp's sizes fall linearly between them
+            # only the first and last of a row of sizes are set, since UNComp's sizes fall linearly between them
             sizes = [stand_in.tokens(int(size)) for size in value.split("/")]
             return {"low": str(min(sizes)), "high": str(max(sizes)), "kv_size": "null", "kv_ratio": "null"}
         case "deleted_heads":
             return {"delete": str(max(1, round(int(value) * stand_in.heads / stand_in.heads_of)))}
         case "topk":
-            # a number of a head's dimensions, of which the stand-in takes the same share
+            # a number of a head's dimensions: the stand-in takes the same share
             count = stand_in.dim_of if value == "all" else int(value)
             return {"top": str(min(stand_in.dim, max(1, count * stand_in.dim // stand_in.dim_of)))}
         case "partition":
@@ -202,7 +202,7 @@ def _knobs_of_part(key: str, value: str, stand_in: StandIn, knob_names: Containe
 
 
 def _frozen_layers(value: str, stand_in: StandIn) -> str:
-    """Return ``frozen=0+1+31`` as a list of the stand-in's layers. Layers beyond its last are its last, once."""
+    """Return ``frozen=0+1+31`` as a list of the stand-in's layers. Layers beyond its last count as its last, once."""
     layers = []
     if value != "none":
         for layer in value.split("+"):

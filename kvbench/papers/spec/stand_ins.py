@@ -1,7 +1,7 @@
-"""Other models in place of the papers': their sizes, and which of the tiny model's tasks stands for which dataset.
+"""Substitute models for the papers' models: their sizes, and the tiny model's task for each dataset.
 
-The tiny model reads short prompts of its own, so that published numbers of tokens are scaled to them. Any other reads
-the papers' own data under the papers' own budgets and windows.
+The tiny model reads short prompts of its own, so published numbers of tokens are scaled to them. Any other substitute
+reads the papers' own data under the papers' own budgets and windows.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ SAMPLES = {method: {"samples": "32"} for method in ("uncomp-group", "uncomp-stag
 
 
 def task_of(dataset: str, table: TableSpec) -> str:
-    """Return the tiny task that stands for a table's dataset, or the dataset where it is such a task."""
+    """Return the tiny task that stands for a table's dataset. A dataset that is such a task stands for itself."""
     # the columns of a stand-in's own table are tasks already
     if dataset in BY_GROUP.values():
         return dataset
@@ -62,11 +62,11 @@ def task_of(dataset: str, table: TableSpec) -> str:
 
 
 def size(config: object, scaled_from: int | None) -> StandIn:
-    """Return the stand-in of a model's configuration. Tiny has the length of prompts that it is scaled from."""
+    """Return the stand-in for a model's configuration. The tiny model gets the prompt length that it is scaled from."""
     if scaled_from is not None:
         return replace(TINY, of=scaled_from)
     shape = from_config(config)
-    # numbers of tokens, heads and dimensions stay as they are: this model reads the paper's own prompts
+    # numbers of tokens, heads and dimensions stay: this model reads the paper's own prompts
     return StandIn(
         length=1,
         of=1,
@@ -79,16 +79,16 @@ def size(config: object, scaled_from: int | None) -> StandIn:
 
 
 def depths(size: StandIn) -> Mapping[str, Mapping[str, str]]:
-    """Return knobs by method where a paper states them for its own models' numbers of layers only."""
-    # UNComp's schedule lists layers of models of 32 and 40 layers; others take the same fractions of their depth
+    """Return knobs by method where a paper states them only for its own models' numbers of layers."""
+    # UNComp's schedule lists layers of models with 32 and 40 layers; others take the same fractions of their depth
     if size.layers in STARTS:
         return {}
     return {"uncomp-stage": {"schedule": "relative"}}
 
 
 def notes(table: TableSpec) -> Iterator[str]:
-    """Yield what the tiny model's tasks and numbers of tokens stand for."""
-    # several datasets of a table share a task, as there are six
+    """Yield notes on the meaning of the tiny model's tasks and numbers of tokens."""
+    # there are six tiny tasks, so several datasets of a table share one
     datasets_of: dict[str, list[str]] = {}
     for dataset in dict.fromkeys(column.dataset for column in table.scores):
         datasets_of.setdefault(task_of(dataset, table), []).append(dataset)
@@ -99,7 +99,7 @@ def notes(table: TableSpec) -> Iterator[str]:
         if method in methods:
             yield f"{method} runs with {', '.join(f'{knob}={value}' for knob, value in knobs.items())} here."
     if table.length != PROMPT:
-        # 512 tokens as an example, the budget that most tables have
+        # 512 tokens as an example, since most tables have this budget
         yield (
             f"Numbers of tokens are the paper's times {PROMPT}/{table.length}: 512 there are "
             f"{round(512 * PROMPT / table.length)} here; windows likewise, down to {row_knobs.SHORTEST_WINDOW}."
@@ -111,7 +111,7 @@ def scale_setting(row: TableRow, stand_in: StandIn) -> str:
     knobs = row_knobs.knobs(row.method, row.setting, stand_in)
     parts = []
     for key, value in knobs.items():
-        # a knob that is null is one that another replaces
+        # a null knob is replaced by another one
         if value != "null":
             knob = key.rpartition(".")[2]
             parts.append(f"{knob}={value}")
@@ -128,6 +128,6 @@ def own_table(table: TableSpec, rows: Iterable[tuple[str, str]]) -> Given:
         cells += [("", method, setting, task, BUDGET) for task in tasks if task in budget_tasks]
         if len(tasks) > 1:
             cells += [("", method, setting, average, "mean") for average in MEANS]
-    # a difference from the full cache (relative) is shown as the share that it is taken from
+    # a difference from the full cache (relative) is shown as the share that it comes from
     average = MEAN if table.average == MEAN else SHARE
     return given(table, cells, average=average)

@@ -2,7 +2,7 @@
 
 Its title and kind stand in kvbench/papers/data/<paper>/paper.yaml, its printed cells in published/table<N>.csv. Values
 that differ from the defaults below stand in tables.yaml for all of the paper's tables, and in table<N>.yaml for one.
-Either file need not be there.
+Both files are optional.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Column:
         """Return the name in addresses: the dataset, followed by its quantity unless that is its score."""
         if self.what in (SCORE, self.dataset):
             return self.dataset
-        # a dataset's facts have no dataset in their columns, but in their rows
+        # in a table of facts, rows name the datasets and columns do not
         return f"{self.dataset}/{self.what}".lstrip("/")
 
 
@@ -74,21 +74,21 @@ class TableSpec:
 
     title: its content.
     kind: as in paper.yaml.
-    length: tokens of the prompts, by which the tiny model scales numbers of tokens.
+    length: the tokens of the prompts. The tiny model scales numbers of tokens by it.
     blocks: keys of a row's setting (or ``model``) whose values head blocks of rows.
-    full: the paper's tables that have a full-cache row where this one has none.
+    full: the paper's tables with a full-cache row, if this one has none.
     arguments: arguments of ``run`` that the paper's rows leave unsaid, by published method.
-    average: how the paper averages: the mean, the mean share of the full cache (share), or how far that is from 100
-        (relative).
-    entries: conf/model by published model, where the names differ.
-    stand_in: arguments that the tiny stand-in alone needs, by method.
+    average: how the paper averages: the mean, the mean share of the full cache (share), or its distance from 100
+    (relative).
+    entries: conf/model by published model, if the names differ.
+    stand_in: arguments that only the tiny stand-in needs, by method.
     sources: the sources of settings that are not printed.
-    workloads: the paper's knobs of a dataset (``needle``), or of it in one model's rows
-        (``needle/mistral-7b-instruct-v0.2``).
-    settings: settings that a dataset's rows have beside their own, by dataset.
+    workloads: the paper's knobs of a dataset (``needle``), or of a dataset in one model's rows
+    (``needle/mistral-7b-instruct-v0.2``).
+    settings: settings of a dataset's rows beside their own, by dataset.
     tasks: the task of the tiny suite that stands for a dataset.
     unlike: conditions of its scores that the paper leaves open.
-    extended: whether its scores seem to be of LongBench-E.
+    extended: whether its scores seem to come from LongBench-E.
     """
 
     paper: str
@@ -112,7 +112,7 @@ class TableSpec:
 
     @property
     def id(self) -> str:
-        """Return the address, as in ``think/2``."""
+        """Return the address, such as ``think/2``."""
         return f"{self.paper}/{self.table}"
 
     @cached_property
@@ -122,7 +122,7 @@ class TableSpec:
 
     @cached_property
     def columns(self) -> tuple[Column, ...]:
-        """Return the columns in the paper's order, without averages of scores, which are computed."""
+        """Return the columns in the paper's order. Averages of scores are left out, since kvbench computes them."""
         # kvbench averages its own scores, and compares the result with the printed average
         computed = MEANS if self.kind in RUN_KINDS else ()
         columns = []
@@ -135,7 +135,7 @@ class TableSpec:
     @cached_property
     def rows(self) -> tuple[TableRow, ...]:
         """Return the rows in the paper's order."""
-        # a file may have the cells of a row apart: rows stand in the order of their first cells
+        # a file may have the cells of a row apart, so rows stand in the order of their first cells
         cells_by_row: dict[tuple[str, str, str], dict[str, Published]] = {}
         for cell in self.printed:
             row, column = _row_and_column(self.kind, cell)
@@ -166,7 +166,7 @@ class TableSpec:
     def full_row(self, model: str) -> TableRow | None:
         """Return the full-cache row of ``model``, here or in the tables that ``full`` names."""
         row = self._own_full_row(model)
-        # a table of ablations often leaves out the full cache, which another table has
+        # a table of ablations often leaves out the full cache, but another table has it
         for table in self.full:
             if row is None:
                 row = load(self.paper, table)._own_full_row(model)
@@ -182,7 +182,7 @@ class TableSpec:
 
 @dataclass(frozen=True)
 class Given(TableSpec):
-    """Rows and columns without printed values, measured like a table: those of claims, or of a stand-in's own tasks."""
+    """Rows and columns without printed values, measured like a table: a claim's, or a stand-in's own tasks."""
 
     cells: tuple[Published, ...] = ()
 
@@ -197,7 +197,7 @@ def given(base: TableSpec, cells: Iterable[tuple[str, str, str, str, str]], **ot
 
     ``other`` are fields of the table that replace those of ``base``.
     """
-    # cells without a printed value: kvbench measures them as it measures a paper's
+    # these cells have no printed value, and kvbench measures them like a paper's
     published_cells = []
     for model, method, setting, dataset, metric in cells:
         published_cells.append(
@@ -216,7 +216,7 @@ def given(base: TableSpec, cells: Iterable[tuple[str, str, str, str, str]], **ot
                 row=0,
             )
         )
-    # dataclasses.replace keeps the class of base, and this one needs another
+    # dataclasses.replace keeps the class of base, but this table needs another
     values = {f.name: getattr(base, f.name) for f in fields(base)}
     values |= other
     values["cells"] = tuple(published_cells)
@@ -224,13 +224,13 @@ def given(base: TableSpec, cells: Iterable[tuple[str, str, str, str, str]], **ot
 
 
 def _row_and_column(kind: str, cell: Published) -> tuple[tuple[str, str, str], Column]:
-    """Return the row (model, method, setting) and the column of a printed cell.
+    """Return a printed cell's row as (model, method, setting), and its column.
 
     In a table of facts about datasets, each dataset is a row and each fact a column.
     """
     if kind == FACTS:
         return ("", cell.dataset, ""), Column("", cell.metric)
-    # columns of a table may have different metrics, and all are scores of their datasets
+    # columns of a table may have different metrics: all of them are scores of their datasets
     what = cell.metric
     if cell.metric in SCORES or cell.metric == RATIO:
         what = SCORE
@@ -255,11 +255,11 @@ def load(paper: str, table: str) -> TableSpec:
             raise KvbenchError(f"{path}: {error}") from None
     for key in ("blocks", "full", "sources"):
         if key in raw:
-            # tables are numbers in YAML, and texts here
+            # YAML has table names as numbers; here they are texts
             raw[key] = tuple(map(str, raw[key]))
     about = catalogue.paper(paper)
     try:
-        # the title and kind stand in paper.yaml, unless the table's own file has others
+        # paper.yaml states title and kind, unless the table's own file does
         (entry,) = (entry for entry in about.entries if entry.id == table)
         values = {"title": entry.title, "kind": entry.kind, "preset": about.preset} | raw
         return TableSpec(paper, table, **values)
@@ -273,16 +273,16 @@ def ids() -> tuple[tuple[str, str], ...]:
 
     def place_of(table_id: tuple[str, str]) -> tuple[int, int]:
         paper, table = table_id
-        # by number: table 10 behind table 9
+        # sort by number: table 10 comes behind table 9
         return order.index(paper), int(table)
 
-    # fig6 and text are cells that are audited alone
+    # fig6 and text hold cells that are only audited
     numbered = [table_id for table_id in published.tables() if table_id[1].isdigit()]
     return tuple(sorted(numbered, key=place_of))
 
 
 def find(wanted: str) -> tuple[TableSpec, ...]:
-    """Return the tables of ``think/2``, ``think`` or ``all``. Raises UsageError naming the tables that there are."""
+    """Return the tables of ``think/2``, ``think`` or ``all``. Raises UsageError naming the existing tables."""
     name, _, table = wanted.partition("/")
     if wanted != "all" and name not in catalogue.papers():
         raise unknown("paper", name, (*catalogue.in_place(), "all"))

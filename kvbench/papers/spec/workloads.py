@@ -1,7 +1,7 @@
-"""Workloads of printed cells: a dataset as ``run`` takes it, with the paper's knobs and the row's own.
+"""Workloads of printed cells: a dataset in the form of ``run``, with the paper's knobs and the row's own.
 
-A table's LongBench columns are read from LongBench or from MiniLongBench, never from both. Full LongBench is taken
-where as many columns can be read from it as from MiniLongBench.
+A table's LongBench columns are read from LongBench or from MiniLongBench, never from both. Full LongBench is used if at
+least as many columns can be read from it as from MiniLongBench.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ ROW_KNOBS = ("shots",)
 
 @dataclass(frozen=True)
 class TableWorkload:
-    """The data that are read for a published ``dataset``.
+    """The data to read for a published ``dataset``.
 
-    name: the dataset as ``run`` takes it (``longbench/qasper``).
-    knobs: settings that replace those of its conf/dataset entry. Lists are tuples here, as workloads are keys.
-    parts: the lengths of a needle test that are read, or None for all.
+    name: the dataset in the form of ``run`` (``longbench/qasper``).
+    knobs: settings that replace those of its conf/dataset entry. Lists are tuples here, since workloads are keys.
+    parts: the lengths of a needle test to read, or None for all.
     """
 
     dataset: str
@@ -53,12 +53,12 @@ class TableWorkload:
 
     @property
     def whole(self) -> TableWorkload:
-        """Return the same workload with all of its parts, which are read at once."""
+        """Return the same workload with all of its parts. A run reads them at once."""
         return replace(self, parts=None)
 
     def owns(self, group: Group, label: str) -> bool:
-        """Tell whether a run's group is one of its tasks. ``label`` tells it from others of its dataset."""
-        # the column of a group is dataset/part, followed by its label
+        """Tell whether a run's group is one of its tasks. ``label`` tells it from other workloads of its dataset."""
+        # a group's column is dataset/part, followed by its label
         task, _, group_label = group.column.partition(" ")
         dataset, _, part = task.partition("/")
         if group_label != label or self.name not in (task, dataset):
@@ -67,7 +67,7 @@ class TableWorkload:
 
 
 def labels(workloads: Iterable[TableWorkload]) -> dict[TableWorkload, str]:
-    """Return by workload the knobs that tell it from others of its name, or '' where it is alone."""
+    """Return, by workload, the knobs that tell it from others with its name; '' if no other has its name."""
     label_of: dict[TableWorkload, str] = {}
     distinct = list(dict.fromkeys(workloads))
     for workload in distinct:
@@ -110,25 +110,25 @@ class Reader:
             if knob in facts and knob in entry:
                 knobs[knob] = int(facts[knob])
         typed_knobs = self._typed_knobs()
-        # lengths become parts and no knob, so that all rows read one dataset, each the lengths that it has
+        # lengths become parts, not a knob, so that all rows read one dataset and each its own lengths
         parts = None
         if "lengths" in knobs and "lengths" not in typed_knobs:
             parts = tuple(str(length) for length in self._lengths(row, dataset) if self._fits(row, dataset, length))
         settings = []
         for knob, value in knobs.items():
             if knob not in typed_knobs and knob != "lengths":
-                # hashable, as workloads are keys
+                # workloads are keys, so this must be hashable
                 settings.append((knob, tuple(value) if isinstance(value, list) else value))
         return TableWorkload(dataset, name, tuple(settings), parts)
 
     def beyond(self, row: TableRow, dataset: str) -> list[int]:
-        """Return the paper's lengths that do not fit this model's context, or none if the user typed lengths."""
+        """Return the paper's lengths that do not fit this model's context; none if the user typed lengths."""
         if "lengths" in self._typed_knobs():
             return []
         return [length for length in self._lengths(row, dataset) if not self._fits(row, dataset, length)]
 
     def _typed_knobs(self) -> set[str]:
-        """Return the names, without owners, of the knobs that the user typed, which override the paper's."""
+        """Return the names, without owners, of the knobs that the user typed. They override the paper's."""
         names = set()
         for key in self.settings:
             # a knob may be typed with its owner before it, behind a dot
@@ -136,15 +136,15 @@ class Reader:
         return names
 
     def _paper_knobs(self, row: TableRow, dataset: str) -> dict[str, DatasetKnob]:
-        """Return the paper's knobs of a dataset, in the rows of one model."""
+        """Return the paper's knobs for a dataset in the rows of one model."""
         workloads = self.declared.workloads
         knobs = dict(workloads.get(dataset, {}))
-        # what a model's rows have of their own replaces what holds for all
+        # a model's own values replace values for all models
         knobs.update(workloads.get(f"{dataset}/{row.model}", {}))
         return knobs
 
     def _lengths(self, row: TableRow, dataset: str) -> list[int]:
-        """Return the paper's lengths within the row's own context, or none of a dataset without that knob."""
+        """Return the paper's lengths within the row's own context; none for a dataset without that knob."""
         lengths = self._paper_knobs(row, dataset).get("lengths")
         if not isinstance(lengths, list):
             return []
@@ -166,8 +166,8 @@ class Reader:
         return length + phrasing.max_new_tokens <= self.context
 
     def config(self, workload: TableWorkload, label: str = "") -> DatasetConfig:
-        """Return the dataset of a run. Raises UsageError for an unknown one, or for a grid of its knobs."""
-        # a grid of knobs gives a dataset for each of its combinations
+        """Return the dataset of a run. Raises UsageError for an unknown dataset, or for swept knobs."""
+        # swept knobs would give a dataset for each of their combinations
         matches = [dataset for dataset in self.cfg.datasets if dataset.name == workload.entry]
         if not matches:
             raise unknown("dataset", workload.entry, entries("dataset"))
@@ -179,7 +179,7 @@ class Reader:
             knobs[knob] = list(value) if isinstance(value, tuple) else value
         if workload.parts is not None:
             knobs["lengths"] = [int(part) for part in workload.parts]
-        # longbench/qasper is one task; a name without a task is all of a dataset's
+        # longbench/qasper is one task; a name without a task means all of its dataset's
         task = workload.name.partition("/")[2]
         tasks = (task,) if task else ()
         return replace(dataset, knobs=knobs, tasks=tasks, label=label)
@@ -191,7 +191,7 @@ class Reader:
         try:
             dataset = self.config(workload)
             knobs = dict(dataset.knobs)
-            # prompts of a given length are made one by one: the first shows whether there is any
+            # prompts of a given length are made one by one; the first shows whether any is possible
             for knob in ("lengths", "depths"):
                 values = knobs.get(knob)
                 if isinstance(values, list):
@@ -202,9 +202,9 @@ class Reader:
         return ""
 
     def _without_paths(self, message: str) -> str:
-        """Return a reason for tables: without the data folder, and without the ways to get a file."""
+        """Return a reason for use in tables: without the data folder, and without the ways to get a file."""
         reason = message.partition(": put the file there yourself")[0]
-        # a data folder that does not exist is an error of its own, and in no message
+        # a missing data folder is an error of its own, so no message names it
         with suppress(UsageError):
             root = data_root(self.cfg.data_root)
             if root is not None:
@@ -212,10 +212,10 @@ class Reader:
         return reason.replace(", which does not exist", ", which is not there").removesuffix(":")
 
     def family(self, datasets: Iterable[str], asked: str) -> str:
-        """Return the conf/dataset entry that a table's LongBench columns are read from.
+        """Return the conf/dataset entry from which a table's LongBench columns are read.
 
-        It is ``longbench`` or ``longbench_mini``: what the user ``asked`` for, else the one from which most columns can
-        be read here.
+        It is ``longbench`` or ``longbench_mini``: the one that the user ``asked`` for, or else the one from which most
+        columns can be read here.
         """
         if asked and asked not in FAMILIES:
             raise unknown("value of longbench", asked, FAMILIES)
@@ -235,7 +235,11 @@ class Reader:
 
 
 def configure_run(settings: Mapping[str, object], datasets: Iterable[str], small: bool) -> RunConfig:
-    """Return the run of ``settings`` with every dataset that published ``datasets`` may be read from."""
+    """Return the configuration that runs ``settings`` on all datasets that can serve the published ``datasets``.
+
+    On a ``small`` model only the tiny dataset serves. Otherwise each published dataset is served by itself, by its
+    replacement in INSTEAD, or, for a LongBench task, by every family of LongBench's files.
+    """
     names: list[str] = []
     if small:
         names.append("tiny")
@@ -248,6 +252,6 @@ def configure_run(settings: Mapping[str, object], datasets: Iterable[str], small
             if dataset in INSTEAD:
                 replacement, _ = INSTEAD[dataset]
                 names.append(replacement)
-    # datasets that kvbench cannot read are reported as absent by the table
+    # the table reports datasets that kvbench cannot read as absent
     entry_names = [name for name in dict.fromkeys(names) if name in entries("dataset")]
     return config.configure(dict(settings) | {"dataset": entry_names})

@@ -1,8 +1,8 @@
 """The timing of the papers' efficiency tables, as declared in kvbench/papers/data/<paper>/bench<N>.yaml.
 
-    python -m kvbench.papers.timed.bench_spec        the tables' rows that are declared and not run, with the reason
+python -m kvbench.papers.timed.bench_spec the tables' rows that are declared and not run, with the reason
 
-Which measured row stands for which printed cell is found in kvbench.papers.timed.row_matching.
+kvbench.papers.timed.row_matching finds the measured row for each printed cell.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ SMALL = ("device=cpu", "threads=1", "repeats=3", "generate=sampled", "steps=8")
 class Scale:
     """The sizes of a stand-in's workloads, as parts of the paper's.
 
-    lengths: divides the numbers of tokens of the prompt, generated, and kept (``kv_size``).
+    lengths: divides the numbers of tokens in the prompt, generated, and kept (``kv_size``).
     rows: divides the rows of a batch, down to one.
-    memory: the process's limit in GiB where a workload has as many rows as fit.
-    without: arguments that are made for the paper's models and dropped.
+    memory: the process's limit in GiB for a workload with as many rows as fit.
+    without: arguments that only suit the paper's models, and are dropped.
     """
 
     lengths: int = 1
@@ -57,7 +57,7 @@ class Scale:
             return f"kv_size={int(match[1]) // self.lengths}"
 
         words = [word for word in text.split() if word not in self.without]
-        # the boundary keeps knobs out whose names end in kv_size
+        # the word boundary excludes knobs with names that end in kv_size
         return re.sub(r"\bkv_size=(\d+)", scaled, " ".join(words))
 
     def words(self) -> str:
@@ -79,15 +79,15 @@ class BenchSpec:
     """The declaration of one efficiency table.
 
     results: the file of measured rows.
-    base: the published method that ratios are to.
+    base: the published method in the denominator of ratios.
     arguments: the arguments of ``bench time`` for all methods.
-    methods: our row by published method, which names as many settings as tell it apart.
+    methods: our row by published method. The key names as many settings as tell the method apart.
     quantities: our quantity by published metric.
     workload: a template with the settings of a row in braces.
-    workloads: a workload for each dataset instead of a template.
-    device: the paper's device, where its rows name none.
-    notes: more that a reader must know about our rows.
-    not_run: reasons by model, method or dataset, followed by settings where a reason is about some cells only.
+    workloads: a workload for each dataset, in place of a template.
+    device: the paper's device, if its rows name none.
+    notes: further facts that readers of our rows must know.
+    not_run: reasons by model, method or dataset. Settings follow if a reason concerns only some cells.
     stand_in: the scale of a small model on a CPU.
     scaled: whether this is the stand-in's side.
     """
@@ -107,9 +107,9 @@ class BenchSpec:
     scaled: bool = False
 
     def ours(self, cell: Published, method: str | None = None) -> tuple[str, str] | None:
-        """Return (workload, method) of our row for a published cell, or None where there is none.
+        """Return (workload, method) of our row for a published cell, or None if there is none.
 
-        ``method`` names another published method, as that of the base row.
+        ``method`` names another published method, for example the base row's.
         """
         workload_name = self.printed_workload(cell)
         text = self._method_text(method or cell.method, _facts(cell))
@@ -120,7 +120,7 @@ class BenchSpec:
         return workload_name, text
 
     def _method_text(self, method: str, facts: set[str]) -> str | None:
-        """Return our row for a published method: that which names the most settings of a cell, and no other."""
+        """Return our row for a published method: the one that names most settings of the cell, and no other setting."""
         # ``kivi bits=2`` is nearer to a row with bits=2 than ``kivi``, which holds for all other rows
         text, most_settings = None, -1
         for words, candidate in self.methods.items():
@@ -130,8 +130,8 @@ class BenchSpec:
         return text
 
     def printed_workload(self, cell: Published) -> str:
-        """Return the workload of a published cell at the paper's size, or '' where it is not known."""
-        # a dataset whose prompts have their own lengths
+        """Return the workload of a published cell at the paper's size; '' if it is not known."""
+        # this dataset's prompts have their own lengths
         if self.workloads.get(cell.dataset):
             return self.workloads[cell.dataset]
         try:
@@ -142,7 +142,7 @@ class BenchSpec:
 
     def why_not(self, cell: Published) -> str:
         """Return the reason why a published cell is not run, or '' if it is run."""
-        # the first reason that fits is given
+        # the first reason that fits wins
         facts = _facts(cell)
         for words, reason in self.not_run.items():
             name, *settings = words.split()
@@ -151,8 +151,8 @@ class BenchSpec:
         return ""
 
     def scaled_for(self, model: str) -> BenchSpec:
-        """Return the same table on a small model, at the stand-in's sizes."""
-        # the published settings stay, by which cells are matched; what runs for them is scaled
+        """Return this table's declaration for a small model, with sizes scaled down by ``stand_in``."""
+        # the published settings stay, since cells are matched by them; only the arguments that run are scaled
         methods = {name: self.stand_in.knobs(text) for name, text in self.methods.items()}
         arguments = self.stand_in.knobs(self.arguments)
         return replace(self, model=model, arguments=arguments, methods=methods, scaled=True)
@@ -162,7 +162,7 @@ class BenchSpec:
         words = [f"model={self.model}"]
         words.extend(self.arguments.split())
         words.append(f"workloads={','.join(workloads)}")
-        # other libraries are timed beside ours only where a table prints them
+        # other libraries are timed beside ours only if a table prints them
         if "peers=" not in self.arguments:
             words.append("peers=none")
         if self.scaled:
@@ -173,12 +173,12 @@ class BenchSpec:
 
 
 def _facts(cell: Published) -> set[str]:
-    """Return the settings of a cell's row as they are written in bench<N>.yaml."""
+    """Return the settings of a cell's row in the notation of bench<N>.yaml, ``key=value``."""
     return {f"{key}={value}" for key, value in cell.settings.items()}
 
 
 def tables() -> list[tuple[str, str]]:
-    """Return (paper, table) of every declaration."""
+    """Return (paper, table) of every efficiency table that is declared, in the order of the papers' tables."""
 
     def number_of(name: tuple[str, str]) -> tuple[str, int]:
         paper, table = name
@@ -191,7 +191,9 @@ def tables() -> list[tuple[str, str]]:
 
 @cache
 def load(paper: str, table: str) -> BenchSpec:
-    """Read one declaration. Raises UsageError for one that is not there, KvbenchError for a damaged file."""
+    """Read the declaration of one efficiency table. Raises UsageError for an unknown one, KvbenchError for a damaged
+    file.
+    """
     path = next(iter(papers_files(f"{paper}/bench{table}.yaml")), None)
     if path is None:
         raise unknown("efficiency table", f"{paper}/{table}", ["/".join(name) for name in tables()])
@@ -204,7 +206,7 @@ def load(paper: str, table: str) -> BenchSpec:
 
 
 def main() -> int:
-    """Print the rows that are declared and not run, with the reason."""
+    """Print the table rows that are declared as not run, with the reason of each."""
     for paper, table in tables():
         for names, reason in load(paper, table).not_run.items():
             print(f"{paper}/{table}: not run: {names}: {reason}")

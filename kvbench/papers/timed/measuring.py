@@ -23,7 +23,7 @@ def measure(timings: Timings, more: Sequence[str] = (), plan: bool = False) -> N
         key, _, value = argument.partition("=")
         options[key] = value
     again = options.get("again") == "true"
-    # the paper's own model is timed by a script on a GPU, not from here
+    # a script times the paper's own model on a GPU; it is not timed from here
     if not timings.stand_in:
         if again:
             raise UsageError(f"again=true is not possible here: {timings.command} measures {timings.table.id}")
@@ -36,7 +36,7 @@ def measure(timings: Timings, more: Sequence[str] = (), plan: bool = False) -> N
     words = [word for word in timings.bench.words(workloads) if word.partition("=")[0] not in options]
     words.extend(more)
     words += [f"folder={timings.file.parent}", f"name={timings.file.stem}"]
-    # a benchmark sets the number of threads for its process, which here goes on with other tables
+    # a benchmark sets the number of threads for its process, but this process continues with other tables
     threads = torch.get_num_threads()
     try:
         request.measure(words, plan, beside=False)

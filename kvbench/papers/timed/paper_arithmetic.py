@@ -1,4 +1,4 @@
-"""Printed statements about memory, recomputed by the paper's own arithmetic and from what is stored here."""
+"""Printed statements about memory, recomputed by the paper's own arithmetic and from kvbench's stored bytes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ REFREEKV = "arXiv 2502.16886, section 1; formula under query heads, stored under
 class StatedFigure:
     """One number as printed (None: not printed), by the paper's formula, and as stored here.
 
-    ``digits`` are the decimals that are compared.
+    ``digits`` is the number of decimals that are compared.
     """
 
     paper: str
@@ -52,15 +52,15 @@ class StatedFigure:
 
     @property
     def reference(self) -> float:
-        """Return the value to compare with: the printed one, or the formula's to as many digits."""
+        """Return the value to compare with: the printed one, or the formula's with as many digits."""
         if self.published is None:
             return _round_as_papers(self.formula, self.digits)
         return self.published
 
     def off(self, value: float) -> float:
-        """Return the distance of a value to the reference, as printed: 0 where it rounds to the same digits."""
-        # exact ties of decimal fractions round up, as papers do, where binary ones may fall below;
-        # + 0.0 makes a negative zero positive
+        """Return the distance of a value from the reference as printed; 0 if it rounds to the same digits."""
+        # exact ties of decimal fractions round up, as in papers, but binary fractions may fall below a tie; adding 0.0
+        # makes a negative zero positive
         return round(_round_as_papers(value, self.digits) - self.reference, 10) + 0.0
 
     def as_json(self) -> dict[str, object]:
@@ -103,7 +103,7 @@ def _paper_text(paper: str, figures: Sequence[StatedFigure]) -> str:
     sources = list(dict.fromkeys(figure.source for figure in figures))
     rows = []
     for f in figures:
-        # without a printed number the formula is itself the reference
+        # without a printed number the formula itself is the reference
         formula_mark = "" if f.published is None else _format_mark(f, f.formula)
         rows.append(
             (
@@ -123,7 +123,7 @@ def _paper_text(paper: str, figures: Sequence[StatedFigure]) -> str:
 
 
 def _think7() -> Figures:
-    """Yield table 7, section "equal memory": 32 expanded heads, ratio 0.4, fp16."""
+    """Yield the numbers of table 7, section "equal memory": 32 expanded heads, ratio 0.4, fp16."""
     # a row prints its memory once, and its scores beside it
     sizes = {(c.method, c.setting): c.value for c in load_table("think", "7") if c.dataset == "kv_memory"}
     for (method, setting), printed_size in sizes.items():
@@ -177,7 +177,7 @@ def _think_text() -> Figures:
     for size in (128, 512, 1024, 2048):
         pruned = _payload(chain_of({"method": "snapkv+think", "kv_size": size}), LLAMA2_7B)
         plain = _payload(chain_of({"method": "snapkv", "kv_size": size}), LLAMA2_7B)
-        # half of the cache are keys, of which 40 % of the channels go, but for the 32 most recent tokens
+        # half of the cache are keys: 40 % of their channels go, except for the 32 most recent tokens
         formula = 0.5 * 0.4 * (1 - 32 / size)
         yield StatedFigure(
             paper="think",
@@ -217,7 +217,7 @@ def _kivi() -> Figures:
             formula=key_bytes,
             stored=block.key_bytes,
         )
-        # pruning changes keys alone
+        # pruning changes only keys
         if channels == d:
             yield StatedFigure(
                 paper="kivi",
@@ -307,7 +307,7 @@ def _uncomp() -> Figures:
 
 
 def _refreekv() -> Figures:
-    """Yield the introduction's sizes, which are those of query heads. GQA stores a fraction of them."""
+    """Yield the introduction's sizes. They count query heads, and GQA stores a fraction of them."""
     for name, shape, tokens, value in (("8B", LLAMA3_8B, 2048, 1), ("70B", LLAMA3_70B, 20000, 50)):
         yield StatedFigure(
             paper="refreekv",
@@ -353,7 +353,7 @@ def _format_mark(figure: StatedFigure, value: float) -> str:
 
 
 def _format_number(value: float | None, digits: int, reference: float | None = None) -> str:
-    """Format a number, with one decimal more where the printed ones hide a difference to ``reference``."""
+    """Format a number, with one more decimal if the printed ones hide a difference from ``reference``."""
     if value is None:
         return "—"
     if reference is not None and _round_as_papers(value, digits) != value:

@@ -1,7 +1,7 @@
 """Matching of measured rows to the printed cells of an efficiency table.
 
-A paper's absolute values are of its own devices: what compares is a ratio, ours to our base row, theirs to theirs.
-A ratio is of two rows that were measured beside each other on one device, or there is none.
+A paper's absolute values depend on its devices, so only ratios compare: our row over our base row, the paper's row over
+the paper's base row. A ratio exists only where two rows were measured in one session on one device.
 """
 
 from __future__ import annotations
@@ -21,17 +21,18 @@ MORE_IS_BETTER = ("throughput", "speedup_vs_full")
 MISSING = "missing"
 INTEGRATED = "integrated"
 OF_STEPS = ("tpot", "decode", "total", "throughput", "attention")
-"""Quantities that a mark of integrated steps is about; the rest of a row was measured as it is."""
+"""Quantities that the mark ``integrated`` concerns. The rest of such a row was measured as usual."""
 
 
 @dataclass(frozen=True)
 class TimedCell:
     """A printed cell with the row that was measured for it.
 
-    status: the row's (``measured``, ``OOM``, ...), ``not run`` (see ``reason``), or ``missing`` if it can be measured.
+    status: the row's status (``measured``, ``OOM``, ...), ``not run`` (see ``reason``), or ``missing`` if it can be
+    measured and was not yet.
     value, spread: our median and (lower, upper) quartile, in the printed unit.
-    ratio: our value over that of our base row.
-    published_ratio: the printed value over that of the printed base.
+    ratio: our value divided by our base row's value.
+    published_ratio: the printed value divided by the printed base.
     marks: the row's marks that concern this quantity, such as ``integrated``.
     row, base: our measured rows, if any.
     """
@@ -59,8 +60,8 @@ class TimedCell:
 
 
 def device(row: Row) -> str:
-    """Return the device of a row by name. A CPU has its number of threads, without which times say nothing."""
-    # the name of a CPU is its architecture, so that the processor says more
+    """Return the device of a row by name. A CPU's name includes its number of threads, on which its times depend."""
+    # PyTorch names a CPU only by its architecture; the processor's name says more
     facts = row["facts"]
     if not str(facts["device"]).startswith("cpu"):
         return str(facts["device"])
@@ -70,13 +71,13 @@ def device(row: Row) -> str:
 
 
 def match_cells(declared: BenchSpec, printed: Sequence[Published], rows: Sequence[Row]) -> list[TimedCell]:
-    """Match every printed cell with its latest row on one device: that of the latest row of all."""
+    """Match every printed cell with its latest row on one device, the device that measured this table last."""
     table_rows = set()
     for cell in printed:
         key = declared.ours(cell)
         if key is not None:
             table_rows.add(key)
-    # rows of two devices do not compare: a table shows the device that was measured last
+    # rows of two devices do not compare, so a table shows the device that was measured last
     latest_device = None
     for row in rows:
         is_of_table = row.get("model") == declared.model and (row.get("workload"), row.get("method")) in table_rows
@@ -87,8 +88,8 @@ def match_cells(declared: BenchSpec, printed: Sequence[Published], rows: Sequenc
 
 
 def others(declared: BenchSpec, cells: Sequence[TimedCell], rows: Sequence[Row]) -> Mapping[str, int]:
-    """Count the rows of the table's model on devices that it does not show."""
-    # nothing is left out of a table that shows nothing
+    """Count the rows of the table's model on devices that the table does not show."""
+    # a table that shows nothing leaves nothing out
     shown_devices = {cell.device for cell in cells if cell.row is not None}
     if not shown_devices:
         return Counter()
@@ -97,10 +98,10 @@ def others(declared: BenchSpec, cells: Sequence[TimedCell], rows: Sequence[Row])
 
 
 def workloads(declared: BenchSpec, cells: Sequence[TimedCell], measured: bool = False) -> list[str]:
-    """Return the workloads that are wanted and not measured, in the paper's order, or all with ``measured``."""
+    """Return the workloads of missing cells, in the paper's order. ``measured`` adds those of cells with a row."""
     names = []
     for cell in cells:
-        # a reason against running a cell holds for ``measured`` as well
+        # a cell with a reason against running has no row, so ``measured`` leaves it out, too
         if cell.status == MISSING or (measured and cell.row is not None):
             key = declared.ours(cell.printed)
             if key is not None:
@@ -110,7 +111,7 @@ def workloads(declared: BenchSpec, cells: Sequence[TimedCell], measured: bool = 
 
 
 def source(quantity: str) -> str:
-    """Return the quantity of a row from which one of a table follows."""
+    """Return the stored quantity of a row from which a table's quantity follows."""
     if quantity in SHARES:
         return SHARES[quantity]
     if quantity in PER:
@@ -137,17 +138,17 @@ def _timed_cell(cell: Published, declared: BenchSpec, printed: Sequence[Publishe
     row = _latest_row(rows, declared.model, *key)
     if row is None:
         return TimedCell(cell, MISSING, published_ratio=published_ratio)
-    # integrated steps were timed one by one and interpolated between: a peak of memory is not concerned
+    # integrated steps were timed one by one and interpolated between; this does not affect a peak of memory
     marks = tuple(mark for mark in row["marks"] if mark != INTEGRATED or source(quantity) in OF_STEPS)
     status = str(row["status"])
     if status != MEASURED:
         return TimedCell(cell, status, str(row["reason"]), published_ratio=published_ratio, marks=marks, row=row)
     base = None
-    # what the paper's base does not have, such as a time to prune, is no share of what ours has
+    # a quantity that the paper's base lacks, such as a time to prune, has no ratio to ours
     if printed_base is not None:
         base = _base_row(declared, cell, row, rows)
     value = _value(row, rows, quantity, "median")
-    # our value / our base row's value, whose unit cancels
+    # our value / our base row's value; the unit cancels
     ratio = None
     if base is not None and value is not None:
         base_value = _value(base, rows, quantity, "median")
@@ -168,7 +169,7 @@ def _timed_cell(cell: Published, declared: BenchSpec, printed: Sequence[Publishe
 
 
 def _latest_row(rows: Sequence[Row], model: str, workload: str, method: str) -> Row | None:
-    """Return the last row of a model, workload and method, or None where there is none."""
+    """Return the last row of a model, workload and method; None if there is none."""
     # rows are appended as they are measured
     for row in reversed(rows):
         if (row.get("model"), row.get("workload"), row.get("method")) == (model, workload, method):
@@ -177,7 +178,7 @@ def _latest_row(rows: Sequence[Row], model: str, workload: str, method: str) -> 
 
 
 def _base_row(declared: BenchSpec, cell: Published, row: Row, rows: Sequence[Row]) -> Row | None:
-    """Return the row of the base method that was measured beside ``row`` on its device, or None where there is none."""
+    """Return the row of the base method that was measured beside ``row`` on its device; None if there is none."""
     key = declared.ours(cell, declared.base)
     if key is None:
         return None
@@ -192,7 +193,7 @@ def _printed_base(cell: Published, declared: BenchSpec, printed: Sequence[Publis
     """Return the printed cell of the base method on the same model, dataset, device and workload."""
 
     def conditions(c: Published) -> tuple[str | None, ...]:
-        """Return the parts of a cell that it shares with that of its base."""
+        """Return the conditions that a cell shares with its base."""
         return c.model, c.dataset, c.metric, c.settings.get("gpu"), declared.printed_workload(c)
 
     for candidate in printed:
@@ -202,7 +203,7 @@ def _printed_base(cell: Published, declared: BenchSpec, printed: Sequence[Publis
 
 
 def _spread(row: Row, rows: Sequence[Row], quantity: str, unit: float) -> tuple[float, float] | None:
-    """Return the quartiles of a row's quantity in the printed unit, or None where it was measured once."""
+    """Return the quartiles of a row's quantity in the printed unit; None if it was measured once."""
     low, high = (_value(row, rows, quantity, stat) for stat in ("q1", "q3"))
     # a single repeat has no spread
     repeats = int(row["quantities"].get(source(quantity), {}).get("n", 1))
@@ -212,9 +213,9 @@ def _spread(row: Row, rows: Sequence[Row], quantity: str, unit: float) -> tuple[
 
 
 def _value(row: Row, rows: Sequence[Row], quantity: str, stat: str) -> float | None:
-    """Return a statistic of a row's quantity, in seconds, bytes or as a share, or None where there is none."""
+    """Return a statistic of a row's quantity, in seconds, bytes or as a share; None if there is none."""
     if quantity in SHARES:
-        # quartiles of a row and of its full cache give none of their ratio
+        # the quartiles of a row and of its full cache do not give the quartiles of their ratio
         if stat != "median":
             return None
         return records.ratio(row, records.base(row, rows), SHARES[quantity])

@@ -1,6 +1,6 @@
 """Our side of an efficiency table: rows of ``bench time`` in results/gpu, or of a small model in results/cpu.
 
-On the paper's own model only what is there is shown: scripts/gpu_tables.sh measures it, on a GPU. Any other model
+For the paper's own model only stored rows are shown: scripts/gpu_tables.sh measures them, on a GPU. Any other model
 stands in for it on a CPU, at sizes that bench<N>.yaml scales down, and is measured here. A table shows one of the two.
 """
 
@@ -45,7 +45,7 @@ class Timings:
 
     @property
     def stand_in(self) -> bool:
-        """Tell whether a small model on a CPU is shown."""
+        """Tell whether the table shows a small model on a CPU."""
         return self.bench.scaled
 
     @property
@@ -75,7 +75,7 @@ class Timings:
 def read(table: TableSpec, model: str, results: Path) -> Timings:
     """Read the stored rows of a table on ``model``. Raises KvbenchError for a damaged file.
 
-    Without a model, read those of the paper's own model where there are any, else those of tiny.
+    Without a model, read the rows of the paper's own model if there are any, else the tiny model's.
     """
     bench = bench_spec.load(table.paper, table.table)
     if not model:
@@ -83,7 +83,7 @@ def read(table: TableSpec, model: str, results: Path) -> Timings:
         if timings.there:
             return timings
         return read(table, stand_ins.MODEL, results)
-    # on any of the paper's models its own sizes are run, on others those of the stand-in
+    # the paper's models run at its own sizes, others at the stand-in's
     paper_models = {model_id(table.entry(name)) for name in table.models()}
     paper_models.add(model_id(bench.model))
     folder = "gpu"
@@ -104,10 +104,10 @@ def read(table: TableSpec, model: str, results: Path) -> Timings:
 
 
 def kept_tokens(row: Row, full: Row, shape: Shape) -> float:
-    """Return the share of the prompt's tokens that a row's caches hold, from its bytes.
+    """Return the share of the prompt's tokens that a row's caches hold, computed from its bytes.
 
-    This holds for methods that keep whole keys and values of some tokens, as many in every head of a layer. Holding
-    all tokens would take the full cache's bytes, with the payload of as many heads as the method stores.
+    The method must keep whole keys and values, and the same number of tokens in every head of a layer. The share is the
+    row's bytes over the bytes of all tokens: the full cache's, with the payload of as many heads as the method stores.
     """
     itemsize = getattr(torch, row["dtype"]).itemsize
     stored_heads = shape.kv_heads
@@ -121,10 +121,10 @@ def kept_tokens(row: Row, full: Row, shape: Shape) -> float:
 
 
 def _with_share_of_tokens(bench: bench_spec.BenchSpec, cell: TimedCell, rows: Sequence[Row]) -> TimedCell:
-    """Return the cell with its share of tokens where that is its quantity."""
+    """Return the cell with its share of tokens if that is its quantity."""
     if bench.quantities.get(cell.printed.metric) != TOKENS or cell.row is None or cell.status != records.MEASURED:
         return cell
-    # the full cache of the same session, without which a share of tokens is not known
+    # a share of tokens needs the full cache of the same session
     full = records.base(cell.row, rows)
     if full is None or full["status"] != records.MEASURED:
         return cell
@@ -138,12 +138,12 @@ def _shape_of_model(model: str) -> Shape:
 
 
 def allowed(key: str) -> bool:
-    """Tell whether an argument of ``table`` is results=, or one of ``bench time`` that a table leaves open."""
+    """Tell whether an argument of ``table`` is results=, or an argument of ``bench time`` that a table leaves open."""
     return key == "results" or key in KEYS
 
 
 def trace(timings: Timings, row: str, column: str) -> str:
-    """Return the origin of a number: the lines of the file, and the steps from them.
+    """Return the origin of a number: its lines in the file of timings, and the steps from these lines to the number.
 
     Raises UsageError for a cell that is not there.
     """
@@ -152,7 +152,7 @@ def trace(timings: Timings, row: str, column: str) -> str:
         reason = cell.reason or f"not measured yet ({timings.command})"
         raise UsageError(f"{row} on {column} is not there: {reason}")
     quantity = timings.bench.quantities[cell.printed.metric]
-    # shares of tokens follow from bytes, and other quantities from the one that is stored
+    # a share of tokens follows from stored bytes; some other quantities also follow from a stored one
     stored_quantity = BYTES if quantity == TOKENS else row_matching.source(quantity)
     lines = [f"{timings.table.id}, {row}, {column}: {quantity} of {cell.row['method']} at {cell.row['workload']}"]
     lines.extend(_lines_of_row(timings.file, "row", cell.row, stored_quantity))
@@ -172,7 +172,7 @@ def trace(timings: Timings, row: str, column: str) -> str:
 
 
 def _find_cell(timings: Timings, row: str, column: str) -> TimedCell:
-    """Return the cell of a row and column by their names, a measured one where several models have such a row.
+    """Return the cell at a row's and a column's name. Several models may have such a row: prefer a measured one.
 
     Raises UsageError where there is none.
     """
@@ -194,7 +194,7 @@ def _find_cell(timings: Timings, row: str, column: str) -> TimedCell:
 
 
 def _lines_of_row(file: Path, name: str, row: Row, quantity: str) -> list[str]:
-    """Return where a row stands in the file, and its values of a quantity."""
+    """Return a row's position in the file, and its values of a quantity."""
     # the last of equal rows, counted from 1
     number = 1 + max(i for i, stored_row in enumerate(records.read(file)) if stored_row == row)
     statistics = row["quantities"].get(quantity)

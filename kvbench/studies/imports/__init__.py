@@ -16,7 +16,7 @@ LAYOUTS = "<dataset>.jsonl of LongBench, predictions.csv of kvpress, samples_*.j
 
 
 def find(path: Path) -> list[Path]:
-    """Return the prediction files at ``path``: the file itself, those of a folder, or else those of its subfolders.
+    """Return the prediction files at ``path``: the file itself, a folder's files, or else its subfolders' files.
 
     Raises UsageError if there are none, or ``path`` does not exist, cannot be read or has an unknown layout.
     """
@@ -83,7 +83,7 @@ def read(path: Path) -> list[Predictions]:
 def settle_split(predictions: Sequence[Predictions], split: str) -> list[Predictions]:
     """Return the predictions with ``extended`` set by ``split`` (standard, e), or under ``auto`` by the files.
 
-    Tasks that LongBench-E lacks are always of the standard split. A folder is also of LongBench-E where one of its
+    Tasks that LongBench-E lacks always belong to the standard split. A folder also belongs to LongBench-E if one of its
     files has more answers than the standard split has examples, and all have lengths.
     """
     # LongBench-E has more examples of a task than the standard split, and one run writes all its tasks to one folder
@@ -100,7 +100,7 @@ def settle_split(predictions: Sequence[Predictions], split: str) -> list[Predict
             return split == "e"
         if file.extended:
             return True
-        # LongBench-E reports scores by length, so that its answers have lengths
+        # LongBench-E reports scores by length, so its answers have lengths
         has_lengths = all(answer.length is not None for answer in file.answers)
         return file.path.parent in extended_folders and has_lengths
 
@@ -109,5 +109,5 @@ def settle_split(predictions: Sequence[Predictions], split: str) -> list[Predict
 
 def _layout_of(path: Path) -> layouts.Layout | None:
     """Return the layout of a file by its name, or None if it is no file of predictions."""
-    # the first that matches: LongBench's *.jsonl would match lm-evaluation-harness's files, too
+    # take the first that matches: LongBench's *.jsonl would match lm-evaluation-harness's files, too
     return next((layout for layout in layouts.LAYOUTS if layout.matches(path)), None)

@@ -1,4 +1,4 @@
-"""Answers that were made elsewhere, as every reader returns them."""
+"""Imported answers, in the form that every reader returns."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LITERAL = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"", re.DOTALL)
 class ImportedAnswer:
     """One generated text with its references, closed label set and stored length.
 
-    place: where it stands in its file, as ``line 3``.
+    place: its position in its file, such as ``line 3``.
     """
 
     prediction: str
@@ -33,7 +33,7 @@ class ImportedAnswer:
 class Predictions:
     """All answers of one file to one dataset.
 
-    extended: whether the file says that it is of LongBench-E.
+    extended: whether the file says that it belongs to LongBench-E.
     layout: the tool whose format the file has.
     sha256: the digest of the whole file.
     """
@@ -47,7 +47,7 @@ class Predictions:
 
 
 def dataset_of(name: str) -> tuple[str, bool]:
-    """Return (LongBench's task name, whether it is of LongBench-E): ``longbench_qasper_e`` -> (qasper, True)."""
+    """Return (LongBench's task name, whether it belongs to LongBench-E): ``longbench_qasper_e`` -> (qasper, True)."""
     short = name.removeprefix("longbench_")
     base = re.sub(r"[_-]e$", "", short)
     # a task of another benchmark may end in _e, too
@@ -57,7 +57,7 @@ def dataset_of(name: str) -> tuple[str, bool]:
 
 
 def text(row: FileRow, key: str) -> str:
-    """Return text, which may be empty and may hold anything."""
+    """Return the text under ``key``. It may be empty and may hold anything."""
     value = row.value(key)
     if not isinstance(value, str):
         raise row.wrong(f"{key!r} must be text, got {kind(value)}")
@@ -65,14 +65,14 @@ def text(row: FileRow, key: str) -> str:
 
 
 def texts(row: FileRow, key: str) -> tuple[str, ...]:
-    """Return text or number, or a list of them, as a tuple, maybe empty.
+    """Return a text or number, or a list of them, as a tuple. It may be empty.
 
-    A list that Python or numpy printed is read as one.
+    A list that Python or numpy printed is read as a list.
     """
     value = row.value(key)
     if isinstance(value, str) and value.startswith("[") and value.endswith("]"):
         value = _printed_list(row, key, value)
-    # True and False are ints of Python
+    # True and False are ints for Python
     if isinstance(value, str | int | float) and not isinstance(value, bool):
         value = [value]
     if not isinstance(value, list) or not all(isinstance(v, str | int | float) for v in value):
@@ -84,7 +84,7 @@ def classes(row: FileRow) -> tuple[str, ...] | None:
     """Return the closed set of labels: () if the row gives none, None if it lacks the key."""
     if "all_classes" not in row.values:
         return None
-    # CSV has no null: pandas writes an empty cell, and str() of None
+    # CSV has no null: pandas writes an empty cell, and str() turns None into text
     if row.values["all_classes"] in (None, "", "None"):
         return ()
     return texts(row, "all_classes")
@@ -109,10 +109,10 @@ def _printed_list(row: FileRow, key: str, value: str) -> str | list[str]:
     """Parse ``['a', 'b']`` or numpy's ``['a' 'b']``, which Python would read as one text; other brackets stay text."""
     content = value[1:-1]
     between = _LITERAL.sub("", content)
-    # a list has nothing but spaces and commas between its texts
+    # only spaces and commas stand between the texts of a list
     if not between.replace(",", " ").strip():
         return [ast.literal_eval(literal) for literal in _LITERAL.findall(content)]
-    # numpy prints the ends of a long list alone: its other texts are lost
+    # numpy prints only the ends of a long list, so its other texts are lost
     if "..." in between:
         raise row.wrong(f"{key!r} was shortened with ... when it was printed")
     return value

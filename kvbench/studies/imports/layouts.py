@@ -35,7 +35,7 @@ class Layout:
     """The files of one tool.
 
     name: the tool.
-    matches: returns True for a path whose name is that of the tool's files.
+    matches: returns True for a path with the name of one of the tool's files.
     answers: yields (the tool's name of the task, answer) for each answer of a file.
     """
 
@@ -45,7 +45,7 @@ class Layout:
 
 
 def longbench(path: Path) -> Iterator[tuple[str, ImportedAnswer]]:
-    """Yield (task, answer) for each line of a predictions file written by LongBench, which is named after its task."""
+    """Yield (task, answer) for each line of LongBench's predictions file. The file is named after its task."""
     for row in read_lines(path):
         yield path.stem, _answer(row, text(row, "pred"), texts(row, "answers"))
 
@@ -68,9 +68,9 @@ def lm_eval(path: Path) -> Iterator[tuple[str, ImportedAnswer]]:
         if not isinstance(doc, dict):
             raise row.wrong(f"'doc' must be an object, got {kind(doc)}")
         doc_row = FileRow(path, f"{row.place}, doc", doc)
-        # ``target`` is the one reference that the task's template chose; LongBench's documents have all
+        # ``target`` is the one reference that the task's template chose; LongBench's documents have all references
         references = texts(doc_row, "answers") if "answers" in doc else texts(row, "target")
-        # a filter returns a text, or a list of them for several samples of one document
+        # a filter returns a text, or a list of texts for several samples of one document
         response = row.value("filtered_resps")
         while isinstance(response, list) and response:
             response = response[0]
@@ -82,14 +82,14 @@ def lm_eval(path: Path) -> Iterator[tuple[str, ImportedAnswer]]:
 def kvpress(path: Path) -> Iterator[tuple[str, ImportedAnswer]]:
     """Yield (task, answer) for each record of a kvpress file, CSV or JSON.
 
-    Its folder is named ``dataset__task__model__press__ratio``, which gives the task where no column does.
+    If no column gives the task, the folder's name does: ``dataset__task__model__press__ratio``.
     """
     parts = path.parent.name.split("__")
     folder_task = path.stem
     if len(parts) > 3:
         folder_task = parts[1]
     for row in _read_records(path):
-        # datasets of several references have the column "answers", those of one have "answer"
+        # datasets with several references have the column "answers", those with one have "answer"
         column = "answers" if "answers" in row.values else "answer"
         prediction, references = text(row, PREDICTION), texts(row, column)
         yield str(row.values.get("task") or folder_task), _answer(row, prediction, references)
@@ -108,7 +108,7 @@ def _is_kvpress(path: Path) -> bool:
 
 
 LONGBENCH = Layout("longbench", _is_longbench, longbench)
-# LongBench's is the last, since it takes every .jsonl
+# LongBench's layout goes last, since it takes every .jsonl
 LAYOUTS = (
     Layout("lm-evaluation-harness", _is_lm_eval, lm_eval),
     Layout("kvpress", _is_kvpress, kvpress),
@@ -117,7 +117,10 @@ LAYOUTS = (
 
 
 def unrelated(path: Path) -> bool:
-    """Return True for a ``.csv`` of another name than kvpress's that has no column of answers."""
+    """Tell whether a ``.csv`` file holds no answers.
+
+    Such a file has another name than kvpress's predictions, and no column of answers.
+    """
     if path.suffix != ".csv" or path.stem.startswith("predictions"):
         return False
     # a folder of runs may hold other tables; the first line of a CSV names its columns
@@ -130,7 +133,7 @@ def unrelated(path: Path) -> bool:
 
 
 def _answer(row: FileRow, prediction: str, references: tuple[str, ...], place: str = "") -> ImportedAnswer:
-    """Return the answer with the classes and the length of its row, at ``place`` or else at the row's own."""
+    """Return an imported answer with its row's classes and length. Its place is ``place``, or the row's own."""
     return ImportedAnswer(
         prediction=prediction,
         references=references,

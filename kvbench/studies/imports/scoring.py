@@ -19,10 +19,10 @@ Score = float | None
 
 @dataclass(frozen=True)
 class Scored:
-    """The scores of one file's answers to one dataset, in their order; None where an answer cannot be scored.
+    """The scores of one file's answers to one dataset, in order; None for an answer that cannot be scored.
 
-    interval: the 95 % interval of the mean, in [0, 1]; the buckets have intervals of the same kind.
-    buckets: the scores by range of length, for LongBench-E alone.
+    interval: the 95 % interval of the mean, in [0, 1]. The buckets' intervals have the same form.
+    buckets: the scores by range of length, for LongBench-E only.
     seconds: the time that scoring took.
     """
 
@@ -44,16 +44,16 @@ class Bucket:
 
 
 def choose_metric(predictions: Predictions, code_sim: str, fallback: str | None) -> str:
-    """Return the name of the metric of a file's dataset, or of ``fallback`` if the dataset is none of LongBench's.
+    """Return the metric of a file's dataset by name. If LongBench lacks the dataset, return ``fallback``.
 
-    Raises UsageError, which names the file, if it is none and there is no ``fallback``.
+    Raises UsageError naming the file if LongBench lacks the dataset and there is no ``fallback``.
     """
     dataset = predictions.dataset
     name = fallback
     if dataset in longbench.TASKS:
         name = longbench.metric_name(dataset, code_sim)
     elif fallback is None and predictions.layout == "kvpress" and dataset in RULER:
-        # RULER's questions are answered by any of the references, its other tasks by all of them
+        # any reference answers RULER's questions; its other tasks need all references
         name = "kvpress_part" if dataset.startswith("qa_") else "kvpress_all"
     if name is None:
         raise UsageError(
@@ -65,7 +65,7 @@ def choose_metric(predictions: Predictions, code_sim: str, fallback: str | None)
 
 
 def check(predictions: Predictions, name: str) -> None:
-    """Raise UsageError with file and line where an answer lacks a key that its metric or its buckets need."""
+    """Raise UsageError with file and line if an answer lacks a key that its metric or its buckets need."""
     for answer in predictions.answers:
         if metric(name).needs_classes and answer.classes is None:
             raise UsageError(f"{predictions.path}, {answer.place}: there is no key 'all_classes', which {name} needs")
@@ -77,7 +77,7 @@ def score_file(predictions: Predictions, name: str) -> Scored:
     """Score a file's answers under its metric, with an interval for all and for each range of length."""
     start = time.perf_counter()
     scores = tuple(_score_answer(predictions.dataset, name, answer) for answer in predictions.answers)
-    # the metric's time alone, without that of the intervals
+    # the metric's time alone, without the intervals' time
     seconds = time.perf_counter() - start
     return Scored(
         predictions=predictions,
@@ -92,7 +92,7 @@ def score_file(predictions: Predictions, name: str) -> Scored:
 def printed(name: str, scores: Sequence[Score]) -> Score:
     """Return the mean in printed units over the scores that are not None; None if there are none.
 
-    It is added, scaled and divided in the order of LongBench's evaluator, so that the second digit rounds as there.
+    Adding, scaling and dividing follow the order of LongBench's evaluator, so that the second digit rounds as there.
     """
     known = [value for value in scores if value is not None]
     if not known:
@@ -127,7 +127,7 @@ def _interval(scores: Sequence[Score]) -> tuple[float, float] | None:
 
 
 def _buckets(predictions: Predictions, scores: Sequence[Score]) -> Iterator[Bucket]:
-    """Yield the scores in each range of length of LongBench-E; nothing if the predictions are not of LongBench-E."""
+    """Yield the scores in each of LongBench-E's ranges of length; nothing for other predictions."""
     if not predictions.extended:
         return
     # ``check`` has refused answers of LongBench-E without a length

@@ -29,19 +29,19 @@ def store_cells(store: ResultStore, source: PredictionSource, scored: list[Score
     """
     if not source.model or not source.method:
         raise UsageError("--store needs what made these answers: model=NAME method=NAME, as in model=llama2-7b-chat")
-    # two files with answers to one dataset are two runs, which model and method cannot tell apart
+    # two files with answers to one dataset are two runs; model and method cannot tell them apart
     columns = [column(file) for file in scored]
     for name in columns:
         if columns.count(name) > 1:
             files = ", ".join(str(file.predictions.path) for file in scored if column(file) == name)
             raise UsageError(f"--store: {columns.count(name)} files answer {name} ({files}); give the PATH of one run")
-    # the folder is checked before the first cell is written, so that no part of an import stays behind
+    # check the folder before writing the first cell, so that no part of an import stays behind
     store.check()
     return [_store_cell(store, source, file) for file in scored]
 
 
 def column(scored: Scored) -> str:
-    """Return the task's id in tables, as the dataset configuration names it: ``longbench_zh/dureader``."""
+    """Return the task's id in tables, in the dataset configuration's form: ``longbench_zh/dureader``."""
     name, extended = scored.predictions.dataset, scored.predictions.extended
     spec = TASKS.get(name)
     if spec is None:
@@ -55,7 +55,7 @@ def column(scored: Scored) -> str:
 
 def identity(source: PredictionSource, scored: Scored) -> dict[str, object]:
     """Return everything that decides the imported number, under the keys of a cell's record."""
-    # the examples have no ids here: their references stand for them
+    # the examples have no ids here, so their references identify them
     examples = [[answer.references, answer.classes, answer.length] for answer in scored.predictions.answers]
     content = json.dumps(examples)
     return {
@@ -75,7 +75,7 @@ def identity(source: PredictionSource, scored: Scored) -> dict[str, object]:
 def _store_cell(store: ResultStore, source: PredictionSource, scored: Scored) -> str:
     """Write the samples, the summary and the record of one dataset's answers. Return the cell's id."""
     facts = identity(source, scored)
-    # ids are made as those of measured cells: 16 hexadecimal digits of the hash of the identity
+    # ids have the form of measured cells' ids: 16 hexadecimal digits of the hash of the identity
     cell = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
     folder = store.folder(cell)
     label = str(source.method)
@@ -113,7 +113,7 @@ def _store_cell(store: ResultStore, source: PredictionSource, scored: Scored) ->
         "ci": ci,
     }
     store.write_metrics(cell, summary)
-    # last, since a cell exists from its record on
+    # write the record last, since a cell exists once it has a record
     record = {
         "id": cell,
         "kind": KIND,
@@ -127,5 +127,5 @@ def _store_cell(store: ResultStore, source: PredictionSource, scored: Scored) ->
 
 
 def _without_surrogates(text: str) -> str:
-    """Replace halves of surrogate pairs, which JSON may spell and no file can hold."""
+    """Replace halves of surrogate pairs. JSON may spell them, but no file can hold them."""
     return text.encode("utf-8", errors="replace").decode("utf-8")

@@ -15,7 +15,7 @@ from kvbench.studies.imports.verdict import Judgement, PublishedMean, mark
 from kvbench.tasks.longbench import BUCKETS, TASKS, names
 from kvbench.tasks.metrics import metric
 
-# the lines of all kinds share these columns; a line leaves empty those that it has no value for
+# lines of all kinds share these columns; a line leaves a column empty if it has no value for it
 CSV_FIELDS = (
     "kind",
     "dataset",
@@ -56,8 +56,7 @@ class ScoreNumbers(TypedDict):
 class TaskRecord(TypedDict, total=False):
     """The scores of one file's answers to one dataset, as ``--json`` prints them.
 
-    ``buckets`` is there for LongBench-E alone, and ``cell`` where the answers were stored. All other keys are in every
-    record.
+    ``buckets`` exists only for LongBench-E, and ``cell`` only for stored answers. All other keys are in every record.
     """
 
     dataset: str
@@ -124,8 +123,8 @@ def _numbers(name: str, scores: Sequence[Score], interval: tuple[float, float] |
 
 
 def average(records: Sequence[TaskRecord]) -> float | None:
-    """Return the mean score over LongBench's 16 English tasks; None unless each is there exactly once."""
-    # two files with answers to one dataset are two runs, whose mean would be of no run
+    """Return the mean score over LongBench's 16 English tasks; None unless each occurs exactly once."""
+    # two files with answers to one dataset are two runs, and their mean would belong to neither
     datasets = [record["dataset"] for record in records]
     if len(datasets) != len(set(datasets)):
         return None
@@ -159,7 +158,7 @@ def as_csv(records: Sequence[TaskRecord]) -> str:
         for judgement in record["published"]:
             published_line: dict[str, object] = dict(record)
             published_line |= judgement
-            # a printed value has no number of examples; its score is that of the paper
+            # a printed value has no number of examples; its score is the paper's
             published_line |= {"kind": "published", "score": judgement["value"], "n": "", "unscored": ""}
             published_line["because"] = "; ".join(judgement["because"])
             lines.append(published_line)
@@ -174,7 +173,7 @@ def _ends(ci: Sequence[float] | None) -> dict[str, float]:
 
 
 def sheets(records: Sequence[TaskRecord], verdicts: Verdicts, means: Means, times: bool = False) -> list[Table]:
-    """Return the table of scores, and where a paper has the row a second table with its values."""
+    """Return the table of scores, and a second table with published values if a paper has this row."""
     tables = [_score_table(records, times)]
     if verdicts:
         tables.append(_published_table(records, verdicts, means))
@@ -184,7 +183,7 @@ def sheets(records: Sequence[TaskRecord], verdicts: Verdicts, means: Means, time
 def _score_table(records: Sequence[TaskRecord], times: bool) -> Table:
     """Return the table of scores; with ``times``, its last column is the seconds that scoring took."""
     headers = ["dataset", "metric", "score", "95 % interval", "n", "unscored"]
-    # LongBench-E's ranges of length are columns of all lines, as soon as one line has them
+    # once one line has LongBench-E's ranges of length, they are columns of all lines
     ranges: list[str] = []
     if any("buckets" in record for record in records):
         ranges = [name for name, _ in BUCKETS]
@@ -225,7 +224,7 @@ def _published_table(records: Sequence[TaskRecord], verdicts: Verdicts, means: M
         for judgements in verdicts.values():
             texts.append(mark(judgements[i]) if i in judgements else "—")
         rows.append(tuple(texts))
-    # papers end a row with the mean of its 16 tasks: it is set beside ours if we have all of them
+    # papers end a row with the mean of its 16 tasks: print it beside ours if we have all of them
     mean = average(records)
     if mean is not None:
         texts = ["mean of the 16", f"{mean:.2f}"]
@@ -235,7 +234,7 @@ def _published_table(records: Sequence[TaskRecord], verdicts: Verdicts, means: M
 
 
 def _title(paper: str, table: str) -> str:
-    """Return a paper's table as readers know it, as ``ThinK table 2``."""
+    """Return a paper's table in the usual form, such as ``ThinK table 2``."""
     return f"{catalogue.paper(paper).called} table {table}"
 
 
@@ -262,17 +261,17 @@ def notes(records: Sequence[TaskRecord], verdicts: Verdicts) -> list[str]:
 
 
 def _notes_of_table(paper: str, table: str, judgements: Sequence[Judgement]) -> list[str]:
-    """Return the notes on a paper's table: why values are indicative, which row is shown, and flags of values."""
+    """Return the notes on a paper's table: why values are indicative, which row is shown, and flags on values."""
     title = _title(paper, table)
     lines = []
-    # most reasons hold for all tasks: each is printed once, with the number of its tasks
+    # most reasons hold for all tasks: print each once, with the number of its tasks
     counts: Counter[str] = Counter()
     for judgement in judgements:
         counts.update(judgement["because"])
     reasons = [f"{reason} ({n} of {len(judgements)} tasks)" for reason, n in counts.items()]
     if reasons:
         lines.append(f"* {title}: {'; '.join(reasons)}.")
-    # the values of one paper's table come from one row, so that any of them knows its setting
+    # the values of one paper's table come from one row, so any of them knows its setting
     first = judgements[0]
     if first["matching"] > 1:
         shown = f"table {table}, {first['setting'] or 'no setting'}"
@@ -284,8 +283,8 @@ def _notes_of_table(paper: str, table: str, judgements: Sequence[Judgement]) -> 
 
 
 def _mean_text(mean: PublishedMean) -> str:
-    """Return a published average, and the mean of its cells where that differs or the average is not printed."""
-    # a mean is shown as 33.37, or as "9.00, cells 7.50" where it does not follow from its cells
+    """Return a published average. Add the mean of its cells if that differs or the average is not printed."""
+    # a mean is shown as 33.37, or as "9.00, cells 7.50" if it does not follow from its cells
     stated, of_cells = mean["stated"], mean["of_cells"]
     if of_cells is None:
         return _number(stated)
@@ -295,7 +294,7 @@ def _mean_text(mean: PublishedMean) -> str:
 
 
 def _labels(records: Sequence[TaskRecord]) -> list[str]:
-    """Return the dataset of each record, with its file where two records have the same dataset."""
+    """Return the dataset of each record, with its file if two records have the same dataset."""
     datasets = []
     for record in records:
         suffix = " (E)" if record["split"] == "e" else ""
@@ -312,7 +311,7 @@ def _labels(records: Sequence[TaskRecord]) -> list[str]:
 
 
 def _number(value: float | None) -> str:
-    """Return a score as text, a dash for none."""
+    """Return a score as text; a dash for None."""
     if value is None:
         return "—"
     return f"{value:.2f}"

@@ -1,7 +1,7 @@
-"""Published values beside scores of imported answers: inside or outside the interval, and how far that can be said.
+"""Published values beside scores of imported answers: each lies inside or outside the interval.
 
-A verdict is *indicative* where the answers were made, or scored, under other conditions than the paper's, or under
-unknown ones.
+A verdict is *indicative* if the answers were made or scored under other conditions than the paper's, or under unknown
+ones.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ WHOLE = ("full", "n/a", "1.0")
 
 @dataclass(frozen=True)
 class PredictionSource:
-    """The source of answers, as the user says it; None where the user says nothing."""
+    """The source of answers, as the user states it; None for anything unstated."""
 
     model: str | None = None
     method: str | None = None
@@ -41,7 +41,7 @@ class Judgement(TypedDict):
 
     verdict: inside or outside our 95 % interval; None without a value or an interval.
     because: the reasons why the verdict is only indicative.
-    matching: how many rows of the paper are of that model and method and have the setting that was given.
+    matching: how many rows of the paper have the given model, method and setting.
     """
 
     paper: str
@@ -57,7 +57,7 @@ class Judgement(TypedDict):
 
 
 class PublishedMean(TypedDict):
-    """A paper's mean over LongBench's 16 English tasks, as it is ``stated`` and as the mean ``of_cells``."""
+    """A paper's mean over LongBench's 16 English tasks: as it is ``stated``, and as the mean of its printed cells."""
 
     stated: float | None
     of_cells: float | None
@@ -65,7 +65,7 @@ class PublishedMean(TypedDict):
 
 @dataclass(frozen=True)
 class MatchingRow:
-    """One row of a paper's table, by dataset, and how many rows of the paper match the source as well."""
+    """One row of a paper's table, by dataset. ``matching`` counts the paper's rows that match the source."""
 
     table: str
     cells: Mapping[str, Published]
@@ -75,16 +75,16 @@ class MatchingRow:
 def beside(
     source: PredictionSource, scored: list[Scored], code_sim: str
 ) -> dict[tuple[str, str], dict[int, Judgement]]:
-    """Return (paper, table) -> index of a scored file -> the published value and its verdict.
+    """Return, by (paper, table) and index of a scored file, the published value and our verdict on it.
 
-    Each paper has one row here: of its rows of that model and method, the one which shares most datasets. There are
-    none where the source is not said.
+    Each paper contributes one row. Among the rows of the source's model and method, this is the row that shares most
+    datasets. A source that names no model or method has no rows.
     """
     judgements: dict[tuple[str, str], dict[int, Judgement]] = {}
     for paper, row in _rows_by_paper(source, scored).items():
         for i, file in enumerate(scored):
             cell = row.cells.get(file.predictions.dataset)
-            # papers print more than LongBench's tasks, whose scores we would not know how to compare
+            # papers print other datasets, too, and we do not know how their scores compare
             if cell is not None and file.predictions.dataset in TASKS:
                 judgement = _judge(cell, file, source, code_sim, matching=row.matching)
                 judgements.setdefault((paper, row.table), {})[i] = judgement
@@ -92,9 +92,9 @@ def beside(
 
 
 def means(source: PredictionSource, scored: list[Scored]) -> dict[tuple[str, str], PublishedMean]:
-    """Return (paper, table) -> the mean over LongBench's 16 English tasks as ``stated`` there, and that ``of_cells``.
+    """Return, by (paper, table), the mean over LongBench's 16 English tasks as ``stated`` there and as ``of_cells``.
 
-    Some printed averages do not follow from their cells. Either is None where the table does not have it.
+    Some printed averages do not follow from their cells. Either is None if the table lacks it.
     """
     by_table: dict[tuple[str, str], PublishedMean] = {}
     for paper, row in _rows_by_paper(source, scored).items():
@@ -103,7 +103,7 @@ def means(source: PredictionSource, scored: list[Scored]) -> dict[tuple[str, str
             cell = row.cells.get(name)
             if cell is not None and cell.value is not None:
                 values.append(cell.value)
-        # the mean of some of the 16 tasks is no mean that a paper could state
+        # no paper states the mean of only some of the 16 tasks
         of_cells = None
         if len(values) == len(names("en")):
             of_cells = round(sum(values) / len(values), 2)
@@ -113,7 +113,7 @@ def means(source: PredictionSource, scored: list[Scored]) -> dict[tuple[str, str
 
 
 def _rows_by_paper(source: PredictionSource, scored: list[Scored]) -> dict[str, MatchingRow]:
-    """Return of each paper the row of that model and method which shares most datasets with ``scored``."""
+    """Return, for each paper, its row of that model and method that shares most datasets with ``scored``."""
     if source.model is None or source.method is None:
         return {}
     datasets = {file.predictions.dataset for file in scored}
@@ -128,7 +128,7 @@ def _rows_by_paper(source: PredictionSource, scored: list[Scored]) -> dict[str, 
     # a paper may print a row in several tables, or under several settings
     chosen = {}
     for paper, rows in sorted(rows_by_paper.items()):
-        # the first of several that share as many
+        # take the first of several rows that share equally many
         best = max(rows, key=count_shared)
         if count_shared(best) > 0:
             table, cells = best
@@ -159,7 +159,7 @@ def _judge(cell: Published, scored: Scored, source: PredictionSource, code_sim: 
 
 
 def _differences(cell: Published, scored: Scored, source: PredictionSource, code_sim: str) -> list[str]:
-    """Return the reasons why the published value was not measured as this score was."""
+    """Return the differences between the published value's conditions and this score's."""
     dataset = scored.predictions.dataset
     prompt = catalogue.paper(cell.paper).prompt
     reasons = []
@@ -170,12 +170,12 @@ def _differences(cell: Published, scored: Scored, source: PredictionSource, code
         reasons.append("prompt policy of these answers unknown")
     elif _policy(prompt, source.model) != _policy(source.prompt, source.model):
         reasons.append(f"prompt policy {source.prompt} here, {prompt} there")
-    # a paper that says no split may have used LongBench-E where that has the task
+    # a paper that states no split may have used LongBench-E for a task that this has
     if table_spec.load(cell.paper, cell.table).extended and TASKS[dataset].extended:
         reasons.append("split unknown: the paper's scores fit LongBench-E")
     elif scored.predictions.extended:
         reasons.append("LongBench-E here, the standard split there")
-    # LongBench's fuzzywuzzy uses difflib, which gives other ratios, only where python-Levenshtein is missing
+    # LongBench's fuzzywuzzy uses difflib only without python-Levenshtein, and difflib gives other ratios
     if TASKS[dataset].metric == "code_sim" and code_sim != "levenshtein":
         reasons.append(f"code_sim by {code_sim} here, by levenshtein there")
     if not source.setting and _has_choice(cell.setting):
@@ -194,9 +194,9 @@ def _has_choice(setting: str) -> bool:
 
 @cache
 def _policy(name: str, model: str | None) -> tuple[tuple[str, object], ...]:
-    """Return the settings of a prompt policy for a model: presets of other names can agree."""
+    """Return the settings of a prompt policy for a model. Presets with different names can agree."""
     policy = {key: value for key, value in entries("prompt")[name].items() if key != "name"}
-    # ``limits`` names one of the model's prompt_limits: two names of as many tokens are one policy
+    # ``limits`` names one of the model's prompt_limits: two names with equal limits are one policy
     limits_by_model = {}
     for entry_name, entry in entries("model").items():
         limits_by_model[published.model_id(entry_name)] = entry.get("prompt_limits") or {}

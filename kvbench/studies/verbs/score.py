@@ -67,7 +67,7 @@ def main(args: argparse.Namespace) -> int:
     from kvbench.studies.imports import scoring, stored, table, verdict
     from kvbench.tasks import longbench, metrics
 
-    # unknown metrics are refused before files are read, which may take minutes
+    # refuse unknown metrics before reading files, since that may take minutes
     longbench.metric_name("lcc", options.code_sim)
     if options.metric is not None:
         metrics.metric(options.metric)
@@ -109,7 +109,7 @@ def main(args: argparse.Namespace) -> int:
         if cells:
             notes.append(f"Imported as {len(cells)} cells of {options.results}/cells (kvbench list runs).")
         print(writers.compose(table.sheets(records, verdicts, means, args.timing), notes, args.format), end="")
-    # stdout may be read by a program: times and errors go to stderr
+    # a program may read stdout, so times and errors go to stderr
     if scored:
         _report_time(records, timing, time.perf_counter() - start)
     for error in errors:
@@ -121,7 +121,7 @@ def main(args: argparse.Namespace) -> int:
 
 def _parse_options(args: argparse.Namespace) -> ScoreOptions:
     """Return the value of each of KEYS. Raises UsageError for an unknown, repeated or empty key."""
-    # --model X is model=X, so that both together are a key given twice
+    # --model X means model=X, so both together are a key given twice
     overrides = list(args.overrides)
     if args.method is not None:
         overrides.insert(0, f"method={args.method}")
@@ -138,7 +138,7 @@ def _parse_options(args: argparse.Namespace) -> ScoreOptions:
 def _read_predictions(
     paths: Sequence[Path], options: ScoreOptions
 ) -> tuple[list[tuple[Predictions, str]], list[dict[str, str]]]:
-    """Return (predictions with their metrics, errors): the files that can be scored, and the errors of the others."""
+    """Return (predictions with their metrics, errors). Files that cannot be scored give the errors."""
     from kvbench.studies import imports
     from kvbench.studies.imports import layouts, scoring
     from kvbench.tasks import longbench
@@ -146,7 +146,7 @@ def _read_predictions(
     predictions: list[Predictions] = []
     errors = []
     for path in paths:
-        # a folder of runs may hold tables of other kinds; a file that the user names is read in any case
+        # a folder of runs may hold tables of other kinds; a file that the user names is always read
         if len(paths) > 1 and layouts.unrelated(path):
             say(f"skipped {path}: a CSV without the column predicted_answer")
             continue
@@ -157,7 +157,7 @@ def _read_predictions(
     if not predictions and not errors:
         raise UsageError(f"{paths[0].parent} holds no predictions ({imports.LAYOUTS})")
     files = []
-    # the split of a folder follows from all of its files, so that it waits until they are read
+    # a folder's split follows from all of its files, so settle it after reading them
     for file in imports.settle_split(predictions, options.split):
         try:
             name = scoring.choose_metric(file, options.code_sim, options.metric)
@@ -181,7 +181,7 @@ def _read_predictions(
 
 def _report_time(records: Sequence[TaskRecord], timing: dict[str, float], total: float) -> None:
     """Print the seconds of reading and scoring to stderr, and the three datasets that took longest."""
-    # a stable sort of the negative seconds: datasets that took as long keep their order
+    # a stable sort of the negative seconds: datasets with equal times keep their order
     slowest = sorted(records, key=lambda record: -record["seconds"])[:3]
     count = sum(record["n"] for record in records)
     text = (

@@ -1,4 +1,4 @@
-"""Every metric by name. To add one: a function of (prediction, reference) and an entry in ``METRICS``."""
+"""Every metric by name. To add one, write a function of (prediction, reference) and an entry in ``METRICS``."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Metric:
     revision: a part of a cell's identity. Raise it whenever a score changes.
     scale: the factor from a mean of scores to the printed number.
     needs_classes: the example must carry its closed set of labels.
-    shown: the function from a mean to the printed number, if that is no multiple (perplexity).
+    shown: the function from a mean to the printed number, if a factor is not enough (perplexity).
     whole: from (prediction, example) to a score, if it depends on all references together.
     package: the package of an extra that the metric calls.
     """
@@ -57,7 +57,7 @@ class Metric:
     package: str = ""
 
     def show(self, mean: float) -> float:
-        """Return a mean of scores in printed units: ``shown`` of it if that is set, else ``scale`` times it."""
+        """Return a mean of scores in printed units: ``shown(mean)`` if that is set, else ``scale * mean``."""
         if self.shown is not None:
             return self.shown(mean)
         return self.scale * mean
@@ -86,13 +86,12 @@ def score(name: str, prediction: str, example: Example) -> float | None:
     if chosen.whole is not None:
         return chosen.whole(prediction, example)
     scores = [chosen.function(prediction, answer, example) for answer in example.answers]
-    # A reference that cannot be scored does not count as a wrong one.
-    # The best reference counts, as in all of the sources.
+    # a reference that cannot be scored does not count as a wrong one; the best reference counts, as in all sources
     return max((value for value in scores if value is not None), default=None)
 
 
 def by_pair(function: Callable[[str, str], float | None]) -> Callable[[str, str, Example], float | None]:
-    """Return a metric of (prediction, reference) as one of (prediction, reference, example)."""
+    """Turn a metric of (prediction, reference) into one of (prediction, reference, example)."""
 
     def score_pair(prediction: str, reference: str, example: Example) -> float | None:
         return function(prediction, reference)
@@ -101,7 +100,7 @@ def by_pair(function: Callable[[str, str], float | None]) -> Callable[[str, str,
 
 
 def _whole(function: Callable[[str, Sequence[str]], float | None]) -> Callable[[str, Example], float | None]:
-    """Return a metric of (prediction, all references) as one of (prediction, example)."""
+    """Turn a metric of (prediction, all references) into one of (prediction, example)."""
 
     def score_example(prediction: str, example: Example) -> float | None:
         return function(prediction, example.answers)
@@ -110,7 +109,7 @@ def _whole(function: Callable[[str, Sequence[str]], float | None]) -> Callable[[
 
 
 def _single(function: Callable[[str, Sequence[str]], float | None]) -> Callable[[str, str, Example], float | None]:
-    """Return a metric of (prediction, all references) as one of a single reference."""
+    """Turn a metric of (prediction, all references) into one of a single reference."""
 
     def score_reference(prediction: str, reference: str, example: Example) -> float | None:
         return function(prediction, [reference])
@@ -130,7 +129,7 @@ def _likelihood(prediction: str, reference: str, example: Example) -> None:
     """Return no score: likelihoods are measured while the text is read, not from an answer."""
 
 
-# In the order in which they are listed. Descriptions say what is equal or shared, and the source whose code decides.
+# in the order in which they are listed; a description names equal or shared parts, and the source with the code
 METRICS = _named(
     # likelihoods: the mean of log losses is exponentiated only when it is printed
     Metric(
@@ -147,7 +146,7 @@ METRICS = _named(
         _likelihood,
         shown=math.exp,
     ),
-    # words of an answer
+    # metrics over the words of an answer
     Metric("f1", "token F1 after SQuAD normalisation (LongBench qa_f1)", LONGBENCH, by_pair(text.qa_f1)),
     Metric("rouge_l", "ROUGE-L F of the package rouge, as LongBench calls it", LONGBENCH, by_pair(rouge.rouge_l)),
     Metric("rouge_1", "ROUGE-1 F of the package rouge", LONGBENCH, by_pair(partial(rouge.rouge_n, n=1))),
@@ -159,7 +158,7 @@ METRICS = _named(
         by_pair(rouge.rouge1_stem),
         package="rouge_score",
     ),
-    # equality and containment
+    # metrics of equality and containment
     Metric("accuracy", "first line equals the label but for case and punctuation", "kvbench", by_pair(choice.accuracy)),
     Metric("exact_match", "equal but for whitespace", "kvbench", by_pair(text.exact_match)),
     Metric("contains", "reference occurs literally in the answer", "kvbench", by_pair(text.contains)),
@@ -169,7 +168,7 @@ METRICS = _named(
         "github.com/nelson-liu/lost-in-the-middle",
         by_pair(text.contains_any_case),
     ),
-    # code
+    # metrics of code
     Metric("code_sim", "edit similarity of the first code line (Levenshtein)", LONGBENCH, by_pair(code.code_sim)),
     Metric(
         "code_sim_difflib",
@@ -178,7 +177,7 @@ METRICS = _named(
         by_pair(partial(code.code_sim, backend="difflib")),
     ),
     Metric("edit_sim", "Levenshtein ratio of the stripped answers", "kvbench", by_pair(code.edit_sim)),
-    # final answers out of a closed set, or numbers
+    # final answers: numbers, or out of a closed set
     Metric(
         "classification",
         "right label among the class names found in the answer, over their number",
@@ -200,7 +199,7 @@ METRICS = _named(
         "github.com/TIGER-AI-Lab/TheoremQA",
         by_pair(theorem.theorem_match),
     ),
-    # question answering
+    # metrics of question answering
     Metric("bleu", "sentence BLEU-4, exponential smoothing, tokenize=intl", SACREBLEU, by_pair(bleu.bleu)),
     Metric("squad_f1", "token F1 after SQuAD normalisation, 1 for two empty answers", COQA, by_pair(squad.squad_f1)),
     Metric("squad_em", "equal after SQuAD normalisation", "SQuAD evaluate-v1.1.py", by_pair(squad.squad_em)),
@@ -217,7 +216,7 @@ METRICS = _named(
         "github.com/nelson-liu/lost-in-the-middle",
         by_pair(squad.best_subspan_em),
     ),
-    # RULER, once as its own script scores it and once as kvpress does
+    # RULER's metrics, once by its own script and once by kvpress
     Metric(
         "string_match_all",
         "share of the references that occur in the answer, whatever their case (RULER's all)",
@@ -244,7 +243,7 @@ METRICS = _named(
         KVPRESS,
         _single(kvpress_match.any_contained),
     ),
-    # LongBench's synthetic tasks, and its Chinese ones
+    # LongBench's metrics of synthetic tasks and of Chinese
     Metric("count", "share of the answer's numbers that are right", LONGBENCH, by_pair(choice.count)),
     Metric("retrieval", "share of the answer's numbers that name the paragraph", LONGBENCH, by_pair(choice.retrieval)),
     Metric("qa_f1_zh", "token F1 of Chinese segmented by jieba", LONGBENCH, by_pair(chinese.qa_f1_zh), package="jieba"),

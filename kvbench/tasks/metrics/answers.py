@@ -16,15 +16,15 @@ _ANNOUNCED = re.compile(
     r"\b(?i:answer)\b(?:\s+is|\s*[:=])+[^A-Za-z]*(?:(?i:option|choice|letter)\b[^A-Za-z]*)?([A-D])\b"
 )
 _MARKED = re.compile(r"\(([A-Da-d])\)|\b([A-D])(?=[).:](?![A-Za-z0-9]))")
-# an A before a word in lower case is the article of a sentence; D-day and A's choose nothing
+# an A before a word in lower case is an article; the letters in D-day and A's choose nothing
 _ALONE = re.compile(r"\b([B-D]|A(?!\s+[a-z]))\b(?![-'’])")
 
 
 def last_number(text: str) -> Decimal | None:
     """Return the last number of a text, or None.
 
-    It may have commas between thousands, a sign before ``$``, an exponent, a fraction. ``%``, ``$`` and units do not
-    change it. Only ASCII digits count.
+    The number may have commas between thousands, a sign before ``$``, an exponent, a fraction. ``%``, ``$`` and units
+    do not change it. Only ASCII digits count.
     """
     # LaTeX writes 1{,}234 and \$5
     numbers = _NUMBER.findall(text.replace("−", "-").replace("{,}", ",").replace("\\$", "$"))
@@ -35,7 +35,7 @@ def last_number(text: str) -> Decimal | None:
     if exponent:
         digits += f"e{exponent}"
     try:
-        # decimal, so that integers of any length stay exact
+        # Decimal keeps integers of any length exact
         value = Decimal(digits)
         if divisor:
             value = value / Decimal(divisor)
@@ -80,7 +80,7 @@ def chosen_letter(text: str) -> str | None:
     for pattern in (_ANNOUNCED, _MARKED, _ALONE):
         match = pattern.search(text)
         if match:
-            # _MARKED has a group for each of its two forms, of which one is empty
+            # _MARKED has a group for each of its two forms, and one of them is empty
             return next(group for group in match.groups() if group).upper()
     return None
 
@@ -96,5 +96,5 @@ def last_integer(prediction: str, reference: str) -> float | None:
     numbers = re.findall(r"[0-9]+", prediction)
     if not numbers:
         return 0.0
-    # 007 is 7: texts are compared, since Python refuses to read numbers of thousands of digits
+    # 007 is 7; texts are compared, since Python refuses to read numbers of thousands of digits
     return float(numbers[-1].lstrip("0") == expected.lstrip("0"))

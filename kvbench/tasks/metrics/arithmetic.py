@@ -1,7 +1,7 @@
 """Numbers as models write them: ``3.5e-8``, ``1,234``, ``\\frac{1}{2}``, ``2\\pi``, ``3 × 10^{-8} m``, ``25%``.
 
-A recursive-descent evaluator reads a text as far as it understands it and stops there. Units and words may follow. It
-never runs the text as code.
+A recursive-descent evaluator reads a text as far as it understands it and stops there. Units and words may follow. The
+evaluator never runs the text as code.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
 
-# the three groups are a number, a name and any other sign, of which a token is one
+# a token is one of three groups: a number, a name, or any other sign
 _TOKEN = re.compile(r"\s*(?:([0-9]+(?:\.[0-9]*)?(?:[eE][-+]?[0-9]+)?|\.[0-9]+(?:[eE][-+]?[0-9]+)?)|([A-Za-z]+)|(\S))")
 # no digit, letter, dot or ) may stand before a number: the 5 of x5 is part of a name, the minus of 7-3 is no sign
 _PLAIN = re.compile(r"(?<![0-9A-Za-z.)])-?(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?")
@@ -34,13 +34,13 @@ _Operation = Callable[[float, float], float]
 _SUMS: Mapping[str, _Operation] = {"+": operator.add, "-": operator.sub}
 _PRODUCTS: Mapping[str, _Operation] = {"*": operator.mul, "/": operator.truediv}
 _CONSTANTS = {"pi": math.pi, "e": math.e}
-# names that multiply a number before them, as in 2 pi and 2 sqrt(3); an e behind a number may be a unit or a word
+# names that multiply a number before them, such as 2 pi and 2 sqrt(3); an e behind a number may be a unit or a word
 _FACTORS = frozenset(_FUNCTIONS) | {"pi"}
 # places in a token
 _NUMBER, _NAME, _SIGN = range(3)
 # levels of nesting: hostile answers of thousands of brackets must not exhaust Python's stack
 _DEEPEST = 50
-# A number may have this many characters. Longer ones are noise, and Python refuses to read 5,000 digits.
+# the most characters of a number: longer ones are noise, and Python refuses to read 5,000 digits
 _LONGEST = 300
 
 
@@ -50,7 +50,7 @@ def clean(text: str) -> str:
     for sign, plain in (("−", "-"), ("×", "*"), ("·", "*"), ("\\times", "*"), ("\\cdot", "*"), ("π", " pi ")):
         text = text.replace(sign, plain)
     text = re.sub(r"\\pi(?![A-Za-z])", " pi ", text)
-    # The patterns match braces without braces inside. Each pass resolves the innermost level of nested LaTeX.
+    # the patterns match braces without braces inside; each pass resolves the innermost level of nested LaTeX
     for _ in range(_DEEPEST):
         simpler = _POWER.sub(_write_power, text)
         simpler = _ROOT.sub(r" sqrt(\1)", simpler)
@@ -73,7 +73,7 @@ def evaluate(text: str) -> float | None:
         except _Unreadable:
             continue
         except (ArithmeticError, ValueError):
-            # 1/0 or the root of a negative number: the expression is the answer, and it has no value
+            # 1/0 or the root of a negative number: the expression is the answer, but it has no value
             return None
         if not math.isfinite(value):
             return None
@@ -86,12 +86,12 @@ def _begins_expression(tokens: Sequence[_Token], start: int) -> bool:
     number, name, sign = tokens[start]
     if number or sign in ("-", "(") or name in _FACTORS:
         return True
-    # a single e opens nothing but a power: "i.e. 5" is 5
+    # a single e begins only a power: "i.e. 5" is 5
     return name == "e" and tokens[start + 1 : start + 2] == [(None, None, "^")]
 
 
 def numbers(text: str) -> list[float]:
-    """Return all numbers that stand in a text, in order, without any arithmetic."""
+    """Return all numbers in a text, in order, without any arithmetic."""
     plain = _join_thousands(text.replace("−", "-").replace("{,}", ","))
     values = []
     for match in _PLAIN.finditer(plain):
@@ -108,14 +108,14 @@ def _join_thousands(text: str) -> str:
 
 
 def _write_power(match: re.Match[str]) -> str:
-    """Return ``^(...)`` for LaTeX's ``^{...}``, and ``^`` for ``**``, which has no braces."""
+    """Return ``^(...)`` for LaTeX's ``^{...}``. Return ``^`` for ``**``, which has no braces."""
     if match[1] is None:
         return "^"
     return f"^({match[1]})"
 
 
 class _Unreadable(Exception):
-    """No expression can be read at a place."""
+    """The error for a place where no expression can be read."""
 
 
 class _Reader:
@@ -163,7 +163,7 @@ class _Reader:
             value = operators[sign](value, right)
 
     def _read_signed(self, depth: int) -> float:
-        """Return the value of an atom with its signs and its power; the power binds closer: -2^2 is -4."""
+        """Return the value of an atom with its signs and its power. The power binds closer: -2^2 is -4."""
         sign = self._peek(_SIGN)
         if sign in ("-", "+"):
             self.at += 1
@@ -177,7 +177,7 @@ class _Reader:
         caret_at = self.at
         self.at += 1
         try:
-            # the exponent reads its own power first, so that powers group from the right
+            # the exponent reads its own power first, so powers group from the right
             raised = float(value) ** float(self._read_signed(self._next_depth(depth)))
         except _Unreadable:
             self.at = caret_at

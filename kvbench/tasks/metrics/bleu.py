@@ -11,10 +11,10 @@ _ORDER = 4
 
 
 def bleu(prediction: str, reference: str) -> float:
-    """Return sentence BLEU-4 in [0, 1]: smoothed exponentially, case kept, ``tokenize``d, brevity penalty.
+    """Return sentence BLEU-4 in [0, 1] over words of ``tokenize``: exponential smoothing, brevity penalty, case kept.
 
-    The k-th n-gram order without a match counts as ``1 / 2**k`` matches; an order longer than the prediction, or no
-    matching word at all, makes the score 0. These are the settings of sacrebleu (github.com/mjpost/sacrebleu) in
+    The k-th n-gram order without a match counts as ``1 / 2**k`` matches. The score is 0 if an order is longer than the
+    prediction, or if no word matches. These are the settings of sacrebleu (github.com/mjpost/sacrebleu) in
     lm-evaluation-harness's ``truthfulqa_gen``: ``smooth_method=exp``, ``tokenize=intl``, no effective order.
     """
     words, reference_words = tokenize(prediction), tokenize(reference)
@@ -41,12 +41,13 @@ def bleu(prediction: str, reference: str) -> float:
 def tokenize(text: str) -> list[str]:
     """Split text into words at spaces, at symbols, and at punctuation with a neighbour that is no digit.
 
-    "3.5" and a final "1999." stay whole. This is the international tokenisation of mteval-v14, whose rules replace from
+    "3.5" and a final "1999." stay whole. This is the international tokenisation of mteval-v14. Its rules replace from
     left to right, one after the other.
     """
     text = text.strip()
-    # The rules are patterns over Unicode categories (N number, P punctuation, S symbol), with the place of the
-    # character in the match that gets spaces around it. Python's re has no \p{N}, hence the text of categories.
+    # The rules are patterns over Unicode categories (N number, P punctuation, S symbol). Each states the place of the
+    # character in the match that gets spaces around it. Python's re has no \p{N}, so the text is turned into
+    # categories.
     for pattern, offset in (("[^N]P", 1), ("P[^N]", 0), ("S", 0)):
         categories = "".join(unicodedata.category(character)[0] for character in text)
         places = {match.start() + offset for match in re.finditer(pattern, categories)}

@@ -16,7 +16,7 @@ from kvbench.tasks.metrics.rouge import rouge_l
 from kvbench.tasks.metrics.text import token_f1
 
 _PARAGRAPH = re.compile(r"段落(\d+)")
-# LongBench drops these marks beside ASCII's. Middle dot and em space are missing in its list, and so they are here.
+# LongBench drops these marks in addition to ASCII's; its list lacks middle dot and em space, so this one does, too
 _MARKS = (
     "！？｡。＂＃＄％＆＇（）＊＋，－／：；＜＝＞＠［＼］＾＿｀｛｜｝～｟｠"
     "｢｣､、〃》「」『』【】〔〕〖〗〘〙〚〛〜〝〞〟〰〾〿–—‘’‛“”„‟…‧﹏"
@@ -46,15 +46,15 @@ def retrieval_zh(prediction: str, reference: str) -> float | None:
 
 
 def segment(text: str) -> list[str]:
-    """Return the words of ``text`` in jieba's accurate mode; together they are the text, whitespace included."""
+    """Return the words of ``text`` in jieba's accurate mode. Joined, they give the text, whitespace included."""
     return list(_segmenter().cut(text, cut_all=False))
 
 
 def _words(text: str) -> list[str]:
-    """Return the words of ``text`` without punctuation and whitespace. Words that this leaves empty are dropped."""
+    """Return the words of ``text`` without punctuation and whitespace. Empty words are dropped."""
     words = []
     for segmented in segment(text):
-        # splitting and joining removes whitespace inside a word, too, as LongBench's white_space_fix does
+        # splitting and joining also removes whitespace inside a word, as LongBench's white_space_fix does
         word = "".join(segmented.lower().translate(_PUNCTUATION).split())
         if word:
             words.append(word)
@@ -63,12 +63,12 @@ def _words(text: str) -> list[str]:
 
 @cache
 def _segmenter() -> Any:
-    # jieba is imported on first use, since reading its dictionary takes a second
+    # import jieba on first use, since reading its dictionary takes a second
     import jieba
 
     # jieba reports on stderr where its cache lies
     jieba.setLogLevel(logging.WARNING)
-    # jieba's default segmenter is shared: words that other code adds to it would change scores
+    # do not use jieba's default segmenter, which is shared: words that other code adds to it would change scores
     segmenter = jieba.Tokenizer()
     segmenter.initialize()
     return segmenter

@@ -21,15 +21,15 @@ def accuracy(prediction: str, reference: str) -> float:
 
 
 def classification(prediction: str, reference: str, classes: Sequence[str]) -> float | None:
-    """Return 1 / number of class names found in the prediction if the right one is among them, else 0.
+    """Return 1 / the number of class names found in the prediction if the right one is among them, else 0.
 
     A name that is merely a part of the right one does not count as found. Returns None without classes.
     """
     if not classes:
         return None
     names = [name for name in classes if name in prediction]
-    # LongBench removes names from the list while it walks over it, so that it never examines the name after a removed
-    # one. This loop does the same, since the result is the benchmark's score.
+    # LongBench removes names from the list while walking over it, so it never examines the name after a removed one;
+    # this loop does the same, since the result is the benchmark's score
     i = 0
     while i < len(names):
         name = names[i]
@@ -42,7 +42,7 @@ def classification(prediction: str, reference: str, classes: Sequence[str]) -> f
 
 
 def count(prediction: str, reference: str) -> float:
-    """Return the share of the numbers in the prediction that are the reference, 0 without a number."""
+    """Return the share of the prediction's numbers that equal the reference; 0 without a number."""
     numbers = _NUMBER.findall(prediction)
     if not numbers:
         return 0.0
@@ -58,7 +58,7 @@ def retrieval(prediction: str, reference: str) -> float | None:
 
 
 def _label(text: str) -> str:
-    """Return a label in the form that is compared: lower case, single spaces, no punctuation at the ends."""
+    """Return a label in the form for comparison: lower case, single spaces, no punctuation at the ends."""
     words = " ".join(text.lower().split())
-    # a label of nothing but punctuation stays as it is, or it would equal every other such label
+    # a label of nothing but punctuation stays unchanged, or it would equal every other such label
     return words.strip(string.punctuation + " ") or words

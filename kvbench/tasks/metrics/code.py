@@ -1,8 +1,8 @@
 """Edit similarity of generated code.
 
-LongBench calls ``fuzzywuzzy.fuzz.ratio``, which answers differently with and without python-Levenshtein (real
-LLaMA-2-7B-chat answers: lcc 60.87 or 58.65). Here the backend is named by the caller, never by what is installed, and
-neither package, which are GPL, is needed: rapidfuzz (MIT) has the same ratio, and the tests compare the two.
+LongBench calls ``fuzzywuzzy.fuzz.ratio``, and this answers differently with and without python-Levenshtein (real
+LLaMA-2-7B-chat answers: lcc 60.87 or 58.65). Here the caller names the backend, whatever is installed. Neither package,
+both GPL, is needed: rapidfuzz (MIT) has the same ratio, and the tests compare the two.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def code_sim(prediction: str, reference: str, backend: Backend = "levenshtein") 
     """
     code_line = ""
     for line in prediction.lstrip("\n").split("\n"):
-        # LongBench passes over fences of Markdown and comments of Python, C# and Java
+        # LongBench skips fences of Markdown and comments of Python, C# and Java
         if "`" not in line and "#" not in line and "//" not in line:
             code_line = line
             break

@@ -1,4 +1,4 @@
-"""ROUGE: published tables used two packages, which disagree. Each has its own name here.
+"""ROUGE. Published tables used two packages that disagree. Each has its own name here.
 
 ``rouge_l`` is ROUGE-L F of the package ``rouge`` (LongBench, Q-Hitter, ReFreeKV). It has no stemming, splits words at
 spaces and sentences at full stops, and counts *sets* of words of the longest common subsequences of all sentence pairs.
@@ -22,10 +22,10 @@ OFFICIAL_DEPTH = 991
 def rouge_l(prediction: str, reference: str) -> float:
     """Return ROUGE-L F in [0, 1] of the package ``rouge``, as LongBench calls it.
 
-    Texts without anything between their full stops score 0: the package raises, and LongBench's evaluator counts 0. The
-    package also recurses once per word and fails on very long sentences, which LongBench again counts as 0. A sentence
-    pair that needs more than OFFICIAL_DEPTH nested calls therefore makes the score 0.
-    Source: github.com/pltrdy/rouge 1.0.1; github.com/THUDM/LongBench metrics.py.
+    Texts without anything between their full stops score 0: the package raises an error, and LongBench's evaluator
+    counts 0. The package also recurses once per word and fails on very long sentences, and LongBench again counts 0. A
+    sentence pair that needs more than OFFICIAL_DEPTH nested calls therefore makes the score 0. Source:
+    github.com/pltrdy/rouge 1.0.1; github.com/THUDM/LongBench metrics.py.
     """
     predicted_sentences, reference_sentences = _sentences(prediction), _sentences(reference)
     if not predicted_sentences or not reference_sentences:
@@ -44,7 +44,7 @@ def rouge_l(prediction: str, reference: str) -> float:
 
 
 def rouge_n(prediction: str, reference: str, n: int) -> float:
-    """Return ROUGE-n F in [0, 1] of the package ``rouge``, over sets of n-grams. They continue across sentences.
+    """Return ROUGE-n F in [0, 1] of the package ``rouge``, over sets of n-grams. N-grams continue across sentences.
 
     Source: github.com/pltrdy/rouge 1.0.1, rouge_score.rouge_n with exclusive=True.
     """
@@ -61,7 +61,7 @@ def rouge_n(prediction: str, reference: str, n: int) -> float:
 
 
 def _f_score(precision: float, recall: float) -> float:
-    """Return 2 P R / (P + R + 1e-8), the F score of the package ``rouge``, whose small term avoids a division by 0."""
+    """Return 2 P R / (P + R + 1e-8), the F score of the package ``rouge``. Its small term avoids a division by 0."""
     return 2.0 * ((precision * recall) / (precision + recall + 1e-8))
 
 
@@ -75,7 +75,7 @@ def rouge1_stem(prediction: str, reference: str) -> float:
 
 @cache
 def _rouge_scorer() -> Any:
-    # rouge-score is imported on first use: it loads nltk, which takes longer than most commands
+    # import rouge-score on first use: it loads nltk, which takes longer than most commands
     from rouge_score.rouge_scorer import RougeScorer
 
     return RougeScorer(["rouge1"], use_stemmer=True)
@@ -91,12 +91,12 @@ def _common_subsequence(x: list[str], y: list[str]) -> tuple[set[str], int]:
     """Return (words of one longest common subsequence, number of nested calls that ``rouge`` needs to find it).
 
     Rows of the dynamic programme are bit vectors (Hyyro 2004): bit j of row i is 0 where the length grows from column j
-    to j + 1. If there are several longest subsequences, this finds the same one as ``rouge``.
+    to j + 1. If there are several longest subsequences, this function finds the same one as ``rouge``.
     """
     if set(x).isdisjoint(y):
         return set(), len(y) + 1
     rows = list(_length_rows(x, y))
-    # Walk back from the corner (len x, len y), as the package's recursion does; each step is one of its calls.
+    # walk back from the corner (len x, len y), as the package's recursion does; each step is one of its calls
     i, j, calls = len(x), len(y), 1
     # length of the subsequence of x[:i] and y[:j] = the number of zeros among the lowest j bits of row i
     remaining = j - rows[i].bit_count()

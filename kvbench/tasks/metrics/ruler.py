@@ -1,4 +1,4 @@
-"""RULER's two scores, which count the references that an answer contains in any case, and its means over lengths."""
+"""RULER's two scores and its means over lengths. Both scores count references in the answer, in any case."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Sequence
 
 def contained(prediction: str, reference: str) -> float:
     """Return 1 if the reference stands in the answer in any case, else 0."""
-    # RULER's postprocess_pred replaces control characters by line breaks: a reference is not found across one
+    # RULER's postprocess_pred replaces control characters by line breaks, so a reference across one is not found
     text = re.sub(r"[\x00-\x1f]", "\n", prediction.strip()).strip()
     return float(reference.lower() in text.lower())
 
 
 def share_contained(prediction: str, references: Sequence[str]) -> float | None:
-    """Return the share of the references that stand in the answer, None without references."""
+    """Return the share of the references that stand in the answer; None without references."""
     if not references:
         return None
     return sum(contained(prediction, reference) for reference in references) / len(references)

@@ -8,10 +8,10 @@ from kvbench.tasks.metrics.text import normalise_answer, token_f1
 
 
 def squad_f1(prediction: str, reference: str) -> float:
-    """Return token F1 of the normalised answers. If one of them is empty, it is 1 if both are, else 0.
+    """Return token F1 of the normalised answers. If one of them is empty, the score is 1 if both are, else 0.
 
     The score differs from LongBench's ``f1`` only for two empty answers. Source: compute_f1 of
-    stanfordnlp.github.io/coqa evaluate-v1.0.py, whose score of a turn is ``coqa_f1``.
+    stanfordnlp.github.io/coqa evaluate-v1.0.py. That script's score of a turn is ``coqa_f1``.
     """
     words, reference_words = normalise_answer(prediction).split(), normalise_answer(reference).split()
     if not words or not reference_words:
@@ -28,7 +28,7 @@ def squad_em(prediction: str, reference: str) -> float:
 def coqa_f1(prediction: str, references: Sequence[str]) -> float | None:
     """Return CoQA's score of a turn: the best ``squad_f1`` over all references but one, averaged over the one left out.
 
-    This makes the score comparable with that of an annotator, who is compared with the other annotators. Equal
+    This makes the score comparable with an annotator's, since an annotator is compared with the other annotators. Equal
     references count separately. A single reference is not left out. Returns None without references. Source:
     stanfordnlp.github.io/coqa evaluate-v1.0.py.
     """

@@ -44,9 +44,9 @@ _BLOCK = 2**22
 
 
 def mean_interval(scores: Scores, bounds: Bounds | None = (0.0, 1.0)) -> Interval | None:
-    """Return the interval (low, high) of the mean score, or None for fewer than two scores, which have no spread.
+    """Return the interval (low, high) of the mean score; None for fewer than two scores, since they show no spread.
 
-    ``bounds`` is the range of a score, or None for values without a range such as log losses, which get the t interval.
+    ``bounds`` is the range of a score, or None for values without a range such as log losses. These get the t interval.
     Raises ValueError for scores that are not finite or outside their bounds. Leave unscorable examples out before.
     """
     values = _finite(scores)
@@ -59,7 +59,7 @@ def mean_over_tasks(tasks: Sequence[Scores], bounds: Bounds = (0.0, 1.0)) -> tup
     """Return the mean of the tasks' mean scores, and its interval from the spread within each task.
 
     The variances of the tasks' means are added up, with the degrees of freedom of all tasks together. There is no
-    interval below FEWEST examples in all, nor where a task has only one.
+    interval below FEWEST examples in all, nor if a task has only one.
     """
     values = [_finite(scores) for scores in tasks]
     point = float(np.mean([v.mean() for v in values]))
@@ -71,7 +71,7 @@ def mean_over_tasks(tasks: Sequence[Scores], bounds: Bounds = (0.0, 1.0)) -> tup
 def paired_difference(scores: Scores, baseline: Scores) -> tuple[float, Interval | None]:
     """Return (mean of ``scores - baseline`` over the same examples in the same order, its interval or None).
 
-    Scores lie between 0 and 1. Raises ValueError where the lengths differ or there is no example.
+    Scores lie between 0 and 1. Raises ValueError if the lengths differ or there is no example.
     """
     a, b = _finite(scores), _finite(baseline)
     if len(a) != len(b) or not len(a):
@@ -91,14 +91,14 @@ def ratio_interval(sums: NDArray[np.float64]) -> Interval | None:
     if n < FEWEST:
         return None
     totals = sums.sum(0)
-    # row i holds the sums [2] over all rows but i
+    # row i holds the sums [2] over all rows except row i
     without_one = totals - sums
     if (without_one <= 0).any():
         return None
     logs = np.log(without_one[:, 0]) - np.log(without_one[:, 1])
     deviation = _jackknife_error(logs)
     if deviation < ROUNDING:
-        return None  # the same ratio everywhere: no spread is seen
+        return None  # the ratio is the same everywhere, so no spread is seen
     # exp(log r -+ t * s) = r * exp(-+ t * s)
     half = _t_quantile((n - 1) / 2) * deviation
     ratio = float(totals[0] / totals[1])
@@ -127,7 +127,7 @@ def jackknife_interval(
     n = len(values)
     if n < FEWEST:
         return None
-    # the statistic of the means over all rows but one
+    # the statistic of the means over all rows except one
     without_one = np.array([statistic((values.sum(0) - row) / (n - 1)) for row in values])
     half = _t_quantile(n - 1) * _jackknife_error(without_one)
     point = statistic(values.mean(0))
@@ -135,7 +135,7 @@ def jackknife_interval(
 
 
 class Share(NamedTuple):
-    """A score in per cent of the full cache's score, with its interval. Either is None if it cannot be said."""
+    """A score in per cent of the full cache's score, with its interval. Either is None if it is not known."""
 
     point: float | None = None
     ci: Interval | None = None
@@ -182,7 +182,7 @@ def share(tasks: Sequence[Pairs], of_ratios: bool = False, log_losses: bool = Fa
 
 
 def in_percent(interval: Interval | None) -> Interval | None:
-    """Return an interval of shares in per cent, None for None."""
+    """Return an interval of shares in per cent; None for None."""
     if interval is None:
         return None
     return 100 * interval[0], 100 * interval[1]
@@ -197,7 +197,8 @@ def at_floor(full: Scores, chance: float = 0.0) -> bool:
         return True
     if len(values) < FEWEST:
         return False
-    # The t interval: one with bounds never reaches the bound itself, so one right answer of ten would be above silence.
+    # use the t interval: one with bounds never reaches the bound itself, so one right answer of ten would count as
+    # above an empty answer's score
     interval = mean_interval(values, None)
     return interval is not None and interval[0] <= chance
 
@@ -219,10 +220,10 @@ def p_above(differences: Scores, least: float = 0.0) -> float:
     if least < 0:
         values = np.append(values, -1.0)
     values = values - least
-    values = values[np.abs(values) > 0]  # the sign of 0 changes nothing
+    values = values[np.abs(values) > 0]  # drop zeros: the sign of 0 changes nothing
     if not len(values):
         return 1.0
-    # Flipping the signs of some values turns sum(v) into sum(v) - 2 * (the sum of the flipped values).
+    # flipping the signs of some values turns sum(v) into sum(v) - 2 * (the sum of the flipped values)
     observed = values.sum()
     subset_sums = _draw_subset_sums(values)
     reached = np.count_nonzero(observed - 2 * subset_sums >= observed - ROUNDING)
@@ -230,10 +231,10 @@ def p_above(differences: Scores, least: float = 0.0) -> float:
 
 
 def _draw_subset_sums(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the sums [FLIPS] of random subsets of ``values`` [n], in which each value is with a chance of a half."""
+    """Return the sums [FLIPS] of random subsets of ``values`` [n]. Each value is in a subset with probability 1/2."""
     n = len(values)
     rows = max(1, _BLOCK // n)
-    # always the same seed: a p-value is a function of the values
+    # always the same seed, so that a p-value is a function of the values
     rng = np.random.default_rng(0)
     sums = []
     for start in range(0, FLIPS, rows):
@@ -254,7 +255,7 @@ def holm(ps: Mapping[str, float], family: int) -> dict[str, float]:
     corrected: dict[str, float] = {}
     largest = 0.0
     for rank, key in enumerate(sorted(ps, key=lambda key: ps[key])):
-        # the p-value of rank r is multiplied by family - r; none falls below an earlier one
+        # the p-value of rank r is multiplied by family - r, and never falls below an earlier one
         largest = max(largest, min(1.0, (family - rank) * ps[key]))
         corrected[key] = largest
     return corrected
@@ -267,7 +268,7 @@ def normal_quantile(p: float) -> float:
 
 def by_example(ways: Mapping[str, Sequence[Sequence[float]]], width: int) -> NDArray[np.float64]:
     """Return scores [examples, width]. Each row is the mean over the ``ways`` in which one example was asked."""
-    # several prompts of one example are not independent: they count as one row of an interval
+    # several prompts of one example are not independent, so they count as one row of an interval
     means = [np.mean(scores, axis=0) for scores in ways.values()]
     return np.array(means, dtype=np.float64).reshape(-1, width)
 
@@ -294,8 +295,8 @@ def _interval(tasks: Sequence[NDArray[np.float64]], bounds: Bounds | None) -> In
         half = quantile * variance**0.5
         return point - half, point + half
     if all(np.isin(values, bounds).all() for values in tasks):
-        # The variance of right and wrong answers follows from their mean: it is not estimated, and Wilson's quantile
-        # is that of the normal distribution.
+        # the mean of right and wrong answers determines their variance: nothing is estimated, so Wilson's quantile is
+        # the normal distribution's
         quantile = normal_quantile((1 + LEVEL) / 2)
         if len(tasks) == 1:
             # Wilson's own variance divides by n instead of n - 1
@@ -322,7 +323,7 @@ def _bounded(point: float, variance: float, quantile: float, bounds: Bounds) -> 
 
 
 def _share_interval(tasks: Sequence[Pairs], point: float, most: float, of_ratios: bool) -> Interval | None:
-    """Return the interval of a share, with 1 for the full cache's score. None if the full cache is not clearly above 0.
+    """Return the interval of a share, 1 being the full cache's score. None if the full cache is not clearly above 0.
 
     The interval of a ratio of means is Fieller's: all shares r for which the mean of ``y - r * x`` is not told apart
     from 0. The interval of a mean ``of_ratios`` spreads each task's ratio as ``pooled_interval`` does.
@@ -354,7 +355,7 @@ def _share_interval(tasks: Sequence[Pairs], point: float, most: float, of_ratios
 
 
 def _linearise_ratio(sums: NDArray[np.float64], ratio: float) -> NDArray[np.float64]:
-    """Return values [n] whose mean is the ``ratio`` of the sums [n, 2] of (y, x), and whose spread is that ratio's."""
+    """Return values [n] whose mean is the ``ratio`` of the sums [n, 2] of (y, x), and whose spread is the ratio's."""
     # r + (y - r x) / mean x, the first-order expansion of mean y / mean x
     return ratio + (sums[:, 0] - ratio * sums[:, 1]) / sums[:, 1].mean()
 
@@ -370,7 +371,7 @@ def _degrees_of_freedom(tasks: Sequence[NDArray[np.float64]]) -> int:
 
 
 def _constant_interval(value: float, n: int, bounds: Bounds | None) -> Interval | None:
-    """Return the interval of a mean of which ``n`` draws all have the same ``value``. None without bounds."""
+    """Return the interval of a mean whose ``n`` draws all have the same ``value``. None without bounds."""
     if bounds is None:
         return None
     # q = (alpha / 2)^(1 / n) of all examples have the value, the others lie at a bound

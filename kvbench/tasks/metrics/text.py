@@ -21,13 +21,13 @@ def normalise_answer(text: str) -> str:
 
     Source: rajpurkar.github.io/SQuAD-explorer, evaluate-v1.1.py.
     """
-    # the order is SQuAD's: punctuation goes first, so that "a-b" becomes the word "ab" and has no article in it
+    # SQuAD's order: punctuation goes first, so that "a-b" becomes the word "ab" and contains no article
     lowered = text.lower().translate(_PUNCTUATION)
     return " ".join(_ARTICLES.sub(" ", lowered).split())
 
 
 def token_f1(prediction: Sequence[str], reference: Sequence[str]) -> float:
-    """Return the harmonic mean of precision and recall of the multiset of tokens, 0 if no token is shared."""
+    """Return the harmonic mean of precision and recall of the multiset of tokens; 0 if no token is shared."""
     # a token counts as often as it stands in both
     shared = sum((Counter(prediction) & Counter(reference)).values())
     if not shared:
@@ -40,13 +40,13 @@ def token_f1(prediction: Sequence[str], reference: Sequence[str]) -> float:
 def qa_f1(prediction: str, reference: str) -> float:
     """Return token F1 of the normalised answers, as LongBench scores question answering.
 
-    Two answers that are both empty after normalisation score 0, as there. Source: github.com/THUDM/LongBench.
+    Two answers that are both empty after normalisation score 0, as in LongBench. Source: github.com/THUDM/LongBench.
     """
     return token_f1(normalise_answer(prediction).split(), normalise_answer(reference).split())
 
 
 def exact_match(prediction: str, reference: str) -> float:
-    """Return 1 if both are equal once runs of whitespace are one space and the ends are stripped, else 0."""
+    """Return 1 if both texts are equal after merging and stripping whitespace, else 0."""
     return float(prediction.split() == reference.split())
 
 
@@ -58,5 +58,5 @@ def contains_any_case(prediction: str, reference: str) -> float | None:
 def contains(prediction: str, reference: str) -> float | None:
     """Return 1 if the reference occurs literally in the prediction, else 0; None if the reference is blank."""
     if not reference.strip():
-        return None  # a blank reference would be a part of nearly every prediction
+        return None  # a blank reference would be part of nearly every prediction
     return float(reference in prediction)

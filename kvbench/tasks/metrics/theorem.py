@@ -1,9 +1,9 @@
 """TheoremQA: answers of five types, each compared in its own way.
 
-A small evaluator reads numbers, instead of the LaTeX library and ``eval`` of the official one. It knows sums, products,
+A small evaluator reads numbers, in place of the official script's LaTeX library and ``eval``. It knows sums, products,
 powers, roots, fractions, a few functions and pi. If an answer is announced ("the answer is", ``\\boxed``), only the
-text behind it counts. Otherwise the last number, list, letter or truth value of the text counts. Tolerances are those
-of the official evaluator: 4 per cent of the reference for floats, rounding for integers, lists sorted first. Source:
+text behind it counts. Otherwise the last number, list, letter or truth value of the text counts. Tolerances are the
+official evaluator's: 4 per cent of the reference for floats, rounding for integers, lists sorted first. Source:
 github.com/TIGER-AI-Lab/TheoremQA.
 """
 
@@ -37,7 +37,7 @@ def theorem_match(prediction: str, reference: str) -> float | None:
     if expected is None:
         return None
     final = announced(prediction)
-    # An announced answer stands at the beginning of its text, any other at the end of the prediction.
+    # an announced answer stands at the beginning of its text, any other at the end of the prediction
     first = final is not None
     text = prediction
     if final is not None:
@@ -54,7 +54,7 @@ def theorem_match(prediction: str, reference: str) -> float | None:
 
 
 def parse_reference(text: str) -> Answer | None:
-    """Return the value of ``True``, ``11760``, ``1.0``, ``[0, 5]`` or ``(c)`` by its form, None for any other text."""
+    """Return the value of ``True``, ``11760``, ``1.0``, ``[0, 5]`` or ``(c)`` by its form; None for other texts."""
     stripped = text.strip()
     if stripped.lower() in ("true", "false"):
         return stripped.lower() == "true"
@@ -74,11 +74,11 @@ def parse_reference(text: str) -> Answer | None:
 
 
 def _is_number(value: object) -> bool:
-    """Tell if a value of JSON is a finite number. The booleans of JSON are none."""
+    """Tell if a JSON value is a finite number. Booleans are not."""
     if isinstance(value, bool):
         return False
     if isinstance(value, int):
-        return True  # its size does not matter: isfinite would make a float of it, which ends at 10**308
+        return True  # an integer of any size is finite: isfinite would make a float of it, and floats end at 10**308
     return isinstance(value, float) and math.isfinite(value)
 
 
@@ -97,7 +97,7 @@ def announced(text: str) -> str | None:
 
 
 def close(value: float, reference: float) -> bool:
-    """Tell if a number is right: after rounding for an integer, within 4 per cent of the reference for a float."""
+    """Tell if a number is right: an integer after rounding, a float within 4 per cent of the reference."""
     if not math.isfinite(value):
         return False
     if isinstance(reference, int):
@@ -123,7 +123,7 @@ def _option(text: str, first: bool) -> str | None:
     letters = _OPTION.findall(text)
     if letters:
         return f"({_first_or_last(letters, first).lower()})"
-    # an answer that is nothing but a letter needs no parentheses
+    # an answer that is only a letter needs no parentheses
     bare = text.strip(" \t\r\n.,:;*$").lower()
     if re.fullmatch("[a-f]", bare):
         return f"({bare})"
@@ -131,7 +131,7 @@ def _option(text: str, first: bool) -> str | None:
 
 
 def _number(text: str, first: bool) -> float | None:
-    """Return the number of an announced answer, which stands ``first``, or else the last number of a text."""
+    """Return the first number of an announced answer (``first``), or else the last number of a text."""
     if first:
         # the result of "x = 2 + 3 = 5" stands behind the last sign
         return evaluate(text.rpartition("=")[2])
@@ -144,10 +144,10 @@ def _number(text: str, first: bool) -> float | None:
 def _list(text: str, first: bool) -> list[float | None]:
     """Return the numbers of the ``first`` or last bracketed list. Entries that are no numbers are None.
 
-    An announced list, which is the first, may lack brackets. Then its numbers stand between commas.
+    An announced list comes first and may lack brackets. Its numbers then stand between commas.
     """
     text = clean(text)
-    # parentheses and braces also group an expression: they are a list if a comma or a semicolon stands in them
+    # parentheses and braces also group an expression: with a comma or a semicolon inside they are a list
     groups = [group for group in _bracketed(text) if "," in group or ";" in group or group.startswith("[")]
     if groups:
         text = _first_or_last(groups, first)[1:-1]
@@ -167,7 +167,7 @@ def _first_or_last(matches: Sequence[T], first: bool) -> T:
 
 def _bracketed(text: str) -> list[str]:
     """Return the outermost stretches between a bracket and its partner, brackets included, in order."""
-    # the places of the brackets that are still open, by the bracket that closes them: each kind pairs by itself
+    # the places of open brackets, by the bracket that closes them: each kind pairs by itself
     open_places: dict[str, list[int]] = {closing: [] for closing in _CLOSING.values()}
     pairs = []
     for i, character in enumerate(text):
@@ -175,7 +175,7 @@ def _bracketed(text: str) -> list[str]:
             open_places[_CLOSING[character]].append(i)
         elif open_places.get(character):
             pairs.append((open_places[character].pop(), i + 1))
-    # in order of their beginnings, a pair that begins before the last one has ended lies inside it
+    # the pairs are sorted by their beginnings, so a pair that begins before the last one has ended lies inside it
     outermost, end = [], 0
     for start, stop in sorted(pairs):
         if start >= end:
@@ -194,7 +194,7 @@ def _text_in_braces(text: str, start: int) -> str:
             depth -= 1
         if depth == 0:
             return text[start + 1 : i]
-    # a generation that was cut off may lack the partner
+    # a generation that was cut off may lack the closing brace
     return text[start + 1 :]
 
 

@@ -1,4 +1,4 @@
-"""Common and frequent words: lists whose words are to be counted, in English and in code."""
+"""Common and frequent words: the prompt lists words, in English or in code, and the model counts them."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def common(budget: LengthBudget, words: Sequence[str]) -> Iterator[RulerPrompt]:
     """Yield prompts of the ten most common words without end, each behind a solved example."""
     rng = Random(budget.seed)
     pool = list(words)
-    # a generator of its own: shuffling does not move the one that draws
+    # shuffling has a generator of its own, so it does not move the one that draws
     Random(budget.seed).shuffle(pool)
     draw = partial(_draw_common, rng, budget, pool)
-    # RULER estimates the tokens of a word on a long list, and looks no further than twice the estimate
+    # RULER estimates a word's tokens on a long list, and searches no further than twice the estimate
     tokens_per_word = budget.measure(draw(PROBE)) / PROBE
     size = budget.bisect(draw, 10, int(budget.length // tokens_per_word) * 2)
     while True:
@@ -74,7 +74,7 @@ def _draw_common(rng: Random, budget: LengthBudget, pool: Sequence[str], size: i
 def _repeat_words(
     rng: Random, seed: int, pool: Sequence[str], size: int, *, often: int, seldom: int
 ) -> tuple[str, Sequence[str]]:
-    """Return (a shuffled, numbered list of ``size`` words, the words in it that are repeated ``often``)."""
+    """Return (a shuffled, numbered list of ``size`` words, the words that are repeated ``often``)."""
     words = rng.sample(pool, size)
     repeated = words[:COMMON] * often + words[COMMON:] * seldom
     Random(seed).shuffle(repeated)
@@ -90,12 +90,12 @@ def frequent(budget: LengthBudget) -> Iterator[RulerPrompt]:
     """Yield prompts of the three most frequent coded words without end."""
     rng = Random(budget.seed)
     room = budget.length - budget.new_tokens
-    # RULER's numbers: a word of the vocabulary for 50 tokens, and sizes in steps of a thirty-second of the room
+    # RULER's numbers: one word of vocabulary for 50 tokens, and steps of a thirty-second of the room
     vocabulary_size = room // 50
     step = room // 32
     if vocabulary_size < 4 or step < 1:
         raise LengthTooShort(f"ruler/{budget.task}: lengths={budget.length} is too short for four words")
-    # the size of all prompts is searched with one vocabulary
+    # one vocabulary serves the search for the size of all prompts
     size = room // 6
     vocabulary = _draw_vocabulary(rng, budget.seed, vocabulary_size)
     while budget.measure(_write_frequent(budget.seed, vocabulary, size)) < room:
@@ -107,7 +107,7 @@ def frequent(budget: LengthBudget) -> Iterator[RulerPrompt]:
 
 
 def _fit_frequent(budget: LengthBudget, vocabulary: Sequence[str], size: int, step: int, room: int) -> RulerPrompt:
-    """Return a prompt of ``size`` words, or of so many steps fewer that it fits into ``room`` tokens.
+    """Return a prompt of ``size`` words, or of fewer by as many steps as it takes to fit into ``room`` tokens.
 
     Raises LengthTooShort if not all of its answers occur in it.
     """
@@ -121,7 +121,7 @@ def _fit_frequent(budget: LengthBudget, vocabulary: Sequence[str], size: int, st
 
 
 def _draw_vocabulary(rng: Random, seed: int, size: int) -> list[str]:
-    """Return different coded words in order of rank. The first is replaced by dots, which stand for noise."""
+    """Return different coded words in order of rank. Dots replace the first word and stand for noise."""
 
     def draw_word() -> str:
         return "".join(rng.choices(string.ascii_lowercase, k=6))
@@ -129,7 +129,7 @@ def _draw_vocabulary(rng: Random, seed: int, size: int) -> list[str]:
     drawn_words = {draw_word() for _ in range(size)}
     while len(drawn_words) < size:
         drawn_words.add(draw_word())
-    # sorted: the order of a set differs between runs of Python
+    # sort, since the order of a set differs between runs of Python
     words = sorted(drawn_words)
     Random(seed).shuffle(words)
     words[0] = "..."
@@ -137,7 +137,7 @@ def _draw_vocabulary(rng: Random, seed: int, size: int) -> list[str]:
 
 
 def _write_frequent(seed: int, vocabulary: Sequence[str], words: int) -> RulerPrompt:
-    """Return a prompt of about ``words`` words, in which words repeat by Zipf's law with the exponent 2."""
+    """Return a prompt of about ``words`` words that repeat by Zipf's law with the exponent 2."""
     listed = []
     for rank, word in enumerate(vocabulary, start=1):
         # n * r^-2 / zeta(2), where zeta(2) = pi^2 / 6 is the sum of r^-2 over all ranks

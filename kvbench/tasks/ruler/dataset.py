@@ -1,4 +1,4 @@
-"""The dataset ruler: its tasks, the data that each of them needs, and the prompts at the requested lengths."""
+"""The dataset ruler: its tasks, the data that each task needs, and the prompts at the requested lengths."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ READERS: Mapping[str, tuple[str, Callable[[Path], documents.Library]]] = Mapping
     {
         "qa_1": ("ruler/squad.json", documents.squad),
         "qa_2": ("ruler/hotpotqa.json", documents.hotpot),
-        # RULER's files are not always at hand: XQuAD has the form of SQuAD and is no part of RULER
+        # users may lack RULER's files; XQuAD has the form of SQuAD and is no part of RULER
         "qa_1@xquad": ("xquad.en.json", documents.squad),
     }
 )
@@ -73,7 +73,7 @@ class RulerKnobs:
 
 
 def load(context: LoadContext, **entry: Any) -> list[Task]:
-    """Return a task for each name and length: those selected, or else those of RULER that can be generated.
+    """Return a task for each name and length: the selected ones, or else RULER's own tasks that can be generated.
 
     A length counts prompt, chat template, the answer's beginning and the answer, without special tokens. Raises
     UsageError for a selected task whose data is missing, or whose smallest prompt exceeds a length.
@@ -84,14 +84,14 @@ def load(context: LoadContext, **entry: Any) -> list[Task]:
     revision = one_of(dataset, "revision", str(knobs.revision), REVISIONS)
     if tokenizer is None:
         raise UsageError(f"dataset {dataset} is cut to a number of tokens: it needs a model with a tokenizer")
-    # a selection may name one length, as in vt/4096; load_tasks leaves out the other lengths
+    # a selection may name one length, such as vt/4096; load_tasks leaves out the other lengths
     selected = dict.fromkeys(name.partition("/")[0] for name in context.selection)
     _check_possible(dataset, selected, revision)
     sources = Sources(files, revision, knobs.haystack)
     names, lacking = _split_by_data(sources, selected)
     if lacking and selected:
         raise _lacking_error(dataset, sources, selected, lacking)
-    # a prompt that fits is counted once more, for the number in its meta
+    # count a prompt that fits once more, for the number in its meta
     count = lru_cache(maxsize=2)(partial(_count, tokenizer))
     make_budget = partial(LengthBudget, seed=knobs.seed, count=count, measure=partial(_measure, count, context.render))
     tasks = []
@@ -100,12 +100,12 @@ def load(context: LoadContext, **entry: Any) -> list[Task]:
         try:
             examples = tuple(_examples(sources, name, budget, knobs.examples))
         except LengthTooShort as error:
-            # a whole suite goes on without the task, and its note says so; a named task must not be left out
+            # a whole suite runs without the task, and its note says so; a named task must not be left out
             if selected:
                 raise
             lacking.append(f"{name} at {length} ({error})")
             continue
-        # RULER scores questions by one reference that occurs, all other tasks by the share that does
+        # RULER scores questions by whether one reference occurs, all other tasks by the share that occurs
         metric = ALL
         if name in READERS:
             metric = PART
@@ -124,18 +124,18 @@ def load(context: LoadContext, **entry: Any) -> list[Task]:
     tasks = limit_questions(dataset, tasks, knobs.questions)
     if not facts:
         return tasks
-    # the same text for all tasks, so that a table prints it once
+    # all tasks have the same text, so that a table prints it once
     note = f"{dataset}: {'; '.join(facts)}"
     return [replace(task, note=note) for task in tasks]
 
 
 def _check_knobs(dataset: str, knobs: RulerKnobs) -> list[int]:
-    """Return the lengths as a list. Raises UsageError for a number that is not possible, or a length given twice."""
+    """Return the lengths as a list. Raises UsageError for an impossible number, or a length given twice."""
     lengths = knobs.lengths
     if isinstance(lengths, int):
         lengths = [lengths]
     lengths = list(lengths)
-    # each length is a task of its own: the same length twice would be one id twice
+    # each length is a task of its own, so the same length twice would be the same id twice
     for length in lengths:
         whole(dataset, "lengths", length, 1, 10_000_000)
     if not lengths or len(set(lengths)) < len(lengths):
@@ -152,7 +152,7 @@ def _check_possible(dataset: str, selected: Collection[str], revision: str) -> N
     for name in selected:
         if name not in NEW_TOKENS:
             raise unknown(f"task of dataset {dataset}", name, NEW_TOKENS)
-    # the name exists to say why it is not possible
+    # this name exists only to give the reason why it is impossible
     if revision == "lm_eval":
         raise UsageError(
             f"dataset.{dataset}.revision=lm_eval is not possible: lm-evaluation-harness draws all tasks from one "
@@ -163,7 +163,7 @@ def _check_possible(dataset: str, selected: Collection[str], revision: str) -> N
 def _split_by_data(sources: Sources, selected: Collection[str]) -> tuple[list[str], list[str]]:
     """Return (names of the tasks that can be generated, the others with the reason why they cannot).
 
-    Without a selection these are RULER's own tasks: a substitute is only generated if it is named.
+    Without a selection these are RULER's own tasks. A substitute is generated only if it is named.
     """
     candidates = list(selected)
     if not candidates:
@@ -186,7 +186,7 @@ def _lacking_error(dataset: str, sources: Sources, selected: Collection[str], la
     if not absent:
         return UsageError(text)
     if sources.files.root is None:
-        # without a data folder there is no place at which a file could be missing
+        # without a data folder, there is no place where a file could be missing
         return MissingData(text)
     return MissingData(text, absent)
 
@@ -210,7 +210,7 @@ def _facts(sources: Sources, names: Sequence[str], lacking: Sequence[str], tasks
 
 
 def _unfilled(tasks: Sequence[Task], revision: str) -> str:
-    """Return the note on tasks with prompts much shorter than their length, '' if there are none."""
+    """Return the note on tasks with prompts much shorter than their length; '' if there are none."""
     shares = []
     for task in tasks:
         # prompt and answer together should fill the length
@@ -240,7 +240,7 @@ def _examples(sources: Sources, name: str, budget: LengthBudget, examples: int) 
         )
         if name.endswith(MANY):
             turns = [Turn(question, answers, prefix) for question, prefix, answers in prompt.others]
-            # in the order of their keys in the haystack, the questions would tell where each needle is
+            # in the order of their keys in the haystack, the questions would reveal where each needle is
             Random(f"{budget.seed} {i}").shuffle(turns)
             example = replace(example, prompt=prompt.context, answers=(), question="", turns=tuple(turns))
         yield example
@@ -251,7 +251,7 @@ def _count(tokenizer: Tokenizer, text: str) -> int:
 
 
 def _measure(count: Callable[[str], int], render: Callable[[str], str] | None, prompt: RulerPrompt) -> int:
-    """Return the tokens that a model reads of a prompt, without those that the tokenizer puts around a text."""
+    """Return the number of tokens that a model reads of a prompt, without the tokenizer's own tokens around a text."""
     content = prompt.context + prompt.question
     if render is not None:
         content = render(content)
@@ -260,15 +260,15 @@ def _measure(count: Callable[[str], int], render: Callable[[str], str] | None, p
 
 @dataclass(frozen=True)
 class Sources:
-    """The data that tasks are generated from. It is read when the first task needs it."""
+    """The data for generating tasks. It is read when the first task needs it."""
 
     files: Files
     revision: str
     haystack: str | None
 
     def lack(self, task: str) -> str:
-        """Return why a task cannot be generated, '' if it can."""
-        # only the needles of the older revision were compared with published prompts
+        """Return why a task cannot be generated; '' if it can."""
+        # only the older revision's needles were compared with published prompts
         if self.revision != "2025" and task.removesuffix(MANY) not in NEEDLES:
             return f"its form of revision {self.revision} could not be verified"
         absent = self.absent(task)
@@ -283,7 +283,7 @@ class Sources:
         return reason
 
     def absent(self, task: str) -> str:
-        """Return the file or folder that a task needs and that is not there, '' for none."""
+        """Return the absent file or folder that a task needs; '' if there is none."""
         if task in READERS:
             file, _ = READERS[task]
             if self._path(file) is None:
@@ -296,7 +296,7 @@ class Sources:
         """Return the generator of a task's prompts."""
         needles = NEEDLES.get(name.removesuffix(MANY))
         if needles is not None:
-            # Punkt and a megabyte of essays are only read for a task that hides its needles in them
+            # Punkt and a megabyte of essays are read only for a task that hides its needles in them
             essays = None
             if self.in_essays(name):
                 essays = self.essays
@@ -317,7 +317,7 @@ class Sources:
             return f"; {file}"
         if task.removesuffix(MANY) not in NEEDLES and task != "cwe":
             return ""
-        # the version decides about the keys of all prompts
+        # the version decides the keys of all prompts
         text = f"; words of wonderwords {VERSION}"
         if self.in_essays(task):
             text += f"; {len(self._essay_files())} files of essays, sentences by Punkt"
@@ -329,7 +329,7 @@ class Sources:
 
     @cached_property
     def essays(self) -> Essays:
-        # RULER joins its essays with nothing between them
+        # RULER joins its essays without a separator
         return Essays("".join(read_text(path, "dataset ruler: haystack") for path in self._essay_files()))
 
     def in_essays(self, task: str) -> bool:
@@ -350,7 +350,7 @@ class Sources:
         return sorted(haystack.glob("*.txt"))
 
     def _path(self, name: str) -> Path | None:
-        """Return the path of a file or folder below the data folder, None if it is not there."""
+        """Return the path of a file or folder below the data folder; None if it does not exist."""
         if self.files.root is None:
             return None
         path = self.files.root / name

@@ -29,7 +29,7 @@ class AskedOfDocuments:
     """A question with its references.
 
     gold: the numbers of the documents that hold the answer.
-    near: the numbers of other documents on the same subject, which RULER takes first.
+    near: the numbers of other documents on the same subject. RULER takes these first.
     """
 
     text: str
@@ -49,7 +49,7 @@ class Library:
 def prompts(budget: LengthBudget, library: Library) -> Iterator[RulerPrompt]:
     """Yield a prompt for each question, in order."""
     rng = Random(budget.seed)
-    # the size is that of the first question for all of them, as in RULER
+    # the first question's size serves all questions, as in RULER
     draw_first = partial(_draw_prompt, rng, budget.seed, library, library.questions[0])
     size = budget.bisect(draw_first, STEP)
     for question in library.questions:
@@ -78,10 +78,10 @@ def _draw_prompt(rng: Random, seed: int, library: Library, question: AskedOfDocu
 
 def _choose_documents(rng: Random, question: AskedOfDocuments, size: int, total: int) -> list[int]:
     """Return the numbers of ``size`` documents out of ``total``: the gold ones, then near ones, then any others."""
-    # ``sample`` asks for no size below the number of gold documents
+    # ``sample`` never asks for a size below the number of gold documents
     numbers = list(question.gold)
     if size >= total:
-        # a small library is repeated
+        # repeat a small library
         return [i % total for i in range(size)]
     missing = size - len(numbers)
     if missing <= len(question.near):
@@ -93,7 +93,7 @@ def _choose_documents(rng: Random, question: AskedOfDocuments, size: int, total:
 
 
 def squad(path: Path) -> Library:
-    """Read a file of SQuAD's form. Questions without an answer are left out."""
+    """Read a file in SQuAD's form. Questions without an answer are left out."""
     articles = [article["paragraphs"] for article in _read_json(path)["data"]]
     texts: set[str] = set()
     for paragraphs in articles:
@@ -107,7 +107,7 @@ def squad(path: Path) -> Library:
             gold = number[paragraph["context"]]
             near = tuple(i for i in article_numbers if i != gold)
             for row in paragraph["qas"]:
-                # SQuAD 2.0 has questions that its paragraph does not answer
+                # SQuAD 2.0 has questions that their paragraph does not answer
                 if row.get("is_impossible", False):
                     continue
                 answers = tuple(answer["text"] for answer in row["answers"])
@@ -116,7 +116,7 @@ def squad(path: Path) -> Library:
 
 
 def hotpot(path: Path) -> Library:
-    """Read a file of HotpotQA's distractor setting: ten documents a question."""
+    """Read a file of HotpotQA's distractor setting. It has ten documents a question."""
     rows = _read_json(path)
     texts_by_row = []
     for row in rows:

@@ -1,4 +1,4 @@
-"""A prompt of RULER in its parts, and the search for the size with which prompts fill a number of tokens."""
+"""The parts of a RULER prompt, and the search for the size with which prompts fill a number of tokens."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvbench.base.errors import UsageError
 
 
 class LengthTooShort(UsageError):
-    """A length that the smallest prompt of a task exceeds."""
+    """The error for a length that a task's smallest prompt exceeds."""
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class RulerPrompt:
 
     context: the text before the question.
     question: the question, with the instruction in its line.
-    prefix: the beginning of the answer, which the model continues.
+    prefix: the beginning of the answer, to be continued by the model.
     facts: facts for reports, such as its size.
     others: further questions that the context can answer, as (question, beginning of the answer, references).
     short: whether the haystack ended before the size was reached.
@@ -39,13 +39,13 @@ Draw = Callable[[int], RulerPrompt]
 
 @dataclass(frozen=True)
 class LengthBudget:
-    """A number of tokens that one task's prompts and their answers are fitted to.
+    """The number of tokens that one task's prompts and their answers must fit.
 
     task: the name, for errors.
     length: the number of tokens of prompt, beginning of the answer, and answer.
     new_tokens: the number of tokens of the answer.
     count: the function from a text to its number of tokens.
-    measure: the function from a prompt to its number of tokens, a chat template's included.
+    measure: the function from a prompt to its number of tokens, with the chat template's.
     """
 
     task: str
@@ -56,10 +56,10 @@ class LengthBudget:
     measure: Callable[[RulerPrompt], int]
 
     def fits(self, prompt: RulerPrompt, more: int = 0) -> bool:
-        """Tell if a prompt, its answer and ``more`` tokens fit. Raises UsageError if they do for lack of haystack."""
+        """Tell if a prompt, its answer and ``more`` tokens fit. Raises UsageError if they fit for lack of haystack."""
         if self.measure(prompt) + more + self.new_tokens > self.length:
             return False
-        # a larger size would give the same prompt: the search would go on to sizes that mean nothing
+        # a larger size would give the same prompt, and the search would go on to meaningless sizes
         if prompt.short:
             raise UsageError(
                 f"ruler/{self.task}: the haystack's text ends before it fills lengths={self.length}: lower lengths=, "
@@ -68,11 +68,11 @@ class LengthBudget:
         return True
 
     def bisect(self, draw: Draw, step: int, most: int | None = None, more: int = 0) -> int:
-        """Return the largest size tried that fits, from ``step`` up to ``most`` or three times what a trial suggests.
+        """Return the largest size tried that fits, from ``step`` up to ``most`` or three times a trial's estimate.
 
         Each trial is drawn anew, so the path of the search decides the samples after it.
         """
-        # Every trial draws from the task's generator, so that the bounds decide about the prompts. They are RULER's.
+        # every trial draws from the task's generator, so the bounds affect the prompts; these bounds are RULER's
         if most is None:
             tokens_per_unit = self.measure(draw(step)) / step
             most = int(self.length / tokens_per_unit * 3)
@@ -84,16 +84,16 @@ class LengthBudget:
             else:
                 high = middle - 1
         if not best:
-            # the error says how long the smallest prompt is
+            # the error states the length of the smallest prompt
             raise self.too_short(draw(step), more)
         return best
 
     def climb(self, draw: Draw, step: int) -> int:
-        """Return the last size that fits with its references behind it, in steps up: RULER's search until 2024."""
+        """Return the last size that fits with its references behind it, searched in steps up as in RULER until 2024."""
         size = step
         while True:
             prompt = draw(size)
-            # this search counted the references and, beside them, the tokens that the answer may have
+            # this search counted the references in addition to the tokens that the answer may have
             if not self.fits(prompt, more=self.count(" ".join(prompt.answers))):
                 break
             size += step
@@ -110,7 +110,7 @@ class LengthBudget:
         finish: Callable[[RulerPrompt], RulerPrompt] | None = None,
         more: int = 0,
     ) -> RulerPrompt:
-        """Return a prompt of ``size``. While it is too long, it is drawn again a step smaller, down to ``least``.
+        """Return a prompt of ``size``. While it is too long, draw it again a step smaller, down to ``least``.
 
         ``finish`` adds a text that is drawn after the prompt. It is expected to have ``more`` tokens.
         """
@@ -119,7 +119,7 @@ class LengthBudget:
             if self.fits(prompt, more):
                 if finish is None:
                     return prompt
-                # the text behind may come out longer than expected: the prompt is measured with it
+                # the added text may be longer than expected, so measure the prompt with it
                 finished = finish(prompt)
                 if self.fits(finished):
                     return finished

@@ -22,7 +22,7 @@ QUESTION = "What {are} the special magic {type} for {query} mentioned in the pro
 PREFIX = " The special magic {type} for {query} mentioned in the provided text {are}"
 DEPTHS = [round(100 * i / 39) for i in range(40)]
 """RULER's depths of a needle in essays, in per cent: numpy.linspace(0, 100, 40), rounded."""
-# words of essays, lines of noise or needles by which sizes are searched
+# the step of the search for a size, in words of essays, lines of noise or needles
 STEPS = MappingProxyType({"essay": 500, "noise": 25, "needle": 25})
 
 
@@ -46,7 +46,7 @@ class Needles:
 
 @dataclass(frozen=True)
 class NeedleSource:
-    """The material of a task's prompts: the generator of all draws, its seed, keys, and essays if it hides in them."""
+    """The material of a task's prompts: the generator of all draws, its seed, the keys, and the essays if needed."""
 
     rng: Random
     seed: int
@@ -59,7 +59,7 @@ class NeedleSource:
         if kind == "word":
             return str(self.rng.choice(self.key_words))
         if kind == "number":
-            # seven digits
+            # numbers have seven digits
             return str(self.rng.randint(10**6, 10**7 - 1))
         return str(uuid.UUID(int=self.rng.getrandbits(128), version=4))
 
@@ -73,7 +73,7 @@ def prompts(
     if revision == "2024":
         size = budget.climb(draw, step)
     else:
-        # short lengths are searched in smaller steps since 2025
+        # since 2025 short lengths are searched in smaller steps
         if budget.length < 4096 and needles.haystack != "essay":
             step = 5
         size = budget.bisect(draw, step)
@@ -84,7 +84,7 @@ def prompts(
 def _draw_prompt(source: NeedleSource, size: int) -> RulerPrompt:
     """Return a prompt whose haystack has ``size`` words or lines.
 
-    The order of draws is RULER's: keys with their values, the haystack, the places, and last the keys of the question.
+    The order of draws is RULER's: keys with their values, the haystack, the places, and last the question's keys.
     """
     needles, rng = source.needles, source.rng
     sentence = NEEDLE.replace("{types}", f"{needles.value}s")
@@ -109,25 +109,25 @@ def _draw_prompt(source: NeedleSource, size: int) -> RulerPrompt:
                 key, value = source.draw(needles.key), source.draw(needles.value)
                 lines[i] = sentence.format(key=key, value=value)
                 values_by_key.setdefault(key, []).append(value)
-        # from the last place to the first: an insertion does not move the places that follow
+        # insert from the last place to the first: an insertion then does not move the places still to come
         places = sorted(rng.sample(range(size), len(hidden)), reverse=True)
         for place, needle in zip(places, hidden, strict=True):
             lines.insert(place, needle)
         context = "\n".join(lines)
-    # a hidden key may have been drawn for the haystack, too: it then has the values of both
+    # a hidden key may also have been drawn for the haystack: it then has both values
     for key, key_values in zip(keys, values, strict=True):
         values_by_key.setdefault(key, []).extend(key_values)
     asked_indices = rng.sample(range(needles.keys), needles.asked)
     answers: list[str] = []
     for i in asked_indices:
         answers += values[i]
-    # several keys or several values of one are asked for in the plural
+    # several keys, or several values of one, are asked for in the plural
     wording = Wording.of(needles.value, one_answer=needles.asked * needles.values == 1)
     query = _enumerate_words([keys[i] for i in asked_indices])
     opening = wording.context(context)
     others = []
     if wording.one_answer:
-        # @many asks for the value of every key of the haystack in the same words
+        # @many asks for the value of every key in the haystack, in the same words
         for key, key_values in values_by_key.items():
             others.append((wording.question(key), wording.prefix(key), tuple(key_values)))
     return RulerPrompt(
@@ -143,7 +143,7 @@ def _draw_prompt(source: NeedleSource, size: int) -> RulerPrompt:
 
 @dataclass(frozen=True)
 class Wording:
-    """The words of a prompt that depend on the kind of values and on whether one or several are asked for."""
+    """The words of a prompt that depend on the kind of values and on whether it asks for one or several."""
 
     type: str
     some: str
@@ -163,7 +163,7 @@ class Wording:
         return CONTEXT.format(some=self.some, type=self.type, are=self.are, context=text)
 
     def question(self, query: str) -> str:
-        """Return the question for the values of a key, or of several in one text."""
+        """Return the question for the values of one key, or of several keys in one text."""
         return QUESTION.format(are=self.are_all, type=self.type, query=query)
 
     def prefix(self, query: str) -> str:
@@ -185,7 +185,7 @@ def _hide_in_essays(rng: Random, sentences: Sequence[str], hidden: Sequence[str]
     pieces = []
     start = 0
     for place, needle in zip(places, hidden, strict=True):
-        # two depths can be one place in a short text: then the piece between them is empty, and adds a space
+        # in a short text two depths can be one place: then the piece between them is empty, and adds a space
         pieces.append(" ".join(sentences[start:place]))
         pieces.append(needle)
         start = place

@@ -49,7 +49,7 @@ def prompts(budget: LengthBudget) -> Iterator[RulerPrompt]:
     example = f"{solved.context}{solved.question}{solved.prefix} {' '.join(solved.answers)}\n"
 
     def with_example(prompt: RulerPrompt) -> RulerPrompt:
-        """Return a prompt behind the example, whose names and value are drawn anew."""
+        """Return a prompt behind the example, with newly drawn names and value in the example."""
         text = example
         for name in solved.answers:
             text = text.replace(name, _draw_name(rng, len(name)))
@@ -69,7 +69,7 @@ def prompts(budget: LengthBudget) -> Iterator[RulerPrompt]:
 def _draw_prompt(rng: Random, letters: int, draw_value: Callable[[], str], size: int) -> RulerPrompt:
     """Return a prompt with ``size`` lines of noise, without an example."""
     names = [_draw_name(rng, letters) for _ in range(NAMES)]
-    # a name that was drawn twice is dropped, and another one drawn behind the others
+    # drop a name that was drawn twice, and draw another one behind the others
     while len(set(names)) < NAMES:
         names = list(dict.fromkeys(names))
         names.append(_draw_name(rng, letters))

@@ -1,4 +1,4 @@
-"""The words and the essays of RULER's prompts, pinned by content: other lists would be another data set."""
+"""The words and the essays of RULER's prompts. Their content is pinned, since other lists would be another data set."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvbench.base.extras import require
 
 LISTS = ("noun", "adjective", "verb")
 VERSION = "2.2.0"
-# SHA-256 of the three lists of wonderwords 2.2.0, with which the published keys come out
+# SHA-256 of the three lists of wonderwords 2.2.0; the published keys need exactly these
 DIGEST = "cf46787c2791534b14ff97f8f4a70add1f363fd246099957ba66b7b9c8db3df3"
 # SHA-256 of the words of 49 essays, with which RULER's own haystack begins
 ESSAYS_DIGEST = "14ca63813ed994265c91e1d53f181afb6e3bca26193131c86f6ea78f5e52da86"
@@ -23,7 +23,7 @@ ESSAYS_DIGEST = "14ca63813ed994265c91e1d53f181afb6e3bca26193131c86f6ea78f5e52da8
 
 @cache
 def lists() -> tuple[tuple[str, ...], ...]:
-    """Return wonderwords' nouns, adjectives and verbs. Raises UsageError for any other lists than those of 2.2.0."""
+    """Return wonderwords' nouns, adjectives and verbs. Raises UsageError for lists other than those of 2.2.0."""
     require("wonderwords", "dataset ruler")
     folder = package_files("wonderwords") / "assets"
     texts = [(folder / f"{name}list.txt").read_text(encoding="utf-8") for name in LISTS]
@@ -39,12 +39,12 @@ def lists() -> tuple[tuple[str, ...], ...]:
 
 
 class KeyWords(Sequence[str]):
-    """All ``adjective-noun`` pairs in sorted order, six million. A pair is made when it is drawn."""
+    """All ``adjective-noun`` pairs in sorted order, six million. Each pair is made when it is drawn."""
 
     def __init__(self) -> None:
         nouns, adjectives, _ = lists()
         self.nouns = sorted(set(nouns))
-        # Pairs of one adjective are neighbours: a block is (first pair, adjective and dash, first noun, end of nouns).
+        # pairs of one adjective are neighbours: a block is (first pair, adjective and dash, first noun, end of nouns)
         prefixes = sorted({f"{adjective}-" for adjective in adjectives})
         blocks = []
         for prefix in prefixes:
@@ -65,7 +65,7 @@ class KeyWords(Sequence[str]):
     def __getitem__(self, index: Any) -> Any:
         block = bisect_right(self.ends, index)
         _, prefix, _, high = self.blocks[block]
-        # counted from the end of the block, as its end among all pairs is known
+        # count from the end of the block, since the block's end among all pairs is known
         return prefix + self.nouns[high - (self.ends[block] - index)]
 
 
@@ -77,8 +77,8 @@ def pool() -> list[str]:
 class Essays:
     """A text whose first words are returned in sentences.
 
-    Sentences are Punkt's for English, as NLTK finds them. Punkt looks at neighbouring words alone. The text is
-    therefore divided once and then cut.
+    NLTK's Punkt for English finds the sentences. Punkt looks only at neighbouring words. The text is therefore divided
+    once and then cut.
     """
 
     def __init__(self, text: str) -> None:
@@ -102,12 +102,12 @@ class Essays:
 
     @property
     def are_rulers(self) -> bool:
-        """True if the words are those that RULER's own haystack begins with."""
+        """True if RULER's own haystack begins with these words."""
         return hashlib.sha256(self.text.encode()).hexdigest() == ESSAYS_DIGEST
 
     def sentences(self, words: int) -> list[str]:
         """Return the sentences of the first ``words`` words, the last one cut."""
         cut = self.ends[min(words, len(self)) - 1]
-        # sentences that begin before the cut; the cut ends the last one
+        # these sentences begin before the cut; the cut ends the last one
         count = bisect_left(self.spans, (cut, 0))
         return [self.text[start : min(end, cut)] for start, end in self.spans[:count]]
