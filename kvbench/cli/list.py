@@ -64,7 +64,7 @@ def main(args: argparse.Namespace) -> int:
     kinds = named_kinds or [kind for kind in KINDS if kind not in ASKED]
     for kind in kinds:
         if kind not in KINDS:
-            raise unknown("kind of list", kind, KINDS)
+            raise unknown("list", kind, KINDS)
     if filters and "runs" not in kinds:
         raise UsageError(f"{next(iter(filters))}= chooses among runs: kvbench list runs ...")
     folder = Path(named_folder or "results").expanduser()

@@ -57,7 +57,8 @@ def main(args: argparse.Namespace) -> int:
             models[name] = {"path": entry["path"], "revision": entry["revision"]}
     for name in names:
         if name not in models:
-            raise unknown("model", name, models, "A hub id of your own: add download=true to run")
+            hint = "A hub id of your own: add download=true to run."
+            raise unknown("model", name, models, hint, listed_by="kvbench list models")
     if args.action == "fetch":
         return _fetch_models(names, models, options.get("from"), args.json)
     # status reads all files of a model for their checksums, list only looks whether they are there

@@ -276,7 +276,8 @@ def _set_value(raw: dict[str, Any], key: str, value: Any) -> None:
     for part in path:
         mapping = mapping[part]
     if last not in mapping:
-        raise unknown("key", key, (".".join([*path, k]) for k in mapping))
+        names = [".".join([*path, name]) for name in mapping]
+        raise unknown("key", key, names, listed_by="kvbench run --help keys")
     mapping[last] = value
 
 
@@ -303,7 +304,7 @@ def _prompt_policy(raw: Mapping[str, Any], model: ModelConfig) -> PromptPolicy:
         policy["frame"] = template
     limits = policy.pop("limits")
     if limits is not None and limits not in _limit_names():
-        raise unknown("name of a prompt limit, prompt.limits", limits, _limit_names())
+        raise unknown("value of prompt.limits", limits, _limit_names())
     policy["max_length"] = raw["max_length"]
     if limits and policy["max_length"] is None:
         policy["max_length"] = model.prompt_limits.get(limits)

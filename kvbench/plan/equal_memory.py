@@ -167,7 +167,7 @@ def _reference_name(cfg: RunConfig) -> str:
     stages = sorted(registry.split(cfg.reference))
     match = next((name for name in names if sorted(name.split("+")) == stages), None)
     if match is None:
-        raise unknown("reference: no method of this run is", cfg.reference, names, "Name it in method= too.")
+        raise unknown("reference", cfg.reference, names, "Name it in method=, too.")
     return match
 
 

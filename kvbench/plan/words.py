@@ -248,7 +248,8 @@ def _dataset_names(tasks: Sequence[str]) -> list[str]:
     names = list(dict.fromkeys(t.partition("/")[0] for t in tasks))
     for name in names:
         if name not in entries("dataset"):
-            raise unknown("dataset", name, entries("dataset"), "A file of your own: dataset=file path=prompts.jsonl")
+            hint = "A file of your own: dataset=file path=prompts.jsonl."
+            raise unknown("dataset", name, entries("dataset"), hint, listed_by="kvbench list datasets")
     return names
 
 
@@ -327,7 +328,8 @@ def _parse_argument(key: str, value: Any, methods: Sequence[str], datasets: Sequ
         # snapkv.window is short for method.snapkv.window
         group, rest = "method", plain_key
     if group not in GROUPS:
-        raise unknown("key", key, [*top_level(), "data.root", *(f"{g}.…" for g in GROUPS)])
+        names = [*top_level(), "data.root", *(f"{g}.…" for g in GROUPS)]
+        raise unknown("key", key, names, listed_by="kvbench run --help keys")
     return _parse_full_key(group, rest, value, methods, datasets)
 
 
@@ -340,11 +342,13 @@ def _parse_full_key(
         known = entries(group)[LISTED[group]]
         name, _, inner = rest.partition(".")
         if name not in known or (inner and not isinstance(known[name], dict)):
-            raise unknown(f"knob of the {group}", rest, known)
+            raise unknown(f"option of the {group}", rest, known, listed_by="kvbench run --help keys")
         return {f"{group}.{rest}": _read_grid(value, known[name])}
     owner, _, knob = rest.partition(".")
     if not knob:
-        raise UsageError(f"{group}.{rest}={text} names no knob: write {group}.{rest}.KNOB={text} (run --help {rest})")
+        raise UsageError(
+            f"{group}.{rest}={text} names no option: write {group}.{rest}.OPTION={text} (kvbench run --help {rest})"
+        )
     if group == "method":
         used = list(dict.fromkeys(s for m in methods for s in registry.split(m)))
         known = registry.defaults(owner)
@@ -353,7 +357,8 @@ def _parse_full_key(
     if owner not in used:
         raise UsageError(f"{group}.{rest}={text}: this run has no {group} {owner!r}; it has {', '.join(used)}")
     if knob not in known or knob.startswith("_"):
-        raise unknown(f"knob of {group} {owner}", knob, (k for k in known if not k.startswith("_")))
+        names = [name for name in known if not name.startswith("_")]
+        raise unknown(f"option of {group} {owner}", knob, names, listed_by=f"kvbench run --help {owner}")
     return {f"{group}.{owner}.{knob}": _read_grid(value, known[knob])}
 
 
@@ -382,8 +387,7 @@ def _parse_plain_knob(knob: str, value: Any, methods: Sequence[str], datasets: S
         names = {"preset"} | set(GROUPS) | set(top_level())
         for known in holders.values():
             names |= {name for name in known if not name.startswith("_")}
-        chains = ", ".join("+".join(registry.split(m)) for m in methods)
-        raise registry.unknown_knob(knob, value, names, f"No method of {chains} owns it.")
+        raise registry.unknown_knob(knob, value, names, methods)
     default = holders[owners[0]][knob]
     if owners[0].startswith("method."):
         owners = ["method.*"]  # resolve decides which stages take a knob of methods

@@ -110,7 +110,7 @@ class ResultStore:
     def find(self, cell_id: str) -> str:
         """Return ``cell_id`` itself, if the store has a cell of that id. Raises UsageError if it has none."""
         if not os.path.lexists(self.folder(cell_id)):
-            raise unknown("cell", cell_id, self.folders(), f"They lie in {self.root}/cells.")
+            raise unknown("result", cell_id, self.folders(), listed_by=f"kvbench list runs results={self.root}")
         return cell_id
 
     def check_there(self) -> None:
