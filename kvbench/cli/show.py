@@ -57,7 +57,10 @@ def main(args: argparse.Namespace) -> int:
     reports = [run_report.report(plan) for plan in plans]
     # a table of nothing but dashes would say less
     if not args.json and all(_is_unmeasured(report) for report in reports):
-        print(f"nothing of this is measured yet in {reports[0].results}; run it: kvbench run ...")
+        words_typed = " ".join(f"{key}={text}" for key, text in options.items())
+        # results= alone names no run
+        described = words_typed or "the default run"
+        print(f"nothing measured yet for {described}; run: {' '.join(['kvbench run', words_typed]).strip()}")
         return 0
     return print_reports(reports, args)
 

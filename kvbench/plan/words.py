@@ -23,6 +23,8 @@ from kvbench.plan import keys, presets
 GROUPS = {"model": "tiny", "method": "snapkv", "dataset": "tiny", "prompt": "plain", "logger": "wandb"}
 """The config groups that a command line chooses from, each with an example."""
 MODEL_FACTS = ("name", "path", "verified", "prompt_limits", "prompt_templates", "shape", "architecture", "fetch")
+KL_KEYS = ("kl", "kl_tokens", "kl_mode")
+"""The keys of the comparison with the full cache's distributions, which ``fidelity`` said alone before."""
 MAX_SHARDS = 4096  # each is a job of its own
 MOST_DIGITS = 400  # longer ones are texts: Python's floats end before
 WHOLE = re.compile(r"[+-]?\d+(_\d+)*")
@@ -75,6 +77,7 @@ def request(settings: Mapping[str, object]) -> RunRequest:
 
 def request_runs(settings: Mapping[str, object], multirun: bool = False) -> tuple[RunRequest, ...]:
     """Return the runs that settings ask for, one per model. Raises UsageError for a setting that is not allowed."""
+    settings = _with_plain_keys(settings)
     texts = {key: text_of(value) for key, value in settings.items()}
     for group, example in GROUPS.items():
         if group in texts and not texts[group]:
@@ -117,6 +120,32 @@ def request_runs(settings: Mapping[str, object], multirun: bool = False) -> tupl
         )
         runs.append(run)
     return tuple(runs)
+
+
+def _with_plain_keys(settings: Mapping[str, object]) -> Mapping[str, object]:
+    """Return the settings with the key ``fidelity`` of earlier versions as ``kl``, ``kl_tokens`` and ``kl_mode``.
+
+    ``kl_tokens`` and ``kl_mode`` ask for the comparison, so that ``kl=true`` need not be typed beside them.
+    """
+    plain = {key: value for key, value in settings.items() if key != "fidelity"}
+    if "fidelity" in settings:
+        both = [key for key in KL_KEYS if key in plain]
+        if both:
+            raise UsageError(
+                f"fidelity= is the old name of kl=, kl_tokens= and kl_mode=: leave it out beside {both[0]}="
+            )
+        value = settings["fidelity"]
+        if isinstance(value, str):
+            value = value_of(value)
+        if isinstance(value, bool):
+            plain["kl"] = value
+        elif value == "through_cache":
+            plain["kl_mode"] = value
+        else:
+            plain["kl_tokens"] = value
+    if "kl" not in plain and ("kl_tokens" in plain or "kl_mode" in plain):
+        plain["kl"] = True
+    return plain
 
 
 def _chosen_groups(texts: Mapping[str, str]) -> dict[str, str]:

@@ -2,8 +2,8 @@
 
 The first ``length`` tokens of a document are read and compressed. The next ``forced`` are fed to all methods and
 compared. Windows of llama.cpp's perplexity tool instead cut a whole text, with BOS over the first token of each. They
-count the predictions from the middle of a window on (github.com/ggml-org/llama.cpp, tools/perplexity). ``halves`` are
-the same windows and predictions with the first half read exactly.
+count the predictions from the middle of a window on (github.com/ggml-org/llama.cpp, tools/perplexity).
+``second_half`` are the same windows and predictions with the first half read exactly.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import json
 import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, islice
 from pathlib import Path
 from types import MappingProxyType
@@ -26,7 +26,9 @@ from kvbench.tasks.knobs import whole
 from kvbench.tasks.source import Files
 
 # tokens by the knob ``windows``; 512 is the context with which llama.cpp's tables are made
-LENGTHS: Mapping[str, int] = MappingProxyType({"prefix": 2048, "llamacpp": 512, "halves": 512})
+LENGTHS: Mapping[str, int] = MappingProxyType({"prefix": 2048, "llamacpp": 512, "second_half": 512})
+OLD_WINDOWS: Mapping[str, str] = MappingProxyType({"halves": "second_half"})
+"""Names of windows in earlier versions, which are still accepted."""
 TINY_LENGTH = 512
 TINY_PROMPT = 128
 WIKITEXT = "wikitext2/test.txt"
@@ -53,6 +55,7 @@ def load(context: LoadContext, **entry: Any) -> list[Task]:
     Raises UsageError if a selected text is missing, or no document is long enough.
     """
     knobs = FidelityKnobs(**entry)
+    knobs = replace(knobs, windows=OLD_WINDOWS.get(knobs.windows, knobs.windows))
     dataset, files, selection = context.dataset, context.files, context.selection
     tokenizer = context.tokenizer
     if knobs.windows not in LENGTHS:
@@ -86,7 +89,7 @@ def load(context: LoadContext, **entry: Any) -> list[Task]:
         if knobs.windows == "prefix":
             windows = _first_windows(prefix, tokenizer, documents, length, forced=knobs.forced)
         else:
-            halves = knobs.windows == "halves"
+            halves = knobs.windows == "second_half"
             windows = _llamacpp_windows(prefix, tokenizer, documents, length, halves=halves)
         examples = tuple(windows)
         if not examples:

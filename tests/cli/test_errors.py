@@ -18,7 +18,7 @@ BAD = {
     "run method=snapkv kv_sizes=64": "Did you mean kv_size? All options: `kvbench run --help keys`.",
     "run kvratio=0.25": "unknown option kvratio. Did you mean kv_ratio? All options: `kvbench run --help keys`.",
     # words of kvpress
-    "run compression_ratio=0.5,0.9": "compression_ratio: it is the share removed. Write the share kept: kv_ratio=0.5,0.1",
+    "run compression_ratio=0.5,0.9": "it is the share removed. Write the share kept: kv_ratio=0.5,0.1",
     "run method=snapkv window_size=16": "kvpress's window_size is window= here",
     "run method=ObservedAttentionPress": "unknown method ObservedAttentionPress: it is method=h2o here",
     "run method=snapkv,streaming_llm": "it is method=streamingllm here",
@@ -200,7 +200,7 @@ def test_help_and_lists_do_not_import_torch(tmp_path):
     lines = [
         ["list", "runs", f"results={tmp_path}"],
         ["clean", f"results={tmp_path}"],
-        ["list"],
+        ["list", "methods"],
         ["plot", "list"],
         ["--help"],
     ]

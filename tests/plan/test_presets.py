@@ -223,7 +223,7 @@ def test_plan_run_and_show_take_a_preset(tmp_path, capsys):
     out = capsys.readouterr().out
     assert "preset think" in out and "snapkv+think kv_size=128 ratio=0.4 per=query_head" in out
     assert main(["show", *line]) == 0
-    assert "nothing of this is measured yet" in capsys.readouterr().out
+    assert "nothing measured yet for " in capsys.readouterr().out
     assert main(["run", *line]) == 0
     assert "preset think (sets nothing of tova); dataset" in capsys.readouterr().out
     assert main(["show", *line, "--format", "md"]) == 0
