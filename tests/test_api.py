@@ -297,7 +297,7 @@ def test_a_cache_can_be_copied_but_not_pickled():
         pickle.dumps(CACHE)
     with kvbench.cache(LLAMA, "full") as empty:
         for refused in (pickle.dumps, copy.copy, copy.deepcopy):
-            with pytest.raises(TypeError, match="can be neither pickled nor copied: its chain is code"):
+            with pytest.raises(TypeError, match="can be neither pickled nor copied: its method is code"):
                 refused(empty)
 
 

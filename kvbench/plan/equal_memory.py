@@ -201,7 +201,7 @@ def _smallest_size(template: ChainConfig, kind: str) -> int:
     chain, selector = template.chain, template.chain.selector
     if not isinstance(selector, Selector):
         raise UsageError(
-            f"match={kind}: {chain.name} has no kv_size to set. Leave it out, or chain it with a method that selects "
+            f"match={kind}: {chain.name} has no kv_size to set. Leave it out, or combine it with a method that selects "
             f"tokens, as in snapkv+{chain.name}"
         )
     size = sum(selector.protected()) + 1

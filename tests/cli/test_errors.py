@@ -120,18 +120,18 @@ BAD = {
     "run preset=vatp method=h2o variant=all": "preset=vatp sets it",
     "show preset=thonk": "unknown preset",
     "show abcdef --results {tmp}": "no cell's id",
-    "show --samples 3 method=snapkv": "--samples shows answers of one cell",
-    "show abc limit=3": "give one cell id, or key=value overrides, not both",
+    "show --samples 3 method=snapkv": "--samples shows answers of one result",
+    "show abc limit=3": "give the id of one result, or key=value, not both",
     "claims think method=h2o": "method=h2o is not possible here: the claim says it",
     "table think/fig6": "no table that is measured",
     "list runs status=ended": "unknown status ended",
     "list runs state=done": "unknown argument state=done",
     "list methods status=failed": "list runs",
-    "list runs cells=abc results={tmp}": "'abc' is no cell's id",
+    "list runs cells=abc results={tmp}": "'abc' is no result's id",
     "clean results={tmp}/nowhere": "is not a folder",
     "clean everything": "unknown argument everything",
     "clean status=failed status=never": "2 times",
-    "clean cells=abc results={tmp}": "'abc' is no cell's id",
+    "clean cells=abc results={tmp}": "'abc' is no result's id",
 }
 
 

@@ -161,7 +161,7 @@ def test_the_fields_of_a_press_are_its_knobs():
         chain_of("kvpress:first", {"each": 3})
     with pytest.raises(UsageError, match="every='x' is not possible: a whole number"):
         chain_of("kvpress:first", {"every": "x"})
-    with pytest.raises(UsageError, match="kvpress does not take these knobs: every must be positive"):
+    with pytest.raises(UsageError, match="kvpress does not take these options: every must be positive"):
         chain_of("kvpress:first", {"every": 0})
     with pytest.raises(UsageError, match="a budget of its own"):
         chain_of("kvpress:first", {"compression_ratio": 0.5, "kv_size": 15})
