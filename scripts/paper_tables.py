@@ -80,7 +80,7 @@ def target(model: str, root: Path) -> Target:
     """Return the target of one model: the stand-in's tables in ``root``/tiny, others' scores in ``root``/tables."""
     if model == stand_ins.MODEL:
         return Target(model, root / "tiny", ("limit=50",))
-    return Target(model, root / "tables", ("fidelity=true",), scored=True)
+    return Target(model, root / "tables", ("kl=true",), scored=True)
 
 
 def rendered(seen: View, goal: Target) -> str:

@@ -233,7 +233,7 @@ NOT_POSSIBLE = {
     "model is LlamaModel": lambda: kvbench.prefill(LLAMA.model, prompt(20), ["full"]),
     "methods=None": lambda: kvbench.prefill(LLAMA, prompt(20), None),
     "the entry 5 names no method": lambda: kvbench.prefill(LLAMA, prompt(20), [5]),
-    "unknown knob '5'": lambda: kvbench.prefill(LLAMA, prompt(20), [{"method": "snapkv", 5: 6}]),
+    "unknown option 5": lambda: kvbench.prefill(LLAMA, prompt(20), [{"method": "snapkv", 5: 6}]),
     "preset=5 is not possible": lambda: kvbench.prefill(LLAMA, prompt(20), ["snapkv"], preset=5),
     "caches=<PromptCache full: 20 of 20 tokens": lambda: kvbench.generate(LLAMA, CACHE, 4),
     "caches=[None] is not possible": lambda: kvbench.generate(LLAMA, [None], 4),
@@ -251,10 +251,10 @@ NOT_POSSIBLE = {
     "results='' is not possible": lambda: kvbench.compare(LLAMA, None, ["a"], results=""),
     "tokenizer is int": lambda: kvbench.prefill(LLAMA, prompt(20), ["kvzip"], tokenizer=5),
     "cache=[<PromptCache": lambda: kvbench.extend(LLAMA, [CACHE], [5]),
-    "unknown knob of the model 'foo'": lambda: kvbench.load_model("tiny", foo=1),
+    "unknown option foo of the model": lambda: kvbench.load_model("tiny", foo=1),
     "model=None is not possible": lambda: kvbench.load_model(None),
     "there is no such folder": lambda: kvbench.load_model("a" * 5000),
-    "unknown device 'None'": lambda: kvbench.load_model("tiny", device=None),
+    "unknown device None": lambda: kvbench.load_model("tiny", device=None),
     "model.stop='abc' is not possible": lambda: kvbench.load_model("tiny", stop="abc"),
     "model.revision=5 is not possible: a text": lambda: kvbench.load_model("tiny", revision=5),
     "tokenizer is str": lambda: kvbench.calibrate(LLAMA, "tiny", "uncomp-group"),
@@ -297,7 +297,7 @@ def test_a_cache_can_be_copied_but_not_pickled():
         pickle.dumps(CACHE)
     with kvbench.cache(LLAMA, "full") as empty:
         for refused in (pickle.dumps, copy.copy, copy.deepcopy):
-            with pytest.raises(TypeError, match="can be neither pickled nor copied: its chain is code"):
+            with pytest.raises(TypeError, match="can be neither pickled nor copied: its method is code"):
                 refused(empty)
 
 
@@ -322,7 +322,7 @@ ROWS = [{"prompt": "a b", "answers": ["c"]}]
 NOT_COMPARED = {
     "methods=None is not possible": ((None, ROWS, None), {}),
     "the entry {'kv_size': 64} of methods": ((None, ROWS, [{"kv_size": 64}]), {}),
-    "unknown knob 'kvsize'": ((None, ROWS, [{"method": "h2o", "kvsize": 64}]), {}),
+    "unknown option kvsize": ((None, ROWS, [{"method": "h2o", "kvsize": 64}]), {}),
     "row 1 of data holds half a surrogate pair": ((None, [*ROWS, {"prompt": "\ud800", "answers": ["c"]}]), {}),
     "device='cuda' is not possible: the model is loaded": ((None, ROWS), {"device": "cuda"}),
     "results=None is not possible": ((None, ROWS), {"results": None}),

@@ -204,7 +204,7 @@ def check_positions(name: str, layer: LayerCache, index: int, n: int, heads: int
     for segment in layer.segments:
         stored_heads = max(stored_heads, segment.heads)
     if stored_heads != heads:
-        raise Refused(f"{name}: layer {index} stores {stored_heads} heads, the chain declares {heads}")
+        raise Refused(f"{name}: layer {index} stores {stored_heads} heads, the method declares {heads}")
     for segment in layer.segments:
         # keys and values of this segment, counted in tokens: the exact ones, and the packed ones before them
         keys, values = segment.k.shape[1], segment.v.shape[1]

@@ -6,6 +6,7 @@ import re
 from dataclasses import field
 from functools import cache
 from pathlib import Path
+from textwrap import wrap
 from typing import Any
 
 import yaml
@@ -16,8 +17,10 @@ LISTED = {"model": "hf", "prompt": "plain", "logger": "wandb"}
 """The config groups that hold the keys of one chosen entry, each with the entry that has all keys."""
 # Hydra's own keys, and keys that users set under other names: method= for chains, dataset= for tasks
 HIDDEN = ("defaults", "hydra", "chains", "tasks", "data", "preset")
-KEY_FILES = ("config", "prompt/plain", "model/hf", "logger/wandb")
-"""The files of conf/ that hold the keys of ``run``, besides those of its methods and datasets."""
+KEY_FILES = ("keys", "config", "prompt/plain", "model/hf", "logger/wandb")
+"""The files of conf/ that explain the keys of ``run``, besides those of its methods and datasets."""
+HELP_WIDTH = 100
+"""The number of characters in a line of help."""
 NOT_TYPED = re.compile(
     r"^( *)(defaults|hydra|chains|tasks|preset|hub|_target_|_rows_|architecture):.*\n(\1 +.*\n)*\n?", re.MULTILINE
 )
@@ -63,7 +66,7 @@ def entry_of(path: Path) -> dict[str, Any]:
         return {}
     if not isinstance(entry, dict) or not isinstance(entry.get("_target_"), str):
         raise UsageError(
-            f"{path}:1 does not say what {method} is: write {method}: {{_target_: package.module.Class, knob: default}}"
+            f"{path}:1 does not say what {method} is: write {method}: {{_target_: package.module.Class, option: default}}"
         )
     return entry
 
@@ -102,6 +105,9 @@ def entry(group: str, path: Path) -> dict[str, Any]:
 def commented(name: str) -> str:
     """Return the keys in the file ``name`` of conf/ with their comments, without blocks that nobody types."""
     text = (conf_dir() / f"{name}.yaml").read_text(encoding="utf-8")
+    # all of it is typed
+    if name == "keys":
+        return text
     return NOT_TYPED.sub("", text)
 
 
@@ -120,8 +126,29 @@ def key_help(topic: str) -> str:
         topics = ["keys"]
         for group in groups:
             topics += entries(group)
-        raise unknown("topic of help", topic, topics)
-    return "\n".join(f"conf/{name}.yaml\n{commented(name)}" for name in names)
+        raise unknown("help topic", topic, topics, listed_by="kvbench list methods datasets")
+    blocks = []
+    for name in names:
+        lines: list[str] = []
+        for line in commented(name).strip().splitlines():
+            lines += _fit(line)
+        # conf/keys.yaml and conf/config.yaml are one list
+        if "/" in name:
+            lines.insert(0, f"{name.replace('/', '=')}:")
+        blocks.append("\n".join(lines) + "\n")
+    return "\n".join(blocks)
+
+
+def _fit(line: str) -> list[str]:
+    """Return a line of YAML in lines of HELP_WIDTH characters: its comment goes on below its beginning."""
+    code, mark, comment = line.partition("# ")
+    if len(line) <= HELP_WIDTH or not mark:
+        return [line]
+    lines = wrap(comment, HELP_WIDTH - len(code) - len(mark), break_on_hyphens=False, break_long_words=False)
+    fitted = [f"{code}{mark}{lines[0]}"]
+    for more in lines[1:]:
+        fitted.append(f"{' ' * len(code)}{mark}{more}")
+    return fitted
 
 
 def identity(**kwargs: Any) -> Any:

@@ -68,21 +68,44 @@ def headline(error: BaseException) -> str:
     return text
 
 
-def did_you_mean(value: object, names: Iterable[str]) -> str:
-    """Return the question whether one of the nearest ``names`` was meant, behind a space; empty if none is near."""
-    # 0.5 means about half of the letters in common; suggestions below that mislead
-    near = difflib.get_close_matches(str(value), sorted(names), n=3, cutoff=0.5)
+def nearest(value: object, names: Iterable[str]) -> str | None:
+    """Return the one of ``names`` that is spelt most like ``value``, or None if none is near."""
+    # 0.5: about half of the letters in common; below that, a suggestion misleads
+    near = difflib.get_close_matches(str(value), sorted(names), n=1, cutoff=0.5)
     if not near:
+        return None
+    return near[0]
+
+
+def did_you_mean(value: object, names: Iterable[str]) -> str:
+    """Return the question whether the nearest of ``names`` was meant, behind a space; empty if none is near."""
+    near = nearest(value, names)
+    if near is None:
         return ""
-    return f" Did you mean {' or '.join(near)}?"
+    return f" Did you mean {near}?"
 
 
-def unknown(kind: str, value: object, allowed: Iterable[str], hint: str = "") -> UsageError:
-    """Return the error for a name that is not one of ``allowed``. It names the nearest ones, then all."""
+FEW_NAMES = 12
+"""The most names that an error lists. It says where more are listed."""
+
+
+def unknown(kind: str, value: object, allowed: Iterable[str], hint: str = "", listed_by: str = "") -> UsageError:
+    """Return the error for a name that is not one of ``allowed``: with the nearest name, and the place of all names.
+
+    kind: a noun, and behind `` of `` the thing that has such names, as in ``option of snapkv``.
+    listed_by: the command that lists the names. Without it few names are listed, and all of them where none is near.
+    """
     names = sorted(set(allowed))
-    message = f"unknown {kind} {value!r}.{did_you_mean(value, names)}"
-    # a store without cells, for example, has no names
-    if names:
+    question = did_you_mean(value, names)
+    noun, of, owner = kind.partition(" of ")
+    shown = str(value)
+    if not shown or " " in shown:
+        shown = repr(shown)
+    message = f"unknown {noun} {shown}{of}{owner}.{question}"
+    # a store without results, for example, has no names
+    if listed_by:
+        message += f" All {noun.partition(' ')[0]}s: `{listed_by}`."
+    elif names and (not question or len(names) <= FEW_NAMES):
         message += f" Available: {', '.join(names)}."
     if hint:
         message += f" {hint}"

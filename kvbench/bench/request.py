@@ -286,7 +286,7 @@ def refuse_keys(what: str, given: Iterable[str], top: Collection[str], allowed: 
     for key in given:
         # words of any depth: dataset.name, prompt.template and others
         is_of_answers = key.partition(".")[0] in ("dataset", "prompt")
-        if is_of_answers or (key in top_level() and key not in top):
+        if is_of_answers or key == "fidelity" or (key in top_level() and key not in top):
             raise unknown(f"key of bench {what}", key, allowed)
 
 

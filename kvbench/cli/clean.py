@@ -25,7 +25,9 @@ KEYS = ("results", "cells", "status", "model", "method", "dataset")
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's options."""
     chosen = ", ".join(f"{k}=" for k in KEYS[1:])
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help=f"results=FOLDER, and which cells: {chosen}")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help=f"results=FOLDER, and which results: {chosen}"
+    )
     parser.add_argument("--yes", action="store_true", help="remove; without it only show")
 
 

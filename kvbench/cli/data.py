@@ -228,7 +228,7 @@ def _print_status(ids: list[str], folder: str | None, as_json: bool) -> int:
     sources = fetch.sources()
     for name in ids:
         if name not in sources:
-            raise unknown("dataset", name, sources)
+            raise unknown("dataset", name, sources, listed_by="kvbench list datasets")
     lock = fetch.read_lock(root) if root else {}
     report = []
     changed_files = []

@@ -20,7 +20,7 @@ FORMATS = ("jsonl", "kvpress")
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's options."""
     parser.add_argument("form", metavar="FORMAT", help="jsonl, or kvpress: the folders that its leaderboard reads")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="which cells, and where to")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="which results, and where to")
 
 
 def main(args: argparse.Namespace) -> int:

@@ -24,7 +24,7 @@ def check(request: RunRequest) -> None:
             name = word.removeprefix("hydra/launcher=")
             break
     if name not in LAUNCHERS:
-        raise unknown("launcher, hydra/launcher", name, LAUNCHERS)
+        raise unknown("launcher", name, LAUNCHERS)
     # Hydra's own launcher needs no package
     package = LAUNCHERS[name]
     if package:

@@ -1,13 +1,14 @@
-"""list: the methods, datasets, models and so on that can be run, read from the same YAML files that run reads."""
+"""list: how many methods, datasets, models and so on there are, or each of them with a line."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from textwrap import fill
+from textwrap import fill, shorten
 
 from kvbench.base.conf import conf_dir
 from kvbench.base.errors import UsageError, unknown
@@ -19,7 +20,14 @@ LISTINGS = tuple(plugins("list"))
 """The kinds that other rooms list."""
 KINDS = ("methods", "datasets", "models", "metrics", "presets") + LISTINGS + ("runs", "kvpress")
 ASKED = ("tables", "runs", "kvpress")
-"""The kinds that are listed only if they are named."""
+"""The kinds that ``--json`` has only if they are named."""
+WIDTH = 100
+"""The number of characters in a line."""
+READY, PARTLY, MISSING = "ready", "partly", ""
+"""Whether a dataset or a model is on this machine, as lists show it."""
+MOST_NAMED = 4
+"""The most models that the overview names."""
+ARXIV = re.compile(r" \((arXiv|MLSys) [^()]*\)")
 
 
 @dataclass(frozen=True)
@@ -28,6 +36,7 @@ class ListItem:
 
     record: the item as ``--json`` prints it.
     settings: the values that a preset sets.
+    state: of a dataset or model, whether it is on this machine.
     """
 
     id: str
@@ -35,6 +44,7 @@ class ListItem:
     record: Mapping[str, object]
     knobs: Mapping[str, object] = field(default_factory=dict)
     settings: Sequence[presets.Setting] = ()
+    state: str = ""
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,14 +52,14 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "kind",
         nargs="*",
-        help=f"{', '.join(KINDS)} (default: all but {' and '.join(ASKED)}); runs take results=, status=, model=, "
-        "method=, dataset=",
+        help=f"{', '.join(KINDS)} (default: how many there are); runs take results=, status=, "
+        "model=, method=, dataset=",
     )
     parser.add_argument("--results", help="folder of results, for runs, tables (default results)")
 
 
 def main(args: argparse.Namespace) -> int:
-    """Print the lists asked for."""
+    """Print the lists asked for, or an overview of all."""
     from kvbench.cli.runs import table
     from kvbench.report.listing import FILTERS, given, rows
     from kvbench.store.store import ResultStore
@@ -64,7 +74,7 @@ def main(args: argparse.Namespace) -> int:
     kinds = named_kinds or [kind for kind in KINDS if kind not in ASKED]
     for kind in kinds:
         if kind not in KINDS:
-            raise unknown("kind of list", kind, KINDS)
+            raise unknown("list", kind, KINDS)
     if filters and "runs" not in kinds:
         raise UsageError(f"{next(iter(filters))}= chooses among runs: kvbench list runs ...")
     folder = Path(named_folder or "results").expanduser()
@@ -74,6 +84,9 @@ def main(args: argparse.Namespace) -> int:
         if named_folder is not None:
             store.check_there()
         cells = rows(store, filters)
+    if not named_kinds and not args.json:
+        _print_overview(folder)
+        return 0
     items_by_kind = {kind: _items(kind, folder) for kind in kinds if kind != "runs"}
     if args.json:
         records: dict[str, list[Mapping[str, object]]] = {}
@@ -86,9 +99,12 @@ def main(args: argparse.Namespace) -> int:
         return 0
     # a kind that is named twice is listed once
     for kind in dict.fromkeys(kinds):
-        if kind != "runs":
-            # settings are many: they are printed where presets are named
-            _print_items(kind, items_by_kind[kind], with_settings=kind in named_kinds)
+        if kind == "methods":
+            _print_methods(items_by_kind[kind])
+        elif kind in ("datasets", "models"):
+            _print_states(kind, items_by_kind[kind])
+        elif kind != "runs":
+            _print_items(kind, items_by_kind[kind])
         elif cells:
             print(table(cells, store), end="")
         else:
@@ -97,8 +113,88 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
-def _print_items(kind: str, items: Sequence[ListItem], with_settings: bool) -> None:
-    """Print a line for each item, with its knobs below it and, if asked for, a preset's settings."""
+def _print_overview(results: Path) -> None:
+    """Print how many items of each kind there are, and how many of them are ready on this machine."""
+    from kvbench.store.store import ResultStore
+
+    rows: list[tuple[str, int, str]] = []
+    for kind in KINDS:
+        if kind in ("runs", "kvpress", "presets"):
+            continue
+        items = [item for item in _items(kind, results) if item.id != "hf"]
+        note = ""
+        if kind == "methods":
+            note = "compression methods, for method="
+        elif kind in ("datasets", "models"):
+            ready = [item.id for item in items if item.state == READY]
+            names = ""
+            if kind == "models":
+                names = f": {', '.join(ready[:MOST_NAMED])}"
+                if len(ready) > MOST_NAMED:
+                    names += ", ..."
+            note = f"for {kind.removesuffix('s')}=, {len(ready)} ready on this machine{names}"
+        elif kind == "metrics":
+            note = "scores of answers"
+        elif kind in LISTINGS:
+            note = f"of papers and studies, for `kvbench {'plot' if kind == 'figures' else 'table'}`"
+        rows.append((kind, len(items), note))
+    names = presets.available()
+    rows.append(("presets", len(names), f"settings of papers, for preset=: {', '.join(names)}"))
+    rows.append(("runs", len(ResultStore(results).folders()), f"results in {results}"))
+    for kind, count, note in rows:
+        print(f"  {kind:<9} {count:>4}  {note}")
+    print("\nOne of them: `kvbench list methods`, and so on. Presses of kvpress: `kvbench list kvpress`.")
+
+
+def _print_methods(items: Sequence[ListItem]) -> None:
+    """Print a line for each method below the heading of its kind."""
+    from kvbench.methods.core.kinds import BUDGETS, by_kind
+
+    about_by_id = {item.id: ARXIV.sub("", item.about) for item in items}
+    print(f"{len(items)} methods. Options of one: `kvbench run --help NAME`. Combinations: method=snapkv+think.")
+    for kind, methods in by_kind(about_by_id).items():
+        heading = kind
+        if kind in BUDGETS:
+            heading += f" ({BUDGETS[kind]})"
+        print(f"\n{heading}:")
+        for method in methods:
+            print(_line(f"  {method:<18}", about_by_id[method]))
+
+
+def _print_states(kind: str, items: Sequence[ListItem]) -> None:
+    """Print a line for each dataset or model, those that are on this machine first."""
+    # hf.yaml is no model: its line below says what it stands for
+    items = [item for item in items if item.id != "hf"]
+    ready = [item for item in items if item.state == READY]
+    fetch = f"`kvbench {'data' if kind == 'datasets' else 'model'} fetch NAME` downloads one."
+    width = max(len(item.id) for item in items) + 1
+    print(f"{len(items)} {kind}, {len(ready)} ready on this machine. {fetch}")
+    for state in (READY, PARTLY, MISSING):
+        members = [item for item in items if item.state == state]
+        if not members:
+            continue
+        print(f"\n{state or 'not on this machine'}:")
+        for item in members:
+            print(_line(f"  {item.id:<{width}}", item.about))
+    if kind == "models":
+        print("\nAny other model: model=FOLDER, or model=HUB_ID download=true.")
+
+
+def _line(start: str, text: str) -> str:
+    """Return one line of at most WIDTH characters. A long text ends with its last clause that fits."""
+    room = WIDTH - len(start) - 1
+    # a docstring's names of code
+    text = text.replace("``", "").rstrip(".")
+    if len(text) > room:
+        end = max(text.rfind(mark, 0, room) for mark in (". ", "; ", ", "))
+        # a name alone would say too little
+        if end > room // 3:
+            text = text[:end]
+    return f"{start} {shorten(text, room, placeholder=' ...')}"
+
+
+def _print_items(kind: str, items: Sequence[ListItem]) -> None:
+    """Print a line for each item, with its knobs below it and a preset's settings."""
     print(f"{kind}:")
     for item in items:
         lines = [f"{item.id:<18} {item.about}"]
@@ -107,13 +203,12 @@ def _print_items(kind: str, items: Sequence[ListItem], with_settings: bool) -> N
             lines.append(f"{'':18} {knobs}")
         for line in lines:
             print(fill(line, 100, initial_indent="  ", subsequent_indent=" " * 21, break_long_words=False))
-        if with_settings:
-            for setting in item.settings:
-                line = f"{setting.key.removeprefix('method.')}={_short(setting.value)}"
-                line = f"{line:<30} {setting.source}"
-                if setting.model:
-                    line += f" ({setting.model} only)"
-                print(fill(line, 100, initial_indent=" " * 6, subsequent_indent=" " * 37, break_long_words=False))
+        for setting in item.settings:
+            line = f"{setting.key.removeprefix('method.')}={_short(setting.value)}"
+            line = f"{line:<30} {setting.source}"
+            if setting.model:
+                line += f" ({setting.model} only)"
+            print(fill(line, 100, initial_indent=" " * 6, subsequent_indent=" " * 37, break_long_words=False))
     if not items:
         print("  none")
 
@@ -132,7 +227,43 @@ def _items(kind: str, results: Path) -> list[ListItem]:
         records = load_plugin("list", kind)(results)
         return [ListItem(record["id"], record["about"], record) for record in records]
     # the other kinds are groups of conf/, which have names in the singular
-    return _entries(kind.removesuffix("s"))
+    items = _entries(kind.removesuffix("s"))
+    states = _dataset_states() if kind == "datasets" else _model_states()
+    return [replace(item, state=states.get(item.id, MISSING)) for item in items]
+
+
+def _dataset_states() -> dict[str, str]:
+    """Return for each dataset whether its files are below the data folder that the environment names."""
+    from kvbench.tasks import fetch, source
+
+    try:
+        root = source.data_root(None)
+    except UsageError:
+        root = None
+    lock = fetch.read_lock(root) if root else {}
+    states = {}
+    for name, file_source in fetch.sources().items():
+        # without a list of files, a dataset comes with kvbench, or reads files of the user's
+        if file_source is None:
+            states[name] = READY
+            continue
+        absent = [file for file in file_source.files if fetch.state(root, file, lock) == "missing"]
+        if not absent or (root and file_source.instead and (root / file_source.instead).is_file()):
+            states[name] = READY
+        elif len(absent) < len(file_source.files):
+            states[name] = PARTLY
+    return states
+
+
+def _model_states() -> dict[str, str]:
+    """Return for each model whether it is on this machine. ``hf`` stands for every model of the hub, and is none."""
+    from kvbench.cli.model import known_models, model_state
+
+    states = {}
+    for name, entry in known_models().items():
+        if model_state(name, entry, full=False)["state"] in ("embedded", "here"):
+            states[name] = READY
+    return states
 
 
 def _metrics() -> list[ListItem]:

@@ -15,7 +15,7 @@ from kvbench.base.errors import KvbenchError, UsageError
 from kvbench.base.extras import EXTRAS, missing
 from kvbench.base.version import version
 from kvbench.base.visible import VisibleStream, say
-from kvbench.cli.verbs import VERBS
+from kvbench.cli.verbs import VERBS, meant_by, overview
 
 WIDTH = 100
 """The number of characters in a line of help, as in tables."""
@@ -85,20 +85,52 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
 
 
+class CommandParser(argparse.ArgumentParser):
+    """The parser of ``kvbench COMMAND``. Its help lists the verbs in groups, with a line each."""
+
+    def format_help(self) -> str:
+        """Return the text of ``kvbench --help``."""
+        return (
+            f"usage: {self.usage}\n\nMeasure what KV-cache compression costs in accuracy and saves in memory.\n\n"
+            f"{overview()}\nRun `kvbench COMMAND --help` for options and examples.\n"
+        )
+
+
+def _check_verb(arguments: Sequence[str]) -> None:
+    """End the process with status 2, and a question which verb was meant, if the first argument is a word and no verb.
+
+    Without arguments, it prints the verbs.
+    """
+    if not arguments:
+        print(CommandParser(usage="kvbench [-h] [--version] COMMAND ...").format_help(), end="", file=sys.stderr)
+        raise SystemExit(UsageError.status)
+    word = arguments[0]
+    if word in VERBS or word.startswith("-"):
+        return
+    meant = " or ".join(meant_by(word))
+    question = ""
+    if "=" in word:
+        question = f" Did you mean kvbench run {word}?"
+    elif meant:
+        question = f" Did you mean {meant}?"
+    say(f"unknown command {word}.{question} All commands: `kvbench --help`.")
+    raise SystemExit(UsageError.status)
+
+
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Return the parsed arguments, with the verb's module as ``verb_module``. Ends the process for a mistake."""
-    parser = argparse.ArgumentParser(
-        prog="kvbench",
-        description="Measure KV-cache compression on real models, with the bytes really held.",
-        epilog="kvbench <verb> --help has examples that run.",
-    )
+    if arguments is None:
+        arguments = sys.argv[1:]
+    parser = CommandParser(prog="kvbench", usage="kvbench [-h] [--version] COMMAND ...")
     parser.add_argument("--version", action="version", version=f"kvbench {version()}")
-    verbs = parser.add_subparsers(dest="verb", metavar="verb", required=True)
+    # the help of a verb is argparse's own
+    verbs = parser.add_subparsers(
+        dest="verb", metavar="COMMAND", required=True, prog="kvbench", parser_class=argparse.ArgumentParser
+    )
     for verb, entry in VERBS.items():
         module = import_module(entry["module"])
         sub = verbs.add_parser(
             verb,
-            help=entry["about"],
             description=entry["about"],
             epilog=folded(entry["help"]),
             formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -107,6 +139,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         module.arguments(sub)
         sub.add_argument("--json", action="store_true", help="print the result as JSON on stdout")
         sub.set_defaults(verb_module=module)
+    _check_verb(arguments)
     parsed, extra = parser.parse_known_args(arguments)
     if extra:
         # options may stand between overrides: a word that argparse did not take is an override or a mistake

@@ -39,30 +39,30 @@ ModelRecord = TypedDict(
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's options."""
-    parser.add_argument("action", choices=ACTIONS, help="list and status: what is there; fetch: download a model")
+    parser.add_argument(
+        "action", choices=ACTIONS, help="list: where models are (status is the same); fetch: download a model"
+    )
     parser.add_argument("overrides", nargs="*", metavar="model | from=FILE", help="entries of conf/model")
 
 
 def main(args: argparse.Namespace) -> int:
     """Show or fetch; the status is 1 if a model is damaged or a download failed."""
-    from kvbench.base.conf import entries
     from kvbench.base.errors import unknown
 
     names, options = divide(args.overrides)
     _refuse_keys(args.action, options)
-    # conf/model/hf.yaml has the keys of any model on the hub, and is no model
-    models: dict[str, ModelEntry] = {}
-    for name, entry in entries("model").items():
-        if name != "hf":
-            models[name] = {"path": entry["path"], "revision": entry["revision"]}
+    models = known_models()
     for name in names:
         if name not in models:
-            raise unknown("model", name, models, "A hub id of your own: add download=true to run")
+            hint = "A hub id of your own: add download=true to run."
+            raise unknown("model", name, models, hint, listed_by="kvbench list models")
     if args.action == "fetch":
         return _fetch_models(names, models, options.get("from"), args.json)
-    # status reads all files of a model for their checksums, list only looks whether they are there
-    is_full = args.action == "status"
-    records = [_model_state(name, models[name], is_full) for name in names or models]
+    # checksums of all models would take minutes: they are compared where models are named, and by the old word status
+    is_full = bool(names) or args.action == "status"
+    records = [model_state(name, models[name], is_full) for name in names or models]
+    # those that are on this machine first
+    records.sort(key=lambda record: record["state"] == "missing")
     if args.json:
         print(json.dumps(records, indent=1, ensure_ascii=False))
     else:
@@ -87,7 +87,18 @@ def _refuse_keys(action: str, options: Mapping[str, str]) -> None:
         raise UsageError(f"model {action} takes names of models, not from=")
 
 
-def _model_state(name: str, entry: ModelEntry, full: bool) -> ModelRecord:
+def known_models() -> dict[str, ModelEntry]:
+    """Return the models of conf/model by name. hf.yaml there has the keys of any model on the hub, and is none."""
+    from kvbench.base.conf import entries
+
+    models: dict[str, ModelEntry] = {}
+    for name, entry in entries("model").items():
+        if name != "hf":
+            models[name] = {"path": entry["path"], "revision": entry["revision"]}
+    return models
+
+
+def model_state(name: str, entry: ModelEntry, full: bool) -> ModelRecord:
     """Return a model's state: embedded, missing, here, damaged, or partly (in the hub's cache).
 
     With ``full`` the checksums of a package's files are computed.

@@ -34,7 +34,7 @@ class Help(argparse.Action):
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's options."""
-    about = "show this help; with keys every key, with the name of a method or dataset its knobs"
+    about = "show this help; with keys: every key; with the name of a method or dataset: its options"
     parser.add_argument("-h", "--help", action=Help, nargs="?", metavar="keys|NAME", help=about)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="what to measure, and how")
     parser.add_argument("--plan", action="store_true", help="show what would be measured, and stop")

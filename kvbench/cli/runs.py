@@ -35,7 +35,7 @@ def table(cells: Sequence[StoredCell], store: ResultStore) -> str:
     totals = [f"{counts[status]} {status}" for status in STATUSES if counts[status]]
     if counts[DAMAGED]:
         totals.append(f"{counts[DAMAGED]} {DAMAGED}")
-    notes.append(f"{len(cells)} cells in {store.root}/cells/<cell>/: {', '.join(totals)}.")
+    notes.append(f"{len(cells)} results in {store.root}/cells/<id>/: {', '.join(totals)}.")
     return compose([sheet], notes, "text")
 
 

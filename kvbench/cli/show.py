@@ -24,8 +24,8 @@ DEFAULT_SAMPLES = 3
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's options."""
-    parser.add_argument("overrides", nargs="*", metavar="CELL | key=value", help="a cell's id, or a run's overrides")
-    parser.add_argument("--samples", type=int, help="answers to show of a cell (default 3)")
+    parser.add_argument("overrides", nargs="*", metavar="CELL | key=value", help="the id of a result, or a run's keys")
+    parser.add_argument("--samples", type=int, help="answers to show of a result (default 3)")
     parser.add_argument("--results", help="folder of results, as results= (default results)")
     report_arguments(parser)
 
@@ -36,7 +36,7 @@ def main(args: argparse.Namespace) -> int:
     if args.results is not None:
         options["results"] = args.results
     if len(cells) > 1 or (cells and options.keys() - {"results"}):
-        raise UsageError(f"show {' '.join(args.overrides)}: give one cell id, or key=value overrides, not both")
+        raise UsageError(f"show {' '.join(args.overrides)}: give the id of one result, or key=value, not both")
     if args.samples is not None and args.samples < 0:
         raise UsageError(f"--samples {args.samples} is not possible: a number of answers, 0 for none")
     if cells and args.format != "text":
@@ -44,7 +44,7 @@ def main(args: argparse.Namespace) -> int:
     if cells:
         return _show_cell(cells[0], Path(options.get("results", "results")), args)
     if args.samples is not None:
-        raise UsageError("--samples shows answers of one cell: show CELL (ids: kvbench list runs)")
+        raise UsageError("--samples shows answers of one result: show CELL (ids: kvbench list runs)")
     from kvbench.plan import config, run_plan
     from kvbench.report import of_run
 
@@ -56,7 +56,10 @@ def main(args: argparse.Namespace) -> int:
     reports = [of_run.report(plan) for plan in plans]
     # a table of nothing but dashes would say less
     if not args.json and all(_is_unmeasured(report) for report in reports):
-        print(f"nothing of this is measured yet in {reports[0].results}; run it: kvbench run ...")
+        words_typed = " ".join(f"{key}={text}" for key, text in options.items())
+        # results= alone names no run
+        described = words_typed or "the default run"
+        print(f"nothing measured yet for {described}; run: {' '.join(['kvbench run', words_typed]).strip()}")
         return 0
     return print_reports(reports, args)
 
@@ -76,7 +79,7 @@ def _show_cell(cell_id: str, results: Path, args: argparse.Namespace) -> int:
         raise UsageError(damage)
     record = store.cell(cell_id)
     if record is None:
-        raise UsageError(f"cell {cell_id} was never started; it lies in {store.root}/cells")
+        raise UsageError(f"result {cell_id} was never started; it lies in {store.root}/cells")
     samples = list(store.lines(cell_id).values())
     identity = record.identity
     cell_label = label(identity, record.label)
@@ -96,7 +99,7 @@ def _show_cell(cell_id: str, results: Path, args: argparse.Namespace) -> int:
         content |= {"refused": refusal, "metrics": metrics or None, "samples": samples}
         print(json.dumps(content, indent=1, ensure_ascii=False))
         return 0
-    print(f"cell {cell_id}: {cell_label} on {record.column}")
+    print(f"result {cell_id}: {cell_label} on {record.column}")
     facts = [f"{key} {_plain(value)}" for key, value in settings.items() if value not in (None, {})]
     print(_wrapped(", ".join(facts)))
     if refusal:

@@ -7,24 +7,52 @@ from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
 from kvbench.base.conf import read_yaml
+from kvbench.base.errors import nearest
 
 
 class Verb(TypedDict):
     """An entry of the list.
 
     module: the module with the verb's ``arguments`` and ``main``.
-    about: the verb's line in ``--help``. help: the text below the verb's own options.
+    group: the heading above the verb in ``--help``. about: the verb's line there.
+    also: words that users may type for the verb, and that are none.
+    help: the text below the verb's own options.
     plugins: functions of other rooms, each as ``package.module:function``.
     """
 
     module: str
+    group: str
     about: str
+    also: list[str]
     help: str
     plugins: NotRequired[dict[str, str]]
 
 
 VERBS: dict[str, Verb] = read_yaml(Path(__file__).with_name("verbs.yaml"))
 """The verbs in the order of ``--help``."""
+
+
+def overview() -> str:
+    """Return the verbs with a line each, below the headings of their groups."""
+    lines: list[str] = []
+    for group in dict.fromkeys(entry["group"] for entry in VERBS.values()):
+        lines.append(f"{group}:")
+        for verb, entry in VERBS.items():
+            if entry["group"] == group:
+                lines.append(f"  {verb:<10} {entry['about']}")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def meant_by(word: str) -> list[str]:
+    """Return the verbs that a word which is none may stand for: by meaning, else the one whose letters are nearest."""
+    by_meaning = [verb for verb, entry in VERBS.items() if word.lower() in entry["also"]]
+    if by_meaning:
+        return by_meaning
+    near = nearest(word, VERBS)
+    if near is None:
+        return []
+    return [near]
 
 
 def plugins(verb: str) -> list[str]:

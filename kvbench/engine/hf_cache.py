@@ -72,7 +72,7 @@ class TransformersCache(HFCache):
 
     def __reduce_ex__(self, protocol: object) -> Any:
         raise TypeError(
-            "a kvbench cache for generate can be neither pickled nor copied: its chain is code and it belongs to a "
+            "a kvbench cache for generate can be neither pickled nor copied: its method is code and it belongs to a "
             "model object. Make another by kvbench.cache and read the text again"
         )
 

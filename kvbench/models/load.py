@@ -218,7 +218,7 @@ def load_model(
     check("model", name, isinstance(name, (str, Path)) and bool(str(name)), "a name, a folder or a hub id")
     allowed = [f.name for f in fields(ModelConfig) if f.name not in ("name", "path")]
     for knob in set(knobs) - set(allowed):
-        raise unknown("knob of the model", knob, allowed)
+        raise unknown("option of the model", knob, allowed)
     # the entry of conf/model overrules the name, and arguments overrule the entry, as on the command line
     settings: dict[str, Any] = {"name": str(name), "path": str(name)}
     if isinstance(name, str):
@@ -358,24 +358,33 @@ def _find_on_hub(cfg: ModelConfig) -> ModelSource:
     try:
         config = AutoConfig.from_pretrained(cfg.path, revision=cfg.revision, local_files_only=not cfg.download)
     except Exception as error:
-        if cfg.download:
-            remedy = f"the hub said: {headline(error)}"
-        else:
-            command = "add"
-            if cfg.name != "hf":
-                # a name of conf/model has a command of its own
-                command = f"kvbench model fetch {cfg.name}, or add"
-            remedy = (
-                f"it is no folder and not in the local hub cache; {command} download=true to fetch it, or give a folder"
-            )
-        if cfg.shape is not None:
-            remedy += f". What caches take needs no checkpoint: kvbench bench memory model={cfg.name} n=8192"
-        raise MissingModel(f"model={cfg.path} (revision {cfg.revision}): {remedy}", [cfg.path]) from None
+        raise MissingModel(_absence(cfg, error), [cfg.path]) from None
     # the commit identifies the files, where a branch such as "main" moves
     commit = getattr(config, "_commit_hash", None) or cfg.revision
     return ModelSource(
         location=cfg.path, revision=commit, config=scaled(cfg, config), fingerprint=f"{cfg.path}@{commit}"
     )
+
+
+def _absence(cfg: ModelConfig, error: Exception) -> str:
+    """Return the message for a hub id that is not on this machine, or that the hub does not give out."""
+    name, where = cfg.path, ""
+    if cfg.name != "hf":
+        name, where = cfg.name, f" ({cfg.path})"
+    if cfg.download:
+        return f"model {name}{where} could not be downloaded. The hub said: {headline(error)}"
+    message = f"model {name}{where} is not on this machine."
+    if cfg.revision != "main":
+        message = f"model {name}{where}, revision {cfg.revision}, is not on this machine."
+    if cfg.name == "hf":
+        message += " Download it: add download=true."
+    else:
+        # a name of conf/model has a command of its own
+        message += f" Download it: `kvbench model fetch {name}`, or add download=true."
+    message += " Or pass a local folder: model=PATH."
+    if cfg.shape is not None:
+        message += f" The bytes of its caches need no download: `kvbench bench memory model={name} n=8192`."
+    return message
 
 
 def scaled(cfg: ModelConfig, config: Any) -> Any:

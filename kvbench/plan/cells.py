@@ -54,7 +54,7 @@ def build_groups(
     groups: list[Group] = []
     for dataset in cfg.datasets:
         knobs = dict(dataset.knobs)
-        if cfg.fidelity == THROUGH_CACHE:
+        if cfg.reads_through_cache:
             _check_through_cache(dataset.name, knobs, chains)
             knobs["windows"] = "llamacpp"
         tasks = load_tasks(
@@ -77,7 +77,7 @@ def build_groups(
                 continue
             identity = _task_identity(cfg, task, tokenizer, model_identity, context)
             if task.turns and "fidelity" in identity:
-                raise UsageError(f"{task.id}: fidelity=true is not possible where a context has several questions")
+                raise UsageError(f"{task.id}: kl=true is not possible where a context has several questions")
             cells = []
             for config in chains:
                 cell_identity = identity | {"chain": identify(config.chain)}
@@ -122,8 +122,8 @@ def _task_identity(
     # only some cells have these keys, so that all others keep their ids
     if task.turns:
         identity["turns"] = task.turns
-    if cfg.fidelity or task.fidelity:
-        identity["fidelity"] = fidelity_identity(cfg.fidelity)
+    if cfg.kl or task.fidelity:
+        identity["fidelity"] = fidelity_identity(cfg.kl_tokens if cfg.kl else None)
     return identity
 
 
@@ -131,18 +131,18 @@ def _check_through_cache(dataset: str, knobs: Mapping[str, object], chains: Sequ
     """Raise UsageError unless the dataset's windows have no prompt and methods only change how tokens are stored."""
     if "windows" not in knobs:
         raise UsageError(
-            f"fidelity={THROUGH_CACHE} reads windows of a text, not dataset={dataset}: take dataset=fidelity/wikitext2"
+            f"kl_mode={THROUGH_CACHE} reads windows of a text, not dataset={dataset}: take dataset=fidelity/wikitext2"
         )
     for config in chains:
         if any(getattr(stage, "frozen_bytes", 0) for stage in config.chain.stages):
             raise UsageError(
-                f"fidelity={THROUGH_CACHE} has no prompt on which {config.chain.name} could settle its scales: take a "
-                "format with a scale for each token or block, or fidelity=true"
+                f"kl_mode={THROUGH_CACHE} has no prompt on which {config.chain.name} could settle its scales: take a "
+                "format with a scale for each token or block, or kl=true"
             )
         if any(stage.role != "quantise" for stage in config.chain.stages):
             raise UsageError(
-                f"fidelity={THROUGH_CACHE} has no prompt that {config.chain.name} could compress: it compares storage "
-                "formats, which code each token as it comes. Take fidelity=true"
+                f"kl_mode={THROUGH_CACHE} has no prompt that {config.chain.name} could compress: it compares storage "
+                "formats, which code each token as it comes. Take kl=true"
             )
 
 

@@ -27,7 +27,9 @@ from kvbench.plan.words import RunRequest
 from kvbench.tasks.prompt import TEMPLATES, PromptPolicy
 
 THROUGH_CACHE = "through_cache"
-"""The value of ``fidelity`` under which every token is read from the cache as it is stored, prompts too."""
+"""The ``kl_mode`` under which every token is read from the cache as it is stored, prompts too."""
+AFTER_PREFILL = "after_prefill"
+KL_MODES = (AFTER_PREFILL, THROUGH_CACHE)
 MAX_THREADS = 1024
 """The largest ``threads``. A million would take the machine down before PyTorch refused it."""
 
@@ -110,7 +112,9 @@ class RunConfig:
     prompt: PromptPolicy = identity(default_factory=PromptPolicy)
     sampling: Sampling = identity(default_factory=Sampling)
     max_length: int | None = identity(default=None)
-    fidelity: bool | int | str = identity(default=False)
+    kl: bool = identity(default=False)
+    kl_tokens: int | None = identity(default=None)
+    kl_mode: str = identity(default=AFTER_PREFILL)
     baseline: bool = runtime(default=True)
     limit: int | None = runtime(default=None)
     results: str = runtime(default="results")
@@ -131,6 +135,11 @@ class RunConfig:
     logger: LoggerConfig = runtime(default_factory=LoggerConfig)
 
     @property
+    def reads_through_cache(self) -> bool:
+        """True if every token is read from the cache as it is stored, prompts too."""
+        return self.kl and self.kl_mode == THROUGH_CACHE
+
+    @property
     def model_name(self) -> str:
         """Return the model's entry in conf/model. A model without an entry has the name of its folder or its hub id."""
         if self.model.name == "hf":
@@ -138,10 +147,14 @@ class RunConfig:
         return self.model.name
 
     def __post_init__(self) -> None:
-        tokens = is_whole(self.fidelity) and not isinstance(self.fidelity, str) and self.fidelity >= 2
-        modes = isinstance(self.fidelity, bool) or self.fidelity == THROUGH_CACHE or tokens
-        check("fidelity", self.fidelity, modes, f"a number of tokens (2 or more), true, false, or {THROUGH_CACHE}")
-        for name in ("baseline", "mix"):
+        tokens = self.kl_tokens is None or (is_whole(self.kl_tokens) and self.kl_tokens >= 2)
+        check("kl_tokens", self.kl_tokens, tokens, "a number of tokens, 2 or more, or null")
+        check("kl_mode", self.kl_mode, self.kl_mode in KL_MODES, f"one of {', '.join(KL_MODES)}")
+        if self.kl_mode == THROUGH_CACHE and self.kl_tokens is not None:
+            raise UsageError(
+                f"kl_tokens={self.kl_tokens} is not possible with kl_mode={THROUGH_CACHE}, which reads windows"
+            )
+        for name in ("baseline", "mix", "kl"):
             check(name, getattr(self, name), isinstance(getattr(self, name), bool), "true or false")
         for name in ("max_length", "limit", "batch_rows", "threads"):
             value = getattr(self, name)
@@ -285,7 +298,8 @@ def _set_value(raw: dict[str, Any], key: str, value: Any) -> None:
     for part in path:
         mapping = mapping[part]
     if last not in mapping:
-        raise unknown("key", key, (".".join([*path, k]) for k in mapping))
+        names = [".".join([*path, name]) for name in mapping]
+        raise unknown("key", key, names, listed_by="kvbench run --help keys")
     mapping[last] = value
 
 
@@ -312,7 +326,7 @@ def _prompt_policy(raw: Mapping[str, Any], model: ModelConfig) -> PromptPolicy:
         policy["frame"] = template
     limits = policy.pop("limits")
     if limits is not None and limits not in _limit_names():
-        raise unknown("name of a prompt limit, prompt.limits", limits, _limit_names())
+        raise unknown("value of prompt.limits", limits, _limit_names())
     policy["max_length"] = raw["max_length"]
     if limits and policy["max_length"] is None:
         policy["max_length"] = model.prompt_limits.get(limits)

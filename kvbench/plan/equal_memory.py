@@ -167,7 +167,7 @@ def _reference_name(cfg: RunConfig) -> str:
     stages = sorted(registry.split(cfg.reference))
     match = next((name for name in names if sorted(name.split("+")) == stages), None)
     if match is None:
-        raise unknown("reference: no method of this run is", cfg.reference, names, "Name it in method= too.")
+        raise unknown("reference", cfg.reference, names, "Name it in method=, too.")
     return match
 
 
@@ -201,7 +201,7 @@ def _smallest_size(template: ChainConfig, kind: str) -> int:
     chain, selector = template.chain, template.chain.selector
     if not isinstance(selector, Selector):
         raise UsageError(
-            f"match={kind}: {chain.name} has no kv_size to set. Leave it out, or chain it with a method that selects "
+            f"match={kind}: {chain.name} has no kv_size to set. Leave it out, or combine it with a method that selects "
             f"tokens, as in snapkv+{chain.name}"
         )
     size = sum(selector.protected()) + 1

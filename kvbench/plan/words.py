@@ -23,6 +23,8 @@ from kvbench.plan import keys, presets
 GROUPS = {"model": "tiny", "method": "snapkv", "dataset": "tiny", "prompt": "plain", "logger": "wandb"}
 """The config groups that a command line chooses from, each with an example."""
 MODEL_FACTS = ("name", "path", "verified", "prompt_limits", "prompt_templates", "shape", "architecture", "fetch")
+KL_KEYS = ("kl", "kl_tokens", "kl_mode")
+"""The keys of the comparison with the full cache's distributions, which ``fidelity`` said alone before."""
 MAX_SHARDS = 4096  # each shard is a job of its own
 MOST_DIGITS = 400  # longer numbers are read as texts, since Python's floats end before
 WHOLE = re.compile(r"[+-]?\d+(_\d+)*")
@@ -75,6 +77,7 @@ def request(settings: Mapping[str, object]) -> RunRequest:
 
 def request_runs(settings: Mapping[str, object], multirun: bool = False) -> tuple[RunRequest, ...]:
     """Return the runs that settings ask for, one per model. Raises UsageError for a setting that is not allowed."""
+    settings = _with_plain_keys(settings)
     texts = {key: text_of(value) for key, value in settings.items()}
     for group, example in GROUPS.items():
         if group in texts and not texts[group]:
@@ -117,6 +120,32 @@ def request_runs(settings: Mapping[str, object], multirun: bool = False) -> tupl
         )
         runs.append(run)
     return tuple(runs)
+
+
+def _with_plain_keys(settings: Mapping[str, object]) -> Mapping[str, object]:
+    """Return the settings with the key ``fidelity`` of earlier versions as ``kl``, ``kl_tokens`` and ``kl_mode``.
+
+    ``kl_tokens`` and ``kl_mode`` ask for the comparison, so that ``kl=true`` need not be typed beside them.
+    """
+    plain = {key: value for key, value in settings.items() if key != "fidelity"}
+    if "fidelity" in settings:
+        both = [key for key in KL_KEYS if key in plain]
+        if both:
+            raise UsageError(
+                f"fidelity= is the old name of kl=, kl_tokens= and kl_mode=: leave it out beside {both[0]}="
+            )
+        value = settings["fidelity"]
+        if isinstance(value, str):
+            value = value_of(value)
+        if isinstance(value, bool):
+            plain["kl"] = value
+        elif value == "through_cache":
+            plain["kl_mode"] = value
+        else:
+            plain["kl_tokens"] = value
+    if "kl" not in plain and ("kl_tokens" in plain or "kl_mode" in plain):
+        plain["kl"] = True
+    return plain
 
 
 def _chosen_groups(texts: Mapping[str, str]) -> dict[str, str]:
@@ -249,7 +278,8 @@ def _dataset_names(tasks: Sequence[str]) -> list[str]:
     names = list(dict.fromkeys(t.partition("/")[0] for t in tasks))
     for name in names:
         if name not in entries("dataset"):
-            raise unknown("dataset", name, entries("dataset"), "A file of your own: dataset=file path=prompts.jsonl")
+            hint = "A file of your own: dataset=file path=prompts.jsonl."
+            raise unknown("dataset", name, entries("dataset"), hint, listed_by="kvbench list datasets")
     return names
 
 
@@ -328,7 +358,8 @@ def _parse_argument(key: str, value: Any, methods: Sequence[str], datasets: Sequ
         # snapkv.window is short for method.snapkv.window
         group, rest = "method", plain_key
     if group not in GROUPS:
-        raise unknown("key", key, [*top_level(), "data.root", *(f"{g}.…" for g in GROUPS)])
+        names = [*top_level(), "data.root", *(f"{g}.…" for g in GROUPS)]
+        raise unknown("key", key, names, listed_by="kvbench run --help keys")
     return _parse_full_key(group, rest, value, methods, datasets)
 
 
@@ -341,11 +372,13 @@ def _parse_full_key(
         known = entries(group)[LISTED[group]]
         name, _, inner = rest.partition(".")
         if name not in known or (inner and not isinstance(known[name], dict)):
-            raise unknown(f"knob of the {group}", rest, known)
+            raise unknown(f"option of the {group}", rest, known, listed_by="kvbench run --help keys")
         return {f"{group}.{rest}": _read_grid(value, known[name])}
     owner, _, knob = rest.partition(".")
     if not knob:
-        raise UsageError(f"{group}.{rest}={text} names no knob: write {group}.{rest}.KNOB={text} (run --help {rest})")
+        raise UsageError(
+            f"{group}.{rest}={text} names no option: write {group}.{rest}.OPTION={text} (kvbench run --help {rest})"
+        )
     if group == "method":
         used = list(dict.fromkeys(s for m in methods for s in registry.split(m)))
         known = registry.defaults(owner)
@@ -354,7 +387,8 @@ def _parse_full_key(
     if owner not in used:
         raise UsageError(f"{group}.{rest}={text}: this run has no {group} {owner!r}; it has {', '.join(used)}")
     if knob not in known or knob.startswith("_"):
-        raise unknown(f"knob of {group} {owner}", knob, (k for k in known if not k.startswith("_")))
+        names = [name for name in known if not name.startswith("_")]
+        raise unknown(f"option of {group} {owner}", knob, names, listed_by=f"kvbench run --help {owner}")
     return {f"{group}.{owner}.{knob}": _read_grid(value, known[knob])}
 
 
@@ -385,8 +419,7 @@ def _parse_plain_knob(knob: str, value: Any, methods: Sequence[str], datasets: S
         names = {"preset"} | set(GROUPS) | set(top_level())
         for known in holders.values():
             names |= {name for name in known if not name.startswith("_")}
-        chains = ", ".join("+".join(registry.split(m)) for m in methods)
-        raise registry.unknown_knob(knob, value, names, f"No method of {chains} owns it.")
+        raise registry.unknown_knob(knob, value, names, methods)
     default = holders[owners[0]][knob]
     if owners[0].startswith("method."):
         # resolve decides which stages take it

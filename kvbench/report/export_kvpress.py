@@ -296,7 +296,7 @@ def runs(store: ResultStore, cells: Iterable[StoredCell], name: str | None) -> t
     notes = []
     for (column, words, written_words), ids in ids_left_out.items():
         notes.append(
-            f"{column}: cells with {written_words} are written, not those with {words} "
+            f"{column}: results with {written_words} are written, not those with {words} "
             f"(cells={','.join(ids)} writes these)"
         )
     for unchanged_name in unchanged_names:

@@ -68,7 +68,7 @@ def print_reports(reports: list[Report], args: argparse.Namespace) -> int:
     exit_status = 0
     for status, did, hint in ENDS:
         if counts[status]:
-            say(f"{counts[status]} of the cells {did}; the reasons stand in the table{hint}")
+            say(f"{counts[status]} of the results {did}; the reasons stand in the table{hint}")
             exit_status = 1
     return exit_status
 

@@ -129,7 +129,7 @@ def _measure_groups(prepared: RunPlan, quiet: bool, broadcast: Listeners) -> Ite
     # half precision alone changes answers; readers must be able to tell this effect from compression
     facts |= _rounding_fact(host, prepared.groups)
     if not quiet and str(facts["commit"]).endswith("+"):
-        say(f"the code has local changes (commit {facts['commit']}): cells say so")
+        say(f"the code has local changes (commit {facts['commit']}): results say so")
     for groups in rounds(prepared.groups):
         # pairs of groups, each with its cells that another process measures: wait for these last
         shared: list[tuple[tuple[Group, ...], list[Cell]]] = []
@@ -194,7 +194,7 @@ def _named(cells: Sequence[Cell]) -> str:
     first = f"{cells[0].label} on {cells[0].column}"
     if len(cells) == 1:
         return first
-    return f"{first} and {len(cells) - 1} other cells"
+    return f"{first} and {len(cells) - 1} other results"
 
 
 def _rounding_fact(host: Host, groups: Sequence[Group]) -> Facts:

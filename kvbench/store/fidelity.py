@@ -13,16 +13,15 @@ from numpy.typing import NDArray
 from kvbench.tasks.metrics import stats
 
 TOKENS = 256
-"""The most tokens of a text that is forced on an answer's cache, unless ``fidelity=`` says another number."""
+"""The most tokens of a text that is forced on an answer's cache, unless ``kl_tokens=`` says another number."""
 IDENTITY: Mapping[str, object] = {"tokens": TOKENS, "revision": 1}
 
 
-def fidelity_identity(asked: bool | int | str) -> dict[str, object]:
-    """Return the settings that decide the compared texts. ``fidelity=`` may state the most tokens of a text."""
+def fidelity_identity(tokens: int | None) -> dict[str, object]:
+    """Return what decides the texts compared, ``tokens`` long at most; None: the default."""
     facts = dict(IDENTITY)
-    # True is an int, too; it asks for the default length
-    if isinstance(asked, int) and not isinstance(asked, bool):
-        facts["tokens"] = asked
+    if tokens is not None:
+        facts["tokens"] = tokens
     return facts
 
 

@@ -67,7 +67,7 @@ def local_changes(records: Iterable[CellRecord]) -> str:
         return ""
     names = ", ".join(sorted(base_commits))
     return (
-        f"{cells} of {count} cells were measured with local changes to the code (behind commit {names}): "
+        f"{cells} of {count} results were measured with local changes to the code (behind commit {names}): "
         "commit and measure again before you publish them."
     )
 

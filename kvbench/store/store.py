@@ -95,7 +95,7 @@ class ResultStore:
     def folder(self, cell_id: str) -> Path:
         """Return the folder of a cell. Raises UsageError for a malformed id, and for a link to another folder."""
         if not ID.fullmatch(cell_id):
-            raise UsageError(f"{cell_id!r} is no cell's id: 16 digits from 0 to f, as kvbench list runs prints them")
+            raise UsageError(f"{cell_id!r} is no result's id: 16 digits from 0 to f, as kvbench list runs prints them")
         path = self.root / "cells" / cell_id
         if _is_link(path):
             raise UsageError(f"{path} {LINK}: put the folder itself there, or give the results=FOLDER that it lies in")
@@ -110,7 +110,7 @@ class ResultStore:
     def find(self, cell_id: str) -> str:
         """Return ``cell_id`` itself, if the store has a cell of that id. Raises UsageError if it has none."""
         if not os.path.lexists(self.folder(cell_id)):
-            raise unknown("cell", cell_id, self.folders(), f"They lie in {self.root}/cells.")
+            raise unknown("result", cell_id, self.folders(), listed_by=f"kvbench list runs results={self.root}")
         return cell_id
 
     def check_there(self) -> None:
@@ -300,7 +300,7 @@ class ResultStore:
             self._check_files(folder)
             self.cell(cell_id)
         except UsageError as error:
-            return f"{error}; kvbench clean sets the cell aside, so that it is measured again"
+            return f"{error}; kvbench clean sets the result aside, so that it is measured again"
         return None
 
     def _check_files(self, folder: Path) -> None:
@@ -351,7 +351,7 @@ class ResultStore:
             if lines.damaged:
                 wrong.append(_not_counted("damaged line", lines.damaged))
             if lines.foreign:
-                wrong.append(_not_counted("line of another cell", lines.foreign, plural="lines of another cell"))
+                wrong.append(_not_counted("line of another result", lines.foreign, plural="lines of another result"))
             if wrong:
                 self._warn(path, f"{'; '.join(wrong)}; kvbench clean sets them aside")
         return {example_id: line for example_id, (_, line) in sorted(least.items())}
@@ -372,7 +372,7 @@ class ResultStore:
             except UsageError:  # the cell was refused, whatever the reason was
                 reason = None
             if not reason:
-                return f"{path.name} cannot be read; kvbench clean cells={cell_id} removes the cell"
+                return f"{path.name} cannot be read; kvbench clean cells={cell_id} removes the result"
             return str(reason)
         return None
 

@@ -214,6 +214,6 @@ def _cell_locked(store: ResultStore, cell: str) -> Iterator[None]:
             except OSError as error:
                 raise disk_error(error, path) from None
             if lock_handle is None:
-                raise KvbenchError(f"cell {cell} is being measured now; wait for it, or stop it first")
+                raise KvbenchError(f"result {cell} is being measured now; wait for it, or stop it first")
             stack.callback(os.close, lock_handle)
         yield

@@ -18,6 +18,7 @@ from kvbench.methods.core.resolve import ChainConfig, resolve
 from kvbench.plan import config, run_plan
 from kvbench.plan.cells import Group
 from kvbench.plan.run_plan import RunPlan
+from kvbench.plan.words import KL_KEYS
 from kvbench.report.data import CellResult
 from kvbench.report.render import UNCHANGED, UNCHANGED_NOTE
 from kvbench.report.report import Report
@@ -44,7 +45,7 @@ ROWS: Mapping[str, TableEntry] = read_yaml(Path(__file__).with_name("byte_tables
 """The tables by name, each with its title and its rows in blocks."""
 DATASETS = {"tiny": "fidelity/tiny,tiny", "": "fidelity/essays,needle,longbench_mini"}
 """The default of ``dataset=`` by model. The key "" stands for every other model."""
-FIXED = ("method", "preset", "match", "reference", "fidelity", "baseline")
+FIXED = ("method", "preset", "match", "reference", "fidelity", *KL_KEYS, "baseline")
 """Keys of `run` that a table decides itself."""
 
 
@@ -95,7 +96,7 @@ class Line:
         return in_percent(ci)
 
 
-def prepare(name: str, model: str, options: Mapping[str, str], fidelity: str = "true") -> RunPlan:
+def prepare(name: str, model: str, options: Mapping[str, str], kl_mode: str = config.AFTER_PREFILL) -> RunPlan:
     """Plan the run behind a table. Raises UsageError for a key that the table decides itself."""
     for key in options:
         if key in FIXED:
@@ -104,9 +105,10 @@ def prepare(name: str, model: str, options: Mapping[str, str], fidelity: str = "
     settings |= options
     # the method is a placeholder: the table's chains replace it below
     settings["method"] = "full"
-    # a run always compares texts of dataset=fidelity with the full cache, asked for or not
-    if "fidelity" not in str(settings["dataset"]) or fidelity != "true":
-        settings["fidelity"] = fidelity
+    # texts of dataset=fidelity are compared with the full cache whether the run asks for it or not
+    if "fidelity" not in str(settings["dataset"]) or kl_mode != config.AFTER_PREFILL:
+        settings["kl"] = True
+        settings["kl_mode"] = kl_mode
     cfg = config.configure(settings)
     # two rows of a table may be the same chain; a run measures it once
     config_by_chain = {chain_config.chain: chain_config for _, chain_config in chains_of(name)}

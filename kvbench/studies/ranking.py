@@ -11,6 +11,7 @@ from statistics import fmean
 from kvbench.base.errors import UsageError
 from kvbench.plan import config, run_plan
 from kvbench.plan.run_plan import RunPlan
+from kvbench.plan.words import KL_KEYS
 from kvbench.report.render import UNCHANGED, UNCHANGED_NOTE
 from kvbench.report.report import Report
 from kvbench.report.table import Table, range_text, with_interval
@@ -51,7 +52,7 @@ TINY: Mapping[str, Mapping[str, str]] = {
     "tiny\nwithheld": TINY_TASKS | WITHHELD,
 }
 """The columns of the tiny model, which cannot read real texts."""
-FIXED = ("method", "dataset", "preset", "match", "reference", "fidelity", "baseline", "prompt", "query_aware")
+FIXED = ("method", "dataset", "preset", "match", "reference", "fidelity", *KL_KEYS, "baseline", "prompt", "query_aware")
 """Keys of `run` that the ranking decides itself."""
 
 

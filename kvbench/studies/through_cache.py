@@ -51,9 +51,9 @@ def prepare(model: str, options: Mapping[str, str]) -> list[RunPlan]:
     """Plan the two runs behind the table: prompts read exactly, then prompts read through the cache."""
     keys = {"dataset": DATASETS.get(model, DATASETS[""])}
     keys.update(options)
-    # both runs score the second half of each window, to compare the same tokens; ``halves`` reads the first half
-    # exactly, and THROUGH_CACHE has llama.cpp's windows set for it
-    exact_run = byte_table.prepare(NAME, model, keys | {"windows": "halves"})
+    # both runs score the second half of each window, so that they compare the same tokens;
+    # ``second_half`` reads the first half exactly, and THROUGH_CACHE has the windows of llama.cpp set for it
+    exact_run = byte_table.prepare(NAME, model, keys | {"windows": "second_half"})
     through_run = byte_table.prepare(NAME, model, keys, THROUGH_CACHE)
     return [exact_run, through_run]
 

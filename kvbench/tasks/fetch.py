@@ -119,7 +119,7 @@ def source_of(dataset: str) -> FileSource:
     """Return the source of one dataset. Raises UsageError if there is no such dataset or it names no files."""
     by_dataset = sources()
     if dataset not in by_dataset:
-        raise unknown("dataset", dataset, by_dataset)
+        raise unknown("dataset", dataset, by_dataset, listed_by="kvbench data status")
     source = by_dataset[dataset]
     if source is None or not source.files:
         where = ""

@@ -6,7 +6,7 @@
 ``windows=llamacpp`` cuts a whole text as llama.cpp's perplexity tool does, with BOS over the first token of each
 window. Predictions count from the middle of a window on (github.com/ggml-org/llama.cpp, tools/perplexity).
 
-``windows=halves`` takes llama.cpp's windows and predictions, but reads the first half of each window exactly.
+``windows=second_half`` takes llama.cpp's windows and predictions, but reads the first half of each window exactly.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import json
 import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, islice
 from pathlib import Path
 from types import MappingProxyType
@@ -29,7 +29,9 @@ from kvbench.tasks.knobs import whole
 from kvbench.tasks.source import Files
 
 # length of a window in tokens by ``windows``; llama.cpp's tables are made with a context of 512
-LENGTHS: Mapping[str, int] = MappingProxyType({"prefix": 2048, "llamacpp": 512, "halves": 512})
+LENGTHS: Mapping[str, int] = MappingProxyType({"prefix": 2048, "llamacpp": 512, "second_half": 512})
+OLD_WINDOWS: Mapping[str, str] = MappingProxyType({"halves": "second_half"})
+"""Names of windows in earlier versions, which are still accepted."""
 TINY_LENGTH = 512
 TINY_PROMPT = 128
 TINY_DOCUMENTS = 64
@@ -59,6 +61,7 @@ def load(context: LoadContext, **entry: Any) -> list[Task]:
     Raises UsageError if a selected text is missing, or no document is long enough.
     """
     knobs = FidelityKnobs(**entry)
+    knobs = replace(knobs, windows=OLD_WINDOWS.get(knobs.windows, knobs.windows))
     dataset, files, selection = context.dataset, context.files, context.selection
     tokenizer = context.tokenizer
     if knobs.windows not in LENGTHS:
@@ -92,7 +95,7 @@ def load(context: LoadContext, **entry: Any) -> list[Task]:
         if knobs.windows == "prefix":
             windows = _first_windows(prefix, tokenizer, documents, length, forced=knobs.forced)
         else:
-            halves = knobs.windows == "halves"
+            halves = knobs.windows == "second_half"
             windows = _llamacpp_windows(prefix, tokenizer, documents, length, halves=halves)
         examples = tuple(windows)
         if not examples:

@@ -24,6 +24,8 @@ from kvbench.tasks.source import Files
 FOLDER = "longbench"
 PROMPTS, LENGTHS = "dataset2prompt.json", "dataset2maxlen.json"
 SPLITS = ("en", "zh", "e")
+MOST_NAMED = 3
+"""The most missing files that an error names."""
 BACKENDS = {"levenshtein": "code_sim", "difflib": "code_sim_difflib"}
 BUCKETS = (("0-4k", 4000), ("4-8k", 8000), ("8k+", None))
 """The ranges of LongBench-E by name, each with its end, which is not included; None is no end."""
@@ -182,13 +184,16 @@ def _find_files(files: Files, places_by_task: Mapping[str, tuple[str, ...]]) -> 
             missing.append(candidates[0])
     if not missing:
         return paths
-    text = f"dataset={files.dataset} needs {len(missing)} of {len(places_by_task)} files that do not exist"
-    if files.root:
-        text += f" below {files.root}"
-    text += f": {', '.join(missing)}: {files.ways()}."
+    names = ", ".join(missing[:MOST_NAMED])
+    if len(missing) > MOST_NAMED:
+        names += f" and {len(missing) - MOST_NAMED} more"
+    if files.root is None:
+        text = f"dataset={files.dataset} needs {names}, and no data folder is named. {files.ways()}"
+    else:
+        text = f"{names} not found in {files.root}. {files.ways()}"
     if paths:
         present = ",".join(f"{files.dataset}/{name}" for name in paths)
-        text += f" What is there can be run by name: {present}"
+        text += f" These tasks are there: dataset={present}"
     if not files.root:
         # without a data folder the names of its files say nothing
         missing = []

@@ -30,11 +30,11 @@ class Files:
         the lock's record.
         """
         if self.root is None:
-            raise MissingData(f"dataset={self.dataset} needs {name}: {self.ways()}")
+            raise MissingData(f"dataset={self.dataset} needs {name}, and no data folder is named. {self.ways()}")
         path = self.root / name
         # a folder of texts is allowed, too
         if not path.exists():
-            raise MissingData(f"dataset={self.dataset} needs {path}, which does not exist: {self.ways()}", [name])
+            raise MissingData(f"{name} not found in {self.root}. {self.ways()}", [name])
         self._check(name)
         return path
 
@@ -64,10 +64,12 @@ class Files:
 
     def ways(self) -> str:
         """Return a text with the two ways to get the files of this dataset."""
-        return (
-            f"put the file there yourself and say where with data.root=FOLDER or the environment variable "
-            f"{ENVIRONMENT}, or run: kvbench data fetch {self.dataset} data.root=FOLDER"
-        )
+        if self.root is None:
+            return (
+                f"Download it: `kvbench data fetch {self.dataset} data.root=FOLDER`. Or name the folder that has it: "
+                f"data.root=FOLDER, or the environment variable {ENVIRONMENT}."
+            )
+        return f"Download it: `kvbench data fetch {self.dataset} data.root={self.root}`. Or put it there yourself."
 
 
 def _stamp(path: Path) -> tuple[int, int]:

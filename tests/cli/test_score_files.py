@@ -100,7 +100,7 @@ def test_rows_that_match_as_well_are_counted_and_the_setting_shown(capsys):
         ("{tmp}/nowhere", "there is no folder or file"),
         ("{tmp}/empty", "holds no predictions"),
         ("{tmp}/note.txt", "is not a file of predictions"),
-        ("{good} code_sim=fuzzy", "unknown backend of code_sim 'fuzzy'"),
+        ("{good} code_sim=fuzzy", "unknown backend fuzzy of code_sim"),
         ("{good} code_simm=difflib", "Did you mean code_sim"),
         ("{good} difflib", "is not key=value"),
         ("{good} metric=bleuu", "unknown metric"),

@@ -225,3 +225,28 @@ def test_an_alias_is_labelled_as_it_was_written_and_keeps_its_knob_in_a_grid_of_
     ]
     with pytest.raises(UsageError, match=r"lam=0\.5 is not possible: h2o\+quant is qhitter with lam=1"):
         config.read(["method=h2o+quant,h2o", "lam=0.5"])
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("fidelity=true", "kl=true"),
+        ("fidelity=false", "kl=false"),
+        ("fidelity=300", "kl=true kl_tokens=300"),
+        ("fidelity=300", "kl_tokens=300"),
+        ("fidelity=through_cache", "kl_mode=through_cache"),
+    ],
+)
+def test_the_old_key_fidelity_asks_for_the_same(old, new):
+    (before,), (now,) = words.read(old.split()), words.read(new.split())
+    assert before.values == now.values and config.parse(before) == config.parse(now)
+    with pytest.raises(UsageError, match="old name of kl="):
+        words.read([*old.split(), *new.split()])
+
+
+def test_texts_of_the_comparison_are_as_long_as_before():
+    from kvbench.store.fidelity import IDENTITY, fidelity_identity
+
+    # ids of stored results hash these
+    assert fidelity_identity(None) == {"tokens": 256, "revision": 1} == IDENTITY
+    assert fidelity_identity(300) == {"tokens": 300, "revision": 1}

@@ -157,11 +157,11 @@ def test_the_fields_of_a_press_are_its_knobs():
     assert kept({"method": "kvpress:first", "kv_size": 15, "every": 3})[0][0] == list(range(0, 45, 3))
     (swept,) = {c.chain.name for c in resolve(["kvpress:first"], {"every": [2, 3], "kv_size": 15})}
     assert swept == "kvpress:first"
-    with pytest.raises(UsageError, match="unknown knob 'each'"):
+    with pytest.raises(UsageError, match="unknown option each"):
         chain_of("kvpress:first", {"each": 3})
     with pytest.raises(UsageError, match="every='x' is not possible: a whole number"):
         chain_of("kvpress:first", {"every": "x"})
-    with pytest.raises(UsageError, match="kvpress does not take these knobs: every must be positive"):
+    with pytest.raises(UsageError, match="kvpress does not take these options: every must be positive"):
         chain_of("kvpress:first", {"every": 0})
     with pytest.raises(UsageError, match="a budget of its own"):
         chain_of("kvpress:first", {"compression_ratio": 0.5, "kv_size": 15})
@@ -220,7 +220,7 @@ def test_random_draws_follow_from_the_prompt_and_the_layer():
 @pytest.mark.parametrize(
     ("method", "reason"),
     [
-        ("kvpress:frist", "unknown press of kvpress 'frist'. Did you mean first?"),
+        ("kvpress:frist", "unknown press frist of kvpress. Did you mean first?"),
         ("kvpress:odd", "OddPress does not run here: it does not score tokens"),
         ("kvpress:trained", "TrainedPress does not run here: it reads a trained file of the model"),
         ("kvpress:adakv", "wraps a press that scores tokens: name it, as in kvpress:adakv:snapkv"),

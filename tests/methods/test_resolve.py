@@ -57,7 +57,7 @@ def test_a_knob_can_be_written_bare_or_by_its_full_key(key):
 @pytest.mark.parametrize("key", ["h2o.window", "method.h2o.window", "snapkw.window"])
 def test_a_full_key_of_a_method_that_is_not_there_is_refused(key):
     for entry, defaults in (("snapkv", {key: 8}), ({"method": "snapkv", key: 8}, {})):
-        with pytest.raises(UsageError, match=r"no entry has the method.*snapkv"):
+        with pytest.raises(UsageError, match=r"this run has no method \w+; it has snapkv"):
             chains_of([entry], defaults)
 
 
@@ -92,7 +92,7 @@ def test_what_an_alias_settles_cannot_be_set(key):
 
 @pytest.mark.parametrize("method", ["quant", "snapkv+quant"])
 def test_a_part_of_an_alias_is_no_method(method):
-    with pytest.raises(UsageError, match="unknown method 'quant'"):
+    with pytest.raises(UsageError, match="unknown method quant"):
         chain_of(method)
 
 

@@ -191,7 +191,7 @@ def test_impossible_knobs_are_refused(knob, value):
 
 @pytest.mark.parametrize("other", ["think", "l1", "l2"])
 def test_it_is_the_only_pruning_stage_of_a_chain(other):
-    with pytest.raises(UsageError, match=r"thinkv.*at most one pruning stage"):
+    with pytest.raises(UsageError, match=r"thinkv.*at most one pruning method"):
         chain_of(f"snapkv+{other}+thinkv")
 
 

@@ -168,7 +168,9 @@ def test_layers_over_several_devices_need_accelerate_and_weights(small, monkeypa
 
 def test_a_model_is_loaded_by_the_name_of_its_entry():
     """As ``run model=`` has it; the message used to suggest the very name that was given."""
-    with pytest.raises(MissingModel, match=r"model=meta-llama/Llama-2-7b-hf .*kvbench model fetch llama2-7b"):
+    with pytest.raises(
+        MissingModel, match=r"model llama2-7b \(meta-llama/Llama-2-7b-hf\) is not on .*kvbench model fetch llama2-7b"
+    ):
         load.load_model("llama2-7b")
     for name in ("hf", "llama2"):
         with pytest.raises(MissingModel, match=rf"model={name}: there is no such folder") as error:

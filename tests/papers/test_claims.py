@@ -281,4 +281,4 @@ def test_the_ledger_on_the_page(style):
 @pytest.mark.parametrize("name", ["vatq", "vatp/1"])
 def test_an_unknown_paper_is_refused(name, capsys):
     assert main(["claims", name]) == 2
-    assert f"unknown paper '{name}'" in capsys.readouterr().err
+    assert f"unknown paper {name}" in capsys.readouterr().err

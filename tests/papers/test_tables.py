@@ -321,8 +321,8 @@ def test_a_long_plan_names_methods_and_counts_cells(tmp_path, capsys):
     ("arguments", "message"),
     [
         (["think/99"], "unknown table"),
-        (["thick/1"], "unknown paper or table 'thick/1'"),
-        (["nosuch"], "unknown paper or table 'nosuch'. Available: all, bytes, formats, leaderboard, "),
+        (["thick/1"], "unknown table thick/1"),
+        (["nosuch"], "unknown table nosuch. All tables: `kvbench list tables`."),
         (["think/4", "method=h2o"], "method=h2o is not possible here"),
         (["think/4", "--show", "all"], "--show"),
         (["think/4", "--format", "pdf"], "--format"),

@@ -135,7 +135,7 @@ def test_longbench_columns_are_never_a_mixture(folder, tmp_path):
     assert sorted(w.dataset for w in forced.absent) == ["2wikimqa", "multifieldqa_en"]
     papers_data.longbench(root, "longbench")
     assert {w.entry for w in prepared(table("vatp/2"), folder, root, tmp_path).groups} == {"longbench"}
-    with pytest.raises(UsageError, match=r"unknown value of longbench 'some'"):
+    with pytest.raises(UsageError, match=r"unknown value some of longbench"):
         prepared(table("vatp/2"), folder, root, tmp_path, "longbench=some")
     with pytest.raises(UsageError, match="longbench=mini is not possible with model=tiny"):
         our_table.prepare(table("vatp/2"), "tiny", ["longbench=mini"])

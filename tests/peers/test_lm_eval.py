@@ -154,8 +154,8 @@ def test_wrong_arguments_are_sentences():
     for options, message in (
         ({"batch_size": 4}, "batch_size=4 is not possible"),
         ({"batch_size": "auto"}, "batch_size=auto is not possible"),
-        ({"attn_implementation": "eager"}, "unknown knob 'attn_implementation'"),
-        ({"method": "nothing"}, "unknown method 'nothing'"),
+        ({"attn_implementation": "eager"}, "unknown option attn_implementation"),
+        ({"method": "nothing"}, "unknown method nothing"),
     ):
         with pytest.raises(UsageError, match=message):
             KvbenchLM("tiny", **options)

@@ -164,7 +164,7 @@ def test_what_cannot_be_one_folder_each_is_told(tmp_path, capsys):
     assert main(["export", "kvpress", f"results={store.root}"]) == 2
     assert "holds no measured answers that are chosen here" in capsys.readouterr().err
     assert main(["export", "helm"]) == 2
-    assert "unknown format of export 'helm'" in capsys.readouterr().err
+    assert "unknown format helm of export" in capsys.readouterr().err
     measure(store, PlainCell(), range(2))  # imported answers have no chain
     ruler(store, "vt", [("1", ["1"])])
     ruler(store, "vt", [("1", ["1"])], stages=(("kvpress:snapkv", {"compression_ratio": 0.875}),))

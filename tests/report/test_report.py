@@ -265,5 +265,5 @@ def test_show_of_nothing_says_so_and_writes_nothing(tmp_path, capsys):
     assert "absent: there is no such folder, so that nothing is measured there yet" in capsys.readouterr().err
     (tmp_path / "empty").mkdir()
     assert main(["show", *SMALL, f"results={tmp_path / 'empty'}"]) == 0
-    assert "nothing of this is measured yet" in capsys.readouterr().out
+    assert "nothing measured yet for " in capsys.readouterr().out
     assert not (tmp_path / "absent").exists()

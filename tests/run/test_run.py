@@ -75,7 +75,7 @@ def test_plan_and_config_and_lists(tmp_path, capsys):
     assert main(["list", "--json"]) == 0
     listed = json.loads(capsys.readouterr().out)
     assert {"full", "snapkv", "think"} <= {m["id"] for m in listed["methods"]}
-    assert main(["list"]) == 0
+    assert main(["list", "methods"]) == 0
     assert "snapkv" in capsys.readouterr().out
 
 
@@ -243,7 +243,7 @@ def test_a_folder_that_is_not_there_is_told(tmp_path, capsys, monkeypatch):
     assert not (tmp_path / "gone").exists()
     monkeypatch.chdir(tmp_path)
     assert main(["list", "runs"]) == 0 and main(["show", "dataset=tiny/needle"]) == 0
-    assert "no runs in results yet\nnothing of this is measured yet in results" in capsys.readouterr().out
+    assert "no runs in results yet\nnothing measured yet for " in capsys.readouterr().out
     (tmp_path / "empty").mkdir()
     assert main(["list", "runs", f"results={tmp_path / 'empty'}"]) == 0
 

@@ -68,7 +68,7 @@ def test_a_method_that_fails_is_recorded_and_tried_again_and_stops_nothing(tmp_p
     assert all(c["n"] == 6 for key, c in cells.items() if key not in failed)
     assert main(["run", *arguments]) == 1
     out, err = capsys.readouterr()
-    assert "✗ failed" in out and "ZeroDivisionError" in out and "1 of the cells failed" in err
+    assert "✗ failed" in out and "ZeroDivisionError" in out and "1 of the results failed" in err
     monkeypatch.setattr(SnapKV, "scores", original)
     assert run_json(capsys, *arguments)[0] == 0
     assert metrics_of(tmp_path / "b") == want

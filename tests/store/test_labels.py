@@ -92,7 +92,7 @@ def test_labels_of_other_tables_are_not_repeated(tmp_path, capsys):
     assert [r.label for r in rows(store, {})] == ["snapkv kv_size=16 window=12", "snapkv kv_size=64 window=12"]
     assert "block" not in called(store, capsys, "list", "runs")
     shown = called(store, capsys, "show", f"{0:016x}")
-    assert shown.startswith("cell 0000000000000000: snapkv kv_size=16 window=12 on tiny/needle\n")
+    assert shown.startswith("result 0000000000000000: snapkv kv_size=16 window=12 on tiny/needle\n")
     assert "kv_size 16" in shown and "query_aware True" in shown and "dtype float32" in shown
     result = json.loads(called(store, capsys, "show", f"{1:016x}", options=["--json"]))
     assert (result["label"], result["knobs"]) == ("snapkv kv_size=64 window=12", {"snapkv": {**SNAPKV, "kv_size": 64}})

@@ -45,4 +45,4 @@ def test_a_table_says_which_cells_no_commit_can_make_again():
     clean, changed, none = (CellRecord(provenance=({"commit": c},)) for c in ("abc", "def+", None))
     assert local_changes([clean, none, CellRecord()]) == ""
     printed = local_changes([clean, changed, changed, none])
-    assert printed.startswith("2 of 4 cells were measured with local changes to the code (behind commit def)")
+    assert printed.startswith("2 of 4 results were measured with local changes to the code (behind commit def)")

@@ -182,7 +182,7 @@ def test_answers_in_another_cells_folder_are_not_taken_for_its_own(tmp_path, cap
     for cell in cells:
         assert store.lines(cell.id) == {}
         assert store.status(cell.id).n == 0
-    assert "2 lines of another cell do not count (lines 1, 2)" in store.warnings[0]
+    assert "2 lines of another result do not count (lines 1, 2)" in store.warnings[0]
 
     # where both are in one folder its own answers count, and a cleaning leaves them alone
     mine.write_bytes(other.read_bytes() + mine.read_bytes())

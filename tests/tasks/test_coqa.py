@@ -80,7 +80,7 @@ def test_malformed_stories_are_named(tmp_path, change, reason):
 
 
 def test_other_files_and_bad_knobs(tmp_path):
-    with pytest.raises(UsageError, match=r"coqa-dev-v1\.0\.json, which does not exist"):
+    with pytest.raises(UsageError, match=r"coqa-dev-v1\.0\.json not found in"):
         load("coqa", tmp_path)
     path = tmp_path / "coqa-dev-v1.0.json"
     path.write_text("[]")

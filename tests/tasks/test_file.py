@@ -123,7 +123,7 @@ def test_no_file(tmp_path, write):
 
 def test_bad_knobs(write):
     path = write(GOOD)
-    with pytest.raises(UsageError, match="unknown metric 'blue'"):
+    with pytest.raises(UsageError, match="unknown metric blue"):
         load(path, metric="blue")
     with pytest.raises(UsageError, match="max_new_tokens='many'"):
         load(path, max_new_tokens="many")

@@ -37,7 +37,7 @@ def test_malformed_lines_are_named(tmp_path, row, reason):
 
 
 def test_missing_files_and_bad_knobs(tmp_path):
-    with pytest.raises(UsageError, match=r"gsm8k_test\.jsonl, which does not exist: .*data fetch gsm8k"):
+    with pytest.raises(UsageError, match=r"gsm8k_test\.jsonl not found in .*data fetch gsm8k"):
         load("gsm8k", tmp_path)
     with pytest.raises(UsageError, match=r"dataset\.gsm8k\.max_new_tokens=0"):
         load("gsm8k", tmp_path, max_new_tokens=0)

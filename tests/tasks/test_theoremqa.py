@@ -84,7 +84,7 @@ def test_malformed_entries_are_named(tmp_path, wrong, reason):
 
 
 def test_equal_ids_and_missing_files(tmp_path):
-    with pytest.raises(UsageError, match=r"theoremqa_test\.json, which does not exist"):
+    with pytest.raises(UsageError, match=r"theoremqa_test\.json not found in"):
         load("theoremqa", tmp_path)
     write(tmp_path, row(), row())
     with pytest.raises(UsageError, match=r"two examples have the id 'x/1\.json'"):

@@ -70,7 +70,7 @@ def test_empty_cells_are_named(tmp_path, key):
 
 
 def test_bad_knobs_and_missing_files(tmp_path):
-    with pytest.raises(UsageError, match=r"truthfulqa_generation\.jsonl, which does not exist"):
+    with pytest.raises(UsageError, match=r"truthfulqa_generation\.jsonl not found in"):
         load("truthfulqa", tmp_path)
     write_table(tmp_path / "TruthfulQA.csv", {"Question": "q"})
     with pytest.raises(UsageError, match="row 1: there is no key 'Best Answer'; its keys: 'Question'"):

@@ -89,7 +89,7 @@ class PressSelector(Selector):
             # kvpress checks the fields of a press when it is made
             self.press(0.5)
         except Exception as error:
-            raise UsageError(f"method.{self.id}: kvpress does not take these knobs: {headline(error)}") from None
+            raise UsageError(f"method.{self.id}: kvpress does not take these options: {headline(error)}") from None
 
     def check_layers(self, n_layers: int) -> None:
         super().check_layers(n_layers)

@@ -128,7 +128,7 @@ def types_of(method: str) -> tuple[type, ...]:
     known, names = presses(), canonical(method).split(":")[1:]
     for name in names:
         if name not in known:
-            raise unknown("press of kvpress", name, known, "They are listed by: kvbench list kvpress")
+            raise unknown("press of kvpress", name, known, listed_by="kvbench list kvpress")
         reason = refusal(name, known[name])
         if reason:
             raise UsageError(f"method={method}: {known[name].__name__} does not run here: {reason}")

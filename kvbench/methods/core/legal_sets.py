@@ -12,12 +12,12 @@ from kvbench.base.errors import UsageError
 from kvbench.methods.core.stage import Role, Stage
 
 AT_MOST_ONE: tuple[tuple[Role, str], ...] = (
-    ("lowrank", "each replaces the same projections: a chain has at most one low-rank stage"),
-    ("selector", "each chooses which tokens stay: a chain has at most one selector"),
-    ("prune", "each chooses which key channels stay: a chain has at most one pruning stage"),
-    ("mask", "each decides what a step attends: a chain has at most one mask"),
-    ("quantise", "each packs the same values: a chain has at most one quantiser"),
-    ("hidden", "each decides which tokens later layers read: a chain has at most one such stage"),
+    ("lowrank", "each replaces the same projections: a combination has at most one low-rank method"),
+    ("selector", "each chooses which tokens stay: a combination has at most one selector"),
+    ("prune", "each chooses which key channels stay: a combination has at most one pruning method"),
+    ("mask", "each decides what a step attends: a combination has at most one mask"),
+    ("quantise", "each packs the same values: a combination has at most one quantiser"),
+    ("hidden", "each decides which tokens later layers read: a combination has at most one such method"),
 )
 """Roles that a chain has at most once, each with the reason."""
 Kind = Callable[[Stage], bool]
@@ -73,7 +73,7 @@ _OWNER = (
     "{owner} alone"
 )
 _SHARER = (
-    "{a} shares logits between heads and holds keys for some of them only, which other stages cannot choose by: it is "
+    "{a} shares logits between heads and holds keys for some of them only, which other methods cannot choose by: it is "
     "written alone"
 )
 _BALANCER = "{a} divides one budget over layers that all read the whole prompt; use another selector"

@@ -97,7 +97,7 @@ def load_stage(path: Path, method: str, target: str, knobs: Mapping[str, object]
         raise
     except Exception as error:
         raise UsageError(
-            f"{entry}, with the knobs there, cannot be made: {located(error, _source_line(cls))}"
+            f"{entry}, with the options there, cannot be made: {located(error, _source_line(cls))}"
         ) from error
     _check_needs(stage)
     return stage

@@ -20,7 +20,7 @@ SHOWN = ("kv_size", "kv_ratio", "ratio", "bits")
 class PromptCache:
     """The compressed layers of one prompt and the next token's logits [V], ready to generate from.
 
-    No function changes a cache, so that it can be used again. It cannot be pickled, since its chain is code and it
+    No function changes a cache, so that it can be used again. It cannot be pickled, since its method is code and it
     belongs to a model object: keep the prompt's ids and the method, and prefill again.
 
     prefill_s: the seconds of the prompt's forward pass without compression, which all chains of that pass share.
@@ -70,7 +70,7 @@ class PromptCache:
 
     def __reduce__(self) -> str:
         raise TypeError(
-            "a kvbench cache cannot be pickled: its chain is code and it belongs to a model object. Keep the prompt's "
+            "a kvbench cache cannot be pickled: its method is code and it belongs to a model object. Keep the prompt's "
             "ids and the method, and call kvbench.prefill again"
         )
 

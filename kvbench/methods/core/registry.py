@@ -134,12 +134,12 @@ def unknown_method(method: str) -> UsageError:
         name_here = kvpress_words()["methods"].get(name)
     if name_here is not None:
         return UsageError(
-            f"unknown method {method!r}: it is method={name_here} here (docs/differences.md has what differs)"
+            f"unknown method {method}: it is method={name_here} here (docs/differences.md lists the differences)"
         )
     if name in kvpress_words()["missing"]:
         return UsageError(
-            f"kvbench has no {method}, a press of kvpress. Available: {', '.join(available())}; and, where kvpress is "
-            "installed, method=kvpress:NAME (kvbench list kvpress)."
+            f"kvbench has no {method}, a press of kvpress. All methods: `kvbench list methods`. Where kvpress is "
+            "installed, method=kvpress:NAME runs its own (kvbench list kvpress)."
         )
     # the user may mean a method of their own, whose file says why it is not known
     hints = ["Join methods with +, as in method=snapkv+think."]
@@ -149,14 +149,17 @@ def unknown_method(method: str) -> UsageError:
     nameless = [str(path) for path in user_files if path not in broken and not _ids_in(path)]
     if nameless:
         hints.append(f'No class with a line id = "..." is in {", ".join(nameless)}.')
-    return unknown("method", method, available(), " ".join(hints))
+    return unknown("method", method, available(), " ".join(hints), listed_by="kvbench list methods")
 
 
-def unknown_knob(knob: str, value: object, names: Iterable[str], hint: str) -> UsageError:
-    """Return the error for a name that is no knob. For a field of a press it says the name of the knob here."""
+def unknown_knob(knob: str, value: object, names: Iterable[str], methods: Sequence[str]) -> UsageError:
+    """Return the error for a name that is no knob of ``methods``, nor one of the ``names`` that may stand here.
+
+    For a field of a press it says the name of the knob here.
+    """
     name_here = kvpress_words()["knobs"].get(knob)
     if name_here is not None:
-        return UsageError(f"unknown knob {knob!r}: kvpress's {knob} is {name_here}= here")
+        return UsageError(f"unknown option {knob}: kvpress's {knob} is {name_here}= here")
     if knob == "compression_ratio":
         removed: list[Any]
         if isinstance(value, str):
@@ -168,18 +171,26 @@ def unknown_knob(knob: str, value: object, names: Iterable[str], hint: str) -> U
         # values that are no numbers get the error of any other unknown knob
         with suppress(ValueError, TypeError):
             ratios = ",".join(f"{1 - float(share):g}" for share in removed)
-            return UsageError(f"unknown knob {knob!r}: it is the fraction removed; kv_ratio={ratios} is what is kept")
+            return UsageError(
+                f"unknown option {knob}: it is the share removed. Write the share kept: kv_ratio={ratios}"
+            )
     owners = []
     for method in sorted(path.stem for path in (conf_dir() / "method").glob("*.yaml")):
         # a method whose file cannot be read is no help here, and has an error of its own
         with suppress(UsageError):
             if knob in defaults(method):
                 owners.append(method)
-    # most methods have a budget; the hint says why those of this run have none
-    if owners and knob not in BUDGET_KNOBS:
-        have = "have" if len(owners) > 1 else "has"
-        return UsageError(f"unknown knob {knob!r} of what is asked for: {', '.join(owners)} {have} it")
-    return unknown("knob", knob, names, hint)
+    named = " and ".join("+".join(split(method)) for method in methods)
+    have = "have" if len(methods) > 1 else "has"
+    if knob in BUDGET_KNOBS:
+        return UsageError(f"{named} {have} no option {knob}. There is no budget of tokens to set.")
+    if owners:
+        message = f"{named} {have} no option {knob}. It belongs to {', '.join(owners)}."
+        # two words that are easily mixed up
+        if knob == "ratio" and "kv_ratio" in names:
+            message += " Did you mean kv_ratio (share of tokens kept)?"
+        return UsageError(message)
+    return unknown("option", knob, names, listed_by="kvbench run --help keys")
 
 
 def path_of(method: str) -> Path:
@@ -314,7 +325,7 @@ def make_stage(method: str, entry: Mapping[str, object]) -> Stage:
     knobs = {name: value for name, value in entry.items() if not name.startswith("_")}
     for knob in knobs:
         if knob not in knob_names(method):
-            raise unknown(f"knob method.{method}.{knob}; its name", knob, knob_names(method))
+            raise unknown(f"option of {method}", knob, knob_names(method), listed_by=f"kvbench run --help {method}")
     target = entry.get("_target_") or defaults(method)["_target_"]
     return load_stage(path_of(method), method, cast(str, target), knobs=knobs)
 
@@ -331,22 +342,20 @@ def owners(methods: Sequence[str], key: str, value: object = None) -> list[str]:
         all_parts += [part for part in chain if part not in all_parts]
     if stage:
         if stage not in all_parts:
-            raise unknown(f"knob {key!r}: no entry has the method", stage, all_parts)
+            raise UsageError(f"{key}={value}: this run has no method {stage}; it has {', '.join(all_parts)}")
         return [stage]
     owning_parts: list[str] = []
     for chain in chains:
         parts = [part for part in chain if knob in knob_names(part)]
         if len(parts) > 1:
             keys = " and ".join(f"method.{part}.{knob}" for part in parts)
-            raise UsageError(f"knob {knob!r} is owned by two stages of {'+'.join(chain)}: set {keys} by its full key")
+            raise UsageError(f"{knob} is an option of two methods in {'+'.join(chain)}: set {keys} by its full key")
         owning_parts += [part for part in parts if part not in owning_parts]
     if not owning_parts:
         names = {PER}
         for part in all_parts:
             names.update(knob_names(part))
-        method_names = ", ".join("+".join(chain) for chain in chains)
-        note = " There is no budget of tokens to set." if knob in BUDGET_KNOBS else ""
-        raise unknown_knob(knob, value, names, hint=f"These are the knobs of {method_names}.{note}")
+        raise unknown_knob(knob, value, names, methods)
     return owning_parts
 
 

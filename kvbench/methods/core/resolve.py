@@ -227,7 +227,8 @@ def _check_owned(methods: Sequence[str], knobs: Knobs) -> None:
         knob = registry.knob_of(key)
         stage = registry.owners(methods, key, value)[0]
         if knob not in registry.knob_names(stage):
-            raise unknown(f"knob method.{stage}.{knob}; its name", knob, registry.knob_names(stage))
+            names = registry.knob_names(stage)
+            raise unknown(f"option of {stage}", knob, names, listed_by=f"kvbench run --help {stage}")
         registry.check_implied(methods, key, value)
 
 

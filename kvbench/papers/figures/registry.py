@@ -131,7 +131,8 @@ def select_figures(names: Sequence[str]) -> list[Figure]:
         matches = {id_: figure for id_, figure in FIGURES.items() if name in (id_, figure.paper, "all")}
         if not matches:
             papers = {figure.paper for figure in FIGURES.values()}
-            raise unknown("figure", name, list(FIGURES) + list(papers) + ["all"])
+            names = [*FIGURES, *papers, "all"]
+            raise unknown("figure", name, names, listed_by="kvbench list figures")
         figures |= matches
     return list(figures.values())
 

@@ -245,7 +245,8 @@ def load(paper: str, table: str) -> TableSpec:
         hint = ""
         if any(entry.id == table for entry in catalogue.paper(paper).entries):
             hint = "It is no table that is measured: kvbench plot list has the figures."
-        raise unknown("table", f"{paper}/{table}", ["/".join(table_id) for table_id in ids()], hint)
+        names = ["/".join(table_id) for table_id in ids()]
+        raise unknown("table", f"{paper}/{table}", names, hint, listed_by="kvbench list tables")
     raw: dict[str, Any] = {}
     # a key of table<N>.yaml replaces the same key of tables.yaml, which holds for all of the paper's tables
     for path in files(f"{paper}/tables.yaml") + files(f"{paper}/table{table}.yaml"):

@@ -42,7 +42,7 @@ def main(args: argparse.Namespace) -> int:
         names = ["all"]
         names += catalogue.in_place()
         names += own_tables.NAMES
-        raise unknown("paper or table", args.table, names)
+        raise unknown("table", args.table, names, listed_by="kvbench list tables")
     return print_tables(options, args)
 
 

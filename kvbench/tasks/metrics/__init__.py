@@ -66,7 +66,7 @@ class Metric:
 def metric(name: str) -> Metric:
     """Return the metric of that name. Raises UsageError with the nearest names if there is none."""
     if name not in METRICS:
-        raise unknown("metric", name, METRICS)
+        raise unknown("metric", name, METRICS, listed_by="kvbench list metrics")
     return METRICS[name]
 
 

@@ -1,0 +1,55 @@
+"""The kind of each method, for lists and pages: what it keeps less of. It imports no method, and so not torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+
+FULL = "nothing is compressed"
+YOURS = "yours"
+OTHERS = "of other packages"
+_TOKENS = (
+    "snapkv pyramidkv adakv cake h2o tova scissorhands vatp streamingllm keydiff keynorm chunkkv kvzip "
+    "expectedattention random"
+)
+_BITS = "kivi flexgen qhitter turboquant fp8 int8 int4 mxfp4 nvfp4 q8_0 q4_0"
+METHODS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        FULL: ("full",),
+        "keep some tokens": tuple(_TOKENS.split()),
+        "let the prompt decide": ("refreekv", "uncomp-group", "uncomp-stage", "twilight"),
+        "keep some channels": ("think", "thinkv", "l1", "l2"),
+        "low rank, shared heads": ("palu", "asvd", "chai"),
+        "store fewer bits": tuple(_BITS.split()),
+    }
+)
+"""The methods of each kind, those that are known best first."""
+KINDS = (*METHODS, YOURS, OTHERS)
+"""The kinds in the order of lists."""
+BUDGETS: Mapping[str, str] = MappingProxyType(
+    {
+        "keep some tokens": "kv_ratio= share of tokens kept, or kv_size= their number",
+        "keep some channels": "ratio= share of channels removed",
+    }
+)
+"""The option that says how much a method of a kind keeps, where most of them have the same."""
+
+
+def kind_of(method: str) -> str:
+    """Return the kind of a method by its id. A method that is not kvbench's own is of the kind ``yours``."""
+    if method.startswith("kvpress:"):
+        return OTHERS
+    for kind, methods in METHODS.items():
+        if method in methods:
+            return kind
+    return YOURS
+
+
+def by_kind(methods: Iterable[str]) -> dict[str, list[str]]:
+    """Return methods by kind, in the order of KINDS and of METHODS, without the kinds that have none."""
+    groups: dict[str, list[str]] = {kind: [] for kind in KINDS}
+    for method in methods:
+        groups[kind_of(method)].append(method)
+    for kind, known in METHODS.items():
+        groups[kind].sort(key=known.index)
+    return {kind: members for kind, members in groups.items() if members}
