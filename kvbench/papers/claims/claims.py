@@ -6,9 +6,9 @@ minus ``margin``. Both directions are tested (see ``stats.p_above``), each at ha
 together (Holm). A gain is also tested for being next to nothing (``NOTHING``), by two one-sided tests.
 
 Three measures read the differences and are never merged: the score of answers in points of 100, the likelihood of the
-reference answer, and the divergence from the full cache. Each has verdicts of its own, at a third of LEVEL. A task
-on which the model fails even with the full cache decides nothing in points and is left out there. The other two measures need no right
-answers. A task on which a side compressed nothing is left out of all three.
+reference answer, and the divergence from the full cache. Each has verdicts of its own, at a third of LEVEL. A task on
+which the model fails even with the full cache decides nothing in points and is left out there. The other two measures
+need no right answers. A task on which a side compressed nothing is left out of all three.
 """
 
 from __future__ import annotations
