@@ -71,7 +71,8 @@ def page(root: Path) -> str:
     if not written:
         raise UsageError(f"{root / ledger.FOLDER} has no ledger: make claims writes one")
     lines = [note for one in written for note in (*ledger.notes(one), *ledger.reasons(one))]
-    return writers.compose([ledger.sheet(written)], list(dict.fromkeys(lines)), "md")
+    tallies = [f"{one['model']}: {ledger.tally(one)}" for one in written]
+    return writers.compose([ledger.sheet(written)], list(dict.fromkeys(lines)), "md", above=tallies)
 
 
 def write(goal: Target, results: str) -> None:

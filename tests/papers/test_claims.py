@@ -148,7 +148,7 @@ def test_one_example_asked_in_three_ways_is_one_pair(tmp_path, monkeypatch):
     assert actual.tolist() == [[-0.25], [0.0]]
 
 
-def test_what_is_not_measured_is_not_at_the_floor():
+def test_a_claim_that_is_not_measured_is_none_on_which_the_model_fails():
     tested = claim()
     waiting = Evidence(floors=("t",), waiting=("u",), reason="u: not measured yet")
     assert decide([tested], {tested.id: waiting})[0].verdict == "not measured yet"
@@ -236,7 +236,7 @@ def test_the_ledger_end_to_end(tmp_path, capsys):
     assert ledger.read(tmp_path) == [json.loads(json.dumps(content))]
     assert main(["report", "samples=0", f"results={tmp_path}", f"output={tmp_path / 'r.html'}"]) == 0
     page = (tmp_path / "r.html").read_text()
-    assert "tiny, a stand-in" in page and "surpasses H₂O in 12 out of 16 tasks" in page and "h2o+vatp" in page
+    assert "tiny, a substitute model" in page and "surpasses H₂O in 12 out of 16 tasks" in page and "h2o+vatp" in page
     ledger.ledger_path("tiny", tmp_path, ["vatp"]).write_text('{"verdicts": [{"verdict": "supported"}]}')
     with pytest.raises(UsageError, match="run kvbench claims again"):
         ledger.read(tmp_path)
@@ -250,7 +250,8 @@ def test_a_ledger_is_written_from_its_samples_and_verified(tmp_path, monkeypatch
     claim_runner.measure(prepared)
     assert paper_claims.main(["--pack", "--results", results, *committed]) == 0
     assert paper_claims.main(["--verify", "--model", "tiny", *committed]) == 0
-    assert "| ? vatp-h2o" in (tmp_path / "committed" / "claims.md").read_text()
+    page = (tmp_path / "committed" / "claims.md").read_text()
+    assert page.startswith("- tiny: 0 supported · 0 contradicted · 5 undecided\n") and "| ? vatp-h2o" in page
     path = ledger.ledger_path("tiny", tmp_path / "committed", ["vatp"])
     path.write_text(path.read_text().replace('"undecided"', '"supported"', 1))
     assert paper_claims.main(["--verify", "--model", "tiny", *committed]) == 1
@@ -275,7 +276,40 @@ def test_the_ledger_on_the_page(style):
         assert max(map(len, text.splitlines())) <= 100
     assert f"any of the {len(tested)} claims gets a wrong one" in " ".join(text.split())
     both = writers.compose([ledger.sheet([content("smollm2-135m-q4_1", verdicts), one])], [], "md")
-    assert "smollm2-135m-q4_1, a stand-in: points | tiny, a stand-in: points" in both
+    assert "smollm2-135m-q4_1, a substitute model: points | tiny, a substitute model: points" in both
+
+
+def test_the_lines_of_a_ledger_begin_with_its_tally():
+    """One line a claim: mark, id, difference, n and verdict; 100 columns; a statement below it; few n are a preview."""
+    every = claims.load("vatp") + claims.load("think")
+    found = {c.id: shown({"t": [0.0, -100.0, 50.0] * 4}) for c in every if c.test != "elsewhere"}
+    found["vatp-h2o"] = shown({"t": [50.0] * 80})
+    lines = ledger.brief(content("tiny", decide(every, found))).splitlines()
+    assert lines[0] == "1 supported · 0 contradicted · 11 undecided · 1 not decidable here · 1 not testable here"
+    assert not any(line.startswith("!") for line in lines) and max(map(len, lines)) <= 100
+    (h2o,) = [line for line in lines if line.startswith("✓ vatp-h2o ")]
+    assert re.search(r"\+50\.0 \[[\d.]+, [\d.]+\] +n 80 +supported$", h2o)
+    assert lines[lines.index(h2o) + 1] == "  At half of the prompt H2O with value norms beats H2O."
+    (l2,) = [line for line in lines if line.startswith("? vatp-norm-l2 ")]
+    assert re.search(r"−16\.7 \[−[\d.]+, [\d.]+\] +n 12 +undecided, about [\d,]+ would decide$", l2)
+    (throughput,) = [line for line in lines if line.startswith("— think-throughput ")]
+    assert throughput.endswith("not testable here: a matter of GPU memory and time, see `bench`")
+    few = ledger.brief(content("tiny", decide(every, {"vatp-h2o": shown({"t": [50.0] * 3})}))).splitlines()
+    assert few[1] == "! n = 3 at most. Preview only: so few examples decide nothing."
+
+
+def test_claims_print_their_lines_and_explain_them_if_asked(tmp_path, capsys):
+    words = ["claims", "vatp", "limit=1", f"results={tmp_path}"]
+    assert main(words) == 0
+    short = capsys.readouterr().out
+    assert short.startswith("0 supported · 0 contradicted · 5 undecided\n! n = 6 at most")
+    assert f"kvbench {' '.join(words)} --explain" in short and "surpasses" not in short
+    assert main([*words, "--explain"]) == 0
+    long = capsys.readouterr().out
+    assert long.startswith(short[: short.index("Numbers:")])
+    assert "surpasses H₂O in 12 out of 16 tasks" in " ".join(long.split()) and "Holm" in long
+    assert main([*words, "--format", "md"]) == 0
+    assert capsys.readouterr().out.startswith("- 0 supported · 0 contradicted · 5 undecided\n\n|")
 
 
 @pytest.mark.parametrize("name", ["vatq", "vatp/1"])

@@ -232,7 +232,7 @@ def test_json_has_what_csv_has_and_the_notes(store, capsys):
     rows = list(csv.DictReader(io.StringIO(shown(capsys, *arguments, "--format", "csv")[1])))
     status, out = shown(capsys, *arguments, "--json")
     result = json.loads(out)
-    assert status == 0 and result["table"] == "think/4" and "tiny (stand-in)" in result["title"]
+    assert status == 0 and result["table"] == "think/4" and "tiny (substitute model), n = " in result["title"]
     assert [{k: str(v) for k, v in c.items()} for c in result["cells"]] == [
         {k: v for k, v in row.items() if v} for row in rows
     ]

@@ -81,7 +81,7 @@ def test_ratios_stand_beside_ratios_and_values_on_their_devices(results, capsys)
     ]
     assert "OOM (0.83×)<br>paper 51.2" in out
     assert "tiny with random weights on CPU a processor, 1 thread; the paper's is llama-2-7b on NVIDIA A100" in out
-    assert "(stand-in)" in out and "160+338x4 for 160+338x300" in out and "rows those over 75" in out
+    assert "(substitute model)" in out and "160+338x4 for 160+338x300" in out and "rows those over 75" in out
     # memory is below 1 on both sides, the first token above; a token below there and above here
     assert "2 of 3 ratios lie on the paper's side of 1." in out
     assert "GPU numbers are missing: scripts/gpu_tables.sh think10" in out
@@ -125,7 +125,7 @@ def test_rows_of_a_gpu_come_first_and_never_meet_those_of_a_cpu(results, capsys)
     both = think10("llama2-7b", "160+338x300", device="a GPU")[:1]
     records.append(results / "gpu" / "think10.jsonl", both)
     status, out = shown(capsys, "think/10", f"results={results}")
-    assert status == 0 and "llama2-7b with random weights on a GPU" in out and "stand-in" not in out.lower()
+    assert status == 0 and "llama2-7b with random weights on a GPU" in out and "substitute" not in out.lower()
     # what is missing on the GPU is missing: the CPU's row is no substitute
     assert "not measured yet: scripts/gpu_tables.sh think10" in out and "0.75×" not in out
     _, small = shown(capsys, "think/10", f"results={results}", "model=tiny", "--stored")
@@ -171,7 +171,7 @@ def test_the_budget_of_refreekv_is_one_of_tokens(tmp_path, capsys):
 def test_notes_of_timings_say_what_the_view_shows(results):
     seen = view(our_table.prepare(table_spec.load("think", "10"), "tiny", [f"results={results}"]))
     notes = {show: " ".join(grid.notes(seen, show)) for show in grid.SHOWS}
-    assert [show for show in notes if "Stand-in" in notes[show]] == ["both", "ours", "delta"]
+    assert [show for show in notes if "Substitute model" in notes[show]] == ["both", "ours", "delta"]
     assert [show for show in notes if "our ratio less the paper's" in notes[show]] == ["delta"]
     assert "the paper's over its own kivi" in notes["published"]
     assert grid.title(seen, "published").endswith("as printed")

@@ -6,9 +6,9 @@ minus ``margin``. Both directions are tested (see ``stats.p_above``), each at ha
 together (Holm). Two one-sided tests also ask whether a gain is next to nothing (``NOTHING``).
 
 Three measures read the differences and are never merged: the score of answers in points of 100, the likelihood of the
-reference answer, and the divergence from the full cache. Each has verdicts of its own, at a third of LEVEL. Tasks where
-the full cache is at the floor decide nothing in points and are left out there. The other two measures need no right
-answers. A task on which a side compressed nothing is left out of all three.
+reference answer, and the divergence from the full cache. Each has verdicts of its own, at a third of LEVEL. A task on
+which the model fails even with the full cache decides nothing in points and is left out there. The other two measures
+need no right answers. A task on which a side compressed nothing is left out of all three.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ NOTHING = {POINTS: 0.01, LIKELIHOOD: 0.01, DIVERGENCE: 0.1}
 """The mean difference that is next to nothing: a point of 100, 0.01 nats a token, 10 % of the divergence."""
 SUPPORTED, CONTRADICTED, UNDECIDED = "supported", "contradicted", "undecided"
 NO_DIFFERENCE, MIXED, FRAGILE = "no difference", "mixed", "fragile"
-NOT_DECIDABLE, FLOOR, ELSEWHERE = "not decidable here", "at the floor", "not testable here"
+NOT_DECIDABLE, FLOOR, ELSEWHERE = "not decidable here", "the model fails", "not testable here"
 UNMEASURED = "not measured yet"
 DECIDED = (SUPPORTED, CONTRADICTED, NO_DIFFERENCE, MIXED, FRAGILE)
 VERDICTS = (*DECIDED, UNDECIDED, NOT_DECIDABLE, FLOOR, UNMEASURED, ELSEWHERE)
@@ -105,7 +105,7 @@ class Evidence:
 
     differences: out of 1, or in nats, by dataset [examples, pairs of the claim]. None counts for more than 1. An
     example that is asked several times (MDQA's three positions) counts once.
-    floors: datasets left out because the full cache is at the floor.
+    floors: datasets left out because the model fails there even with the full cache.
     unchanged: datasets left out because a side compressed nothing.
     waiting: datasets without measurements.
     cells: ids of both sides.

@@ -42,7 +42,7 @@ class Comparison:
     pairs: tuple[tuple[Cell, Cell], ...]
 
     def at_floor(self, store: ResultStore) -> bool:
-        """Tell whether the full cache is at the floor."""
+        """Tell whether the model fails even with the full cache."""
         full = next(cell for cell in self.group.cells if not cell.chain.stages)
         return advice.at_floor(self.group.task, list(scores(store, self.group, full).values()))
 
@@ -100,11 +100,15 @@ class _Sides:
             for way in ways:
                 examples.update(e.id for e in way.group.task.examples)
             possible += len(examples)
-        reasons = [f"{dataset}: the full cache is at the floor" for dataset in floors]
-        reasons += [f"{dataset}: its references are long" for dataset in long]
+        reasons = []
+        if floors:
+            reasons.append(f"the model fails on {', '.join(floors)}")
+        if long:
+            reasons.append(f"references are long in {', '.join(long)}")
         for dataset in unchanged:
             reasons.append(f"{dataset}: nothing was compressed by {', '.join(self.unchanged[dataset])}")
-        reasons += [f"{dataset}: not measured yet" for dataset in waiting]
+        if waiting:
+            reasons.append(f"not measured yet: {', '.join(waiting)}")
         pairs = _cell_pairs(self.comparisons)
         cells: dict[str, None] = {}
         for first, second in pairs:

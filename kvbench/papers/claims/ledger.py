@@ -1,4 +1,4 @@
-"""The ledger of claims: the verdicts and their evidence as plain data, on disk, and as a table, a column a model."""
+"""The ledger of claims: the verdicts and their evidence as plain data, on disk, as lines, and as a table."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import json
 from collections.abc import Mapping, Sequence
 from math import nan
 from pathlib import Path
-from textwrap import fill
+from textwrap import fill, shorten
 from typing import Any, TypedDict
 
 from kvbench.base.errors import UsageError
 from kvbench.base.files import write_json
 from kvbench.papers.claims import claims
 from kvbench.papers.claims.claims import (
+    CONTRADICTED,
     DIVERGENCE,
     FRAGILE,
     LIKELIHOOD,
@@ -20,10 +21,11 @@ from kvbench.papers.claims.claims import (
     NO_DIFFERENCE,
     NOT_DECIDABLE,
     POINTS,
+    SUPPORTED,
     UNDECIDED,
 )
-from kvbench.papers.spec import stand_ins
-from kvbench.report.table import Table
+from kvbench.papers.spec import catalogue, stand_ins
+from kvbench.report.table import WIDTH, Table
 from kvbench.tasks.metrics import stats
 
 FOLDER = "claims"
@@ -38,7 +40,7 @@ MARKS = {
     "fragile": "~",
     UNDECIDED: "?",
 }
-NAMES = {POINTS: "points", LIKELIHOOD: "likelihood of the answer, nats a token", DIVERGENCE: "divergence"}
+NAMES = {POINTS: "points", LIKELIHOOD: "likelihood of the answer, a token", DIVERGENCE: "divergence"}
 """The measures' names beside their numbers."""
 BY = {POINTS: "points", LIKELIHOOD: "the likelihood of the answer", DIVERGENCE: "divergence"}
 """The measures' names behind a verdict that they decided."""
@@ -142,6 +144,86 @@ def read(results: Path) -> list[Ledger]:
     return ledgers
 
 
+def tally(content: Mapping[str, Any]) -> str:
+    """Return how many claims have each verdict: ``9 supported · 4 contradicted · 13 undecided``."""
+    words = [record["verdict"] for record in content["verdicts"]]
+    counts = []
+    for word in claims.VERDICTS:
+        # a reader looks for these two, even if there are none
+        if word in words or word in (SUPPORTED, CONTRADICTED):
+            counts.append(f"{words.count(word)} {word}")
+    return " · ".join(counts)
+
+
+def brief(content: Mapping[str, Any]) -> str:
+    """Return the tally and, for each claim, a line with its difference and verdict above the tested statement."""
+    lines = [tally(content)]
+    records = content["verdicts"]
+    counts = [_count_examples(record) for record in records]
+    # a claim without any examples was not measured, which its line says
+    if 0 < max(counts) < stats.FEWEST:
+        lines.append(f"! n = {max(counts)} at most. Preview only: so few examples decide nothing.")
+    lines.append(fill(f"{_model_note(content)}.", WIDTH, break_on_hyphens=False))
+    differences = [_describe_difference(record) for record in records]
+    id_width = max(len(record["id"]) for record in records)
+    difference_width = max(map(len, differences))
+    count_width = len(str(max(counts)))
+    paper = ""
+    for record, difference, count in zip(records, differences, counts, strict=True):
+        if record["paper"] != paper:
+            paper = record["paper"]
+            lines += ["", catalogue.paper(paper).called]
+        start = f"{MARKS.get(record['verdict'], '—')} {record['id']:{id_width}}  "
+        if difference:
+            text = f"{difference:{difference_width}}  n {count:<{count_width}}  {_describe_outcome(record, count)}"
+        elif record["reason"]:
+            # a reason can name twenty datasets: --explain has it whole
+            text = shorten(f"{record['verdict']}: {record['reason']}", WIDTH - len(start), placeholder=" …")
+        else:
+            text = record["verdict"]
+        lines.append(start + text)
+        lines.append(fill(record["tested"], WIDTH, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False))
+    return "\n".join(lines) + "\n"
+
+
+def _describe_difference(record: ClaimRecord) -> str:
+    """Return a claim's mean difference and its interval, by the measure of its verdict; '' if none is known."""
+    measure, numbers = _choose_measure(record)
+    if numbers["mean"] is None:
+        return ""
+    return _format_difference(record, measure, numbers).replace("-", "−")
+
+
+def _count_examples(record: ClaimRecord) -> int:
+    """Return how many examples a claim's difference is the mean of."""
+    _, numbers = _choose_measure(record)
+    return sum(numbers["n"].values())
+
+
+def _choose_measure(record: ClaimRecord) -> tuple[str, MeasureRecord]:
+    """Return the name and the numbers of the measure that gave a claim its verdict."""
+    if record["decided_by"]:
+        return record["decided_by"], record["measures"][record["decided_by"]]
+    # the first measure with the claim's verdict gave it
+    for measure, numbers in record["measures"].items():
+        if numbers["verdict"] == record["verdict"]:
+            return measure, numbers
+    return next(iter(record["measures"].items()))
+
+
+def _describe_outcome(record: ClaimRecord, count: int) -> str:
+    """Return a verdict in a few words; an undecided one says how many examples would decide it, if more than now."""
+    text = record["verdict"]
+    if record["decided_by"] and len(record["measures"]) > 1:
+        text += f" by {record['decided_by']}"
+    if record["side"]:
+        text += f", {record['side']} in the mean"
+    needs = _choose_measure(record)[1]["needs"]
+    if record["verdict"] == UNDECIDED and needs is not None and needs > count:
+        text += f", about {needs:,} would decide"
+    return text
+
+
 def sheet(ledgers: Sequence[Ledger]) -> Table:
     """Return ledgers side by side as a table of texts. The first ledger with a claim supplies the claim's words."""
     records_by_ledger: list[dict[str, ClaimRecord]] = []
@@ -168,7 +250,7 @@ def sheet(ledgers: Sequence[Ledger]) -> Table:
     for content in ledgers:
         header = content["model"]
         if content["stand_in"]:
-            header += ", a stand-in"
+            header += ", a substitute model"
         if not _has_measures_beside_points(content["verdicts"]):
             header += ": points"
         headers.append(header)
@@ -200,27 +282,42 @@ def evidence(v: ClaimRecord) -> str:
     return "\n".join(lines).replace("-", "−") or "—"
 
 
-def _describe_measure(v: ClaimRecord, measure: str, numbers: MeasureRecord) -> list[str]:
-    """Return the lines of one measure: mean difference and interval, pairs and p, tasks on each side, pairs needed."""
+def _scale(v: ClaimRecord, measure: str) -> tuple[int, int]:
+    """Return the divisor of a measure's numbers, which a ledger has in hundredths, and the digits to print."""
+    # divergences of claimed gains are relative, and stay per cent
+    if measure == LIKELIHOOD or (measure == DIVERGENCE and v["test"] != "better"):
+        return 100, 3
+    return 1, 1
+
+
+def _margin(v: ClaimRecord, measure: str) -> float:
+    """Return the loss that counts as nothing, in points or in nats."""
+    return v["margin"] if measure == POINTS else claims.NATS
+
+
+def _format_difference(v: ClaimRecord, measure: str, numbers: MeasureRecord) -> str:
+    """Return a measured mean difference with its interval."""
     assert numbers["mean"] is not None
-    # a ledger has all numbers in hundredths; divergences of claimed gains are relative, and stay per cent
-    in_nats = measure == LIKELIHOOD or (measure == DIVERGENCE and v["test"] != "better")
-    scale, digits = 1, 1
-    if in_nats:
-        scale, digits = 100, 3
-    margin = claims.NATS
-    if measure == POINTS:
-        margin = v["margin"]
-    # the bound that the mean must exceed, in the ledger's hundredths
-    least = 0.0
-    if v["test"] != "better":
-        least = -margin * scale
+    scale, digits = _scale(v, measure)
     low, high = numbers["ci"] or (nan, nan)  # one pair has no interval
     mean, low, high = numbers["mean"] / scale, low / scale, high / scale
     unit = ""
-    if measure == DIVERGENCE and not in_nats:
+    if scale == 100:
+        unit = " nats"
+    elif measure == DIVERGENCE:
         unit = " %"
-    difference = f"{mean:+.{digits}f}{unit} [{low:.{digits}f}, {high:.{digits}f}]"
+    return f"{mean:+.{digits}f}{unit} [{low:.{digits}f}, {high:.{digits}f}]"
+
+
+def _describe_measure(v: ClaimRecord, measure: str, numbers: MeasureRecord) -> list[str]:
+    """Return the lines of one measure: mean difference and interval, pairs and p, tasks on each side, pairs needed."""
+    scale, digits = _scale(v, measure)
+    margin = _margin(v, measure)
+    # the bound that the mean must exceed, in the hundredths of the ledger
+    least = 0.0
+    if v["test"] != "better":
+        least = -margin * scale
+    difference = _format_difference(v, measure, numbers)
     if least:
         difference += f", margin {margin:g}"
     if len(v["measures"]) > 1:
@@ -246,7 +343,7 @@ def _describe_measure(v: ClaimRecord, measure: str, numbers: MeasureRecord) -> l
         lines.append("settings " + ", ".join(settings))
     if numbers["needs"] is not None:
         lines.append(f"about {numbers['needs']:,} pairs would decide")
-    # on the stand-in, rows also ran with the paper's windows if its prompts are long enough for them
+    # on tiny the rows also ran with the paper's windows, where its prompts are long enough for them
     if numbers["elsewhere"] is not None:
         lines.append(f"the paper's windows {numbers['elsewhere'] / scale:+.{digits}f}")
     elif numbers["why_not"]:
@@ -254,25 +351,28 @@ def _describe_measure(v: ClaimRecord, measure: str, numbers: MeasureRecord) -> l
     return lines
 
 
-def notes(content: Mapping[str, Any]) -> list[str]:
-    """Return the notes that readers of a ledger need."""
-    model, tested = content["model"], content["tested"]
-    model_note = model
+def _model_note(content: Mapping[str, Any]) -> str:
+    """Return the ledger's model with its dtype, and what a substitute model reads in place of the papers' model."""
+    note = str(content["model"])
     if content["dtype"]:
-        model_note += f", {content['dtype']}"
-    if content["stand_in"]:
-        read_here = "the papers' data under their budgets and windows"
-        if model == stand_ins.MODEL:
-            read_here = "tasks and budgets are its own, and nothing here is said about a paper"
-        model_note += f", a stand-in for the papers' models: {read_here}"
-    words = [record["verdict"] for record in content["verdicts"]]
-    counts = [f"{words.count(word)} {word}" for word in claims.VERDICTS if word in words]
+        note += f", {content['dtype']}"
+    if not content["stand_in"]:
+        return note
+    if content["model"] == stand_ins.MODEL:
+        read_here = "tasks and budgets are its own, so that nothing here is said about a paper"
+    else:
+        read_here = "it reads the papers' data under their budgets and windows"
+    return f"{note}, a substitute for the papers' models: {read_here}"
+
+
+def notes(content: Mapping[str, Any]) -> list[str]:
+    """Return the notes that explain a ledger's verdicts."""
+    tested = content["tested"]
     # the corrected p-value that a verdict needs: half of the level for each direction, shared among the measures
     measures = max((len(record["measures"]) for record in content["verdicts"]), default=1)
     p_needed = content["level"] / 2 / measures
     lines = [
-        f"{model_note}.",
-        f"{model}: {', '.join(counts)}.",
+        f"{_model_note(content)}.",
         "Differences are paired, in points of 100, pooled over tasks, [95 % interval]. p is corrected for the number "
         f"of claims; a verdict needs {p_needed:.2g}, and any of the {tested} claims gets a wrong one by any "
         f"measure with a chance of at most {100 * content['level']:g} % (signs of the differences are flipped at "
@@ -283,8 +383,8 @@ def notes(content: Mapping[str, Any]) -> list[str]:
         f"as many pairs as stand there would decide it at the difference seen, with a chance of {claims.POWER:.0%}. "
         f"{NOT_DECIDABLE}: even if no pair differed, or of a claim of gains all gained everything, there would be too "
         "few to support it. A claim of losing nothing counts one lost pair more than was seen. Log losses: a nat "
-        "counts as 100 points, and no pair as more. Tasks at the floor are left out by the full cache's own scores "
-        "of these examples, which speaks against methods that are compared with it.",
+        "counts as 100 points, and no pair as more. A task on which the model fails even with the full cache is left "
+        "out. The same examples show that, which speaks against methods that are compared with the full cache.",
     ]
     if _has_measures_beside_points(content["verdicts"]):
         lines.append(ABOUT_NATS)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from textwrap import wrap
 
@@ -22,6 +22,9 @@ from kvbench.tasks.metrics.stats import FEWEST, FLOOR
 
 SHOWS = ("both", "ours", "published", "delta")
 WRONG = ("refused", "failed")
+FAILS = ("model", "fails")
+"""The lines of a cell on which the model fails even with the full cache."""
+WIDE_MARK = "wide"
 UNLIKE = "°"
 """Marks a difference to a score that was made under other conditions."""
 LABEL = 22
@@ -83,7 +86,7 @@ def grid(view: View, show: str) -> Table:
 def _compared_field(view: View, show: str) -> str:
     """Return the field of an entry that decides the best row of a block."""
     printed = show in ("published", "beside")
-    # times compare as ratios to a base row, and a stand-in's scores as shares of its full cache
+    # times compare as ratios to a base row, and a substitute model's scores as shares of its full cache
     if view.ours.timings is not None:
         return "published_relative" if printed else "relative"
     if printed:
@@ -194,13 +197,13 @@ def _our_lines(entry: CellView, stand_in: bool) -> list[str]:
         return ["✗"]
     # the reasons why a number would say nothing, the weightiest first
     if stand_in and entry.floor:
-        return ["floor"]
+        return list(FAILS)
     if entry.unchanged:
         return ["not", "compressed"]
     if entry.few:
         return [f"n {entry.n}"]
     if entry.wide:
-        return ["wide"]
+        return [WIDE_MARK]
     value, ci, digits = entry.ours, entry.ci, 2
     if stand_in:
         value, ci, digits = entry.relative, entry.relative_ci, 1
@@ -246,7 +249,7 @@ def notes(view: View, show: str = "both") -> list[str]:
         return timing_text.notes(ours.timings, entries, show) + sources
     lines: list[str] = []
     if ours.run is not None and show != "published":
-        lines += _ours_notes(view, entries, show)
+        lines += _ours_notes(view, entries, show, _list_shown_lines(view, show))
     if show in ("both", "beside", "published"):
         lines += _printed_notes(view, entries, ours.stand_in and show != "published")
     if show == "published":
@@ -264,10 +267,24 @@ def notes(view: View, show: str = "both") -> list[str]:
     waiting = _list_waiting_columns(view)
     if waiting:
         lines.append(f"— not measured yet: {', '.join(waiting)}.")
-    if any(entry.unchanged for entry in entries):
+    if "compressed" in _list_shown_lines(view, show):
         lines.append("not compressed: tokens, bytes and answers are the full cache's, so the number says nothing.")
     lines += [f"— {reason}." for reason in absent(ours)]
     return lines + sources
+
+
+def _list_shown_lines(view: View, show: str) -> frozenset[str]:
+    """Return the lines of all cells that a reader of ``show`` sees, so that a note stands only beside its mark."""
+    shown = [show]
+    # a report's page has our side, too, and switches between all of them
+    if show == "beside":
+        shown.append("ours")
+    lines: set[str] = set()
+    for name in shown:
+        for row in grid(view, name).rows:
+            for text in row:
+                lines.update(text.split("\n"))
+    return frozenset(lines)
 
 
 def _list_waiting_columns(view: View) -> list[str]:
@@ -294,10 +311,10 @@ def absent(ours: OurTable) -> list[str]:
     return reasons
 
 
-def _ours_notes(view: View, entries: Sequence[CellView], show: str) -> Iterator[str]:
-    """Yield notes on our numbers: their unit, the data read, and n."""
+def _ours_notes(view: View, entries: Sequence[CellView], show: str, shown: Collection[str]) -> Iterator[str]:
+    """Yield notes on our numbers: their unit, the data that were read, and n; ``shown`` are the lines of all cells."""
     ours = view.ours
-    yield from _unit_notes(view, entries, show)
+    yield from _unit_notes(view, entries, show, shown)
     if any(entry.published is not None for entry in entries) and _prints_fractions(view):
         yield "What the paper prints as fractions stands here in per cent, as ours."
     yield from ours.notes
@@ -309,38 +326,70 @@ def _ours_notes(view: View, entries: Sequence[CellView], show: str) -> Iterator[
         unlike |= dict.fromkeys(entry.unlike)
     if unlike and show in ("both", "delta"):
         yield f"{UNLIKE}: other conditions than the paper's, so that the difference is indicative: {'; '.join(unlike)}."
-    # an average has the sum of its cells' examples, and no cell of its own
-    measured = [entry for entry in entries if entry.n and entry.cell]
+    measured = _list_measured(view)
     if measured:
-        counts = sorted({entry.n for entry in measured})
-        sizes = sorted({entry.of for entry in measured})
-        total = f"{sizes[0]} to {sizes[-1]}"
-        if sizes[0] == sizes[-1]:
-            total = str(sizes[-1])
+        counts = ", ".join(str(count) for count in sorted({entry.n for entry in measured}))
+        total = _range([entry.of for entry in measured])
         dtype = ""
         if ours.run is not None:
             dtype = f", {ours.run.dtype}"
         interval = ""
-        if show != "delta":
-            # a share is relative to the full cache's score on the same examples
+        if any(line.startswith("[") for line in shown):
+            # a share is of the full cache's score on the same examples
             interval = "; [a, b]: 95 % interval"
             if ours.stand_in:
                 interval += " of paired examples"
-        yield f"n = {', '.join(map(str, counts))} of {total} examples a cell{dtype}{interval}."
-    if any(entry.few for entry in entries):
+        yield f"n = {counts} of {total} examples a task{dtype}{interval}."
+    if any(entry.few and f"n {entry.n}" in shown for entry in entries):
         yield f"n in place of a share: fewer than {FEWEST} examples say nothing."
-    if any(entry.wide and not entry.few for entry in entries):
+    if WIDE_MARK in shown:
         yield f"wide: the interval of the share is wider than {WIDE:g} percentage points, so that it says nothing."
     yield from _empty_answers(view)
     if ours.run is not None:
         changed = local_changes(ours.run.records())
         if changed:
             yield changed
-    if any(line.chain is not None and line.chain.evicts for line in ours.lines):
+    if EVICTS in shown:
         yield f"{EVICTS}: {EVICTING}"
 
 
-def _unit_notes(view: View, entries: Sequence[CellView], show: str) -> Iterator[str]:
+def describe_counts(view: View) -> str:
+    """Return how many examples the cells of scores have: ``n = 4 to 8 of 13 to 26 examples a task``; '' of none."""
+    # an average has the sum of its cells' examples, and no cell of its own
+    measured = _list_measured(view)
+    if not measured:
+        return ""
+    counts, sizes = [entry.n for entry in measured], [entry.of for entry in measured]
+    return f"n = {_range(counts)} of {_range(sizes)} examples a task"
+
+
+def warning(view: View) -> str:
+    """Return a warning for the first line of a table whose cells all have too few examples; '' for any other."""
+    measured = _list_measured(view)
+    if not measured or max(entry.n for entry in measured) >= FEWEST:
+        return ""
+    return f"! {describe_counts(view)}. Preview only: nothing here can be compared."
+
+
+def _list_measured(view: View) -> list[CellView]:
+    """Return the entries of scores that have examples, without averages."""
+    if view.ours.timings is not None:
+        return []
+    measured: list[CellView] = []
+    for _, row in view.rows:
+        measured.extend(entry for entry in row if entry.n and entry.cell)
+    return measured
+
+
+def _range(counts: Sequence[int]) -> str:
+    """Return the smallest and the largest number, or one where they are the same."""
+    low, high = min(counts), max(counts)
+    if low == high:
+        return str(low)
+    return f"{low} to {high}"
+
+
+def _unit_notes(view: View, entries: Sequence[CellView], show: str, shown: Collection[str]) -> Iterator[str]:
     """Yield notes on the unit of our numbers: printed units on the paper's model, else per cent of the full cache."""
     ours = view.ours
     if ours.model == stand_ins.MODEL:
@@ -351,7 +400,7 @@ def _unit_notes(view: View, entries: Sequence[CellView], show: str) -> Iterator[
             "beside": ", below them those of the paper's models",
         }
         yield (
-            f"Stand-in model, the paper's data: {ours.model} is none of the paper's models "
+            f"A substitute model reads the paper's data: {ours.model} is none of the paper's models "
             f"({', '.join(ours.declared.models())}). Numbers are per cent of its own full cache"
             f"{positions.get(show, '')}; compare orders, not values."
         )
@@ -359,7 +408,7 @@ def _unit_notes(view: View, entries: Sequence[CellView], show: str) -> Iterator[
             yield "—: differences to what a paper prints say nothing on a model that is none of its own."
         if show in positions and any(e.published is not None and e.published_relative is None for e in entries):
             yield "abs: as printed, since the paper has no full-cache row of that model."
-        yield from _full_scores(view)
+        yield from _full_scores(view, shown)
     else:
         texts = {"ours": "Ours", "delta": "Δ: ours minus published"}
         yield f"{texts.get(show, 'Ours (published, Δ ours minus published)')}; averages are computed from the cells."
@@ -373,9 +422,9 @@ def _prints_fractions(view: View) -> bool:
     return FRACTION in units
 
 
-def _full_scores(view: View) -> Iterator[str]:
-    """Yield the full cache's own scores, as the base of our shares, and a note on scores too low for a share."""
-    # rows can rest on different numbers of examples: the entry with the most has the full cache's score
+def _full_scores(view: View, shown: Collection[str]) -> Iterator[str]:
+    """Yield the full cache's own scores, of which the numbers are shares, and a note on those too low for that."""
+    # rows can rest on different numbers of examples: the entry of the most has the full cache's score
     full_entries: dict[str, CellView] = {}
     for line, row in view.rows:
         for column, entry in zip(view.columns, row, strict=True):
@@ -391,13 +440,14 @@ def _full_scores(view: View) -> Iterator[str]:
     texts = [f"{name} {_number(entry.full, 1)}" for name, entry in full_entries.items()]
     if texts:
         yield f"The full cache's own scores on the same examples: {', '.join(texts)}."
-    if any(entry.floor for _, row in view.rows for entry in row):
+    if FAILS[-1] in shown:
         count = ""
         if OF_ALL in view.columns:
-            count = "; avg is over the others, avg/all over all"
+            count = " avg is over the other tasks, avg/all over all."
         yield (
-            f"floor: the full cache scores less than {100 * FLOOR:g} points of 100 above empty answers and guessing, "
-            f"or its interval reaches them: a share of it says nothing{count}."
+            "model fails: the full cache itself scores less than "
+            f"{100 * FLOOR:g} points of 100 above empty answers and guessing, or its interval reaches them, so that "
+            f"a share of it says nothing.{count}"
         )
 
 
@@ -442,7 +492,7 @@ def _printed_notes(view: View, entries: Sequence[CellView], relative: bool) -> I
 
 
 def title(view: View, show: str = "both") -> str:
-    """Return one line: the table, its title, and our model."""
+    """Return one line: the table, its title, our model, and its examples."""
     declared, timings = view.ours.declared, view.ours.timings
     start = f"{declared.id}: {declared.title}"
     measured = view.ours.run is not None or (timings is not None and timings.there)
@@ -450,7 +500,10 @@ def title(view: View, show: str = "both") -> str:
         return f"{start} — as printed"
     model = view.ours.model
     if view.ours.stand_in:
-        model += " (stand-in)"
+        model += " (substitute model)"
+    counts = describe_counts(view)
+    if counts:
+        model += f", {counts}"
     return f"{start} — {model}"
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from textwrap import fill
 
 from kvbench.papers.measured.cell_view import CellView, View
-from kvbench.papers.measured.grid import grid, notes, title
+from kvbench.papers.measured.grid import grid, notes, title, warning
 from kvbench.papers.timed.row_matching import TimedCell
 from kvbench.report import writers
 from kvbench.report.table import WIDTH, Table
@@ -64,25 +64,30 @@ def render(view: View, style: str = "text", show: str = "both", terminal: bool =
     if style == "csv":
         return writers.csv(CSV_FIELDS, records(view))
     heading, table, footnotes = title(view, show), grid(view, show), notes(view, show)
+    caution = "" if show == "published" else warning(view)
     if style == "html":
         heading = html.escape(heading)
+        above = f"<p><strong>{html.escape(caution)}</strong></p>\n" if caution else ""
         items = "".join(f"<li>{html.escape(note)}</li>" for note in footnotes)
         return (
             f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{heading}</title></head>\n<body>\n'
-            f"<h1>{heading}</h1>\n{writers.html(table)}\n<ul>{items}</ul>\n</body></html>\n"
+            f"<h1>{heading}</h1>\n{above}{writers.html(table)}\n<ul>{items}</ul>\n</body></html>\n"
         )
     if style == "md":
-        return f"# {heading}\n\n{writers.compose([table], footnotes, style)}"
+        above = f"**{caution}**\n\n" if caution else ""
+        return f"# {heading}\n\n{above}{writers.compose([table], footnotes, style)}"
     footer = "".join(f"{writers.note(note, style)}\n" for note in footnotes)
     if style == "latex":
         # an empty tabular would look like a fault of the document
         if _is_empty(view, table):
             hint = "% There is no number in it yet: leave out --stored, or take --show published."
             return f"% {heading}\n{hint}\n{footer}"
-        return f"% {heading}\n% needs booktabs, makecell and amssymb\n{writers.latex(table)}{footer}"
+        above = f"% {caution}\n" if caution else ""
+        return f"% {heading}\n{above}% needs booktabs, makecell and amssymb\n{writers.latex(table)}{footer}"
     # in a terminal a wide table is folded into pieces of WIDTH characters
     pieces = "".join(writers.text(piece, terminal) for piece in table.folded())
-    return f"{fill(heading, WIDTH, break_on_hyphens=False)}\n\n{pieces}{footer}"
+    above = f"{caution}\n" if caution else ""
+    return f"{above}{fill(heading, WIDTH, break_on_hyphens=False)}\n\n{pieces}{footer}"
 
 
 def _is_empty(view: View, table: Table) -> bool:

@@ -160,13 +160,13 @@ def _ours_notes(timings: Timings, show: str) -> Iterator[str]:
     measured_rows = {printed: cell.row for printed, cell in cells.items() if cell.row is not None}
     if timings.stand_in:
         yield (
-            f"Stand-in: ours is {ours} is {_their_models(timings)}. {ratio_text}. "
+            f"Substitute model: ours is {ours} is {_their_models(timings)}. {ratio_text}. "
             "Only ratios compare, and of those the direction; no GPU took part."
         )
         # the paper's workload, with the scaled one that ran in its place
         workloads = {bench.printed_workload(printed): str(row["workload"]) for printed, row in measured_rows.items()}
         pairs = [theirs if theirs == scaled else f"{scaled} for {theirs}" for theirs, scaled in workloads.items()]
-        yield f"Stand-in's workloads: {bench.stand_in.words()}. Prompt + new tokens x rows: {', '.join(pairs)}."
+        yield f"The substitute's workloads: {bench.stand_in.words()}. Prompt + new tokens x rows: {', '.join(pairs)}."
     else:
         yield f"Ours: {ours}: {_their_models(timings)}. {ratio_text}. Only ratios compare."
     if len(_devices(timings)) > 1:

@@ -105,7 +105,7 @@ def _describe_entry(entry: CellView, stand_in: bool) -> Iterator[str]:
     if stand_in:
         value, unit = entry.relative, " % of the full cache"
     if stand_in and entry.floor:
-        yield "shown: floor, the full cache scores too little for a share of it"
+        yield "shown: model fails, the full cache scores too little for a share of it"
     elif value is not None:
         yield f"shown: {value:.6g}{unit}"
     if entry.published is not None:

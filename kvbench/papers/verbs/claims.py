@@ -25,11 +25,19 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's options."""
     parser.add_argument("paper", nargs="?", default="all", help="a paper, or all (default)")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="model=, limit=, results=, ...")
-    parser.add_argument("--format", choices=("text", "md", "latex"), default="text", help="of the ledger")
+    parser.add_argument(
+        "--format",
+        choices=("text", "md", "latex"),
+        default="text",
+        help="text is short, md and latex have all evidence",
+    )
+    parser.add_argument(
+        "--explain", action="store_true", help="also quotations, all evidence and how verdicts are made"
+    )
 
 
 def main(args: argparse.Namespace) -> int:
-    """Measure the cells that the claims need and print the ledger."""
+    """Measure the results that the claims need and print the ledger."""
     # without a paper, argparse takes the first key=value for it
     if "=" in args.paper:
         args.overrides = [args.paper] + args.overrides
@@ -52,8 +60,19 @@ def main(args: argparse.Namespace) -> int:
     ledger.write(content, results, papers)
     if args.json:
         print(json.dumps(content, indent=1, ensure_ascii=False))
+        return 0
+    # first how to read the ledger, then why verdicts are missing
+    notes = ledger.notes(content) + ledger.reasons(content)
+    table = ledger.sheet([content])
+    if args.format != "text":
+        print(writers.compose([table], notes, args.format, above=[ledger.tally(content)]), end="")
+        return 0
+    print(ledger.brief(content))
+    if args.explain:
+        print(writers.compose([table], notes, "text"), end="")
     else:
-        # first how to read the ledger, then why verdicts are missing
-        notes = ledger.notes(content) + ledger.reasons(content)
-        print(writers.compose([ledger.sheet([content])], notes, args.format), end="")
+        command = " ".join(["kvbench claims", args.paper, *args.overrides, "--explain"])
+        print("Numbers: the mean paired difference in points of 100, or in the unit beside it, with its 95 % interval.")
+        print("It is above 0 where the claim's method is better. n: examples of both sides.")
+        print(f"Quotations, all evidence and how verdicts are made: {command}")
     return 0

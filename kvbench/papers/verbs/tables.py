@@ -34,7 +34,7 @@ def print_tables(options: dict[str, str], args: argparse.Namespace) -> int:
     if args.trace and len(tables) > 1:
         raise UsageError(f"--trace needs one table, as in think/2, not {args.table}")
     if args.json and (args.plan or args.trace):
-        raise UsageError("--json prints the cells of tables: leave it out with --plan and --trace")
+        raise UsageError("--json prints the results of tables: leave it out with --plan and --trace")
     views: list[View] = []
     has_failed = False
     for i, table in enumerate(tables):
@@ -64,7 +64,7 @@ def print_tables(options: dict[str, str], args: argparse.Namespace) -> int:
         print(json.dumps(content, indent=1, ensure_ascii=False))
     has_failed |= any(map(_has_failed_cells, views))
     if has_failed:
-        say("some cells were refused or failed; the reasons stand below the table")
+        say("some results were refused or failed; the reasons stand below the table")
     return int(has_failed)
 
 
