@@ -138,8 +138,8 @@ def _print_overview(results: Path) -> None:
         elif kind in LISTINGS:
             note = f"of papers and studies, for `kvbench {'plot' if kind == 'figures' else 'table'}`"
         rows.append((kind, len(items), note))
-    names = presets.available()
-    rows.append(("presets", len(names), f"settings of papers, for preset=: {', '.join(names)}"))
+    known_presets = presets.available()
+    rows.append(("presets", len(known_presets), f"settings of papers, for preset=: {', '.join(known_presets)}"))
     rows.append(("runs", len(ResultStore(results).folders()), f"results in {results}"))
     for kind, count, note in rows:
         print(f"  {kind:<9} {count:>4}  {note}")

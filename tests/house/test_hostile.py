@@ -413,7 +413,7 @@ def test_others_are_measured_anew_where_a_method_changed_the_model_or_a_function
     assert {name: {k: v for k, v in line.items() if k != "timing"} for name, line in lines.items()} == bench.alone
     status = prepared.store.status(cells["hostile"].id)
     assert status.status == "refused" and status.reason.startswith(reason)
-    assert {prepared.store.status(cells[name].id).status for name in lines} == {"partial"}
+    assert {prepared.store.status(cells[name].id).status for name in lines} == {"done"}
     # a function is put back, a model is read again
     read_again = "it is read again for the others" in capsys.readouterr().err
     assert read_again == (reason == "hostile changes the model")

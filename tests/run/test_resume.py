@@ -318,7 +318,7 @@ def test_what_is_no_file_in_the_place_of_a_mark_is_set_aside(name, damage, tmp_p
     store, cell = ResultStore(tmp_path), Cell()
     measure(store, cell, [0])
     damage(store.folder(cell.id) / name)
-    assert (store.status(cell.id).status, store.status(cell.id).n) == ("partial", 1)
+    assert (store.status(cell.id).status, store.status(cell.id).n) == ("done", 1)
     assert main(["clean", f"results={tmp_path}", "--yes"]) == 0
     assert f"aside      {cell.id}/{name}: " in capsys.readouterr().out
     assert not os.path.lexists(store.folder(cell.id) / name)

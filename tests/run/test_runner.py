@@ -264,8 +264,8 @@ def test_an_interrupt_marks_only_cells_that_have_something_left(tmp_path, capsys
         experiment.measure(both, quiet=True)
     status = {c.label.split()[0]: both.store.status(c.id) for c in both.groups[0].cells}
     assert {name: (s.status, s.n) for name, s in status.items()} == {
-        "full": ("partial", 3),
-        "snapkv": ("partial", 3),
+        "full": ("done", 3),
+        "snapkv": ("done", 3),
         "h2o": ("interrupted", 2),
     }
     assert status["h2o"].reason == "stopped by Ctrl-C"
