@@ -1,1 +1,1 @@
-"""Bytes by formula, and caches held to what their chains declare: after the prompt and while decoding."""
+"""Bytes by formula, and checks that caches hold what their chains declare: after the prompt and while decoding."""

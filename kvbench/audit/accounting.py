@@ -24,8 +24,8 @@ HEAD_ID_BYTES = 2  # an int16: the head whose logits or output another head take
 HALF = 2
 """The bytes of an element at 16 bits.
 
-Every share is a share of the full cache at this width, whatever width a run used. Codes of few bits are a smaller share
-of an fp32 cache, and models do not run with fp32 caches.
+Every share is a share of the full cache at this width, whatever width a run used. Models do not run with fp32 caches,
+and codes of few bits would look smaller beside one.
 """
 
 
@@ -122,7 +122,7 @@ def bytes_held(layer: LayerCache) -> HeldBytes:
 class DeclaredBytes:
     """The bytes that a chain declares after a prompt, over all layers.
 
-    tokens: the mean number of tokens per stored head, of the layers that it compresses.
+    tokens: the mean number of tokens per stored head, over the layers that methods compress.
     payload: the bytes of keys and values.
     overhead: the bytes of all else, such as positions.
     even: True if the data decide how tokens are spread over heads or layers. The formula then spreads them evenly.
@@ -143,9 +143,9 @@ class LayerTokens(NamedTuple):
     """The tokens of one layer after a prompt, by formula. Layers with equal records have equal bytes.
 
     expected: the chain's promise for the layer.
-    sizes: the tokens of each stored head. They are spread evenly where the promise leaves them open.
+    sizes: the tokens of each stored head. If the promise leaves them open, they are spread evenly.
     tokens_read: how many of the prompt's tokens the layer reads.
-    layout_layer: the first layer that packs tokens if and only if this one does.
+    layout_layer: the first layer that packs tokens if and only if this layer does.
     """
 
     expected: Expected
@@ -199,7 +199,7 @@ def bytes_declared(chain: Chain, shape: Shape, n: int, itemsize: int) -> Declare
 
 
 def layer_counts(chain: Chain, shape: Shape, n: int) -> Counter[LayerTokens] | None:
-    """Return how many layers hold tokens in each way, or None if the prompt's text decides how many tokens stay."""
+    """Return how many layers have each record of tokens, or None if the text decides how many tokens stay."""
     heads = chain.heads(shape.kv_heads, shape.query_heads)
     promises = [chain.expected(n, i, shape.layers, heads) for i in range(shape.layers)]
     # In an open layer neither the heads nor their sum are fixed. The other layers' tokens are subtracted from the sum
@@ -231,7 +231,7 @@ def layer_counts(chain: Chain, shape: Shape, n: int) -> Counter[LayerTokens] | N
 def heads_without_keys(chain: Chain, shape: Shape, n: int) -> list[int] | None:
     """Return for each layer how many stored heads have no keys because heads share logits.
 
-    Returns None if the prompt's text decides it: groups of query heads then store keys as long as one of them leads.
+    Returns None if the prompt's text decides it: a group of query heads stores keys as long as one of them leads.
     """
     heads = chain.heads(shape.kv_heads, shape.query_heads)
     leading_heads = [
@@ -243,7 +243,7 @@ def heads_without_keys(chain: Chain, shape: Shape, n: int) -> list[int] | None:
 
 
 def spread_evenly(total: int, parts: int) -> list[int]:
-    """Return ``total`` in ``parts`` whole numbers that differ by one at most, the larger ones first."""
+    """Divide ``total`` into ``parts`` whole numbers that differ by at most one, the larger ones first."""
     sizes = []
     for i in range(parts):
         size = total // parts
@@ -264,10 +264,10 @@ def payload_bytes(blocks: Iterable[Iterable[Block]]) -> int:
 def overhead_bytes(blocks: Sequence[Sequence[Block]], shared: bool, count_tensors: int, named_heads: int = 0) -> int:
     """Return the overhead bytes of a layer: positions, counts, head and channel ids, state.
 
-    blocks: the blocks of each head. Every head has the fixed overhead of the head with most blocks.
-    shared: whether positions, 4 bytes a slot, are stored once for all heads.
-    count_tensors: how many tensors hold 4 bytes a head: lengths of ragged segments, counts of packed keys and values.
-    named_heads: how many ids of heads are stored, 2 bytes each. They name the heads whose logits or output others take.
+    blocks: the blocks of each head. Every head has the fixed overhead of the head with the most blocks.
+    shared: True if positions, 4 bytes per slot, are stored once for all heads.
+    count_tensors: how many tensors hold 4 bytes per head: lengths of ragged segments, counts of packed keys and values.
+    named_heads: how many head ids are stored, 2 bytes each. An id names the head whose logits or output another takes.
     """
     heads = len(blocks)
     position_rows = blocks
@@ -279,17 +279,17 @@ def overhead_bytes(blocks: Sequence[Sequence[Block]], shared: bool, count_tensor
     state = 0
     for head_blocks in blocks:
         state += sum(block.slot_overhead * block.slots for block in head_blocks)
-    # Segments hold ids for all heads in one tensor, also for a head without tokens in that segment.
+    # Segments hold ids for all heads in one tensor, even for a head without tokens in that segment.
     fixed = heads * sum(block.fixed_overhead for block in max(blocks, key=len))
     return positions + COUNT_BYTES * heads * count_tensors + HEAD_ID_BYTES * named_heads + state + fixed
 
 
 def _count_ragged_segments(chain: Chain, expected: Expected, shape: Shape) -> int:
     """Return how many segments differ in tokens between the head that holds least and the one that holds most."""
-    # The numbers of slots do not depend on the width of an element, so that 1 byte will do.
+    # Numbers of slots do not depend on the width of an element, so a width of 1 byte will do.
     least = chain.layout(min(expected.low), shape.head_dim, itemsize=1)
     most = chain.layout(max(expected.high), shape.head_dim, itemsize=1)
-    # Where one head has more segments than the other, those of the larger head alone are ragged, too.
+    # If one head has more segments than the other, its extra segments are ragged as well.
     ragged = abs(len(least) - len(most))
     for least_block, most_block in zip(least, most, strict=False):
         if least_block.slots != most_block.slots:
@@ -308,7 +308,7 @@ def _find_pruner(chain: Chain) -> ChannelPruner | None:
 def nominal_payload(chain: Chain, shape: Shape, n: int, itemsize: int) -> float | None:
     """Return the payload bytes as ThinK's paper counts them (arXiv 2407.21018, table 7), with (1 - ratio) D channels.
 
-    This product is not rounded, and channel masks and positions are left out, as in the paper. Without a pruning stage
+    That product is not rounded, and channel masks and positions are left out, as in the paper. Without a pruning stage
     the result is the payload of ``bytes_declared``. Returns None if the prompt's text decides how many tokens stay.
     """
     counts = layer_counts(chain, shape, n)
@@ -352,7 +352,7 @@ def bytes_after_decoding(
 ) -> tuple[int, int]:
     """Return (least, most): the limits of the payload bytes of ``layer`` after ``new`` more tokens.
 
-    They differ only where some tokens lack channels, as the data decide how many of these tokens eviction leaves.
+    They differ only if some tokens lack channels. The data then decide how many of these tokens eviction leaves.
     """
     stored_tokens = [len(positions) for positions in layer.kept_positions()]  # by head
     dense = 2 * head_dim * itemsize  # the bytes of one token's exact key and value

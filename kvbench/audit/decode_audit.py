@@ -1,6 +1,6 @@
-"""Audit the tokens and bytes that a cache held while decoding against those that its chain declares.
+"""Audit the tokens and bytes that a cache held while decoding against its chain's declaration.
 
-A cache may pass its prompt's audit and grow beyond its promise afterwards, so that its peak is checked, too.
+A cache may pass its prompt's audit and exceed its promise afterwards, so its peak is checked as well.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ def check_peak(cache: PromptCache, held: Sequence[int], fed: int) -> int:
     """
     chain = cache.chain
     selector, evictor = chain.selector, chain.evictor
-    # a cache that grows: earlier tokens and new ones
+    # a cache that grows may hold its earlier tokens and the new ones
     limits = [layer.tokens + fed for layer in cache.layers]
     limit_over_layers: int | None = None
     if evictor is not None and evictor.every:
-        # the evictor chooses again every so many tokens: heads are largest just before a choice
+        # the evictor chooses again after a number of tokens, so heads are largest just before a choice
         limits = []
         for i, layer in enumerate(cache.layers):
             _, most_tokens = evictor.tokens_after(layer, i, fed)
@@ -54,11 +54,11 @@ def check_peak(cache: PromptCache, held: Sequence[int], fed: int) -> int:
         if chain.rebalancer is None:
             layer_budgets = budgets
         else:
-            # the data divide one budget among the layers, so that each layer has its share, and the sum is fixed
+            # the data divide one budget among the layers: each layer has its share, and only the sum is fixed
             layer_budgets = [selector.layer_budget(layer, i) for i, layer in enumerate(cache.layers)]
             limit_over_layers = sum(min(budget, cache.seen + fed) for budget in budgets)
         limits = [min(limit, budget) for limit, budget in zip(limits, layer_budgets, strict=True)]
-    # a head may hold fewer, as after an ending before the next choice
+    # a head may hold fewer, for example if the answer ends before the next choice
     for i, (most, limit) in enumerate(zip(held, limits, strict=True)):
         if most > limit:
             raise Refused(

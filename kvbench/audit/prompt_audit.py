@@ -1,4 +1,4 @@
-"""Audit the bytes and tokens of a cache against those that its chain declares. A cache that fails is refused."""
+"""Audit the bytes and tokens of a cache against its chain's declaration. A cache that fails is refused."""
 
 from __future__ import annotations
 
@@ -62,11 +62,11 @@ class _Sums:
 
 
 def audit(cache: PromptCache, kv_heads: int, head_dim: int, dtype: torch.dtype) -> MeasuredBytes:
-    """Return the measurements of a freshly compressed cache. Raises Refused where it breaks its chain's promises.
+    """Return the measurements of a freshly compressed cache. Raises Refused if it breaks its chain's promises.
 
-    The audit checks for each layer and head the tokens kept (against those recorded, if the data decide) and their
-    positions. It compares payload and overhead bytes with the formula. Every tensor must own its storage. It also
-    refuses a cache that differed from the prompt when it was compressed (see kv.content).
+    The audit checks the tokens that each head of each layer keeps, and their positions. If the data decide the numbers,
+    it checks them against the recorded ones. It compares payload and overhead bytes with the formula. Every tensor must
+    own its storage. It also refuses a cache that differed from the prompt when it was compressed (see kv.content).
     """
     chain, n, n_layers, itemsize = cache.chain, cache.prompt_tokens, len(cache.layers), dtype.itemsize
     sums = _Sums()
@@ -113,7 +113,7 @@ def _audit_layer(cache: PromptCache, index: int, kv_heads: int, *, head_dim: int
     _check_counts(chain, layer, index, n=n, n_layers=n_layers, counts=counts)
     check_storages(chain.name, layer, index, sums.storages)
     check_sharing(chain, layer, index, n_layers=n_layers, kv_heads=kv_heads, heads=heads)
-    # Payload are the bytes behind keys and values, overhead all others. Both must equal the formula for these counts.
+    # Payload is the bytes behind keys and values, overhead is all other bytes. Both must equal the formula.
     payload_tensors: list[torch.Tensor] = []
     for segment in layer.segments:
         payload_tensors.extend(segment.payload())
@@ -167,7 +167,7 @@ def _audit_local_layers(
 
 
 def _check_counts(chain: Chain, layer: LayerCache, index: int, *, n: int, n_layers: int, counts: list[int]) -> None:
-    """Raise Refused unless each head of a layer keeps as many tokens as declared, and as a stage recorded, if any."""
+    """Raise Refused unless each head keeps as many tokens as declared, and as a stage recorded, if one did."""
     expected = chain.expected(n, index, n_layers, len(counts))
     for count, low, high in zip(counts, expected.low, expected.high, strict=True):
         if not low <= count <= high:
@@ -213,7 +213,7 @@ def check_positions(name: str, layer: LayerCache, index: int, n: int, heads: int
             values += segment.codes.v.shape[1]
         # the lengths of ragged heads must add up to the tokens stored one after the other
         lengths_differ = segment.lengths is not None and int(segment.lengths.sum()) != keys
-        # where query heads share logits, keys have fewer heads than values
+        # if query heads share logits, keys may have fewer heads than values
         heads_differ = segment.k.shape[0] != segment.v.shape[0] and segment.leads is None
         if values != keys or heads_differ or segment.positions.shape[1] != keys or lengths_differ:
             raise Refused(f"{name}: layer {index} holds keys, values and positions of different lengths")
@@ -242,7 +242,7 @@ def _are_in_order(positions: torch.Tensor, n: int) -> bool:
 
 
 def check_sharing(chain: Chain, layer: LayerCache, index: int, n_layers: int, kv_heads: int, heads: int) -> None:
-    """Raise Refused unless as many query heads lead as the chain declares, and the stored keys are those they read."""
+    """Raise Refused unless as many query heads lead as declared, and only the keys that they read are stored."""
     declared = chain.leading_heads(layer.prompt_tokens, index, n_layers, layer.query_heads, kv_heads)
     # all segments of a layer have the same leading heads
     first_segment = layer.segments[0]

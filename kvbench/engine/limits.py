@@ -55,7 +55,7 @@ def check_capacity(model: PreTrainedModel, tokens: int) -> None:
 
 
 def warn_beyond_context(model: PreTrainedModel, tokens: int, stacklevel: int) -> None:
-    """Warn of a text that is longer than the model was made for. ``stacklevel`` frames up is the caller to blame."""
+    """Warn of a text longer than the model was made for, at the caller ``stacklevel`` frames up."""
     limit = getattr(model.config, "max_position_embeddings", None)
     if limit is not None and tokens > limit:
         text = f"prompt and new tokens are {tokens}, more than the {limit} that the model was made for"

@@ -171,9 +171,9 @@ def merge_clusters(
 ) -> tuple[torch.Tensor, list[float]]:
     """Merge heads until ``count`` clusters are left.
 
-    Return the lowest head [Hq] of each head's cluster, and the distances [Hq - count] of the merges, ascending. Queries
-    first_q are [Hq, m, D], keys first_k [Hk, m, D]. Everything is computed in fp64 on the CPU, so that all devices
-    give the same result.
+    Return the lowest head [Hq] of each head's cluster, and the distances [Hq - count] of the merges, ascending.
+    Queries first_q are [Hq, m, D], keys first_k [Hk, m, D]. Everything is computed in fp64 on the CPU, so that all
+    devices give the same result.
     """
     q = first_q.detach().to("cpu", torch.float64).contiguous()
     k = first_k.detach().to("cpu", torch.float64).contiguous()

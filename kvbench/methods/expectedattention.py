@@ -21,9 +21,10 @@ from kvbench.storage.roles import Rotary
 class ExpectedAttention(Selector):
     """Score of token j = softmax over tokens of k_j's expected logit, times ||v_j||_2, as kvpress computes it.
 
-    Future queries are taken as normally distributed. Their mean and covariance are those of the prompt's queries (after
-    the sinks, their rotation undone), under the average rotation of the positions to come. This gives E[exp(q.k)] as
-    exp(mean.k + k' cov k / 2). Needs rotary positions. Unlike in kvpress, a bias of the query projection counts.
+    Future queries are assumed to be normally distributed. Their mean and covariance come from the prompt's queries
+    after the sinks, with rotation undone, under the average rotation of future positions. E[exp(q.k)] is then
+    exp(mean.k + k' cov k / 2). The method needs rotary positions. Unlike in kvpress, a bias of the query projection
+    counts.
     """
 
     id: ClassVar[str] = "expectedattention"
@@ -44,7 +45,7 @@ class ExpectedAttention(Selector):
 
     def scores(self, cache: LayerCache, obs: Observation, capacity: Capacity) -> torch.Tensor:
         segment, first = ops.only_segment(cache), capacity.sinks
-        # the same for all budgets
+        # the expected query is the same for all budgets
         key = ("expected query", first, self.future)
         mean, cov = obs.once(key, lambda: self._expected_query(obs, first))
         keys = per_head(segment.k[:, first:].float(), obs.queries(1).shape[0])
@@ -69,7 +70,7 @@ class ExpectedAttention(Selector):
         centred = unrotated - mean[:, None]
         cov = centred.transpose(1, 2) @ centred / centred.shape[1]
         future = torch.arange(obs.prompt_tokens, obs.prompt_tokens + self.future, device=q.device)
-        # R, the average rotation of future positions: row i is where it takes axis i. Mean and covariance become
-        # mean R and R^T cov R
+        # R is the average rotation of future positions, and its row i is the image of axis i. Mean and covariance
+        # become mean R and R^T cov R
         rotation = rotary.mean_turn(torch.eye(q.shape[2], device=q.device), future)
         return mean @ rotation, rotation.T @ cov @ rotation

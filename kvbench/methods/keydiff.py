@@ -21,12 +21,13 @@ from kvbench.methods.core.statistics import at_heads
 
 @dataclass(frozen=True, kw_only=True)
 class KeyDiff(Selector, BlockReader):
-    """Score of token j = -cos(k_j, a) with the anchor a = mean over i of k_i / ||k_i||: no attention is looked at.
+    """Score of token j = -cos(k_j, a) with the anchor a = mean over i of k_i / ||k_i||. It looks at no attention.
 
     variant ``once``: all tokens are scored together, after the prompt (kvpress's KeyDiffPress).
-    variant ``block``: the first C tokens, then ``block`` more at a time, of which the best C go on (its BlockPress).
+    variant ``block``: it begins with the first C tokens and adds ``block`` more at a time. The best C go on each time
+     (kvpress's BlockPress).
     variant ``paper``: the prompt is read in blocks of ``block`` tokens, and the best C of all tokens so far go on. A
-        block attends itself and the tokens that were kept before it. The prefill is therefore not exact.
+     block attends itself and the tokens kept before it. The prefill is therefore not exact.
     """
 
     id: ClassVar[str] = "keydiff"
@@ -50,7 +51,7 @@ class KeyDiff(Selector, BlockReader):
         if self.variant == "once":
             scores = obs.once(KeyDiff, lambda: difference(keys))
             return at_heads(scores, cache.heads)
-        # the tokens that are kept after the last block score 1, all others 0
+        # tokens that are kept after the last block score 1, all others 0
         blocks = list(self.iterate_blocks(keys, min(cache.heads, len(keys)), capacity.tokens))
         _, kept_tokens = blocks[-1]
         scores = torch.zeros(kept_tokens.shape[0], obs.n, device=keys.device).scatter_(1, kept_tokens, 1.0)
@@ -67,7 +68,7 @@ class KeyDiff(Selector, BlockReader):
             new = torch.arange(start, min(start + self.block, n), device=keys.device)
             kept_tokens = torch.cat([kept_tokens, new.expand(heads, -1)], dim=1)
             if kept_tokens.shape[1] > budget:
-                # the anchor is the mean of the kept and new keys alone, [Hk, m, D]
+                # the anchor is the mean of the kept and new keys only, [Hk, m, D]
                 index = per_head(kept_tokens, len(keys))[..., None].expand(-1, -1, keys.shape[2])
                 scores = at_heads(difference(keys.gather(1, index)), heads)
                 kept_tokens = kept_tokens.gather(1, top_indices(scores, budget))
@@ -79,7 +80,7 @@ class KeyDiff(Selector, BlockReader):
         budget = self.budget(n, layer, n_layers)
         if self.variant != "paper" or budget >= keys.shape[1]:
             return []
-        # the last entry is the end of the prompt, where no block begins
+        # the last entry is the end of the prompt and begins no block
         blocks = list(self.iterate_blocks(keys, min(heads, len(keys)), budget))[:-1]
         return [(start, per_head(index, len(keys))) for start, index in blocks]
 

@@ -21,16 +21,16 @@ class KVzip(ReplayingSelector):
     """Score of a key = max attention to it while the model reads the prompt again, behind the prompt's whole cache.
 
     The maximum is over all queries of the pass that repeats the key's chunk, and over the query heads of its group. The
-    softmax is over the first tokens, the chunk's cached keys and those of the pass itself. The question plays no part,
-    so that one compression serves many questions. All layers stay dense until the passes are over. The passes cost
-    about one more prefill and count as time of compression.
+    softmax is over the first tokens, the chunk's cached keys and the pass's own keys. The question plays no part, so
+    that one compression serves many questions. All layers stay dense until the passes are over. The passes cost about
+    one more prefill and count as time of compression.
 
     level ``pair``: the best of all N = L H n pairs of keys and values, whatever their layers and heads.
-    level ``layer``: each layer keeps as many (kvpress's ``layerwise``). ``uniform``: each head keeps as many.
+    level ``layer``: each layer keeps equally many (kvpress's ``layerwise``). ``uniform``: each head keeps equally many.
     level ``head``: the floor(r L H) heads with the highest score of any token keep all, others the first tokens only.
-    count ``exact``: floor(r N) pairs, the first tokens among them. r = C / n where the budget is in tokens.
-    count ``paper``: as in released code, the first tokens are not counted. Of the N' pairs behind them, those stay that
-        are strictly above the pair of rank max(floor(r N') - 1, 0). Pairs equal to it are all lost.
+    count ``exact``: floor(r N) pairs, the first tokens among them. r = C / n if the budget is in tokens.
+    count ``paper``: the first tokens are not counted, as in released code. N' pairs lie behind them. A pair stays if it
+    is strictly above the pair of rank max(floor(r N') - 1, 0). Pairs equal to that pair are all lost.
     count ``code``: as kvpress, all but floor((1 - r) N) pairs.
     """
 
@@ -57,9 +57,9 @@ class KVzip(ReplayingSelector):
         return Replay(self.chunk, self.sinks, self.instruction)
 
     def count_staying(self, pairs: int, n: int) -> int:
-        """Return how many of ``pairs`` stay of a prompt of n tokens."""
+        """Return how many of ``pairs`` pairs stay of a prompt of n tokens."""
         capacity = self.capacity(n)
-        # r, the fraction of pairs that stays: as the user gave it, or C / n
+        # r is the fraction of pairs that stays: as the user gave it, or C / n
         share = capacity.tokens / n
         if self.kv_ratio is not None and not capacity.shrunk:
             share = self.kv_ratio
@@ -91,7 +91,7 @@ class KVzip(ReplayingSelector):
         frozen_tokens = frozen * heads * n
         sink_tokens = sharing * heads * sinks
         if self.level == "head":
-            # some heads keep all n tokens, the others their sinks only
+            # some heads keep all n tokens, and the others keep only their sinks
             full_heads = self.count_staying(sharing * heads, n)
             return frozen_tokens + sink_tokens + full_heads * (n - sinks)
         if self.level == "pair":
@@ -104,7 +104,7 @@ class KVzip(ReplayingSelector):
 
     def rebalance(self, caches: Sequence[LayerCache], n_layers: int) -> list[LayerCache]:
         scored = [i for i, c in enumerate(caches) if "score" in ops.only_segment(c).state]
-        # a score is final once the passes of ``replay`` are over, and pairs compete over all layers
+        # scores are final after the passes of ``replay``, and pairs compete over all layers
         if not scored or len(caches) < n_layers:
             return list(caches)
         compressed = [replace(c, segments=(replace(ops.only_segment(c), state={}),)) for c in caches]
@@ -112,10 +112,10 @@ class KVzip(ReplayingSelector):
         if not sharing:
             return compressed
         capacity = self.capacity(caches[0].prompt_tokens)
-        # [L, H, n], over the L layers that share the budget
+        # scores are [L, H, n] over the L layers that share the budget
         scores = torch.stack([ops.only_segment(caches[i]).state["score"] for i in sharing])
         for i, staying in zip(sharing, self.staying_pairs(scores, capacity), strict=True):
-            # the pairs of a head that stay come first, in the order of their positions
+            # the staying pairs of a head come first, in order of position
             order = (~staying).int().sort(dim=-1, stable=True).indices
             compressed[i] = ops.select_first(compressed[i], order, staying.sum(dim=-1))
         return compressed
@@ -126,23 +126,23 @@ class KVzip(ReplayingSelector):
         scores = scores.clone()
         scores[..., : capacity.sinks] = torch.inf
         if self.count == "paper":
-            # strictly above the score of rank max(floor(r N') - 1, 0), of the N' pairs behind the sinks
+            # of the N' pairs behind the sinks, those strictly above the pair of rank max(floor(r N') - 1, 0) stay
             ranked = scores[..., capacity.sinks :].flatten().sort(descending=True).values
             return scores > ranked[max(self.count_staying(len(ranked), n) - 1, 0)]
         if self.level == "head":
-            # a head's score is the highest of its tokens'; the floor(r L H) best heads keep all tokens
+            # a head's score is the highest score of its tokens; the floor(r L H) best heads keep all tokens
             best = scores[..., capacity.sinks :].amax(dim=-1).flatten().sort(descending=True, stable=True).indices
             keeps_all = torch.zeros_like(best, dtype=torch.bool).scatter_(
                 0, best[: self.count_staying(len(best), n)], True
             )
             return keeps_all.view(layers, heads, 1) | scores.isposinf()
-        # one row of competing pairs for each budget: all pairs, those of a layer, or those of a head
+        # each row has the pairs that compete for one budget: all pairs, a layer's pairs, or a head's pairs
         rows = {"pair": 1, "layer": layers, "uniform": layers * heads}[self.level]
         competing = scores.view(rows, -1)
         total = self.count_staying(competing.shape[1], n)
         if self.level == "uniform":
             total = capacity.tokens
-        # a budget is at least the sinks of its heads
+        # a budget must at least hold the sinks of its heads
         total = max(total, layers * heads // rows * capacity.sinks)
         best = competing.sort(dim=-1, descending=True, stable=True).indices[:, :total]
         return torch.zeros_like(competing, dtype=torch.bool).scatter_(1, best, True).view_as(scores)

@@ -56,7 +56,7 @@ class ReFreeKV(TokenSelector):
         super().check()
 
     def check_layers(self, n_layers: int) -> None:
-        # the default stands for as many of the first two layers as the model has
+        # the default names the first two layers, of which a small model may have only one
         if self.frozen_layers != (0, 1):
             super().check_layers(n_layers)
 
@@ -77,7 +77,7 @@ class ReFreeKV(TokenSelector):
     def expected(self, n: int, layer: int, n_layers: int, heads: int) -> Expected | None:
         if self.keeps_all(n, layer):
             return Expected.exactly(n, heads)
-        # the code always keeps the first m, and one more; under eq. 1 these compete
+        # ``code`` always keeps the first m tokens and one more; under eq. 1 the first m compete
         least = self.m + 1 if self.mode == "code" else 1
         return Expected((least,) * heads, (n,) * heads)
 
@@ -86,7 +86,7 @@ class ReFreeKV(TokenSelector):
             return cache
         count = self.query_count(obs.n)
         order = self._order(obs, ops.only_segment(cache).k.device)
-        # token j is seen by the queries j .. n - 1, of which the last ``count`` are read
+        # the queries j .. n - 1 see token j, and the last ``count`` of them are read
         seen_by = torch.arange(obs.n, 0, -1, device=order.device).clamp(max=count)
         # a[h, j] = mean over these queries i of A[h, i, j]
         attention = window_sums(cache, obs, count) / seen_by
@@ -105,7 +105,7 @@ class ReFreeKV(TokenSelector):
         return torch.cat([torch.arange(self.m, device=device), after_first])
 
     def _counts(self, attention: torch.Tensor, heads: int) -> torch.Tensor:
-        """Return how many tokens are kept: one count [1] for the layer, or one for each stored head.
+        """Return how many tokens are kept: one count [1] for the layer, or one per stored head.
 
         attention [Hq, n] is in the order of the ranking.
         """

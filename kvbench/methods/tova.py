@@ -21,9 +21,9 @@ from kvbench.storage.roles import Slots
 class TOVA(EvictingSelector):
     """Score of token j = attention of the newest query to it. The lowest goes, after the prompt and at every step.
 
-    Attention is averaged over all heads of a layer, which keep the same tokens. The newest token always stays. In the
-    paper it competes, and practically always survives. The budget includes it, so that a step attends C tokens. No
-    other token is protected, neither the first nor recent ones.
+    Attention is averaged over all heads of a layer, and all heads keep the same tokens. The newest token always stays.
+    In the paper it competes, and practically always survives. The budget includes it, so that a step attends C tokens.
+    No other token is protected, neither the first nor recent ones.
     """
 
     id: ClassVar[str] = "tova"
@@ -48,7 +48,7 @@ class TOVA(EvictingSelector):
         return ops.only_segment(cache).state["row"]
 
     def keep_scores(self, slots: Slots) -> torch.Tensor:
-        # free slots must not count as the newest token, which always stays
+        # the newest token always stays, and a free slot must not pass for it
         positions = slots.positions.masked_fill(~slots.valid, -1)
         newest = positions == positions.amax(dim=-1, keepdim=True)
         return slots.state["row"].masked_fill(newest, torch.inf)

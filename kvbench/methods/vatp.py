@@ -21,12 +21,12 @@ NORMS = {"l1": 1.0, "l2": 2.0, "linf": torch.inf}
 
 @dataclass(frozen=True, kw_only=True)
 class Vatp(Modifier):
-    """Importance I[h, j] = S[h, j] * ||v_j||, with S the attention score of the method that it decorates.
+    """Importance I[h, j] = S[h, j] * ||v_j||. S is the attention score of the method that it decorates.
 
-    Under GQA, which the paper leaves out, S is the group's mean and the norm that of the shared value (our choice).
-    While decoding, the base's accumulated score is multiplied by the norm, which equals accumulating attention times
-    norm. The norms are kept beside the values at their precision, 1 / (2 D) of the payload. VATP decorates H2O and
-    Scissorhands as in the paper, and SnapKV after its pooling (our extension).
+    The paper leaves GQA out. Under GQA, S is the group's mean, and the norm is the shared value's (our choice). While
+    decoding, the base's accumulated score is multiplied by the norm. This equals accumulating attention times norm. The
+    norms are kept beside the values at their precision, 1 / (2 D) of the payload. VATP decorates H2O and Scissorhands
+    as in the paper, and SnapKV after its pooling (our extension).
     """
 
     id: ClassVar[str] = "vatp"
@@ -51,7 +51,7 @@ class Vatp(Modifier):
         return itemsize
 
     def initial_state(self, cache: LayerCache) -> Mapping[str, torch.Tensor]:
-        # the norms take the precision of the values, of which they are 1 / D in size
+        # the norms take the precision of the values, and 1 / D of their size
         values = ops.only_segment(cache).v
         return {"norm": per_head(self.norms(values), cache.heads).to(values.dtype)}
 

@@ -15,16 +15,16 @@ from torch import Tensor
 from kvbench.kv.apportion import proportional_shares, round_shares
 
 JITTER = (0.0, 1e-10, 1e-9, 1e-8, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2)
-"""Fractions of the mean of a diagonal, in the order in which ``damping`` tries them."""
-STEPS = 16  # a group's ranks come in so many steps where ``multiple`` is not given: 32 of 512
+"""Fractions of a diagonal's mean. ``damping`` tries them in this order."""
+STEPS = 16  # without ``multiple``, a group's ranks come in this many steps: 32 of 512
 
 
 @dataclass(frozen=True)
 class Factors:
-    """A projection W [H D, d] by low-rank factors: each group of rows is W_g = up_g down_g.
+    """A projection W [H D, d] by low-rank factors. Each group of rows is W_g = up_g down_g.
 
     down: [R, d], the rows of all groups.
-    ups: each group's matrix [m, r]; None where the group keeps its full rank, so that its latents are its outputs.
+    ups: each group's matrix [m, r], or None for a group of full rank, whose latents are its outputs.
     ranks: each group's rank.
     """
 
@@ -44,9 +44,9 @@ class Spectrum:
 
     @classmethod
     def of(cls, weight: Tensor, scale: Tensor) -> Spectrum:
-        """Return the decomposition of weight [m, d] times S, the ``scale``.
+        """Decompose weight [m, d] times S, the ``scale``.
 
-        S is lower triangular [d, d], the Cholesky factor of the inputs' moments, or a diagonal [d].
+        S is the lower triangular Cholesky factor [d, d] of the inputs' moments, or a diagonal [d].
         """
         w64, scale64 = weight.detach().double(), scale.to(weight.device).double()
         if scale64.dim() == 1:
@@ -60,9 +60,9 @@ class Spectrum:
         return cls(weight=weight.detach(), u=u, s=s, back=back)
 
     def cut(self, rank: int) -> tuple[Tensor, Tensor | None]:
-        """Return (down [rank, d], up [m, rank]) of the largest singular values, split evenly between both.
+        """Return (down [rank, d], up [m, rank]) of the largest singular values, divided evenly between both factors.
 
-        At full rank, any invertible split is exact. The one without rounding is (the weight itself, None).
+        At full rank any invertible split is exact. (The weight itself, None) avoids even rounding.
         """
         if rank >= self.weight.shape[0]:
             return self.weight, None
@@ -81,7 +81,7 @@ def joined(parts: Sequence[tuple[Tensor, Tensor | None]]) -> Factors:
 
 
 def damping(moments: Tensor) -> float:
-    """Return the number to add to the diagonal of moments [d, d] so that they have a Cholesky factor; 0 if they do."""
+    """Return the number to add to the diagonal of moments [d, d] to get a Cholesky factor, or 0 if they have one."""
     m = moments.double()
     mean = float(m.diagonal().mean())
     eye = torch.eye(len(m), dtype=m.dtype, device=m.device)
@@ -112,11 +112,11 @@ def step_of(full: int, multiple: int | None) -> int:
 
 
 def nearest_rank(full: int, ratio: float, multiple: int | None) -> int:
-    """Return the rank that is left of ``full`` without the fraction ``ratio``: the nearest multiple, at least one."""
+    """Return the rank that remains of ``full`` without the fraction ``ratio``: the nearest multiple, at least one."""
     step = step_of(full, multiple)
     if ratio == 0:
         return full
-    # floor(x + 0.5) rounds halves up, where round() would round them to even
+    # floor(x + 0.5) rounds halves up, whereas round() would round them to even
     steps = math.floor((1 - ratio) * full / step + 0.5)
     return min(full, max(1, steps) * step)
 
@@ -124,8 +124,8 @@ def nearest_rank(full: int, ratio: float, multiple: int | None) -> int:
 def divided_ranks(weights: Sequence[float], full: int, ratio: float, multiple: int | None) -> list[int]:
     """Return ranks that divide 1 - ratio of all ranks in proportion to ``weights``, in whole multiples.
 
-    No rank is above ``full`` or below one multiple. The share that a cap cuts off goes to the other ranks in
-    proportion. Fractions of multiples go to the largest remainders.
+    No rank is above ``full`` or below one multiple. A share above ``full`` is cut, and the excess goes to the other
+    ranks in proportion. Fractions of multiples go to the largest remainders.
     """
     step = step_of(full, multiple)
     if ratio == 0:
@@ -143,10 +143,10 @@ def divided_ranks(weights: Sequence[float], full: int, ratio: float, multiple: i
 
 
 def searched_ranks(loss: Sequence[Sequence[float]], ranks: Sequence[int], full: int, target: int) -> list[int]:
-    """Return each projection's rank: the smallest of ``ranks`` whose ``loss`` [projections, ranks] is at most a limit.
+    """Return each projection's rank: the smallest of ``ranks`` whose ``loss`` [projections, ranks] is within a limit.
 
-    The limit is the smallest loss with which all ranks add up to at most ``target``. It is found by bisection, as ASVD
-    searches (arXiv 2312.05821). If there is none, the limit is the largest loss, which gives the least ranks.
+    The limit is the smallest loss under which all ranks add up to at most ``target``. Bisection finds it, as in ASVD
+    (arXiv 2312.05821). If there is none, the limit is the largest loss, which gives the smallest ranks.
     """
 
     def choose_ranks(limit: float) -> list[int]:
@@ -160,7 +160,7 @@ def searched_ranks(loss: Sequence[Sequence[float]], ranks: Sequence[int], full: 
     for row in loss:
         losses.update(row)
     limits = sorted(losses)
-    # a larger limit never gives larger ranks: limits[high] serves, or is the last one
+    # a larger limit never gives larger ranks, so limits[high] always suffices or is the last one
     low, high = 0, len(limits) - 1
     while low < high:
         middle = (low + high) // 2

@@ -1,9 +1,9 @@
 """Convert a Llama in a GGUF file to the folder that transformers reads, with the original model's tokenizer.
 
-GGUF is the file format of llama.cpp. Each quantised weight is a scale times a small integer (plus an offset). float32
-holds these products exactly, and neither float16 nor bfloat16 does, so that weights are written as float32. GGUF stores
-the rows of the query and key projections in another order (pairs of a rotation side by side), which is undone. The same
-GGUF gives the same bytes on every machine.
+GGUF is the file format of llama.cpp. Each quantised weight is a scale times a small integer (plus an offset). Only
+float32 represents these products exactly, so weights are written as float32. GGUF stores the rows of the query and key
+projections in another order, with the pairs of a rotation side by side. The conversion restores transformers' order.
+The same GGUF gives the same bytes on every machine.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ PRE_TOKENIZERS: Mapping[str, Mapping[str, object]] = {
     "smollm": {"type": "Sequence", "pretokenizers": [{"type": "Digits", "individual_digits": True}, _BYTES]},
 }
 CONTROL = 3
-"""llama.cpp's number of a token that marks structure, such as the beginning of a message."""
+"""llama.cpp's type number for tokens that mark structure, such as the beginning of a message."""
 
 
 def convert(path: Path, folder: Path, say: Callable[[str], None]) -> None:
@@ -72,7 +72,7 @@ def convert(path: Path, folder: Path, say: Callable[[str], None]) -> None:
         _write(folder / name, text.encode("utf-8"))
     say(f"writing {len(reader.tensors)} tensors as float32")
     query_heads, kv_heads = fields["llama.attention.head_count"], fields["llama.attention.head_count_kv"]
-    # safetensors writes all tensors at once, so that the whole model is in memory as float32
+    # safetensors writes all tensors at once, so the whole model must be in memory as float32
     weights = {}
     for tensor in reader.tensors:
         name = _translate_weight_name(tensor.name)  # first, as it refuses tensors of other models
@@ -94,7 +94,7 @@ def _build_json_files(fields: Mapping[str, Any], tensors: set[str]) -> dict[str,
         "bos_token_id": fields["tokenizer.ggml.bos_token_id"],
         "eos_token_id": fields["tokenizer.ggml.eos_token_id"],
     }
-    # models without padding pad with the end of a sequence
+    # a model without a padding token pads with the end of a sequence
     special_ids["pad_token_id"] = fields.get("tokenizer.ggml.padding_token_id", special_ids["eos_token_id"])
     return {
         "config.json": _build_config(fields, tensors, special_ids),

@@ -1,8 +1,8 @@
-"""The boundary to transformers: one registered attention function, its mask, and the hooks that see a layer end.
+"""The boundary to transformers: one registered attention function, its mask, and hooks that see a layer end.
 
-``attention`` gets post-RoPE queries, and in the place of keys and values the return value of the cache layer's
-``update``. kvbench's layers return themselves. The function calls their ``attend``, and so it is the same for Llama,
-Mistral, Qwen2, GPT-NeoX and OPT.
+transformers passes post-RoPE queries to ``attention``. Instead of keys and values it passes the result of the cache
+layer's ``update``, and kvbench's layers return themselves there. ``attention`` calls their ``attend``. It is therefore
+the same function for Llama, Mistral, Qwen2, GPT-NeoX and OPT.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from kvbench.models.releases import tell_untried
 
 NAME = "kvbench"
 UNSERVED = ("s_aux", "sinks", "position_bias", "attention_bias", "head_mask")
-"""Arguments that models pass to an attention function and this one does not compute."""
+"""Arguments that models pass to an attention function but this one does not compute."""
 TENSOR_PARTS = ("shape", "transpose", "view", "reshape", "repeat", "expand", "permute", "contiguous")
 """Attributes of tensors that a model reads if it computes with the return value of ``update`` itself."""
 TURN = threading.RLock()
-"""Held by the thread that has set a model's attention."""
+"""The lock of the thread that has set a model's attention."""
 ELSEWHERE = "this model's attention reads its keys and values outside the attention function: kvbench cannot run it"
 
 
@@ -50,7 +50,7 @@ class KvbenchLayer(CacheLayerMixin):
     def attend(self, query: Tensor, scale: float, window: int | None) -> Tensor:
         """Return the attention [B, Hq, T, D] of query [B, Hq, T, D] over all tokens that the layer holds.
 
-        ``window`` is the model's sliding window where the text has outgrown it, else None.
+        ``window`` is the model's sliding window if the text has outgrown it, else None.
         """
 
     @classmethod
@@ -67,7 +67,7 @@ class KvbenchLayer(CacheLayerMixin):
         return self, self
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: the constructor has allocated everything."""
+        """Do nothing, because the constructor has allocated everything."""
 
     def get_seq_length(self, *args: Any) -> int:
         return self.seen
@@ -97,7 +97,7 @@ def attention(
     if not isinstance(key, KvbenchLayer):
         raise UsageError("inside kvbench's attention the model can only be called by kvbench (prefill, generate)")
     unserved = [name for name in UNSERVED if kwargs.get(name) is not None]
-    # a WindowMask comes from ``mask``; any other is a tensor that the model has built by a rule of its own
+    # a WindowMask comes from ``mask``; any other mask is a tensor that the model has built by its own rule
     if isinstance(attention_mask, WindowMask):
         sliding_window = attention_mask.size
     elif attention_mask is not None or unserved:
@@ -114,14 +114,14 @@ def attention(
 
 
 def sliding_window(config: Any) -> int | None:
-    """Return the sliding window in tokens of a model all of whose layers slide, or None for other models."""
+    """Return the sliding window, in tokens, of a model whose layers all slide, or None for other models."""
     window = getattr(config, "sliding_window", None)
     layer_types = getattr(config, "layer_types", None)
     if layer_types is None:
         slides = getattr(config, "use_sliding_window", True)  # Qwen2 has a window that it may not use
     else:
         slides = "sliding_attention" in layer_types
-    # with local layers, other layers attend everything
+    # a model with local layers has other layers that attend everything
     if window is None or not slides or local_layers(config):
         return None
     return int(window)
@@ -137,7 +137,7 @@ class WindowMask:
 def mask(
     *args: Any, attention_mask: Tensor | None = None, local_size: int | None = None, **kwargs: Any
 ) -> WindowMask | None:
-    """Return the window of a layer, or None. This is the mask function of ``attention``, which is causal itself.
+    """Return the window of a layer, or None. It is the mask function of ``attention``, which is itself causal.
 
     Raises UsageError for padding, and for masks that are neither causal nor windows.
     """
@@ -160,7 +160,7 @@ def attached(model: PreTrainedModel) -> Iterator[None]:
 
     The context may be nested.
     """
-    tell_untried()  # here, too, for a model that the user has loaded
+    tell_untried()  # the user may have loaded this model without kvbench
     previous = model.config._attn_implementation
     if previous == NAME:
         yield
@@ -219,7 +219,7 @@ def call_hooks(model: PreTrainedModel, calls: dict[int, AttentionCall]) -> Itera
 
 @contextmanager
 def token_hooks(model: PreTrainedModel, tokens_read: Callable[[int], TokensRead | None]) -> Iterator[None]:
-    """Cut the inputs of each decoder layer to the tokens ``tokens_read(layer)``, or keep them whole where that is None.
+    """Cut the inputs of each decoder layer to the tokens ``tokens_read(layer)``. None keeps them whole.
 
     Hidden states, position ids and rotations are cut, so that later layers compute fewer tokens. Hooks are removed on
     exit.
@@ -236,7 +236,7 @@ def token_hooks(model: PreTrainedModel, tokens_read: Callable[[int], TokensRead 
             else:
                 hidden = tokens.of_previous(args[0])
                 args = (hidden, *args[1:])
-            # every layer gets the whole prompt's, not those of the layer before
+            # every layer receives the whole prompt's positions, not those of the layer before
             for name in ("position_ids", "position_embeddings"):
                 if kwargs.get(name) is not None:
                     kwargs[name] = tokens.of_prompt(kwargs[name])
@@ -257,8 +257,8 @@ def token_hooks(model: PreTrainedModel, tokens_read: Callable[[int], TokensRead 
 def mlps_in_parts(model: PreTrainedModel, size: int) -> Iterator[None]:
     """Compute each layer's MLP over ``size`` tokens at a time. The model is restored on exit.
 
-    The inner states of an MLP are a Llama's largest tensors, and so exist for a part of a long prompt alone. An MLP
-    that returns more than a tensor is computed as it is.
+    The inner states of an MLP are a Llama's largest tensors. They exist only for one part of a long prompt at a time.
+    An MLP that returns more than a tensor is computed unchanged.
     """
 
     def make_forward_in_parts(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -281,7 +281,7 @@ def mlps_in_parts(model: PreTrainedModel, size: int) -> Iterator[None]:
         mlp = getattr(layer, "mlp", None)
         if isinstance(mlp, nn.Module):
             mlps.append(mlp)
-    # a ``forward`` among a module's own attributes is another library's
+    # a ``forward`` in a module's own attributes comes from another library
     former_forwards = [mlp.__dict__.get("forward") for mlp in mlps]
     for mlp in mlps:
         mlp.forward = make_forward_in_parts(mlp.forward)
@@ -331,7 +331,7 @@ def attention_modules(model: PreTrainedModel) -> list[nn.Module]:
     """Return the model's attention modules in layer order."""
     modules = []
     for module in model.modules():
-        # the layer's number tells an attention module from its parts, whose classes may be named alike
+        # the layer number identifies an attention module; its parts may have similar class names
         has_number = isinstance(getattr(module, "layer_idx", None), int)
         if type(module).__name__.endswith("Attention") and has_number:
             modules.append(module)

@@ -1,8 +1,9 @@
-"""Low-rank key and value projections in a model: modules that replace its own while a context is open.
+"""Modules with low-rank key and value projections. They replace a model's own projections while a context is open.
 
-They compute latents first (down x, side by side for all groups of heads), and keys or values from the latents. They
-remember the latents of their last call, as a cache stores these. Their matrices are weights, not cache. Shapes: Hk kv
-heads, D head dimension, d hidden size, R latents of a projection, U rows, L tokens.
+A low-rank module first computes latents: it multiplies its input by ``down``, for all groups of heads side by side. It
+then computes keys or values from the latents. It remembers the latents of its last call, because a cache stores them.
+The matrices count as weights, not as cache.
+Shapes: Hk kv heads, D head dimension, d hidden size, R latents of a projection, U rows, L tokens.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from kvbench.models.interface import attention_modules
 
 @dataclass(frozen=True)
 class ProjectionShape:
-    """The sizes of a model's cache, with the size ``hidden`` of its projections' input."""
+    """The sizes of a model's cache, and ``hidden``, the size of its projections' input."""
 
     layers: int
     heads: int
@@ -44,7 +45,7 @@ Linear = tuple[Tensor, Tensor | None]
 
 
 def projection(attention: nn.Module) -> list[nn.Linear]:
-    """Return the linear modules that compute keys and values: [keys', values'], or GPT-NeoX's one fused module."""
+    """Return the linear modules that compute keys and values: [k_proj, v_proj], or GPT-NeoX's one fused module."""
     fused = getattr(attention, "query_key_value", None)
     if fused is not None:
         return [fused]
@@ -52,7 +53,7 @@ def projection(attention: nn.Module) -> list[nn.Linear]:
 
 
 def linears(attention: nn.Module, heads: int) -> tuple[Linear, Linear]:
-    """Return the (weight [Hk D, d], bias [Hk D] or None) of keys, and that of values."""
+    """Return two pairs (weight [Hk D, d], bias [Hk D] or None): for keys, and for values."""
     modules = projection(attention)
     if len(modules) == 2:
         k, v = modules
@@ -61,18 +62,18 @@ def linears(attention: nn.Module, heads: int) -> tuple[Linear, Linear]:
 
 
 def head_rows(attention: nn.Module, tensors: Sequence[Tensor], heads: int) -> tuple[Tensor, Tensor]:
-    """Return (keys', values') rows [Hk, D, d] of tensors with the shapes of ``projection``'s weights."""
+    """Return the rows [Hk, D, d] of keys and of values in tensors that have the shapes of ``projection``'s weights."""
     if len(tensors) == 2:
         return tensors[0].unflatten(0, (heads, -1)), tensors[1].unflatten(0, (heads, -1))
-    # [Hk, 3, D, d]: query, key and value rows of each head
+    # rows [Hk, 3, D, d] are the query, key and value rows of each head
     rows = tensors[0].unflatten(0, (heads, 3, -1))
     return rows[:, 1], rows[:, 2]
 
 
 def _split_fused(fused: nn.Linear, heads: int, which: int) -> Linear:
-    """Return (weight, bias) of query, key or value (``which`` 0, 1, 2) in a fused projection.
+    """Return (weight, bias) of the query, key or value (``which`` is 0, 1 or 2) in a fused projection.
 
-    Its rows lie head by head: the query's, the key's and the value's rows of a head, then those of the next.
+    Its rows lie head by head: the query, key and value rows of one head, then those of the next head.
     """
 
     def select(t: Tensor) -> Tensor:
@@ -84,7 +85,7 @@ def _split_fused(fused: nn.Linear, heads: int, which: int) -> Linear:
 
 
 class LowRank(nn.Module):
-    """A projection by factors. ``latent`` [B, T, R] has the latents of its last call."""
+    """A projection by factors. ``latent`` [B, T, R] holds the latents of its last call."""
 
     def __init__(self, factors: Factors, bias: Tensor | None) -> None:
         super().__init__()
@@ -98,7 +99,7 @@ class LowRank(nn.Module):
         return self.rebuild(self.latent)
 
     def rebuild(self, latent: Tensor) -> Tensor:
-        """Return the keys or values [..., Hk D] of latents [..., R]. Keys are not rotated yet."""
+        """Return the keys or values [..., Hk D] of latents [..., R]. The keys are not rotated yet."""
         groups: list[Tensor] = []
         for part, up in zip(latent.split(self.ranks, dim=-1), self.ups, strict=True):
             if up is None:
@@ -113,7 +114,7 @@ class LowRank(nn.Module):
         return outputs + self.bias
 
     def take(self) -> Tensor:
-        """Return the latents [T, R] of the last call, which had a single row, and forget them."""
+        """Return the latents [T, R] of the last call and forget them. The call must have had a single row."""
         assert self.latent is not None
         latent, self.latent = self.latent[0], None
         return latent
@@ -130,7 +131,7 @@ class Fused(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         outputs = (F.linear(x, self.q_weight, self.q_bias), self.k_proj(x), self.v_proj(x))
-        # query, key and value of each head lie side by side: 3 of [..., heads, D] -> [..., heads, 3 D] -> [..., 3 H D]
+        # each head has query, key and value side by side: 3 of [..., heads, D] -> [..., heads, 3 D] -> [..., 3 H D]
         by_head = [output.unflatten(-1, (self.heads, -1)) for output in outputs]
         return torch.cat(by_head, dim=-1).flatten(-2)
 
@@ -160,18 +161,18 @@ def swapped(model: PreTrainedModel, layers: Sequence[tuple[Factors, Factors]]) -
 
 @dataclass(frozen=True)
 class KeyRotation:
-    """The model's rotation of keys by its own module ``rotary``. This is None where positions are learned."""
+    """The model's rotation of keys by its own module ``rotary``, or no rotation if ``rotary`` is None."""
 
     rotary: nn.Module | None
 
     def __call__(self, keys: Tensor, positions: Tensor) -> Tensor:
-        """Return keys [U, Hk, L, D] rotated by positions [U, L]. Dimensions past the rotary ones stay."""
+        """Return keys [U, Hk, L, D] rotated by positions [U, L]. Dimensions behind the rotary ones stay unchanged."""
         if self.rotary is None:
             return keys
         cos, sin = (t[:, None] for t in self.rotary(keys, positions))  # [U, 1, L, rotary dimensions]
         rotary, rest = keys[..., : cos.shape[-1]], keys[..., cos.shape[-1] :]
         first, second = rotary.chunk(2, dim=-1)
-        # (x1, x2) by angle t: (x1 cos t - x2 sin t, x2 cos t + x1 sin t)
+        # rotation of (x1, x2) by angle t: (x1 cos t - x2 sin t, x2 cos t + x1 sin t)
         rotated = rotary * cos + torch.cat((-second, first), dim=-1) * sin
         if not rest.shape[-1]:
             return rotated
@@ -180,7 +181,7 @@ class KeyRotation:
 
 @dataclass(frozen=True)
 class LatentLift:
-    """The step from one layer's latents to the keys and values that attention reads."""
+    """The map from one layer's latents to the keys and values that attention reads."""
 
     k: LowRank
     v: LowRank
@@ -205,7 +206,7 @@ def lifts(model: PreTrainedModel) -> list[LatentLift]:
     turn = KeyRotation(rotary)
     layer_lifts = []
     for attention in attention_modules(model):
-        # GPT-NeoX's low-rank projections are inside the fused one, see ``Fused``
+        # GPT-NeoX's low-rank projections are inside its fused projection (see ``Fused``)
         holder = getattr(attention, "query_key_value", attention)
         k, v = getattr(holder, "k_proj", None), getattr(holder, "v_proj", None)
         if isinstance(k, LowRank) and isinstance(v, LowRank):

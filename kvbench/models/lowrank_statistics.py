@@ -1,6 +1,6 @@
-"""Statistics over windows of text by which low-rank projections are chosen: moments, gradients, mean sizes, losses.
+"""Statistics over windows of text that low-rank methods use: moments, gradients, mean sizes, losses.
 
-Memory holds the statistics and one window at a time, however many windows there are.
+Memory holds the statistics and one window at a time, whatever the number of windows.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ def moments(model: PreTrainedModel, samples: Iterable[Tensor], fisher: bool) -> 
     """Return (mean of x x^T over all tokens [layers, d, d] fp32, Fisher values) of the projections' inputs x.
 
     Fisher values [layers, 2, Hk] are sqrt(E[g^2]), averaged over the entries of a head's key (0) and value (1)
-    projection. Here g is the gradient of a window's mean loss and E the mean over windows. They are None unless
-    ``fisher``.
+    projection. g is the gradient of a window's mean loss, and E is the mean over windows. Without ``fisher`` they are
+    None.
     """
     shape, modules = ProjectionShape.of(model), attention_modules(model)
     projections = [projection(attention) for attention in modules]
@@ -55,14 +55,14 @@ def moments(model: PreTrainedModel, samples: Iterable[Tensor], fisher: bool) -> 
     for i, attention in enumerate(modules):
         layer_squares = squares[i * weights_per_layer : (i + 1) * weights_per_layer]
         roots = [(square / max(windows, 1)).sqrt() for square in layer_squares]  # sqrt(E[g^2])
-        # keys and values alike: [Hk, D, d] -> [Hk]
+        # keys and values are treated alike: [Hk, D, d] -> [Hk]
         head_means = [rows.mean(dim=(1, 2)) for rows in head_rows(attention, roots, shape.heads)]
         fisher_layers.append(torch.stack(head_means))
     return mean, torch.stack(fisher_layers)
 
 
 def _select_projection_weights(modules: Sequence[nn.Module], fisher: bool) -> list[Tensor]:
-    """Return the weights of all layers' key and value projections in order, or [] where no gradients are needed."""
+    """Return the weights of all layers' key and value projections in order, or [] if no gradients are needed."""
     weights: list[Tensor] = []
     if fisher:
         for attention in modules:
@@ -75,7 +75,7 @@ def moments_bytes(model: PreTrainedModel, fisher: bool) -> tuple[int, int]:
     shape = ProjectionShape.of(model)
     entries = shape.layers * shape.hidden**2
     weights = _select_projection_weights(attention_modules(model), fisher)
-    # sums are fp64 and their mean fp32; each weight has a square in fp32 and a gradient in its own dtype
+    # sums are fp64 and their mean is fp32; each weight has an fp32 square and a gradient in its own dtype
     gradient_bytes = sum(weight.numel() * (4 + weight.element_size()) for weight in weights)
     return 8 * entries + gradient_bytes, 4 * entries
 
@@ -105,7 +105,7 @@ def mean_loss(model: PreTrainedModel, windows: Sequence[Tensor], layers: Sequenc
 def loss(model: PreTrainedModel, window: Tensor) -> Tensor:
     """Return the mean negative log likelihood of a window [n] after its first token."""
     ids = window.to(model.device)
-    # the logits after token i predict token i + 1
+    # logits after token i predict token i + 1
     logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1]
     return F.cross_entropy(logits.float(), ids[1:])
 
@@ -123,7 +123,7 @@ def projection_inputs(model: PreTrainedModel, see: Callable[[int, Tensor], None]
 
         return module.register_forward_pre_hook(see_input)
 
-    # keys and values have the same input, so that the first projection of a layer tells it
+    # keys and values have the same input, so a hook on a layer's first projection is enough
     handles = [watch(i, projection(attention)[0]) for i, attention in enumerate(attention_modules(model))]
     try:
         yield

@@ -1,7 +1,7 @@
-"""The manifest of a fetched model: the sizes and checksums of its files, which are checked when the model is loaded.
+"""The manifest of a fetched model: the sizes and checksums of its files. Both are checked when the model is loaded.
 
-Sizes are compared each time. Checksums are computed once on a machine, and once more where a file's size, time or inode
-changed. The files that were right are written down beside the manifest.
+Sizes are compared each time. Checksums are computed once per machine, and again if a file's size, time or inode
+changed. A record beside the manifest lists the files whose checksums were right.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ CHECKED = "kvbench-checked.json"
 """The record of the files that had the right checksum, with their size, time and inode then, by machine."""
 MACHINE = platform.node()
 MACHINES = 16
-"""The record keeps so many machines, the last ones."""
+"""The record keeps the last machines, at most this many."""
 UNREADABLE = (UsageError, KeyError, TypeError, ValueError, AttributeError)
 """The errors of reading a manifest that is missing, damaged or something else."""
 
 Stamp = dict[str, int | str]
-"""A file's size, modification time and inode, with its checksum where that was right."""
+"""A file's size, modification time and inode, with its checksum if that was right."""
 Stamps = dict[str, Stamp]
 """The stamps of a folder's files, by name."""
 
@@ -52,7 +52,7 @@ def check_copy(folder: Path) -> None:
     """
     if not (folder / NAME).is_file():
         return
-    # sizes first: they cost nothing, and tell most damages
+    # sizes come first, because they cost nothing and reveal most damage
     try:
         damage = wrong_size(folder) or wrong_sum(folder)
     except UNREADABLE:
@@ -82,10 +82,10 @@ def wrong_size(folder: Path) -> str | None:
 
 
 def wrong_sum(folder: Path, again: bool = False, machine: str = MACHINE) -> str | None:
-    """Return a text on the first file with another checksum than the manifest says, None for none.
+    """Return a text on the first file whose checksum differs from the manifest, or None.
 
-    A file is read once on each ``machine``, and once more where its size, time or inode changed. ``again`` reads all
-    files. The files that were right are written down beside the manifest.
+    A file is read once on each ``machine``, and again if its size, time or inode changed. ``again`` reads all files. A
+    record beside the manifest lists the files whose checksums were right.
     """
     known_stamps: Stamps = {}
     if not again:
@@ -94,7 +94,7 @@ def wrong_sum(folder: Path, again: bool = False, machine: str = MACHINE) -> str 
     for name, checksum in sums(folder).items():
         path = folder / name
         try:
-            # taken before the file is read, so that a change meanwhile makes the next run read it again
+            # the stamp is taken before the file is read, so that the next run notices a change in between
             stamp = _stamp(path, checksum)
             if known_stamps.get(name) != stamp:
                 if again:
@@ -106,7 +106,7 @@ def wrong_sum(folder: Path, again: bool = False, machine: str = MACHINE) -> str 
         except OSError as error:
             return f"{path} cannot be read ({error.strerror})"
         stamps[name] = stamp
-    # an unchanged record is not written again, as several processes may load the model at once
+    # an unchanged record is not rewritten, because several processes may load the model at once
     if known_stamps != stamps:
         _remember(folder, stamps, machine)
     return None
@@ -147,10 +147,10 @@ def _read_checked(folder: Path) -> dict[str, Stamps]:
 def _remember(folder: Path, stamps: Stamps, machine: str) -> None:
     """Write down the files that had the right checksum on ``machine``, unless the folder cannot be written."""
     stamps_by_machine = _read_checked(folder)
-    # the machine comes last, and the oldest of too many goes
+    # this machine moves to the end, and the oldest machines beyond the limit are dropped
     stamps_by_machine.pop(machine, None)
     stamps_by_machine[machine] = stamps
     machines = list(stamps_by_machine)[-MACHINES:]
-    # the record only saves time, so that nothing depends on it being written
+    # the record only saves time, so a folder that cannot be written is no error
     with suppress(KvbenchError):
         write_json(folder / CHECKED, {machine: stamps_by_machine[machine] for machine in machines}, sync=False)

@@ -1,4 +1,4 @@
-"""A few tokens through a model of an untested family, to compare kvbench's results with the model's own."""
+"""Probe a model of an untested family: run a few tokens, and compare kvbench's results with the model's own."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from kvbench.storage.roles import Rotary
 
 TOKENS = 8
 SHIFT = 5
-"""One of two readings of the same tokens is at positions that are so much later."""
+"""One of two readings of the same tokens is at positions that are this much later."""
 
 
 @dataclass(frozen=True)
 class Probe:
     """The result of probing a model.
 
-    unrolled: why cached keys cannot be rotated to other positions; None where they can.
-    mixed: why cached keys and values are not linear in their layer's input; None where they are.
+    unrolled: why cached keys cannot be rotated to other positions; None if they can.
+    mixed: why cached keys and values are not linear in their layer's input; None if they are.
     """
 
     unrolled: str | None
@@ -52,7 +52,7 @@ _PROBED: WeakKeyDictionary[PreTrainedModel, Probe] = WeakKeyDictionary()
 def probe(model: PreTrainedModel) -> Probe:
     """Return the result of probing a model. Each model is probed once.
 
-    Raises UsageError where the logits under kvbench's attention are not those under the model's own.
+    Raises UsageError if the logits under kvbench's attention differ from those under the model's own.
     """
     if model not in _PROBED:
         _PROBED[model] = _measure(model)
@@ -71,7 +71,7 @@ def _measure(model: PreTrainedModel) -> Probe:
 
         return record
 
-    # random or trained weights serve alike: both sides compute with the same ones
+    # random weights serve as well as trained ones, because both sides compute with the same weights
     with torch.no_grad(), attached(model), ExitStack() as stack:
         attention = model.config._attn_implementation
         model.set_attn_implementation("eager")
@@ -86,7 +86,7 @@ def _measure(model: PreTrainedModel) -> Probe:
                     hook = getattr(module, name).register_forward_hook(make_recorder((i, name)))
                     stack.callback(hook.remove)
         layers, logits = _read(model, ids, positions)
-    # both sides sum in another order
+    # the tolerance is needed because both sides sum in another order
     tolerance = 0.1  # half precision may differ by so much
     if model.dtype == torch.float32:
         tolerance = 1e-3
@@ -95,7 +95,7 @@ def _measure(model: PreTrainedModel) -> Probe:
             f"the model family {model.config.model_type!r} does not run in kvbench: under its attention function the "
             "logits are not the model's own"
         )
-    # with several rotary modules layers rotate in different ways
+    # several rotary modules mean that layers rotate in different ways
     frequencies = [m.get_buffer("inv_freq") for m in model.modules() if hasattr(m, "inv_freq")]
     rotary = None
     if len(frequencies) == 1:
@@ -111,7 +111,7 @@ def _measure(model: PreTrainedModel) -> Probe:
 def _are_rotated(
     layers: Sequence[ProbeLayer], later_layers: Sequence[ProbeLayer], rotary: Rotary, tolerance: float
 ) -> bool:
-    """Tell whether keys and queries turned by SHIFT positions equal those of the later reading."""
+    """Return True if keys and queries turned by SHIFT positions equal those of the later reading."""
     for layer, later_layer in zip(layers, later_layers, strict=True):
         for states, later_states in ((layer.k, later_layer.k), (layer.query, later_layer.query)):
             if not _distance(rotary.turn(states, 0, SHIFT), later_states) <= tolerance:
@@ -127,7 +127,7 @@ def _are_projected(
     positions: Tensor,
     tolerance: float,
 ) -> bool:
-    """Tell whether each layer caches its k_proj's output, rotated, and its v_proj's."""
+    """Return True if each layer caches the rotated output of its k_proj, and the output of its v_proj."""
     are_projected = len(outputs) == 2 * len(layers)  # else some layers have no such modules
     for (i, name), output in outputs.items():
         cached = layers[i].v

@@ -1,7 +1,7 @@
-"""The traits of a model, read off its config and its modules. No list of families decides what runs.
+"""The traits of a model, read from its config and its modules. No list of families decides what runs.
 
-A family runs if transformers' attention interface serves it. A model that would be computed wrongly is refused with the
-reason. TESTED names the families on which every method is tested. Others run with the note ``untested``.
+A family runs if transformers' attention interface serves it. A model that would be computed wrongly is refused with a
+reason. Every method is tested on the families in TESTED. Other families run with the note ``untested``.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ TESTED = (
     "qwen3_moe",
     "smollm3",
 )
-MOST_LAYERS = 4096  # a config.json may say a million, and building these would take hours
+MOST_LAYERS = 4096  # a config.json may ask for a million layers, and building them would take hours
 MOVING = ("dynamic", "longrope")  # rotary types whose frequencies depend on the length read so far
 LAYER_TYPES = ("full_attention", "sliding_attention")
 PLAIN_PARTS = ("q_proj", "k_proj", "v_proj", "o_proj", "out_proj", "dense", "query_key_value", "rotary_emb", "q_norm")
-"""Children of an attention module through which its keys and values do not pass on the way to the cache."""
+"""Children of an attention module that do not change keys and values between its projections and the cache."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def of_model(model: PreTrainedModel) -> ModelTraits:
     else:
         unrolled = _find_rotation_fault(model)
     mixed = _find_projection_fault(model)
-    # reading off may overlook a rule of an untested family; a model on meta has no weights to probe
+    # reading traits may miss a rule of an untested family, so it is probed; a model on meta has no weights to probe
     if family not in TESTED and model.device.type != "meta":
         result = probe.probe(model)
         unrolled = unrolled or result.unrolled
@@ -135,7 +135,7 @@ def check_served(model: PreTrainedModel) -> None:
     layer_numbers = [module.layer_idx for module in modules]
     kinds = sorted(set(getattr(config, "layer_types", None) or ()) - set(LAYER_TYPES))
     arguments = inspect.signature(model.forward).parameters
-    # the first reason that applies is given, so that the more specific ones come first
+    # the first reason that applies is given, so specific reasons come first
     reasons = {
         "it reads through cross-attention": (
             config.is_encoder_decoder or getattr(config, "cross_attention_layers", None)
@@ -182,7 +182,7 @@ def _refusal(config: Any, reason: str) -> UsageError:
 
 
 def learned_positions(model: PreTrainedModel) -> bool:
-    """Tell whether the model learns its positions in a table: it does where it has no rotary frequencies."""
+    """Return True if the model learns its positions in a table, that is, if it has no rotary frequencies."""
     return not any(name.endswith("inv_freq") for name, _ in model.named_buffers())
 
 
@@ -244,5 +244,5 @@ def _find_projection_fault(model: PreTrainedModel) -> str | None:
         return "it clips keys and values after the projection (clip_qkv)"
     if learned_positions(model) and not _reads_position_table(model):
         return None
-    # latents hold keys that are not rotated yet, so that reading them rotates keys
+    # latents hold unrotated keys, so reading them must rotate keys
     return _find_rotation_fault(model)

@@ -1,4 +1,4 @@
-"""Read a checkpoint's weights, and refuse those that transformers would make up, leave out or cast."""
+"""Read a checkpoint's weights. Refuse weights that transformers would make up, leave out or cast."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from kvbench.base.errors import UsageError
 
 FLOATS = ("F64", "F32", "F16", "BF16")
 """Names in safetensors of the dtypes that a parameter may be stored in."""
-SHOWN = 3  # a message names so many weights
+SHOWN = 3  # a message names this many weights
 MOST_TIMES = 4
-"""A config.json that asks for more than so many times the stored weights is refused before memory is taken.
+"""A config.json that asks for more than this many times the stored weights is refused before memory is taken.
 
 Models with a tied or a missing weight are far below this. Missing weights are reported by name later.
 """
@@ -63,11 +63,11 @@ def _fault(path: str, fault: str, names: Iterable[str]) -> UsageError:
 def _check_before(path: str, config: Any, stored: Mapping[str, Stored]) -> None:
     """Raise UsageError, before memory is taken, for a config.json that asks for far more weights than are stored.
 
-    transformers may rename, join or transpose weights, which keeps their number. Only a model that needs more numbers
-    than its files hold is refused here. A download that is still to come stores nothing yet.
+    transformers may rename, join or transpose weights without changing their number. Only a model that needs more
+    numbers than its files hold is therefore refused here. A download that is still to come stores nothing yet.
     """
     stored_numbers = sum(math.prod(shape) for _, shape in stored.values())
-    # packed integers hold several weights each, so that numbers cannot be compared; they are refused later
+    # a packed integer holds several weights, so numbers cannot be compared; such files are refused later
     if not stored_numbers or any(dtype not in FLOATS for dtype, _ in stored.values()):
         return
     with torch.device("meta"):

@@ -13,13 +13,13 @@ from kvbench.methods.core.stage import Role, Stage
 
 @dataclass(frozen=True, kw_only=True)
 class AlteredPrefill(Stage):
-    """A stage of which every knob changes how the prompt is computed."""
+    """A stage whose every knob changes how the prompt is computed."""
 
     @property
     def prefill_key(self) -> str:
-        # prompts under equal stages share one prefill, whatever stages come behind them
+        # prompts under equal stages share one prefill, whatever stages follow
         knobs = ",".join(f"{knob}={value}" for knob, value in self.knobs().items())
-        # with other measurements of the model the prompt is computed otherwise, too
+        # other measurements of the model change the prompt's computation as well
         content = ""
         if self.calibration is not None:
             content = self.calibration.sha256
@@ -40,21 +40,21 @@ class HiddenPruner(AlteredPrefill):
         raise TypeError(f"{type(self).__name__} does not say how many hidden states it keeps")
 
     def keep_hidden(self, keys: torch.Tensor, obs: Observation) -> torch.Tensor:
-        """Return the indices [m], ascending, of the tokens that the next layer reads, among this layer's.
+        """Return the indices [m], ascending, of this layer's tokens that the next layer reads.
 
-        ``keys`` [Hk, n, D] are those of the tokens that this layer read.
+        ``keys`` [Hk, n, D] are the keys of the tokens that this layer read.
         """
         raise TypeError(f"{type(self).__name__} does not say which hidden states it keeps")
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeadSharer(AlteredPrefill):
-    """A stage under which query heads take the logits of another, in the whole prompt and while decoding."""
+    """A stage under which query heads take another head's logits, in the whole prompt and while decoding."""
 
     role: ClassVar[Role] = "share"
 
     def leading_heads(self, n: int, layer: int, n_layers: int, query_heads: int, kv_heads: int) -> int:
-        """Return how many query heads of a layer have their logits computed, for a prompt of n tokens."""
+        """Return how many query heads of a layer compute logits, for a prompt of n tokens."""
         raise TypeError(f"{type(self).__name__} does not say how many heads lead")
 
     def leads(

@@ -60,11 +60,11 @@ class PromptCache:
         return f"<PromptCache {name}: {tokens} of {self.seen} tokens, {self.nbytes() / 2**20:.2f} MiB>"
 
     def __copy__(self) -> PromptCache:
-        # the layers are shared, as no function changes them
+        # the layers are shared, because no function changes them
         return replace(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PromptCache:
-        # the chain cannot change, and the model is not the cache's own: neither is copied
+        # neither the chain nor the model is copied: the chain cannot change, and the model is not the cache's own
         layers, local = deepcopy((self.layers, self.local), memo)
         return replace(self, layers=layers, local=local, logits=self.logits.clone())
 
@@ -76,12 +76,12 @@ class PromptCache:
 
     @property
     def seen(self) -> int:
-        """The number of tokens read so far, hence the position of the next one."""
+        """The number of tokens read so far. The next token has this position."""
         return self.layers[0].seen
 
     @property
     def batch_key(self) -> object:
-        """The key of the decode batch: the chain's, and the rotation, which all rows of a step have in common."""
+        """The key of the decode batch: the chain's key and the rotation. All rows of a step have both in common."""
         # LongRoPE rotates long texts by other frequencies
         return self.chain.batch_key, self.long
 
@@ -89,7 +89,7 @@ class PromptCache:
         """Return the cache without its numbers, for checks that come after its storage is given up."""
         layers = tuple(layer.shapes() for layer in self.layers)
         local = tuple(layer.shapes() for layer in self.local)
-        # an empty clone: a slice would hold the storage of all logits
+        # the empty slice is cloned, because a view would keep the storage of all logits
         return replace(self, layers=layers, local=local, logits=self.logits[:0].clone())
 
     def nbytes(self) -> int:

@@ -76,14 +76,14 @@ class Quantiser(Stage, Packer):
         return True
 
     def coder(self, pruner: ChannelPruner | None, layer: int | None = None) -> Coder:
-        """Return the coder that packs for this stage, in ``layer`` or in any that is packed.
+        """Return the coder that packs for this stage, in ``layer``, or without one in any packed layer.
 
         With a ``pruner``, at least ``pruner.recent`` tokens stay exact. With ``only``, the other half of the cache
         stays exact entirely.
         """
         key_residual, value_residual = self.residuals()
         if pruner is not None:
-            # packed tokens lose channels, and the pruner leaves its newest ``recent`` tokens all of theirs
+            # packed tokens lose channels, but the pruner leaves its newest ``recent`` tokens all channels
             key_residual = key_residual.at_least(pruner.recent)
             value_residual = value_residual.at_least(pruner.recent)
         if self.only == "keys":

@@ -1,4 +1,4 @@
-"""Records of calibration: the measurement that a stage wants, the request for one model and text, and its result."""
+"""Records of calibration: the measurement that a stage wants, the request for one model and text, and the result."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvbench.base.errors import UsageError
 from kvbench.kv.observation import Needs, Observation
 
 LONGEST = 4096
-"""Tokens of the longest window that a recipe reads, unless it says otherwise."""
+"""Tokens of the longest window that a recipe reads, unless the recipe says otherwise."""
 
 Observe = Callable[[Tensor, Needs, Callable[[Observation, Tensor, Tensor], None]], object]
 """A function that reads a window of ids and hands over each layer as far as needed, with its k and v [Hk, n, D]."""
@@ -122,7 +122,7 @@ class Request:
         """A hash of all that decides the result. The file of the calibration is named after it."""
         identity = self.identity()
         identity["model"] = self.model
-        # sorted keys: the key must not depend on the order in which they are written above
+        # keys are sorted, because the hash must not depend on the order in which they are written above
         text = json.dumps(identity, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -150,7 +150,7 @@ def digest(tensors: Mapping[str, Tensor]) -> str:
     sha256 = hashlib.sha256()
     for name in sorted(tensors):
         t = tensors[name].detach().cpu().contiguous()
-        # bytes alone do not tell [2, 3] from [3, 2], or fp16 from bf16
+        # bytes alone cannot distinguish [2, 3] from [3, 2], or fp16 from bf16
         sha256.update(f"{name}:{t.dtype}:{tuple(t.shape)}\n".encode())
         sha256.update(t.numpy().tobytes())
     return sha256.hexdigest()
