@@ -137,7 +137,7 @@ def legend(report: ReportData) -> list[str]:
     if not has_questions:
         return []
     explanation = (
-        "Several questions on one context: it is compressed once, before any question is known. A result's score is the "
+        "Several questions on one context: it is compressed once, before any question is known. A score is the "
         "mean over contexts of the mean over their questions. Fall: score of a context's last question minus that of "
         "its first, mean over contexts with several; [a, b]: 95 % interval over contexts; beside full's: "
         "minus the full cache's fall. Bytes are of keys, values and overhead, mean per context. Scores by index of "
