@@ -12,12 +12,12 @@ from kvbench.base.errors import UsageError
 from kvbench.methods.core.base import Role, Stage
 
 AT_MOST_ONE: tuple[tuple[Role, str], ...] = (
-    ("lowrank", "each replaces the same projections: a method has at most one low-rank method"),
-    ("selector", "each chooses which tokens stay: a method has at most one selector"),
-    ("prune", "each chooses which key channels stay: a method has at most one pruning method"),
-    ("mask", "each decides what a step attends: a method has at most one mask"),
-    ("quantise", "each packs the same values: a method has at most one quantiser"),
-    ("hidden", "each decides which tokens later layers read: a method has at most one such method"),
+    ("lowrank", "each replaces the same projections: a combination has at most one low-rank method"),
+    ("selector", "each chooses which tokens stay: a combination has at most one selector"),
+    ("prune", "each chooses which key channels stay: a combination has at most one pruning method"),
+    ("mask", "each decides what a step attends: a combination has at most one mask"),
+    ("quantise", "each packs the same values: a combination has at most one quantiser"),
+    ("hidden", "each decides which tokens later layers read: a combination has at most one such method"),
 )
 """Roles that a chain has at most once, each with the reason."""
 Kind = Callable[[Stage], bool]
