@@ -66,8 +66,7 @@ def entry_of(path: Path) -> dict[str, Any]:
         return {}
     if not isinstance(entry, dict) or not isinstance(entry.get("_target_"), str):
         raise UsageError(
-            f"{path}:1 does not say what {method} is: "
-            f"write {method}: {{_target_: package.module.Class, option: default}}"
+            f"{path}:1 does not define {method}: write {method}: {{_target_: package.module.Class, option: default}}"
         )
     return entry
 
