@@ -181,7 +181,7 @@ def _row(label: str, groups: Sequence[Group], store: ResultStore) -> ReportRow:
         baseline = None
         if any(cell.chain.stages for cell in own_cells):
             baseline = _scores(groups, "", store)
-        means = _row_means(summaries, _scores(groups, label, store), baseline)
+        means = row_means(summaries, _scores(groups, label, store), baseline)
     is_full = all(not cell.chain.stages for cell in own_cells)
     return ReportRow(label, any(c.evicts for c in cells), cells, means, is_full)
 
@@ -376,7 +376,14 @@ def _delta(group: Group, cell: Cell, samples: dict[str, Sample], store: ResultSt
     full = next((c for c in group.cells if not c.chain.stages), None)
     if full is None or not cell.chain.stages or store.refusal(full.id) is not None:
         return None
-    full_samples = store.samples(full.id)
+    return paired_delta(samples, store.samples(full.id), group.task.metric)
+
+
+def paired_delta(samples: Mapping[str, Sample], full_samples: Mapping[str, Sample], name: str) -> Delta | None:
+    """Return the mean paired difference to the full cache in printed units of the metric ``name``; None without pairs.
+
+    ``samples`` and ``full_samples`` are the method's and the full cache's answers by example.
+    """
     ours, full_scores = [], []
     for example, sample in samples.items():
         if example not in full_samples:
@@ -387,7 +394,7 @@ def _delta(group: Group, cell: Cell, samples: dict[str, Sample], store: ResultSt
             full_scores.append(float(full_score))
     if not ours:
         return None
-    printed = metric(group.task.metric)
+    printed = metric(name)
     if printed.shown is not None:
         return shown_delta(list(zip(ours, full_scores, strict=True)), printed.show)
     mean, ci = stats.paired_difference(ours, full_scores)
@@ -441,7 +448,7 @@ def _mean_difference(
     return Delta(scale * mean, (scale * ci[0], scale * ci[1]))
 
 
-def _row_means(
+def row_means(
     cells: Sequence[CellSummary], by_task: Sequence[dict[str, float]], full: Sequence[dict[str, float]] | None
 ) -> RowMeans:
     """Return the means of one method over all its measured cells. Each cell is weighted by its number of prompts.

@@ -15,9 +15,14 @@ from kvbench.cli.main import main
 from kvbench.papers.claims import ledger
 from kvbench.papers.figures import registry
 from kvbench.papers.forensics import audit
-from kvbench.papers.report import page, samples
+from kvbench.papers.report import cards, page, samples
 from kvbench.papers.spec import table_spec
-from kvbench.report import open_results
+from kvbench.plan import config
+from kvbench.plan import words as words_of_run
+from kvbench.plan.keys import pairs
+from kvbench.report import open_results, run_report, verdict
+from kvbench.run import experiment
+from kvbench.store.store import ResultStore
 
 pytestmark = pytest.mark.e2e("builds the page and opens it in a browser")
 
@@ -40,7 +45,7 @@ def test_nothing_is_fetched(written):
 
 
 def test_every_section_is_there(written):
-    for heading in ("tables", "figures", "claims", "audit", "samples", "runs"):
+    for heading in ("verdicts", "tables", "figures", "claims", "audit", "samples", "runs"):
         assert f'<h2 id="{heading}">' in written
     assert "think/2" in written
     assert "uncomp/10" in written
@@ -233,6 +238,44 @@ def test_json_has_what_the_page_shows(tmp_path, capsys):
     assert "writes no page" in capsys.readouterr().err
 
 
+def test_a_front_is_drawn_only_where_intervals_lie_apart():
+    def point(size, score, ci):
+        return cards._Point("m", size, score, ci)
+
+    small, large = point(10.0, 20.0, (10.0, 30.0)), point(50.0, 80.0, (70.0, 90.0))
+    beaten, close = point(60.0, 40.0, (30.0, 50.0)), point(30.0, 60.0, (55.0, 75.0))
+    assert cards.find_front([beaten, large, small]) == [small, large]
+    assert cards.find_front([small, large, close]) == []
+    assert cards.find_front([small, point(50.0, 80.0, None)]) == cards.find_front([small]) == []
+
+
+def test_cards_have_the_verdict_of_a_run_and_papers_results_are_folded_away(tmp_path):
+    words = ["method=snapkv,h2o", "kv_size=24", "window=4", "dataset=tiny/needle,tiny/code", "length=128"]
+    assert main(["run", *words, "limit=8", f"results={tmp_path}"]) == 0
+    store = ResultStore(tmp_path)
+    (found,) = cards.collect(store)
+    assert (found.model, found.dataset, found.examples) == ("tiny", "2 tasks of tiny", "n = 8 a task")
+    prepared = experiment.prepare(config.parse(words_of_run.request(pairs([*words, "limit=8", f"results={tmp_path}"]))))
+    of_run = verdict.verdicts(run_report.report(prepared))
+    by_label = {v.method.split()[0]: v for v, _ in found.verdicts}
+    assert set(by_label) == {"snapkv", "h2o"}
+    for expected in of_run:
+        actual = by_label[expected.method.split()[0]]
+        assert actual.texts()[1:] == expected.texts()[1:]
+    runs = open_results.records(store)
+    of_papers = {run["cell"] for run in runs if run["method"].startswith(("h2o", "full"))}
+    report = page.ReportPage("tiny", [], [], [], [], [], runs, verdicts=[found], paper_cells=of_papers)
+    text = report.page()
+    # the full cache is the base of the user's own methods, too
+    assert re.findall(r"<summary>([^<]*results?)</summary>", text) == [
+        "full: 2 results",
+        "snapkv: 2 results",
+        "measured for papers&#x27; tables and claims: 2 results",
+    ]
+    assert text.count('<article class="card') == 2 and text.count("<svg") == 1 and "No front is drawn" in text
+    assert text.index('id="verdicts"') < text.index('id="runs"')
+
+
 def test_bad_requests(capsys):
     assert main(["report", "samples=few"]) == 2
     assert "samples=few" in capsys.readouterr().err
@@ -247,7 +290,7 @@ def test_own_runs_alone_with_scores_bytes_and_figures(tmp_path, capsys):
     line = ["report", "papers=false", "samples=0", *words]
     assert main([*line, f"output={tmp_path}/page.html"]) == 0
     text = (tmp_path / "page.html").read_text()
-    assert re.findall(r'<h2 id="(\w+)">', text) == ["runs", "samples"]
+    assert re.findall(r'<h2 id="(\w+)">', text) == ["verdicts", "runs", "samples"]
     assert "five papers" not in text and "data-view=" not in text.partition("<script")[0]
     assert "<title>kvbench: KV-cache compression, your runs on tiny</title>" in text
     assert text.count("<figure>") == 1 and "<b>Shows</b> Every point is a method at one budget" in text

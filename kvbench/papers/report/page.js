@@ -57,6 +57,11 @@ for (const part of document.querySelectorAll(".filtered")) {
   part.querySelector("input").addEventListener("input", (event) => {
     const words = event.target.value.toLowerCase().split(/\s+/).filter(Boolean);
     for (const row of rows) row.hidden = !words.every((w) => row.textContent.toLowerCase().includes(w));
+    for (const fold of part.querySelectorAll("details")) {
+      const found = [...fold.querySelectorAll("tbody tr")].some((r) => !r.hidden);
+      fold.hidden = !found;
+      fold.open = words.length > 0 && found;
+    }
     part.querySelector(".count").textContent = words.length ? `${rows.filter((r) => !r.hidden).length} of ${rows.length}` : "";
   });
 }

@@ -10,7 +10,7 @@ import base64
 import html
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
@@ -18,6 +18,8 @@ from typing import Any, TypedDict
 
 from kvbench.papers.claims import ledger
 from kvbench.papers.forensics.finding import Finding
+from kvbench.papers.report import cards
+from kvbench.papers.report.cards import VerdictSet
 from kvbench.papers.spec import catalogue
 from kvbench.report import writers
 from kvbench.report.render import UNCHANGED
@@ -33,6 +35,7 @@ SHORT = 16
 RUN_HEADS = {
     "interval": "95 % interval",
     "percent_of_full": "% of full, 16 bits",
+    "cell": "result",
     "kl_reference": "KL from full, nats, on the reference",
     "kl_greedy": "on the full cache's answer",
 }
@@ -110,6 +113,8 @@ class ReportPage:
 
     runs: lines of the open format (run/open_results.py), also of other folders.
     own_figures: those of methods that the user named. papers: False where the user's runs alone are shown.
+    verdicts: those on the user's methods, by model and dataset. paper_cells: the ids of results that the papers' tables
+    and claims use, which are folded away.
     """
 
     model: str
@@ -121,6 +126,8 @@ class ReportPage:
     runs: Sequence[Mapping[str, Any]]
     own_figures: Sequence[Mapping[str, str]] = ()
     papers: bool = True
+    verdicts: Sequence[VerdictSet] = ()
+    paper_cells: Collection[str] = ()
 
     def as_json(self) -> dict[str, object]:
         """Return the report as plain data."""
@@ -146,7 +153,11 @@ class ReportPage:
     def page(self) -> str:
         """Return the report as one HTML page."""
         # the user's own numbers come first
-        sections = [("runs", "Your runs", self._runs()), ("samples", "Examples", browser(len(self.samples)))]
+        sections = [
+            ("verdicts", "Verdicts", cards.render(self.verdicts)),
+            ("runs", "Your runs", self._runs()),
+            ("samples", "Examples", browser(len(self.samples))),
+        ]
         if self.papers:
             sections += self._paper_sections()
         return build(f"kvbench: KV-cache compression, {self._title()}", sections, self.samples, self._lead())
@@ -165,29 +176,31 @@ class ReportPage:
             return runs
         return f"{runs}, and five papers beside {self.model}"
 
-    def _lead(self) -> str:
-        """Return the first text of the page, which counts its contents."""
+    def _lead(self) -> list[str]:
+        """Return the first lines of the page, which count its contents."""
         plural = "" if len(self.samples) == 1 else "s"
-        runs = f"{len(self.runs)} of your cells, {len(self.samples)} single example{plural}"
-        if not self.papers:
-            return f"{runs}. Click a column's head to sort."
-        # a table whose only measured rows are those of the full cache says nothing about a method
-        tables_with_ours = 0
-        for table in self.tables:
-            if any("ours" in cell and cell["method"] != "full" for cell in table.plain["cells"]):
-                tables_with_ours += 1
-        stand_in_note = ""
-        if any("stand-in" in table.title for table in self.tables):
-            stand_in_note = ", a stand-in: compare orders with the papers', not values"
-        return (
-            f"{runs}; of five papers {len(self.tables)} tables, {tables_with_ours} of them with our numbers on "
-            f"{self.model}{stand_in_note}. In a cell ours comes first, the paper's below it. "
-            f"{len(self.audit)} findings about the papers' own numbers. Click a column's head to sort."
-        )
+        lines = [f"{len(self.runs)} results of your runs, {len(self.samples)} single example{plural}."]
+        if self.papers:
+            # a table whose only measured rows are those of the full cache says nothing about a method
+            tables_with_ours = 0
+            for table in self.tables:
+                if any("ours" in cell and cell["method"] != "full" for cell in table.plain["cells"]):
+                    tables_with_ours += 1
+            lines.append(
+                f"{len(self.tables)} tables of five papers, {tables_with_ours} with our numbers on {self.model}. "
+                "Ours stands first, the paper's below it."
+            )
+            if any("substitute model" in table.title for table in self.tables):
+                lines.append(
+                    f"{self.model} is a substitute model: compare its orders with the papers', not its values."
+                )
+            lines.append(f"{len(self.audit)} findings about the papers' own numbers.")
+        lines.append("Click a column's head to sort.")
+        return lines
 
     def _paper_sections(self) -> list[tuple[str, str, str]]:
         """Return (id, heading, HTML) of each section on the papers."""
-        heads = ("table", "row", "cell", "printed", "recomputed", "weight", "why")
+        heads = ("table", "row", "value", "printed", "recomputed", "weight", "why")
         findings = []
         for f in self.audit:
             # the row of a finding about a statement is the statement, which need not stand there twice
@@ -216,11 +229,19 @@ class ReportPage:
         for values in run_values:
             filled_columns.update(key for key, value in values.items() if value not in (None, ""))
         columns = [key for key in RUN_COLUMNS if key in filled_columns]
-        heads = [RUN_HEADS.get(key, key) for key in columns]
-        body = []
+        own_runs: dict[str, list[dict[str, object]]] = {}
+        paper_runs: list[dict[str, object]] = []
         for values in run_values:
-            body.append([values.get(key) for key in columns])
-        return figures_html + filtered(rows(heads, body))
+            method = str(values.get("method")).partition(" ")[0]
+            # the full cache is the base of all methods, also of those that no paper has
+            if method != "full" and values.get("cell") in self.paper_cells:
+                paper_runs.append(values)
+            else:
+                own_runs.setdefault(method, []).append(values)
+        folds = [_fold(method, own, columns) for method, own in own_runs.items()]
+        if paper_runs:
+            folds.append(_fold("measured for papers' tables and claims", paper_runs, columns))
+        return figures_html + filtered("".join(folds))
 
     def _provenance(self) -> str:
         """Return a table of what the samples behind the papers' tables were measured with."""
@@ -236,6 +257,15 @@ class ReportPage:
             cells.extend(m.facts.values())
             body.append(cells)
         return rows(heads, body)
+
+
+def _fold(name: str, runs: Sequence[Mapping[str, object]], columns: Sequence[str]) -> str:
+    """Return the table of some runs to unfold, under a name with their number."""
+    heads = [RUN_HEADS.get(key, key) for key in columns]
+    body = [[values.get(key) for key in columns] for values in runs]
+    plural = "" if len(runs) == 1 else "s"
+    summary = html.escape(f"{name}: {len(runs)} result{plural}")
+    return f"<details><summary>{summary}</summary>{rows(heads, body)}</details>"
 
 
 def _printed_run(run: Mapping[str, Any]) -> dict[str, object]:
@@ -267,7 +297,7 @@ def _format_divergence(divergence: DivergenceRecord) -> str | None:
     if mean is None:
         return None
     if divergence.get("at_floor"):
-        return "≤ floor"
+        return "≤ rounding"
     interval = divergence.get("ci")
     if not interval:
         return f"{mean:.3g}"
@@ -290,17 +320,24 @@ def ledger_table(content: Mapping[str, Any]) -> str:
     heads = ("claim", "what the paper says", "what is tested", "verdict", "evidence", "why")
     title = content["model"]
     if content["stand_in"]:
-        title += ", a stand-in"
+        title += ", a substitute model"
     notes = "".join(f"<li>{html.escape(note)}</li>" for note in ledger.notes(content))
-    return f"<h3>{html.escape(title)}</h3><ul>{notes}</ul>" + rows(heads, body, verdict_classes)
+    return (
+        f"<h3>{html.escape(title)}</h3><p><b>{html.escape(ledger.tally(content))}</b></p>"
+        f"<details><summary>How verdicts are made</summary><ul>{notes}</ul></details>"
+        + rows(heads, body, verdict_classes)
+    )
 
 
 def build(
-    title: str, sections: Sequence[tuple[str, str, str]], data: Sequence[Mapping[str, object]] = (), lead: str = ""
+    title: str,
+    sections: Sequence[tuple[str, str, str]],
+    data: Sequence[Mapping[str, object]] = (),
+    lead: Sequence[str] = (),
 ) -> str:
     """Build the page.
 
-    ``sections`` are (id, heading, HTML), ``data`` the browser's samples, and ``lead`` is the first text.
+    ``sections`` are (id, heading, HTML), ``data`` the browser's samples, and ``lead`` the first lines.
     """
     style = (HERE / "page.css").read_text(encoding="utf-8")
     script = (HERE / "page.js").read_text(encoding="utf-8")
@@ -317,13 +354,14 @@ def build(
     for section, heading, content in sections:
         elements.append(f'<section><h2 id="{section}">{html.escape(heading)}</h2>\n{content}</section>')
     body = "\n".join(elements)
+    first = "".join(f"<li>{html.escape(line)}</li>" for line in lead)
     # a tag inside the data must not end the element that holds it
     samples = json.dumps(list(data), ensure_ascii=False).replace("<", "\\u003c")
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>\n'
         f'<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n<style>{style}</style></head>\n'
-        f'<body class="view-both">\n<h1>{html.escape(title)}</h1>\n<p>{html.escape(lead)}</p>\n'
+        f'<body class="view-both">\n<h1>{html.escape(title)}</h1>\n<ul class="lead">{first}</ul>\n'
         f'<nav>{links}{views_note} <button id="unfold">open all</button></nav>\n'
         f'{body}\n<script type="application/json" id="samples-data">{samples}</script>\n'
         f"<script>{script}</script>\n</body></html>\n"
@@ -379,7 +417,7 @@ def _cell_text(value: object) -> str:
 
 
 def filtered(table: str) -> str:
-    """Return a sortable table with a box above it, in which words leave the rows that have all of them."""
+    """Return sortable tables with a box above them, in which words leave the rows that have all of them."""
     box = '<label>Rows with <input type="search" class="filter" placeholder="snapkv needle withheld"></label>'
     return f'<div class="filtered"><p>{box} <span class="count" aria-live="polite"></span></p>{table}</div>'
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from kvbench.base.progress import progress
+from kvbench.papers.claims import claim_runner, claims
 from kvbench.papers.measured import our_table, page
 from kvbench.papers.measured.cell_view import View, view
 from kvbench.papers.measured.grid import grid, notes, title
@@ -36,6 +37,20 @@ def parts(model: str, results: str, samples: Path, arguments: Sequence[str] = ()
             report_parts.append(part or _stored_part(table, model, results, arguments))
             tick("tables", 1)
     return report_parts
+
+
+def list_cells(model: str, results: str, arguments: Sequence[str] = ()) -> set[str]:
+    """Return the ids of all results that the papers' tables and claims use on a model."""
+    words = [f"results={results}", *arguments]
+    prepared = [our_table.prepare(table, model, words) for table in table_spec.find("all") if table.measurable]
+    for claim_tables in claim_runner.prepare(claims.papers(), model, words).values():
+        prepared += claim_tables
+    ids: set[str] = set()
+    for ours in prepared:
+        if ours.run is not None:
+            for group in ours.run.groups:
+                ids.update(cell.id for cell in group.cells)
+    return ids
 
 
 def _committed_part(table: TableSpec, model: str, samples: Path, arguments: Sequence[str]) -> ReportPart | None:

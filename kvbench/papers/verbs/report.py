@@ -64,7 +64,7 @@ def _collect_page(options: dict[str, str], count: int, papers: bool, places: Seq
     from kvbench.papers.figures import registry
     from kvbench.papers.figures.figure import folder, own_folder
     from kvbench.papers.forensics import audit
-    from kvbench.papers.report import page, samples, tables
+    from kvbench.papers.report import cards, page, samples, tables
     from kvbench.papers.spec import stand_ins
     from kvbench.plan import config, run_plan, words
     from kvbench.report import open_results
@@ -85,7 +85,8 @@ def _collect_page(options: dict[str, str], count: int, papers: bool, places: Seq
     answers = []
     if count:
         answers = samples.collect(run_plan.prepare(config.parse(request)), count)
-    runs = open_results.records(ResultStore(results))
+    store = ResultStore(results)
+    runs = open_results.records(store)
     for place in places:
         for line in open_results.read(place):
             line["from"] = str(place)
@@ -100,6 +101,7 @@ def _collect_page(options: dict[str, str], count: int, papers: bool, places: Seq
         runs=runs,
         own_figures=registry.read_drawn(own_folder(results, model)),
         papers=papers,
+        verdicts=cards.collect(store),
     )
     if not papers:
         return report
@@ -114,4 +116,5 @@ def _collect_page(options: dict[str, str], count: int, papers: bool, places: Seq
         figures=registry.read_drawn(folder(results, model)),
         claims=ledger.read(results),
         audit=audit(),
+        paper_cells=tables.list_cells(model, str(results), table_words),
     )

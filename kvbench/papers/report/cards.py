@@ -1,0 +1,269 @@
+"""The first part of the report: a card with the verdict on each method, by model and dataset, and a picture of them.
+
+The results of a store have no plan behind them. They are compared by their identities: a method's and the full cache's
+results belong together if they differ in nothing but the method.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from kvbench.report import listing, verdict
+from kvbench.report.records import CellResult, ReportColumn, ReportData, ReportRow
+from kvbench.report.summary import paired_delta, row_means, summarise
+from kvbench.report.table import range_text
+from kvbench.report.verdict import MethodVerdict
+from kvbench.store.results import Sample
+from kvbench.store.store import ResultStore
+from kvbench.tasks.metrics import metric
+
+FULL = "full"
+WIDTH, HEIGHT = 560, 300
+"""The size of the picture in its own units: it scales with the page."""
+LEFT, RIGHT, TOP, BOTTOM = 48, 16, 14, 44
+"""The space for the axes around the picture's plane."""
+LEVELS = {"worse": "worse", "better": "better", "✗": "failed"}
+"""The class of a card by the first word of its outcome."""
+
+
+@dataclass(frozen=True)
+class VerdictSet:
+    """The verdicts on the methods of one model and dataset.
+
+    dataset: its name, with the number of its tasks. examples: n of a task, as text. verdicts: each with its row.
+    """
+
+    model: str
+    dataset: str
+    examples: str
+    report: ReportData
+    verdicts: tuple[tuple[MethodVerdict, ReportRow], ...]
+
+
+@dataclass(frozen=True)
+class _Point:
+    """A method in the picture: its size in per cent of the full cache, its score and the score's interval."""
+
+    name: str
+    size: float
+    score: float
+    ci: tuple[float, float] | None
+
+
+def collect(store: ResultStore) -> list[VerdictSet]:
+    """Return the verdicts on all stored methods that stand beside a full cache, by model and dataset."""
+    # by model, dataset and prompt, then by everything but the method: results that differ in the method alone
+    comparable: dict[tuple[str, str, str], dict[str, dict[str, listing.StoredCell]]] = {}
+    for cell in listing.rows(store, {}):
+        identity = cell.record.identity
+        # imported results say nothing of their chain
+        if cell.record.kind is not None or "chain" not in identity:
+            continue
+        prompt = json.dumps([identity.get("model"), identity.get("prompt")], sort_keys=True)
+        family = cell.record.column.partition("/")[0].partition(" ")[0]
+        rest = json.dumps({key: value for key, value in identity.items() if key != "chain"}, sort_keys=True)
+        by_rest = comparable.setdefault((cell.record.model, family, prompt), {})
+        by_rest.setdefault(rest, {})[cell.label] = cell
+    sets = []
+    for (model, family, _), by_rest in comparable.items():
+        by_column: dict[str, dict[str, listing.StoredCell]] = {}
+        for cells in by_rest.values():
+            column = next(iter(cells.values())).record.column
+            # a task that was asked in several ways stands once, with the way that most methods have
+            if FULL in cells and len(cells) > len(by_column.get(column, {})):
+                by_column[column] = cells
+        found = _judge(store, model, family, by_column)
+        if found is not None:
+            sets.append(found)
+    return sorted(sets, key=lambda found: (found.model, found.dataset))
+
+
+def _judge(
+    store: ResultStore, model: str, family: str, by_column: Mapping[str, Mapping[str, listing.StoredCell]]
+) -> VerdictSet | None:
+    """Return the verdicts on the methods of one dataset, with a column for each task; None without any."""
+    labels: dict[str, None] = {}
+    samples_of: dict[str, dict[str, Mapping[str, Sample]]] = {}
+    columns = []
+    counts: set[int] = set()
+    for column, cells in by_column.items():
+        labels |= dict.fromkeys(cells)
+        samples_of[column] = {}
+        for label, cell in cells.items():
+            if cell.summary is not None:
+                samples_of[column][label] = store.samples(cell.id)
+                counts.add(cell.summary.n)
+        full = cells[FULL]
+        if full.summary is not None:
+            columns.append(ReportColumn(column, full.summary.metric, "", floor=False))
+    # a task of which the full cache has no answers compares nothing
+    names = [column.task for column in columns]
+    rows = []
+    for label in [FULL, *(label for label in labels if label != FULL)]:
+        cells_of_row = []
+        for column in columns:
+            cells_of_row.append(_result(by_column[column.task].get(label), column, samples_of[column.task]))
+        summaries = [cell.summary for cell in cells_of_row if cell.summary is not None]
+        means = None
+        if summaries:
+            baseline = None
+            if label != FULL:
+                baseline = [_scores(samples_of[name].get(FULL, {})) for name in names]
+            means = row_means(summaries, [_scores(samples_of[name].get(label, {})) for name in names], baseline)
+        rows.append(ReportRow(label, False, tuple(cells_of_row), means, is_full=label == FULL))
+    report = ReportData(model, "", tuple(columns), tuple(rows), (), str(store.root))
+    pairs = zip(verdict.verdicts(report), rows[1:], strict=True)
+    found = tuple((each, row) for each, row in pairs if each.outcome)
+    if not found:
+        return None
+    dataset = names[0] if len(names) == 1 else f"{len(names)} tasks of {family}"
+    return VerdictSet(model, dataset, f"n = {range_text(counts)} a task", report, found)
+
+
+def _result(
+    cell: listing.StoredCell | None, column: ReportColumn, samples_of: Mapping[str, Mapping[str, Sample]]
+) -> CellResult:
+    """Return a stored result as an entry of a report; one that a method does not have is missing."""
+    if cell is None:
+        return CellResult(column.task, "", "missing")
+    if cell.summary is None:
+        status = cell.status.status if cell.status.status in ("refused", "failed") else "missing"
+        return CellResult(column.task, cell.id, status, reason=cell.status.reason)
+    samples = samples_of[cell.label]
+    delta = None
+    if cell.label != FULL:
+        delta = paired_delta(samples, samples_of.get(FULL, {}), column.metric)
+    return CellResult(
+        column.task,
+        cell.id,
+        "measured",
+        summary=summarise(list(samples.values()), column.metric, cell.record.of or len(samples)),
+        delta=delta,
+        unchanged=cell.unchanged,
+    )
+
+
+def _scores(samples: Mapping[str, Sample]) -> dict[str, float]:
+    """Return the scores by example, of those that have one."""
+    return {example: float(sample.score) for example, sample in samples.items() if sample.score is not None}
+
+
+def render(sets: Sequence[VerdictSet]) -> str:
+    """Return the cards and pictures of all sets as HTML."""
+    if not sets:
+        return "<p>No method stands beside the full cache yet: kvbench run method=snapkv.</p>"
+    return "\n".join(map(_render_set, sets))
+
+
+def _render_set(found: VerdictSet) -> str:
+    """Return one model's verdicts on one dataset: a heading, a picture, and a card for each method."""
+    cards = []
+    points = _points(found)
+    numbers = {point.name: i for i, point in enumerate(points, start=1)}
+    # cards in the order of their numbers, those without a point last
+    for each, _ in sorted(found.verdicts, key=lambda pair: numbers.get(pair[0].method, len(numbers) + 1)):
+        method, size, tokens, score, difference, divergence, outcome = each.texts()
+        name, _, options = method.partition("\n")
+        start = f"<b>{numbers[each.method]}</b> " if each.method in numbers else ""
+        lines = [f'<p class="size">{html.escape(size)}</p>'] if size else []
+        for text in (score, difference, tokens, divergence):
+            if text:
+                lines.append(f"<p>{html.escape(text)}</p>")
+        level = LEVELS.get(outcome.split()[0], "open")
+        cards.append(
+            f'<article class="card {level}"><h4>{start}{html.escape(name)}</h4>'
+            f"<p>{html.escape(options)}</p>{''.join(lines)}"
+            f'<p class="outcome">{html.escape(outcome)}</p></article>'
+        )
+    heading = html.escape(f"{found.model} on {found.dataset}, {found.examples}")
+    return f'<h3>{heading}</h3>{_picture(found, points)}<div class="cards">{"".join(cards)}</div>'
+
+
+def _points(found: VerdictSet) -> list[_Point]:
+    """Return the methods with a score and a size, from the smallest on."""
+    points = []
+    for each, row in found.verdicts:
+        if each.score is not None and each.times_smaller is not None:
+            points.append(_Point(each.method, 100 / each.times_smaller, each.score, _interval(row)))
+    return sorted(points, key=lambda point: point.size)
+
+
+def _interval(row: ReportRow) -> tuple[float, float] | None:
+    """Return the interval of a row's score: that of the mean, or that of its only task."""
+    if len(row.cells) == 1 and row.cells[0].summary is not None:
+        return row.cells[0].summary.ci
+    return row.means.score_ci if row.means is not None else None
+
+
+def _picture(found: VerdictSet, points: Sequence[_Point]) -> str:
+    """Return the picture of scores against sizes as SVG; '' where a score has no such axis, as a perplexity."""
+    full = next(row for row in found.report.rows if row.is_full)
+    if not points or full.means is None or full.means.score_mean is None:
+        return ""
+    if any(metric(column.metric).shown is not None for column in found.report.columns):
+        return ""
+    base = full.means.score_mean
+    tops = [base, *(point.ci[1] if point.ci else point.score for point in points)]
+    # scores begin at 0, so that a small difference looks small
+    top = max(10.0, 10 * -(-max(tops) // 10))
+    widest = max(100.0, 10 * -(-max(point.size for point in points) // 10))
+
+    def x(size: float) -> float:
+        return LEFT + (WIDTH - LEFT - RIGHT) * size / widest
+
+    def y(score: float) -> float:
+        return TOP + (HEIGHT - TOP - BOTTOM) * (1 - max(0.0, score) / top)
+
+    parts = []
+    for share in (0.0, 0.25, 0.5, 0.75, 1.0):
+        parts.append(_text(x(share * widest), HEIGHT - BOTTOM + 16, f"{share * widest:.0f}", "middle"))
+        parts.append(_text(LEFT - 6, y(share * top) + 4, f"{share * top:.0f}", "end"))
+        parts.append(
+            f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y(share * top):.1f}" y2="{y(share * top):.1f}"/>'
+        )
+    parts.append(_text((WIDTH + LEFT) / 2, HEIGHT - 8, "size, % of the full cache (16 bits)", "middle"))
+    parts.append(f'<line class="full" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y(base):.1f}" y2="{y(base):.1f}"/>')
+    parts.append(_text(LEFT + 4, y(base) - 4, f"full {base:.1f}", "start"))
+    front = find_front(points)
+    if front:
+        path = " ".join(f"{x(point.size):.1f},{y(point.score):.1f}" for point in front)
+        parts.append(f'<polyline class="front" points="{path}"/>')
+    for number, point in enumerate(points, start=1):
+        px, py = x(point.size), y(point.score)
+        if point.ci is not None:
+            parts.append(
+                f'<line class="bar" x1="{px:.1f}" x2="{px:.1f}" y1="{y(point.ci[0]):.1f}" y2="{y(point.ci[1]):.1f}"/>'
+            )
+        parts.append(f'<circle cx="{px:.1f}" cy="{py:.1f}" r="4"><title>{html.escape(point.name)}</title></circle>')
+        # numbers of neighbours stand on either side of their points
+        side, anchor = (7, "start") if number % 2 else (-7, "end")
+        parts.append(_text(px + side, py - 5, str(number), anchor))
+    caption = "Mean score by size; bars are 95 % intervals, numbers are those of the cards."
+    if front:
+        caption += " The line joins methods that no smaller one beats."
+    elif len(points) > 1:
+        caption += " No front is drawn, because intervals overlap or are missing."
+    label = html.escape(f"Scores against sizes of {len(points)} methods")
+    drawing = f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{label}">{"".join(parts)}</svg>'
+    return f'<figure class="pareto">{drawing}<figcaption>{caption}</figcaption></figure>'
+
+
+def find_front(points: Sequence[_Point]) -> list[_Point]:
+    """Return the points, by size, that no smaller point reaches; [] unless their intervals lie apart."""
+    front: list[_Point] = []
+    for point in sorted(points, key=lambda point: (point.size, -point.score)):
+        if not front or point.score > front[-1].score:
+            front.append(point)
+    for lower, upper in pairwise(front):
+        if lower.ci is None or upper.ci is None or lower.ci[1] >= upper.ci[0]:
+            return []
+    return front if len(front) > 1 else []
+
+
+def _text(x: float, y: float, text: str, anchor: str) -> str:
+    """Return a text of the picture."""
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{html.escape(text)}</text>'
