@@ -15,7 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.transforms import Bbox
 
-from kvbench.report import writers
+from kvbench.report import looks, writers
 
 RESULTS = Path(__file__).resolve().parent.parent / "results"
 RANKING = RESULTS / "tables" / "ranking.md"
@@ -101,7 +101,7 @@ def draw(shown: list[Point], full: float) -> Figure:
     axes.set_xlabel("divergence from the full cache on essays, nats a token (n = 8; left is nearer)")
     axes.set_ylabel("RULER at 1,024 tokens, question withheld (n = 15)")
     axes.set_ylim(-3, 80)
-    axes.legend(loc="upper left", frameon=False)
+    axes.legend(loc="upper left", frameon=False, title="thin lines: 95 % intervals", alignment="left")
     axes.spines[["top", "right"]].set_visible(False)
     _name(axes, shown)
     axes.set_title("A quarter of the bytes: near by divergence is not near by retrieval", loc="left")
@@ -113,7 +113,8 @@ def _name(axes: Axes, shown: list[Point]) -> None:
     spots = [axes.transData.transform((p.kl[0], p.score[0])) for p in shown]
     taken = [Bbox.from_extents(x - 4, y - 4, x + 4, y + 4) for x, y in spots]
     for p, (x, y) in sorted(zip(shown, spots, strict=True), key=lambda named: -named[0].score[0]):
-        width, height = 4.4 * len(p.method) * PIXEL, 8 * PIXEL
+        name = looks.print_name(p.method)
+        width, height = 4.4 * len(name) * PIXEL, 8 * PIXEL
         for right, up in PLACES:
             left = x + right * PIXEL - (width if right < 0 else 0)
             box = Bbox.from_extents(left, y + up * PIXEL, left + width, y + up * PIXEL + height)
@@ -122,7 +123,7 @@ def _name(axes: Axes, shown: list[Point]) -> None:
         taken.append(box)
         far = abs(up) > 12
         axes.annotate(
-            p.method,
+            name,
             (p.kl[0], p.score[0]),
             xytext=(right, up),
             textcoords="offset points",

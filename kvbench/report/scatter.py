@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import io
 import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from matplotlib.figure import Figure as Canvas
 
-from kvbench.report.style import GREY, series, styled
+from kvbench.report import looks
+from kvbench.report.style import GREY, of_look, styled
 
 if TYPE_CHECKING:
     from kvbench.report.data import ReportData
@@ -37,22 +39,28 @@ def draw(report: ReportData) -> Shown:
     tasks = report.columns
     columns = min(COLUMNS, len(tasks))
     rows = math.ceil(len(tasks) / columns)
+    # a method has one look in all panels, whatever is measured of it
+    line_looks = looks.looks_of([line_of(row.method) for row in report.rows])
     with styled():
         # the legend takes half an inch below the panels
         figure = Shown(figsize=(WIDTH * columns, HEIGHT * rows + 0.5), dpi=200, layout="constrained")
         panels = list(figure.subplots(rows, columns, squeeze=False).flat)
         for i, task in enumerate(tasks):
             panel = panels[i]
-            _draw_panel(panel, report, i)
-            panel.set_title(task.task)
+            _draw_panel(panel, report, i, line_looks)
+            panel.set_title(f"{task.task}{_describe_examples(report, i)}")
             panel.set_ylabel(task.metric)
             panel.set_xlabel("bytes in % of full, 16 bits")
         # the last row may have more places than tasks
         for panel in panels[len(tasks) :]:
             panel.set_visible(False)
-        # one legend serves all panels: it has the first panel's lines
-        handles, labels = figure.axes[0].get_legend_handles_labels()
-        # an entry is as wide as the longest label plus eight letters, for its line and the gap to the next entry
+        # one legend for all panels: a method that is missing in the first one is in another
+        entries: dict[str, Any] = {}
+        for panel in panels[: len(tasks)]:
+            for handle, label in zip(*panel.get_legend_handles_labels(), strict=True):
+                entries.setdefault(label, handle)
+        labels, handles = list(entries), list(entries.values())
+        # an entry is as wide as the longest label, and its line and the gap to the next one as eight letters
         fitting = columns * LETTERS // (8 + max(map(len, labels), default=0))
         figure.legend(handles, labels, loc="outside lower center", ncols=max(1, min(fitting, len(labels))))
     return figure
@@ -63,19 +71,35 @@ def line_of(label: str) -> str:
     return " ".join(word for word in label.split() if not word.startswith(BUDGETS))
 
 
-def _draw_panel(panel: Any, report: ReportData, task: int) -> None:
-    """Draw the methods' points on one task. A method's budgets form a line; the full cache is a dashed line."""
+def _describe_examples(report: ReportData, task: int) -> str:
+    """Return in words how many examples the points of a task rest on, and whether they have intervals."""
+    summaries = [row.cells[task].summary for row in report.rows]
+    measured = [summary for summary in summaries if summary is not None]
+    if not measured:
+        return ""
+    fewest, most = min(summary.n for summary in measured), max(summary.n for summary in measured)
+    count = f"n = {fewest}"
+    if fewest != most:
+        count += f" to {most}"
+    if any(summary.ci is not None for summary in measured):
+        return f", {count}, 95 % intervals"
+    return f", {count}, too few for intervals"
+
+
+def _draw_panel(panel: Any, report: ReportData, task: int, line_looks: Mapping[str, looks.Look]) -> None:
+    """Draw the methods' points on one task, those of one method by budget as a line; the full cache is dashed."""
     lines: dict[str, list[CellSummary]] = {}
     for row in report.rows:
         summary = row.cells[task].summary
         if row.cells[task].unchanged:
-            # a point at the full cache's score would look like a method that loses nothing
-            panel.plot([], [], " ", label=f"{line_of(row.method)}: nothing was compressed")
+            # a point at the full cache's would look like a method that loses nothing
+            name = line_looks[line_of(row.method)].name
+            panel.plot([], [], " ", label=f"{name}: nothing was compressed")
         elif summary is not None and summary.score is not None:
             lines.setdefault(line_of(row.method), []).append(summary)
     for full in lines.pop("full", []):
-        panel.axhline(full.score, color=GREY, linestyle="--", label="full")
-    for number, (name, summaries) in enumerate(lines.items()):
+        panel.axhline(full.score, color=GREY, linestyle="--", label="full cache")
+    for name, summaries in lines.items():
         points = []
         for summary in summaries:
             score = summary.score or 0.0
@@ -84,5 +108,7 @@ def _draw_panel(panel: Any, report: ReportData, task: int) -> None:
             points.append((summary.percent_of_full, score, low, high))
         # [4, points]: a line runs from the smallest budget to the largest
         shares, scores, lows, highs = np.array(sorted(points), dtype=float).T
-        panel.errorbar(shares, scores, yerr=[scores - lows, highs - scores], label=name, capsize=2, **series(number))
+        bars = [scores - lows, highs - scores]
+        look = line_looks[name]
+        panel.errorbar(shares, scores, yerr=bars, label=look.name, capsize=2, **of_look(look))
     panel.set_xlim(left=0)

@@ -15,6 +15,9 @@ import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Canvas
+from matplotlib.transforms import Bbox
+
+from kvbench.report.looks import Look
 
 # Okabe and Ito (2008), without their yellow, since it is lost on white
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
@@ -62,6 +65,80 @@ def series(i: int, points: int = 0) -> dict[str, Any]:
     if i >= len(PALETTE):
         look["markerfacecolor"] = "white"
     return look
+
+
+def of_look(look: Look, points: int = 0) -> dict[str, Any]:
+    """Return matplotlib's keywords for a method's line: colour, line and marker (on about eight of its ``points``)."""
+    keywords: dict[str, Any] = {
+        "color": look.color,
+        "linestyle": look.line,
+        "marker": look.marker,
+        "markevery": max(1, points // 8),
+    }
+    if look.hollow:
+        keywords["markerfacecolor"] = "white"
+    return keywords
+
+
+NAME_SIZE = 6.0
+"""Points of a name beside a point of a drawing."""
+NAME_PLACES = [(right, up) for up in (-2, 5, -10, 12, -18, 20, 28, -27, 36, 45, 54) for right in (5, -5)]
+"""Where a name may stand, in points from what it names: at its side first."""
+
+
+def write_names(ax: Axes, names: Sequence[tuple[float, float, str, str]], avoid: Sequence[Sequence[float]]) -> None:
+    """Write (x, y, text, colour) beside points, each at the nearest place where it covers no other name or point.
+
+    The figure must be laid out. ``avoid`` are the points (x, y) that no name may cover.
+    """
+    pixels = ax.figure.dpi / 72
+    radius = 2.5 * pixels
+    frame = ax.get_window_extent()
+    taken = []
+    for point in avoid:
+        across, up = ax.transData.transform(point)
+        taken.append(Bbox.from_extents(across - radius, up - radius, across + radius, up + radius))
+    # from the top down, so that a name that is moved goes away from those that are written
+    for x, y, text, color in sorted(names, key=lambda name: -name[1]):
+        point = ax.transData.transform((x, y)).tolist()
+        place, box = _find_place(point, len(text), pixels, frame, taken)
+        taken.append(box)
+        right, up = place
+        arrow = None
+        if abs(up) > 8:
+            arrow = {"arrowstyle": "-", "color": color, "linewidth": 0.4, "alpha": 0.7, "shrinkA": 0, "shrinkB": 2}
+        written = ax.annotate(
+            text,
+            (x, y),
+            xytext=place,
+            textcoords="offset points",
+            fontsize=NAME_SIZE,
+            color=color,
+            ha="left" if right > 0 else "right",
+            arrowprops=arrow,
+            zorder=4,
+        )
+        written.set_in_layout(False)
+
+
+def _find_place(
+    point: Sequence[float], letters: int, pixels: float, frame: Bbox, taken: Sequence[Bbox]
+) -> tuple[tuple[float, float], Bbox]:
+    """Return the first of NAME_PLACES where a name is inside ``frame`` and free of ``taken``, and the name's box."""
+    width, height = 0.58 * NAME_SIZE * letters * pixels, 1.15 * NAME_SIZE * pixels
+    boxes = []
+    for right, up in NAME_PLACES:
+        left = point[0] + right * pixels
+        if right < 0:
+            left -= width
+        bottom = point[1] + up * pixels
+        box = Bbox.from_extents(left, bottom, left + width, bottom + height)
+        boxes.append(((right, up), box))
+        inside = box.x0 >= frame.x0 and box.x1 <= frame.x1 and box.y0 >= frame.y0 and box.y1 <= frame.y1
+        if inside and not any(box.overlaps(other) for other in taken):
+            return (right, up), box
+    # no place is free: the first one, which covers something
+    return boxes[0]
 
 
 def shades(count: int) -> list[Any]:

@@ -55,8 +55,11 @@ CLASSIC_NEEDLE = (
 )
 # (sentence, question, reference) with the whole sentence as reference, as in published needle scores
 CLASSIC_SENTENCE = (CLASSIC_NEEDLE[0], CLASSIC_NEEDLE[1], CLASSIC_NEEDLE[0])
+EMPTY_SCORES = {"completion": 60.0}
+"""The printed score of an empty answer, by phrasing; it is 0 for the others."""
 LEAD_NOTE = (
-    "answers are scored with the sentence's beginning in front, so that an empty one has 60.0, as in papers' scripts"
+    "answers are scored with the sentence's beginning in front, so that an empty one has "
+    f"{EMPTY_SCORES['completion']}, as in papers' scripts"
 )
 CLASSIC_LEAD = "The best thing to do in San Francisco is "
 SENTENCE_PROMPT = "{context}\n\nQuestion: {question}\nAnswer:"

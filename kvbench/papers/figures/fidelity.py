@@ -168,12 +168,35 @@ def _layer_divergences(
 
 
 def with_samples(data: pd.DataFrame) -> pd.DataFrame:
-    """Return the data with the column ``samples``, the number of texts behind each point in words, for titles."""
+    """Return the data with the column ``samples``, the number of texts behind each point in words.
+
+    The texts' own continuation stands before the full cache's answer.
+    """
     fewest, most = int(data["n"].min()), int(data["n"].max())
     count = f"n = {fewest}"
     if fewest != most:
         count += f" to {most}"
+    elif fewest == 1:
+        count += " text"
+    if count[-1].isdigit():
+        count += " texts"
+    order = list(TEXTS.values())
+    data = data.sort_values("text", key=lambda texts: texts.map(order.index), kind="stable")
     return data.assign(samples=count)
+
+
+def with_rounding(data: pd.DataFrame) -> pd.DataFrame:
+    """Add in words the divergence that ``rounding`` alone makes."""
+    return with_samples(data.assign(rounding=f"{data['floor'].max():.0e}"))
+
+
+def with_running_means(data: pd.DataFrame) -> pd.DataFrame:
+    """Add the mean over an eighth of the positions around each, ``running``, and of how many ``tokens`` it is."""
+    positions = sorted(data["position"].unique())
+    runs = max(1, round(len(positions) / 8))
+    by_series = data.sort_values("position").groupby("series", sort=False)["kl"]
+    running = by_series.transform(lambda kl: kl.rolling(runs, center=True, min_periods=1).mean())
+    return with_samples(data.assign(running=running, tokens=runs * SMOOTH_LONG))
 
 
 def single_layers(data: pd.DataFrame) -> pd.DataFrame:
@@ -225,8 +248,8 @@ def answer_facts(data: pd.DataFrame) -> Iterator[Fact]:
 
 
 CODE = {
-    "fidelity/answers": Code(by_long_position, answer_facts, with_samples),
-    "fidelity/budget": Code(by_budget, budget_facts, with_samples),
+    "fidelity/answers": Code(by_long_position, answer_facts, with_running_means),
+    "fidelity/budget": Code(by_budget, budget_facts, with_rounding),
     "fidelity/positions": Code(by_position, position_facts, with_samples),
     "fidelity/layers": Code(by_layer, layer_facts, single_layers),
 }

@@ -17,6 +17,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure as Canvas
 
 from kvbench.base.errors import UsageError
+from kvbench.papers.figures import names
 from kvbench.papers.figures.panels import Picture
 from kvbench.papers.figures.sweep import Sweep
 from kvbench.papers.spec import stand_ins
@@ -24,6 +25,8 @@ from kvbench.report.style import styled
 from kvbench.tasks.base import read_text
 
 DIGITS = "%.5g"
+SHORT = 40
+"""Letters of a part of a note that stands in one line."""
 OWN_METHODS = "methods"
 """The fact that says which methods the user named in place of the figure's."""
 
@@ -75,12 +78,13 @@ class Code(NamedTuple):
     """The functions that compute and describe a figure.
 
     compute: returns its data from a source; None for measured scores. facts: yields findings of the data. prepare: adds
-    the columns that the picture shows.
+    the columns that the picture shows. complete: adds what the facts of a CSV say to the data that are read from it.
     """
 
     compute: Callable[[Any], pd.DataFrame] | None = None
     facts: Callable[[pd.DataFrame], Iterable[Fact]] = lambda data: ()
     prepare: Callable[[pd.DataFrame], pd.DataFrame] = lambda data: data
+    complete: Callable[[pd.DataFrame, Mapping[str, str]], pd.DataFrame] = lambda data, facts: data
 
 
 @dataclass(frozen=True)
@@ -106,6 +110,8 @@ class Figure:
     compute: Callable[[Any], pd.DataFrame]
     facts: Callable[[pd.DataFrame], Iterable[Fact]]
     prepare: Callable[[pd.DataFrame], pd.DataFrame]
+    complete: Callable[[pd.DataFrame, Mapping[str, str]], pd.DataFrame]
+    note: str = ""
     knobs: Mapping[str, Any] = field(default_factory=dict)
     each: int = 1
     most: int | None = None
@@ -123,9 +129,27 @@ class Figure:
         """Return the paper's name, as in conf/preset."""
         return self.id.partition("/")[0]
 
-    def draw(self, data: pd.DataFrame) -> Canvas:
-        """Return the drawing of the data."""
-        return self.picture.draw(self.prepare(data))
+    def draw(self, data: pd.DataFrame, csv_facts: Mapping[str, str]) -> Canvas:
+        """Return the drawing of the data of a CSV with these facts."""
+        prepared = self.prepare(data)
+        heading = self.title[:1].upper() + self.title[1:]
+        return self.picture.draw(prepared, heading, self._note(data, prepared, csv_facts))
+
+    def _note(self, data: pd.DataFrame, prepared: pd.DataFrame, csv_facts: Mapping[str, str]) -> str:
+        """Return the line below the heading: the model, what it read, how many examples, and their intervals."""
+        facts = dict(csv_facts)
+        parts = [names.find_model(facts), names.find_texts(facts), names.find_tasks(data)]
+        if "samples" in prepared:
+            parts.append(str(prepared["samples"].iloc[0]))
+        if "low" in data:
+            # few examples have no interval
+            parts.append("95 % intervals" if data["low"].notna().any() else "too few for intervals")
+        elif "samples" in prepared:
+            parts.append("no intervals")
+        first = prepared.iloc[0]
+        parts.append(self.note.format(**{str(column): value for column, value in first.items()}))
+        # a part that fits into a line is not broken
+        return " · ".join(part.replace(" ", "\xa0") if len(part) < SHORT else part for part in parts if part)
 
     def finding(self, data: pd.DataFrame) -> str:
         """Return the findings about the claim, in numbers."""
@@ -150,7 +174,7 @@ class Figure:
         """Write ``stem``.png and ``stem``.svg from the text of a CSV, and return (paths, finding)."""
         data = self.parse(text)
         with styled():
-            canvas = self.draw(data)
+            canvas = self.draw(data, facts_of(text))
             FigureCanvasAgg(canvas)
             # laid out once for both files: that takes most of the time
             canvas.draw_without_rendering()
@@ -179,7 +203,7 @@ class Figure:
         elif data.empty:
             problem = "it has no rows"
         else:
-            return data
+            return self.complete(data, facts_of(text))
         raise UsageError(f"{self.id}: the CSV does not hold this figure's data: {problem}")
 
 

@@ -19,8 +19,15 @@ from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure as Canvas
 from matplotlib.ticker import FixedLocator, LogLocator, NullLocator
 
-from kvbench.report import style
+from kvbench.papers.figures.head import Head
+from kvbench.papers.figures.names import print_task
+from kvbench.report import looks, style
+from kvbench.tasks.metrics import stats
 
+METHOD_COLUMNS = ("series", "method")
+"""Columns whose values are methods: each has its own look and printed name (kvbench.report.looks)."""
+MOST_BANDS = 2  # curves with bands around them; more would be grey on grey and have bars at their points
+DODGED = 0.05  # of the axis: how far apart the points of all curves at one x are drawn where they have bars
 WIDE = 10  # highest over lowest value, from where on an ``auto`` scale is logarithmic
 PREFIX = len("(a) ")  # what a letter adds to a title
 FAR = 1.4  # times the room of a title, from where on it reaches into the next panel even in small letters
@@ -32,16 +39,22 @@ class Panel:
     """One plot of a picture, with the columns that it shows and its look.
 
     kind: lines, points, bars or heat. The other texts name columns, except labels and scales.
-    where: values that a row must have. title, xlabel, ylabel, bar: texts with ``{column}`` for a value of the first
-    row; ``bar`` labels the colours of heat and points. hue: a line for each of its values, in a look of its own;
-    unit: several lines in one look. value: the colours of heat and points. marked: bars that stand out.
-    low, high: a band around lines, error bars where they have no line; first_band: around the first line alone.
-    level: values of the rows that are a dashed horizontal line. look, looks: matplotlib's keywords for all lines and by
-    ``hue``. quiet: values of ``hue`` drawn thin and grey. crowd: the name of more than seven lines, which are then thin
-    and grey, with their mean. shades: ``hue`` has an order. ticks: ``data``, ``even``, ``powers`` (of 2) or a list.
-    decades: how far a logarithmic axis reaches down. top: the axis goes from 0 to 100 or to the highest; bottom: from
-    there. at_x, at_y: dotted lines. shade: a range of x. limits: of a map's colours; floor: the lowest of a logarithmic
-    one; numbers: how its values are printed where there are few; runs: its rows are runs of tokens.
+    where: values that a row must have.
+    title, xlabel, ylabel, bar: texts with ``{column}`` for a value of the first row. ``bar`` labels the colours of heat
+    and points.
+    hue: a line for each of its values, in a look of its own. unit: several lines in one look.
+    value: the colours of heat and points. marked: bars that stand out. shaded: points on a grey ground.
+    low, high: a band around one or two lines, error bars at the points of more. first_band: the first line has a band.
+    level: values of the rows that are a dashed horizontal line. fails: a panel says so where this line is next to 0.
+    direct: names stand beside the lines. look, looks: matplotlib's keywords for all lines and by ``hue``.
+    quiet: values of ``hue`` drawn thin and grey. crowd: the name of more than seven lines, which are then thin and grey
+    with their mean. shades: ``hue`` has an order.
+    ticks: ``data``, ``even``, ``powers`` (of 2) or a list. decades: how far a logarithmic axis reaches down.
+    top: the axis goes from 0 to 100 or to the highest. bottom: from there. highest: it ends there at most. right: where
+    the x axis ends.
+    at_x, at_y: dotted lines. at_text: what stands above ``at_x``. shade: a range of x.
+    limits: of a map's colours. floor: the lowest of a logarithmic map. log: its colours are logarithmic over all maps.
+    numbers: how a map's values are printed where there are few. runs: its rows are runs of tokens.
     """
 
     kind: str
@@ -56,10 +69,13 @@ class Panel:
     unit: str = ""
     value: str = ""
     marked: str = ""
+    shaded: str = ""
     low: str = ""
     high: str = ""
     first_band: bool = False
     level: Mapping[str, object] = field(default_factory=dict)
+    fails: bool = False
+    direct: bool = False
     look: Mapping[str, object] = field(default_factory=dict)
     looks: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
     quiet: Sequence[str] = ()
@@ -72,11 +88,15 @@ class Panel:
     decades: float = 0
     top: bool = False
     bottom: float | None = None
+    highest: float | None = None
+    right: float | None = None
     at_x: float | None = None
+    at_text: str = ""
     at_y: float | None = None
     shade: Sequence[float] = ()
     limits: Sequence[float] = ()
     floor: float = 0
+    log: bool = False
     numbers: str = ""
     runs: bool = False
 
@@ -112,13 +132,15 @@ class Picture:
     beside: Picture | None = None
     share: float = 1
 
-    def draw(self, data: pd.DataFrame) -> Canvas:
-        """Return the drawing of ``data``."""
+    def draw(self, data: pd.DataFrame, heading: str = "", note: str = "") -> Canvas:
+        """Return the drawing of ``data``, with a ``heading`` and a ``note`` above it."""
         for column, texts in self.names.items():
             data = data.assign(**{column: data[column].map(lambda value, texts=texts: texts.get(value, value))})
         places = self._places(data)
         rows_of_places = math.ceil(len(places) / self._places_in_a_row(places))
-        fig = style.canvas(self.width, self.base + self.height * rows_of_places)
+        head = Head.of(heading, note, self.width)
+        fig = style.canvas(self.width, self.base + self.height * rows_of_places + head.height)
+        head.write(fig)
         if self.beside is None:
             self._fill(fig, data, 0)
         else:
@@ -127,6 +149,11 @@ class Picture:
             letters_used = self._fill(halves[0], data, 0)
             self.beside._fill(halves[1], data, letters_used)
         _legend(fig, self.legend, self.legend_columns)
+        if any(panel.direct for panel in self.panels):
+            # names keep clear of points, whose places are known once the figure is laid out
+            fig.draw_without_rendering()
+            for ax in fig.axes:
+                _write_line_names(ax)
         return fig
 
     def _places(self, data: pd.DataFrame) -> list[dict[str, object]]:
@@ -145,8 +172,11 @@ class Picture:
 
     def _places_in_a_row(self, places: Sequence[Mapping[str, object]]) -> int:
         """Return how many places stand beside each other in a row of the grid."""
-        values = {place.get(self.columns) for place in places}
-        return min(len(values), self.wrap or len(values))
+        count = len({place.get(self.columns) for place in places})
+        if not self.wrap or count <= self.wrap:
+            return count
+        # rows of about equal length: five places are three and two, not four and one
+        return math.ceil(count / math.ceil(count / self.wrap))
 
     def _fill(self, fig: Any, data: pd.DataFrame, first_letter: int) -> int:
         """Draw the panels on ``fig`` and return how many letters are used: ``first_letter`` plus one for each title."""
@@ -180,13 +210,14 @@ class Picture:
                     continue
                 image = KINDS[panel.kind](ax, rows, panel, everything)
                 _set_axes(ax, rows, panel, everything)
-                first = rows.iloc[0]
+                first = _printed(rows.iloc[0])
                 if panel.title:
                     titles.append((ax, panel.title.format(**first)))
-                # x is labelled below the last place of each column of the grid, y at the left of each row
-                if i + wide >= len(places):
+                # x is labelled below the last row of the grid, or everywhere if that row has gaps; y at the left
+                if i + wide >= len(places) or len(places) % wide:
                     ax.set_xlabel(panel.xlabel.format(**first))
-                    ax.tick_params(labelbottom=stack == 1 or j == len(self.panels) - 1)
+                if stack == 1 or (j == len(self.panels) - 1 and i + wide >= len(places)):
+                    ax.tick_params(labelbottom=True)
                 if column == 0:
                     ax.set_ylabel(panel.ylabel.format(**first))
                 if image is not None:
@@ -239,20 +270,34 @@ def lines(ax: Axes, rows: pd.DataFrame, panel: Panel, everything: pd.DataFrame) 
         is_level = _select(rows, panel.level)
         curves = everything[~_select(everything, panel.level)]
     level_rows = rows[is_level].dropna(subset=[panel.y])
-    if len(level_rows):
+    fails = panel.fails and _write_failure(ax, level_rows, panel)
+    if len(level_rows) and not fails:
         level = float(level_rows[panel.y].iloc[0])
         ax.axhline(level, color=style.GREY, ls="--", lw=0.9, label="full cache", zorder=0)
     # the names of all places, so that a name has one look in all of them
     names = list(dict.fromkeys(curves[panel.hue]))
     crowded = bool(panel.crowd) and len(names) > len(style.PALETTE)
     unstyled = [name for name in names if name not in panel.looks]
-    for name in names:
+    of_methods = panel.hue in METHOD_COLUMNS
+    method_looks = looks.looks_of([str(name) for name in names])
+    # more bands than two hide each other: their points have bars instead, beside each other
+    has_bars = bool(panel.low) and len(names) > MOST_BANDS and not panel.first_band
+    # at the budgets that a figure declares all curves have points; measured positions stay what they are
+    dodged = has_bars and panel.x == "x" and bool(rows[panel.low].notna().any())
+    for i, name in enumerate(names):
         # names with a look of their own use up no marker and colour of the others
         number = 0
         if name in unstyled:
             number = unstyled.index(name)
         curve_rows = rows[~is_level & (rows[panel.hue] == name)].sort_values(panel.x, kind="stable")
+        if fails:
+            # a place without points keeps its entry in the legend
+            curve_rows = curve_rows.assign(**{panel.y: np.nan, panel.low: np.nan, panel.high: np.nan})
+        if dodged:
+            curve_rows = _dodge(curve_rows, curves[panel.x], i / (len(names) - 1) - 0.5, panel)
         look: dict[str, Any] = style.series(number, len(curve_rows))
+        if of_methods:
+            look = style.of_look(method_looks[str(name)], len(curve_rows))
         if panel.shades:
             look = {"color": style.shades(len(names))[number], "linestyle": style.LINES[number % 4], "lw": 0.8}
         look |= panel.look
@@ -266,27 +311,65 @@ def lines(ax: Axes, rows: pd.DataFrame, panel: Panel, everything: pd.DataFrame) 
             if line.empty:
                 continue
             label = f"{name}"
+            if of_methods:
+                label = method_looks[label].name
+            elif panel.hue in ("task", "source"):
+                label = print_task(label)
+            if panel.shaded and line[panel.shaded].any():
+                ground = line[line[panel.shaded]]
+                ax.scatter(ground[panel.x], ground[panel.y], s=75, color=style.PALE, linewidths=0, zorder=0.5)
             if crowded:
                 label = panel.crowd  # a legend has a label once: all quiet lines together are one entry
-            (curve,) = ax.plot(line[panel.x], line[panel.y], label=label, **look)
+            (curve,) = ax.plot(line[panel.x], line[panel.y], **({"label": label} | look))
             if panel.low and not (panel.first_band and name != names[0]):
-                with_line = look.get("linestyle") != "none"
-                _draw_band(ax, line.dropna(subset=[panel.low, panel.high]), panel, curve.get_color(), with_line)
+                with_band = look.get("linestyle") != "none" and not has_bars
+                _draw_band(ax, line.dropna(subset=[panel.low, panel.high]), panel, curve.get_color(), with_band)
     if crowded:
         mean = rows.groupby(panel.x)[panel.y].mean()
         ax.plot(mean.index, mean, color=style.BLUE, lw=1.6, marker="o", label="mean")
 
 
-def _draw_band(ax: Axes, rows: pd.DataFrame, panel: Panel, color: Any, with_line: bool) -> None:
-    """Draw the band from ``low`` to ``high`` of a line's points, or error bars where no line joins them."""
+def _write_failure(ax: Axes, level_rows: pd.DataFrame, panel: Panel) -> bool:
+    """Write that the model fails where the full cache's score is next to 0 or its interval reaches 0; tell if it is."""
+    if level_rows.empty:
+        return False
+    full = level_rows.iloc[0]
+    reaches_zero = full["n"] >= stats.FEWEST and full[panel.low] <= 0
+    if full[panel.y] >= 100 * stats.FLOOR and not reaches_zero:
+        return False
+    ax.text(
+        0.5,
+        0.55,
+        f"the model fails\non this task\n(full cache {full[panel.y]:.1f})",
+        transform=ax.transAxes,
+        ha="center",
+        va="center",
+        fontsize=7,
+        color=style.GREY,
+    )
+    ax.set_axis_off()
+    return True
+
+
+def _dodge(rows: pd.DataFrame, xs: pd.Series[float], side: float, panel: Panel) -> pd.DataFrame:
+    """Return a curve's rows moved along x: by DODGED of the axis between the sides -0.5 and 0.5."""
+    if panel.xscale.startswith("log"):
+        # equal distances on a logarithmic axis are factors
+        factor = (xs.max() / xs.min()) ** (DODGED * side)
+        return rows.assign(**{panel.x: rows[panel.x] * factor})
+    return rows.assign(**{panel.x: rows[panel.x] + DODGED * side * (xs.max() - xs.min())})
+
+
+def _draw_band(ax: Axes, rows: pd.DataFrame, panel: Panel, color: Any, with_band: bool) -> None:
+    """Draw the band from ``low`` to ``high`` of a line's points, or error bars at them."""
     if rows.empty:
         return
-    if with_line:
+    if with_band:
         ax.fill_between(rows[panel.x], rows[panel.low], rows[panel.high], color=color, alpha=0.13, linewidth=0)
     else:
         # matplotlib takes the distances from the point, not the ends
         spread = (rows[panel.y] - rows[panel.low], rows[panel.high] - rows[panel.y])
-        ax.errorbar(rows[panel.x], rows[panel.y], spread, ls="", lw=0.5, color=color)
+        ax.errorbar(rows[panel.x], rows[panel.y], spread, ls="", elinewidth=0.5, color=color, alpha=0.8)
 
 
 def points(ax: Axes, rows: pd.DataFrame, panel: Panel, everything: pd.DataFrame) -> Any:
@@ -306,6 +389,11 @@ def bars(ax: Axes, rows: pd.DataFrame, panel: Panel, everything: pd.DataFrame) -
 def heat(ax: Axes, rows: pd.DataFrame, panel: Panel, everything: pd.DataFrame) -> Any:
     """Draw a map of means of ``value``, x to the right and y downwards, with its numbers where there are few."""
     table = rows.pivot_table(index=panel.y, columns=panel.x, values=panel.value)
+    row_labels = [f"{value:g}" for value in table.index if isinstance(value, int | float)]
+    if not row_labels:
+        # names stand in the order of the data
+        table = table.loc[list(dict.fromkeys(rows[panel.y]))]
+        row_labels = [looks.print_name(str(name)) for name in table.index]
     lowest, highest = None, None
     if panel.limits:
         lowest, highest = panel.limits
@@ -313,10 +401,13 @@ def heat(ax: Axes, rows: pd.DataFrame, panel: Panel, everything: pd.DataFrame) -
     if table.size > 100:
         numbers = ""  # they would be too small to read
     norm = None
+    if panel.log:
+        # all maps share one colour bar
+        norm = LogNorm(everything[panel.value].min(), everything[panel.value].max())
     if panel.floor:
         # a logarithm needs values above 0
         table, norm = table.clip(lower=panel.floor), LogNorm(panel.floor, 1)
-    row_labels, column_labels = [f"{v:g}" for v in table.index], [f"{v:g}" for v in table.columns]
+    column_labels = [f"{v:g}" for v in table.columns]
     image = style.heat(
         ax, table, row_labels, columns=column_labels, numbers=numbers, vmin=lowest, vmax=highest, norm=norm
     )
@@ -358,10 +449,18 @@ def _set_axes(ax: Axes, rows: pd.DataFrame, panel: Panel, everything: pd.DataFra
         if 60 < top <= 100:
             top = 100.0
         ax.set_ylim(-0.04 * top, 1.04 * top)
+    if panel.highest is not None and ax.get_ylim()[1] > panel.highest:
+        ax.set_ylim(top=panel.highest)
+    if panel.right is not None:
+        ax.set_xlim(right=panel.right)
     if panel.shade:
         ax.axvspan(*panel.shade, color=style.PALE, alpha=0.4, lw=0)
     if panel.at_x is not None and rows[panel.x].min() <= panel.at_x <= rows[panel.x].max():
         ax.axvline(panel.at_x, color=style.GREY, lw=0.6, ls=":")
+        if panel.at_text:
+            # above the line
+            place = ax.get_xaxis_transform()
+            ax.text(panel.at_x, 1.01, panel.at_text, transform=place, ha="center", fontsize=6, color=style.GREY)
     if panel.at_y is not None:
         ax.axhline(panel.at_y, color=style.GREY, lw=0.6, ls=":")
 
@@ -398,7 +497,9 @@ def _set_ticks(ax: Axes, panel: Panel, xs: Sequence[float]) -> None:
         lowest_power, highest_power = math.floor(math.log2(xs[0])), math.ceil(math.log2(xs[-1]))
         ticks = [2.0**power for power in range(lowest_power, highest_power + 1)]
     elif not isinstance(panel.ticks, str):
-        ticks = list(panel.ticks)
+        # a tick outside of the data would widen the axis
+        last = panel.right or 1.15 * xs[-1]
+        ticks = [tick for tick in panel.ticks if xs[0] / 1.15 <= tick <= last]
     elif panel.xscale == "log":
         ticks = _thin_out(xs)
     else:
@@ -415,6 +516,34 @@ def _thin_out(values: Sequence[float]) -> list[float]:
     return ticks
 
 
+def _printed(row: pd.Series) -> dict[str, Any]:
+    """Return a row's values for texts, with printed names of methods and tasks."""
+    values: dict[str, Any] = {str(column): value for column, value in row.items()}
+    for column in METHOD_COLUMNS:
+        if column in values:
+            values[column] = looks.print_name(str(values[column]))
+    for column in ("task", "over", "source"):
+        if column in values:
+            values[column] = print_task(str(values[column]))
+    return values
+
+
+def _write_line_names(ax: Axes) -> None:
+    """Write the name of each line of a panel beside its highest point."""
+    highest: list[tuple[float, float, str, str]] = []
+    points: list[list[float]] = []
+    for line in ax.get_lines():
+        label = str(line.get_label())
+        places = np.asarray(line.get_xydata(), dtype=float).tolist()
+        # matplotlib's own lines have labels with _, and reference lines no markers
+        if label.startswith("_") or not places or line.get_marker() in ("", "None"):
+            continue
+        points += places
+        x, y = max(places, key=lambda place: place[1])
+        highest.append((x, y, label, str(line.get_color())))
+    style.write_names(ax, highest, points)
+
+
 def _legend(fig: Any, where: str, columns: int) -> None:
     """Draw one legend for all panels at ``where``, with quiet lines last; draw none if ``where`` is empty."""
     handles = {}
@@ -423,6 +552,9 @@ def _legend(fig: Any, where: str, columns: int) -> None:
             handles[label] = handle
     labels = sorted(handles, key=lambda label: handles[label].get_zorder() == BEHIND)
     if not where or not labels:
+        return
+    if len(labels) == 1:
+        # one line needs no legend: the heading names it
         return
     entries = [handles[label] for label in labels]
     if where == "below":

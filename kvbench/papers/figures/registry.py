@@ -55,6 +55,7 @@ def _figure(name: str, entry: dict[str, Any]) -> Figure:
         compute=code.compute,  # type: ignore[arg-type]
         facts=code.facts,
         prepare=code.prepare,
+        complete=code.complete,
         sweeps=sweeps,
         **entry,
     )
@@ -71,7 +72,7 @@ def _score_code(code: Code, tasks: str, fact_tables: Sequence[scores.FactTable])
         """Return the rows of the tasks that the entry asks for, with the columns that the picture shows."""
         return code.prepare(scores.chosen(data, tasks))
 
-    return Code(MeasuredFigure.frame, facts, prepare)
+    return Code(MeasuredFigure.frame, facts, prepare, code.complete)
 
 
 def _picture(entry: dict[str, Any]) -> Picture:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, NotRequired, TypedDict
 
@@ -12,6 +14,7 @@ from kvbench.papers.figures.figure import Code, Fact
 from kvbench.papers.figures.sweep import FULL, MEAN
 from kvbench.report import heatmap
 from kvbench.tasks.metrics import metric
+from kvbench.tasks.needle import EMPTY_SCORES
 
 if TYPE_CHECKING:
     from kvbench.papers.figures.measured import MeasuredFigure
@@ -91,10 +94,48 @@ def front(data: pd.DataFrame) -> pd.DataFrame:
     return rows[rows["score"] > best_before]
 
 
+def separate_front(data: pd.DataFrame) -> pd.DataFrame:
+    """Return the points of the front whose intervals lie apart: each wholly above that of the point before.
+
+    Nothing is left where no two of them can be told apart.
+    """
+    kept: list[pd.Series] = []
+    if "low" in data:
+        for _, point in front(data).dropna(subset=["low", "high"]).iterrows():
+            if not kept or point["low"] > kept[-1]["high"]:
+                kept.append(point)
+    if len(kept) < 2:
+        return data.iloc[:0]
+    return pd.DataFrame(kept)
+
+
 def with_front(data: pd.DataFrame) -> pd.DataFrame:
-    """Return the data and, as one more series, the Pareto front up to all bytes."""
-    best = front(data).assign(series=FRONT, low=float("nan"))
-    return pd.concat([data, best, best.iloc[-1:].assign(bytes=100.0)])
+    """Return the data and, as one more series, the front whose steps can be told apart, up to all bytes."""
+    marked = data.assign(alike=_like_full(data), series=data["series"])
+    best = separate_front(data).assign(series=FRONT, low=float("nan"), alike=False)
+    return pd.concat([marked, best, best.iloc[-1:].assign(bytes=100.0)])
+
+
+def _like_full(data: pd.DataFrame) -> pd.Series[bool]:
+    """Tell which points cannot be told from the full cache: the interval of their share of its score has 100 %."""
+    if "relative_low" not in data:
+        return pd.Series(False, index=data.index)
+    has_all = (data["relative_low"] <= 100) & (data["relative_high"] >= 100)
+    return has_all & (data["series"] != FULL)
+
+
+def per_copy(data: pd.DataFrame, facts: Mapping[str, str]) -> pd.DataFrame:
+    """Divide the bytes by those of a full cache that is repeated as often as the methods' own.
+
+    With per=query_head keys and values are repeated for query heads, and so are those of the full cache beside them,
+    while a CSV counts in per cent of one copy.
+    """
+    # A cache of k % of the tokens holds k % of the bytes and some overhead; what is a multiple of that are copies.
+    # Methods that store less of a token than all of it have fewer bytes.
+    methods = data[data["series"] != FULL]
+    copies = max(1, math.floor((methods["bytes"] / methods["kept"]).max()))
+    bytes_held = data["bytes"].where(data["series"] == FULL, data["bytes"] / copies)
+    return data.assign(bytes=bytes_held, copies=copies)
 
 
 def table(
@@ -137,9 +178,18 @@ def told(
 def front_facts(data: pd.DataFrame) -> Iterator[Fact]:
     """Yield the points on the front, and the fewest bytes at next to no loss."""
     rows = chosen(data, "mean")
-    best = front(rows)
+    best = separate_front(rows)
     points = [f"{point.series} {point.bytes:.1f} % with {point.score:.1f}" for point in best.itertuples()]
-    yield Fact("Bytes and score on the front", ", ".join(points))
+    text = "none, as the intervals overlap"
+    if points:
+        text = ", ".join(points)
+    yield Fact("Bytes and score on the front", text)
+    alike = _like_full(rows)
+    if "relative_low" in rows:
+        count = f"{int(alike.sum())} of {int((rows['series'] != FULL).sum())}"
+        yield Fact("Points that cannot be told from the full cache", count)
+        least = rows[alike].sort_values("bytes").head(1)
+        yield Fact("Fewest bytes among them", least.set_index("series")["bytes"], "{:.1f} %")
     full_score = rows.loc[rows["series"] == FULL, "score"].iloc[0]
     # the full cache itself is such a row, so that there is always one
     least = rows[rows["score"] >= full_score - CLOSE].sort_values("bytes").iloc[0]
@@ -192,16 +242,34 @@ def needle_maps(measured: MeasuredFigure) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["series", "length", "depth", "score", "n"])
 
 
+def with_silence(data: pd.DataFrame, facts: Mapping[str, str]) -> pd.DataFrame:
+    """Add the score of an empty answer, ``silence``, and how much of what lies above it was ``found``, in per cent.
+
+    A phrasing that asks to complete a sentence scores the sentence's beginning with every answer.
+    """
+    silence = 0.0
+    named = re.search(r"phrasing=(\w+)", facts.get("runs", ""))
+    if named:
+        silence = EMPTY_SCORES.get(named.group(1), 0.0)
+    return data.assign(silence=silence, found=100 * (data["score"] - silence) / (100 - silence))
+
+
 def with_map_means(data: pd.DataFrame) -> pd.DataFrame:
-    """Add the ``mean`` of each map and, in words, how many prompts are ``behind`` a field."""
-    mean_texts = _prompt_means(data, "series").map("{:.1f}".format)
-    return data.assign(mean=data["series"].map(mean_texts), behind=_range_of(data["n"]))
+    """Add the ``mean`` of each map and, in words, how many ``samples`` a field has."""
+    mean_texts = _prompt_means(data, "series", "found").map("{:.0f} %".format)
+    return data.assign(mean=data["series"].map(mean_texts), samples=f"n = {_range_of(data['n'])} a field")
 
 
 def needle_facts(data: pd.DataFrame) -> Iterator[Fact]:
-    """Yield the mean score by method, and where the needle is lost."""
-    yield Fact("Mean score", _prompt_means(data, "series"))
-    by_depth = _prompt_means(data, ["series", "depth"])
+    """Yield the mean score by method, what was found beyond silence, and where the needle is lost."""
+    yield Fact("Mean score", _prompt_means(data, "series", "score"))
+    value = "score"
+    if "silence" in data and data["silence"].iloc[0] > 0:
+        value = "found"
+        yield Fact("Score of an empty answer", data["silence"].iloc[0])
+        found = _prompt_means(data, "series", "found")
+        yield Fact("Found, % of the score above an empty answer's", found, "{:.0f}")
+    by_depth = _prompt_means(data, ["series", "depth"], value)
     if (by_depth < LOST).any():
         yield Fact(f"Depths with a mean below {LOST}", by_depth[by_depth < LOST], at="{:g} %")
     fields = data.groupby(["length", "depth"]).ngroups
@@ -212,18 +280,18 @@ def needle_facts(data: pd.DataFrame) -> Iterator[Fact]:
     yield Fact("Examples", f"{prompts} at each of {fields} pairs of length and depth")
 
 
-def _prompt_means(data: pd.DataFrame, by: str | list[str]) -> pd.Series[float]:
-    """Return the mean score over prompts."""
+def _prompt_means(data: pd.DataFrame, by: str | list[str], value: str) -> pd.Series[float]:
+    """Return the mean over prompts of a column of fields' means."""
     # a field has the mean of its n prompts: sum(n * mean) / sum(n)
-    sums = data.assign(total=data["score"] * data["n"]).groupby(by, sort=False)[["total", "n"]].sum()
+    sums = data.assign(total=data[value] * data["n"]).groupby(by, sort=False)[["total", "n"]].sum()
     return sums["total"] / sums["n"]
 
 
 CODE = {
-    "needle/heatmap": Code(needle_maps, needle_facts, with_map_means),
+    "needle/heatmap": Code(needle_maps, needle_facts, with_map_means, with_silence),
     "results/pareto": Code(None, front_facts, with_front),
     "vatp/fig3": Code(None, partial(gain_facts, stage="vatp", at="{:g} %")),
-    "think/fig3a": Code(None, partial(gain_facts, stage="think", at="pair {:g}")),
+    "think/fig3a": Code(None, partial(gain_facts, stage="think", at="pair {:g}"), complete=per_copy),
     "qhitter/fig9": Code(None, best_facts),
     "qhitter/fig10": Code(None, half_facts),
 }

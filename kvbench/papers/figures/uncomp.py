@@ -19,6 +19,7 @@ from kvbench.kv.observation import Needs, Observation
 from kvbench.methods.core.entropy import entropy, layer_groups, spectrum
 from kvbench.models.interface import decoder_layers
 from kvbench.papers.figures.figure import Code, Fact
+from kvbench.papers.figures.names import print_task
 from kvbench.papers.figures.reading import Prompt, Reading
 
 TOP = 32
@@ -106,7 +107,7 @@ def with_extremes(data: pd.DataFrame) -> pd.DataFrame:
         names_of_extremes[layer, head] = f"layer {layer}, head {head}: erank {ranks[layer, head]:.1f}"
     places = zip(data["layer"], data["head"], strict=True)
     names = [names_of_extremes.get(place, OTHERS) for place in places]
-    panels = data["source"].astype(str)
+    panels = data["source"].astype(str).map(print_task)
     if data["layer"].nunique() > 1:
         panels = panels + ", layer " + data["layer"].astype(str)
     # the axis is logarithmic, and eigenvalues can be 0

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from kvbench.report import listing, verdict
-from kvbench.report.records import CellResult, ReportColumn, ReportData, ReportRow
+from kvbench.report.data import CellResult, ReportColumn, ReportData, ReportRow
 from kvbench.report.summary import paired_delta, row_means, summarise
 from kvbench.report.table import range_text
 from kvbench.report.verdict import MethodVerdict
@@ -105,8 +105,8 @@ def _judge(
     rows = []
     for label in [FULL, *(label for label in labels if label != FULL)]:
         cells_of_row = []
-        for column in columns:
-            cells_of_row.append(_result(by_column[column.task].get(label), column, samples_of[column.task]))
+        for shown in columns:
+            cells_of_row.append(_result(by_column[shown.task].get(label), shown, samples_of[shown.task]))
         summaries = [cell.summary for cell in cells_of_row if cell.summary is not None]
         means = None
         if summaries:

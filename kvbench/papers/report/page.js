@@ -120,6 +120,7 @@ function choose() {
     row.dataset.label = method.label;
     const name = make("th", "", row);
     const button = make("button", method.label, name);
+    button.style.borderLeft = `5px solid ${method.color}`;
     button.addEventListener("click", () => paint(sample, method));
     make("td", method.score === null ? "—" : (100 * method.score).toFixed(0), row);
     make("td", method.prediction, row).className = "text";

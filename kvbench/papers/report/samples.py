@@ -12,6 +12,7 @@ from kvbench.base.example import Example
 from kvbench.methods.core.prompt_cache import PromptCache
 from kvbench.plan.cells import Group
 from kvbench.plan.run_plan import RunPlan
+from kvbench.report.looks import look_of
 from kvbench.run import experiment
 from kvbench.run.host import Host
 
@@ -57,6 +58,7 @@ def _example(host: Host, prepared: RunPlan, group: Group, example: Example) -> d
                 "score": sample.score,
                 "kept": digits,
                 "cell": cell.id,
+                "color": look_of(cell.label).color,
             }
         )
     question = ""

@@ -124,6 +124,34 @@ def test_the_front_is_what_nothing_beats():
     assert list(scores.front(data.iloc[::-1])["series"]) == ["a", "c", "e"]
 
 
+def test_a_front_is_drawn_where_its_steps_can_be_told_apart():
+    rows = [("a", 10, 50, 45, 55), ("c", 20, 54, 49, 59), ("e", 40, 90, 80, 95)]
+    data = pd.DataFrame(rows, columns=["series", "bytes", "score", "low", "high"])
+    assert list(scores.separate_front(data)["series"]) == ["a", "e"]
+    assert scores.separate_front(data[data["series"] != "e"]).empty, "one point is no front"
+    assert scores.separate_front(data.drop(columns=["low", "high"])).empty, "without intervals nothing is told apart"
+    shown = scores.with_front(data.assign(relative_low=[40, 95, 98], relative_high=[60, 130, 99]))
+    assert list(shown.loc[shown["alike"], "series"]) == ["c"]
+    assert list(shown.loc[shown["series"] == scores.FRONT, "bytes"]) == [10, 40, 100]
+
+
+def test_bytes_of_copies_for_query_heads_stand_over_a_full_cache_of_as_many():
+    rows = [("full", 100.0, 100.5), ("h2o", 20.0, 61.0), ("h2o+think", 20.0, 45.0)]
+    data = scores.per_copy(pd.DataFrame(rows, columns=["series", "kept", "bytes"]), {})
+    assert set(data["copies"]) == {3}
+    np.testing.assert_allclose(data["bytes"], [100.5, 61 / 3, 15])
+
+
+def test_a_needle_is_counted_from_silence():
+    data = pd.DataFrame({"series": ["full", "full"], "length": 512, "depth": [0, 50], "score": [60.0, 80.0], "n": 2})
+    figure = registry.FIGURES["needle/heatmap"]
+    text = data.to_csv(index=False)
+    counted = figure.parse("# runs: Model m, float32; dataset needle phrasing=completion\n" + text)
+    assert list(counted["found"]) == [0, 50]
+    assert "an empty answer: 60.0. Found, % of the score above an empty answer's: full 25." in figure.finding(counted)
+    assert list(figure.parse("# runs: Model m, float32; dataset needle\n" + text)["found"]) == [60, 80]
+
+
 def test_memory_of_think_by_hand():
     data = think.memory(MeasuredFigure(())).groupby("method")["cache"].first()
     heads, complete, packed = 32 * 32, 497 * 128 * 2, 497 // 32 * 32
@@ -182,7 +210,7 @@ def test_what_scores_say():
         "Examples: n = 4."
     )
     text = told("results/pareto", [full, base, ("think", 0, "a", 48.5, 100, 80, 97), ("kivi", 0, "a", 20, 100, 40, 40)])
-    assert "front: h2o 21.0 % with 30.0, think 80.0 % with 48.5, full 100.0 % with 50.0." in text
+    assert "on the front: none, as the intervals overlap." in text
     assert "Fewest bytes within 2 points of the full cache: think 80.0 %" in text
     rows = [("qhitter", x, task, s, 20, 21, 1) for task, s in (("a", 5), ("b", 7)) for x in (0, 0.5)]
     text = told("qhitter/fig9", [*rows, ("qhitter", 1, "b", 9, 20, 21, 1)])

@@ -9,7 +9,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from kvbench.papers.figures import registry
 from kvbench.papers.figures.figure import Fact, sentences
 from kvbench.papers.figures.panels import Panel, Picture
-from kvbench.report import style
+from kvbench.report import looks, style
 
 DATA = pd.DataFrame(
     [
@@ -40,6 +40,41 @@ def test_a_line_for_each_series_and_the_full_cache_as_a_level():
     assert list(first.get_xdata()) == [1, 2] and list(first.get_ydata()) == [11, 21]
     assert list(second.get_ydata()) == [12, 22] and len(remaining.collections) == 2
     assert [t.get_text() for t in fig.legends[0].get_texts()] == ["full cache", "s", "t"]
+
+
+def test_three_lines_have_bars_beside_each_other_at_a_budget():
+    _, (ax,) = axes([Panel("lines", "x", "y", hue="series", low="low", high="high")])
+    assert len(ax.containers) == 3 and not [c for c in ax.collections if isinstance(c, mpl.collections.PolyCollection)]
+    starts = [line.get_xdata()[0] for line in ax.get_lines() if len(line.get_xdata())]
+    assert len(set(starts)) == 3 and max(starts) - min(starts) == pytest.approx(0.05)
+
+
+def test_a_method_has_its_own_look_and_printed_name_wherever_it_stands():
+    data = DATA.replace({"series": {"s": "snapkv", "t": "h2o+vatp"}})
+    for order in (data, data.iloc[::-1]):
+        _, (ax,) = axes([Panel("lines", "x", "y", hue="series")], order)
+        by_name = {line.get_label(): line for line in ax.get_lines()}
+        assert set(by_name) == {"full cache", "SnapKV", "H2O + VATP"}
+        assert by_name["SnapKV"].get_color() == looks.METHODS["snapkv"].color
+        assert by_name["H2O + VATP"].get_marker() == looks.METHODS["vatp"].marker
+
+
+def test_a_task_that_the_model_fails_has_no_lines():
+    data = DATA.assign(n=8, low=0.0).assign(y=DATA["y"].where(DATA["series"] != "full", 1.0))
+    panel = Panel("lines", "x", "y", hue="series", low="low", high="high", level={"series": "full"}, fails=True)
+    _, (ax,) = axes([panel], data)
+    assert "the model fails" in ax.texts[0].get_text() and not ax.axison
+    assert all(np.isnan(line.get_ydata()).all() for line in ax.get_lines())
+
+
+def test_a_heading_and_a_note_stand_above_the_panels():
+    with style.styled():
+        fig = Picture((LINES,), 3, 2).draw(DATA, "What is shown", "a model · n = 8")
+        FigureCanvasAgg(fig)
+        fig.draw_without_rendering()
+    heading, (note,) = fig._suptitle, [artist for artist in fig.artists if isinstance(artist, mpl.text.Annotation)]
+    assert heading.get_text().strip() == "What is shown" and note.get_text() == "a model · n = 8"
+    assert fig.axes[0].get_tightbbox().y1 <= note.get_window_extent().y0 < heading.get_window_extent().y1
 
 
 def test_points_without_a_line_have_error_bars():

@@ -1,0 +1,67 @@
+"""The two texts above a figure's panels: what it shows, and what that rests on."""
+
+from __future__ import annotations
+
+import textwrap
+from dataclasses import dataclass
+
+from matplotlib.figure import Figure as Canvas
+from matplotlib.text import Annotation
+
+HEADING, NOTE, GAP = 8.0, 6.5, 4.0
+"""Points of a heading's letters, of a note's, and of the space below both."""
+LINE = 1.25
+"""The height of a line, in that of its letters."""
+
+
+@dataclass(frozen=True)
+class Head:
+    """The lines of a figure's heading and of the note below it."""
+
+    heading: tuple[str, ...]
+    note: tuple[str, ...]
+
+    @classmethod
+    def of(cls, heading: str, note: str, width: float) -> Head:
+        """Return the texts in lines that fit into a figure of ``width`` inches."""
+        # bold letters are wider
+        return cls(_wrap(heading, 1.2 * HEADING, width), _wrap(note, NOTE, width))
+
+    @property
+    def height(self) -> float:
+        """Return the inches that both texts take."""
+        lines = len(self.heading) + len(self.note)
+        if not lines:
+            return 0.0
+        return (LINE * HEADING * lines + GAP) / 72
+
+    def write(self, fig: Canvas) -> None:
+        """Write the heading and, below it, the note at the top left of a figure."""
+        if not self.heading and not self.note:
+            return
+        left = 0.04 / fig.get_size_inches()[0]
+        # the heading reserves the room of both: a figure is laid out around one text at its top
+        room = "\n" * len(self.note)
+        text = fig.suptitle("\n".join(self.heading) + room, x=left, ha="left", fontsize=HEADING, fontweight="bold")
+        text.set_linespacing(1.2)
+        below = Annotation(
+            "\n".join(self.note),
+            (0, 1),
+            xycoords=text,
+            xytext=(0, -1.3 * HEADING * len(self.heading)),
+            textcoords="offset points",
+            ha="left",
+            va="top",
+            fontsize=NOTE,
+            color="#555555",
+            annotation_clip=False,
+        )
+        below.set_in_layout(False)
+        fig.add_artist(below)
+
+
+def _wrap(text: str, size: float, width: float) -> tuple[str, ...]:
+    """Return the lines of a text of ``size`` points in a figure of ``width`` inches."""
+    # a letter is about half as wide as it is high
+    letters = int(72 * width / (0.56 * size))
+    return tuple(textwrap.wrap(text, letters))

@@ -1,0 +1,106 @@
+"""Printed names of models, tasks and texts, for the titles of figures."""
+
+from __future__ import annotations
+
+import re
+
+import pandas as pd
+
+MODELS = {"smollm2-135m-q4_1": "SmolLM2-135M", "tiny": "the tiny model"}
+TASKS = {
+    "mean": "mean over tasks",
+    "narrativeqa": "NarrativeQA",
+    "qasper": "Qasper",
+    "multifieldqa_en": "MultiFieldQA",
+    "hotpotqa": "HotpotQA",
+    "2wikimqa": "2WikiMQA",
+    "musique": "MuSiQue",
+    "gov_report": "GovReport",
+    "qmsum": "QMSum",
+    "multi_news": "MultiNews",
+    "trec": "TREC",
+    "triviaqa": "TriviaQA",
+    "samsum": "SAMSum",
+    "passage_retrieval_en": "PassageRetrieval",
+    "passage_count": "PassageCount",
+    "lcc": "LCC",
+    "repobench-p": "RepoBench-P",
+    "xsum": "XSum",
+    "cnn_dailymail": "CNN/DailyMail",
+    "gsm8k": "GSM8K",
+    "coqa": "CoQA",
+    "pg19": "PG-19",
+    "wikitext2": "WikiText-2",
+    "first": "MDQA first",
+    "middle": "MDQA middle",
+    "last": "MDQA last",
+}
+SYNTHETIC = {"needle", "hop", "listing", "labels", "multikey", "code"}
+"""The tasks of the tiny suite."""
+UNITS = ("token", "word", "byte")
+"""The last part of the id of a task of language modelling."""
+
+
+def print_model(name: str) -> str:
+    """Return the printed name of a model."""
+    return MODELS.get(name, name)
+
+
+def print_task(task: str) -> str:
+    """Return the printed name of a task, of its id or of the id's last part."""
+    parts = task.split("/")
+    if parts[0] == "tiny_stream":
+        return "stream of short prompts"
+    if len(parts) > 1 and parts[-1] in UNITS:
+        parts.pop()
+    if parts == ["fidelity", "tiny"]:
+        return "prompts of the tiny suite"
+    return TASKS.get(parts[-1], parts[-1])
+
+
+def print_text(text: str) -> str:
+    """Return the printed name of a text that a model read: ``wikitext2/valid.txt, first 80%`` is WikiText-2."""
+    return TASKS.get(text.partition("/")[0], text)
+
+
+def find_model(facts: dict[str, str]) -> str:
+    """Return the printed name of the model in the facts of a CSV, '' if they name none."""
+    # "Model NAME, float32; dataset ..." of measured scores, "NAME (fingerprint), float32" of activations
+    found = re.search(r"Model ([^,;|]+)", facts.get("runs", "")) or re.match(r"([^ ,]+)", facts.get("model", ""))
+    if found is None:
+        return ""
+    return print_model(found.group(1).strip())
+
+
+def find_texts(facts: dict[str, str]) -> str:
+    """Return what a figure of activations read: names and numbers of prompts, '' for any other figure."""
+    if "texts" not in facts:
+        return ""
+    # "needle (1), hop (1)": names may have commas, and their counts stand in brackets
+    names = [print_text(name) for name in re.findall(r"(?:^|, )(.+?) \(\d+\)", facts["texts"])]
+    text = ", ".join(names)
+    if len(names) > 3:
+        text = f"{len(names)} tasks"
+    found = re.match(r"(\d+) of (\d+) to (\d+) tokens", facts.get("prompts", ""))
+    if found is None:
+        return text
+    count, shortest, longest = (int(number) for number in found.groups())
+    tokens = f"{longest:,}"
+    if shortest != longest:
+        tokens = f"{shortest:,} to {longest:,}"
+    prompts = "1 prompt"
+    if count > 1:
+        prompts = f"n = {count} prompts"
+    return f"{text} · {prompts} of {tokens} tokens"
+
+
+def find_tasks(data: pd.DataFrame) -> str:
+    """Return the printed names of a figure's tasks, or their number; '' for data without tasks."""
+    if "task" not in data:
+        return ""
+    tasks = list(dict.fromkeys(print_task(task) for task in data["task"] if task != "mean"))
+    if set(tasks) == SYNTHETIC:
+        return f"{len(tasks)} synthetic tasks"
+    if len(tasks) > 4:
+        return f"{len(tasks)} tasks"
+    return ", ".join(tasks)

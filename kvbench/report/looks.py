@@ -1,0 +1,185 @@
+"""The look of a method: one colour, one marker and one printed name in every figure, in the reports and on the site.
+
+This module imports no drawing package, so that pages without pictures can use it, too.
+"""
+
+from __future__ import annotations
+
+import colorsys
+import hashlib
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+BLUE, VERMILLION, GREEN, PINK, SKY = "#0072B2", "#D55E00", "#009E73", "#C06C9B", "#3D9BD1"
+AMBER, VIOLET, BROWN, OLIVE, MAGENTA = "#B87F00", "#7570B3", "#A6611A", "#7F8C2A", "#AA4499"
+CRIMSON, INDIGO, MOSS, TEAL, GREY = "#D1495B", "#5B6DCD", "#4F7F2F", "#2A9D8F", "#777777"
+
+
+class MethodRow(NamedTuple):
+    """A row of the table: a method's colour, its marker in matplotlib's letters and its printed name."""
+
+    color: str
+    marker: str
+    name: str
+
+
+METHODS: dict[str, MethodRow] = {
+    "full": MethodRow("#8C8C8C", "*", "full cache"),
+    "adakv": MethodRow(SKY, "D", "AdaKV"),
+    "asvd": MethodRow(INDIGO, "D", "ASVD"),
+    "cake": MethodRow(MOSS, "h", "CAKE"),
+    "chai": MethodRow(MOSS, "X", "CHAI"),
+    "chunkkv": MethodRow(AMBER, "v", "ChunkKV"),
+    "expectedattention": MethodRow(CRIMSON, "<", "ExpectedAttention"),
+    "flexgen": MethodRow(AMBER, "P", "FlexGen"),
+    "fp8": MethodRow(BROWN, "^", "FP8"),
+    "h2o": MethodRow(VERMILLION, "s", "H2O"),
+    "int4": MethodRow(BROWN, "D", "INT4"),
+    "int8": MethodRow(BROWN, "v", "INT8"),
+    "keydiff": MethodRow(CRIMSON, "s", "KeyDiff"),
+    "keynorm": MethodRow(OLIVE, "o", "KeyNorm"),
+    "kivi": MethodRow(VIOLET, "X", "KIVI"),
+    "kvzip": MethodRow(MAGENTA, "o", "KVzip"),
+    "l1": MethodRow(BROWN, "o", "L1 channels"),
+    "l2": MethodRow(BROWN, "s", "L2 channels"),
+    "mxfp4": MethodRow(MOSS, "s", "MXFP4"),
+    "nvfp4": MethodRow(MOSS, "o", "NVFP4"),
+    "palu": MethodRow(INDIGO, "s", "Palu"),
+    "pyramidkv": MethodRow(MAGENTA, ">", "PyramidKV"),
+    "q4_0": MethodRow(OLIVE, "^", "q4_0"),
+    "q4_0_h": MethodRow(OLIVE, "s", "q4_0 rotated"),
+    "q8_0": MethodRow(OLIVE, "v", "q8_0"),
+    "qhitter": MethodRow(CRIMSON, "p", "Q-Hitter"),
+    "quant": MethodRow(AMBER, "X", "quantisation"),
+    "random": MethodRow(GREY, "x", "random tokens"),
+    "refreekv": MethodRow(OLIVE, "d", "ReFreeKV"),
+    "scissorhands": MethodRow(TEAL, "v", "Scissorhands"),
+    "snapkv": MethodRow(BLUE, "o", "SnapKV"),
+    "streamingllm": MethodRow(GREEN, "^", "StreamingLLM"),
+    "think": MethodRow(PINK, "D", "ThinK"),
+    "thinkv": MethodRow(PINK, "v", "ThinK values"),
+    "tova": MethodRow(SKY, "v", "TOVA"),
+    "turboquant": MethodRow(OLIVE, "p", "TurboQuant"),
+    "twilight": MethodRow(INDIGO, "^", "Twilight"),
+    "uncomp": MethodRow(TEAL, "P", "UNComp"),
+    "uncomp-group": MethodRow(TEAL, "<", "UNComp groups"),
+    "uncomp-stage": MethodRow(TEAL, ">", "UNComp stages"),
+    "vatp": MethodRow(MAGENTA, "d", "VATP"),
+}
+"""Method -> colour, marker, printed name. Colours have a contrast of 3 to white and to a dark page."""
+
+_IDS = {method: method for method in METHODS} | {row.name.lower(): method for method, row in METHODS.items()}
+"""From what a label calls a method, its id or its printed name, to its id."""
+LINES = ("-", "--", "-.", ":")
+DERIVED_MARKERS = ("o", "s", "^", "v", "<", ">", "D", "d", "p", "h", "P", "X")
+MOST_LUMINANCE = 0.3
+"""The relative luminance (WCAG) of a colour whose contrast to white is 3."""
+FULL_NAMES = ("full", "full cache")
+PART = re.compile(r"\s*([\w.:-]+)(.*?)\s*$", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Look:
+    """How a method is drawn and called.
+
+    line: matplotlib's line style. hollow: True where the marker has no filling.
+    """
+
+    color: str
+    marker: str
+    name: str
+    line: str = "-"
+    hollow: bool = False
+
+
+def look_of(label: str) -> Look:
+    """Return the look of a method, of a combination or of a row's label: ``snapkv+think kv_ratio=0.25``.
+
+    A combination has the colour of its first method, the marker of its last one without filling, and a dashed line.
+    A method that the table lacks has a colour and a marker derived from its name, which never change.
+    """
+    parts = _split(label)
+    rows = [_row_of(method) for method, _ in parts]
+    name = print_name(label)
+    if len(rows) == 1:
+        return Look(rows[0].color, rows[0].marker, name)
+    return Look(rows[0].color, rows[-1].marker, name, line="--", hollow=True)
+
+
+def looks_of(labels: Sequence[str]) -> dict[str, Look]:
+    """Return the look of each label of one picture, with a line style of its own for each label of one method."""
+    looks: dict[str, Look] = {}
+    used: dict[tuple[str, str, bool], int] = {}
+    for label in dict.fromkeys(labels):
+        look = look_of(label)
+        key = (look.color, look.marker, look.hollow)
+        count = used.get(key, 0)
+        used[key] = count + 1
+        if count:
+            # the first label of a method has its own line; the others take the next ones and change the filling
+            line = LINES[(LINES.index(look.line) + count) % len(LINES)]
+            look = replace(look, line=line, hollow=look.hollow != bool(count % 2))
+        looks[label] = look
+    return looks
+
+
+def print_name(label: str) -> str:
+    """Return a label with the methods' printed names: ``snapkv+think ratio=0.4`` is SnapKV + ThinK ratio=0.4."""
+    if label.lower() in FULL_NAMES:
+        return METHODS["full"].name
+    return " + ".join(_row_of(method).name + rest for method, rest in _split(label))
+
+
+def _split(label: str) -> list[tuple[str, str]]:
+    """Return (method, what follows it) of each part of a label, the method by its id where the table has it."""
+    if label.lower() in FULL_NAMES:
+        return [("full", "")]
+    parts = []
+    for part in label.split("+"):
+        found = PART.match(part)
+        if found is None:
+            parts.append((part, ""))
+            continue
+        method, rest = found.groups()
+        # a label that is printed already, as KIVI 4/4, has the printed name of its method
+        parts.append((_IDS.get(method.lower(), method), rest))
+    return parts
+
+
+def _row_of(method: str) -> MethodRow:
+    """Return a method's row of the table, or one that is derived from its name."""
+    if method in METHODS:
+        return METHODS[method]
+    digest = hashlib.sha256(method.encode()).digest()
+    name = method
+    press = method.removeprefix("kvpress:")
+    if press != method and press in METHODS:
+        name = f"kvpress {METHODS[press].name}"
+    marker = DERIVED_MARKERS[digest[2] % len(DERIVED_MARKERS)]
+    return MethodRow(_derive_color(int.from_bytes(digest[:2])), marker, name)
+
+
+def _derive_color(number: int) -> str:
+    """Return a colour of a hue that ``number`` chooses, dark enough to be seen on white."""
+    hue = number % 360 / 360
+    lightness = 0.45
+    while True:
+        red, green, blue = colorsys.hls_to_rgb(hue, lightness, 0.6)
+        color = "#" + "".join(f"{round(255 * part):02X}" for part in (red, green, blue))
+        if luminance(color) <= MOST_LUMINANCE:
+            return color
+        lightness -= 0.02
+
+
+def luminance(color: str) -> float:
+    """Return the relative luminance (WCAG) of a colour like #0072B2."""
+    total = 0.0
+    for start, weight in ((1, 0.2126), (3, 0.7152), (5, 0.0722)):
+        value = int(color[start : start + 2], 16) / 255
+        linear = value / 12.92
+        if value > 0.03928:
+            linear = ((value + 0.055) / 1.055) ** 2.4
+        total += weight * linear
+    return total
