@@ -75,9 +75,9 @@ def observe(
         contexts.enter_context(torch.no_grad())
         contexts.enter_context(attached(model))
         contexts.enter_context(layer_hooks(model, finish))
-        # tokens_read[i] is known once layer i - 1 has ended: later layers read the tokens that a stage leaves
+        # tokens_of_layer[i] is known once layer i - 1 has ended: later layers read the tokens that a stage leaves
         if prompt_pass.chain.hidden:
-            contexts.enter_context(token_hooks(model, prompt_pass.tokens_read.__getitem__))
+            contexts.enter_context(token_hooks(model, prompt_pass.tokens_of_layer.__getitem__))
         if needs.call:
             contexts.enter_context(call_hooks(model, prompt_pass.calls))
         if n > LONG:
@@ -100,7 +100,7 @@ class _PromptPass:
     layers: the layers of the whole model, local ones included.
     compressed_layers: the layers that methods compress.
     tokens_before: how many of the prompt's first tokens were read before.
-    tokens_read: for each of these, the tokens that it reads; None for all. There is one entry more, of no layer.
+    tokens_of_layer: for each of these, the tokens that it reads; None for all. There is one entry more, of no layer.
     calls: the calls of attention modules by layer of the model, where stages need them.
     """
 
@@ -122,7 +122,7 @@ class _PromptPass:
         if starts:
             self.tokens_before = starts[0].keys.shape[1]
         # the last layer has no successor, but writes its rows all the same
-        self.tokens_read: list[TokensRead | None] = [None] * (self.shape.layers + 1)
+        self.tokens_of_layer: list[TokensRead | None] = [None] * (self.shape.layers + 1)
         self.calls: dict[int, AttentionCall] = {}
         self.lifted = lifts(model)
         self.inv_freq: Tensor | None = None
@@ -192,7 +192,7 @@ class _PromptPass:
             observation = self._observe_part(number, length, part_k.shape[1], states=states, call=call)
             try:
                 if length == len(self.tokens):
-                    self.tokens_read[number + 1] = _tokens_of_next_layer(self.chain, observation, k)
+                    self.tokens_of_layer[number + 1] = _tokens_of_next_layer(self.chain, observation, k)
                 on_layer(observation, part_k, part_v)
             except Exception:
                 check_finite(self.chain, "keys or values", k, v)  # no stage is at fault where these are not finite
@@ -214,9 +214,9 @@ class _PromptPass:
         # low-rank projections have remembered the latents of this layer's call
         if self.lifted:
             latents = self.lifted[number].k.take(), self.lifted[number].v.take()
-        tokens_read = self.tokens_read[number]
-        if tokens_read is not None:
-            positions = tokens_read.positions
+        layer_tokens = self.tokens_of_layer[number]
+        if layer_tokens is not None:
+            positions = layer_tokens.positions
         if not needs.call:
             call = None
         return Observation(
