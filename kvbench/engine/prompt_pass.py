@@ -76,9 +76,9 @@ def observe(
         contexts.enter_context(torch.no_grad())
         contexts.enter_context(attached(model))
         contexts.enter_context(layer_hooks(model, finish))
-        # tokens_read[i] is known when layer i - 1 has ended: later layers read only the tokens that a stage leaves
+        # tokens_of_layer[i] is known when layer i - 1 has ended: later layers read only the tokens that a stage leaves
         if prompt_pass.chain.hidden:
-            contexts.enter_context(token_hooks(model, prompt_pass.tokens_read.__getitem__))
+            contexts.enter_context(token_hooks(model, prompt_pass.tokens_of_layer.__getitem__))
         if needs.call:
             contexts.enter_context(call_hooks(model, prompt_pass.calls))
         if n > LONG:
@@ -101,7 +101,7 @@ class _PromptPass:
     layers: the layers of the whole model, local layers included.
     compressed_layers: the layers that methods compress.
     tokens_before: how many of the prompt's first tokens were read earlier.
-    tokens_read: for each compressed layer, the tokens that it reads; None for all. One extra entry belongs to no layer.
+    tokens_of_layer: for each compressed layer, the tokens that it reads; None for all. One extra entry belongs to no layer.
     calls: the calls of attention modules by layer of the model, if stages need them.
     """
 
@@ -123,7 +123,7 @@ class _PromptPass:
         if starts:
             self.tokens_before = starts[0].keys.shape[1]
         # one entry more, because the last layer writes the tokens of its successor without having one
-        self.tokens_read: list[TokensRead | None] = [None] * (self.shape.layers + 1)
+        self.tokens_of_layer: list[TokensRead | None] = [None] * (self.shape.layers + 1)
         self.calls: dict[int, AttentionCall] = {}
         self.lifted = lifts(model)
         self.inv_freq: Tensor | None = None
@@ -193,7 +193,7 @@ class _PromptPass:
             observation = self._observe_part(number, length, part_k.shape[1], states=states, call=call)
             try:
                 if length == len(self.tokens):
-                    self.tokens_read[number + 1] = _tokens_of_next_layer(self.chain, observation, k)
+                    self.tokens_of_layer[number + 1] = _tokens_of_next_layer(self.chain, observation, k)
                 on_layer(observation, part_k, part_v)
             except Exception:
                 check_finite(self.chain, "keys or values", k, v)  # if these are not finite, no stage is at fault
@@ -216,9 +216,9 @@ class _PromptPass:
         # low-rank projections have remembered the latents of this layer's call
         if self.lifted:
             latents = self.lifted[number].k.take(), self.lifted[number].v.take()
-        left_tokens = self.tokens_read[number]
-        if left_tokens is not None:
-            positions = left_tokens.positions
+        layer_tokens = self.tokens_of_layer[number]
+        if layer_tokens is not None:
+            positions = layer_tokens.positions
         if not needs.call:
             call = None
         return Observation(

@@ -260,8 +260,8 @@ def test_every_entry_of_conf_says_what_status_shows():
     for name, entry in sources.items():
         if entry is not None:
             assert entry.licence != "unknown" and entry.revision, name
-            assert len({w.to for w in entry.files}) == len(entry.files), name
-    places = [w.to for w in sources["longbench_e"].files]
+            assert len({w.destination for w in entry.files}) == len(entry.files), name
+    places = [w.destination for w in sources["longbench_e"].files]
     assert len(places) == 15 and "longbench/qasper_e.jsonl" in places
 
 
@@ -272,7 +272,7 @@ def test_fetched_files_are_those_that_the_loader_reads(tmp_path):
         *(("longbench", "en"), ("longbench_zh", "zh"), ("longbench_e", "e")),
         *(("longbench_mini", "en"), ("longbench_mini_zh", "zh")),
     ):
-        files = {w.to: w.also for w in fetch.source_of(dataset).files}
+        files = {w.destination: w.alternative for w in fetch.source_of(dataset).files}
         folder = "longbench_mini" if "mini" in dataset else "longbench"
         expected = dict(longbench.places(n, split, folder) for n in longbench.names(split))
         official = {f"longbench/{n}": None for n in (longbench.PROMPTS, longbench.LENGTHS)}

@@ -44,7 +44,7 @@ def test_fetched_tables_load(tmp_path, dataset):
     assert not source.verified and source.repo and source.licence != "unknown"
     for wanted in source.files:
         if wanted.source.endswith(".parquet"):
-            unpack(wanted, tmp_path / "table.parquet", tmp_path / wanted.to)
+            unpack(wanted, tmp_path / "table.parquet", tmp_path / wanted.destination)
     (task,) = load(dataset, tmp_path)
     assert [e.answers for e in task.examples] == REFERENCES[dataset]
     if dataset in ("xsum", "cnn_dailymail"):
@@ -56,10 +56,10 @@ def test_fetched_files_load(tmp_path):
     line = {"question": "q", "answers": ["a1"], "ctxs": [{"title": "t", "text": "a1", "isgold": True}]}
     (wanted,) = source_of("mdqa").files
     (tmp_path / "x.gz").write_bytes(gzip.compress(json.dumps(line).encode()))
-    unpack(wanted, tmp_path / "x.gz", tmp_path / wanted.to)
+    unpack(wanted, tmp_path / "x.gz", tmp_path / wanted.destination)
     assert load("mdqa", tmp_path, "last", documents=1)[0].examples[0].answers == ("a1",)
     for dataset in ("gpqa", "coqa"):
         (wanted,) = source_of(dataset).files
-        (tmp_path / wanted.to).write_text("{}")
-        with pytest.raises(UsageError, match=wanted.to):
+        (tmp_path / wanted.destination).write_text("{}")
+        with pytest.raises(UsageError, match=wanted.destination):
             load(dataset, tmp_path)
