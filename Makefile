@@ -47,7 +47,7 @@ check: $(VENV)/.ready  ## lint, format, types, and imports that go down only
 
 docs: $(VENV)/.ready  ## the documentation site, in site/; strict: no broken link
 	$(PY) -m pip install --quiet --disable-pip-version-check -e '.[docs]'
-	$(PY) -m mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet
 
 ##@ Tables, claims and pages
 

@@ -120,7 +120,7 @@ def _presets() -> Iterator[str]:
     yield "## Presets (`preset=`)\n"
     yield (
         "In place of the plain defaults; knobs that are typed win. Budgets that a preset does not name are the user's. "
-        "Every value with where it comes from stands in [Papers](papers.md), `kvbench reference`.\n"
+        "Every value with where it comes from stands in [Papers](papers/index.md), `kvbench reference`.\n"
     )
     yield writers.table(("preset", "what it is"), [(name, presets.about(name)) for name in presets.available()])
 

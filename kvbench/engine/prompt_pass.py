@@ -101,7 +101,7 @@ class _PromptPass:
     layers: the layers of the whole model, local layers included.
     compressed_layers: the layers that methods compress.
     tokens_before: how many of the prompt's first tokens were read earlier.
-    tokens_of_layer: for each compressed layer, the tokens that it reads; None for all. One extra entry belongs to no layer.
+    tokens_of_layer: for each compressed layer, the tokens that it reads; None for all. One extra entry has no layer.
     calls: the calls of attention modules by layer of the model, if stages need them.
     """
 

@@ -1,0 +1,363 @@
+"""The site's page of each method and their index: formula, use, kept tokens, cost, scores, options.
+
+What the code does not say of a method stands in method_pages.yaml. Numbers are those of committed results. The picture
+of kept tokens is made with the tiny model while the site is built.
+"""
+
+from __future__ import annotations
+
+import html
+import importlib
+import inspect
+import json
+import re
+from collections.abc import Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+import ziamath
+from kept_tokens import RATIO, figure
+from latex2mathml.converter import convert
+from option_tables import of_text
+
+from kvbench.base.conf import commented, conf_dir
+from kvbench.methods.core import registry
+from kvbench.methods.core.base import Modifier
+from kvbench.methods.core.lowrank import LowRankStage
+from kvbench.methods.core.stage import Stage
+from kvbench.plan import presets
+from kvbench.report import writers
+from kvbench.report.verdict import describe_size
+
+ROOT = Path(__file__).parents[1]
+RESULTS = "../results"
+"""The results as pages of methods link to them."""
+REPORT = ROOT / "results" / "methods.json"
+"""The report of all methods on SmolLM2, as `run --json` printed it."""
+RANKING = ROOT / "results" / "tables" / "ranking.md"
+ARXIV = re.compile(r"arXiv (\d{4}\.\d{5})")
+FORMULA_SIZE = 19
+"""The size of a formula's letters in pixels."""
+SYMBOLS = (
+    "$n$ tokens have keys $k_j$, values $v_j$ and queries $q_i$ of $d$ channels in each of $H$ heads. $A_{i,j}$ is "
+    "the attention that query $i$ pays to token $j$, after the softmax. $C$ is the budget in tokens, $w$ the window "
+    "of last tokens that always stay, and $s_j$ the score of token $j$. $x$ is a number to store, $c$ its code, and "
+    "$\\hat{x}$ what is read."
+)
+"""The symbols that formulas share."""
+
+
+def pages() -> dict[str, str]:
+    """Return the page of each method and their index, by the name of the page."""
+    texts = {"methods/index.md": _index()}
+    for group in groups().values():
+        for method in group["methods"]:
+            texts[f"methods/{method}.md"] = _page(method)
+    return texts
+
+
+def navigation() -> list[dict[str, Any]]:
+    """Return the navigation of the methods: their index, and their pages by kind."""
+    entries: list[dict[str, Any]] = [{"All methods": "methods/index.md"}]
+    for group in groups().values():
+        pages_of_group = [{about["name"]: f"methods/{method}.md"} for method, about in group["methods"].items()]
+        entries.append({group["title"]: pages_of_group})
+    return entries
+
+
+@cache
+def groups() -> dict[str, Any]:
+    """Return the kinds of methods with what method_pages.yaml says of each method. All methods stand there."""
+    kinds: dict[str, Any] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text("utf-8"))
+    described = [method for kind in kinds.values() for method in kind["methods"]]
+    missing = set(registry.available()) ^ {"full", *described}
+    if missing:
+        raise ValueError(f"method_pages.yaml describes other methods than there are: {', '.join(sorted(missing))}")
+    return kinds
+
+
+def _described(method: str) -> dict[str, Any]:
+    """Return what method_pages.yaml says of a method."""
+    (found,) = [kind["methods"][method] for kind in groups().values() if method in kind["methods"]]
+    return found
+
+
+def _index() -> str:
+    parts = [
+        "# Methods",
+        "`+` combines methods (`method=snapkv+think`), and commas list alternatives (`method=snapkv,h2o`). Each page "
+        "has the formula, when to use the method, the tokens that it keeps of one prompt, its cost and its options. "
+        f"*Size* is that of the cache beside the full one, at the default options on [SmolLM2]({RESULTS}/methods.txt).",
+    ]
+    for group in groups().values():
+        rows = []
+        for method, about in group["methods"].items():
+            link = f"[{about['name']}]({method}.md)"
+            rows.append((link, f"`{method}`", _about(method), _paper(method), _size(method)))
+        table = writers.table(("method", "name to type", "idea", "paper", "size"), rows)
+        parts += [f"## {group['title']}", group["about"], table]
+    parts += [
+        "## Compare them",
+        "With 8 to 16 prompts a task, few methods can be told apart by scores: [methods and "
+        f"formats]({RESULTS}/comparison.md) has all scores with their intervals, and [the "
+        f"ranking]({RESULTS}/tables/ranking.md) five measures at a quarter of the bytes. kvpress's presses run as "
+        "[`method=kvpress:NAME`](../kvpress.md), and [your own method](../own.md) in twelve lines.",
+        "## Symbols",
+        _with_math(SYMBOLS),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _page(method: str) -> str:
+    """Return the page of one method."""
+    about = _described(method)
+    stage = _stage_class(method)
+    module = inspect.getmodule(stage)
+    parts = [
+        f"# {about['name']}",
+        " ".join((inspect.getdoc(module) or "").split()),
+        "## When to use it",
+        _with_math(about["when"]),
+        f"```bash\n{_command(method)}\n```",
+    ]
+    if about.get("note"):
+        parts.append(about["note"])
+    parts += [
+        "## Formula",
+        "\n\n".join(map(_formula, about["formula"])),
+        _with_math(about.get("where", "")),
+        f'??? note "Symbols"\n\n    {_with_math(SYMBOLS)}',
+        "### Details and variants",
+        _docstring_as_markdown(inspect.getdoc(stage) or ""),
+        "## The tokens that it keeps",
+        _kept(method),
+        "## What it costs",
+        _cost(method),
+        "## Scores on SmolLM2",
+        _scores(method),
+        "## Options",
+        _options(method),
+    ]
+    settings = list(_preset_rows(method))
+    if settings:
+        parts += ["## What presets of papers set", writers.table(("preset", "value", "model", "source"), settings)]
+    code = _indented(f"```python\n{inspect.getsource(stage).rstrip()}\n```")
+    parts += ["## Its code", f'??? note "{stage.__module__}"\n\n{code}']
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _stage_class(method: str) -> type[Stage]:
+    module_name, _, class_name = registry.defaults(method)["_target_"].rpartition(".")
+    return getattr(importlib.import_module(module_name), class_name)
+
+
+def _about(method: str) -> str:
+    """Return the first line of a method's file, without its name and source."""
+    about = registry.path_of(method).read_text("utf-8").splitlines()[0].lstrip("# ").strip('"')
+    about = re.sub(r" \((?:arXiv|https|MLSys)[^()]*\)\.?$", "", about)
+    about = about.partition(": ")[2] or about
+    return about[0].upper() + about[1:]
+
+
+def _paper(method: str) -> str:
+    """Return a link to a method's paper, or nothing if it has none on arXiv."""
+    found = ARXIV.search(inspect.getdoc(inspect.getmodule(_stage_class(method))) or "")
+    if not found:
+        return ""
+    return f"[{found[1]}](https://arxiv.org/abs/{found[1]})"
+
+
+def _command(method: str) -> str:
+    """Return a command that measures a method: alone, or behind the one that it changes."""
+    words = [f"method={_runnable(method)}", *_budget(method)]
+    return " ".join(["kvbench run", *words])
+
+
+def _runnable(method: str) -> str:
+    """Return a method as it can run: one that changes another stands behind it."""
+    stage = registry.make_stage(method, registry.defaults(method))
+    if isinstance(stage, Modifier):
+        return f"{stage.decorates[0]}+{method}"
+    return method
+
+
+def _budget(method: str) -> list[str]:
+    """Return the words that set a method's budget."""
+    names = registry.knob_names(method)
+    defaults = registry.defaults(method)
+    words = []
+    if "kv_ratio" in names or _runnable(method) != method:
+        words.append(f"kv_ratio={RATIO:g}")
+    if "ratio" in names:
+        words.append(f"ratio={defaults['ratio']:g}")
+    if "value_ratio" in names:
+        words.append(f"value_ratio={defaults['value_ratio']:g}")
+    return words
+
+
+def _formula(latex: str) -> str:
+    """Return a line of formulas as pictures (SVG), which need no font and no script of the reader's. They wrap on a "
+    "phone."""
+    pictures = []
+    for part in re.split(r",?\s*\\qquad\s*", latex):
+        svg = ziamath.Latex(part, size=FORMULA_SIZE, color="currentColor").svg()
+        label = html.escape(part, quote=True)
+        pictures.append(svg.replace("<svg ", f'<svg role="img" aria-label="{label}" ', 1))
+    return f'<div class="formula">{"".join(pictures)}</div>'
+
+
+def _with_math(text: str) -> str:
+    """Return a text with its symbols between dollars as MathML."""
+    # a browser shows single symbols well without a font for mathematics, and the span keeps them within their sentence
+    return re.sub(r"\$([^$]+)\$", lambda match: f"<span>{convert(match[1])}</span>", text)
+
+
+def _docstring_as_markdown(docstring: str) -> str:
+    """Return a docstring as Markdown: its ``names`` as code, and lines of the form ``option: text`` as a list."""
+    text = docstring.replace("``", "`")
+    # a line that goes on below its option
+    text = re.sub(r"\n +", " ", text)
+    return re.sub(r"^([\w, ]+(?: `\w+`)?): ", r"\n- **\1**: ", text, flags=re.MULTILINE)
+
+
+def _indented(text: str) -> str:
+    return "\n".join("    " + line if line else line for line in text.splitlines())
+
+
+def _kept(method: str) -> str:
+    """Return the picture of the tokens that a method keeps of a prompt, or a sentence if it keeps all."""
+    if issubclass(_stage_class(method), LowRankStage):
+        return "It keeps every token of the prompt, as latents of lower rank in place of keys and values."
+    return figure(_runnable(method), method)
+
+
+@cache
+def _rows() -> dict[str, dict[str, Any]]:
+    """Return the rows of the report on SmolLM2 by method."""
+    report = json.loads(REPORT.read_text("utf-8"))
+    # a method that changes another is measured behind it: h2o+vatp is the row of vatp
+    return {row["method"].split()[0].rpartition("+")[2]: row for row in report["rows"]}
+
+
+def _size(method: str) -> str:
+    row = _rows().get(method)
+    if row is None or row.get("percent_of_full") is None:
+        return "not measured"
+    return describe_size(_times_smaller(row))
+
+
+def _times_smaller(row: dict[str, Any]) -> float:
+    """Return the full cache's bytes over a row's, both at 16 bits."""
+    return _rows()["full"]["percent_of_full"] / row["percent_of_full"]
+
+
+def _cost(method: str) -> str:
+    """Return a table of a method's bytes and its time of compression, as committed results have them."""
+    row, full = _rows().get(method), _rows()["full"]
+    if row is None or row.get("percent_of_full") is None:
+        return "It is not measured on SmolLM2 yet. `kvbench bench memory` prints its bytes for any model."
+    written = row["method"]
+    lines = [
+        (f"cache of `{written}`", f"{row['percent_of_full']:.1f} % of the full cache, at 16 bits ({_size(method)})"),
+        ("tokens kept", f"{row['kept_percent']:.0f} %"),
+        ("compression", f"{_seconds(row['compress_ms'])} a prompt"),
+        ("reading the prompt, for comparison", f"{_seconds(row['prefill_ms'])}"),
+    ]
+    if row.get("attended_percent") is not None:
+        lines.insert(2, ("tokens attended", f"{row['attended_percent']:.0f} %"))
+    caveat = (
+        f"SmolLM2-135M, prompts of at most 2,000 tokens, two CPU cores ([all methods]({RESULTS}/methods.txt)). The "
+        f"full cache counts as {full['percent_of_full']:.1f} %, because it stores positions too. Times show the order "
+        "of magnitude only: work that several methods share was counted with the first of them. `kvbench bench time` "
+        "measures a method alone."
+    )
+    return writers.table(("", "measured"), lines) + "\n" + caveat
+
+
+def _seconds(milliseconds: float) -> str:
+    if milliseconds >= 1000:
+        return f"{milliseconds / 1000:.1f} s"
+    return f"{milliseconds:.0f} ms"
+
+
+def _scores(method: str) -> str:
+    """Return a method's scores on SmolLM2 beside the full cache's, with intervals."""
+    parts = [*_longbench(method), *_ranking(method)]
+    return "\n\n".join(parts) or "Not measured yet."
+
+
+def _longbench(method: str) -> Iterator[str]:
+    """Yield a table of the scores on tasks of LongBench, with what it stands on."""
+    row, full = _rows().get(method), _rows()["full"]
+    if row is None or row.get("score_mean") is None:
+        return
+    heads = ["LongBench", *(cell["task"].rpartition("/")[2] for cell in full["cells"])]
+    lines = [[name, *map(_score, r["cells"])] for name, r in (("full cache", full), (f"`{row['method']}`", row))]
+    n = ", ".join(str(cell["n"]) for cell in full["cells"])
+    yield writers.table(heads, lines)
+    yield (
+        f"n = {n} prompts, the question seen, 95 % intervals. These are other examples than those of "
+        f"[the README's table]({RESULTS}/run-real.txt), which has up to 16 a task."
+    )
+
+
+def _ranking(method: str) -> Iterator[str]:
+    """Yield a table of the measures of the ranking at about a quarter of the bytes, if the method stands in it."""
+    head, *rows = (line for line in RANKING.read_text("utf-8").splitlines() if line.startswith("| "))
+    names = _cells(head)
+    chosen = ("method", "bytes %", "KL, nats", "LongBench withheld", "RULER seen", "RULER withheld")
+    lines = []
+    for row in rows:
+        cells = dict(zip(names, _cells(row), strict=False))
+        if cells["method"] == "method":
+            # the first table ends where the next one begins
+            break
+        stages = cells["method"].split(" ")[0].removesuffix("_h")
+        if stages in ("full", method, _runnable(method)):
+            cells["method"] = f"`{cells['method']}`"
+            lines.append([cells[name] for name in chosen])
+    if len(lines) > 1:
+        heads = (
+            "",
+            "bytes %",
+            "KL, nats",
+            "LongBench, question withheld",
+            "RULER, question seen",
+            "RULER, question withheld",
+        )
+        yield writers.table(heads, lines)
+        yield (
+            f"From [the ranking]({RESULTS}/tables/ranking.md) at about a quarter of the bytes. KL is the divergence "
+            "from the full cache on 8 essays. RULER has 15 prompts, LongBench 8, all with 95 % intervals."
+        )
+
+
+def _cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def _score(cell: dict[str, Any]) -> str:
+    """Return a score with its interval, if it has one."""
+    interval = " [{:.0f}, {:.0f}]".format(*cell["ci"]) if cell.get("ci") else ""
+    return f"{cell['score']:.1f}{interval}"
+
+
+def _options(method: str) -> str:
+    """Return a table of a method's options from its file in conf/, or of the class's own defaults."""
+    file = conf_dir() / "method" / f"{method}.yaml"
+    if file.exists():
+        return of_text(commented(f"method/{method}"))
+    rows = [(f"`{name}`", f"`{registry.defaults(method)[name]}`") for name in registry.knob_names(method)]
+    return writers.table(("option", "default"), rows)
+
+
+def _preset_rows(method: str) -> Iterator[Sequence[str]]:
+    """Yield what presets of papers set of a method, with the source of each value."""
+    prefix = f"method.{method}."
+    for name in presets.available():
+        for setting in presets.settings(name):
+            if setting.key.startswith(prefix):
+                value = f"`{setting.key.removeprefix(prefix)}={json.dumps(setting.value)}`"
+                yield name, value, setting.model or "all", setting.source

@@ -1,0 +1,157 @@
+"""The site's page of each paper: what it claims, what was found here, its tables and figures, and its preset."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from kvbench.papers.report import reference
+from kvbench.papers.spec import catalogue
+from kvbench.papers.spec.catalogue import Paper
+from kvbench.report import writers
+
+ROOT = Path(__file__).parents[1]
+RESULTS = "../results"
+"""The results as pages of papers link to them."""
+LEDGER = ROOT / "results" / "claims" / "smollm2-135m-q4_1.json"
+MODEL = "SmolLM2-135M"
+"""The model of the ledger and of results/tables, a substitute for the papers' models."""
+MARKS = {"supported": "✓", "contradicted": "✗", "no difference": "=", "mixed": "±", "undecided": "?"}
+MEASURES = {"points": "the scores", "likelihood": "the likelihood of the answer", "divergence": "the divergence"}
+UNDECIDED = "undecided"
+ORDER = (*MARKS, "not decidable here", "not measured yet", "not testable here")
+"""All verdicts in the order in which they are counted."""
+
+
+def pages() -> dict[str, str]:
+    """Return the page of each paper and their index, by the name of the page."""
+    papers = [catalogue.paper(name) for name in catalogue.papers()]
+    texts = {"papers/index.md": _index(papers)}
+    for paper in papers:
+        texts[f"papers/{paper.id}.md"] = _page(paper)
+    return texts
+
+
+def navigation() -> list[dict[str, str]]:
+    """Return the navigation of the papers: their index, and the page of each."""
+    entries = [{"All papers": "papers/index.md"}]
+    for name in catalogue.papers():
+        entries.append({catalogue.paper(name).name: f"papers/{name}.md"})
+    return entries
+
+
+def _index(papers: Sequence[Paper]) -> str:
+    rows = []
+    for paper in papers:
+        record = reference.as_json(paper)
+        statements = _tally(claim["verdict"] for claim in _claims(paper))
+        tables = sum(not entry.is_figure for entry in paper.entries)
+        figures = len(paper.entries) - tables
+        rows.append((f"[{paper.name}]({paper.id}.md)", record["source"], f"{tables} and {figures}", statements))
+    return "\n\n".join(
+        [
+            "# Papers",
+            "Each page says what a paper claims, what was found here, which of its tables and figures can be "
+            f"measured, and what its preset sets. The model here is {MODEL}, a substitute for the papers' models: "
+            "orders can be compared, values cannot.",
+            writers.table(("paper", "source", "tables and figures", f"claims, tested on {MODEL}"), rows),
+            f"[How claims are tested]({RESULTS}/papers.md) · [all claims with their evidence]({RESULTS}/claims.md) · "
+            f"[where the printed numbers contradict themselves]({RESULTS}/audit.md) · [how to reproduce a "
+            "paper](../reproduce.md)",
+        ]
+    )
+
+
+def _page(paper: Paper) -> str:
+    """Return the page of one paper."""
+    record = reference.as_json(paper)
+    claims = _claims(paper)
+    preset: dict[str, str] = record["preset"]  # type: ignore[assignment]
+    parts = [
+        f"# {paper.name}",
+        f"*{record['title']}*, {record['source']}.",
+        "## What it claims, and what was found here",
+        f"Of its {len(claims)} claims, on {MODEL}: {_tally(claim['verdict'] for claim in claims)}. [The evidence for "
+        f"each verdict]({RESULTS}/claims.md) has intervals, the number of prompts, and the verdicts on the tiny model.",
+        writers.table(("", "the paper says", "tested here", "verdict"), list(map(_claim_row, claims))),
+        "## Its own numbers",
+        "Its statements against the numbers that it prints itself, which needs no model "
+        f"([the audit]({RESULTS}/audit.md)):",
+        writers.table(("place", "statement, in our words", "by its own numbers"), _values(record["statements"])),
+        "## Tables and figures",
+        f"Links lead to our measurement. `kvbench table {paper.id}/1` prints a table beside the paper's, and `kvbench "
+        f"plot {paper.id}/fig1` draws a figure. With {MODEL} and other substitutes, both sides are in per cent of "
+        "their own full cache.",
+        writers.table(
+            ("", "shows", "ours", "printed values", "what can be reproduced"), list(_entry_rows(paper, record))
+        ),
+    ]
+    notes = [f"- {place}: {note}" for place, note in _notes(paper)]
+    if notes:
+        parts.append("\n".join(notes))
+    if preset["name"]:
+        parts += [
+            f"## What `preset={preset['name']}` sets",
+            f"{preset['about']} These values replace the plain defaults, and what you type wins.",
+            writers.table(("option", "value", "model", "where it comes from"), list(_setting_rows(record))),
+        ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _claims(paper: Paper) -> list[dict[str, Any]]:
+    """Return the verdicts on a paper's claims, as they are committed."""
+    verdicts = json.loads(LEDGER.read_text("utf-8"))["verdicts"]
+    return [verdict for verdict in verdicts if verdict["paper"] == paper.id]
+
+
+def _tally(verdicts: Iterator[str]) -> str:
+    counts = Counter(verdicts)
+    return ", ".join(f"{counts[verdict]} {verdict}" for verdict in ORDER if counts[verdict])
+
+
+def _claim_row(claim: dict[str, Any]) -> tuple[str, ...]:
+    """Return a claim as a row: its mark, the paper's words with their place, the test, and the verdict."""
+    verdict = claim["verdict"]
+    if claim["decided_by"] and verdict in MARKS and verdict != UNDECIDED:
+        verdict = f"**{verdict}** by {MEASURES[claim['decided_by']]}"
+    return MARKS.get(claim["verdict"], "—"), f"“{claim['quote']}” ({claim['where']})", claim["tested"], verdict
+
+
+def _values(records: Any) -> list[tuple[str, ...]]:
+    return [tuple(record.values()) for record in records]
+
+
+def _entry_rows(paper: Paper, record: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+    """Yield the tables and figures of a paper, with links to what was measured of them."""
+    for entry, row in zip(paper.entries, record["entries"], strict=True):
+        yield row["name"], row["title"], _ours(paper, entry.id, entry.is_figure), row["cells"], row["reproduction"]
+
+
+def _ours(paper: Paper, entry: str, is_figure: bool) -> str:
+    """Return links to our committed measurements of a table or figure, on SmolLM2 and on the tiny model."""
+    if is_figure:
+        number = entry.removeprefix("figure")
+        candidates = {MODEL: f"figures/{paper.id}/fig{number}.png", "tiny": f"tiny/figures/{paper.id}/fig{number}.png"}
+    else:
+        candidates = {MODEL: f"tables/{paper.id}-{entry}.md", "tiny": f"tiny/{paper.id}-{entry}.md"}
+    links = []
+    for model, name in candidates.items():
+        if (ROOT / "results" / name).exists():
+            links.append(f"[{model}]({RESULTS}/{name})")
+    return ", ".join(links)
+
+
+def _notes(paper: Paper) -> Iterator[tuple[str, str]]:
+    for entry in paper.entries:
+        if entry.note:
+            kind = "figure" if entry.is_figure else "table"
+            yield f"{kind} {entry.id.removeprefix('figure')}", entry.note
+
+
+def _setting_rows(record: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+    for setting in record["settings"]:
+        value = json.dumps(setting["value"], ensure_ascii=False).strip('"')
+        yield f"`{setting['key']}`", f"`{value}`", setting["model"] or "any", setting["source"]

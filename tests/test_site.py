@@ -1,0 +1,80 @@
+"""The documentation site: generated pages name all that there is, and docs/own.md prints what its method gives."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from kvbench.base.conf import top_level
+from kvbench.methods.core import registry
+
+ROOT = Path(__file__).parent.parent
+sys.path.append(str(ROOT / "scripts"))
+
+
+def test_every_method_has_a_kind_a_formula_and_a_use():
+    kinds = yaml.safe_load((ROOT / "scripts" / "method_pages.yaml").read_text("utf-8"))
+    methods = {name: about for kind in kinds.values() for name, about in kind["methods"].items()}
+    assert {"full", *methods} == set(registry.available())
+    assert all(about["name"] and about["formula"] and about["when"] for about in methods.values())
+
+
+def test_a_commented_file_becomes_a_table_of_its_options():
+    import option_tables
+
+    text = """# A cache.
+cache:
+  _target_: kvbench.Cache
+  size: null   # tokens: all | some
+               # of them
+
+# How it is read
+data:          # typed as data.root=
+  root: null   # a folder
+"""
+    first, second = option_tables.sections(text)
+    assert first.about == "A cache." and second.about == "How it is read"
+    (size,), (root,) = first.options, second.options
+    assert (size.name, size.default, size.meaning) == ("size", "null", "tokens: all | some of them")
+    assert root.name == "data.root"
+    assert "| `size` | `null` | tokens: all \\| some of them |" in option_tables.of_text(text)
+
+
+def test_the_page_of_options_has_every_option_of_a_run():
+    import option_tables
+
+    page = option_tables.page()
+    assert all(f"| `{name}" in page for name in top_level())
+
+
+@pytest.mark.e2e("recomputes what the papers print")
+def test_every_claim_stands_on_the_page_of_its_paper():
+    import paper_pages
+
+    pages = paper_pages.pages()
+    verdicts = yaml.safe_load(paper_pages.LEDGER.read_text("utf-8"))["verdicts"]
+    assert len(verdicts) > 30
+    assert all(verdict["tested"] in pages[f"papers/{verdict['paper']}.md"] for verdict in verdicts)
+
+
+@pytest.mark.e2e("starts a process")
+def test_the_refused_method_of_own_md_is_refused_in_these_words(tmp_path):
+    text = (ROOT / "docs" / "own.md").read_text("utf-8")
+    blocks = re.findall(r"`my_methods/(\w+\.py)`\n+```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    assert [name for name, _ in blocks] == ["strided.py", "newest.py"]
+    for name, code in blocks:
+        (tmp_path / name).write_text(code)
+    done = subprocess.run(
+        [sys.executable, "-m", "kvbench", "run", "method=newest,strided", "dataset=tiny/needle", "limit=8"],
+        cwd=tmp_path,
+        env={**os.environ, "KVBENCH_METHODS": str(tmp_path), "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    (printed,) = re.findall(r"```text\n(newest .*?)^```", text, re.DOTALL | re.MULTILINE)
+    for line in printed.splitlines():
+        assert line in done.stdout
