@@ -203,7 +203,7 @@ def test_the_verb(what, capsys):
 
 def test_a_table_without_recomputable_cells(capsys):
     assert main(["audit", "uncomp/4", "--exact"]) == 2
-    assert "no cell of it can be computed without a model" in capsys.readouterr().err
+    assert "no value of it can be computed without a model" in capsys.readouterr().err
 
 
 def test_the_committed_audit_is_current():

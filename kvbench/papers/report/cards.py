@@ -90,16 +90,16 @@ def _judge(
     samples_of: dict[str, dict[str, Mapping[str, Sample]]] = {}
     columns = []
     counts: set[int] = set()
-    for column, cells in by_column.items():
+    for task, cells in by_column.items():
         labels |= dict.fromkeys(cells)
-        samples_of[column] = {}
+        samples_of[task] = {}
         for label, cell in cells.items():
             if cell.summary is not None:
-                samples_of[column][label] = store.samples(cell.id)
+                samples_of[task][label] = store.samples(cell.id)
                 counts.add(cell.summary.n)
         full = cells[FULL]
         if full.summary is not None:
-            columns.append(ReportColumn(column, full.summary.metric, "", floor=False))
+            columns.append(ReportColumn(task, full.summary.metric, "", floor=False))
     # a task of which the full cache has no answers compares nothing
     names = [column.task for column in columns]
     rows = []

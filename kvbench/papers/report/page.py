@@ -349,7 +349,7 @@ def build(
         buttons.append(f'<button data-view="{view}" aria-pressed="{pressed}">{label}</button>')
     views_note = ""
     if any(section == "tables" for section, _, _ in sections):
-        views_note = f" <span>cells show {''.join(buttons)}</span>"
+        views_note = f" <span>tables show {''.join(buttons)}</span>"
     elements = []
     for section, heading, content in sections:
         elements.append(f'<section><h2 id="{section}">{html.escape(heading)}</h2>\n{content}</section>')

@@ -172,7 +172,7 @@ class Reader:
         if not matches:
             raise unknown("dataset", workload.entry, entries("dataset"))
         if len(matches) > 1:
-            raise UsageError(f"{self.declared.id} takes one value of each knob of {workload.entry}, not a grid")
+            raise UsageError(f"{self.declared.id} takes one value of each option of {workload.entry}, not a grid")
         dataset = matches[0]
         knobs = dict(dataset.knobs)
         for knob, value in workload.knobs:

@@ -43,7 +43,7 @@ def main(args: argparse.Namespace) -> int:
     if args.exact:
         exact = _select(recomputed_cells(book), name, table)
         if not exact:
-            raise UsageError(f"{args.what}: no cell of it can be computed without a model")
+            raise UsageError(f"{args.what}: no value of it can be computed without a model")
     else:
         findings = audit(book, args.what)
     if args.json:

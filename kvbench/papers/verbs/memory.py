@@ -14,7 +14,7 @@ def print_figures(options: Mapping[str, str], as_json: bool) -> int:
 
     for key, value in options.items():
         if key != "paper":
-            raise UsageError(f"{key}={value} is not possible with paper=: a paper's figures have no knobs")
+            raise UsageError(f"{key}={value} is not possible with paper=: a paper's figures have no options")
     figures = paper_arithmetic.select_figures(options["paper"])
     if as_json:
         print(json.dumps([figure.as_json() for figure in figures], indent=1, ensure_ascii=False))
