@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from kvbench.report.listing import StoredCell
-from kvbench.store.store import DAMAGED, STATUSES, ResultStore
+from kvbench.store.store import STATUSES, ResultStore
 
 WIDTH = 24
 """The number of characters in a line of a cell of the table."""
@@ -33,8 +33,6 @@ def table(cells: Sequence[StoredCell], store: ResultStore) -> str:
     notes += store.warnings
     counts = Counter(cell.status.status for cell in cells)
     totals = [f"{counts[status]} {status}" for status in STATUSES if counts[status]]
-    if counts[DAMAGED]:
-        totals.append(f"{counts[DAMAGED]} {DAMAGED}")
     notes.append(f"{len(cells)} results in {store.root}/cells/<id>/: {', '.join(totals)}.")
     return compose([sheet], notes, "text")
 

@@ -119,7 +119,7 @@ BAD = {
     "run preset.name=think": "unknown key",
     "run preset=vatp method=h2o variant=all": "preset=vatp sets it",
     "show preset=thonk": "unknown preset",
-    "show abcdef --results {tmp}": "no cell's id",
+    "show abcdef --results {tmp}": "no result's id",
     "show --samples 3 method=snapkv": "--samples shows answers of one result",
     "show abc limit=3": "give the id of one result, or key=value, not both",
     "claims think method=h2o": "method=h2o is not possible here: the claim says it",
@@ -193,7 +193,8 @@ def without_torch(lines, **environment):
 
 @pytest.mark.e2e("runs command lines in a process that watches their imports")
 def test_help_and_lists_do_not_import_torch(tmp_path):
-    identity = {"chain": {"stages": [{"id": "snapkv", "knobs": {"kv_size": 64, "window": 8}}], "per": "kv_head"}}
+    stage = {"id": "snapkv", "revision": 1, "knobs": {"kv_size": 64, "window": 8}}
+    identity = {"chain": {"stages": [stage], "per": "kv_head"}}
     record = {"id": "0" * 16, "label": "", "column": "tiny/needle", "of": 4, "identity": identity, "provenance": []}
     write_json(tmp_path / "cells" / record["id"] / "cell.json", record)
     (tmp_path / "last.py").write_text(worked.block("kvbench/methods/towards.py"))

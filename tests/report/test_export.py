@@ -188,7 +188,7 @@ def test_of_cells_of_other_settings_those_with_most_answers_are_written_and_the_
             answered(store, cell, [("1", ["1"])] * count)
     assert main(["export", "kvpress", *shown]) == 0
     (note,) = capsys.readouterr().err.splitlines()[:1]
-    assert "tiny/needle: cells with content=bbbb, 3 prompts of 1000 tokens are written, not those with " in note
+    assert "tiny/needle: results with content=bbbb, 3 prompts of 1000 tokens are written, not those with " in note
     assert "not those with content=aaaa, 1 prompts of 1000 tokens (cells=" in note
     folders = [*(tmp_path / "out").iterdir()]
     assert len(folders) == 2
