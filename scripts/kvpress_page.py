@@ -12,7 +12,7 @@ START = "| method |"
 
 def table() -> str:
     """Return the table of all presses as Markdown, with the version that has them."""
-    lines = ["| method | what it drops, in kvpress | here | knobs |", "|---|---|---|---|"]
+    lines = ["| method | what it drops, in kvpress | here | options |", "|---|---|---|---|"]
     for item in listing():
         knobs = " ".join(f"`{knob}={_text(default)}`" for knob, default in item["knobs"].items())
         lines.append(f"| `{item['id']}` | {item['there']} | {item['here']} | {knobs} |")
