@@ -20,6 +20,10 @@ document.querySelectorAll("article table:not([class])").forEach((table) => {
     head.addEventListener("keydown", (event) => event.key === "Enter" && sort());
   });
 });
+// A table of many columns is set smaller (site.css).
+document.querySelectorAll("article table:not([class])").forEach((table) => {
+  if (table.querySelectorAll("thead th").length > 9) table.dataset.wide = "";
+});
 // A long table gets a field that hides the rows without its words.
 document.querySelectorAll("article table:not([class])").forEach((table) => {
   const rows = [...table.tBodies[0].rows];

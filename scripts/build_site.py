@@ -35,6 +35,8 @@ GENERATED = ("methods/", "papers/")
 """Pages whose links are written as the site has them."""
 WEIGHTS = {"methods/": 4, "papers/": 2, "results/tables/": 0.25, "results/tiny/": 0.25, "results/claims": 0.5}
 """The weight in the search of pages by the beginning of their name; others have 1."""
+WIDE = ("results/tables/", "results/tiny/", "results/leaderboard/")
+"""Pages whose tables need the space of both sidebars."""
 TABS = {"METHODS": method_pages.navigation, "PAPERS": paper_pages.navigation}
 """The names in the navigation of mkdocs.yml that stand for generated pages."""
 
@@ -75,7 +77,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     published = _published()
     for name, text in texts.items():
         if name.startswith(GENERATED):
-            files.append(File.generated(config, name, content=_with_weight(text, name)))
+            files.append(File.generated(config, name, content=_with_front_matter(text, name)))
             continue
         # these texts are written as seen from docs/ or from the root
         folder = "" if name in ("add.md", "architecture.md") else "docs"
@@ -84,18 +86,26 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         if name.endswith(".md"):
             text = _relinked((ROOT / name).read_text("utf-8"), posixpath.dirname(name), name, published)
             page = name.replace("README.md", "index.md")
-            files.append(File.generated(config, page, content=_with_weight(text, page)))
+            files.append(File.generated(config, page, content=_with_front_matter(text, page)))
         else:
             files.append(File.generated(config, name, abs_src_path=str(ROOT / name)))
     return files
 
 
-def _with_weight(text: str, name: str) -> str:
-    """Return the text of a page with its weight in the search: pages about a thing come before tables that name it."""
+def _with_front_matter(text: str, name: str) -> str:
+    """Return the text of a page with its weight in the search, and with the width of the window if it has wide tables.
+
+    Pages about a thing come before tables that name it.
+    """
+    lines = []
     for start, weight in WEIGHTS.items():
         if name.startswith(start):
-            return f"---\nsearch:\n  boost: {weight}\n---\n\n{text}"
-    return text
+            lines += ["search:", f"  boost: {weight}"]
+    if name.startswith(WIDE):
+        lines.append("hide: [navigation, toc]")
+    if not lines:
+        return text
+    return "\n".join(["---", *lines, "---", "", text])
 
 
 def _published() -> tuple[str, ...]:

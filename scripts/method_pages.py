@@ -94,9 +94,10 @@ def _index() -> str:
     for group in groups().values():
         rows = []
         for method, about in group["methods"].items():
-            link = f"[{about['name']}]({method}.md)"
-            rows.append((link, f"`{method}`", _about(method), _paper(method), _size(method)))
-        table = writers.table(("method", "name to type", "idea", "paper", "size"), rows)
+            # the name to type stands below the printed one, so that the table fits a phone
+            link = f"[{about['name']}]({method}.md)\n`{method}`"
+            rows.append((link, _about(method), _paper(method), _size(method)))
+        table = writers.table(("method", "idea", "paper", "size"), rows)
         parts += [f"## {group['title']}", group["about"], table]
     parts += [
         "## Compare them",
@@ -245,7 +246,12 @@ def _size(method: str) -> str:
     row = _rows().get(method)
     if row is None or row.get("percent_of_full") is None:
         return "not measured"
-    return describe_size(_times_smaller(row))
+    size = describe_size(_times_smaller(row)).replace(" ", "\u00a0")
+    combination = row["method"].split()[0]
+    if combination != method:
+        # the other method makes it smaller
+        size += f" (`{combination}`)"
+    return size
 
 
 def _times_smaller(row: dict[str, Any]) -> float:
@@ -260,7 +266,10 @@ def _cost(method: str) -> str:
         return "It is not measured on SmolLM2 yet. `kvbench bench memory` prints its bytes for any model."
     written = row["method"]
     lines = [
-        (f"cache of `{written}`", f"{row['percent_of_full']:.1f} % of the full cache, at 16 bits ({_size(method)})"),
+        (
+            f"cache of `{written}`",
+            f"{row['percent_of_full']:.1f} % of the full cache, at 16 bits ({describe_size(_times_smaller(row))})",
+        ),
         ("tokens kept", f"{row['kept_percent']:.0f} %"),
         ("compression", f"{_seconds(row['compress_ms'])} a prompt"),
         ("reading the prompt, for comparison", f"{_seconds(row['prefill_ms'])}"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -21,6 +22,8 @@ MODEL = "SmolLM2-135M"
 """The model of the ledger and of results/tables, a substitute for the papers' models."""
 MARKS = {"supported": "✓", "contradicted": "✗", "no difference": "=", "mixed": "±", "undecided": "?"}
 MEASURES = {"points": "the scores", "likelihood": "the likelihood of the answer", "divergence": "the divergence"}
+LATEX = {"$": "", "l_1": "l₁", "l_2": "l₂", "l_∞": "l∞", "ℓ_1": "ℓ₁", "ℓ_2": "ℓ₂", "\\times": "×"}
+"""Marks of LaTeX in the papers' words, and the signs that are printed for them."""
 UNDECIDED = "undecided"
 ORDER = (*MARKS, "not decidable here", "not measured yet", "not testable here")
 """All verdicts in the order in which they are counted."""
@@ -117,7 +120,14 @@ def _claim_row(claim: dict[str, Any]) -> tuple[str, ...]:
     verdict = claim["verdict"]
     if claim["decided_by"] and verdict in MARKS and verdict != UNDECIDED:
         verdict = f"**{verdict}** by {MEASURES[claim['decided_by']]}"
-    return MARKS.get(claim["verdict"], "—"), f"“{claim['quote']}” ({claim['where']})", claim["tested"], verdict
+    return MARKS.get(claim["verdict"], "—"), f"“{_plain(claim['quote'])}” ({claim['where']})", claim["tested"], verdict
+
+
+def _plain(quote: str) -> str:
+    """Return a quotation without the marks of LaTeX."""
+    for mark, sign in LATEX.items():
+        quote = quote.replace(mark, sign)
+    return quote
 
 
 def _values(records: Any) -> list[tuple[str, ...]]:
@@ -127,20 +137,25 @@ def _values(records: Any) -> list[tuple[str, ...]]:
 def _entry_rows(paper: Paper, record: dict[str, Any]) -> Iterator[tuple[str, ...]]:
     """Yield the tables and figures of a paper, with links to what was measured of them."""
     for entry, row in zip(paper.entries, record["entries"], strict=True):
-        yield row["name"], row["title"], _ours(paper, entry.id, entry.is_figure), row["cells"], row["reproduction"]
+        # the number stays on the line of its word
+        name = row["name"].replace(" ", "\u00a0")
+        yield name, row["title"], _ours(paper, entry.id, entry.is_figure), row["cells"], row["reproduction"]
 
 
 def _ours(paper: Paper, entry: str, is_figure: bool) -> str:
     """Return links to our committed measurements of a table or figure, on SmolLM2 and on the tiny model."""
     if is_figure:
-        number = entry.removeprefix("figure")
-        candidates = {MODEL: f"figures/{paper.id}/fig{number}.png", "tiny": f"tiny/figures/{paper.id}/fig{number}.png"}
+        # a figure may be measured in parts, as fig3a and fig3b
+        pattern = f"figures/{paper.id}/fig{entry.removeprefix('figure')}*.png"
+        part = re.compile(rf"fig{entry.removeprefix('figure')}[a-z]?$")
     else:
-        candidates = {MODEL: f"tables/{paper.id}-{entry}.md", "tiny": f"tiny/{paper.id}-{entry}.md"}
+        pattern = f"{paper.id}-{entry}.md"
+        part = re.compile(".*")
     links = []
-    for model, name in candidates.items():
-        if (ROOT / "results" / name).exists():
-            links.append(f"[{model}]({RESULTS}/{name})")
+    for model, folder in ((MODEL, "" if is_figure else "tables/"), ("tiny", "tiny/")):
+        for path in sorted((ROOT / "results").glob(folder + pattern)):
+            if part.match(path.stem):
+                links.append(f"[{model}]({RESULTS}/{path.relative_to(ROOT / 'results').as_posix()})")
     return ", ".join(links)
 
 
