@@ -15,6 +15,7 @@ UNTYPED = ("_target_", "name", "verified")
 """Keys of the files that are facts about an entry, and no options."""
 HEAD = ("option", "default", "meaning")
 TITLES = {
+    "keys": "The first to know",
     "config": "A run",
     "prompt/plain": "The prompt",
     "model/hf": "The model",

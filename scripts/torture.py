@@ -273,8 +273,8 @@ def compare(results: Path, undisturbed: Path, tally: Tally) -> None:
         tally.different.append(f"{name}: metrics")
     store = ResultStore(results)
     expected = ResultStore(undisturbed)
-    # a life that was killed after its last line leaves its mark on a cell; under limit= such a cell is partial as asked
-    statuses = {c: store.status(c).status.replace("interrupted", "partial") for c in store.cells()}
+    # a life that was killed after its last line leaves its mark on a cell; under limit= such a cell is done as asked
+    statuses = {c: store.status(c).status.replace("interrupted", "done") for c in store.cells()}
     unlike = [c for c in expected.cells() if statuses.get(c) != expected.status(c).status]
     if unlike or store.cells() != expected.cells():
         tally.different.append(f"{name}: status of {', '.join(unlike) or 'cells'}")

@@ -59,7 +59,8 @@ def main(args: argparse.Namespace) -> int:
         words_typed = " ".join(f"{key}={text}" for key, text in options.items())
         # results= alone names no run
         described = words_typed or "the default run"
-        print(f"nothing measured yet for {described}; run: {' '.join(['kvbench run', words_typed]).strip()}")
+        command = " ".join(["kvbench run", words_typed]).strip()
+        print(f"nothing measured yet for {described}; run:\n{command}")
         return 0
     return print_reports(reports, args)
 

@@ -78,7 +78,7 @@ def test_show_prints_what_the_model_reads(tmp_path, capsys):
     for bad, reason in (
         ([], "needs a dataset"),
         (["tiny/nedle"], "Did you mean needle"),
-        (["tiny", "x=1"], "unknown knob"),
+        (["tiny", "x=1"], "unknown option"),
     ):
         assert main(["data", "show", *bad]) == 2
         assert reason in capsys.readouterr().err

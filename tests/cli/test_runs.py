@@ -119,7 +119,7 @@ def test_the_table_fits_a_hundred_columns(store, capsys):
     assert "10 of 10" in out
     assert "is being measured now, shard 0" in out
     assert LONG in " ".join(out.split())
-    assert "9 cells in" in out
+    assert "9 results in" in out
     assert "1 started, 1 complete, 1 done, 1 refused, 2 failed, 1 interrupted, 2 never." in " ".join(out.split())
 
 

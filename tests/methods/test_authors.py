@@ -32,42 +32,42 @@ SLIPS = {
     "wrong class": (CODE, YAML.replace("Mine", "Main"), "mine.yaml:2", "has no attribute 'Main'"),
     "no class": (CODE, YAML.replace("mine_method.Mine", "mine"), "mine.yaml:2", "_target_ mine cannot be imported"),
     "no stage": (CODE, YAML.replace("Mine", "dataclass"), "mine.yaml:2", "is not a Stage"),
-    "no id": (CODE.replace("    id =", "    name ="), YAML, "mine_method.py:4", "write id = 'mine'"),
-    "another id": (CODE.replace('"mine"', '"snapkv"'), YAML, "mine_method.py:4", "has id 'snapkv': write id = 'mine'"),
-    "no role": (CODE.replace("(Selector)", "(Stage)"), YAML, "mine_method.py:4", "derive it from Selector"),
-    "syntax": (CODE + "def scores(self:\n", YAML, "mine_method.py:8", "SyntaxError"),
+    "no id": (CODE.replace("    id =", "    name ="), YAML, "mine_method.py:5", "write id = 'mine'"),
+    "another id": (CODE.replace('"mine"', '"snapkv"'), YAML, "mine_method.py:5", "has id 'snapkv': write id = 'mine'"),
+    "no role": (CODE.replace("(Selector)", "(Stage)"), YAML, "mine_method.py:5", "derive it from Selector"),
+    "syntax": (CODE + "def scores(self:\n", YAML, "mine_method.py:9", "SyntaxError"),
     "import": (
         CODE + "import nowhere_to_be_found\n",
         YAML,
-        "mine_method.py:8",
+        "mine_method.py:9",
         "No module named 'nowhere_to_be_found'",
     ),
-    "not frozen": (CODE.replace("frozen=True, ", ""), YAML, "mine_method.py:4", "frozen"),
-    "fails at import": (CODE + "1 / 0\n", YAML, "mine_method.py:8", "ZeroDivisionError"),
-    "exits at import": (CODE + "raise SystemExit(0)\n", YAML, "mine_method.py:8", "SystemExit"),
-    "no such knob": (CODE, YAML + "  narrow: 1\n", "mine_method.py:4", "unexpected keyword argument 'narrow'"),
-    "needs without n": (CODE + "    def needs(self):\n        return 1\n", YAML, "mine_method.py:4", "Mine.needs(n)"),
+    "not frozen": (CODE.replace("frozen=True, ", ""), YAML, "mine_method.py:5", "frozen"),
+    "fails at import": (CODE + "1 / 0\n", YAML, "mine_method.py:9", "ZeroDivisionError"),
+    "exits at import": (CODE + "raise SystemExit(0)\n", YAML, "mine_method.py:9", "SystemExit"),
+    "no such knob": (CODE, YAML + "  narrow: 1\n", "mine_method.py:5", "unexpected keyword argument 'narrow'"),
+    "needs without n": (CODE + "    def needs(self):\n        return 1\n", YAML, "mine_method.py:5", "Mine.needs(n)"),
     "no needs": (
         CODE + "    def needs(self, n):\n        return None\n",
         YAML,
-        "mine_method.py:4",
+        "mine_method.py:5",
         "is None: return Needs",
     ),
-    "needs fail": (CODE + "    def needs(self, n):\n        1 / 0\n", YAML, "mine_method.py:9", "ZeroDivisionError"),
-    "fails when made": (CODE + "    def check(self):\n        1 / 0\n", YAML, "mine_method.py:9", "ZeroDivisionError"),
-    "no role of ours": (CODE + "    role = 5\n", YAML, "mine_method.py:4", "has role 5: derive it from Selector"),
-    "no hash": (CODE + "    def __hash__(self):\n        1 / 0\n", YAML, "mine_method.py:9", "ZeroDivisionError"),
+    "needs fail": (CODE + "    def needs(self, n):\n        1 / 0\n", YAML, "mine_method.py:10", "ZeroDivisionError"),
+    "fails when made": (CODE + "    def check(self):\n        1 / 0\n", YAML, "mine_method.py:10", "ZeroDivisionError"),
+    "no role of ours": (CODE + "    role = 5\n", YAML, "mine_method.py:5", "has role 5: derive it from Selector"),
+    "no hash": (CODE + "    def __hash__(self):\n        1 / 0\n", YAML, "mine_method.py:10", "ZeroDivisionError"),
     "identity fails": (
         CODE + "    def identity(self):\n        1 / 0\n",
         YAML,
-        "mine_method.py:9",
+        "mine_method.py:10",
         "method mine cannot say what it is",
     ),
     "an error without a text": (
         CODE
         + "    def needs(self, n):\n        class Bad(Exception):\n            __str__ = None\n        raise Bad\n",
         YAML,
-        "mine_method.py:4",
+        "mine_method.py:5",
         "Mine raises Bad, whose __str__ fails",
     ),
     "empty": (CODE, "", "mine.yaml:1", "write mine: {_target_: package.module.Class"),
@@ -118,7 +118,7 @@ def test_a_method_that_cannot_be_made_is_left_out_of_what_all_cost(written, caps
     written(CODE + "1 / 0\n", YAML)
     names = memory_table.default_methods()
     assert "snapkv" in names and "mine" not in names
-    assert "mine_method.py:8: ZeroDivisionError" in capsys.readouterr().err
+    assert "mine_method.py:9: ZeroDivisionError" in capsys.readouterr().err
 
 
 def test_other_methods_run_beside_a_broken_file(written, capsys, tmp_path):

@@ -17,11 +17,10 @@ from kvbench.papers.figures import registry
 from kvbench.papers.forensics import audit
 from kvbench.papers.report import cards, page, samples
 from kvbench.papers.spec import table_spec
-from kvbench.plan import config
+from kvbench.plan import config, run_plan
 from kvbench.plan import words as words_of_run
 from kvbench.plan.keys import pairs
-from kvbench.report import open_results, run_report, verdict
-from kvbench.run import experiment
+from kvbench.report import of_run, open_results, verdict
 from kvbench.store.store import ResultStore
 
 pytestmark = pytest.mark.e2e("builds the page and opens it in a browser")
@@ -255,11 +254,11 @@ def test_cards_have_the_verdict_of_a_run_and_papers_results_are_folded_away(tmp_
     store = ResultStore(tmp_path)
     (found,) = cards.collect(store)
     assert (found.model, found.dataset, found.examples) == ("tiny", "2 tasks of tiny", "n = 8 a task")
-    prepared = experiment.prepare(config.parse(words_of_run.request(pairs([*words, "limit=8", f"results={tmp_path}"]))))
-    of_run = verdict.verdicts(run_report.report(prepared))
+    prepared = run_plan.prepare(config.parse(words_of_run.request(pairs([*words, "limit=8", f"results={tmp_path}"]))))
+    judged = verdict.verdicts(of_run.report(prepared))
     by_label = {v.method.split()[0]: v for v, _ in found.verdicts}
     assert set(by_label) == {"snapkv", "h2o"}
-    for expected in of_run:
+    for expected in judged:
         actual = by_label[expected.method.split()[0]]
         assert actual.texts()[1:] == expected.texts()[1:]
     runs = open_results.records(store)

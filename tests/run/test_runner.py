@@ -20,7 +20,7 @@ from kvbench.methods.h2o import H2O
 from kvbench.methods.snapkv import SnapKV
 from kvbench.run import answers, experiment, host, runner
 from kvbench.store.store import ResultStore
-from kvbench.tasks import turns
+from kvbench.tasks import encoding
 
 pytestmark = pytest.mark.e2e("runs whole command lines")
 
@@ -213,7 +213,7 @@ def test_the_beginning_of_a_prompt_is_given_up_where_memory_runs_out(where, tmp_
 
 @pytest.mark.parametrize("name", ["score", "encode"])  # encode: by the estimate before the run, too
 def test_a_prompt_or_an_answer_that_cannot_be_handled_costs_its_dataset_only(name, tmp_path, capsys, monkeypatch):
-    home = runner if name == "score" else turns
+    home = runner if name == "score" else encoding
     original = getattr(home, name)
 
     def broken(*args):

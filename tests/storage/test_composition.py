@@ -84,7 +84,7 @@ def test_a_selector_is_stored_so_only_in_the_variant_that_evicts_after_the_promp
 
 def test_knobs_that_two_stages_share_need_a_full_key():
     with pytest.raises(
-        UsageError, match=r"two stages of twilight\+kivi: set method\.twilight\.bits and method\.kivi\.bits"
+        UsageError, match=r"option of two methods in twilight\+kivi: set method\.twilight\.bits and method\.kivi\.bits"
     ):
         chain_of({"method": "twilight+kivi", "bits": 4})
     assert chain_of({"method": "twilight+kivi", "kivi.bits": 4}).quantiser.bits == 4

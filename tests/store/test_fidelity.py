@@ -237,7 +237,7 @@ def test_claims_are_told_by_divergence_and_likelihood_beside_points():
     assert told == (
         "points\n+35.0 [−20.0, 90.0], margin 1\nn 9 in 1 task, p 0.4\ntasks for 1, even 0, against 0\n"
         "about 1,234 pairs would decide\n"
-        "divergence\n+0.350 [−0.200, 0.900], margin 0.1\nn 9 in 1 task, p 0.4\ntasks for 1, even 0, against 0\n"
+        "divergence\n+0.350 nats [−0.200, 0.900], margin 0.1\nn 9 in 1 task, p 0.4\ntasks for 1, even 0, against 0\n"
         "about 1,234 pairs would decide"
     )
     told = ledger.evidence({"test": "better", "margin": 1.0, "measures": {"divergence": found}})

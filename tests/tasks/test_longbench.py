@@ -152,7 +152,7 @@ def test_missing_files_of_a_suite_are_named_with_the_two_ways(root):
     assert "longbench/qasper.jsonl" not in message
     assert f"Download it: `kvbench data fetch longbench data.root={root}`. Or put it there yourself." in message
     assert message.endswith("These tasks are there: dataset=longbench/qasper")
-    with pytest.raises(UsageError, match="KVBENCH_DATA"):
+    with pytest.raises(UsageError, match="kvbench data fetch longbench"):
         load(None, "longbench", "qasper")
 
 

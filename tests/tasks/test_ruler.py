@@ -243,7 +243,7 @@ def test_squad_and_hotpot_files_are_read_as_rulers_scripts_do(tmp_path):
         ("vt", {"lengths": "4k"}, "a whole number"),
         ("vt", {"revision": "lm_eval"}, "draws all tasks from one generator"),
         ("vt", {"revision": 2024}, "vt .its form of revision 2024 could not be verified"),
-        ("vt", {"revision": 2026}, "unknown value of dataset.ruler.revision"),
+        ("vt", {"revision": 2026}, "unknown value 2026 of dataset.ruler.revision"),
         ("niah", {}, "unknown task niah of dataset ruler"),
         ("vt/2048", {"lengths": 1024, "examples": 1}, "unknown task vt/2048 of dataset ruler"),
     ],
