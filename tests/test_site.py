@@ -51,6 +51,12 @@ def test_the_page_of_options_has_every_option_of_a_run():
     assert all(f"| `{name}" in page for name in top_level())
 
 
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.md")), ids=lambda path: path.name)
+def test_every_block_of_code_has_a_language_and_an_end(page):
+    fences = re.findall(r"^```(.*)$", page.read_text("utf-8"), re.MULTILINE)
+    assert all(fences[::2]) and not any(fences[1::2]) and len(fences) % 2 == 0
+
+
 @pytest.mark.e2e("recomputes what the papers print")
 def test_every_claim_stands_on_the_page_of_its_paper():
     import paper_pages

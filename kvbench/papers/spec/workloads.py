@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from kvbench.base.conf import entries
-from kvbench.base.errors import UsageError, unknown
+from kvbench.base.errors import MissingData, UsageError, unknown
 from kvbench.papers.spec import row_knobs, stand_ins
 from kvbench.papers.spec.table_spec import DatasetKnob, TableRow, TableSpec
 from kvbench.plan import config
@@ -197,6 +197,10 @@ class Reader:
                 if isinstance(values, list):
                     knobs[knob] = values[:1]
             load_tasks(dataset.name, knobs, dataset.tasks, self.tokenizer, data=self.cfg.data_root)
+        except MissingData as error:
+            # the whole message names the data folder and the command that fetches the file
+            name, _, _ = str(error).partition(" not found in ")
+            return f"dataset={workload.dataset} needs {name}, which is not there"
         except UsageError as error:
             return self._without_paths(str(error))
         return ""
