@@ -52,11 +52,7 @@ def _index(papers: Sequence[Paper]) -> str:
         statements = _tally(claim["verdict"] for claim in _claims(paper))
         tables = sum(not entry.is_figure for entry in paper.entries)
         figures = len(paper.entries) - tables
-<<<<<<< HEAD
-        rows.append((f"[{paper.name}]({paper.id}.md)", str(record["source"]), f"{tables} and {figures}", statements))
-=======
         rows.append((f"[{paper.name}]({paper.id}.md)", paper.source, f"{tables} and {figures}", statements))
->>>>>>> site/site
     return "\n\n".join(
         [
             "# Papers",
