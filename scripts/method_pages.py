@@ -1,7 +1,7 @@
 """The site's page of each method and their index: formula, use, kept tokens, cost, scores, options.
 
-What the code does not say of a method stands in method_pages.yaml. Numbers are those of committed results. The picture
-of kept tokens is made with the tiny model while the site is built.
+method_pages.yaml has the facts on methods that the code does not state. Numbers are those of committed results. The
+picture of kept tokens is made with the tiny model while the site is built.
 """
 
 from __future__ import annotations

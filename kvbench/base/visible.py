@@ -60,3 +60,11 @@ def _json_escapes(error: UnicodeError) -> tuple[str, int]:
 
 
 codecs.register_error("json", _json_escapes)
+
+
+def describe_duration(seconds: float) -> str:
+    """Return a time in its largest unit that gives at least two of it."""
+    for unit, unit_seconds in (("h", 3600), ("min", 60)):
+        if seconds >= 2 * unit_seconds:
+            return f"{seconds / unit_seconds:.0f} {unit}"
+    return f"{seconds:.0f} s"

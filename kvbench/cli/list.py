@@ -24,7 +24,7 @@ ASKED = ("tables", "runs", "kvpress")
 WIDTH = 100
 """The number of characters in a line."""
 READY, PARTLY, MISSING = "ready", "partly", ""
-"""Whether a dataset or a model is on this machine, as lists show it."""
+"""The words of lists for a dataset or a model that is on this machine, and for others."""
 MOST_NAMED = 4
 """The most models that the overview names."""
 ARXIV = re.compile(r" \((arXiv|MLSys) [^()]*\)")

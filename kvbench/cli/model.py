@@ -61,7 +61,7 @@ def main(args: argparse.Namespace) -> int:
     # checksums of all models would take minutes: they are compared where models are named, and by the old word status
     is_full = bool(names) or args.action == "status"
     records = [model_state(name, models[name], is_full) for name in names or models]
-    # those that are on this machine first
+    # models on this machine come first
     records.sort(key=lambda record: record["state"] == "missing")
     if args.json:
         print(json.dumps(records, indent=1, ensure_ascii=False))

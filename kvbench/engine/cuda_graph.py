@@ -139,7 +139,7 @@ def recorded(run: Callable[[], Tensor], device: torch.device) -> Callable[[], Te
     if device.type != "cuda":
         run()
         return make_fx(run)()
-    # as PyTorch recommends, warm up on a separate stream and then capture
+    # PyTorch recommends to warm up on a separate stream and then capture
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):

@@ -1,4 +1,4 @@
-"""How an answer's tokens are chosen from logits, and when the answer ends."""
+"""The choice of an answer's tokens from logits, and the end of the answer."""
 
 from __future__ import annotations
 

@@ -20,6 +20,11 @@ class Delta:
     mean: float
     ci: tuple[float, float] | None
 
+    @property
+    def is_sure(self) -> bool:
+        """Return True if the interval lies wholly above or below 0."""
+        return self.ci is not None and not self.ci[0] <= 0 <= self.ci[1]
+
 
 @dataclass(frozen=True)
 class CellResult:
@@ -109,6 +114,37 @@ class ReportRow:
     cells: tuple[CellResult, ...]
     means: RowMeans | None
     is_full: bool = False
+
+    @property
+    def is_complete(self) -> bool:
+        """Return True if every task is measured. Only then does the mean compare with other rows' means."""
+        return all(cell.summary is not None for cell in self.cells)
+
+    @property
+    def is_unchanged(self) -> bool:
+        """Return True if nothing was compressed on any task."""
+        return all(cell.unchanged for cell in self.cells)
+
+    @property
+    def delta(self) -> Delta | None:
+        """Return the difference to the full cache: of the mean over tasks, or of the only task."""
+        if self.is_unchanged:
+            # a difference of 0 would look like a method that loses nothing
+            return None
+        if len(self.cells) == 1:
+            return self.cells[0].delta
+        if self.means is None or not self.is_complete:
+            return None
+        return self.means.delta
+
+    @property
+    def score_ci(self) -> tuple[float, float] | None:
+        """Return the interval of the score: of the mean over tasks, or of the only task."""
+        if len(self.cells) == 1 and self.cells[0].summary is not None:
+            return self.cells[0].summary.ci
+        if self.means is None:
+            return None
+        return self.means.score_ci
 
     def record(self) -> dict[str, object]:
         """Return the row as ``--json`` prints it."""

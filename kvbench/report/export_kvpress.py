@@ -386,7 +386,7 @@ def write(run: Run, root: Path) -> Path:
 
 def check_names(runs: Sequence[Run], root: Path) -> None:
     """Raise UsageError if two runs would be one folder."""
-    # from each folder's name to the label of the method that has it
+    # maps each folder's name to the label of the method that has it
     methods: dict[str, str] = {}
     for run in runs:
         folder = folder_name(run.config(root))

@@ -82,7 +82,7 @@ PART = re.compile(r"\s*([\w.:-]+)(.*?)\s*$", re.DOTALL)
 
 @dataclass(frozen=True)
 class Look:
-    """How a method is drawn and called.
+    """The drawing and the name of a method.
 
     line: matplotlib's line style. hollow: True where the marker has no filling.
     """

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvbench.report import fidelity, ruler, turns, verdict, writers
-from kvbench.report.table import Table, number, sizes
+from kvbench.report.table import Table, number, sizes, with_interval
 from kvbench.report.table import size as size
 from kvbench.tasks.metrics import metric
 from kvbench.tasks.metrics.stats import FEWEST
@@ -82,7 +82,7 @@ OPTIONS = {
     "kv_size": "the tokens kept in each head",
     "ratio": "the share of the channels, or of the rank, that is removed",
 }
-"""What each budget in a row's label counts: ``kv_ratio`` tokens kept, ``ratio`` channels removed."""
+"""The meaning of each budget in a row's label: ``kv_ratio`` counts tokens kept, ``ratio`` channels removed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,7 +147,7 @@ def sheets(report: ReportData, detail: Detail = Detail(), folded: bool = True) -
 def _score_table(report: ReportData, detail: Detail) -> Table:
     """Return the table of scores: the mean over tasks, its difference to the full cache, each task, and the size."""
     has_mean = len(report.columns) > 1
-    has_deltas = any(_row_delta(row) is not None for row in report.rows)
+    has_deltas = any(row.delta is not None for row in report.rows)
     has_sizes = any(row.means is not None for row in report.rows)
     heads = ["method"]
     if has_mean:
@@ -167,29 +167,17 @@ def _score_table(report: ReportData, detail: Detail) -> Table:
         if has_mean:
             texts.append(_mean_text(row, detail))
             if has_deltas:
-                texts.append(_delta_text(_row_delta(row), detail))
+                texts.append(_delta_text(row.delta, detail))
         for cell in row.cells:
             # with intervals, the differences of several tasks stand below their scores
             texts.append(_score_text(cell, detail, with_delta=has_mean))
             if not has_mean and has_deltas:
-                texts.append(_delta_text(_row_delta(row), detail))
+                texts.append(_delta_text(row.delta, detail))
         if has_sizes:
             mark = f"\n{EVICTS}" if row.evicts and row.means is not None else ""
             texts.append(size_text + mark)
         rows.append(tuple(texts))
     return Table(tuple(heads), tuple(rows), ruled=detail.intervals)
-
-
-def _row_delta(row: ReportRow) -> Delta | None:
-    """Return a row's difference to the full cache, for the mean over tasks or for its only task."""
-    if all(cell.unchanged for cell in row.cells):
-        return None
-    if len(row.cells) == 1:
-        return row.cells[0].delta
-    is_complete = all(cell.summary is not None for cell in row.cells)
-    if row.means is None or not is_complete:
-        return None
-    return row.means.delta
 
 
 def _storage_table(report: ReportData) -> Table:
@@ -213,16 +201,11 @@ def _storage_table(report: ReportData) -> Table:
 
 def _mean_text(row: ReportRow, detail: Detail) -> str:
     """Return the mean score of a row as text; a dash unless all of its cells are measured."""
-    # the mean over some of the tasks would not compare with other rows' means
-    is_complete = all(cell.summary is not None for cell in row.cells)
-    if row.means is None or not is_complete:
+    if row.means is None or not row.is_complete:
         return "—"
-    if all(cell.unchanged for cell in row.cells):
+    if row.is_unchanged:
         return UNCHANGED
-    text = number(row.means.score_mean)
-    if detail.intervals:
-        text += _interval_line(row.means.score_ci)
-    return text
+    return with_interval(row.means.score_mean, row.means.score_ci if detail.intervals else None)
 
 
 def _delta_text(delta: Delta | None, detail: Detail) -> str:
@@ -230,23 +213,11 @@ def _delta_text(delta: Delta | None, detail: Detail) -> str:
     if delta is None:
         return "—"
     text = number(delta.mean, sign=True)
-    if _is_sure(delta):
+    if delta.is_sure:
         text += "*"
     if detail.intervals and delta.ci is not None:
         text += f"\n[{number(delta.ci[0])}, {number(delta.ci[1])}]"
     return text
-
-
-def _interval_line(ci: tuple[float, float] | None) -> str:
-    """Return a line with the interval of a score; '' without one."""
-    if not ci:
-        return ""
-    return f"\n[{ci[0]:.0f}, {ci[1]:.0f}]"
-
-
-def _is_sure(delta: Delta) -> bool:
-    """Return True if the interval of a paired difference lies wholly above or below 0."""
-    return delta.ci is not None and not delta.ci[0] <= 0 <= delta.ci[1]
 
 
 def _lower_is_better(column: ReportColumn) -> bool:
@@ -278,14 +249,13 @@ def _score_text(cell: CellResult, detail: Detail, with_delta: bool = True) -> st
     # a score beside the full cache's would look like a method that loses nothing
     if cell.unchanged:
         return UNCHANGED
-    text = number(summary.score)
-    if detail.intervals:
-        text += _interval_line(summary.ci)
-        if with_delta and cell.delta is not None:
-            mark = "*" if _is_sure(cell.delta) else ""
+    text = with_interval(summary.score, summary.ci if detail.intervals else None)
+    if with_delta and cell.delta is not None:
+        mark = "*" if cell.delta.is_sure else ""
+        if detail.intervals:
             text += f"\nΔ {number(cell.delta.mean, sign=True)}{mark}"
-    elif with_delta and cell.delta is not None and _is_sure(cell.delta):
-        text += "*"
+        else:
+            text += mark
     for name, bucket in summary.buckets.items():
         text += f"\n{name} {number(bucket.score)}"
     return text
@@ -369,7 +339,7 @@ def _star_note(report: ReportData) -> list[str]:
     # the means of rows are a column of the table only if there are several tasks
     if len(report.columns) > 1:
         deltas += [row.means.delta for row in report.rows if row.means is not None and row.means.delta is not None]
-    if not any(map(_is_sure, deltas)):
+    if not any(delta.is_sure for delta in deltas):
         return []
     return [f"* differs from full: the 95 % interval of the paired difference excludes 0{_chance_note(deltas)}."]
 

@@ -98,7 +98,7 @@ def write_names(ax: Axes, names: Sequence[tuple[float, float, str, str]], avoid:
     for point in avoid:
         across, up = ax.transData.transform(point)
         taken.append(Bbox.from_extents(across - radius, up - radius, across + radius, up + radius))
-    # from the top down, so that a name that is moved goes away from those that are written
+    # names are moved from the top down, so that a name that is moved goes away from those that are written
     for x, y, text, color in sorted(names, key=lambda name: -name[1]):
         point = ax.transData.transform((x, y)).tolist()
         place, box = _find_place(point, len(text), pixels, frame, taken)

@@ -117,14 +117,25 @@ def lines(text: str) -> list[str]:
 
 def size(n: float) -> str:
     """Return a number of bytes as text in the largest unit that it reaches: ``1.5 MiB``."""
+    unit, unit_bytes = _largest_unit(n)
+    return f"{n / unit_bytes:.{0 if unit == 'B' else 1}f} {unit}"
+
+
+def _largest_unit(n: float) -> tuple[str, int]:
+    """Return the largest unit of bytes that ``n`` reaches, and the bytes in it."""
     for unit, unit_bytes in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if n >= unit_bytes:
-            return f"{n / unit_bytes:.1f} {unit}"
-    return f"{n:.0f} B"
+            return unit, unit_bytes
+    return "B", 1
 
 
-def with_interval(value: float, ci: tuple[float, float] | None, sign: str = "") -> str:
-    """Return a value with its interval on a second line. With ``sign`` "+", positive numbers show their sign, too."""
+def with_interval(value: float | None, ci: tuple[float, float] | None, sign: str = "") -> str:
+    """Return a value with its interval on a second line; a dash for None.
+
+    With ``sign`` "+", positive numbers show their sign, too.
+    """
+    if value is None:
+        return "—"
     text = f"{value:{sign}.1f}"
     if ci is not None:
         low, high = ci
@@ -145,12 +156,7 @@ def range_text(counts: Collection[int]) -> str:
 
 def sizes(values: Sequence[float | None]) -> list[str]:
     """Return numbers of bytes as texts in one unit, the largest that any number reaches; a dash for None."""
-    largest = max((value for value in values if value is not None), default=0.0)
-    unit, unit_bytes = "B", 1
-    for name, name_bytes in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if largest >= name_bytes:
-            unit, unit_bytes = name, name_bytes
-            break
+    unit, unit_bytes = _largest_unit(max((value for value in values if value is not None), default=0.0))
     texts = []
     for value in values:
         if value is None:

@@ -110,8 +110,7 @@ def table(report: ReportData) -> Table | None:
 
 def _judge(row: ReportRow, name: str, full: ReportRow | None, report: ReportData) -> MethodVerdict:
     """Return the verdict on one row. ``full`` is the full cache's row, None if it was not asked for."""
-    times_smaller = kept_percent = attended_percent = score = full_score = delta = None
-    is_complete = all(cell.summary is not None for cell in row.cells)
+    times_smaller = kept_percent = attended_percent = score = full_score = None
     if row.means is not None:
         times_smaller = 100 / row.means.percent_of_full
         kept_percent = row.means.kept_percent
@@ -119,13 +118,11 @@ def _judge(row: ReportRow, name: str, full: ReportRow | None, report: ReportData
         if full is not None and full.means is not None:
             # the full cache has positions beside its keys and values, as every method has
             times_smaller = full.means.percent_of_full / row.means.percent_of_full
-        # the mean over some of the tasks would not compare with the full cache's
-        if is_complete:
-            score, delta = row.means.score_mean, row.means.delta
-            if len(row.cells) == 1:
-                delta = row.cells[0].delta
-        if is_complete and full is not None and full.means is not None:
-            full_score = full.means.score_mean
+        # a score beside the full cache's would look like a method that loses nothing
+        if row.is_complete and not row.is_unchanged:
+            score = row.means.score_mean
+            if full is not None and full.means is not None:
+                full_score = full.means.score_mean
     worse, better = [], []
     for cell, column, task in zip(row.cells, report.columns, report.task_names, strict=True):
         if cell.delta is None or cell.delta.ci is None:
@@ -138,10 +135,6 @@ def _judge(row: ReportRow, name: str, full: ReportRow | None, report: ReportData
             worse.append(task)
         elif low > 0:
             better.append(task)
-    is_unchanged = is_complete and all(cell.unchanged for cell in row.cells)
-    if is_unchanged:
-        # a score beside the full cache's would look like a method that loses nothing
-        score = full_score = delta = None
     return MethodVerdict(
         method=name,
         times_smaller=times_smaller,
@@ -149,11 +142,11 @@ def _judge(row: ReportRow, name: str, full: ReportRow | None, report: ReportData
         attended_percent=attended_percent,
         score=score,
         full_score=full_score,
-        delta=delta,
+        delta=row.delta,
         divergence=_divergence(row),
         worse=tuple(worse),
         better=tuple(better),
-        outcome=_outcome(row, delta, worse, better),
+        outcome=_outcome(row, worse, better),
     )
 
 
@@ -170,7 +163,7 @@ def _divergence(row: ReportRow) -> float | None:
     return fmean(means)
 
 
-def _outcome(row: ReportRow, delta: Delta | None, worse: Sequence[str], better: Sequence[str]) -> str:
+def _outcome(row: ReportRow, worse: Sequence[str], better: Sequence[str]) -> str:
     """Return in words the conclusion from a row's differences; '' if nothing of it is measured or it was refused."""
     broken = [cell for cell in row.cells if cell.status in ("refused", "failed")]
     if broken:
@@ -183,12 +176,12 @@ def _outcome(row: ReportRow, delta: Delta | None, worse: Sequence[str], better: 
         return ""
     if len(measured) < len(row.cells):
         return f"{len(measured)} of {len(row.cells)} tasks measured"
-    if all(cell.unchanged for cell in row.cells):
+    if row.is_unchanged:
         return "nothing was compressed"
     if all(cell.delta is None for cell in row.cells):
         return "no full cache to compare with"
     # the mean over several tasks may have an interval even if no task has one
-    if min(summary.n for summary in measured) < FEWEST and (delta is None or delta.ci is None):
+    if min(summary.n for summary in measured) < FEWEST and (row.delta is None or row.delta.ci is None):
         return "too few examples to compare"
     several = len(row.cells) > 1
     parts = []
@@ -198,8 +191,8 @@ def _outcome(row: ReportRow, delta: Delta | None, worse: Sequence[str], better: 
         parts.append(f"better on {_name(better, len(row.cells))}" if several else "better than full")
     if parts:
         return ", ".join(parts)
-    if delta is not None and delta.ci is not None and not delta.ci[0] <= 0 <= delta.ci[1]:
-        return "worse in the mean" if delta.mean < 0 else "better in the mean"
+    if row.delta is not None and row.delta.is_sure:
+        return "worse in the mean" if row.delta.mean < 0 else "better in the mean"
     return "not told apart"
 
 

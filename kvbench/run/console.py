@@ -16,7 +16,7 @@ from textwrap import fill
 from typing import TYPE_CHECKING
 
 from kvbench.base.errors import notes
-from kvbench.base.visible import say
+from kvbench.base.visible import describe_duration, say
 
 if TYPE_CHECKING:
     from kvbench.plan.forecast import Forecast, GroupForecast
@@ -197,7 +197,7 @@ def _group_lines(group: GroupForecast) -> Iterator[str]:
     line = f"  prompts of at most {group.prompt_tokens} tokens: caches of about {size(group.bytes)}"
     # the time is known only after something similar was measured on this machine
     if group.seconds is not None:
-        line += f", about {_duration(group.seconds)}"
+        line += f", about {describe_duration(group.seconds)}"
     yield line
     if len(group.parts) > 1:
         methods = "; ".join(map(", ".join, group.parts))
@@ -219,17 +219,9 @@ def _total_lines(groups: Sequence[GroupForecast]) -> Iterator[str]:
     seconds = [group.seconds for group in todo if group.seconds is not None]
     time = "for a time measure a few first (limit=2), then ask again"
     if len(seconds) == len(todo):
-        time = f"about {_duration(sum(seconds))}"
+        time = f"about {describe_duration(sum(seconds))}"
     yield (
         f"together: {sum(group.answers_to_do for group in todo)} answers in "
         f"{sum(group.prefills for group in todo)} prefills "
         f"({sum(group.prefills_saved for group in todo)} saved by sharing); {time}"
     )
-
-
-def _duration(seconds: float) -> str:
-    """Return a time in its largest unit that gives at least two of it."""
-    for unit, unit_seconds in (("h", 3600), ("min", 60)):
-        if seconds >= 2 * unit_seconds:
-            return f"{seconds / unit_seconds:.0f} {unit}"
-    return f"{seconds:.0f} s"

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import Progress, TaskID
 
 from kvbench.base.progress import PLAIN_EVERY_S, bars_of
-from kvbench.base.visible import say
+from kvbench.base.visible import describe_duration, say
 from kvbench.plan.cells import Group
 from kvbench.plan.run_plan import RunPlan
 from kvbench.run.time_left import TaskTime, TimeLeft
@@ -124,7 +124,7 @@ class Display:
             words[0] += ", reading prompts"
         seconds_left = self._seconds_left()
         if seconds_left is not None and round(seconds_left):
-            words.append(f"about {_describe(seconds_left)} left")
+            words.append(f"about {describe_duration(seconds_left)} left")
         if len(self.times) > 1 and self.done < self.answers:
             words.append(f"now {self.current}")
         say(", ".join(words))
@@ -137,12 +137,3 @@ def _work(prepared: RunPlan, group: Group, answers: int) -> TaskTime:
     examples = [e for e in group.examples if e.id in waiting]
     length = fmean(len(e.tokens) or len(e.prompt) for e in examples)
     return TaskTime(answers, len(examples), length, max(e.max_new_tokens for e in examples))
-
-
-def _describe(seconds: float) -> str:
-    """Return a time in seconds up to two minutes, in minutes up to two hours, else in hours."""
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    if seconds < 7200:
-        return f"{seconds / 60:.0f} min"
-    return f"{seconds / 3600:.1f} h"

@@ -60,7 +60,7 @@ class Format(ABC):
     """The reason why steps differ, so that no CUDA graph of a step can be recorded; '' if all steps are alike."""
 
     attended: Tensor | None = None
-    """How many tokens the last step attended [U], as the mean over heads; None unless the method masks."""
+    """Return the tokens that the last step attended [U], the mean over heads; None unless the method masks."""
 
     @abstractmethod
     def __init__(self, rows: Sequence[StoredRow], room: Room) -> None:

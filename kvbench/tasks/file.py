@@ -41,7 +41,7 @@ def load(
     if not is_count(max_new_tokens):
         raise UsageError(f"dataset.{dataset}.max_new_tokens={max_new_tokens!r} is not possible: a whole number from 1")
     file = Path(path).expanduser()
-    # by id, so that a repeated id is reported at the line that repeats it
+    # ids are the keys, so that a repeated id is reported at the line that repeats it
     examples: dict[str, Example] = {}
     places: dict[str, str] = {}
     for row in read_lines(file, " (set prompt_key=, or context_key= and question_key=, and answers_key=)"):

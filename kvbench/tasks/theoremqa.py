@@ -7,7 +7,7 @@ import json
 from kvbench.tasks.metrics.theorem import parse_reference
 from kvbench.tasks.rows import FileRow, kind
 
-# from the answer's type in the question's record to the type of the parsed answer
+# the type of the parsed answer, by the answer's type in the question's record
 TYPES = {"integer": int, "float": float, "bool": bool, "option": str, "list of integer": tuple, "list of float": tuple}
 
 

@@ -1,4 +1,4 @@
-"""What a newcomer reads first: the groups of verbs, a mistyped verb, and the keys of run."""
+"""The first texts that a newcomer reads: the groups of verbs, a mistyped verb, and the keys of run."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""What tests of runs look into while one goes on."""
+"""Fixtures that look into a run while it goes on."""
 
 import pytest
 

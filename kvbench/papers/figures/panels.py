@@ -27,7 +27,7 @@ from kvbench.tasks.metrics import stats
 METHOD_COLUMNS = ("series", "method")
 """Columns whose values are methods: each has its own look and printed name (kvbench.report.looks)."""
 MOST_BANDS = 2  # curves with bands around them; more would be grey on grey and have bars at their points
-DODGED = 0.05  # of the axis: how far apart the points of all curves at one x are drawn where they have bars
+DODGED = 0.05  # points with bars that share one x are spread over this share of the axis
 WIDE = 10  # highest over lowest value, from where on an ``auto`` scale is logarithmic
 PREFIX = len("(a) ")  # what a letter adds to a title
 FAR = 1.4  # times the room of a title, from where on it reaches into the next panel even in small letters

@@ -16,7 +16,7 @@ def derived(book: Book) -> Iterator[Finding]:
 
     The check is ``rounding`` if hidden digits of the inputs can explain the difference, else ``derived``.
     """
-    # by identity: the rows of a book hold the same cell objects that rules recompute
+    # cells are found by identity: the rows of a book hold the same cell objects that rules recompute
     row_of_cell: dict[int, PublishedRow] = {}
     for row in book.rows:
         for cell in row.cells.values():

@@ -161,7 +161,7 @@ def _ratios(book: Book) -> Iterator[Exact]:
         for row in book.table("refreekv", table):
             for (dataset, metric), cell in row.cells.items():
                 if dataset == AVERAGE and metric.startswith("ratio_to_full"):
-                    # in per cent: the mean of score / full score, or its distance from 1
+                    # the cell is in per cent: the mean of score / full score, or its distance from 1
                     offset = 1 if metric.endswith("minus_1") else 0
                     value = (ratio(row, full_rows[row.model]) - offset) * 100
                     formula = f"mean ratio to the full row over {len(row.scores)} datasets"

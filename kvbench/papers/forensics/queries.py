@@ -49,6 +49,10 @@ class PaperCells:
             raise KvbenchError(f"{self.paper}: {query} finds several cells of one name")
         return values[0]
 
+    def drop(self, method: str, below: str = "full", **query: Any) -> Any:
+        """Return by how much a method's number lies below another method's, that of the full cache unless named."""
+        return self.number(method=below, **query) - self.number(method=method, **query)
+
     def series(self, by: str | Sequence[str], **query: Any) -> pd.Series[Any]:
         """Return the numbers of all cells that a query finds, named by the fields ``by``.
 

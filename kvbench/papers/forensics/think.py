@@ -184,17 +184,14 @@ def model_of_table4(paper: PaperCells) -> Outcome:
 
 @THINK.recomputes("table 12, full − Palu, Mistral", table="text", metric="drop_vs_full", method="palu")
 def drop_of_palu(paper: PaperCells) -> Any:
-    full = paper.number(table=12, of="avg", model="mistral*", method="full")
-    return full - paper.number(table=12, of="avg", model="mistral*", method="palu")
+    return paper.drop("palu", table=12, of="avg", model="mistral*")
 
 
 @THINK.recomputes("table 12, full − ThinK, LLaMA-2", table="text", metric="drop_vs_full", method="full+think")
 def drop_of_think(paper: PaperCells) -> Any:
-    full = paper.number(table=12, of="avg", model="llama-2*", method="full")
-    return full - paper.number(table=12, of="avg", model="llama-2*", method="full+think")
+    return paper.drop("full+think", table=12, of="avg", model="llama-2*")
 
 
 @THINK.recomputes("table 12, full − ASVD, LLaMA-2", table="text", metric="drop_vs_full", method="asvd")
 def drop_of_asvd(paper: PaperCells) -> Any:
-    full = paper.number(table=12, of="avg", model="llama-2*", method="full")
-    return full - paper.number(table=12, of="avg", model="llama-2*", method="asvd")
+    return paper.drop("asvd", table=12, of="avg", model="llama-2*")

@@ -265,17 +265,14 @@ def speedup_of_stage(paper: PaperCells) -> Any:
 
 @UNCOMP.recomputes("table 1, group − stage, LLaMA-2-7B", table="text", metric="drop")
 def drop_of_stage(paper: PaperCells) -> Any:
-    group = paper.number(table=1, of="avg", model="llama-2-7b*", method="uncomp-group")
-    return group - paper.number(table=1, of="avg", model="llama-2-7b*", method="uncomp-stage")
+    return paper.drop("uncomp-stage", below="uncomp-group", table=1, of="avg", model="llama-2-7b*")
 
 
 @UNCOMP.recomputes("table 1, full − group, LLaMA-2-7B", table="text", metric="drop_vs_full", where="section 4.2")
 def drop_on_llama2(paper: PaperCells) -> Any:
-    full = paper.number(table=1, of="avg", model="llama-2-7b*", method="full")
-    return full - paper.number(table=1, of="avg", model="llama-2-7b*", method="uncomp-group")
+    return paper.drop("uncomp-group", table=1, of="avg", model="llama-2-7b*")
 
 
 @UNCOMP.recomputes("table 1, full − group, LLaMA-3-8B", table="text", metric="drop_vs_full", where="abstract")
 def drop_on_llama3(paper: PaperCells) -> Any:
-    full = paper.number(table=1, of="avg", model="llama-3-8b*", method="full")
-    return full - paper.number(table=1, of="avg", model="llama-3-8b*", method="uncomp-group")
+    return paper.drop("uncomp-group", table=1, of="avg", model="llama-3-8b*")

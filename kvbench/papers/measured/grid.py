@@ -254,7 +254,7 @@ def notes(view: View, show: str = "both") -> list[str]:
         lines += _printed_notes(view, entries, ours.stand_in and show != "published")
     if show == "published":
         return lines + sources
-    # of several rows with one reason, the note names the last
+    # the note names the last of several rows with one reason
     row_by_reason: dict[str, str] = {}
     for line, row in view.rows:
         for entry in row:

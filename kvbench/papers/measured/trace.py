@@ -44,7 +44,7 @@ def find(ours: OurTable, row: str, column: str) -> tuple[TableLine, Column]:
     wanted_column = next((c for c in columns if c.name == column), None)
     if wanted_column is None:
         raise unknown("column", column, [c.name for c in columns])
-    # of rows with one name, under two models, take the one that runs here
+    # take the row that runs here: two models can have rows of one name
     line = next((x for x in lines if x.chain is not None), lines[0])
     if line.chain is None:
         raise UsageError(f"{row} on {column} is not run here: {line.refused or line.skipped}")

@@ -56,7 +56,7 @@ class _Point:
 
 def collect(store: ResultStore) -> list[VerdictSet]:
     """Return the verdicts on all stored methods that stand beside a full cache, by model and dataset."""
-    # by model, dataset and prompt, then by everything but the method: results that differ in the method alone
+    # keys are model, dataset and prompt, then everything but the method: such results differ in the method alone
     comparable: dict[tuple[str, str, str], dict[str, dict[str, listing.StoredCell]]] = {}
     for cell in listing.rows(store, {}):
         identity = cell.record.identity
@@ -188,15 +188,8 @@ def _points(found: VerdictSet) -> list[_Point]:
     points = []
     for each, row in found.verdicts:
         if each.score is not None and each.times_smaller is not None:
-            points.append(_Point(each.method, 100 / each.times_smaller, each.score, _interval(row)))
+            points.append(_Point(each.method, 100 / each.times_smaller, each.score, row.score_ci))
     return sorted(points, key=lambda point: point.size)
-
-
-def _interval(row: ReportRow) -> tuple[float, float] | None:
-    """Return the interval of a row's score: that of the mean, or that of its only task."""
-    if len(row.cells) == 1 and row.cells[0].summary is not None:
-        return row.cells[0].summary.ci
-    return row.means.score_ci if row.means is not None else None
 
 
 def _picture(found: VerdictSet, points: Sequence[_Point]) -> str:

@@ -25,7 +25,7 @@ def figures(results: Path | None = None) -> list[FigureEntry]:
     """Return every figure: its id, its content, the paper's finding and its knobs, the same in all folders."""
     from kvbench.papers.figures import declared
 
-    # from the YAML files alone, so that the list waits for none of the figures' code
+    # only the YAML files are read, so that the list waits for none of the figures' code
     entries: list[FigureEntry] = []
     for name, figure in declared().items():
         entries.append(

@@ -129,7 +129,7 @@ def _likelihood(prediction: str, reference: str, example: Example) -> None:
     """Return no score: likelihoods are measured while the text is read, not from an answer."""
 
 
-# in the order in which they are listed; a description names equal or shared parts, and the source with the code
+# lists show metrics in this order; a description names equal or shared parts, and the source with the code
 METRICS = _named(
     # likelihoods: the mean of log losses is exponentiated only when it is printed
     Metric(
