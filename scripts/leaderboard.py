@@ -45,7 +45,10 @@ def rendered(runs: list[RunPlan], length: str) -> dict[str, str]:
     commits = sorted({str(facts["commit"]) for record in records for facts in record.provenance})
     key = "" if length == leaderboard.DEFAULTS["lengths"] else f" lengths={length}"
     heading = f"# RULER, the question withheld\n\n`kvbench table leaderboard model={MODEL}{key}`\n\n"
-    below = [*dict.fromkeys(r.settings for r in reports), *leaderboard.notes(standings), *reports[0].notes]
+    below = [*dict.fromkeys(r.settings for r in reports), *leaderboard.notes(standings)]
+    # what a task says of itself, and nothing of the machine: the page is made again on others
+    below += dict.fromkeys(f"{group.task.note}." for group in runs[0].groups if group.task.note)
+    below += reports[0].notes
     table = heading + writers.compose(leaderboard.sheets(standings), below, "md")
     lines = leaderboard.records(standings, MODEL, ", ".join(commits))
     return {"leaderboard.md": table, open_results.NAME: open_results.text(lines)}
