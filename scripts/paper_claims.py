@@ -83,7 +83,7 @@ def write(goal: Target, results: str) -> None:
             if rows.run is not None:
                 experiment.settle(rows.run)
     pack(goal, prepared, ResultStore(Path(results)))
-    ledger.write(decided(goal, prepared), goal.root, claims.papers())
+    ledger.write(decided(goal, prepared), ledger.ledger_path(goal.model, goal.root, claims.papers()))
     (goal.root / "claims.md").write_text(page(goal.root), encoding="utf-8")
 
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -233,13 +234,41 @@ def test_the_ledger_end_to_end(tmp_path, capsys):
     h2o = actual["vatp-h2o"]
     assert content["stand_in"] and "h2o+vatp" in h2o["ran"][0] and len(h2o["cells"]) == 12
     assert h2o["measures"]["points"]["elsewhere"] is not None and list(h2o["measures"]) == ["points"]
-    assert ledger.read(tmp_path) == [json.loads(json.dumps(content))]
+    assert ledger.read(tmp_path) == [] and ledger.read_with_own(tmp_path) == [json.loads(json.dumps(content))]
     assert main(["report", "samples=0", f"results={tmp_path}", f"output={tmp_path / 'r.html'}"]) == 0
     page = (tmp_path / "r.html").read_text()
     assert "tiny, a substitute model" in page and "surpasses H₂O in 12 out of 16 tasks" in page and "h2o+vatp" in page
-    ledger.ledger_path("tiny", tmp_path, ["vatp"]).write_text('{"verdicts": [{"verdict": "supported"}]}')
+    ledger.own_path("tiny", tmp_path, ["vatp"]).write_text('{"verdicts": [{"verdict": "supported"}]}')
     with pytest.raises(UsageError, match="run kvbench claims again"):
-        ledger.read(tmp_path)
+        ledger.read_with_own(tmp_path)
+
+
+def test_committed_verdicts_stand_where_nothing_can_be_measured(tmp_path, monkeypatch, capsys):
+    """Without a data folder the committed verdicts are printed, and their file keeps every byte."""
+    monkeypatch.delenv("KVBENCH_DATA", raising=False)
+    committed = Path(__file__).parents[2] / "results" / "claims" / "smollm2-135m-q4_1.json"
+    copied = tmp_path / "claims" / committed.name
+    copied.parent.mkdir()
+    copied.write_bytes(committed.read_bytes())
+    assert main(["claims", "vatp", "model=smollm2-135m-q4_1", f"results={tmp_path}"]) == 0
+    out, err = capsys.readouterr()
+    assert f"those of {copied}" in err and err.count("no data folder is named") == 1
+    assert re.search(r"= vatp-h2o .* no difference by divergence", out) and "think-h2o" not in out
+    assert copied.read_bytes() == committed.read_bytes() and not (tmp_path / "own").exists()
+
+
+def test_a_users_ledger_replaces_the_committed_one_of_the_same_claims_on_the_page(tmp_path):
+    every = claims.load("vatp")
+    committed = content("tiny", decide(every, {}))
+    own = content("tiny", decide(every, {"vatp-h2o": shown({"t": [50.0] * 80})}))
+    other = content("smollm2-135m-q4_1", decide(every, {}))
+    ledger.write(committed, ledger.ledger_path("tiny", tmp_path, claims.papers()))
+    ledger.write(other, ledger.ledger_path("smollm2-135m-q4_1", tmp_path, claims.papers()))
+    ledger.write(own, ledger.own_path("tiny", tmp_path, claims.papers()))
+    page = ledger.read_with_own(tmp_path)
+    assert [one["model"] for one in page] == ["smollm2-135m-q4_1", "tiny"]
+    assert page[1]["verdicts"][0]["verdict"] == "supported"
+    assert ledger.read(tmp_path)[1]["verdicts"][0]["verdict"] == "not testable here"
 
 
 def test_a_ledger_is_written_from_its_samples_and_verified(tmp_path, monkeypatch, capsys):

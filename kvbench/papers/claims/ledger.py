@@ -30,6 +30,8 @@ from kvbench.tasks.metrics import stats
 
 FOLDER = "claims"
 """The folder below a results folder with a ledger for each model."""
+OWN = "own"
+"""The folder below a results folder with what the user's own runs wrote: git ignores it."""
 SAYS = 46
 """Characters of a line of a statement."""
 MARKS = {
@@ -120,9 +122,13 @@ def ledger_path(model: str, results: Path, papers: Sequence[str]) -> Path:
     return results / FOLDER / f"{model.replace('/', '--')}{suffix}.json"
 
 
-def write(content: Mapping[str, Any], results: Path, papers: Sequence[str]) -> Path:
-    """Write a ledger below a results folder and return its path."""
-    path = ledger_path(content["model"], results, papers)
+def own_path(model: str, results: Path, papers: Sequence[str]) -> Path:
+    """Return the path of a ledger that a user's own run of ``kvbench claims`` writes. It never replaces another's."""
+    return ledger_path(model, results / OWN, papers)
+
+
+def write(content: Mapping[str, Any], path: Path) -> Path:
+    """Write a ledger to ``path`` (``ledger_path`` or ``own_path``) and return it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, content)
     return path
@@ -142,6 +148,41 @@ def read(results: Path) -> list[Ledger]:
             raise UsageError(f"{path} cannot be read ({error}); run kvbench claims again") from None
         ledgers.append(content)
     return ledgers
+
+
+def read_with_own(results: Path) -> list[Ledger]:
+    """Read the ledgers below a results folder, the user's own in place of committed ones of the same claims.
+
+    Raises UsageError for a damaged one.
+    """
+    own = read(results / OWN)
+    own_names = {_key(content) for content in own}
+    ledgers = own + [content for content in read(results) if _key(content) not in own_names]
+    return sorted(ledgers, key=lambda content: (content["model"] == stand_ins.MODEL, content["model"]))
+
+
+def _key(content: Ledger) -> tuple[str, ...]:
+    """Return what two ledgers share if one is the newer state of the other: the model and the claims."""
+    return (content["model"], *(record["id"] for record in content["verdicts"]))
+
+
+def read_committed(model: str, results: Path, papers: Sequence[str]) -> Ledger | None:
+    """Return the claims of ``papers`` in the committed ledger of a model, or None if none is committed."""
+    path = ledger_path(model, results, claims.papers())
+    if not path.exists():
+        return None
+    content: Ledger = json.loads(path.read_text(encoding="utf-8"))
+    content["verdicts"] = [record for record in content["verdicts"] if record["paper"] in papers]
+    return content
+
+
+def any_measured(content: Mapping[str, Any]) -> bool:
+    """Tell whether a ledger has a single measured pair behind any of its claims."""
+    for record in content["verdicts"]:
+        for numbers in record["measures"].values():
+            if sum(numbers["n"].values()):
+                return True
+    return False
 
 
 def tally(content: Mapping[str, Any]) -> str:

@@ -302,12 +302,16 @@ def _list_waiting_columns(view: View) -> list[str]:
 
 
 def absent(ours: OurTable) -> list[str]:
-    """Return each dataset that cannot be read here, with the reason."""
+    """Return each reason why datasets cannot be read here, behind the names of these datasets."""
     labels_by_workload = labels(workload.whole for workload in ours.absent)
-    reasons = []
+    names_by_reason: dict[str, list[str]] = {}
     for workload, why in ours.absent.items():
         name = f"{workload.dataset} {labels_by_workload[workload.whole]}".strip()
-        reasons.append(f"{name} is not here: {why}")
+        names_by_reason.setdefault(why, []).append(name)
+    reasons = []
+    for why, names in names_by_reason.items():
+        verb = "is" if len(names) == 1 else "are"
+        reasons.append(f"{', '.join(names)} {verb} not here: {why}")
     return reasons
 
 

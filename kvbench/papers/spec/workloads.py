@@ -20,7 +20,7 @@ from kvbench.plan.config import DatasetConfig, RunConfig
 from kvbench.tasks.base import Tokenizer, load_tasks
 from kvbench.tasks.longbench import TASKS
 from kvbench.tasks.needle import PHRASINGS
-from kvbench.tasks.source import data_root
+from kvbench.tasks.source import ENVIRONMENT, data_root
 
 FAMILIES = {"full": "longbench", "mini": "longbench_mini"}
 """Values of longbench= and the dataset that each is."""
@@ -198,6 +198,9 @@ class Reader:
                     knobs[knob] = values[:1]
             load_tasks(dataset.name, knobs, dataset.tasks, self.tokenizer, data=self.cfg.data_root)
         except MissingData as error:
+            if data_root(self.cfg.data_root) is None:
+                # the same reason for all datasets, so that a reader meets it once
+                return f"no data folder is named (data.root=FOLDER, or the environment variable {ENVIRONMENT})"
             # the whole message names the data folder and the command that fetches the file
             name, _, _ = str(error).partition(" not found in ")
             return f"dataset={workload.dataset} needs {name}, which is not there"

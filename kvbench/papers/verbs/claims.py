@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -56,8 +57,18 @@ def main(args: argparse.Namespace) -> int:
     prepared = claim_runner.prepare(papers, model, [f"{key}={value}" for key, value in options.items()])
     claim_runner.measure(prepared)
     content = claim_runner.plain(prepared, model, claim_runner.settle(prepared, model))
-    # stored before it is printed: the report page reads it
-    ledger.write(content, results, papers)
+    committed = None
+    if not ledger.any_measured(content):
+        committed = ledger.read_committed(model, results, papers)
+    if committed is None:
+        # stored before it is printed: the report page reads it
+        ledger.write(content, ledger.own_path(model, results, papers))
+    else:
+        path = ledger.ledger_path(model, results, claims.papers())
+        testable = [record for record in content["verdicts"] if record["test"] != "elsewhere"]
+        missing = "\n".join(dict.fromkeys(record["reason"] for record in testable))
+        print(f"The verdicts below are those of {path}. Nothing could be measured here:\n{missing}\n", file=sys.stderr)
+        content = committed
     if args.json:
         print(json.dumps(content, indent=1, ensure_ascii=False))
         return 0

@@ -114,7 +114,7 @@ def _collect_page(options: dict[str, str], count: int, papers: bool, places: Seq
         report,
         tables=tables.parts(model, str(results), committed, table_words),
         figures=registry.read_drawn(folder(results, model)),
-        claims=ledger.read(results),
+        claims=ledger.read_with_own(results),
         audit=audit(),
         paper_cells=tables.list_cells(model, str(results), table_words),
     )
