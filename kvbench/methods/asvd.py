@@ -27,7 +27,7 @@ FRACTIONS = tuple(k / 10 for k in range(1, 10))
 
 @dataclass(frozen=True, kw_only=True)
 class Asvd(LowRankStage):
-    """Replace the weight W of a projection, all heads together, by a pair of rank r: U_r diag(s_r) V_r^T S^-1.
+    """Replace the weight W of a projection, all heads together, by the pair U_r diag(s_r) V_r^T S^-1.
 
     W S = U diag(s) V^T is a singular value decomposition, of which the r largest singular values stay. S is diagonal.
     Its entry for input channel i is (mean of |x_i| over the tokens of the calibration text)^alpha, at least 1e-6.

@@ -44,7 +44,7 @@ class Chai(HeadSharer):
     Each query head has a map softmax(q k' * scale) of 5 x 5 weights between the first five tokens, without a causal
     mask. The distance of two heads is 1 - the cosine of their maps. The two nearest clusters merge by average linkage
     until c are left. Among equal distances the pair with the lowest indices merges first. The lowest head of a cluster
-    leads: the others take its logits, in the whole prompt and while decoding, and read their own values with them. Keys
+    leads. The others take its logits, in the whole prompt and while decoding, and read their own values with them. Keys
     are stored only for kv heads that a leading head reads. Under GQA this saves nothing unless no head of a group
     leads. Prompts of fewer than 6 tokens are left unchanged.
 

@@ -27,7 +27,7 @@ class KVzip(ReplayingSelector):
     compression.
 
     A pair is the key and value of one token in one head of one layer. Of all N = L H n pairs of L layers and H heads
-    the fraction r stays: r = kv_ratio, or C / n if the budget is in tokens.
+    the fraction r stays. It is kv_ratio, or C / n if the budget is in tokens.
 
     level ``pair``: the best pairs stay, whatever their layers and heads.
     level ``layer``: each layer keeps equally many (kvpress's ``layerwise``). ``uniform``: each head keeps equally many.

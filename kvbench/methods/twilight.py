@@ -20,7 +20,7 @@ class Twilight(Mask):
     weight down, and ties with its smallest weight are attended as well. Released code starts its threshold search at
     the first token's weight. Here sets are minimal.
 
-    Twilight saves no bytes: the cache is stored whole, and samples record the mean number of tokens that were
+    Twilight saves no bytes, because the cache is stored whole. Samples record the mean number of tokens that were
     ``attended``. No base selector goes before it, unless one is chained (``snapkv+twilight``).
 
     p: mass that is kept, 0 < p <= 1. A mass of 1 attends every weight above 0. Released code sets 0.85. ReFreeKV

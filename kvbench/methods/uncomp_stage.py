@@ -36,8 +36,8 @@ class UncompStage(HiddenPruner):
     schedule: with ``relative`` the groups share the layers evenly, and the tokens kept fall linearly from all n in the
     first group to ``least`` * n in the last. ``paper`` and ``code`` are for models of 32 and 40 layers, with the groups
     of appendix A.3. Their absolute numbers fall from ``most`` to ``least_size``, and a shorter prompt is not pruned.
-    Where equal steps would not be whole numbers, ``paper`` makes the last step larger, and ``code`` the first (40
-    layers: 3731, 3366, ... or 3726, 3361, ...).
+    Where equal steps would not be whole numbers, ``paper`` makes the last step larger, and ``code`` the first. For
+    40 layers these are 3731, 3366, ... and 3726, 3361, ...
     starts: the first layer of each group for ``relative``, in place of even groups.
     epsilon: with ``relative``, a new group begins where the effective rank of the queries falls by more than this from
     one layer to the next (equation 11, with 1 in the paper). The rank is truncated and the mean over heads. The
