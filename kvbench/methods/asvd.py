@@ -65,7 +65,7 @@ class Asvd(LowRankStage):
         probes: list[torch.Tensor] = []
 
         def samples() -> Iterator[torch.Tensor]:
-            # windows are read only once, so the first of them are remembered for the losses
+            """Yield all windows, and remember the first of them for the losses, because windows are read only once."""
             for window in run.windows():
                 if len(probes) < self.probes:
                     probes.append(window)

@@ -60,7 +60,10 @@ class ExpectedAttention(Selector):
             logits += ((keys @ cov) * keys).sum(dim=-1) * (obs.scale**2 / 2)
         scores = group_mean(logits.softmax(dim=-1), cache.heads)
         if self.vnorm:
-            scores = (scores + self.epsilon) * at_heads(segment.v[:, first:].float().norm(dim=-1), cache.heads)
+            # s_j = (a_j + epsilon) * ||v_j||_2
+            value_norms = segment.v[:, first:].float().norm(dim=-1)
+            scores = (scores + self.epsilon) * at_heads(value_norms, cache.heads)
+        # the sinks, which always stay, get 0
         return torch.nn.functional.pad(scores, (first, 0))
 
     def _expected_query(self, obs: Observation, first: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -38,6 +38,7 @@ class SnapKV(Selector):
 
     def scores(self, cache: LayerCache, obs: Observation, capacity: Capacity) -> torch.Tensor:
         def pooled() -> torch.Tensor:
+            """Return the scores [heads, n], with 0 for the window."""
             # S[h, j] = sum over the w window queries i of A[h, i, j], for the tokens before the window
             received = window_rows(cache, obs, capacity.window).sum(dim=1)[:, : obs.n - capacity.window]
             smooth = pool(group_mean(received, cache.heads), self.kernel, self.pooling)

@@ -210,7 +210,8 @@ class UNCompGroup(EvictingSelector):
         window = min(self.capacity(obs.prompt_tokens).window, obs.n)
         pooled = pool(ring[:, : obs.n - window].sum(dim=-1), self.kernel, "max")
         # the window itself always stays
-        order = F.pad(pooled, (0, window), value=torch.inf).sort(dim=-1, descending=True, stable=True).indices
+        scores = F.pad(pooled, (0, window), value=torch.inf)
+        order = scores.sort(dim=-1, descending=True, stable=True).indices
         return ops.select_first(cache, order, sizes)
 
     def output_sources(self, received: torch.Tensor, keys: torch.Tensor, layer: int) -> torch.Tensor:

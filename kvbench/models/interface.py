@@ -209,6 +209,7 @@ def layer_hooks(model: PreTrainedModel, finished: Callable[[int, Tensor], None])
     """
 
     def announce(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Any], output: object) -> None:
+        """Hand on the number and the input of an attention module (a forward hook)."""
         # families differ in how their layers pass hidden states
         if "hidden_states" in kwargs:
             hidden = kwargs["hidden_states"]
@@ -233,6 +234,7 @@ def call_hooks(model: PreTrainedModel, calls: dict[int, AttentionCall]) -> Itera
     rotary = next((module for module in model.modules() if hasattr(module, "inv_freq")), None)
 
     def note(module: nn.Module, args: object, kwargs: Mapping[str, object]) -> None:
+        """Record the call of an attention module (a forward pre-hook)."""
         calls[int(module.layer_idx)] = AttentionCall(module, kwargs, rotary)  # type: ignore[arg-type]
 
     handles = [m.register_forward_pre_hook(note, with_kwargs=True) for m in attention_modules(model)]
@@ -252,7 +254,10 @@ def token_hooks(model: PreTrainedModel, tokens_read: Callable[[int], TokensRead 
     """
 
     def make_cut(index: int) -> Callable[..., object]:
+        """Return the hook for layer ``index``."""
+
         def cut_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+            """Return (args, kwargs) of a decoder layer's call with only the tokens that it reads."""
             tokens = tokens_read(index)
             if tokens is None:
                 return None  # PyTorch leaves the inputs as they are
@@ -288,7 +293,10 @@ def mlps_in_parts(model: PreTrainedModel, size: int) -> Iterator[None]:
     """
 
     def make_forward_in_parts(forward: Callable[..., Any]) -> Callable[..., Any]:
+        """Return an MLP's forward that calls ``forward`` for ``size`` tokens at a time."""
+
         def forward_in_parts(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+            """Return the MLP's output for hidden states [B, n, d], or call ``forward`` once if it takes more."""
             if args or kwargs or hidden.dim() != 3 or hidden.shape[1] <= size:
                 return forward(hidden, *args, **kwargs)
             first = forward(hidden[:, :size])

@@ -126,6 +126,8 @@ def projection_inputs(model: PreTrainedModel, see: Callable[[int, Tensor], None]
     """
 
     def watch(layer: int, module: nn.Module) -> torch.utils.hooks.RemovableHandle:
+        """Hook a layer's projection, so that ``see`` gets its inputs."""
+
         def see_input(_: nn.Module, args: tuple[Tensor, ...]) -> None:
             see(layer, args[0])
 

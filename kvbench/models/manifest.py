@@ -75,9 +75,9 @@ def sums(folder: Path) -> dict[str, str]:
 
 
 def wrong_size(folder: Path) -> str | None:
-    """Return what is wrong, in words, with the first file that is missing or has not the size in the manifest.
+    """Return a message on the first file that is missing or has another size than in the manifest, or None.
 
-    Return None if no file is. Raises one of UNREADABLE if the manifest cannot be read.
+    Raises one of UNREADABLE if the manifest cannot be read.
     """
     # files that the manifest does not name are the user's own
     for name, record in _read_files(folder).items():
@@ -90,7 +90,7 @@ def wrong_size(folder: Path) -> str | None:
 
 
 def wrong_sum(folder: Path, again: bool = False, machine: str = MACHINE) -> str | None:
-    """Return what is wrong, in words, with the first file whose checksum differs from the manifest, or None.
+    """Return a message on the first file whose checksum is not that of the manifest or which cannot be read, or None.
 
     A file is read once on each ``machine``, and again if its size, time or inode changed. ``again`` reads all files. A
     record beside the manifest lists the files whose checksums were right.

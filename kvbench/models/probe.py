@@ -71,6 +71,8 @@ def _measure(model: PreTrainedModel) -> Probe:
     outputs: dict[tuple[int, str], Tensor] = {}  # the outputs of each layer's k_proj and v_proj [1, T, H D]
 
     def make_recorder(key: tuple[int, str]) -> Callable[[nn.Module, object, Tensor], None]:
+        """Return a forward hook that records a projection's output under ``key``."""
+
         def record(module: nn.Module, args: object, output: Tensor) -> None:
             outputs[key] = output
 

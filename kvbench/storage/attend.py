@@ -185,6 +185,7 @@ def attend(
             return out, None
 
     def weigh_all(probs: Tensor) -> Tensor:
+        """Return the values of all slots weighted by probs [B, Hq, T, S], as [B, Hq, T, D]."""
         # the columns of probs are the slots of all segments and then the tail; the loop starts at the tail
         start = probs.shape[3] - tail[1].shape[2]
         out = weigh(probs[..., start:], tail[1])

@@ -202,6 +202,7 @@ class EvictingRows(Format):
             turn = read or as_they_are
 
             def estimate(keys: Tensor) -> Tensor:
+                """Return the method's approximate keys, turned to the positions of their slots if they are rolled."""
                 return self.evictor.estimate(turn(keys))
 
             probs = self._probs(query.float(), scale, query_positions, estimate)
@@ -223,6 +224,7 @@ class EvictingRows(Format):
         last = counts[:, :, None] - t + torch.arange(t, device=query.device)
 
         def turn_keys(keys: Tensor) -> Tensor:
+            """Return keys [B, H, S, D] turned from their own positions to those of their ranks."""
             return rotary.turn(keys, self.positions, rank)
 
         return rotary.turn(query, query_positions[:, None], last), turn_keys

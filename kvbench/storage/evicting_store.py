@@ -41,9 +41,11 @@ class OneFormat:
         first, self.packer = segments[0], packer
 
         def make_buffer(t: Tensor) -> Tensor:
+            """Return an empty buffer [B, H, S, ...] for tensors like t [., ., ...] of one row."""
             return t.new_zeros(len(segments), first.heads, size, *t.shape[2:])
 
         def make_buffers(rows: Sequence[Values]) -> Values:
+            """Return empty buffers for the keys, or the values, of all rows."""
             packed = [row for row in rows if isinstance(row, Packed)]
             if packed:
                 # each row's frozen scales are kept, because new tokens are coded with them

@@ -138,6 +138,7 @@ class ExactRows(Format):
             floor = self.starts[:, None] + newest - window + 1
 
         def attend_group(group: ExactGroup, query: Tensor) -> Tensor:
+            """Return the attention of a group's queries over its segments and its part of the tail."""
             entries = group.entries
             k, v = self.tail()
             group_floor = group_starts = None

@@ -1,7 +1,7 @@
 """A chain: the stages of one method in canonical order, with the promises that they make together.
 
 ``Chain.compress`` does the work on one layer of a prompt. The other members answer questions that arise before or after
-it: which chains can share a prefill or a decode batch, what the stages read, and how many tokens and bytes they keep.
+it: which chains can share a prefill or a decode batch, which data the stages read, and how many tokens and bytes stay.
 
 Shapes: Hk kv heads, Hq query heads, n prompt tokens, D head dimension.
 """
@@ -52,6 +52,7 @@ class Chain:
     per: Literal["kv_head", "query_head"] = "kv_head"
 
     def __post_init__(self) -> None:
+        """Bring the stages into canonical order. Raises UsageError, with the reason, if they cannot form a chain."""
         if self.per not in PER:
             raise UsageError(f"per={self.per!r} is not possible: one of {', '.join(PER)}")
         check_set(self.stages)

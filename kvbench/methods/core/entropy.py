@@ -91,6 +91,7 @@ def measure_entropy(run: CalibrationRun) -> dict[str, Tensor]:
     sums = _LayerSums(shape.layers)
 
     def on_layer(obs: Observation, k: Tensor, v: Tensor) -> None:
+        """Add the statistics of one layer of one window."""
         queries = spectrum(obs.queries(obs.n))
         truncated = entropy(queries, top)
         rank = ranks(truncated)

@@ -160,6 +160,7 @@ class PressSelector(Selector):
             # each head's floor(alpha C) best tokens are safe, the others compete over the heads of the layer
             least = int(size * getattr(self, "alpha_safeguard", 0))
             return Expected((least,) * heads, (min(n, size * heads),) * heads, size * heads)
+        # the presses in REMOVES choose by blocks, or by chunks of ``chunk_length`` tokens
         ratio, length = self._ratio(n, n, size), getattr(self, "chunk_length", n)
         if self.kind == "chunk":
             # every chunk of m tokens keeps max(1, floor(m (1 - ratio))) of them
@@ -169,10 +170,13 @@ class PressSelector(Selector):
                 tokens += max(1, int(chunk_tokens * (1 - ratio)))
             return Expected.exactly(tokens, heads)
         if self.kind == "chunkkv" and n >= length:
-            # max(1, floor(chunks (1 - ratio))) whole chunks stay; the last, shorter one may be one of them
-            chunks = max(1, int(-(-n // length) * (1 - ratio)))
-            least = chunks * length - (-n % length)
-            return Expected((least,) * heads, (chunks * length,) * heads)
+            # max(1, floor(chunks (1 - ratio))) of all ceil(n / length) chunks stay
+            all_chunks = -(-n // length)
+            chunks = max(1, int(all_chunks * (1 - ratio)))
+            # the last chunk, which may lack tokens, may be one of them
+            missing = all_chunks * length - n
+            most = chunks * length
+            return Expected((most - missing,) * heads, (most,) * heads)
         return Expected.exactly(size, heads)
 
     def needs(self, n: int) -> Needs:

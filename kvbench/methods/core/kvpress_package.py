@@ -155,7 +155,7 @@ def types_of(method: str) -> tuple[type, ...]:
 
 
 def wraps_another(press: type) -> bool:
-    """Tell whether a press is made around another one."""
+    """Return True if a press is made around another one, as AdaKVPress is."""
     return "press" in inspect.signature(press).parameters
 
 

@@ -65,7 +65,7 @@ PACKS_HALF = kind("quantise", only=True)
 
 
 def EVICTS(stage: Stage) -> bool:
-    """Tell whether the stage evicts tokens while decoding, by itself or under a ``decode_budget``."""
+    """Return True if the stage evicts tokens while decoding, by itself or under a ``decode_budget``."""
     return AGAIN(stage) or kind("selector", evicts=True)(stage)
 
 

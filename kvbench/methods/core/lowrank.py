@@ -86,7 +86,7 @@ class LowRankStage(Stage):
         return self.measured("its ranks")[name]
 
     def widths(self, layer: int) -> tuple[int, int]:
-        """Return (latents of a token's keys, latents of its values) in this layer."""
+        """Return how many numbers a token has in this layer as (latents of its key, latents of its value)."""
         # a token has a latent of the rank of each group of heads
         k, v = self.ranks[layer]
         return sum(k), sum(v)

@@ -103,7 +103,7 @@ def _unique_file(method: str) -> Path:
 
 
 def of_kvpress(method: str) -> bool:
-    """Tell whether a method is a press of the package kvpress: ``kvpress:snapkv``."""
+    """Return True if a method is a press of the package kvpress, such as ``kvpress:snapkv``."""
     return method.startswith("kvpress:")
 
 
@@ -322,6 +322,7 @@ def by_size(entry: Mapping[str, object]) -> dict[str, object]:
         size = None
 
     def choose(value: object) -> object:
+        """Return a knob's value for this size. A value that does not depend on the budget is returned as it is."""
         if not isinstance(value, Mapping) or not value or not all(isinstance(s, int) and s > 0 for s in value):
             return value
         if size is None:

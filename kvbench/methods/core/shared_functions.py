@@ -147,6 +147,7 @@ class _Recorder:
     """A finder of modules (in ``sys.meta_path``) that notes the functions of watched modules once they are imported."""
 
     def __init__(self, functions: Functions) -> None:
+        """Note the functions of modules in ``functions``."""
         self._functions = functions
 
     def find_spec(

@@ -125,6 +125,7 @@ class _Unclosable:
     """A stream that cannot be closed or detached, since it is not the method's own. All else goes to the real one."""
 
     def __init__(self, stream: Any, name: str) -> None:
+        """Wrap a real stream. ``name`` is its name in errors."""
         self._stream, self._name = stream, name
 
     def close(self) -> None:
@@ -152,9 +153,9 @@ STREAMS = ("stdout", "stderr", "__stdout__", "__stderr__")
 
 @contextmanager
 def _streams() -> Iterator[None]:
-    """Hand out streams that cannot be closed, and restore the real ones on exit.
+    """Give foreign code streams that it cannot close, and restore the real ones on exit.
 
-    What is printed goes to the error stream, as a run's output may be read by a program (``--json``).
+    All that it prints goes to the error stream, because a program may read the run's own output (``--json``).
     """
     real_streams = {name: getattr(sys, name) for name in STREAMS}
     for name, stream in real_streams.items():

@@ -22,6 +22,7 @@ class _Watch:
     """
 
     def __init__(self) -> None:
+        """Make the watch without starting its thread."""
         self.names: list[str | None] = []
         self.since = time.monotonic()
         self.said = False
