@@ -60,7 +60,10 @@ class TOVA(EvictingSelector):
         return {"row": self._newest_row(probs, slots.positions.shape[1])}
 
     def _newest_row(self, rows: torch.Tensor, heads: int) -> torch.Tensor:
-        """Return [B, heads, S]: the last of attention rows [B, Hq, T, S], averaged over a layer or a stored head."""
+        """Return the last of the attention rows [B, Hq, T, S] as [B, heads, S], averaged over query heads.
+
+        The mean is over all heads of the layer, or under ``per_head`` over those that share a stored head.
+        """
         # A[h, n, :], the row of the newest query
         newest_row = rows[:, :, -1:]
         if not self.per_head:

@@ -71,7 +71,7 @@ class ModelSource:
 
 
 def named_models() -> dict[str, dict[str, Any]]:
-    """Return the entries of conf/model that name a model."""
+    """Return {name: entry} of the entries of conf/model that name a model."""
     # one entry is the template of all keys, and names none
     return {name: entry for name, entry in entries("model").items() if name != LISTED["model"]}
 

@@ -165,13 +165,16 @@ def attend(
     tail_start: Tensor | None = None,
     masker: Masker | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return (attention of T new tokens over stored segments and a dense tail, number of tokens attended).
+    """Return (attention [B, Hq, T, D] of T new tokens over stored segments and a dense tail, tokens attended [B]).
 
-    query is [B, Hq, T, D]. The tail's k, v [B, Hk, t, D] end with the new tokens, t >= T. New tokens see each other
-    causally. Under a sliding window, ``floor`` [B, T] is the first position that each new token sees, and
-    ``tail_start`` [B] is the position of the tail's first token. A ``masker`` restricts exact attention to the tokens
-    that it picks. The attention is [B, Hq, T, D] in the query's dtype. The numbers of tokens attended are [B] with a
-    masker, else None.
+    The attention is in the query's dtype. New tokens see each other causally. The number of tokens attended is the mean
+    over heads and new tokens with a masker, else None.
+
+    query: [B, Hq, T, D], the queries of the new tokens.
+    tail: the keys and values [B, Hk, t, D] of a dense tail that ends with the new tokens, t >= T.
+    floor: [B, T], the first position that each new token sees under a sliding window; None: no window.
+    tail_start: [B], the position of the tail's first token, needed with ``floor``.
+    masker: restricts exact attention to the tokens that it picks.
     """
     is_plain = masker is None and floor is None and cap_of(scale) is None
     if is_plain:

@@ -164,7 +164,10 @@ class Knobs:
             )
 
     def require_layers(self, knob: str, n_layers: int | None = None) -> None:
-        """Sort a knob that lists layers. With ``n_layers``, only raise UsageError for layers that do not exist."""
+        """Check a knob that lists layers, and bring it into one form: a tuple in ascending order without duplicates.
+
+        With ``n_layers``, only check that the model has these layers. Raises UsageError for a wrong list.
+        """
         layers = getattr(self, knob)
         if n_layers is not None:
             self.require(knob, all(i < n_layers for i in layers), f"the model has layers 0 to {n_layers - 1}")

@@ -51,9 +51,9 @@ ID = re.compile(r"""^(?: {2,4}|\t)id *(?:: *[\w.\[\]]+ *)?= *["']([\w-]+)["']"""
 class KvpressWords(TypedDict):
     """The words of kvpress that users may type here by habit (kvpress.yaml).
 
-    methods: from a press to the method of kvbench.
-    missing: the presses that kvbench has no method for.
-    knobs: from a field of a press to the knob of kvbench.
+    methods: {press: kvbench's id of the same method}.
+    missing: the presses for which kvbench has no method.
+    knobs: {field of a press: kvbench's name of the same knob}.
     """
 
     methods: dict[str, str]

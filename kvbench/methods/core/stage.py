@@ -188,7 +188,7 @@ class Stage(Knobs):
         return cache
 
     def rebalance(self, caches: Sequence[LayerCache], n_layers: int) -> list[LayerCache]:
-        """Trim layers 0 .. len(caches) - 1 of ``n_layers`` to the tokens that they can still hope to keep.
+        """Return the caches of layers 0 .. len(caches) - 1 of ``n_layers``, trimmed to the tokens that may still stay.
 
         It is called as each layer is finished, so that no layer waits for the last one with all its tokens. The last
         call decides: a single call at the end must give the same result.
