@@ -24,7 +24,10 @@ NOISE = 1e-6
 TEMPERATURE = Rule("a number, 0.05 or more", lambda x: x >= 0.05)
 """The rule of tau1 and tau2. A smaller tau raises the preference to a power 1 / tau that overflows fp64."""
 SLACK = 1 / 8
-"""Until the last layer has come, a layer may hold this much more than its share: trimming costs time."""
+"""Until the last layer has come, a layer may hold (1 + SLACK) times its share.
+
+Trimming all layers exactly for each new layer would take much time.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
