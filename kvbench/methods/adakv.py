@@ -19,13 +19,15 @@ from kvbench.methods.snapkv import SnapKV
 class AdaKV(SnapKV):
     """SnapKV's scores under a budget that the H heads of a layer share: C * H tokens together, C per head on average.
 
-    Beside the window of w tokens, a head has B = C - w tokens on average. B_h is the number of tokens of head h among
-    the B * H best of the layer. Ties go to the lower head, then the lower position. Heads are stored one after the
-    other, without padding.
+    Every head keeps the window, its last w tokens. The heads share B * H other tokens, B = C - w for each on average.
+    The tokens of all heads are ranked together by their scores, and B_h is the number of tokens of head h among the
+    B * H best. Ties go to the lower head, then to the lower position. Heads are stored one after the other, without
+    padding.
 
-    floor_rule: ``mixed`` gives head h (1 - floor) * B_h + floor * B tokens, as the paper (algorithm 2) and its released
-    code do. Numbers are rounded to whole tokens, and their sum is exact. ``safe`` keeps each head's floor * C best
-    tokens and lets all other tokens compete, as kvpress does.
+    floor: the fraction of an even share that every head gets in any case.
+    floor_rule: ``mixed`` gives head h, beside its window, (1 - floor) * B_h + floor * B tokens. The paper (algorithm 2)
+    and its released code do so. Numbers are rounded to whole tokens, and their sum is exact. ``safe`` keeps each head's
+    floor * C best tokens and lets all other tokens compete, as kvpress does.
     """
 
     id: ClassVar[str] = "adakv"
@@ -51,18 +53,19 @@ class AdaKV(SnapKV):
         return ops.select_first(cache, order, self._sizes(scores, budget))
 
     def _sizes(self, scores: torch.Tensor, budget: int) -> torch.Tensor:
-        """Return how many tokens each head keeps, ``budget`` on average.
+        """Return how many tokens each head keeps [H]. Their mean is ``budget``.
 
-        scores [H, n] are +inf for tokens that always stay.
+        scores [H, n] are +inf for the tokens of the window, which always stay.
         """
         heads, n = scores.shape
         protected = int(scores[0].isposinf().sum())
         if self.floor_rule == "safe":
             # each head's floor * C best tokens stay, whatever the scores of other heads
             scores = scores.scatter(-1, top_indices(scores, int(self.floor * budget)), torch.inf)
-        # count the C * H best tokens of the layer by head: head h has B_h + w of them
-        joint = scores.flatten().sort(descending=True, stable=True).indices[: budget * heads]
-        counts = torch.bincount(joint // n, minlength=heads)
+        # entry h n + j of the flattened scores is token j of head h
+        best_of_layer = scores.flatten().sort(descending=True, stable=True).indices[: budget * heads]
+        # of the C * H best tokens of the layer, head h has B_h + w
+        counts = torch.bincount(best_of_layer // n, minlength=heads)
         if self.floor_rule == "safe":
             return counts
         # algorithm 2: head h gets (1 - floor) * B_h + floor * B tokens beside its window, with B = C - w

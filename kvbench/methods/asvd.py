@@ -27,13 +27,17 @@ FRACTIONS = tuple(k / 10 for k in range(1, 10))
 
 @dataclass(frozen=True, kw_only=True)
 class Asvd(LowRankStage):
-    """Replace the weight W of a projection, all heads together, by U diag(s) V^T S^-1, truncated to rank r.
+    """Replace the weight W of a projection, all heads together, by the pair U_r diag(s_r) V_r^T S^-1.
 
-    Here W S = U diag(s) V^T. S is diagonal and holds (mean of |x|)^alpha of each input channel x, at least 1e-6.
+    W S = U diag(s) V^T is a singular value decomposition, of which the r largest singular values stay. S is diagonal.
+    Its entry for input channel i is (mean of |x_i| over the tokens of the calibration text)^alpha, at least 1e-6.
+    Errors in channels with large inputs therefore count more.
 
     ranks_by: ``uniform`` gives every projection the same rank. ``sensitivity`` tries every projection alone at a tenth,
-    two tenths, ... of its rank. Each projection then takes the smallest rank whose loss is at most a threshold. The
-    threshold is the smallest under which all ranks add up to the target (bisection).
+    two tenths, ... of its rank, and measures the model's loss each time. Each projection then takes the smallest rank
+    whose loss is at most a threshold. The threshold is the smallest under which all ranks add up to the target
+    (bisection).
+    probes: the number of windows of text over which these losses are measured.
     multiple: ranks are multiples of this number. Null stands for a sixteenth of all heads' rank.
     """
 
@@ -61,7 +65,7 @@ class Asvd(LowRankStage):
         probes: list[torch.Tensor] = []
 
         def samples() -> Iterator[torch.Tensor]:
-            # windows are read only once, so the first of them are remembered for the losses
+            """Yield all windows, and remember the first of them for the losses, because windows are read only once."""
             for window in run.windows():
                 if len(probes) < self.probes:
                     probes.append(window)
@@ -82,19 +86,21 @@ class Asvd(LowRankStage):
 
     @property
     def full(self) -> int:
-        """The full rank of a projection of all heads together."""
+        """The full rank of a projection: all heads' channels, or the hidden size if that is less."""
         return min(self.shape.heads * self.shape.head_dim, self.shape.hidden)
 
     @cached_property
     def ranks(self) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
-        layers, even = self.shape.layers, nearest_rank(self.full, self.ratio, self.multiple)
-        # flat has one rank for each projection: keys of layer 0, values of layer 0, keys of layer 1, ...
-        flat = [even] * (2 * layers)
+        layers, even_rank = self.shape.layers, nearest_rank(self.full, self.ratio, self.multiple)
+        # one rank for each projection: keys of layer 0, values of layer 0, keys of layer 1, ...
+        flat_ranks = [even_rank] * (2 * layers)
         if self.ranks_by == "sensitivity" and self.ratio > 0:
             losses = self.tensor("loss").flatten(0, 1).tolist()
-            # all ranks together must be as large as if every projection had the even rank
-            flat = searched_ranks(losses, self._tried_ranks(self.full), self.full, even * 2 * layers)
-        return tuple(((flat[2 * i],), (flat[2 * i + 1],)) for i in range(layers))
+            # all ranks together must not be larger than if every projection had the even rank
+            flat_ranks = searched_ranks(losses, self._tried_ranks(self.full), self.full, even_rank * 2 * layers)
+        key_ranks, value_ranks = flat_ranks[::2], flat_ranks[1::2]
+        # all heads are one group, which has one rank
+        return tuple(((key,), (value,)) for key, value in zip(key_ranks, value_ranks, strict=True))
 
     def factors(self, model: PreTrainedModel) -> Pairs:
         pairs = []
@@ -106,16 +112,19 @@ class Asvd(LowRankStage):
         return tuple(pairs)
 
     def scale(self, sizes: torch.Tensor) -> torch.Tensor:
-        """Return the diagonal of S in fp64. ``sizes`` [..., d] is the mean of |x| of each input channel x."""
+        """Return the diagonal of S [..., d] in fp64. ``sizes`` [..., d] has the mean of |x_i| of each channel i."""
         # S_ii = (mean of |x_i|)^alpha
         return sizes.double().pow(self.alpha).clamp(min=1e-6)
 
     def _tried_ranks(self, full: int) -> list[int]:
-        """Return the ranks to try for a projection of rank ``full``, ascending."""
+        """Return the ranks to try for a projection of the full rank ``full``: those at each of FRACTIONS."""
         return [nearest_rank(full, 1 - fraction, self.multiple) for fraction in FRACTIONS]
 
     def _spectra(self, model: PreTrainedModel, sizes: torch.Tensor) -> Iterator[tuple[Spectrum, Spectrum]]:
-        """Yield for each layer the decompositions W S = U diag(s) V^T of its key and its value projection."""
+        """Yield for each layer the decompositions W S = U diag(s) V^T of its key and its value projection.
+
+        ``sizes`` [layers, d] are the means of |x_i| of the projections' inputs.
+        """
         heads = ProjectionShape.of(model).heads
         for attention, size in zip(attention_modules(model), sizes, strict=True):
             # a projection is (weight, bias), and only the weight is factored
@@ -123,9 +132,10 @@ class Asvd(LowRankStage):
             yield Spectrum.of(k, self.scale(size)), Spectrum.of(v, self.scale(size))
 
     def _losses(self, run: CalibrationRun, sizes: torch.Tensor, probes: list[torch.Tensor]) -> torch.Tensor:
-        """Return losses [layers, 2, fractions], each the mean over the probes.
+        """Return the model's losses [layers, 2, fractions], each the mean over the probes.
 
-        For each loss one projection alone, key (0) or value (1), is cut to one of the ranks tried.
+        For each loss one projection alone, key (0) or value (1), is cut to one of ``_tried_ranks``. All others are
+        exact. ``sizes`` [layers, d] are the means of |x_i|, ``probes`` the windows of token ids.
         """
         model, shape = run.model, ProjectionShape.of(run.model)
         full = min(shape.heads * shape.head_dim, shape.hidden)

@@ -19,26 +19,32 @@ from kvbench.methods.core.knobs import ODD, Rule, at_least, knob
 from kvbench.methods.core.statistics import group_mean, group_rows, pool, pool_slots, recent_slots, window_rows
 from kvbench.storage.roles import Slots
 
-# shares are rounded up while layers come in, because float noise must not cost a layer its last token
 NOISE = 1e-6
-# a smaller tau raises the preference to a power 1 / tau that overflows fp64
+"""Added to shares before they are rounded up: float noise must not cost a layer its last token."""
 TEMPERATURE = Rule("a number, 0.05 or more", lambda x: x >= 0.05)
-# until the last layer has come, a layer may hold 1/8 more than its share, because trimming all layers for each new
-# layer would take much time
+"""The rule of tau1 and tau2. A smaller tau raises the preference to a power 1 / tau that overflows fp64."""
 SLACK = 1 / 8
+"""Until the last layer has come, a layer may hold (1 + SLACK) times its share.
+
+Trimming all layers exactly for each new layer would take much time.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cake(EvictingSelector):
     """Keep in layer l the last w tokens and B_l others, with B_l in proportion to P_l = disp^(1/tau1) * var^(1/tau2).
 
-    A is the attention of the last w queries to the tokens before them. disp = -sum of A log(A), and var is the sum over
-    tokens of the variance over queries. The B_l add up to (C - w) L exactly. No layer gets more than its n - w tokens.
-    The excess goes to the other layers in proportion, and fractions go to the largest remainders. A token's score is
-    mean + gamma * variance of A over the window, averaged over a group of heads and pooled. Prompts of up to C + w
-    tokens are kept whole, as in released code.
+    A[h, i, j] is the attention of the last w queries i, the window, to the tokens j before them. disp = -sum of
+    A log(A) over heads, queries and tokens. var = sum over heads and tokens of the variance of A over the queries. The
+    B_l of the L layers add up to (C - w) L exactly. No layer gets more than its n - w tokens. The excess goes to the
+    other layers in proportion, and fractions go to the largest remainders.
 
-    tau2: temperature of the variance. Released code sets (tau1, tau2) for each model, first for C = 1024, then for
+    Within a layer the score of token j is mean + gamma * variance of A[h, i, j] over the queries i, averaged over the
+    query heads of a group, then over ``kernel`` neighbouring tokens. Prompts of up to C + w tokens are kept whole, as
+    in released code.
+
+    tau1: temperature of the dispersion disp.
+    tau2: temperature of the variance var. Released code sets (tau1, tau2) for each model, first for C = 1024, then for
     C = 128. LLaMA-3.1 has (1.6, 0.4) and (1.6, 0.6), LLaMA-2-7B (1.9, 1.8) and (0.9, 2.3). LLaMA-2-13B has (0.5, 0.4)
     and (1.8, 2.0), Mistral-v0.3 (0.8, 0.5) and (1.0, 0.8). Qwen2.5-7B has (1.5, 0.6) and (0.4, 0.6), any other model
     (1, 1).
@@ -68,7 +74,7 @@ class Cake(EvictingSelector):
         return Needs(last_q=self.window)
 
     def trigger(self, n: int) -> int:
-        """Return C + w. Longer prompts are compressed (released code)."""
+        """Return C + w, the length of the longest prompt that is kept whole (as in released code)."""
         return self.generation_budget(n) + self.capacity(n).window
 
     def keeps_all(self, n: int, layer: int) -> bool:
@@ -114,15 +120,17 @@ class Cake(EvictingSelector):
         return replace(cache, segments=(segment,), weight=weight)
 
     def preference(self, rows: torch.Tensor, variance: torch.Tensor) -> float:
-        """Return P of a layer with attention rows [Hq, w, m] and their variance over queries [Hq, m].
+        """Return the preference P = disp^(1/tau1) * var^(1/tau2) of a layer. A P that is not finite counts as 0.
 
-        A product that is not finite counts as 0.
+        rows [Hq, w, m] are the attention of the window to the m tokens before it, variance [Hq, m] their variance over
+        the queries.
         """
-        # disp = -sum_ij A[i, j] log A[i, j]; 1e-10 keeps log(0) finite, as in released code
+        # disp = -sum_hij A[h, i, j] log A[h, i, j]; 1e-10 keeps log(0) finite, as in released code
         dispersion = -(rows * (rows + 1e-10).log()).sum(dtype=torch.float64).clamp(max=0)
-        # P = disp^(1/tau1) * var^(1/tau2), with var = sum_j var_i A[i, j]
-        product = float(dispersion) ** (1 / self.tau1) * float(variance.sum(dtype=torch.float64)) ** (1 / self.tau2)
-        return product if math.isfinite(product) else 0.0
+        # var = sum_hj var_i A[h, i, j]
+        total_variance = variance.sum(dtype=torch.float64)
+        preference = float(dispersion) ** (1 / self.tau1) * float(total_variance) ** (1 / self.tau2)
+        return preference if math.isfinite(preference) else 0.0
 
     def rebalance(self, caches: Sequence[LayerCache], n_layers: int) -> list[LayerCache]:
         sharing = [i for i, c in enumerate(caches) if c.weight is not None]
@@ -132,7 +140,7 @@ class Cake(EvictingSelector):
         n = caches[sharing[0]].seen
         capacity = self.capacity(n)
         layers_to_come = sum(i not in self.frozen_layers for i in range(len(caches), n_layers))
-        # B_l = (C - w) L * P_l / (sum of P), at most n - w, over the L layers that share the budget
+        # B_l = (C - w) L * P_l / (sum of P), at most n - w, over the L layers that share the budget; P is the weight
         most = n - capacity.window
         total = (capacity.tokens - capacity.window) * (len(sharing) + layers_to_come)
         shares = proportional_shares([caches[i].weight or 0.0 for i in sharing], total, most)
@@ -146,9 +154,10 @@ class Cake(EvictingSelector):
         return trimmed
 
     def _trim(self, cache: LayerCache, size: int, is_last_call: bool) -> LayerCache:
-        """Return the cache with its ``size`` best tokens.
+        """Return the cache of one layer with its ``size`` best tokens.
 
-        Before the last call, a cache with at most (1 + SLACK) * size tokens is left unchanged.
+        Before the last call, a cache with at most (1 + SLACK) * size tokens is left unchanged. The last call also drops
+        the scores.
         """
         segment = ops.only_segment(cache)
         most: float = size * (1 + SLACK)
@@ -196,5 +205,7 @@ def variance_over_queries(rows: torch.Tensor) -> torch.Tensor:
     It equals ``rows.var(dim=1)``, which takes more than ten times as long on a CPU.
     """
     # var[j] = sum_i (A[i, j] - mean_i A[i, j])^2 / (w - 1), in place because the fp64 copy belongs to this function
-    x = rows.double()
-    return x.sub_(x.mean(dim=1, keepdim=True)).square_().sum(dim=1).div_(max(1, rows.shape[1] - 1)).float()
+    weights = rows.double()
+    deviations = weights.sub_(weights.mean(dim=1, keepdim=True))
+    squares = deviations.square_().sum(dim=1)
+    return squares.div_(max(1, rows.shape[1] - 1)).float()

@@ -24,7 +24,7 @@ from kvbench.methods.core.recipe import CalibrationRun, Recipe
 OBSERVED = 5
 """The number of first tokens by which heads are compared (section 3)."""
 LONGEST = 64
-"""Tokens of a calibration window. Clusters see only the first five of them."""
+"""The tokens of a calibration window. Only the first five of them decide the clusters."""
 _MIDDLE = (24, 30, 24, 30, 28, 28, 32, 32)
 _END = (18, 18, 20, 28, 18, 18, 18, 20) + (18,) * 6 + (24, 32)
 LISTS: dict[str, tuple[int, ...]] = {
@@ -41,11 +41,12 @@ MEAN = sum(LISTS["llama2"]) / (32 * 32)
 class Chai(HeadSharer):
     """Cluster heads by the attention of the first five tokens. A cluster's lowest head computes logits for all of it.
 
-    The distance of two query heads is 1 - cosine of their 5 x 5 softmax(q k' * scale), without a causal mask. Clusters
-    merge by average linkage until c are left, the pair of lowest indices first among equals. A head takes the logits of
-    the lowest head of its cluster, in the whole prompt and while decoding, and reads its own values with them. Keys are
-    stored only for kv heads that a leading head reads. Under GQA this saves nothing unless no head of a group leads.
-    Prompts of fewer than 6 tokens are left unchanged.
+    Each query head has a map softmax(q k' * scale) of 5 x 5 weights between the first five tokens, without a causal
+    mask. The distance of two heads is 1 - the cosine of their maps. The two nearest clusters merge by average linkage
+    until c are left. Among equal distances the pair with the lowest indices merges first. The lowest head of a cluster
+    leads. The others take its logits, in the whole prompt and while decoding, and read their own values with them. Keys
+    are stored only for kv heads that a leading head reads. Under GQA this saves nothing unless no head of a group
+    leads. Prompts of fewer than 6 tokens are left unchanged.
 
     clusters: c of each layer. [] takes UNComp's list for the model's shape. Models of 40 layers of 40 heads have the
     list llama2-13b. Models of 32 layers of 32 heads have llama3 under GQA, and llama2 otherwise. Any other shape takes
@@ -106,7 +107,10 @@ class Chai(HeadSharer):
         self.require(knob, max(counts, default=0) <= query_heads, f"the model has {query_heads} query heads")
 
     def listed_clusters(self) -> tuple[Sequence[int], str]:
-        """Return (clusters of each layer that a knob lists, that knob); the clusters are () if no knob lists any."""
+        """Return (the number of clusters of each layer as a knob lists them, the name of that knob).
+
+        The numbers are () if no knob lists any.
+        """
         if self.like:
             return LISTS[self.like], "like"
         return self.clusters, "clusters"
@@ -117,7 +121,10 @@ class Chai(HeadSharer):
         return self.cluster_counts(n_layers, query_heads, kv_heads)[layer]
 
     def cluster_counts(self, n_layers: int, query_heads: int, kv_heads: int) -> Sequence[int]:
-        """Return the number of clusters of each layer."""
+        """Return c, the number of clusters, of each layer of a model with these numbers of layers and heads.
+
+        Raises UsageError if c follows from a calibration that the stage does not have.
+        """
         share = MEAN if self.share is None else self.share
         if self.counts == "calibrated":
             distances = self.measured("with counts=calibrated its clusters", "counts")["distances"]
@@ -157,7 +164,7 @@ class Chai(HeadSharer):
 
 
 def list_for_shape(n_layers: int, query_heads: int, kv_heads: int) -> str | None:
-    """Return the name of UNComp's list for a model of this shape, or None if UNComp has none."""
+    """Return the name in LISTS of the list for a model of this shape, or None if UNComp has none."""
     if (n_layers, query_heads) == (40, 40):
         return "llama2-13b"
     if (n_layers, query_heads) != (32, 32):
@@ -169,11 +176,13 @@ def list_for_shape(n_layers: int, query_heads: int, kv_heads: int) -> str | None
 def merge_clusters(
     first_q: torch.Tensor, first_k: torch.Tensor, scale: float, count: int
 ) -> tuple[torch.Tensor, list[float]]:
-    """Merge heads until ``count`` clusters are left.
+    """Merge the query heads of a layer until ``count`` clusters are left, as ``Chai`` describes.
 
-    Return the lowest head [Hq] of each head's cluster, and the distances [Hq - count] of the merges, ascending.
-    Queries first_q are [Hq, m, D], keys first_k [Hk, m, D]. Everything is computed in fp64 on the CPU, so that all
-    devices give the same result.
+    first_q, first_k: queries [Hq, m, D] and keys [Hk, m, D] of the first m tokens.
+    scale: the factor of q.k.
+
+    Return the lowest head of each head's cluster [Hq], and the distances at which clusters merged [Hq - count],
+    ascending. Everything is computed in fp64 on the CPU, so that all devices give the same result.
     """
     q = first_q.detach().to("cpu", torch.float64).contiguous()
     k = first_k.detach().to("cpu", torch.float64).contiguous()
@@ -201,9 +210,11 @@ def merge_clusters(
 
 
 def divide_clusters(distances: torch.Tensor, share: float) -> list[int]:
-    """Return the clusters of each layer by the merges' ``distances`` [layers, Hq - 1]: ``share`` of all heads lead.
+    """Return the number of clusters of each layer, such that ``share`` of the heads of all layers lead.
 
-    Distances ascend within a layer. The smallest distances of all layers are therefore the first merges of each layer.
+    ``distances`` [layers, Hq - 1] are those at which the clusters of a layer merge down to one, ascending. The merges
+    with the smallest distances over all layers happen. They are the first merges of each layer, because distances
+    ascend.
     """
     layers, heads = distances.shape[0], distances.shape[1] + 1
     if heads == 1:
@@ -216,11 +227,12 @@ def divide_clusters(distances: torch.Tensor, share: float) -> list[int]:
 
 
 def measure_distances(run: CalibrationRun) -> torch.Tensor:
-    """Return the mean distances [layers, Hq - 1] of each layer's merges, in order, over the windows of a run."""
+    """Return the distances [layers, Hq - 1] at which clusters merge in each layer: means over the windows of a run."""
     shape = from_config(run.model.config)
     total = torch.zeros(shape.layers, shape.query_heads - 1, dtype=torch.float64)
 
     def on_layer(obs: Observation, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Add the distances of one layer of one window."""
         assert obs.first_q is not None
         # merging down to one cluster gives every merge its distance
         _, merges = merge_clusters(obs.first_q[:, :OBSERVED], k[:, :OBSERVED], obs.scale, count=1)

@@ -21,15 +21,16 @@ from kvbench.methods.snapkv import SnapKV
 class ChunkKV(SnapKV):
     """Score of a chunk = mean of its tokens' SnapKV scores over all heads. All heads keep the same chunks.
 
-    variant ``fill``: the last ``window`` tokens and the best chunks before them. The next best chunk gives its first
-     tokens, so that exactly C stay.
-    variant ``paper``: floor((C - w) / chunk) whole chunks and the window. A shorter last chunk counts as one, and its
-     score is a sum, not a mean.
-    variant ``code``: chunks of the whole prompt, max(1, floor(chunks * C / n)) of them, as kvpress keeps. The window
-    has no place of its own. Its tokens get the highest score of all.
-    reuse: groups of this many neighbouring layers keep the chunks of their first layer.
+    A chunk is ``chunk`` consecutive tokens, and the last one may be shorter. In a prompt that is shorter than a chunk
+    each token is a chunk of its own.
 
-    A prompt shorter than a chunk is chosen by single tokens.
+    variant ``fill``: the last w tokens (the window) and the best chunks before them. Where the next best chunk no
+    longer fits, its first tokens stay, so that each head keeps exactly C tokens.
+    variant ``paper``: the window and the best floor((C - w) / chunk) whole chunks before it. A shorter last chunk
+    counts as one. Its score is divided by the length of a full chunk as well.
+    variant ``code``: the best max(1, floor(chunks * C / n)) chunks of the whole prompt, as kvpress keeps them. The
+    window has no place of its own, but its tokens get the highest score of all.
+    reuse: groups of this many neighbouring layers keep the chunks of their first layer.
     """
 
     id: ClassVar[str] = "chunkkv"
@@ -46,7 +47,7 @@ class ChunkKV(SnapKV):
 
     @property
     def whole(self) -> bool:
-        """True if only whole chunks stay."""
+        """True if the variant keeps only whole chunks, so that a head may hold a few tokens more or fewer than C."""
         return self.variant != "fill"
 
     def window_size(self) -> int:
@@ -58,7 +59,7 @@ class ChunkKV(SnapKV):
         return self.chunk if n >= self.chunk else 1
 
     def chunks(self, n: int) -> tuple[int, int]:
-        """Return (number of chunks that stay, number of all chunks), for variants that keep whole chunks."""
+        """Return (chunks that stay, all chunks that compete) of a prompt of n tokens, for variants of whole chunks."""
         capacity, length = self.capacity(n), self.length(n)
         if self.variant == "paper":
             # floor((C - w) / chunk) of ceil((n - w) / chunk) chunks
@@ -100,13 +101,15 @@ class ChunkKV(SnapKV):
         # all heads keep the same chunks, so scores are averaged over heads
         tokens = received[:, :end].mean(dim=0)
         # the score of a chunk is the sum over its tokens / chunk length, with zeros padding the last chunk
-        sums = F.pad(tokens, (0, -end % length)).view(-1, length).sum(dim=1)
+        missing = -end % length
+        sums = F.pad(tokens, (0, missing)).view(-1, length).sum(dim=1)
         sizes = torch.full_like(sums, length)
         if self.variant != "paper":
             # only the paper divides a shorter last chunk by the full length as well
-            sizes[-1] -= -end % length
-        # each token gets the score of its chunk
-        return F.pad((sums / sizes).repeat_interleave(length)[:end], (0, obs.n - end))[None]
+            sizes[-1] -= missing
+        # each token gets the score of its chunk, and the window, which always stays, gets 0
+        by_token = (sums / sizes).repeat_interleave(length)[:end]
+        return F.pad(by_token, (0, obs.n - end))[None]
 
     def pick(self, cache: LayerCache, scores: torch.Tensor, budget: int) -> LayerCache:
         if not self.whole:

@@ -19,17 +19,22 @@ from kvbench.storage.roles import Rotary
 
 @dataclass(frozen=True, kw_only=True)
 class ExpectedAttention(Selector):
-    """Score of token j = softmax over tokens of k_j's expected logit, times ||v_j||_2, as kvpress computes it.
+    """Score of token j = (a_j + epsilon) * ||v_j||_2 with the expected attention a_j, as kvpress computes it.
 
-    Future queries are assumed to be normally distributed. Their mean and covariance come from the prompt's queries
-    after the sinks, with rotation undone, under the average rotation of future positions. E[exp(q.k)] is then
-    exp(mean.k + k' cov k / 2). The method needs rotary positions. Unlike in kvpress, a bias of the query projection
-    counts.
+    a = softmax over tokens j of log E[exp(scale q.k_j)] for a future query q. Future queries are assumed to be normally
+    distributed, with mean m and covariance S. Then log E[exp(scale q.k)] = scale m.k + scale^2 k' S k / 2. Both m and S
+    come from the prompt's queries after the sinks: their own rotations are undone, and they are turned by the average
+    rotation of the next ``future`` positions. Under GQA a_j is the mean over a group's query heads.
+
+    The method needs rotary positions. Unlike in kvpress, a bias of the query projection counts.
+
+    covariance: false leaves out the second term, so that only m counts.
+    vnorm: false takes a_j alone as the score.
     """
 
     id: ClassVar[str] = "expectedattention"
     rotates: ClassVar[bool] = True
-    uncapped: ClassVar[bool] = True  # E[exp(q.k)] of normal q has this form for q.k itself
+    uncapped: ClassVar[bool] = True  # the formula for E[exp(q.k)] does not hold for capped logits
 
     sinks: int = knob(4, at_least(0, "tokens"))
     future: int = knob(512, Rule("1 to 100000 positions", lambda count: 1 <= count <= 100_000))
@@ -49,17 +54,23 @@ class ExpectedAttention(Selector):
         key = ("expected query", first, self.future)
         mean, cov = obs.once(key, lambda: self._expected_query(obs, first))
         keys = per_head(segment.k[:, first:].float(), obs.queries(1).shape[0])
-        # log E[exp(q.k)] = mean.k + k^T cov k / 2, with scale * q in place of q
+        # log E[exp(scale q.k)] = scale m.k + scale^2 k' S k / 2: first the mean of the logit, then half its variance
         logits = (keys @ mean[:, :, None])[..., 0] * obs.scale
         if self.covariance:
             logits += ((keys @ cov) * keys).sum(dim=-1) * (obs.scale**2 / 2)
         scores = group_mean(logits.softmax(dim=-1), cache.heads)
         if self.vnorm:
-            scores = (scores + self.epsilon) * at_heads(segment.v[:, first:].float().norm(dim=-1), cache.heads)
+            # s_j = (a_j + epsilon) * ||v_j||_2
+            value_norms = segment.v[:, first:].float().norm(dim=-1)
+            scores = (scores + self.epsilon) * at_heads(value_norms, cache.heads)
+        # the sinks, which always stay, get 0
         return torch.nn.functional.pad(scores, (first, 0))
 
     def _expected_query(self, obs: Observation, first: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the mean [Hq, D] and covariance [Hq, D, D] of future queries."""
+        """Return the mean m [Hq, D] and the covariance S [Hq, D, D] of future queries.
+
+        They are estimated from the prompt's queries behind its ``first`` tokens.
+        """
         if obs.inv_freq is None:
             raise ValueError("expectedattention undoes rotations, which were not observed")
         rotary = Rotary(obs.inv_freq)

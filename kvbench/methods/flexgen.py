@@ -15,9 +15,11 @@ from kvbench.methods.core.quantiser import Quantiser
 
 @dataclass(frozen=True, kw_only=True)
 class FlexGen(Quantiser):
-    """Asymmetric min-max codes of ``group`` consecutive channels of a token, at most a head's. No token stays exact.
+    """Pack keys and values of every token in groups of ``group`` consecutive channels, at most all of a head.
 
-    A token is packed after the step that made it, which reads it exactly. A group of one value stores scale 1.
+    Codes are c = round((x - min) / s) with s = (max - min) / (2^bits - 1) of a group, read as c * s + min. s and min
+    are stored in fp16. A group of equal values stores s = 1. A new token is packed after its own step, which still
+    reads it exactly. No other token stays exact.
 
     code_prefill: the prompt's own attention reads all keys and values packed, too (longctx_bench's simulation, arXiv
     2407.01527). Selectors then score by the packed keys.

@@ -13,7 +13,7 @@ from kvbench.methods.core.knobs import knob, one_of
 
 @dataclass(frozen=True, kw_only=True)
 class Fp8(StorageFormat):
-    """Codes c = cast(clip(x / s, -max, max)) to the nearest float of 8 bits, ties to even, read as c * s.
+    """Store x as the 8-bit float c nearest to clip(x / s, -max, max), ties to even, read as c * s.
 
     type: ``e4m3`` (max 448, 3 bits of mantissa) or ``e5m2`` (max 57344, 2 bits).
     scale: ``one`` is s = 1, the engines' default without a calibration file. ``tensor`` and ``head`` take absmax / max

@@ -25,16 +25,19 @@ UNCOMP_HEAVY, UNCOMP_RECENT, UNCOMP_TOTAL = 4, 508, 512
 class H2O(EvictingSelector):
     """Score of token j = attention it received, S[h, j] = sum over queries i >= j of A[h, i, j], without pooling.
 
-    Under ``per=kv_head`` a group's query heads are averaged before the top-k.
+    A[h, i, j] is the attention weight of query i of head h on token j. Under ``per=kv_head`` S is averaged over the
+    query heads of a group before tokens are chosen.
 
     variant ``all``: sums over all n queries and evicts once, after the prompt.
-    variant ``win``: the last ``window`` queries only (SnapKV without pooling), as in ThinK's and ReFreeKV's code.
-    variant ``orig``: the paper's. All queries count, and the new token's attention is added at every step. The budget
-        holds while decoding, half of it heavy hitters and half recent tokens.
-    variant ``uncomp``: UNComp's baseline (its released code, arXiv 2410.03090). As ``orig`` with floor(4 C / 512) heavy
-        hitters and floor(508 C / 512) recent tokens of a budget C, nearly a sliding window. Below C = 128 there is no
-        heavy hitter. Such a ``kv_size`` is refused, and a ``kv_ratio`` of so few tokens keeps recent ones only.
+    variant ``win``: sums over the last ``window`` queries only (SnapKV without pooling), as in ThinK's and ReFreeKV's
+        code, and evicts once.
+    variant ``orig``: the paper's. All queries count, and every decode step adds the new query's attention to S. The
+        budget holds while decoding, half of it heavy hitters (the tokens of the largest S) and half recent tokens.
+    variant ``uncomp``: UNComp's baseline (its released code, arXiv 2410.03090). It is ``orig`` with floor(4 C / 512)
+        heavy hitters and floor(508 C / 512) recent tokens of a budget C, nearly a sliding window. Below C = 128 there
+        is no heavy hitter. Such a ``kv_size`` is refused, and a ``kv_ratio`` of so few tokens keeps recent ones only.
     heavy_ratio, recent_ratio: both parts as fractions of the prompt, for ``orig``. None gives each half the budget.
+    score_bits: the attention in S is computed over keys quantised to this many bits, while stored keys stay exact.
     """
 
     id: ClassVar[str] = "h2o"
@@ -143,7 +146,10 @@ class H2O(EvictingSelector):
         return group_mean(self.received(cache, obs, capacity.window), cache.heads)
 
     def received(self, cache: LayerCache, obs: Observation, window: int) -> torch.Tensor:
-        """Return the attention [Hq, n] that each token received from the queries that the variant counts."""
+        """Return S [Hq, n], the attention that each token received from the queries that the variant counts.
+
+        ``window`` is the number of last queries that count under ``win``.
+        """
         if self.variant == "win":
             # S[h, j] = sum over the last w queries i of A[h, i, j]
             return window_rows(cache, obs, window, self.estimate).sum(dim=1)

@@ -15,10 +15,11 @@ from kvbench.methods.core.knobs import knob
 class Int4(StorageFormat):
     """Codes c = clip(round(y / s + z), 0, 15), read as (c - z) * s, with s = max((max - min) / 15, 1e-6) in fp32.
 
-    z = clip(round(-min / s), 0, 15) lies in the lowest 4 bits of the scale. Both round ties away from zero. y is x
-    under random signs and a Hadamard matrix. Attention rotates its query likewise, and turns its output back.
+    y is x, a token's key or value of a head, under random signs and a Hadamard matrix. max and min are those of y.
+    z = clip(round(-min / s), 0, 15) is stored in the lowest 4 bits of the scale. Both roundings send ties away from
+    zero. Attention rotates its query likewise, and turns its output back.
 
-    symmetric: true takes c = clip(round(x / s), -8, 7) with s = absmax / 7 in fp16.
+    symmetric: true takes c = clip(round(x / s), -8, 7), read as c * s, with s = absmax / 7 in fp16.
     """
 
     id: ClassVar[str] = "int4"

@@ -16,7 +16,10 @@ from kvbench.methods.core.knobs import knob, one_of
 class Int8(StorageFormat):
     """Codes c = clip(round(x / s), -128, 127) with s = max(absmax / 127, 1e-6) in fp32, read as c * s (vLLM).
 
-    symmetric: false takes SGLang's c = round((x - z) / s), z = (min + max) / 2 and s = (max - min) / 255, both fp16.
+    absmax is the largest magnitude of a token's key or value of a head.
+
+    symmetric: false takes SGLang's c = round((x - z) / s), read as c * s + z. z = (min + max) / 2 and
+    s = (max - min) / 255 are both in fp16.
     round: ``trunc`` cuts toward zero, as vLLM's kernel was read to do, at four times the squared error.
     """
 

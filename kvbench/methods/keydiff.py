@@ -24,10 +24,10 @@ class KeyDiff(Selector, BlockReader):
     """Score of token j = -cos(k_j, a) with the anchor a = mean over i of k_i / ||k_i||. It looks at no attention.
 
     variant ``once``: all tokens are scored together, after the prompt (kvpress's KeyDiffPress).
-    variant ``block``: it begins with the first C tokens and adds ``block`` more at a time. The best C go on each time
-     (kvpress's BlockPress).
-    variant ``paper``: the prompt is read in blocks of ``block`` tokens, and the best C of all tokens so far go on. A
-     block attends itself and the tokens kept before it. The prefill is therefore not exact.
+    variant ``block``: tokens are scored in rounds. The first C tokens are kept, then ``block`` more join them in each
+    round, and the best C go on (kvpress's BlockPress). Each round takes the anchor of its own tokens.
+    variant ``paper``: the same rounds begin with no tokens, and the prompt is read in these blocks. A block attends
+    itself and the tokens kept before it. The prefill is therefore not exact.
     """
 
     id: ClassVar[str] = "keydiff"
@@ -58,7 +58,10 @@ class KeyDiff(Selector, BlockReader):
         return at_heads(scores, cache.heads)
 
     def iterate_blocks(self, keys: torch.Tensor, heads: int, budget: int) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield (first token, tokens [heads, m] kept before it) of each block of keys [Hk, n, D], and of their end."""
+        """Yield (first token, tokens [heads, m] kept before it) of each block of the prompt.
+
+        The last pair is (n, the tokens kept in the end). keys [Hk, n, D] are those of one layer, and ``budget`` is C.
+        """
         n = keys.shape[1]
         # kvpress begins with C tokens, the paper with none
         first = budget if self.variant == "block" else 0
@@ -86,7 +89,7 @@ class KeyDiff(Selector, BlockReader):
 
 
 def difference(keys: torch.Tensor) -> torch.Tensor:
-    """Return -cos(k_j, a) [Hk, n] of keys [Hk, n, D] with their anchor a."""
+    """Return the scores -cos(k_j, a) [Hk, n] of keys [Hk, n, D], with the anchor a of these keys."""
     # k_j / ||k_j||
     unit = normalize(keys.float(), dim=-1)
     # a = mean over j of k_j / ||k_j||, brought to length 1 (section 3)

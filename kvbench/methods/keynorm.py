@@ -18,7 +18,10 @@ from kvbench.methods.core.statistics import at_heads
 
 @dataclass(frozen=True, kw_only=True)
 class KeyNorm(Selector):
-    """Score of token j = -||k_j||_2: the C smallest norms stay. A rotation keeps norms, so RoPE changes nothing."""
+    """Score of token j = -||k_j||_2: the C tokens with the shortest keys stay. RoPE changes no norm, and so no score.
+
+    protect_recent: the number of last tokens that always stay.
+    """
 
     id: ClassVar[str] = "keynorm"
 
@@ -30,7 +33,8 @@ class KeyNorm(Selector):
     def scores(self, cache: LayerCache, obs: Observation, capacity: Capacity) -> torch.Tensor:
         norms = obs.once(KeyNorm, lambda: ops.only_segment(cache).k.float().norm(dim=-1))  # ||k_j||_2
         if obs.partial:
-            # keys of one token have equal norms in the first layer, but for rounding, which differs between batches
+            # While decoding, equal tokens of the text have equal norms in the first layer but for rounding, which
+            # differs between batches. Norms are rounded to 12 bits, so that these errors decide nothing.
             mantissa, exponent = torch.frexp(norms)
             norms = torch.ldexp((mantissa * 2**12).round() / 2**12, exponent)
         return at_heads(-norms, cache.heads)

@@ -15,14 +15,15 @@ from kvbench.methods.core.quantiser import Quantiser
 
 @dataclass(frozen=True, kw_only=True)
 class Kivi(Quantiser):
-    """Keys in groups of ``group`` consecutive retained tokens of a channel, values in groups of channels of a token.
+    """Pack keys by channel, in groups of ``group`` consecutive tokens, and values by token, in groups of channels.
 
-    Codes are round((x - min) / scale) with scale = (max - min) / (2^bits - 1), both stored in fp16. Of N tokens the
-    first R * floor(N / R) are packed as keys and the first N - R as values. While decoding, keys are packed R at a time
-    once R have gathered, and values one at a time, both after the step that still read them exactly.
+    Codes are c = round((x - min) / s) with s = (max - min) / (2^bits - 1) of a group, read as c * s + min. s and min
+    are stored in fp16. The newest tokens stay exact. With R = ``residual``, the first R * floor(N / R) of N tokens are
+    packed as keys, and the first N - R as values. While decoding, R keys are packed at once when R exact ones have
+    gathered, and values one at a time. The step in which a token is packed still reads it exactly.
 
-    Behind a pruner the newest ``recent`` tokens stay exact, too. Keys are then packed by groups, once they are no
-    longer among these.
+    Behind a token selector, N counts the tokens that stay. Behind a pruner the pruner's newest ``recent`` tokens stay
+    exact, too. Keys are then packed in groups once they are no longer among these.
     """
 
     id: ClassVar[str] = "kivi"

@@ -20,18 +20,23 @@ from kvbench.methods.core.replaying import Replay, ReplayingSelector
 class KVzip(ReplayingSelector):
     """Score of a key = max attention to it while the model reads the prompt again, behind the prompt's whole cache.
 
-    The maximum is over all queries of the pass that repeats the key's chunk, and over the query heads of its group. The
-    softmax is over the first tokens, the chunk's cached keys and the pass's own keys. The question plays no part, so
-    that one compression serves many questions. All layers stay dense until the passes are over. The passes cost about
-    one more prefill and count as time of compression.
+    The prompt is repeated chunk by chunk, one pass for each chunk. The maximum is over all queries of the pass that
+    repeats the key's chunk, and over the query heads of its group. The softmax is over the first tokens, the chunk's
+    cached keys and the pass's own keys. The question plays no part, so that one compression serves many questions. All
+    layers stay dense until the passes are over. The passes cost about one more prefill and count as time of
+    compression.
 
-    level ``pair``: the best of all N = L H n pairs of keys and values, whatever their layers and heads.
+    A pair is the key and value of one token in one head of one layer. Of all N = L H n pairs of L layers and H heads
+    the fraction r stays. It is kv_ratio, or C / n if the budget is in tokens.
+
+    level ``pair``: the best pairs stay, whatever their layers and heads.
     level ``layer``: each layer keeps equally many (kvpress's ``layerwise``). ``uniform``: each head keeps equally many.
     level ``head``: the floor(r L H) heads with the highest score of any token keep all, others the first tokens only.
-    count ``exact``: floor(r N) pairs, the first tokens among them. r = C / n if the budget is in tokens.
-    count ``paper``: the first tokens are not counted, as in released code. N' pairs lie behind them. A pair stays if it
-    is strictly above the pair of rank max(floor(r N') - 1, 0). Pairs equal to that pair are all lost.
-    count ``code``: as kvpress, all but floor((1 - r) N) pairs.
+    count ``exact``: floor(r N) pairs stay, those of the first tokens among them.
+    count ``paper``: the first tokens always stay and are not counted, as in released code. Of the N' other pairs those
+    stay that score strictly higher than the pair at rank max(floor(r N') - 1, 0), counted from 0. All pairs that score
+    the same as that one are lost.
+    count ``code``: all but floor((1 - r) N) pairs stay, as in kvpress.
     """
 
     id: ClassVar[str] = "kvzip"
@@ -57,7 +62,7 @@ class KVzip(ReplayingSelector):
         return Replay(self.chunk, self.sinks, self.instruction)
 
     def count_staying(self, pairs: int, n: int) -> int:
-        """Return how many of ``pairs`` pairs stay of a prompt of n tokens."""
+        """Return how many of ``pairs`` competing pairs stay, for a prompt of n tokens."""
         capacity = self.capacity(n)
         # r is the fraction of pairs that stays: as the user gave it, or C / n
         share = capacity.tokens / n
@@ -121,7 +126,7 @@ class KVzip(ReplayingSelector):
         return compressed
 
     def staying_pairs(self, scores: torch.Tensor, capacity: Capacity) -> torch.Tensor:
-        """Return a mask [L, H, n] of the pairs that stay, by their scores [L, H, n]."""
+        """Return a mask [L, H, n] of the pairs that stay, by their scores [L, H, n] over the L layers that compress."""
         layers, heads, n = scores.shape
         scores = scores.clone()
         scores[..., : capacity.sinks] = torch.inf
@@ -131,10 +136,10 @@ class KVzip(ReplayingSelector):
             return scores > ranked[max(self.count_staying(len(ranked), n) - 1, 0)]
         if self.level == "head":
             # a head's score is the highest score of its tokens; the floor(r L H) best heads keep all tokens
-            best = scores[..., capacity.sinks :].amax(dim=-1).flatten().sort(descending=True, stable=True).indices
-            keeps_all = torch.zeros_like(best, dtype=torch.bool).scatter_(
-                0, best[: self.count_staying(len(best), n)], True
-            )
+            head_scores = scores[..., capacity.sinks :].amax(dim=-1).flatten()
+            best_heads = head_scores.sort(descending=True, stable=True).indices
+            keeps_all = torch.zeros_like(best_heads, dtype=torch.bool)
+            keeps_all[best_heads[: self.count_staying(len(best_heads), n)]] = True
             return keeps_all.view(layers, heads, 1) | scores.isposinf()
         # each row has the pairs that compete for one budget: all pairs, a layer's pairs, or a head's pairs
         rows = {"pair": 1, "layer": layers, "uniform": layers * heads}[self.level]

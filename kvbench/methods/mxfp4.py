@@ -18,10 +18,12 @@ from kvbench.methods.q8_0 import EVEN
 
 @dataclass(frozen=True, kw_only=True)
 class MxFp4(StorageFormat):
-    """Codes e2m1(x / 2^e) of a block, one of 0, .5, 1, 1.5, 2, 3, 4, 6 with a sign, read as c * 2^e.
+    """Codes c = e2m1(x / 2^e) in blocks of channels, read as c * 2^e. A block has one exponent e.
 
-    variant: ``ocp`` has e = floor(log2 absmax) - 2 in blocks of 32. Numbers above 6 clip. ``sglang`` is the fp4 of
-    https://github.com/sgl-project/sglang, with e = ceil(log2 max(absmax / 6, 1e-10)) in blocks of 16. Nothing clips.
+    e2m1 rounds to the nearest of 0, 0.5, 1, 1.5, 2, 3, 4 and 6, with a sign.
+
+    variant: ``ocp`` has e = floor(log2 absmax) - 2 in blocks of 32. Numbers above 6 * 2^e clip. ``sglang`` is the fp4
+    of https://github.com/sgl-project/sglang, with e = ceil(log2 max(absmax / 6, 1e-10)) in blocks of 16. Nothing clips.
     group: the channels of a block. Null takes the variant's number. Heads hold whole blocks.
     """
 

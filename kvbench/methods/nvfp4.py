@@ -17,13 +17,15 @@ from kvbench.methods.q8_0 import EVEN
 
 @dataclass(frozen=True, kw_only=True)
 class NvFp4(StorageFormat):
-    """Codes e2m1(x / (b * g)) of a block, one of 0, .5, 1, 1.5, 2, 3, 4, 6 with a sign, read as c * b * g.
+    """Codes c = e2m1(x / (b * g)) in blocks of channels, read as c * b * g. Heads hold whole blocks.
 
-    b = e4m3(absmax of the block / (6 g)), and g = absmax / (6 * 448) of the prompt's keys or values of a layer, in
-    fp32, frozen afterwards. Heads hold whole blocks.
+    e2m1 rounds to the nearest of 0, 0.5, 1, 1.5, 2, 3, 4 and 6, with a sign. Each block has a scale
+    b = e4m3(absmax of the block / (6 g)). g = absmax / (6 * 448) is taken over the prompt's keys, or values, of a layer
+    in fp32, and is frozen afterwards.
 
     group: the channels of a block.
-    four_over_six: the absmax of a block becomes 4 instead of 6 where that has the smaller squared error.
+    four_over_six: a block may also take the scale that maps its absmax to 4 instead of 6. It takes the one with the
+    smaller squared error.
     """
 
     id: ClassVar[str] = "nvfp4"

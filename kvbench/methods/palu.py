@@ -29,16 +29,18 @@ from kvbench.models.lowrank_statistics import moments, moments_bytes
 
 @dataclass(frozen=True, kw_only=True)
 class Palu(LowRankStage):
-    """The weight W of a group of heads becomes the best rank-r approximation of its outputs over calibration text.
+    """Replace the weight W of each group of heads by the pair of rank r with the nearest outputs over calibration text.
 
-    With S S^T = sum of x x^T (Cholesky), W S = U diag(s) V^T is truncated to r, and sqrt(diag(s)) goes to both factors.
-    Where the sum has no Cholesky factor, the least of 1e-10, 1e-9, ... of its mean diagonal that gives it one is added,
-    and recorded in the calibration as ``damping`` per layer. All is computed in fp64.
+    Let S S^T = sum of x x^T over the inputs x of the text (S by Cholesky), and W S = U diag(s) V^T. The pair is
+    down = sqrt(diag(s_r)) V_r^T S^-1 and up = U_r sqrt(diag(s_r)), with the r largest singular values. The cache holds
+    down x. Where the sum has no Cholesky factor, the least of 1e-10, 1e-9, ... of its mean diagonal that gives it one
+    is added to its diagonal, and recorded in the calibration as ``damping`` per layer. All is computed in fp64.
 
     ranks_by: ``fisher`` divides the remaining rank over all groups of all layers, in proportion to sqrt(E[g^2]) of
-    their weights and capped at the full rank. The mean is over the group's entries, and g is the gradient of a window's
-    mean loss. ``fisher_uniform`` gives the groups of a projection their mean, ``uniform`` gives every group the same.
-    The paper takes Fisher information over 2048 samples. Here it is over the windows of the whitening (our choice).
+    their weights and capped at the full rank. g is the gradient of a window's mean loss, E the mean over windows, and
+    the root is averaged over the group's entries. ``fisher_uniform`` gives the groups of a projection their mean,
+    ``uniform`` gives every group the same. The paper takes Fisher information over 2048 samples. Here it is over the
+    windows of the whitening (our choice).
     """
 
     id: ClassVar[str] = "palu"
@@ -70,7 +72,7 @@ class Palu(LowRankStage):
 
     @property
     def heads(self) -> int:
-        """The number of heads in a group."""
+        """The number of heads in a group: the largest divisor of the model's kv heads that is at most ``group``."""
         return group_size(self.shape.heads, self.group)
 
     @cached_property

@@ -13,8 +13,10 @@ from kvbench.methods.snapkv import SnapKV
 class PyramidKV(SnapKV):
     """SnapKV's scores under budgets that fall linearly from the first to the last layer that compresses.
 
-    Of C - w tokens on average, the last layer gets a share of 1 / beta, and the first layer the number that makes the
-    mean right. A prompt shorter than twice C - w, and a model of one layer, get C everywhere.
+    Each layer keeps its window of w tokens. Beside it, layer i of the L layers that compress (i = 0 .. L - 1) keeps
+    high - i (high - low) / (L - 1) tokens, with low = (C - w) / beta and high = 2 (C - w) - low, so that the mean is
+    C - w. No layer gets more than the n - w tokens before the window. A prompt shorter than twice C - w, and a model of
+    one layer, get C everywhere.
 
     exact_total: deal out whole tokens so that the mean over layers is exactly C. False is KVCache-Factory's schedule,
     whose rounded step keeps more than C on average (2057.5 for C=2048, w=32 and 32 layers).
@@ -47,13 +49,14 @@ class PyramidKV(SnapKV):
 
 
 def _rounded_step(high: int, low: int, rank: int, steps: int) -> int:
-    """Return the whole number at ``rank`` of a line from ``high`` (rank 0) to ``low`` (rank ``steps``), its sum kept.
+    """Return the whole number at ``rank`` of a line from ``high`` (rank 0) to ``low`` (rank ``steps``).
 
-    All are rounded down, and the rest goes to the largest fractions, the lower layer first among equals.
+    The numbers of all ranks add up to the sum of the line. Each is rounded down first. The units that are then missing
+    go to the ranks with the largest fractions, the lower rank first among equals.
     """
-    # at rank i the line is high - i (high - low) / steps; in units of 1 / steps its fraction is
+    # at rank i the line is high - i (high - low) / steps, and its fraction in units of 1 / steps is the remainder below
     fractions = [(high * steps - i * (high - low)) % steps for i in range(steps + 1)]
-    # the sum of all fractions is a whole number, which is dealt out one by one
+    # the sum of all fractions is a whole number of units, which are dealt out one by one
     order = sorted(range(steps + 1), key=lambda i: -fractions[i])
     rounded_up = order[: sum(fractions) // steps]
     rounded_down = (high * steps - rank * (high - low)) // steps

@@ -10,10 +10,10 @@ from kvbench.methods.q8_0 import Q8
 
 @dataclass(frozen=True, kw_only=True)
 class Q4(Q8):
-    """Codes c = min(15, trunc(x / d + 8.5)) of a block, read as (c - 8) * fp16(d). Heads hold whole blocks.
+    """Codes c = min(15, trunc(x / d + 8.5)) in blocks of channels, read as (c - 8) * fp16(d).
 
-    d = m / -8 for the signed value m of the largest magnitude. This value is exact up to fp16, and its opposite clips
-    to 7/8.
+    d = m / -8, where m is the signed value of the largest magnitude in a block. m itself is exact up to fp16, and -m
+    clips to 7/8 of its magnitude. A head must hold whole blocks.
 
     rotate: ``hadamard`` is llama.cpp's rotation since its pull request 21038 (2026-04). ``method=q4_0_h`` sets it.
     group: the channels of a block.

@@ -18,7 +18,9 @@ VALUE_BLOCK = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Q8(StorageFormat):
-    """Codes c = round(x / d) of a block with d = absmax / 127, read as c * fp16(d). Heads hold whole blocks.
+    """Codes c = round(x / d) in blocks of channels, with d = absmax / 127 of a block, read as c * fp16(d).
+
+    A head must hold whole blocks.
 
     rotate: ``hadamard`` is llama.cpp's rotation since its pull request 21038 (2026-04). ``method=q8_0_h`` sets it.
     group: the channels of a block.

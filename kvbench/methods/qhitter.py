@@ -24,25 +24,27 @@ from kvbench.methods.core.statistics import group_mean, group_rows, recent_slots
 from kvbench.storage.evicting_rows import ranks
 from kvbench.storage.roles import Packer, Slots
 
-# heavy hitters get 3/4 of a budget: the released code keeps 15 % of the prompt as such, beside 5 % recent tokens
 HEAVY, PARTS = 3, 4
+"""Heavy hitters get 3/4 of a budget: the released code keeps 15 % of the prompt as such, beside 5 % recent tokens."""
 PUBLISHED_HEAVY = 0.15
+"""The fraction of the prompt that the released code keeps as heavy hitters."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class QHitter(EvictingSelector, Packer):
     """Score of token j = lam * attention it received + (1 - lam) * its friendliness to quantisation.
 
-    Attention is H2O's accumulated sum S[h, j]. The errors of quantisation are e_K = ||k - Q(k)||_2 and e_V likewise,
-    where Q packs each token of a head alone, by an integer zero point (``quantise_zero_point``). All three are brought
-    to 0 ... 1 by their minimum and maximum, to 0 where these are equal (our choice). Every token is stored as Q(k) and
-    Q(v), recent ones included. A new token is packed before it is attended (the released code reads its key, not its
-    value, exactly in that one step). Evicted tokens never return, and the budget holds while decoding.
+    Attention is H2O's accumulated sum S[h, j]. Friendliness falls with the errors of quantisation e_K = ||k - Q(k)||_2
+    and e_V = ||v - Q(v)||_2. Q packs each token of a head alone, by an integer zero point (``quantise_zero_point``).
+    S, e_K and e_V are normalised to 0 ... 1 by their minimum and maximum, and are 0 where these are equal (our choice).
+    Every token is stored as Q(k) and Q(v), recent ones included. A new token is packed before it is attended (the
+    released code reads its key, not its value, exactly in that one step). Evicted tokens never return, and the budget
+    holds while decoding.
 
-    variant: ``code`` keeps the ``first_ratio`` tokens that received most attention, then the best by
-    lam * S + (1 - lam) * (2 - e_K - e_V) / 2, then recent tokens. S is normalised over the tokens of the layer at each
-    step. Errors are normalised once, those of the prompt over its heads and tokens, those of a new token over its
-    heads. ``paper`` keeps the best by lam * S + (1 - lam) * (2 - e_K - e_V) beside the recent tokens, without which
+    variant: ``code`` keeps a first part of tokens by attention alone (``first_ratio``), then the best by
+    lam * S + (1 - lam) * (2 - e_K - e_V) / 2, then the recent tokens. S is normalised over the tokens of the layer at
+    each step. Errors are normalised once, those of the prompt over its heads and tokens, those of a new token over its
+    heads. ``paper`` keeps the best by lam * S + (1 - lam) * (2 - e_K - e_V), and the recent tokens, without which
     decoding could not begin. All three are normalised over the tokens of the layer at each step (the scope is our
     choice).
     first_ratio: tokens chosen by attention alone, as a fraction of the prompt. Where a budget leaves fewer than 15 % to
@@ -76,7 +78,7 @@ class QHitter(EvictingSelector, Packer):
 
     @property
     def attention_share(self) -> float:
-        """The fraction of the prompt that is held by attention alone, whatever the score."""
+        """The fraction of the prompt's tokens that stay by the attention they received, whatever their score."""
         return self.first_ratio if self.variant == "code" else 0.0
 
     @property
@@ -112,7 +114,7 @@ class QHitter(EvictingSelector, Packer):
         return Capacity(min(by_attention + by_score + recent, n), 0, min(recent, n))
 
     def parts(self, n: int) -> tuple[int, int, int]:
-        """Return (tokens held by attention alone, tokens held by score, recent tokens) after a prompt of n tokens."""
+        """Return (tokens kept by attention alone, tokens kept by score, recent tokens) after a prompt of n tokens."""
         share = self.attention_share
         if self.heavy_ratio is not None and self.recent_ratio is not None:
             return int(share * n), int((self.heavy_ratio - share) * n), max(1, int(self.recent_ratio * n))
@@ -179,7 +181,11 @@ class QHitter(EvictingSelector, Packer):
         return {"mass": slots.state["mass"] + group_rows(probs, slots.positions.shape[1]).sum(dim=2)}
 
     def _token_state(self, k: torch.Tensor, v: torch.Tensor, dims: tuple[int, ...]) -> dict[str, torch.Tensor]:
-        """Return the state of tokens with exact k, v [..., D]. The code's errors are normalised over ``dims``."""
+        """Return {name: state [...]} of tokens with exact k, v [..., D].
+
+        Under ``paper`` the state is e_K and e_V. Under ``code`` it is the friendliness (2 - e_K - e_V) / 2, with errors
+        normalised over the axes ``dims``.
+        """
         # e_K = ||k - Q(k)||_2
         packed_keys = self.pack_keys(k).dequantise(torch.float32)
         k_loss = torch.linalg.vector_norm(k.float() - packed_keys, dim=-1)
@@ -199,9 +205,13 @@ class QHitter(EvictingSelector, Packer):
         positions: torch.Tensor,
         first_count: torch.Tensor,
     ) -> torch.Tensor:
-        """Return scores [B, H, S] of slots. Those that are ``valid`` set the scale.
+        """Return the scores [B, H, S] of slots. The largest stay.
 
-        The ``first_count`` slots of the ``older`` ones that received most attention score above all others.
+        state: the running state, each [B, H, S].
+        valid: [B, H, S], the slots in use. Their minimum and maximum normalise S (and, under ``paper``, the errors).
+        older: [B, H, S], the slots that are not among the recent tokens.
+        positions: [B, H, S], the positions of the slots' tokens.
+        first_count: the number of older slots that stay by attention alone. They score above all others.
         """
         mass = state["mass"]
         if self.lam == 1:
@@ -223,15 +233,16 @@ class QHitter(EvictingSelector, Packer):
 
 
 def _normalise(x: torch.Tensor, dims: tuple[int, ...], among: torch.Tensor | None = None) -> torch.Tensor:
-    """Return x brought to 0 ... 1 by its minimum and maximum along ``dims``, or 0 where these are equal.
+    """Return (x - min) / (max - min) with minimum and maximum along ``dims``, or 0 where these are equal.
 
-    Minimum and maximum are those of the entries ``among``, by default of all.
+    Minimum and maximum are those of the entries marked in ``among``, by default of all.
     """
-    not_below, not_above = x, x
+    for_minimum, for_maximum = x, x
     if among is not None:
-        not_below = x.masked_fill(~among, torch.inf)
-        not_above = x.masked_fill(~among, -torch.inf)
-    low = not_below.amin(dim=dims, keepdim=True)
-    high = not_above.amax(dim=dims, keepdim=True)
+        # infinite entries never are the minimum, or the maximum
+        for_minimum = x.masked_fill(~among, torch.inf)
+        for_maximum = x.masked_fill(~among, -torch.inf)
+    low = for_minimum.amin(dim=dims, keepdim=True)
+    high = for_maximum.amax(dim=dims, keepdim=True)
     # (x - min) / (max - min)
     return torch.where(high > low, (x - low) / (high - low), 0.0)

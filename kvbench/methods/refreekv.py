@@ -23,16 +23,19 @@ from kvbench.methods.core.statistics import group_mean, window_sums
 class ReFreeKV(TokenSelector):
     """Rank tokens, and keep the shortest beginning of the ranking that loses at most T of the attention's norm.
 
-    The first m tokens rank first, then the newest and so on back. The number of tokens kept depends on the prompt,
-    layer by layer.
+    The first m tokens rank first, then the newest token and so on back to token m. a is the attention that each token
+    received from the last ``k`` queries, in the order of the ranking: the mean over those of them that see the token.
+    Keeping the first i tokens loses 1 - ||a_1..i||_2 / ||a||_2 of its norm. The number of tokens kept therefore
+    depends on the prompt, layer by layer.
 
-    mode: with ``code``, the first m always stay and count for nothing, the norms of all query heads are averaged, and
-    one cut holds for the layer. ``eq1`` is the paper's equations: the first m compete, and the loss is strictly below
-    T.
-    reduce: with ``eq1``, how heads agree: ``mean_heads`` on the mean attention, ``max_heads`` on the head that keeps
-    most, ``per_head`` not at all (each stored head has its own count).
-    order: with ``eq1``, ``sinks_last`` sums the norm with the first m at its end, and the count is the (0-based) place
-    where it suffices. This gives the n - m tokens of the paper's appendix B.
+    mode: with ``code``, the first m tokens always stay and are left out of both norms, each norm is the mean over all
+    query heads, and one number of tokens holds for the layer. ``eq1`` is the paper's equations: the first m compete
+    with the others, and the loss is strictly below T.
+    reduce: with ``eq1``, how the heads of a layer agree on a number. ``mean_heads`` takes the mean of their attention,
+    ``max_heads`` the number of the head that keeps most. With ``per_head`` each stored head has its own number.
+    order: with ``eq1``, ``sinks_last`` moves the first m tokens to the end of the sum. The number kept is then the
+    place, counted from 0, at which the sum suffices. This gives the n - m tokens of the paper's appendix B.
+    ranking: ``attention`` ranks the tokens after the first m by the mean attention that they received from all queries.
     """
 
     id: ClassVar[str] = "refreekv"
@@ -61,7 +64,7 @@ class ReFreeKV(TokenSelector):
             super().check_layers(n_layers)
 
     def query_count(self, n: int) -> int:
-        """Return the number of queries whose attention is averaged."""
+        """Return how many last queries of a prompt of n tokens have their attention averaged."""
         if isinstance(self.k, int):
             return min(n, self.k)
         # floor(k n), at least 1; 1e-9: a product that should be whole must not be cut to the number below
@@ -71,7 +74,7 @@ class ReFreeKV(TokenSelector):
         return Needs(last_q=self.query_count(n), colsums=self.ranking == "attention")
 
     def keeps_all(self, n: int, layer: int) -> bool:
-        """Tell whether the layer keeps everything, whatever its data."""
+        """Return True if the layer keeps all n tokens, whatever their attention."""
         return layer in self.frozen_layers or n <= self.m or self.T == 0
 
     def expected(self, n: int, layer: int, n_layers: int, heads: int) -> Expected | None:
@@ -94,7 +97,7 @@ class ReFreeKV(TokenSelector):
         return ops.select_first(cache, order.expand(len(counts), -1), counts)
 
     def _order(self, obs: Observation, device: torch.device) -> torch.Tensor:
-        """Return all positions [n] in the order in which they are kept."""
+        """Return the indices [n] of all tokens in the order of the ranking. Those that come first are kept first."""
         if self.ranking == "position":
             # from the newest token back to token m
             after_first = torch.arange(obs.n - 1, self.m - 1, -1, device=device)
@@ -105,16 +108,17 @@ class ReFreeKV(TokenSelector):
         return torch.cat([torch.arange(self.m, device=device), after_first])
 
     def _counts(self, attention: torch.Tensor, heads: int) -> torch.Tensor:
-        """Return how many tokens are kept: one count [1] for the layer, or one per stored head.
+        """Return how many tokens are kept: one number for the layer [1], or one for each stored head [heads].
 
         attention [Hq, n] is in the order of the ranking.
         """
         n = attention.shape[1]
         if self.mode == "code":
-            # norms[i] = ||a_1..i||_2 of the tokens after the first m, the mean over heads
+            # norms[i - 1] = ||a_1..i||_2 of the first i tokens behind the first m, the mean over heads
             norms = attention[:, self.m :].square().cumsum(dim=1).sqrt().mean(dim=0)
             # i tokens are too few while their loss (||a||_2 - ||a_1..i||_2) / ||a||_2 is above T
-            too_few = (norms[-1] - norms) / norms[-1] > self.T
+            losses = (norms[-1] - norms) / norms[-1]
+            too_few = losses > self.T
             return self.m + 1 + too_few.sum()[None]
         if self.reduce == "mean_heads":
             attention = attention.mean(dim=0, keepdim=True)
@@ -124,7 +128,8 @@ class ReFreeKV(TokenSelector):
             attention = attention.roll(-self.m, dims=1)
         # i tokens are enough once 1 - ||a_1..i||_2 / ||a||_2 < T, eq. 1
         squares = attention.square().cumsum(dim=1)
-        counts = (1 - (squares / squares[:, -1:]).sqrt() >= self.T).sum(dim=1)
+        losses = 1 - (squares / squares[:, -1:]).sqrt()
+        counts = (losses >= self.T).sum(dim=1)
         if self.order == "sinks_first":
             # the number of tokens is one more than the 0-based place of the last of them
             counts = counts + 1

@@ -31,14 +31,17 @@ from kvbench.storage.roles import Slots
 
 @dataclass(frozen=True, kw_only=True)
 class Scissorhands(EvictingSelector):
-    """Score of token j = attention that it received from the last ``window`` queries.
+    """Score of token j = attention that it received, S[h, j] = sum over the last w queries i of A[h, i, j].
 
-    The budget holds while decoding. The first tokens are not protected. Under ``per=kv_head`` a group's query heads are
-    averaged.
+    A[h, i, j] is the attention weight of query i of head h on token j, and w is ``window``. The budget holds while
+    decoding. The last ``recent`` tokens always stay, and the first tokens are not protected. Under ``per=kv_head`` S is
+    averaged over the query heads of a group.
 
-    variant: ``code`` is VATP's: the prompt's score is divided by w, even if the prompt is shorter, and every new row is
-    added undivided. A new row so weighs as much as w rows of the prompt, and old rows never leave. ``paper`` slides:
-    the last w rows are kept with each token, at 4 w bytes a slot.
+    variant: ``code`` is VATP's. S of the prompt is divided by w, even if the prompt is shorter, and the attention of
+    every new query is added undivided. A new query therefore weighs as much as w queries of the prompt, and old ones
+    never leave the sum. With ``paper`` the window slides: the weights of the last w queries are stored with each token,
+    at 4 w bytes a slot.
+    half_ratio: half of the budget as a fraction h of the prompt, which gives C = 2 floor(h n).
     """
 
     id: ClassVar[str] = "scissorhands"
@@ -104,7 +107,10 @@ class Scissorhands(EvictingSelector):
         return {"mass": slots.state["mass"] + group_rows(probs, slots.positions.shape[1]).sum(dim=2)}
 
     def _received(self, state: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return the attention that each token has received, from the state of the variant."""
+        """Return S, the attention that each token has received, from the running state of the variant.
+
+        It has the shape of the state without the ring's axis: [heads, n] of a prompt, [B, H, S] of slots.
+        """
         if self.variant == "code":
             return state["mass"]
         # the sum over the last w queries, one in each column of the ring

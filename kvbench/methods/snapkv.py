@@ -17,7 +17,12 @@ from kvbench.methods.core.statistics import group_mean, pool, window_rows
 
 @dataclass(frozen=True, kw_only=True)
 class SnapKV(Selector):
-    """Score = attention summed over the last ``window`` queries, pooled over ``kernel`` neighbours."""
+    """Score of token j = attention summed over the last ``window`` queries, pooled over ``kernel`` neighbours.
+
+    A[h, i, j] is the attention weight of query i of head h on token j. S[h, j] = sum over the w queries i of the window
+    of A[h, i, j], averaged over the query heads of a group. The score is the maximum of S[h, l] over the neighbours
+    |l - j| <= kernel // 2, or their mean with ``pooling=avg``. The window, the last w tokens, always stays.
+    """
 
     id: ClassVar[str] = "snapkv"
 
@@ -33,10 +38,11 @@ class SnapKV(Selector):
 
     def scores(self, cache: LayerCache, obs: Observation, capacity: Capacity) -> torch.Tensor:
         def pooled() -> torch.Tensor:
-            # C[j] = sum over the w window queries i of A[i, j], for the tokens before the window
+            """Return the scores [heads, n], with 0 for the window."""
+            # S[h, j] = sum over the w window queries i of A[h, i, j], for the tokens before the window
             received = window_rows(cache, obs, capacity.window).sum(dim=1)[:, : obs.n - capacity.window]
             smooth = pool(group_mean(received, cache.heads), self.kernel, self.pooling)
             return torch.nn.functional.pad(smooth, (0, capacity.window))
 
-        # the same for every budget
+        # the scores are the same for every budget, so chains with other budgets share them
         return obs.once((SnapKV, capacity.window, self.kernel, self.pooling, cache.heads), pooled)

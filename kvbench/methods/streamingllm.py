@@ -18,12 +18,13 @@ from kvbench.storage.roles import Slots
 
 @dataclass(frozen=True, kw_only=True)
 class StreamingLLM(EvictingSelector):
-    """Keep tokens {0 .. S-1} and the last C-S, the same in every head.
+    """Keep the first S tokens, the sinks, and the last C - S, the same in every head.
 
     mode: ``static`` evicts once after the prompt, keeps original positions and lets the cache grow while decoding (as
-    KVCache-Factory does). ``mask`` keeps C tokens at their original positions while decoding, so that the recent ones
-    slide (as VATP's code does). ``rolled`` does the same with slot indices as positions and the query at the last slot,
-    as the paper does. ``mask`` with ``positions=rolled`` is another way to write it.
+    KVCache-Factory does). ``mask`` holds C tokens at their original positions while decoding: each new token takes the
+    place of the oldest one behind the sinks (as VATP's code does). ``rolled`` does the same, but the keys take the
+    indices of their slots as positions, and the query that of the last slot, as in the paper. ``mask`` with
+    ``positions=rolled`` means the same as ``rolled``.
     """
 
     id: ClassVar[str] = "streamingllm"

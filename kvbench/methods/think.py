@@ -15,10 +15,12 @@ from kvbench.methods.core.pruner import ChannelPruner
 
 @dataclass(frozen=True, kw_only=True)
 class Think(ChannelPruner):
-    """Score of channel j = norm of the last queries' j-th entries times norm of the retained keys' j-th entries.
+    """Score of channel j = ||Q[:, j]||_2 * ||K[:, j]||_2 for the last ``observed`` queries Q and the retained keys K.
 
-    This is the Frobenius norm of the channel's share of the logits (section 3.2). Under GQA the queries of a group are
-    stacked.
+    The logits Q K^T are the sum over channels of Q[:, j] K[:, j]^T. The score is the Frobenius norm of this share
+    (section 3.2). Channels with the smallest scores are dropped. Under GQA the queries of a group are stacked in Q.
+
+    observed: the number of last queries.
     """
 
     id: ClassVar[str] = "think"

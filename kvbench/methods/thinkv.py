@@ -21,8 +21,11 @@ class ThinkV(Think):
     """Score of value channel j = ||A V[:, j]||_2, its share of the last queries' outputs (eq. 3). Keys are as in ThinK.
 
     A holds the attention rows of the last ``observed`` queries over the retained tokens that they see, with all
-    channels of the keys. Under GQA the rows of a group are stacked. No code was released. To select tokens first, to
-    keep A causal and to score only the values that a quantiser packs are our choices.
+    channels of the keys, and V the values of these tokens. Value channels with the smallest scores are dropped. Under
+    GQA the rows of a group are stacked in A. No code was released. Our choices are to select tokens first, to keep A
+    causal, and to score only the values that a quantiser packs.
+
+    value_ratio: the fraction of value channels removed, as ``ratio`` is of key channels.
     """
 
     id: ClassVar[str] = "thinkv"
@@ -34,18 +37,21 @@ class ThinkV(Think):
         return self.count_channels(self.value_ratio, head_dim)
 
     def value_scores(self, cache: LayerCache, obs: Observation, counted: torch.Tensor) -> torch.Tensor:
-        s = ops.only_segment(cache)
+        segment = ops.only_segment(cache)
         heads, q = cache.heads, obs.queries(self.observed)
-        keys, values, positions = (pad_heads(t, s.lengths, heads) for t in (s.k, s.v, s.positions))
-        slots = torch.arange(keys.shape[1], device=keys.device)
-        filled = slots < torch.tensor(head_lengths(cache), device=keys.device)[:, None]
-        query_positions = obs.token_positions(keys.device)[obs.n - q.shape[1] :]
-        visible = (positions[:, None] <= query_positions[:, None]) & filled[:, None]  # [H, w, L]
-        # A = softmax(q k^T) over the tokens seen
+        k, v, positions = (pad_heads(t, segment.lengths, heads) for t in (segment.k, segment.v, segment.positions))
+        # filled [H, L]: slots behind the last token of a ragged head are padding
+        slots = torch.arange(k.shape[1], device=k.device)
+        filled = slots < torch.tensor(head_lengths(cache), device=k.device)[:, None]
+        # visible [H, w, L]: the retained tokens that each of the w queries sees
+        query_positions = obs.token_positions(k.device)[obs.n - q.shape[1] :]
+        visible = (positions[:, None] <= query_positions[:, None]) & filled[:, None]
+        # A = softmax(scale q k^T) over the tokens seen, [H, group, w, L]
         scaled = (q.float() * obs.scale).reshape(heads, -1, q.shape[2])
-        logits = capped(scaled @ keys.float().transpose(1, 2), obs.scale)
-        probs = logits.view(heads, -1, *visible.shape[1:]).masked_fill(~visible[:, None], -torch.inf).softmax(dim=-1)
-        # also clears the rows of queries that see no retained token
-        probs = probs.masked_fill(~(visible & counted[:, None])[:, None], 0)
-        # ||A V[:, j]||_2, eq. 3
-        return (probs.flatten(1, 2) @ values.float()).norm(dim=1)
+        logits = capped(scaled @ k.float().transpose(1, 2), obs.scale).view(heads, -1, *visible.shape[1:])
+        attention = logits.masked_fill(~visible[:, None], -torch.inf).softmax(dim=-1)
+        # only the tokens ``counted`` have a weight; this also clears the NaN of queries that see no retained token
+        attention = attention.masked_fill(~(visible & counted[:, None])[:, None], 0)
+        # ||A V[:, j]||_2, eq. 3, with the queries of a group stacked: [H, group * w, D]
+        outputs = attention.flatten(1, 2) @ v.float()
+        return outputs.norm(dim=1)

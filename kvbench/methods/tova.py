@@ -21,9 +21,12 @@ from kvbench.storage.roles import Slots
 class TOVA(EvictingSelector):
     """Score of token j = attention of the newest query to it. The lowest goes, after the prompt and at every step.
 
-    Attention is averaged over all heads of a layer, and all heads keep the same tokens. The newest token always stays.
-    In the paper it competes, and practically always survives. The budget includes it, so that a step attends C tokens.
-    No other token is protected, neither the first nor recent ones.
+    s[j] = 1/Hq * sum over the heads h of A[h, n, j], with the weights A[h, n, :] of the newest query n. All heads of a
+    layer keep the same tokens. The newest token always stays. In the paper it competes, and practically always
+    survives. The budget includes it, so that a step attends C tokens. No other token is protected, neither the first
+    nor recent ones.
+
+    per_head: true averages over the query heads of a group only, and each stored head keeps its own tokens.
     """
 
     id: ClassVar[str] = "tova"
@@ -57,7 +60,10 @@ class TOVA(EvictingSelector):
         return {"row": self._newest_row(probs, slots.positions.shape[1])}
 
     def _newest_row(self, rows: torch.Tensor, heads: int) -> torch.Tensor:
-        """Return [B, heads, S]: the last of attention rows [B, Hq, T, S], averaged over a layer or a stored head."""
+        """Return the last of the attention rows [B, Hq, T, S] as [B, heads, S], averaged over query heads.
+
+        The mean is over all heads of the layer, or under ``per_head`` over those that share a stored head.
+        """
         # A[h, n, :], the row of the newest query
         newest_row = rows[:, :, -1:]
         if not self.per_head:

@@ -13,22 +13,25 @@ from kvbench.methods.core.formats import ROTATE, StorageFormat
 from kvbench.methods.core.knobs import knob, one_of
 
 CODES = {"k8v4": (8, 4), "4bit_nc": (4, 4), "k3v4_nc": (3, 4), "3bit_nc": (3, 3)}
-"""Bits of keys and of values."""
+"""The values of ``codes``, each with (bits of keys, bits of values)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TurboQuant(StorageFormat):
     """Keys k are stored as |k| and the codes of R k / |k|, each coordinate by the best quantiser for a Gaussian.
 
+    R is an orthogonal matrix, and |k| the Euclidean norm. A code names the nearest of the 2^bits centroids that give a
+    Gaussian coordinate the least squared error (Lloyd-Max). A key is read as |k| R^T y with the centroids y.
+
     codes: ``4bit_nc``, ``k3v4_nc`` and ``3bit_nc`` name the bits of keys and values. ``k8v4`` keeps keys as fp8 e4m3
-    with scale one. ``nc`` is norm correction: the centroids of a key are brought to length 1.
+    with scale one. ``nc`` is norm correction: the centroids y of a key are scaled to length 1.
     variant: in ``engine`` (vLLM) R is a plain Hadamard matrix, and values are coded by their minimum and maximum, not
     rotated. In ``mse`` (the paper) R is a random rotation, values are coded as keys are, and no norm is corrected.
     ``prod`` (the paper, for inner products) spends one bit of a key on signs of a Gaussian sketch of its error. This
-    makes q * k unbiased. Values are those of ``mse``.
+    makes q.k unbiased. Values are those of ``mse``.
     rotate: another R than the variant's. Null keeps the variant's.
 
-    vLLM leaves the first and last two layers exact, too (``exact_layers=[0,1,28,29]`` of 30).
+    vLLM also leaves the first two and the last two layers exact (``exact_layers=[0,1,28,29]`` of 30).
     """
 
     id: ClassVar[str] = "turboquant"

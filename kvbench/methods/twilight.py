@@ -15,13 +15,18 @@ from kvbench.methods.core.knobs import Rule, knob
 class Twilight(Mask):
     """Attend, per decode step and query head, the smallest set of tokens with mass >= p, with exact attention over it.
 
-    Weights are estimated with keys quantised per token by minimum and maximum, then a softmax. Equal weights go
-    together, so that all ties are kept. Twilight saves no bytes: the cache is stored whole, and samples record the mean
-    number of tokens that were ``attended``. No base selector goes before it, unless one is chained
-    (``snapkv+twilight``). Released code starts its threshold search at the first token's weight. Here sets are minimal.
+    The weights of a query over all tokens are estimated as the softmax over keys that are quantised per token by their
+    minimum and maximum. The mass of a set is the sum of its estimated weights. The set takes tokens from the largest
+    weight down, and ties with its smallest weight are attended as well. Released code starts its threshold search at
+    the first token's weight. Here sets are minimal.
+
+    Twilight saves no bytes, because the cache is stored whole. Samples record the mean number of tokens that were
+    ``attended``. No base selector goes before it, unless one is chained (``snapkv+twilight``).
 
     p: mass that is kept, 0 < p <= 1. A mass of 1 attends every weight above 0. Released code sets 0.85. ReFreeKV
     compares with 0.85 on Mistral and 0.95 on LLaMA-3.
+    bits: the bits of a number of the quantised keys.
+    exempt_layers: the numbers of layers in which all tokens are attended.
     """
 
     id: ClassVar[str] = "twilight"
@@ -54,5 +59,8 @@ class Twilight(Mask):
             return weights > 0
         # the smallest set of largest weights whose sum reaches p; the last of them is the threshold
         ordered = weights.sort(dim=-1, descending=True).values
-        threshold_index = (ordered.cumsum(dim=-1) < self.p).sum(dim=-1, keepdim=True).clamp(max=weights.shape[-1] - 1)
-        return (weights >= ordered.gather(-1, threshold_index)) & (weights > 0)
+        too_small = ordered.cumsum(dim=-1) < self.p
+        # rounding may keep even the sum of all weights below p
+        threshold_index = too_small.sum(dim=-1, keepdim=True).clamp(max=weights.shape[-1] - 1)
+        threshold = ordered.gather(-1, threshold_index)
+        return (weights >= threshold) & (weights > 0)

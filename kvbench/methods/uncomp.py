@@ -31,23 +31,27 @@ from kvbench.storage.roles import Slots
 
 @dataclass(frozen=True, kw_only=True)
 class UNCompGroup(EvictingSelector):
-    """Score = attention summed over the last ``window`` queries, max-pooled over ``kernel`` neighbours, as in code.
+    """Score of token j = attention summed over the last ``window`` queries, max-pooled over ``kernel`` neighbours.
 
-    The truncated matrix entropy of its queries puts a head into the upper or the lower half of its layer. Of a mean
-    budget C, the upper half keeps 4/3 C tokens and the lower half 2/3 C, for example 512 and 256 at 384. Each number is
-    at least window + 1 and includes the last ``window`` tokens. The half of each head is measured beforehand
-    (methods.entropy). Every head holds its number of tokens while decoding. The rows of the last ``window`` queries are
-    stored with the tokens, and the token of the lowest pooled sum goes. A prompt of up to C tokens is kept whole. Heads
-    of smaller budgets then evict with the first new token. Under ``per=kv_head`` the mean entropy of a group's query
-    heads decides, and their rows are averaged before pooling.
+    The pooling is that of released code. The heads of a layer differ in their budgets. The half of them whose queries
+    have the larger truncated matrix entropy keeps 4/3 C tokens of a mean budget C, and the other half 2/3 C: for
+    example 512 and 256 at C = 384. Each number is at least window + 1 and includes the last ``window`` tokens. The half
+    of each head is measured beforehand (``methods.core.entropy``). Under ``per=kv_head`` the mean entropy of a group's
+    query heads decides, and their attention is averaged before pooling.
+
+    Every head holds its number of tokens while decoding. The attention of the last ``window`` queries is stored with
+    each token, and the token with the lowest pooled sum goes. A prompt of up to C tokens is kept whole. Heads of
+    smaller budgets then evict with the first new token.
 
     groups: the number of groups, whose tokens fall linearly from the first to the last (appendix D.1). Three groups
     have 11, 10 and 11 of 32 heads. Two groups are made by how often a head was in the upper half, more groups by the
     sum of its ranks over samples.
     grouping: ``calibrated`` is all of the above. Ablations of appendix D are ``random``, which draws the groups of each
     layer, and ``reversed``, which gives the high group the low budget.
-    delete: the number of heads of each layer that are not stored at all. They are those that rank lowest, and take the
-    attention output of the most similar head that is stored while decoding. All other heads keep C.
+    delete: the number of heads of each layer that are not stored at all: those that rank lowest. While decoding, such a
+    head takes the attention output of the most similar head that is stored. All other heads keep C.
+    similarity: the features by whose cosine heads are compared for ``delete``. ``paper`` takes the attention that
+    tokens receive from the last ``window`` queries, ``code`` the last ``window`` keys.
     """
 
     id: ClassVar[str] = "uncomp-group"
@@ -99,7 +103,10 @@ class UNCompGroup(EvictingSelector):
         return replace(capacity, tokens=min(int(self.scale * capacity.tokens), n))
 
     def extremes(self, n: int) -> tuple[int, int, int]:
-        """Return (high, low, mean): how many tokens a head holds while decoding after a prompt of n tokens."""
+        """Return (high, low, mean): the tokens that a head of the first group, of the last and on average may hold.
+
+        These are the budgets while decoding after a prompt of n tokens.
+        """
         if self.high is not None and self.low is not None:
             high, low = int(self.scale * self.high), int(self.scale * self.low)
             return high, low, (high + low) // 2
@@ -110,7 +117,7 @@ class UNCompGroup(EvictingSelector):
         return 2 * mean - low, low, mean
 
     def head_sizes(self, n: int, layer: int, heads: int) -> list[int]:
-        """Return how many tokens each head holds while decoding after a prompt of n: 0 if it is not stored."""
+        """Return how many tokens each head may hold while decoding after a prompt of n tokens; 0: it is not stored."""
         if layer in self.frozen_layers:
             return [NO_LIMIT] * heads
         high, low, mean = self.extremes(n)
@@ -142,7 +149,7 @@ class UNCompGroup(EvictingSelector):
         return Expected(sizes, sizes, sum(sizes))
 
     def group_of_heads(self, layer: int, heads: int, count: int) -> list[int]:
-        """Return the group of each stored head, 0 for the one that keeps most, of ``count`` groups."""
+        """Return the group of each stored head, out of ``count`` groups. Group 0 keeps the most tokens."""
         groups = assign(self.head_rank(layer, heads, count), count)
         if self.grouping == "reversed":
             return [count - 1 - group for group in groups]
@@ -158,7 +165,10 @@ class UNCompGroup(EvictingSelector):
         return sorted(deleted)
 
     def head_rank(self, layer: int, heads: int, count: int) -> torch.Tensor:
-        """Return the numbers [heads] by which the stored heads of a layer are ranked into ``count`` groups."""
+        """Return the numbers [heads] that rank the stored heads of a layer for ``count`` groups, the largest first.
+
+        Raises UsageError if the groups are to be calibrated and the stage is not.
+        """
         if self.grouping == "random":
             # every layer has a draw of its own; the prime keeps (seed, layer) pairs apart
             generator = torch.Generator().manual_seed(1_000_003 * self.seed + layer)
@@ -200,13 +210,15 @@ class UNCompGroup(EvictingSelector):
         window = min(self.capacity(obs.prompt_tokens).window, obs.n)
         pooled = pool(ring[:, : obs.n - window].sum(dim=-1), self.kernel, "max")
         # the window itself always stays
-        order = F.pad(pooled, (0, window), value=torch.inf).sort(dim=-1, descending=True, stable=True).indices
+        scores = F.pad(pooled, (0, window), value=torch.inf)
+        order = scores.sort(dim=-1, descending=True, stable=True).indices
         return ops.select_first(cache, order, sizes)
 
     def output_sources(self, received: torch.Tensor, keys: torch.Tensor, layer: int) -> torch.Tensor:
-        """Return for each head [H] the one whose attention output it has: itself, or the most similar stored head.
+        """Return for each head [H] int16 the one whose attention output it takes: itself, or the most similar one.
 
-        ``received`` [H, n] is the attention from the last queries, ``keys`` [Hk, n, D].
+        received: [H, n], the attention that tokens received from the last queries.
+        keys: [Hk, n, D].
         """
         heads = received.shape[0]
         # heads are compared by the attention that tokens received (paper), or by their last keys (released code)
@@ -259,12 +271,17 @@ class UNCompGroup(EvictingSelector):
 
 
 def interpolate_sizes(high: int, low: int, count: int) -> list[int]:
-    """Return ``count`` whole numbers on the line from ``high`` to ``low``, whose mean is that of the two."""
+    """Return ``count`` whole numbers on the line from ``high`` to ``low``. Their mean is that of the two ends."""
     if count == 1:
         return [(high + low) // 2]
-    # the upper half: high - i (high - low) / (count - 1), the step rounded to the nearest number
-    upper = [high - (i * (high - low) + (count - 1) // 2) // (count - 1) for i in range((count + 1) // 2)]
+    # the upper half: high - i (high - low) / (count - 1), rounded to the nearest number
+    steps = count - 1
+    upper = []
+    for i in range((count + 1) // 2):
+        fall = (i * (high - low) + steps // 2) // steps
+        upper.append(high - fall)
     if count % 2:
+        # the middle number
         upper[-1] = (high + low) // 2
     # the lower half mirrors it, so that each pair adds up to high + low whatever was rounded
     return upper + [high + low - size for size in reversed(upper[: count // 2])]

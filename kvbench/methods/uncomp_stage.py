@@ -17,25 +17,31 @@ from kvbench.methods.core.knobs import Rule, at_least, knob, one_of
 from kvbench.methods.core.prefill_changing import HiddenPruner
 from kvbench.methods.core.recipe import CalibrationRun, Recipe
 
-# appendix A.3: first layers of the groups between which the effective rank of the queries drops, by number of layers
 STARTS = {32: (0, 2, 15, 26, 31), 40: (0, 1, 3, 15, 23, 31, 35, 37)}
+"""The first layer of each group of layers for models of 32 and of 40 layers (appendix A.3).
+
+Between the groups the effective rank of the queries drops.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class UncompStage(HiddenPruner):
     """Layer l reads the tokens of layer l - 1 that received most attention there: fewer in every group of layers.
 
-    a[j] = attention of token j from the last ``window`` queries of layer l - 1, summed over heads. Ties go to the lower
-    index. Layer 0 reads everything. The cache of a layer holds the tokens that it read, at their original positions. A
-    selector behind chooses among those, and its budget still refers to the whole prompt.
+    The attention received by token j is a[j] = sum over heads h and the last ``window`` queries i of layer l - 1 of
+    A[h, i, j]. Ties go to the lower index. Layer 0 reads everything. The cache of a layer holds the tokens that it
+    read, at their original positions. A selector behind chooses among those, and its budget still refers to the whole
+    prompt.
 
     schedule: with ``relative`` the groups share the layers evenly, and the tokens kept fall linearly from all n in the
     first group to ``least`` * n in the last. ``paper`` and ``code`` are for models of 32 and 40 layers, with the groups
     of appendix A.3. Their absolute numbers fall from ``most`` to ``least_size``, and a shorter prompt is not pruned.
-    The two round another step where steps are not whole (40 layers: 3731, 3366, ... or 3726, 3361, ...).
-    epsilon: instead, a new group begins where the effective rank of the queries falls by more than this from one layer
-    to the next (equation 11, with 1 in the paper). The rank is truncated and the mean over heads. The calibration of
-    uncomp-group measures it.
+    Where equal steps would not be whole numbers, ``paper`` makes the last step larger, and ``code`` the first. For
+    40 layers these are 3731, 3366, ... and 3726, 3361, ...
+    starts: the first layer of each group for ``relative``, in place of even groups.
+    epsilon: with ``relative``, a new group begins where the effective rank of the queries falls by more than this from
+    one layer to the next (equation 11, with 1 in the paper). The rank is truncated and the mean over heads. The
+    calibration of uncomp-group measures it.
     last: number of last tokens that always stay, 8 as in UNComp's window. Released code forces none to stay, but
     without the final token there is nothing to predict from.
     """
@@ -89,7 +95,10 @@ class UncompStage(HiddenPruner):
         return Needs(last_q=self.window)
 
     def first_layers(self, n_layers: int) -> tuple[int, ...]:
-        """Return the index of the first layer of each group of layers."""
+        """Return the number of the first layer of each group of layers, in a model of ``n_layers`` layers.
+
+        Raises UsageError if ``epsilon`` decides the groups and the stage is not calibrated.
+        """
         if self.schedule != "relative":
             return STARTS[n_layers]
         if self.starts:

@@ -17,16 +17,20 @@ from kvbench.methods.core.statistics import at_heads
 from kvbench.storage.roles import Slots
 
 NORMS = {"l1": 1.0, "l2": 2.0, "linf": torch.inf}
+"""The values of ``norm``, each with the order p of ||v||_p."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Vatp(Modifier):
-    """Importance I[h, j] = S[h, j] * ||v_j||. S is the attention score of the method that it decorates.
+    """Importance I[h, j] = S[h, j] * ||v_j||_1. S is the attention score of the selector that it decorates.
 
-    The paper leaves GQA out. Under GQA, S is the group's mean, and the norm is the shared value's (our choice). While
-    decoding, the base's accumulated score is multiplied by the norm. This equals accumulating attention times norm. The
-    norms are kept beside the values at their precision, 1 / (2 D) of the payload. VATP decorates H2O and Scissorhands
-    as in the paper, and SnapKV after its pooling (our extension).
+    The paper leaves GQA out. Under GQA, S is the mean over a group's query heads, and v_j is the value that they share
+    (our choice). While decoding, the selector's accumulated score is multiplied by the norm. This equals accumulating
+    attention times norm. The norms are kept beside the values at their precision, 1 / (2 D) of the payload. VATP
+    decorates H2O and Scissorhands as in the paper, and SnapKV after its pooling (our extension).
+
+    norm: the norm of the values. The paper takes ``l1``, and compares it with ``l2`` and ``linf``.
+    sinks: the number of first tokens that always stay, within the selector's budget.
     """
 
     id: ClassVar[str] = "vatp"
@@ -39,7 +43,7 @@ class Vatp(Modifier):
         return self.sinks
 
     def norms(self, values: torch.Tensor) -> torch.Tensor:
-        """Return ||v|| in fp32: values [..., D] -> [...]."""
+        """Return the norms ||v|| [...] of values [..., D], in fp32."""
         # ||v||_p with p = 1 in the paper
         return torch.linalg.vector_norm(values.float(), ord=NORMS[self.norm], dim=-1)
 

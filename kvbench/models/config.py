@@ -10,13 +10,35 @@ from kvbench.base.conf import check, identity, is_whole, runtime
 from kvbench.base.errors import unknown
 
 DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
+"""The names of accelerate's ways to spread layers over devices."""
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A model to load: its path or hub id and revision, its precision, and the knobs of conf/model.
+    """A model to load, as an entry of conf/model describes it.
 
     Fields marked ``identity`` change results and are part of a cell's identity. Fields marked ``runtime`` are not.
+
+    name: the entry's name.
+    path: a folder, an owner/name id of the Hugging Face hub, or a place known to kvbench (``embedded:``, ``fetched:``).
+    revision: the commit or branch of a hub id.
+    dtype: the precision to run in: float32, bfloat16, float16 or auto (see ``load.resolve_dtype``).
+    weights: ``trained``, or ``random`` for the same architecture without a checkpoint.
+    attention: how the prompt is attended: ``sdpa``, or ``eager`` for a plain softmax in fp32.
+    context: the longest text in tokens; None: the checkpoint's own.
+    prompt_limits: the longest prompt, in tokens, by the name of a paper.
+    prompt_templates: by the name of a prompt preset, the template for this model, where it differs from the preset's.
+    chat_template: a Jinja template in place of the tokenizer's own.
+    stop: texts that end an answer, beside the end-of-sequence tokens.
+    rope_scaling: RoPE parameters laid over the checkpoint's own, such as {rope_type: linear, factor: 4}.
+    device_map: how accelerate spreads the layers over devices; None: one device.
+    download: whether a hub id that is not in the local cache may be fetched.
+    verified: whether the entry has ever been run.
+    shape: layers and heads, by which bytes are computed without a checkpoint.
+    architecture: the settings of the architecture, for ``weights=random`` without a checkpoint.
+    fetch: where the model's files come from, see ``models.fetch``.
+
+    Raises UsageError for a value that is not possible.
     """
 
     name: str = identity()
@@ -39,6 +61,7 @@ class ModelConfig:
     fetch: Mapping[str, object] | None = runtime(default=None)
 
     def __post_init__(self) -> None:
+        """Check the values, which may come from YAML or the command line whatever their annotations say."""
         for key, value, allowed in (
             ("dtype", self.dtype, ("auto", "float32", "bfloat16", "float16")),
             ("weights", self.weights, ("trained", "random")),
@@ -46,7 +69,6 @@ class ModelConfig:
         ):
             if value not in allowed:
                 raise unknown(f"value of model.{key}", value, allowed)
-        # values come from YAML and the command line, whatever their annotations say
         texts = isinstance(self.stop, (list, tuple)) and all(isinstance(s, str) and s for s in self.stop)
         check("model.stop", self.stop, texts, "a list of texts that are not empty")
         object.__setattr__(self, "stop", tuple(self.stop))  # YAML gives a list, and a list cannot be hashed

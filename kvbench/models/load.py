@@ -31,6 +31,7 @@ from kvbench.models.config import ModelConfig
 from kvbench.models.config_json import check_end_ids, check_sizes
 from kvbench.models.releases import tell_untried
 
+# the files of a checkpoint, beside its weights, that decide results
 IDENTITY_FILES = (
     "chat_template.jinja",
     "chat_template.json",
@@ -47,7 +48,8 @@ IDENTITY_FILES = (
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 """Files of which a tokenizer needs one."""
 EMBEDDED = Path(__file__).parent / "embedded"
-SLICE = 4096  # bytes of a tensor that are read for a fingerprint, twice
+"""The folder of the models that come with kvbench, such as ``tiny``."""
+SLICE = 4096  # for a fingerprint, this many bytes of a tensor are read at its beginning and in its middle
 WHOLE_HASH_LIMIT = 256 * 2**20
 """Safetensors of more bytes are not read whole for a fingerprint, which would take minutes."""
 
@@ -69,13 +71,16 @@ class ModelSource:
 
 
 def named_models() -> dict[str, dict[str, Any]]:
-    """Return the entries of conf/model that name a model."""
+    """Return {name: entry} of the entries of conf/model that name a model."""
     # one entry is the template of all keys, and names none
     return {name: entry for name, entry in entries("model").items() if name != LISTED["model"]}
 
 
 def locate(cfg: ModelConfig) -> ModelSource:
-    """Return the checkpoint of a model, before anything large is read. Raises UsageError if kvbench cannot run it."""
+    """Return the checkpoint of a model, before anything large is read.
+
+    Raises UsageError if kvbench cannot run it, and MissingModel if it is not on this machine.
+    """
     if cfg.path.startswith("embedded:"):
         folder = EMBEDDED / cfg.path.removeprefix("embedded:")
         if not (folder / "config.json").is_file():
@@ -104,7 +109,10 @@ def locate(cfg: ModelConfig) -> ModelSource:
 
 
 def load_tokenizer(cfg: ModelConfig, source: ModelSource) -> PreTrainedTokenizerBase:
-    """Return the checkpoint's tokenizer, with the run's own chat template if it has one."""
+    """Return the checkpoint's tokenizer, with the configuration's chat template if it has one.
+
+    Raises UsageError with the reason if it cannot be loaded.
+    """
     _silence_transformers()
     try:
         tokenizer = AutoTokenizer.from_pretrained(
@@ -211,9 +219,16 @@ def _check_device_map(cfg: ModelConfig) -> None:
 def load_model(
     name: str | Path, device: str | torch.device = "auto", dtype: str | torch.dtype = "auto", **knobs: Any
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Return (model, tokenizer) by name: an entry of conf/model such as ``tiny``, a folder, or a hub id.
+    """Return (model, tokenizer) by name. The model is in eval mode.
 
-    ``knobs`` are fields of ModelConfig. With ``download=True`` a hub id that is not in the local cache is fetched.
+    name: an entry of conf/model such as ``tiny``, a folder with config.json and *.safetensors, or an owner/name id of
+    the Hugging Face hub.
+    device: ``auto`` (the first CUDA device, else the CPU), ``cpu``, ``cuda`` or ``cuda:1``.
+    dtype: a dtype of PyTorch or its name. ``auto`` is float32 on a CPU and the checkpoint's own dtype on a GPU.
+    knobs: other fields of ModelConfig. With ``download=True`` a hub id that is not in the local cache is fetched.
+
+    Raises UsageError with the reason if the model cannot be loaded, MissingModel if it is not on this machine, and
+    KvbenchError if it does not fit into memory.
     """
     check("model", name, isinstance(name, (str, Path)) and bool(str(name)), "a name, a folder or a hub id")
     allowed = [f.name for f in fields(ModelConfig) if f.name not in ("name", "path")]
@@ -231,7 +246,10 @@ def load_model(
 
 
 def _read_json(path: str, file: Path) -> Any:
-    """Return the content of a checkpoint's file. ``path`` is the user's name for the model in messages."""
+    """Return the parsed content of a checkpoint's JSON file. ``path`` is the user's name for the model in messages.
+
+    Raises UsageError for a file that is not JSON.
+    """
     try:
         return json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, RecursionError):
@@ -285,7 +303,7 @@ def fingerprint(folder: Path, whole_limit: int = WHOLE_HASH_LIMIT) -> str:
 
 
 def _read_slices(f: BinaryIO) -> Iterator[bytes]:
-    """Yield the header of a safetensors file and two slices of each tensor, at its beginning and in its middle."""
+    """Yield the header of the safetensors file ``f``, then two slices of each tensor: its beginning and its middle."""
     # the format: 8 bytes with the header's length, the header in JSON, then all tensors at the offsets that it says
     length = f.read(8)
     header = f.read(int.from_bytes(length, "little"))

@@ -23,7 +23,10 @@ from kvbench.models.interface import attention_modules
 
 @dataclass(frozen=True)
 class ProjectionShape:
-    """The sizes of a model's cache, and ``hidden``, the size of its projections' input."""
+    """The sizes of a model's key and value projections.
+
+    layers: the number of layers. heads: the kv heads Hk. head_dim: D. hidden: d, the size of the projections' input.
+    """
 
     layers: int
     heads: int
@@ -32,7 +35,7 @@ class ProjectionShape:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> ProjectionShape:
-        """Return the sizes of ``model``."""
+        """Return the sizes of the projections of ``model``."""
         modules = attention_modules(model)
         # models without grouped heads have no num_key_value_heads
         heads = int(getattr(model.config, "num_key_value_heads", None) or model.config.num_attention_heads)
@@ -42,6 +45,7 @@ class ProjectionShape:
 
 
 Linear = tuple[Tensor, Tensor | None]
+"""The weight [Hk D, d] and the bias [Hk D] of a projection; None: no bias."""
 
 
 def projection(attention: nn.Module) -> list[nn.Linear]:
@@ -53,7 +57,7 @@ def projection(attention: nn.Module) -> list[nn.Linear]:
 
 
 def linears(attention: nn.Module, heads: int) -> tuple[Linear, Linear]:
-    """Return two pairs (weight [Hk D, d], bias [Hk D] or None): for keys, and for values."""
+    """Return (key projection, value projection) of an attention module with ``heads`` kv heads."""
     modules = projection(attention)
     if len(modules) == 2:
         k, v = modules
@@ -88,6 +92,7 @@ class LowRank(nn.Module):
     """A projection by factors. ``latent`` [B, T, R] holds the latents of its last call."""
 
     def __init__(self, factors: Factors, bias: Tensor | None) -> None:
+        """Make the projection from its factors and its bias [Hk D]; None: no bias."""
         super().__init__()
         self.down, self.ups, self.ranks = factors.down, factors.ups, factors.ranks
         self.bias = bias
@@ -95,6 +100,7 @@ class LowRank(nn.Module):
         self.eval()
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the keys or values [B, T, Hk D] of inputs x [B, T, d], and remember their latents."""
         self.latent = F.linear(x, self.down)
         return self.rebuild(self.latent)
 
@@ -124,12 +130,14 @@ class Fused(nn.Module):
     """GPT-NeoX's fused projection with low-rank keys and values. Queries are the model's own."""
 
     def __init__(self, model_projection: nn.Linear, heads: int, k_proj: LowRank, v_proj: LowRank) -> None:
+        """Make the projection with the query rows of ``model_projection``, which has ``heads`` heads."""
         super().__init__()
         self.heads, self.k_proj, self.v_proj = heads, k_proj, v_proj
         self.q_weight, self.q_bias = _split_fused(model_projection, heads, 0)
         self.eval()
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return queries, keys and values [B, T, 3 H D] of inputs x [B, T, d], side by side for each head."""
         outputs = (F.linear(x, self.q_weight, self.q_bias), self.k_proj(x), self.v_proj(x))
         # each head has query, key and value side by side: 3 of [..., heads, D] -> [..., heads, 3 D] -> [..., 3 H D]
         by_head = [output.unflatten(-1, (self.heads, -1)) for output in outputs]
@@ -138,7 +146,10 @@ class Fused(nn.Module):
 
 @contextmanager
 def swapped(model: PreTrainedModel, layers: Sequence[tuple[Factors, Factors]]) -> Iterator[None]:
-    """Replace each layer's projections by its (key factors, value factors). The model's own come back on exit."""
+    """Replace each layer's key and value projections by low-rank ones. The model's own come back on exit.
+
+    ``layers`` has (key factors, value factors) for each layer. Biases stay those of the model.
+    """
     heads = ProjectionShape.of(model).heads
     originals: list[tuple[nn.Module, str, nn.Module]] = []  # (attention module, attribute, module)
     try:
@@ -181,7 +192,12 @@ class KeyRotation:
 
 @dataclass(frozen=True)
 class LatentLift:
-    """The map from one layer's latents to the keys and values that attention reads."""
+    """The map from one layer's latents to the keys and values that attention reads.
+
+    k, v: the layer's low-rank projections.
+    turn: the model's rotation of keys.
+    heads: the kv heads Hk.
+    """
 
     k: LowRank
     v: LowRank

@@ -1,6 +1,9 @@
 """Statistics over windows of text that low-rank methods use: moments, gradients, mean sizes, losses.
 
-Memory holds the statistics and one window at a time, whatever the number of windows.
+x is the input of a layer's key and value projections, which both read the same. A window is a tensor of token ids
+[tokens]. Memory holds the statistics and one window at a time, whatever the number of windows.
+
+Shapes: Hk kv heads, D head dimension, d hidden size, B rows, n tokens of a window.
 """
 
 from __future__ import annotations
@@ -19,11 +22,12 @@ from kvbench.models.lowrank import ProjectionShape, head_rows, projection, swapp
 
 
 def moments(model: PreTrainedModel, samples: Iterable[Tensor], fisher: bool) -> tuple[Tensor, Tensor | None]:
-    """Return (mean of x x^T over all tokens [layers, d, d] fp32, Fisher values) of the projections' inputs x.
+    """Return (the mean of x x^T over all tokens [layers, d, d] fp32, Fisher values [layers, 2, Hk]).
 
-    Fisher values [layers, 2, Hk] are sqrt(E[g^2]), averaged over the entries of a head's key (0) and value (1)
-    projection. g is the gradient of a window's mean loss, and E is the mean over windows. Without ``fisher`` they are
-    None.
+    Fisher values are sqrt(E[g^2]), averaged over the entries of a head's key (0) and value (1) projection. g is the
+    gradient of a window's mean loss, and E is the mean over windows. Without ``fisher`` they are None.
+
+    samples: the windows. Each is read once.
     """
     shape, modules = ProjectionShape.of(model), attention_modules(model)
     projections = [projection(attention) for attention in modules]
@@ -32,6 +36,7 @@ def moments(model: PreTrainedModel, samples: Iterable[Tensor], fisher: bool) -> 
     tokens = windows = 0
 
     def add(layer: int, x: Tensor) -> None:
+        """Add x x^T of the tokens of x [B, n, d] to the layer's sum."""
         # x [B, n, d] -> [B n, d]: the sum of x x^T over tokens is X^T X
         flat = x.detach().reshape(-1, x.shape[-1]).float()
         total[layer] += flat.T @ flat
@@ -81,7 +86,7 @@ def moments_bytes(model: PreTrainedModel, fisher: bool) -> tuple[int, int]:
 
 
 def mean_sizes(model: PreTrainedModel, samples: Iterable[Tensor]) -> Tensor:
-    """Return the mean of |x| over all tokens [layers, d] fp32 of the projections' inputs x."""
+    """Return the means [layers, d] fp32 of |x_i| of each input channel i, over the tokens of all ``samples``."""
     shape = ProjectionShape.of(model)
     total = torch.zeros(shape.layers, shape.hidden, dtype=torch.float64, device=model.device)
     tokens = 0
@@ -97,13 +102,16 @@ def mean_sizes(model: PreTrainedModel, samples: Iterable[Tensor]) -> Tensor:
 
 
 def mean_loss(model: PreTrainedModel, windows: Sequence[Tensor], layers: Sequence[tuple[Factors, Factors]]) -> float:
-    """Return the mean loss over ``windows`` of the model with each layer's (key factors, value factors)."""
+    """Return the mean ``loss`` over ``windows`` of the model with low-rank projections in each layer.
+
+    ``layers`` has (key factors, value factors) for each layer.
+    """
     with quiet(model, ()), swapped(model, layers):
         return sum(float(loss(model, window)) for window in windows) / len(windows)
 
 
 def loss(model: PreTrainedModel, window: Tensor) -> Tensor:
-    """Return the mean negative log likelihood of a window [n] after its first token."""
+    """Return the mean negative log likelihood, in nats, of the tokens of a window [n] after the first."""
     ids = window.to(model.device)
     # logits after token i predict token i + 1
     logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1]
@@ -112,12 +120,14 @@ def loss(model: PreTrainedModel, window: Tensor) -> Tensor:
 
 @contextmanager
 def projection_inputs(model: PreTrainedModel, see: Callable[[int, Tensor], None]) -> Iterator[None]:
-    """Call ``see(layer, x [B, n, d])`` with the input of each layer's key and value projections.
+    """Call ``see(layer, x)`` with the input x [B, n, d] of each layer's key and value projections.
 
     The hooks are removed on exit.
     """
 
     def watch(layer: int, module: nn.Module) -> torch.utils.hooks.RemovableHandle:
+        """Hook a layer's projection, so that ``see`` gets its inputs."""
+
         def see_input(_: nn.Module, args: tuple[Tensor, ...]) -> None:
             see(layer, args[0])
 
@@ -134,7 +144,10 @@ def projection_inputs(model: PreTrainedModel, see: Callable[[int, Tensor], None]
 
 @contextmanager
 def quiet(model: PreTrainedModel, wanted: Sequence[Tensor]) -> Iterator[None]:
-    """Keep the model in eval mode, with gradients for ``wanted`` parameters alone. Its settings come back on exit."""
+    """Keep the model in eval mode, with gradients only for the ``wanted`` parameters, or none if there are none.
+
+    Its settings come back on exit.
+    """
     flags = [(p, p.requires_grad) for p in model.parameters()]
     training = [module for module in model.modules() if module.training]
     model.eval()

@@ -17,10 +17,11 @@ from kvbench.base.files import read_json, sha256, write_json
 
 NAME = "kvbench-manifest.json"
 CHECKED = "kvbench-checked.json"
-"""The record of the files that had the right checksum, with their size, time and inode then, by machine."""
+"""The record of the files whose checksum was found right, with their size, time and inode at that time, by machine."""
 MACHINE = platform.node()
+"""The name of this machine on the network."""
 MACHINES = 16
-"""The record keeps the last machines, at most this many."""
+"""The record keeps at most this many machines, the latest ones."""
 UNREADABLE = (UsageError, KeyError, TypeError, ValueError, AttributeError)
 """The errors of reading a manifest that is missing, damaged or something else."""
 
@@ -31,7 +32,11 @@ Stamps = dict[str, Stamp]
 
 
 def write(folder: Path, sums: Mapping[str, str], origin: Mapping[str, str]) -> None:
-    """Write the manifest of files whose checksums were just computed, with their ``origin``."""
+    """Write the manifest of a folder whose checksums were just computed.
+
+    sums: the SHA-256 of each file by its name.
+    origin: more facts to record, such as the package that the files come from.
+    """
     stamps: Stamps = {}
     files: dict[str, object] = {}
     for name, checksum in sums.items():
@@ -65,12 +70,15 @@ def check_copy(folder: Path) -> None:
 
 
 def sums(folder: Path) -> dict[str, str]:
-    """Return the SHA-256 of each file as the manifest says it."""
+    """Return {name: SHA-256} of the files as the manifest says it. Raises one of UNREADABLE if it cannot be read."""
     return {name: str(record["sha256"]) for name, record in _read_files(folder).items()}
 
 
 def wrong_size(folder: Path) -> str | None:
-    """Return a text on the first file that is missing or has another size than the manifest says, None for none."""
+    """Return a message on the first file that is missing or has another size than in the manifest, or None.
+
+    Raises one of UNREADABLE if the manifest cannot be read.
+    """
     # files that the manifest does not name are the user's own
     for name, record in _read_files(folder).items():
         path, size = folder / name, int(record["bytes"])
@@ -82,7 +90,7 @@ def wrong_size(folder: Path) -> str | None:
 
 
 def wrong_sum(folder: Path, again: bool = False, machine: str = MACHINE) -> str | None:
-    """Return a text on the first file whose checksum differs from the manifest, or None.
+    """Return a message on the first file whose checksum is not that of the manifest or which cannot be read, or None.
 
     A file is read once on each ``machine``, and again if its size, time or inode changed. ``again`` reads all files. A
     record beside the manifest lists the files whose checksums were right.
@@ -121,16 +129,16 @@ def _read_files(folder: Path) -> dict[str, dict[str, str | int]]:
 
 
 def _stamp(path: Path, checksum: str) -> Stamp:
-    """Return the facts that change with a file's content, together with the checksum that it should have."""
+    """Return the size, time and inode of a file, which change with its content, with the checksum it should have."""
     status = path.stat()
     return {"bytes": status.st_size, "mtime_ns": status.st_mtime_ns, "inode": status.st_ino, "sha256": checksum}
 
 
 @cache
 def _sum_of(path: Path, status: tuple[int | str, ...]) -> str:
-    """Return a file's checksum. It is cached in the process, for a folder that cannot be written.
+    """Return a file's SHA-256. The process remembers it, since a folder may not be writable.
 
-    ``status`` is the file's size, time and inode. A file that changed is read again.
+    ``status`` is the file's size, time and inode: a file that changed is read again.
     """
     return sha256(path)
 

@@ -19,8 +19,9 @@ from kvbench.models.releases import named_cache
 from kvbench.storage.roles import Rotary
 
 TOKENS = 8
+"""The number of tokens that a probe reads."""
 SHIFT = 5
-"""One of two readings of the same tokens is at positions that are this much later."""
+"""The tokens are read twice, the second time at positions that are this much later."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,7 @@ class ProbeLayer(KvbenchLayer):
 
 
 _PROBED: WeakKeyDictionary[PreTrainedModel, Probe] = WeakKeyDictionary()
+"""The result for each model that was probed."""
 
 
 def probe(model: PreTrainedModel) -> Probe:
@@ -60,12 +62,17 @@ def probe(model: PreTrainedModel) -> Probe:
 
 
 def _measure(model: PreTrainedModel) -> Probe:
-    """Read the same few tokens under the model's own attention and under kvbench's, at two places."""
+    """Read the same few tokens under the model's own attention and under kvbench's, and compare the results.
+
+    Under kvbench's attention they are read at two places, which shows whether keys can be rotated.
+    """
     ids = torch.arange(TOKENS, device=model.device) % model.config.vocab_size
     positions = torch.arange(TOKENS, device=model.device)[None]
     outputs: dict[tuple[int, str], Tensor] = {}  # the outputs of each layer's k_proj and v_proj [1, T, H D]
 
     def make_recorder(key: tuple[int, str]) -> Callable[[nn.Module, object, Tensor], None]:
+        """Return a forward hook that records a projection's output under ``key``."""
+
         def record(module: nn.Module, args: object, output: Tensor) -> None:
             outputs[key] = output
 
@@ -111,7 +118,10 @@ def _measure(model: PreTrainedModel) -> Probe:
 def _are_rotated(
     layers: Sequence[ProbeLayer], later_layers: Sequence[ProbeLayer], rotary: Rotary, tolerance: float
 ) -> bool:
-    """Return True if keys and queries turned by SHIFT positions equal those of the later reading."""
+    """Return True if keys and queries, rotated by SHIFT positions, equal those of the later reading.
+
+    Their relative distance may be up to ``tolerance``.
+    """
     for layer, later_layer in zip(layers, later_layers, strict=True):
         for states, later_states in ((layer.k, later_layer.k), (layer.query, later_layer.query)):
             if not _distance(rotary.turn(states, 0, SHIFT), later_states) <= tolerance:
@@ -127,7 +137,10 @@ def _are_projected(
     positions: Tensor,
     tolerance: float,
 ) -> bool:
-    """Return True if each layer caches the rotated output of its k_proj, and the output of its v_proj."""
+    """Return True if each layer caches the output of its k_proj, rotated by ``positions``, and that of its v_proj.
+
+    ``outputs`` has the outputs [1, T, H D] by (layer, name of the projection).
+    """
     are_projected = len(outputs) == 2 * len(layers)  # else some layers have no such modules
     for (i, name), output in outputs.items():
         cached = layers[i].v
@@ -150,6 +163,6 @@ def _read(model: PreTrainedModel, ids: Tensor, positions: Tensor) -> tuple[list[
 
 
 def _distance(a: Tensor, b: Tensor) -> float:
-    """Return |a - b| / |b|, Euclidean norms."""
+    """Return the relative distance |a - b| / |b| in Euclidean norms."""
     b = b.float()
     return float((a.to(b.device).float() - b).norm() / b.norm().clamp_min(1e-30))

@@ -44,10 +44,14 @@ def _find_cache_name() -> str:
 
 
 CACHE_NAME = _find_cache_name()
+"""The name of the cache in the installed release of transformers."""
 
 
 def named_cache(cache: Any) -> dict[str, Any]:
-    """Return a cache as the keyword that a model's forward pass, ``generate`` and an output take it by."""
+    """Return {name: cache} with the name that the installed release gives the cache.
+
+    A model's forward pass, ``generate`` and an output of a model take it as this keyword.
+    """
     return {CACHE_NAME: cache}
 
 

@@ -38,6 +38,7 @@ TESTED = (
 MOST_LAYERS = 4096  # a config.json may ask for a million layers, and building them would take hours
 MOVING = ("dynamic", "longrope")  # rotary types whose frequencies depend on the length read so far
 LAYER_TYPES = ("full_attention", "sliding_attention")
+"""The types of layers, as transformers names them, that kvbench runs."""
 PLAIN_PARTS = ("q_proj", "k_proj", "v_proj", "o_proj", "out_proj", "dense", "query_key_value", "rotary_emb", "q_norm")
 """Children of an attention module that do not change keys and values between its projections and the cache."""
 
@@ -46,6 +47,8 @@ PLAIN_PARTS = ("q_proj", "k_proj", "v_proj", "o_proj", "out_proj", "dense", "que
 class ModelTraits:
     """A model's family, the shape of its cache, and the reasons that keep methods from running on it.
 
+    family: the ``model_type`` in its config.
+    shape: its layers, heads and head dimension.
     unrolled: why cached keys cannot be rotated to other positions, or None.
     mixed: why keys and values are not linear in their layer's input, as low-rank methods need, or None.
     capped: whether attention logits are capped (softcapping).
@@ -59,7 +62,7 @@ class ModelTraits:
 
     @property
     def note(self) -> str | None:
-        """Return the warning that a reader of results must see for an untested family."""
+        """The warning that readers of results must see for an untested family, or None for a tested one."""
         if self.family in TESTED:
             return None
         return (
@@ -108,7 +111,7 @@ _KNOWN: dict[str, ModelTraits] = {}
 
 
 def of_config(config: Any) -> ModelTraits:
-    """Return a model's traits from its configuration alone, by modules that have no memory for weights.
+    """Return a model's traits from its configuration alone. Its modules are built without memory for weights.
 
     Raises UsageError if transformers builds no model of it, or kvbench cannot run the model.
     """
@@ -168,7 +171,7 @@ def check_served(model: PreTrainedModel) -> None:
 
 
 def _head_size_varies(config: Any) -> bool:
-    """Tell whether a configuration has several head dimensions. transformers then raises an error for the question."""
+    """Return True if layers have several head dimensions. transformers then raises RuntimeError for ``head_dim``."""
     try:
         getattr(config, "head_dim", None)
     except RuntimeError:
@@ -193,7 +196,7 @@ def rope_type(config: Any) -> str:
 
 
 def turning_point(config: Any) -> int | None:
-    """Return the most tokens of a text that LongRoPE rotates by its short factors, or None for another rotation.
+    """Return the number of tokens up to which LongRoPE rotates a text by its short factors; None: another rotation.
 
     Longer texts are rotated by its long factors, from their first token on (arXiv 2402.13753).
     """
@@ -223,7 +226,7 @@ def _find_rotation_fault(model: PreTrainedModel) -> str | None:
 
 
 def _reads_position_table(model: PreTrainedModel) -> bool:
-    """Tell whether the model rotates by a table of its positions, which no training changes (GPT-J)."""
+    """Return True if the model reads its rotations from a table over positions, which is not trained (GPT-J)."""
     return any(name.endswith("embed_positions") for name, _ in model.named_buffers())
 
 

@@ -28,7 +28,11 @@ Stored = tuple[str, Sequence[int]]
 
 
 def read(path: str, location: str, **options: Any) -> PreTrainedModel:
-    """Return the model of ``from_pretrained(location, **options)``. ``path`` is the user's name for it in messages.
+    """Return the model of ``AutoModelForCausalLM.from_pretrained(location, **options)``.
+
+    path: the user's name for the model, for messages.
+    location: a folder or a hub id.
+    options: arguments of ``from_pretrained``, among them ``config``.
 
     Raises UsageError with the names of weights that are missing, left over, of another shape or no floats. Tensors that
     transformers itself leaves out (buffers of rotations, the second copy of a tied weight) are no error.
@@ -63,8 +67,9 @@ def _fault(path: str, fault: str, names: Iterable[str]) -> UsageError:
 def _check_before(path: str, config: Any, stored: Mapping[str, Stored]) -> None:
     """Raise UsageError, before memory is taken, for a config.json that asks for far more weights than are stored.
 
-    transformers may rename, join or transpose weights without changing their number. Only a model that needs more
-    numbers than its files hold is therefore refused here. A download that is still to come stores nothing yet.
+    ``stored`` has the tensors in its files by name. It is empty before a download. transformers may rename, join or
+    transpose weights without changing their number. Only a model that needs more numbers than its files hold is
+    therefore refused here.
     """
     stored_numbers = sum(math.prod(shape) for _, shape in stored.values())
     # a packed integer holds several weights, so numbers cannot be compared; such files are refused later
@@ -88,7 +93,7 @@ def _check_before(path: str, config: Any, stored: Mapping[str, Stored]) -> None:
 
 
 def _list_first(names: Iterable[str]) -> str:
-    """Return the first names in order as text, with their number if there are more than SHOWN."""
+    """Return the first SHOWN names in alphabetical order as text, with the number of all names if there are more."""
     ordered = sorted(names)
     listed = ", ".join(ordered[:SHOWN])
     if len(ordered) > SHOWN:
@@ -133,7 +138,10 @@ def _find_folder(config: Any, location: str) -> Path:
 
 
 def check_rope(path: str, parameters: Mapping[str, object] | None, config: Any) -> None:
-    """Raise UsageError for a RoPE scaling that transformers does not know or that lacks a value."""
+    """Raise UsageError for a RoPE scaling that transformers does not know or that lacks a value.
+
+    path: the user's name for the model. parameters: its RoPE parameters. config: its configuration.
+    """
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     parameters = parameters or {}

@@ -1,6 +1,7 @@
 """Decode attention by plain PyTorch: queries attend exact tokens and a dense tail under one softmax.
 
-Packed tokens are multiplied block by block, so that memory never holds a whole unpacked tensor.
+Packed tokens are multiplied block by block, so that memory never holds a whole unpacked tensor. A ``scale`` is the
+factor of q.k. It may also carry a cap on logits (``kv.scale``).
 
 Shapes: B (or U) rows, Hq query heads, H stored heads, T new tokens, L slots, C kept key channels, D head dimension.
 """
@@ -23,7 +24,7 @@ Estimate = Callable[[Tensor], Tensor]  # maps keys [..., D] to the keys that att
 
 
 def logits(query: Tensor, keys: Tensor, scale: float, channels: Tensor | None = None) -> Tensor:
-    """Return the scaled dot products [B, Hq, T, L] of query [B, Hq, T, D] and keys [B, H, L, D or C].
+    """Return the logits scale * q.k [B, Hq, T, L] of query [B, Hq, T, D] and keys [B, H, L, D or C].
 
     Thin keys keep only some channels. They are multiplied with the query's own ``channels`` [B, H, C], and full keys
     are never rebuilt (arXiv 2407.21018, section 3). Logits of half precision are fp32, as in PyTorch's fused attention:
@@ -53,7 +54,11 @@ def summed(a: Tensor, b: Tensor) -> Tensor:
 
 
 def shared_logits(query: Tensor, keys: Tensor, scale: float, shared: Shared) -> Tensor:
-    """Return logits [B, Hq, T, L] of query and keys [B, H or fewer, L, D]. Heads take their leading head's logits."""
+    """Return logits [B, Hq, T, L] under ``shared``, which names a leading head for each query head.
+
+    Logits are computed for the leading heads, and the other heads take them. query is [B, Hq, T, D], keys are
+    [B, H or fewer, L, D].
+    """
     lead = query.gather(1, shared.leading[..., None, None].expand(-1, -1, *query.shape[2:]))
     if shared.key_rows is not None:
         keys = keys.gather(1, shared.key_rows[..., None, None].expand(-1, -1, *keys.shape[2:]))
@@ -75,9 +80,9 @@ def weigh(probs: Tensor, values: Tensor) -> Tensor:
 
 
 def spread(part: Tensor, channels: Tensor, head_dim: int) -> Tensor:
-    """Put outputs over the kept value channels, part [B, Hq, T, C], into zeros [B, Hq, T, D].
+    """Return outputs [B, Hq, T, D] that are part [B, Hq, T, C] in the kept value channels, and 0 in all others.
 
-    ``channels`` [B, H, C] are their places.
+    ``channels`` [B, H, C] are the kept channels of each stored head.
     """
     b, hq, t, c = part.shape
     index = channels.repeat_interleave(hq // channels.shape[1], dim=1)[:, :, None].expand(b, hq, t, c)
@@ -90,9 +95,10 @@ def as_they_are(keys: Tensor) -> Tensor:
 
 
 def unpacked(packed: Packed, dtype: torch.dtype, rotated: bool) -> Iterator[tuple[slice, slice, Tensor]]:
-    """Yield (heads, tokens, numbers) for each block of ``packed``. Each block overwrites the memory of the last one.
+    """Yield (heads, tokens, numbers) for each block of ``packed``: two slices, and the unpacked numbers in ``dtype``.
 
-    If ``rotated``, the numbers are in the basis of ``packed.rotation``, else as they were before packing.
+    Each block overwrites the memory of the one before. If ``rotated``, the numbers are in the basis of
+    ``packed.rotation``, else as they were before packing.
     """
     scratch: Tensor | None = None
     for heads, tokens, part in packed.blocks():
@@ -105,9 +111,10 @@ def unpacked(packed: Packed, dtype: torch.dtype, rotated: bool) -> Iterator[tupl
 
 
 def packed_logits(query: Tensor, keys: Packed, scale: float, channels: Tensor | None, estimate: Estimate) -> Tensor:
-    """Return the scaled logits [U, Hq, T, L] fp32 of query [U, Hq, T, D] and packed keys [U, H, L, C], block by block.
+    """Return the logits [U, Hq, T, L] fp32 of query [U, Hq, T, D] and packed keys [U, H, L, C], block by block.
 
-    Keys are rounded to the query's dtype. Logits are not, for the reason that ``logits`` gives.
+    Thin keys have the ``channels`` [U, H, C]. ``estimate`` maps unpacked keys to those that are multiplied. Keys are
+    rounded to the query's dtype. Logits are not, for the reason that ``logits`` gives.
     """
     u, hq, t, _ = query.shape
     h, length = keys.shape[1:3]
@@ -158,13 +165,16 @@ def attend(
     tail_start: Tensor | None = None,
     masker: Masker | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return (attention of T new tokens over stored segments and a dense tail, number of tokens attended).
+    """Return (attention [B, Hq, T, D] of T new tokens over stored segments and a dense tail, tokens attended [B]).
 
-    query is [B, Hq, T, D]. The tail's k, v [B, Hk, t, D] end with the new tokens, t >= T. New tokens see each other
-    causally. Under a sliding window, ``floor`` [B, T] is the first position that each new token sees, and
-    ``tail_start`` [B] is the position of the tail's first token. A ``masker`` restricts exact attention to the tokens
-    that it picks. The attention is [B, Hq, T, D] in the query's dtype. The numbers of tokens attended are [B] with a
-    masker, else None.
+    The attention is in the query's dtype. New tokens see each other causally. The number of tokens attended is the mean
+    over heads and new tokens with a masker, else None.
+
+    query: [B, Hq, T, D], the queries of the new tokens.
+    tail: the keys and values [B, Hk, t, D] of a dense tail that ends with the new tokens, t >= T.
+    floor: [B, T], the first position that each new token sees under a sliding window; None: no window.
+    tail_start: [B], the position of the tail's first token, needed with ``floor``.
+    masker: restricts exact attention to the tokens that it picks.
     """
     is_plain = masker is None and floor is None and cap_of(scale) is None
     if is_plain:
@@ -178,6 +188,7 @@ def attend(
             return out, None
 
     def weigh_all(probs: Tensor) -> Tensor:
+        """Return the values of all slots weighted by probs [B, Hq, T, S], as [B, Hq, T, D]."""
         # the columns of probs are the slots of all segments and then the tail; the loop starts at the tail
         start = probs.shape[3] - tail[1].shape[2]
         out = weigh(probs[..., start:], tail[1])
@@ -234,9 +245,9 @@ def rounded(probs: Tensor, dtype: torch.dtype, weighed: Callable[[Tensor], Tenso
 
 
 def _fused(query: Tensor, segments: Sequence[RowSegment], tail: tuple[Tensor, Tensor], scale: float) -> Tensor | None:
-    """Return attention by PyTorch's own function, which rounds half precision as transformers' decoding does.
+    """Return attention [B, Hq, T, D] by PyTorch's fused function. Arguments are those of ``attend``.
 
-    Returns None if heads share logits or segments lack channels.
+    It rounds half precision as transformers' decoding does. Returns None if heads share logits or segments are thin.
     """
     if any(s.shared is not None or s.key_channels is not None or s.value_channels is not None for s in segments):
         return None
@@ -263,7 +274,7 @@ def _fused(query: Tensor, segments: Sequence[RowSegment], tail: tuple[Tensor, Te
 
 
 def _repeat_heads(t: Tensor, heads: int) -> Tensor:
-    """Repeat each head of keys or values [B, H', L, D] for the stored heads that share it; returns [B, heads, L, D]."""
+    """Return keys or values t [B, H', L, D] as [B, heads, L, D]: each head is repeated for the heads that share it."""
     if t.shape[1] == heads:
         return t
     return t.repeat_interleave(heads // t.shape[1], dim=1)
@@ -278,7 +289,10 @@ def _all_logits(
     tail_start: Tensor | None,
     estimate: Estimate,
 ) -> Tensor:
-    """Return logits [B, Hq, T, S] over all slots of segments, then of the tail; -inf where a query must not look."""
+    """Return logits [B, Hq, T, S] over all slots of segments, then of the tail; -inf where a query must not look.
+
+    ``estimate`` maps stored keys to those that are multiplied. The other arguments are those of ``attend``.
+    """
     parts = []
     for s in segments:
         if s.shared is not None:

@@ -20,7 +20,12 @@ PADDING_LIMIT = 1.25  # the longest entry of a group is at most this many times 
 
 @dataclass(frozen=True)
 class Entry:
-    """One row of a group: row ``index`` of a batch, or head ``head`` of that row's ``stored`` heads."""
+    """A row of a batch, or a single head of a row, as a group stores and attends it.
+
+    index: the row's index in the batch.
+    row: the cache of the whole row, or of that head alone, with the roles that method and model play.
+    head: the number of the head, out of the ``stored`` heads of the row; None for a whole row.
+    """
 
     index: int
     row: StoredRow
@@ -123,10 +128,11 @@ class Entries:
 def grouped(
     entries: Sequence[Entry], key: Callable[[StoredRow], Hashable], any_length: bool = False
 ) -> Iterator[list[Entry]]:
-    """Yield groups of entries, each in the order of the batch. Rows of a group have equal keys and numbers of heads.
+    """Yield groups of entries, each in the order of the batch.
 
-    Groups are split so that no entry is longer than PADDING_LIMIT times the shortest. A single head with a ``size``
-    counts as that long. With ``any_length`` only such heads are split.
+    Entries of a group have equal ``key(row)`` and rows of equal numbers of heads. Groups are split so that no entry is
+    longer than PADDING_LIMIT times the shortest, because a group is padded to its longest. A single head with a
+    ``size`` counts as that long. With ``any_length`` only groups of such heads are split.
     """
     by_key: dict[Hashable, list[Entry]] = {}
     for entry in entries:
@@ -150,6 +156,7 @@ def _length(entry: Entry) -> int:
 
 
 def _place_in_batch(entry: Entry) -> tuple[int, int]:
+    """Return (row, head) of an entry, by which entries are in the order of the batch."""
     return (entry.index, entry.head or 0)
 
 
@@ -166,9 +173,10 @@ def _needs_padding(entry: Entry, shortest: Entry) -> bool:
 
 
 def attend_groups(query: Tensor, groups: Sequence[tuple[Entries, Callable[[Tensor], Tensor]]]) -> Tensor:
-    """Return attention [B, Hq, T, D] joined from groups.
+    """Return the attention [B, Hq, T, D] of query [B, Hq, T, D], computed group by group.
 
-    Each group is a pair: its entries, and a function from their query to their attention.
+    Each group is a pair (entries, attend). ``attend`` maps their queries [U, Hq, T, D], or [U, group, T, D] of single
+    heads, to their attention of the same shape.
     """
     if len(groups) == 1 and groups[0][0].everything:
         return groups[0][1](query)
@@ -179,9 +187,9 @@ def attend_groups(query: Tensor, groups: Sequence[tuple[Entries, Callable[[Tenso
 
 
 def mean_by_row(groups: Sequence[tuple[Entries, Tensor | None]], rows: int) -> Tensor | None:
-    """Return the mean [B] over each row's entries of the groups' values [U], or None if no group has values.
+    """Return for each of ``rows`` rows the mean [B] of its entries' values, or None if no group has values.
 
-    A row without values gets nan.
+    ``groups`` are pairs (entries, values [U] or None). A row without values gets nan.
     """
     with_values = [(entries, values) for entries, values in groups if values is not None]
     if not with_values:
@@ -199,13 +207,16 @@ def mean_by_row(groups: Sequence[tuple[Entries, Tensor | None]], rows: int) -> T
 
 
 def head_of(cache: LayerCache, head: int, stored: int) -> LayerCache:
-    """Return the cache of head ``head`` of ``stored`` heads, as views."""
+    """Return the cache of head ``head`` of ``stored`` heads alone, as views."""
     segments = tuple(s.head(head // (stored // s.heads)) for s in cache.segments)
     return replace(cache, segments=segments, heads=1, query_heads=cache.query_heads // stored)
 
 
 def joined(old: Segment, heads: Sequence[Segment]) -> Segment:
-    """Replace the heads of the ragged segment ``old`` by ``heads``. The new heads may be longer than the old ones."""
+    """Return the ragged segment ``old`` with ``heads`` in place of its heads, one segment [1, L, ...] for each.
+
+    The new heads may hold more tokens than the old ones.
+    """
     positions = torch.cat([s.positions for s in heads], dim=1)
     state = {}
     for name in heads[0].state:

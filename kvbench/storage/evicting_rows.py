@@ -1,9 +1,9 @@
 """Rows whose method evicts while decoding: a fixed number of slots per head, reused as tokens come and go.
 
-Each step first evicts the tokens with the lowest keep-scores and writes the new tokens into the free slots. It then
-attends and lets the method fold the attention into its running state. Under a ``decode_budget`` the method instead
-chooses again after a fixed number of tokens. Memory stays constant: a step writes new tokens and moves no others. The
-keys and values of the slots, and attention over them, are in storage.evicting_store.
+Each step first evicts the tokens with the lowest scores (``Evictor.keep_scores``) and writes the new tokens into the
+free slots. It then attends and lets the method fold the attention into its running state. Under a ``decode_budget`` the
+method instead chooses again after a fixed number of tokens. Memory stays constant: a step writes new tokens and moves
+no others. The keys and values of the slots, and attention over them, are in storage.evicting_store.
 Shapes: B rows, H stored heads, S slots, T new tokens.
 """
 
@@ -116,7 +116,10 @@ class EvictingRows(Format):
         return int(torch.maximum(now, later).max())
 
     def _load(self, row: int, s: Segment, used_slots: Tensor) -> Tensor:
-        """Load a segment behind the first ``used_slots`` [H] of each head; return the slots [H] used afterwards."""
+        """Load the segment ``s`` of a row behind the ``used_slots`` [H] that its heads use already.
+
+        Return how many slots each head uses afterwards [H].
+        """
         counts = torch.tensor(s.counts, device=used_slots.device)
         # head and slot are the (head, slot) pairs of all tokens, one head after the other
         head = torch.arange(len(counts), device=counts.device).repeat_interleave(counts)
@@ -185,7 +188,7 @@ class EvictingRows(Format):
         return torch.zeros_like(in_use).scatter_(1, only_segment(chosen).state["slot"], True)
 
     def attend(self, query: Tensor, scale: float, window: int | None) -> Tensor:
-        """Attend as ``Format.attend`` does, and let the method fold the weights into its state."""
+        """Attend as ``Format.attend`` does, and let the method fold the attention weights into its running state."""
         query_positions = self.newest
         if self.recent is not None:
             self.recent.add(query)
@@ -199,6 +202,7 @@ class EvictingRows(Format):
             turn = read or as_they_are
 
             def estimate(keys: Tensor) -> Tensor:
+                """Return the method's approximate keys, turned to the positions of their slots if they are rolled."""
                 return self.evictor.estimate(turn(keys))
 
             probs = self._probs(query.float(), scale, query_positions, estimate)
@@ -220,6 +224,7 @@ class EvictingRows(Format):
         last = counts[:, :, None] - t + torch.arange(t, device=query.device)
 
         def turn_keys(keys: Tensor) -> Tensor:
+            """Return keys [B, H, S, D] turned from their own positions to those of their ranks."""
             return rotary.turn(keys, self.positions, rank)
 
         return rotary.turn(query, query_positions[:, None], last), turn_keys
@@ -265,7 +270,10 @@ class EvictingRows(Format):
         return self.recent.observation(u, None)
 
     def segments(self, u: int, cache: LayerCache) -> tuple[Segment, ...]:
-        """Return one row's segments, each ascending in position. They are ragged if heads hold different numbers."""
+        """Return one row's segments, each ascending in position.
+
+        They are ragged if heads hold different numbers of tokens.
+        """
         state = {name: s[u] for name, s in self.state.items()}
         # keys and values are empty here, because the store fills them in
         nothing = self.positions.new_zeros(self.positions.shape[1], 0, 0)

@@ -1,4 +1,6 @@
-"""Keys and values in slots that are reused. Tokens have one format, or the prompt's are thin and the others whole.
+"""Keys and values in slots that are reused while decoding (see storage.evicting_rows).
+
+Either all tokens have one format (``OneFormat``), or the prompt's are thin and new ones are whole (``Thin``).
 
 storage.evicting_rows decides which slot holds which token, and for how long. A thin token keeps some channels, a whole
 token all of them.
@@ -27,15 +29,23 @@ Read = Estimate | None  # maps stored keys [..., D] to the keys that attention r
 
 
 class OneFormat:
-    """Slots whose tokens are all exact, or all packed by ``packer``."""
+    """Slots whose tokens are all exact, or all packed by ``packer``.
+
+    k, v: the keys and values [B, H, S, D], or their codes.
+    none: an empty tensor [H, 0, D], the exact keys or values of a segment whose tokens are all packed.
+    fresh: the newest slots [B, H, T] and their exact k, v [B, H, T, D], if the packer packs after the step; else None.
+    """
 
     def __init__(self, segments: Sequence[Segment], size: int, packer: Packer | None) -> None:
+        """Make room for ``size`` slots per head for rows whose segments, one each, are alike. Load none of them."""
         first, self.packer = segments[0], packer
 
         def make_buffer(t: Tensor) -> Tensor:
+            """Return an empty buffer [B, H, S, ...] for tensors like t [., ., ...] of one row."""
             return t.new_zeros(len(segments), first.heads, size, *t.shape[2:])
 
         def make_buffers(rows: Sequence[Values]) -> Values:
+            """Return empty buffers for the keys, or the values, of all rows."""
             packed = [row for row in rows if isinstance(row, Packed)]
             if packed:
                 # each row's frozen scales are kept, because new tokens are coded with them
@@ -44,11 +54,11 @@ class OneFormat:
 
         keys, values = zip(*(s.stored() for s in segments), strict=True)
         self.k, self.v = make_buffers(keys), make_buffers(values)
-        self.none = first.k.new_zeros(first.heads, 0, keys[0].shape[2])  # no exact keys or values: all are packed
-        self.fresh: tuple[Tensor, Tensor, Tensor] | None = None  # the newest slots [B, H, T] and their exact k and v
+        self.none = first.k.new_zeros(first.heads, 0, keys[0].shape[2])
+        self.fresh: tuple[Tensor, Tensor, Tensor] | None = None
 
     def load(self, row: int, head: Tensor, slot: Tensor, segment: Segment) -> None:
-        """Put a segment's tokens, one head after the other, into the slots ``slot`` of the heads ``head``."""
+        """Put a segment's N tokens, one head after the other, into the slots ``slot`` [N] of the heads ``head`` [N]."""
         for buffer, stored in zip((self.k, self.v), segment.stored(), strict=True):
             for target, tokens in zip(parts(buffer), parts(stored), strict=True):
                 target[row, head, slot] = one_by_one(tokens, segment)
@@ -113,7 +123,7 @@ class OneFormat:
         return read_row(self.k), read_row(self.v)
 
     def segments(self, row: int, slots: Segment, held: Tensor) -> tuple[Segment, ...]:
-        """Return one row's segments, each ascending in position. They are ragged if heads hold different numbers.
+        """Return one row's segments, each ascending in position; ragged if heads hold different numbers of tokens.
 
         ``slots`` has the positions and state [H, S, ...] of the slots. ``held`` [H, S] marks the slots in use.
         """
@@ -133,6 +143,7 @@ class Thin:
     """
 
     def __init__(self, rows: Sequence[Sequence[Segment]], size: int, places: int) -> None:
+        """Make room for ``size`` slots and ``places`` places per head, by each row's first segment. Load nothing."""
         thin = [segments[0] for segments in rows]
         self.k = StoredPart([(s.k, s.key_channels) for s in thin], thin[0].heads, size, places)
         self.v = StoredPart([(s.v, s.value_channels) for s in thin], thin[0].heads, size, places)
@@ -141,6 +152,7 @@ class Thin:
         self.whole = torch.zeros(shape, dtype=torch.bool, device=thin[0].k.device)
 
     def load(self, row: int, head: Tensor, slot: Tensor, segment: Segment) -> None:
+        """Put a segment's N tokens, thin or whole, into the slots ``slot`` [N] of the heads ``head`` [N]."""
         k, v = one_by_one(segment.k, segment), one_by_one(segment.v, segment)
         if segment.key_channels is not None or segment.value_channels is not None:
             self.k.kept[row, head, slot], self.v.kept[row, head, slot] = k, v
@@ -160,6 +172,7 @@ class Thin:
                 part.others[row, head, place] = others[0, :, 0]
 
     def add(self, slots: Tensor, k: Tensor, v: Tensor, held: Tensor) -> None:
+        """Write new tokens k, v [B, H, T, D] into ``slots`` [B, H, T]. ``held`` [B, H, S] marks other used slots."""
         # evicted tokens free their places
         self.whole &= held.gather(2, self.slot)
         # the sort puts free places first
@@ -174,6 +187,7 @@ class Thin:
                 write(part.others, places, others)
 
     def logits(self, query: Tensor, scale: float, read: Read) -> Tensor:
+        """Return scaled logits [B, Hq, T, S] of query [B, Hq, T, D] and the keys. Free slots get undefined logits."""
         estimate, kept, others, order = read or as_they_are, self.k.kept, self.k.others, self.k.order
         if order is None or others is None:
             return logits(query, estimate(kept), scale)
@@ -186,12 +200,13 @@ class Thin:
             more = logits(query, others, factor, order[..., channels:])
         else:
             # an estimate is made of whole keys: its logit replaces the logit over the kept channels
-            stand_ins = logits(query, read(self.k.together(self.slot)), factor, order)
-            more = stand_ins - scores.gather(3, slot)
+            whole_logits = logits(query, read(self.k.together(self.slot)), factor, order)
+            more = whole_logits - scores.gather(3, slot)
         more = more.masked_fill(~_repeat_for_queries(self.whole, query), 0)
         return capped(scores.scatter_add(3, slot, more), scale)
 
     def weigh(self, probs: Tensor) -> Tensor:
+        """Return values [B, Hq, T, D] fp32 weighted by probs [B, Hq, T, S]."""
         kept, others, order = self.v.kept, self.v.others, self.v.order
         out = weigh(probs, kept)
         if order is None or others is None:
@@ -201,11 +216,13 @@ class Thin:
         return spread(torch.cat([out, weigh(whole_probs, others)], dim=3), order, order.shape[2])
 
     def keep(self, rows: Tensor) -> None:
+        """Drop all rows except the indices ``rows``."""
         self.slot, self.whole = self.slot[rows], self.whole[rows]
         self.k.keep(rows)
         self.v.keep(rows)
 
     def payload(self, held: Tensor) -> list[int]:
+        """Return how many bytes each row's tokens take. ``held`` [B, H, S] marks their slots."""
         tokens = held.sum(dim=(1, 2)).tolist()
         whole_tokens = (self.whole & held.gather(2, self.slot)).sum(dim=(1, 2)).tolist()
         kept_bytes = _bytes_of_slot([self.k.kept, self.v.kept])
@@ -216,9 +233,14 @@ class Thin:
         ]
 
     def exact(self, row: int) -> tuple[Tensor, Tensor]:
+        """Return one row's keys and values [H, S, D], with zeros for dropped channels."""
         return self.k.exact(row, self.slot, self.whole), self.v.exact(row, self.slot, self.whole)
 
     def segments(self, row: int, slots: Segment, held: Tensor) -> tuple[Segment, ...]:
+        """Return one row's segment of thin tokens, if there are any, and its segment of whole tokens.
+
+        Arguments are those of ``OneFormat.segments``.
+        """
         slot = self.slot[row]
         whole = self.whole[row] & held.gather(1, slot)
         # a token is thin if no used place belongs to it; several free places may name one slot, so places are summed
@@ -255,6 +277,10 @@ class StoredPart:
     """
 
     def __init__(self, thin: Sequence[tuple[Tensor, Tensor | None]], heads: int, size: int, places: int) -> None:
+        """Make room for ``size`` slots and ``places`` places per head. Load nothing.
+
+        ``thin`` has (thin tokens, their channels [H, C] or None for all) of each row.
+        """
         first = thin[0][0]
         self.kept = first.new_zeros(len(thin), heads, size, first.shape[2])
         self.channels = beside([channels for _, channels in thin])

@@ -102,9 +102,10 @@ class ExactRows(Format):
         self.grow(k.shape[2])
 
     def room(self, k: Tensor, v: Tensor, tokens: int | None = None) -> tuple[Tensor, Tensor]:
-        """Return the tail's buffers (keys, values) [B, Hk, ., D] with room for ``tokens`` more; None: for all.
+        """Return the tail's buffers (keys, values), each [B, Hk, ., D], with room for ``tokens`` more tokens.
 
-        The buffers have the heads, channels and type of k and v. They grow by a share of the tokens held.
+        None makes room for all tokens to come. The buffers have the heads, channels and type of k and v. They grow by a
+        share of the tokens held.
         """
         if self.keys is None or self.values is None:
             self.keys = k.new_empty(*k.shape[:2], 0, k.shape[3])
@@ -137,6 +138,7 @@ class ExactRows(Format):
             floor = self.starts[:, None] + newest - window + 1
 
         def attend_group(group: ExactGroup, query: Tensor) -> Tensor:
+            """Return the attention of a group's queries over its segments and its part of the tail."""
             entries = group.entries
             k, v = self.tail()
             group_floor = group_starts = None
@@ -158,7 +160,10 @@ class ExactRows(Format):
         return out
 
     def _attend_in_parts(self, query: Tensor, scale: float) -> Tensor:
-        """Return attention as ``attend`` does: over the tail of all rows at once, merged with that over segments."""
+        """Return attention as ``attend`` does, in two parts that are merged.
+
+        The tail is attended for all rows at once, the stored segments group by group.
+        """
         tail = split.causal(query, *self.tail(), scale)
         # a group has some rows, or single heads of them, so each group writes its part into its places
         out, lse = torch.empty_like(query), torch.empty_like(query[..., 0])
@@ -169,7 +174,7 @@ class ExactRows(Format):
         return split.merged(split.Part(out, lse), tail)
 
     def in_groups(self, query: Tensor, attend: Callable[[ExactGroup, Tensor], Tensor]) -> Tensor:
-        """Call ``attend`` on each group with its part of query [B, Hq, T, D]; return joined outputs [B, Hq, T, D]."""
+        """Return outputs [B, Hq, T, D] of all groups: those of ``attend(group, its part of query [B, Hq, T, D])``."""
         return attend_groups(query, [(g.entries, partial(attend, g)) for g in self.groups])
 
     def keep(self, at: Tensor) -> None:
@@ -207,9 +212,9 @@ class ExactRows(Format):
 
 
 def _batch_segments(entries: Sequence[Entry], positions: bool) -> list[RowSegment | Ragged]:
-    """Batch the i-th segments of all entries for each i. The i-th segments have one format.
+    """Return for each i the i-th segments of all entries as one batch. The i-th segments have one format.
 
-    ``positions``: True keeps the positions of tokens, because a sliding window needs them.
+    With ``positions`` the batches keep the positions of tokens, because a sliding window needs them.
     """
     batches: list[RowSegment | Ragged] = []
     for same_place in zip(*(entry.row.cache.segments for entry in entries), strict=True):

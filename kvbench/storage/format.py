@@ -21,7 +21,10 @@ from kvbench.storage.row_segments import format_of
 
 @dataclass(frozen=True, kw_only=True)
 class StoredRow:
-    """One layer of one row as it enters a batch, with the roles that method and model play while decoding."""
+    """One layer of one row as it enters a decode batch, with the roles that method and model play while decoding.
+
+    cache: the layer's cache, with number ``layer`` among the layers that methods compress.
+    """
 
     cache: LayerCache
     layer: int = 0
@@ -60,7 +63,7 @@ class Format(ABC):
     """The reason why steps differ, so that no CUDA graph of a step can be recorded; '' if all steps are alike."""
 
     attended: Tensor | None = None
-    """Return the tokens that the last step attended [U], the mean over heads; None unless the method masks."""
+    """[U], the number of tokens that the last step attended, the mean over heads; None unless the method masks."""
 
     @abstractmethod
     def __init__(self, rows: Sequence[StoredRow], room: Room) -> None:
@@ -79,7 +82,7 @@ class Format(ABC):
 
     @classmethod
     def head_sizes(cls, row: StoredRow) -> Sequence[int] | None:
-        """Return how many tokens each head will hold, if this format stores heads apart by these sizes; else None."""
+        """Return how many tokens each head will hold, if this format stores such heads apart; else None."""
         return None
 
     @abstractmethod

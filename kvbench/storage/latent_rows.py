@@ -20,7 +20,13 @@ BLOCK = 2**20  # at most this many elements of keys are rebuilt at once
 
 
 class LatentRows(Format):
-    """Rows of one layer's latents. A row's slots hold its tokens in order, the newest last."""
+    """Rows of one layer's latents. A row's slots hold its tokens in order, the newest last.
+
+    lift: the map from latents to keys and values.
+    k, v: the latents [U, S, R] of keys and of values.
+    positions: [U, S].
+    total: the number of tokens of each row.
+    """
 
     moves = "it packs tokens or keeps latents while decoding"
 
@@ -29,7 +35,7 @@ class LatentRows(Format):
         assert lift is not None
         segments = [row.cache.segments[0] for row in rows]
         self.lift = lift
-        self.total = [s.tokens for s in segments]  # the number of tokens of each row
+        self.total = [s.tokens for s in segments]
         first, slots = segments[0], max(self.total) + room.tokens
         # a layer's latents [U, S, R] are one stored head, so they have no head axis here
         self.k = first.k.new_zeros(len(segments), slots, first.k.shape[2])

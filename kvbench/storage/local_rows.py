@@ -17,7 +17,13 @@ from kvbench.storage.row_segments import per_place
 
 
 class LocalRows(Format):
-    """Rows of any methods, because methods leave local layers alone. The token at position p is in slot p mod S."""
+    """Rows of any methods, because methods leave local layers alone. The token at position p is in slot p mod S.
+
+    window: how many of the last tokens are attended.
+    k, v: the keys and values [U, Hk, S, D] of the slots.
+    positions: [U, S], the position of each slot's token. In a free slot it lies before every window.
+    newest: [U, T], the positions of the tokens added last.
+    """
 
     takes_ragged = True
     moves = "it has local layers, whose windows move"

@@ -16,7 +16,7 @@ from kvbench.storage.row_segments import beside, grown, per_place, roomy, take
 class PackedHalf:
     """Keys, or values, of U rows: packed tokens first, then exact tokens in a ring.
 
-    The ring has S slots. Token t of a row is in slot t mod S.
+    The ring has S slots. Token t of a row is in slot t mod S. Of a row's L tokens the first Lq are packed.
 
     codes: the packed tokens [U, H, ., C] of all rows, with room for more.
     ring: the exact tokens [U, H, S, D].
@@ -35,7 +35,14 @@ class PackedHalf:
         room: Room,
         grows: bool = True,
     ) -> None:
-        # a row is (packed tokens [H, Lq, .], exact tokens [H, L - Lq, D], channels [H, C] if it is thin)
+        """Load the rows, each given as (packed tokens [H, Lq, .], exact tokens [H, L - Lq, D], channels [H, C]).
+
+        channels: those that packed tokens keep; None: all.
+        residual: the rule for how many of the newest tokens stay exact.
+        pack: the function that packs tokens.
+        room: the tokens still to come.
+        grows: False if tokens after the prompt stay exact.
+        """
         packed, exact, channels = zip(*rows, strict=True)
         self.residual, self.pack, self.grows, self.step = residual, pack, grows, packed[0].step
         self.packed = [row.shape[1] for row in packed]
@@ -70,6 +77,7 @@ class PackedHalf:
 
     @property
     def slots(self) -> int:
+        """The number S of the ring's slots."""
         return self.ring.shape[2]
 
     def add(self, x: Tensor) -> None:
@@ -87,7 +95,11 @@ class PackedHalf:
         self.total = [total + t for total in self.total]
 
     def see(self, tokens: int, settles_first: bool) -> None:
-        """Let each of the newest ``tokens`` tokens see the same tokens as packed that it would see if it came alone."""
+        """Set ``seen`` for several new tokens: each sees as packed the tokens that it would see so if it came alone.
+
+        tokens: the number of new tokens.
+        settles_first: True if a token is packed before its own step attends.
+        """
         self.before = list(self.packed)
         # token i of them follows total - tokens + i others; it counts itself if packing precedes attention
         end = 1 if settles_first else 0
@@ -101,7 +113,10 @@ class PackedHalf:
         self.seen = torch.tensor(packed_for_queries, device=self.ring.device)[:, None, :, None]
 
     def columns(self) -> Tensor:
-        """Return [U, S], for each ring slot the token that some query reads exactly, or else the largest total."""
+        """Return for each ring slot [U, S] the index in its row of the exact token that it holds.
+
+        A slot without a token that some query reads exactly has the largest total, an index behind all tokens.
+        """
         first_exact = self.packed if self.seen is None else self.before
         total, packed = self.numbers(self.total)[:, None], self.numbers(first_exact)[:, None]
         slot = torch.arange(self.slots, device=self.ring.device)
@@ -125,11 +140,14 @@ class PackedHalf:
         return torch.cat([tokens, self.ring[:, :, :missing]], dim=2)
 
     def old(self) -> Packed:
-        """Return a view of the packed tokens [U, H, L, C]. Behind a shorter row's last token they are undefined."""
+        """Return a view of the packed tokens [U, H, Lq, C], with Lq of the longest row.
+
+        Behind the last packed token of a shorter row they are undefined.
+        """
         return self.codes.tokens(0, max(self.packed))
 
     def settle(self) -> None:
-        """Pack the tokens that are no longer among the newest, which stay exact."""
+        """Pack all tokens that ``residual`` no longer keeps exact."""
         rows = self._rows_to_pack()
         while rows:
             self._pack_block(rows)
@@ -214,7 +232,7 @@ class PackedHalf:
         self.packed, self.total = [self.packed[u] for u in rows], [self.total[u] for u in rows]
 
     def payload(self) -> list[int]:
-        """Return how many bytes each row's tokens take."""
+        """Return how many bytes each row's tokens take, packed and exact."""
         codes = tuple(self.codes.payload())
         step_bytes = sum(per_place(t, codes[0].shape[0] * codes[0].shape[2]) for t in codes)
         token_bytes = per_place(self.ring, self.ring.shape[0] * self.slots)

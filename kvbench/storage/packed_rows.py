@@ -25,7 +25,12 @@ from kvbench.storage.packed_half import PackedHalf
 
 
 class PackedRows(Format):
-    """Entries that one chain's quantiser packs in one format, all under the same masking method or under none."""
+    """Entries that one chain's quantiser packs in one format, all under the same masking method or under none.
+
+    k, v: the keys and values of all entries.
+    settles_first: True if tokens are packed before their own step attends, False if after it.
+    alone: True if the tokens of one step are read and packed as if each came in a step of its own.
+    """
 
     moves = "it packs tokens or keeps latents while decoding"
 
@@ -40,7 +45,6 @@ class PackedRows(Format):
                     values.append((s.codes.v, s.v, s.value_channels))
         self.k = PackedHalf(keys, coder.keys, coder.packer.pack_keys, room=room, grows=coder.grows)
         self.v = PackedHalf(values, coder.values, coder.packer.pack_values, room=room, grows=coder.grows)
-        # True packs a token before its own step attends, False after that step
         self.settles_first = not coder.packer.packs_after_step
         self.alone = room.alone
 
@@ -64,11 +68,12 @@ class PackedRows(Format):
             self._settle()
 
     def _settle(self) -> None:
+        """Pack the keys and values that their rules no longer keep exact."""
         self.k.settle()
         self.v.settle()
 
     def skip(self, tokens: int) -> None:
-        """Add ``tokens`` random tokens at once. Benchmarks use it: they measure a step's cost, not its result."""
+        """Add ``tokens`` random tokens at once, for benchmarks, which measure a step's cost and not its result."""
         self.k.skip(tokens)
         self.v.skip(tokens)
 

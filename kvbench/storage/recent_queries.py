@@ -18,7 +18,7 @@ from kvbench.storage.row_segments import take
 
 
 class RecentQueries:
-    """The last W queries of each row of one layer. The query of position p is in place p mod W.
+    """The last W queries of each row of one layer, in a ring: the query of position p is in place p mod W.
 
     observed: each row's observation of its prompt.
     seen: how many tokens each row has read.
@@ -28,6 +28,7 @@ class RecentQueries:
     """
 
     def __init__(self, caches: Sequence[LayerCache], size: int) -> None:
+        """Load the last queries of the prompts of ``caches``, with W = ``size``."""
         self.observed = [cache.observed for cache in caches if cache.observed is not None]
         self.seen = [cache.seen for cache in caches]
         self.prompts = [cache.prompt_tokens for cache in caches]

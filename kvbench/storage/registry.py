@@ -18,7 +18,10 @@ FORMATS: tuple[type[Format], ...] = (LocalRows, EvictingRows, LatentRows, Packed
 
 
 def load(rows: Sequence[StoredRow], room: Room) -> list[tuple[Entries, Format]]:
-    """Store one layer of a batch; return pairs (places of a group's entries, format that holds them).
+    """Store one layer of a batch, and return pairs (the places of a group's entries in the batch, their format).
+
+    rows: the layer's cache of each row.
+    room: the room to reserve for tokens still to come.
 
     Entries share a group if they have the same format and key, and similar lengths if the format needs that.
     """

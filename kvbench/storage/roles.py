@@ -1,4 +1,7 @@
-"""The roles of methods and models for rows that decode. A storage format uses only the roles that it needs.
+"""The roles that methods and models play for rows that decode. A storage format uses only the roles that it needs.
+
+A masker restricts attention, a packer stores tokens in few bits, a coder says which tokens are packed, and an evictor
+drops tokens. A lift rebuilds keys and values from latents, and a rotary turns keys to other positions.
 
 Shapes: B rows, Hq query heads, H stored heads, S slots, T new tokens, D head dimension.
 """
@@ -23,7 +26,10 @@ class Masker:
     """A method that decides at each step, for each query head, which tokens a new token attends."""
 
     def estimate(self, keys: Tensor) -> Tensor:
-        """Return estimates of keys [..., D], as cheap to read as the method claims, in the same shape and dtype."""
+        """Return the estimates of keys [..., D] by which tokens are chosen, in the same shape and dtype.
+
+        They have the precision that the method claims to read, for example that of 4 bits.
+        """
         return keys
 
     def mask(self, weights: Tensor) -> Tensor:
@@ -35,26 +41,26 @@ class Masker:
 
 
 class Packer:
-    """A method that packs tokens.
+    """A method that packs tokens into few bits.
 
-    A token that is packed at once is normally read as packed from its own step on. If the packer ``packs_after_step``,
-    it is read exactly in its own step, and as packed from the next step on.
+    packs_after_step: if True, a token that is packed at once is still read exactly in its own step, and as packed from
+    the next step on. If False, it is read as packed in its own step already.
     """
 
     packs_after_step: ClassVar[bool] = True
 
     def pack_keys(self, x: Tensor) -> Packed:
-        """Return keys [..., L, C] packed."""
+        """Return the keys x [..., L, C] packed."""
         raise TypeError(f"{type(self).__name__} does not say how it packs keys")
 
     def pack_values(self, x: Tensor) -> Packed:
-        """Return values [..., L, C] packed."""
+        """Return the values x [..., L, C] packed."""
         raise TypeError(f"{type(self).__name__} does not say how it packs values")
 
 
 @dataclass(frozen=True)
 class Coder:
-    """A packer of a chain's older tokens.
+    """A packer, with the rules for which tokens it packs.
 
     keys, values: the rules for how many of the newest tokens stay exact as keys and as values.
     grows: False if only the prompt is packed, and all later tokens stay exact.
@@ -70,7 +76,11 @@ class Coder:
 class Slots:
     """A layer's slots as its method sees them. Free slots are not ``valid``.
 
-    ``now`` [B, 1, 1] is the position of the newest token, ``n`` [B, 1, 1] the prompt's length.
+    positions: the position of each slot's token.
+    state: the method's running state by name, such as the attention that each token received.
+    now: [B, 1, 1], the position of the newest token.
+    n: [B, 1, 1], the prompt's length.
+    counts: the method's ``token_counts`` by name.
     """
 
     positions: Tensor  # [B, H, S] int32
@@ -78,11 +88,15 @@ class Slots:
     state: Mapping[str, Tensor]  # each [B, H, S] or [B, H, S, ...]
     now: Tensor
     n: Tensor
-    counts: Mapping[str, Tensor] = field(default_factory=dict)  # the ``token_counts`` by name, each [B, 1, 1]
+    counts: Mapping[str, Tensor] = field(default_factory=dict)  # each [B, 1, 1]
 
 
 class Evictor:
-    """The part of a selector that evicts tokens while decoding."""
+    """The part of a selector that evicts tokens while decoding.
+
+    Each head has a budget of tokens. Either ``keep_scores`` decides at every step which tokens go, or ``choose_again``
+    decides after a number of new tokens (``every``).
+    """
 
     @property
     def packer(self) -> Packer | None:
@@ -91,11 +105,11 @@ class Evictor:
 
     @property
     def rolled(self) -> bool:
-        """True if cached keys take the positions of their slots instead of their own."""
+        """True if cached keys take the positions of their slots while decoding, not their positions in the text."""
         return False
 
     def head_budgets(self, cache: LayerCache, layer: int) -> Sequence[int]:
-        """Return how many tokens each stored head will hold. A head with 0 copies another head's output."""
+        """Return how many tokens each stored head of this layer may hold. One with 0 copies another head's output."""
         raise TypeError(f"{type(self).__name__} does not say how many tokens its heads hold while decoding")
 
     @property
@@ -116,7 +130,7 @@ class Evictor:
         raise TypeError(f"{type(self).__name__} does not say what it chooses while decoding")
 
     def tokens_after(self, cache: LayerCache, layer: int, new: int) -> tuple[list[int], list[int]]:
-        """Return each stored head's number of tokens after ``new`` more, and the most that it has held by then."""
+        """Return (each stored head's tokens after ``new`` more tokens, the most that each has held by then)."""
         counts = [len(positions) for positions in cache.kept_positions()]
         budgets = self.head_budgets(cache, layer)
         after = counts
@@ -126,15 +140,18 @@ class Evictor:
         return after, [max(pair) for pair in zip(after, counts, strict=True)]
 
     def token_counts(self, n: int) -> Mapping[str, int]:
-        """Return {name: number of tokens} for a prompt of n tokens. ``keep_scores`` reads it as ``Slots.counts``."""
+        """Return {name: number of tokens} for a prompt of n tokens, such as the recent tokens that always stay.
+
+        ``keep_scores`` reads these numbers as ``Slots.counts``.
+        """
         return {}
 
     def unattended(self, n: int) -> int | None:
-        """Return the distance before a query of the one token that it does not attend; None if it attends all."""
+        """Return d if a query at position p does not attend the token at p - d; None if it attends all tokens."""
         return None
 
     def keep_scores(self, slots: Slots) -> Tensor:
-        """Return each slot's score [B, H, S] before new tokens come. The lowest are evicted, +inf never is."""
+        """Return each slot's score [B, H, S] before new tokens come. The lowest are evicted, but never one of +inf."""
         raise TypeError(f"{type(self).__name__} does not say what it evicts while decoding")
 
     def new_token_state(self, k: Tensor, v: Tensor) -> Mapping[str, Tensor]:
@@ -147,11 +164,14 @@ class Evictor:
         return False
 
     def estimate(self, keys: Tensor) -> Tensor:
-        """Return approximate fp32 keys for keys [..., D]. Packed keys are passed block by block."""
+        """Return approximate fp32 keys [..., D] for keys [..., D]. Packed keys are unpacked and passed in blocks."""
         return keys
 
     def fold(self, slots: Slots, probs: Tensor) -> Mapping[str, Tensor]:
-        """Return {name: new running state} for each state that attention probs [B, Hq, T, S] change."""
+        """Return {name: new running state} for each state that the step changes.
+
+        probs [B, Hq, T, S] are the attention weights of its T new queries over the slots.
+        """
         return {}
 
 
@@ -174,7 +194,11 @@ class Projection(Protocol):
 
 
 class Lift(Protocol):
-    """The map from one layer's latents to the ``heads`` keys and values that attention reads."""
+    """The map from one layer's latents to the keys and values that attention reads.
+
+    v: the projection from value latents to values.
+    heads: the kv heads Hk that the keys and values have.
+    """
 
     @property
     def v(self) -> Projection: ...
@@ -193,7 +217,10 @@ class Lift(Protocol):
 
 @dataclass(frozen=True)
 class Rotary:
-    """The model's rotation, for chains that give cached keys the positions of their slots."""
+    """The model's rotation of queries and keys (RoPE), by which cached keys are turned to other positions.
+
+    inv_freq: the angle per position of each pair of dimensions. The first r dimensions of a head are rotary.
+    """
 
     inv_freq: Tensor  # [r / 2]
 
@@ -217,6 +244,7 @@ class Rotary:
         inv_freq = self.inv_freq.to(device, torch.float32)
 
         def angles(position: Tensor | int) -> Tensor:
+            """Return the angles [..., r / 2] at a position, rounded to fp32, in fp64."""
             return (torch.as_tensor(position, device=device)[..., None].float() * inv_freq).double()
 
         difference = angles(end) - angles(start)

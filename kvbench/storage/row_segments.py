@@ -16,8 +16,8 @@ from torch import Tensor
 if TYPE_CHECKING:
     from kvbench.kv.segment import Segment
 
-GROWTH = 16  # full storage grows by a sixteenth of the tokens held
-FEWEST = 8  # it grows by at least this many tokens
+GROWTH = 16  # storage that is full grows by a sixteenth of the tokens held
+FEWEST = 8  # but by at least this many tokens
 
 
 @dataclass(frozen=True)
@@ -76,10 +76,12 @@ class RowSegment:
 
     @property
     def heads(self) -> int:
+        """The number H of stored heads."""
         return self.v.shape[1]
 
     @property
     def longest(self) -> int:
+        """The number L of slots, that is, the tokens of the longest row."""
         return self.v.shape[2]
 
     def rows(self, index: Tensor) -> RowSegment:
@@ -114,6 +116,10 @@ class Ragged:
     """Segments of one format with ragged heads from B rows, stored one head after the other without padding.
 
     Kernels read this form. Plain PyTorch reads ``padded``.
+
+    lengths: how many tokens each head holds.
+    starts: the index in k and v of each head's first token.
+    longest: the most tokens of a head.
     """
 
     k: Tensor  # [N, D or C]
@@ -128,6 +134,7 @@ class Ragged:
 
     @property
     def heads(self) -> int:
+        """The number H of stored heads."""
         return self.lengths.shape[1]
 
     def rows(self, index: Tensor) -> Ragged:
@@ -175,30 +182,35 @@ def take(t: Tensor | None, index: Tensor) -> Tensor | None:
 
 
 def roomy(least: int, held: int, most: int) -> int:
-    """Return for how many tokens to make room: at least ``least``, while rows hold ``held``, and about ``most`` in all.
+    """Return for how many tokens to make room when storage is full.
 
-    Storage grows by a share of the tokens held. It is therefore never far above them, and is copied a bounded number of
-    times.
+    least: the tokens for which there must be room.
+    held: the tokens that rows hold now. Storage grows by a share of them. It is therefore never far above them, and is
+    copied a bounded number of times.
+    most: the tokens for which there will ever be need of room.
     """
     return max(least, min(most, least + max(held // GROWTH, FEWEST)))
 
 
 def grown(t: Tensor, size: int) -> Tensor:
-    """Return [B, H, size, ...] that begins with t [B, H, ., ...]. The rest is 0, because weight 0 times NaN is NaN."""
+    """Return a tensor [B, H, size, ...] that begins with t [B, H, ., ...].
+
+    The rest is 0 and not left undefined, because a weight of 0 times NaN would be NaN.
+    """
     new = t.new_zeros(*t.shape[:2], size, *t.shape[3:])
     new[:, :, : t.shape[2]] = t
     return new
 
 
 def per_place(t: Tensor, places: int) -> int:
-    """Return how many bytes a tensor takes for each of its ``places``, or 0 if it has none."""
+    """Return how many bytes the tensor t takes for each of its ``places`` (tokens or slots), or 0 if it has none."""
     if places == 0:
         return 0
     return t.nbytes // places
 
 
 def beside(channels: Sequence[Tensor | None]) -> Tensor | None:
-    """Stack the kept channels [H, C] of rows of one format into [B, H, C] int64; None if the rows keep all channels."""
+    """Return the kept channels [H, C] of rows of one format as [B, H, C] int64; None if the rows keep all channels."""
     by_row = [row for row in channels if row is not None]
     if not by_row:
         return None
@@ -206,7 +218,7 @@ def beside(channels: Sequence[Tensor | None]) -> Tensor | None:
 
 
 def flat(segments: Sequence[Segment]) -> Ragged:
-    """Join segments of one format with ragged heads, one per row, into one ragged batch. A single row is a view."""
+    """Return segments of one format with ragged heads, one of each row, as one ragged batch. A single row is a view."""
     counts = [s.lengths for s in segments if s.lengths is not None]
     lengths = torch.stack(counts).to(torch.int32)
     if len(segments) == 1:
@@ -226,7 +238,7 @@ def flat(segments: Sequence[Segment]) -> Ragged:
 
 
 def stack(segments: Sequence[Segment], positions: bool = False) -> RowSegment:
-    """Stack segments of one format with even heads, one per row, into one padded batch. A single row is a view.
+    """Return segments of one format with even heads, one of each row, as one padded batch. A single row is a view.
 
     With ``positions``, the batch keeps the tokens' positions, because a sliding window needs them.
     """

@@ -19,16 +19,17 @@ from kvbench.storage.row_segments import Ragged, RowSegment
 
 
 class Part(NamedTuple):
-    """Attention over some of the tokens."""
+    """Attention over some of the tokens: the output of its own softmax, and the lse by which parts are merged."""
 
     out: Tensor  # [U, Hq, T, D]
     lse: Tensor  # [U, Hq, T], the logarithm of the sum of exp(logit); -inf over no token
 
 
 def attend(query: Tensor, keys: Tensor, values: Tensor, scale: float, hidden: Tensor | None = None) -> Part:
-    """Return the attention of query [U, Hq, T, D] over at least one token, keys and values [U, H, L, D].
+    """Return the attention of query [U, Hq, T, D] over keys and values [U, H, L, D] of at least one token.
 
-    ``hidden`` [U or 1, H or 1, T or 1, L] is True where a query must not look.
+    scale: the factor of q.k.
+    hidden: [U or 1, H or 1, T or 1, L], True where a query must not look; None: every query sees every token.
     """
     u, hq, t, d = query.shape
     h, length = keys.shape[1:3]
@@ -50,7 +51,10 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, scale: float, hidden: Te
 
 
 def causal(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Part:
-    """Return the attention of the newest T of L tokens over all L. The newest tokens see each other causally."""
+    """Return the attention of the newest T of L tokens, query [U, Hq, T, D], over all L, keys and values [U, H, L, D].
+
+    The newest tokens see each other causally.
+    """
     t, length = query.shape[2], keys.shape[2]
     if t == 1:
         return attend(query, keys, values, scale)
@@ -77,7 +81,10 @@ def behind(
 
 
 def over(query: Tensor, segments: Sequence[RowSegment | Ragged], scale: float) -> Part:
-    """Return the attention over stored segments. None of them may share logits."""
+    """Return the attention of query [U, Hq, T, D] over stored segments, of which none may share logits.
+
+    Segments without tokens are passed over. Over no token at all the output is 0 and the lse is -inf.
+    """
     parts = [_attend_segment(query, s.padded(), scale) for s in segments if s.longest]
     if not parts:
         return Part(torch.zeros_like(query), query.new_full(query.shape[:3], -torch.inf))
@@ -103,7 +110,7 @@ def merged(a: Part, b: Part) -> Tensor:
 
 
 def _attend_segment(query: Tensor, s: RowSegment, scale: float) -> Part:
-    """Return the attention over a stored segment, whole or thin."""
+    """Return the attention of query [U, Hq, T, D] over one stored segment, whole or thin."""
     if s.key_channels is None and s.value_channels is None:
         hidden: Tensor | None = None
         if s.valid is not None:

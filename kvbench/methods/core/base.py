@@ -1,7 +1,11 @@
-"""Base classes of stages. A method is a short chain of frozen stages (methods.chain), each one formula with its knobs.
+"""Base classes of the stages that choose tokens: selectors, modifiers of their scores, and masks.
 
-A stage declares the data that it reads (``needs``), the tokens that it will keep (``expected``) and their bytes
-(``layout``). The audit checks these tokens and bytes. Stages never see other prompts, other rows or the model.
+A method is a chain of stages (``methods.core.chain``). Each stage is a frozen dataclass that holds one formula. Its
+fields are its knobs. It declares the data that it reads (``needs``), the tokens that it will keep (``expected``) and
+their bytes (``layout``). The audit checks these tokens and bytes. ``compress`` sees one layer of one prompt at a time.
+
+Shapes: n prompt tokens, D head dimension, B rows of a decode batch, H stored heads, S slots, T new tokens. The word
+``heads`` in a shape means stored heads: the kv heads, or all query heads under ``per=query_head``.
 """
 
 from __future__ import annotations
@@ -36,8 +40,8 @@ class TokenSelector(Stage):
     Subclasses may set three more attributes:
 
     shared: True if all heads keep the same tokens.
-    packs: True if the selector packs the tokens that it keeps, so that no other stage can.
-    ragged: True if heads may keep different numbers of tokens although only a sum over layers is declared.
+    packs: True if the selector itself packs the tokens that it keeps into few bits. No pruner or quantiser may follow.
+    ragged: True if heads may keep different numbers of tokens even where ``expected`` fixes no sum over the heads.
     """
 
     role: ClassVar[Role] = "selector"
@@ -54,7 +58,7 @@ class TokenSelector(Stage):
         self.require_layers("frozen_layers", n_layers)
 
     def capacity(self, n: int) -> Capacity:
-        """Return the budget for a prompt of n tokens: all n if the data alone decide how many stay."""
+        """Return the budget for a prompt of n tokens. It is all n if the data alone decide how many stay."""
         return Capacity(n, 0, 0)
 
     def nominal(self, n: int) -> int | None:
@@ -68,11 +72,14 @@ class TokenSelector(Stage):
 
     @property
     def rolled(self) -> bool:
-        """True if cached keys take the positions of their slots instead of their own."""
+        """True if cached keys take the positions of their slots while decoding, not their positions in the text."""
         return False
 
     def initial_state(self, cache: LayerCache, obs: Observation) -> Mapping[str, torch.Tensor]:
-        """Return {name: running state [heads, n, ...]} of the prompt's tokens. Decoding starts from it."""
+        """Return {name: running state [heads, n, ...]} of the prompt's tokens, such as the attention received so far.
+
+        It is stored with the tokens, and decoding starts from it. Methods that only compress the prompt return {}.
+        """
         return {}
 
 
@@ -81,7 +88,7 @@ class Selector(TokenSelector):
     """A stage that keeps a budget of tokens, chosen by a score. All such stages have these knobs:
 
     kv_size: tokens kept per stored head, window and sinks included. It is larger than sinks and window together.
-    kv_ratio: fraction of the prompt kept, floor(ratio * n) tokens. It is 0.25 if neither knob is given.
+    kv_ratio: fraction of the prompt kept, floor(kv_ratio * n) tokens. It is 0.25 if neither knob is given.
     kv_round: True rounds that product to the nearest number of tokens (halves to even) instead of down.
     decode_budget: tokens held per stored head while decoding. The selector chooses again among all cached tokens, old
     and new. Without this knob only the prompt is compressed, unless the selector evicts by itself.
@@ -122,7 +129,10 @@ class Selector(TokenSelector):
         return replace(self, kv_size=self.decode_budget, kv_ratio=None, decode_budget=None, decode_every=None)
 
     def require_one_budget(self, knob: str) -> None:
-        """Raise UsageError if kv_size or kv_ratio is set beside ``knob``, which is itself a budget."""
+        """Raise UsageError if kv_size or kv_ratio is set beside ``knob``, which is itself a budget.
+
+        If neither is set, clear the default that ``check`` has filled in, so that ``knob`` is the only budget.
+        """
         # if the user gave neither knob, ``check`` has filled in the default ratio
         is_alone = self.kv_size is None and self.kv_ratio in (None, DEFAULT_RATIO)
         self.require(knob, is_alone, "a budget of its own: not given together with kv_size or kv_ratio")
@@ -141,7 +151,11 @@ class Selector(TokenSelector):
         return self.sink_size(), self.window_size()
 
     def capacity(self, n: int) -> Capacity:
-        """Return the budget for a prompt of n tokens. If a fraction is too small for sinks and window, they shrink."""
+        """Return the budget C of a head for a prompt of n tokens: kv_size, or floor(kv_ratio * n), at most n.
+
+        A fraction gives at least 2 tokens. Where it has no room for sinks and window and one token more, each of the
+        two shrinks to at most half of C.
+        """
         sinks, window = self.protected()
         if self.kv_size is not None:
             return Capacity(min(self.kv_size, n), sinks, window)
@@ -161,7 +175,7 @@ class Selector(TokenSelector):
         return self.capacity(n).tokens
 
     def budget(self, n: int, layer: int, n_layers: int) -> int:
-        """Return the tokens kept per head in this layer."""
+        """Return how many of n prompt tokens each head of this layer keeps: the capacity, or n in a frozen layer."""
         if layer in self.frozen_layers:
             return n
         return self.capacity(n).tokens
@@ -170,7 +184,12 @@ class Selector(TokenSelector):
         return Expected.exactly(self.budget(n, layer, n_layers), heads)
 
     def scores(self, cache: LayerCache, obs: Observation, capacity: Capacity) -> torch.Tensor:
-        """Return the score of each prompt token, [heads, n] or [1, n] if ``shared``. The largest are kept."""
+        """Return the score of each prompt token, [heads, n] or [1, n] if ``shared``. The largest are kept.
+
+        cache: the layer, with keys and values [Hk, n, D] in its only segment and ``cache.heads`` heads to store.
+        obs: the parts of the layer that ``needs`` asks for, such as its last queries.
+        capacity: the budget. Its first ``sinks`` and last ``window`` tokens stay whatever their scores.
+        """
         raise TypeError(f"{type(self).__name__} does not say how it scores tokens")
 
     def compress(self, cache: LayerCache, obs: Observation) -> LayerCache:
@@ -214,10 +233,13 @@ class Selector(TokenSelector):
 
 @dataclass(frozen=True, kw_only=True)
 class Modifier(Stage):
-    """A stage that changes a selector's scores before they decide. It chooses nothing itself.
+    """A stage that changes a selector's scores before they decide which tokens stay. It chooses nothing itself.
 
-    ``decorates`` names the selectors whose scores it understands. If the selector evicts while decoding, ``reweigh``
-    reads a state. ``initial_state`` and ``new_token_state`` provide it, at ``slot_bytes`` per slot.
+    decorates: the ids of the selectors whose scores it understands.
+
+    ``modify`` changes the scores of the prompt's tokens. ``reweigh`` changes those of cached tokens if the selector
+    evicts while decoding. It may read a state of each token. ``initial_state`` computes the state for the prompt's
+    tokens, ``new_token_state`` for later ones. The state takes ``slot_bytes`` in each slot.
     """
 
     role: ClassVar[Role] = "modifier"
@@ -250,7 +272,7 @@ class Modifier(Stage):
 
 @dataclass(frozen=True, kw_only=True)
 class Mask(Stage, Masker):
-    """A stage that stores all tokens and decides at each decode step which of them are attended.
+    """A stage that stores all tokens, and decides at each decode step which of them the new token attends.
 
     It can save time, but no bytes.
     """
@@ -258,7 +280,7 @@ class Mask(Stage, Masker):
     role: ClassVar[Role] = "mask"
 
     def masks(self, layer: int) -> bool:
-        """Return True if this layer is masked at all."""
+        """Return True if the stage masks this layer. All tokens of other layers are attended."""
         return True
 
 

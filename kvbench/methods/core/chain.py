@@ -1,4 +1,10 @@
-"""A chain: the stages of one method in canonical order, with the promises that they make together."""
+"""A chain: the stages of one method in canonical order, with the promises that they make together.
+
+``Chain.compress`` does the work on one layer of a prompt. The other members answer questions that arise before or after
+it: which chains can share a prefill or a decode batch, which data the stages read, and how many tokens and bytes stay.
+
+Shapes: Hk kv heads, Hq query heads, n prompt tokens, D head dimension.
+"""
 
 from __future__ import annotations
 
@@ -46,6 +52,7 @@ class Chain:
     per: Literal["kv_head", "query_head"] = "kv_head"
 
     def __post_init__(self) -> None:
+        """Bring the stages into canonical order. Raises UsageError, with the reason, if they cannot form a chain."""
         if self.per not in PER:
             raise UsageError(f"per={self.per!r} is not possible: one of {', '.join(PER)}")
         check_set(self.stages)
@@ -176,7 +183,10 @@ class Chain:
         return self.quantiser.coder(self.packed_pruner, layer)
 
     def first_alike(self, layer: int) -> int:
-        """Return the first layer that packs tokens if and only if ``layer`` does."""
+        """Return the first layer whose tokens are packed if those of ``layer`` are, and exact if they are not.
+
+        In sums of bytes over layers it stands for all such layers.
+        """
         if self.quantiser is None:
             return 0
         packs = self.quantiser.packs_in(layer)
@@ -234,13 +244,16 @@ class Chain:
         return kv_heads
 
     def read(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the keys and values [Hk, n, D] that the prompt's own attention reads instead of k and v."""
+        """Return the keys and values [Hk, n, D] that the prompt's own attention reads instead of k and v.
+
+        The stages change them one after the other. The cache still gets k and v.
+        """
         for stage in self.stages:
             k, v = stage.read(k, v)
         return k, v
 
     def needs(self, n: int) -> Needs:
-        """Return the parts that the stages read of each layer of a prompt of n tokens."""
+        """Return the union of the parts that the stages read of each layer, for a prompt of n tokens."""
         return Needs.union(stage.needs(n) for stage in self.stages)
 
     def nominal(self, n: int) -> int | None:
@@ -280,7 +293,7 @@ class Chain:
         return {"calibration": hashes}
 
     def expected(self, n: int, layer: int, n_layers: int, heads: int) -> Expected:
-        """Return how many tokens each stored head of a layer must hold after prefill."""
+        """Return how many tokens each of ``heads`` stored heads of a layer must hold after a prompt of n tokens."""
         rows = self.tokens_read(n, layer, n_layers)
         for stage in self.stages:
             declared = stage.expected(n, layer, n_layers, heads)
@@ -293,7 +306,10 @@ class Chain:
         return Expected.exactly(rows, heads)
 
     def layout(self, slots: int, head_dim: int, itemsize: int, layer: int = 0) -> list[Block]:
-        """Return the blocks, one for each segment, of a stored head that holds ``slots`` tokens."""
+        """Return the blocks, one for each segment, of a stored head of ``layer`` that holds ``slots`` tokens.
+
+        An exact number takes ``itemsize`` bytes.
+        """
         key_width = value_width = head_dim
         if self.lowrank is not None:
             key_width, value_width = self.lowrank.widths(layer)
@@ -321,7 +337,10 @@ class Chain:
         return query_heads * min(evictor.queries, n) * head_dim * itemsize
 
     def expected_sum(self, n: int, n_layers: int, heads: int) -> int | None:
-        """Return the tokens of all layers and heads after prefill; None if ``expected`` of each layer states them."""
+        """Return the tokens of all layers and heads together after prefill of n tokens.
+
+        Return None if no stage declares such a sum: then ``expected`` of each layer states the tokens.
+        """
         for stage in self.stages:
             tokens = stage.expected_sum(n, n_layers, heads)
             if tokens is not None:
@@ -396,7 +415,10 @@ def _unsupported(stage: Stage, model: ModelTraits) -> str | None:
 
 
 def _check_as_set(chain: Chain) -> None:
-    """Raise UsageError with the reason for a chain whose stages cannot stand together as their knobs are set."""
+    """Raise UsageError, with the reason, if the stages cannot stand in one chain as their knobs are set.
+
+    ``check_set`` has already refused stages that cannot stand together whatever their knobs.
+    """
     selector = chain.selector
     if isinstance(selector, Selector) and selector.decode_budget is not None:
         reason = refusal(selector)

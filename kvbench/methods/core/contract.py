@@ -1,4 +1,7 @@
-"""The contract of a stage about one prompt: tokens held, bytes of one head, and the budget."""
+"""A stage's promises about one prompt: the tokens that heads hold, their bytes, and the budget behind both.
+
+The audit compares these promises with the cache that the stage makes.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ class Expected:
         return cls((tokens,) * heads, (tokens,) * heads, tokens * heads)
 
     def within(self, rows: int) -> Expected:
-        """Return the same promise about a layer that reads only ``rows`` tokens."""
+        """Return the same promise about a layer that reads only ``rows`` tokens, and so can hold no more."""
         high = tuple(min(tokens, rows) for tokens in self.high)
         low = tuple(min(tokens, rows) for tokens in self.low)
         if self.total is None:
@@ -69,7 +72,11 @@ class Capacity:
 
 
 def protect(capacity: Capacity, first: int, n: int) -> Capacity:
-    """Return the capacity with the ``first`` tokens always kept, or at most half of its tokens if there is no room."""
+    """Return the capacity with at least the ``first`` tokens as sinks, for a prompt of n tokens.
+
+    Where these sinks do not fit into the budget beside the window, they are cut to the room beside the window, or to
+    half of the budget if that is more. The window then takes the rest. Such a capacity is marked as ``shrunk``.
+    """
     sinks = max(capacity.sinks, first)
     if sinks == capacity.sinks:
         return capacity

@@ -1,4 +1,7 @@
-"""A budget while decoding for selectors that choose from the prompt. They choose again after a number of tokens."""
+"""A budget while decoding (``decode_budget``) for selectors that by themselves compress only the prompt.
+
+Such a selector chooses again after every ``decode_every`` new tokens.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +19,15 @@ LONG = 2**20
 
 @dataclass(frozen=True)
 class DecodeBudget(Evictor):
-    """A selector that chooses again while decoding, over all tokens that a layer holds.
+    """A selector that chooses again while decoding, over all tokens that a layer holds, old and new.
 
-    After every ``every`` new tokens it chooses among the tokens held, by attention over these tokens alone. The last of
-    them are its window. Between two choices new tokens are added. kvpress's DecodingPress does the same.
+    Between two choices the cache grows by ``every`` tokens. Each choice scores the tokens held by attention over these
+    tokens alone, and the last of them are its window. kvpress's DecodingPress does the same.
+
+    selector: the selector with ``decode_budget`` as its only budget, see ``Selector.while_decoding``.
+    modifiers: the stages that change its scores.
+    every: the number of new tokens between two choices.
+    packer: the packer of every token, or None if tokens stay exact.
     """
 
     selector: Selector
@@ -56,7 +64,10 @@ class DecodeBudget(Evictor):
 
 
 def refusal(selector: Selector) -> str:
-    """Return why a selector with a ``decode_budget`` cannot choose again while decoding, or '' if it can."""
+    """Return why a selector with a ``decode_budget`` cannot choose again while decoding, or '' if it can.
+
+    A decode step has the last queries and the cached tokens of one layer, and no more of the prompt.
+    """
     if selector.evicts:
         return "it evicts while decoding by itself, to its own budget"
     again = selector.while_decoding()

@@ -4,6 +4,8 @@ Sigma is the mean over tokens of the outer products of centred rows of unit leng
 H_k = -sum over the k largest eigenvalues s of Sigma of s ln s, not renormalised (equation 9).
 erank_k = exp(H_k) is the truncated effective rank (equation 10).
 Rows are queries after RoPE (section 3.2).
+
+Shapes: L layers, H heads (Hq query heads), n tokens, D head dimension.
 """
 
 from __future__ import annotations
@@ -24,7 +26,10 @@ EPSILON = 1.0
 
 
 def spectrum(rows: Tensor) -> Tensor:
-    """Return the eigenvalues [H, D] fp64 of Sigma of rows [H, n, D], largest first. Rows at the mean count as zero."""
+    """Return the eigenvalues [H, D] fp64 of each head's Sigma, largest first, from its rows [H, n, D].
+
+    A row that equals the mean has no direction and counts as zero.
+    """
     # u = (x - mean) / ||x - mean||; the clamp leaves a row at the mean zero instead of NaN
     centred = rows.float() - rows.float().mean(dim=1, keepdim=True)
     unit = centred / centred.norm(dim=2, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
@@ -35,7 +40,7 @@ def spectrum(rows: Tensor) -> Tensor:
 
 
 def entropy(eigenvalues: Tensor, top: int | None = None) -> Tensor:
-    """Return H_k [...] of eigenvalues [..., D], largest first. ``top`` is k, or None for all D."""
+    """Return the truncated entropy H_k [...] of eigenvalues [..., D], largest first. ``top`` is k; None: all D."""
     # H_k = -sum over the k largest s of s ln s, eq. 9; entr(s) = -s ln s
     return torch.special.entr(eigenvalues[..., :top]).sum(dim=-1)
 
@@ -70,6 +75,8 @@ class _LayerSums:
 def measure_entropy(run: CalibrationRun) -> dict[str, Tensor]:
     """Measure the tensors that ``entropy_recipe`` asks for, over windows that are read one at a time.
 
+    Raises UsageError for windows of fewer than D tokens.
+
     entropy: [L, Hq], the mean H_k of queries.
     counts: [L, Hq], in how many samples a head was in the half of its layer with the largest H_k (appendix A.4).
     ranks: [L, Hq], the sum of a head's ranks, for more than two groups.
@@ -84,6 +91,7 @@ def measure_entropy(run: CalibrationRun) -> dict[str, Tensor]:
     sums = _LayerSums(shape.layers)
 
     def on_layer(obs: Observation, k: Tensor, v: Tensor) -> None:
+        """Add the statistics of one layer of one window."""
         queries = spectrum(obs.queries(obs.n))
         truncated = entropy(queries, top)
         rank = ranks(truncated)
@@ -112,9 +120,10 @@ def measure_entropy(run: CalibrationRun) -> dict[str, Tensor]:
 
 
 def group_sizes(heads: int, groups: int) -> list[int]:
-    """Return the number of heads in each group. Heads left over go in pairs to the outer groups (11, 10, 11).
+    """Return how many of ``heads`` heads each of ``groups`` groups has, such as [11, 10, 11] for 32 heads in 3 groups.
 
-    A last odd head goes to the middle group, or to the lower one of two middle groups.
+    Heads beyond equal sizes go in pairs to the first and the last group, then to their neighbours, and so on. A single
+    head left goes to the middle group, or to the later one of two middle groups.
     """
     sizes = [heads // groups] * groups
     pairs, odd = divmod(heads % groups, 2)
@@ -128,7 +137,11 @@ def group_sizes(heads: int, groups: int) -> list[int]:
 
 
 def assign(scores: Tensor, groups: int) -> list[int]:
-    """Return each head's group by scores [H]. Group 0 has the largest. Groups fill in turn, the lower head first."""
+    """Return each head's group by scores [H].
+
+    Group 0 takes the heads with the largest scores, group 1 the next, and so on. Of equal scores the lower head comes
+    first. ``group_sizes`` says how many heads each group takes.
+    """
     order = scores.sort(descending=True, stable=True).indices.tolist()
     group_of_head = [0] * len(order)
     start = 0

@@ -1,4 +1,9 @@
-"""Selectors that also evict while decoding. They hold their budget for the whole generation."""
+"""Selectors that also evict while decoding. They hold their budget for the whole generation.
+
+A head has a fixed number of slots. When a new token comes, the token in the slot of the lowest ``keep_scores`` goes.
+
+Shapes: B rows of a decode batch, H stored heads, S slots, Hq query heads, T new tokens, D head dimension.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +27,10 @@ NO_LIMIT = 2**31 - 1
 
 @dataclass(frozen=True, kw_only=True)
 class EvictingSelector(Selector, Evictor):
-    """A selector whose ``evicts`` may be True.
+    """A selector that can evict while decoding as well. ``evicts`` says whether it does as its knobs are set.
 
-    It implements ``keep_scores`` and, if it has a running state, ``initial_state``, ``state_bytes`` and ``fold``. All
-    such selectors have this knob:
+    Subclasses implement ``keep_scores``, which scores the cached tokens before a new one comes. A subclass with a
+    running state also implements ``initial_state``, ``state_bytes`` and ``fold``. All such selectors have this knob:
 
     positions: ``true`` and null leave cached keys at their own positions. ``rolled``, for unbounded streams, gives keys
     the positions of their slots, and the query the position of the last slot. It needs rotary positions.
@@ -76,13 +81,16 @@ class EvictingSelector(Selector, Evictor):
         return super().capacity(n).tokens
 
     def decode_limit(self, n: int, layer: int) -> int:
-        """Return how many tokens a head may hold while decoding after a prompt of n tokens."""
+        """Return how many tokens a head of this layer may hold while decoding after a prompt of n tokens."""
         if layer in self.frozen_layers:
             return NO_LIMIT
         return self.competing(n) + self.spare
 
     def competing(self, n: int) -> int:
-        """Return how many tokens per head compete while decoding after a prompt of n tokens."""
+        """Return how many tokens per head compete to stay while decoding after a prompt of n tokens.
+
+        These are the tokens of the budget, without the ``spare`` one.
+        """
         if self.kv_size is not None:
             return self.kv_size
         return self.capacity(n).tokens
@@ -97,7 +105,7 @@ class EvictingSelector(Selector, Evictor):
         return int(any(getattr(self, knob, None) for knob in SPARE_KNOBS))
 
     def max_chunk(self, n: int) -> int:
-        """Return how many tokens every head can take in one step after a prompt of n tokens."""
+        """Return how many new tokens every head can take in one step after a prompt of n tokens."""
         return self.decode_limit(n, 0)
 
     def layer_budget(self, cache: LayerCache, layer: int) -> int:
@@ -110,9 +118,10 @@ class EvictingSelector(Selector, Evictor):
 
 @dataclass(frozen=True)
 class Modified(Evictor):
-    """A selector that evicts while decoding, by scores that its modifiers change.
+    """A selector that evicts while decoding, together with the stages around it.
 
-    ``packer`` packs its tokens, if there is one.
+    modifiers: the stages that change its scores, in order.
+    packer: packs every token, or None if tokens stay exact.
     """
 
     selector: EvictingSelector

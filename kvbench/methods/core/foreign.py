@@ -1,8 +1,8 @@
 """Foreign methods: methods that are not kvbench's own. Their code is part of the identity of a result.
 
-Users' methods lie beside kvbench's (README) or anywhere else. Users do not raise ``revision`` at every edit, and the
-property tests have not run on their methods. Their source therefore identifies their results. They also run behind
-``walls`` and work on copies.
+Users' methods lie beside kvbench's (README) or anywhere else. Users do not raise ``revision`` at every edit, so a hash
+of the source tells whether stored results are still those of the method. The property tests have not run on such
+methods either, so they run behind ``walls`` and work on copies.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ OWN = (
 def code_of(stage: Knobs) -> str | None:
     """Return a hash of a stage's source, or None for kvbench's own stages.
 
-    The source covers the files of its classes, and the files beside them that they import. Code without a source, typed
-    into an interpreter, gets a random hash: its results are valid in this process only.
+    The source covers the files of its classes, and the files beside them that they import. Code without a source, such
+    as code typed into an interpreter, gets a random hash. Its results are then valid in this process only.
     """
     # the annotation is Any, because mypy confuses the hash of a dataclass's instances with the class's
     cls: Any = type(stage)
@@ -99,7 +99,7 @@ def _code_of(cls: type[Knobs]) -> str | None:
 
 
 def is_own(module: str) -> bool:
-    """Return True if a module is one of kvbench's own methods."""
+    """Return True if the module of this full name holds methods of kvbench's own, or machinery of theirs."""
     package, _, name = module.rpartition(".")
     if package == f"{PACKAGE}.core":
         return True
@@ -107,7 +107,10 @@ def is_own(module: str) -> bool:
 
 
 def _follow(name: str, folder: Path, modules: dict[str, bytes]) -> None:
-    """Add to ``modules`` the source of a module, and of all modules that it imports from ``folder``."""
+    """Add to ``modules`` (name to source) a module that lies in ``folder``, and all modules there that it imports.
+
+    The imports of these modules are followed as well. kvbench's own modules are left out.
+    """
     module = sys.modules.get(name)
     file = getattr(module, "__file__", None)
     if name in modules or is_own(name) or file is None or Path(file).parent != folder:

@@ -1,4 +1,4 @@
-"""Storage formats of inference engines as stages. A codec stores each token of a head by itself."""
+"""Storage formats of inference engines as stages. A codec (``kv.coded``) stores each token of a head by itself."""
 
 from __future__ import annotations
 
@@ -26,9 +26,10 @@ ROTATE = Rule(
 class StorageFormat(Quantiser):
     """A stage that stores every token in a format as it enters the cache. All such stages have these knobs:
 
-    decode: ``coded`` stores new tokens before their own step reads them, as engines do. ``exact`` keeps them exact.
-    residual: R new tokens are first kept exact, and stored together once there are R. 0 stores each token at once.
-    values: the format of values by its name, such as ``q4_0`` beside keys in q8_0. Null takes the format of the keys.
+    decode: ``coded`` stores new tokens in the format before their own step reads them, as engines do. ``exact`` keeps
+    all tokens after the prompt exact.
+    residual: R, the number of new tokens that gather exactly before all R are stored together. 0 stores each at once.
+    values: another format for values by its name, such as ``q4_0`` beside keys in q8_0. Null keeps the method's own.
     exact_layers: the numbers of layers whose tokens all stay exact.
     code_prefill: True lets the prompt's own attention read stored keys and values as well, as in engines that read a
     prompt in pieces.
@@ -58,11 +59,11 @@ class StorageFormat(Quantiser):
         return layer not in self.exact_layers
 
     def codecs(self) -> tuple[Codec, Codec]:
-        """Return (codec of keys, codec of values). The knob ``values`` overrides the latter."""
+        """Return the method's own (codec of keys, codec of values). The knob ``values`` may override the latter."""
         raise TypeError(f"{type(self).__name__} does not say how it stores tokens")
 
     def codec(self, half: Literal["k", "v"]) -> Codec:
-        """Return the codec of keys or of values."""
+        """Return the codec of keys (``k``) or of values (``v``), with the knob ``values`` applied."""
         if half == "v" and self.values:
             return NAMED[self.values]
         key_codec, value_codec = self.codecs()
@@ -70,7 +71,7 @@ class StorageFormat(Quantiser):
 
     @property
     def partly_exact(self) -> bool:
-        """True if some tokens stay exact beside stored ones."""
+        """True if some tokens may stay exact beside those in the format."""
         return self.decode == "exact" or self.residual > 0 or bool(self.exact_layers)
 
     @property

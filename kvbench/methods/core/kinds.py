@@ -1,4 +1,7 @@
-"""The kind of each method, for lists and pages: what it keeps less of. It imports no method, and so not torch."""
+"""The kind of each method (fewer tokens, fewer channels, fewer bits, ...), for lists and pages.
+
+This module imports no method, and so not torch: the command line lists methods quickly.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +49,7 @@ def kind_of(method: str) -> str:
 
 
 def by_kind(methods: Iterable[str]) -> dict[str, list[str]]:
-    """Return methods by kind, in the order of KINDS and of METHODS, without the kinds that have none."""
+    """Return {kind: ids} of ``methods``, in the order of KINDS and of METHODS. Kinds without a method are left out."""
     groups: dict[str, list[str]] = {kind: [] for kind in KINDS}
     for method in methods:
         groups[kind_of(method)].append(method)

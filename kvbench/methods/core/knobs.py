@@ -1,4 +1,8 @@
-"""The knobs of a stage: the kind of value that each takes by its declared type, and errors for wrong values."""
+"""The knobs of a stage: their kinds, their limits, and errors for wrong values.
+
+A knob is a field of a dataclass. Its annotation decides the kind of value that it takes, such as a whole number. A
+``Rule`` may limit the values further.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +26,21 @@ def is_knob(f: Field[Any]) -> bool:
 
 @dataclass(frozen=True)
 class Rule:
-    """A limit on a knob's values, in words and as a test. Null passes if the knob's type allows it."""
+    """A limit on a knob's values. Null passes if the knob's type allows it.
+
+    allowed: the allowed values in words, for the error.
+    holds: the test. It returns True for an allowed value.
+    """
 
     allowed: str
     holds: Callable[[Any], bool]
 
 
 def knob(default: Any, rule: Rule) -> Any:
-    """Return a dataclass field for a knob under a rule. The rule also holds for subclasses with another default."""
+    """Return a dataclass field for a knob under a rule.
+
+    The rule also holds in subclasses that declare the knob again to give it another default.
+    """
     return field(default=default, metadata={"rule": rule})
 
 
@@ -84,11 +95,18 @@ def allowed_kind(declared: str, value: Any) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Knobs:
-    """A record whose fields are knobs that users type. ``id`` names the method to which they belong."""
+    """A record whose fields are knobs that users type. ``id`` names the method to which they belong.
+
+    All values are checked when the record is made.
+    """
 
     id: ClassVar[str]
 
     def __post_init__(self) -> None:
+        """Check the kind and the rule of each knob, then how knobs go together.
+
+        Raises UsageError with the knob, its value and the allowed values for the first that is wrong.
+        """
         # kinds are checked first, because a rule may only compare values of the right kind
         for f in fields(self):
             if is_knob(f):
@@ -119,7 +137,10 @@ class Knobs:
         return None
 
     def check(self) -> None:
-        """Raise UsageError for knobs that contradict each other. Each knob's own kind and rule are already checked."""
+        """Raise UsageError for knobs that contradict each other. Subclasses override this.
+
+        Each knob's own kind and rule are checked before.
+        """
 
     def knobs(self) -> dict[str, Any]:
         """Return the knobs by name, with numbers in their declared type: 1 and 1.0 are the same budget."""
@@ -143,7 +164,10 @@ class Knobs:
             )
 
     def require_layers(self, knob: str, n_layers: int | None = None) -> None:
-        """Sort a knob that lists layers. With ``n_layers``, only raise UsageError for layers that do not exist."""
+        """Check a knob that lists layers, and bring it into one form: a tuple in ascending order without duplicates.
+
+        With ``n_layers``, only check that the model has these layers. Raises UsageError for a wrong list.
+        """
         layers = getattr(self, knob)
         if n_layers is not None:
             self.require(knob, all(i < n_layers for i in layers), f"the model has layers 0 to {n_layers - 1}")

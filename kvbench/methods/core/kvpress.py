@@ -45,17 +45,21 @@ WITH_ATTENTION = "observedattention"
 ATTENTION_LIMIT = 4 << 30
 """The most bytes that one layer's attention matrix may take."""
 LENT = ("rotary_emb", "masked_key_indices")
-"""The attributes that a press finds, or leaves, on an attention module."""
+"""Attributes of an attention module: the first is lent to a press, and the second is what a masking press sets."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PressSelector(Selector):
-    """The tokens that a press scores highest, in kvbench's storage.
+    """A selector whose scores come from a press of kvpress. kvbench itself stores the tokens that score highest.
 
     compression_ratio: kvpress's own way to state the budget, the share removed, rounded as kvpress rounds.
+
+    ``stage_class`` makes a subclass for each press and sets two attributes:
+
+    types: the classes of the presses, the outermost first.
+    names: for each of these classes, the knob of each of its fields, by the field's name.
     """
 
-    # the presses, the outermost first, and for each of them the knob of each of its fields
     types: ClassVar[tuple[type, ...]] = ()
     names: ClassVar[tuple[Mapping[str, str], ...]] = ()
 
@@ -72,7 +76,7 @@ class PressSelector(Selector):
 
     @property
     def kind(self) -> str:
-        """The outermost press."""
+        """The outermost press by its name in ``kvpress:NAME``, such as ``adakv``."""
         return short(self.types[0].__name__)
 
     def check(self) -> None:
@@ -99,6 +103,7 @@ class PressSelector(Selector):
             self.require("compression_ratios", fits, f"a list of {n_layers} shares removed, one for each layer")
 
     def _by_layer(self) -> tuple[float, ...]:
+        """Return the share removed from each layer under the wrapper ``BY_LAYER``, or () if none are set."""
         return tuple(getattr(self, "compression_ratios", ()))
 
     def identity(self) -> dict[str, object]:
@@ -108,7 +113,7 @@ class PressSelector(Selector):
         return identity
 
     def press(self, ratio: float) -> Any:
-        """Return the press that scores, with its knobs, at the share ``ratio`` removed."""
+        """Return the press that scores: the stage's presses, one inside the other, at the share ``ratio`` removed."""
         classes = list(zip(self.types, self.names, strict=True))
         if self.kind == BY_LAYER:
             # that wrapper only hands a layer's share to the press in it, which ``budget`` does here
@@ -155,6 +160,7 @@ class PressSelector(Selector):
             # each head's floor(alpha C) best tokens are safe, the others compete over the heads of the layer
             least = int(size * getattr(self, "alpha_safeguard", 0))
             return Expected((least,) * heads, (min(n, size * heads),) * heads, size * heads)
+        # the presses in REMOVES choose by blocks, or by chunks of ``chunk_length`` tokens
         ratio, length = self._ratio(n, n, size), getattr(self, "chunk_length", n)
         if self.kind == "chunk":
             # every chunk of m tokens keeps max(1, floor(m (1 - ratio))) of them
@@ -164,10 +170,13 @@ class PressSelector(Selector):
                 tokens += max(1, int(chunk_tokens * (1 - ratio)))
             return Expected.exactly(tokens, heads)
         if self.kind == "chunkkv" and n >= length:
-            # max(1, floor(chunks (1 - ratio))) whole chunks stay; the last, shorter one may be one of them
-            chunks = max(1, int(-(-n // length) * (1 - ratio)))
-            least = chunks * length - (-n % length)
-            return Expected((least,) * heads, (chunks * length,) * heads)
+            # max(1, floor(chunks (1 - ratio))) of all ceil(n / length) chunks stay
+            all_chunks = -(-n // length)
+            chunks = max(1, int(all_chunks * (1 - ratio)))
+            # the last chunk, which may lack tokens, may be one of them
+            missing = all_chunks * length - n
+            most = chunks * length
+            return Expected((most - missing,) * heads, (most,) * heads)
         return Expected.exactly(size, heads)
 
     def needs(self, n: int) -> Needs:
@@ -175,7 +184,10 @@ class PressSelector(Selector):
         return Needs(hidden=True, call=True, last_q=n if reads_all else 0)
 
     def _ratio(self, n: int, read: int, budget: int) -> float:
-        """Return the share that the press is told, by which it keeps ``budget`` of the ``read`` tokens of a layer."""
+        """Return the share removed that makes a press keep ``budget`` of the ``read`` tokens of a layer.
+
+        n is the length of the prompt. A layer reads fewer tokens behind a stage that drops hidden states.
+        """
         if self.compression_ratio is not None and read == n:
             return self.compression_ratio
         if budget >= read:
@@ -212,7 +224,7 @@ class PressSelector(Selector):
         return at_heads(scores[0].float(), cache.heads)
 
     def _kwargs(self, obs: Observation) -> dict[str, object]:
-        """Return the keyword arguments of the module's call as kvpress's own prefill has them."""
+        """Return the keyword arguments of the attention module's call, as a press finds them in kvpress's prefill."""
         assert obs.call is not None and obs.hidden is not None
         positions = obs.token_positions(obs.hidden.device)
         kwargs: dict[str, object] = dict(obs.call.kwargs)
@@ -223,7 +235,10 @@ class PressSelector(Selector):
         return kwargs
 
     def _attention(self, keys: Tensor, obs: Observation) -> Tensor | None:
-        """Return the attention matrix [1, Hq, n, n] for the one press that reads it."""
+        """Return the attention matrix [1, Hq, n, n] for the one press that reads it, or None for any other press.
+
+        Raises Refused if it would take more than ATTENTION_LIMIT bytes.
+        """
         if not self.needs(obs.n).last_q:
             return None
         queries = obs.queries(obs.n)
@@ -237,9 +252,10 @@ class PressSelector(Selector):
 
     @contextmanager
     def _module_prepared(self, module: Any, rotary: Any, obs: Observation) -> Iterator[None]:
-        """Give the module the attributes that kvpress's own context gives it, and seed draws by prompt and layer.
+        """Give the module the attributes that kvpress's own context gives it. On exit they are as they were.
 
-        On exit the module's attributes are restored. Raises Refused for an error of the press.
+        Random draws inside are seeded by prompt and layer, so that every run draws the same. Raises Refused for an
+        error of the press.
         """
         device = next(module.parameters()).device
         before = {name: module.__dict__[name] for name in LENT if name in module.__dict__}
@@ -275,7 +291,10 @@ class PressSelector(Selector):
 
 @cache
 def stage_class(method: str) -> type[PressSelector]:
-    """Return the class of ``kvpress:NAME``, whose knobs are the fields of its presses."""
+    """Return the class of ``kvpress:NAME``, whose knobs are the fields of its presses.
+
+    Raises UsageError for a press that kvpress lacks, or that does not run here.
+    """
     if method != canonical(method):
         return stage_class(canonical(method))
     types = types_of(method)

@@ -40,7 +40,11 @@ class _PressFacts(TypedDict):
 
 @cache
 def package() -> ModuleType:
-    """Import kvpress and leave transformers as it was: on import kvpress wraps all attention functions for good."""
+    """Return the package kvpress. Importing it leaves transformers as it was.
+
+    On import kvpress wraps all of transformers' attention functions for good, so the plain ones are put back. Raises
+    UsageError if kvpress is not installed or cannot be imported.
+    """
     extras.require("kvpress", "method=kvpress:NAME")
     before = dict(ALL_ATTENTION_FUNCTIONS)
     try:
@@ -67,12 +71,12 @@ def presses() -> dict[str, type]:
 
 
 def short(name: str) -> str:
-    """Return the name of a press without case, - and _, and without ``Press`` at its end."""
+    """Return the short name of a press, such as ``snapkv`` for ``SnapKVPress``, ``snap-kv`` or ``Snap_KV``."""
     return name.lower().replace("_", "").replace("-", "").removesuffix("press")
 
 
 def canonical(method: str) -> str:
-    """Return the one name of a method that may be typed in several ways: ``kvpress:snapkv`` of SnapKVPress."""
+    """Return the one name of a method that may be typed in several ways: kvpress:SnapKVPress is ``kvpress:snapkv``."""
     words = ["kvpress"]
     words += [short(name) for name in method.split(":")[1:]]
     return ":".join(words)
@@ -96,6 +100,7 @@ def refusal(name: str, press: type) -> str:
 
 @cache
 def _facts() -> _PressFacts:
+    """Return the facts in kvpress.yaml."""
     return cast(_PressFacts, read_yaml(Path(__file__).with_name("kvpress.yaml")))
 
 
@@ -124,7 +129,11 @@ def listing() -> list[dict[str, Any]]:
 
 
 def types_of(method: str) -> tuple[type, ...]:
-    """Return the classes of a method's presses, the outermost first. Raises UsageError, with the reason, if any."""
+    """Return the classes of a method's presses, the outermost first, such as two for ``kvpress:adakv:snapkv``.
+
+    Raises UsageError, with the reason, for a press that kvpress lacks, one that does not run here, and presses that
+    cannot stand inside each other.
+    """
     known, names = presses(), canonical(method).split(":")[1:]
     for name in names:
         if name not in known:
@@ -146,7 +155,7 @@ def types_of(method: str) -> tuple[type, ...]:
 
 
 def wraps_another(press: type) -> bool:
-    """Tell whether a press is made around another one."""
+    """Return True if a press is made around another one, as AdaKVPress is."""
     return "press" in inspect.signature(press).parameters
 
 

@@ -1,6 +1,7 @@
 """The table of the stages that cannot stand in one chain, each with the reason.
 
-``check_set`` enforces the rules that no knob can change, ``check_chain`` all others.
+``check_set`` enforces the rules that no knob can change. A ``Chain`` enforces the others (``AS_SET``) when it is made,
+by the knobs that its stages then have.
 """
 
 from __future__ import annotations
@@ -53,14 +54,18 @@ def kind(*roles: Role, **flags: bool) -> Kind:
     return is_of_kind
 
 
-# selectors that choose again while decoding, and those that give stored keys new positions
-AGAIN, ROLLS = kind("selector", decode_budget=True), kind("selector", evicts=True, rolled=True)
-# quantisers that pack several tokens together, and those that pack only keys or only values
-PACKS_TOGETHER, PACKS_HALF = kind("quantise", by_token=False), kind("quantise", only=True)
+AGAIN = kind("selector", decode_budget=True)
+"""Selectors that choose again while decoding."""
+ROLLS = kind("selector", evicts=True, rolled=True)
+"""Selectors that give stored keys new positions at every step."""
+PACKS_TOGETHER = kind("quantise", by_token=False)
+"""Quantisers that pack several tokens together, or keep some exact for a while."""
+PACKS_HALF = kind("quantise", only=True)
+"""Quantisers that pack only keys or only values."""
 
 
 def EVICTS(stage: Stage) -> bool:
-    """Tell whether the stage evicts tokens while decoding, by itself or under a ``decode_budget``."""
+    """Return True if the stage evicts tokens while decoding, by itself or under a ``decode_budget``."""
     return AGAIN(stage) or kind("selector", evicts=True)(stage)
 
 
@@ -166,7 +171,7 @@ def refuse_conflicts(conflicts: Sequence[Conflict], stages: Sequence[Stage]) -> 
 
 
 def _words(a: Stage, b: Stage, c: Stage | None) -> dict[str, str]:
-    """Return the words of a reason: the ids of the stages, and knobs as the user may have written them."""
+    """Return {name: text} for the braces in a reason: ids of the stages, and knobs as the user may have typed them."""
     owner = a.id
     if getattr(a, "lam", None) == 1:
         # the user may have written the alias

@@ -56,7 +56,7 @@ def entry_of_class(path: Path, method: str) -> dict[str, Any]:
 
 
 def load_stage(path: Path, method: str, target: str, knobs: Mapping[str, object]) -> Stage:
-    """Build a stage of the class ``target``, which the file ``path`` names.
+    """Build a stage of the class ``target`` (its module and name) with ``knobs``. ``path`` is the file that names it.
 
     Raises UsageError, with the author's file and line, for a class that is no stage of this id or cannot be built.
     """
@@ -130,7 +130,10 @@ def _check_needs(stage: Stage) -> None:
 
 
 def located(error: BaseException, place: str) -> str:
-    """Return an error's description with the line of the author's file that it comes from, or with ``place``."""
+    """Return ``FILE:LINE: TYPE: message`` of an error, with the line of the author's file that raised it.
+
+    Where no frame of the traceback is the author's, ``place`` stands for file and line.
+    """
     if isinstance(error, KvbenchError):
         # such an error either says all itself, or stands for the author's error behind it
         if error.__cause__ is None:

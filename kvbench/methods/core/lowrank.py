@@ -1,4 +1,10 @@
-"""Stages that replace the key and value projections by low-rank pairs and cache the latents between: Palu and ASVD."""
+"""Stages that replace the key and value projections by low-rank pairs and cache the latents between: Palu and ASVD.
+
+A projection W [Hk D, d] becomes up @ down with down [R, d] and R below Hk D. For a token with the input x of its layer
+the cache holds the latent down @ x, which has R numbers, in place of the Hk D numbers of W @ x.
+
+Shapes: n prompt tokens, Hk kv heads, D head dimension, d hidden size, R latents of keys or of values.
+"""
 
 from __future__ import annotations
 
@@ -22,22 +28,22 @@ from kvbench.models import lowrank
 from kvbench.models.factors import Factors
 
 Pairs = tuple[tuple[Factors, Factors], ...]
-"""The factors of the key and of the value projection of each layer."""
+"""For each layer, the factors of its key projection and those of its value projection."""
 LONGEST = 2048
-"""Tokens of a window of calibration text, where the context allows so many."""
-# a singular value decomposition for each prompt would be slow: the last four of a model are remembered
+"""The tokens of a window of calibration text, where the model's context allows so many."""
 REMEMBERED = 4
+"""Factorings of a model that are kept at a time, since a singular value decomposition for each prompt would be slow."""
 _factored: weakref.WeakKeyDictionary[PreTrainedModel, OrderedDict[object, Pairs]] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True, kw_only=True)
 class LowRankStage(Stage):
-    """A stage that caches latents of keys and of values, as they are before rotation.
+    """A stage that caches latents of keys and of values. Latents of keys are those before rotation (RoPE).
 
-    The model reads and decodes with low-rank pairs of weights. The cache holds the latents, and attention rebuilds keys
-    from them, a block at a time. All heads of a layer share its latents, and so its tokens. A selector beside it scores
-    by the keys that attention read, rebuilt and rotated. It decides for the whole layer, by the mean over its heads.
-    The pairs count as weights, not as cache.
+    The model reads the prompt and decodes with the low-rank pairs as its weights. The cache holds the latents, and
+    attention rebuilds and rotates keys from them, a block at a time. All heads of a layer share its latents, and so its
+    tokens. A selector beside this stage therefore decides for the whole layer, by the mean of its scores over the
+    heads. It scores by the keys that attention read, rebuilt and rotated. The pairs count as weights, not as cache.
 
     ratio: the fraction of the rank removed, 0 (exact) or more and below 1.
     multiple: ranks are multiples of this number. Null stands for a sixteenth of the full rank, such as 32 of 512.
@@ -68,7 +74,7 @@ class LowRankStage(Stage):
 
     @cached_property
     def ranks(self) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
-        """The ranks of the key and of the value projection of each layer, one for each group of heads."""
+        """For each layer (ranks of the key projection, ranks of the value projection), one for each group of heads."""
         raise TypeError(f"{type(self).__name__} does not say which ranks it keeps")
 
     def factors(self, model: PreTrainedModel) -> Pairs:
@@ -76,11 +82,11 @@ class LowRankStage(Stage):
         raise TypeError(f"{type(self).__name__} does not say how it factors")
 
     def tensor(self, name: str) -> torch.Tensor:
-        """Return one of the calibration's tensors. Raises UsageError without a calibration."""
+        """Return a tensor of the calibration by its name. Raises UsageError if the stage is not calibrated."""
         return self.measured("its ranks")[name]
 
     def widths(self, layer: int) -> tuple[int, int]:
-        """Return (latents of a token's keys, latents of its values) in this layer."""
+        """Return how many numbers a token has in this layer as (latents of its key, latents of its value)."""
         # a token has a latent of the rank of each group of heads
         k, v = self.ranks[layer]
         return sum(k), sum(v)

@@ -1,4 +1,7 @@
-"""Stages that change how the prompt is computed: fewer tokens in later layers, in blocks, or with shared logits."""
+"""Stages that change how the prompt is computed: fewer tokens in later layers, in blocks, or with shared logits.
+
+Shapes: n prompt tokens, Hq query heads, Hk kv heads, D head dimension, m tokens chosen or observed.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from kvbench.methods.core.stage import Role, Stage
 
 @dataclass(frozen=True, kw_only=True)
 class AlteredPrefill(Stage):
-    """A stage whose every knob changes how the prompt is computed."""
+    """A stage whose every knob changes how the prompt is computed. Only equal stages share a prefill."""
 
     @property
     def prefill_key(self) -> str:
@@ -49,12 +52,15 @@ class HiddenPruner(AlteredPrefill):
 
 @dataclass(frozen=True, kw_only=True)
 class HeadSharer(AlteredPrefill):
-    """A stage under which query heads take another head's logits, in the whole prompt and while decoding."""
+    """A stage under which query heads take another head's logits, in the whole prompt and while decoding.
+
+    The heads whose logits are computed are the leading heads.
+    """
 
     role: ClassVar[Role] = "share"
 
     def leading_heads(self, n: int, layer: int, n_layers: int, query_heads: int, kv_heads: int) -> int:
-        """Return how many query heads of a layer compute logits, for a prompt of n tokens."""
+        """Return how many of a layer's ``query_heads`` lead, that is, compute logits, for a prompt of n tokens."""
         raise TypeError(f"{type(self).__name__} does not say how many heads lead")
 
     def leads(
@@ -62,8 +68,10 @@ class HeadSharer(AlteredPrefill):
     ) -> torch.Tensor | None:
         """Return [Hq] int64: for each query head, the head whose logits it takes. None if each takes its own.
 
-        first_q [Hq, m, D] and first_k [Hk, m, D] are queries and keys of the first tokens. This is called before the
-        layer attends.
+        This is called before the layer attends.
+
+        first_q, first_k: queries [Hq, m, D] and keys [Hk, m, D] of the prompt's first tokens, after RoPE.
+        scale: the factor of q.k.
         """
         raise TypeError(f"{type(self).__name__} does not say which heads lead")
 
@@ -77,6 +85,6 @@ class BlockReader(Stage):
     ) -> list[tuple[int, torch.Tensor]]:
         """Return (first token, tokens [Hk, m] kept before it) of each block, or [] where all is read at once.
 
-        keys [Hk, n, D] are those of one layer, whose result is stored under ``heads`` heads.
+        keys [Hk, n, D] are those of the whole prompt in this layer, which stores ``heads`` heads.
         """
         raise TypeError(f"{type(self).__name__} does not say what its blocks hold")

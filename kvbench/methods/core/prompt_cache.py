@@ -1,4 +1,4 @@
-"""The cache of one prompt under one chain."""
+"""The compressed cache of one prompt under one chain: the result of ``kvbench.prefill``."""
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ class PromptCache:
     No function changes a cache, so that it can be used again. It cannot be pickled, since its method is code and it
     belongs to a model object: keep the prompt's ids and the method, and prefill again.
 
+    chain: the method that compressed the prompt.
+    prompt_tokens: the number of the prompt's tokens.
     prefill_s: the seconds of the prompt's forward pass without compression, which all chains of that pass share.
     compress_s: the seconds of this chain alone, with the statistics that it needs.
     layers: the layers that methods compress, all but the local ones.
@@ -44,6 +46,7 @@ class PromptCache:
     long: bool = False
 
     def __repr__(self) -> str:
+        """Return the method with its budget, the tokens kept per head and the size in MiB."""
         words = [self.chain.name]
         for stage in self.chain.stages:
             for knob, value in stage.knobs().items():
@@ -60,15 +63,18 @@ class PromptCache:
         return f"<PromptCache {name}: {tokens} of {self.seen} tokens, {self.nbytes() / 2**20:.2f} MiB>"
 
     def __copy__(self) -> PromptCache:
+        """Return a copy that shares all tensors."""
         # the layers are shared, because no function changes them
         return replace(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PromptCache:
+        """Return a copy with tensors of its own and the same method and model."""
         # neither the chain nor the model is copied: the chain cannot change, and the model is not the cache's own
         layers, local = deepcopy((self.layers, self.local), memo)
         return replace(self, layers=layers, local=local, logits=self.logits.clone())
 
     def __reduce__(self) -> str:
+        """Raise TypeError, because a cache cannot be pickled."""
         raise TypeError(
             "a kvbench cache cannot be pickled: its method is code and it belongs to a model object. Keep the prompt's "
             "ids and the method, and call kvbench.prefill again"
@@ -81,19 +87,22 @@ class PromptCache:
 
     @property
     def batch_key(self) -> object:
-        """The key of the decode batch: the chain's key and the rotation. All rows of a step have both in common."""
+        """The key of the decode batch that this cache can join. All rows of a batch have equal keys."""
         # LongRoPE rotates long texts by other frequencies
         return self.chain.batch_key, self.long
 
     def shapes(self) -> PromptCache:
-        """Return the cache without its numbers, for checks that come after its storage is given up."""
+        """Return the cache with tensors that keep their shapes but hold no numbers.
+
+        Checks read it after the storage of the real cache was given up.
+        """
         layers = tuple(layer.shapes() for layer in self.layers)
         local = tuple(layer.shapes() for layer in self.local)
         # the empty slice is cloned, because a view would keep the storage of all logits
         return replace(self, layers=layers, local=local, logits=self.logits[:0].clone())
 
     def nbytes(self) -> int:
-        """Return the bytes of the storages held for keys, values and their overhead, each storage once."""
+        """Return the bytes of memory held for keys, values and overhead. Memory that tensors share counts once."""
         tensors: list[Tensor] = []
         for layer in self.layers + self.local:
             tensors += layer.tensors()

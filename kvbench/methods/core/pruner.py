@@ -1,4 +1,7 @@
-"""Stages that keep some channels of the older tokens: the base of ThinK, its value variant and magnitudes."""
+"""Stages that keep some channels of the older tokens: the base of ThinK, its value variant and magnitudes.
+
+Shapes: H stored heads, L stored tokens, D head dimension, T kept channels.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +19,11 @@ from kvbench.methods.core.knobs import Rule, at_least, knob, one_of
 from kvbench.methods.core.stage import Role, Stage
 
 Channels = tuple[torch.Tensor | None, torch.Tensor | None]
-"""The channels [H, T] of keys and of values that stay, ascending; None where all stay."""
+"""(The channels of keys that stay, the channels of values that stay): each [H, T], ascending, or None for all."""
 
 
 def removed_fraction(kind: str) -> Rule:
-    """Return the rule of a fraction of channels that leaves some."""
+    """Return the rule for a fraction of channels to remove, such that some channels stay. ``kind``: key or value."""
     return Rule(f"a fraction of the {kind} channels removed, at least 0 and below 1", lambda ratio: 0 <= ratio < 1)
 
 
@@ -43,7 +46,7 @@ class ChannelPruner(Stage):
     rounding: str = knob("code", one_of("code", "paper"))
 
     def count_channels(self, ratio: float, head_dim: int) -> int:
-        """Return T, the number of channels that stay (at least one)."""
+        """Return T, the number of ``head_dim`` channels that stay without the fraction ``ratio``, at least one."""
         # released code: T = D - int(ratio * D)
         channels = head_dim - int(ratio * head_dim)
         if self.rounding == "paper":
@@ -53,11 +56,11 @@ class ChannelPruner(Stage):
         return max(1, channels)
 
     def kept_keys(self, head_dim: int) -> int:
-        """Return the number of key channels that stay."""
+        """Return how many of ``head_dim`` key channels stay."""
         return self.count_channels(self.ratio, head_dim)
 
     def kept_values(self, head_dim: int) -> int:
-        """Return the number of value channels that stay: all, unless the method prunes values, too."""
+        """Return how many of ``head_dim`` value channels stay: all, unless the method prunes values, too."""
         return head_dim
 
     def layout(self, blocks: list[Block], head_dim: int, itemsize: int) -> list[Block]:
@@ -86,20 +89,24 @@ class ChannelPruner(Stage):
         return sum(2 * count for count in counts if count < head_dim)
 
     def channel_scores(self, keys: torch.Tensor, cache: LayerCache, obs: Observation) -> torch.Tensor:
-        """Return the score [H, D] of each key channel.
+        """Return the score [H, D] of each key channel. The channels with the largest scores stay.
 
-        ``keys`` [H, L, D] are in fp32, with zeros for tokens that do not count.
+        ``keys`` [H, L, D] are in fp32. Tokens that do not count have zeros, which add nothing to a norm.
         """
         raise TypeError(f"{type(self).__name__} does not say how it scores channels")
 
     def value_scores(self, cache: LayerCache, obs: Observation, counted: torch.Tensor) -> torch.Tensor:
-        """Return the score of each value channel [H, D] over the tokens ``counted`` [H, L]."""
+        """Return the score [H, D] of each value channel. The channels with the largest scores stay.
+
+        ``counted`` [H, L] is True for the tokens that count.
+        """
         raise TypeError(f"{type(self).__name__} does not say how it scores value channels")
 
     def channels(self, cache: LayerCache, obs: Observation, scored: tuple[Sequence[int], Sequence[int]]) -> Channels:
-        """Return (channels of keys, channels of values) that stay, [H, T], ascending, or None where all stay.
+        """Return (channels of keys, channels of values) that stay, each [H, T], ascending, or None where all stay.
 
-        ``scored`` says how many of each head's first tokens are scored, as keys and as values.
+        ``scored`` is (tokens of each head that are scored as keys, tokens of each head that are scored as values). They
+        are the first tokens of the head.
         """
         segment = ops.only_segment(cache)
         head_dim = segment.k.shape[2]
@@ -110,13 +117,15 @@ class ChannelPruner(Stage):
             """Return a mask [H, L] of each head's first ``tokens``."""
             return slots < torch.tensor(tokens, device=slots.device)[:, None]
 
+        scored_keys, scored_values = scored
         key_channels = value_channels = None
         if keys < head_dim:
-            # tokens that are not scored become zeros, which add nothing to a norm
             k = pad_heads(segment.k, segment.lengths, cache.heads).float()
-            key_channels = top_indices(self.channel_scores(k * mask_of_first(scored[0])[..., None], cache, obs), keys)
+            # tokens that are not scored become zeros
+            counted_keys = k * mask_of_first(scored_keys)[..., None]
+            key_channels = top_indices(self.channel_scores(counted_keys, cache, obs), keys)
         if values < head_dim:
-            value_channels = top_indices(self.value_scores(cache, obs, mask_of_first(scored[1])), values)
+            value_channels = top_indices(self.value_scores(cache, obs, mask_of_first(scored_values)), values)
         return key_channels, value_channels
 
     def compress(self, cache: LayerCache, obs: Observation) -> LayerCache:
@@ -132,7 +141,7 @@ class ChannelPruner(Stage):
 
 
 def head_lengths(cache: LayerCache) -> list[int]:
-    """Return how many tokens each of the heads holds under which a cache of one segment will be stored."""
+    """Return how many tokens each stored head of a cache of one segment holds."""
     segment = ops.only_segment(cache)
     if segment.lengths is not None:
         return segment.counts
@@ -140,7 +149,10 @@ def head_lengths(cache: LayerCache) -> list[int]:
 
 
 def pad_heads(t: torch.Tensor, lengths: torch.Tensor | None, heads: int) -> torch.Tensor:
-    """Return keys, values or positions as [heads, L, ...], ragged heads padded with zeros."""
+    """Return keys, values or positions t as [heads, L, ...].
+
+    Ragged heads, which hold ``lengths`` tokens each, are padded with zeros. Other heads are repeated to ``heads``.
+    """
     if lengths is not None:
         return ops.by_head(t, lengths)
     return per_head(t, heads)

@@ -1,4 +1,7 @@
-"""Stages that pack the older tokens into few bits: the base of KIVI and FlexGen."""
+"""Stages that pack the older tokens into few bits: the base of KIVI, FlexGen and the formats of inference engines.
+
+Shapes: H stored heads, n prompt tokens, L stored tokens, D head dimension, N tokens of all ragged heads together.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,8 @@ if TYPE_CHECKING:
 class Quantiser(Stage, Packer):
     """A stage that packs all tokens but a residual of the newest, and goes on packing while decoding.
 
-    A token is still read exactly in the step in which it leaves the residual.
+    The residual is the tokens that stay exact (``kv.partly_packed.Residual``). A token is still read exactly in the
+    step in which it leaves the residual.
 
     only: ``keys`` or ``values`` packs these alone and keeps the other half exact (Q-Hitter's figure 10). Without it,
     both are packed.
@@ -58,13 +62,14 @@ class Quantiser(Stage, Packer):
 
     @property
     def frozen_bytes(self) -> int:
-        """The bytes of one head's scales that the prompt settles for all tokens, of keys and of values."""
+        """The bytes, per head, of the scales of keys and of values that the prompt fixes for all tokens."""
         return 0
 
     def frozen(self, half: Literal["k", "v"], t: torch.Tensor, lengths: torch.Tensor | None) -> torch.Tensor | None:
-        """Return the scales [H, 1, 1] that the prompt's keys or values t [H, n, D] settle, or None.
+        """Return the scales [H, 1, 1] that the prompt's keys (``k``) or values (``v``) fix for all tokens, or None.
 
-        ``lengths`` [H] are the tokens of ragged heads, which lie one after the other in t [1, N, D].
+        t: these keys or values [H, n, D].
+        lengths: [H], the tokens of ragged heads, which lie one after the other in t [1, N, D]; None for even heads.
         """
         return None
 
@@ -72,7 +77,7 @@ class Quantiser(Stage, Packer):
         """Raise UsageError if heads of ``head_dim`` channels cannot be packed."""
 
     def packs_in(self, layer: int) -> bool:
-        """Tell whether this layer's tokens are packed at all."""
+        """Return True if tokens of this layer are packed at all."""
         return True
 
     def coder(self, pruner: ChannelPruner | None, layer: int | None = None) -> Coder:
@@ -97,7 +102,10 @@ class Quantiser(Stage, Packer):
     def packed_layout(
         self, blocks: list[Block], head_dim: int, itemsize: int, pruner: ChannelPruner | None, layer: int
     ) -> list[Block]:
-        """Return the only block of ``blocks`` with the bytes that it has once its older tokens are packed."""
+        """Return the only block of ``blocks`` with the bytes that it has once its older tokens are packed.
+
+        An exact number takes ``itemsize`` bytes. With a ``pruner``, packed tokens have only the channels that it keeps.
+        """
         # only a pruner makes two blocks of one, and beside a quantiser it just chooses channels
         (block,) = blocks
         coder = self.coder(pruner, layer)
@@ -122,7 +130,11 @@ class Quantiser(Stage, Packer):
         return self.encode(cache, obs, None)
 
     def encode(self, cache: LayerCache, obs: Observation, pruner: ChannelPruner | None) -> LayerCache:
-        """Return the cache with its older tokens packed. Of these, only the channels that ``pruner`` keeps remain."""
+        """Return the cache of one layer with its older tokens packed.
+
+        With a ``pruner``, packed tokens have only the channels that it keeps. Raises UsageError if the heads have a
+        number of channels that cannot be packed.
+        """
         cache = ops.expand(cache)
         segment = ops.only_segment(cache)
         self.check_width(segment.k.shape[2])
@@ -151,9 +163,10 @@ class Quantiser(Stage, Packer):
         residual: Residual,
         channels: torch.Tensor | None,
     ) -> tuple[Packed, torch.Tensor | None, torch.Tensor]:
-        """Return (codes, counts, exact tokens) of keys or values.
+        """Return (codes, counts, exact tokens) of a segment's keys (``k``) or values (``v``).
 
-        ``counts`` are the packed tokens of each head where heads are ragged, None otherwise.
+        ``counts`` [H] are the packed tokens of each head where heads are ragged, None otherwise. Packed tokens keep the
+        ``channels`` [H, T], or all if it is None. ``residual`` says how many of the newest tokens stay exact.
         """
         if half == "k":
             t, pack = segment.k, self.pack_keys

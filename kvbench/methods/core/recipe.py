@@ -18,12 +18,16 @@ LONGEST = 4096
 """Tokens of the longest window that a recipe reads, unless the recipe says otherwise."""
 
 Observe = Callable[[Tensor, Needs, Callable[[Observation, Tensor, Tensor], None]], object]
-"""A function that reads a window of ids and hands over each layer as far as needed, with its k and v [Hk, n, D]."""
+"""``observe(window, needs, on_layer)`` reads a window of token ids [tokens] with the model.
+
+It calls ``on_layer(observation, k, v)`` after each layer. The observation has the parts that ``needs`` names, and k, v
+are the layer's keys and values [Hk, n, D].
+"""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """The measurement that a stage wants: everything that decides its result, except the model and the text.
+    """The measurement of a model that a stage asks for: all that decides its result, except the model and the text.
 
     kind: the name of the statistics. Stages with the same statistics share files.
     revision: a number that is raised when the statistics change.
@@ -43,7 +47,10 @@ class Recipe:
     longest: int = LONGEST
 
     def fill_tokens(self, limit: int | None) -> Recipe:
-        """Return the recipe with ``tokens`` filled in, at most ``limit``. Raises UsageError if it asks for more."""
+        """Return the recipe with ``tokens`` filled in, for a model whose context has ``limit`` tokens.
+
+        Without a known limit, ``longest`` is the limit. Raises UsageError if the recipe asks for longer windows.
+        """
         most_tokens = limit if limit is not None else self.longest
         if self.tokens is None:
             return replace(self, tokens=min(self.longest, most_tokens))
@@ -55,7 +62,10 @@ class Recipe:
         return self
 
     def check(self, dimension: int, name: str) -> None:
-        """Raise UsageError if there are fewer tokens than dimensions of the statistic, which ``name`` describes."""
+        """Raise UsageError if fewer tokens are read than the statistic has dimensions.
+
+        ``name`` says in the error where the ``dimension`` comes from, such as "head_dim".
+        """
         assert self.tokens is not None
         tokens, holder = self.tokens, "a window has"
         if not self.each:
@@ -104,7 +114,7 @@ class Request:
     text_sha256: str
 
     def identity(self) -> dict[str, object]:
-        """Return all that decides the result except the model, which is a part of a cell's identity already."""
+        """Return all that decides the result except the model, which a cell's identity has already."""
         r = self.recipe
         # ``each`` and ``longest`` only check and fill in ``tokens``
         return {
@@ -129,8 +139,9 @@ class Request:
 
 @dataclass(frozen=True)
 class Calibration:
-    """The result of one request, bound to a stage.
+    """The result of one request. It is bound to a stage (``Stage.calibrated``).
 
+    kind: the name of the statistics, as in the recipe.
     sha256: the digest of the tensors, by which two calibrations are compared.
     weights: the digest of the model on which it was computed. The calibration is refused for any other model.
     tensors: the statistics by name, on the CPU.
@@ -146,7 +157,7 @@ class Calibration:
 
 
 def digest(tensors: Mapping[str, Tensor]) -> str:
-    """Return the SHA-256 over names, types, shapes and values."""
+    """Return the SHA-256 over the names, types, shapes and values of ``tensors``. Their order does not matter."""
     sha256 = hashlib.sha256()
     for name in sorted(tensors):
         t = tensors[name].detach().cpu().contiguous()

@@ -2,6 +2,10 @@
 
 A method is a stage with an id in a file of kvbench/methods. Its YAML file in conf/method has its knobs as users see
 them, with a comment each. A method without such a file has the knobs of its class.
+
+Users may join several ids to one method with + (``snapkv+think``). Each id is a part of it. An alias such as ``q4_0_h``
+stands for a method with certain knobs. A key names a knob with or without its stage (``method.snapkv.window``,
+``snapkv.window`` or ``window``).
 """
 
 from __future__ import annotations
@@ -47,9 +51,9 @@ ID = re.compile(r"""^(?: {2,4}|\t)id *(?:: *[\w.\[\]]+ *)?= *["']([\w-]+)["']"""
 class KvpressWords(TypedDict):
     """The words of kvpress that users may type here by habit (kvpress.yaml).
 
-    methods: from a press to the method of kvbench.
-    missing: the presses that kvbench has no method for.
-    knobs: from a field of a press to the knob of kvbench.
+    methods: {press: kvbench's id of the same method}.
+    missing: the presses for which kvbench has no method.
+    knobs: {field of a press: kvbench's name of the same knob}.
     """
 
     methods: dict[str, str]
@@ -66,7 +70,10 @@ def available() -> tuple[str, ...]:
 
 @cache
 def defaults(method: str) -> dict[str, Any]:
-    """Return the entry of one method, ``_target_`` and its knobs with their plain defaults, or {} for ``full``."""
+    """Return the entry of one method: ``_target_`` (its class) and its knobs with their plain defaults.
+
+    ``full`` has the entry {}. Raises UsageError for an unknown method, and for a file that is not one of a method.
+    """
     if of_kvpress(method):
         require("kvpress", "method=kvpress:NAME")
         # kvpress is an optional package, and this module imports torch
@@ -96,23 +103,23 @@ def _unique_file(method: str) -> Path:
 
 
 def of_kvpress(method: str) -> bool:
-    """Tell whether a method is a press of the package kvpress: ``kvpress:snapkv``."""
+    """Return True if a method is a press of the package kvpress, such as ``kvpress:snapkv``."""
     return method.startswith("kvpress:")
 
 
 @cache
 def kvpress_words() -> KvpressWords:
-    """Return what the words of kvpress's users are called here."""
+    """Return kvbench's words for kvpress's presses and fields."""
     return cast(KvpressWords, read_yaml(Path(__file__).with_name("kvpress.yaml")))
 
 
 def _user_files() -> list[Path]:
-    """Return the files of methods that are not kvbench's own. Files named ``_*.py`` only help others."""
+    """Return the files in folders of KVBENCH_METHODS. Files named ``_*.py`` only help others and are left out."""
     return [path for path in _files()[1] if path.name[0] != "_"]
 
 
 def broken_files() -> dict[Path, str]:
-    """Return a sentence for each file of the user's methods that is not Python."""
+    """Return {file: sentence} for each file of the user's methods that cannot be parsed as Python."""
     sentences = {}
     for path in _user_files():
         error = syntax_error(path)
@@ -124,7 +131,8 @@ def broken_files() -> dict[Path, str]:
 def unknown_method(method: str) -> UsageError:
     """Return the error for a name that is no method.
 
-    For a press of kvpress it says the name of the same method here, or that kvbench has none.
+    If the name is that of a press of kvpress, the error gives kvbench's name for the same method, or says that kvbench
+    lacks it.
     """
     # SnapKVPress, snap-kv and snap_kv all mean snapkv
     name = re.sub(r"[-_]|press$", "", method.lower())
@@ -153,9 +161,9 @@ def unknown_method(method: str) -> UsageError:
 
 
 def unknown_knob(knob: str, value: object, names: Iterable[str], methods: Sequence[str]) -> UsageError:
-    """Return the error for a name that is no knob of ``methods``, nor one of the ``names`` that may stand here.
+    """Return the error for ``knob=value`` where no knob of ``methods`` has this name. ``names`` are the allowed names.
 
-    For a field of a press it says the name of the knob here.
+    If the name is that of a field of a press of kvpress, the error gives kvbench's name for the same knob.
     """
     name_here = kvpress_words()["knobs"].get(knob)
     if name_here is not None:
@@ -194,24 +202,29 @@ def unknown_knob(knob: str, value: object, names: Iterable[str], methods: Sequen
 
 
 def path_of(method: str) -> Path:
-    """Return the file in which a method's knobs are written: its YAML file, or its module if there is none."""
+    """Return the file in which a method's knobs are written: its YAML file, or its module if there is none.
+
+    For an unknown method it is the path of the YAML file that does not exist.
+    """
     if of_kvpress(method):
         return Path(__file__).with_name("kvpress.py")
     path = conf_dir() / "method" / f"{method}.yaml"
     if path.exists():
         return path
-    # a method that nobody defines has the YAML file that is missing
     return _modules().get(method, [path])[0]
 
 
 def forget_files() -> None:
-    """Read the files of methods again when they are next asked for: one was added, changed or removed."""
+    """Forget what is cached of methods' files, so that they are read again: one was added, changed or removed."""
     for known in (available, defaults, _modules):
         known.cache_clear()
 
 
 def _files() -> tuple[list[Path], list[Path]]:
-    """Return the files of kvbench/methods, and those of the folders that KVBENCH_METHODS names."""
+    """Return (the files of kvbench/methods, the files of the folders that KVBENCH_METHODS names).
+
+    Raises UsageError for a folder that does not exist.
+    """
     folders = [Path(folder) for folder in kvbench.methods.__path__]
     for folder in folders:
         if not folder.is_dir():
@@ -278,7 +291,7 @@ def split(method: str) -> tuple[str, ...]:
 
 
 def aliases_in(method: str) -> list[str]:
-    """Return the aliases of which all parts stand in ``method`` as the user wrote it."""
+    """Return the aliases that ``method`` contains as the user wrote it. All parts of such an alias stand in it."""
     parts = {part.strip() for part in method.split("+")}
     return [alias for alias in ALIASES if set(alias.split("+")) <= parts]
 
@@ -299,16 +312,17 @@ def as_written(name: str, written: str) -> str:
 
 
 def by_size(entry: Mapping[str, object]) -> dict[str, object]:
-    """Return the entry with a single value for each knob whose value depends on the budget.
+    """Return the entry with one value for each knob whose value depends on the budget.
 
-    Of ``{kv_size: value, ...}`` it is the value at the nearest kv_size on a log scale, or at the largest kv_size where
-    the budget is a fraction (our choice).
+    Such a knob is written as ``{kv_size: value, ...}``. It takes the value at the kv_size nearest to the entry's own on
+    a log scale. Where the budget is a fraction, it takes the value at the largest kv_size (our choice).
     """
     size = entry.get("kv_size")
     if not isinstance(size, int) or size <= 0:
         size = None
 
     def choose(value: object) -> object:
+        """Return a knob's value for this size. A value that does not depend on the budget is returned as it is."""
         if not isinstance(value, Mapping) or not value or not all(isinstance(s, int) and s > 0 for s in value):
             return value
         if size is None:
@@ -321,7 +335,10 @@ def by_size(entry: Mapping[str, object]) -> dict[str, object]:
 
 
 def make_stage(method: str, entry: Mapping[str, object]) -> Stage:
-    """Build the stage of one entry (``_target_`` and knobs). Raises UsageError for a knob that it does not have."""
+    """Build the stage of one entry (``_target_`` and knobs).
+
+    Raises UsageError for a knob that the method does not have, a value out of range, and a class that is no stage.
+    """
     knobs = {name: value for name, value in entry.items() if not name.startswith("_")}
     for knob in knobs:
         if knob not in knob_names(method):
@@ -331,9 +348,10 @@ def make_stage(method: str, entry: Mapping[str, object]) -> Stage:
 
 
 def owners(methods: Sequence[str], key: str, value: object = None) -> list[str]:
-    """Return the ids of the stages of ``methods`` that own the knob ``key``, which is to get ``value``.
+    """Return the ids of the stages of ``methods`` that have the knob ``key``. The value is only for the error.
 
-    Raises UsageError if there is none, or if two stages of one method have a knob that is named without its stage.
+    A key that names a stage returns that stage without looking for the knob. Raises UsageError if no stage has the
+    knob, or if the key names no stage and two stages of one method have the knob.
     """
     chains = [split(method) for method in methods]
     stage, knob = stage_of(key), knob_of(key)
@@ -360,14 +378,16 @@ def owners(methods: Sequence[str], key: str, value: object = None) -> list[str]:
 
 
 def check_implied(methods: Sequence[str], key: str, value: object) -> None:
-    """Raise UsageError if aliases imply the value of a knob in all of ``methods`` that have it."""
+    """Raise UsageError for ``key=value`` if aliases fix this knob in every one of ``methods`` that has it.
+
+    If some method is free to take the value, there is no error: that method takes it.
+    """
     stage, knob = stage_of(key), knob_of(key)
     owning: list[tuple[str, str]] = []
     for method in methods:
         for part in split(method):
             if knob in knob_names(part) and stage in ("", part):
                 owning.append((method, part))
-    # a method of the run that is free to take the value takes it; the others keep theirs
     if owning and all(f"{part}.{knob}" in implied_knobs(method) for method, part in owning):
         method, part = owning[0]
         raise UsageError(

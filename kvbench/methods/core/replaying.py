@@ -31,10 +31,11 @@ class Replay:
 
 @dataclass(frozen=True, kw_only=True)
 class ReplayingSelector(Selector):
-    """A selector that ``rebalance``s all layers once each has the state ``score`` [heads, n] of its tokens.
+    """A selector that scores tokens by further passes over the prompt, and chooses over all layers at once.
 
-    A score is the most attention that a token receives in the passes of ``replay``, over all queries and all heads of a
-    group. Until then layers stay as they are.
+    ``compress`` leaves each layer as it is. After the prompt the engine runs the passes of ``replay`` and stores the
+    scores of each layer as the state ``score`` [heads, n] of its tokens. ``rebalance`` then trims all layers. A score
+    is the most attention that a token receives in the passes, over all their queries and all query heads of a group.
     """
 
     def replay(self, n: int) -> Replay | None:

@@ -1,7 +1,8 @@
-"""Chains from methods and knobs, the same way for the command line, the Python interface and papers' tables.
+"""Make chains from methods and knobs, the same way for the command line, the Python interface and papers' tables.
 
 Knobs come in layers, and a later layer wins. First come the method's plain defaults, then the preset, the knobs set for
-all methods, the knobs set for one, and those that an alias implies.
+all methods, the knobs set for one, and those that an alias implies. A knob with several values to try is a grid: there
+is one chain for each combination of the values of all grids.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ class _Request(NamedTuple):
     """One method with all layers of knobs applied, whose knobs may still be grids.
 
     method: the method as the user typed it.
-    per: the setting of the chain, or a list of such settings.
-    entries: the knobs by stage.
+    per: the chain's ``per``, or a list of values for it.
+    entries: the knobs of each stage, by its id.
     """
 
     method: str
@@ -47,7 +48,7 @@ class _Request(NamedTuple):
 
 
 class _Axis(NamedTuple):
-    """A knob that is a grid, with the values that it takes in turn."""
+    """A knob of a stage that is a grid, with the values that it takes one after the other."""
 
     stage: str
     knob: str
@@ -56,10 +57,10 @@ class _Axis(NamedTuple):
 
 @dataclass(frozen=True)
 class ChainConfig:
-    """One chain with its knobs.
+    """One chain, with the words that describe it in tables.
 
-    label: the chain's name with the knobs that the user set or swept.
-    entries: the knobs by stage, before values that depend on the budget are chosen.
+    label: the chain's name with its budget and the knobs that the user set.
+    entries: the knobs of each stage by its id, before values that depend on the budget are chosen.
     written: the method as the user typed it.
     """
 
@@ -88,23 +89,23 @@ def resolve(
 
 
 def chains_of(methods: Sequence[MethodRequest], knobs: Knobs | None = None, preset: Knobs | None = None) -> list[Chain]:
-    """Return one chain per method, in order: as ``resolve``, but no knob is a grid."""
+    """Return one chain for each of ``methods``, in order. The arguments are those of ``resolve``, without grids."""
     requests = _apply_layers(methods, knobs or {}, preset or {})
     # a chain itself refuses any other value of ``per``
     return [chain_config(request.entries, request.per).chain for request in requests]  # type: ignore[arg-type]
 
 
 def chain_of(method: MethodRequest, knobs: Knobs | None = None, preset: Knobs | None = None) -> Chain:
-    """Return the chain of one method. No knob is a grid here."""
+    """Return the chain of one method. The arguments are those of ``resolve``, without grids."""
     return chains_of([method], knobs, preset)[0]
 
 
 def chain_config(
     entries: Mapping[str, Entry], per: str, swept: Collection[tuple[str, str]] = (), written: str = ""
 ) -> ChainConfig:
-    """Return the chain of ``entries``, which are its knobs by stage, with the label that names it.
+    """Return the chain of ``entries``, the knobs of each stage by its id, with its label.
 
-    The label always names the knobs in ``swept``, pairs of stage and knob. ``written`` is the method as typed.
+    The label always names the knobs in ``swept``, pairs (stage, knob). ``written`` is the method as the user typed it.
     """
     sized = {stage: by_size(entry) for stage, entry in entries.items()}
     # ``full`` is the chain without stages
@@ -115,9 +116,9 @@ def chain_config(
 
 
 def _form_chain(stages: tuple[Stage, ...], per: str) -> Chain:
-    """Return the chain of ``stages``. Code that is not kvbench's own runs behind walls.
+    """Return the chain of ``stages``. Code that is not kvbench's own runs behind ``walls``.
 
-    Raises UsageError, with the author's file and line, where that code fails.
+    Raises UsageError for stages that cannot form a chain. Where foreign code fails, the error has its file and line.
     """
     name = "+".join(s.id for s in stages)
     # forming a chain asks the stages for their attributes, which may be code of others
@@ -133,7 +134,7 @@ def _form_chain(stages: tuple[Stage, ...], per: str) -> Chain:
 
 
 def entries_of(stages: Sequence[str], *layers: Knobs) -> dict[str, dict[str, Any]]:
-    """Return the knobs of each stage by its id: plain defaults, overlaid by ``layers`` of knobs by key, in order.
+    """Return {stage: its knobs}: plain defaults, with ``layers`` of knobs by key laid over them in order.
 
     In one layer a key with a stage (``snapkv.window``) wins over one without.
     """
@@ -147,7 +148,7 @@ def entries_of(stages: Sequence[str], *layers: Knobs) -> dict[str, dict[str, Any
 
 
 def _knobs_for(stage: str, layer: Knobs) -> dict[str, object]:
-    """Return the values by name that a layer of knobs by key has for one stage, as far as the stage has such knobs."""
+    """Return {knob: value} of the knobs in a layer that belong to one stage. ``layer`` has knobs by key."""
     names = registry.knob_names(stage)
     for_any_stage: dict[str, object] = {}
     for_this_stage: dict[str, object] = {}
@@ -163,9 +164,9 @@ def _knobs_for(stage: str, layer: Knobs) -> dict[str, object]:
 
 
 def overlay(entry: Entry, layer: Mapping[str, object]) -> dict[str, Any]:
-    """Return the knobs of ``entry`` with those of ``layer`` over them.
+    """Return the knobs of ``entry`` with those of ``layer`` laid over them.
 
-    A budget in ``layer`` displaces every way in which ``entry`` states one: its size, fraction or parts.
+    If ``layer`` sets a budget of tokens, the knobs by which ``entry`` states one are cleared: size, fraction and parts.
     """
     knobs = dict(entry)
     if any(layer.get(knob) is not None for knob in BUDGET_KNOBS):
@@ -184,7 +185,7 @@ def check_sets(methods: Sequence[str]) -> None:
 
 
 def _apply_layers(methods: Sequence[MethodRequest], knobs: Knobs, preset: Knobs) -> Iterator[_Request]:
-    """Yield each method with all layers of knobs applied.
+    """Yield each method with all layers of knobs applied, see the module's docstring.
 
     Raises UsageError for a set of stages that cannot form a chain, and for a knob that no method has.
     """
@@ -210,7 +211,7 @@ def _apply_layers(methods: Sequence[MethodRequest], knobs: Knobs, preset: Knobs)
 
 
 def _plain(value: object) -> object:
-    """Return a value in which numbers and arrays of NumPy and PyTorch are Python's own."""
+    """Return a value with Python's own numbers and lists in place of those of NumPy and PyTorch."""
     # identities and labels are texts, in which np.float64(0.5) and 0.5 differ
     if isinstance(value, (list, tuple)):
         return [_plain(element) for element in value]
@@ -257,9 +258,9 @@ def _expand_grids(request: _Request) -> Iterator[ChainConfig]:
 
 
 def grids(entry: Entry, defaults: Entry) -> Iterator[tuple[str, list[Any]]]:
-    """Yield (knob, values) for each knob that is a grid.
+    """Yield (knob, values) for each knob of ``entry`` that is a grid.
 
-    It is one if it is a list and its default is not, or a list of lists.
+    A knob is a grid if its value is a list and its default is not, or if its value is a list of lists.
     """
     for knob, value in entry.items():
         if not isinstance(value, list):
@@ -272,7 +273,10 @@ def grids(entry: Entry, defaults: Entry) -> Iterator[tuple[str, list[Any]]]:
 def _label(
     chain: Chain, entries: Mapping[str, Mapping[str, object]], swept: Collection[tuple[str, str]], written: str
 ) -> str:
-    """Return the chain's name with its budgets, its point of a grid, and the knobs that differ from plain defaults."""
+    """Return the chain's name with its budget, its swept knobs, and the knobs that differ from plain defaults.
+
+    Knobs that an alias in ``written`` implies are left out, because the alias itself is in the name.
+    """
     words = [registry.as_written(chain.name, written)]
     implied = registry.implied_knobs(written)
     for stage in chain.stages:

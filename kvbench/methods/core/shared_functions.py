@@ -34,15 +34,15 @@ TABLES: dict[str, dict[Any, Any]] = {
     "what every module does by a hook before it": torch.nn.modules.module._global_forward_pre_hooks,
     "what every module does by a hook after it": torch.nn.modules.module._global_forward_hooks,
 }
-"""Tables of functions that every model calls, by the words that a refusal says."""
+"""Tables of functions that every model calls. The key is the text that names the table in a refusal."""
 
 
 @dataclass(frozen=True)
 class TorchMode:
-    """A kind of mode of torch. While one is entered, all functions of torch may mean something else.
+    """A kind of mode of torch. While a mode is entered, it may change what any function of torch does.
 
-    count: returns how many modes of this kind are entered.
-    leave: leaves the one that was entered last.
+    count: the function that returns how many modes of this kind are entered.
+    leave: the function that leaves the mode entered last.
     """
 
     count: Callable[[], int]
@@ -50,6 +50,7 @@ class TorchMode:
 
 
 def _leave_dispatch_mode() -> object:
+    """Leave the dispatch mode that was entered last."""
     return torch._C._pop_torch_dispatch_stack(None)
 
 
@@ -57,9 +58,9 @@ MODES = {
     "a TorchFunctionMode": TorchMode(torch._C._len_torch_function_stack, torch._C._pop_torch_function_stack),
     "a TorchDispatchMode": TorchMode(torch._C._len_torch_dispatch_stack, _leave_dispatch_mode),
 }
-"""The kinds of modes, by the words that a refusal says."""
+"""The kinds of modes. The key is the text that names the kind in a refusal."""
 SETTINGS = ("Storage",)
-"""Names of torch that its own functions set: ``set_default_dtype`` this one."""
+"""Names in torch's namespace that its own functions set, and a method may so change: ``set_default_dtype`` sets it."""
 CLASSES = (torch.Tensor, torch.Generator, torch.nn.Parameter)
 """Classes of torch that are watched beside those of ``torch.nn.modules``."""
 Owner = ModuleType | type
@@ -69,10 +70,13 @@ FunctionCode = tuple[FunctionType, CodeType]
 
 
 class Functions:
-    """The functions that methods and models compute with, as they were when this was made."""
+    """The functions that methods and models compute with, as they were when this object was made.
+
+    ``restored`` later puts back those that were replaced in between.
+    """
 
     def __init__(self, with_code: bool = False) -> None:
-        """Note the functions. ``with_code`` also notes the code of each, which takes longer."""
+        """Note the functions. ``with_code`` also notes the code object of each, which takes longer."""
         self._before: dict[str, dict[str, object]] = {name: dict(vars(owner)) for name, owner in _owners().items()}
         self._tables = {name: dict(table) for name, table in TABLES.items()}
         self._mode_counts = {name: mode.count() for name, mode in MODES.items()}
@@ -140,9 +144,10 @@ class Functions:
 
 
 class _Recorder:
-    """A finder of modules that notes the functions of those that are watched."""
+    """A finder of modules (in ``sys.meta_path``) that notes the functions of watched modules once they are imported."""
 
     def __init__(self, functions: Functions) -> None:
+        """Note the functions of modules in ``functions``."""
         self._functions = functions
 
     def find_spec(
@@ -181,6 +186,7 @@ def replacing(name: str, replaced: str) -> Refused:
 
 
 _OWNERS: tuple[int, dict[str, Owner]] = (0, {})
+"""The number of loaded modules when ``_owners`` last listed the watched ones, and that list."""
 
 
 def _owners() -> dict[str, Owner]:
@@ -198,12 +204,12 @@ def _owners() -> dict[str, Owner]:
 
 
 def _is_watched(name: str) -> bool:
-    """Tell whether others compute with the functions of the module ``name``."""
+    """Return True if others compute with the functions of the module ``name``."""
     return name in COMPUTING or name in STORING or _has_watched_classes(name)
 
 
 def _has_watched_classes(name: str) -> bool:
-    """Tell whether methods and models compute with the classes of the module ``name``, too."""
+    """Return True if methods and models compute with the classes of the module ``name``, too."""
     if name.startswith("kvbench."):
         # methods of others may change themselves: their source is part of the identity of their results
         return not name.startswith("kvbench.methods.") or is_own(name)
@@ -214,7 +220,7 @@ def _has_watched_classes(name: str) -> bool:
 
 
 def _owners_in(name: str, module: ModuleType) -> dict[str, Owner]:
-    """Return a module and its classes, by name, as far as they are watched."""
+    """Return {name: owner} of the module ``name`` and of the classes that it defines, as far as they are watched."""
     owners: dict[str, Owner] = {}
     if _is_watched(name):
         owners[name] = module
@@ -227,7 +233,7 @@ def _owners_in(name: str, module: ModuleType) -> dict[str, Owner]:
 
 
 def _codes(owner: Owner) -> list[FunctionCode]:
-    """Return the functions of a module or class, each with its code."""
+    """Return the functions that are written in Python in a module or class, each with its code object."""
     codes: list[FunctionCode] = []
     for value in vars(owner).values():
         function = value
@@ -240,7 +246,7 @@ def _codes(owner: Owner) -> list[FunctionCode]:
 
 
 def _same(namespace: Mapping[str, object], before: Mapping[str, object]) -> bool:
-    """Tell whether all names of a namespace mean the same objects as before."""
+    """Return True if all names of a namespace mean the same objects as before."""
     try:
         # two dictionaries compare their values by identity first, and only then by ==
         return bool(dict(namespace) == before)
@@ -250,10 +256,10 @@ def _same(namespace: Mapping[str, object], before: Mapping[str, object]) -> bool
 
 
 def _replaced_names(owner: Owner, now: Mapping[str, object], before: Mapping[str, object]) -> list[str]:
-    """Return the names that mean another function than before, in alphabetical order.
+    """Return the names of a module or class that mean another function than before, in alphabetical order.
 
-    Names of anything else may change, and so may a setting that torch keeps under the name of a class. A new name may
-    come, unless it hides a function of a base class or a built-in function.
+    Names that mean no functions are not looked at, nor are the names in SETTINGS. A new name counts only if it hides a
+    function of a base class or a built-in function.
     """
     names = []
     module_name = owner.__module__ if isinstance(owner, type) else owner.__name__
@@ -276,21 +282,22 @@ def _replaced_names(owner: Owner, now: Mapping[str, object], before: Mapping[str
 
 
 def _is_function(value: object) -> bool:
-    """Tell whether a value of a namespace can be called, or computes when it is read."""
+    """Return True if a value of a namespace can be called, or computes when it is read (a property)."""
     return callable(value) or isinstance(value, (property, staticmethod, classmethod))
 
 
 def _is_torchs_own(value: Any, key: str) -> bool:
-    """Tell whether torch has replaced a function of its own, as its compiler does when it is imported or first used.
+    """Return True if torch itself has put ``value`` in place of its function ``key``.
 
-    Such code lies in torch's files. Another function of torch under this name is no such replacement.
+    Its compiler does so when it is imported or first used. Such a replacement comes from torch's own files, and wraps
+    the function or has its name. Another function of torch under this name is not one.
     """
     file = getattr(getattr(value, "__code__", None), "co_filename", "")
     return file.startswith(TORCH_FOLDER) and (hasattr(value, "__wrapped__") or key in value.__name__)
 
 
 def _hides(owner: Owner, key: str) -> bool:
-    """Tell whether a new name of a module or class hides another that was found under it before."""
+    """Return True if a new name of a module or class hides a function that was found under this name before."""
     if owner is builtins:
         # nothing is looked up behind the built-in functions
         return False

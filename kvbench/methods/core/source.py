@@ -19,7 +19,11 @@ UNDESCRIBED = "no description: the first line of its file's docstring would stan
 
 
 class Described(NamedTuple):
-    """The first line of a method's docstring, and its knobs with their defaults."""
+    """A method as lists show it.
+
+    about: the first line of its docstring.
+    knobs: its knobs with their defaults.
+    """
 
     about: str
     knobs: dict[str, Any]
@@ -28,9 +32,10 @@ class Described(NamedTuple):
 def describe(path: Path, method: str) -> Described:
     """Describe the method with the id ``method`` by the source in the file ``path``.
 
-    The line is that of the file's docstring, or of the class's where the file has none or holds several methods. Knobs
-    are those of the class and of its base classes, as far as kvbench or a file beside it defines these. A default that
-    is no plain value is shown as its source. Raises UsageError, with the line, for a file that is not Python.
+    ``about`` comes from the file's docstring, or from the class's docstring if the file has none or holds several
+    methods. The knobs are those of the class and of its base classes, as far as kvbench or a folder of KVBENCH_METHODS
+    defines these. A default that is no plain value is shown as its source. Raises UsageError for a file that is not
+    Python (with the line), has no such method, or has classes that derive from each other in a circle.
     """
     tree = _parsed(path)
     methods = {_id_of(c): c for c in tree.body if isinstance(c, ast.ClassDef) and _id_of(c)}
@@ -55,7 +60,7 @@ def describe(path: Path, method: str) -> Described:
 
 
 def _parsed(path: Path) -> ast.Module:
-    """Return the syntax tree of a file."""
+    """Return the syntax tree of a file. Raises UsageError, with the line, if it is not Python."""
     try:
         return ast.parse(path.read_bytes(), str(path))
     except (SyntaxError, ValueError) as error:
@@ -64,7 +69,7 @@ def _parsed(path: Path) -> ast.Module:
 
 
 def _id_of(cls: ast.ClassDef) -> str:
-    """Return the id that a class gives itself, or ''."""
+    """Return the id that a class sets in its body (``id = "snapkv"``), or ''."""
     for name, _, value in _assignments(cls.body):
         if name == "id" and isinstance(value, ast.Constant) and isinstance(value.value, str):
             return value.value
@@ -83,7 +88,7 @@ def _assignments(body: list[ast.stmt]) -> list[tuple[str, str, ast.expr | None]]
 
 
 def _knobs_of(cls: ast.ClassDef, tree: ast.Module, path: Path) -> dict[str, Any]:
-    """Return the knobs of a class with their defaults, those of the classes that it derives from first."""
+    """Return {knob: default} of a class in the file ``path``, the knobs of its base classes first."""
     knobs: dict[str, Any] = {}
     # a field of the first base wins over one of the last, as in a dataclass
     for base in reversed(cls.bases):
@@ -103,9 +108,10 @@ def _knobs_of(cls: ast.ClassDef, tree: ast.Module, path: Path) -> dict[str, Any]
 def _class_named(
     name: str, tree: ast.Module, path: Path, above: float = float("inf")
 ) -> tuple[ast.ClassDef, ast.Module, Path] | None:
-    """Return the class that ``name`` means in a file ``above`` a line, with the file that has it.
+    """Return the class that ``name`` means in a file, with the syntax tree and the path of the file that defines it.
 
-    Return None for a class of another package.
+    Only a class defined ``above`` that line counts, or one that the file imports. Return None for a class of another
+    package.
     """
     for line in tree.body:
         if isinstance(line, ast.ClassDef) and line.name == name and line.lineno < above:
@@ -143,7 +149,7 @@ def _file_of(module: str) -> Path | None:
 
 
 def _is_no_knob(value: ast.expr | None) -> bool:
-    """Tell whether a field says that users do not set it: metadata={"knob": False}."""
+    """Return True if a field is marked as no knob: field(metadata={"knob": False})."""
     if not isinstance(value, ast.Call):
         return False
     return any(k.arg == "metadata" and "'knob': False" in ast.unparse(k.value) for k in value.keywords)

@@ -1,4 +1,7 @@
-"""The stage: one step of a method, with its knobs, its needs, its promises and its work."""
+"""The stage: one step of a method, with its knobs, its needs, its promises and its work.
+
+Shapes: n prompt tokens, Hk kv heads, D head dimension.
+"""
 
 from __future__ import annotations
 
@@ -19,15 +22,22 @@ from kvbench.methods.core.knobs import Knobs
 from kvbench.methods.core.recipe import Calibration, CalibrationRun, Recipe
 
 Role = Literal["hidden", "lowrank", "selector", "modifier", "prune", "quantise", "mask", "share"]
+"""The part of a prompt's computation or of its cache that a stage changes.
+
+hidden: hidden states, which it drops between the layers of a prompt. lowrank: projections, whose latents are cached.
+selector: the tokens that stay. modifier: a selector's scores. prune: the channels that stay. quantise: the bits of a
+number. mask: the tokens that a decode step attends. share: the query heads that take another head's logits.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stage(Knobs):
     """One step of a method. Subclasses are frozen dataclasses whose fields are the knobs that users type.
 
-    conf/method explains them. Docstrings say more of the knobs that change the formula.
+    The files in conf/method explain every knob in a line. Docstrings say more about knobs that change the formula.
 
-    Fields with ``metadata={"knob": False}`` are no knobs: a stage's calibration is bound to it, see ``recipe``.
+    Fields with ``metadata={"knob": False}`` are no knobs. The only one here is ``calibration``, the measurement of a
+    model that some stages need (see ``recipe``). It is None until it is bound by ``calibrated``.
 
     Subclasses set these attributes:
 
@@ -83,9 +93,10 @@ class Stage(Knobs):
         return replace(self, calibration=data)
 
     def identity(self) -> dict[str, object]:
-        """Return everything that decides the stage's results, with the hash of its code where that is not kvbench's.
+        """Return everything that decides the stage's results: its id, its revision and its knobs.
 
-        Knobs that are not set are left out, so that a new optional knob leaves earlier results valid.
+        A stage that is not kvbench's own adds the hash of its code. Knobs that are not set are left out, so that a new
+        optional knob leaves earlier results valid.
         """
         # the order of the keys is part of the identity: chains are told apart by its text
         identity: dict[str, object] = {"id": self.id, "revision": self.revision}
@@ -117,20 +128,29 @@ class Stage(Knobs):
     # ---- the prompt's computation, and what the stage reads of it
 
     def check_layers(self, n_layers: int) -> None:
-        """Raise UsageError for a model of ``n_layers`` if the knobs name other layers, or none for some of them."""
+        """Raise UsageError if the knobs do not fit a model of ``n_layers`` layers.
+
+        They may name a layer that the model does not have, or a list with another number of layers.
+        """
 
     def check_heads(self, stored: int, query_heads: int) -> None:
-        """Raise UsageError for a model of ``query_heads`` and ``stored`` heads that the stage cannot run on."""
+        """Raise UsageError if the stage cannot run on a model with ``query_heads`` whose layers store ``stored`` heads.
+
+        These are the kv heads, or all query heads under ``per=query_head``.
+        """
 
     @property
     def prefill_key(self) -> str:
-        """All that changes how the prompt is computed, such as ``read`` and ``adapt``, or '' if nothing does."""
+        """A text with all that changes how the prompt is computed (``read``, ``adapt``, ...), or '' if nothing does.
+
+        Stages with equal texts can share one prefill of a prompt.
+        """
         return ""
 
     def read(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (keys, values) [Hk, n, D] that the prompt's own attention reads in place of k and v.
+        """Return (keys, values), each [Hk, n, D], that the prompt's own attention reads in place of k and v.
 
-        k and v are stored all the same.
+        The cache still gets k and v.
         """
         return k, v
 
@@ -141,15 +161,24 @@ class Stage(Knobs):
     # ---- the promises, to which the audit holds the stage
 
     def expected(self, n: int, layer: int, n_layers: int, heads: int) -> Expected | None:
-        """Return how many tokens each stored head holds after prefill, or None if the stage chooses no tokens."""
+        """Return how many of n prompt tokens each of ``heads`` stored heads of this layer holds after prefill.
+
+        Return None if the stage chooses no tokens.
+        """
         return None
 
     def expected_sum(self, n: int, n_layers: int, heads: int) -> int | None:
-        """Return the tokens of all layers and heads after prefill, or None where ``expected`` of each layer says it."""
+        """Return the tokens of all layers and heads together after prefill of n tokens.
+
+        Return None if ``expected`` of each layer already fixes the tokens of the layer.
+        """
         return None
 
     def layout(self, blocks: list[Block], head_dim: int, itemsize: int) -> list[Block]:
-        """Return the blocks that the stage makes of ``blocks``. The bytes that a head holds must equal their sum."""
+        """Return the blocks of a stored head after this stage, given its ``blocks`` before.
+
+        An exact number takes ``itemsize`` bytes. The bytes that the head holds must equal the sum of its blocks.
+        """
         return blocks
 
     # ---- the work
@@ -159,7 +188,7 @@ class Stage(Knobs):
         return cache
 
     def rebalance(self, caches: Sequence[LayerCache], n_layers: int) -> list[LayerCache]:
-        """Trim layers 0 .. len(caches) - 1 of ``n_layers`` to the tokens that they can still hope to keep.
+        """Return the caches of layers 0 .. len(caches) - 1 of ``n_layers``, trimmed to the tokens that may still stay.
 
         It is called as each layer is finished, so that no layer waits for the last one with all its tokens. The last
         call decides: a single call at the end must give the same result.

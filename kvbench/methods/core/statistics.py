@@ -1,4 +1,10 @@
-"""Statistics of a layer that several methods score with, all in fp32."""
+"""Statistics of a layer that several methods score with, all in fp32.
+
+A[h, i, j] is the attention weight of query i of head h on token j, after the softmax.
+
+Shapes of a prompt: Hq query heads, Hk kv heads, n tokens that the layer read, w queries of a window, D head dimension.
+Shapes while decoding: B rows, H stored heads, S slots, T new tokens. The word ``heads`` in a shape means stored heads.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +26,19 @@ def window_rows(
     window: int,
     estimate: Callable[[torch.Tensor], torch.Tensor] = lambda keys: keys,
 ) -> torch.Tensor:
-    """Return attention rows [Hq, w, n] of the last w = min(window, n) prompt tokens over ``estimate`` of the keys."""
+    """Return the attention rows A [Hq, w, n] of the last w = min(window, n) queries of a prompt.
+
+    ``estimate`` maps the keys to those that the queries are multiplied with, for example quantised ones.
+    """
     # A[h, i, :] = softmax over the tokens j <= i of scale * q_i . k_j
     return causal_softmax(obs.queries(window), estimate(_keys(cache, obs)), obs.scale)
 
 
 def window_sums(cache: LayerCache, obs: Observation, window: int, block: int = 64) -> torch.Tensor:
-    """Return the attention [Hq, n] that each token received from the last ``window`` queries, ``block`` at a time."""
+    """Return the sums [Hq, n] over the last ``window`` queries i of A[h, i, j]: the attention that token j received.
+
+    The queries are taken ``block`` at a time, so that memory holds only [Hq, block, n] attention weights.
+    """
     queries, keys = obs.queries(window), _keys(cache, obs)
     # the queries are those of the last tokens: query 0 is that of token n - w
     earlier_tokens = obs.n - queries.shape[1]
@@ -40,14 +52,14 @@ def window_sums(cache: LayerCache, obs: Observation, window: int, block: int = 6
 
 
 def _keys(cache: LayerCache, obs: Observation) -> torch.Tensor:
-    """Return the keys [H, n, D] that the prompt's attention read."""
+    """Return the keys [Hk, n, D] that the prompt's attention read, which may differ from the stored ones."""
     if obs.read_k is not None:
         return obs.read_k
     return ops.only_segment(cache).k
 
 
 def group_mean(scores: torch.Tensor, heads: int) -> torch.Tensor:
-    """Return [heads, ...]: the mean of [Hq, ...] over the query heads that share a stored head."""
+    """Return [heads, ...]: the mean of scores [Hq, ...] over the query heads that share a stored head."""
     if scores.shape[0] == heads:
         return scores
     return scores.view(heads, scores.shape[0] // heads, *scores.shape[1:]).mean(dim=1)
@@ -69,7 +81,10 @@ def at_heads(scores: torch.Tensor, heads: int) -> torch.Tensor:
 
 
 def pool(scores: torch.Tensor, kernel: int, kind: str) -> torch.Tensor:
-    """Return scores [H, m] pooled over ``kernel`` neighbours: max pads with -inf, avg with zeros that it counts."""
+    """Return scores [H, m] pooled over ``kernel`` neighbouring tokens, by their maximum or their mean (``avg``).
+
+    At both ends, neighbours that do not exist are -inf for the maximum. The mean counts them as zeros.
+    """
     if kernel == 1 or scores.shape[-1] == 0:
         return scores
     if kind == "max":
@@ -78,7 +93,10 @@ def pool(scores: torch.Tensor, kernel: int, kind: str) -> torch.Tensor:
 
 
 def pool_slots(scores: torch.Tensor, slots: Slots, kernel: int, kind: str) -> torch.Tensor:
-    """Return scores [B, H, S] of slots pooled over neighbouring positions, as ``pool`` does. Free slots come last."""
+    """Return scores [B, H, S] of slots pooled over tokens of neighbouring positions, as ``pool`` does.
+
+    Slots hold tokens in no order, so scores are pooled in order of position and put back. Free slots come last.
+    """
     order = ops.order_by_position(slots.positions, slots.valid)
     ordered = scores.gather(2, order)
     pooled = pool(ordered.flatten(0, 1), kernel, kind).view_as(ordered)
@@ -91,10 +109,11 @@ def recent_slots(slots: Slots, count: str) -> torch.Tensor:
 
 
 def ring_of_rows(rows: torch.Tensor, end: int, size: int) -> torch.Tensor:
-    """Return attention rows [H, w, n] as a ring [H, n, size]: the row of position i in column i mod size.
+    """Return attention rows [H, w, n] as a ring [H, n, size]: each token's attention from the last ``size`` queries.
 
-    A token's entries are its attention from the last ``size`` queries. The last row is that of position ``end`` - 1,
-    also where the layer read fewer tokens than the prompt has. So no two rows meet in one column.
+    The attention from the query at position i is in column i mod size. The last of the w rows is that of position
+    ``end`` - 1. ``end`` is the prompt's length, also where the layer read fewer tokens, so that columns go on with the
+    positions of new tokens.
     """
     heads, w, n = rows.shape
     ring = rows.new_zeros(heads, n, size)
@@ -105,7 +124,10 @@ def ring_of_rows(rows: torch.Tensor, end: int, size: int) -> torch.Tensor:
 
 
 def fold_ring(slots: Slots, probs: torch.Tensor, size: int) -> Mapping[str, torch.Tensor]:
-    """Return the state ``ring`` [B, H, S, size] with the rows of probs [B, Hq, T, S] in place of its oldest rows."""
+    """Return {"ring": the ring [B, H, S, size]} with the attention of T new queries in place of its oldest columns.
+
+    probs [B, Hq, T, S] are the attention weights of these queries.
+    """
     # [B, H, S, T]; of more new rows than the ring has columns only the last remain
     rows = group_rows(probs, slots.positions.shape[1])[:, :, -size:].transpose(2, 3)
     # the last of the T rows is that of position ``now``

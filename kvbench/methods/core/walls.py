@@ -32,7 +32,7 @@ ENDS = ("_exit", "abort", "execv", "execve", "execvp", "execvpe")
 
 
 def seed_of(prompt: int, layer: int = 0) -> int:
-    """Return the seed of a method's draws on one layer of a prompt, which ``Observation.prompt`` tells from others."""
+    """Return the seed of a method's draws in one layer of a prompt. ``prompt`` is its ``Observation.prompt``."""
     return zlib.crc32(f"{prompt}/{layer}".encode())
 
 
@@ -40,18 +40,20 @@ def seed_of(prompt: int, layer: int = 0) -> int:
 def contained(
     name: str, foreign: bool = True, seed: int | None = None, watched: bool = True, importing: bool = False
 ) -> Iterator[None]:
-    """Run code of the method ``name``, which is not kvbench's own unless ``foreign`` is False.
+    """Run the code in the ``with`` block as code of the method ``name``, behind walls.
 
-    The code cannot end the program, and all that it leaves changed in the process is restored.
+    The code cannot end the program. What it changes in the process is restored on exit: settings of PyTorch, the
+    working directory, signal handlers, streams, random states and functions that others compute with.
 
+    foreign: False for code of kvbench's own, which runs without walls.
     seed: the seed of its random numbers. Without a seed several prompts share the call, and code that draws is refused:
         the numbers of one prompt would depend on the others.
-    watched: whether nothing but the method's own code takes long here. Then a line names the method after SILENT_S
-        seconds.
+    watched: whether to print a line that names the method if it has not returned after SILENT_S seconds. False where
+        other code than the method's may take long.
     importing: whether the code of functions is compared, too, since a file is imported before any answer is made.
 
-    Raises Refused for code that replaces functions that others compute with, and KvbenchError for code that would end
-    the program.
+    Raises Refused for code that replaces functions that others compute with, or draws without a seed. Raises
+    KvbenchError for code that would end the program.
     """
     if not foreign:
         yield
@@ -120,9 +122,10 @@ def _settings() -> Iterator[None]:
 
 
 class _Unclosable:
-    """A stream that cannot be closed, since it is not the method's own."""
+    """A stream that cannot be closed or detached, since it is not the method's own. All else goes to the real one."""
 
     def __init__(self, stream: Any, name: str) -> None:
+        """Wrap a real stream. ``name`` is its name in errors."""
         self._stream, self._name = stream, name
 
     def close(self) -> None:
@@ -133,6 +136,7 @@ class _Unclosable:
     detach = close
 
     def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the real stream."""
         value = getattr(self._stream, name)
         # the streams below this one could be closed as well
         if name in ("buffer", "raw"):
@@ -140,6 +144,7 @@ class _Unclosable:
         return value
 
     def __iter__(self) -> Iterator[str]:
+        """Iterate over the lines of the real stream."""
         return iter(self._stream)
 
 
@@ -148,9 +153,9 @@ STREAMS = ("stdout", "stderr", "__stdout__", "__stderr__")
 
 @contextmanager
 def _streams() -> Iterator[None]:
-    """Hand out streams that cannot be closed, and restore the real ones on exit.
+    """Give foreign code streams that it cannot close, and restore the real ones on exit.
 
-    What is printed goes to the error stream, as a run's output may be read by a program (``--json``).
+    All that it prints goes to the error stream, because a program may read the run's own output (``--json``).
     """
     real_streams = {name: getattr(sys, name) for name in STREAMS}
     for name, stream in real_streams.items():
@@ -168,7 +173,7 @@ def _streams() -> Iterator[None]:
 
 @contextmanager
 def _no_end() -> Iterator[None]:
-    """Have functions that end the process at once raise SystemExit instead. A process forked inside may end."""
+    """Make functions that end the process at once (ENDS) raise SystemExit instead. A process forked inside may end."""
     process = os.getpid()
 
     def make_raiser(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
@@ -245,7 +250,10 @@ def _generator_states() -> tuple[object, ...]:
 
 @contextmanager
 def _functions(name: str, with_code: bool) -> Iterator[None]:
-    """Raise Refused if functions that others compute with are replaced on exit. They are put back in any case."""
+    """Put back functions that others compute with if they were replaced, and raise Refused for it.
+
+    ``with_code`` also compares the code of functions. If the user ends the run, functions are put back silently.
+    """
     functions = Functions(with_code)
     try:
         with functions.watching_imports():
@@ -285,7 +293,7 @@ def _signals() -> Iterator[None]:
 
 
 def _raised_by_signal(error: BaseException) -> bool:
-    """Tell whether a signal's handler raised the error, and so the user did."""
+    """Return True if the handler of a signal raised the error, that is, if the user ended the run."""
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     # Python's own handler is written in C and leaves no frame in the traceback
     if isinstance(error, KeyboardInterrupt) and signal.default_int_handler in handlers:
@@ -296,7 +304,7 @@ def _raised_by_signal(error: BaseException) -> bool:
 
 
 def _place(error: BaseException) -> str:
-    """Return the file and line that a signal interrupted."""
+    """Return the file and line that a signal interrupted, by the traceback of its handler's error."""
     handlers = {getattr(signal.getsignal(number), "__code__", None) for number in (signal.SIGINT, signal.SIGTERM)}
     place = "at its beginning"
     for frame, line in traceback.walk_tb(error.__traceback__):

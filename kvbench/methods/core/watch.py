@@ -14,7 +14,7 @@ SILENT_S = 60.0
 
 
 class _Watch:
-    """A thread that names the running method where it takes long.
+    """A thread that prints a line with the name of the running method if it takes long.
 
     names: the methods that are running, the innermost last, with None for code that may take long.
     since: the time of the last progress.
@@ -22,13 +22,14 @@ class _Watch:
     """
 
     def __init__(self) -> None:
+        """Make the watch without starting its thread."""
         self.names: list[str | None] = []
         self.since = time.monotonic()
         self.said = False
         self.thread: threading.Thread | None = None
 
     def note_progress(self) -> None:
-        """Note that something has come back."""
+        """Note progress: a method has returned, or has come to another step."""
         self.since, self.said = time.monotonic(), False
 
     def start(self) -> None:
@@ -39,7 +40,7 @@ class _Watch:
             self.thread.start()
 
     def _look(self) -> None:
-        """Look again and again whether a line is due, for as long as the process lives."""
+        """Print a line whenever one is due, for as long as the process lives."""
         while True:
             # often enough that the line is not late by much, even with a SILENT_S of less than a second
             time.sleep(min(1.0, SILENT_S / 4))

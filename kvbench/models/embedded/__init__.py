@@ -6,5 +6,5 @@ from pathlib import Path
 
 
 def path() -> Path:
-    """Folder with the weights and tokenizer, readable by ``from_pretrained`` (in a clone and in an installed wheel)."""
+    """Return the folder with weights and tokenizer, for ``from_pretrained`` (in a clone and in an installed wheel)."""
     return Path(__file__).resolve().parent / "tiny"

@@ -26,7 +26,9 @@ if TYPE_CHECKING:
     from kvbench.storage.packed_half import PackedHalf
 
 SWITCH = "KVBENCH_KERNELS"
+"""The environment variable that allows kernels (``on``, the default) or forbids them (``off``)."""
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+"""The types of queries that kernels take."""
 MOST_QUERIES = 64  # decode steps have at most this many queries for a stored head; prompts and chunks have more
 
 
@@ -95,7 +97,7 @@ def attend(
 def attend_packed(query: Tensor, scale: float, keys: PackedHalf, values: PackedHalf) -> Tensor | None:
     """Return attention [U, Hq, T, D] of the newest T tokens, query [U, Hq, T, D], over packed and exact tokens.
 
-    Returns None if no kernel serves these tensors.
+    ``keys`` and ``values`` hold all tokens, the newest included. Returns None if no kernel serves these tensors.
     """
     heads = keys.ring.shape[1]
     if not _fits(query, heads):
@@ -116,7 +118,7 @@ def attend_packed(query: Tensor, scale: float, keys: PackedHalf, values: PackedH
 
 
 def _numbers(counts: Sequence[Sequence[int]], device: torch.device) -> Tensor:
-    """Return ``counts`` as int32 [3, U] on ``device``."""
+    """Return ``counts``, three lists of a number for each of U rows, as a tensor [3, U] int32 on ``device``."""
     if any(len(set(numbers)) > 1 for numbers in counts):
         return torch.tensor(counts, dtype=torch.int32, device=device)
     # equal rows are filled in on the device, because a copy would wait for it

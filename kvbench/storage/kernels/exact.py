@@ -33,7 +33,10 @@ def attend(
 ) -> None:
     """Write into ``parts`` the attention of query [B, Hq, T, D], contiguous, over each split of ``run``.
 
-    ``causal``: True if the run's last T tokens are the query's own. Each query then sees no later token.
+    run: the exact tokens, stored segments or a tail.
+    scale: the factor of q.k.
+    cut: how the run's tokens are cut into splits.
+    causal: True if the run's last T tokens are the query's own. Each query then sees no later token.
     """
     b, hq, t, d = query.shape
     rows = hq // run.heads * t

@@ -52,7 +52,10 @@ def attend(
 ) -> None:
     """Write into ``parts`` the attention of query [U, Hq, T, D] of the newest T tokens, contiguous, over each split.
 
-    ``counts`` [3, U] int32 are each row's numbers of all tokens, of packed keys, and of packed values.
+    scale: the factor of q.k.
+    keys, values: the packed and exact keys and values of the rows.
+    counts: [3, U] int32, each row's numbers of all tokens, of packed keys, and of packed values.
+    cut: how the tokens are cut into splits.
     """
     u, hq, t, d = query.shape
     h = keys.ring.shape[1]
@@ -117,7 +120,10 @@ def _strides(x: MinMax) -> tuple[int, int, int, int]:
 
 
 def _form(x: MinMax) -> tuple[int, ...]:
-    """Return the constants for which the kernel is compiled. ``_numbers`` describes them as FORM."""
+    """Return the constants that describe how ``x`` is packed. The kernel is compiled for each set of them.
+
+    ``_numbers`` explains them as FORM.
+    """
     by_channel = x.axis == "channel"
     # a run is the codes [..., bytes, C] of a group of tokens, or [..., bytes] of a token
     run_bytes = x.codes.shape[-2] if by_channel else x.codes.shape[-1]

@@ -33,7 +33,12 @@ class Splits:
 
 
 def splits(longest: int, programs: int, token_bytes: int, processors: int) -> Splits:
-    """Cut up to ``longest`` tokens in each of ``programs`` heads. The keys of a token take ``token_bytes``."""
+    """Return how to cut runs of up to ``longest`` tokens.
+
+    programs: the number of runs, one for each stored head of each row.
+    token_bytes: the bytes of a token's keys in one head.
+    processors: the multiprocessors of the device, which should all have work.
+    """
     # block is the largest power of two whose keys fit into a tile, from 16 (the least for tl.dot) to 64
     block = min(64, max(16, power(TILE_BYTES // token_bytes + 1) // 2))
     count = max(1, min(WAVES * processors // max(programs, 1), longest // LEAST_SPAN, MOST_SPLITS))
@@ -43,7 +48,7 @@ def splits(longest: int, programs: int, token_bytes: int, processors: int) -> Sp
 
 
 def cut(query: Tensor, heads: int, longest: int) -> Splits:
-    """Cut up to ``longest`` tokens of each of ``heads`` stored heads for query [B, Hq, T, D]."""
+    """Return how to cut up to ``longest`` tokens of each of ``heads`` stored heads for query [B, Hq, T, D]."""
     # tokens of any format are converted to the query's type when they are read
     token_bytes = query.element_size() * power(query.shape[3], 16)
     return splits(longest, len(query) * heads, token_bytes, processors(query.device))
