@@ -10,11 +10,13 @@ from support.calibrated import bound
 from support.families import LINEAR, build, prompt
 
 import kvbench
+from kvbench.audit.accounting import bytes_declared
 from kvbench.audit.prompt_audit import audit
 from kvbench.base.errors import Refused, UsageError
 from kvbench.engine.calibration.session import Session
 from kvbench.engine.likelihood import teacher_force
 from kvbench.engine.patches import adapted
+from kvbench.kv.model_shape import from_config
 from kvbench.methods.core import registry
 from kvbench.methods.core.chain import Chain
 from kvbench.methods.core.recipe import Calibration
@@ -97,6 +99,18 @@ def test_bytes_are_those_of_the_latents_and_nothing_else_is_held(family):
     for layer, (k, v) in zip(cache.layers, stage.ranks, strict=True):
         (s,) = layer.segments
         assert s.k.shape == (1, N, sum(k)) and s.v.shape == (1, N, sum(v)) and s.latent and s.latents is None
+
+
+@pytest.mark.parametrize("ranks_by", ["fisher", "uniform"])
+def test_declared_bytes_count_each_layers_own_ranks(ranks_by):
+    model = build("llama")
+    calibrated = chain(model, ratio=0.5, ranks_by=ranks_by)
+    per_layer = [sum(map(sum, pair)) for pair in calibrated.lowrank.ranks]
+    assert (len(set(per_layer)) == 1) == (ranks_by == "uniform")
+    shape = from_config(model.config)
+    assert bytes_declared(calibrated, shape, 100, 4).payload == sum(per_layer) * 100 * 4
+    (cache,) = kvbench.prefill(model, prompt(100, 4), [calibrated])
+    assert audit(cache, 2, 16, model.dtype).payload == sum(per_layer) * 100 * 4
 
 
 def test_a_cache_with_latents_of_another_width_is_refused():

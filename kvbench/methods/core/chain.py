@@ -183,14 +183,20 @@ class Chain:
         return self.quantiser.coder(self.packed_pruner, layer)
 
     def first_alike(self, layer: int) -> int:
-        """Return the first layer whose tokens are packed if those of ``layer`` are, and exact if they are not.
+        """Return the first layer whose tokens take as many bytes each as those of ``layer``.
 
         In sums of bytes over layers it stands for all such layers.
         """
-        if self.quantiser is None:
-            return 0
-        packs = self.quantiser.packs_in(layer)
-        return next(i for i in range(layer + 1) if self.quantiser.packs_in(i) == packs)
+        kind = self._token_kind(layer)
+        return next(i for i in range(layer + 1) if self._token_kind(i) == kind)
+
+    def _token_kind(self, layer: int) -> tuple[object, ...]:
+        """Return what decides the bytes of a layer's tokens: whether they are packed, and the ranks of its latents."""
+        packed = self.quantiser is not None and self.quantiser.packs_in(layer)
+        ranks = None
+        if self.lowrank is not None:
+            ranks = self.lowrank.widths(layer)
+        return packed, ranks
 
     @property
     def evictor(self) -> Evictor | None:
