@@ -11,7 +11,7 @@ from kvbench.base.errors import KvbenchError, UsageError
 from kvbench.base.visible import say
 
 WORDS = {
-    "cell": "cell{s}",
+    "cell": "result{s}",
     "mark": "mark{s} of runs that ended early",
     "temporary": "half-written file{s}",
     "lines": "block{s} of lines that do not count (kept in a file beside)",
@@ -75,7 +75,8 @@ def main(args: argparse.Namespace) -> int:
     # every cell has a lock: they are counted, not listed
     for removal in removals:
         if removal.kind != "lock":
-            print(f"{removal.kind:<10} {removal.path.relative_to(store.root / 'cells')}: {removal.about}")
+            kind = "result" if removal.kind == "cell" else removal.kind
+            print(f"{kind:<10} {removal.path.relative_to(store.root / 'cells')}: {removal.about}")
     for cell in busy:
         print(f"left alone {cell}: it is being measured now")
     counts = Counter(removal.kind for removal in removals)

@@ -24,7 +24,7 @@ DEFAULT_SAMPLES = 3
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's options."""
-    parser.add_argument("overrides", nargs="*", metavar="CELL | key=value", help="the id of a result, or a run's keys")
+    parser.add_argument("overrides", nargs="*", metavar="ID | key=value", help="the id of a result, or a run's keys")
     parser.add_argument("--samples", type=int, help="answers to show of a result (default 3)")
     parser.add_argument("--results", help="folder of results, as results= (default results)")
     report_arguments(parser)
@@ -44,7 +44,7 @@ def main(args: argparse.Namespace) -> int:
     if cells:
         return _show_cell(cells[0], Path(options.get("results", "results")), args)
     if args.samples is not None:
-        raise UsageError("--samples shows answers of one result: show CELL (ids: kvbench list runs)")
+        raise UsageError("--samples shows answers of one result: show ID (ids: kvbench list runs)")
     from kvbench.plan import config, run_plan
     from kvbench.report import of_run
 

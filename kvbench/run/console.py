@@ -177,10 +177,10 @@ def _forecast_lines(forecast: Forecast) -> Iterator[str]:
     count = sum(map(len, cells_by_method.values()))
     if count <= MOST_IDS:
         for method, cells in cells_by_method.items():
-            yield f"method {method}: cells {', '.join(cells)}"
+            yield f"method {method}: results {', '.join(cells)}"
     else:
         methods = ", ".join(cells_by_method)
-        yield f"{count} cells of {len(cells_by_method)} methods: {methods} (list runs has their ids, once begun)"
+        yield f"{count} results of {len(cells_by_method)} methods: {methods} (list runs has their ids, once begun)"
 
 
 def _group_lines(group: GroupForecast) -> Iterator[str]:
