@@ -13,9 +13,9 @@ from kvbench.plan.keys import pairs
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's options."""
     parser.add_argument("what", choices=("memory", "time"), help="what to measure")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="which methods, models and sizes")
-    parser.add_argument("--formula", action="store_true", help="memory: build nothing, print the formulas alone")
-    parser.add_argument("--plan", action="store_true", help="time: say what would be measured, and stop")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="methods, models and sizes")
+    parser.add_argument("--formula", action="store_true", help="memory: build no caches, print only the formulas")
+    parser.add_argument("--plan", action="store_true", help="time: show what would be measured, and stop")
 
 
 def main(args: argparse.Namespace) -> int:

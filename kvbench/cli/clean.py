@@ -26,9 +26,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's options."""
     chosen = ", ".join(f"{k}=" for k in KEYS[1:])
     parser.add_argument(
-        "overrides", nargs="*", metavar="key=value", help=f"results=FOLDER, and which results: {chosen}"
+        "overrides", nargs="*", metavar="key=value", help=f"results=FOLDER, and filters of results: {chosen}"
     )
-    parser.add_argument("--yes", action="store_true", help="remove; without it only show")
+    parser.add_argument("--yes", action="store_true", help="delete; without it only list")
 
 
 def main(args: argparse.Namespace) -> int:

@@ -75,8 +75,10 @@ class DatasetRecord(TypedDict):
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's options."""
-    parser.add_argument("action", choices=ACTIONS, help="what is there, download, or the prompts that a model reads")
-    parser.add_argument("overrides", nargs="*", metavar="id | key=value", help="datasets, data.root=; show: run's keys")
+    parser.add_argument("action", choices=ACTIONS, help="status: list datasets; fetch: download; show: print prompts")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="id | key=value", help="datasets, and data.root=; for show: keys of run"
+    )
 
 
 def main(args: argparse.Namespace) -> int:
@@ -303,9 +305,7 @@ def _summarise_states(states: Mapping[str, str]) -> str:
     return f"{', '.join(parts)}, of {len(states)} files"
 
 
-def _print_table(
-    report: Sequence[DatasetRecord], root: Path | None, sources: Mapping[str, FileSource | None]
-) -> None:
+def _print_table(report: Sequence[DatasetRecord], root: Path | None, sources: Mapping[str, FileSource | None]) -> None:
     """Print a line for each dataset, and below it where its files come from and which are missing."""
     print(f"data folder: {root or 'none (set data.root=FOLDER or the environment variable KVBENCH_DATA)'}")
     print(fill(LEGEND, WIDTH))

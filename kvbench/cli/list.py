@@ -52,7 +52,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "kind",
         nargs="*",
-        help=f"{', '.join(KINDS)} (default: how many there are); runs take results=, status=, "
+        help=f"{', '.join(KINDS)} (default: how many of each). Filters of runs: results=, status=, "
         "model=, method=, dataset=",
     )
     parser.add_argument("--results", help="folder of results, for runs, tables (default results)")

@@ -24,8 +24,8 @@ DEFAULT_SAMPLES = 3
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's options."""
-    parser.add_argument("overrides", nargs="*", metavar="ID | key=value", help="the id of a result, or a run's keys")
-    parser.add_argument("--samples", type=int, help="answers to show of a result (default 3)")
+    parser.add_argument("overrides", nargs="*", metavar="ID | key=value", help="the id of a result, or keys of run")
+    parser.add_argument("--samples", type=int, help="number of answers to print of a result (default 3)")
     parser.add_argument("--results", help="folder of results, as results= (default results)")
     report_arguments(parser)
 

@@ -35,7 +35,7 @@ MOST_IDS = 24
 
 def format_argument(parser: argparse.ArgumentParser) -> None:
     """Add the option for the format of a table."""
-    parser.add_argument("--format", choices=("text", "md", "csv", "latex"), default="text", help="of the table")
+    parser.add_argument("--format", choices=("text", "md", "csv", "latex"), default="text", help="format of the table")
 
 
 def report_arguments(parser: argparse.ArgumentParser) -> None:

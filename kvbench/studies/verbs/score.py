@@ -49,7 +49,9 @@ class ScoreOptions:
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's options."""
     parser.add_argument("path", metavar="PATH", help="folder of predictions, or one file")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="how to score, and what made the answers")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="options of scoring, and model= and method= of the answers"
+    )
     parser.add_argument("--model", help="model that made the answers, the same as model=")
     parser.add_argument("--method", help="method that made the answers, the same as method=")
     parser.add_argument("--store", action="store_true", help="store each dataset as a result; needs model= and method=")

@@ -20,9 +20,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="model=, limit=, results=, ...")
     parser.add_argument("--show", default="both", help="both, ours, published or delta (default both)")
     parser.add_argument("--format", default="text", help="text, md, csv, latex or html (default text)")
-    parser.add_argument("--stored", action="store_true", help="measure nothing, show what is in the store")
+    parser.add_argument("--stored", action="store_true", help="measure nothing, show stored results")
     parser.add_argument("--plan", action="store_true", help="show what would be measured, and stop")
-    parser.add_argument("--trace", nargs=2, metavar=("ROW", "COL"), help="the stored lines behind one number")
+    parser.add_argument("--trace", nargs=2, metavar=("ROW", "COL"), help="list the stored answers behind one number")
 
 
 def main(args: argparse.Namespace) -> int:
