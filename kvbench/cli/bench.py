@@ -28,6 +28,7 @@ def main(args: argparse.Namespace) -> int:
     if args.formula:
         raise UsageError("--formula belongs to bench memory: leave it out")
     from kvbench.bench import request, time_table
+    from kvbench.store.labels import explain_budgets
 
     rows, path = request.measure(args.overrides, args.plan, beside=not args.json)
     if args.plan:
@@ -37,6 +38,8 @@ def main(args: argparse.Namespace) -> int:
         print(json.dumps(time_table.as_json(rows, over), indent=1, ensure_ascii=False))
     else:
         print(f"{time_table.render(rows, over=over)}Rows: {path}")
+        for note in explain_budgets(str(row["method"]) for row in rows):
+            print(note)
     # a row that was refused is an answer, one that failed is not
     if any(row["status"] == "failed" for row in rows):
         return 1

@@ -71,7 +71,7 @@ def _is_unmeasured(report: Report) -> bool:
 
 def _show_cell(cell_id: str, results: Path, args: argparse.Namespace) -> int:
     """Print one stored cell with its first answers. Return exit status 0."""
-    from kvbench.store.labels import fields, label
+    from kvbench.store.labels import explain_budgets, fields, label
     from kvbench.store.store import ResultStore
 
     store = ResultStore(results.expanduser())
@@ -103,6 +103,8 @@ def _show_cell(cell_id: str, results: Path, args: argparse.Namespace) -> int:
     print(f"result {cell_id}: {cell_label} on {record.column}")
     facts = [f"{key} {_plain(value)}" for key, value in settings.items() if value not in (None, {})]
     print(_wrapped(", ".join(facts)))
+    for note in explain_budgets([cell_label]):
+        print(_wrapped(note))
     if refusal:
         print(f"refused: {refusal}")
     if metrics.get("score") is not None:

@@ -130,6 +130,7 @@ def stopping(prepared: Sequence[RunPlan], arguments: Sequence[str]) -> Iterator[
 def print_plans(prepared: Sequence[RunPlan], as_json: bool) -> int:
     """Print the plans of runs, and measure nothing. Return exit status 0."""
     from kvbench.plan.forecast import forecast_run
+    from kvbench.store.labels import explain_budgets
 
     forecasts = [forecast_run(run) for run in prepared]
     if as_json:
@@ -148,6 +149,7 @@ def print_plans(prepared: Sequence[RunPlan], as_json: bool) -> int:
         print(heading)
         lines = [str(match) for match in run.matched]
         lines += _forecast_lines(forecast)
+        lines += explain_budgets(method for group in forecast.groups for method in group.methods)
         for line in lines:
             print(fill(line, 100, initial_indent="  ", subsequent_indent="    "))
     return 0

@@ -446,9 +446,9 @@ class ResultStore:
                     for key in ("device", "torch", "calibration"):
                         if old.get(key) != facts.get(key) and not mix:
                             raise UsageError(
-                                f"result {cell.id} ({cell.label} on {cell.column}) was begun with {key} {old.get(key)}, "
-                                f"this is {facts.get(key)}: its numbers could differ. Use the same {key}, another "
-                                "results=FOLDER, or mix=true to allow both"
+                                f"result {cell.id} ({cell.label} on {cell.column}) was begun with {key} "
+                                f"{old.get(key)}, this is {facts.get(key)}: its numbers could differ. "
+                                f"Use the same {key}, another results=FOLDER, or mix=true to allow both"
                             )
                 recorded.append(facts)
             return recorded.index(facts)

@@ -45,8 +45,8 @@ HEAD = """# Audit of the papers' numbers
 
 `kvbench audit all --format md` makes this page from the published values in `kvbench/papers/data` alone, and a test
 compares the two. Rounding is allowed for: a mean of printed values is off only if no hidden digits could give it. Some
-texts were converted from PDF (ThinK, UNComp, VATP, Q-Hitter). There, a slip of the conversion cannot always be told from
-a slip of the authors.
+texts were converted from PDF (ThinK, UNComp, VATP, Q-Hitter). There, a slip of the conversion cannot always be told
+from a slip of the authors.
 """
 
 
@@ -290,7 +290,7 @@ def _full_rows_section(book: Book) -> Iterator[str]:
 def _exact_section(book: Book, name: str) -> Iterator[str]:
     """Yield the section that counts recomputed cells by table and grade."""
     yield "## Values that need no model\n"
-    yield "They are recomputed from other printed values, budgets, shapes and datasets. `audit PAPER --exact` lists them.\n"
+    yield "They follow from other printed values, budgets, shapes and datasets. `audit PAPER --exact` lists them.\n"
     grades: dict[tuple[str, str], Counter[str]] = {}
     for e in recomputed_cells(book):
         if name in ("all", e.cell.paper):

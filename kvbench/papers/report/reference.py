@@ -22,6 +22,7 @@ from kvbench.plan import presets
 from kvbench.plan.presets import Setting
 from kvbench.report.table import WIDTH
 from kvbench.report.writers import table
+from kvbench.store.labels import explain_budgets
 from kvbench.tasks.longbench import TASKS
 
 HEAD = """# Reference of the papers
@@ -29,9 +30,9 @@ HEAD = """# Reference of the papers
 `kvbench reference --format md` makes this page from the presets in `conf/preset`, the published values in
 `kvbench/papers/data`, and kvbench's methods, datasets and models. A test compares the page with them.
 
-The values of a preset replace the plain defaults, and what you type wins. A table that needs a model needs the checkpoint
-that it names. `model=tiny` is a substitute model and shows trends at best. The statements are checked against the
-paper's own numbers alone ([the audit](../results/audit.md)).
+The values of a preset replace the plain defaults, and what you type wins. A table that needs a model needs the
+checkpoint that it names. `model=tiny` is a substitute model and shows trends at best. The statements are checked
+against the paper's own numbers alone ([the audit](../results/audit.md)).
 """
 QUANT = "quant"
 """A stage of ``h2o+quant``, which is ``qhitter`` with lam=1: kvbench has no method of that name."""
@@ -138,6 +139,8 @@ def text(papers: Sequence[Paper]) -> str:
                 line += f" ({setting.model} only)"
             lines.append(_wrap_hanging(line, 33))
         lines.append("")
+        for note in explain_budgets(f"preset {setting.key}=" for setting in _settings(paper)):
+            lines += [fill(note, WIDTH), ""]
         for entry in paper.entries:
             row = _entry_row(entry, book)
             line = f"{row.name:<10} {row.kind}: {row.title}"

@@ -50,6 +50,7 @@ def _print_own_table(name: str, options: dict[str, str], args: argparse.Namespac
     """Measure a table that no paper prints, and print it. Return the exit status."""
     from kvbench.report import of_run, writers
     from kvbench.run import experiment
+    from kvbench.store.labels import explain_budgets
     from kvbench.studies import own_tables
 
     if args.trace:
@@ -79,5 +80,7 @@ def _print_own_table(name: str, options: dict[str, str], args: argparse.Namespac
         notes = list(dict.fromkeys(report.settings for report in reports))
         notes += table.notes
         notes += reports[0].notes
+        if args.format == "text":
+            notes += explain_budgets(row.method for report in reports for row in report.rows)
         print(writers.compose(table.sheets, notes, args.format), end="")
     return 1 if statuses & {"refused", "failed"} else 0
