@@ -213,7 +213,8 @@ def load_model(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Return (model, tokenizer) by name: an entry of conf/model such as ``tiny``, a folder, or a hub id.
 
-    ``knobs`` are fields of ModelConfig. With ``download=True`` a hub id that is not in the local cache is fetched.
+    ``knobs`` are options of a model, the fields of ModelConfig. With ``download=True`` a hub id that is not in the
+    local cache is fetched.
     """
     check("model", name, isinstance(name, (str, Path)) and bool(str(name)), "a name, a folder or a hub id")
     allowed = [f.name for f in fields(ModelConfig) if f.name not in ("name", "path")]

@@ -23,8 +23,8 @@ class PromptCache:
     No function changes a cache, so that it can be used again. It cannot be pickled, since its method is code and it
     belongs to a model object: keep the prompt's ids and the method, and prefill again.
 
-    prefill_s: the seconds of the prompt's forward pass without compression, which all chains of that pass share.
-    compress_s: the seconds of this chain alone, with the statistics that it needs.
+    prefill_s: the seconds of the prompt's forward pass without compression, which all methods of that pass share.
+    compress_s: the seconds of this method alone, with the statistics that it needs.
     layers: the layers that methods compress, all but the local ones.
     local: the layers that attend a window beside others that do not, as the model itself holds them.
     long: whether the prompt was rotated as long texts are, in a model that rotates them otherwise (LongRoPE).
