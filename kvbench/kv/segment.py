@@ -205,7 +205,7 @@ class LayerCache:
 
     def kept_positions(self) -> list[Tensor]:
         """Return the original positions of the tokens held, one ascending int32 tensor per stored head."""
-        heads = max(self.heads, max((s.heads for s in self.segments), default=0))
+        heads = self._stored_heads()
         parts_by_head: list[list[Tensor]] = [[] for _ in range(heads)]
         for segment in self.segments:
             if segment.lengths is None:
@@ -215,6 +215,17 @@ class LayerCache:
             for parts, of_head in zip(parts_by_head, positions, strict=True):
                 parts.append(of_head)
         return [_join(parts, dim=0) for parts in parts_by_head]
+
+    def kept_counts(self) -> list[int]:
+        """Return the number of tokens that each stored head holds: the lengths of ``kept_positions``."""
+        counts = [0] * self._stored_heads()
+        for segment in self.segments:
+            more = [segment.positions.shape[1]] * len(counts) if segment.lengths is None else segment.lengths.tolist()
+            counts = [a + b for a, b in zip(counts, more, strict=True)]
+        return counts
+
+    def _stored_heads(self) -> int:
+        return max(self.heads, max((s.heads for s in self.segments), default=0))
 
     def even_positions(self) -> Tensor | None:
         """Return positions [H, tokens], or [1, tokens] where all heads share them; None where heads are ragged."""

@@ -117,7 +117,7 @@ class Evictor:
 
     def tokens_after(self, cache: LayerCache, layer: int, new: int) -> tuple[list[int], list[int]]:
         """Return each stored head's number of tokens after ``new`` more, and the most that it has held by then."""
-        counts = [len(positions) for positions in cache.kept_positions()]
+        counts = cache.kept_counts()
         budgets = self.head_budgets(cache, layer)
         after = counts
         if new:
