@@ -131,7 +131,7 @@ class Evictor:
 
     def tokens_after(self, cache: LayerCache, layer: int, new: int) -> tuple[list[int], list[int]]:
         """Return (each stored head's tokens after ``new`` more tokens, the most that each has held by then)."""
-        counts = [len(positions) for positions in cache.kept_positions()]
+        counts = cache.kept_counts()
         budgets = self.head_budgets(cache, layer)
         after = counts
         if new:
