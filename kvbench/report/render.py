@@ -81,6 +81,7 @@ STORAGE = ("kept\n%", ATTENDED, "payload", "overhead", SHARE, "prefill\nms")
 OPTIONS = {
     "kv_ratio": "the share of a prompt's tokens that is kept",
     "kv_size": "the tokens kept in each head",
+    "decode_ratio": "the share of all tokens so far, prompt and answer, that a head holds while it answers",
     "ratio": "the share of the channels, or of the rank, that is removed",
 }
 """The meaning of each budget in a row's label: ``kv_ratio`` counts tokens kept, ``ratio`` channels removed."""

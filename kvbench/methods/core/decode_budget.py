@@ -18,8 +18,9 @@ LONG = 2**20
 class DecodeBudget(Evictor):
     """A selector that chooses again while decoding, over all tokens that a layer holds.
 
-    After every ``every`` new tokens it chooses among the tokens held, by attention over these tokens alone. The last of
-    them are its window. Between two choices new tokens are added. kvpress's DecodingPress does the same.
+    Its budget is a number of tokens (``decode_budget``), or a share of the tokens read so far (``decode_ratio``). After
+    every ``every`` new tokens it chooses among the tokens held, by attention over these tokens alone. The last of them
+    are its window. Between two choices new tokens are added. kvpress's DecodingPress does the same for a number.
     """
 
     selector: Selector
@@ -30,6 +31,10 @@ class DecodeBudget(Evictor):
     @property
     def queries(self) -> int:
         return self.selector.needs(LONG).last_q
+
+    @property
+    def grows(self) -> bool:
+        return self.selector.kv_size is None
 
     def choose_again(self, cache: LayerCache, obs: Observation) -> LayerCache:
         return self.selector.choose(cache, obs, self.modifiers)
@@ -56,7 +61,7 @@ class DecodeBudget(Evictor):
 
 
 def refusal(selector: Selector) -> str:
-    """Return why a selector with a ``decode_budget`` cannot choose again while decoding, or '' if it can."""
+    """Return why a selector with a budget while decoding cannot choose again, or '' if it can."""
     if selector.evicts:
         return "it evicts while decoding by itself, to its own budget"
     again = selector.while_decoding()
