@@ -49,6 +49,12 @@ NOT = {
     "tova": "by itself",
     "uncomp-group": "by itself",
 }
+PROTECTED = [
+    {"method": "random", "keep_window": 4, **SMALL},
+    {"method": "random", "keep_window": 9, "kv_ratio": 0.3, "decode_ratio": 0.33, "decode_every": EVERY},
+    {"method": "random", "keep_prompt": True, "decode_budget": N + 5, "decode_every": EVERY},
+]
+"""The control with tokens of the prompt that always stay."""
 CHAINS = [*ASKED, "snapkv+think", "keynorm+thinkv", "snapkv+fp8", "h2o+vatp", "chunkkv+turboquant"]
 
 
@@ -207,6 +213,8 @@ def test_laws(family, per):
     if family == "llama":
         chains = [chain for chain in chains for _ in range(2)]
     entries = [ready(model, entry(c, b), per) for c, b in zip(chains, budgets, strict=False)]
+    entries += [ready(model, asked, per) for asked in PROTECTED]
+    chains = chains + [asked["method"] for asked in PROTECTED]
     full, *caches = kvbench.prefill(model, prompt(N), ["full", *entries])
     endings = [Ending(NEW - i % 3, frozenset()) for i in range(len(caches))]  # rows leave one after the other
     together = generate_rows(model, caches, endings)
