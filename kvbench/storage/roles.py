@@ -118,6 +118,11 @@ class Evictor:
         return 0
 
     @property
+    def grows(self) -> bool:
+        """True if the budget grows with the tokens read."""
+        return False
+
+    @property
     def queries(self) -> int:
         """The number of last queries that ``choose_again`` reads."""
         return 0
