@@ -26,7 +26,7 @@ from kvbench.methods.core.contract import Capacity
 from kvbench.methods.core.resolve import chain_of
 from kvbench.models.releases import named_cache
 
-N, NEW, EVERY = 45, 21, 6
+N, NEW, EVERY = 45, 15, 6
 SMALL = {"kv_size": 18, "decode_budget": 15, "decode_every": EVERY}
 SHARE = {"kv_size": 18, "decode_ratio": 0.33, "decode_every": EVERY}
 ASKED = {

@@ -176,8 +176,8 @@ def lossless():
 
 
 def forced(model, cache):
-    """Yield the logits after each of three chunks that are fed to a cache."""
-    for chunk in prompt(6, 4).split([1, 1, 4]):
+    """Yield the logits after a token that is fed to a cache, and after four more at once."""
+    for chunk in prompt(5, 4).split([1, 4]):
         cache = kvbench.extend(model, cache, chunk)
         yield cache.logits
 
