@@ -69,13 +69,13 @@ def prefill(
 ) -> list[PromptCache]:
     """Read one prompt once and compress its cache by each method.
 
-    ``input_ids`` is one unpadded prompt, [n] or [1, n]. An entry of ``methods`` is a string such as
-    ``"snapkv+think"``, a dict such as ``{"method": "snapkv", "kv_size": 512}``, or a Chain. ``knobs`` are defaults
-    for all entries that own them (``kv_ratio=0.5``, ``per="query_head"``, ``**{"snapkv.window": 16}``); a knob that
-    no entry owns is an error. ``preset`` names a paper of conf/preset whose knobs and ``per`` stand in for the plain
-    defaults (the prompt is yours); what it sets for one model alone is found by the model's hub id. ``tokenizer`` is
-    for methods with words of their own (``kvzip instruction=plain``). Returns one cache per entry, in order. The
-    model's own attention setting is restored.
+    ``input_ids`` is one unpadded prompt, [n] or [1, n]. An entry of ``methods`` is a string such as ``"snapkv+think"``,
+    a dict such as ``{"method": "snapkv", "kv_size": 512}``, or a Chain. ``knobs`` are options for all entries that have
+    them: ``kv_ratio=0.5`` (share of tokens kept), ``ratio=0.4`` (share of channels removed), ``per="query_head"``,
+    ``**{"snapkv.window": 16}``. An option that no entry has is an error. ``preset`` names a paper of conf/preset, whose
+    options and ``per`` replace the plain defaults. Its prompt format is not applied. Values that a preset sets for one
+    model are found by the model's hub id. ``tokenizer`` is for methods that add words of their own (``kvzip
+    instruction=plain``). Returns one cache per entry, in order. The model's own attention setting is restored.
     """
     if isinstance(methods, str) or not isinstance(methods, Sequence):
         raise UsageError(f"methods={methods!r} is not possible: a list of entries, as ['full', 'snapkv+think']")
@@ -131,7 +131,7 @@ def generate(
     """Return greedy continuations, one list of token ids per cache, in order.
 
     Each starts with the token that its prefill predicts and ends with an end-of-sequence token if it generates one,
-    as ``model.generate`` does. Caches of chains that leave the model unchanged run as rows of one batch. The caches
+    as ``model.generate`` does. Caches of methods that leave the model unchanged run as rows of one batch. The caches
     are not changed and can be used again.
     """
     new = tokens_of("max_new_tokens", max_new_tokens)
@@ -183,10 +183,10 @@ def calibrate(
 ) -> Chain:
     """Return the method bound to its calibration of this model over a text, as an entry for ``prefill``.
 
-    The calibration is computed at the first call and stored in ``folder``. ``knobs`` are the method's, and may include
-    ``samples`` and ``tokens``. ``text`` is your file. Without it WikiText-2's train split is read below the folder
-    ``data`` (or the one that KVBENCH_DATA names), and for the tiny model its own corpus. Raises UsageError if a stored
-    file is damaged or of another model.
+    The calibration is computed at the first call and stored in ``folder``. ``knobs`` are options of the method, and may
+    include ``samples`` and ``tokens``. ``text`` is your file. Without it WikiText-2's train split is read below the
+    folder ``data`` (or the one that KVBENCH_DATA names), and for the tiny model its own corpus. Raises UsageError if a
+    stored file is damaged or of another model.
     """
     check("folder", folder, isinstance(folder, (str, Path)), "a path")
     model_traits = traits.of_model(model)
@@ -215,8 +215,8 @@ def calibrate(
 def extend(model: PreTrainedModel, cache: PromptCache, input_ids: Tensor | Sequence[int]) -> PromptCache:
     """Return a new cache that has also read ``input_ids``, for example a later question.
 
-    The appended tokens are kept exact, unless the chain packs or evicts while decoding: then they are stored as those
-    of an answer.
+    The appended tokens are kept exact. If the method packs or evicts while decoding, they are stored as those of an
+    answer.
     """
     if not isinstance(cache, PromptCache):
         raise UsageError(f"cache={cache!r} is not possible: one of those that prefill returned")
@@ -231,11 +231,12 @@ def extend(model: PreTrainedModel, cache: PromptCache, input_ids: Tensor | Seque
 def cache(model: PreTrainedModel, method: Entry, preset: str | None = None, **knobs: Any) -> TransformersCache:
     """Return an empty cache of ``method`` for transformers' own ``model.generate(ids, cache=cache)``.
 
-    transformers before 5.24 calls this argument ``past_key_values``; either name may be given with any release.
-    The prompt is read, compressed and audited as by ``prefill``, and greedy answers equal those of ``generate``. A call
-    with the text so far and more behind it is the next turn. Until the cache is closed, the model's ``generate`` looks
-    for it; ``with kvbench.cache(...) as cache`` closes it. Raises UsageError for batches, beams, assisted decoding,
-    another model, and another prompt; the arguments are those of ``prefill``.
+    transformers before 5.24 calls this argument ``past_key_values``; either name may be given with any release. The
+    prompt is read, compressed and audited as by ``prefill``, and greedy answers equal those of ``generate``. To
+    continue the conversation, call ``generate`` again with the whole text so far and the new turn behind it. Until the
+    cache is closed, the model's ``generate`` looks for it. ``with kvbench.cache(...) as cache`` closes it. The
+    arguments are those of ``prefill``. Raises UsageError for batches, beams, assisted decoding, another model, and
+    another prompt.
     """
     model_traits = traits.of_model(model)
     if model_traits.note:

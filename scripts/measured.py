@@ -18,8 +18,8 @@ from kvbench.tasks.rowset import RowFormat
 
 HEAD = """# What exactly is measured
 
-This page is made from the configuration files, loaders and metrics that runs use. No data is read for it: a dataset's
-own comment says how many examples it has.
+This page is generated from the configuration files, loaders and metrics that runs use. It reads no data. The number of
+examples is that of a dataset's own description.
 """
 
 
@@ -44,12 +44,12 @@ def _datasets() -> Iterator[str]:
         yield f"### {name}\n\n{about}\n"
         hub = entry.get("hub") or {}
         if hub:
-            where = hub.get("repo") or "its own address"
+            where = hub.get("repo") or "the address of each file"
             state = "verified" if hub.get("verified") else "not verified"
-            yield f"From {where}, revision {hub.get('revision', '-')}, {state}; licence: {hub.get('licence', '-')}.\n"
+            yield f"From {where}, revision {hub.get('revision', '-')}, {state}. Licence: {hub.get('licence', '-')}.\n"
         knobs = {k: v for k, v in entry.items() if not k.startswith("_") and k not in ("hub", "default_limit")}
         if knobs:
-            yield "Knobs: " + ", ".join(f"`{k}={_plain(v)}`" for k, v in knobs.items()) + ".\n"
+            yield "Options: " + ", ".join(f"`{k}={_plain(v)}`" for k, v in knobs.items()) + ".\n"
         if entry.get("default_limit"):
             yield f"Measured by default: {entry['default_limit']} examples per task.\n"
         if name == "tiny":  # kvbench itself makes this dataset
@@ -84,8 +84,8 @@ def _answering(task: Task) -> str:
 def _longbench() -> Iterator[str]:
     yield "## LongBench's tasks\n"
     yield (
-        "Prompts and answer lengths are read from the official files; metrics and the first-line rule are the "
-        "official evaluator's.\n"
+        "Prompts and answer lengths are read from the official files. Metrics and the first-line rule are those of the "
+        "official evaluator.\n"
     )
     rows = [
         (
@@ -119,8 +119,8 @@ def _prompts() -> Iterator[str]:
 def _presets() -> Iterator[str]:
     yield "## Presets (`preset=`)\n"
     yield (
-        "In place of the plain defaults; knobs that are typed win. Budgets that a preset does not name are the user's. "
-        "Every value with where it comes from stands in [Papers](papers/index.md), `kvbench reference`.\n"
+        "The values of a preset replace the plain defaults, and what you type wins. You choose budgets that a preset "
+        "does not name. [Papers](papers/index.md) and `kvbench reference` have every value with its source.\n"
     )
     yield writers.table(("preset", "what it is"), [(name, presets.about(name)) for name in presets.available()])
 
@@ -130,9 +130,9 @@ def _metrics() -> Iterator[str]:
     rows = [(m.name, m.description, m.source, str(m.revision)) for m in METRICS.values()]
     yield writers.table(("metric", "what it is", "source", "revision"), rows)
     yield (
-        "Intervals are 95 % percentile bootstraps over examples (10,000 resamples, seed 0); differences resample "
-        "pairs. Where all scores are equal the interval says what that many draws can exclude; below 8 examples "
-        "there is none.\n"
+        "Intervals are 95 % intervals over examples: Wilson's for scores, t intervals for values without a range, such "
+        "as log losses. If all scores are equal, the interval says what that many equal scores cannot exclude. Below 8 "
+        "examples there is none.\n"
     )
 
 

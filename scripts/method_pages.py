@@ -30,6 +30,7 @@ from kvbench.methods.core.stage import Stage
 from kvbench.plan import presets
 from kvbench.report import writers
 from kvbench.report.verdict import describe_size
+from kvbench.store.labels import explain_budgets
 
 ROOT = Path(__file__).parents[1]
 RESULTS = "../results"
@@ -89,7 +90,7 @@ def _index() -> str:
         "# Methods",
         "`+` combines methods (`method=snapkv+think`), and commas list alternatives (`method=snapkv,h2o`). Each page "
         "has the formula, when to use the method, the tokens that it keeps of one prompt, its cost and its options. "
-        f"*Size* is that of the cache beside the full one, at the default options on [SmolLM2]({RESULTS}/methods.txt).",
+        f"*Size* compares the cache with the full one, at the default options on [SmolLM2]({RESULTS}/methods.txt).",
     ]
     for group in groups().values():
         rows = []
@@ -122,6 +123,7 @@ def _page(method: str) -> str:
         "## When to use it",
         _with_math(about["when"]),
         f"```bash\n{_command(method)}\n```",
+        *explain_budgets([_command(method)]),
     ]
     if about.get("note"):
         parts.append(about["note"])

@@ -114,7 +114,7 @@ def skip(model: PreTrainedModel, batch: Sequence[RowLayer], tokens: int) -> None
         if packing and len(packing) == len(stored):
             layer.grow(tokens)
             continue
-        assert not packing, "packed rows beside others: a benchmark's rows are of one chain"
+        assert not packing, "packed rows beside others: a benchmark's rows are of one combination"
         # draw in chunks, so that the random numbers take little memory beside the cache
         for first in range(0, tokens, CHUNK):
             shape = (len(layer.next), size.kv_heads, min(CHUNK, tokens - first), size.head_dim)

@@ -13,9 +13,9 @@ from kvbench.plan.keys import pairs
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's options."""
     parser.add_argument("what", choices=("memory", "time"), help="what to measure")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="which methods, models and sizes")
-    parser.add_argument("--formula", action="store_true", help="memory: build nothing, print the formulas alone")
-    parser.add_argument("--plan", action="store_true", help="time: say what would be measured, and stop")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="methods, models and sizes")
+    parser.add_argument("--formula", action="store_true", help="memory: build no caches, print only the formulas")
+    parser.add_argument("--plan", action="store_true", help="time: show what would be measured, and stop")
 
 
 def main(args: argparse.Namespace) -> int:
@@ -28,6 +28,7 @@ def main(args: argparse.Namespace) -> int:
     if args.formula:
         raise UsageError("--formula belongs to bench memory: leave it out")
     from kvbench.bench import request, time_table
+    from kvbench.store.labels import explain_budgets
 
     rows, path = request.measure(args.overrides, args.plan, beside=not args.json)
     if args.plan:
@@ -37,6 +38,8 @@ def main(args: argparse.Namespace) -> int:
         print(json.dumps(time_table.as_json(rows, over), indent=1, ensure_ascii=False))
     else:
         print(f"{time_table.render(rows, over=over)}Rows: {path}")
+        for note in explain_budgets(str(row["method"]) for row in rows):
+            print(note)
     # a row that was refused is an answer, one that failed is not
     if any(row["status"] == "failed" for row in rows):
         return 1

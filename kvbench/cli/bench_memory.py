@@ -80,6 +80,7 @@ def _measure(cfg: RunConfig, sizes: Sequence[int], build: bool, quiet: bool) -> 
     from kvbench.base.progress import progress
     from kvbench.bench import architecture, memory_table
     from kvbench.plan import equal_memory
+    from kvbench.store.labels import explain_budgets
 
     shape = architecture.shape_of(cfg.model)
     name = cfg.model.dtype
@@ -106,5 +107,7 @@ def _measure(cfg: RunConfig, sizes: Sequence[int], build: bool, quiet: bool) -> 
         rows += [account.as_json() for account in accounts]
         matches += [{"n": n} | asdict(match) for match in matched]
         if not quiet:
-            print(memory_table.render(accounts, [str(match) for match in matched]))
+            notes = [str(match) for match in matched]
+            notes += explain_budgets(account.method for account in accounts)
+            print(memory_table.render(accounts, notes))
     return {"model": cfg.model_name, "shape": asdict(shape), "dtype": name, "rows": rows, "matched": matches}

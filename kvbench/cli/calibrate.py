@@ -11,7 +11,9 @@ from kvbench.plan import words
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's options."""
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="method, model, and how to calibrate")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="method=, model=, and options of the calibration"
+    )
 
 
 def main(args: argparse.Namespace) -> int:

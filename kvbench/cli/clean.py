@@ -11,7 +11,7 @@ from kvbench.base.errors import KvbenchError, UsageError
 from kvbench.base.visible import say
 
 WORDS = {
-    "cell": "cell{s}",
+    "cell": "result{s}",
     "mark": "mark{s} of runs that ended early",
     "temporary": "half-written file{s}",
     "lines": "block{s} of lines that do not count (kept in a file beside)",
@@ -26,9 +26,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's options."""
     chosen = ", ".join(f"{k}=" for k in KEYS[1:])
     parser.add_argument(
-        "overrides", nargs="*", metavar="key=value", help=f"results=FOLDER, and which results: {chosen}"
+        "overrides", nargs="*", metavar="key=value", help=f"results=FOLDER, and filters of results: {chosen}"
     )
-    parser.add_argument("--yes", action="store_true", help="remove; without it only show")
+    parser.add_argument("--yes", action="store_true", help="delete; without it only list")
 
 
 def main(args: argparse.Namespace) -> int:
@@ -75,7 +75,8 @@ def main(args: argparse.Namespace) -> int:
     # every cell has a lock: they are counted, not listed
     for removal in removals:
         if removal.kind != "lock":
-            print(f"{removal.kind:<10} {removal.path.relative_to(store.root / 'cells')}: {removal.about}")
+            kind = "result" if removal.kind == "cell" else removal.kind
+            print(f"{kind:<10} {removal.path.relative_to(store.root / 'cells')}: {removal.about}")
     for cell in busy:
         print(f"left alone {cell}: it is being measured now")
     counts = Counter(removal.kind for removal in removals)

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING, TypedDict
+from urllib.parse import urlsplit
 
 from kvbench.base.errors import UsageError
 from kvbench.base.visible import say
@@ -22,6 +23,10 @@ if TYPE_CHECKING:
 
 ACTIONS = ("status", "fetch", "show")
 WIDTH = 100
+LEGEND = (
+    "present: you put the files there. fetched: `kvbench data fetch` did. not verified: this download was never tried."
+)
+"""The words of ``data status``."""
 
 
 class TurnRecord(TypedDict):
@@ -70,8 +75,10 @@ class DatasetRecord(TypedDict):
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's options."""
-    parser.add_argument("action", choices=ACTIONS, help="what is there, download, or the prompts that a model reads")
-    parser.add_argument("overrides", nargs="*", metavar="id | key=value", help="datasets, data.root=; show: run's keys")
+    parser.add_argument("action", choices=ACTIONS, help="status: list datasets; fetch: download; show: print prompts")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="id | key=value", help="datasets, and data.root=; for show: keys of run"
+    )
 
 
 def main(args: argparse.Namespace) -> int:
@@ -242,7 +249,7 @@ def _print_status(ids: list[str], folder: str | None, as_json: bool) -> int:
                 if root and state == "changed":
                     changed_files.append(fetch.changed(root, file))
         record = _dataset_record(name, file_source, states, lock)
-        # one file of another layout can stand in for the missing files of some datasets
+        # one file of another layout can replace the missing files of some datasets
         instead = ""
         if file_source is not None:
             instead = file_source.instead
@@ -252,7 +259,7 @@ def _print_status(ids: list[str], folder: str | None, as_json: bool) -> int:
     if as_json:
         print(json.dumps({"root": str(root) if root else None, "datasets": report}, indent=1, ensure_ascii=False))
     else:
-        _print_table(report, root)
+        _print_table(report, root, sources)
     for changed_file in changed_files:
         say(str(changed_file))
     return 1 if changed_files else 0
@@ -298,15 +305,20 @@ def _summarise_states(states: Mapping[str, str]) -> str:
     return f"{', '.join(parts)}, of {len(states)} files"
 
 
-def _print_table(report: Sequence[DatasetRecord], root: Path | None) -> None:
+def _print_table(report: Sequence[DatasetRecord], root: Path | None, sources: Mapping[str, FileSource | None]) -> None:
     """Print a line for each dataset, and below it where its files come from and which are missing."""
-    print(f"data folder: {root or 'none (data.root=FOLDER or the environment variable KVBENCH_DATA)'}")
+    print(f"data folder: {root or 'none (set data.root=FOLDER or the environment variable KVBENCH_DATA)'}")
+    print(fill(LEGEND, WIDTH))
     for record in report:
-        print(f"  {record['dataset']:<14} {record['state']}")
-        # datasets that come with kvbench, or are made here, have no source
-        if record["licence"] is None:
+        file_source = sources[record["dataset"]]
+        state = record["state"]
+        if not record["files"]:
+            # kvbench generates some datasets, and others are a file of the user's
+            state = "nothing to download" if file_source is None else "no download listed, put the file there yourself"
+        print(f"  {record['dataset']:<17} {state}")
+        if file_source is None:
             continue
-        origin = "own address"
+        origin = ", ".join(dict.fromkeys(_site(file.url) for file in file_source.files if file.url))
         if record["repo"]:
             origin = f"{record['repo']} at {record['revision']}"
             # the first digits of a commit tell it from others, as git abbreviates it
@@ -314,13 +326,19 @@ def _print_table(report: Sequence[DatasetRecord], root: Path | None) -> None:
             if commits:
                 origin += f" (fetched: {commits})"
         verified = "verified" if record["verified"] else "not verified"
-        _print_detail(f"{origin}; {verified}; licence: {record['licence']}")
+        _print_detail(f"from {origin}; {verified}; licence: {record['licence']}")
         # where all files are missing, the state says it
         missing = [place for place, state in record["files"].items() if state == "missing"]
         if missing and len(missing) < len(record["files"]):
             _print_detail(f"missing: {', '.join(missing)}")
 
 
+def _site(url: str) -> str:
+    """Return the host of an address, with the first two parts of its path: on GitHub, the owner and the repository."""
+    parts = urlsplit(url)
+    return "/".join([parts.netloc, *parts.path.split("/")[1:3]])
+
+
 def _print_detail(text: str) -> None:
     """Print a text below a dataset's state, in lines of at most WIDTH characters."""
-    print(fill(text, WIDTH, initial_indent=" " * 17, subsequent_indent=" " * 17, break_long_words=False))
+    print(fill(text, WIDTH, initial_indent=" " * 20, subsequent_indent=" " * 20, break_long_words=False))

@@ -19,8 +19,8 @@ FORMATS = ("jsonl", "kvpress")
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's options."""
-    parser.add_argument("form", metavar="FORMAT", help="jsonl, or kvpress: the folders that its leaderboard reads")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="which results, and where to")
+    parser.add_argument("form", metavar="FORMAT", help="jsonl, or kvpress (folders of kvpress's leaderboard)")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="filters of results, and output=")
 
 
 def main(args: argparse.Namespace) -> int:

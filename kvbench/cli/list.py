@@ -52,7 +52,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "kind",
         nargs="*",
-        help=f"{', '.join(KINDS)} (default: how many there are); runs take results=, status=, "
+        help=f"{', '.join(KINDS)} (default: how many of each). Filters of runs: results=, status=, "
         "model=, method=, dataset=",
     )
     parser.add_argument("--results", help="folder of results, for runs, tables (default results)")
@@ -195,7 +195,11 @@ def _line(start: str, text: str) -> str:
 
 def _print_items(kind: str, items: Sequence[ListItem]) -> None:
     """Print a line for each item, with its knobs below it and a preset's settings."""
+    from kvbench.store.labels import explain_budgets
+
     print(f"{kind}:")
+    for note in explain_budgets(f"preset {setting.key}=" for item in items for setting in item.settings):
+        print(fill(note, 100, initial_indent="  ", subsequent_indent="  "))
     for item in items:
         lines = [f"{item.id:<18} {item.about}"]
         if item.knobs:

@@ -39,10 +39,8 @@ ModelRecord = TypedDict(
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's options."""
-    parser.add_argument(
-        "action", choices=ACTIONS, help="list: where models are (status is the same); fetch: download a model"
-    )
-    parser.add_argument("overrides", nargs="*", metavar="model | from=FILE", help="entries of conf/model")
+    parser.add_argument("action", choices=ACTIONS, help="list (or status): list models; fetch: download a model")
+    parser.add_argument("overrides", nargs="*", metavar="model | from=FILE", help="names of models")
 
 
 def main(args: argparse.Namespace) -> int:

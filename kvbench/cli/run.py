@@ -36,10 +36,12 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's options."""
     about = "show this help; with keys: every key; with the name of a method or dataset: its options"
     parser.add_argument("-h", "--help", action=Help, nargs="?", metavar="keys|NAME", help=about)
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="what to measure, and how")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="what to measure, and its options")
     parser.add_argument("--plan", action="store_true", help="show what would be measured, and stop")
     parser.add_argument("--config", action="store_true", help="print the composed configuration, and stop")
-    parser.add_argument("-m", "--multirun", action="store_true", help="sweep shard=0,1,... through a Hydra launcher")
+    parser.add_argument(
+        "-m", "--multirun", action="store_true", help="run the shards (shard=0,1,... or shards=N) with a Hydra launcher"
+    )
     report_arguments(parser)
 
 

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from kvbench.report.listing import StoredCell
+from kvbench.store.labels import explain_budgets
 from kvbench.store.store import STATUSES, ResultStore
 
 WIDTH = 24
@@ -18,14 +19,15 @@ def table(cells: Sequence[StoredCell], store: ResultStore) -> str:
     from kvbench.report.table import Table
     from kvbench.report.writers import compose
 
-    headers = ("status\nn of N", "method", "dataset\nmodel", "score\ninterval", "last change\ncell")
+    headers = ("status\nn of N", "method", "dataset\nmodel", "score\ninterval", "last change\nid")
     sheet = Table(headers, tuple(_texts(cell) for cell in cells))
     # one reason often holds for many cells: it is printed once, with their ids
     ids_by_reason: dict[tuple[str, str], list[str]] = {}
     for cell in cells:
         if cell.status.reason:
             ids_by_reason.setdefault((cell.status.status, cell.status.reason), []).append(cell.id)
-    notes = [f"{status} {', '.join(ids)}: {reason}" for (status, reason), ids in ids_by_reason.items()]
+    notes = explain_budgets(cell.label for cell in cells)
+    notes += [f"{status} {', '.join(ids)}: {reason}" for (status, reason), ids in ids_by_reason.items()]
     for cell in cells:
         if cell.status.measuring:
             shards = ", ".join(map(str, cell.status.measuring))

@@ -24,8 +24,8 @@ DEFAULT_SAMPLES = 3
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's options."""
-    parser.add_argument("overrides", nargs="*", metavar="CELL | key=value", help="the id of a result, or a run's keys")
-    parser.add_argument("--samples", type=int, help="answers to show of a result (default 3)")
+    parser.add_argument("overrides", nargs="*", metavar="ID | key=value", help="the id of a result, or keys of run")
+    parser.add_argument("--samples", type=int, help="number of answers to print of a result (default 3)")
     parser.add_argument("--results", help="folder of results, as results= (default results)")
     report_arguments(parser)
 
@@ -44,7 +44,7 @@ def main(args: argparse.Namespace) -> int:
     if cells:
         return _show_cell(cells[0], Path(options.get("results", "results")), args)
     if args.samples is not None:
-        raise UsageError("--samples shows answers of one result: show CELL (ids: kvbench list runs)")
+        raise UsageError("--samples shows answers of one result: show ID (ids: kvbench list runs)")
     from kvbench.plan import config, run_plan
     from kvbench.report import of_run
 
@@ -71,7 +71,7 @@ def _is_unmeasured(report: Report) -> bool:
 
 def _show_cell(cell_id: str, results: Path, args: argparse.Namespace) -> int:
     """Print one stored cell with its first answers. Return exit status 0."""
-    from kvbench.store.labels import fields, label
+    from kvbench.store.labels import explain_budgets, fields, label
     from kvbench.store.store import ResultStore
 
     store = ResultStore(results.expanduser())
@@ -103,6 +103,8 @@ def _show_cell(cell_id: str, results: Path, args: argparse.Namespace) -> int:
     print(f"result {cell_id}: {cell_label} on {record.column}")
     facts = [f"{key} {_plain(value)}" for key, value in settings.items() if value not in (None, {})]
     print(_wrapped(", ".join(facts)))
+    for note in explain_budgets([cell_label]):
+        print(_wrapped(note))
     if refusal:
         print(f"refused: {refusal}")
     if metrics.get("score") is not None:

@@ -43,7 +43,7 @@ READS = "reads one prompt whole, then one token a step"  # every refusal gives t
 
 
 class TransformersCache(HFCache):
-    """The cache of one prompt under one chain, for ``model.generate(..., cache=cache)``.
+    """The cache of one prompt under one method, for ``model.generate(..., cache=cache)``.
 
     state: the compressed cache of the text read so far, as ``prefill`` returns it; None before the first prompt.
     ids: [n], the tokens read so far. The last token of an answer is read with the next turn.

@@ -70,7 +70,7 @@ class AttentionCall:
 
 @dataclass(frozen=True)
 class Observation:
-    """One layer of one prefill, as every chain sees it. Fields that no stage needs are None.
+    """One layer of one prefill, as every method sees it. Fields that no stage needs are None.
 
     n: the number of tokens that this layer read. A stage that drops hidden states makes it less than the prompt's
     ``length``; budgets refer to ``length``. ``positions`` then names the tokens read, and all fields follow their

@@ -164,7 +164,7 @@ class LayerCache:
 
     segments: the compressed tokens first and any dense tail last.
     seen: the number of tokens read so far. The next token has this position.
-    heads: the number of heads under which a chain stores: Hk, or Hq under ``per=query_head``.
+    heads: the number of heads for which tokens are stored: Hk, or Hq under ``per=query_head``.
     query_heads: Hq.
     weight: this layer's weight for a stage that divides one budget over all layers; None: the layer takes no part.
     decided: how many of the prompt's tokens each stored head keeps. Stages whose count depends on the data record it.

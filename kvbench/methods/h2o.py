@@ -55,12 +55,12 @@ class H2O(EvictingSelector):
         paired = (self.heavy_ratio is None) == (self.recent_ratio is None)
         self.require("heavy_ratio", paired, "given together with recent_ratio")
         if self.heavy_ratio is not None and self.recent_ratio is not None:
-            self.require("heavy_ratio", self.variant == "orig", "a knob of variant=orig only")
+            self.require("heavy_ratio", self.variant == "orig", "an option of variant=orig only")
             self.require("heavy_ratio", 0 <= self.heavy_ratio <= 1, "a fraction of the prompt")
             fits = 0 < self.recent_ratio <= 1 - self.heavy_ratio
             self.require("recent_ratio", fits, "a fraction of the prompt, above 0, at most 1 together with heavy_ratio")
         for name in ("code_mask", "evict_after"):
-            self.require(name, not getattr(self, name) or self.variant == "orig", "a knob of variant=orig only")
+            self.require(name, not getattr(self, name) or self.variant == "orig", "an option of variant=orig only")
         self.require("evict_after", not (self.evict_after and self.code_mask), "not together with code_mask")
         super().check()
         if self.heavy_ratio is not None:

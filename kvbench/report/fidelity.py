@@ -69,7 +69,7 @@ def _line(method: str, fidelity: FidelitySummary) -> tuple[str, ...]:
         mean = _with_interval(f"{fidelity.kl_mean:.3g}", fidelity.ci, ".2g")
     elif fidelity.kl_max:
         # rounding alone makes as much, so the number would say nothing about the method
-        mean = "≤ floor"
+        mean = "≤ rounding"
     else:
         mean = "0"
     # a percentile of few tokens would be their maximum
@@ -120,8 +120,8 @@ def legend(report: ReportData) -> list[str]:
         return []
     return [
         "KL: divergence of the next-token distribution from the full cache's, in nats, mean over the tokens of a text "
-        "that is forced on both; [a, b]: 95 % interval over prompts. Same choice: equal likeliest token. Δp: "
-        "root mean square change of the true token's probability. Perplexity ratio: over the full cache's. Floor: what "
-        "moving one element of each key of the first layer by one unit in the last place does, at most "
-        f"{max(floors):.1g} nats here; means below 3 times it say nothing."
+        "that is forced on both. [a, b]: 95 % interval over prompts. Same choice: equal likeliest token. Δp: "
+        "root mean square change of the true token's probability. Perplexity ratio: over the full cache's. Rounding alone "
+        f"makes at most {max(floors):.1g} nats here: the change when one element of each key of the first layer moves by "
+        "one unit in the last place. Means below 3 times as much say nothing and are shown as ≤ rounding."
     ]

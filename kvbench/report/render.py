@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from kvbench.report import fidelity, ruler, turns, verdict, writers
 from kvbench.report.table import Table, number, sizes, with_interval
 from kvbench.report.table import size as size
+from kvbench.store.labels import explain_budgets
 from kvbench.tasks.metrics import metric
 from kvbench.tasks.metrics.stats import FEWEST
 
@@ -77,12 +78,6 @@ EVICTING = (
 SHARE = "% of\nfull at\n16 bits"
 STORAGE = ("kept\n%", ATTENDED, "payload", "overhead", SHARE, "prefill\nms")
 """The heads of the storage table's columns after the method."""
-OPTIONS = {
-    "kv_ratio": "the share of a prompt's tokens that is kept",
-    "kv_size": "the tokens kept in each head",
-    "ratio": "the share of the channels, or of the rank, that is removed",
-}
-"""The meaning of each budget in a row's label: ``kv_ratio`` counts tokens kept, ``ratio`` channels removed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -317,7 +312,7 @@ def legend(report: ReportData, detail: Detail = Detail()) -> list[str]:
         lines.append(f"{' and '.join(falling)}: lower is better.")
     if any(row.evicts for row in report.rows):
         lines.append(f"{EVICTS}: {EVICTING}")
-    lines += _option_note(report)
+    lines += explain_budgets(row.method for row in report.rows)
     lines += turns.legend(report)
     lines += fidelity.legend(report)
     most_shrunk = max((summary.shrunk for summary in summaries), default=0)
@@ -342,19 +337,6 @@ def _star_note(report: ReportData) -> list[str]:
     if not any(delta.is_sure for delta in deltas):
         return []
     return [f"* differs from full: the 95 % interval of the paired difference excludes 0{_chance_note(deltas)}."]
-
-
-def _option_note(report: ReportData) -> list[str]:
-    """Return the note on the meaning of budgets in the rows' labels; [] if no label has one."""
-    options = set()
-    for row in report.rows:
-        for option in row.method.split(" ")[1:]:
-            # method.snapkv.kv_ratio=0.25 is a kv_ratio, too
-            options.add(option.partition("=")[0].rpartition(".")[2])
-    meanings = [f"{name}: {meaning}" for name, meaning in OPTIONS.items() if name in options]
-    if not meanings:
-        return []
-    return [". ".join(meanings) + "."]
 
 
 def _storage_notes(report: ReportData, summaries: Sequence[CellSummary]) -> list[str]:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Mapping
+from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from matplotlib import rcParams
 from matplotlib.figure import Figure as Canvas
 
 from kvbench.report import looks
 from kvbench.report.style import GREY, of_look, styled
+from kvbench.store.labels import explain_budgets
 
 if TYPE_CHECKING:
     from kvbench.report.data import ReportData
@@ -23,6 +26,10 @@ WIDTH, HEIGHT = 3.6, 2.8
 """Inches of a panel."""
 LETTERS = 34
 """Letters of the legend below a panel. What does not fit stands in a line of its own."""
+TITLE_LETTERS = 56
+"""Letters of the legend's title below a panel, which is text alone."""
+LINE = 0.16
+"""Inches of a line of the legend's title."""
 
 
 class Shown(Canvas):
@@ -42,15 +49,17 @@ def draw(report: ReportData) -> Shown:
     # a method has one look in all panels, whatever is measured of it
     line_looks = looks.looks_of([line_of(row.method) for row in report.rows])
     with styled():
-        # the legend takes half an inch below the panels
-        figure = Shown(figsize=(WIDTH * columns, HEIGHT * rows + 0.5), dpi=200, layout="constrained")
+        # the legend takes half an inch below the panels, and each line above its entries a little more
+        explained = _explain(report, columns)
+        height = HEIGHT * rows + 0.5 + LINE * len(explained)
+        figure = Shown(figsize=(WIDTH * columns, height), dpi=200, layout="constrained")
         panels = list(figure.subplots(rows, columns, squeeze=False).flat)
         for i, task in enumerate(tasks):
             panel = panels[i]
             _draw_panel(panel, report, i, line_looks)
             panel.set_title(f"{task.task}{_describe_examples(report, i)}")
             panel.set_ylabel(task.metric)
-            panel.set_xlabel("bytes in % of full, 16 bits")
+            panel.set_xlabel("size in % of the full cache, 16 bits")
         # the last row may have more places than tasks
         for panel in panels[len(tasks) :]:
             panel.set_visible(False)
@@ -62,8 +71,24 @@ def draw(report: ReportData) -> Shown:
         labels, handles = list(entries), list(entries.values())
         # an entry is as wide as the longest label, and its line and the gap to the next one as eight letters
         fitting = columns * LETTERS // (8 + max(map(len, labels), default=0))
-        figure.legend(handles, labels, loc="outside lower center", ncols=max(1, min(fitting, len(labels))))
+        ncols = max(1, min(fitting, len(labels)))
+        figure.legend(
+            handles,
+            labels,
+            loc="outside lower center",
+            ncols=ncols,
+            title="\n".join(explained) or None,
+            title_fontsize=rcParams["legend.fontsize"],
+        )
     return figure
+
+
+def _explain(report: ReportData, columns: int) -> list[str]:
+    """Return lines that fit ``columns`` panels and say what the budgets of the points are, and what ``ratio`` is."""
+    lines = []
+    for note in explain_budgets(row.method for row in report.rows):
+        lines += wrap(f"A line joins the budgets of one method. {note}", columns * TITLE_LETTERS)
+    return lines
 
 
 def line_of(label: str) -> str:

@@ -51,15 +51,18 @@ def compare(
 ) -> Report:
     """Measure ``methods`` and the full cache on the same prompts and return the report that `run` prints.
 
-    ``data`` is a dataset as `run` names it (``"tiny/needle"``, ``"longbench/qasper"``), or rows: mappings with
-    ``answers`` (a text or a list) and ``prompt``, or ``context`` and ``question`` in its place, or with ``context`` and
-    ``questions``, a list of mappings with ``question`` and ``answers``; a datasets.Dataset of such, or plain texts. A
-    plain text has no reference: the full cache's own answer stands in for one. ``settings`` are the keys of `run`:
-    ``kv_ratio=0.25``, ``kv_size=[64, 128]``, ``limit=20``, ``metric="rouge_l"`` (of rows), ``max_new_tokens=64``,
-    ``prompt="chat"``. An entry of ``methods`` is a name as `run` takes it (``"snapkv+think"``), a dict with knobs of
-    its own (``{"method": "snapkv", "kv_ratio": 0.5}``), or a Chain of stages of your own.
+    ``data`` is a dataset as `run` names it (``"tiny/needle"``, ``"longbench/qasper"``), a list of rows, or a
+    datasets.Dataset of rows. A row is a mapping with ``answers`` (a text or a list) and ``prompt``. In place of
+    ``prompt`` it may have ``context`` and ``question``. For several questions it has ``context`` and ``questions``, a
+    list of mappings with ``question`` and ``answers``. A row may also be a plain text. Its reference is then the full
+    cache's own answer.
 
-    Answers are stored below ``results`` as those of `run` are: the same call again measures what is missing. Raises
+    An entry of ``methods`` is a name as `run` takes it (``"snapkv+think"``), a dict with options of its own
+    (``{"method": "snapkv", "kv_ratio": 0.5}``), or a Chain of your own stages. ``settings`` are the keys of `run`:
+    ``kv_ratio=0.25`` (share of tokens kept), ``kv_size=[64, 128]`` (tokens kept), ``limit=20``, ``metric="rouge_l"``
+    (of rows), ``max_new_tokens=64``, ``prompt="chat"``.
+
+    Answers are stored below ``results`` as those of `run` are. The same call again measures what is missing. Raises
     UsageError naming the key and the value of a setting that is not possible.
     """
     if isinstance(methods, str) or not isinstance(methods, Sequence):

@@ -35,7 +35,7 @@ MOST_IDS = 24
 
 def format_argument(parser: argparse.ArgumentParser) -> None:
     """Add the option for the format of a table."""
-    parser.add_argument("--format", choices=("text", "md", "csv", "latex"), default="text", help="of the table")
+    parser.add_argument("--format", choices=("text", "md", "csv", "latex"), default="text", help="format of the table")
 
 
 def report_arguments(parser: argparse.ArgumentParser) -> None:
@@ -130,6 +130,7 @@ def stopping(prepared: Sequence[RunPlan], arguments: Sequence[str]) -> Iterator[
 def print_plans(prepared: Sequence[RunPlan], as_json: bool) -> int:
     """Print the plans of runs, and measure nothing. Return exit status 0."""
     from kvbench.plan.forecast import forecast_run
+    from kvbench.store.labels import explain_budgets
 
     forecasts = [forecast_run(run) for run in prepared]
     if as_json:
@@ -148,6 +149,7 @@ def print_plans(prepared: Sequence[RunPlan], as_json: bool) -> int:
         print(heading)
         lines = [str(match) for match in run.matched]
         lines += _forecast_lines(forecast)
+        lines += explain_budgets(method for group in forecast.groups for method in group.methods)
         for line in lines:
             print(fill(line, 100, initial_indent="  ", subsequent_indent="    "))
     return 0
@@ -177,10 +179,10 @@ def _forecast_lines(forecast: Forecast) -> Iterator[str]:
     count = sum(map(len, cells_by_method.values()))
     if count <= MOST_IDS:
         for method, cells in cells_by_method.items():
-            yield f"method {method}: cells {', '.join(cells)}"
+            yield f"method {method}: results {', '.join(cells)}"
     else:
         methods = ", ".join(cells_by_method)
-        yield f"{count} cells of {len(cells_by_method)} methods: {methods} (list runs has their ids, once begun)"
+        yield f"{count} results of {len(cells_by_method)} methods: {methods} (list runs has their ids, once begun)"
 
 
 def _group_lines(group: GroupForecast) -> Iterator[str]:

@@ -54,7 +54,7 @@ class Cell:
         identity_now = dict(self.identity)
         identity_now["chain"] = self.identity["chain"] | self.chain.identity()
         if self.chain.foreign and identity_hash(identity_now) != self.id:
-            raise Refused(f"{self.chain.name} changes its own knobs while it runs")
+            raise Refused(f"{self.chain.name} changes its own options while it runs")
 
 
 def identity_hash(identity: Mapping[str, Any]) -> str:

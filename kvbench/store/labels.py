@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -13,6 +13,25 @@ from kvbench.methods.core import registry
 from kvbench.methods.core.registry import ALWAYS_NAMED, by_size
 
 Identity = Mapping[str, Any]
+BUDGETS = {
+    "kv_ratio": "the share of a prompt's tokens that is kept",
+    "kv_size": "the tokens kept in each head",
+    "ratio": "the share of the channels, or of the rank, that is removed",
+}
+"""The meaning of each budget in a label: ``kv_ratio`` counts tokens kept, ``ratio`` channels removed."""
+
+
+def explain_budgets(labels: Iterable[str]) -> list[str]:
+    """Return one note on the meaning of the budgets in ``labels``; [] if no label has a budget."""
+    options = set()
+    for text in labels:
+        for option in text.split(" ")[1:]:
+            # method.snapkv.kv_ratio=0.25 is a kv_ratio, too
+            options.add(option.partition("=")[0].rpartition(".")[2])
+    meanings = [f"{name}: {meaning}" for name, meaning in BUDGETS.items() if name in options]
+    if not meanings:
+        return []
+    return [". ".join(meanings) + "."]
 
 
 def label(identity: Identity, otherwise: str = "") -> str:

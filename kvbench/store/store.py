@@ -149,7 +149,7 @@ class ResultStore:
             # the lock is held until the writer is closed: a second process must not append to the same file
             shard_lock = lock(folder / f"lock-{shard}", wait_s)
             if shard_lock is None:
-                raise Busy(f"{cell.label} on {cell.column} (cell {cell.id}, shard {shard})")
+                raise Busy(f"{cell.label} on {cell.column} (result {cell.id}, shard {shard})")
             try:
                 # write the record before the first sample, so that every sample has a provenance
                 index = self._register(cell, provenance, mix)
@@ -446,9 +446,9 @@ class ResultStore:
                     for key in ("device", "torch", "calibration"):
                         if old.get(key) != facts.get(key) and not mix:
                             raise UsageError(
-                                f"cell {cell.id} ({cell.label} on {cell.column}) was begun with {key} {old.get(key)}, "
-                                f"this is {facts.get(key)}: its numbers could differ. Use the same {key}, another "
-                                "results=FOLDER, or mix=true to allow both"
+                                f"result {cell.id} ({cell.label} on {cell.column}) was begun with {key} "
+                                f"{old.get(key)}, this is {facts.get(key)}: its numbers could differ. "
+                                f"Use the same {key}, another results=FOLDER, or mix=true to allow both"
                             )
                 recorded.append(facts)
             return recorded.index(facts)

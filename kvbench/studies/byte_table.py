@@ -286,7 +286,7 @@ def nats(summary: FidelitySummary | None) -> str:
         # a divergence below rounding is 0 only if no text diverges at all
         if not summary.kl_max:
             return "0"
-        return "≤ floor"
+        return "≤ rounding"
     return f"{summary.kl_mean:.3g}" + below(summary.ci, ".2g")
 
 

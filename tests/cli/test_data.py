@@ -29,8 +29,8 @@ def test_the_verb_from_nothing_to_a_changed_file(world, capsys):
     root = world / "new" / "folder"
     assert main(["data", "status"]) == 0
     out = capsys.readouterr().out
-    assert "data folder: none" in out and "own            no files listed" in out
-    assert "owner/demo at main; not verified; licence: CC0-1.0" in out
+    assert "data folder: none" in out and "own               nothing to download" in out
+    assert "from owner/demo at main; not verified; licence: CC0-1.0" in out
     assert main(["data", "fetch", "demo", f"data.root={root}"]) == 0
     captured = capsys.readouterr()
     assert captured.out == f"demo: 2 of 2 files fetched, in {root}. Licence: CC0-1.0\n"
@@ -43,7 +43,7 @@ def test_the_verb_from_nothing_to_a_changed_file(world, capsys):
     (root / "demo" / "b.jsonl").write_text('"TWO"\n')
     assert main(["data", "status", f"data.root={root}"]) == 1
     captured = capsys.readouterr()
-    assert "demo           1 changed, 1 fetched, of 2 files" in captured.out
+    assert "demo              1 changed, 1 fetched, of 2 files" in captured.out
     assert "demo/b.jsonl has changed since it was fetched" in captured.err
     assert main(["data", "fetch", "demo", f"data.root={root}"]) == 2
 
@@ -51,7 +51,7 @@ def test_the_verb_from_nothing_to_a_changed_file(world, capsys):
 def test_a_file_that_is_read_in_the_place_of_missing_ones_is_named(world, capsys):
     (world / "ready.jsonl").touch()
     assert main(["data", "status", "demo", f"data.root={world}"]) == 0
-    assert "demo           missing; ready.jsonl is read in their place" in capsys.readouterr().out
+    assert "demo              missing; ready.jsonl is read in their place" in capsys.readouterr().out
 
 
 def test_show_prints_what_the_model_reads(tmp_path, capsys):

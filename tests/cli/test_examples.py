@@ -20,7 +20,7 @@ SMALL = "examples=4 length=256"
 INSTEAD = {
     r"^run (?!.*(--plan|--config))": "--plan",
     r"^run .*limit=": SMALL,
-    r"^show (?!CELL)": SMALL,
+    r"^show (?!ID)": SMALL,
     r"^table (?!.*(--plan|--stored))": "--plan",
     r"^bench time(?!.*--plan)": "--plan",
     r"^calibrate .*samples=8": "",
@@ -91,7 +91,12 @@ def test_an_example_runs(line, folder, monkeypatch, capsys):
     monkeypatch.setenv("KVBENCH_DATA", str(data_path("gsm8k_test.jsonl").parent))
     for pattern, more in INSTEAD.items():
         line = f"{line} {more}" if re.search(pattern, line) else line
-    places = {"CELL": cell, "ID,ID": f"{cell},{cell}", "results=FOLDER": "results=results", "FOLDER_OR_HUB_ID": TINY}
+    places = {
+        "show ID": f"show {cell}",
+        "ID,ID": f"{cell},{cell}",
+        "results=FOLDER": "results=results",
+        "FOLDER_OR_HUB_ID": TINY,
+    }
     places |= {"/tmp/kvbench-imported": str(place / "imported"), "/tmp/kvbench-data": str(place / "data")}
     for word, stands_for in places.items():
         line = line.replace(word, stands_for)

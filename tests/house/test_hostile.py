@@ -271,7 +271,7 @@ DECODING = {
     "by data": (lambda *parts: [t.data.fill_(1) for t in parts], None),
     "sets what is global": (lambda *parts: sets_what_is_global(None, None, None), None),
     "what it kept": (lambda *parts: [t.zero_() for s in kept for t in (s.k, s.v)], None),
-    "its knobs": (None, "changes its own knobs while it runs"),
+    "its knobs": (None, "changes its own options while it runs"),
     "remembers": (lambda *parts: None, "hostile decodes the same tokens in another way when it does so twice"),
     "draws": (lambda *parts: torch.rand(1), "hostile draws random numbers where several prompts are computed together"),
     "replaces a function": (lambda *parts: setattr(torch, "topk", torch.sort), "hostile replaces torch.topk"),

@@ -27,7 +27,7 @@ def test_every_value_of_every_preset_is_there_with_its_source():
 def test_what_can_be_reproduced():
     book = published()
     assert reference.reproduction(entry("think", "figure1"), book) == "a drawing"
-    assert "without a model: averages, the memory column (32 cells, 0 off)" in reference.reproduction(
+    assert "without a model: averages, the memory column (32 values, 0 off)" in reference.reproduction(
         entry("think", "7"), book
     )
     assert reference.reproduction(entry("refreekv", "4"), book) == "with llama3-8b-instruct, mistral-7b-instruct-v0.3"

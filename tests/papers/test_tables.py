@@ -245,7 +245,7 @@ def test_json_has_what_csv_has_and_the_notes(store, capsys):
 
 def test_a_number_traces_to_its_lines(store, capsys):
     _, out = shown(capsys, "think/4", f"results={store}", *SMALL, "--stored", "--trace", "kivi bits=2", "hop")
-    cell = re.search(r"cell (\w{16})", out)[1]
+    cell = re.search(r"result (\w{16})", out)[1]
     lines = [json.loads(x) for x in (store / "cells" / cell / "samples-0.jsonl").read_text().splitlines()]
     assert all(line["id"] in out for line in lines)
 
@@ -257,7 +257,7 @@ def test_an_average_traces_to_its_cells(store, capsys):
     seen = view(ours)
     cells = {c.id for column in ours.declared.scores for _, c in ours.cells(ours.lines[0], column)}
     assert len(cells) == 6
-    assert all(out.count(f"cell {cell}") == 1 for cell in cells)
+    assert all(out.count(f"result {cell}") == 1 for cell in cells)
     assert f"shown: {seen.rows[0][1][-1].relative:.6g} % of the full cache" in out
 
 
@@ -266,7 +266,7 @@ def test_of_rows_with_one_name_the_one_that_is_run_is_traced(tmp_path):
     line = ours.lines[0]
     lines = (replace(line, chain=None, skipped="another model"), *ours.lines)
     out = trace.trace(replace(ours, lines=lines), line.row.name, "hop")
-    assert f"cell {ours.cells(line, Column('hop', table_spec.SCORE))[0][1].id}" in out
+    assert f"result {ours.cells(line, Column('hop', table_spec.SCORE))[0][1].id}" in out
 
 
 def test_another_score_changes_exactly_the_cells_that_hold_it(store, tmp_path, capsys):
@@ -313,7 +313,7 @@ def test_nothing_stored_of_a_table_of_our_own_is_told(name, tmp_path, capsys):
 
 def test_a_long_plan_names_methods_and_counts_cells(tmp_path, capsys):
     _, out = shown(capsys, "think/2", f"results={tmp_path}", "--plan")
-    assert "186 cells of 31 methods: full, h2o kv_size=16" in out and len(out.splitlines()) < 60
+    assert "186 results of 31 methods: full, h2o kv_size=16" in out and len(out.splitlines()) < 60
     assert not re.search(r"[0-9a-f]{16}", out)
 
 

@@ -46,3 +46,6 @@ def test_rows_with_context_and_question_are_compared_and_drawn(tmp_path):
     box = legend.get_window_extent(renderer)
     assert box.x0 >= 0 and box.x1 <= figure.bbox.width, "the legend is cut"
     assert figure.bbox.width >= 640
+    explained = " ".join(legend.get_title().get_text().split())
+    assert "kv_ratio: the share of a prompt's tokens that is kept" in explained
+    assert "ratio: the share of the channels, or of the rank, that is removed" in explained

@@ -130,7 +130,7 @@ def test_two_processes_on_one_cell_are_kept_apart(tmp_path):
     cell = prepared.groups[0].cells[0]
     facts = {"device": "cpu", "torch": "2"}
     writer = prepared.store.open(cell, facts, 0, mix=False)
-    with pytest.raises(Busy, match=f"cell {cell.id}, shard 0"):
+    with pytest.raises(Busy, match=f"result {cell.id}, shard 0"):
         prepared.store.open(cell, facts, 0, mix=False)
     writer.close()
     prepared.store.open(cell, facts, 0, mix=False).close()

@@ -218,7 +218,7 @@ def puts_another_stream_in_its_place(stage, cache, obs):
     sys.stderr = sys.stdout = None
 
 
-@mode("hostile changes its own knobs while it runs")
+@mode("hostile changes its own options while it runs")
 def forgets_its_knobs(stage, cache, obs):
     object.__setattr__(stage, "kv_size", 32)
 

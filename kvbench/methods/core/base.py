@@ -85,13 +85,13 @@ class TokenSelector(Stage):
 
 @dataclass(frozen=True, kw_only=True)
 class Selector(TokenSelector):
-    """A stage that keeps a budget of tokens, chosen by a score. All such stages have these knobs:
+    """A stage that keeps a budget of tokens, chosen by a score. All such stages have these options:
 
     kv_size: tokens kept per stored head, window and sinks included. It is larger than sinks and window together.
-    kv_ratio: fraction of the prompt kept, floor(kv_ratio * n) tokens. It is 0.25 if neither knob is given.
+    kv_ratio: fraction of the prompt kept, floor(kv_ratio * n) tokens. It is 0.25 if neither option is given.
     kv_round: True rounds that product to the nearest number of tokens (halves to even) instead of down.
     decode_budget: tokens held per stored head while decoding. The selector chooses again among all cached tokens, old
-    and new. Without this knob only the prompt is compressed, unless the selector evicts by itself.
+    and new. Without this option only the prompt is compressed, unless the selector evicts by itself.
     decode_every: new tokens between two such choices.
     """
 

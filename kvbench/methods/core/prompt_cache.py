@@ -25,8 +25,8 @@ class PromptCache:
 
     chain: the method that compressed the prompt.
     prompt_tokens: the number of the prompt's tokens.
-    prefill_s: the seconds of the prompt's forward pass without compression, which all chains of that pass share.
-    compress_s: the seconds of this chain alone, with the statistics that it needs.
+    prefill_s: the seconds of the prompt's forward pass without compression, which all methods of that pass share.
+    compress_s: the seconds of this method alone, with the statistics that it needs.
     layers: the layers that methods compress, all but the local ones.
     local: the layers that attend a window beside others that do not, as the model itself holds them.
     long: whether the prompt was rotated as long texts are, in a model that rotates them otherwise (LongRoPE).

@@ -219,7 +219,7 @@ def budget_facts(data: pd.DataFrame) -> Iterator[Fact]:
     yield Fact(
         "Nats at the per cent of bytes held", data.set_index(["text", "series", "bytes"])["kl"], "{:.3g}", "{:.1f}"
     )
-    yield Fact("Floor, at most", f"{data['floor'].max():.1g} nats")
+    yield Fact("Rounding alone, at most", f"{data['floor'].max():.1g} nats")
     yield Fact("Examples", f"n = {int(data['n'].min())} to {int(data['n'].max())}")
 
 

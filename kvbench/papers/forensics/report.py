@@ -27,10 +27,10 @@ LEGEND = (
     "· note: nothing wrong, but it changes what a number means."
 )
 HEADS = {
-    "derived": "Cells that do not follow from the others",
-    "rounding": "Cells that only hidden digits explain",
+    "derived": "Printed values that do not follow from the others",
+    "rounding": "Printed values that only hidden digits explain",
     "ranking": "Orders that follow from wrong averages",
-    "repeat": "Cells printed more than once, with different values",
+    "repeat": "Measurements printed more than once, with different values",
     "copy": "Rows that share scores to the last digit",
     "twin": "One value in two places of a table",
     "gain": "Compressed caches far above the full one",
@@ -43,10 +43,10 @@ HEADS = {
 }
 HEAD = """# Audit of the papers' numbers
 
-Made by `kvbench audit all --format md` from the published cells in `kvbench/papers/data`, and a pure
-function of them; a test compares this page with the code. Numbers are compared with what rounding can hide: a mean of
-printed cells is off only where no digits behind the printed ones could give it. Where a text was converted from PDF
-(ThinK, UNComp, VATP, Q-Hitter), a slip of the conversion cannot always be told from one of the authors.
+`kvbench audit all --format md` makes this page from the published values in `kvbench/papers/data` alone, and a test
+compares the two. Rounding is allowed for: a mean of printed values is off only if no hidden digits could give it. Some
+texts were converted from PDF (ThinK, UNComp, VATP, Q-Hitter). There, a slip of the conversion cannot always be told
+from a slip of the authors.
 """
 
 
@@ -289,8 +289,8 @@ def _full_rows_section(book: Book) -> Iterator[str]:
 
 def _exact_section(book: Book, name: str) -> Iterator[str]:
     """Yield the section that counts recomputed cells by table and grade."""
-    yield "## Cells that need no model\n"
-    yield "Recomputed from other cells, budgets, shapes and datasets; `audit PAPER --exact` lists them.\n"
+    yield "## Values that need no model\n"
+    yield "They follow from other printed values, budgets, shapes and datasets. `audit PAPER --exact` lists them.\n"
     grades: dict[tuple[str, str], Counter[str]] = {}
     for e in recomputed_cells(book):
         if name in ("all", e.cell.paper):
@@ -323,7 +323,7 @@ def _flags_section(book: Book, name: str) -> Iterator[str]:
                 cells_by_reason.setdefault(key, []).append(f"{cell.dataset} {cell.printed}".strip())
     if not cells_by_reason:
         return
-    yield "## Cells with a flag\n"
+    yield "## Values with a flag\n"
     yield "Repaired: the text is certainly wrong, and other places say what stands there. Suspect: as printed.\n"
     rows = []
     for (kind, paper, number, label, reason), cells in sorted(cells_by_reason.items()):

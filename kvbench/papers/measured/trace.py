@@ -96,7 +96,7 @@ def _describe_value(value: CellResult, cells: Parts) -> str:
     score, summary = value.status, value.summary
     if summary is not None and summary.score is not None:
         score = f"{summary.score:.6g} ({summary.metric}, {summary.n} lines)"
-    return ", ".join([score] + [f"cell {cell.id}" for _, cell in cells])
+    return ", ".join([score] + [f"result {cell.id}" for _, cell in cells])
 
 
 def _describe_entry(entry: CellView, stand_in: bool) -> Iterator[str]:

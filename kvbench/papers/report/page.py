@@ -24,6 +24,7 @@ from kvbench.papers.spec import catalogue
 from kvbench.report import writers
 from kvbench.report.render import UNCHANGED
 from kvbench.report.table import Table
+from kvbench.store.labels import explain_budgets
 
 HERE = Path(__file__).parent
 # the page may fetch nothing: its pictures, styles and scripts are all inline
@@ -195,6 +196,7 @@ class ReportPage:
                     f"{self.model} is a substitute model: compare its orders with the papers', not its values."
                 )
             lines.append(f"{len(self.audit)} findings about the papers' own numbers.")
+        lines += explain_budgets(str(run.get("method")) for run in self.runs)
         lines.append("Click a column's head to sort.")
         return lines
 
@@ -249,7 +251,7 @@ class ReportPage:
         if not measured:
             return "<p>None.</p>"
         # all have the facts of tables.FACTS, in one order
-        heads = ["table", "cells", "answers"]
+        heads = ["table", "results", "answers"]
         heads.extend(measured[0].facts)
         body = []
         for m in measured:

@@ -22,21 +22,22 @@ from kvbench.plan import presets
 from kvbench.plan.presets import Setting
 from kvbench.report.table import WIDTH
 from kvbench.report.writers import table
+from kvbench.store.labels import explain_budgets
 from kvbench.tasks.longbench import TASKS
 
 HEAD = """# Reference of the papers
 
-Made by `kvbench reference --format md` from the presets in `conf/preset`, the published cells in
-`kvbench/papers/data` and the methods, datasets and models that there are; a test compares it with them.
+`kvbench reference --format md` makes this page from the presets in `conf/preset`, the published values in
+`kvbench/papers/data`, and kvbench's methods, datasets and models. A test compares the page with them.
 
-Values of a preset stand in place of the plain defaults, and what you type wins. A table that needs a model needs the
-checkpoint that it names: `model=tiny` is a stand-in and shows trends at best. What the statements say is checked
+The values of a preset replace the plain defaults, and what you type wins. A table that needs a model needs the
+checkpoint that it names. `model=tiny` is a substitute model and shows trends at best. The statements are checked
 against the paper's own numbers alone ([the audit](../results/audit.md)).
 """
 QUANT = "quant"
 """A stage of ``h2o+quant``, which is ``qhitter`` with lam=1: kvbench has no method of that name."""
 TIMES = "times and peaks are those of its GPU"
-COLUMNS = ("", "kind", "title", "cells", "what can be reproduced")
+COLUMNS = ("", "kind", "title", "values", "what can be reproduced")
 SAYS = ("place", "statement, in our words", "by its own numbers")
 
 
@@ -138,11 +139,13 @@ def text(papers: Sequence[Paper]) -> str:
                 line += f" ({setting.model} only)"
             lines.append(_wrap_hanging(line, 33))
         lines.append("")
+        for note in explain_budgets(f"preset {setting.key}=" for setting in _settings(paper)):
+            lines += [fill(note, WIDTH), ""]
         for entry in paper.entries:
             row = _entry_row(entry, book)
             line = f"{row.name:<10} {row.kind}: {row.title}"
             if row.cells:
-                line += f"; cells: {row.cells}"
+                line += f"; values: {row.cells}"
             lines.append(_wrap_hanging(line, 13))
             # below the kind, behind the column of names
             indent = " " * 13
@@ -200,7 +203,7 @@ def _describe_exact_part(entry: CatalogueEntry, book: Book) -> str:
     recomputed = [e for e in recomputed_cells(book) if (e.cell.paper, e.cell.table) == (entry.paper, entry.id)]
     if recomputed:
         off = sum(not e.ok for e in recomputed)
-        description += f" ({len(recomputed)} cells, {off} off)"
+        description += f" ({len(recomputed)} values, {off} off)"
     return description
 
 

@@ -198,7 +198,9 @@ def _knobs_of_part(key: str, value: str, stand_in: StandIn, knob_names: Containe
             return {"grouping": value}
         case _ if key in RENAMED or key in knob_names:
             return {RENAMED.get(key, key): value}
-    raise KvbenchError(f"the setting {key}={value} of a published row has no knob in kvbench/papers/spec/row_knobs.py")
+    raise KvbenchError(
+        f"the setting {key}={value} of a published row has no option in kvbench/papers/spec/row_knobs.py"
+    )
 
 
 def _frozen_layers(value: str, stand_in: StandIn) -> str:

@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's options."""
     parser.add_argument("what", help="think, refreekv, uncomp, vatp, qhitter or all; one table as in think/7")
-    parser.add_argument("--exact", action="store_true", help="list the cells that need no model instead of findings")
+    parser.add_argument(
+        "--exact", action="store_true", help="list the values that can be recomputed, instead of findings"
+    )
     parser.add_argument("--format", choices=("text", "md"), default="text", help="text or Markdown (default text)")
 
 

@@ -30,10 +30,10 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "--format",
         choices=("text", "md", "latex"),
         default="text",
-        help="text is short, md and latex have all evidence",
+        help="text (short), md or latex (with all evidence)",
     )
     parser.add_argument(
-        "--explain", action="store_true", help="also quotations, all evidence and how verdicts are made"
+        "--explain", action="store_true", help="also print quotations, all evidence, and how verdicts are made"
     )
 
 

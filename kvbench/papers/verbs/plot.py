@@ -68,9 +68,11 @@ class FigureRecord(TypedDict):
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's options."""
-    parser.add_argument("overrides", nargs="*", metavar="ID | key=value", help="figures, model, and what it reads")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="ID | key=value", help="figures, model=, dataset=, and other keys"
+    )
     parser.add_argument("--from-csv", metavar="FILE", help="draw again from a figure's CSV, without a model")
-    parser.add_argument("--stored", action="store_true", help="measure nothing, draw what is in the store")
+    parser.add_argument("--stored", action="store_true", help="measure nothing, draw stored results")
 
 
 def main(args: argparse.Namespace) -> int:

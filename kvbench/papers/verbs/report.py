@@ -22,7 +22,7 @@ METHODS = {"method": "full,streamingllm,h2o,snapkv,snapkv+think", "kv_ratio": 0.
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's options."""
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="output=, samples=, also=, and run's keys")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="output=, samples=, also=, and keys of run")
 
 
 def main(args: argparse.Namespace) -> int:

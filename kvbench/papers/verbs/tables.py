@@ -28,6 +28,7 @@ def print_tables(options: dict[str, str], args: argparse.Namespace) -> int:
     from kvbench.papers.measured import page
     from kvbench.papers.spec import table_spec
     from kvbench.papers.timed import timings
+    from kvbench.store.labels import explain_budgets
 
     model = options.pop("model", "")
     tables = table_spec.find(args.table)
@@ -58,6 +59,9 @@ def print_tables(options: dict[str, str], args: argparse.Namespace) -> int:
         # each table is printed once it is measured: all tables of a paper take hours
         if not args.json:
             print(page.render(outcome, args.format, args.show, sys.stdout.isatty()), end="")
+            if args.format == "text":
+                for note in explain_budgets(line.row.name.replace(";", " ") for line, _ in outcome.rows):
+                    print(fill(note, 100))
     if args.json:
         records = [page.as_json(view) for view in views]
         content = records if len(tables) > 1 else records[0]

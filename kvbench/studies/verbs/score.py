@@ -49,10 +49,12 @@ class ScoreOptions:
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's options."""
     parser.add_argument("path", metavar="PATH", help="folder of predictions, or one file")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="how to score, and what made the answers")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="options of scoring, and model= and method= of the answers"
+    )
     parser.add_argument("--model", help="model that made the answers, the same as model=")
     parser.add_argument("--method", help="method that made the answers, the same as method=")
-    parser.add_argument("--store", action="store_true", help="import each dataset as a cell; needs model= method=")
+    parser.add_argument("--store", action="store_true", help="store each dataset as a result; needs model= and method=")
     parser.add_argument("--timing", action="store_true", help="add the seconds of each dataset to the table")
     format_argument(parser)
 
@@ -107,7 +109,7 @@ def main(args: argparse.Namespace) -> int:
     elif scored:
         notes = table.notes(records, verdicts)
         if cells:
-            notes.append(f"Imported as {len(cells)} cells of {options.results}/cells (kvbench list runs).")
+            notes.append(f"Imported as {len(cells)} results below {options.results}/cells (kvbench list runs).")
         print(writers.compose(table.sheets(records, verdicts, means, args.timing), notes, args.format), end="")
     # a program may read stdout, so times and errors go to stderr
     if scored:

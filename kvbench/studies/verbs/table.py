@@ -20,9 +20,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="model=, limit=, results=, ...")
     parser.add_argument("--show", default="both", help="both, ours, published or delta (default both)")
     parser.add_argument("--format", default="text", help="text, md, csv, latex or html (default text)")
-    parser.add_argument("--stored", action="store_true", help="measure nothing, show what is in the store")
+    parser.add_argument("--stored", action="store_true", help="measure nothing, show stored results")
     parser.add_argument("--plan", action="store_true", help="show what would be measured, and stop")
-    parser.add_argument("--trace", nargs=2, metavar=("ROW", "COL"), help="the stored lines behind one number")
+    parser.add_argument("--trace", nargs=2, metavar=("ROW", "COL"), help="list the stored answers behind one number")
 
 
 def main(args: argparse.Namespace) -> int:
@@ -50,10 +50,11 @@ def _print_own_table(name: str, options: dict[str, str], args: argparse.Namespac
     """Measure a table that no paper prints, and print it. Return the exit status."""
     from kvbench.report import of_run, writers
     from kvbench.run import experiment
+    from kvbench.store.labels import explain_budgets
     from kvbench.studies import own_tables
 
     if args.trace:
-        raise UsageError(f"--trace is of papers' tables, not of {name}: kvbench show CELL prints stored answers")
+        raise UsageError(f"--trace is of papers' tables, not of {name}: kvbench show ID prints stored answers")
     model = options.pop("model", "") or "tiny"
     runs = own_tables.prepare(name, model, options)
     if args.plan:
@@ -79,5 +80,7 @@ def _print_own_table(name: str, options: dict[str, str], args: argparse.Namespac
         notes = list(dict.fromkeys(report.settings for report in reports))
         notes += table.notes
         notes += reports[0].notes
+        if args.format == "text":
+            notes += explain_budgets(row.method for report in reports for row in report.rows)
         print(writers.compose(table.sheets, notes, args.format), end="")
     return 1 if statuses & {"refused", "failed"} else 0
