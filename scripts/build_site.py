@@ -48,7 +48,7 @@ TABS = {"METHODS": method_pages.navigation, "PAPERS": paper_pages.navigation}
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Put the pages of methods and papers into the navigation."""
     logging.getLogger("jieba").setLevel(logging.WARNING)
-    config.nav = _with_pages(config.nav)
+    config.nav = _with_pages(config.nav or [])
     return config
 
 

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-import ziamath
 from kept_tokens import RATIO, figure
 from latex2mathml.converter import convert
 from option_tables import of_text
+from ziamath import zmath
 
 from kvbench.base.conf import commented, conf_dir
 from kvbench.methods.core import registry
@@ -201,11 +201,10 @@ def _budget(method: str) -> list[str]:
 
 
 def _formula(latex: str) -> str:
-    """Return a line of formulas as pictures (SVG), which need no font and no script of the reader's. They wrap on a "
-    "phone."""
+    """Return a line of formulas as pictures (SVG). They need no font or script of the reader's, and wrap on a phone."""
     pictures = []
     for part in re.split(r",?\s*\\qquad\s*", latex):
-        svg = ziamath.Latex(part, size=FORMULA_SIZE, color="currentColor").svg()
+        svg = zmath.Latex(part, size=FORMULA_SIZE, color="currentColor").svg()
         label = html.escape(part, quote=True)
         pictures.append(svg.replace("<svg ", f'<svg role="img" aria-label="{label}" ', 1))
     return f'<div class="formula">{"".join(pictures)}</div>'

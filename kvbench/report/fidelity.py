@@ -121,7 +121,7 @@ def legend(report: ReportData) -> list[str]:
     return [
         "KL: divergence of the next-token distribution from the full cache's, in nats, mean over the tokens of a text "
         "that is forced on both. [a, b]: 95 % interval over prompts. Same choice: equal likeliest token. Δp: "
-        "root mean square change of the true token's probability. Perplexity ratio: over the full cache's. Rounding alone "
-        f"makes at most {max(floors):.1g} nats here: the change when one element of each key of the first layer moves by "
-        "one unit in the last place. Means below 3 times as much say nothing and are shown as ≤ rounding."
+        "root mean square change of the true token's probability. Perplexity ratio: over the full cache's. Rounding "
+        f"alone makes at most {max(floors):.1g} nats here: the change when one element of each key of the first layer "
+        "moves by one unit in the last place. Means below 3 times as much say nothing and are shown as ≤ rounding."
     ]
