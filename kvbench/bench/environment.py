@@ -47,7 +47,10 @@ def facts(device: torch.device) -> dict[str, object]:
 
 
 def under_load(device: torch.device) -> dict[str, object]:
-    """Return a GPU's clocks right after work, since an idle GPU's clocks differ. Return {} on a CPU."""
+    """Return the facts to read while the device is still warm from work: {"clocks_after": a GPU's clocks}.
+
+    An idle GPU has other clocks. Return {} on a CPU.
+    """
     if device.type != "cuda":
         return {}
     return {"clocks_after": clocks(device)}

@@ -17,6 +17,9 @@ from kvbench.kv.observation import Observation
 from kvbench.kv.segment import LayerCache
 from kvbench.methods.core.chain import Chain
 
+SCORED_QUERIES = 512
+"""The most queries whose attention rows are assumed to be in memory at once: ``window_sums`` goes block by block."""
+
 
 @dataclass(frozen=True)
 class MeasuredLayers:
@@ -196,14 +199,19 @@ def measure(chain: Chain, shape: Shape, n: int, dtype: torch.dtype) -> MeasuredL
 
 
 def working_bytes(chain: Chain, shape: Shape, n: int, itemsize: int) -> int:
-    """Estimate the bytes that building a layer takes: keys, values, fp32 copies, scores of queries, and results."""
+    """Estimate the most bytes in use at once while layers of n tokens are built and compressed.
+
+    itemsize: the bytes of one number of keys and values.
+    """
     heads = chain.heads(shape.kv_heads, shape.query_heads)
-    # keys and values with their fp32 copies, and four more fp32 tensors of every head while a stage works
-    dense = 2 * shape.kv_heads * n * shape.head_dim * (itemsize + 4) + 4 * heads * n * shape.head_dim * 4
+    # keys and values, each also as an fp32 copy
+    keys_and_values = 2 * shape.kv_heads * n * shape.head_dim * (itemsize + 4)
+    # four more fp32 tensors of all stored heads while a stage works
+    of_stage = 4 * heads * n * shape.head_dim * 4
     # fp32 scores [query heads, last queries, n], their softmax and one more copy
-    scores = 3 * 4 * shape.query_heads * n * min(chain.needs(n).last_q, 512)
+    scores = 3 * 4 * shape.query_heads * n * min(chain.needs(n).last_q, SCORED_QUERIES)
     stored = 0
     if chain.rebalancer is not None:
         # all layers are built before the budget is divided
         stored = shape.full_bytes(n, itemsize, heads)
-    return dense + scores + stored
+    return keys_and_values + of_stage + scores + stored

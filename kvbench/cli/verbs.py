@@ -15,7 +15,7 @@ class Verb(TypedDict):
 
     module: the module with the verb's ``arguments`` and ``main``.
     group: the heading above the verb in ``--help``. about: the verb's line there.
-    also: words that users may type for the verb, and that are none.
+    also: words that are no verbs, but that users may type for this one.
     help: the text below the verb's own options.
     plugins: functions of other rooms, each as ``package.module:function``.
     """
@@ -45,7 +45,10 @@ def overview() -> str:
 
 
 def meant_by(word: str) -> list[str]:
-    """Return the verbs that a word which is none may stand for: by meaning, else the one whose letters are nearest."""
+    """Return the verbs that a user may have meant by ``word``, which is no verb.
+
+    These are the verbs that list the word under ``also``. If there are none, it is the verb that is spelt most like it.
+    """
     by_meaning = [verb for verb, entry in VERBS.items() if word.lower() in entry["also"]]
     if by_meaning:
         return by_meaning

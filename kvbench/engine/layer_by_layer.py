@@ -66,9 +66,10 @@ class CompressedLayers:
             self.caches[i] = ops.expand(self.caches[i])
 
     def replayed(self, received: Sequence[Tensor] | None) -> None:
-        """Compress the layers by the attention [Hq, n] that each layer received in further passes over the prompt.
+        """Compress the layers, which hold all tokens until now, after the model has read the prompt again.
 
-        Until now the layers hold all tokens. None means that there were no passes, because all tokens stay.
+        ``received`` has for each layer the attention [Hq, n] that its tokens received in the further passes. It is None
+        if there were no such passes, because all tokens stay.
         """
         dense_layers, selector = self.caches, self.chain.replayer
         if received is not None and selector is not None:
@@ -77,8 +78,10 @@ class CompressedLayers:
                 # a stored head takes the best score of its query heads: [Hq, n] -> [heads, Hq / heads, n] -> [heads, n]
                 score = layer_received.view(dense.heads, -1, layer_received.shape[1]).amax(dim=1)
                 scored.append(ops.with_state(dense, score=score))
+            # the selector divides one budget over all layers and drops the tokens with the lowest scores
             self.caches = selector.rebalance(scored, len(scored))
         self._run_later_stages()
+        # record in ``mismatch`` if a layer does not hold the prompt's own keys and values
         for i, (dense, obs) in enumerate(zip(dense_layers, self._observations, strict=True)):
             source = _select_source(self.caches[i], dense.segments[0], obs)
             self._compare(i, self.caches[i], source, all_read=True)

@@ -35,7 +35,7 @@ class Codec(ABC):
     """
 
     settles: ClassVar[Literal["", "tensor", "head"]] = ""
-    """Who shares a scale that ``settle`` sets once: ``tensor``: a layer's heads, ``head``: no other, '': no one."""
+    """Which scale the prompt settles for later tokens: ``tensor`` one per layer, ``head`` one per head, '' none."""
 
     rotate: str = "none"
     block: int = 2**30
@@ -83,7 +83,7 @@ class Codec(ABC):
         return basis(channels, self.rotate, self.block, device)
 
     def coded_channels(self, channels: int) -> int:
-        """Return C': ``channels``, and any that the rotation pads."""
+        """Return C', the number of coded channels: ``channels`` and the padding that the rotation adds."""
         if self.rotate == "none":
             return channels
         return width(channels, self.rotate)
@@ -95,8 +95,8 @@ class Codec(ABC):
     def pack(self, x: Tensor, frozen: Tensor | None = None, part: int = PART) -> Coded:
         """Encode x [..., H, L, C].
 
-        ``frozen`` are scales settled before. Without them x settles its own. ``part`` elements are coded at a time: the
-        number changes no code.
+        ``frozen`` are the scales that the prompt settled. Without them x settles its own. ``part`` is the number of
+        elements that are coded at a time. It bounds memory and changes no code.
 
         Raises KvbenchError if a value is not finite, or a scale exceeds the type in which it is stored.
         """

@@ -16,7 +16,7 @@ class CappedScale(float):
 
     @classmethod
     def of(cls, factor: float, cap: float | None) -> float:
-        """Return ``factor`` with a ``cap`` above 0, or the plain factor if ``cap`` is None."""
+        """Return a factor that carries ``cap`` (above 0), or the plain ``factor`` if ``cap`` is None."""
         if cap is None:
             return factor
         # float's own constructor takes no second argument

@@ -205,15 +205,17 @@ class LayerCache:
 
     def kept_positions(self) -> list[Tensor]:
         """Return the original positions of the tokens held, one ascending int32 tensor per stored head."""
+        # a low-rank chain stores under one head, but its keys and values have all kv heads until latents replace them
         heads = max(self.heads, max((s.heads for s in self.segments), default=0))
         parts_by_head: list[list[Tensor]] = [[] for _ in range(heads)]
         for segment in self.segments:
             if segment.lengths is None:
-                positions = per_head(segment.positions, heads).unbind()
+                positions_by_head = per_head(segment.positions, heads).unbind()
             else:
-                positions = segment.positions[0].split(segment.lengths.tolist())
-            for parts, of_head in zip(parts_by_head, positions, strict=True):
-                parts.append(of_head)
+                # ragged heads lie one after the other in a single row
+                positions_by_head = segment.positions[0].split(segment.lengths.tolist())
+            for parts, positions in zip(parts_by_head, positions_by_head, strict=True):
+                parts.append(positions)
         return [_join(parts, dim=0) for parts in parts_by_head]
 
     def even_positions(self) -> Tensor | None:

@@ -205,19 +205,21 @@ class QHitter(EvictingSelector, Packer):
         positions: torch.Tensor,
         first_count: torch.Tensor,
     ) -> torch.Tensor:
-        """Return the scores [B, H, S] of slots. The largest stay.
+        """Return the scores of slots. The slots with the largest scores stay.
 
-        state: the running state, each [B, H, S].
-        valid: [B, H, S], the slots in use. Their minimum and maximum normalise S (and, under ``paper``, the errors).
-        older: [B, H, S], the slots that are not among the recent tokens.
-        positions: [B, H, S], the positions of the slots' tokens.
+        All tensors but ``first_count`` are [batch, heads, slots].
+
+        state: the running state by name. ``mass`` is the accumulated attention S of the class's formulas.
+        valid: the slots in use. Their minimum and maximum normalise the attention (and, under ``paper``, the errors).
+        older: the slots that are not among the recent tokens.
+        positions: the positions of the slots' tokens.
         first_count: the number of older slots that stay by attention alone. They score above all others.
         """
         mass = state["mass"]
         if self.lam == 1:
-            # H2O's score, whose order no normalisation changes
+            # with lam = 1 the score is the attention alone, and normalising it would not change the order
             return mass
-        # dimensions 1 and 2 of [B, H, S] are the heads and tokens of one layer
+        # the heads and slots of one layer are normalised together
         layer_dims = (1, 2)
         attention = _normalise(mass, layer_dims, valid)
         if self.variant == "paper":
@@ -227,7 +229,7 @@ class QHitter(EvictingSelector, Packer):
             return self.lam * attention + (1 - self.lam) * (2 - k_loss - v_loss)
         # lam * S + (1 - lam) * (2 - e_K - e_V) / 2, at most 1
         scores = self.lam * attention + (1 - self.lam) * state["friendly"]
-        # at 2 or more the tokens that are held by attention alone are above all others
+        # all scores are at most 1, so 2 puts the tokens that stay by attention alone above all others
         by_attention = older & (ranks(mass, positions, older) < first_count)
         return torch.where(by_attention, 2 + attention, scores)
 
@@ -239,7 +241,7 @@ def _normalise(x: torch.Tensor, dims: tuple[int, ...], among: torch.Tensor | Non
     """
     for_minimum, for_maximum = x, x
     if among is not None:
-        # infinite entries never are the minimum, or the maximum
+        # an entry of +inf is never the minimum, and one of -inf never the maximum
         for_minimum = x.masked_fill(~among, torch.inf)
         for_maximum = x.masked_fill(~among, -torch.inf)
     low = for_minimum.amin(dim=dims, keepdim=True)

@@ -23,6 +23,7 @@ MOST_TIMES = 4
 Models with a tied or a missing weight are far below this. Missing weights are reported by name later.
 """
 WRONG_SHAPE = "has weights of another shape than its config.json says"
+ONE_MODEL = "Do config.json and the weights belong to one model, and are all files of weights there?"
 Stored = tuple[str, Sequence[int]]
 """The dtype of a stored tensor, as safetensors names it, and its shape."""
 
@@ -37,7 +38,7 @@ def read(path: str, location: str, **options: Any) -> PreTrainedModel:
     Raises UsageError with the names of weights that are missing, left over, of another shape or no floats. Tensors that
     transformers itself leaves out (buffers of rotations, the second copy of a tied weight) are no error.
     """
-    _check_before(path, options["config"], _read_headers(_find_folder(options["config"], location)))
+    _check_count(path, options["config"], _read_headers(_find_folder(options["config"], location)))
     loading: Any = AutoModelForCausalLM.from_pretrained(
         location, use_safetensors=True, output_loading_info=True, ignore_mismatched_sizes=True, **options
     )
@@ -59,22 +60,25 @@ def read(path: str, location: str, **options: Any) -> PreTrainedModel:
 
 def _fault(path: str, fault: str, names: Iterable[str]) -> UsageError:
     """Return the refusal of a checkpoint for a fault of the weights that ``names`` describe."""
-    return UsageError(
-        f"model={path} {fault}: {_list_first(names)}. Are config.json and weights of one model, and all of it?"
-    )
+    return UsageError(f"model={path} {fault}: {_list_first(names)}. {ONE_MODEL}")
 
 
-def _check_before(path: str, config: Any, stored: Mapping[str, Stored]) -> None:
-    """Raise UsageError, before memory is taken, for a config.json that asks for far more weights than are stored.
+def _check_count(path: str, config: Any, stored: Mapping[str, Stored]) -> None:
+    """Raise UsageError, before memory is taken, if config.json asks for more weights than are stored.
 
-    ``stored`` has the tensors in its files by name. It is empty before a download. transformers may rename, join or
-    transpose weights without changing their number. Only a model that needs more numbers than its files hold is
-    therefore refused here.
+    It may ask for up to MOST_TIMES as many if no stored weight has another shape than the model's weight of its name:
+    a model with a tied or a missing weight does so. Other shapes alone are no error, because transformers may rename,
+    join or transpose weights without changing their number.
+
+    ``stored`` are the tensors in the model's files by name. Before a download there are none, and nothing is checked.
     """
     stored_numbers = sum(math.prod(shape) for _, shape in stored.values())
-    # a packed integer holds several weights, so numbers cannot be compared; such files are refused later
-    if not stored_numbers or any(dtype not in FLOATS for dtype, _ in stored.values()):
+    if not stored_numbers:
         return
+    # a packed integer holds several weights, so numbers cannot be compared; such files are refused later
+    if any(dtype not in FLOATS for dtype, _ in stored.values()):
+        return
+    # the meta device has shapes without memory
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(copy.deepcopy(config))
     shapes = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
@@ -88,7 +92,7 @@ def _check_before(path: str, config: Any, stored: Mapping[str, Stored]) -> None:
     if needed_numbers > MOST_TIMES * stored_numbers:
         raise UsageError(
             f"model={path}: its config.json asks for {needed_numbers:,} weights, and its files hold "
-            f"{stored_numbers:,}. Are config.json and weights of one model, and all of it?"
+            f"{stored_numbers:,}. {ONE_MODEL}"
         )
 
 

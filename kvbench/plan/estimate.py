@@ -42,32 +42,39 @@ class Estimate:
         return self.layer + max(per_prompt, min(prompts * per_prompt, memory))
 
     def alone(self, cell: Cell) -> int:
-        """Return the bytes that one prompt of the cell takes, the least for any part of the group with this cell."""
+        """Return the bytes that one prompt takes under this cell alone. No part with this cell takes less."""
         return self.layer + self.cells.get(cell.id, 0)
 
     def parts(self, group: Group, memory: int) -> list[Group]:
-        """Return parts of the group that fit into ``memory`` with one prompt each. A cell too large is a part alone.
+        """Divide the group into parts, such that one prompt of all cells of a part fits into ``memory``.
 
-        Cells that share a prefill stay together where they can, since each further part reads the prompts again.
+        A cell that does not fit even alone is a part of its own. Cells that share a prefill stay together where they
+        can, since each further part reads the prompts again. Cells without work left are in no part.
         """
         memory_for_rows = memory - self.layer
-        by_key: dict[str, list[Cell]] = {}
+        cells_by_prefill: dict[str, list[Cell]] = {}
         for cell in group.cells:
             if cell.id in self.cells:
-                by_key.setdefault(cell.chain.prefill_key, []).append(cell)
+                cells_by_prefill.setdefault(cell.chain.prefill_key, []).append(cell)
         parts: list[list[Cell]] = [[]]
-        for cells in by_key.values():
-            cells_bytes = self._prompt_bytes(cells)
-            fits_alone = cells_bytes <= memory_for_rows
-            if parts[-1] and fits_alone and self._prompt_bytes(parts[-1]) + cells_bytes > memory_for_rows:
+
+        def last_is_full(more_bytes: int) -> bool:
+            """Return True if the last part has cells, and there is no room beside them for ``more_bytes``."""
+            return bool(parts[-1]) and self._prompt_bytes(parts[-1]) + more_bytes > memory_for_rows
+
+        for cells in cells_by_prefill.values():
+            bytes_together = self._prompt_bytes(cells)
+            # cells that fit into one part are not divided just because the last part is partly taken
+            if bytes_together <= memory_for_rows and last_is_full(bytes_together):
                 parts.append([])
             for cell in cells:
-                if parts[-1] and self._prompt_bytes(parts[-1]) + self.cells[cell.id] > memory_for_rows:
+                if last_is_full(self.cells[cell.id]):
                     parts.append([])
                 parts[-1].append(cell)
         return [replace(group, cells=tuple(cells)) for cells in parts if cells]
 
     def _prompt_bytes(self, cells: Sequence[Cell]) -> int:
+        """Return the bytes that one prompt takes while all of ``cells`` decode it."""
         return sum(self.cells[c.id] for c in cells)
 
 

@@ -32,10 +32,10 @@ class CellResult:
 
     status: measured, missing, refused or failed.
     settings: the settings that ``labels.fields`` returns.
-    floor: whether a full cache's scores say nothing; None for other cells.
-    fall_beside_full: the fall from a context's first question to its last minus the full cache's.
+    floor: for a cell of the full cache, whether the model fails on the task; None for any other cell.
+    fall_beside_full: the score of a context's last question minus that of its first, compared with the full cache.
     unchanged: whether nothing was compressed: tokens, bytes and answers are the full cache's.
-    damaged: whether it counts as failed since its files cannot be read.
+    damaged: whether the cell counts as failed because its files cannot be read.
     """
 
     task: str
@@ -56,7 +56,7 @@ class CellResult:
         # the order of the keys is the order in which they are printed: entries join one after the other
         record: dict[str, object] = {"task": self.task, "cell": self.cell, "evicts": self.evicts}
         record |= self.settings
-        # None means that the question does not arise for this cell, which False would deny
+        # only cells of the full cache have this key
         if self.floor is not None:
             record["floor"] = self.floor
         record["status"] = self.status
@@ -164,7 +164,7 @@ class ReportRow:
 
 @dataclass(frozen=True)
 class ReportColumn:
-    """One task of a report. ``floor`` is True if the full cache's own scores on it say nothing."""
+    """One task of a report. ``floor`` is True if the model fails on it even with the full cache."""
 
     task: str
     metric: str
@@ -176,7 +176,9 @@ class ReportColumn:
 class ReportData:
     """The content of a run's table: cells by method and task, notes for the reader, the results folder.
 
-    notes: what a reader must know to read the scores. remarks: how they were measured, for who wants to know.
+    notes: what a reader must know to read the scores.
+    remarks: how the scores were measured, which a reader need not know.
+    matched: the budgets of a run at equal memory.
     apart: the rows that were measured by another run or part than the first.
     """
 
@@ -201,7 +203,10 @@ class ReportData:
 
     @property
     def task_names(self) -> list[str]:
-        """Return the tasks' names as a table heads them: "qasper" where all tasks are of LongBench."""
+        """Return the tasks' names for the head of a table.
+
+        If all tasks are of one dataset, its name is left out: ``longbench/qasper`` becomes ``qasper``.
+        """
         names = [column.task for column in self.columns]
         if not names:
             return []

@@ -385,13 +385,13 @@ def write(run: Run, root: Path) -> Path:
 
 
 def check_names(runs: Sequence[Run], root: Path) -> None:
-    """Raise UsageError if two runs would be one folder."""
-    # maps each folder's name to the label of the method that has it
-    methods: dict[str, str] = {}
+    """Raise UsageError if two runs would be written into folders of the same name below ``root``."""
+    labels_by_folder: dict[str, str] = {}
     for run in runs:
         folder = folder_name(run.config(root))
-        if folder in methods:
+        if folder in labels_by_folder:
             raise UsageError(
-                f"{methods[folder]} and {run.cell.label} would both be the folder {folder}: choose with method=, cells="
+                f"{labels_by_folder[folder]} and {run.cell.label} would both be the folder {folder}: choose with "
+                "method=, cells="
             )
-        methods[folder] = run.cell.label
+        labels_by_folder[folder] = run.cell.label

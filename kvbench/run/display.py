@@ -131,9 +131,11 @@ class Display:
 
 
 def _work(prepared: RunPlan, group: Group, answers: int) -> TaskTime:
-    """Return the work of a group, with the sizes that relate it to other groups."""
+    """Return the work that a group has left: its ``answers``, and the number and sizes of the prompts to be read."""
     # prompts with a stored answer are not read again, so their lengths must not enter the mean
     waiting = prepared.left(group)
     examples = [e for e in group.examples if e.id in waiting]
+    # a window of a text has token ids in place of a prompt
     length = fmean(len(e.tokens) or len(e.prompt) for e in examples)
-    return TaskTime(answers, len(examples), length, max(e.max_new_tokens for e in examples))
+    longest_answer = max(e.max_new_tokens for e in examples)
+    return TaskTime(answers, len(examples), length, longest_answer)

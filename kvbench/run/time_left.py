@@ -41,7 +41,8 @@ class TaskTime:
     """The work of one task, and the time that it has taken so far.
 
     answers, prompts: the number of each that the task has in all.
-    length, longest_answer: the mean length of its prompts in characters, and the most tokens of an answer.
+    length: the mean length of its prompts, in characters, or in tokens for windows of a text.
+    longest_answer: the most tokens of an answer.
     read, done: the prompts begun and the answers that have come.
     pure, pure_s: the prompts with no answer between them and the next prompt, and the seconds of reading these.
     mixed: the prompts that an answer followed. Their time is part of ``other_s``.

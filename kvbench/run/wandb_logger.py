@@ -239,19 +239,25 @@ class _Sender:
         return cells
 
     def _run(self, cell: Cell) -> _CellRun:
+        """Return the open W&B run of a cell. It is started when it is first asked for."""
         if cell.id not in self.open:
             cfg = self.prepared.cfg
             group = next(g for g in self.prepared.groups if cell.id in {c.id for c in g.cells})
-            name = run_id(cell, cfg.shard, cfg.shards)
-            # W&B filters and groups runs by this word
-            kind = "shard"
-            if cfg.shards == 1:
-                kind = "cell"
-            run = self._init(name, cell, f"{cell.label} · {cell.column}", kind, describe(self.prepared, cell))
+            # W&B filters and groups runs by their job_type: the run of a whole cell, or of one shard
+            job_type = "cell"
+            if cfg.shards > 1:
+                job_type = "shard"
+            run = self._init(
+                run_id(cell, cfg.shard, cfg.shards),
+                cell,
+                name=f"{cell.label} · {cell.column}",
+                job_type=job_type,
+                config=describe(self.prepared, cell),
+            )
             self.open[cell.id] = _CellRun(run, group, self.prepared.store.samples(cell.id))
         return self.open[cell.id]
 
-    def _init(self, id: str, cell: Cell, name: str, kind: str, config: dict[str, object]) -> Any:
+    def _init(self, id: str, cell: Cell, name: str, job_type: str, config: dict[str, object]) -> Any:
         """Start a W&B run beside the open ones and return it; if the service does not answer, start one on disk."""
         dataset = cell.task.id.partition("/")[0]
         preset = self.prepared.cfg.preset
@@ -269,7 +275,7 @@ class _Sender:
                 id=id,
                 name=name,
                 group=self.cfg.group or group_name,
-                job_type=kind,
+                job_type=job_type,
                 config=config,
                 project=self.cfg.project,
                 entity=self.cfg.entity,

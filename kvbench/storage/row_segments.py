@@ -34,11 +34,11 @@ class Shared:
     place: Tensor  # [B, Hq] int64
 
     def rows(self, index: Tensor) -> Shared:
-        """Return the sharing for the rows ``index`` only."""
+        """Return how query heads share logits in the rows ``index`` of the batch."""
         return Shared(self.leading[index], take(self.key_rows, index), self.place[index])
 
     def over(self, heads: int) -> Shared:
-        """Return the same sharing over stored keys of all ``heads``, not only of the heads that are read."""
+        """Return the same sharing for a batch that stores the keys of all ``heads``, also of those that none reads."""
         group = self.place.shape[1] // heads
         return Shared(self.leading, self.leading // group, self.place)
 
@@ -182,12 +182,14 @@ def take(t: Tensor | None, index: Tensor) -> Tensor | None:
 
 
 def roomy(least: int, held: int, most: int) -> int:
-    """Return for how many tokens to make room when storage is full.
+    """Return the number of tokens for which to make room when storage is full.
 
-    least: the tokens for which there must be room.
-    held: the tokens that rows hold now. Storage grows by a share of them. It is therefore never far above them, and is
-    copied a bounded number of times.
-    most: the tokens for which there will ever be need of room.
+    Storage grows by a share of the tokens held. It is therefore never much larger than them, and is copied only a
+    bounded number of times.
+
+    least: the tokens that must fit now.
+    held: the tokens that rows hold now.
+    most: the most tokens that will ever be stored.
     """
     return max(least, min(most, least + max(held // GROWTH, FEWEST)))
 
@@ -218,7 +220,10 @@ def beside(channels: Sequence[Tensor | None]) -> Tensor | None:
 
 
 def flat(segments: Sequence[Segment]) -> Ragged:
-    """Return segments of one format with ragged heads, one of each row, as one ragged batch. A single row is a view."""
+    """Return segments of one format with ragged heads, one of each row, as one ragged batch.
+
+    The batch of a single row is a view.
+    """
     counts = [s.lengths for s in segments if s.lengths is not None]
     lengths = torch.stack(counts).to(torch.int32)
     if len(segments) == 1:
@@ -238,9 +243,10 @@ def flat(segments: Sequence[Segment]) -> Ragged:
 
 
 def stack(segments: Sequence[Segment], positions: bool = False) -> RowSegment:
-    """Return segments of one format with even heads, one of each row, as one padded batch. A single row is a view.
+    """Return segments of one format, one of each row, as one padded batch. The batch of a single row is a view.
 
-    With ``positions``, the batch keeps the tokens' positions, because a sliding window needs them.
+    All heads of a segment hold equally many tokens. With ``positions``, the batch keeps the tokens' positions, because
+    a sliding window needs them.
     """
     longest = max(s.tokens for s in segments)
     valid = lengths = None

@@ -46,7 +46,10 @@ class Writer:
         self.written()
 
     def close(self) -> None:
-        """Sync the file and release the lock. A mark as failed or interrupted stays."""
+        """Sync the file, remove the mark that the cell has started, and release the lock.
+
+        A mark that the cell has failed or was interrupted stays.
+        """
         try:
             self.out.close()
             # without the mark ``started``, a cell's lines alone decide whether it is done in part or complete

@@ -283,7 +283,11 @@ def _length_limit(
 
 
 def part(tokenizer: Any, ids: Sequence[int], text: str, question: str, cut: int) -> Encoded:
-    """Return the ids of ``text`` divided into context and question. Joined, they are the ids of the whole text."""
+    """Divide ``ids``, the token ids of ``text``, into context and question.
+
+    question: the last part of ``text``, to be read after the compression; '' if nothing is withheld.
+    cut: how many tokens were cut out of the prompt before, for the record.
+    """
     question_length = _count_question(tokenizer, text, question)
     divide = len(ids) - question_length
     return Encoded(tuple(ids[:divide]), tuple(ids[divide:]), cut)

@@ -41,13 +41,13 @@ NOUNS = WORDS["objects"] + WORDS["places"] + WORDS["cities"]
 
 @dataclass(frozen=True)
 class RecordForm:
-    """The form of a context of records.
+    """A kind of context made of records: how it is written, asked about, read from a published file, and generated.
 
-    write: from records to the context's text.
-    question: a template with ``{}`` for the key.
-    most: the largest number of records in a context.
-    read: from a row of the published file to (the records of the case, the key that it asks for).
-    generate: from a seed and a number to as many records.
+    write: returns the context's text from its records.
+    question: the text of a question, with ``{}`` in place of the key.
+    most: the largest number of records that a context may have.
+    read: returns, from a row of the published file, (the records of its context, the key that it asks for).
+    generate: returns, from a seed and a count, that many records.
     """
 
     metric: str

@@ -94,7 +94,12 @@ class MicroscaledFp4(Codec):
         return {"codes": pack(codes.flatten(-2), 4, layout="stream"), "scale": scale_bytes[..., 0]}
 
     def _encode_under_shared_scale(self, x: Tensor, absmax: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (codes, bytes of the e4m3 scales) under ``nv`` for blocks x [..., blocks, group]."""
+        """Return (codes, bytes of the e4m3 scales) under ``nv`` for blocks x [..., blocks, group].
+
+        absmax: [..., blocks, 1], the largest magnitude of each block.
+        g: the scale of the whole tensor, which all blocks share.
+        """
+        # b = e4m3(absmax / (6 g))
         scale = _e4m3(absmax / (LARGEST * g))
         if self.four_over_six:
             # absmax / 4 puts the largest value on level 4, and avoids the wide gap between levels 4 and 6
@@ -104,7 +109,10 @@ class MicroscaledFp4(Codec):
         return _scaled_codes(x, scale, g), scale.view(torch.uint8)
 
     def _encode_under_powers_of_two(self, x: Tensor, absmax: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (codes, biased exponents) under ``ocp`` or ``sglang`` for blocks x [..., blocks, group]."""
+        """Return (codes, biased exponents) under ``ocp`` or ``sglang`` for blocks x [..., blocks, group].
+
+        absmax: [..., blocks, 1], the largest magnitude of each block.
+        """
         # frexp gives absmax = mantissa * 2^exponent with a mantissa in [0.5, 1)
         if self.kind == "ocp":
             # floor(log2 absmax) is exponent - 1; the 2 is the exponent of the largest level, 6 = 1.5 * 2^2

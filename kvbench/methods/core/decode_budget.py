@@ -49,18 +49,21 @@ class DecodeBudget(Evictor):
 
     def tokens_after(self, cache: LayerCache, layer: int, new: int) -> tuple[list[int], list[int]]:
         assert cache.observed is not None
-        tokens = most = cache.tokens
+        held = most_held = cache.tokens
         seen, end = cache.seen, cache.seen + new
         while seen < end:
-            # read counts new tokens so far; the selector chooses again after each ``every`` of them
-            read = seen - cache.prompt_tokens
-            if read and read % self.every == 0:
-                tokens = min(tokens, self.selector.budget(seen, layer, cache.observed.n_layers))
-            # all tokens up to the next choice are added to those held
-            added = min(end - seen, self.every - read % self.every)
-            tokens, seen = tokens + added, seen + added
-            most = max(most, tokens)
-        return [tokens] * cache.heads, [most] * cache.heads
+            behind_prompt = seen - cache.prompt_tokens
+            since_choice = behind_prompt % self.every
+            # the selector chooses when ``every`` tokens are new, and then holds its budget
+            if behind_prompt and since_choice == 0:
+                held = min(held, self.selector.budget(seen, layer, cache.observed.n_layers))
+            # until the next choice, or the end, every new token is added
+            added = min(self.every - since_choice, end - seen)
+            held += added
+            seen += added
+            most_held = max(most_held, held)
+        # all heads hold equally many tokens
+        return [held] * cache.heads, [most_held] * cache.heads
 
 
 def refusal(selector: Selector) -> str:

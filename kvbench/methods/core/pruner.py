@@ -46,7 +46,7 @@ class ChannelPruner(Stage):
     rounding: str = knob("code", one_of("code", "paper"))
 
     def count_channels(self, ratio: float, head_dim: int) -> int:
-        """Return T, the number of ``head_dim`` channels that stay without the fraction ``ratio``, at least one."""
+        """Return T, how many of ``head_dim`` channels stay if the fraction ``ratio`` is removed; at least one."""
         # released code: T = D - int(ratio * D)
         channels = head_dim - int(ratio * head_dim)
         if self.rounding == "paper":
@@ -68,7 +68,7 @@ class ChannelPruner(Stage):
         keys, values = self.kept_keys(head_dim), self.kept_values(head_dim)
         if keys == values == head_dim or block.slots <= self.recent:
             return blocks
-        # the older tokens are a segment of their own, with fewer channels and the ids of these
+        # the older tokens are a segment of their own, with fewer channels and the ids of those that stay
         older = block.slots - self.recent
         pruned = replace(
             block,
@@ -105,8 +105,8 @@ class ChannelPruner(Stage):
     def channels(self, cache: LayerCache, obs: Observation, scored: tuple[Sequence[int], Sequence[int]]) -> Channels:
         """Return (channels of keys, channels of values) that stay, each [H, T], ascending, or None where all stay.
 
-        ``scored`` is (tokens of each head that are scored as keys, tokens of each head that are scored as values). They
-        are the first tokens of the head.
+        ``scored`` is (counts for keys, counts for values): how many tokens of each head decide which channels stay.
+        These are the first tokens of the head.
         """
         segment = ops.only_segment(cache)
         head_dim = segment.k.shape[2]
@@ -132,7 +132,7 @@ class ChannelPruner(Stage):
         segment = ops.only_segment(cache)
         if segment.tokens <= self.recent:
             return cache
-        # channels are scored by all tokens, the newest included, which then keep all theirs
+        # all tokens decide which channels stay, also the newest, although these keep all of their own channels
         lengths = head_lengths(cache)
         keys, values = self.channels(cache, obs, (lengths, lengths))
         if keys is None and values is None:

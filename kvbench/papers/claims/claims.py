@@ -101,16 +101,17 @@ class Claim:
 
 @dataclass(frozen=True)
 class Evidence:
-    """Measurements for a claim under one scaling, by one measure.
+    """Measurements for a claim by one measure, with windows and sizes of one scaling.
 
-    differences: out of 1, or in nats, by dataset [examples, pairs of the claim]. None counts for more than 1. An
-    example that is asked several times (MDQA's three positions) counts once.
+    differences: by dataset, an array [examples, pairs of the claim] with numbers from -1 to 1. Each says how much
+    better the first side of a pair is (``evidence.pair_differences``). An example that is asked several times (MDQA's
+    three positions) has one row, the mean over them.
     floors: datasets left out because the model fails there even with the full cache.
     unchanged: datasets left out because a side compressed nothing.
     waiting: datasets without measurements.
-    cells: ids of both sides.
-    ran: each pair in the form in which it ran on this model.
-    possible: the number of examples in the data.
+    cells: the ids of the cells of both sides.
+    ran: for each pair, the labels of the methods as they ran on this model.
+    possible: the number of examples that the datasets have.
     reason: why some measurements, or all of them, are missing.
     """
 

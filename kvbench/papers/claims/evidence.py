@@ -274,7 +274,8 @@ def nearer(test: str, x: float, y: float) -> float:
 def pair_differences(store: ResultStore, ways: Sequence[Comparison], test: str, measure: str) -> Differences:
     """Return differences [examples, pairs] over the examples that all cells of a way have, as the mean over ways.
 
-    A difference is above 0 if the first side of a pair is the better one. No difference counts for more than 1, a nat.
+    A difference is above 0 if the first side of a pair is the better one. It is in scores out of 1, in nats a token of
+    the reference, or as ``nearer`` compares divergences. It is limited to -1 ... 1.
     """
     differences_by_example: dict[str, list[list[float]]] = {}
     for way in ways:

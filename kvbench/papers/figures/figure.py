@@ -33,9 +33,9 @@ OWN_METHODS = "methods"
 
 @dataclass(frozen=True)
 class Fact:
-    """A label with values: a text, a number, or a series of numbers by name, or by name and place.
+    """A label with values: a text, or numbers, which may have names, or names and places.
 
-    form: how a number is written. at: how the place is.
+    form: the format of a number. at: the format of a place, or of a name without a place.
     """
 
     label: str
@@ -44,7 +44,7 @@ class Fact:
     at: str = "{}"
 
     def text(self) -> str:
-        """Return ``label: values``, with names before numbers and places after them; '' where no number is known."""
+        """Return ``label: values``, each number behind its name and before its place; '' if no number is known."""
         if isinstance(self.values, str):
             return f"{self.label}: {self.values}"
         # values that could not be computed are left out
@@ -77,8 +77,10 @@ def sentences(facts: Iterable[Fact]) -> str:
 class Code(NamedTuple):
     """The functions that compute and describe a figure.
 
-    compute: returns its data from a source; None for measured scores. facts: yields findings of the data. prepare: adds
-    the columns that the picture shows. complete: adds what the facts of a CSV say to the data that are read from it.
+    compute: returns the data from a source; None for measured scores.
+    facts: yields findings of the data.
+    prepare: adds the columns that the picture shows.
+    complete: returns the data of a CSV with what the CSV's facts add to them.
     """
 
     compute: Callable[[Any], pd.DataFrame] | None = None
@@ -91,12 +93,17 @@ class Code(NamedTuple):
 class Figure:
     """One figure of a paper, ``<paper>/fig<number>``, with its data, its texts and its drawing.
 
-    title: its content in a line. shows: its caption, with the exact computation. claim: the paper's reading of its own
-    figure. unsaid: points that the paper leaves open, and the choices made here. columns: those of the data. knobs: its
-    options with their defaults; None stands for the default in ``shows``. each, most: prompts read by default per task
-    and in all. own: its caption with methods that the user names, '' if it takes none. compute, facts, prepare: as in
-    ``Code``. sweeps: the runs behind measured scores, empty where formulas
-    alone compute a figure; None for one of a model's activations.
+    title: its content in a line.
+    shows: its caption, with the exact computation.
+    claim: the paper's reading of its own figure.
+    unsaid: points that the paper leaves open, and the choices made here.
+    columns: the columns of the data.
+    compute, facts, prepare, complete: the functions of ``Code``.
+    note: a format for the first row of the data: it ends the line below the heading.
+    knobs: its options with their defaults; None stands for the default in ``shows``.
+    each, most: the prompts read by default, per task and in all.
+    sweeps: the runs behind measured scores; () if formulas alone compute the figure, None if it shows activations.
+    own: its caption with methods that the user names, '' if it takes none.
     """
 
     id: str
@@ -119,7 +126,10 @@ class Figure:
     own: str = ""
 
     def captioned(self, csv_facts: Mapping[str, object]) -> Figure:
-        """Return the figure with the caption that fits data of these facts: methods of the user's own test no claim."""
+        """Return the figure with the caption for data with these facts.
+
+        Data of the user's own methods have the caption ``own``, and no claim, because the paper claims nothing of them.
+        """
         if OWN_METHODS not in csv_facts:
             return self
         return replace(self, shows=self.own, claim="", unsaid="")
@@ -142,7 +152,7 @@ class Figure:
         if "samples" in prepared:
             parts.append(str(prepared["samples"].iloc[0]))
         if "low" in data:
-            # few examples have no interval
+            # too few examples give no interval
             parts.append("95 % intervals" if data["low"].notna().any() else "too few for intervals")
         elif "samples" in prepared:
             parts.append("no intervals")
@@ -152,7 +162,7 @@ class Figure:
         return " · ".join(part.replace(" ", "\xa0") if len(part) < SHORT else part for part in parts if part)
 
     def finding(self, data: pd.DataFrame) -> str:
-        """Return the findings about the claim, in numbers."""
+        """Return what the data say about the figure's claim: a sentence for each fact, '' if no fact has a value."""
         return sentences(self.facts(data))
 
     def write(self, data: pd.DataFrame, facts: Mapping[str, object], folder: Path) -> tuple[list[Path], str]:

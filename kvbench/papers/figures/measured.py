@@ -81,8 +81,8 @@ class Ran:
         """Return a row per point and task with its numbers, and one for the mean over tasks.
 
         Scores are as printed, with 95 % intervals. ``relative`` is in per cent of the full cache over the same
-        examples. Tokens kept and bytes held, at 16 bits, are in per cent of the prompt's. Refused cells and cells
-        without any answer are left out. A mean is over all tasks or not at all.
+        examples. Tokens kept and bytes held, at 16 bits, are in per cent of the full cache's. Refused cells and cells
+        without any answer are left out. There is no mean unless all tasks are measured.
         """
         rows: list[Row] = []
         for point, cells in self.points():
@@ -120,7 +120,7 @@ class Ran:
         return np.array(pairs, dtype=float).reshape(-1, 2)
 
     def left_out(self) -> list[str]:
-        """Return the cells that are not shown, shown in part, or show nothing about their method, with the reason."""
+        """Return a text for each cell whose scores are missing, incomplete or meaningless: the cell and the reason."""
         reasons = []
         for _, group, cell in self.cells():
             reason = self._why_left_out(group, cell)
@@ -129,7 +129,7 @@ class Ran:
         return reasons
 
     def _why_left_out(self, group: Group, cell: Cell) -> str | None:
-        """Return why a cell is not shown, shown in part, or shows nothing about its method; None if all is well."""
+        """Return why a cell's scores are missing, incomplete or meaningless; None if all is well."""
         store = self.run.store
         # samples that a refused cell has from before are not shown
         refusal = store.refusal(cell.id)
@@ -190,9 +190,9 @@ class MeasuredFigure:
 def prepare(figure: Figure, options: Mapping[str, str]) -> MeasuredFigure:
     """Plan the runs of a figure, checked before any model is loaded.
 
-    ``options`` are ``run``'s, as typed, by key: model=, dataset= in place of the figure's own (of those that it has
-    where each has a budget), method= with its knobs likewise, limit=, results=, data.root=, ... Raises UsageError for a
-    model, a dataset or an option that is not possible.
+    ``options`` are options of ``run`` as the user typed them, by key. ``dataset=`` and ``method=`` replace the figure's
+    own. A figure with a budget for each dataset takes only its own datasets. Raises UsageError for a model, a dataset
+    or an option that is not possible.
     """
     sweeps = figure.sweeps or ()
     model = options.get("model", stand_ins.MODEL)
@@ -269,11 +269,16 @@ def _merge_options(figure: Figure, sweep: Sweep, model: str, options: Mapping[st
 
 
 def _own_points(labels: Sequence[str], several: bool) -> tuple[Point, ...]:
-    """Return a point per label of a method; labels that differ in budgets alone share a series if ``several`` may."""
+    """Return a point for each of the user's methods.
+
+    With ``several``, methods whose labels differ only in their budgets are points of one series.
+    """
+    # a line is a label without its budgets
     lines = [line_of(label) for label in labels]
     points = []
     for label, line in zip(labels, lines, strict=True):
         name = label
+        # a line that only one method has is a shorter name for it
         if several or lines.count(line) == 1:
             name = line
         points.append(Point(name, math.nan, label))
@@ -294,10 +299,10 @@ def _build_chain(point: Point, values: Mapping[str, object], small: row_knobs.St
 
 
 def _held(cells: Sequence[CellSummary]) -> dict[str, float]:
-    """Return tokens kept and bytes held at 16 bits, in per cent of the prompts', over all of them."""
+    """Return the tokens kept and the bytes held at 16 bits over all prompts, in per cent of the full cache's."""
 
     def total(field_name: str) -> float:
-        """Return the sum over all prompts of a field that has the mean over a cell's prompts."""
+        """Return the sum of a field over all prompts. The field of a cell is the mean over the cell's n prompts."""
         return float(sum(cell.n * getattr(cell, field_name) for cell in cells))
 
     return {
@@ -315,17 +320,20 @@ def _task_numbers(result: _TaskResult) -> Row:
 
 
 def _mean_numbers(results: Sequence[_TaskResult]) -> Row:
-    """Return the columns of the mean over tasks of equal weight; a score only where all have one metric's unit.
+    """Return the columns of the mean over tasks, in which every task has the same weight.
 
-    Its interval is stratified by task.
+    The score is left out if a task has no score, or is measured as perplexity. Its interval comes from the spread of
+    the scores within each task.
     """
     means = [result.means for result in results]
     names = {task_means.metric for task_means in means}
     row: Row = {"metric": MEAN, "n": sum(task_means.n for task_means in means)}
     row |= _held(means)
-    # log losses are in units of their own, which no mean with other scores has
-    if any(metric(name).shown for name in names) or any(task_means.score is None for task_means in means):
+    # a perplexity is stored as a log loss, and the mean of a log loss and a score has no meaning
+    has_perplexity = any(metric(name).shown for name in names)
+    if has_perplexity or any(task_means.score is None for task_means in means):
         return row
+    # all other metrics have the same scale, so any of their names will do
     name = next(iter(names))
     scale = metric(name).scale
     # scores are stored from 0 to 1, and shown in the metric's unit
@@ -338,7 +346,10 @@ def _mean_numbers(results: Sequence[_TaskResult]) -> Row:
 
 
 def _relative_numbers(tasks: Sequence[stats.Pairs], name: str) -> Row:
-    """Return the score in per cent of the full cache's: the mean over tasks of one over that of the other."""
+    """Return the method's mean score over tasks in per cent of the full cache's, with its interval.
+
+    ``name`` is the metric. A perplexity has no such share, and the columns are then None.
+    """
     relative = stats.Share()
     if not metric(name).shown:
         relative = stats.share(tasks)

@@ -47,10 +47,14 @@ def print_model(name: str) -> str:
 
 
 def print_task(task: str) -> str:
-    """Return the printed name of a task, of its id or of the id's last part."""
+    """Return the printed name of the task with the id ``task``: ``longbench/qasper`` is Qasper.
+
+    The last part of the id decides. It is also the name of a task that has no other.
+    """
     parts = task.split("/")
     if parts[0] == "tiny_stream":
         return "stream of short prompts"
+    # pg19/token is the text pg19, measured by token
     if len(parts) > 1 and parts[-1] in UNITS:
         parts.pop()
     if parts == ["fidelity", "tiny"]:
@@ -65,7 +69,8 @@ def print_text(text: str) -> str:
 
 def find_model(facts: dict[str, str]) -> str:
     """Return the printed name of the model in the facts of a CSV, '' if they name none."""
-    # "Model NAME, float32; dataset ..." of measured scores, "NAME (fingerprint), float32" of activations
+    # measured scores have the fact runs: "Model NAME, float32; dataset ..."
+    # figures of activations have the fact model: "NAME (fingerprint), float32"
     found = re.search(r"Model ([^,;|]+)", facts.get("runs", "")) or re.match(r"([^ ,]+)", facts.get("model", ""))
     if found is None:
         return ""

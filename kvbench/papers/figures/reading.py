@@ -32,7 +32,12 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Reading:
-    """A model and the prompts that it reads. ``decode`` names a token id; ``tick`` is called after each prompt."""
+    """A model and the prompts that it reads.
+
+    knobs: the figure's options by name.
+    decode: returns the text of a token id.
+    tick: is called after each prompt, to show progress.
+    """
 
     model: PreTrainedModel
     prompts: Sequence[Prompt]
@@ -46,11 +51,11 @@ class Reading:
         return from_config(self.model.config)
 
     def ids(self, prompt: Prompt, least: int = 2, why: str = "a figure needs two tokens") -> Tensor:
-        """Return the prompt's ids on the model's device, cut to the knob ``tokens``.
+        """Return the prompt's ids [n] on the model's device, cut to the knob ``tokens``.
 
-        Raises UsageError where fewer than ``least`` are left, or more than the model reads with full attention.
+        Raises UsageError if fewer than ``least`` tokens are left, with ``why`` as the reason, or if there are more than
+        the model reads with full attention.
         """
-        # ids [n] on the model's device
         ids = as_prompt(self.model, prompt.ids)
         if self.knobs.get("tokens") is not None:
             # attention is causal: the first tokens of a prompt are computed as if it ended there
@@ -73,16 +78,22 @@ class Reading:
         observe(self.model, ids, needs, on_layer, chain=chain)
 
     def layers(self, depths: Sequence[float]) -> list[int]:
-        """Return the knob ``layers``, or those at ``depths`` in [0, 1): 0 is the first layer; -1 names the last."""
+        """Return the numbers of the layers in the knob ``layers``, or without it those at ``depths``.
+
+        A depth d in [0, 1) is the layer with the share d of all layers in front of it, so that figures of models with
+        few and with many layers compare. -1 is the last layer.
+        """
         count = self.shape.layers
         numbers = self.knobs.get("layers")
         if not numbers:
-            # a depth is a fraction of the layers in front of one, so that figures of deep and flat models compare
             numbers = [int(depth * count) if depth >= 0 else count - 1 for depth in depths]
         return self._check_numbers("layers", numbers, count)
 
     def chosen_heads(self, default: Sequence[int], count: int) -> list[int]:
-        """Return the knob ``heads``, or ``default``, of ``count`` heads."""
+        """Return the numbers of the heads in the knob ``heads``, or ``default`` without it. There are ``count`` heads.
+
+        Raises UsageError for a head that the model does not have.
+        """
         return self._check_numbers("heads", self.knobs.get("heads") or default, count)
 
     def _check_numbers(self, knob: str, numbers: Sequence[int], count: int) -> list[int]:

@@ -62,7 +62,7 @@ def _figure(name: str, entry: dict[str, Any]) -> Figure:
 
 
 def _score_code(code: Code, tasks: str, fact_tables: Sequence[scores.FactTable]) -> Code:
-    """Return the code of a figure of measured scores: its own facts and columns come behind those of all of them."""
+    """Return the code of a figure of measured scores: what all such figures share, then what ``code`` adds."""
 
     def facts(data: pd.DataFrame) -> Iterator[Fact]:
         """Yield the facts that the entry asks for, and those of the figure's own code."""
@@ -86,11 +86,16 @@ def _picture(entry: dict[str, Any]) -> Picture:
 
 
 def _sweep(entry: dict[str, Any]) -> Sweep:
-    """Build a sweep with the points of its entry; ``x`` holds for all points that name none."""
-    x = entry.pop("x", None)
+    """Build a sweep from its entry in figures.yaml. The entry is taken apart.
+
+    An ``x`` of the whole entry is the default of its grids of points.
+    """
+    default_x = entry.pop("x", None)
     points: list[Point] = []
     for grid in entry.pop("points"):
-        points += _points(**({"x": x} | grid))
+        arguments = {"x": default_x} | grid
+        points += _points(**arguments)
+    # YAML has lists, and the fields of a sweep are tuples
     for key in ("arguments", "pretrained"):
         if key in entry:
             entry[key] = tuple(entry[key])
@@ -100,10 +105,12 @@ def _sweep(entry: dict[str, Any]) -> Sweep:
 def _points(
     method: str | Sequence[str], x: str | float | None, knobs: Mapping[str, Any], series: str = "", times: float = 1
 ) -> Iterator[Point]:
-    """Yield a point for each method and combination of knobs that are lists.
+    """Yield the points of one grid: one for each method and each combination of the values of its knobs.
 
-    ``x`` is a number, or the name of a knob with the value at which a point stands, ``times`` a factor. None counts
-    the combinations.
+    x: where the points stand. A number holds for all of them. The name of a knob stands for ``times`` the knob's value.
+    None numbers the combinations of a method from 0.
+    knobs: by name a value, or a list of values.
+    series: the name of the points' series, by default the method.
     """
     methods = method
     if isinstance(method, str):

@@ -159,7 +159,7 @@ def _judge(cell: Published, scored: Scored, source: PredictionSource, code_sim: 
 
 
 def _differences(cell: Published, scored: Scored, source: PredictionSource, code_sim: str) -> list[str]:
-    """Return the differences between the published value's conditions and this score's."""
+    """Return, in words, how the conditions of this score differ from those of the published value."""
     dataset = scored.predictions.dataset
     prompt = catalogue.paper(cell.paper).prompt
     reasons = []
@@ -170,12 +170,12 @@ def _differences(cell: Published, scored: Scored, source: PredictionSource, code
         reasons.append("prompt policy of these answers unknown")
     elif _policy(prompt, source.model) != _policy(source.prompt, source.model):
         reasons.append(f"prompt policy {source.prompt} here, {prompt} there")
-    # a paper that states no split may have used LongBench-E for a task that this has
+    # some tables state no split and seem to come from LongBench-E, which has only some of LongBench's tasks
     if table_spec.load(cell.paper, cell.table).extended and TASKS[dataset].extended:
         reasons.append("split unknown: the paper's scores fit LongBench-E")
     elif scored.predictions.extended:
         reasons.append("LongBench-E here, the standard split there")
-    # LongBench's fuzzywuzzy uses difflib only without python-Levenshtein, and difflib gives other ratios
+    # LongBench's fuzzywuzzy falls back to difflib if python-Levenshtein is missing, and difflib gives other ratios
     if TASKS[dataset].metric == "code_sim" and code_sim != "levenshtein":
         reasons.append(f"code_sim by {code_sim} here, by levenshtein there")
     if not source.setting and _has_choice(cell.setting):
@@ -184,7 +184,10 @@ def _differences(cell: Published, scored: Scored, source: PredictionSource, code
 
 
 def _has_choice(setting: str) -> bool:
-    """Return True if a row's ``key=value;key=value`` sets a budget or a knob that another row could set otherwise."""
+    """Return True if a row's setting (``key=value;key=value``) has a value that other rows may set differently.
+
+    A value in WHOLE, such as the whole cache, leaves nothing to choose.
+    """
     for part in setting.split(";"):
         _, _, value = part.partition("=")
         if part and value not in WHOLE:
