@@ -6,6 +6,9 @@ import sys
 from itertools import chain
 from pathlib import Path
 
+# before NumPy and torch are imported, whose threads would wait for those of the other workers; processes inherit it
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import pytest
 import torch
 

@@ -2,12 +2,12 @@
 
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import yaml
+from support import processes
 
 from kvbench.base.conf import top_level
 from kvbench.methods.core import registry
@@ -74,13 +74,9 @@ def test_the_refused_method_of_own_md_is_refused_in_these_words(tmp_path):
     assert [name for name, _ in blocks] == ["strided.py", "newest.py"]
     for name, code in blocks:
         (tmp_path / name).write_text(code)
-    done = subprocess.run(
-        [sys.executable, "-m", "kvbench", "run", "method=newest,strided", "dataset=tiny/needle", "limit=8"],
-        cwd=tmp_path,
-        env={**os.environ, "KVBENCH_METHODS": str(tmp_path), "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-    )
+    words = ["run", "method=newest,strided", "dataset=tiny/needle", "limit=8"]
+    environment = {**os.environ, "KVBENCH_METHODS": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    done = processes.run(*words, cwd=tmp_path, env=environment)
     (printed,) = re.findall(r"```text\n(newest .*?)^```", text, re.DOTALL | re.MULTILINE)
     for line in printed.splitlines():
         assert line in done.stdout

@@ -354,7 +354,7 @@ def bytes_after_decoding(
 
     They differ only if some tokens lack channels. The data then decide how many of these tokens eviction leaves.
     """
-    stored_tokens = [len(positions) for positions in layer.kept_positions()]  # by head
+    stored_tokens = layer.kept_counts()  # by head
     dense = 2 * head_dim * itemsize  # the bytes of one token's exact key and value
 
     def payload_of(head_tokens: Iterable[int]) -> int:
@@ -402,7 +402,7 @@ def _count_exact_bytes(
     new_token = kv_token_bytes
     if chain.lowrank:
         new_token = sum(chain.lowrank.widths(index)) * itemsize  # latents, which all heads use
-    stored_heads = len(layer.kept_positions())
+    stored_heads = len(layer.kept_counts())
     ragged = any(segment.lengths is not None for segment in layer.segments)
     total = new * new_token
     for segment in layer.segments:

@@ -8,9 +8,11 @@ from dataclasses import dataclass, field
 import torch
 
 from kvbench.audit.accounting import HALF, overhead_bytes
+from kvbench.audit.pages import pages_freed
 from kvbench.base.errors import Refused
 from kvbench.kv.model_shape import POSITION_BYTES
 from kvbench.kv.ops import key_heads
+from kvbench.kv.pages import PagesFreed
 from kvbench.kv.segment import LayerCache, storage_bytes
 from kvbench.methods.core.chain import Chain
 from kvbench.methods.core.contract import Block
@@ -27,6 +29,7 @@ class MeasuredBytes:
     payload_kv_head, payload_query_head: the payload under both kinds of ``per``. The kind that the chain stores is
     measured. The other kind is the mean bytes of a stored head times its heads. Latents count alike in both.
     payload16, overhead16, full16: the bytes that the same tokens take at 16 bits, by formula.
+    pages_freed: the shares of the prompt's pages that an engine could give back.
     """
 
     n: int
@@ -40,6 +43,7 @@ class MeasuredBytes:
     payload16: int
     overhead16: int
     full16: int
+    pages_freed: PagesFreed
 
 
 @dataclass
@@ -101,6 +105,7 @@ def audit(cache: PromptCache, kv_heads: int, head_dim: int, dtype: torch.dtype) 
         payload16=sums.payload16 + local * HALF,
         overhead16=sums.overhead16 + local_overhead,
         full16=(entries + local) * HALF,
+        pages_freed=pages_freed(cache.layers, n),
     )
 
 

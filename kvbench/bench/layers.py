@@ -9,11 +9,13 @@ from functools import lru_cache
 import torch
 
 from kvbench.audit.accounting import HALF, HeldBytes, bytes_held
+from kvbench.audit.pages import pages_freed
 from kvbench.audit.prompt_audit import check_positions, check_storages, overhead_formula, payload_formula
 from kvbench.engine.layer_by_layer import CompressedLayers
 from kvbench.kv import ops
 from kvbench.kv.model_shape import Shape
 from kvbench.kv.observation import Observation
+from kvbench.kv.pages import PagesFreed
 from kvbench.kv.segment import LayerCache
 from kvbench.methods.core.chain import Chain
 
@@ -28,6 +30,7 @@ class MeasuredLayers:
     tokens: tokens per stored head, on average over the layers that methods compress.
     made: how many layers were built. Each other layer promises the same as one of them and counts as that one.
     total16: the bytes by formula at 16 bits.
+    pages_freed: the shares of the prompt's pages that an engine could give back.
     """
 
     held: HeldBytes
@@ -36,6 +39,7 @@ class MeasuredLayers:
     tokens: float
     made: int
     total16: int
+    pages_freed: PagesFreed
 
     @property
     def off(self) -> int:
@@ -195,6 +199,7 @@ def measure(chain: Chain, shape: Shape, n: int, dtype: torch.dtype) -> MeasuredL
         tokens=tokens / (heads * shape.layers),
         made=len(layers),
         total16=total16,
+        pages_freed=pages_freed([layer for _, layer, _ in layers], n, [alike for _, _, alike in layers]),
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
 
@@ -13,9 +13,11 @@ from kvbench.base.visible import say
 from kvbench.bench.layers import MeasuredLayers, measure, working_bytes
 from kvbench.engine.memory import free_bytes
 from kvbench.kv.model_shape import Shape
+from kvbench.kv.pages import PagesFreed
 from kvbench.methods.core import registry
 from kvbench.methods.core.base import Modifier
 from kvbench.methods.core.resolve import ChainConfig
+from kvbench.report import pages
 from kvbench.report.table import Table
 from kvbench.report.writers import compose
 
@@ -39,6 +41,10 @@ HEAD = (
 )
 OPTIONAL = ("exact", "codes", "scales", "posi-\ntions", "ids", "state")
 """The columns of PARTS, which are left out where no row has a number."""
+RANDOM_TOKENS = (
+    "in place: these layers hold random numbers, so a method that chooses by scores frees other pages of a prompt. "
+    "kvbench run measures that on prompts (--notes, --json)."
+)
 LAYERWISE = "a layer would need about {need:.1f} GiB"
 UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
@@ -103,12 +109,15 @@ class Account:
                 # the formula counts the tokens kept by the built layers, which may differ from the chain's promise
                 "formula": {"payload": built.payload_formula, "overhead": built.overhead_formula},
                 "agrees": built.agrees,
+                "pages_freed": asdict(built.pages_freed),
             }
         else:
             by_formula = None
             if self.formula is not None:
                 by_formula = {"payload": self.formula.payload, "overhead": self.formula.overhead}
             record |= {"measured": False, "layers_built": 0, "parts": {}, "formula": by_formula, "agrees": None}
+            # which pages are free follows from the tokens kept, which no formula knows
+            record["pages_freed"] = None
         return record | {"even": self.even, "why": self.why}
 
 
@@ -190,7 +199,10 @@ def room() -> float:
 
 
 def render(rows: Sequence[Account], notes: Sequence[str] = ()) -> str:
-    """Return as text the table of rows with the same n, without columns that are all empty, and the notes below it."""
+    """Return as text the tables of bytes and of pages freed of rows with the same n, and the notes below them.
+
+    Columns that are all empty are left out, and so are methods that free no page.
+    """
     unit = _unit_of(rows[0].full)
     size = UNITS[unit]
     lines = [_cells_by_head(account, size) for account in rows]
@@ -203,11 +215,27 @@ def render(rows: Sequence[Account], notes: Sequence[str] = ()) -> str:
     body = []
     for line in lines:
         body.append(tuple(line[head] for head in heads))
-    sheet = Table(tuple(heads), tuple(body))
+    sheets = [Table(tuple(heads), tuple(body))]
+    freed = _pages_freed(rows)
+    if freed:
+        sheets.append(pages.table(freed))
     title = f"prompt of {rows[0].n} tokens; full cache {rows[0].full / size:.4g} {unit}; all numbers in {unit}\n\n"
     all_notes = list(_notes(rows))
+    if freed:
+        all_notes += pages.NOTES
+        all_notes.append(RANDOM_TOKENS)
     all_notes.extend(notes)
-    return title + compose([sheet], all_notes, "text")
+    return title + compose(sheets, all_notes, "text")
+
+
+def _pages_freed(rows: Sequence[Account]) -> list[tuple[str, PagesFreed]]:
+    """Return (method, shares of pages freed) of each method whose layers were built, if it frees a page at all."""
+    freed = []
+    for row in rows:
+        # each share is at most that of heads apart and compacted
+        if row.measured is not None and row.measured.pages_freed.apart_compacted:
+            freed.append((row.method, row.measured.pages_freed))
+    return freed
 
 
 def _unit_of(count: int) -> str:

@@ -78,8 +78,8 @@ def moves(caches: Sequence[PromptCache]) -> bool:
     """Return True if the decode batch of ``caches`` can be brought to a later length without the model.
 
     Caches that grow take random tokens. Caches that evict while decoding choose by attention, and only a step computes
-    attention. These can be sampled if they hold their budget already, since their size is then constant. Latents
-    cannot.
+    attention. These can be sampled if they hold their budget already and it does not grow, since their size is then
+    constant. Latents cannot.
     """
     for cache in caches:
         if cache.chain.lowrank is not None:
@@ -87,6 +87,8 @@ def moves(caches: Sequence[PromptCache]) -> bool:
         evictor = cache.chain.evictor
         if evictor is None:
             continue
+        if evictor.grows:
+            return False
         for i, layer in enumerate(cache.layers):
             # a head's tokens can lie in several segments of the layer
             counts_by_segment = [segment.counts for segment in layer.segments]

@@ -205,8 +205,7 @@ class LayerCache:
 
     def kept_positions(self) -> list[Tensor]:
         """Return the original positions of the tokens held, one ascending int32 tensor per stored head."""
-        # a low-rank chain stores under one head, but its keys and values have all kv heads until latents replace them
-        heads = max(self.heads, max((s.heads for s in self.segments), default=0))
+        heads = self._stored_heads()
         parts_by_head: list[list[Tensor]] = [[] for _ in range(heads)]
         for segment in self.segments:
             if segment.lengths is None:
@@ -217,6 +216,23 @@ class LayerCache:
             for parts, positions in zip(parts_by_head, positions_by_head, strict=True):
                 parts.append(positions)
         return [_join(parts, dim=0) for parts in parts_by_head]
+
+    def kept_counts(self) -> list[int]:
+        """Return the number of tokens that each stored head holds: the lengths of ``kept_positions``."""
+        counts = [0] * self._stored_heads()
+        for segment in self.segments:
+            if segment.lengths is None:
+                # all heads of the segment hold equally many tokens
+                lengths = [segment.positions.shape[1]] * len(counts)
+            else:
+                lengths = segment.lengths.tolist()
+            counts = [count + length for count, length in zip(counts, lengths, strict=True)]
+        return counts
+
+    def _stored_heads(self) -> int:
+        """Return the number of heads that tokens are stored for."""
+        # a low-rank chain stores under one head, but its keys and values have all kv heads until latents replace them
+        return max(self.heads, max((s.heads for s in self.segments), default=0))
 
     def even_positions(self) -> Tensor | None:
         """Return positions [H, tokens], or [1, tokens] where all heads share them; None where heads are ragged."""

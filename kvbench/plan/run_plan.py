@@ -297,6 +297,9 @@ def keeps_everything(chain: Chain, n: int, answer: int) -> bool:
     # while decoding, such a method never comes to choose
     if evictor is None or (evictor.every and answer <= evictor.every):
         return True
+    ratio = getattr(chain.selector, "decode_ratio", None)
+    if ratio is not None:
+        return bool(ratio == 1)
     # a capacity is cut to the prompt; the budget while decoding is not
     budget = capacity.tokens
     for name in ("kv_size", "decode_budget"):

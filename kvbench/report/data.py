@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
+from kvbench.kv.pages import PagesFreed
 from kvbench.store.results import CellSummary
 from kvbench.tasks.metrics import metric
 
@@ -82,6 +83,7 @@ class RowMeans:
     score_mean: the mean of the cells' scores in printed units, with its 95 % interval, ``score_ci``.
     delta: its paired difference to the full cache, over the examples that both answered; None for the full cache.
     held16: the bytes held of a prompt, payload and overhead, at 16 bits.
+    pages_freed: the shares of a prompt's pages that an engine could give back; None for results of older versions.
     """
 
     score_mean: float | None
@@ -100,6 +102,7 @@ class RowMeans:
     prefill_ms: float
     compress_ms: float
     decode_ms_per_token: float
+    pages_freed: PagesFreed | None = None
 
 
 @dataclass(frozen=True)

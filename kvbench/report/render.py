@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvbench.report import fidelity, ruler, turns, verdict, writers
+from kvbench.report import fidelity, pages, ruler, turns, verdict, writers
 from kvbench.report.table import Table, number, sizes, with_interval
 from kvbench.report.table import size as size
 from kvbench.store.labels import explain_budgets
@@ -15,6 +15,7 @@ from kvbench.tasks.metrics import metric
 from kvbench.tasks.metrics.stats import FEWEST
 
 if TYPE_CHECKING:
+    from kvbench.kv.pages import PagesFreed
     from kvbench.report.data import CellResult, Delta, ReportColumn, ReportData, ReportRow, RowMeans
     from kvbench.store.results import CellSummary
 
@@ -85,7 +86,7 @@ class Detail:
     """The choice of details that a report shows in addition to verdicts, scores and sizes.
 
     intervals: intervals and differences of every task.
-    notes: the table of storage, and how the numbers were measured.
+    notes: the tables of storage and of pages freed, and how the numbers were measured.
     """
 
     intervals: bool = False
@@ -121,7 +122,7 @@ def _has_mean_interval(report: ReportData) -> bool:
 
 
 def sheets(report: ReportData, detail: Detail = Detail(), folded: bool = True) -> list[Table]:
-    """Return the tables of verdicts, scores, divergences from the full cache and storage.
+    """Return the tables of verdicts, scores, divergences from the full cache, storage and pages freed.
 
     With ``folded``, tables wider than 100 columns are cut into several, for output as text.
     """
@@ -136,6 +137,9 @@ def sheets(report: ReportData, detail: Detail = Detail(), folded: bool = True) -
     tables += fidelity.sheets(report)
     if detail.notes:
         tables += storage.folded() if folded else [storage]
+        freed = _pages_freed(report)
+        if freed:
+            tables.append(pages.table(freed))
     return tables
 
 
@@ -192,6 +196,15 @@ def _storage_table(report: ReportData) -> Table:
         for texts in rows:
             del texts[attended]
     return Table(tuple(heads), tuple(map(tuple, rows)))
+
+
+def _pages_freed(report: ReportData) -> list[tuple[str, PagesFreed]]:
+    """Return (method, shares of pages freed) of each row. Results of older versions do not have them."""
+    freed = []
+    for row in report.rows:
+        if row.means is not None and row.means.pages_freed is not None:
+            freed.append((row.method, row.means.pages_freed))
+    return freed
 
 
 def _mean_text(row: ReportRow, detail: Detail) -> str:
@@ -348,6 +361,8 @@ def _storage_notes(report: ReportData, summaries: Sequence[CellSummary]) -> list
         "overhead: as the run held it. full has positions beside its keys and values, hence above 100 %. Times of "
         "compression and decoding: kvbench bench time."
     ]
+    if _pages_freed(report):
+        lines += pages.NOTES
     if _has_masks(report):
         lines.append("attended %: what a decode step attends where a method masks, new tokens too, against the prompt.")
     most_cut = max(summary.cut for summary in summaries)

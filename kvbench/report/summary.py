@@ -8,6 +8,7 @@ from statistics import fmean
 
 import numpy as np
 
+from kvbench.kv.pages import PagesFreed
 from kvbench.methods.core.chain import Chain
 from kvbench.plan.advice import LITTLE_LEFT, about_floors, at_floor
 from kvbench.plan.cells import Group
@@ -75,6 +76,7 @@ def summarise(samples: Sequence[Sample], name: str, of: int) -> CellSummary:
         empty=sum(not s.prediction.strip() for s in samples if s.score is not None and not s.turns),
         fidelity=_fidelity(samples),
         questions=summarise_turns(_contexts(samples), name, [s.payload + s.overhead for s in samples]),
+        pages_freed=PagesFreed.mean([s.pages_freed for s in samples]),
     )
 
 
@@ -506,4 +508,5 @@ def row_means(
         prefill_ms=1000 * mean([c.timing.prefill_s for c in cells]),
         compress_ms=1000 * mean([c.timing.compress_s for c in cells]),
         decode_ms_per_token=1000 * mean([c.timing.decode_s_per_token for c in cells]),
+        pages_freed=PagesFreed.mean([c.pages_freed for c in cells], [c.n for c in cells]),
     )

@@ -7,7 +7,7 @@ A row is one prompt's cache under one method. ``DecodeQueue`` decodes rows toget
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from statistics import fmean
 
 from transformers import PreTrainedModel
@@ -416,7 +416,7 @@ def sample_of(row: QueuedRow, answer: Answer, text: str, value: float | None, de
         references, attended = None, None
     return Sample(
         id=example.id,
-        **asdict(row.measured),
+        **vars(row.measured),
         cut=row.cut,
         shrunk=bool(capacity and capacity.shrunk),
         new_tokens=len(answer.tokens),

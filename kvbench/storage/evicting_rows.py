@@ -1,9 +1,9 @@
 """Rows whose method evicts while decoding: a fixed number of slots per head, reused as tokens come and go.
 
 Each step first evicts the tokens with the lowest scores (``Evictor.keep_scores``) and writes the new tokens into the
-free slots. It then attends and lets the method fold the attention into its running state. Under a ``decode_budget`` the
-method instead chooses again after a fixed number of tokens. Memory stays constant: a step writes new tokens and moves
-no others. The keys and values of the slots, and attention over them, are in storage.evicting_store.
+free slots. It then attends and lets the method fold the attention into its running state. Under a budget while
+decoding the method instead chooses again after a fixed number of tokens. Slots are reserved once: a step writes new
+tokens and moves no others. The keys and values of the slots, and attention over them, are in storage.evicting_store.
 Shapes: B rows, H stored heads, S slots, T new tokens.
 """
 

@@ -118,6 +118,11 @@ class Evictor:
         return 0
 
     @property
+    def grows(self) -> bool:
+        """True if the budget grows with the tokens read."""
+        return False
+
+    @property
     def queries(self) -> int:
         """The number of last queries that ``choose_again`` reads."""
         return 0
@@ -131,7 +136,7 @@ class Evictor:
 
     def tokens_after(self, cache: LayerCache, layer: int, new: int) -> tuple[list[int], list[int]]:
         """Return (each stored head's tokens after ``new`` more tokens, the most that each has held by then)."""
-        counts = [len(positions) for positions in cache.kept_positions()]
+        counts = cache.kept_counts()
         budgets = self.head_budgets(cache, layer)
         after = counts
         if new:

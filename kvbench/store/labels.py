@@ -15,6 +15,7 @@ from kvbench.methods.core.registry import ALWAYS_NAMED, by_size
 Identity = Mapping[str, Any]
 BUDGETS = {
     "kv_ratio": "the share of a prompt's tokens that is kept",
+    "decode_ratio": "the share of all tokens so far, prompt and answer, that a head holds while it answers",
     "kv_size": "the tokens kept in each head",
     "ratio": "the share of the channels, or of the rank, that is removed",
 }

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
 from kvbench.base.errors import UsageError
+from kvbench.kv.pages import PagesFreed
 from kvbench.store.fidelity import FidelitySummary, TextFidelity
 from kvbench.store.turns import TurnAnswer, TurnsSummary
 
@@ -50,6 +51,7 @@ class Sample:
     provenance: an index into the provenance of the cell's record.
     fidelity: the comparison with the full cache by kind of text, if it was asked for.
     turns: the answers to a context's several questions. ``score`` is their mean.
+    pages_freed: the shares of the prompt's pages that an engine could give back.
     """
 
     id: str
@@ -77,6 +79,7 @@ class Sample:
     provenance: int | None = None
     fidelity: Mapping[str, TextFidelity] | None = None
     turns: tuple[TurnAnswer, ...] | None = None
+    pages_freed: PagesFreed | None = None
     more: Mapping[str, object] = field(default_factory=dict)
 
     @classmethod
@@ -97,6 +100,8 @@ class Sample:
         if "turns" in line:
             # JSON has no tuples: turn lists back, so that a sample read equals the one written
             known["turns"] = tuple(TurnAnswer(**turn | {"answers": tuple(turn["answers"])}) for turn in line["turns"])
+        if "pages_freed" in line:
+            known["pages_freed"] = PagesFreed(**line["pages_freed"])
         # drop unknown fields of the timing; unknown fields of the sample itself are kept
         timing = {key: line["timing"][key] for key in _field_names(Timing) if key in line["timing"]}
         return cls(**known | {"timing": Timing(**timing), "more": _unknown_fields(cls, line)})
@@ -108,6 +113,8 @@ class Sample:
             known["fidelity"] = {kind: text.record() for kind, text in self.fidelity.items()}
         if self.turns is not None:
             known["turns"] = [asdict(turn) for turn in self.turns]
+        if self.pages_freed is not None:
+            known["pages_freed"] = asdict(self.pages_freed)
         known["timing"] = {name: seconds for name, seconds in asdict(self.timing).items() if seconds is not None}
         # None is a value of these two fields: no budget, and an answer without a score; elsewhere None means unknown
         always = ("nominal", "score")
@@ -216,8 +223,8 @@ class ScoreSummary:
 
     def record(self) -> dict[str, object]:
         """Return the summary as the JSON of metrics.json, without the status."""
-        # most cells have no length ranges, no fidelity and no several questions: leave empty ones out
-        optional = ("buckets", "fidelity", "questions")
+        # most cells have no length ranges, no fidelity and no several questions, old ones no pages: leave them out
+        optional = ("buckets", "fidelity", "questions", "pages_freed")
         return {name: value for name, value in asdict(self).items() if name not in optional or value}
 
 
@@ -246,6 +253,7 @@ class CellSummary(ScoreSummary):
     new_tokens: the length of answers in tokens.
     empty: how many answers are empty.
     questions: the scores by question, for contexts with several.
+    pages_freed: None if a sample does not have them, because an older version stored it.
     """
 
     prompt_tokens: float
@@ -270,6 +278,7 @@ class CellSummary(ScoreSummary):
     empty: int = 0
     fidelity: Mapping[str, FidelitySummary] = field(default_factory=dict)
     questions: TurnsSummary | None = None
+    pages_freed: PagesFreed | None = None
 
 
 def share(payload16: float, overhead16: float, full16: float) -> float:

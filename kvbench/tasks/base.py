@@ -6,7 +6,7 @@ import hashlib
 import importlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
@@ -135,7 +135,9 @@ class Task:
         """Return the SHA-256 of all examples. It identifies the data of a cell."""
         digest = hashlib.sha256()
         for example in self.examples:
-            content = asdict(example)
+            # prompts of thousands of tokens are not copied token by token, as asdict would
+            content = {f.name: getattr(example, f.name) for f in fields(example)}
+            content["turns"] = [asdict(turn) for turn in example.turns]
             # only some datasets use these fields; the others keep the hashes that they had before the fields came
             for name in ("turns", "answer_prefix"):
                 if not content[name]:
@@ -143,8 +145,15 @@ class Task:
             for turn in content.get("turns", ()):
                 if not turn["prefix"]:
                     del turn["prefix"]
-            digest.update(json.dumps(content, sort_keys=True, default=str).encode())
+            digest.update(json.dumps(content, sort_keys=True, default=_plain).encode())
         return digest.hexdigest()
+
+
+def _plain(value: object) -> object:
+    """Return the fields of a dataclass, or the text of anything else that JSON does not know."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return asdict(value)
+    return str(value)
 
 
 @dataclass(frozen=True)

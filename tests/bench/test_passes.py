@@ -180,6 +180,8 @@ def test_a_cache_that_evicts_is_sampled_only_at_its_budget(model):
     assert moves(caches)
     # the prompt does not fill the budget: the cache still grows
     assert not moves(prefill_chains(model, ids[0], chains("tova", kv_size=400)))
+    # a share of all tokens grows with the text, whatever the prompt has left
+    assert not moves(prefill_chains(model, ids[0], chains("random", kv_size=100, decode_ratio=0.5)))
 
 
 @pytest.mark.parametrize("method", ["full", "kivi", "tova"])

@@ -2,11 +2,10 @@
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from support import processes
 from support.families import build
 
 from kvbench.cli.main import main
@@ -72,8 +71,7 @@ def test_end_to_end_and_again_from_the_csv(tmp_path, capsys):
     text = stem.with_suffix(".csv").read_text()
     assert "# model: tiny (" in text and "# texts: needle (1), code (1)" in text and "# top: 32" in text
     assert (tmp_path / "own" / "tiny" / "figures" / "think" / "fig4.csv").exists()
-    command = [sys.executable, "-m", "kvbench", "plot", "--from-csv", f"{stem}.csv", f"results={tmp_path / 'b'}"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    done = processes.run("plot", "--from-csv", f"{stem}.csv", f"results={tmp_path / 'b'}")
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == printed.split("\n\n")[0].splitlines()[-1]
     for suffix in (".png", ".svg"):

@@ -12,6 +12,7 @@ from statistics import fmean
 
 import pytest
 from packaging.specifiers import SpecifierSet
+from support import processes
 
 from kvbench.base.conf import conf_dir
 from kvbench.cli.main import main
@@ -41,13 +42,7 @@ def block(marker):
 
 def own_method(folder, *arguments):
     """Run kvbench with the methods of a folder; return the finished process."""
-    return subprocess.run(
-        [sys.executable, "-m", "kvbench", *arguments],
-        cwd=ROOT,
-        env={**os.environ, "KVBENCH_METHODS": str(folder)},
-        capture_output=True,
-        text=True,
-    )
+    return processes.run(*arguments, cwd=ROOT, env={**os.environ, "KVBENCH_METHODS": str(folder)})
 
 
 def test_adding_the_readmes_method_takes_one_file_in_any_folder(tmp_path):

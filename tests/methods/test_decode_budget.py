@@ -28,6 +28,7 @@ from kvbench.models.releases import named_cache
 
 N, NEW, EVERY = 45, 21, 6
 SMALL = {"kv_size": 18, "decode_budget": 15, "decode_every": EVERY}
+SHARE = {"kv_size": 18, "decode_ratio": 0.33, "decode_every": EVERY}
 ASKED = {
     "chunkkv": {"window": 4, "chunk": 3},
     "h2o": {"window": 4, "variant": "win"},
@@ -48,6 +49,12 @@ NOT = {
     "tova": "by itself",
     "uncomp-group": "by itself",
 }
+PROTECTED = [
+    {"method": "random", "keep_window": 4, **SMALL},
+    {"method": "random", "keep_window": 9, "kv_ratio": 0.3, "decode_ratio": 0.33, "decode_every": EVERY},
+    {"method": "random", "keep_prompt": True, "decode_budget": N + 5, "decode_every": EVERY},
+]
+"""The control with tokens of the prompt that always stay."""
 CHAINS = [*ASKED, "snapkv+think", "keynorm+thinkv", "snapkv+fp8", "h2o+vatp", "chunkkv+turboquant"]
 
 
@@ -56,9 +63,14 @@ def of(family, chains):
     return chains if family == "llama" else chains[FAMILIES.index(family) % 2 :: 2]
 
 
-def entry(chain, **more):
+def share_of(seen, ratio=33):
+    """ceil(ratio / 100 * seen), in whole numbers."""
+    return -(-ratio * seen // 100)
+
+
+def entry(chain, budget=SMALL, **more):
     method = chain.split("+")[0]
-    knobs = {f"{method}.{k}": v for k, v in {**SMALL, **ASKED[method], **more}.items()}
+    knobs = {f"{method}.{k}": v for k, v in {**budget, **ASKED[method], **more}.items()}
     pruned = {"recent": 3} if "think" in chain else {}
     return {"method": chain, **knobs, **pruned}
 
@@ -67,8 +79,9 @@ def test_every_selector_with_a_budget_is_asked_again_or_says_why_not():
     budgeted = [m for m in registry.available() if "decode_budget" in registry.knob_names(m)]
     assert sorted({*ASKED, *NOT}) == budgeted
     for method, reason in NOT.items():
-        with pytest.raises(UsageError, match=rf"method\.{method}\.decode_budget=64 .*{reason}"):
-            chain_of({"method": method, "decode_budget": 64})
+        for knob, value in (("decode_budget", 64), ("decode_ratio", 0.5)):
+            with pytest.raises(UsageError, match=rf"method\.{method}\.{knob}={value} .*{reason}"):
+                chain_of({"method": method, knob: value})
     for asked, reason in (
         ({"method": "h2o"}, "reads the attention of all queries"),
         ({"method": "h2o", "variant": "orig"}, "by itself"),
@@ -77,8 +90,9 @@ def test_every_selector_with_a_budget_is_asked_again_or_says_why_not():
         ({"method": "chunkkv", "reuse": 2}, "over layers"),
         ({"method": "chunkkv", "chunk": 7, "variant": "paper"}, "follows from the data"),
     ):
-        with pytest.raises(UsageError, match=reason):
-            chain_of({**asked, "decode_budget": 64})
+        for knob, value in (("decode_budget", 64), ("decode_ratio", 0.5)):
+            with pytest.raises(UsageError, match=reason):
+                chain_of({**asked, knob: value})
 
 
 @pytest.mark.parametrize(
@@ -87,7 +101,12 @@ def test_every_selector_with_a_budget_is_asked_again_or_says_why_not():
         ({"decode_budget": 32}, r"snapkv\.decode_budget=32 .* above 32 \(sinks 0 \+ window 32\)"),
         ({"decode_budget": 0}, r"snapkv\.decode_budget=0"),
         ({"decode_budget": 64, "decode_every": 0}, r"snapkv\.decode_every=0"),
-        ({"decode_every": 8}, "together with decode_budget"),
+        ({"decode_every": 8}, "together with decode_budget or decode_ratio"),
+        ({"decode_ratio": 0}, r"snapkv\.decode_ratio=0 is not possible: a share of all tokens so far"),
+        ({"decode_ratio": 1.01}, r"snapkv\.decode_ratio=1\.01"),
+        ({"decode_ratio": 0.5, "decode_budget": 64}, r"decode_budget=64 and decode_ratio=0\.5 are two ways to say one"),
+        ({"method": "snapkv+kivi", "decode_ratio": 0.5}, "without decode_budget or decode_ratio"),
+        ({"method": "uncomp-stage+snapkv", "decode_ratio": 0.5}, "leave out decode_budget or decode_ratio"),
         ({"method": "snapkv+kivi", "decode_budget": 64}, "without decode_budget"),
         ({"method": "snapkv+palu", "decode_budget": 64}, "without decode_budget"),
         ({"method": "snapkv+twilight", "decode_budget": 64}, "without decode_budget"),
@@ -100,9 +119,28 @@ def test_impossible_requests_are_refused(wrong, match):
 
 
 def test_the_knobs_change_no_identity_unless_they_are_set():
-    assert not {"decode_budget", "decode_every"} & set(chain_of("snapkv").identity()["stages"][0]["knobs"])
+    plain = chain_of("snapkv").identity()["stages"][0]["knobs"]
+    assert not {"decode_budget", "decode_ratio", "decode_every", "rounds_up"} & set(plain)
     knobs = chain_of({"method": "snapkv", "decode_budget": 64}).identity()["stages"][0]["knobs"]
-    assert (knobs["decode_budget"], knobs["decode_every"]) == (64, 128)
+    assert (knobs["decode_budget"], knobs["decode_every"]) == (64, 128) and "decode_ratio" not in knobs
+    knobs = chain_of({"method": "snapkv", "decode_ratio": 1}).identity()["stages"][0]["knobs"]
+    assert (knobs["decode_ratio"], knobs["decode_every"]) == (1.0, 128) and "rounds_up" not in knobs
+
+
+@pytest.mark.parametrize(
+    ("ratio", "seen", "tokens"),
+    # products of floats lie a little above or below 3, 29 and 6, and are whole numbers all the same
+    [(0.1, 30, 3), (0.29, 100, 29), (0.3, 20, 6), (0.29, 101, 30), (0.01, 50, 2), (1, 77, 77), (0.999, 77, 77)],
+)
+def test_a_share_is_rounded_up_and_leaves_two_tokens(ratio, seen, tokens):
+    evictor = chain_of({"method": "random", "decode_ratio": ratio, "kv_round": True}).evictor
+    assert evictor.selector.budget(seen, 0, 1) == tokens and evictor.grows
+
+
+def test_a_share_too_small_for_sinks_and_window_shrinks_them():
+    capacity = chain_of({"method": "snapkv", "decode_ratio": 0.25}).evictor.selector.capacity(40)
+    assert (capacity.tokens, capacity.sinks, capacity.window, capacity.shrunk) == (10, 0, 5, True)
+    assert not chain_of({"method": "snapkv", "decode_budget": 64}).evictor.grows
 
 
 def chosen(method, q, k, heads, size):
@@ -119,8 +157,8 @@ def chosen(method, q, k, heads, size):
 
 
 @pytest.mark.parametrize("method", ["snapkv", "keynorm", "keydiff", "chunkkv"])
-@pytest.mark.parametrize("every", [EVERY, 2])
-def test_it_equals_transformers_with_keys_removed_by_hand(method, every):
+@pytest.mark.parametrize(("every", "budget"), [(EVERY, SMALL), (2, SMALL), (EVERY, SHARE), (2, SHARE)])
+def test_it_equals_transformers_with_keys_removed_by_hand(method, every, budget):
     """A loop over transformers' own cache, whose keys a slow reference chooses; queries are taken as they attend."""
     model, ids = build("llama"), 3 + torch.randperm(125, generator=torch.Generator().manual_seed(1))[:N]
     asked = [[] for _ in range(3)]
@@ -151,13 +189,14 @@ def test_it_equals_transformers_with_keys_removed_by_hand(method, every):
         for j in range(NEW):
             answer.append(int(logits.argmax()))
             if j and j % every == 0:
-                remove(15)
+                size = 15 if budget is SMALL else share_of(N + j)
+                remove(min(size, held.layers[0].keys.shape[2]))
             at = [[[*p, N + j] for p in heads] for heads in at]
             position = torch.tensor([[N + j]])
             logits = model(torch.tensor([answer[-1:]]), position_ids=position, **named_cache(held)).logits[0, -1]
     model.set_attn_implementation(before)
     variant = {"variant": "once"} if method == "keydiff" else {}
-    (cache,) = kvbench.prefill(model, ids, [entry(method, decode_every=every, **variant)])
+    (cache,) = kvbench.prefill(model, ids, [entry(method, budget, decode_every=every, **variant)])
     assert kvbench.generate(model, [cache], NEW) == [answer]
     assert [ref.kept(layer) for layer in kvbench.extend(model, cache, answer).layers] == at
 
@@ -168,8 +207,14 @@ def test_it_equals_transformers_with_keys_removed_by_hand(method, every):
 )
 def test_laws(family, per):
     """Batched = alone, read on = answered at once, tokens and bytes as declared, the first token the full cache's."""
+    # a budget in tokens for every second chain, a share of all tokens for the others; on Llama both for all
     model, chains = build(family), of(family, CHAINS)
-    entries = [ready(model, entry(c), per) for c in chains]
+    budgets = [SMALL, SHARE] * len(chains)
+    if family == "llama":
+        chains = [chain for chain in chains for _ in range(2)]
+    entries = [ready(model, entry(c, b), per) for c, b in zip(chains, budgets, strict=False)]
+    entries += [ready(model, asked, per) for asked in PROTECTED]
+    chains = chains + [asked["method"] for asked in PROTECTED]
     full, *caches = kvbench.prefill(model, prompt(N), ["full", *entries])
     endings = [Ending(NEW - i % 3, frozenset()) for i in range(len(caches))]  # rows leave one after the other
     together = generate_rows(model, caches, endings)
@@ -193,6 +238,7 @@ def test_laws(family, per):
 def test_a_budget_for_all_tokens_answers_as_the_full_cache(family):
     model = build(family)
     entries = [entry(m, kv_size=1000, decode_budget=1000) for m in of(family, [*ASKED])]
+    entries += [entry(m, SHARE, kv_size=1000, decode_ratio=1) for m in of(family, [*ASKED])]
     full, *caches = kvbench.prefill(model, prompt(N), ["full", *entries])
     answers = kvbench.generate(model, [full, *caches], 20)
     assert answers == answers[:1] * len(answers)
@@ -201,10 +247,25 @@ def test_a_budget_for_all_tokens_answers_as_the_full_cache(family):
         torch.testing.assert_close(logits, forced[0], atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.e2e("every chain")
+@pytest.mark.parametrize(("family", "per"), [("llama", "kv_head"), ("gemma2", "query_head")])
+def test_a_share_of_1_answers_as_without_a_budget_while_decoding(family, per):
+    model, chains = build(family), of(family, CHAINS)
+    shares = [ready(model, entry(c, SHARE, decode_ratio=1), per) for c in chains]
+    plain = [ready(model, entry(c, {"kv_size": 18}), per) for c in chains]
+    caches = kvbench.prefill(model, prompt(N), [*shares, *plain])
+    with_share, without = caches[: len(chains)], caches[len(chains) :]
+    assert kvbench.generate(model, with_share, NEW) == kvbench.generate(model, without, NEW)
+    for a, b in zip(with_share, without, strict=True):
+        longer = [kvbench.extend(model, c, prompt(NEW, 9)) for c in (a, b)]
+        assert [ref.kept(layer) for layer in longer[0].layers] == [ref.kept(layer) for layer in longer[1].layers]
+
+
+@pytest.mark.parametrize("budget", [SMALL, SHARE])
 @pytest.mark.parametrize("chain", CHAINS)
-def test_tokens_and_bytes_after_every_step_are_those_of_the_formula(chain):
+def test_tokens_and_bytes_after_every_step_are_those_of_the_formula(chain, budget):
     model = build("llama")
-    (cache,) = kvbench.prefill(model, prompt(N), [entry(chain, frozen_layers=[1])])
+    (cache,) = kvbench.prefill(model, prompt(N), [entry(chain, budget, frozen_layers=[1])])
     batch = batch_of(model, [cache], NEW)
     choices = 0
     for j in range(NEW):
@@ -220,10 +281,23 @@ def test_tokens_and_bytes_after_every_step_are_those_of_the_formula(chain):
             if i == 1:
                 assert after == [N + j + 1] * 2
             elif j and j % EVERY == 0:
-                assert after == [cache.chain.evictor.selector.budget(N + j, i, 3) + 1] * 2
+                size = cache.chain.evictor.selector.budget(N + j, i, 3)
+                assert after == [min(size, before) + 1] * 2
+                if "pyramidkv" not in chain:
+                    assert size == (15 if budget is SMALL else share_of(N + j))
             low, high = bytes_after_decoding(cache.chain, source, i, j + 1, 2, 16, 4)
             assert low <= layer.payload()[0] <= high and (low == high or "think" in chain)
     assert choices == 2 * ((NEW - 1) // EVERY)
+
+
+def test_slots_of_a_share_have_room_for_the_most_tokens_of_an_answer():
+    model, sizes = build("llama"), []
+    (cache,) = kvbench.prefill(model, prompt(N), [entry("snapkv", SHARE)])
+    for new in (60, 600):
+        batch = batch_of(model, [cache], new)
+        sizes.append({rows.valid.shape[2] for layer in batch for _, rows in layer.formats})
+    # the last choice is made after 54 and 594 new tokens, and 6 more tokens come
+    assert sizes == [{share_of(N + 54) + 6}, {share_of(N + 594) + 6}]
 
 
 @pytest.mark.parametrize("chain", ["snapkv+think", "keynorm+thinkv", "snapkv+fp8", "snapkv"])

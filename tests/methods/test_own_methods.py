@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from support import processes
 
 pytestmark = pytest.mark.e2e("whole runs with methods from a folder")
 
@@ -34,18 +35,12 @@ def run(tmp_path):
     folder = tmp_path / "methods"
     folder.mkdir()
     (folder / "good.py").write_text(METHOD.format(does="pass").replace("mine", "good").replace("Mine", "Good"))
-    environment = {**os.environ, "KVBENCH_METHODS": str(folder), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "KVBENCH_METHODS": str(folder)}
 
     def ended(does, *more):
         (folder / "mine.py").write_text(METHOD.format(does=does))
         words = ["dataset=tiny/needle", "length=256", "method=mine,good", f"results={tmp_path / 'results'}", "--json"]
-        done = subprocess.run(
-            [sys.executable, "-m", "kvbench", "run", *words, *(more or ["limit=2"])],
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
+        done = processes.run("run", *words, *(more or ["limit=2"]), env=environment)
         cells = {row["method"].split()[0]: row["cells"][0] for row in json.loads(done.stdout)["rows"]}
         return done.returncode, cells, done.stderr
 
@@ -113,9 +108,7 @@ def test_a_method_that_ends_the_process_fails_alone_and_is_named(tmp_path):
         "--json",
     ]
     environment = {**os.environ, "KVBENCH_METHODS": str(tmp_path / "methods")}
-    run = subprocess.run(
-        [sys.executable, "-m", "kvbench", *command], env=environment, capture_output=True, text=True, timeout=120
-    )
+    run = processes.run(*command, env=environment)
     assert run.returncode == 1
     assert "leaves kv_ratio=0.25 on tiny/needle failed: leaves would end the program" in run.stderr
     statuses = [row["cells"][0]["status"] for row in json.loads(run.stdout)["rows"]]
@@ -147,8 +140,7 @@ def test_a_second_interrupt_ends_a_method_that_catches_the_first(tmp_path):
     (tmp_path / "methods" / "endless.py").write_text(ENDLESS)
     command = f"run dataset=tiny/needle length=256 limit=1 method=snapkv,endless results={tmp_path}".split()
     environment = {**os.environ, "KVBENCH_METHODS": str(tmp_path / "methods")}
-    arguments = [sys.executable, "-m", "kvbench", *command]
-    with subprocess.Popen(arguments, env=environment, stderr=subprocess.PIPE, text=True) as run:
+    with processes.start(*command, env=environment) as run:
         asked = (line for line in run.stderr if line == "asked\n")
         next(asked)
         run.send_signal(signal.SIGINT)
@@ -195,10 +187,7 @@ def test_own_answers_are_stored_before_other_code_is_first_asked(tmp_path):
 
     def rows(methods):
         command = f"run dataset=tiny/needle,tiny/hop length=256 limit=2 method={methods} kv_size=48 --json".split()
-        arguments = [*command, f"results={tmp_path / str(len(methods))}"]
-        run = subprocess.run(
-            [sys.executable, "-m", "kvbench", *arguments], env=environment, capture_output=True, text=True, timeout=120
-        )
+        run = processes.run(*command, f"results={tmp_path / str(len(methods))}", env=environment)
         return {row["method"]: row["cells"] for row in json.loads(run.stdout)["rows"]}
 
     together, alone = rows("falsifies,snapkv,h2o"), rows("snapkv,h2o")

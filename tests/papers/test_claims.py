@@ -1,7 +1,10 @@
 """Claims: verdicts against hand-made differences, quotations in the papers' texts, and a ledger on the tiny model."""
 
+import io
 import json
 import re
+import shutil
+from contextlib import redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -225,9 +228,23 @@ def test_budgets_by_dataset_are_those_of_the_paper():
     assert full.chain_of("mdqa") == full.chain
 
 
-def test_the_ledger_end_to_end(tmp_path, capsys):
-    assert main(["claims", "vatp", "limit=2", f"results={tmp_path}", "--json"]) == 0
-    content = json.loads(capsys.readouterr().out)
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    """What ``claims vatp`` measures of two examples a task: (its results, its JSON)."""
+    folder = tmp_path_factory.mktemp("vatp")
+    with redirect_stdout(io.StringIO()) as out:
+        assert main(["claims", "vatp", "limit=2", f"results={folder}", "--json"]) == 0
+    return folder, out.getvalue()
+
+
+@pytest.fixture
+def results(measured, tmp_path):
+    """A copy of the results, in which a test may write."""
+    return shutil.copytree(measured[0], tmp_path / "measured")
+
+
+def test_the_ledger_end_to_end(measured, results):
+    content, tmp_path = json.loads(measured[1]), results
     actual = {v["id"]: v for v in content["verdicts"]}
     assert set(actual) == {c.id for c in claims.load("vatp")}
     assert all(set(v["measures"]["points"]["n"].values()) == {2} for v in actual.values())
@@ -271,13 +288,10 @@ def test_a_users_ledger_replaces_the_committed_one_of_the_same_claims_on_the_pag
     assert ledger.read(tmp_path)[1]["verdicts"][0]["verdict"] == "not testable here"
 
 
-def test_a_ledger_is_written_from_its_samples_and_verified(tmp_path, monkeypatch, capsys):
+def test_a_ledger_is_written_from_its_samples_and_verified(results, tmp_path, monkeypatch, capsys):
     committed = ["--committed", str(tmp_path / "committed")]
     monkeypatch.setattr(claims, "papers", lambda: ("vatp",))
-    results = str(tmp_path / "results")
-    prepared = claim_runner.prepare(["vatp"], "tiny", [f"results={results}", "limit=1"])
-    claim_runner.measure(prepared)
-    assert paper_claims.main(["--pack", "--results", results, *committed]) == 0
+    assert paper_claims.main(["--pack", "--results", str(results), *committed]) == 0
     assert paper_claims.main(["--verify", "--model", "tiny", *committed]) == 0
     page = (tmp_path / "committed" / "claims.md").read_text()
     assert page.startswith("- tiny: 0 supported · 0 contradicted · 5 undecided\n") and "| ? vatp-h2o" in page
@@ -327,8 +341,8 @@ def test_the_lines_of_a_ledger_begin_with_its_tally():
     assert few[1] == "! n = 3 at most. Preview only: so few examples decide nothing."
 
 
-def test_claims_print_their_lines_and_explain_them_if_asked(tmp_path, capsys):
-    words = ["claims", "vatp", "limit=1", f"results={tmp_path}"]
+def test_claims_print_their_lines_and_explain_them_if_asked(results, capsys):
+    words = ["claims", "vatp", "limit=1", f"results={results}"]
     assert main(words) == 0
     short = capsys.readouterr().out
     assert short.startswith("0 supported · 0 contradicted · 5 undecided\n! n = 6 at most")

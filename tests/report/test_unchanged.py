@@ -105,6 +105,8 @@ def test_what_never_reaches_its_budget_is_known_beforehand():
     assert keeps_everything(of(*while_decoding, "decode_budget=265"), 256, 9)
     assert not keeps_everything(of(*while_decoding, "decode_budget=264"), 256, 9)
     assert keeps_everything(of(*while_decoding, "decode_budget=100"), 256, 8)  # an answer ends before it chooses
+    assert keeps_everything(of(*while_decoding, "decode_ratio=1"), 256, 9)
+    assert not keeps_everything(of(*while_decoding, "decode_ratio=0.99"), 256, 9)
     assert not keeps_everything(of("method=snapkv+kivi", "kv_size=300"), 256, 8)
     assert not keeps_everything(of("method=full"), 256, 8)
     assert not keeps_everything(of("method=refreekv"), 256, 8)  # the data decide what stays

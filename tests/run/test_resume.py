@@ -5,14 +5,12 @@ import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import ClassVar
 
 import pytest
+from support import processes
 from support.runs import metrics_of, prepare, run_json
 from support.stored import Cell, measure
 
@@ -32,9 +30,7 @@ pytestmark = pytest.mark.e2e("runs whole command lines")
 
 def test_killed_run_completes_to_the_same_metrics(tmp_path, capsys):
     arguments = ["dataset=tiny/needle,tiny/listing", "length=256", "examples=10", "batch_rows=2", "method=snapkv"]
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    command = [sys.executable, "-m", "kvbench", "run", *arguments, f"results={tmp_path / 'a'}"]
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = processes.start("run", *arguments, f"results={tmp_path / 'a'}")
 
     def lines():
         return sum(len(p.read_bytes().splitlines()) for p in tmp_path.glob("a/cells/*/samples-0.jsonl"))

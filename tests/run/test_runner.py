@@ -1,17 +1,14 @@
 """What goes wrong in one cell, in memory or by a signal costs only that: everything else is measured, once."""
 
 import json
-import os
 import signal
-import subprocess
-import sys
 import time
 from functools import cache
-from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
 import torch
+from support import processes
 from support.runs import SMALL, metrics_of, prepare, run_json
 
 from kvbench.cli.main import main
@@ -335,9 +332,8 @@ def test_a_signal_ends_a_run_within_seconds_and_says_how_to_go_on(tmp_path, numb
         "batch_rows=2",
         "method=snapkv",
     ]
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    command = [sys.executable, "-m", "kvbench", "run", *arguments, f"results={tmp_path}"]
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    command = ["run", *arguments, f"results={tmp_path}"]
+    process = processes.start(*command)
 
     def lines():
         return sum(len(p.read_bytes().splitlines()) for p in tmp_path.glob("cells/*/samples-0.jsonl"))
@@ -351,7 +347,7 @@ def test_a_signal_ends_a_run_within_seconds_and_says_how_to_go_on(tmp_path, numb
     done = lines()
     assert out == "" and 6 <= done < 160
     assert f"interrupted. {done} of 160 answers are done and safe; to go on:" in err
-    assert err.splitlines()[-1].split() == ["kvbench", "run", *command[4:]]
+    assert err.splitlines()[-1].split() == ["kvbench", *command]
     status = [ResultStore(tmp_path).status(p.name) for p in tmp_path.glob("cells/*")]
     assert "interrupted" in {s.status for s in status} and {s.status for s in status} <= {"interrupted", "complete"}
     name = "Ctrl-C" if number == signal.SIGINT else "SIGTERM"

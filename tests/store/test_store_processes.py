@@ -4,12 +4,11 @@ import json
 import multiprocessing
 import os
 import signal
-import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
+from support import processes
 from support.runs import metrics_of
 from support.stored import FACTS, Cell, measure, sample
 
@@ -42,17 +41,16 @@ sys.exit(main(["run", *sys.argv[2:]]))
 """
 
 
-def start(*arguments, program=("-m", "kvbench", "run")):
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    command = [sys.executable, *program, *arguments]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+def start(*arguments):
+    return processes.start("run", *arguments)
 
 
 def start_until(answers, *arguments):
     """Start a run and return it once it has stopped, with its locks, behind as many answers; SIGCONT has it go on."""
-    run = start(*arguments, program=("-c", STOPPING, str(answers)))
-    os.waitid(os.P_PID, run.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
-    assert run.poll() is None, run.communicate()
+    run = processes.start_code(STOPPING, str(answers), *arguments)
+    while (status := run.status()) is None:
+        time.sleep(0.005)
+    assert status == "stopped", run.communicate()
     return run
 
 

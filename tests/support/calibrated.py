@@ -14,7 +14,7 @@ from kvbench.methods.core.chain import Chain
 from kvbench.methods.core.recipe import Calibration, CalibrationRun, Recipe, digest
 from kvbench.methods.core.stage import Stage
 
-SAMPLES, TOKENS = 5, 60
+SAMPLES, TOKENS = 2, 60
 
 
 def bound(model: PreTrainedModel, chain: Chain) -> Chain:

@@ -3,13 +3,11 @@
 import json
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
-from support import worked
+from support import processes, worked
 from support.dataset_files import write_lines
 
 from kvbench.base.errors import UsageError
@@ -86,10 +84,10 @@ def test_one_yaml_file_adds_a_dataset(tmp_path):
     (tmp_path / "conf/dataset/squad.yaml").write_text(SQUAD)
     (tmp_path / "data").mkdir()
     write_lines(tmp_path / "data/squad_dev.jsonl", *ROWS)
-    command = [sys.executable, "-m", "kvbench", "run", "model=tiny", "method=snapkv", "kv_size=24", "window=4"]
+    command = ["run", "model=tiny", "method=snapkv", "kv_size=24", "window=4"]
     command += ["dataset=squad", "max_new_tokens=3", "data.root=data", "results=results", "--json"]
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    done = processes.run(*command, cwd=tmp_path, env=environment)
     assert done.returncode == 0, done.stderr
     record = json.loads(done.stdout)
     assert [c["task"] for c in record["columns"]] == ["squad"] and record["columns"][0]["metric"] == "squad_f1"

@@ -10,8 +10,9 @@ Shapes: n prompt tokens, D head dimension, B rows of a decode batch, H stored he
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import torch
@@ -21,12 +22,14 @@ from kvbench.kv import ops
 from kvbench.kv.observation import Observation
 from kvbench.kv.segment import LayerCache
 from kvbench.methods.core.contract import Capacity, Expected, protect, top_indices
-from kvbench.methods.core.knobs import DEFAULT_RATIO, at_least, knob
+from kvbench.methods.core.knobs import DEFAULT_RATIO, Rule, at_least, knob
 from kvbench.methods.core.stage import Role, Stage
 from kvbench.storage.roles import Masker, Slots
 
 DECODE_EVERY = 128
 """New tokens between two choices while decoding, if ``decode_every`` is not set."""
+DECODE_SHARE = Rule("a share of all tokens so far, above 0 and at most 1, or null", lambda share: 0 < share <= 1)
+"""The rule of a budget while decoding that grows with the text."""
 EXACT_WHOLE = 2**24
 """float32 represents all whole numbers up to this one exactly."""
 
@@ -92,14 +95,19 @@ class Selector(TokenSelector):
     kv_round: True rounds that product to the nearest number of tokens (halves to even) instead of down.
     decode_budget: tokens held per stored head while decoding. The selector chooses again among all cached tokens, old
     and new. Without this option only the prompt is compressed, unless the selector evicts by itself.
+    decode_ratio: the same budget as a share of all tokens so far, prompt and answer: ceil(ratio * tokens), at least 2.
     decode_every: new tokens between two such choices.
+
+    ``rounds_up`` is no option: True rounds kv_ratio * n up. ``while_decoding`` sets it for ``decode_ratio``.
     """
 
     kv_size: int | None = None
     kv_ratio: float | None = None
     kv_round: bool | None = None
     decode_budget: int | None = knob(None, at_least(1, "tokens", null=True))
+    decode_ratio: float | None = knob(None, DECODE_SHARE)
     decode_every: int | None = knob(None, at_least(1, "tokens", null=True))
+    rounds_up: bool = field(default=False, repr=False, metadata={"knob": False})
 
     def check(self) -> None:
         super().check()
@@ -117,16 +125,36 @@ class Selector(TokenSelector):
             self.require("kv_size", self.kv_size > sinks + window, above_protected)
         if self.kv_ratio is not None:
             self.require("kv_ratio", 0 < self.kv_ratio <= 1, "a fraction of the prompt kept, above 0 and at most 1")
+        if self.decode_budget is not None and self.decode_ratio is not None:
+            raise UsageError(
+                f"method.{self.id}: decode_budget={self.decode_budget} and decode_ratio={self.decode_ratio} are two "
+                "ways to say one budget while decoding: give one of them"
+            )
         if self.decode_budget is not None:
             self.require("decode_budget", self.decode_budget > sinks + window, above_protected)
+        if self.chooses_again:
             object.__setattr__(self, "decode_every", self.decode_every or DECODE_EVERY)
-        has_budget = self.decode_every is None or self.decode_budget is not None
-        self.require("decode_every", has_budget, "given together with decode_budget")
+        has_budget = self.decode_every is None or self.chooses_again
+        self.require("decode_every", has_budget, "given together with decode_budget or decode_ratio")
+
+    @property
+    def chooses_again(self) -> bool:
+        """True if a budget while decoding is set, by ``decode_budget`` or ``decode_ratio``."""
+        return self.decode_budget is not None or self.decode_ratio is not None
 
     def while_decoding(self) -> Selector:
-        """Return the selector that chooses again while decoding, with ``decode_budget`` as its only budget."""
-        # without a ``decode_budget`` of its own it is a plain selector, and ``DecodeBudget`` runs it
-        return replace(self, kv_size=self.decode_budget, kv_ratio=None, decode_budget=None, decode_every=None)
+        """Return the selector that chooses again while decoding. Its only budget is the one while decoding."""
+        # without a budget while decoding of its own it is a plain selector, and ``DecodeBudget`` runs it
+        return replace(
+            self,
+            kv_size=self.decode_budget,
+            kv_ratio=self.decode_ratio,
+            kv_round=None,
+            rounds_up=self.decode_ratio is not None,
+            decode_budget=None,
+            decode_ratio=None,
+            decode_every=None,
+        )
 
     def require_one_budget(self, knob: str) -> None:
         """Raise UsageError if kv_size or kv_ratio is set beside ``knob``, which is itself a budget.
@@ -165,6 +193,9 @@ class Selector(TokenSelector):
         tokens = int(exact + 1e-9)
         if self.kv_round:
             tokens = round(exact)
+        elif self.rounds_up:
+            # 1e-9: 0.1 * 30 is 3.0000000000000004
+            tokens = math.ceil(exact - 1e-9)
         tokens = max(2, tokens)
         if tokens >= n or tokens > sinks + window:
             return Capacity(min(tokens, n), sinks, window)

@@ -202,8 +202,8 @@ class Chain:
     def evictor(self) -> Evictor | None:
         """The evictor that decides over slots while decoding, or None for a chain whose cache grows."""
         selector = self.selector
-        # ``decode_budget`` makes an evictor of any selector: it runs again every ``decode_every`` tokens
-        if isinstance(selector, Selector) and selector.decode_budget is not None and selector.decode_every is not None:
+        # a budget while decoding makes an evictor of any selector: it runs again every ``decode_every`` tokens
+        if isinstance(selector, Selector) and selector.chooses_again and selector.decode_every is not None:
             return DecodeBudget(
                 selector.while_decoding(), self.modifiers, every=selector.decode_every, packer=self.quantiser
             )
@@ -426,9 +426,10 @@ def _check_as_set(chain: Chain) -> None:
     ``check_set`` has already refused stages that cannot stand together whatever their knobs.
     """
     selector = chain.selector
-    if isinstance(selector, Selector) and selector.decode_budget is not None:
+    if isinstance(selector, Selector) and selector.chooses_again:
         reason = refusal(selector)
-        selector.require("decode_budget", not reason, f"not for {selector.id} as set here, as {reason}")
+        knob = "decode_ratio" if selector.decode_budget is None else "decode_budget"
+        selector.require(knob, not reason, f"not for {selector.id} as set here, as {reason}")
     if chain.modifiers and isinstance(selector, Selector) and selector.kv_size is not None:
         # the test prompt is longer than any budget, because a shorter one might keep all its tokens
         capacity = selector.capacity(2**31)

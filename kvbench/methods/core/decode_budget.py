@@ -21,10 +21,11 @@ LONG = 2**20
 class DecodeBudget(Evictor):
     """A selector that chooses again while decoding, over all tokens that a layer holds, old and new.
 
+    Its budget is a number of tokens (``decode_budget``), or a share of the tokens read so far (``decode_ratio``).
     Between two choices the cache grows by ``every`` tokens. Each choice scores the tokens held by attention over these
-    tokens alone, and the last of them are its window. kvpress's DecodingPress does the same.
+    tokens alone, and the last of them are its window. kvpress's DecodingPress does the same for a number.
 
-    selector: the selector with ``decode_budget`` as its only budget, see ``Selector.while_decoding``.
+    selector: the selector with the budget while decoding as its only one, see ``Selector.while_decoding``.
     modifiers: the stages that change its scores.
     every: the number of new tokens between two choices.
     packer: the packer of every token, or None if tokens stay exact.
@@ -38,6 +39,10 @@ class DecodeBudget(Evictor):
     @property
     def queries(self) -> int:
         return self.selector.needs(LONG).last_q
+
+    @property
+    def grows(self) -> bool:
+        return self.selector.kv_size is None
 
     def choose_again(self, cache: LayerCache, obs: Observation) -> LayerCache:
         return self.selector.choose(cache, obs, self.modifiers)
@@ -67,7 +72,7 @@ class DecodeBudget(Evictor):
 
 
 def refusal(selector: Selector) -> str:
-    """Return why a selector with a ``decode_budget`` cannot choose again while decoding, or '' if it can.
+    """Return why a selector with a budget while decoding cannot choose again, or '' if it can.
 
     A decode step has the last queries and the cached tokens of one layer, and no more of the prompt.
     """

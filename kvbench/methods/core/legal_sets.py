@@ -54,7 +54,7 @@ def kind(*roles: Role, **flags: bool) -> Kind:
     return is_of_kind
 
 
-AGAIN = kind("selector", decode_budget=True)
+AGAIN = kind("selector", chooses_again=True)
 """Selectors that choose again while decoding."""
 ROLLS = kind("selector", evicts=True, rolled=True)
 """Selectors that give stored keys new positions at every step."""
@@ -65,14 +65,14 @@ PACKS_HALF = kind("quantise", only=True)
 
 
 def EVICTS(stage: Stage) -> bool:
-    """Return True if the stage evicts tokens while decoding, by itself or under a ``decode_budget``."""
+    """Return True if the stage evicts tokens while decoding, by itself or under a budget while decoding."""
     return AGAIN(stage) or kind("selector", evicts=True)(stage)
 
 
 # the reasons: format strings with the words of ``_words``, some of which are joined in the tables below
 _EVICTING = "{a} evicts tokens while decoding as set here"
 _ROLLED = "method.{a}.{rolled} turns stored keys to new positions at every step, and {b} stores them "
-_ONLY_AFTER = "use a variant that evicts only after the prompt, without decode_budget"
+_ONLY_AFTER = "use a variant that evicts only after the prompt, without decode_budget or decode_ratio"
 _OWNER = (
     "{owner} owns its quantiser, which packs every token that it keeps; {b} has nothing left to store: use h2o+{b}, or "
     "{owner} alone"
@@ -105,7 +105,7 @@ _PARTLY_EXACT = (
 _GROUPED = ", and {b} packs tokens together, of which some leave before the others; "
 _MISSING = (
     "{a} chooses again while decoding, by the last queries, and {b} leaves later layers without some of the last "
-    "tokens: leave out decode_budget"
+    "tokens: leave out decode_budget or decode_ratio"
 )
 _WHOLE = "{b} leaves later layers only some of the tokens that {a} as set here cuts into whole chunks: use variant=fill"
 

@@ -66,17 +66,13 @@ def load_stage(path: Path, method: str, target: str, knobs: Mapping[str, object]
     from kvbench.methods.core.walls import contained
 
     module, _, name = target.rpartition(".")
-    # the line that names the class; a method without a YAML file has none
-    lines = path.read_text("utf-8").splitlines()
-    line = next((number for number, text in enumerate(lines, 1) if "_target_" in text), 1)
-    entry = f"{path}:{line}: _target_ {target}"
     try:
         with contained(target, module not in sys.modules, seed=0, importing=True):
             cls = getattr(importlib.import_module(module), name)
     except Exception as error:
-        raise UsageError(f"{entry} cannot be imported: {located(error, '')}") from error
+        raise UsageError(f"{_entry_line(path, target)} cannot be imported: {located(error, '')}") from error
     if not (isinstance(cls, type) and issubclass(cls, Stage)):
-        raise UsageError(f"{entry} is not a Stage (see kvbench/methods/core/base.py)")
+        raise UsageError(f"{_entry_line(path, target)} is not a Stage (see kvbench/methods/core/base.py)")
     stage_id, role = getattr(cls, "id", None), getattr(cls, "role", None)
     if stage_id != method:
         raise UsageError(
@@ -96,6 +92,7 @@ def load_stage(path: Path, method: str, target: str, knobs: Mapping[str, object]
     except UsageError:
         raise
     except Exception as error:
+        entry = _entry_line(path, target)
         raise UsageError(
             f"{entry}, with the options there, cannot be made: {located(error, _source_line(cls))}"
         ) from error
@@ -118,15 +115,17 @@ def _check_needs(stage: Stage) -> None:
     from kvbench.methods.core.foreign import is_own
     from kvbench.methods.core.walls import contained
 
-    line = _source_line(type(stage))
-    where = f"{line}: {type(stage).__name__}.needs(n), what it reads of a prompt of n tokens,"
+    def where() -> str:
+        # finding a class in its source takes far longer than making a stage
+        return f"{_source_line(type(stage))}: {type(stage).__name__}.needs(n), what it reads of a prompt of n tokens,"
+
     try:
         with contained(type(stage).__qualname__, not is_own(type(stage).__module__), seed=0):
             needs = stage.needs(1)
     except Exception as error:
-        raise UsageError(f"{where} failed: {located(error, line)}") from error
+        raise UsageError(f"{where()} failed: {located(error, _source_line(type(stage)))}") from error
     if not isinstance(needs, Needs):
-        raise UsageError(f"{where} is {needs!r}: return Needs(...), which is in kvbench.kv.observation")
+        raise UsageError(f"{where()} is {needs!r}: return Needs(...), which is in kvbench.kv.observation")
 
 
 def located(error: BaseException, place: str) -> str:
@@ -147,6 +146,13 @@ def located(error: BaseException, place: str) -> str:
             # the last of these frames is where the error was raised
             place = f"{frame.filename}:{frame.lineno}"
     return f"{place}: {type(error).__name__}: {error}".removeprefix(": ")
+
+
+def _entry_line(path: Path, target: str) -> str:
+    """Return the line of ``path`` that names the class ``target``. A method without a YAML file has none."""
+    lines = path.read_text("utf-8").splitlines()
+    line = next((number for number, text in enumerate(lines, 1) if "_target_" in text), 1)
+    return f"{path}:{line}: _target_ {target}"
 
 
 def _source_line(cls: type) -> str:

@@ -56,7 +56,7 @@ class PromptCache:
         # the tokens of every stored head of every layer
         counts: list[int] = []
         for layer in self.layers:
-            counts += [len(positions) for positions in layer.kept_positions()]
+            counts += layer.kept_counts()
         tokens = f"{counts[0]}"
         if min(counts) < max(counts):
             tokens = f"{min(counts)} to {max(counts)}, {sum(counts) / len(counts):.0f} in the mean,"

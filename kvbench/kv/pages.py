@@ -1,0 +1,47 @@
+"""The record of the pages that an inference engine could give back after a prompt is compressed.
+
+An engine holds a cache in pages of PAGE_TOKENS tokens, and a table lists the pages of each sequence (PagedAttention,
+arXiv 2309.06180, section 4). A method that drops tokens saves memory there only if whole pages become free.
+``audit.pages`` computes the record. This module does not import torch, because stored results are read without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+PAGE_BITS = 4
+PAGE_TOKENS = 2**PAGE_BITS
+"""The tokens of a page: 16, vLLM's default (arXiv 2309.06180, section 7.2)."""
+
+
+@dataclass(frozen=True)
+class PagesFreed:
+    """Shares (0 to 1) of a prompt's pages that are free after compression, over the layers that methods compress.
+
+    A prompt of n tokens has ceil(n / PAGE_TOKENS) pages in each table. An engine either has a table for each stored
+    head (heads apart) or one table for each layer (heads united). Under ``per=query_head`` each query head has a table.
+
+    apart, united: tokens stay where they were written. A page is free if no token of it is kept: by its head where
+    heads are apart, by any head where they are united.
+    apart_compacted, united_compacted: each head's kept tokens are moved together. A head needs ceil(kept / PAGE_TOKENS)
+    pages. Where heads are united, a layer needs as many as its head with most tokens.
+    """
+
+    apart: float
+    united: float
+    apart_compacted: float
+    united_compacted: float
+
+    @classmethod
+    def mean(cls, records: Sequence[PagesFreed | None], weights: Sequence[float] | None = None) -> PagesFreed | None:
+        """Return the mean of each share, or None if there are no records or one of them is None."""
+        known = [record for record in records if record is not None]
+        if not known or len(known) < len(records):
+            return None
+        shares = weights or [1] * len(known)
+        means = {}
+        for f in fields(cls):
+            total = sum(weight * getattr(record, f.name) for weight, record in zip(shares, known, strict=True))
+            means[f.name] = total / sum(shares)
+        return cls(**means)
