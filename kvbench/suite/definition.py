@@ -22,7 +22,7 @@ EDITIONS = (FULL, QUICK)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class SuitePart:
     """One ability that a suite measures.
 
     keys: the keys of `run` that say what is read. quick: those that the quick edition has in their place.
@@ -73,7 +73,7 @@ class Suite:
     dtype: str
     tokens: int
     budgets: tuple[int, ...]
-    parts: tuple[Part, ...]
+    parts: tuple[SuitePart, ...]
     floor: float
     controls: tuple[Control, ...]
 
@@ -94,7 +94,7 @@ def load(name: str) -> Suite:
     path = conf_dir() / FOLDER / f"{name}.yaml"
     content = read_yaml(path)
     try:
-        parts = [Part(name=part, **fields) for part, fields in content.pop("parts").items()]
+        parts = [SuitePart(name=part, **fields) for part, fields in content.pop("parts").items()]
         controls = [Control(**fields) for fields in content.pop("controls")]
         budgets = tuple(content.pop("budgets"))
         return Suite(name=name, parts=tuple(parts), controls=tuple(controls), budgets=budgets, **content)

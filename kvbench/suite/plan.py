@@ -13,7 +13,7 @@ from kvbench.models import load
 from kvbench.plan import config, run_plan
 from kvbench.plan.run_plan import RunPlan
 from kvbench.store.cell import Cell
-from kvbench.suite.definition import Part, Suite
+from kvbench.suite.definition import SuitePart, Suite
 from kvbench.suite.rows import SuiteRow, rows
 from kvbench.suite.scores import PartSamples, RowSamples
 
@@ -22,7 +22,7 @@ from kvbench.suite.scores import PartSamples, RowSamples
 class PartRun:
     """The run of one part. Rows that it cannot measure are left out, such as those without a budget while decoding."""
 
-    part: Part
+    part: SuitePart
     run: RunPlan
     rows: tuple[SuiteRow, ...]
 
@@ -84,7 +84,7 @@ def _base(suite: Suite, settings: Mapping[str, object]) -> dict[str, object]:
     return {"model": suite.model, "model.dtype": suite.dtype, "method": "full"} | dict(settings)
 
 
-def _planned(cfg: config.RunConfig, part: Part, taken: Sequence[SuiteRow]) -> RunPlan:
+def _planned(cfg: config.RunConfig, part: SuitePart, taken: Sequence[SuiteRow]) -> RunPlan:
     """Return the run of a part over the full cache and all ``taken`` rows. Two rows may be the same combination."""
     chains: dict[Chain, ChainConfig] = {}
     for row in taken:

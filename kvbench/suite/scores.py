@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from kvbench.base.errors import UsageError
 from kvbench.store.fidelity import KINDS
 from kvbench.store.results import Sample
-from kvbench.suite.definition import CHANCE, KL, NEGATIVE, Part, Suite
+from kvbench.suite.definition import CHANCE, KL, NEGATIVE, SuitePart, Suite
 from kvbench.tasks.metrics import stats
 from kvbench.tasks.metrics.stats import Interval
 
@@ -159,7 +159,9 @@ def _is_unchanged(sample: Sample, full: Sample) -> bool:
     return same_bytes and sample.kept == full.kept and sample.prediction == full.prediction
 
 
-def by_prompt(part: Part, samples: PartSamples, floor: float, is_full: bool = False) -> dict[str, dict[str, float]]:
+def by_prompt(
+    part: SuitePart, samples: PartSamples, floor: float, is_full: bool = False
+) -> dict[str, dict[str, float]]:
     """Return a row's score of each prompt by column: in [0, 1], or -ln KL with KL in nats.
 
     The full cache has no divergence from itself (``is_full``): its place is the ``floor``.

@@ -11,7 +11,7 @@ from kvbench.base.errors import UsageError
 from kvbench.store.fidelity import TextFidelity
 from kvbench.store.results import Sample
 from kvbench.suite import scores
-from kvbench.suite.definition import CHANCE, CONTROL, KL, METHOD, NEGATIVE, SCORE, Control, Part, Suite
+from kvbench.suite.definition import CHANCE, CONTROL, KL, METHOD, NEGATIVE, SCORE, Control, SuitePart, Suite
 from kvbench.suite.scores import RowSamples
 from kvbench.tasks.metrics import stats
 
@@ -19,7 +19,7 @@ FLOOR = 1e-4
 
 
 def suite(measure=SCORE, budgets=(2,)):
-    part = Part(name="p", about="a part", measure=measure, keys={})
+    part = SuitePart(name="p", about="a part", measure=measure, keys={})
     return Suite(
         name="s",
         about="",
