@@ -13,7 +13,7 @@ from kvbench.models import load
 from kvbench.plan import config, run_plan
 from kvbench.plan.run_plan import RunPlan
 from kvbench.store.cell import Cell
-from kvbench.suite.definition import SuitePart, Suite
+from kvbench.suite.definition import Suite, SuitePart
 from kvbench.suite.rows import SuiteRow, rows
 from kvbench.suite.scores import PartSamples, RowSamples
 

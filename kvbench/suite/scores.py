@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from kvbench.base.errors import UsageError
 from kvbench.store.fidelity import KINDS
 from kvbench.store.results import Sample
-from kvbench.suite.definition import CHANCE, KL, NEGATIVE, SuitePart, Suite
+from kvbench.suite.definition import CHANCE, KL, NEGATIVE, Suite, SuitePart
 from kvbench.tasks.metrics import stats
 from kvbench.tasks.metrics.stats import Interval
 

@@ -11,7 +11,7 @@ from kvbench.base.errors import UsageError
 from kvbench.store.fidelity import TextFidelity
 from kvbench.store.results import Sample
 from kvbench.suite import scores
-from kvbench.suite.definition import CHANCE, CONTROL, KL, METHOD, NEGATIVE, SCORE, Control, SuitePart, Suite
+from kvbench.suite.definition import CHANCE, CONTROL, KL, METHOD, NEGATIVE, SCORE, Control, Suite, SuitePart
 from kvbench.suite.scores import RowSamples
 from kvbench.tasks.metrics import stats
 
