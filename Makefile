@@ -18,7 +18,7 @@ DATA ?= $(or $(KVBENCH_DATA),data)
 REAL ?= smollm2-135m-q4_1
 WITHOUT ?=
 
-.PHONY: help run run-real test test-fast test-newest test-oldest test-5.23 packages-newest packages-oldest packages-5.23 test-peers torture check smoke bench-overhead bench-tables bench-memory bench-resident bench-shared bench-reading bench-growth bench-bytes bench-time bench-decode bench-tiny leaderboard verify-tables verify-docs mutants docs card tables tables-real tables-quick tables-bytes claims claims-real report audit clean
+.PHONY: help run run-real test test-fast test-newest test-oldest test-5.23 packages-newest packages-oldest packages-5.23 test-peers torture check smoke bench-overhead bench-tables bench-memory bench-resident bench-shared bench-reading bench-growth bench-bytes bench-time bench-decode bench-tiny leaderboard verify-tables verify-suite verify-docs mutants docs card tables tables-real tables-quick tables-bytes claims claims-real report audit clean
 
 help:  ## what there is to make
 	@awk -F ':.*## ' '/^##@/ { print "\n" substr($$0, 5) } /^[a-z0-9.-]+:.*## / { printf "  %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -98,6 +98,9 @@ verify-tables: $(VENV)/.ready  ## make committed tables again from samples (DATA
 
 verify-docs: $(VENV)/.ready  ## every number of README and results/README stands in a file that it links to
 	$(PY) scripts/verify_docs.py
+
+verify-suite: $(VENV)/.ready  ## check every folder below results/suite, number by number (DATA=folder; TEXTS=--without-texts without)
+	$(if $(SUITES),$(if $(wildcard $(DATA)),KVBENCH_DATA=$(DATA)) $(PY) -m kvbench verify $(TEXTS) $(SUITES),@echo "no folder below results/suite")
 
 mutants: $(VENV)/.ready  ## small mistakes put into the code, each of which a fast test must notice; 20 minutes
 	$(PY) scripts/mutants.py

@@ -3,6 +3,7 @@
 methods/                   one page a method and their index (method_pages.py)
 papers/                    one page a paper and their index (paper_pages.py)
 keys.md                    the options of `run` and of datasets (option_tables.py)
+leaderboard.md             the rows of committed suites (suite_pages.py)
 what-is-measured.md        the datasets, prompt formats, metrics and models (measured.py)
 add.md, architecture.md    the worked examples, and the code map, of CONTRIBUTING.md
 results/                   results/README.md with the pages, tables and pictures that it links to
@@ -28,11 +29,14 @@ import measured
 import method_pages
 import option_tables
 import paper_pages
+import suite_pages
 
 ROOT = Path(__file__).parents[1]
 SHOWN = (".md", ".png", ".txt", ".csv")
 GENERATED = ("methods/", "papers/")
 """Pages whose links are written as the site has them."""
+FROM_ROOT = ("add.md", "architecture.md", suite_pages.PAGE)
+"""Pages whose links are written as seen from the root."""
 WEIGHTS = {"methods/": 4, "papers/": 2, "results/tables/": 0.25, "results/tiny/": 0.25, "results/claims": 0.5}
 """The weight in the search of pages by the beginning of their name; others have 1."""
 WIDE = ("results/tables/", "results/tiny/", "results/leaderboard/")
@@ -71,6 +75,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         + contributing["Four walks"],
         "keys.md": option_tables.page(),
         "what-is-measured.md": measured.page(),
+        suite_pages.PAGE: suite_pages.page(),
         **paper_pages.pages(),
         **method_pages.pages(),
     }
@@ -80,7 +85,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
             files.append(File.generated(config, name, content=_with_front_matter(text, name)))
             continue
         # these texts are written as seen from docs/ or from the root
-        folder = "" if name in ("add.md", "architecture.md") else "docs"
+        folder = "" if name in FROM_ROOT else "docs"
         files.append(File.generated(config, name, content=_relinked(_fences(text), folder, name, published)))
     for name in published:
         if name.endswith(".md"):
@@ -111,7 +116,7 @@ def _with_front_matter(text: str, name: str) -> str:
 def _published() -> tuple[str, ...]:
     """Return the names of the committed files of results/ that the site shows."""
     names = subprocess.run(["git", "ls-files", "results"], cwd=ROOT, text=True, capture_output=True, check=True).stdout
-    return tuple(n for n in names.split() if n.endswith(SHOWN) and not n.startswith("results/cells/"))
+    return tuple(n for n in names.split() if n.endswith(SHOWN) or n.startswith("results/suite/"))
 
 
 def _sections(text: str) -> dict[str, str]:

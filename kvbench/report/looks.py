@@ -54,6 +54,7 @@ METHODS: dict[str, MethodRow] = {
     "qhitter": MethodRow(CRIMSON, "p", "Q-Hitter"),
     "quant": MethodRow(AMBER, "X", "quantisation"),
     "random": MethodRow(GREY, "x", "random tokens"),
+    "firsttokens": MethodRow(GREY, "+", "first tokens"),
     "refreekv": MethodRow(OLIVE, "d", "ReFreeKV"),
     "scissorhands": MethodRow(TEAL, "v", "Scissorhands"),
     "snapkv": MethodRow(BLUE, "o", "SnapKV"),

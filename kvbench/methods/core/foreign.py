@@ -28,6 +28,7 @@ OWN = (
     "chai",
     "chunkkv",
     "expectedattention",
+    "firsttokens",
     "flexgen",
     "fp8",
     "h2o",

@@ -13,7 +13,7 @@ YOURS = "yours"
 OTHERS = "of other packages"
 _TOKENS = (
     "snapkv pyramidkv adakv cake h2o tova scissorhands vatp streamingllm keydiff keynorm chunkkv kvzip "
-    "expectedattention random"
+    "expectedattention random firsttokens"
 )
 _BITS = "kivi flexgen qhitter turboquant fp8 int8 int4 mxfp4 nvfp4 q8_0 q4_0"
 METHODS: Mapping[str, tuple[str, ...]] = MappingProxyType(

@@ -55,7 +55,7 @@ def mean_interval(scores: Scores, bounds: Bounds | None = (0.0, 1.0)) -> Interva
     return _interval([values], bounds)
 
 
-def mean_over_tasks(tasks: Sequence[Scores], bounds: Bounds = (0.0, 1.0)) -> tuple[float, Interval | None]:
+def mean_over_tasks(tasks: Sequence[Scores], bounds: Bounds | None = (0.0, 1.0)) -> tuple[float, Interval | None]:
     """Return the mean of the tasks' mean scores, and its interval from the spread within each task.
 
     The variances of the tasks' means are added up, with the degrees of freedom of all tasks together. There is no
@@ -66,6 +66,28 @@ def mean_over_tasks(tasks: Sequence[Scores], bounds: Bounds = (0.0, 1.0)) -> tup
     if sum(map(len, values)) < FEWEST or min(map(len, values)) < 2:
         return point, None
     return point, _interval(values, bounds)
+
+
+def mean_over_parts(parts: Sequence[Sequence[Scores]]) -> tuple[float, Interval | None]:
+    """Return the mean over parts of the means over their tasks, and its t interval: each part counts alike.
+
+    The variances of the tasks' means are added up with their weights. There is no interval below FEWEST examples in
+    all, if a task has only one, or if no value differs.
+    """
+    values = [[_finite(scores) for scores in tasks] for tasks in parts]
+    point = float(np.mean([np.mean([v.mean() for v in tasks]) for tasks in values]))
+    flat = [v for tasks in values for v in tasks]
+    if sum(map(len, flat)) < FEWEST or min(map(len, flat)) < 2:
+        return point, None
+    variance = 0.0
+    for tasks in values:
+        # a task's mean has the weight 1 / (parts x tasks of its part)
+        weight = 1 / (len(values) * len(tasks))
+        variance += weight**2 * sum(float(v.var(ddof=1)) / len(v) for v in tasks)
+    if variance <= ROUNDING**2:
+        return point, None
+    half = _t_quantile(_degrees_of_freedom(flat)) * variance**0.5
+    return point, (point - half, point + half)
 
 
 def paired_difference(scores: Scores, baseline: Scores) -> tuple[float, Interval | None]:
@@ -179,6 +201,26 @@ def share(tasks: Sequence[Pairs], of_ratios: bool = False, log_losses: bool = Fa
     if enough_examples:
         interval = _share_interval(tasks, point, most, of_ratios)
     return Share(100 * point, in_percent(interval))
+
+
+def ratio_of_means(tasks: Sequence[Pairs]) -> Share:
+    """Return the mean of y over tasks in per cent of the mean of x, of pairs (y, x) that may be below 0.
+
+    The interval is Fieller's over pairs within each task. If y is the same share of x in every pair, it is the range
+    that so many equal draws cannot exclude, between none and twice that share. There is no share of a mean x of 0,
+    and no interval below FEWEST examples in all, if a task has only one, or if the mean x is not told apart from 0.
+    """
+    y = float(np.mean([pairs[:, 0].mean() for pairs in tasks]))
+    x = float(np.mean([pairs[:, 1].mean() for pairs in tasks]))
+    if not x:
+        return Share()
+    point = y / x
+    n = sum(map(len, tasks))
+    if n < FEWEST or min(map(len, tasks)) < 2:
+        return Share(100 * point)
+    if _residual_variance(tasks, point) <= ROUNDING**2:
+        return Share(100 * point, in_percent(_constant_interval(point, n, (0.0, 2 * point)) if point else None))
+    return Share(100 * point, in_percent(_fieller(tasks)))
 
 
 def in_percent(interval: Interval | None) -> Interval | None:
@@ -335,11 +377,23 @@ def _share_interval(tasks: Sequence[Pairs], point: float, most: float, of_ratios
             ratio = float(pairs[:, 0].mean() / pairs[:, 1].mean())
             linearised.append(_linearise_ratio(pairs, ratio))
         return _interval(linearised, bounds)
-    residuals = [pairs[:, 0] - point * pairs[:, 1] for pairs in tasks]
-    variances = [float(values.var(ddof=1)) / len(values) for values in residuals]
-    if sum(variances) <= ROUNDING**2:
+    if _residual_variance(tasks, point) <= ROUNDING**2:
         return _constant_interval(_clip_rounding(point, bounds), sum(map(len, tasks)), bounds)
-    squared = _t_quantile(_degrees_of_freedom(tasks)) ** 2
+    interval = _fieller(tasks)
+    if interval is None:
+        return None
+    return max(0.0, interval[0]), interval[1]
+
+
+def _residual_variance(tasks: Sequence[Pairs], point: float) -> float:
+    """Return the sum over tasks of the variance of the mean of ``y - point * x``."""
+    residuals = [pairs[:, 0] - point * pairs[:, 1] for pairs in tasks]
+    return sum(float(values.var(ddof=1)) / len(values) for values in residuals)
+
+
+def _fieller(tasks: Sequence[Pairs]) -> Interval | None:
+    """Return Fieller's interval of (mean y over tasks) / (mean x over tasks). None if mean x is not clearly above 0."""
+    squared = _t_quantile(_degrees_of_freedom([pairs[:, 0] for pairs in tasks])) ** 2
     # the covariance matrix of the two means
     cov = np.sum([np.cov(pairs.T) / len(pairs) for pairs in tasks], axis=0) / len(tasks) ** 2
     y = float(np.mean([pairs[:, 0].mean() for pairs in tasks]))
@@ -351,7 +405,7 @@ def _share_interval(tasks: Sequence[Pairs], point: float, most: float, of_ratios
     root = b * b - a * c
     if a <= 0 or root < 0:
         return None
-    return max(0.0, float((b - root**0.5) / a)), float((b + root**0.5) / a)
+    return float((b - root**0.5) / a), float((b + root**0.5) / a)
 
 
 def _linearise_ratio(sums: NDArray[np.float64], ratio: float) -> NDArray[np.float64]:

@@ -1,0 +1,178 @@
+"""The card of a suite: one line a row, the table of parts, and a picture, for a reader and for a paper's table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from kvbench.report import writers
+from kvbench.report.looks import looks_of
+from kvbench.report.style import canvas, styled
+from kvbench.report.table import Table
+from kvbench.suite.definition import CHANCE, KL, METHOD, NEGATIVE, QUICK, Suite
+from kvbench.suite.scores import RowScore
+
+NOTHING = "nothing was compressed"
+UNMEASURABLE = "—"
+"""The text for a part that cannot be measured with the model, or that does not take the row."""
+
+
+def line_of(suite: Suite, entry: RowScore) -> str:
+    """Return a row as one line, with its mean, its parts, the worst of them, its bytes and its time."""
+    head = f"{suite.name} @1/{entry.budget}: "
+    if entry.nothing_compressed:
+        return f"{head}{entry.name}: {NOTHING} on {100 * entry.unchanged:.0f} % of the prompts"
+    if entry.mean is None:
+        return f"{head}{entry.name}: no part can be measured with this model"
+    parts = []
+    for name, part in entry.parts.items():
+        if part.retained is not None:
+            parts.append(f"{name} {_signed(part.retained)}")
+    return (
+        f"{head}{entry.name} {_signed(entry.mean)}{_interval(entry.ci)} ({', '.join(parts)}), worst {entry.worst}; "
+        f"{entry.bytes:.1f} % of the bytes"
+    )
+
+
+def _signed(value: float) -> str:
+    """Return a score without decimals, with a real minus sign."""
+    return f"{value:.0f}".replace("-", "−")
+
+
+def _interval(ci: tuple[float, float] | None) -> str:
+    if ci is None:
+        return ""
+    return f" [{_signed(ci[0])}, {_signed(ci[1])}]"
+
+
+def tables(suite: Suite, scored: Sequence[RowScore]) -> Table:
+    """Return the table of all rows: a block for each budget, a column for each part."""
+    heads = ["row", "rank", "mean"]
+    heads += [part.name for part in suite.parts]
+    heads.append("bytes %")
+    rows: list[tuple[str, ...]] = []
+    headings: dict[int, str] = {}
+    for budget in suite.budgets:
+        of_budget = [entry for entry in scored if entry.budget == budget]
+        if of_budget:
+            headings[len(rows)] = f"1/{budget} of the bytes"
+        for entry in of_budget:
+            rows.append(_cells(suite, entry))
+    return Table(headers=tuple(heads), rows=tuple(rows), headings=headings)
+
+
+def _cells(suite: Suite, entry: RowScore) -> tuple[str, ...]:
+    rank = str(entry.rank) if entry.rank is not None else UNMEASURABLE
+    mean = UNMEASURABLE
+    if entry.nothing_compressed:
+        mean = NOTHING
+    elif entry.mean is not None:
+        mean = _signed(entry.mean) + _interval(entry.ci)
+    cells = [entry.name, rank, mean]
+    for part in suite.parts:
+        score = entry.parts.get(part.name)
+        if score is None or score.retained is None or entry.nothing_compressed:
+            cells.append(UNMEASURABLE)
+        else:
+            cells.append(_signed(score.retained) + _interval(score.ci))
+    cells.append(f"{entry.bytes:.1f}")
+    return tuple(cells)
+
+
+def notes(suite: Suite, edition: str, scored: Sequence[RowScore]) -> list[str]:
+    """Return what the numbers mean, and what cannot be measured."""
+    found = [
+        "100 is the full cache and 0 are random tokens at the same bytes, on the same prompts. In means each part "
+        "counts alike, and each task of a part. [95 % intervals over prompts.] Rows of one rank are not told apart.",
+        "bytes %: keys, values and all that is stored beside them after the prompt, of the full cache's at 16 bits.",
+    ]
+    chance = next((entry for entry in scored if entry.role == CHANCE), None)
+    for part in suite.parts:
+        score = chance.parts.get(part.name) if chance is not None else None
+        if score is None:
+            continue
+        if score.retained is None:
+            found.append(
+                f"{part.name} says nothing about compression here: the full cache ({score.full:.1f}) is not above "
+                f"random tokens ({score.chance:.1f}) by an interval."
+            )
+        unit = "nats, the floor" if part.measure == KL else "of 100"
+        found.append(
+            f"{part.name}: {part.about}. n = {score.n} prompts; the full cache scores {score.full:.3g} {unit}."
+        )
+    if edition == QUICK:
+        found.insert(0, "The quick edition is a first look with few prompts. No leaderboard takes it.")
+    return found
+
+
+def text(suite: Suite, edition: str, scored: Sequence[RowScore], style: str) -> str:
+    """Return the card as ``text`` or ``md``: a line for each of the user's methods, then the table and its notes."""
+    # all budgets of a method together, the methods in the order of their best row
+    tested = []
+    for name in dict.fromkeys(entry.name for entry in scored if entry.role == METHOD):
+        tested += [line_of(suite, entry) for entry in scored if entry.name == name]
+    title = f"{suite.name}: {suite.about}"
+    if edition == QUICK:
+        title += " (quick edition, a first look)"
+    above = [title] + tested
+    return writers.compose([tables(suite, scored)], notes(suite, edition, scored), style, above=above)
+
+
+def picture(suite: Suite, scored: Sequence[RowScore], path: Path) -> None:
+    """Draw a panel for each measurable part: S against the share of the bytes, the methods beside the controls."""
+    names = list(dict.fromkeys(entry.name for entry in scored))
+    looks = looks_of(names)
+    parts = []
+    for part in suite.parts:
+        measured = [entry for entry in scored if part.name in entry.parts]
+        if any(entry.parts[part.name].retained is not None for entry in measured):
+            parts.append(part)
+    if not parts:
+        return
+    with styled():
+        fig = canvas(2.3 * len(parts), 2.9)
+        axes = fig.subplots(1, len(parts), sharey=True, squeeze=False)[0]
+        for ax, part in zip(axes, parts, strict=True):
+            for name in names:
+                _draw(ax, part.name, [entry for entry in scored if entry.name == name], looks[name])
+            ax.axhline(100, color="#8C8C8C", linewidth=0.6)
+            ax.axhline(0, color="#8C8C8C", linewidth=0.6)
+            ax.set_xscale("log", base=2)
+            ax.set_xticks([100 / budget for budget in suite.budgets], [f"1/{budget}" for budget in suite.budgets])
+            ax.set_title(part.name)
+            ax.set_xlabel("share of the bytes")
+        axes[0].set_ylabel("retained (random 0, full cache 100)")
+        handles, labels = axes[0].get_legend_handles_labels()
+        fig.legend(handles, labels, loc="outside lower center", ncols=2 * len(parts), frameon=False, fontsize=7)
+        fig.suptitle(f"{suite.name}: what a compressed cache retains", fontsize=9)
+        fig.savefig(path, dpi=150, metadata={"Software": None})
+
+
+def _draw(ax: Any, part: str, entries: Sequence[RowScore], look: Any) -> None:
+    """Draw one row's line: its score at each share of the bytes that it really holds."""
+    points: list[tuple[float, float]] = []
+    for entry in entries:
+        score = entry.parts.get(part)
+        if score is not None and score.retained is not None and not entry.nothing_compressed:
+            points.append((entry.bytes, score.retained))
+    if not points:
+        return
+    points.sort()
+    is_method = entries[0].role == METHOD
+    ax.plot(
+        [x for x, _ in points],
+        [y for _, y in points],
+        color=look.color,
+        marker=look.marker,
+        linewidth=1.6 if is_method else 0.7,
+        markersize=4 if is_method else 3,
+        linestyle="--" if entries[0].role == NEGATIVE else look.line,
+        markerfacecolor="white" if look.hollow else look.color,
+        label=look.name,
+    )
+
+
+def plain(suite: Suite, edition: str, rows: Sequence[Mapping[str, Any]], notes_below: Sequence[str]) -> dict[str, Any]:
+    """Return the card as ``--json`` prints it."""
+    return {"suite": suite.name, "edition": edition, "rows": list(rows), "notes": list(notes_below)}

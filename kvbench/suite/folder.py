@@ -1,0 +1,110 @@
+"""A suite's folder: its rows as JSON lines, the samples behind them, and the card.
+
+    results.jsonl      a row a line, with the ids of its results
+    samples.jsonl.gz   every answer, from which all numbers follow
+    card.md, card.png  the same for a reader
+
+Any program can read the rows, and ``kvbench verify FOLDER`` makes them again from the samples.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from kvbench.base.errors import UsageError
+from kvbench.base.files import disk_error
+from kvbench.store import archive
+from kvbench.suite.plan import PartRun, SuiteRun, cells_of
+from kvbench.suite.rows import SuiteRow
+from kvbench.suite.scores import RowScore
+
+RESULTS, SAMPLES, CARD, PICTURE = "results.jsonl", "samples.jsonl.gz", "card.md", "card.png"
+CLOSED, OPEN = "closed", "open"
+"""The divisions. closed: the suite's own model, dtype and prompts. open: others, which each row names."""
+DIGITS = 6
+"""Decimal places of the numbers in a row: more would differ between machines by rounding."""
+
+
+def lines(run: SuiteRun, scored: Sequence[RowScore], division: str, contributor: str) -> list[dict[str, Any]]:
+    """Return the rows of results.jsonl, the full cache's first. Each names the results that it was computed from."""
+    rows_by_key = {(row.name, row.budget): row for row in run.rows}
+    head = {
+        "suite": run.suite.name,
+        "edition": run.edition,
+        "division": division,
+        "model": run.parts[0].run.cfg.model_name,
+        "dtype": run.parts[0].run.dtype,
+        "contributor": contributor,
+    }
+    full_cells = {part.part.name: _ids(part, None) for part in run.parts}
+    found = [head | {"name": "full", "role": "full", "results": full_cells} | _versions(run, full_cells)]
+    for entry in scored:
+        row = rows_by_key[entry.name, entry.budget]
+        cells = {part.part.name: _ids(part, row) for part in run.parts if row in part.rows}
+        line = head | {"name": entry.name, "role": entry.role, "results": cells}
+        found.append(line | numbers(entry) | {"label": row.config.label} | _versions(run, cells))
+    return found
+
+
+def numbers(entry: RowScore) -> dict[str, Any]:
+    """Return the numbers of a row as JSON holds them, rounded to DIGITS places."""
+    record = asdict(entry)
+    del record["name"], record["role"]
+    record["nothing_compressed"] = entry.nothing_compressed
+    rounded = json.loads(json.dumps(record), parse_float=lambda text: round(float(text), DIGITS))
+    return dict(rounded)
+
+
+def _ids(part_run: PartRun, row: SuiteRow | None) -> dict[str, str]:
+    """Return the ids of a row's results in a part by column."""
+    return {column: cell.id for column, cell in cells_of(part_run, row).items()}
+
+
+def _versions(run: SuiteRun, cells: Mapping[str, Mapping[str, str]]) -> dict[str, Any]:
+    """Return the versions that measured a row: every commit, and every release of torch and transformers."""
+    found: dict[str, dict[str, None]] = {"commit": {}, "torch": {}, "transformers": {}}
+    for part_run in run.parts:
+        for cell_id in cells.get(part_run.part.name, {}).values():
+            record = part_run.run.store.cell(cell_id)
+            for facts in record.provenance if record is not None else ():
+                for key, values in found.items():
+                    values[str(facts.get(key))] = None
+    return {key: sorted(values) for key, values in found.items()}
+
+
+def write(folder: Path, run: SuiteRun, rows: Sequence[Mapping[str, Any]], card: str) -> None:
+    """Write the rows, the samples of their results and the card. Raises KvbenchError if the disk does not take them."""
+    cells: set[str] = set()
+    for row in rows:
+        for columns in row["results"].values():
+            cells.update(columns.values())
+    store = run.parts[0].run.store
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        archive.pack(store, cells, folder / SAMPLES)
+        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        (folder / RESULTS).write_text(text, encoding="utf-8")
+        (folder / CARD).write_text(card, encoding="utf-8")
+    except OSError as error:
+        raise disk_error(error, folder) from None
+
+
+def read(folder: Path) -> list[dict[str, Any]]:
+    """Return the rows of a suite's folder. Raises UsageError if it has none or one is damaged."""
+    path = folder / RESULTS
+    if not path.exists():
+        raise UsageError(f"{folder} is no suite's folder: it has no {RESULTS}")
+    found = []
+    for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        try:
+            row = json.loads(text)
+            found.append({**row, "suite": str(row["suite"]), "edition": str(row["edition"]), "results": row["results"]})
+        except (ValueError, KeyError, TypeError) as error:
+            raise UsageError(f"{path}, line {number} is not a row of a suite: {error}") from None
+    if not found:
+        raise UsageError(f"{path} has no rows")
+    return found

@@ -1,0 +1,100 @@
+"""The lock of a suite: what its prompts and its checkpoint are, so that results of two places are of the same suite."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from kvbench.base.errors import UsageError
+from kvbench.base.example import Example
+from kvbench.base.files import read_json, write_json
+from kvbench.plan.cells import Group
+from kvbench.plan.run_plan import RunPlan
+from kvbench.suite.definition import Suite, lock_path
+from kvbench.suite.plan import SuiteRun
+from kvbench.tasks.encoding import encode_prompt
+
+Locked = Mapping[str, Any]
+"""{part: {column: {"protocol": hash, "prompts": {example: hash}}}}."""
+LENGTH = 16
+"""Hexadecimal digits of a hash that are kept."""
+
+
+def of_run(run: SuiteRun) -> dict[str, Any]:
+    """Return a lock of a planned suite: hashes of each prompt, and of all but the method that decides a result."""
+    parts: dict[str, Any] = {}
+    for part_run in run.parts:
+        columns = {}
+        for group in part_run.run.groups:
+            prompts = {example.id: _hash_prompt(part_run.run, group, example) for example in group.examples}
+            columns[group.column] = {"protocol": hash_protocol(group.cells[0].identity), "prompts": prompts}
+        parts[part_run.part.name] = columns
+    return parts
+
+
+def hash_protocol(identity: Mapping[str, Any]) -> str:
+    """Return the hash of a result's identity without its method: model, data, prompt format, decoding and metric."""
+    protocol = {key: value for key, value in identity.items() if key != "chain"}
+    return _digest(protocol)
+
+
+def _hash_prompt(run: RunPlan, group: Group, example: Example) -> str:
+    """Return the hash of a prompt: its token ids as the model reads them, its questions and its references."""
+    if example.tokens:
+        ids: list[int] = list(example.tokens)
+        question: list[int] = []
+    else:
+        encoded = encode_prompt(run.tokenizer, example, group.task, run.cfg.prompt, run.context)
+        ids, question = list(encoded.ids), list(encoded.question)
+    return _digest({"ids": ids, "question": question, "example": asdict(example)})
+
+
+def _digest(content: object) -> str:
+    text = json.dumps(content, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:LENGTH]
+
+
+def write(suite: Suite, runs: Mapping[str, SuiteRun]) -> None:
+    """Write the lock of a suite from its planned editions."""
+    checkpoints = {run.parts[0].run.source.fingerprint for run in runs.values()}
+    (checkpoint,) = checkpoints
+    editions = {edition: of_run(run) for edition, run in runs.items()}
+    write_json(lock_path(suite.name), {"suite": suite.name, "checkpoint": checkpoint, "editions": editions})
+
+
+def read(suite: Suite) -> dict[str, Any]:
+    """Return the lock of a suite. Raises UsageError if it has none."""
+    content = read_json(lock_path(suite.name))
+    if content is None:
+        raise UsageError(f"{suite.name} has no lock: {lock_path(suite.name)} is missing or damaged")
+    return dict(content)
+
+
+def differences(suite: Suite, run: SuiteRun) -> list[str]:
+    """Return how a planned suite differs from the locked one: its checkpoint, its prompts, or how these are scored."""
+    locked = read(suite)
+    found = []
+    if run.parts[0].run.source.fingerprint != locked["checkpoint"]:
+        found.append(f"the checkpoint of {suite.model} is another one")
+    expected = locked["editions"][run.edition]
+    for part, columns in of_run(run).items():
+        for column, content in columns.items():
+            wanted = expected.get(part, {}).get(column)
+            if wanted is None:
+                found.append(f"{part}: {column} is no task of the suite")
+                continue
+            changed = [i for i, digest in content["prompts"].items() if wanted["prompts"].get(i) != digest]
+            missing = [i for i in wanted["prompts"] if i not in content["prompts"]]
+            if changed or missing:
+                names = ", ".join((changed + missing)[:3])
+                count = len(changed) + len(missing)
+                found.append(f"{part}: {count} of {len(wanted['prompts'])} prompts of {column} are others ({names})")
+            elif content["protocol"] != wanted["protocol"]:
+                found.append(f"{part}: {column} is asked or scored in another way")
+        for column in expected[part]:
+            if column not in columns:
+                found.append(f"{part}: {column} is missing")
+    return found

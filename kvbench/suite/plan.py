@@ -1,0 +1,137 @@
+"""The runs of a suite: one for each part, with all rows, so that each prompt is read once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from kvbench.base.errors import UsageError
+from kvbench.kv.model_shape import from_config
+from kvbench.methods.core.chain import Chain
+from kvbench.methods.core.resolve import ChainConfig
+from kvbench.models import load
+from kvbench.plan import config, run_plan
+from kvbench.plan.run_plan import RunPlan
+from kvbench.store.cell import Cell
+from kvbench.suite.definition import Suite, SuitePart
+from kvbench.suite.rows import SuiteRow, rows
+from kvbench.suite.scores import PartSamples, RowSamples
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartRun:
+    """The run of one part. Rows that it cannot measure are left out, such as those without a budget while decoding."""
+
+    part: SuitePart
+    run: RunPlan
+    rows: tuple[SuiteRow, ...]
+
+    def config_of(self, row: SuiteRow) -> ChainConfig:
+        """Return the combination that is measured for a row in this part."""
+        config = row.decoding if self.part.decoding else row.config
+        assert config is not None, "rows without one are left out of this part"
+        return config
+
+
+@dataclass(frozen=True, kw_only=True)
+class SuiteRun:
+    """A suite with a user's methods, ready to be measured."""
+
+    suite: Suite
+    edition: str
+    rows: tuple[SuiteRow, ...]
+    parts: tuple[PartRun, ...]
+
+    @property
+    def runs(self) -> list[RunPlan]:
+        """Return the runs of all parts."""
+        return [part.run for part in self.parts]
+
+
+def prepare(
+    suite: Suite,
+    edition: str,
+    methods: Sequence[str],
+    options: Mapping[str, object],
+    settings: Mapping[str, object],
+) -> SuiteRun:
+    """Plan a suite without loading weights.
+
+    options: options of the user's methods. settings: keys of `run` about folders, devices and memory.
+    Raises UsageError for a method that the suite cannot measure, and for texts that are not on this machine.
+    """
+    base = _base(suite, settings)
+    found = tuple(list_rows(suite, methods, options, settings))
+    parts = []
+    for part in suite.parts:
+        cfg = config.configure(base | part.settings(edition))
+        taken = tuple(row for row in found if not part.decoding or row.decoding is not None)
+        part_run = PartRun(part=part, run=_planned(cfg, part, taken), rows=taken)
+        parts.append(part_run)
+    return SuiteRun(suite=suite, edition=edition, rows=found, parts=tuple(parts))
+
+
+def list_rows(
+    suite: Suite, methods: Sequence[str], options: Mapping[str, object], settings: Mapping[str, object]
+) -> list[SuiteRow]:
+    """Return the rows of a suite, its controls first. Only the config of the model's checkpoint is read."""
+    cfg = config.configure(_base(suite, settings))
+    return rows(suite, methods, options, from_config(load.locate(cfg.model).config))
+
+
+def _base(suite: Suite, settings: Mapping[str, object]) -> dict[str, object]:
+    """Return the keys of `run` that all parts have. The method is a placeholder: the rows stand in its place."""
+    return {"model": suite.model, "model.dtype": suite.dtype, "method": "full"} | dict(settings)
+
+
+def _planned(cfg: config.RunConfig, part: SuitePart, taken: Sequence[SuiteRow]) -> RunPlan:
+    """Return the run of a part over the full cache and all ``taken`` rows. Two rows may be the same combination."""
+    chains: dict[Chain, ChainConfig] = {}
+    for row in taken:
+        chain_config = row.decoding if part.decoding else row.config
+        assert chain_config is not None
+        chains.setdefault(chain_config.chain, chain_config)
+    return run_plan.prepare(replace(cfg, chains=tuple(chains.values())))
+
+
+def cells_of(part_run: PartRun, row: SuiteRow | None) -> dict[str, Cell]:
+    """Return the cells of a row by task; those of the full cache for None."""
+    chain = Chain() if row is None else part_run.config_of(row).chain
+    cells = {}
+    for group in part_run.run.groups:
+        for cell in group.cells:
+            if cell.chain == chain:
+                cells[group.column] = cell
+    return cells
+
+
+def collect(run: SuiteRun) -> tuple[list[RowSamples], dict[str, PartSamples]]:
+    """Return the stored samples of all rows that are measured in every part that takes them, and the full cache's.
+
+    Raises UsageError if the full cache itself is not measured.
+    """
+    full: dict[str, PartSamples] = {}
+    for part_run in run.parts:
+        samples = _samples(part_run, None)
+        if samples is None:
+            raise UsageError(f"{run.suite.name}: the full cache is not measured in the part {part_run.part.name}")
+        full[part_run.part.name] = samples
+    found = []
+    for row in run.rows:
+        parts = {p.part.name: _samples(p, row) for p in run.parts if row in p.rows}
+        complete = {name: samples for name, samples in parts.items() if samples is not None}
+        if complete and len(complete) == len(parts):
+            found.append(RowSamples(name=row.name, budget=row.budget, role=row.role, parts=complete))
+    return found, full
+
+
+def _samples(part_run: PartRun, row: SuiteRow | None) -> PartSamples | None:
+    """Return a row's samples in a part; None unless every prompt has one."""
+    cells = cells_of(part_run, row)
+    found = {}
+    for group in part_run.run.groups:
+        samples = part_run.run.samples(group, cells[group.column])
+        if len(samples) < len(group.examples):
+            return None
+        found[group.column] = samples
+    return found

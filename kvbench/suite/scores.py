@@ -1,0 +1,316 @@
+"""The score of a suite: what a row retains of the way from random tokens to the full cache, by part and in the mean.
+
+    S = 100 * (score - random) / (full - random)
+
+All three are means over tasks, on the same prompts, and random tokens hold the same bytes. In a part of divergences a
+prompt's score is -ln KL, and the place of the full cache has the suite's floor. Intervals are Fieller's
+(``stats.ratio_of_means``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import log, sqrt
+from statistics import fmean
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvbench.base.errors import UsageError
+from kvbench.store.fidelity import KINDS
+from kvbench.store.results import Sample
+from kvbench.suite.definition import CHANCE, KL, NEGATIVE, Suite, SuitePart
+from kvbench.tasks.metrics import stats
+from kvbench.tasks.metrics.stats import Interval
+
+PartSamples = Mapping[str, Mapping[str, Sample]]
+"""The samples of a row in one part, by column and then by example."""
+Scores = Mapping[str, Mapping[str, float]]
+"""Scores of a row in one part, by column and then by example."""
+UNCHANGED_SHARE = 0.99
+"""The share of prompts on which a row may equal the full cache before it counts as a row that compressed nothing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowSamples:
+    """The stored samples of a row at one budget, by part. Parts that do not take the row are left out."""
+
+    name: str
+    budget: int
+    role: str
+    parts: Mapping[str, PartSamples]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartScore:
+    """What a row retains in one part.
+
+    retained, ci: S and its 95 % interval. S is None where the part cannot be measured with this model.
+    raw: the row's mean score in per cent, or its mean divergence in nats. full, chance: the same of the full cache
+    and of random tokens. n: prompts.
+    """
+
+    retained: float | None
+    ci: Interval | None
+    raw: float
+    full: float
+    chance: float
+    n: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowScore:
+    """A row of the card.
+
+    parts: by name of the part. mean, ci: the mean of S over the measurable parts. worst: the part with the lowest S.
+    bytes: the cache's bytes after the prompt, in per cent of the full cache's at 16 bits. unchanged: the share of
+    prompts whose tokens, bytes and answers are the full cache's. rank: 1 + the number of rows of the same budget that
+    are told apart as better.
+    """
+
+    name: str
+    budget: int
+    role: str
+    parts: Mapping[str, PartScore]
+    mean: float | None
+    ci: Interval | None
+    worst: str
+    bytes: float
+    unchanged: float
+    rank: int | None = None
+
+    @property
+    def nothing_compressed(self) -> bool:
+        """True if the row is the full cache on nearly all prompts, so that its score says nothing about its method."""
+        return self.unchanged > UNCHANGED_SHARE
+
+
+def score(suite: Suite, rows: Sequence[RowSamples], full: Mapping[str, PartSamples]) -> list[RowScore]:
+    """Return the scores of all rows, by budget and then the best first.
+
+    full: the full cache's samples by part. Raises UsageError if a budget has rows but no random tokens.
+    """
+    scored: list[RowScore] = []
+    for budget in suite.budgets:
+        of_budget = [row for row in rows if row.budget == budget]
+        if not of_budget:
+            continue
+        chance = next((row for row in of_budget if row.role == CHANCE), None)
+        if chance is None:
+            raise UsageError(f"the budget 1/{budget} has no row of random tokens, which every score is relative to")
+        entries = [_score_row(suite, row, chance, full) for row in of_budget]
+        scaled = [_in_gaps(suite, row, entry, chance, full) for row, entry in zip(of_budget, entries, strict=True)]
+        ranked = []
+        for own, entry in zip(scaled, entries, strict=True):
+            rank = None
+            if entry.mean is not None and not entry.nothing_compressed:
+                rank = 1 + _count_better(own, scaled, entries)
+            ranked.append(replace(entry, rank=rank))
+        scored += sorted(ranked, key=_order)
+    return scored
+
+
+def _order(entry: RowScore) -> tuple[bool, float]:
+    """Return the sort key: the highest mean first, rows that say nothing last."""
+    return entry.mean is None or entry.nothing_compressed, -(entry.mean or 0.0)
+
+
+def _score_row(suite: Suite, row: RowSamples, chance: RowSamples, full: Mapping[str, PartSamples]) -> RowScore:
+    parts: dict[str, PartScore] = {}
+    pairs: list[tuple[Sample, Sample]] = []
+    for part in suite.parts:
+        if part.name not in row.parts:
+            continue
+        for column, samples in row.parts[part.name].items():
+            for example_id, sample in samples.items():
+                pairs.append((sample, full[part.name][column][example_id]))
+        parts[part.name] = score_part(
+            by_prompt(part, row.parts[part.name], suite.floor),
+            by_prompt(part, chance.parts[part.name], suite.floor),
+            by_prompt(part, full[part.name], suite.floor, is_full=True),
+            divergence=part.measure == KL,
+        )
+    retained = {name: entry.retained for name, entry in parts.items() if entry.retained is not None}
+    mean = ci = None
+    worst = ""
+    if retained:
+        mean = fmean(retained.values())
+        worst = min(retained, key=lambda name: retained[name])
+        ci = _interval_of_mean(mean, [parts[name] for name in retained])
+    compressed = [sample for sample, _ in pairs]
+    held = sum(sample.payload16 + sample.overhead16 for sample in compressed)
+    return RowScore(
+        name=row.name,
+        budget=row.budget,
+        role=row.role,
+        parts=parts,
+        mean=mean,
+        ci=ci,
+        worst=worst,
+        bytes=100 * held / sum(sample.full16 for sample in compressed),
+        unchanged=fmean(_is_unchanged(sample, exact) for sample, exact in pairs),
+    )
+
+
+def _is_unchanged(sample: Sample, full: Sample) -> bool:
+    """Tell whether a prompt's tokens, bytes and answer are the full cache's."""
+    same_bytes = sample.payload16 == full.payload16
+    return same_bytes and sample.kept == full.kept and sample.prediction == full.prediction
+
+
+def by_prompt(
+    part: SuitePart, samples: PartSamples, floor: float, is_full: bool = False
+) -> dict[str, dict[str, float]]:
+    """Return a row's score of each prompt by column: in [0, 1], or -ln KL with KL in nats.
+
+    The full cache has no divergence from itself (``is_full``): its place is the ``floor``.
+    """
+    found: dict[str, dict[str, float]] = {}
+    for column, of_column in samples.items():
+        scores: dict[str, float] = {}
+        for example_id, sample in sorted(of_column.items()):
+            if part.measure == KL:
+                nats = floor
+                if not is_full:
+                    nats = max(divergence(sample), floor)
+                scores[example_id] = -log(nats)
+            elif sample.score is not None:
+                scores[example_id] = sample.score
+        found[column] = scores
+    return found
+
+
+def divergence(sample: Sample) -> float:
+    """Return a prompt's mean divergence from the full cache in nats a token, on its own words if they were compared.
+
+    Raises UsageError for a sample without divergences.
+    """
+    for kind in KINDS:
+        if sample.fidelity is not None and kind in sample.fidelity:
+            return fmean(sample.fidelity[kind].kl)
+    raise UsageError(f"the sample of {sample.id} has no divergence from the full cache")
+
+
+def score_part(row: Scores, chance: Scores, full: Scores, divergence: bool = False) -> PartScore:
+    """Return what a row retains of the way from ``chance`` to ``full``, over the prompts that all three have."""
+    pairs: list[NDArray[np.float64]] = []
+    gaps: list[NDArray[np.float64]] = []
+    for column, scores in row.items():
+        shared = [i for i in scores if i in chance[column] and i in full[column]]
+        own, low, high = (np.array([side[column][i] for i in shared]) for side in (row, chance, full))
+        # (score - random, full - random) of each prompt
+        pairs.append(np.stack([own - low, high - low], axis=1))
+        gaps.append(high - low)
+    share = stats.Share()
+    if is_measurable(gaps):
+        share = stats.ratio_of_means(pairs)
+    return PartScore(
+        retained=share.point,
+        ci=share.ci,
+        raw=_raw(row, divergence),
+        full=_raw(full, divergence),
+        chance=_raw(chance, divergence),
+        n=sum(map(len, gaps)),
+    )
+
+
+def is_measurable(gaps: Sequence[NDArray[np.float64]]) -> bool:
+    """Tell whether the full cache is above random tokens by an interval. If not, a share of the way says nothing."""
+    mean, interval = stats.mean_over_tasks(gaps, None)
+    if interval is None:
+        # all gaps are equal, or there are too few of them to tell
+        return mean > 0 and sum(map(len, gaps)) >= stats.FEWEST
+    return interval[0] > 0
+
+
+def _raw(scores: Scores, divergence: bool) -> float:
+    """Return the mean over tasks in per cent, or of divergences the geometric mean in nats."""
+    mean = fmean(fmean(of_task.values()) for of_task in scores.values())
+    if divergence:
+        return float(np.exp(-mean))
+    return 100 * mean
+
+
+def _interval_of_mean(mean: float, parts: Sequence[PartScore]) -> Interval | None:
+    """Return the interval of the mean over parts, whose prompts are independent. None if a part has no interval."""
+    below = above = 0.0
+    for entry in parts:
+        if entry.ci is None or entry.retained is None:
+            return None
+        below += (entry.retained - entry.ci[0]) ** 2
+        above += (entry.ci[1] - entry.retained) ** 2
+    return mean - sqrt(below) / len(parts), mean + sqrt(above) / len(parts)
+
+
+GapScores = Mapping[str, Scores]
+"""By part: a row's scores in units of the mean distance of the full cache from random tokens."""
+
+
+def _in_gaps(
+    suite: Suite, row: RowSamples, entry: RowScore, chance: RowSamples, full: Mapping[str, PartSamples]
+) -> GapScores:
+    """Return the scores of a row in its measurable parts, divided by the mean gap of each part."""
+    found: dict[str, Scores] = {}
+    for part in suite.parts:
+        if part.name not in entry.parts or entry.parts[part.name].retained is None:
+            continue
+        own = by_prompt(part, row.parts[part.name], suite.floor)
+        low = by_prompt(part, chance.parts[part.name], suite.floor)
+        high = by_prompt(part, full[part.name], suite.floor, is_full=True)
+        gap = fmean(fmean(high[column].values()) - fmean(low[column].values()) for column in own)
+        scaled = {}
+        for column, scores in own.items():
+            scaled[column] = {i: value / gap for i, value in scores.items()}
+        found[part.name] = scaled
+    return found
+
+
+def _count_better(own: GapScores, others: Sequence[GapScores], entries: Sequence[RowScore]) -> int:
+    """Return how many of the ``others`` are told apart as better. Rows that compressed nothing do not count."""
+    count = 0
+    for other, entry in zip(others, entries, strict=True):
+        if not entry.nothing_compressed and _is_ahead(other, own):
+            count += 1
+    return count
+
+
+def _is_ahead(a: GapScores, b: GapScores) -> bool:
+    """Tell whether row ``a`` is ahead of row ``b`` by an interval, over the parts and prompts that both have."""
+    parts = []
+    for part in a:
+        if part not in b:
+            continue
+        tasks = []
+        for column, scores in a[part].items():
+            tasks.append([scores[i] - b[part][column][i] for i in scores if i in b[part][column]])
+        parts.append(tasks)
+    if not parts:
+        return False
+    _, interval = stats.mean_over_parts(parts)
+    return interval is not None and interval[0] > 0
+
+
+def check_negative(scored: Sequence[RowScore]) -> list[str]:
+    """Return a message for each part and budget in which the negative control is not last: a broken measurement.
+
+    It is last if no row is below it by more than the width of its own interval. Rows that compressed nothing and parts
+    that cannot be measured are left out.
+    """
+    problems = []
+    for control in (entry for entry in scored if entry.role == NEGATIVE):
+        peers = [entry for entry in scored if entry.budget == control.budget and entry is not control]
+        for name, part in control.parts.items():
+            if part.retained is None:
+                continue
+            for peer in peers:
+                other = peer.parts.get(name)
+                # a row counts as below the control only if the two intervals do not meet
+                if other is None or other.retained is None or other.ci is None or part.ci is None:
+                    continue
+                if other.ci[1] < part.ci[0]:
+                    problems.append(
+                        f"{name} at 1/{control.budget}: {peer.name} ({other.retained:.0f}) is below the negative "
+                        f"control {control.name} ({part.retained:.0f})"
+                    )
+    return problems

@@ -1,0 +1,1 @@
+"""The verbs of suites, which the command line loads by name."""

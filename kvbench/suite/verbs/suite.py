@@ -1,0 +1,158 @@
+"""suite: measure methods on a named, frozen suite, beside its controls, and write the card."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvbench.base.errors import UsageError
+from kvbench.base.visible import describe_duration
+from kvbench.plan.keys import one_of, pairs
+from kvbench.plan.words import split_list, value_of
+from kvbench.run.console import print_plans, stopping
+from kvbench.suite import definition
+from kvbench.suite.definition import EDITIONS, FULL
+
+if TYPE_CHECKING:
+    from kvbench.suite.plan import SuiteRun
+
+RUN_KEYS = ("results", "device", "memory", "threads", "batch_rows", "data.root", "calibration", "shard", "shards")
+"""Keys of `run` that change no result and that the suite passes on."""
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the verb's options."""
+    parser.add_argument("suite", nargs="?", default="", help="the suite, as retain-v1-mini")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="method=, edition=, output=, ...")
+    parser.add_argument("--plan", action="store_true", help="show what would be measured and how long, and stop")
+    parser.add_argument("--stored", action="store_true", help="measure nothing, make the card of what is measured")
+    parser.add_argument(
+        "--lock", action="store_true", help="write the suite's lock anew (a change of it is another suite)"
+    )
+
+
+def main(args: argparse.Namespace) -> int:
+    """Measure a suite and print its card. Return the exit status."""
+    if not args.suite or "=" in args.suite:
+        raise UsageError(f"name a suite: kvbench suite {definition.names()[0]} method=snapkv")
+    from kvbench.run import experiment
+    from kvbench.suite import lock, plan
+
+    suite = definition.load(args.suite)
+    options = pairs(args.overrides, example="method=snapkv or edition=quick")
+    if args.lock:
+        lock.write(suite, {edition: plan.prepare(suite, edition, [], {}, {}) for edition in EDITIONS})
+        print(definition.lock_path(suite.name))
+        return 0
+    edition = one_of("edition", EDITIONS, options.pop("edition", FULL))
+    methods = split_list(options.pop("method", ""))
+    output = options.pop("output", "")
+    contributor = options.pop("contributor", "")
+    settings: dict[str, object] = {key: options.pop(key) for key in RUN_KEYS if key in options}
+    if "model" in options:
+        settings["model"] = options.pop("model")
+    knobs = {key: value_of(text) for key, text in options.items()}
+    run = plan.prepare(suite, edition, methods, knobs, settings)
+    division = _division(run, settings)
+    if args.plan:
+        if args.json:
+            return print_plans(run.runs, as_json=True)
+        print("\n".join(_plan_lines(run)))
+        return 0
+    if not args.stored:
+        with stopping(run.runs, ["suite", args.suite] + args.overrides) as stop:
+            for part in run.runs:
+                experiment.fill(part, quiet=args.json)
+        if stop.status is not None:
+            return stop.status
+    folder = Path(output) if output else _default_folder(run, settings)
+    return _finish(run, folder, division, contributor, as_json=args.json)
+
+
+def _plan_lines(run: SuiteRun) -> Iterator[str]:
+    """Yield the rows with their budgets, the answers that each part lacks, and the time left where it is known."""
+    from kvbench.plan.forecast import forecast_run
+
+    yield f"{run.suite.name}, {run.edition} edition: {run.suite.about}"
+    budgets: dict[str, list[str]] = {}
+    for row in run.rows:
+        budgets.setdefault(row.name, []).append(f"1/{row.budget}")
+    width = max(map(len, budgets))
+    for name, shares in budgets.items():
+        yield f"  {name:{width}}  {' '.join(shares)}"
+    total = 0.0
+    known = True
+    for part in run.parts:
+        groups = forecast_run(part.run).groups
+        done = sum(group.answers_done for group in groups)
+        left = sum(group.answers_to_do for group in groups)
+        line = f"{part.part.name}: {len(groups)} tasks, {done:,} of {done + left:,} answers are measured"
+        seconds = [group.seconds for group in groups if group.answers_to_do]
+        if any(value is None for value in seconds):
+            known = False
+        else:
+            part_seconds = sum(value for value in seconds if value is not None)
+            total += part_seconds
+            if seconds:
+                line += f", about {describe_duration(part_seconds)} left"
+        yield line
+    if known and total:
+        yield f"together: about {describe_duration(total)} left"
+    elif not known:
+        yield "The time left is known once each task has a few answers: run the suite, stop it, and ask again."
+
+
+def _division(run: SuiteRun, settings: Mapping[str, object]) -> str:
+    """Return the division of a run. Raises UsageError if it names no other model and yet is not the locked suite."""
+    from kvbench.suite import lock
+    from kvbench.suite.folder import CLOSED, OPEN
+
+    if "model" in settings:
+        return OPEN
+    differences = lock.differences(run.suite, run)
+    if differences:
+        problems = "\n".join(f"  {problem}" for problem in differences)
+        raise UsageError(f"this is not {run.suite.name}:\n{problems}")
+    return CLOSED
+
+
+def _default_folder(run: SuiteRun, settings: Mapping[str, object]) -> Path:
+    """Return the folder of the user's own cards, which git ignores: below results/own."""
+    name = run.suite.name
+    if run.edition != FULL:
+        name += f"-{run.edition}"
+    return Path(str(settings.get("results", "results"))) / "own" / definition.FOLDER / name
+
+
+def _finish(run: SuiteRun, folder: Path, division: str, contributor: str, as_json: bool) -> int:
+    """Score what is measured, write the folder and print the card. Return the exit status."""
+    from kvbench.suite import card, plan
+    from kvbench.suite import folder as folders
+    from kvbench.suite.scores import check_negative, score
+
+    samples, full = plan.collect(run)
+    scored = score(run.suite, samples, full)
+    problems = check_negative(scored)
+    if problems:
+        said = "\n".join(f"  {problem}" for problem in problems)
+        raise UsageError(
+            f"{run.suite.name}: the negative control is not last, so nothing here is a measurement:\n{said}"
+        )
+    rows = folders.lines(run, scored, division, contributor)
+    folders.write(folder, run, rows, card.text(run.suite, run.edition, scored, "md"))
+    card.picture(run.suite, scored, folder / folders.PICTURE)
+    if as_json:
+        print(
+            json.dumps(card.plain(run.suite, run.edition, rows, card.notes(run.suite, run.edition, scored)), indent=1)
+        )
+        return 0
+    print(card.text(run.suite, run.edition, scored, "text"), end="")
+    left_out = sorted({row.name for row in run.rows} - {entry.name for entry in scored})
+    if left_out:
+        print(f"Not measured in every part, and so without a row: {', '.join(left_out)}.")
+    print(f"Card, rows and samples: {folder} ({folders.CARD}, {folders.PICTURE}, {folders.RESULTS}, {folders.SAMPLES})")
+    print(f"Anybody can check them: kvbench verify {folder}")
+    return 0

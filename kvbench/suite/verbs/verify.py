@@ -1,0 +1,30 @@
+"""verify: check a suite's folder, number by number, from its samples."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the verb's options."""
+    parser.add_argument("--without-texts", action="store_true", help="check all else where the datasets are not here")
+    parser.add_argument("folders", nargs="+", metavar="FOLDER", help="a folder that `kvbench suite` wrote")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Check folders and print the findings. Return exit status 1 if one of them is not verified."""
+    from kvbench.suite.verify import check_place, describe, verify
+
+    places = [Path(name) for name in args.folders]
+    for place in places:
+        check_place(place)
+    found = {str(place): verify(place, args.without_texts) for place in places}
+    if args.json:
+        print(json.dumps({name: asdict(checked) for name, checked in found.items()}, indent=1, ensure_ascii=False))
+    else:
+        for name, checked in found.items():
+            print(describe(Path(name), checked))
+    return 1 if any(checked.problems for checked in found.values()) else 0

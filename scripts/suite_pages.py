@@ -1,0 +1,112 @@
+"""The site's leaderboard: a table of all rows committed below results/suite, and how to submit one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from kvbench.report import writers
+from kvbench.suite import definition
+from kvbench.suite.definition import FULL
+from kvbench.suite.folder import CARD, PICTURE, RESULTS, SAMPLES
+
+ROOT = Path(__file__).parents[1]
+FOLDER = ROOT / "results" / definition.FOLDER
+PAGE = "leaderboard.md"
+TRIAL = "tiny"
+"""The suite to try the command with, whose rows no leaderboard takes."""
+
+
+def rows(folder: Path = FOLDER) -> list[dict[str, Any]]:
+    """Return all committed rows of full editions, each with its folder below the repository's root."""
+    found = []
+    for path in sorted(folder.glob(f"**/{RESULTS}")):
+        for line in path.read_text(encoding="utf-8").splitlines():
+            row = json.loads(line)
+            if row["edition"] == FULL and row["role"] != "full":
+                found.append(row | {"folder": path.parent.relative_to(folder.parents[1]).as_posix()})
+    return found
+
+
+def page(folder: Path = FOLDER) -> str:
+    """Return the page of the leaderboard as Markdown."""
+    parts = ["# Leaderboard", *_introduction()]
+    committed = rows(folder)
+    for name in definition.names():
+        if name == TRIAL:
+            continue
+        of_suite = [row for row in committed if row["suite"] == name]
+        parts.append(f"## {name}")
+        suite = definition.load(name)
+        parts.append(
+            f"{suite.about[0].upper()}{suite.about[1:]}. 100 is the full cache, 0 are random tokens at the same bytes."
+        )
+        if not of_suite:
+            parts.append("No row is committed yet.")
+            continue
+        for place in dict.fromkeys(row["folder"] for row in of_suite):
+            parts.append(f"![What a compressed cache retains, by part and bytes]({place}/{PICTURE})")
+        parts.append(_table(suite, of_suite))
+    parts += _submission()
+    return "\n\n".join(parts) + "\n"
+
+
+def _introduction() -> Iterator[str]:
+    yield (
+        "A row is a method at a share of the full cache's bytes. Click a head to sort, type into the field to filter. "
+        "Every number follows from committed samples: `kvbench verify` makes it again, and CI runs that on each folder."
+    )
+
+
+def _table(suite: definition.Suite, committed: Sequence[dict[str, Any]]) -> str:
+    heads = ["method", "bytes", "mean", "interval", *(part.name for part in suite.parts)]
+    heads += ["bytes %", "rank", "model", "division", "by", "commit", "evidence"]
+    lines = []
+    for row in sorted(committed, key=lambda row: (row["budget"], -(row["mean"] or 0.0))):
+        lines.append(_cells(suite, row))
+    return writers.table(heads, lines)
+
+
+def _cells(suite: definition.Suite, row: dict[str, Any]) -> list[str]:
+    mean = "nothing compressed" if row["nothing_compressed"] else _number(row["mean"])
+    interval = "" if row["ci"] is None else f"{_number(row['ci'][0])} to {_number(row['ci'][1])}"
+    cells = [row["name"], f"1/{row['budget']}", mean, interval]
+    for part in suite.parts:
+        score = row["parts"].get(part.name)
+        cells.append("" if score is None else _number(score["retained"]))
+    place = row["folder"]
+    commits = ", ".join(commit[:8] for commit in row["commit"])
+    evidence = f"[card]({place}/{CARD}) [rows]({place}/{RESULTS}) [samples]({place}/{SAMPLES})"
+    cells += [
+        f"{row['bytes']:.1f}",
+        str(row["rank"] or ""),
+        row["model"],
+        row["division"],
+        row["contributor"] or "kvbench",
+    ]
+    return [*cells, commits, evidence]
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{value:.0f}".replace("-", "−")
+
+
+def _submission() -> Iterator[str]:
+    yield "## Put your method here"
+    yield (
+        "1. Write your method in one file ([how](docs/own.md)), and try it: "
+        "`KVBENCH_METHODS=my_methods kvbench suite retain-v1-mini method=mymethod edition=quick`, ten minutes.\n"
+        "2. Measure it: the same command without `edition=quick`, with `contributor=NAME` and "
+        "`output=results/suite/retain-v1-mini/NAME`. `--plan` says how long it takes, and the command resumes.\n"
+        "3. Check the folder: `kvbench verify results/suite/retain-v1-mini/NAME`.\n"
+        "4. Open a pull request that adds the folder and names where the method's code is. A workflow runs the same "
+        "check: it scores every answer again and makes every number again. What it cannot do is run your method."
+    )
+    yield (
+        "The closed division has the suite's model, precision and prompts; `model=` makes a row of the open division, "
+        "which is listed with its model and compared with nothing else."
+    )

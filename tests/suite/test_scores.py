@@ -1,0 +1,153 @@
+"""A suite's score by hand-made answers: 0 are random tokens, 100 is the full cache; equal rows share a rank."""
+
+from dataclasses import replace
+from math import exp, log
+
+import numpy as np
+import pytest
+from support.stored import sample
+
+from kvbench.base.errors import UsageError
+from kvbench.store.fidelity import TextFidelity
+from kvbench.store.results import Sample
+from kvbench.suite import scores
+from kvbench.suite.definition import CHANCE, CONTROL, KL, METHOD, NEGATIVE, SCORE, Control, Suite, SuitePart
+from kvbench.suite.scores import RowSamples
+from kvbench.tasks.metrics import stats
+
+FLOOR = 1e-4
+
+
+def suite(measure=SCORE, budgets=(2,)):
+    part = SuitePart(name="p", about="a part", measure=measure, keys={})
+    return Suite(
+        name="s",
+        about="",
+        model="tiny",
+        dtype="float32",
+        tokens=64,
+        budgets=budgets,
+        parts=(part,),
+        floor=FLOOR,
+        controls=(Control(method="random", role=CHANCE),),
+    )
+
+
+def answers(values, fidelity=None):
+    """Samples of one task with these scores, which hold half of the full cache's bytes each."""
+    made = {}
+    for number, value in enumerate(values):
+        line = sample(
+            number, score=value, prediction=f"{value}", payload16=50.0, overhead16=2.0, full16=100.0, kept=50.0
+        )
+        made[line["id"]] = replace(Sample.read(line), fidelity=fidelity)
+    return {"t": made}
+
+
+def row(name, role, values, budget=2, **more):
+    return RowSamples(name=name, budget=budget, role=role, parts={"p": answers(values, **more)})
+
+
+def full(values):
+    return {"p": {"t": {i: replace(s, payload16=100.0) for i, s in answers(values)["t"].items()}}}
+
+
+def test_the_score_is_the_share_of_the_way_from_random_to_full():
+    # full 1.0, random 0.2, the method 0.6 on every prompt: (0.6 - 0.2) / (1.0 - 0.2) = 1/2
+    n = 10
+    rows = [row("random", CHANCE, [0.2] * n), row("m", METHOD, [0.6] * n)]
+    by_name = {entry.name: entry for entry in scores.score(suite(), rows, full([1.0] * n))}
+    assert by_name["m"].parts["p"].retained == pytest.approx(50.0)
+    assert (by_name["random"].mean, by_name["random"].parts["p"].retained) == (0.0, 0.0)
+    part = by_name["m"].parts["p"]
+    assert (part.raw, part.full, part.chance, part.n) == (60.0, 100.0, pytest.approx(20.0), n)
+    assert by_name["m"].bytes == pytest.approx(52.0) and by_name["m"].worst == "p"
+
+
+def test_a_score_may_lie_below_random_and_above_full():
+    n = 12
+    rows = [row("random", CHANCE, [0.4] * n), row("worse", METHOD, [0.2] * n), row("better", METHOD, [0.9] * n)]
+    scored = scores.score(suite(), rows, full([0.8] * n))
+    assert [entry.name for entry in scored] == ["better", "random", "worse"]
+    assert scored[0].mean == pytest.approx(125.0) and scored[2].mean == pytest.approx(-50.0)
+
+
+def test_divergences_are_scored_on_their_logarithm_between_random_and_the_floor():
+    def with_kl(nats):
+        text = TextFidelity(kl=(nats,), same="1", log_ratio=0.0, shift=0.0, loss=0.0, floor=0.0)
+        return {"fidelity": {"reference": text}}
+
+    n = 8
+    rows = [row("random", CHANCE, [None] * n, **with_kl(1.0)), row("m", METHOD, [None] * n, **with_kl(0.01))]
+    rows.append(row("exact", METHOD, [None] * n, **with_kl(1e-9)))
+    by_name = {entry.name: entry for entry in scores.score(suite(KL), rows, full([None] * n))}
+    # (ln 1 - ln 0.01) / (ln 1 - ln 0.0001) = 1/2; below the floor is the floor
+    assert by_name["m"].mean == pytest.approx(50.0) and by_name["exact"].mean == pytest.approx(100.0)
+    assert by_name["m"].parts["p"].raw == pytest.approx(0.01) and by_name["m"].parts["p"].full == pytest.approx(FLOOR)
+    assert exp(-log(FLOOR)) == pytest.approx(1 / FLOOR)
+
+
+def test_a_part_in_which_full_is_not_above_random_says_nothing():
+    values = [0.0, 1.0] * 6
+    rows = [row("random", CHANCE, values[::-1]), row("m", METHOD, values)]
+    (m,) = [entry for entry in scores.score(suite(), rows, full(values)) if entry.name == "m"]
+    assert m.parts["p"].retained is None and m.mean is None and m.rank is None
+
+
+def test_rows_that_are_not_told_apart_share_a_rank():
+    rng = np.random.default_rng(0)
+    base = rng.random(40)
+    noisy = np.clip(base + rng.normal(0, 0.2, 40), 0, 1)
+    rows = [
+        row("random", CHANCE, base * 0.1),
+        row("a", METHOD, base),
+        row("b", CONTROL, noisy),
+        row("c", METHOD, base * 0.4),
+    ]
+    ranks = {entry.name: entry.rank for entry in scores.score(suite(), rows, full(base * 0.5 + 0.5))}
+    assert ranks == {"a": 1, "b": 1, "c": 3, "random": 4}
+
+
+def test_a_row_that_is_the_full_cache_has_no_rank():
+    values = [1.0] * 10
+    same = {"p": {"t": {i: replace(s, payload16=100.0) for i, s in answers(values)["t"].items()}}}
+    rows = [row("random", CHANCE, [0.0] * 10), RowSamples(name="noop", budget=2, role=METHOD, parts=same)]
+    (noop,) = [entry for entry in scores.score(suite(), rows, full(values)) if entry.name == "noop"]
+    assert noop.nothing_compressed and noop.unchanged == 1.0 and noop.rank is None
+
+
+def test_the_negative_control_must_be_last():
+    n = 20
+    spread = [0.5, 0.7] * 10
+    rows = [row("random", CHANCE, [0.3, 0.31] * 10), row("first", NEGATIVE, spread), row("m", METHOD, [0.05, 0.1] * 10)]
+    (problem,) = scores.check_negative(scores.score(suite(), rows, full([0.9, 1.0] * 10)))
+    assert problem.startswith("p at 1/2: m (") and "below the negative control first" in problem
+    rows[1] = row("first", NEGATIVE, [0.0, 0.1] * (n // 2))
+    assert scores.check_negative(scores.score(suite(), rows, full([0.9, 1.0] * 10))) == []
+
+
+def test_a_budget_without_random_tokens_has_no_scores():
+    with pytest.raises(UsageError, match="1/2 has no row of random tokens"):
+        scores.score(suite(), [row("m", METHOD, [1.0] * 8)], full([1.0] * 8))
+
+
+def test_the_interval_of_a_share_of_the_way_holds_the_truth():
+    """Fieller's interval of a ratio that may be below 0 covers it in 93 to 97 of 100 draws."""
+    rng = np.random.default_rng(1)
+    held = 0
+    draws = 600
+    for _ in range(draws):
+        gap = rng.normal(0.5, 0.4, (3, 12))
+        way = -0.3 * gap + rng.normal(0, 0.2, (3, 12))
+        share = stats.ratio_of_means([np.stack([w, g], axis=1) for w, g in zip(way, gap, strict=True)])
+        held += share.ci[0] <= -30.0 <= share.ci[1]
+    assert 0.925 <= held / draws <= 0.975
+
+
+def test_parts_count_alike_whatever_their_tasks():
+    mean, interval = stats.mean_over_parts([[[1.0, 0.8] * 6], [[0.0, 0.2] * 6, [0.4, 0.6] * 6]])
+    # (0.9 + (0.1 + 0.5) / 2) / 2 = 0.6
+    assert mean == pytest.approx(0.6)
+    # variance of a mean = var / n; weights 1/2 and 1/4: sqrt(v (1/4 + 2/16)) with v = 0.01 * 12/11 / 12
+    half = stats._t_quantile(33) * (0.01 * 12 / 11 / 12 * (1 / 4 + 2 / 16)) ** 0.5
+    assert interval == (pytest.approx(0.6 - half), pytest.approx(0.6 + half))

@@ -1,0 +1,178 @@
+"""The verbs suite and verify end to end on the tiny model: a card, its check, and what the check must notice."""
+
+import gzip
+import json
+import shutil
+
+import pytest
+
+from kvbench.base.errors import MissingData
+from kvbench.cli.main import main
+from kvbench.kv.model_shape import from_config
+from kvbench.methods.core.resolve import resolve
+from kvbench.models import load
+from kvbench.plan import config
+from kvbench.suite import definition, rows
+from kvbench.suite.definition import METHOD
+from kvbench.suite.verify import verify
+
+pytestmark = pytest.mark.e2e("measures a suite")
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    """A folder of the quick edition with SnapKV, and the folder of results behind it."""
+    results = tmp_path_factory.mktemp("suite")
+    assert main(["suite", "tiny", "edition=quick", "method=snapkv", f"results={results}", "--json"]) == 0
+    return results / "own" / "suite" / "tiny-quick"
+
+
+@pytest.fixture
+def copied(measured, tmp_path):
+    return shutil.copytree(measured, tmp_path / "copy")
+
+
+def samples_of(folder):
+    with gzip.open(folder / "samples.jsonl.gz", "rt", encoding="utf-8") as lines:
+        return [json.loads(line) for line in lines]
+
+
+def write_samples(folder, entries):
+    with gzip.open(folder / "samples.jsonl.gz", "wt", encoding="utf-8") as out:
+        out.writelines(json.dumps(entry) + "\n" for entry in entries)
+
+
+def first_answer(entries):
+    return next(entry["sample"] for entry in entries if "sample" in entry and entry["sample"]["score"] == 1.0)
+
+
+def test_the_card_has_a_line_a_method_and_all_controls(measured, capsys):
+    results = measured.parents[2]
+    assert main(["suite", "tiny", "edition=quick", "method=snapkv", f"results={results}", "--stored"]) == 0
+    out = capsys.readouterr().out
+    lines = out.splitlines()
+    assert lines[0] == "tiny: the tiny model, synthetic prompts of 256 tokens (quick edition, a first look)"
+    assert lines[1].startswith("tiny @1/2: snapkv ") and "worst " in lines[1] and lines[1].endswith("of the bytes")
+    for name in ("random", "streamingllm", "fp8", "q4_0", "firsttokens", "snapkv"):
+        assert any(line.startswith(f"{name} ") for line in lines)
+    assert {path.name for path in measured.iterdir()} == {"card.md", "card.png", "results.jsonl", "samples.jsonl.gz"}
+    stored = [json.loads(line) for line in (measured / "results.jsonl").read_text().splitlines()]
+    assert stored[0]["role"] == "full" and {row["division"] for row in stored} == {"closed"}
+    assert all(row["bytes"] <= 102 * 1.02 / row["budget"] for row in stored[1:])
+
+
+def test_a_folder_as_it_was_written_is_verified(measured, capsys):
+    assert main(["verify", str(measured)]) == 0
+    assert ": verified. " in capsys.readouterr().out
+
+
+def test_without_texts_all_but_the_answers_is_checked(measured, monkeypatch):
+    def missing(*args):
+        raise MissingData("no texts")
+
+    monkeypatch.setattr("kvbench.suite.plan.prepare", missing)
+    with pytest.raises(MissingData):
+        verify(measured)
+    checked = verify(measured, without_texts=True)
+    assert not checked.problems and checked.numbers and not checked.answers and checked.unscored
+
+
+def test_a_changed_answer_is_noticed(copied):
+    entries = samples_of(copied)
+    first_answer(entries)["prediction"] = "nothing of the kind"
+    write_samples(copied, entries)
+    assert any("the answer to" in problem for problem in verify(copied).problems)
+
+
+def test_a_changed_score_is_noticed(copied):
+    entries = samples_of(copied)
+    first_answer(entries)["score"] = 0.0
+    write_samples(copied, entries)
+    assert any("scores 1.0, and 0.0 is stored" in problem for problem in verify(copied).problems)
+
+
+def test_a_missing_sample_is_noticed(copied):
+    entries = samples_of(copied)
+    entries.remove(next(entry for entry in entries if "sample" in entry))
+    write_samples(copied, entries)
+    assert any(problem.endswith(" is missing") for problem in verify(copied).problems)
+
+
+def test_a_changed_number_is_noticed(copied, capsys):
+    path = copied / "results.jsonl"
+    stored = [json.loads(line) for line in path.read_text().splitlines()]
+    snapkv = next(row for row in stored if row["name"] == "snapkv")
+    snapkv["parts"]["retrieval"]["retained"] += 1
+    path.write_text("".join(json.dumps(row) + "\n" for row in stored))
+    assert main(["verify", str(copied)]) == 1
+    out = capsys.readouterr().out
+    assert "NOT verified, 1 problems" in out and f"snapkv at 1/{snapkv['budget']}: parts is" in out
+
+
+def test_a_missing_control_is_noticed(copied):
+    path = copied / "results.jsonl"
+    kept = [line for line in path.read_text().splitlines() if json.loads(line)["name"] != "firsttokens"]
+    path.write_text("\n".join(kept) + "\n")
+    assert "the control firsttokens at 1/2 is missing" in verify(copied).problems
+
+
+def test_another_prompt_is_noticed(copied, monkeypatch, tmp_path):
+    """A lock with another hash stands for a prompt that was changed: results on it are of no use."""
+    lock = json.loads(definition.lock_path("tiny").read_text())
+    prompts = lock["editions"]["quick"]["retrieval"]["tiny/needle"]["prompts"]
+    prompts[next(iter(prompts))] = "0" * 16
+    changed = tmp_path / "lock.json"
+    changed.write_text(json.dumps(lock))
+    monkeypatch.setattr("kvbench.suite.lock.lock_path", lambda name: changed)
+    (problem,) = verify(copied).problems
+    assert problem.startswith("retrieval: 1 of 10 prompts of tiny/needle are others")
+    assert main(["suite", "tiny", "edition=quick", "method=snapkv", f"results={tmp_path}"]) == 2
+
+
+def test_another_method_of_the_same_prompts_is_another_result(copied):
+    """A result that is named by a row and was measured on another task is noticed by its protocol."""
+    path = copied / "results.jsonl"
+    stored = [json.loads(line) for line in path.read_text().splitlines()]
+    snapkv = next(row for row in stored if row["name"] == "snapkv")
+    (other,) = snapkv["results"]["distance"].values()
+    snapkv["results"]["retrieval"] = {"tiny/needle": other}
+    path.write_text("".join(json.dumps(row) + "\n" for row in stored))
+    assert any("measured on other prompts" in problem for problem in verify(copied).problems)
+
+
+def at_budgets(method, **options):
+    suite = definition.load("tiny")
+    shape = from_config(load.locate(config.configure({"model": "tiny"}).model).config)
+    (template,) = resolve([{"method": method, **options}])
+    found = rows.at_budgets(suite, method, METHOD, template, shape)
+    return {row.budget: row.config for row in found}
+
+
+def test_a_budget_is_the_largest_share_of_tokens_that_fits():
+    assert {d: c.chain.selector.kv_ratio for d, c in at_budgets("streamingllm").items()} == {2: 0.5, 4: 0.25, 8: 0.125}
+    # 13 of 32 key channels of all but the last 32 tokens are gone: 128 * 64 = 32 * 64 + (r - 32) * 51, r = 152 of 256
+    thin = at_budgets("snapkv+think", ratio=0.4)
+    assert 0.58 <= thin[2].chain.selector.kv_ratio <= 152 / 256
+
+
+def test_a_format_has_one_row_at_the_smallest_budget_that_holds_it():
+    assert list(at_budgets("fp8")) == [2] and list(at_budgets("think", ratio=0.4)) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "name a suite: kvbench suite "),
+        (["retain"], "unknown suite retain"),
+        (["tiny", "edition=slow"], "edition"),
+        (["tiny", "method=think", "ratio=0.4"], "think ratio=0.4 holds more than 1/2 of the full cache's bytes"),
+    ],
+)
+def test_bad_input_is_refused_with_its_reason(words, message, capsys, tmp_path):
+    assert main(["suite", *words, *([f"results={tmp_path}"] if words else [])]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_folder_that_is_no_suites_is_refused(tmp_path, capsys):
+    assert main(["verify", str(tmp_path)]) == 2
+    assert "it has no results.jsonl" in capsys.readouterr().err
