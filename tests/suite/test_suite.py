@@ -5,6 +5,7 @@ import json
 import shutil
 
 import pytest
+import suite_pages
 
 from kvbench.base.errors import MissingData
 from kvbench.cli.main import main
@@ -138,6 +139,20 @@ def test_another_method_of_the_same_prompts_is_another_result(copied):
     snapkv["results"]["retrieval"] = {"tiny/needle": other}
     path.write_text("".join(json.dumps(row) + "\n" for row in stored))
     assert any("measured on other prompts" in problem for problem in verify(copied).problems)
+
+
+def test_the_leaderboard_lists_committed_rows_of_full_editions(measured, tmp_path, monkeypatch):
+    folder = tmp_path / "results" / "suite" / "tiny" / "me"
+    folder.mkdir(parents=True)
+    text = (measured / "results.jsonl").read_text()
+    (folder / "results.jsonl").write_text(text)
+    monkeypatch.setattr(suite_pages, "TRIAL", "")
+    assert "snapkv" not in suite_pages.page(folder.parents[1])
+    (folder / "results.jsonl").write_text(text.replace('"edition": "quick"', '"edition": "full"'))
+    page = suite_pages.page(folder.parents[1])
+    assert "![What a compressed cache retains, by part and bytes](results/suite/tiny/me/card.png)" in page
+    (snapkv,) = [line for line in page.splitlines() if line.startswith("| snapkv | 1/2 |")]
+    assert "[samples](results/suite/tiny/me/samples.jsonl.gz)" in snapkv and "| closed | kvbench |" in snapkv
 
 
 def at_budgets(method, **options):
