@@ -16,6 +16,7 @@ EXTRAS = {
     "jieba": "zh",
     "kvpress": "peers",
     "lm_eval": "lm-eval",
+    "math_verify": "math",
     "matplotlib": "plots",
     "pandas": "plots",
     "punkt": "data",

@@ -63,6 +63,7 @@ class Task:
     and ``load_tasks`` replaces it by the run's. It is False wherever a context has several questions.
     turns: the history that a context's cache holds, one of TURNS. It is '' unless examples have ``turns``.
     beside: metrics whose means are recorded beside the score of examples with ``turns``.
+    samples: the number of answers drawn for each prompt. Their mean score is the example's.
     """
 
     id: str
@@ -84,6 +85,7 @@ class Task:
     query_aware: bool = True
     turns: str = ""
     beside: tuple[str, ...] = ()
+    samples: int = 1
 
     def __post_init__(self) -> None:
         if not self.examples:

@@ -14,6 +14,7 @@ from kvbench.tasks.fetch import source_of, unpack
 PICTURE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
 TABLES = {
     "gsm8k": {"question": ["q1", "q2"], "answer": ["so\n#### 1", "so\n#### 2"]},
+    "aime24": {"id": [60, 61], "problem": ["p1", "p2"], "solution": ["s1", "s2"], "answer": ["204", "025"]},
     "theoremqa": {
         "Question": ["q1", "q2", "q3"],
         "Answer": ["[1, 2]", "True", "3.5"],
@@ -30,6 +31,7 @@ TABLES = {
 }
 REFERENCES = {
     "gsm8k": [("1",), ("2",)],
+    "aime24": [("204",), ("025",)],
     "theoremqa": [("[1, 2]",), ("3.5",)],
     "truthfulqa": [("b1", "c1", "c2"), ("b2", "c3")],
     "xsum": [("s1",), ("s2",)],

@@ -68,7 +68,7 @@ def identity(source: PredictionSource, scored: Scored) -> dict[str, object]:
         "task": column(scored),
         "content": hashlib.sha256(content.encode()).hexdigest(),
         "predictions": scored.predictions.sha256,
-        "metric": {"name": scored.metric, "revision": metric(scored.metric).revision},
+        "metric": metric(scored.metric).identity(),
     }
 
 

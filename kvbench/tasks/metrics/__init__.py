@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib.metadata import version
 from types import MappingProxyType
 
 from kvbench.base.errors import unknown
@@ -18,6 +19,7 @@ from kvbench.tasks.metrics import (
     choice,
     code,
     kvpress_match,
+    math_equal,
     rouge,
     ruler,
     squad,
@@ -43,6 +45,8 @@ class Metric:
     shown: the function from a mean to the printed number, if a factor is not enough (perplexity).
     whole: from (prediction, example) to a score, if it depends on all references together.
     package: the package of an extra that the metric calls.
+    decided_by: the distribution whose version decides scores, and so is part of a cell's identity.
+    lengths: answers are worked solutions, so their mean length is shown beside their score.
     """
 
     name: str
@@ -55,6 +59,16 @@ class Metric:
     shown: Callable[[float], float] | None = None
     whole: Callable[[str, Example], float | None] | None = None
     package: str = ""
+    decided_by: str = ""
+    lengths: bool = False
+
+    def identity(self) -> dict[str, object]:
+        """Return the facts that decide the metric's scores, for a cell's identity."""
+        facts: dict[str, object] = {"name": self.name, "revision": self.revision}
+        # only some metrics have this key, so that the cells of all others keep their ids
+        if self.decided_by:
+            facts[self.decided_by] = version(self.decided_by)
+        return facts
 
     def show(self, mean: float) -> float:
         """Return a mean of scores in printed units: ``shown(mean)`` if that is set, else ``scale * mean``."""
@@ -198,6 +212,15 @@ METRICS = _named(
         "final answer by type: truth value, option, integer, float within 4 per cent, list",
         "github.com/TIGER-AI-Lab/TheoremQA",
         by_pair(theorem.theorem_match),
+    ),
+    Metric(
+        "math_equal",
+        "the last \\boxed{} of the answer equals the reference by math-verify",
+        "github.com/huggingface/Math-Verify",
+        by_pair(math_equal.math_equal),
+        package="math_verify",
+        decided_by="math-verify",
+        lengths=True,
     ),
     # metrics of question answering
     Metric("bleu", "sentence BLEU-4, exponential smoothing, tokenize=intl", SACREBLEU, by_pair(bleu.bleu)),

@@ -1,0 +1,174 @@
+"""Equality of final answers in mathematics, decided by math-verify (github.com/huggingface/Math-Verify).
+
+An answer is any text that a model wrote, and math-verify computes with it: a tower of powers may take minutes or all
+memory. So a process of its own reads answers (``math_worker``). It is started at the first answer, serves all later
+ones, and is stopped and replaced where it does not reply. math-verify's own time limits use signals, which exist in the
+main thread alone. They work in that process whatever thread asks.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import re
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+from threading import Lock, Timer
+from typing import Any
+
+from kvbench.base.errors import KvbenchError
+
+START_S, REPLY_S = 120, 60
+"""The most seconds that the process may take to import math-verify, and to reply. math-verify itself takes 5 seconds to
+read a text and 5 to compare two, so only a process that cannot react reaches the second limit."""
+_BOX = re.compile(r"\\f?boxed\s*\{")
+
+
+def math_equal(prediction: str, reference: str) -> float | None:
+    """Return 1 if the answer's final result equals the reference, else 0; None if the reference cannot be read.
+
+    The result is the content of the last ``\\boxed{}``. In an answer without one, math-verify looks for the result.
+    A result that cannot be read, takes too long or takes too much memory scores 0. Raises KvbenchError if math-verify
+    cannot be used.
+    """
+    result = last_boxed(prediction)
+    text = prediction
+    if result is not None:
+        text = as_formula(result)
+    if not text.strip():
+        return 0.0
+    equal = _WORKER.ask(text, as_formula(reference))
+    if equal is None:
+        return None
+    return float(equal)
+
+
+def last_boxed(text: str) -> str | None:
+    """Return the content of the last ``\\boxed{}`` that is closed and not empty; None if there is none."""
+    for box in reversed(list(_BOX.finditer(text))):
+        content = _until_closed(text, box.end())
+        if content is not None and content.strip():
+            return content.strip()
+    return None
+
+
+def as_formula(result: str) -> str:
+    r"""Return a result as one formula between dollar signs, which math-verify reads as a whole.
+
+    It reads ``$50\%$`` as a number, but not ``\boxed{50\%}``.
+    """
+    # a formula of one line has no line breaks, and no dollar signs but escaped ones
+    inner = re.sub(r"(?<!\\)\$", "", " ".join(result.split()))
+    return f"${inner}$"
+
+
+def _until_closed(text: str, start: int) -> str | None:
+    """Return the text from ``start`` to the brace that closes the one in front of it; None if none does."""
+    depth = 1
+    i = start
+    while i < len(text):
+        if text[i] == "\\":
+            i += 2  # an escaped brace is a printed one
+            continue
+        if text[i] == "{":
+            depth += 1
+        elif text[i] == "}":
+            depth -= 1
+            if not depth:
+                return text[start:i]
+        i += 1
+    return None
+
+
+class MathWorker:
+    """The process that reads and compares answers. Threads take turns, and a forked process starts its own."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._process: subprocess.Popen[str] | None = None
+        self._owner = 0
+
+    def ask(self, prediction: str, reference: str) -> bool | None:
+        """Return whether the two are equal; None if the reference cannot be read.
+
+        Return False if the process ends or has to be stopped. Raises KvbenchError if it cannot be started.
+        """
+        with self._lock:
+            process = self._running()
+            request = json.dumps({"prediction": prediction, "reference": reference})
+            assert process.stdin is not None
+            with suppress(OSError):  # a process that has ended gives no reply either
+                process.stdin.write(request + "\n")
+                process.stdin.flush()
+            reply = self._reply(process, REPLY_S)
+            if reply is None:
+                self.stop()
+                return False
+            equal: bool | None = reply["equal"]
+            return equal
+
+    def stop(self) -> None:
+        """Stop the process. The next answer starts another one."""
+        process, self._process = self._process, None
+        # the process of a parent is not this one's to stop
+        if process is None or self._owner != os.getpid():
+            return
+        process.kill()
+        process.wait()
+        for pipe in (process.stdin, process.stdout):
+            if pipe is not None:
+                with suppress(OSError):  # what was not written yet has no reader any more
+                    pipe.close()
+
+    def _running(self) -> subprocess.Popen[str]:
+        """Return the process. Start it if there is none, or if it has ended since its last reply."""
+        process = self._process
+        if process is not None and self._owner == os.getpid() and process.poll() is None:
+            return process
+        self.stop()
+        return self._start()
+
+    def _start(self) -> subprocess.Popen[str]:
+        """Start the process, and wait until it has imported math-verify."""
+        self._owner = os.getpid()
+        # -P: modules beside the script, such as code.py, must not hide those of Python
+        command = [sys.executable, "-P", str(Path(__file__).with_name("math_worker.py"))]
+        self._process = process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            encoding="utf-8",
+        )
+        ready = self._reply(process, START_S) or {"error": "its process ended before math-verify was imported"}
+        if ready["error"]:
+            self.stop()
+            raise KvbenchError(f"metric math_equal cannot use math-verify: {ready['error']}")
+        return process
+
+    def _reply(self, process: subprocess.Popen[str], limit_s: float) -> dict[str, Any] | None:
+        """Return the next reply; None if the process ends, or is stopped after ``limit_s`` seconds."""
+        assert process.stdout is not None
+        timer = Timer(limit_s, process.kill)
+        timer.daemon = True
+        timer.start()
+        try:
+            line = process.stdout.readline()
+        except BaseException:
+            # an interrupt here would leave this reply to the next answer
+            self.stop()
+            raise
+        finally:
+            timer.cancel()
+        if not line.endswith("\n"):
+            return None
+        reply: dict[str, Any] = json.loads(line)
+        return reply
+
+
+_WORKER = MathWorker()
+atexit.register(_WORKER.stop)

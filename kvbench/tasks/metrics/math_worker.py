@@ -1,0 +1,70 @@
+"""The process behind ``math_equal``: it reads requests as JSON lines, and writes a JSON line for each.
+
+It runs as a script, since importing kvbench would only take time. The first line that it writes says whether
+math-verify could be imported.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from contextlib import suppress
+from functools import lru_cache
+from typing import Any
+
+MOST_BYTES = 4 * 2**30
+"""The most memory that the process may address. More ends the reading of an answer, and not the machine."""
+
+
+def main() -> None:
+    """Answer requests until the input ends."""
+    # Ctrl-C goes to all processes of a terminal; this one ends when the one that asks does
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with suppress(ImportError, ValueError, OSError):  # not every system limits memory
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_AS, (MOST_BYTES, resource.getrlimit(resource.RLIMIT_AS)[1]))
+    try:
+        import math_verify  # noqa: F401
+    except Exception as error:
+        reply({"error": f"{type(error).__name__}: {error}"})
+        return
+    reply({"error": None})
+    for line in sys.stdin:
+        request = json.loads(line)
+        reply({"equal": equal(request["prediction"], request["reference"])})
+
+
+def reply(content: dict[str, object]) -> None:
+    """Write one reply."""
+    print(json.dumps(content), flush=True)
+
+
+def equal(prediction: str, reference: str) -> bool | None:
+    """Return whether two texts state equal results; None if the reference cannot be read."""
+    from math_verify import parse, verify
+
+    try:
+        gold = read_reference(reference)
+    except Exception:
+        return None
+    try:
+        return bool(verify(gold, parse(prediction)))
+    except Exception:  # a result that cannot be computed with is a wrong one
+        return False
+
+
+@lru_cache(maxsize=4096)
+def read_reference(reference: str) -> list[Any]:
+    """Return a reference as math-verify reads it, the same for all answers. Raises ValueError if it cannot be read."""
+    from math_verify import parse
+
+    gold: list[Any] = parse(reference)
+    if not gold:
+        raise ValueError(reference)  # a cache keeps no failure, which may be one of time
+    return gold
+
+
+if __name__ == "__main__":
+    main()
