@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ from kvbench.report.looks import looks_of
 from kvbench.report.style import canvas, styled
 from kvbench.report.table import Table
 from kvbench.suite.definition import CHANCE, KL, METHOD, NEGATIVE, QUICK, Suite
+from kvbench.suite.folder import Line
 from kvbench.suite.scores import RowScore
 
 NOTHING = "nothing was compressed"
@@ -80,7 +81,7 @@ def _cells(suite: Suite, entry: RowScore) -> tuple[str, ...]:
     return tuple(cells)
 
 
-def notes(suite: Suite, edition: str, scored: Sequence[RowScore]) -> list[str]:
+def notes(suite: Suite, scored: Sequence[RowScore]) -> list[str]:
     """Return what the numbers mean, and what cannot be measured."""
     found = [
         "100 is the full cache and 0 are random tokens at the same bytes, on the same prompts. In means each part "
@@ -101,22 +102,22 @@ def notes(suite: Suite, edition: str, scored: Sequence[RowScore]) -> list[str]:
         found.append(
             f"{part.name}: {part.about}. n = {score.n} prompts; the full cache scores {score.full:.3g} {unit}."
         )
-    if edition == QUICK:
+    if suite.edition == QUICK:
         found.insert(0, "The quick edition is a first look with few prompts. No leaderboard takes it.")
     return found
 
 
-def text(suite: Suite, edition: str, scored: Sequence[RowScore], style: str) -> str:
+def text(suite: Suite, scored: Sequence[RowScore], style: str) -> str:
     """Return the card as ``text`` or ``md``: a line for each of the user's methods, then the table and its notes."""
     # all budgets of a method together, the methods in the order of their best row
     tested = []
     for name in dict.fromkeys(entry.name for entry in scored if entry.role == METHOD):
         tested += [line_of(suite, entry) for entry in scored if entry.name == name]
     title = f"{suite.name}: {suite.about}"
-    if edition == QUICK:
+    if suite.edition == QUICK:
         title += " (quick edition, a first look)"
     above = [title] + tested
-    return writers.compose([tables(suite, scored)], notes(suite, edition, scored), style, above=above)
+    return writers.compose([tables(suite, scored)], notes(suite, scored), style, above=above)
 
 
 def picture(suite: Suite, scored: Sequence[RowScore], path: Path) -> None:
@@ -151,6 +152,7 @@ def picture(suite: Suite, scored: Sequence[RowScore], path: Path) -> None:
 
 def _draw(ax: Any, part: str, entries: Sequence[RowScore], look: Any) -> None:
     """Draw one row's line: its score at each share of the bytes that it really holds."""
+    # (bytes really held, score): budgets are reached from below, so that two rows of one budget may stand apart
     points: list[tuple[float, float]] = []
     for entry in entries:
         score = entry.parts.get(part)
@@ -173,6 +175,6 @@ def _draw(ax: Any, part: str, entries: Sequence[RowScore], look: Any) -> None:
     )
 
 
-def plain(suite: Suite, edition: str, rows: Sequence[Mapping[str, Any]], notes_below: Sequence[str]) -> dict[str, Any]:
+def plain(suite: Suite, rows: Sequence[Line], notes_below: Sequence[str]) -> dict[str, object]:
     """Return the card as ``--json`` prints it."""
-    return {"suite": suite.name, "edition": edition, "rows": list(rows), "notes": list(notes_below)}
+    return {"suite": suite.name, "edition": suite.edition, "rows": list(rows), "notes": list(notes_below)}

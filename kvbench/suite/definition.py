@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from kvbench.base.conf import conf_dir, read_yaml
 from kvbench.base.errors import UsageError, unknown
@@ -25,23 +24,15 @@ EDITIONS = (FULL, QUICK)
 class SuitePart:
     """One ability that a suite measures.
 
-    keys: the keys of `run` that say what is read. quick: those that the quick edition has in their place.
-    measure: SCORE or KL. decoding: whether budgets hold while answers are decoded, too.
+    keys: the keys of `run` that say what is read. measure: SCORE or KL. decoding: whether budgets hold while answers
+    are decoded, too.
     """
 
     name: str
     about: str
     measure: str
-    keys: Mapping[str, Any]
-    quick: Mapping[str, Any] = field(default_factory=dict)
+    keys: Mapping[str, object]
     decoding: bool = False
-
-    def settings(self, edition: str) -> dict[str, Any]:
-        """Return the keys of `run` for an edition."""
-        settings = dict(self.keys)
-        if edition == QUICK:
-            settings.update(self.quick)
-        return settings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +41,7 @@ class Control:
 
     method: str
     role: str
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, object] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -60,7 +51,7 @@ class Control:
 
 @dataclass(frozen=True, kw_only=True)
 class Suite:
-    """A frozen suite.
+    """One edition of a frozen suite.
 
     tokens: the length of the prompt on which budgets are counted in bytes.
     budgets: d of the budgets 1/d, the share of the full cache's bytes at 16 bits that a row may hold.
@@ -68,6 +59,7 @@ class Suite:
     """
 
     name: str
+    edition: str
     about: str
     model: str
     dtype: str
@@ -87,17 +79,33 @@ def names() -> list[str]:
     return sorted(path.stem for path in (conf_dir() / FOLDER).glob("*.yaml"))
 
 
-def load(name: str) -> Suite:
-    """Return a suite by its name. Raises UsageError for an unknown one."""
+def load(name: str, edition: str = FULL) -> Suite:
+    """Return an edition of a suite by its name. Raises UsageError for an unknown one."""
     if name not in names():
         raise unknown("suite", name, names())
     path = conf_dir() / FOLDER / f"{name}.yaml"
     content = read_yaml(path)
     try:
-        parts = [SuitePart(name=part, **fields) for part, fields in content.pop("parts").items()]
+        quick = content.pop("quick")
+        budgets = content.pop("budgets")
+        if edition == QUICK:
+            budgets = quick["budgets"]
+        parts = []
+        for part, fields in content.pop("parts").items():
+            keys = dict(fields.pop("keys"))
+            if edition == QUICK:
+                # what the quick edition does not say is that of the full one
+                keys.update(quick["parts"][part])
+            parts.append(SuitePart(name=part, keys=keys, **fields))
         controls = [Control(**fields) for fields in content.pop("controls")]
-        budgets = tuple(content.pop("budgets"))
-        return Suite(name=name, parts=tuple(parts), controls=tuple(controls), budgets=budgets, **content)
+        return Suite(
+            name=name,
+            edition=edition,
+            parts=tuple(parts),
+            controls=tuple(controls),
+            budgets=tuple(budgets),
+            **content,
+        )
     except (KeyError, TypeError) as error:
         raise UsageError(f"{path} is not a suite: {error}") from None
 

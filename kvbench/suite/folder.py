@@ -25,22 +25,27 @@ from kvbench.suite.scores import RowScore
 RESULTS, SAMPLES, CARD, PICTURE = "results.jsonl", "samples.jsonl.gz", "card.md", "card.png"
 CLOSED, OPEN = "closed", "open"
 """The divisions. closed: the suite's own model, dtype and prompts. open: others, which each row names."""
+Line = dict[str, Any]
+"""A row of results.jsonl: the suite, edition, division and model, the row's name and role, the ids of its results by
+part and column, its numbers (the fields of ``RowScore``), and the versions that measured it."""
 DIGITS = 6
 """Decimal places of the numbers in a row: more would differ between machines by rounding."""
 
 
-def lines(run: SuiteRun, scored: Sequence[RowScore], division: str, contributor: str) -> list[dict[str, Any]]:
+def lines(run: SuiteRun, scored: Sequence[RowScore], division: str, contributor: str) -> list[Line]:
     """Return the rows of results.jsonl, the full cache's first. Each names the results that it was computed from."""
+    # a row at two budgets is two rows
     rows_by_key = {(row.name, row.budget): row for row in run.rows}
     head = {
         "suite": run.suite.name,
-        "edition": run.edition,
+        "edition": run.suite.edition,
         "division": division,
         "model": run.parts[0].run.cfg.model_name,
         "dtype": run.parts[0].run.dtype,
         "contributor": contributor,
     }
     full_cells = {part.part.name: _ids(part, None) for part in run.parts}
+    # the full cache has no score of its own, but its results are what all others are compared with
     found = [head | {"name": "full", "role": "full", "results": full_cells} | _versions(run, full_cells)]
     for entry in scored:
         row = rows_by_key[entry.name, entry.budget]
@@ -50,9 +55,10 @@ def lines(run: SuiteRun, scored: Sequence[RowScore], division: str, contributor:
     return found
 
 
-def numbers(entry: RowScore) -> dict[str, Any]:
+def numbers(entry: RowScore) -> Line:
     """Return the numbers of a row as JSON holds them, rounded to DIGITS places."""
     record = asdict(entry)
+    # the line has these already
     del record["name"], record["role"]
     record["nothing_compressed"] = entry.nothing_compressed
     rounded = json.loads(json.dumps(record), parse_float=lambda text: round(float(text), DIGITS))
@@ -64,7 +70,7 @@ def _ids(part_run: PartRun, row: SuiteRow | None) -> dict[str, str]:
     return {column: cell.id for column, cell in cells_of(part_run, row).items()}
 
 
-def _versions(run: SuiteRun, cells: Mapping[str, Mapping[str, str]]) -> dict[str, Any]:
+def _versions(run: SuiteRun, cells: Mapping[str, Mapping[str, str]]) -> dict[str, list[str]]:
     """Return the versions that measured a row: every commit, and every release of torch and transformers."""
     found: dict[str, dict[str, None]] = {"commit": {}, "torch": {}, "transformers": {}}
     for part_run in run.parts:
@@ -76,7 +82,7 @@ def _versions(run: SuiteRun, cells: Mapping[str, Mapping[str, str]]) -> dict[str
     return {key: sorted(values) for key, values in found.items()}
 
 
-def write(folder: Path, run: SuiteRun, rows: Sequence[Mapping[str, Any]], card: str) -> None:
+def write(folder: Path, run: SuiteRun, rows: Sequence[Line], card: str) -> None:
     """Write the rows, the samples of their results and the card. Raises KvbenchError if the disk does not take them."""
     cells: set[str] = set()
     for row in rows:
@@ -93,7 +99,7 @@ def write(folder: Path, run: SuiteRun, rows: Sequence[Mapping[str, Any]], card: 
         raise disk_error(error, folder) from None
 
 
-def read(folder: Path) -> list[dict[str, Any]]:
+def read(folder: Path) -> list[Line]:
     """Return the rows of a suite's folder. Raises UsageError if it has none or one is damaged."""
     path = folder / RESULTS
     if not path.exists():
@@ -102,7 +108,8 @@ def read(folder: Path) -> list[dict[str, Any]]:
     for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         try:
             row = json.loads(text)
-            found.append({**row, "suite": str(row["suite"]), "edition": str(row["edition"]), "results": row["results"]})
+            # keys that every reader needs; a line without them is damaged
+            found.append(row | {key: row[key] for key in ("suite", "edition", "name", "role", "results")})
         except (ValueError, KeyError, TypeError) as error:
             raise UsageError(f"{path}, line {number} is not a row of a suite: {error}") from None
     if not found:

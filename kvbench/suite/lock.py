@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Any
+from typing import Any, TypedDict
 
 from kvbench.base.errors import UsageError
 from kvbench.base.example import Example
@@ -17,17 +17,25 @@ from kvbench.suite.definition import Suite, lock_path
 from kvbench.suite.plan import SuiteRun
 from kvbench.tasks.encoding import encode_prompt
 
-Locked = Mapping[str, Any]
-"""{part: {column: {"protocol": hash, "prompts": {example: hash}}}}."""
+
+class LockedColumn(TypedDict):
+    """The hash of all that decides a task's results but the method, and the hash of each prompt by example."""
+
+    protocol: str
+    prompts: Mapping[str, str]
+
+
+Locked = Mapping[str, Mapping[str, LockedColumn]]
+"""The locked tasks of an edition, by part and column."""
 LENGTH = 16
 """Hexadecimal digits of a hash that are kept."""
 
 
-def of_run(run: SuiteRun) -> dict[str, Any]:
+def of_run(run: SuiteRun) -> Locked:
     """Return a lock of a planned suite: hashes of each prompt, and of all but the method that decides a result."""
-    parts: dict[str, Any] = {}
+    parts: dict[str, dict[str, LockedColumn]] = {}
     for part_run in run.parts:
-        columns = {}
+        columns: dict[str, LockedColumn] = {}
         for group in part_run.run.groups:
             prompts = {example.id: _hash_prompt(part_run.run, group, example) for example in group.examples}
             columns[group.column] = {"protocol": hash_protocol(group.cells[0].identity), "prompts": prompts}
@@ -43,6 +51,7 @@ def hash_protocol(identity: Mapping[str, Any]) -> str:
 
 def _hash_prompt(run: RunPlan, group: Group, example: Example) -> str:
     """Return the hash of a prompt: its token ids as the model reads them, its questions and its references."""
+    # texts that are scored by their likelihood are tokens already
     if example.tokens:
         ids: list[int] = list(example.tokens)
         question: list[int] = []
@@ -79,7 +88,7 @@ def differences(suite: Suite, run: SuiteRun) -> list[str]:
     found = []
     if run.parts[0].run.source.fingerprint != locked["checkpoint"]:
         found.append(f"the checkpoint of {suite.model} is another one")
-    expected = locked["editions"][run.edition]
+    expected = locked["editions"][suite.edition]
     for part, columns in of_run(run).items():
         for column, content in columns.items():
             wanted = expected.get(part, {}).get(column)

@@ -38,7 +38,6 @@ class SuiteRun:
     """A suite with a user's methods, ready to be measured."""
 
     suite: Suite
-    edition: str
     rows: tuple[SuiteRow, ...]
     parts: tuple[PartRun, ...]
 
@@ -50,7 +49,6 @@ class SuiteRun:
 
 def prepare(
     suite: Suite,
-    edition: str,
     methods: Sequence[str],
     options: Mapping[str, object],
     settings: Mapping[str, object],
@@ -64,11 +62,11 @@ def prepare(
     found = tuple(list_rows(suite, methods, options, settings))
     parts = []
     for part in suite.parts:
-        cfg = config.configure(base | part.settings(edition))
+        cfg = config.configure(base | dict(part.keys))
         taken = tuple(row for row in found if not part.decoding or row.decoding is not None)
         part_run = PartRun(part=part, run=_planned(cfg, part, taken), rows=taken)
         parts.append(part_run)
-    return SuiteRun(suite=suite, edition=edition, rows=found, parts=tuple(parts))
+    return SuiteRun(suite=suite, rows=found, parts=tuple(parts))
 
 
 def list_rows(
@@ -86,6 +84,7 @@ def _base(suite: Suite, settings: Mapping[str, object]) -> dict[str, object]:
 
 def _planned(cfg: config.RunConfig, part: SuitePart, taken: Sequence[SuiteRow]) -> RunPlan:
     """Return the run of a part over the full cache and all ``taken`` rows. Two rows may be the same combination."""
+    # a run takes each combination once, whatever rows it stands for
     chains: dict[Chain, ChainConfig] = {}
     for row in taken:
         chain_config = row.decoding if part.decoding else row.config

@@ -46,6 +46,7 @@ def rows(suite: Suite, methods: Sequence[str], options: Mapping[str, object], sh
     for control in suite.controls:
         (template,) = resolve([{"method": control.method, **control.options}])
         found += at_budgets(suite, control.name, control.role, template, shape)
+    # a control that the user names, too, is measured once
     taken = {row.name for row in found}
     for template in resolve(methods, options):
         if template.chain.stages and template.label not in taken:
@@ -72,6 +73,7 @@ def _name(template: ChainConfig) -> str:
 def at_budgets(suite: Suite, name: str, role: str, template: ChainConfig, shape: Shape) -> list[SuiteRow]:
     """Return a method's rows. A method without a budget of tokens has one row, at the smallest budget that holds it."""
     count = payload_counter("bytes", shape, suite.tokens)
+    # the combination without stages is the full cache
     full = count(Chain())
     if not isinstance(template.chain.selector, Selector):
         held = count(template.chain)

@@ -91,6 +91,7 @@ def score(suite: Suite, rows: Sequence[RowSamples], full: Mapping[str, PartSampl
 
     full: the full cache's samples by part. Raises UsageError if a budget has rows but no random tokens.
     """
+    # rows of two budgets have different random tokens, so that each budget is a table of its own
     scored: list[RowScore] = []
     for budget in suite.budgets:
         of_budget = [row for row in rows if row.budget == budget]
@@ -258,6 +259,7 @@ def _in_gaps(
         own = by_prompt(part, row.parts[part.name], suite.floor)
         low = by_prompt(part, chance.parts[part.name], suite.floor)
         high = by_prompt(part, full[part.name], suite.floor, is_full=True)
+        # full - random of the part, the unit of its scores
         gap = fmean(fmean(high[column].values()) - fmean(low[column].values()) for column in own)
         scaled = {}
         for column, scores in own.items():

@@ -23,7 +23,7 @@ from kvbench.store.store import ResultStore
 from kvbench.suite import folder as folders
 from kvbench.suite import lock, plan
 from kvbench.suite.definition import KL, Suite, load
-from kvbench.suite.folder import CLOSED, SAMPLES
+from kvbench.suite.folder import CLOSED, SAMPLES, Line
 from kvbench.suite.rows import SuiteRow
 from kvbench.suite.scores import PartSamples, RowSamples, check_negative, score
 from kvbench.tasks.metrics import score as score_answer
@@ -63,24 +63,27 @@ def verify(place: Path, without_texts: bool = False) -> Checked:
     if len(heads) != 1:
         checked.problems.append("its rows are of different suites, editions, divisions or models")
         return checked
-    suite, edition, model = load(rows[0]["suite"]), rows[0]["edition"], rows[0]["model"]
+    suite = load(rows[0]["suite"], rows[0]["edition"])
+    # the samples go into a store of their own, so that nothing measured here before is read in their place
     with tempfile.TemporaryDirectory() as temporary:
         store = ResultStore(Path(temporary))
         archive.unpack(place / SAMPLES, store)
-        settings = {"results": temporary, "model": model}
+        settings = {"results": temporary, "model": rows[0]["model"]}
         groups: Groups = {}
         try:
-            run = plan.prepare(suite, edition, [], {}, settings)
+            run = plan.prepare(suite, [], {}, settings)
         except MissingData:
+            # the open division has no lock: without texts nobody knows its prompts
             if not without_texts or rows[0].get("division") != CLOSED:
                 raise
-            expected = lock.read(suite)["editions"][edition]
+            expected = lock.read(suite)["editions"][suite.edition]
         else:
             groups = {p.part.name: {group.column: group for group in p.run.groups} for p in run.parts}
             expected = lock.of_run(run)
             if rows[0].get("division") == CLOSED:
                 checked.problems += lock.differences(suite, run)
         samples = [_row_samples(suite, row, expected, groups, store, checked) for row in rows]
+        # numbers of samples that are missing or of another suite would only repeat these problems
         if not checked.problems:
             _check_controls(rows, plan.list_rows(suite, [], {}, settings), checked)
         if not checked.problems:
@@ -90,7 +93,7 @@ def verify(place: Path, without_texts: bool = False) -> Checked:
 
 def _row_samples(
     suite: Suite,
-    row: Mapping[str, Any],
+    row: Line,
     expected: lock.Locked,
     groups: Groups,
     store: ResultStore,
@@ -122,7 +125,7 @@ def _row_samples(
 
 
 def _cell_samples(
-    cell_id: str, label: str, locked: Mapping[str, Any], store: ResultStore, checked: Checked
+    cell_id: str, label: str, locked: lock.LockedColumn, store: ResultStore, checked: Checked
 ) -> dict[str, Sample]:
     """Return a result's samples by example. Add what is missing or differs to the problems."""
     record = store.cell(cell_id)
@@ -174,7 +177,7 @@ def _rescore(sample: Sample, group: Group, example: Example) -> float | None:
     return fmean(scores)
 
 
-def _check_controls(rows: Sequence[Mapping[str, Any]], controls: Sequence[SuiteRow], checked: Checked) -> None:
+def _check_controls(rows: Sequence[Line], controls: Sequence[SuiteRow], checked: Checked) -> None:
     """Add each control that a budget of the folder lacks to the problems."""
     present = {(row["name"], row.get("budget")) for row in rows}
     for control in controls:
@@ -185,7 +188,7 @@ def _check_controls(rows: Sequence[Mapping[str, Any]], controls: Sequence[SuiteR
 
 
 def _check_numbers(
-    suite: Suite, rows: Sequence[Mapping[str, Any]], samples: Sequence[Mapping[str, PartSamples]], checked: Checked
+    suite: Suite, rows: Sequence[Line], samples: Sequence[Mapping[str, PartSamples]], checked: Checked
 ) -> None:
     """Recompute every row and add each number that differs to the problems."""
     full = next(parts for row, parts in zip(rows, samples, strict=True) if row["role"] == "full")

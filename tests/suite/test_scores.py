@@ -22,6 +22,7 @@ def suite(measure=SCORE, budgets=(2,)):
     part = SuitePart(name="p", about="a part", measure=measure, keys={})
     return Suite(
         name="s",
+        edition="full",
         about="",
         model="tiny",
         dtype="float32",

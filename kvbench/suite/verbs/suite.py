@@ -41,13 +41,14 @@ def main(args: argparse.Namespace) -> int:
     from kvbench.run import experiment
     from kvbench.suite import lock, plan
 
-    suite = definition.load(args.suite)
     options = pairs(args.overrides, example="method=snapkv or edition=quick")
+    edition = one_of("edition", EDITIONS, options.pop("edition", FULL))
+    suite = definition.load(args.suite, edition)
     if args.lock:
-        lock.write(suite, {edition: plan.prepare(suite, edition, [], {}, {}) for edition in EDITIONS})
+        editions = {name: definition.load(args.suite, name) for name in EDITIONS}
+        lock.write(suite, {name: plan.prepare(other, [], {}, {}) for name, other in editions.items()})
         print(definition.lock_path(suite.name))
         return 0
-    edition = one_of("edition", EDITIONS, options.pop("edition", FULL))
     methods = split_list(options.pop("method", ""))
     output = options.pop("output", "")
     contributor = options.pop("contributor", "")
@@ -55,7 +56,7 @@ def main(args: argparse.Namespace) -> int:
     if "model" in options:
         settings["model"] = options.pop("model")
     knobs = {key: value_of(text) for key, text in options.items()}
-    run = plan.prepare(suite, edition, methods, knobs, settings)
+    run = plan.prepare(suite, methods, knobs, settings)
     division = _division(run, settings)
     if args.plan:
         if args.json:
@@ -76,7 +77,7 @@ def _plan_lines(run: SuiteRun) -> Iterator[str]:
     """Yield the rows with their budgets, the answers that each part lacks, and the time left where it is known."""
     from kvbench.plan.forecast import forecast_run
 
-    yield f"{run.suite.name}, {run.edition} edition: {run.suite.about}"
+    yield f"{run.suite.name}, {run.suite.edition} edition: {run.suite.about}"
     budgets: dict[str, list[str]] = {}
     for row in run.rows:
         budgets.setdefault(row.name, []).append(f"1/{row.budget}")
@@ -122,8 +123,8 @@ def _division(run: SuiteRun, settings: Mapping[str, object]) -> str:
 def _default_folder(run: SuiteRun, settings: Mapping[str, object]) -> Path:
     """Return the folder of the user's own cards, which git ignores: below results/own."""
     name = run.suite.name
-    if run.edition != FULL:
-        name += f"-{run.edition}"
+    if run.suite.edition != FULL:
+        name += f"-{run.suite.edition}"
     return Path(str(settings.get("results", "results"))) / "own" / definition.FOLDER / name
 
 
@@ -142,14 +143,12 @@ def _finish(run: SuiteRun, folder: Path, division: str, contributor: str, as_jso
             f"{run.suite.name}: the negative control is not last, so nothing here is a measurement:\n{said}"
         )
     rows = folders.lines(run, scored, division, contributor)
-    folders.write(folder, run, rows, card.text(run.suite, run.edition, scored, "md"))
+    folders.write(folder, run, rows, card.text(run.suite, scored, "md"))
     card.picture(run.suite, scored, folder / folders.PICTURE)
     if as_json:
-        print(
-            json.dumps(card.plain(run.suite, run.edition, rows, card.notes(run.suite, run.edition, scored)), indent=1)
-        )
+        print(json.dumps(card.plain(run.suite, rows, card.notes(run.suite, scored)), indent=1))
         return 0
-    print(card.text(run.suite, run.edition, scored, "text"), end="")
+    print(card.text(run.suite, scored, "text"), end="")
     left_out = sorted({row.name for row in run.rows} - {entry.name for entry in scored})
     if left_out:
         print(f"Not measured in every part, and so without a row: {', '.join(left_out)}.")
