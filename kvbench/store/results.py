@@ -39,6 +39,16 @@ class Timing:
 
 
 @dataclass(frozen=True)
+class DrawnAnswer:
+    """One of several answers drawn for a prompt. ``decode_s`` are the seconds of its decoding."""
+
+    prediction: str
+    score: float | None
+    new_tokens: int
+    decode_s: float
+
+
+@dataclass(frozen=True)
 class Sample:
     """One stored answer: tokens and bytes of its cache as audited, seconds, the text, and its score.
 
@@ -50,6 +60,8 @@ class Sample:
     provenance: an index into the provenance of the cell's record.
     fidelity: the comparison with the full cache by kind of text, if it was asked for.
     turns: the answers to a context's several questions. ``score`` is their mean.
+    draws: the answers drawn for the prompt, if there are several. ``score`` is their mean, and ``prediction`` joins
+    their texts. ``new_tokens`` and ``decode_s`` are sums over ``turns`` or ``draws``.
     """
 
     id: str
@@ -77,7 +89,15 @@ class Sample:
     provenance: int | None = None
     fidelity: Mapping[str, TextFidelity] | None = None
     turns: tuple[TurnAnswer, ...] | None = None
+    draws: tuple[DrawnAnswer, ...] | None = None
     more: Mapping[str, object] = field(default_factory=dict)
+
+    @property
+    def answer_lengths(self) -> list[int]:
+        """Return the length in tokens of each drawn answer, or of the one answer."""
+        if self.draws:
+            return [draw.new_tokens for draw in self.draws]
+        return [self.new_tokens]
 
     @classmethod
     def read(cls, line: Mapping[str, Any]) -> Self:
@@ -97,6 +117,8 @@ class Sample:
         if "turns" in line:
             # JSON has no tuples: turn lists back, so that a sample read equals the one written
             known["turns"] = tuple(TurnAnswer(**turn | {"answers": tuple(turn["answers"])}) for turn in line["turns"])
+        if "draws" in line:
+            known["draws"] = tuple(DrawnAnswer(**draw) for draw in line["draws"])
         # drop unknown fields of the timing; unknown fields of the sample itself are kept
         timing = {key: line["timing"][key] for key in _field_names(Timing) if key in line["timing"]}
         return cls(**known | {"timing": Timing(**timing), "more": _unknown_fields(cls, line)})
@@ -108,6 +130,8 @@ class Sample:
             known["fidelity"] = {kind: text.record() for kind, text in self.fidelity.items()}
         if self.turns is not None:
             known["turns"] = [asdict(turn) for turn in self.turns]
+        if self.draws is not None:
+            known["draws"] = [asdict(draw) for draw in self.draws]
         known["timing"] = {name: seconds for name, seconds in asdict(self.timing).items() if seconds is not None}
         # None is a value of these two fields: no budget, and an answer without a score; elsewhere None means unknown
         always = ("nominal", "score")
@@ -243,7 +267,7 @@ class BucketScore:
 class CellSummary(ScoreSummary):
     """The means over a cell's samples. ``cut`` and ``shrunk`` are counts, ``decode_peak`` is a maximum.
 
-    new_tokens: the length of answers in tokens.
+    new_tokens: the length of answers in tokens; of a context's questions, the length of all answers together.
     empty: how many answers are empty.
     questions: the scores by question, for contexts with several.
     """
