@@ -131,7 +131,12 @@ def _print_sample(sample: Mapping[str, Any], is_imported: bool) -> None:
     print(f"\n{line}")
     if sample.get("answers") is None:  # a text that was read, not answered
         return
-    print(_wrapped(f"  answer    {_abbreviate(sample['prediction'])}"))
+    # several answers may have been drawn for one prompt
+    for answer in sample.get("draws", ()):
+        words = f"score {answer['score']}, {answer['new_tokens']} tokens"
+        print(_wrapped(f"  answer    ({words}) {_abbreviate(answer['prediction'])}"))
+    if "draws" not in sample:
+        print(_wrapped(f"  answer    {_abbreviate(sample['prediction'])}"))
     print(_wrapped(f"  reference {', '.join(map(_abbreviate, sample['answers']))}"))
 
 

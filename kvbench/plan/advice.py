@@ -41,6 +41,7 @@ def about_ignored(cfg: RunConfig, tasks: Sequence[Task]) -> list[str]:
     drawing = {"top_p": cfg.sampling.top_p != 1, "sample_seed": cfg.sampling.sample_seed != 0}
     answering = {"temperature": cfg.sampling.temperature != 0}
     answering |= drawing
+    answering["samples_per_prompt"] = cfg.sampling.samples_per_prompt != 1
     answering["max_length"] = cfg.max_length is not None
     answering["min_new_tokens"] = cfg.prompt.min_new_tokens is not None
     if all(t.examples[0].tokens for t in tasks):

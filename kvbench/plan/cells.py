@@ -68,6 +68,7 @@ def build_groups(
         )
         for task in tasks:
             check_installed(task.metric)
+            task = _with_samples(task, cfg.sampling.samples_per_prompt)
             label = dataset.label
             if task.turns or task.examples[0].tokens:
                 # here both values mean the same protocol, so neither gets a column of its own
@@ -96,6 +97,18 @@ def build_groups(
     return groups
 
 
+def _with_samples(task: Task, count: int) -> Task:
+    """Return the task with ``count`` answers a prompt. Texts that are read have no answers, and stay as they are.
+
+    Raises UsageError for several answers where a context has several questions.
+    """
+    if count == 1 or task.examples[0].tokens:
+        return task
+    if task.turns:
+        raise UsageError(f"{task.id}: samples_per_prompt={count} is not possible where a context has several questions")
+    return replace(task, samples=count)
+
+
 def _task_identity(
     cfg: RunConfig, task: Task, tokenizer: Tokenizer | None, model_identity: Mapping[str, object], context: int | None
 ) -> dict[str, object]:
@@ -117,7 +130,7 @@ def _task_identity(
         "content": task.content_hash(),
         "prompt": prompt,
         "decoding": decoding,
-        "metric": {"name": task.metric, "revision": metric(task.metric).revision},
+        "metric": metric(task.metric).identity(),
     }
     # only some cells have these keys, so that all others keep their ids
     if task.turns:

@@ -60,11 +60,15 @@ class DatasetConfig:
 
 @dataclass(frozen=True)
 class Sampling:
-    """The choice of tokens: greedy at temperature 0, else drawn with a seed per example that batches do not affect."""
+    """The choice of tokens: greedy at temperature 0, else drawn with a seed per example that batches do not affect.
+
+    samples_per_prompt: the answers drawn for each prompt, each with a seed of its own.
+    """
 
     temperature: float = identity(default=0.0)
     top_p: float = identity(default=1.0)
     sample_seed: int = identity(default=0)
+    samples_per_prompt: int = identity(default=1)
 
     def __post_init__(self) -> None:
         drawn = _is_number(self.temperature) and LEAST_TEMPERATURE <= self.temperature <= 1000
@@ -73,12 +77,23 @@ class Sampling:
         fits = _is_number(self.top_p) and 0 < self.top_p <= 1
         check("top_p", self.top_p, fits, "above 0, at most 1")
         check("sample_seed", self.sample_seed, is_whole(self.sample_seed), "a whole number")
+        count = self.samples_per_prompt
+        check("samples_per_prompt", count, is_whole(count) and count >= 1, "a whole number, 1 or more")
+        if count > 1 and not self.temperature:
+            raise UsageError(
+                f"samples_per_prompt={count} is not possible with temperature=0: greedy answers to one prompt are all "
+                "the same. Give a temperature= above 0, such as 0.7"
+            )
 
     def identity(self) -> dict[str, object]:
         """Return the settings that decide the numbers. If decoding is greedy, ``top_p`` and the seed are left out."""
         if not self.temperature:
             return {"greedy": True}
-        return {"temperature": self.temperature, "top_p": self.top_p, "seed": self.sample_seed}
+        settings: dict[str, object] = {"temperature": self.temperature, "top_p": self.top_p, "seed": self.sample_seed}
+        # without the key, cells of one answer a prompt keep their earlier ids
+        if self.samples_per_prompt > 1:
+            settings["samples_per_prompt"] = self.samples_per_prompt
+        return settings
 
 
 @dataclass(frozen=True)
@@ -219,7 +234,7 @@ def parse(
         raise presets.explain(error, request.preset) from None
     rest = {f.name: raw[f.name] for f in fields(RunConfig) if f.name in raw and f.name not in ("model", "chains")}
     rest["prompt"] = _prompt_policy(raw, model)
-    rest["sampling"] = Sampling(raw["temperature"], raw["top_p"], raw["sample_seed"])
+    rest["sampling"] = Sampling(**{f.name: raw[f.name] for f in fields(Sampling)})
     rest["data_root"] = raw["data"]["root"]
     rest["preset"] = request.preset
     rest["logger"] = LoggerConfig(**raw["logger"])

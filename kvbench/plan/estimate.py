@@ -107,8 +107,9 @@ def estimate(
         needs = needs | cell.chain.needs(n)
     answer_bytes = shape.full_bytes(new, itemsize)
     copies = 1
-    if group.task.turns:
-        copies = 2  # questions branch from the context's cache, so it stays beside its copy in the decode batch
+    if group.task.turns or group.task.samples > 1:
+        # questions and drawn answers branch from one cache, so it stays beside its copies in the decode batch
+        copies = 2
     costs = {}
     for cell_id, cell in cells.items():
         costs[cell_id] = copies * cache_bytes(cell.chain, shape, n, itemsize) + answer_bytes
@@ -119,7 +120,7 @@ def estimate(
         prompt_tokens=n,
         cells=costs,
         layer=dense + observed,
-        rows=min(rows, answers),
+        rows=min(rows, answers * group.task.samples),
         seconds=_seconds_left(todo, samples),
     )
 

@@ -75,7 +75,7 @@ def forecast_run(plan: RunPlan) -> Forecast:
         device=str(device),
         dtype=precision.dtype_reason(plan.cfg.model.dtype, plan.dtype, device),
         groups=groups,
-        notes=plan.advice() + plan.cuts(),
+        notes=plan.advice() + plan.drawn() + plan.cuts(),
     )
 
 

@@ -114,6 +114,13 @@ class RunPlan:
         notes += self._unreached()
         return notes
 
+    def drawn(self) -> list[str]:
+        """Return the note that the answers drawn for one prompt count as one; [] if a prompt has one answer."""
+        count = max((group.task.samples for group in self.groups), default=1)
+        if count == 1:
+            return []
+        return [f"The {count} answers drawn for a prompt (samples_per_prompt=) are counted as one answer."]
+
     def cuts(self) -> list[str]:
         """Return a note, before it is read, for each task whose first prompt is cut to a small part of its tokens."""
         notes = []

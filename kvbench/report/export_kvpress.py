@@ -266,10 +266,10 @@ def folder_name(config: Mapping[str, Any]) -> str:
 def runs(store: ResultStore, cells: Iterable[StoredCell], name: str | None) -> tuple[list[Run], list[str]]:
     """Return the measured cells as kvpress divides them, RULER by length and other data sets by task, and notes.
 
-    ``name`` replaces the name of the data set. Substitutes of RULER's tasks are left out. A method that compressed
-    nothing is left out with a note, since a folder cannot say so. A folder has room for one cell of a method and task.
-    If several were measured under different settings, the settings with most answers of all methods win, then the cell
-    measured last. A note says how the others differ.
+    ``name`` replaces the name of the data set. Substitutes of RULER's tasks are left out, as are results with several
+    answers a prompt. A method that compressed nothing is left out with a note, since a folder cannot say so. A folder
+    has room for one cell of a method and task. If several were measured under different settings, the settings with
+    most answers of all methods win, then the cell measured last. A note says how the others differ.
     """
     cells_by_run, answers = _group_by_run(store, cells, name)
     compressed_runs: list[Run] = []
@@ -321,6 +321,9 @@ def _group_by_run(
             continue
         samples = tuple(store.samples(cell.id).values())
         if not samples or (dataset == "ruler" and task not in RULER):
+            continue
+        # kvpress's files have one answer a prompt
+        if any(sample.draws for sample in samples):
             continue
         # kvpress divides RULER by length and other data sets by task
         data_dir = task

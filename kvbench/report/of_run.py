@@ -139,6 +139,8 @@ def settings(prepared: RunPlan) -> str:
     parts.append(_prompt_text(prepared))
     if cfg.sampling.temperature:
         parts.append(f"temperature {cfg.sampling.temperature:g}, top_p {cfg.sampling.top_p:g}")
+    if cfg.sampling.samples_per_prompt > 1:
+        parts.append(f"score of a prompt: mean over {cfg.sampling.samples_per_prompt} answers")
     # one dataset may be named twice with different tasks, and its text does not show these
     return "; ".join(dict.fromkeys(parts)) + "."
 

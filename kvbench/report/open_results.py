@@ -53,6 +53,8 @@ def _line_of(store: ResultStore, cell: listing.StoredCell) -> dict[str, object]:
     # contexts with several questions: the history that each question's prompt has
     if "turns" in identity:
         protocol["turns"] = identity["turns"]
+    if "samples_per_prompt" in settings:
+        protocol["samples_per_prompt"] = settings["samples_per_prompt"]
     cell_bytes = None
     if "payload" in means:
         # bytes of a prompt's cache: keys and values, and everything stored beside them

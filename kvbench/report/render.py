@@ -52,6 +52,7 @@ CELL_FIELDS = (
     "payload_query_head",
     "attended",
     "decode_peak",
+    "new_tokens",
     "evicts",
     "cell",
     "reason",
@@ -76,6 +77,8 @@ EVICTING = (
     "keeps to its budget while it answers or is scored, too, so it holds less than a method that compresses the prompt "
     "alone and keeps every token after it."
 )
+LENGTH = "tokens an\nanswer"
+"""The head of a task's mean answer length, where answers are worked solutions."""
 SHARE = "% of\nfull at\n16 bits"
 STORAGE = ("kept\n%", ATTENDED, "payload", "overhead", SHARE, "prefill\nms")
 """The heads of the storage table's columns after the method."""
@@ -144,7 +147,10 @@ def sheets(report: ReportData, detail: Detail = Detail(), folded: bool = True) -
 
 
 def _score_table(report: ReportData, detail: Detail) -> Table:
-    """Return the table of scores: the mean over tasks, its difference to the full cache, each task, and the size."""
+    """Return the table of scores: the mean over tasks, its difference to the full cache, each task, and the size.
+
+    The mean length of answers stands behind the score of a task with worked solutions.
+    """
     has_mean = len(report.columns) > 1
     has_deltas = any(row.delta is not None for row in report.rows)
     has_sizes = any(row.means is not None for row in report.rows)
@@ -157,6 +163,8 @@ def _score_table(report: ReportData, detail: Detail) -> Table:
         heads.append(f"{task}\n{column.metric}")
         if not has_mean and has_deltas:
             heads.append("Δ")
+        if metric(column.metric).lengths:
+            heads.append(LENGTH)
     if has_sizes:
         heads.append("size")
     held = [None if row.means is None else row.means.held16 for row in report.rows]
@@ -167,11 +175,13 @@ def _score_table(report: ReportData, detail: Detail) -> Table:
             texts.append(_mean_text(row, detail))
             if has_deltas:
                 texts.append(_delta_text(row.delta, detail))
-        for cell in row.cells:
+        for cell, column in zip(row.cells, report.columns, strict=True):
             # with intervals, the differences of several tasks stand below their scores
             texts.append(_score_text(cell, detail, with_delta=has_mean))
             if not has_mean and has_deltas:
                 texts.append(_delta_text(row.delta, detail))
+            if metric(column.metric).lengths:
+                texts.append(number(None if cell.summary is None else cell.summary.new_tokens))
         if has_sizes:
             mark = f"\n{EVICTS}" if row.evicts and row.means is not None else ""
             texts.append(size_text + mark)

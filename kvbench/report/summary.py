@@ -72,7 +72,7 @@ def summarise(samples: Sequence[Sample], name: str, of: int) -> CellSummary:
         attended=_mean_of_present([s.attended for s in samples]),
         buckets=_bucket_scores(samples, show),
         timing=_mean_timing(samples),
-        new_tokens=fmean(s.new_tokens for s in samples),
+        new_tokens=fmean(fmean(s.answer_lengths) for s in samples),
         empty=sum(not s.prediction.strip() for s in samples if s.score is not None and not s.turns),
         fidelity=_fidelity(samples),
         questions=summarise_turns(_contexts(samples), name, [s.payload + s.overhead for s in samples]),
@@ -157,6 +157,7 @@ def collect(groups: Sequence[Group], store: ResultStore) -> Report:
     notes += _about_cuts(groups, rows, store)
     notes += _about_unscored(rows)
     notes += _about_empty(groups, rows)
+    notes += _about_unended(groups, store)
     # a budget while decoding shows its effect over a long answer, and in when the answer ends
     evictors = [cell.chain.evictor for group in groups for cell in group.cells]
     if any(evictor is not None and evictor.every for evictor in evictors):
@@ -235,6 +236,28 @@ def _about_empty(groups: Sequence[Group], rows: Sequence[ReportRow]) -> list[str
             notes.append(
                 f"{group.column}: {summary.empty} of {summary.n} answers of the full cache are empty. min_new_tokens=1 "
                 "asks for one; prompt=chat may help a chat model."
+            )
+    return notes
+
+
+def _about_unended(groups: Sequence[Group], store: ResultStore) -> list[str]:
+    """Return a note for each task of worked solutions with answers that were cut off: these may lack a result."""
+    notes = []
+    for group in groups:
+        if not metric(group.task.metric).lengths:
+            continue
+        most = {example.id: example.max_new_tokens for example in group.examples}
+        counts = []
+        for cell in group.cells:
+            if store.damage(cell.id) is not None:
+                continue
+            reached = [n >= most[i] for i, s in store.samples(cell.id).items() if i in most for n in s.answer_lengths]
+            if any(reached):
+                counts.append(f"{cell.label} {sum(reached)} of {len(reached)}")
+        if counts:
+            notes.append(
+                f"{group.column}: answers that reach max_new_tokens={max(most.values())} are cut off there and may "
+                f"lack a final result: {', '.join(counts)}."
             )
     return notes
 

@@ -1,7 +1,8 @@
 """Rows of prompts that wait for the decode batch or are in it, questions of one context, and their samples.
 
 A row is one prompt's cache under one method. ``DecodeQueue`` decodes rows together and recovers when a step fails.
-``Asking`` follows the questions of one context. Their answers make one sample.
+``Asking`` follows the questions of one context, ``Drawing`` the answers drawn for one prompt. Their answers make one
+sample.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from kvbench.methods.core.prompt_cache import PromptCache
 from kvbench.run.host import Host
 from kvbench.store.cell import Cell
 from kvbench.store.fidelity import TextFidelity
-from kvbench.store.results import Sample, Timing
+from kvbench.store.results import DrawnAnswer, Sample, Timing
 from kvbench.store.turns import TurnAnswer
 from kvbench.tasks.metrics import score
 from kvbench.tasks.prompt import Encoded
@@ -39,7 +40,8 @@ class QueuedRow:
 
     cut: the number of tokens cut out of the prompt.
     fidelity: the comparison with the full cache by kind of text, once it was made.
-    turn: the index of the context's question that this row answers; None for a prompt with one question.
+    turn: the index of the context's question that this row answers, or of the answer that it draws for its prompt; None
+    for a prompt with one answer.
     given_up: whether a batch took the cache over. Only the cache's shapes are left then.
     """
 
@@ -56,19 +58,19 @@ class QueuedRow:
     @property
     def asked(self) -> Example:
         """Return the example that scores the answer."""
-        if self.turn is None:
+        if self.turn is None or not self.example.turns:
             return self.example
         return self.example.asked(self.turn)
 
     @property
     def cost(self) -> int:
-        """Return the bytes that decoding takes: the cache, a copy where later questions need it, and the new tokens.
+        """Return the bytes that decoding takes: the cache, a copy where other answers need it, and the new tokens.
 
         New tokens are counted at the full cache's bytes a token, since most methods store new tokens in full.
         """
         cache_bytes = self.measured.payload + self.measured.overhead
         if self.turn is not None:
-            cache_bytes *= 2  # the context's cache stays for the questions that branch from it
+            cache_bytes *= 2  # the cache stays for the questions or answers that branch from it
         # bytes a token of the full cache * the most new tokens
         new_bytes = self.measured.full_bytes * self.ending.limit // max(1, self.measured.n)
         return cache_bytes + new_bytes
@@ -76,7 +78,7 @@ class QueuedRow:
     def giving_up(self) -> QueuedRow:
         """Return the row without its cache's numbers.
 
-        The row of a question keeps its cache, since later questions follow or branch from it.
+        A row whose cache serves other questions or answers keeps it.
         """
         if self.turn is not None:
             return self
@@ -318,29 +320,9 @@ class Asking:
         # isolated questions may be answered in any order
         in_order = [self.answered[i] for i in range(len(self.answered))]
         turns = tuple(turn for turn, _, _ in in_order)
-        answers = [answer for _, answer, _ in in_order]
-        tokens: list[int] = []
-        for answer in answers:
-            tokens += answer.tokens
-        attended = [a.attended for a in answers if a.attended is not None]
-        mean_attended = None
-        if attended:
-            mean_attended = fmean(attended)
-        joined_answer = replace(
-            answers[-1],
-            tokens=tokens,
-            # times are summed over the questions; batch sizes and peaks are maxima
-            seconds=sum(a.seconds for a in answers),
-            rows=max(a.rows for a in answers),
-            factor=max((a.factor for a in answers if a.factor is not None), default=None),
-            attended=mean_attended,
-        )
-        scores = [t.score for t in turns if t.score is not None]
-        score_of_all = None
-        if scores:
-            score_of_all = fmean(scores)
+        answer = joined([answer for _, answer, _ in in_order])
         text = "\n".join(t.prediction.strip() for t in turns)
-        sample = sample_of(self.row, joined_answer, text, score_of_all, max(peak for _, _, peak in in_order))
+        sample = sample_of(self.row, answer, text, mean_score(turns), max(peak for _, _, peak in in_order))
         return replace(sample, answers=None, turns=turns)
 
     def _answer_tokens(self, row: QueuedRow, answer: Answer) -> list[int]:
@@ -358,6 +340,74 @@ class Asking:
         if ended or end is None:
             return answer.tokens
         return answer.tokens + [int(end)]
+
+
+@dataclass(eq=False)
+class Drawing:
+    """The answers that are drawn for one prompt under one method, and those that have come.
+
+    All begin from one cache: the prompt is read and compressed once.
+
+    row: the compressed prompt.
+    answered: by index of the answer, its record, the answer and the most tokens that a head held meanwhile.
+    """
+
+    row: QueuedRow
+    answered: dict[int, tuple[DrawnAnswer, Answer, int]] = field(default_factory=dict)
+
+    @property
+    def cell(self) -> Cell:
+        """The cell that the prompt is measured for."""
+        return self.row.cell
+
+    def row_of(self, index: int, host: Host) -> QueuedRow:
+        """Return the row that draws one of the answers, with a seed of its own."""
+        # ids count answers from 1, as those of questions
+        drawn = replace(self.row.example, id=f"{self.row.example.id}#{index + 1}")
+        return replace(self.row, ending=host.ending(self.cell.task, drawn), turn=index)
+
+    def record(self, row: QueuedRow, answer: Answer, text: str, value: float | None, peak: int) -> Sample | None:
+        """Record a row's answer. Return the prompt's sample once all its answers have come."""
+        assert row.turn is not None
+        drawn = DrawnAnswer(text, value, new_tokens=len(answer.tokens), decode_s=round(answer.seconds, 6))
+        self.answered[row.turn] = drawn, answer, peak
+        count = self.cell.task.samples
+        if len(self.answered) < count:
+            return None
+        # answers may end in any order
+        in_order = [self.answered[i] for i in range(count)]
+        draws = tuple(draw for draw, _, _ in in_order)
+        joint_text = "\n".join(draw.prediction.strip() for draw in draws)
+        joint = joined([answer for _, answer, _ in in_order])
+        sample = sample_of(self.row, joint, joint_text, mean_score(draws), max(peak for _, _, peak in in_order))
+        return replace(sample, draws=draws)
+
+
+def joined(answers: Sequence[Answer]) -> Answer:
+    """Return several answers from one cache as one. Its times are sums, its batch sizes are maxima."""
+    tokens: list[int] = []
+    for answer in answers:
+        tokens += answer.tokens
+    attended = [a.attended for a in answers if a.attended is not None]
+    mean_attended = None
+    if attended:
+        mean_attended = fmean(attended)
+    return replace(
+        answers[-1],
+        tokens=tokens,
+        seconds=sum(a.seconds for a in answers),
+        rows=max(a.rows for a in answers),
+        factor=max((a.factor for a in answers if a.factor is not None), default=None),
+        attended=mean_attended,
+    )
+
+
+def mean_score(answers: Sequence[TurnAnswer] | Sequence[DrawnAnswer]) -> float | None:
+    """Return the mean score of answers; None if none has a score."""
+    scores = [answer.score for answer in answers if answer.score is not None]
+    if not scores:
+        return None
+    return fmean(scores)
 
 
 def ask(askings: Sequence[Asking], turn: int) -> list[QueuedRow]:

@@ -59,7 +59,7 @@ class Display:
         self.left = TimeLeft(self.times)
         if not self.times:
             return  # everything is measured: the notes stand below the table
-        for note in prepared.advice() + prepared.cuts():
+        for note in prepared.advice() + prepared.drawn() + prepared.cuts():
             say(note)
         # bars that redraw themselves would fill a log file
         if self.console is None and sys.stderr.isatty():

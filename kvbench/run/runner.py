@@ -31,7 +31,7 @@ from kvbench.methods.core.walls import contained
 from kvbench.models.interface import attached
 from kvbench.plan.cells import Group, pending, with_full
 from kvbench.run import forced
-from kvbench.run.answers import Asking, DecodeQueue, QueuedRow, ask, extended, remade, sample_of
+from kvbench.run.answers import Asking, DecodeQueue, Drawing, QueuedRow, ask, extended, remade, sample_of
 from kvbench.run.host import Host
 from kvbench.run.listener import Listeners
 from kvbench.run.reading import PromptReader, Work, unfit
@@ -119,7 +119,8 @@ class GroupRun:
             remake=self._remade,
             make_room=self.reader.forget_all,
         )
-        self.asking: dict[tuple[str, str], Asking] = {}  # by the ids of cell and example
+        # contexts and prompts with several answers, by the ids of cell and example
+        self.asking: dict[tuple[str, str], Asking | Drawing] = {}
 
     def run(self, work: Sequence[Work]) -> None:
         """Answer examples, each for its cells. An error of one cell takes only that cell out of the run."""
@@ -214,6 +215,8 @@ class GroupRun:
             if cells[0].task.turns == "isolated":
                 turns = range(len(encoded.questions))
             self.ask([Asking(self.host, row, encoded, row.cache) for row in rows], turns)
+        elif cells and cells[0].task.samples > 1:
+            self.draw([Drawing(row) for row in rows], cells[0].task.samples)
         else:
             for row in rows:
                 # making room for this row may have decoded others and failed its cell
@@ -230,6 +233,17 @@ class GroupRun:
             active = [a for a in askings if self.active([a.cell])]
             for row in self._together(active, partial(ask, turn=turn)):
                 self.queue.add(row)
+
+    def draw(self, drawings: Sequence[Drawing], count: int) -> None:
+        """Queue ``count`` answers to one prompt, compressed by several methods. All begin from the same caches."""
+        self.asking |= {(d.cell.id, d.row.example.id): d for d in drawings}
+        for index in range(count):
+            while not self.queue.takes(len(drawings)):
+                self.finish()
+            for drawing in drawings:
+                # making room may have decoded others and failed its cell
+                if self.active([drawing.cell]):
+                    self.queue.add(drawing.row_of(index, self.host))
 
     def _together(
         self, items: Sequence[Item], work: Callable[[Sequence[Item]], Sequence[QueuedRow]]
@@ -347,8 +361,8 @@ class GroupRun:
             self.lose(cell, error, example)
             return
         if sample is None:
-            # the context has further questions, and the next one may read this answer
-            if not asking.isolated:
+            # the prompt has further answers; a context's next question may read this one
+            if isinstance(asking, Asking) and not asking.isolated:
                 self.ask([asking], [len(asking.answered)])
             return
         self.asking.pop((cell.id, example.id), None)
@@ -433,7 +447,7 @@ class GroupRun:
             self.fail(cell, error, example)
 
     def drop(self, cell: Cell) -> None:
-        """Forget the waiting rows and the unfinished contexts of a cell."""
+        """Forget the waiting rows, and the unfinished contexts and drawings of a cell."""
         self.queue.drop(cell.id)
         self.asking = {key: asking for key, asking in self.asking.items() if key[0] != cell.id}
 

@@ -81,6 +81,9 @@ def fields(identity: Identity) -> dict[str, object]:
     }
     if "turns" in identity:
         settings["turns"] = identity["turns"]
+    decoding = _mapping(identity.get("decoding"))
+    if "samples_per_prompt" in decoding:
+        settings["samples_per_prompt"] = decoding["samples_per_prompt"]
     return settings
 
 

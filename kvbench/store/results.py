@@ -40,6 +40,16 @@ class Timing:
 
 
 @dataclass(frozen=True)
+class DrawnAnswer:
+    """One of several answers drawn for a prompt. ``decode_s`` are the seconds of its decoding."""
+
+    prediction: str
+    score: float | None
+    new_tokens: int
+    decode_s: float
+
+
+@dataclass(frozen=True)
 class Sample:
     """One stored answer: tokens and bytes of its cache as audited, seconds, the text, and its score.
 
@@ -52,6 +62,8 @@ class Sample:
     fidelity: the comparison with the full cache by kind of text, if it was asked for.
     turns: the answers to a context's several questions. ``score`` is their mean.
     pages_freed: the shares of the prompt's pages that an engine could give back.
+    draws: the answers drawn for the prompt, if there are several. ``score`` is their mean, and ``prediction`` joins
+    their texts. ``new_tokens`` and ``decode_s`` are sums over ``turns`` or ``draws``.
     """
 
     id: str
@@ -80,7 +92,15 @@ class Sample:
     fidelity: Mapping[str, TextFidelity] | None = None
     turns: tuple[TurnAnswer, ...] | None = None
     pages_freed: PagesFreed | None = None
+    draws: tuple[DrawnAnswer, ...] | None = None
     more: Mapping[str, object] = field(default_factory=dict)
+
+    @property
+    def answer_lengths(self) -> list[int]:
+        """Return the length in tokens of each drawn answer, or of the one answer."""
+        if self.draws:
+            return [draw.new_tokens for draw in self.draws]
+        return [self.new_tokens]
 
     @classmethod
     def read(cls, line: Mapping[str, Any]) -> Self:
@@ -102,6 +122,8 @@ class Sample:
             known["turns"] = tuple(TurnAnswer(**turn | {"answers": tuple(turn["answers"])}) for turn in line["turns"])
         if "pages_freed" in line:
             known["pages_freed"] = PagesFreed(**line["pages_freed"])
+        if "draws" in line:
+            known["draws"] = tuple(DrawnAnswer(**draw) for draw in line["draws"])
         # drop unknown fields of the timing; unknown fields of the sample itself are kept
         timing = {key: line["timing"][key] for key in _field_names(Timing) if key in line["timing"]}
         return cls(**known | {"timing": Timing(**timing), "more": _unknown_fields(cls, line)})
@@ -115,6 +137,8 @@ class Sample:
             known["turns"] = [asdict(turn) for turn in self.turns]
         if self.pages_freed is not None:
             known["pages_freed"] = asdict(self.pages_freed)
+        if self.draws is not None:
+            known["draws"] = [asdict(draw) for draw in self.draws]
         known["timing"] = {name: seconds for name, seconds in asdict(self.timing).items() if seconds is not None}
         # None is a value of these two fields: no budget, and an answer without a score; elsewhere None means unknown
         always = ("nominal", "score")
@@ -250,7 +274,7 @@ class BucketScore:
 class CellSummary(ScoreSummary):
     """The means over a cell's samples. ``cut`` and ``shrunk`` are counts, ``decode_peak`` is a maximum.
 
-    new_tokens: the length of answers in tokens.
+    new_tokens: the length of answers in tokens; of a context's questions, the length of all answers together.
     empty: how many answers are empty.
     questions: the scores by question, for contexts with several.
     pages_freed: None if a sample does not have them, because an older version stored it.

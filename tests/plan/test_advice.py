@@ -50,6 +50,7 @@ def test_a_system_message_that_nothing_reads_and_answers_too_short_to_answer():
 IGNORED = {
     "dataset=tiny_stream temperature=1 top_p=0.5 max_length=9": "temperature= and top_p= and max_length= are ignored: "
     "texts are read here, and nothing is answered.",
+    "dataset=tiny_stream temperature=1 samples_per_prompt=2": "temperature= and samples_per_prompt= are ignored: texts",
     "dataset=tiny/needle calibration=folder": "calibration= is not read: no method of this run is calibrated.",
     "dataset=tiny/needle sample_seed=3": "sample_seed= is ignored: answers are greedy unless temperature= is above 0.",
     "dataset=file path={rows} turns=gold": "turns= is ignored: no context of dataset=file has several questions.",

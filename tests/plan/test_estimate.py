@@ -24,7 +24,7 @@ def cell(method, name):
 def made(*methods, rows=48, samples=None):
     cells = tuple(cell(m, str(i)) for i, m in enumerate(methods))
     examples = tuple(Example(str(i), "x" * i, ("a",), NEW) for i in range(4))
-    group = Group(SimpleNamespace(examples=examples, turns=""), "task", cells, examples)
+    group = Group(SimpleNamespace(examples=examples, turns="", samples=1), "task", cells, examples)
     todo = {e.id: list(cells) for e in examples}
     inputs = {c.id: (samples or {}).get(c.label, {}) for c in cells}
     # the longest prompt has 100 tokens, each shorter one 1 fewer
