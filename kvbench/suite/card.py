@@ -32,8 +32,15 @@ def line_of(suite: Suite, entry: RowScore) -> str:
             parts.append(f"{name} {_signed(part.retained)}")
     return (
         f"{head}{entry.name} {_signed(entry.mean)}{_interval(entry.ci)} ({', '.join(parts)}), worst {entry.worst}; "
-        f"{entry.bytes:.1f} % of the bytes"
+        f"{entry.bytes:.1f} % of the bytes{_pages_freed(entry)}"
     )
+
+
+def _pages_freed(entry: RowScore) -> str:
+    """Return what an engine with one page table a layer could give back, in place and compacted."""
+    if entry.pages is None:
+        return ""
+    return f"; pages freed {100 * entry.pages.united:.0f} %, compacted {100 * entry.pages.united_compacted:.0f} %"
 
 
 def _signed(value: float) -> str:
@@ -51,7 +58,7 @@ def tables(suite: Suite, scored: Sequence[RowScore]) -> Table:
     """Return the table of all rows: a block for each budget, a column for each part."""
     heads = ["row", "rank", "mean"]
     heads += [part.name for part in suite.parts]
-    heads.append("bytes %")
+    heads += ["bytes %", "pages freed % in place, compacted"]
     rows: list[tuple[str, ...]] = []
     headings: dict[int, str] = {}
     for budget in suite.budgets:
@@ -77,7 +84,10 @@ def _cells(suite: Suite, entry: RowScore) -> tuple[str, ...]:
             cells.append(UNMEASURABLE)
         else:
             cells.append(_signed(score.retained) + _interval(score.ci))
-    cells.append(f"{entry.bytes:.1f}")
+    pages = UNMEASURABLE
+    if entry.pages is not None:
+        pages = f"{100 * entry.pages.united:.0f}, {100 * entry.pages.united_compacted:.0f}"
+    cells += [f"{entry.bytes:.1f}", pages]
     return tuple(cells)
 
 
@@ -87,6 +97,8 @@ def notes(suite: Suite, scored: Sequence[RowScore]) -> list[str]:
         "100 is the full cache and 0 are random tokens at the same bytes, on the same prompts. In means each part "
         "counts alike, and each task of a part. [95 % intervals over prompts.] Rows of one rank are not told apart.",
         "bytes %: keys, values and all that is stored beside them after the prompt, of the full cache's at 16 bits.",
+        "pages freed: the share of a prompt's pages of 16 tokens that an engine with one page table a layer could give "
+        "back, as the kept tokens lie (in place), and if each head's kept tokens are moved together (compacted).",
     ]
     chance = next((entry for entry in scored if entry.role == CHANCE), None)
     for part in suite.parts:

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvbench.base.errors import UsageError
+from kvbench.kv.pages import PagesFreed
 from kvbench.store.fidelity import KINDS
 from kvbench.store.results import Sample
 from kvbench.suite.definition import CHANCE, KL, NEGATIVE, Suite, SuitePart
@@ -66,7 +67,7 @@ class RowScore:
     parts: by name of the part. mean, ci: the mean of S over the measurable parts. worst: the part with the lowest S.
     bytes: the cache's bytes after the prompt, in per cent of the full cache's at 16 bits. unchanged: the share of
     prompts whose tokens, bytes and answers are the full cache's. rank: 1 + the number of rows of the same budget that
-    are told apart as better.
+    are told apart as better. pages: the shares of a prompt's pages that an engine could give back.
     """
 
     name: str
@@ -78,6 +79,7 @@ class RowScore:
     worst: str
     bytes: float
     unchanged: float
+    pages: PagesFreed | None
     rank: int | None = None
 
     @property
@@ -151,6 +153,7 @@ def _score_row(suite: Suite, row: RowSamples, chance: RowSamples, full: Mapping[
         worst=worst,
         bytes=100 * held / sum(sample.full16 for sample in compressed),
         unchanged=fmean(_is_unchanged(sample, exact) for sample, exact in pairs),
+        pages=PagesFreed.mean([sample.pages_freed for sample in compressed]),
     )
 
 
