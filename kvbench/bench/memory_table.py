@@ -211,7 +211,7 @@ def render(rows: Sequence[Account], notes: Sequence[str] = ()) -> str:
 
 
 def _unit_of(count: int) -> str:
-    """Return the smallest unit in which ``count`` bytes are below 10,000; TiB if none is."""
+    """Return the smallest unit in which ``count`` bytes are below 10,000; TiB for more."""
     for unit, size in UNITS.items():
         if count < 1e4 * size:
             return unit

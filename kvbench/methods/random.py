@@ -20,7 +20,7 @@ from kvbench.methods.core.knobs import at_least, knob
 
 @dataclass(frozen=True, kw_only=True)
 class Random(Selector):
-    """Score = uniform noise per head and token: C tokens drawn without replacement, none protected.
+    """Score = uniform noise per head and token: C tokens drawn without replacement. No token is protected.
 
     The draw depends on (seed, prompt, layer) alone. It is equal between runs and devices, and different between prompts
     and layers. A larger budget keeps all tokens of a smaller one.

@@ -338,6 +338,7 @@ class GroupRun:
                 decode_peak = check_peak(row.cache, answer.held, len(answer.tokens) - 1)
                 if answer.stored is not None:
                     check_bytes(row.cache, answer.stored, *self.host.shape())
+            asking = None
             if row.turn is None:
                 sample: Sample | None = sample_of(row, answer, text, value, decode_peak)
             else:
@@ -347,7 +348,8 @@ class GroupRun:
             self.lose(cell, error, example)
             return
         if sample is None:
-            # the context has further questions, and the next one may read this answer
+            # the context has further questions, and the next question may read this answer
+            assert asking is not None
             if not asking.isolated:
                 self.ask([asking], [len(asking.answered)])
             return
