@@ -285,7 +285,7 @@ def overhead_bytes(blocks: Sequence[Sequence[Block]], shared: bool, count_tensor
 
 
 def _count_ragged_segments(chain: Chain, expected: Expected, shape: Shape) -> int:
-    """Return how many segments differ in tokens between the head that holds least and the one that holds most."""
+    """Return how many segments differ in tokens between the head with fewest tokens and the head with most."""
     # Numbers of slots do not depend on the width of an element, so a width of 1 byte will do.
     least = chain.layout(min(expected.low), shape.head_dim, itemsize=1)
     most = chain.layout(max(expected.high), shape.head_dim, itemsize=1)
@@ -384,7 +384,8 @@ def bytes_after_decoding(
     thin = (pruner.kept_keys(head_dim) + pruner.kept_values(head_dim)) * itemsize
     # At least: eviction leaves thin tokens alone. At most: it leaves every token that has all channels, the exact ones
     # of the prompt (segments behind the first) and the new ones.
-    least = most = sum(head_tokens) * thin
+    least = sum(head_tokens) * thin
+    most = least
     unpruned_counts = [segment.counts for segment in layer.segments[1:]]
     for head, tokens in enumerate(head_tokens):
         unpruned = sum(counts[head] for counts in unpruned_counts)

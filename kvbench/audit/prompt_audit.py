@@ -21,7 +21,7 @@ from kvbench.methods.core.prompt_cache import PromptCache
 
 @dataclass(frozen=True)
 class MeasuredBytes:
-    """The measurements of one audited cache; bytes are those of storages.
+    """The measurements of one audited cache. Bytes are the sizes of PyTorch's storages.
 
     full_bytes: the bytes of the prompt's full cache.
     kept: the mean number of tokens held, over heads and the layers that methods compress. Bytes count all layers.
@@ -88,7 +88,7 @@ def audit(cache: PromptCache, kv_heads: int, head_dim: int, dtype: torch.dtype) 
     local, local_overhead = _audit_local_layers(
         cache, kv_heads, head_dim, itemsize=itemsize, storage_addresses=sums.storages
     )
-    payload_kv_head = payload_query_head = sums.payload
+    payload_kv_head, payload_query_head = sums.payload, sums.payload
     if not chain.lowrank:
         # mean bytes of a stored head times all heads of either kind; latents are one head that all others read
         payload_kv_head = round(sums.payload * n_layers * kv_heads / sums.heads)
@@ -154,7 +154,7 @@ def _audit_local_layers(
 
     Raises Refused unless each holds the last tokens of its window, and nothing else.
     """
-    total_numbers = total_overhead = 0
+    total_numbers, total_overhead = 0, 0
     for i, layer in enumerate(cache.local):
         counts = check_positions("the model", layer, i, n=cache.prompt_tokens, heads=kv_heads)
         check_storages("the model", layer, i, storage_addresses)

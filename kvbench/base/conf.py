@@ -38,7 +38,7 @@ def conf_dir() -> Path:
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """Return the mapping in a YAML file. Raises UsageError with file and line if the file holds none."""
+    """Return the mapping in a YAML file. Raises UsageError with file and line if the file holds no mapping."""
     # an empty file is an empty mapping
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
@@ -112,7 +112,9 @@ def commented(name: str) -> str:
 
 
 def key_help(topic: str) -> str:
-    """Return the keys of ``run`` with their comments, or those of the methods, datasets, ... of the name ``topic``.
+    """Return keys of ``run`` with their comments.
+
+    topic: ``keys`` for the general keys, or the name of a method, dataset, ... for the keys of everything of that name.
 
     Raises UsageError for an unknown topic.
     """

@@ -21,7 +21,7 @@ class UsageError(KvbenchError, ValueError):
 class MissingFiles(UsageError):
     """A request that needs missing files: a data set's or a model's.
 
-    names: the files below the data folder, or the model; none if there is no data folder at all.
+    names: the files below the data folder, or the model. It is empty if there is no data folder at all.
     """
 
     def __init__(self, text: str, names: Iterable[str] = ()) -> None:
@@ -69,7 +69,7 @@ def headline(error: BaseException) -> str:
 
 
 def nearest(value: object, names: Iterable[str]) -> str | None:
-    """Return the one of ``names`` that is spelt most like ``value``, or None if none is near."""
+    """Return the name among ``names`` that is spelt most like ``value``, or None if all are spelt too differently."""
     # 0.5: about half of the letters in common; below that, a suggestion misleads
     near = difflib.get_close_matches(str(value), sorted(names), n=1, cutoff=0.5)
     if not near:
@@ -78,7 +78,7 @@ def nearest(value: object, names: Iterable[str]) -> str | None:
 
 
 def did_you_mean(value: object, names: Iterable[str]) -> str:
-    """Return the question whether the nearest of ``names`` was meant, behind a space; empty if none is near."""
+    """Return the question whether the nearest of ``names`` was meant, behind a space; '' if no name is near."""
     near = nearest(value, names)
     if near is None:
         return ""
@@ -93,7 +93,7 @@ def unknown(kind: str, value: object, allowed: Iterable[str], hint: str = "", li
     """Return the error for a name that is not one of ``allowed``: with the nearest name, and the place of all names.
 
     kind: a noun, and behind `` of `` the thing that has such names, as in ``option of snapkv``.
-    listed_by: the command that lists the names. Without it few names are listed, and all of them where none is near.
+    listed_by: the command that lists the names. Without it few names are listed, and all of them if no name is near.
     """
     names = sorted(set(allowed))
     question = did_you_mean(value, names)

@@ -75,7 +75,7 @@ def random_layer(
         return torch.rand(shape.query_heads, rows, generator=generator).to(device)
 
     # one generator serves all draws, so their order is part of the result
-    last_queries = first_queries = column_sums = hidden = None
+    last_queries, first_queries, column_sums, hidden = None, None, None, None
     if needs.last_q:
         last_queries = draw_normal(shape.query_heads, min(needs.last_q, rows), head_dim)
     if needs.first_q:

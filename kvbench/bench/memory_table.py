@@ -239,7 +239,7 @@ def _pages_freed(rows: Sequence[Account]) -> list[tuple[str, PagesFreed]]:
 
 
 def _unit_of(count: int) -> str:
-    """Return the smallest unit in which ``count`` bytes are below 10,000; TiB if none is."""
+    """Return the smallest unit in which ``count`` bytes are below 10,000; TiB for more."""
     for unit, size in UNITS.items():
         if count < 1e4 * size:
             return unit

@@ -73,6 +73,7 @@ def _is_installed(package: str) -> bool:
 
 
 def _static_cache(model: PreTrainedModel, tokens: int) -> Any:
+    """Return transformers' static cache for a prompt and its answer, ``tokens`` together."""
     # the last token of an answer is never fed to the model
     return cache_utils.StaticCache(config=model.config, max_cache_len=tokens - 1)
 

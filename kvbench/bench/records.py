@@ -81,7 +81,7 @@ def latest(rows: Sequence[Row]) -> dict[str, Row]:
 def spread(values: Sequence[float]) -> RepeatSpread:
     """Return the median, quartiles and number of values of one quantity. A single value is its own quartiles."""
     if len(values) == 1:
-        low = high = values[0]
+        low, high = values[0], values[0]
     else:
         # inclusive: the smallest and the largest value are the quantiles 0 and 1, so no quartile lies outside
         low, _, high = quantiles(values, n=4, method="inclusive")
@@ -109,7 +109,10 @@ def base(row: Row, rows: Sequence[Row], method: str = FULL) -> Row | None:
 
 
 def ratio(row: Row, to: Row | None, quantity: str) -> float | None:
-    """Return the median of the row's quantity over that of ``to``, or None if one is missing or ``to``'s is 0."""
+    """Return the median of the row's quantity divided by the median of the same quantity of the row ``to``.
+
+    Returns None if a median is missing or the divisor is 0.
+    """
     if to is None:
         return None
     numerator, denominator = value(row, quantity), value(to, quantity)

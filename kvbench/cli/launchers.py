@@ -1,4 +1,4 @@
-"""Hydra launchers: which there are, and whether the one that a command line names is installed."""
+"""Hydra launchers: their names, and whether the launcher that a command line names is installed."""
 
 from __future__ import annotations
 

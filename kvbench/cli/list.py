@@ -260,7 +260,7 @@ def _dataset_states() -> dict[str, str]:
 
 
 def _model_states() -> dict[str, str]:
-    """Return for each model whether it is on this machine. ``hf`` stands for every model of the hub, and is none."""
+    """Return the state READY of each model that is on this machine. conf/model/hf.yaml is no model and is left out."""
     from kvbench.cli.model import known_models, model_state
 
     states = {}

@@ -76,7 +76,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _refuse_keys(action: str, options: Mapping[str, str]) -> None:
-    """Raise UsageError for a key that the action does not take: fetch takes from=, the others take none."""
+    """Raise UsageError for a key that the action does not take: fetch takes from=, the other actions take no key."""
     for key in options:
         if key != "from":
             takes = "a model, and from=FILE" if action == "fetch" else "names of models"
@@ -86,7 +86,7 @@ def _refuse_keys(action: str, options: Mapping[str, str]) -> None:
 
 
 def known_models() -> dict[str, ModelEntry]:
-    """Return the models of conf/model by name. hf.yaml there has the keys of any model on the hub, and is none."""
+    """Return the models of conf/model by name. hf.yaml has the keys of any model on the hub and is left out."""
     from kvbench.base.conf import entries
 
     models: dict[str, ModelEntry] = {}

@@ -55,7 +55,7 @@ class CompressedLayers:
             self._run_later_stages()
 
     def _run_later_stages(self) -> None:
-        """Run the stages after the one that rebalances, once its shares are final.
+        """Run the stages after the rebalancing stage, once the shares of that stage are final.
 
         Then repeat each layer's heads to the chain's stored heads: under ``per=query_head`` an uncut cache has kv
         heads.

@@ -86,7 +86,7 @@ def check_turn(model: PreTrainedModel, read: int, tokens: int) -> None:
 
 
 def beyond_turn(model: PreTrainedModel, tokens: int) -> bool:
-    """Return True if a text of ``tokens`` is rotated by the frequencies of long texts. Most models have none."""
+    """Return True if the model has other rotary frequencies for long texts, and ``tokens`` tokens are a long text."""
     turn = traits.turning_point(model.config)
     return turn is not None and tokens > turn
 

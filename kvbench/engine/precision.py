@@ -86,7 +86,7 @@ def has_better_dtype(setting: str, dtype: str, device: torch.device) -> bool:
 
 
 def compare_rounding(model: PreTrainedModel, prompts: Sequence[Tensor]) -> Rounding | None:
-    """Return how the full cache's logits after ``prompts`` [n] differ from those of the same weights in fp32.
+    """Return how the full cache's logits after ``prompts`` [n] differ from the logits of the same weights in fp32.
 
     Returns None for a model in fp32, or if memory cannot hold the model at twice its size.
     """

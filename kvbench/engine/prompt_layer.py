@@ -183,7 +183,7 @@ class PromptLayer(KvbenchLayer):
         q [Hq, w, D] are the queries read now, the last w of the n tokens. keys [Hk, n, D] are the keys that they
         attend. ``read_keys`` are the same keys if the layer's own keys differ from them, else None.
         """
-        last_q = first_q = exact_sums = None
+        last_q, first_q, exact_sums = None, None, None
         if needs.last_q:
             earlier: tuple[Tensor, ...] = ()
             if self.start is not None and q.shape[1] < needs.last_q:
@@ -230,7 +230,7 @@ class PromptLayer(KvbenchLayer):
         return sums
 
     def states(self, hidden: Tensor) -> Tensor:
-        """Return the hidden states [n, d] of all tokens. ``hidden`` [w, d] are those of the tokens read now.
+        """Return the hidden states [n, d] of all tokens. ``hidden`` [w, d] has the states of the tokens read now.
 
         If no stage needs hidden states, earlier ones were not kept, and the result is ``hidden``.
         """
@@ -242,7 +242,7 @@ class PromptLayer(KvbenchLayer):
         """Return the dense keys and values [Hk, n, D], each alone in its storage, and drop them from the layer."""
         assert self.keys is not None and self.values is not None
         k, v = alone(self.keys[0]), alone(self.values[0])
-        self.keys = self.values = self.start = None
+        self.keys, self.values, self.start = None, None, None
         return k, v
 
 

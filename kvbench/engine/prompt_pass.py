@@ -210,7 +210,7 @@ class _PromptPass:
         """
         needs = self.needs_by_length[length]
         statistics = self.compressed_layers[number].observed.pop(length)
-        hidden = latents = positions = None
+        hidden, latents, positions = None, None, None
         if needs.hidden:
             hidden = states[:length].clone()
         # low-rank projections have remembered the latents of this layer's call

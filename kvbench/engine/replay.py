@@ -95,7 +95,7 @@ def replay(
 
     layers: the prompt's caches. They must hold all tokens.
     passes: the passes to make.
-    Raises UsageError if the instruction needs a tokenizer and there is none.
+    Raises UsageError if the instruction needs a tokenizer and ``tokenizer`` is None.
     """
     n = len(ids)
     words = _encode_instructions(tokenizer, passes.instruction)
@@ -134,7 +134,11 @@ def longest_pass(passes: Replay, n: int, tokenizer: Any) -> int:
 
 
 def _write_pass(ids: Tensor, span: tuple[int, int], words: tuple[list[int], list[int], list[int]]) -> Tensor:
-    """Build the tokens of one pass: an instruction, the tokens before its chunk, the answer's header, the chunk."""
+    """Build the tokens of one pass: an instruction, the tokens before its chunk, the answer's header, the chunk.
+
+    span: the chunk's (start, end) in ``ids``.
+    words: the ids of (the first pass's instruction, the later passes' instruction, the answer's header).
+    """
     start, end = span
     first, later, header = (torch.tensor(w, dtype=ids.dtype, device=ids.device) for w in words)
     instruction = first

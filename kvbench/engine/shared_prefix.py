@@ -96,7 +96,8 @@ class SharedPrefix:
         differing = (ids[:shared].cpu() != self.ids[:shared]).nonzero()
         if len(differing):
             shared = int(differing[0])
-        known = self._common_pieces = shared // self.size
+        self._common_pieces = shared // self.size
+        known = self._common_pieces
         if (needs, plain) != (self.needs, self.plain):
             # the known pieces lack the new statistics, so none of them can be used
             self.needs, self.plain, known = needs, plain, 0

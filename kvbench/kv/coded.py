@@ -125,7 +125,7 @@ class Codec(ABC):
         return tensors
 
     def settled(self, x: Tensor, lengths: Tensor | None = None) -> Tensor | None:
-        """Return the scales [..., H, 1, 1] fp32 that x [..., H, L, C'] settles, or None if the codec settles none.
+        """Return the scales [..., H, 1, 1] fp32 that x [..., H, L, C'] settles; None if the codec settles no scales.
 
         ``lengths`` [H] are the token counts of ragged heads, whose tokens x [1, N, C'] holds one head after the other.
         """

@@ -74,7 +74,8 @@ def unpack(packed: Tensor, bits: int, m: int, dim: int = -1, layout: Layout = "r
     if bits == 8:
         return packed
     codes: Tensor | None = None
-    first_byte = first_bit = 0  # the next plane begins at this byte, and holds each code's bits from this bit on
+    # the next plane begins at ``first_byte``, and holds each code's bits from ``first_bit`` on
+    first_byte, first_bit = 0, 0
     for width in _plane_widths(bits, layout):
         plane_bytes = -(-m * width // 8)
         plane = _unpack_plane(packed.narrow(dim, first_byte, plane_bytes), width, m, dim, layout)

@@ -25,7 +25,7 @@ def width(channels: int, kind: str) -> int:
 
 @cache
 def _basis(channels: int, kind: str, block: int, seed: int) -> Tensor:
-    """Return the matrix of ``basis`` on the CPU."""
+    """Return the matrix of ``basis`` on the CPU. ``kind`` is one of ROTATIONS."""
     g = torch.Generator().manual_seed(seed)
     size = width(channels, kind)
     if kind == "haar":

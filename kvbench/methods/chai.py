@@ -164,7 +164,7 @@ class Chai(HeadSharer):
 
 
 def list_for_shape(n_layers: int, query_heads: int, kv_heads: int) -> str | None:
-    """Return the name in LISTS of the list for a model of this shape, or None if UNComp has none."""
+    """Return the name in LISTS of the list for a model of this shape, or None if UNComp has no such list."""
     if (n_layers, query_heads) == (40, 40):
         return "llama2-13b"
     if (n_layers, query_heads) != (32, 32):

@@ -31,28 +31,28 @@ class PyramidKV(SnapKV):
         if layer in self.frozen_layers:
             return n
         capacity = self.capacity(n)
-        chosen = capacity.tokens - capacity.window
-        # frozen layers are no part of the pyramid: ``steps`` lie between its first and its last layer
-        steps = n_layers - 1 - sum(i < n_layers for i in self.frozen_layers)
-        if capacity.tokens >= n or n < 2 * chosen or steps == 0:
+        # the mean number of tokens that a layer keeps beside its window, C - w
+        mean = capacity.tokens - capacity.window
+        # frozen layers are no part of the pyramid: L and i count the layers that compress
+        compressing = n_layers - sum(frozen < n_layers for frozen in self.frozen_layers)
+        if capacity.tokens >= n or n < 2 * mean or compressing == 1:
             return capacity.tokens
-        # from high in the first layer to low = (C - w) / beta in the last, with high + low = 2 (C - w) (section 4)
-        low = chosen // self.beta
-        high = min(2 * chosen - low, n - capacity.window)
-        # where the prompt has not so many tokens, the last layer gets the rest
-        low = 2 * chosen - high
-        rank = layer - sum(i < layer for i in self.frozen_layers)
+        # high = 2 (C - w) - (C - w) / beta (section 4), but no more than the tokens before the window
+        high = min(2 * mean - mean // self.beta, n - capacity.window)
+        low = 2 * mean - high
+        i = layer - sum(frozen < layer for frozen in self.frozen_layers)
+        steps = compressing - 1
         if self.exact_total:
-            return capacity.window + _rounded_step(high, low, rank, steps)
-        # w + high - rank * floor((high - low) / steps), as KVCache-Factory rounds
-        return capacity.window + high - rank * ((high - low) // steps)
+            return capacity.window + _rounded_step(high, low, i, steps)
+        # w + high - i * floor((high - low) / (L - 1)), as KVCache-Factory rounds
+        return capacity.window + high - i * ((high - low) // steps)
 
 
 def _rounded_step(high: int, low: int, rank: int, steps: int) -> int:
     """Return the whole number at ``rank`` of a line from ``high`` (rank 0) to ``low`` (rank ``steps``).
 
-    The numbers of all ranks add up to the sum of the line. Each is rounded down first. The units that are then missing
-    go to the ranks with the largest fractions, the lower rank first among equals.
+    The numbers of all ranks add up to the sum of the line. Each number is rounded down first. The units that are then
+    missing go to the ranks with the largest fractions, the lower rank first among equals.
     """
     # at rank i the line is high - i (high - low) / steps, and its fraction in units of 1 / steps is the remainder below
     fractions = [(high * steps - i * (high - low)) % steps for i in range(steps + 1)]

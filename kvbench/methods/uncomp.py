@@ -271,7 +271,7 @@ class UNCompGroup(EvictingSelector):
 
 
 def interpolate_sizes(high: int, low: int, count: int) -> list[int]:
-    """Return ``count`` whole numbers on the line from ``high`` to ``low``. Their mean is that of the two ends."""
+    """Return ``count`` whole numbers on the line from ``high`` to ``low``. Their mean is the mean of the two ends."""
     if count == 1:
         return [(high + low) // 2]
     # the upper half: high - i (high - low) / (count - 1), rounded to the nearest number

@@ -121,7 +121,7 @@ def located(name: str) -> Path:
 
 
 def problem(package: Package, folder: Path, quick: bool = False) -> str | None:
-    """Return a message on the damage to a model's folder, or None if there is none. ``quick`` computes no checksums."""
+    """Return a message on the damage to a model's folder; None if it is whole. ``quick`` computes no checksums."""
     try:
         sums = manifest.sums(folder)
         # conf/model has new checksums where a newer conversion writes other bytes

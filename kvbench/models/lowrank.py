@@ -89,10 +89,13 @@ def _split_fused(fused: nn.Linear, heads: int, which: int) -> Linear:
 
 
 class LowRank(nn.Module):
-    """A projection by factors. ``latent`` [B, T, R] holds the latents of its last call."""
+    """A projection that computes latents from its input, and then keys, or values, from the latents.
+
+    latent: [B, T, R], the latents of the last call; None before the first call and after ``take``.
+    """
 
     def __init__(self, factors: Factors, bias: Tensor | None) -> None:
-        """Make the projection from its factors and its bias [Hk D]; None: no bias."""
+        """Make the projection from the low-rank factors of its weight [Hk D, d] and its bias [Hk D]; None: no bias."""
         super().__init__()
         self.down, self.ups, self.ranks = factors.down, factors.ups, factors.ranks
         self.bias = bias
@@ -130,7 +133,11 @@ class Fused(nn.Module):
     """GPT-NeoX's fused projection with low-rank keys and values. Queries are the model's own."""
 
     def __init__(self, model_projection: nn.Linear, heads: int, k_proj: LowRank, v_proj: LowRank) -> None:
-        """Make the projection with the query rows of ``model_projection``, which has ``heads`` heads."""
+        """Make the projection from its three parts.
+
+        model_projection: the model's own fused projection of ``heads`` heads. Its query rows are taken over.
+        k_proj, v_proj: compute the keys and the values.
+        """
         super().__init__()
         self.heads, self.k_proj, self.v_proj = heads, k_proj, v_proj
         self.q_weight, self.q_bias = _split_fused(model_projection, heads, 0)

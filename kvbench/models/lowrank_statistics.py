@@ -33,7 +33,7 @@ def moments(model: PreTrainedModel, samples: Iterable[Tensor], fisher: bool) -> 
     projections = [projection(attention) for attention in modules]
     device = projections[0][0].weight.device
     total = torch.zeros(shape.layers, shape.hidden, shape.hidden, dtype=torch.float64, device=device)
-    tokens = windows = 0
+    tokens, windows = 0, 0
 
     def add(layer: int, x: Tensor) -> None:
         """Add x x^T of the tokens of x [B, n, d] to the layer's sum."""

@@ -90,7 +90,7 @@ def wrong_size(folder: Path) -> str | None:
 
 
 def wrong_sum(folder: Path, again: bool = False, machine: str = MACHINE) -> str | None:
-    """Return a message on the first file whose checksum is not that of the manifest or which cannot be read, or None.
+    """Return a message on the first file that is unreadable or has another checksum than in the manifest, or None.
 
     A file is read once on each ``machine``, and again if its size, time or inode changed. ``again`` reads all files. A
     record beside the manifest lists the files whose checksums were right.
@@ -144,7 +144,7 @@ def _sum_of(path: Path, status: tuple[int | str, ...]) -> str:
 
 
 def _read_checked(folder: Path) -> dict[str, Stamps]:
-    """Return the stamps of files that had the right checksum, by machine. An unreadable record counts as none."""
+    """Return the stamps of files that had the right checksum, by machine; {} if the record is unreadable."""
     try:
         content = read_json(folder / CHECKED) or {}
     except UsageError:

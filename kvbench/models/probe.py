@@ -107,7 +107,7 @@ def _measure(model: PreTrainedModel) -> Probe:
     rotary = None
     if len(frequencies) == 1:
         rotary = Rotary(frequencies[0])
-    unrolled = mixed = None
+    unrolled, mixed = None, None
     if rotary is None or not _are_rotated(layers, later_layers, rotary, tolerance):
         unrolled = "its keys at other positions are not its keys rotated"
     if not _are_projected(layers, outputs, rotary, positions=positions, tolerance=tolerance):
@@ -118,9 +118,10 @@ def _measure(model: PreTrainedModel) -> Probe:
 def _are_rotated(
     layers: Sequence[ProbeLayer], later_layers: Sequence[ProbeLayer], rotary: Rotary, tolerance: float
 ) -> bool:
-    """Return True if keys and queries, rotated by SHIFT positions, equal those of the later reading.
+    """Return True if the keys and queries, rotated by SHIFT positions, equal the later reading's keys and queries.
 
-    Their relative distance may be up to ``tolerance``.
+    later_layers: the layers after the text was read SHIFT positions later.
+    tolerance: the relative distance that counts as equal.
     """
     for layer, later_layer in zip(layers, later_layers, strict=True):
         for states, later_states in ((layer.k, later_layer.k), (layer.query, later_layer.query)):
@@ -137,7 +138,7 @@ def _are_projected(
     positions: Tensor,
     tolerance: float,
 ) -> bool:
-    """Return True if each layer caches the output of its k_proj, rotated by ``positions``, and that of its v_proj.
+    """Return True if each layer caches its k_proj's output, rotated by ``positions``, and its v_proj's output.
 
     ``outputs`` has the outputs [1, T, H D] by (layer, name of the projection).
     """

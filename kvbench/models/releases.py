@@ -61,7 +61,7 @@ def caches_among(kwargs: Mapping[str, object]) -> list[object]:
 
 
 def untried(installed: Mapping[str, str], newest_tried: Mapping[str, str] = NEWEST_TRIED) -> str | None:
-    """Return a note on the packages whose ``installed`` versions are above the newest tried; None if there are none."""
+    """Return a note on the packages whose ``installed`` versions are above the newest tried; None without such."""
     newer = []
     # packages that are not installed are extras, which the run does without
     for name, tried in newest_tried.items():

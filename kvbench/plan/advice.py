@@ -59,7 +59,7 @@ def about_ignored(cfg: RunConfig, tasks: Sequence[Task]) -> list[str]:
 
 
 def _ignored(given: Mapping[str, bool], reason: str) -> list[str]:
-    """Return a note that the given keys are ignored, with the reason. Return [] if none was given."""
+    """Return a note that the given keys are ignored, with the reason. Return [] if no key was given."""
     keys = [f"{key}=" for key, was_given in given.items() if was_given]
     if not keys:
         return []

@@ -184,7 +184,10 @@ def _distinct_templates(chains: Sequence[ChainConfig]) -> list[ChainConfig]:
 
 
 def _check_reference(chain: Chain, kind: str, tokens: int | None) -> None:
-    """Raise UsageError if the reference's bytes grow with the prompt and the prompt's length is unknown."""
+    """Raise UsageError if the reference's bytes grow with the prompt and the prompt's length is unknown.
+
+    kind: the kind of equal memory, for the error. tokens: the prompt's length, None if it is unknown.
+    """
     selector = chain.selector
     reason = "it has no kv_size"
     if isinstance(selector, Selector):
@@ -197,7 +200,10 @@ def _check_reference(chain: Chain, kind: str, tokens: int | None) -> None:
 
 
 def _smallest_size(template: ChainConfig, kind: str) -> int:
-    """Return the smallest kv_size that the chain accepts. Raises UsageError if it accepts none."""
+    """Return the smallest kv_size that the chain accepts. Raises UsageError if it accepts no size.
+
+    kind: the kind of equal memory, for the error.
+    """
     chain, selector = template.chain, template.chain.selector
     if not isinstance(selector, Selector):
         raise UsageError(

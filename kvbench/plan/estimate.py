@@ -26,7 +26,7 @@ class Estimate:
     cells: the bytes of one prompt while it is decoded, by id of each cell that still lacks an answer.
     layer: the bytes of one dense layer with its observations.
     rows: the most rows, of all cells together, that are decoded at once.
-    seconds: the time left, by the stored samples of this group; None if there are none.
+    seconds: the time left, by the stored samples of this group; None without stored samples.
     """
 
     prompt_tokens: int

@@ -107,7 +107,10 @@ def _divide_groups(
 
 
 def _count_shared(plan: RunPlan, seen: Group, withheld: Group) -> int:
-    """Return how many contexts are read by the passes over the prompts with their questions in view."""
+    """Return how many contexts are read by the passes over the prompts with their questions in view.
+
+    seen, withheld: the groups of the same prompts with their questions in view, and with their questions withheld.
+    """
     seen_examples = plan.left(seen)
     count = 0
     for example, cells in plan.left(withheld).items():

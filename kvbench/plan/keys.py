@@ -74,7 +74,10 @@ def whole_number(text: str, least: int) -> int:
 
 
 def one_of(kind: str, choices: Collection[str], text: str) -> str:
-    """Return ``text`` if it is one of ``choices``. Raises UsageError that names the nearest choices if it is not."""
+    """Return ``text`` if it is one of ``choices``. Raises UsageError that names the nearest choices if it is not.
+
+    kind: the noun for the choices in the error.
+    """
     if text not in choices:
         raise unknown(kind, text, choices)
     return text

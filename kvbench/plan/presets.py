@@ -84,6 +84,7 @@ def explain(error: UsageError, name: str | None) -> UsageError:
 
 
 def _read_text(name: str) -> str:
+    """Return the text of a preset's YAML file. Raises UsageError with the nearest names for an unknown preset."""
     if name not in available():
         hint = ""
         if "," in name:

@@ -284,7 +284,7 @@ def _dataset_names(tasks: Sequence[str]) -> list[str]:
 
 
 def _matching_kind(texts: Mapping[str, str], preset: Mapping[str, object]) -> dict[str, object]:
-    """Return {"match": kind of equal memory}, or {} if none is asked for.
+    """Return {"match": kind of equal memory}, or {} if equal memory is not asked for.
 
     A typed kind wins. With match=true, or reference= alone, the preset's kind applies, or else bytes.
     """

@@ -29,7 +29,7 @@ class Delta:
 
 @dataclass(frozen=True)
 class CellResult:
-    """One cell of a report: a summary, or the reason why there is none.
+    """One cell of a report: a summary, or the reason why there is no summary.
 
     status: measured, missing, refused or failed.
     settings: the settings that ``labels.fields`` returns.
@@ -107,7 +107,7 @@ class RowMeans:
 
 @dataclass(frozen=True)
 class ReportRow:
-    """One method of a report; ``means`` is None if none of its cells is measured.
+    """One method of a report; ``means`` is None if no cell of it is measured.
 
     is_full: whether it is the full cache, with which the others are compared.
     """

@@ -51,7 +51,7 @@ def given(arguments: Sequence[str], keys: Sequence[str]) -> dict[str, str]:
 class StoredCell:
     """One stored cell in a list.
 
-    summary: the means over all its samples; None if none are up to date.
+    summary: the means over all its samples; None if no sample is up to date.
     differs: the settings in which it differs from cells of the same label, dataset and model.
     unchanged: whether nothing was compressed, so that the summary says nothing about the method.
     """

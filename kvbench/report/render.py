@@ -62,7 +62,7 @@ CELL_FIELDS = (
 
 
 def _csv_fields() -> tuple[str, ...]:
-    """Return the CSV columns: every cell's, then those of ``fidelity`` for each text, then those of ``turns``."""
+    """Return the CSV columns: first every cell's, then each text's columns of ``fidelity``, then ``turns``' columns."""
     fields = list(CELL_FIELDS)
     for kind in fidelity.TEXTS:
         fields += [f"{kind}_{name}" for name in fidelity.CSV_FIELDS]
@@ -254,7 +254,7 @@ def _wrap(label: str) -> str:
 
 
 def _score_text(cell: CellResult, detail: Detail, with_delta: bool = True) -> str:
-    """Return a cell of the table of scores: the score, or the reason why there is none.
+    """Return a cell of the table of scores: the score, or the reason why there is no score.
 
     With intervals, the score's interval stands below it and, ``with_delta``, its difference to the full cache. Without
     them, the score has a star if its difference is sure.
@@ -352,7 +352,7 @@ def legend(report: ReportData, detail: Detail = Detail()) -> list[str]:
 
 
 def _star_note(report: ReportData) -> list[str]:
-    """Return the note on stars; [] if the table has none."""
+    """Return the note on stars; [] if the table has no stars."""
     deltas = [cell.delta for cell in report.cells if cell.delta is not None]
     # the means of rows are a column of the table only if there are several tasks
     if len(report.columns) > 1:

@@ -19,7 +19,7 @@ MEANS = ("plain\nmean", "weights\nrising", "weights\nfalling")
 
 def sheets(report: ReportData) -> list[Table]:
     """Return the table of scores by length, for several tasks at several lengths, or for all RULER tasks at one."""
-    columns = _columns_by_place(report)
+    columns = _find_columns(report)
     lengths = sorted({length for _, length in columns})
     tasks = list(dict.fromkeys(task for task, _ in columns))
     # each length must have the same tasks, or their means do not compare
@@ -34,10 +34,10 @@ def sheets(report: ReportData) -> list[Table]:
     rows = []
     for row in report.rows:
         scores: dict[tuple[str, int], float] = {}
-        for place, column in columns.items():
+        for task_and_length, column in columns.items():
             summary = row.cells[column].summary
             if summary is not None and summary.score is not None:
-                scores[place] = summary.score
+                scores[task_and_length] = summary.score
         if len(scores) < len(columns):
             continue
         means = []
@@ -59,17 +59,17 @@ def sheets(report: ReportData) -> list[Table]:
     return [Table(tuple(heads), tuple(rows), headings={0: _heading(tasks)})]
 
 
-def _columns_by_place(report: ReportData) -> dict[tuple[str, int], int]:
-    """Return the number of the column of each (task, length) of RULER, without its substitutes."""
+def _find_columns(report: ReportData) -> dict[tuple[str, int], int]:
+    """Return, by (task, length), the index of the report's column with RULER's scores. Substitutes are left out."""
     columns = {}
-    for i, column in enumerate(report.columns):
-        place = _place_of(column)
-        if place is not None:
-            columns[place] = i
+    for index, column in enumerate(report.columns):
+        task_and_length = _task_and_length(column)
+        if task_and_length is not None:
+            columns[task_and_length] = index
     return columns
 
 
-def _place_of(column: ReportColumn) -> tuple[str, int] | None:
+def _task_and_length(column: ReportColumn) -> tuple[str, int] | None:
     """Return (task, length) of a column such as ``ruler/niah_single_1/4096``, or None if it is not RULER's own."""
     # a dataset without tasks, or a task without a length, has fewer parts
     parts = column.task.split("/")

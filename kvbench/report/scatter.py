@@ -112,7 +112,10 @@ def _describe_examples(report: ReportData, task: int) -> str:
 
 
 def _draw_panel(panel: Any, report: ReportData, task: int, line_looks: Mapping[str, looks.Look]) -> None:
-    """Draw the methods' points on one task, those of one method by budget as a line; the full cache is dashed."""
+    """Draw the methods' points on one task, and the full cache as a dashed line. A line joins one method's budgets.
+
+    task: the index of the task's column.
+    """
     lines: dict[str, list[CellSummary]] = {}
     for row in report.rows:
         summary = row.cells[task].summary

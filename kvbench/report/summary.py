@@ -130,7 +130,7 @@ def _mean_if_complete(values: Sequence[float | None]) -> float | None:
 
 
 def _mean_of_present(values: Sequence[float | None]) -> float | None:
-    """Return the mean of the values that are not None, or None if there are none."""
+    """Return the mean of the values that are not None, or None if all are None."""
     present = [x for x in values if x is not None]
     if not present:
         return None
@@ -308,7 +308,7 @@ def _about_lengths(rows: Sequence[ReportRow]) -> list[str]:
 
 
 def measured(group: Group, cell: Cell, store: ResultStore) -> CellResult:
-    """Return the table entry of one cell: its summary over this run's examples, or the reason why there is none."""
+    """Return the table entry of one cell: its summary over this run's examples, or the reason why it has no summary."""
     result = CellResult(group.column, cell.id, "missing", cell.chain.evicts, fields(cell.identity))
     damage = store.damage(cell.id)
     if damage is not None:

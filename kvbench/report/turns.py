@@ -100,7 +100,7 @@ def _with_interval(difference: float | None, ci: tuple[float, float] | None) -> 
 
 
 def record(cell: CellResult) -> dict[str, object]:
-    """Return one cell's scores by question under the names of CSV_FIELDS; {} if it has none."""
+    """Return one cell's scores by question under the names of CSV_FIELDS; {} without several questions."""
     turns = _turns_of(cell)
     if turns is None:
         return {}

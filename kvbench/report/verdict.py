@@ -48,7 +48,8 @@ class MethodVerdict:
 
     def texts(self) -> tuple[str, ...]:
         """Return the verdict's columns as texts, one for each of HEADS."""
-        size = tokens = score = difference = divergence = ""
+        # a column stays empty if its number is not known
+        size, tokens, score, difference, divergence = "", "", "", "", ""
         if self.times_smaller is not None:
             size = describe_size(self.times_smaller)
         if self.attended_percent is not None:
@@ -110,7 +111,8 @@ def table(report: ReportData) -> Table | None:
 
 def _judge(row: ReportRow, name: str, full: ReportRow | None, report: ReportData) -> MethodVerdict:
     """Return the verdict on one row. ``full`` is the full cache's row, None if it was not asked for."""
-    times_smaller = kept_percent = attended_percent = score = full_score = None
+    times_smaller, kept_percent, attended_percent = None, None, None
+    score, full_score = None, None
     if row.means is not None:
         times_smaller = 100 / row.means.percent_of_full
         kept_percent = row.means.kept_percent

@@ -192,7 +192,7 @@ def _plan(cfg: RunConfig, model: PreTrainedModel, tokenizer: Any) -> RunPlan:
 
 @contextmanager
 def _threads_restored() -> Iterator[None]:
-    # a run sets its own number of threads; a notebook must not keep it
+    """Restore PyTorch's number of threads on exit. A run sets its own number, which a notebook must not keep."""
     threads = torch.get_num_threads()
     try:
         yield

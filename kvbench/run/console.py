@@ -115,7 +115,7 @@ def stopping(prepared: Sequence[RunPlan], arguments: Sequence[str]) -> Iterator[
         # a shell's exit status for a process that a signal ended; a method's code may raise this error without a signal
         last_signal = signals[-1] if signals else signal.SIGINT
         stop.status = 128 + last_signal
-        done = left = 0
+        done, left = 0, 0
         for plan in prepared:
             for group in plan.todo():
                 done += group.answers_done

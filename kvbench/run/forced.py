@@ -81,7 +81,10 @@ def score_text(
 def compare(
     host: Host, rows: Sequence[QueuedRow], full: PromptCache, texts: Mapping[str, Sequence[int]]
 ) -> list[tuple[QueuedRow, QueuedRow | Exception]]:
-    """Compare each row with ``full`` on the texts. Return each row with its divergences, or with the exception."""
+    """Compare each row with ``full`` on ``texts``, the tokens of each kind of text.
+
+    Return each row beside a copy with its divergences, or beside the exception by which it failed.
+    """
 
     def compare_together(part: Sequence[QueuedRow]) -> list[QueuedRow]:
         caches = [r.cache for r in part]
@@ -118,19 +121,30 @@ def texts_of(host: Host, example: Example, full: PromptCache, most: int = TOKENS
 
 
 def _first(example: Example) -> int:
-    """Return the first position that counts: the first behind the prefix, or the middle of a window."""
+    """Return the position of the first token that counts, from the end of the compressed prefix on.
+
+    It is 0 except in windows of a long text, of which only the tokens from ``scored_from`` on count.
+    """
     return max(0, int(example.meta.get("scored_from", 0)) - int(example.meta["prefix"]))
 
 
 def _record(forced: Forced, floor: Divergence, first: int = 0, document: str = "") -> TextFidelity:
+    """Return the comparison of a row with the full cache as it is stored.
+
+    forced: the row's losses and its divergence from the full cache, at each token of the text.
+    floor: the divergence of the full cache with changed last places from the full cache itself.
+    first: the number of compared positions before the first that counts.
+    document: the document of which the text is a window; '' if it is not a window.
+    """
     divergence = forced.divergence
     assert divergence is not None
     return TextFidelity(
         # four digits are enough for any statistic, and keep the files small
         kl=tuple(float(f"{x:.4g}") for x in divergence.kl[first:].tolist()),
-        same="".join("01"[s] for s in divergence.same[first:].tolist()),
+        same="".join("1" if same else "0" for same in divergence.same[first:].tolist()),
         log_ratio=float(divergence.log_ratio[first:].sum()),
         shift=float(divergence.shift[first:].square().sum()),
+        # the prompt alone predicts the first token, so losses have one position more than divergences
         loss=float(forced.losses[first + 1 :].double().sum()),
         floor=float(floor.kl[first:].mean()),
         document=document,

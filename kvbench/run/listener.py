@@ -55,6 +55,7 @@ class Listeners:
         self._tell("close")
 
     def _tell(self, event: str, *args: Any) -> None:
+        """Call the method ``event`` of every listener with ``args``. A listener that raises an error is left out."""
         # walk through a copy, since a listener that fails is removed from the list
         for listener in list(self._listeners):
             try:

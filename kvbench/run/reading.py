@@ -85,7 +85,10 @@ class PromptReader:
         return [(cell, caches[_key(cell)]) for cell in cells]
 
     def _withheld(self, example: Example, encoded: Encoded, following: Work | None) -> tuple[Sequence[int], list[Cell]]:
-        """Return the context and cells of ``following`` if it is this prompt with its question withheld, else none."""
+        """Return the context and cells of ``following`` if it is this prompt with its question withheld.
+
+        Returns ((), []) if it is another prompt.
+        """
         if following is None or encoded.question or example.tokens:
             return (), []
         other, cells = following

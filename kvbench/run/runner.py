@@ -352,6 +352,7 @@ class GroupRun:
                 decode_peak = check_peak(row.cache, answer.held, len(answer.tokens) - 1)
                 if answer.stored is not None:
                     check_bytes(row.cache, answer.stored, *self.host.shape())
+            asking = None
             if row.turn is None:
                 sample: Sample | None = sample_of(row, answer, text, value, decode_peak)
             else:

@@ -162,7 +162,7 @@ class TimeLeft:
         with shorter prompts and answers, and at most as long as tasks with longer ones. The same bounds hold for a task
         that has only just begun.
         """
-        low = high = 0.0
+        low, high = 0.0, 0.0
         measured, to_come = [], []
         for name, task in self.tasks.items():
             seconds = self.of_task(name)

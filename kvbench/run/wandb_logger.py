@@ -101,7 +101,7 @@ class WandbLogger:
             self._warn(f"failed ({_short(error)}) and is left out from here on")
 
     def _warn(self, problem: str) -> None:
-        """Print a warning once. The first cause is the one that counts."""
+        """Print a warning about the first ``problem``, and nothing about later ones."""
         if not self._warned:
             self._warned = True
             # stderr may be closed by now
@@ -295,7 +295,10 @@ class _Sender:
             return start()
 
     def _go_offline(self, why: str) -> None:
-        """Write to files from now on. A cell with an open run continues in a file with the same id, from the store."""
+        """Write to files from now on. A cell with an open run continues in a file with the same id, from the store.
+
+        why: the reason, for the warning.
+        """
         self.mode = "offline"
         # a run of the service cannot go on in a file
         self.open.clear()

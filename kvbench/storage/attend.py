@@ -245,7 +245,7 @@ def rounded(probs: Tensor, dtype: torch.dtype, weighed: Callable[[Tensor], Tenso
 
 
 def _fused(query: Tensor, segments: Sequence[RowSegment], tail: tuple[Tensor, Tensor], scale: float) -> Tensor | None:
-    """Return attention [B, Hq, T, D] by PyTorch's fused function. Arguments are those of ``attend``.
+    """Return attention [B, Hq, T, D] by PyTorch's fused function. Arguments are as in ``attend``.
 
     It rounds half precision as transformers' decoding does. Returns None if heads share logits or segments are thin.
     """

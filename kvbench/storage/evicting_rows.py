@@ -224,7 +224,7 @@ class EvictingRows(Format):
         last = counts[:, :, None] - t + torch.arange(t, device=query.device)
 
         def turn_keys(keys: Tensor) -> Tensor:
-            """Return keys [B, H, S, D] turned from their own positions to those of their ranks."""
+            """Return keys [B, H, S, D] turned from their own positions to the positions that equal their ranks."""
             return rotary.turn(keys, self.positions, rank)
 
         return rotary.turn(query, query_positions[:, None], last), turn_keys

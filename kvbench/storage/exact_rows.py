@@ -36,7 +36,7 @@ class ExactGroup:
 
 
 class ExactRows(Format):
-    """All exact rows under one masking method, or under none. Entries of one segment format are attended together.
+    """All exact rows under one masking method, or without masking. Entries of one segment format are attended together.
 
     Only kernels read ragged heads side by side. Elsewhere single heads are attended, because most of a padded batch
     would be padding.
@@ -72,7 +72,7 @@ class ExactRows(Format):
         self.keys: Tensor | None = None
         self.values: Tensor | None = None
         self.used, self.new = 0, 0
-        shares_logits = keeps_positions = False
+        shares_logits, keeps_positions = False, False
         for group in self.groups:
             for s in group.segments:
                 shares_logits = shares_logits or s.shared is not None
@@ -111,7 +111,7 @@ class ExactRows(Format):
             self.keys = k.new_empty(*k.shape[:2], 0, k.shape[3])
             self.values = v.new_empty(*v.shape[:2], 0, v.shape[3])
         if tokens is None:
-            least = size = self.capacity
+            least, size = self.capacity, self.capacity
         else:
             least = self.used + tokens
             size = roomy(least, self.longest + self.used, self.capacity)
@@ -141,7 +141,7 @@ class ExactRows(Format):
             """Return the attention of a group's queries over its segments and its part of the tail."""
             entries = group.entries
             k, v = self.tail()
-            group_floor = group_starts = None
+            group_floor, group_starts = None, None
             if floor is not None:
                 group_floor, group_starts = entries.of_rows(floor), entries.of_rows(self.starts)
             out, group.attended = attend(
@@ -165,7 +165,7 @@ class ExactRows(Format):
         The tail is attended for all rows at once, the stored segments group by group.
         """
         tail = split.causal(query, *self.tail(), scale)
-        # a group has some rows, or single heads of them, so each group writes its part into its places
+        # a group has some rows, or single heads of some rows, so each group writes its part into its places
         out, lse = torch.empty_like(query), torch.empty_like(query[..., 0])
         for group in self.groups:
             part = split.over(group.entries.query(query), group.segments, scale)
@@ -174,17 +174,21 @@ class ExactRows(Format):
         return split.merged(split.Part(out, lse), tail)
 
     def in_groups(self, query: Tensor, attend: Callable[[ExactGroup, Tensor], Tensor]) -> Tensor:
-        """Return outputs [B, Hq, T, D] of all groups: those of ``attend(group, its part of query [B, Hq, T, D])``."""
+        """Return the outputs [B, Hq, T, D] of all groups.
+
+        attend: maps a group and its part of ``query`` [B, Hq, T, D] to the group's outputs.
+        """
         return attend_groups(query, [(g.entries, partial(attend, g)) for g in self.groups])
 
     def keep(self, at: Tensor) -> None:
-        # old place of a row -> its place in the smaller batch
-        places = {row: place for place, row in enumerate(at.tolist())}
-        groups, self.groups = self.groups, []
-        for group in groups:
-            index, entries = group.entries.keep(places)
-            if len(index):
-                self.groups.append(ExactGroup(entries, [s.rows(index) for s in group.segments]))
+        new_row_of = {old_row: new_row for new_row, old_row in enumerate(at.tolist())}
+        groups = []
+        for group in self.groups:
+            # the indices of the group's entries that stay, and these entries under their new rows
+            staying, entries = group.entries.keep(new_row_of)
+            if len(staying):
+                groups.append(ExactGroup(entries, [s.rows(staying) for s in group.segments]))
+        self.groups = groups
         self.starts, self.most = self.starts[at], self.most[at]
         self.keys, self.values = take(self.keys, at), take(self.values, at)
 

@@ -37,7 +37,7 @@ class PackedHalf:
     ) -> None:
         """Load the rows, each given as (packed tokens [H, Lq, .], exact tokens [H, L - Lq, D], channels [H, C]).
 
-        channels: those that packed tokens keep; None: all.
+        channels: the channels that packed tokens keep; None: all.
         residual: the rule for how many of the newest tokens stay exact.
         pack: the function that packs tokens.
         room: the tokens still to come.
@@ -82,26 +82,27 @@ class PackedHalf:
 
     def add(self, x: Tensor) -> None:
         """Write new tokens x [U, Hk, T, D] into the ring, repeated for the H stored heads."""
-        u, heads, t = x.shape[0], self.ring.shape[1], x.shape[2]
+        heads, tokens = self.ring.shape[1], x.shape[2]
         if heads != x.shape[1]:
             x = x.repeat_interleave(heads // x.shape[1], dim=1)
-        span = self._ring_span(self.total, t)
+        span = self._ring_span(self.total, tokens)
         if span is not None:
             self.ring[:, :, span] = x
         else:
-            slot = (self.numbers(self.total)[:, None] + torch.arange(t, device=x.device)) % self.slots
+            slot = (self.numbers(self.total)[:, None] + torch.arange(tokens, device=x.device)) % self.slots
+            row = torch.arange(len(x), device=x.device)[:, None]
             # with two index tensors [U, T], the indexed axes come first: [U, T, H, D]
-            self.ring[torch.arange(u, device=x.device)[:, None], :, slot] = x.transpose(1, 2)
-        self.total = [total + t for total in self.total]
+            self.ring[row, :, slot] = x.transpose(1, 2)
+        self.total = [total + tokens for total in self.total]
 
     def see(self, tokens: int, settles_first: bool) -> None:
-        """Set ``seen`` for several new tokens: each sees as packed the tokens that it would see so if it came alone.
+        """Set ``seen`` for several new tokens. Each sees the same tokens packed as if it came in a step of its own.
 
         tokens: the number of new tokens.
         settles_first: True if a token is packed before its own step attends.
         """
         self.before = list(self.packed)
-        # token i of them follows total - tokens + i others; it counts itself if packing precedes attention
+        # new token i follows total - tokens + i other tokens, and counts itself if packing precedes attention
         end = 1 if settles_first else 0
         offsets = range(end - tokens, end)
         packed_for_queries = []
@@ -140,9 +141,9 @@ class PackedHalf:
         return torch.cat([tokens, self.ring[:, :, :missing]], dim=2)
 
     def old(self) -> Packed:
-        """Return a view of the packed tokens [U, H, Lq, C], with Lq of the longest row.
+        """Return a view of the packed tokens [U, H, Lq, C]. Lq is the number of the row that has most.
 
-        Behind the last packed token of a shorter row they are undefined.
+        The tokens behind the last packed token of another row are undefined.
         """
         return self.codes.tokens(0, max(self.packed))
 
@@ -167,30 +168,49 @@ class PackedHalf:
     def _pack_block(self, rows: Sequence[int]) -> None:
         """Pack the oldest exact tokens of ``rows``: from each row as many as all of them can pack."""
         block = min(self.residual.packed(self.total[u]) - self.packed[u] for u in rows)
-        all_rows = len(rows) == len(self.total)
-        span = self._ring_span(self.packed, block) if all_rows else None
-        channels = self.channels
-        if span is not None:
-            # all rows pack the same slots next, so a slice replaces an index
-            x = self.ring[:, :, span]
+        span = None
+        if len(rows) == len(self.total):
+            span = self._ring_span(self.packed, block)
+        if span is None:
+            self._pack_slots(rows, block)
         else:
-            row, packed = self.numbers(rows)[:, None], self.numbers([self.packed[u] for u in rows])[:, None]
-            slot = (packed + torch.arange(block, device=row.device)) % self.slots
-            x = self.ring[row, :, slot].transpose(1, 2)
-            place = packed // self.step + torch.arange(block // self.step, device=row.device)
-            channels = take(channels, row[:, 0])
-        if channels is not None:
-            x = x.gather(3, channels[:, :, None].expand(-1, -1, block, -1))
-        coded = self.codes.more(x, self.pack, None if all_rows else rows)
-        self._reserve((max(self.packed[u] for u in rows) + block) // self.step)
-        for buffer, codes in zip(self.codes.payload(), coded.payload(), strict=True):
-            if span is not None:
-                first = self.packed[0] // self.step
-                buffer[:, :, first : first + codes.shape[2]] = codes
-            else:
-                buffer[row, :, place] = codes.transpose(1, 2)
+            self._pack_span(span)
         for u in rows:
             self.packed[u] += block
+
+    def _pack_span(self, span: slice) -> None:
+        """Pack the tokens in the ring slots ``span`` of all rows, which have equally many packed tokens.
+
+        Slices of the ring and of the buffers replace the slower indices of ``_pack_slots``.
+        """
+        coded = self._coded(self.ring[:, :, span], None)
+        first = self.packed[0] // self.step
+        end = first + (span.stop - span.start) // self.step
+        self._reserve(end)
+        for buffer, codes in zip(self.codes.payload(), coded.payload(), strict=True):
+            buffer[:, :, first:end] = codes
+
+    def _pack_slots(self, rows: Sequence[int], block: int) -> None:
+        """Pack the ``block`` oldest exact tokens of each of ``rows``, whatever slots they are in."""
+        row = self.numbers(rows)[:, None]
+        packed = self.numbers([self.packed[u] for u in rows])[:, None]
+        slot = (packed + torch.arange(block, device=row.device)) % self.slots
+        # with two index tensors [U, T], the indexed axes come first: [U, T, H, D]
+        x = self.ring[row, :, slot].transpose(1, 2)
+        coded = self._coded(x, rows if len(rows) < len(self.total) else None)
+        self._reserve((max(self.packed[u] for u in rows) + block) // self.step)
+        step = packed // self.step + torch.arange(block // self.step, device=row.device)
+        for buffer, codes in zip(self.codes.payload(), coded.payload(), strict=True):
+            buffer[row, :, step] = codes.transpose(1, 2)
+
+    def _coded(self, x: Tensor, rows: Sequence[int] | None) -> Packed:
+        """Return exact tokens x [U, H, T, D] packed. Their rows are the indices ``rows``; None: all rows in order."""
+        channels = self.channels
+        if rows is not None:
+            channels = take(channels, self.numbers(rows))
+        if channels is not None:
+            x = x.gather(3, channels[:, :, None].expand(-1, -1, x.shape[2], -1))
+        return self.codes.more(x, self.pack, rows)
 
     def _reserve(self, steps: int) -> None:
         """Make room for the codes of ``steps`` times ``step`` tokens."""
@@ -232,7 +252,7 @@ class PackedHalf:
         self.packed, self.total = [self.packed[u] for u in rows], [self.total[u] for u in rows]
 
     def payload(self) -> list[int]:
-        """Return how many bytes each row's tokens take, packed and exact."""
+        """Return the number of bytes that each row's packed and exact tokens take."""
         codes = tuple(self.codes.payload())
         step_bytes = sum(per_place(t, codes[0].shape[0] * codes[0].shape[2]) for t in codes)
         token_bytes = per_place(self.ring, self.ring.shape[0] * self.slots)

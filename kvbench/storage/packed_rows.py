@@ -25,7 +25,7 @@ from kvbench.storage.packed_half import PackedHalf
 
 
 class PackedRows(Format):
-    """Entries that one chain's quantiser packs in one format, all under the same masking method or under none.
+    """Entries that one chain's quantiser packs in one format. All have the same masking method, or all have no such.
 
     k, v: the keys and values of all entries.
     settles_first: True if tokens are packed before their own step attends, False if after it.
@@ -93,66 +93,72 @@ class PackedRows(Format):
         return out
 
     def _logits(self, query: Tensor, scale: float, estimate: Estimate) -> Tensor:
-        """Return logits [U, Hq, T, L] fp32 in token order, with -inf for later and for missing tokens."""
-        store, t = self.k, query.shape[2]
-        if store.alike:
+        """Return logits [U, Hq, T, L] fp32 of query [U, Hq, T, D] in token order.
+
+        Tokens later than the query's, and tokens that a shorter row lacks, have -inf.
+
+        estimate: maps stored keys to the keys that are multiplied by the query.
+        """
+        half, new_tokens = self.k, query.shape[2]
+        if half.alike:
             return self._logits_alike(query, scale, estimate)
-        longest = max(store.total)
-        # ring slots without an exact token write their logits into one extra column, which is cut off
+        longest = max(half.total)
+        # column i has the logits of token i; the extra last column takes those of ring slots without an exact token
         scores = query.new_full((*query.shape[:3], longest + 1), -torch.inf, dtype=torch.float32)
-        most = max(store.packed)
-        if most:
-            scores[..., :most] = packed_logits(query, store.old(), scale, store.channels, estimate)
-        where = store.columns()[:, None, None].expand(*query.shape[:3], -1)
-        ring_logits = logits(query, estimate(store.ring), scale).float()
-        if store.seen is None:
-            scores.scatter_(3, where, ring_logits)
+        most_packed = max(half.packed)
+        if most_packed:
+            scores[..., :most_packed] = packed_logits(query, half.old(), scale, half.channels, estimate)
+        columns = half.columns()[:, None, None].expand(*query.shape[:3], -1)
+        ring_logits = logits(query, estimate(half.ring), scale).float()
+        if half.seen is None:
+            scores.scatter_(3, columns, ring_logits)
         else:
             # a token may be packed for one query and exact for another, so each query picks its own logit
-            exact = torch.full_like(scores, -torch.inf).scatter_(3, where, ring_logits)
-            is_packed = torch.arange(longest + 1, device=query.device) < store.seen
+            exact = torch.full_like(scores, -torch.inf).scatter_(3, columns, ring_logits)
+            is_packed = torch.arange(longest + 1, device=query.device) < half.seen
             scores = torch.where(is_packed, scores, exact)
         # new token i of T is token total - T + i of its row, and sees no later token
-        last = store.numbers(store.total)[:, None] - t + torch.arange(t, device=query.device)
-        hidden = torch.arange(longest, device=query.device) > last[:, None, :, None]
-        return scores[..., :longest].masked_fill(hidden, -torch.inf)
+        last_seen = half.numbers(half.total)[:, None] - new_tokens + torch.arange(new_tokens, device=query.device)
+        is_later = torch.arange(longest, device=query.device) > last_seen[:, None, :, None]
+        return scores[..., :longest].masked_fill(is_later, -torch.inf)
 
     def _logits_alike(self, query: Tensor, scale: float, estimate: Estimate) -> Tensor:
         """Return logits as ``_logits`` does for rows that are alike. Their tokens are already in order."""
-        store, t = self.k, query.shape[2]
-        scores = logits(query, estimate(store.exact()), scale).float()
-        if store.packed[0]:
-            packed = packed_logits(query, store.old(), scale, store.channels, estimate)
+        half, new_tokens = self.k, query.shape[2]
+        scores = logits(query, estimate(half.exact()), scale).float()
+        if half.packed[0]:
+            packed = packed_logits(query, half.old(), scale, half.channels, estimate)
             scores = torch.cat([packed, scores], dim=3)
-        if t > 1:
+        if new_tokens > 1:
             # the new tokens come last and see each other causally
-            future = torch.ones(t, t, dtype=torch.bool, device=query.device).triu(1)
-            scores[..., -t:].masked_fill_(future, -torch.inf)
+            is_later = torch.ones(new_tokens, new_tokens, dtype=torch.bool, device=query.device).triu(1)
+            scores[..., -new_tokens:].masked_fill_(is_later, -torch.inf)
         return scores
 
     def _weigh(self, probs: Tensor) -> Tensor:
         """Return values [U, Hq, T, D] weighted by probs [U, Hq, T, L]."""
-        store = self.v
-        most = max(store.packed)
-        if store.alike:
-            out, old_probs = weigh(probs[..., most:], store.exact()), probs[..., :most]
+        half = self.v
+        most_packed = max(half.packed)
+        packed_probs = probs[..., :most_packed]
+        if half.alike:
+            out = weigh(probs[..., most_packed:], half.exact())
         else:
-            where = store.columns()[:, None, None].expand(*probs.shape[:3], -1)
-            packed = store.seen
+            columns = half.columns()[:, None, None].expand(*probs.shape[:3], -1)
+            packed = half.seen
             if packed is None:
-                packed = store.numbers(store.packed)[:, None, None, None]
+                packed = half.numbers(half.packed)[:, None, None, None]
             is_packed = torch.arange(probs.shape[3], device=probs.device) < packed
             exact_probs = probs
-            if store.seen is not None:
+            if half.seen is not None:
                 # a token in the ring may be packed for this query, and then its exact value gets weight 0
                 exact_probs = probs.masked_fill(is_packed, 0)
             # ring slots without an exact token read the extra column behind the last token, whose weight is 0
-            out = weigh(F.pad(exact_probs, (0, 1)).gather(3, where), store.ring)
-            old_probs = probs[..., :most].masked_fill(~is_packed[..., :most], 0)
-        if most:
-            part = packed_weigh(old_probs, store.old())
-            if store.channels is not None:
-                part = spread(part, store.channels, out.shape[3])
+            out = weigh(F.pad(exact_probs, (0, 1)).gather(3, columns), half.ring)
+            packed_probs = packed_probs.masked_fill(~is_packed[..., :most_packed], 0)
+        if most_packed:
+            part = packed_weigh(packed_probs, half.old())
+            if half.channels is not None:
+                part = spread(part, half.channels, out.shape[3])
             out = out + part
         return out
 

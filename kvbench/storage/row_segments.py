@@ -38,7 +38,7 @@ class Shared:
         return Shared(self.leading[index], take(self.key_rows, index), self.place[index])
 
     def over(self, heads: int) -> Shared:
-        """Return the same sharing for a batch that stores the keys of all ``heads``, also of those that none reads."""
+        """Return the same sharing for a batch that stores the keys of all ``heads``, also those without a reader."""
         group = self.place.shape[1] // heads
         return Shared(self.leading, self.leading // group, self.place)
 
@@ -205,7 +205,7 @@ def grown(t: Tensor, size: int) -> Tensor:
 
 
 def per_place(t: Tensor, places: int) -> int:
-    """Return how many bytes the tensor t takes for each of its ``places`` (tokens or slots), or 0 if it has none."""
+    """Return how many bytes the tensor t takes for each of its ``places`` (tokens or slots), or 0 without places."""
     if places == 0:
         return 0
     return t.nbytes // places
@@ -249,7 +249,7 @@ def stack(segments: Sequence[Segment], positions: bool = False) -> RowSegment:
     a sliding window needs them.
     """
     longest = max(s.tokens for s in segments)
-    valid = lengths = None
+    valid, lengths = None, None
     if any(s.tokens < longest for s in segments):
         lengths = torch.tensor([[s.tokens] for s in segments], dtype=torch.int32, device=segments[0].k.device)
         valid = (torch.arange(longest, device=lengths.device) < lengths)[:, None]

@@ -141,6 +141,7 @@ def _one_word(key: str, value: Any) -> str:
 
 
 def _text(value: Any) -> str:
+    """Return a knob's value as a user would type it: lists with commas, whole floats without a decimal point."""
     if isinstance(value, (list, tuple)):
         return ",".join(map(_text, value)) or "none"
     if isinstance(value, float) and value.is_integer():

@@ -51,7 +51,7 @@ MEASURES = ("kvbench", "conf", "pyproject.toml", "constraints.txt")
 
 
 def local_changes(records: Iterable[CellRecord]) -> str:
-    """Return the note that some cells were measured with uncommitted changes, or '' if none was."""
+    """Return the note that some cells were measured with uncommitted changes, or '' if no cell was."""
     count = 0
     cells = 0
     base_commits: set[str] = set()

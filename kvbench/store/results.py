@@ -53,9 +53,9 @@ class DrawnAnswer:
 class Sample:
     """One stored answer: tokens and bytes of its cache as audited, seconds, the text, and its score.
 
-    nominal: the tokens of the method's budget; None if it has none.
+    nominal: the tokens of the method's budget; None if the method has no budget.
     cut: the number of tokens cut out of the prompt.
-    score: None if the metric gives this answer none.
+    score: None if the metric gives this answer no score.
     answers: the references.
     attended: the mean number of tokens that a masking method reads.
     provenance: an index into the provenance of the cell's record.

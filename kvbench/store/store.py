@@ -102,13 +102,13 @@ class ResultStore:
         return path
 
     def _files(self, cell_id: str, pattern: str) -> list[Path]:
-        """Return the files of a cell whose names match ``pattern``, sorted. A link to another folder has none."""
+        """Return the files of a cell whose names match ``pattern``, sorted; [] for a link to another folder."""
         if _is_link(self.root / "cells" / cell_id):
             return []
         return sorted(self.folder(cell_id).glob(pattern))
 
     def find(self, cell_id: str) -> str:
-        """Return ``cell_id`` itself, if the store has a cell of that id. Raises UsageError if it has none."""
+        """Return ``cell_id`` itself, if the store has a cell of that id. Raises UsageError otherwise."""
         if not os.path.lexists(self.folder(cell_id)):
             raise unknown("result", cell_id, self.folders(), listed_by=f"kvbench list runs results={self.root}")
         return cell_id
@@ -249,7 +249,7 @@ class ResultStore:
         return Status(status, n, of, reason=reason, measuring=measuring, changed=self._changed(cell_id))
 
     def _changed(self, cell_id: str) -> float | None:
-        """Return the last time when a file of the cell was changed, in seconds; None if it has none."""
+        """Return the last time when a file of the cell was changed, in seconds; None if the cell has no files."""
         folder = self.folder(cell_id)
         times = []
         for pattern in ("samples-*.jsonl", "*.json"):
@@ -313,7 +313,7 @@ class ResultStore:
                 raise unreadable(path, "it is no readable file")
 
     def metrics(self, cell_id: str) -> Line:
-        """Return the content of metrics.json, or {} if there is none. A damaged file gives {} and a warning."""
+        """Return the content of metrics.json, or {} without that file. A damaged file gives {} and a warning."""
         path = self.folder(cell_id) / "metrics.json"
         try:
             return read_json(path) or {}

@@ -38,7 +38,7 @@ class IndexScore:
 
 @dataclass(frozen=True)
 class TurnsSummary:
-    """The scores of a cell by question, in printed units. A cell's own score is the mean over contexts of their means.
+    """The scores of a cell by question, in printed units. The cell's own score is the mean of its contexts' means.
 
     contexts, questions: the number of each.
     by_index: the score of each context's first question, second question and so on.
@@ -68,7 +68,10 @@ Contexts = Mapping[str, Sequence[TurnAnswer]]
 
 
 def falls(contexts: Contexts) -> dict[str, tuple[float, float]]:
-    """Return (score of the first question, of the last) of each context with several questions and a score for both."""
+    """Return, by context, (score of the first question, score of the last question).
+
+    Contexts with a single question, and contexts whose first or last question has no score, are left out.
+    """
     ends = {}
     for name, turns in contexts.items():
         first, last = turns[0].score, turns[-1].score
@@ -78,9 +81,9 @@ def falls(contexts: Contexts) -> dict[str, tuple[float, float]]:
 
 
 def summarise_turns(contexts: Contexts, name: str, compressed: Sequence[float]) -> TurnsSummary | None:
-    """Return the scores by question of one cell under the metric ``name``; None without questions.
+    """Return the scores by question of one cell under the metric ``name``; None if there are no contexts.
 
-    ``compressed`` holds the bytes of each compressed context.
+    compressed: the bytes of each compressed context, before its first question.
     """
     if not contexts:
         return None
@@ -138,7 +141,13 @@ def _means_beside(contexts: Contexts) -> dict[str, float | None]:
 
 
 def fall_beside(contexts: Contexts, full: Contexts, name: str) -> tuple[float, stats.Interval | None] | None:
-    """Return a method's fall minus the full cache's over the contexts of both, in printed units, with its interval."""
+    """Return the mean difference between a method's falls and the full cache's, with its interval, in printed units.
+
+    contexts: the method's answers. full: the full cache's answers. Contexts with a fall in both are compared.
+    name: the metric of the scores.
+
+    Returns None if no context can be compared.
+    """
     ends_of_full = falls(full)
     differences = []
     for context, (first, last) in falls(contexts).items():
@@ -167,7 +176,7 @@ def _mean(values: Sequence[float], most: float) -> tuple[float | None, stats.Int
 
 
 def _shown(show: Callable[[float], float], scores: Sequence[float]) -> float | None:
-    """Return the mean of the scores in printed units; None without scores."""
+    """Return the mean of the scores as ``show`` prints it; None without scores."""
     if not scores:
         return None
     return show(fmean(scores))

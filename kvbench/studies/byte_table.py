@@ -156,7 +156,7 @@ class MeasuredCell:
 
 
 def _read_line(label: str, block: str, run: RunPlan, report: Report, row: int) -> Line | None:
-    """Return the row at index ``row`` of the run, or None if none of its cells is measured."""
+    """Return the row at index ``row`` of the run, or None if no cell of it is measured."""
     cells = []
     for group, result in zip(run.groups, report.rows[row].cells, strict=True):
         if result.summary is not None:
@@ -347,7 +347,10 @@ class Pair:
 
 
 def pairs(rows: Sequence[Line], kind: str = "reference") -> list[Pair]:
-    """Return all pairs of rows within each block. Rows of a block are in the order of their divergence."""
+    """Return all pairs of rows within each block. Rows of a block are in the order of their divergence.
+
+    kind: the kind of text on which divergence is measured, ``reference`` or ``greedy``.
+    """
     block_pairs = []
     for block in dict.fromkeys(line.block for line in rows):
         block_lines = _comparable_lines(rows, block, kind)
@@ -372,7 +375,7 @@ def pairs(rows: Sequence[Line], kind: str = "reference") -> list[Pair]:
 
 
 def _comparable_lines(rows: Sequence[Line], block: str, kind: str) -> list[Line]:
-    """Return the rows of a block in the order of their divergence, the nearest to the full cache first."""
+    """Return the rows of a block in the order of their divergence on texts of ``kind``, the smallest first."""
     block_lines = []
     for line in rows:
         if line.block != block or kind not in line.fidelity:

@@ -20,7 +20,7 @@ class HuggingFace:
     """Downloads through huggingface_hub, with the user's login if there is one."""
 
     def commit(self, repo: str, kind: str, revision: str) -> str:
-        """Return the commit that a revision of a repo means now."""
+        """Return the commit that a revision of a repo means now. ``kind`` is ``model`` or ``dataset``."""
         from huggingface_hub import HfApi
 
         with _explained(f"{repo} at {revision}"):
@@ -30,7 +30,10 @@ class HuggingFace:
         return str(info.sha)
 
     def file(self, repo: str, kind: str, name: str, commit: str, folder: Path) -> Path:
-        """Download one file of a repo at a commit into ``folder`` and return its path."""
+        """Download one file of a repo at a commit into ``folder`` and return its path.
+
+        kind: ``model`` or ``dataset``.
+        """
         from huggingface_hub import hf_hub_download
 
         with _explained(f"{name} of {repo} at {commit}"):

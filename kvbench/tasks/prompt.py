@@ -250,7 +250,7 @@ def check(tokenizer: Any, task: Task, policy: PromptPolicy) -> None:
 
 
 def _withheld_question(example: Example, task: Task) -> str:
-    """Return the question at the prompt's end that is read after the compression; '' if none is withheld."""
+    """Return the question at the prompt's end that is read after the compression; '' if no question is withheld."""
     if task.query_aware:
         return ""
     if not example.question or not example.prompt.endswith(example.question):

@@ -59,11 +59,13 @@ class RecordForm:
 
 
 def _write_lines(records: Records) -> str:
+    """Return the lines of LongEval's prompt, one for each record, below their header."""
     lines = [f"line {name}: REGISTER_CONTENT is <{number}>\n" for name, number in records.items()]
     return LINES_HEADER + "".join(lines)
 
 
 def _read_lines(row: FileRow) -> tuple[Records, str]:
+    """Return (the records of a published prompt, the name of the line that is asked for)."""
     # LongEval publishes the whole prompt, so its lines are read back from it
     names = row.value("random_idx")
     if not isinstance(names, list) or not names:
@@ -72,6 +74,7 @@ def _read_lines(row: FileRow) -> tuple[Records, str]:
 
 
 def _generate_lines(seed: str, count: int) -> Records:
+    """Return ``count`` records: names drawn without repetition, each with a number from 1 to LARGEST_NUMBER."""
     all_names = [f"{adjective}-{noun}" for adjective, noun in product(ADJECTIVES, NOUNS)]
     records = {}
     for name in islice(drawn(all_names, seed), count):
@@ -82,12 +85,14 @@ def _generate_lines(seed: str, count: int) -> Records:
 
 
 def _write_pairs(records: Records) -> str:
+    """Return the records as one JSON object below its header."""
     # laid out as lost-in-the-middle prints its JSON, a pair a line
     pairs = [f'"{key}": "{value}"' for key, value in records.items()]
     return PAIRS_HEADER + "{" + ",\n ".join(pairs) + "}"
 
 
 def _read_pairs(row: FileRow) -> tuple[Records, str]:
+    """Return (the records of a published file's row, the key that is asked for)."""
     rows = row.value("ordered_kv_records")
     if not isinstance(rows, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in rows):
         raise row.wrong(f"'ordered_kv_records' must be a list of pairs, got {kind(rows)}")
@@ -95,6 +100,7 @@ def _read_pairs(row: FileRow) -> tuple[Records, str]:
 
 
 def _generate_pairs(seed: str, count: int) -> Records:
+    """Return ``count`` records whose names and contents are UUIDs."""
     # keys and values are UUIDs, as published: 2 * count of them, in turns
     ids = [str(uuid.UUID(_digest(f"{seed}/{i}")[:32], version=4)) for i in range(2 * count)]
     return dict(zip(ids[::2], ids[1::2], strict=True))

@@ -96,7 +96,10 @@ def has_half_pair(text: str) -> bool:
 
 
 def read(file: Path) -> Iterator[FileRow]:
-    """Yield the records of a .jsonl, .json (a list) or .csv file, in order. Raises UsageError if there are none."""
+    """Yield the records of a .jsonl, .json (a list) or .csv file, in order.
+
+    Raises UsageError for a file of another kind or without records.
+    """
     readers = {".jsonl": read_lines, ".json": read_list, ".csv": read_csv}
     if file.suffix not in readers:
         raise UsageError(f"{file} must be a .jsonl, .json or .csv file")

@@ -39,7 +39,7 @@ class Files:
         return path
 
     def first(self, *names: str) -> Path | None:
-        """Return the path of the first of ``names`` that is a file below the data folder; None if none is.
+        """Return the path of the first of ``names`` that is a file below the data folder; None if no such file exists.
 
         Raises UsageError if its content differs from the lock's record.
         """

@@ -51,7 +51,7 @@ class Session:
     data: str | None = None
 
     def request(self, stage: Stage) -> Request | None:
-        """Return the stage's request for a calibration, or None if the stage needs none. Nothing is computed."""
+        """Return the stage's request for a calibration, or None if it needs no calibration. Nothing is computed."""
         recipe = stage.recipe()
         if recipe is None:
             return None

@@ -197,6 +197,7 @@ def _encode_sentence(rng: random.Random, sentence: str, noisy: float) -> Span:
 
 @cache
 def _tokenizer() -> Tokenizer:
+    """Return the tokenizer of the embedded tiny model."""
     return Tokenizer.from_file(str(embedded.path() / "tokenizer.json"))
 
 

@@ -144,13 +144,13 @@ def _e4m3(scale: Tensor) -> Tensor:
 
 
 def _scaled_codes(x: Tensor, block_scale: Tensor, g: Tensor) -> Tensor:
-    """Return the codes of x / (b g), or 0 where the scale b g is 0."""
+    """Return the codes of x / (b g), for block scales b and the scale g of all blocks, or 0 where b g is 0."""
     step = block_scale.float() * g
     return e2m1(x / step.masked_fill(step == 0, torch.inf))
 
 
 def _squared_error(x: Tensor, block_scale: Tensor, g: Tensor) -> Tensor:
-    """Return the squared error [..., blocks, 1] of each block of x [..., blocks, group] under its scale."""
+    """Return the squared error [..., blocks, 1] of each block of x [..., blocks, group] that is coded by scale b g."""
     read_back = _levels(_scaled_codes(x, block_scale, g)) * block_scale.float() * g
     return (read_back - x).square().sum(dim=-1, keepdim=True)
 

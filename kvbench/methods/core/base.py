@@ -65,7 +65,7 @@ class TokenSelector(Stage):
         return Capacity(n, 0, 0)
 
     def nominal(self, n: int) -> int | None:
-        """Return the budget that the user gave, in tokens of a prompt of n, or None if there is none."""
+        """Return the budget that the user gave, in tokens of a prompt of n, or None if no budget was given."""
         return None
 
     @property

@@ -183,9 +183,9 @@ class Chain:
         return self.quantiser.coder(self.packed_pruner, layer)
 
     def first_alike(self, layer: int) -> int:
-        """Return the first layer whose tokens take as many bytes each as those of ``layer``.
+        """Return the first layer whose tokens take as many bytes each as the tokens of ``layer``.
 
-        In sums of bytes over layers it stands for all such layers.
+        In sums of bytes over layers, the first layer stands for all layers that are alike in this.
         """
         kind = self._token_kind(layer)
         return next(i for i in range(layer + 1) if self._token_kind(i) == kind)
@@ -316,7 +316,7 @@ class Chain:
 
         An exact number takes ``itemsize`` bytes.
         """
-        key_width = value_width = head_dim
+        key_width, value_width = head_dim, head_dim
         if self.lowrank is not None:
             key_width, value_width = self.lowrank.widths(layer)
         # the bytes are tokens x channels x bytes of an element

@@ -54,7 +54,7 @@ class DecodeBudget(Evictor):
 
     def tokens_after(self, cache: LayerCache, layer: int, new: int) -> tuple[list[int], list[int]]:
         assert cache.observed is not None
-        held = most_held = cache.tokens
+        held, most_held = cache.tokens, cache.tokens
         seen, end = cache.seen, cache.seen + new
         while seen < end:
             behind_prompt = seen - cache.prompt_tokens

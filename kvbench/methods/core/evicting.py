@@ -136,9 +136,9 @@ class Modified(Evictor):
         return self.selector.head_budgets(cache, layer)
 
     def token_counts(self, n: int) -> Mapping[str, int]:
-        counts = dict(self.selector.token_counts(n))
-        counts["sinks"] = protect(self.selector.capacity(n), sinks_of(self.modifiers), n).sinks
-        return counts
+        # the selector's own sinks and those of its modifiers are the same first tokens, so the larger number counts
+        capacity = protect(self.selector.capacity(n), sinks_of(self.modifiers), n)
+        return {**self.selector.token_counts(n), "sinks": capacity.sinks}
 
     def unattended(self, n: int) -> int | None:
         return self.selector.unattended(n)

@@ -91,9 +91,11 @@ class StorageFormat(Quantiser):
     def prefill_key(self) -> str:
         if not self.code_prefill:
             return ""
-        # the text of a codec has everything that decides what it stores
-        half = f" only={self.only}" if self.only else ""
-        return f"{self.codec('k')} {self.codec('v')}{half}"
+        # a codec as text states everything that decides what it stores
+        key = f"{self.codec('k')} {self.codec('v')}"
+        if self.only:
+            key += f" only={self.only}"
+        return key
 
     def read(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if not self.code_prefill:

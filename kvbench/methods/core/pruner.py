@@ -118,7 +118,7 @@ class ChannelPruner(Stage):
             return slots < torch.tensor(tokens, device=slots.device)[:, None]
 
         scored_keys, scored_values = scored
-        key_channels = value_channels = None
+        key_channels, value_channels = None, None
         if keys < head_dim:
             k = pad_heads(segment.k, segment.lengths, cache.heads).float()
             # tokens that are not scored become zeros

@@ -97,7 +97,7 @@ class Quantiser(Stage, Packer):
         elif self.only == "values":
             key_residual = Residual.everything()
         if layer is not None and not self.packs_in(layer):
-            key_residual = value_residual = Residual.everything()
+            key_residual, value_residual = Residual.everything(), Residual.everything()
         return Coder(self, key_residual, value_residual, grows=self.grows)
 
     def packed_layout(
@@ -111,7 +111,7 @@ class Quantiser(Stage, Packer):
         (block,) = blocks
         coder = self.coder(pruner, layer)
         packed_keys, packed_values = coder.keys.packed(block.slots), coder.values.packed(block.slots)
-        key_channels = value_channels = head_dim
+        key_channels, value_channels = head_dim, head_dim
         id_bytes = 0
         if pruner is not None:
             key_channels, value_channels = pruner.kept_keys(head_dim), pruner.kept_values(head_dim)
@@ -140,7 +140,7 @@ class Quantiser(Stage, Packer):
         segment = ops.only_segment(cache)
         self.check_width(segment.k.shape[2])
         coder = self.coder(pruner, obs.layer)
-        key_channels = value_channels = None
+        key_channels, value_channels = None, None
         if pruner is not None:
             # channels are scored by the tokens that are packed; a prompt too short to pack any still decides, by all
             # its tokens, which channels remain of those that decoding will pack

@@ -89,14 +89,14 @@ def resolve(
 
 
 def chains_of(methods: Sequence[MethodRequest], knobs: Knobs | None = None, preset: Knobs | None = None) -> list[Chain]:
-    """Return one chain for each of ``methods``, in order. The arguments are those of ``resolve``, without grids."""
+    """Return one chain for each of ``methods``, in order. The arguments are as in ``resolve``, without grids."""
     requests = _apply_layers(methods, knobs or {}, preset or {})
     # a chain itself refuses any other value of ``per``
     return [chain_config(request.entries, request.per).chain for request in requests]  # type: ignore[arg-type]
 
 
 def chain_of(method: MethodRequest, knobs: Knobs | None = None, preset: Knobs | None = None) -> Chain:
-    """Return the chain of one method. The arguments are those of ``resolve``, without grids."""
+    """Return the chain of one method. The arguments are as in ``resolve``, without grids."""
     return chains_of([method], knobs, preset)[0]
 
 
@@ -164,9 +164,10 @@ def _knobs_for(stage: str, layer: Knobs) -> dict[str, object]:
 
 
 def overlay(entry: Entry, layer: Mapping[str, object]) -> dict[str, Any]:
-    """Return the knobs of ``entry`` with those of ``layer`` laid over them.
+    """Return the knobs of ``entry``, with the knobs of ``layer`` in place of those that both have.
 
-    If ``layer`` sets a budget of tokens, the knobs by which ``entry`` states one are cleared: size, fraction and parts.
+    If ``layer`` sets a budget of tokens, the knobs by which ``entry`` states a budget are cleared: size, fraction and
+    parts.
     """
     knobs = dict(entry)
     if any(layer.get(knob) is not None for knob in BUDGET_KNOBS):
@@ -211,7 +212,7 @@ def _apply_layers(methods: Sequence[MethodRequest], knobs: Knobs, preset: Knobs)
 
 
 def _plain(value: object) -> object:
-    """Return a value with Python's own numbers and lists in place of those of NumPy and PyTorch."""
+    """Return a value with NumPy's and PyTorch's numbers and arrays turned into Python's own numbers and lists."""
     # identities and labels are texts, in which np.float64(0.5) and 0.5 differ
     if isinstance(value, (list, tuple)):
         return [_plain(element) for element in value]

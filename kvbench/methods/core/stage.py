@@ -81,7 +81,7 @@ class Stage(Knobs):
         raise TypeError(f"{type(self).__name__} does not say how it is calibrated")
 
     def calibration_bytes(self, model: PreTrainedModel) -> tuple[int, int]:
-        """Return (bytes in memory beside the model, bytes on disk) that measuring takes, or (0, 0) if next to none."""
+        """Return (bytes in memory beside the model, bytes on disk) that measuring takes, or (0, 0) if they are few."""
         return 0, 0
 
     def calibration_steps(self, model: PreTrainedModel) -> int:
@@ -107,7 +107,7 @@ class Stage(Knobs):
         return identity
 
     def measured(self, what: str, knob: str = "it") -> Mapping[str, torch.Tensor]:
-        """Return the tensors of the stage's calibration. Raises UsageError where the stage has none.
+        """Return the tensors of the stage's calibration. Raises UsageError if the stage has no calibration.
 
         what: the words for the property that follows from the tensors, such as "its ranks", for the error.
         knob: the knob that makes the calibration necessary.
@@ -122,7 +122,7 @@ class Stage(Knobs):
 
     @property
     def unbound(self) -> bool:
-        """True if the stage needs a calibration and has none."""
+        """True if the stage needs a calibration and has no calibration yet."""
         return self.recipe() is not None and self.calibration is None
 
     # ---- the prompt's computation, and what the stage reads of it

@@ -214,7 +214,7 @@ def papers() -> tuple[str, ...]:
 
 
 def find(wanted: str) -> tuple[str, ...]:
-    """Return the papers of ``all`` or of one name. Raises UsageError for any other."""
+    """Return the paper named ``wanted``, or all papers for ``all``. Raises UsageError for another name."""
     if wanted == "all":
         return papers()
     if wanted not in papers():
@@ -335,7 +335,11 @@ class _PValues:
 def _correct(
     measured: Sequence[Claim], evidence_by_claim: Mapping[str, Evidence], family: int, measure: str
 ) -> dict[str, _PValues]:
-    """Return the p-values of each measured claim. Each direction is corrected over ``family`` claims by itself."""
+    """Return the p-values of each measured claim by its id. Holm corrects each direction by itself.
+
+    family: the number of claims over which p-values are corrected.
+    measure: one of MEASURES, the measure of the differences in the evidence.
+    """
     nothing = NOTHING[measure]
     above, below, same = {}, {}, {}
     for claim in measured:
@@ -362,9 +366,12 @@ def _name_gap(evidence: Evidence) -> str:
 
 
 def _count_needed_pairs(differences: Differences, least: float, level: float) -> int | None:
-    """Return how many pairs would decide at the mean and spread seen; None if nothing differs from ``least``.
+    """Return how many pairs would decide an undecided claim, if their differences had the mean and spread seen so far.
 
-    ``n = ((z(level) + z(power)) * spread / distance)^2``, at the level that Holm asks of the first of a family.
+    least: the mean difference from which the claim must differ.
+    level: the p-value below which one direction of the claim is decided.
+
+    Returns None for fewer than two differences, for a mean equal to ``least`` and for differences that are all equal.
     """
     if len(differences) < 2:
         return None
@@ -372,13 +379,17 @@ def _count_needed_pairs(differences: Differences, least: float, level: float) ->
     spread = float(differences.std(ddof=1))
     if distance < SAME or not spread:
         return None
-    return ceil(((stats.normal_quantile(1 - level) + stats.normal_quantile(POWER)) * spread / distance) ** 2)
+    # a one-sided z test reaches ``level`` with chance POWER at n = ((z(1 - level) + z(POWER)) * spread / distance)^2
+    z_sum = stats.normal_quantile(1 - level) + stats.normal_quantile(POWER)
+    return ceil((z_sum * spread / distance) ** 2)
 
 
 @lru_cache
 def _best_p(test: str, pairs: int, least: float) -> float:
-    """Return the lowest p-value that ``pairs`` can give: none differs, or all of a claimed gain gain everything."""
-    # differences lie in [-1, 1]; a claim of no loss asks for no gain
+    """Return the lowest p-value that a claim can get from this number of ``pairs``.
+
+    Every difference is then 1 for a claimed gain, and 0 for a claim of no loss. ``test`` is the claim's.
+    """
     best_difference = 1.0
     if test == "no_worse":
         best_difference = 0.0
@@ -395,7 +406,12 @@ def _choose_verdict(
     measure: str,
     level: float,
 ) -> tuple[str, str]:
-    """Return (verdict, side). The side, supported or contradicted, is '' unless the verdict is mixed or fragile."""
+    """Return (verdict, side). The side, supported or contradicted, is '' unless the verdict is mixed or fragile.
+
+    elsewhere: the mean difference in points under another scaling; None if it was not measured.
+    family: the number of claims over which p-values are corrected.
+    level: the p-value below which one direction is decided.
+    """
     least = claim.least(measure)
     if claim.test == "better" and p.same < level:
         return NO_DIFFERENCE, ""
@@ -421,6 +437,8 @@ def _choose_verdict(
 
 def _lies_opposite(differences: Differences, least: float, sign: int) -> bool:
     """Tell whether the interval of one task or setting lies on the side of ``least`` opposite to ``sign``.
+
+    sign: 1 if the claim's mean lies above ``least``, -1 if it lies below.
 
     The mean alone does not decide this. The means of a few examples lie on the other side by chance, and every claim
     about sixteen tasks would be mixed.

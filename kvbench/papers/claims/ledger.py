@@ -167,7 +167,7 @@ def _key(content: Ledger) -> tuple[str, ...]:
 
 
 def read_committed(model: str, results: Path, papers: Sequence[str]) -> Ledger | None:
-    """Return the claims of ``papers`` in the committed ledger of a model, or None if none is committed."""
+    """Return the claims of ``papers`` in the committed ledger of a model; None without a committed ledger."""
     path = ledger_path(model, results, claims.papers())
     if not path.exists():
         return None
@@ -228,7 +228,7 @@ def brief(content: Mapping[str, Any]) -> str:
 
 
 def _describe_difference(record: ClaimRecord) -> str:
-    """Return a claim's mean difference and its interval, by the measure of its verdict; '' if none is known."""
+    """Return a claim's mean difference and its interval, by the measure of its verdict; '' if they are not known."""
     measure, numbers = _choose_measure(record)
     if numbers["mean"] is None:
         return ""

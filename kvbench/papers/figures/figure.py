@@ -103,7 +103,7 @@ class Figure:
     knobs: its options with their defaults; None stands for the default in ``shows``.
     each, most: the prompts read by default, per task and in all.
     sweeps: the runs behind measured scores; () if formulas alone compute the figure, None if it shows activations.
-    own: its caption with methods that the user names, '' if it takes none.
+    own: its caption with methods that the user names, '' if it takes no such methods.
     """
 
     id: str

@@ -53,7 +53,7 @@ class _TaskResult:
 
 @dataclass(frozen=True)
 class Ran:
-    """A sweep with the run that measures it; ``chains`` are those of its points."""
+    """A sweep, the run that measures the sweep, and the chain of each of its points."""
 
     sweep: Sweep
     run: RunPlan

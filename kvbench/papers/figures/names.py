@@ -68,7 +68,7 @@ def print_text(text: str) -> str:
 
 
 def find_model(facts: dict[str, str]) -> str:
-    """Return the printed name of the model in the facts of a CSV, '' if they name none."""
+    """Return the printed name of the model in the facts of a CSV, '' if they name no model."""
     # measured scores have the fact runs: "Model NAME, float32; dataset ..."
     # figures of activations have the fact model: "NAME (fingerprint), float32"
     found = re.search(r"Model ([^,;|]+)", facts.get("runs", "")) or re.match(r"([^ ,]+)", facts.get("model", ""))

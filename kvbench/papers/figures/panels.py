@@ -263,7 +263,10 @@ class Picture:
 
 
 def lines(ax: Axes, rows: pd.DataFrame, panel: Panel, everything: pd.DataFrame) -> None:
-    """Draw a line with its band for each value of ``hue``; without a line style, points with error bars."""
+    """Draw a line with its band for each value of ``hue``; without a line style, points with error bars.
+
+    rows: the data of this panel. everything: the data of all panels, which decide the names, colours and limits.
+    """
     is_level = pd.Series(False, index=rows.index)
     curves = everything
     if panel.level:
@@ -330,7 +333,10 @@ def lines(ax: Axes, rows: pd.DataFrame, panel: Panel, everything: pd.DataFrame) 
 
 
 def _write_failure(ax: Axes, level_rows: pd.DataFrame, panel: Panel) -> bool:
-    """Write that the model fails where the full cache's score is next to 0 or its interval reaches 0; tell if it is."""
+    """Write in the panel that the model fails, if the full cache's score is next to 0 or its interval reaches 0.
+
+    level_rows: the rows of the full cache. Returns True if the text was written.
+    """
     if level_rows.empty:
         return False
     full = level_rows.iloc[0]
@@ -352,7 +358,12 @@ def _write_failure(ax: Axes, level_rows: pd.DataFrame, panel: Panel) -> bool:
 
 
 def _dodge(rows: pd.DataFrame, xs: pd.Series[float], side: float, panel: Panel) -> pd.DataFrame:
-    """Return a curve's rows moved along x: by DODGED of the axis between the sides -0.5 and 0.5."""
+    """Return a curve's rows moved along x, so that the error bars of curves with equal x stand beside each other.
+
+    xs: the x of all curves. Their range stands for the length of the axis.
+    side: the place among the curves, from -0.5 for the first to 0.5 for the last. The first and the last curve move
+    apart by the share DODGED of the axis.
+    """
     if panel.xscale.startswith("log"):
         # equal distances on a logarithmic axis are factors
         factor = (xs.max() / xs.min()) ** (DODGED * side)
@@ -361,7 +372,10 @@ def _dodge(rows: pd.DataFrame, xs: pd.Series[float], side: float, panel: Panel) 
 
 
 def _draw_band(ax: Axes, rows: pd.DataFrame, panel: Panel, color: Any, with_band: bool) -> None:
-    """Draw the band from ``low`` to ``high`` of a line's points, or error bars at them."""
+    """Draw a line's intervals from ``low`` to ``high``.
+
+    with_band: True for a band around the line, False for error bars at its points.
+    """
     if rows.empty:
         return
     if with_band:
@@ -387,7 +401,10 @@ def bars(ax: Axes, rows: pd.DataFrame, panel: Panel, everything: pd.DataFrame) -
 
 
 def heat(ax: Axes, rows: pd.DataFrame, panel: Panel, everything: pd.DataFrame) -> Any:
-    """Draw a map of means of ``value``, x to the right and y downwards, with its numbers where there are few."""
+    """Draw a map of means of ``value``, x to the right and y downwards, with its numbers if they are few.
+
+    everything: the data of all panels, over whose values the colours of logarithmic maps go.
+    """
     table = rows.pivot_table(index=panel.y, columns=panel.x, values=panel.value)
     row_labels = [f"{value:g}" for value in table.index if isinstance(value, int | float)]
     if not row_labels:
@@ -425,7 +442,10 @@ KINDS: dict[str, Callable[[Axes, pd.DataFrame, Panel, pd.DataFrame], Any]] = {
 
 
 def _set_axes(ax: Axes, rows: pd.DataFrame, panel: Panel, everything: pd.DataFrame) -> None:
-    """Set the scales, ticks and limits of a panel, and draw its reference lines."""
+    """Set the scales, ticks and limits of a panel, and draw its reference lines.
+
+    rows: the data of this panel. everything: the data of all panels, which decide the limits.
+    """
     if panel.kind == "heat":
         return
     if panel.level:

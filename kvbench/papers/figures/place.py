@@ -22,8 +22,9 @@ LEFT_OUT = "left out"
 class Place:
     """The folders that a command's figures go to.
 
-    results, model: those of the command. output: the folder that it names, '' for none. settings: its other arguments,
-    as ``limit=1``.
+    results, model: the command's results folder and model.
+    output: the folder that the command names, '' if it names no folder.
+    settings: the command's other arguments, such as ``limit=1``.
     """
 
     results: Path
@@ -69,14 +70,17 @@ class Place:
 
 
 def _can_replace(old: Mapping[str, str], new: Mapping[str, object]) -> bool:
-    """Tell whether a figure of the facts ``new`` shows the same as that of the facts ``old``, and not less of it."""
+    """Tell whether a figure with the facts ``new`` may take the place of the figure with the facts ``old``.
+
+    Both must show the same, and the new figure may lack measurements only if the old figure does.
+    """
     if _normalise(old) != _normalise(new):
         return False
     return LEFT_OUT not in new or LEFT_OUT in old
 
 
 def _normalise(facts: Mapping[str, object]) -> dict[str, str]:
-    """Return facts for comparison: without the one that names missing measurements, and lists without brackets."""
+    """Return facts for comparison: without the fact that names missing measurements, and lists without brackets."""
     texts = {}
     for key, value in facts.items():
         if key != LEFT_OUT:

@@ -106,7 +106,7 @@ def _measure_shifts(reading: Reading, ids: Tensor, widths: Sequence[int]) -> lis
 
 
 def shift_facts(data: pd.DataFrame) -> Iterator[Fact]:
-    """Yield overlaps by width, and those of shallow against deep layers."""
+    """Yield overlaps by width, and overlaps of shallow layers beside overlaps of deep layers."""
     # a third of the layers from either end, at least one
     order = sorted(data["layer"].unique())
     third = max(1, len(order) // 3)

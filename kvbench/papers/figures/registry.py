@@ -65,7 +65,7 @@ def _score_code(code: Code, tasks: str, fact_tables: Sequence[scores.FactTable])
     """Return the code of a figure of measured scores: what all such figures share, then what ``code`` adds."""
 
     def facts(data: pd.DataFrame) -> Iterator[Fact]:
-        """Yield the facts that the entry asks for, and those of the figure's own code."""
+        """Yield the facts that the entry asks for, and the facts of the figure's own code."""
         return scores.told(data, fact_tables, code.facts)
 
     def prepare(data: pd.DataFrame) -> pd.DataFrame:

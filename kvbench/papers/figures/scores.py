@@ -55,7 +55,7 @@ def samples(data: pd.DataFrame) -> str:
 
 
 def _range_of(counts: pd.Series[int]) -> str:
-    """Return numbers of examples in words: the lowest to the highest, or the one that all of them are."""
+    """Return the range of ``counts`` in words, such as 4 to 8, or the number alone if all counts are equal."""
     lowest, highest = int(counts.min()), int(counts.max())
     if lowest == highest:
         return str(lowest)
@@ -95,9 +95,9 @@ def front(data: pd.DataFrame) -> pd.DataFrame:
 
 
 def separate_front(data: pd.DataFrame) -> pd.DataFrame:
-    """Return the points of the front whose intervals lie apart: each wholly above that of the point before.
+    """Return the points of the front whose intervals lie apart: each lies wholly above the last returned point's.
 
-    Nothing is left where no two of them can be told apart.
+    No point is returned if no two of them can be told apart.
     """
     kept: list[pd.Series] = []
     if "low" in data:
@@ -110,14 +110,17 @@ def separate_front(data: pd.DataFrame) -> pd.DataFrame:
 
 
 def with_front(data: pd.DataFrame) -> pd.DataFrame:
-    """Return the data and, as one more series, the front whose steps can be told apart, up to all bytes."""
+    """Return the data and, as one more series, the front of ``separate_front``, drawn up to 100 % of the bytes.
+
+    The added column ``alike`` marks points that cannot be told from the full cache.
+    """
     marked = data.assign(alike=_like_full(data), series=data["series"])
     best = separate_front(data).assign(series=FRONT, low=float("nan"), alike=False)
     return pd.concat([marked, best, best.iloc[-1:].assign(bytes=100.0)])
 
 
 def _like_full(data: pd.DataFrame) -> pd.Series[bool]:
-    """Tell which points cannot be told from the full cache: the interval of their share of its score has 100 %."""
+    """Tell which points cannot be told from the full cache. The interval of such a point's relative score has 100 %."""
     if "relative_low" not in data:
         return pd.Series(False, index=data.index)
     has_all = (data["relative_low"] <= 100) & (data["relative_high"] >= 100)
@@ -125,13 +128,13 @@ def _like_full(data: pd.DataFrame) -> pd.Series[bool]:
 
 
 def per_copy(data: pd.DataFrame, facts: Mapping[str, str]) -> pd.DataFrame:
-    """Divide the bytes by those of a full cache that is repeated as often as the methods' own.
+    """Divide the methods' bytes by the number of copies of keys and values that they store; add it as ``copies``.
 
-    With per=query_head keys and values are repeated for query heads, and so are those of the full cache beside them,
-    while a CSV counts in per cent of one copy.
+    With per=query_head keys and values are repeated for query heads. The full cache beside such methods is repeated as
+    well, but the CSV counts bytes in per cent of a full cache with one copy.
     """
-    # A cache of k % of the tokens holds k % of the bytes and some overhead; what is a multiple of that are copies.
-    # Methods that store less of a token than all of it have fewer bytes.
+    # One copy of k % of the tokens holds k % of the bytes and some overhead, c copies hold c times as much. Methods
+    # that store a part of each token hold less, so the method with most bytes per token decides.
     methods = data[data["series"] != FULL]
     copies = max(1, math.floor((methods["bytes"] / methods["kept"]).max()))
     bytes_held = data["bytes"].where(data["series"] == FULL, data["bytes"] / copies)
@@ -147,7 +150,15 @@ def table(
     at: str = "{:g}",
     form: str = "{:.1f}",
 ) -> Fact:
-    """Build a fact of ``y`` by series and x, or by task, series and x; of one ``x`` by task alone."""
+    """Build a fact with the values of the column ``y`` at each x, by name. A name is the task and the series.
+
+    Where there is only one task, or only one series, it is left out of the names.
+
+    label: the words before the values.
+    tasks: the rows to show, ``mean``, ``each`` or ``all``, as in ``chosen``.
+    x: the only x to show, by task alone. None shows every x.
+    at: the format of an x. form: the format of a value.
+    """
     rows = chosen(data[data["series"] != FULL], tasks).sort_values("x", kind="stable")
     if x is not None:
         return Fact(label, rows[rows["x"] == x].set_index("task")[y], form)
@@ -165,7 +176,10 @@ def table(
 def told(
     data: pd.DataFrame, says: Sequence[FactTable], more: Callable[[pd.DataFrame], Iterable[Fact]]
 ) -> Iterator[Fact]:
-    """Yield the facts below a figure: the full cache's scores, a table per entry of ``says``, ``more``, and n."""
+    """Yield the facts below a figure: the full cache's scores, a table per entry of ``says``, and n.
+
+    more: returns the figure's own facts, which come before n.
+    """
     full = data[data["series"] == FULL]
     if len(full):
         yield Fact("Full cache", full.set_index("task")["score"])
@@ -197,7 +211,7 @@ def front_facts(data: pd.DataFrame) -> Iterator[Fact]:
 
 
 def gain_facts(data: pd.DataFrame, stage: str, at: str) -> Iterator[Fact]:
-    """Yield the points that ``stage`` adds at every x to each series that has it."""
+    """Yield the points that ``stage`` adds at every x to each series that also ran with it. ``at`` formats an x."""
     scores = chosen(data, "mean").pivot_table(index="x", columns="series", values="score")
     gains = {}
     for base in series_of(data):

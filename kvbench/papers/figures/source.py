@@ -30,8 +30,9 @@ SAMPLES, TOKENS = 6, 1024
 class Origin:
     """A checkpoint and the texts to read, both checked; weights are loaded when a figure asks for ``model``.
 
-    tasks: those of the datasets of ``cfg``, with the prompts to read; none where a text is read.
-    text: the text of a file, or that of a calibration of this model. ``samples`` windows of ``tokens`` tokens are read.
+    tasks: the tasks of the datasets of ``cfg``, with the prompts to read. It is empty if a text is read.
+    text: the text of a file, or the text by which this model is calibrated.
+    samples, tokens: the number of the text's windows that are read, and of tokens in each.
     """
 
     cfg: RunConfig

@@ -109,7 +109,7 @@ def magnitudes(reading: Reading) -> pd.DataFrame:
 
 
 def with_means(data: pd.DataFrame) -> pd.DataFrame:
-    """Add the ``mean`` of each channel over tokens, in times that of all channels of its head."""
+    """Add the ``mean`` of each channel over tokens, as a multiple of the mean over all channels of its head."""
     means = data.groupby(HEAD_CHANNEL)["magnitude"].transform("mean")
     # every row has its channel's mean, so that the mean of these is the head's
     relative = means / data.assign(m=means).groupby(HEAD)["m"].transform("mean")

@@ -105,7 +105,7 @@ def _reasons(book: Book, exact: Exact, row: PublishedRow) -> Iterator[str]:
 
 
 def _other_full_row(book: Book, exact: Exact, row: PublishedRow) -> str:
-    """Name the model whose full-cache row gives the printed ratio as its base, or say that none does."""
+    """Name the model whose full-cache row gives the printed ratio as its base, or say that no row does."""
     for full in book.table(row.paper, row.table):
         if full.method != "full" or full.model == row.model:
             continue

@@ -130,7 +130,7 @@ def recomputed_cells(book: Book) -> tuple[Exact, ...]:
 
 
 def exact(paper: str, table: str, book: Book | None = None) -> list[Exact]:
-    """Return the cells of one table (``2``, ``text``) that can be recomputed. Return none if all need a model."""
+    """Return the cells of one table (``2``, ``text``) that can be recomputed without a model."""
     return [e for e in recomputed_cells(book or published()) if (e.cell.paper, e.cell.table) == (paper, table)]
 
 
@@ -170,7 +170,7 @@ def _ratios(book: Book) -> Iterator[Exact]:
 
 
 def ratio(row: PublishedRow, full: PublishedRow) -> Number:
-    """Return the mean over datasets of a row's scores relative to those of ``full``."""
+    """Return the mean over datasets of a row's scores relative to the scores of the row ``full``."""
     if row is full:
         # a number over itself is 1, whatever rounding hides
         return exactly(1)

@@ -43,7 +43,7 @@ FEW = Fraction(1, 2)
 
 @dataclass(frozen=True)
 class Fit:
-    """The distinct cells of a grid, and the ones among them that lie off it."""
+    """The distinct cells of a grid. The cells ``off`` the grid are also in ``cells``."""
 
     grid: ScoreGrid
     cells: tuple[tuple[PublishedRow, Published], ...]

@@ -20,8 +20,10 @@ Recompute = Callable[[PaperCells], Any]
 class Statement:
     """One statement of a paper in our words, with the function that decides it.
 
-    place: where the paper makes it.
-    table: where its numbers are.
+    place: where the paper makes the statement, such as ``section 5.4``.
+    table: the number of the table with the statement's numbers.
+    text: the statement.
+    judge: returns the verdict and the recomputed figures.
     """
 
     paper: str
@@ -33,12 +35,12 @@ class Statement:
 
 @dataclass(frozen=True)
 class Formula:
-    """Printed cells that follow from others, with the function that recomputes them.
+    """Printed cells that follow from other printed cells, with the function that recomputes them.
 
-    query: finds the cells.
+    query: the fields that the cells have (see ``queries``).
     words: the formula for readers.
-    recompute: returns one number for all cells, or a series with one for each by its fields. Its input numbers carry
-    the interval that rounding hides.
+    recompute: returns one number for all cells, or a series with a number for each cell, indexed by the cells' fields.
+    Its input numbers carry the interval that rounding hides.
     """
 
     query: Mapping[str, Any]
@@ -55,7 +57,10 @@ class PaperAudit:
     formulas: list[Formula] = field(default_factory=list)
 
     def states(self, place: str, table: str, text: str) -> Callable[[Judge], Judge]:
-        """Return a decorator for the function that judges a statement."""
+        """Return a decorator that adds a statement. The decorated function judges it.
+
+        The parameters are the fields of ``Statement``.
+        """
 
         def add(judge: Judge) -> Judge:
             self.statements.append(Statement(self.paper, place, table, text=text, judge=judge))
@@ -64,7 +69,11 @@ class PaperAudit:
         return add
 
     def recomputes(self, words: str, **query: object) -> Callable[[Recompute], Recompute]:
-        """Return a decorator for the function that recomputes the cells of a query."""
+        """Return a decorator that adds a formula. The decorated function recomputes the formula's cells.
+
+        words: the formula for readers.
+        query: the fields of the cells to recompute, such as ``table="text", metric="speedup"``.
+        """
 
         def add(recompute: Recompute) -> Recompute:
             self.formulas.append(Formula(query, words, recompute))
@@ -74,7 +83,10 @@ class PaperAudit:
 
 
 def decide(holds: object, shown: str, otherwise: str = FAILS) -> Outcome:
-    """Return HOLDS or the verdict ``otherwise``, with the recomputed figures."""
+    """Return (HOLDS, shown) if the statement ``holds``, else (``otherwise``, shown).
+
+    shown: the recomputed figures in words.
+    """
     # comparing numpy's numbers does not give a bool
     if holds:
         return HOLDS, shown

@@ -41,7 +41,7 @@ class PaperCells:
         return replace(self, read=printed)
 
     def number(self, **query: Any) -> Any:
-        """Return the number of the one cell that a query finds. Raises KvbenchError if there are several or none."""
+        """Return the number of the one cell that a query finds. Raises KvbenchError for no cell or several."""
         values = [self.read(cell.printed) for _, _, cell in self.cells(**query)]
         if not values:
             raise KvbenchError(f"{self.paper}: {query} finds no cell")
@@ -50,7 +50,7 @@ class PaperCells:
         return values[0]
 
     def drop(self, method: str, below: str = "full", **query: Any) -> Any:
-        """Return by how much a method's number lies below another method's, that of the full cache unless named."""
+        """Return by how much the number of ``method`` lies below the number of the method ``below``."""
         return self.number(method=below, **query) - self.number(method=method, **query)
 
     def series(self, by: str | Sequence[str], **query: Any) -> pd.Series[Any]:

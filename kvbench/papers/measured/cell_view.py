@@ -37,7 +37,7 @@ ROUNDING = 2
 class CellView:
     """One cell of a table: our number, the printed one, and the facts behind the marks and notes on both.
 
-    status: measured, refused (see ``reason``), missing, or none if the paper has no such cell; OOM for timings, too.
+    status: measured, refused (see ``reason``), missing, or ``none`` if the paper has no such cell. Timings may be OOM.
     ours, published: the values in printed units, fractions in per cent.
     relative, published_relative: per cent of each side's full cache, or of its base row in an efficiency table.
     stated: an average that the paper prints although its cells give another.
@@ -165,7 +165,7 @@ def view(ours: OurTable) -> View:
 
 
 def _mean_columns(ours: OurTable, entries_by_line: Sequence[Sequence[_ColumnEntry]]) -> tuple[Column, ...]:
-    """Return the columns of averages: none unless the paper prints one, and two if ours leaves tasks out."""
+    """Return the columns of averages: () if the paper prints no average, two columns if ours leaves tasks out."""
     table = ours.declared
     if not table.scores or not any(cell.dataset in MEANS for cell in table.printed):
         return ()
@@ -409,7 +409,7 @@ def _average_as_printed(
             rounding = ROUNDING * 10.0 ** -decimals(stated.printed)
             if abs(stated.value - published) > rounding:
                 stated_otherwise = stated.value
-    # if one of the averaged columns has no number, the average has none
+    # if one of the averaged columns has no number, the average has no number either
     status = cells[0].status
     if any(cell.status in ("missing", "none") for cell in cells):
         status = "missing"
@@ -434,7 +434,7 @@ def _average_offset(ours: OurTable, line: TableLine) -> int:
 
 
 def _find_stated_average(row: TableRow) -> Published | None:
-    """Return the average that the paper prints in a row, in whatever unit; None if it prints none."""
+    """Return the average that the paper prints in a row, in whatever unit; None without such an average."""
     if AVERAGE.name in row.cells:
         return row.cells[AVERAGE.name]
     for name, cell in row.cells.items():

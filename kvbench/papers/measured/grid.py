@@ -185,7 +185,7 @@ def _cell_lines(entry: CellView, show: str, stand_in: bool) -> list[str]:
 
 
 def _kept(budget: float | None) -> str:
-    """Return the text of a share of tokens kept in per cent; '' where none is known."""
+    """Return the text of a share of tokens kept in per cent; '' if it is not known."""
     return "" if budget is None else f"kept {budget:.0f}%"
 
 
@@ -358,7 +358,10 @@ def _ours_notes(view: View, entries: Sequence[CellView], show: str, shown: Colle
 
 
 def describe_counts(view: View) -> str:
-    """Return how many examples the cells of scores have: ``n = 4 to 8 of 13 to 26 examples a task``; '' of none."""
+    """Return how many examples the cells of scores have: ``n = 4 to 8 of 13 to 26 examples a task``.
+
+    Returns '' if no cell has examples.
+    """
     # an average has the sum of its cells' examples, and no cell of its own
     measured = _list_measured(view)
     if not measured:

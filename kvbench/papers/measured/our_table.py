@@ -39,7 +39,7 @@ CONDITIONS = _READING_KEYS | {"min_new_tokens", "max_new_tokens", "temperature"}
 
 @dataclass(frozen=True)
 class TableLine:
-    """A row of the paper on our model: its chain, or the reason why it has none.
+    """A row of the paper on our model: its chain, or the reason why it has no chain.
 
     refused: why the model cannot run the row.
     skipped: why the row is not run here.
@@ -88,7 +88,7 @@ class OurTable:
     typed: tuple[str, ...] = ()
 
     def cells(self, line: TableLine, column: Column, chain: Chain | None = None) -> Parts:
-        """Return the store's cells of a line's chain, or of ``chain``, in a column; none if it is not measured."""
+        """Return the store's cells of a line's chain, or of ``chain``, in a column; () if it is not measured."""
         wanted_chain = chain
         if wanted_chain is None:
             wanted_chain = line.chain_of(column.dataset)
@@ -261,7 +261,7 @@ def _compose(declared: TableSpec, settings: Mapping[str, object], tiny: bool) ->
 def _build_lines(
     declared: TableSpec, model: str, size: row_knobs.StandIn | None, config: object
 ) -> tuple[TableLine, ...]:
-    """Return a line for each row of a table, with its chain on ``model`` or the reason why it has none.
+    """Return a line for each row of a table, with its chain on ``model`` or the reason why it has no chain.
 
     ``size`` is the size of a stand-in that runs the rows of all models; None for one of the paper's models.
     """

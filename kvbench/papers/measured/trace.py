@@ -17,7 +17,7 @@ from kvbench.store.results import Sample
 def trace(ours: OurTable, row: str, column: str) -> str:
     """Return the cell behind a number with each example's score, or the cells behind an average.
 
-    Raises UsageError if there is neither.
+    Raises UsageError if there is no such row or column, or if the row is not run here.
     """
     line, wanted_column = find(ours, row, column)
     seen = view(ours)
@@ -34,7 +34,10 @@ def trace(ours: OurTable, row: str, column: str) -> str:
 
 
 def find(ours: OurTable, row: str, column: str) -> tuple[TableLine, Column]:
-    """Return the row and the column of these names. Raises UsageError for one that is missing or not run here."""
+    """Return the row and the column of these names.
+
+    Raises UsageError if the row or the column is missing, or if the row is not run here.
+    """
     lines = [line for line in ours.lines if line.row.name == row]
     if not lines:
         raise unknown("row", row, [line.row.name for line in ours.lines])
@@ -52,7 +55,7 @@ def find(ours: OurTable, row: str, column: str) -> tuple[TableLine, Column]:
 
 
 def _list_examples(ours: OurTable, line: TableLine, column: Column) -> Iterator[str]:
-    """Yield every example's line of a cell. On a stand-in, the full cache's score stands beside it."""
+    """Yield a line for every example of a cell. On a substitute model, it also has the full cache's score."""
     cells = ours.cells(line, column)
     if not cells or ours.run is None:
         raise UsageError(f"{line.row.name} on {column.name} is not run here: {ours.why_absent(line, column)}")
@@ -78,7 +81,7 @@ def _list_examples(ours: OurTable, line: TableLine, column: Column) -> Iterator[
 
 
 def _describe_cells(ours: OurTable, line: TableLine, column: Column) -> Iterator[str]:
-    """Yield a number's cells with their mean and number of lines. On a stand-in, yield the full cache's, too."""
+    """Yield a number's mean, number of lines and cells. On a substitute model, yield the full cache's as well."""
     cells = ours.cells(line, column)
     if not cells:
         yield f"{column.name}: not run here"
@@ -92,15 +95,23 @@ def _describe_cells(ours: OurTable, line: TableLine, column: Column) -> Iterator
 
 
 def _describe_value(value: CellResult, cells: Parts) -> str:
-    """Return a number with its cells."""
-    score, summary = value.status, value.summary
+    """Return a number, its metric and its number of lines in words, followed by the ids of the cells behind it.
+
+    The status takes the place of a number that is not measured.
+    """
+    summary = value.summary
+    number = value.status
     if summary is not None and summary.score is not None:
-        score = f"{summary.score:.6g} ({summary.metric}, {summary.n} lines)"
-    return ", ".join([score] + [f"result {cell.id}" for _, cell in cells])
+        number = f"{summary.score:.6g} ({summary.metric}, {summary.n} lines)"
+    ids = [f"result {cell.id}" for _, cell in cells]
+    return ", ".join([number, *ids])
 
 
 def _describe_entry(entry: CellView, stand_in: bool) -> Iterator[str]:
-    """Yield the values that the table shows for a cell."""
+    """Yield lines with the value that the table shows for a cell, and the published one.
+
+    stand_in: True on a substitute model, where values are in per cent of the full cache.
+    """
     value, unit = entry.ours, ""
     if stand_in:
         value, unit = entry.relative, " % of the full cache"

@@ -403,7 +403,10 @@ def figures(figure_texts: Sequence[Mapping[str, str]]) -> str:
 
 
 def rows(headers: Sequence[str], body: Iterable[Sequence[object]], classes: Iterable[str] = ()) -> str:
-    """Return a sortable table of texts. ``classes`` are those of its rows. Columns of numbers stand at the right."""
+    """Return a sortable table of texts. Columns of numbers stand at the right.
+
+    classes: the CSS class of each row.
+    """
     texts = tuple(tuple(map(_cell_text, row)) for row in body)
     # a table without rows has no columns to tell the kinds from
     kinds = [_column_kind(column) for column in zip(*texts, strict=True)] or ["text"] * len(headers)

@@ -176,7 +176,7 @@ def as_json(paper: Paper) -> dict[str, object]:
 
 
 def _settings(paper: Paper) -> tuple[Setting, ...]:
-    """Return the settings of a paper's preset, or none where it has no preset."""
+    """Return the settings of a paper's preset. They are empty for a paper without a preset."""
     if not paper.preset:
         return ()
     return presets.settings(paper.preset)

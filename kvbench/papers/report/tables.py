@@ -54,7 +54,7 @@ def list_cells(model: str, results: str, arguments: Sequence[str] = ()) -> set[s
 
 
 def _committed_part(table: TableSpec, model: str, samples: Path, arguments: Sequence[str]) -> ReportPart | None:
-    """Build a table from its committed samples. Return None where there are none that it shows."""
+    """Build a table from its committed samples. Return None if no committed sample belongs to the table."""
     packed = samples / f"{table.paper}-{table.table}.samples.jsonl.gz"
     if not packed.exists():
         return None
@@ -90,7 +90,10 @@ def _stored_part(table: TableSpec, model: str, results: str, arguments: Sequence
 
 
 def _report_part(seen: View, measured: MeasuredTable | None = None) -> ReportPart:
-    """Build the part of a table that was read."""
+    """Build a table's part of the report from its view ``seen``.
+
+    measured: the run behind a table whose committed samples are shown; None for any other table.
+    """
     return ReportPart(
         paper=seen.ours.declared.paper,
         title=title(seen),
@@ -116,7 +119,7 @@ def provenance(store: ResultStore, cells: Sequence[str]) -> dict[str, str]:
 
 
 def fragment(seen: View) -> str:
-    """Return one table as HTML: four spans a cell, of which the page shows the one that the reader chose."""
+    """Return one table as HTML. A cell has a span for each of four views. The page shows the chosen view."""
     tables_by_view = {show: grid(seen, show) for show in VIEWS}
 
     def cell(row: int, column: int) -> str:

@@ -24,7 +24,7 @@ class CatalogueEntry:
 
     A table's ``id`` is the id of its file of published cells (``2``, ``fig6``, ``text``), a figure's is ``figure3``.
     ``kind`` is one of KINDS; figures are ``measured`` or ``drawing``. ``exact`` names the part that can be computed
-    again without a model, '' for none. Only figures state ``models``; a table's models follow from its cells.
+    again without a model, '' for no part. Only figures state ``models``; a table's models follow from its cells.
     """
 
     paper: str
@@ -42,12 +42,12 @@ class CatalogueEntry:
 
     @property
     def is_figure(self) -> bool:
-        """Tell whether it has no cells of its own."""
+        """Tell whether the entry is a figure. A figure has no published cells."""
         return self.id.startswith("figure")
 
     @property
     def cells(self) -> tuple[Published, ...]:
-        """Return the published cells. A figure has none."""
+        """Return the published cells; () for a figure."""
         if self.is_figure:
             return ()
         return load_table(self.paper, self.id)

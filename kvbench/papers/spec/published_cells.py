@@ -98,7 +98,7 @@ class Book:
         return tuple(rows)
 
     def table(self, paper: str, table: str | int) -> list[PublishedRow]:
-        """Return the rows of one table; none if the book has no such table."""
+        """Return the rows of one table; [] if the book has no such table."""
         # callers may write a number, but files and figures have texts
         return [row for row in self.rows if (row.paper, row.table) == (paper, str(table))]
 

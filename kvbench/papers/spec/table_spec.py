@@ -76,7 +76,7 @@ class TableSpec:
     kind: as in paper.yaml.
     length: the tokens of the prompts. The tiny model scales numbers of tokens by it.
     blocks: keys of a row's setting (or ``model``) whose values head blocks of rows.
-    full: the paper's tables with a full-cache row, if this one has none.
+    full: the paper's tables with a full-cache row, if this table has no such row.
     arguments: arguments of ``run`` that the paper's rows leave unsaid, by published method.
     average: how the paper averages: the mean, the mean share of the full cache (share), or its distance from 100
     (relative).

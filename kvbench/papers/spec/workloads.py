@@ -57,7 +57,10 @@ class TableWorkload:
         return replace(self, parts=None)
 
     def owns(self, group: Group, label: str) -> bool:
-        """Tell whether a run's group is one of its tasks. ``label`` tells it from other workloads of its dataset."""
+        """Tell whether a run's group is one of this workload's tasks.
+
+        label: the workload's label (see ``labels``).
+        """
         # a group's column is dataset/part, followed by its label
         task, _, group_label = group.column.partition(" ")
         dataset, _, part = task.partition("/")
@@ -67,16 +70,20 @@ class TableWorkload:
 
 
 def labels(workloads: Iterable[TableWorkload]) -> dict[TableWorkload, str]:
-    """Return, by workload, the knobs that tell it from others with its name; '' if no other has its name."""
+    """Return a label for each workload: the settings in which it differs from another workload of the same dataset.
+
+    A label is a text such as ``shots=4``. It is '' if the workload differs in no setting, or is the only one of its
+    dataset.
+    """
     label_of: dict[TableWorkload, str] = {}
     distinct = list(dict.fromkeys(workloads))
     for workload in distinct:
         others = [dict(other.knobs) for other in distinct if other.name == workload.name and other != workload]
-        parts = []
+        differing = []
         for knob, value in workload.knobs:
             if any(knobs.get(knob) != value for knobs in others):
-                parts.append(f"{knob}={value}")
-        label_of[workload] = " ".join(parts)
+                differing.append(f"{knob}={value}")
+        label_of[workload] = " ".join(differing)
     return label_of
 
 
@@ -84,8 +91,11 @@ def labels(workloads: Iterable[TableWorkload]) -> dict[TableWorkload, str]:
 class Reader:
     """The facts that decide how datasets are read: the table, the model's context, and the user's arguments.
 
-    ``context`` is in tokens. ``cfg`` is the run with every dataset that may be read, and ``settings`` are its keys with
-    their values. With ``small`` the tiny suite's tasks are read.
+    declared: the table.
+    cfg: the run with every dataset that may be read.
+    settings: the keys that the user typed, with their values.
+    context: the model's context in tokens; None if it has no limit.
+    small: True if the tiny suite's tasks are read in place of the datasets.
     """
 
     declared: TableSpec
@@ -96,7 +106,10 @@ class Reader:
     small: bool
 
     def workload(self, row: TableRow, dataset: str, family: str) -> TableWorkload:
-        """Return the data that is read for a dataset in a row."""
+        """Return the data that is read for a dataset in a row.
+
+        family: the dataset that LongBench's columns are read from, a value of FAMILIES.
+        """
         if self.small:
             task = stand_ins.task_of(dataset, self.declared)
             return TableWorkload(task, f"tiny/{task}")
@@ -122,7 +135,7 @@ class Reader:
         return TableWorkload(dataset, name, tuple(settings), parts)
 
     def beyond(self, row: TableRow, dataset: str) -> list[int]:
-        """Return the paper's lengths that do not fit this model's context; none if the user typed lengths."""
+        """Return the paper's lengths that do not fit this model's context; [] if the user typed lengths."""
         if "lengths" in self._typed_knobs():
             return []
         return [length for length in self._lengths(row, dataset) if not self._fits(row, dataset, length)]
@@ -144,7 +157,7 @@ class Reader:
         return knobs
 
     def _lengths(self, row: TableRow, dataset: str) -> list[int]:
-        """Return the paper's lengths within the row's own context; none for a dataset without that knob."""
+        """Return the paper's lengths within the row's own context; [] for a dataset without the knob."""
         lengths = self._paper_knobs(row, dataset).get("lengths")
         if not isinstance(lengths, list):
             return []

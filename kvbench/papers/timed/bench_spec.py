@@ -85,7 +85,7 @@ class BenchSpec:
     quantities: our quantity by published metric.
     workload: a template with the settings of a row in braces.
     workloads: a workload for each dataset, in place of a template.
-    device: the paper's device, if its rows name none.
+    device: the paper's device, if its rows do not name devices.
     notes: further facts that readers of our rows must know.
     not_run: reasons by model, method or dataset. Settings follow if a reason concerns only some cells.
     stand_in: the scale of a small model on a CPU.
@@ -107,7 +107,7 @@ class BenchSpec:
     scaled: bool = False
 
     def ours(self, cell: Published, method: str | None = None) -> tuple[str, str] | None:
-        """Return (workload, method) of our row for a published cell, or None if there is none.
+        """Return (workload, method) of our row for a published cell, or None if we have no such row.
 
         ``method`` names another published method, for example the base row's.
         """
@@ -120,7 +120,10 @@ class BenchSpec:
         return workload_name, text
 
     def _method_text(self, method: str, facts: set[str]) -> str | None:
-        """Return our row for a published method: the one that names most settings of the cell, and no other setting."""
+        """Return our row for a published method: the row that names most of the cell's settings, and no other setting.
+
+        facts: the settings of the cell.
+        """
         # ``kivi bits=2`` is nearer to a row with bits=2 than ``kivi``, which holds for all other rows
         text, most_settings = None, -1
         for words, candidate in self.methods.items():

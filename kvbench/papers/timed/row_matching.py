@@ -98,7 +98,7 @@ def others(declared: BenchSpec, cells: Sequence[TimedCell], rows: Sequence[Row])
 
 
 def workloads(declared: BenchSpec, cells: Sequence[TimedCell], measured: bool = False) -> list[str]:
-    """Return the workloads of missing cells, in the paper's order. ``measured`` adds those of cells with a row."""
+    """Return the workloads of missing cells in the paper's order, and with ``measured`` of cells with a row as well."""
     names = []
     for cell in cells:
         # a cell with a reason against running has no row, so ``measured`` leaves it out, too
@@ -169,7 +169,7 @@ def _timed_cell(cell: Published, declared: BenchSpec, printed: Sequence[Publishe
 
 
 def _latest_row(rows: Sequence[Row], model: str, workload: str, method: str) -> Row | None:
-    """Return the last row of a model, workload and method; None if there is none."""
+    """Return the last row of a model, workload and method; None if there is no such row."""
     # rows are appended as they are measured
     for row in reversed(rows):
         if (row.get("model"), row.get("workload"), row.get("method")) == (model, workload, method):
@@ -178,7 +178,7 @@ def _latest_row(rows: Sequence[Row], model: str, workload: str, method: str) -> 
 
 
 def _base_row(declared: BenchSpec, cell: Published, row: Row, rows: Sequence[Row]) -> Row | None:
-    """Return the row of the base method that was measured beside ``row`` on its device; None if there is none."""
+    """Return the row of the base method that was measured beside ``row`` on its device, or None without such a row."""
     key = declared.ours(cell, declared.base)
     if key is None:
         return None
@@ -213,7 +213,7 @@ def _spread(row: Row, rows: Sequence[Row], quantity: str, unit: float) -> tuple[
 
 
 def _value(row: Row, rows: Sequence[Row], quantity: str, stat: str) -> float | None:
-    """Return a statistic of a row's quantity, in seconds, bytes or as a share; None if there is none."""
+    """Return a statistic of a row's quantity, in seconds, bytes or as a share; None if the row lacks it."""
     if quantity in SHARES:
         # the quartiles of a row and of its full cache do not give the quartiles of their ratio
         if stat != "median":

@@ -174,7 +174,7 @@ def trace(timings: Timings, row: str, column: str) -> str:
 def _find_cell(timings: Timings, row: str, column: str) -> TimedCell:
     """Return the cell at a row's and a column's name. Several models may have such a row: prefer a measured one.
 
-    Raises UsageError where there is none.
+    Raises UsageError if the table lacks the row or the column.
     """
     table = timings.table
     rows = [table_row for table_row in table.rows if table_row.name == row]

@@ -22,7 +22,11 @@ if TYPE_CHECKING:
 
 
 def _numbers(name: str, kind: str, allowed: Collection[int] | None = None) -> Key:
-    """Return a key of whole numbers separated by commas, each one of ``allowed`` if that is given."""
+    """Return a key ``name`` of whole numbers separated by commas.
+
+    kind: the words for allowed numbers in errors.
+    allowed: the numbers that a user may type; None for all.
+    """
 
     def read(text: str) -> tuple[int, ...]:
         numbers = [whole_number(part, least=0) for part in split_list(text)]
@@ -96,7 +100,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _draw_figures(names: list[str], options: dict[str, str], quiet: bool, stored: bool) -> list[FigureRecord]:
-    """Draw the figures of these names, those of a model's activations first."""
+    """Draw the figures of these names, figures of a model's activations first."""
     if options.get("output") == "":
         raise UsageError("output= is empty: give a folder")
     figure_keys = {key: OWN[key].value(options) for key in options if key in OWN}
@@ -291,6 +295,7 @@ def _print_list(as_json: bool) -> None:
 
 
 def _record(figure: Figure, paths: Sequence[Path], finding: str) -> FigureRecord:
+    """Return the record of a drawn figure. ``paths`` are its files, and ``finding`` is the text on its data."""
     return {
         "id": figure.id,
         "files": list(map(str, paths)),

@@ -44,7 +44,7 @@ def attend(
     k, v, lengths = _with_unit_stride(run.k), _with_unit_stride(run.v), run.lengths
     k_row, k_head, k_token = _strides(k)
     v_row, v_head, v_token = _strides(v)
-    length_row = length_head = 0
+    length_row, length_head = 0, 0
     if lengths is not None:
         length_row = lengths.stride(0)
         # lengths [B, 1]: all heads of a row have one length, so stride 0 repeats it

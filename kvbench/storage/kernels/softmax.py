@@ -80,7 +80,7 @@ def product_type(query: Tensor) -> tl.dtype:
 
 
 def contiguous(channels: Tensor | None) -> Tensor | None:
-    """Return the channels contiguous in memory, as kernels read them, or None if there are none."""
+    """Return the channels contiguous in memory, as kernels read them, or None if ``channels`` is None."""
     if channels is None:
         return None
     return channels.contiguous()

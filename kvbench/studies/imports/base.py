@@ -81,7 +81,7 @@ def texts(row: FileRow, key: str) -> tuple[str, ...]:
 
 
 def classes(row: FileRow) -> tuple[str, ...] | None:
-    """Return the closed set of labels: () if the row gives none, None if it lacks the key."""
+    """Return the closed set of labels: () if the row's set is empty, None if the row lacks the key."""
     if "all_classes" not in row.values:
         return None
     # CSV has no null: pandas writes an empty cell, and str() turns None into text
@@ -91,7 +91,7 @@ def classes(row: FileRow) -> tuple[str, ...] | None:
 
 
 def length(row: FileRow) -> int | None:
-    """Return the stored length of the example, or None if the row has none."""
+    """Return the stored length of the example, or None if the row has no length."""
     value = row.values.get("length")
     if value in (None, ""):
         return None

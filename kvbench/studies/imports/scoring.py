@@ -44,9 +44,15 @@ class Bucket:
 
 
 def choose_metric(predictions: Predictions, code_sim: str, fallback: str | None) -> str:
-    """Return the metric of a file's dataset by name. If LongBench lacks the dataset, return ``fallback``.
+    """Return the name of the metric for the answers of a file.
 
-    Raises UsageError naming the file if LongBench lacks the dataset and there is no ``fallback``.
+    A dataset of LongBench has LongBench's metric. Any other dataset has ``fallback``. Without ``fallback``, a task of
+    RULER in a file of kvpress has kvpress's metric.
+
+    code_sim: the backend of code similarity, levenshtein or difflib.
+    fallback: the metric that the user named; None if the user named no metric.
+
+    Raises UsageError naming the file if no metric is found, or if a package that the metric needs is not installed.
     """
     dataset = predictions.dataset
     name = fallback
@@ -65,7 +71,7 @@ def choose_metric(predictions: Predictions, code_sim: str, fallback: str | None)
 
 
 def check(predictions: Predictions, name: str) -> None:
-    """Raise UsageError with file and line if an answer lacks a key that its metric or its buckets need."""
+    """Raise UsageError with file and line if an answer lacks a key that the metric ``name`` or the buckets need."""
     for answer in predictions.answers:
         if metric(name).needs_classes and answer.classes is None:
             raise UsageError(f"{predictions.path}, {answer.place}: there is no key 'all_classes', which {name} needs")
@@ -74,7 +80,7 @@ def check(predictions: Predictions, name: str) -> None:
 
 
 def score_file(predictions: Predictions, name: str) -> Scored:
-    """Score a file's answers under its metric, with an interval for all and for each range of length."""
+    """Score a file's answers by the metric ``name``, with an interval for all and for each range of length."""
     start = time.perf_counter()
     scores = tuple(_score_answer(predictions.dataset, name, answer) for answer in predictions.answers)
     # the metric's time alone, without the intervals' time
@@ -90,7 +96,9 @@ def score_file(predictions: Predictions, name: str) -> Scored:
 
 
 def printed(name: str, scores: Sequence[Score]) -> Score:
-    """Return the mean in printed units over the scores that are not None; None if there are none.
+    """Return the mean, in the printed units of the metric ``name``, of all scores that are known.
+
+    Returns None if no score is known.
 
     Adding, scaling and dividing follow the order of LongBench's evaluator, so that the second digit rounds as there.
     """

@@ -159,7 +159,7 @@ def _judge(cell: Published, scored: Scored, source: PredictionSource, code_sim: 
 
 
 def _differences(cell: Published, scored: Scored, source: PredictionSource, code_sim: str) -> list[str]:
-    """Return, in words, how the conditions of this score differ from those of the published value."""
+    """Return, in words, how the conditions of this score differ from the published value's conditions."""
     dataset = scored.predictions.dataset
     prompt = catalogue.paper(cell.paper).prompt
     reasons = []

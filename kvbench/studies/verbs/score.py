@@ -60,7 +60,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Score and print. Return exit status 1 if a file could not be scored, 2 if none could."""
+    """Score and print. Return exit status 1 if a file could not be scored, 2 if all could not."""
     start = time.perf_counter()
     options = _parse_options(args)
     from kvbench.report import writers

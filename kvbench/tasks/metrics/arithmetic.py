@@ -62,7 +62,7 @@ def clean(text: str) -> str:
 
 
 def evaluate(text: str) -> float | None:
-    """Return the value of the first expression in a text, as far as it can be read. None if there is none."""
+    """Return the value of the first expression in a text, as far as it can be read. None without an expression."""
     text = _join_thousands(clean(text))
     tokens: list[_Token] = [(match[1], match[2], match[3]) for match in _TOKEN.finditer(text)]
     for start in range(len(tokens)):

@@ -63,6 +63,7 @@ def _words(text: str) -> list[str]:
 
 @cache
 def _segmenter() -> Any:
+    """Return a jieba segmenter with jieba's own dictionary."""
     # import jieba on first use, since reading its dictionary takes a second
     import jieba
 

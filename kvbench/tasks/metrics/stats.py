@@ -164,25 +164,22 @@ class Share(NamedTuple):
 
 
 def share(tasks: Sequence[Pairs], of_ratios: bool = False, log_losses: bool = False) -> Share:
-    """Return the mean score over tasks in per cent of the full cache's, with an interval over pairs within each task.
+    """Return the mean score over tasks in per cent of the full cache's mean score.
 
-    ``tasks`` are pairs [n, 2] of each task: a method's score and the full cache's. The share is the ratio of the two
-    means, or with ``of_ratios`` the mean of the tasks' ratios. ``log_losses`` are pairs of one task: their exponentials
-    (perplexities) are compared, the full cache's over the method's. There is no share if it would divide by a full
-    cache's score of 0. There is no interval below FEWEST examples in all, nor if a task has only one.
+    tasks: the pairs [n, 2] of each task, each pair a method's score and the full cache's score of one example.
+    of_ratios: True for the mean of the tasks' ratios, False for the ratio of the two means over tasks.
+    log_losses: True if the pairs are log losses of a single task. The share is then the full cache's perplexity over
+    the method's perplexity.
+
+    The interval is over pairs within each task. It needs FEWEST examples in all, and two in each task. There is no
+    share if it would divide by a full cache's score of 0.
     """
     if not tasks or not all(map(len, tasks)):
         return Share()
     enough_examples = sum(map(len, tasks)) >= FEWEST and min(map(len, tasks)) >= 2
-    interval = None
     if log_losses:
         (pairs,) = tasks
-        gains = pairs[:, 1] - pairs[:, 0]  # exp(full loss) / exp(loss) = exp(full loss - loss)
-        if enough_examples:
-            interval = mean_interval(gains, None)
-        if interval is not None:
-            interval = float(np.exp(interval[0])), float(np.exp(interval[1]))
-        return Share(100 * float(np.exp(gains.mean())), in_percent(interval))
+        return _perplexity_share(pairs, enough_examples)
     method_means = np.array([pairs[:, 0].mean() for pairs in tasks])
     full_means = np.array([pairs[:, 1].mean() for pairs in tasks])
     # ``most`` is the share of a method that scores 1 everywhere
@@ -190,17 +187,31 @@ def share(tasks: Sequence[Pairs], of_ratios: bool = False, log_losses: bool = Fa
         # mean over tasks of (method's mean / full cache's mean)
         if not full_means.all():
             return Share()
-        point = float(np.mean(method_means / full_means))
-        most = float(np.mean(1 / full_means))
+        point, most = float(np.mean(method_means / full_means)), float(np.mean(1 / full_means))
     else:
         # (method's mean over tasks) / (full cache's mean over tasks)
         if not full_means.any():
             return Share()
-        point = float(method_means.mean() / full_means.mean())
-        most = 1 / float(full_means.mean())
+        point, most = float(method_means.mean() / full_means.mean()), 1 / float(full_means.mean())
+    interval = None
     if enough_examples:
         interval = _share_interval(tasks, point, most, of_ratios)
     return Share(100 * point, in_percent(interval))
+
+
+def _perplexity_share(log_losses: Pairs, with_interval: bool) -> Share:
+    """Return the full cache's perplexity in per cent of the method's perplexity, with its interval if asked for.
+
+    log_losses: the pairs [n, 2] of a method's log loss and the full cache's.
+    """
+    # exp(full loss) / exp(loss) = exp(full loss - loss)
+    gains = log_losses[:, 1] - log_losses[:, 0]
+    interval = None
+    if with_interval:
+        interval = mean_interval(gains, None)
+    if interval is not None:
+        interval = float(np.exp(interval[0])), float(np.exp(interval[1]))
+    return Share(100 * float(np.exp(gains.mean())), in_percent(interval))
 
 
 def ratio_of_means(tasks: Sequence[Pairs]) -> Share:

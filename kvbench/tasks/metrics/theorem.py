@@ -83,7 +83,7 @@ def _is_number(value: object) -> bool:
 
 
 def announced(text: str) -> str | None:
-    """Return the announced answer, None if the text announces none.
+    """Return the announced answer, None if the text announces no answer.
 
     It follows the last "answer is" or "answer:", or stands in the last ``\\boxed{}``. The later of the two counts.
     """

@@ -23,7 +23,7 @@ ESSAYS_DIGEST = "14ca63813ed994265c91e1d53f181afb6e3bca26193131c86f6ea78f5e52da8
 
 @cache
 def lists() -> tuple[tuple[str, ...], ...]:
-    """Return wonderwords' nouns, adjectives and verbs. Raises UsageError for lists other than those of 2.2.0."""
+    """Return wonderwords' nouns, adjectives and verbs. Raises UsageError for other lists than version 2.2.0 has."""
     require("wonderwords", "dataset ruler")
     folder = package_files("wonderwords") / "assets"
     texts = [(folder / f"{name}list.txt").read_text(encoding="utf-8") for name in LISTS]
