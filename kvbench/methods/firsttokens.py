@@ -1,7 +1,7 @@
 """The first tokens alone: a negative control, which any method of use must beat.
 
-It has no paper. A prompt's question and most of its text are gone, so a score that this control reaches was not
-earned by what a cache holds.
+It has no paper: it is StreamingLLM (arXiv 2309.17453) with sinks and without recent tokens. A prompt's question and
+most of its text are gone, so a score that this control reaches was not earned by what a cache holds.
 """
 
 from __future__ import annotations
@@ -25,6 +25,5 @@ class FirstTokens(Selector):
     shared: ClassVar[bool] = True
 
     def scores(self, cache: LayerCache, obs: Observation, capacity: Capacity) -> torch.Tensor:
-        """Return the scores [heads, n]."""
-        order = -torch.arange(obs.n, dtype=torch.float32, device=cache.segments[0].k.device)
-        return order.expand(cache.heads, -1)
+        """Return the scores [1, n], one row for all heads."""
+        return -torch.arange(obs.n, device=cache.segments[0].k.device)[None]

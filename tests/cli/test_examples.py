@@ -32,6 +32,8 @@ ELSEWHERE = {
     r"^data fetch": "reads from the network; tests/cli/test_data.py has a server of its own",
     r"^model fetch": "downloads a model; tests/models/test_fetch.py has a wheel of its own",
     r"^claims": "measures for minutes; tests/papers/test_claims.py",
+    r"^suite": "measures a real model for minutes; tests/suite/test_suite.py has one of the tiny model",
+    r"^verify": "reads a suite's folder; tests/suite/test_suite.py",
     r"^report": "measures the tiny suite; tests/papers/test_page.py",
     r"^calibrate method=uncomp-group$": "a hundred windows; the shorter example runs here",
     r"^table leaderboard": "reads a chat template and real essays; tests/studies/test_leaderboard.py",

@@ -31,6 +31,7 @@ SMALL = {"kv_size": 18, "decode_budget": 15, "decode_every": EVERY}
 SHARE = {"kv_size": 18, "decode_ratio": 0.33, "decode_every": EVERY}
 ASKED = {
     "chunkkv": {"window": 4, "chunk": 3},
+    "firsttokens": {},
     "h2o": {"window": 4, "variant": "win"},
     "keydiff": {"variant": "paper", "block": 10},
     "keynorm": {"protect_recent": 2},

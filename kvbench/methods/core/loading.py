@@ -41,8 +41,10 @@ def entry_of_class(path: Path, method: str) -> dict[str, Any]:
         # an earlier folder of the package's path may have a file of this name
         if module.__file__ != str(path):
             raise UsageError(f"{module.__file__} has the same name: rename the file")
-        # classes that the file only imports are not its own; two classes of one id are an error
-        (stage,) = (c for c in vars(module).values() if getattr(c, "id", None) == method and c.__module__ == name)
+        # classes that the file only imports are not its own, and a class that inherits its id is no method of its own;
+        # two classes of one id are an error
+        own = [c for c in vars(module).values() if isinstance(c, type) and c.__module__ == name]
+        (stage,) = (c for c in own if vars(c).get("id") == method)
         with contained(name, not is_own(name), seed=0):
             # a default stage: its checks may fill knobs in
             knobs = {f.name: getattr(stage(), f.name) for f in fields(stage) if is_knob(f)}
