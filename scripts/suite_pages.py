@@ -99,7 +99,7 @@ def _submission() -> Iterator[str]:
     yield "## Put your method here"
     yield (
         "1. Write your method in one file ([how](docs/own.md)), and try it: "
-        "`KVBENCH_METHODS=my_methods kvbench suite retain-v1-mini method=mymethod edition=quick`, ten minutes.\n"
+        "`KVBENCH_METHODS=my_methods kvbench suite retain-v1-mini method=mymethod edition=quick`, a first look.\n"
         "2. Measure it: the same command without `edition=quick`, with `contributor=NAME` and "
         "`output=results/suite/retain-v1-mini/NAME`. `--plan` says how long it takes, and the command resumes.\n"
         "3. Check the folder: `kvbench verify results/suite/retain-v1-mini/NAME`.\n"
