@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvbench.base.errors import UsageError
+from kvbench.base.errors import KvbenchError, UsageError
 from kvbench.base.visible import describe_duration
 from kvbench.plan.keys import one_of, pairs
 from kvbench.plan.words import split_list, value_of
