@@ -139,7 +139,7 @@ def _finish(run: SuiteRun, folder: Path, division: str, contributor: str, as_jso
     problems = check_negative(scored)
     if problems:
         said = "\n".join(f"  {problem}" for problem in problems)
-        raise UsageError(
+        raise KvbenchError(
             f"{run.suite.name}: the negative control is not last, so nothing here is a measurement:\n{said}"
         )
     rows = folders.lines(run, scored, division, contributor)
