@@ -51,7 +51,7 @@ class _Rows:
     """
 
     def __init__(self, layers: Sequence[LayerCache], n: int) -> None:
-        self.heads = max(max([layer.heads] + [s.heads for s in layer.segments]) for layer in layers)
+        self.heads = max(layer.stored_heads for layer in layers)
         self.kept: list[list[int]] = []
         self._positions: list[Tensor] = []
         # for each piece of ``_positions``: (layer, row, number of tokens)

@@ -205,7 +205,7 @@ class LayerCache:
 
     def kept_positions(self) -> list[Tensor]:
         """Return the original positions of the tokens held, one ascending int32 tensor per stored head."""
-        heads = self._stored_heads()
+        heads = self.stored_heads
         parts_by_head: list[list[Tensor]] = [[] for _ in range(heads)]
         for segment in self.segments:
             if segment.lengths is None:
@@ -219,7 +219,7 @@ class LayerCache:
 
     def kept_counts(self) -> list[int]:
         """Return the number of tokens that each stored head holds: the lengths of ``kept_positions``."""
-        counts = [0] * self._stored_heads()
+        counts = [0] * self.stored_heads
         for segment in self.segments:
             if segment.lengths is None:
                 # all heads of the segment hold equally many tokens
@@ -229,7 +229,8 @@ class LayerCache:
             counts = [count + length for count, length in zip(counts, lengths, strict=True)]
         return counts
 
-    def _stored_heads(self) -> int:
+    @property
+    def stored_heads(self) -> int:
         """Return the number of heads that tokens are stored for."""
         # a low-rank chain stores under one head, but its keys and values have all kv heads until latents replace them
         return max(self.heads, max((s.heads for s in self.segments), default=0))

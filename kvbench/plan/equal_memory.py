@@ -8,7 +8,7 @@ The reference is the last method named, or ``reference=``. Bytes are payload aft
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from kvbench.audit.accounting import HALF, bytes_declared, nominal_payload
@@ -146,10 +146,14 @@ def nearest(template: ChainConfig, reference: ChainConfig, count: PayloadCounter
 
 def with_size(template: ChainConfig, size: int) -> ChainConfig:
     """Return the chain with kv_size=``size`` in place of its budget. Its other knobs stay."""
-    owner = next(s.id for s in template.chain.stages if isinstance(s, Selector))
-    entry = overlay(template.entries[owner], {"kv_size": size})
+    return with_options(template, {"kv_size": size})
+
+
+def with_options(template: ChainConfig, options: Mapping[str, object]) -> ChainConfig:
+    """Return the chain with options laid over those of its selector."""
+    owner = next(stage.id for stage in template.chain.stages if isinstance(stage, Selector))
     entries = dict(template.entries)
-    entries[owner] = entry
+    entries[owner] = overlay(template.entries[owner], options)
     return chain_config(entries, template.chain.per, written=template.written)
 
 

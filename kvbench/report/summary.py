@@ -348,7 +348,7 @@ def is_unchanged(cell: Cell, samples: Mapping[str, Sample], store: ResultStore) 
         return False
     baseline = store.samples(cell.full.id)
     by_query_head = cell.chain.per == "query_head"
-    equal = [_same_as_full(sample, baseline[i], by_query_head) for i, sample in samples.items() if i in baseline]
+    equal = [same_as_full(sample, baseline[i], by_query_head) for i, sample in samples.items() if i in baseline]
     return bool(equal) and sum(equal) >= UNCHANGED * len(equal)
 
 
@@ -369,7 +369,7 @@ def only_compresses(chain: Chain) -> bool:
     return not (chain.evicts and any(getattr(s, "frozen_layers", ()) for s in chain.stages))
 
 
-def _same_as_full(sample: Sample, full: Sample, by_query_head: bool) -> bool:
+def same_as_full(sample: Sample, full: Sample, by_query_head: bool = False) -> bool:
     """Return True if a method's sample holds no fewer tokens and bytes than the full cache's, and answers alike.
 
     With ``by_query_head``, keys and values were repeated for query heads, so the full cache's count as often.

@@ -26,12 +26,6 @@ class PartRun:
     run: RunPlan
     rows: tuple[SuiteRow, ...]
 
-    def config_of(self, row: SuiteRow) -> ChainConfig:
-        """Return the combination that is measured for a row in this part."""
-        config = row.decoding if self.part.decoding else row.config
-        assert config is not None, "rows without one are left out of this part"
-        return config
-
 
 @dataclass(frozen=True, kw_only=True)
 class SuiteRun:
@@ -59,14 +53,13 @@ def prepare(
     Raises UsageError for a method that the suite cannot measure, and for texts that are not on this machine.
     """
     base = _base(suite, settings)
-    found = tuple(list_rows(suite, methods, options, settings))
+    suite_rows = tuple(list_rows(suite, methods, options, settings))
     parts = []
     for part in suite.parts:
         cfg = config.configure(base | dict(part.keys))
-        taken = tuple(row for row in found if not part.decoding or row.decoding is not None)
-        part_run = PartRun(part=part, run=_planned(cfg, part, taken), rows=taken)
-        parts.append(part_run)
-    return SuiteRun(suite=suite, rows=found, parts=tuple(parts))
+        measurable = tuple(row for row in suite_rows if row.config_in(part) is not None)
+        parts.append(PartRun(part=part, run=_plan_part(cfg, part, measurable), rows=measurable))
+    return SuiteRun(suite=suite, rows=suite_rows, parts=tuple(parts))
 
 
 def list_rows(
@@ -82,20 +75,24 @@ def _base(suite: Suite, settings: Mapping[str, object]) -> dict[str, object]:
     return {"model": suite.model, "model.dtype": suite.dtype, "method": "full"} | dict(settings)
 
 
-def _planned(cfg: config.RunConfig, part: SuitePart, taken: Sequence[SuiteRow]) -> RunPlan:
-    """Return the run of a part over the full cache and all ``taken`` rows. Two rows may be the same combination."""
+def _plan_part(cfg: config.RunConfig, part: SuitePart, part_rows: Sequence[SuiteRow]) -> RunPlan:
+    """Return the run of a part over the full cache and all ``part_rows``. Two rows may be the same combination."""
     # a run takes each combination once, whatever rows it stands for
     chains: dict[Chain, ChainConfig] = {}
-    for row in taken:
-        chain_config = row.decoding if part.decoding else row.config
-        assert chain_config is not None
-        chains.setdefault(chain_config.chain, chain_config)
+    for row in part_rows:
+        chain_config = row.config_in(part)
+        if chain_config is not None:
+            chains.setdefault(chain_config.chain, chain_config)
     return run_plan.prepare(replace(cfg, chains=tuple(chains.values())))
 
 
 def cells_of(part_run: PartRun, row: SuiteRow | None) -> dict[str, Cell]:
     """Return the cells of a row by task; those of the full cache for None."""
-    chain = Chain() if row is None else part_run.config_of(row).chain
+    chain = Chain()
+    if row is not None:
+        chain_config = row.config_in(part_run.part)
+        assert chain_config is not None, "the part leaves out rows that it cannot measure"
+        chain = chain_config.chain
     cells = {}
     for group in part_run.run.groups:
         for cell in group.cells:
@@ -115,22 +112,22 @@ def collect(run: SuiteRun) -> tuple[list[RowSamples], dict[str, PartSamples]]:
         if samples is None:
             raise UsageError(f"{run.suite.name}: the full cache is not measured in the part {part_run.part.name}")
         full[part_run.part.name] = samples
-    found = []
+    measured_rows = []
     for row in run.rows:
         parts = {p.part.name: _samples(p, row) for p in run.parts if row in p.rows}
         complete = {name: samples for name, samples in parts.items() if samples is not None}
         if complete and len(complete) == len(parts):
-            found.append(RowSamples(name=row.name, budget=row.budget, role=row.role, parts=complete))
-    return found, full
+            measured_rows.append(RowSamples(name=row.name, budget=row.budget, role=row.role, parts=complete))
+    return measured_rows, full
 
 
 def _samples(part_run: PartRun, row: SuiteRow | None) -> PartSamples | None:
     """Return a row's samples in a part; None unless every prompt has one."""
     cells = cells_of(part_run, row)
-    found = {}
+    samples_by_column = {}
     for group in part_run.run.groups:
         samples = part_run.run.samples(group, cells[group.column])
         if len(samples) < len(group.examples):
             return None
-        found[group.column] = samples
-    return found
+        samples_by_column[group.column] = samples
+    return samples_by_column

@@ -10,9 +10,9 @@ from kvbench.base.errors import UsageError
 from kvbench.kv.model_shape import Shape
 from kvbench.methods.core.base import Selector
 from kvbench.methods.core.chain import Chain
-from kvbench.methods.core.resolve import ChainConfig, chain_config, overlay, resolve
-from kvbench.plan.equal_memory import payload_counter
-from kvbench.suite.definition import METHOD, Suite
+from kvbench.methods.core.resolve import ChainConfig, resolve
+from kvbench.plan.equal_memory import payload_counter, with_options
+from kvbench.suite.definition import METHOD, Suite, SuitePart
 
 SLACK = 1.02
 """How much more than a budget a row may hold that cannot hold less: a window, or the scales of a format."""
@@ -35,6 +35,12 @@ class SuiteRow:
     config: ChainConfig
     decoding: ChainConfig | None
 
+    def config_in(self, part: SuitePart) -> ChainConfig | None:
+        """Return the combination that is measured in a part; None if the part cannot measure the row."""
+        if part.decoding:
+            return self.decoding
+        return self.config
+
 
 def rows(suite: Suite, methods: Sequence[str], options: Mapping[str, object], shape: Shape) -> list[SuiteRow]:
     """Return all rows of a suite: its controls and the user's ``methods``, each at all budgets within its reach.
@@ -42,23 +48,23 @@ def rows(suite: Suite, methods: Sequence[str], options: Mapping[str, object], sh
     ``options`` are options of the user's methods. Raises UsageError for a method that reaches no budget, and for one
     whose prompt decides how many tokens stay.
     """
-    found = []
+    suite_rows = []
     for control in suite.controls:
         (template,) = resolve([{"method": control.method, **control.options}])
-        found += at_budgets(suite, control.name, control.role, template, shape)
+        suite_rows += at_budgets(suite, control.name, control.role, template, shape)
     # a control that the user names, too, is measured once
-    taken = {row.name for row in found}
+    control_names = {row.name for row in suite_rows}
     for template in resolve(methods, options):
-        if template.chain.stages and template.label not in taken:
-            name = _name(template)
+        name = _name(template)
+        if template.chain.stages and name not in control_names:
             reached = at_budgets(suite, name, METHOD, template, shape)
             if not reached:
                 least = suite.budgets[0]
                 raise UsageError(
                     f"{name} holds more than 1/{least} of the full cache's bytes, {suite.name}'s largest budget"
                 )
-            found += reached
-    return found
+            suite_rows += reached
+    return suite_rows
 
 
 def _name(template: ChainConfig) -> str:
@@ -76,21 +82,21 @@ def at_budgets(suite: Suite, name: str, role: str, template: ChainConfig, shape:
     # the combination without stages is the full cache
     full = count(Chain())
     if not isinstance(template.chain.selector, Selector):
-        held = count(template.chain)
-        fitting = [budget for budget in suite.budgets if held <= SLACK * full / budget]
+        payload = count(template.chain)
+        fitting = [budget for budget in suite.budgets if payload <= SLACK * full / budget]
         if not fitting:
             return []
         return [SuiteRow(name=name, budget=max(fitting), role=role, config=template, decoding=template)]
-    found = []
+    rows_by_budget = []
     for budget in suite.budgets:
         share = _largest_share(template, full / budget, suite.tokens, shape)
         if share is None:
             continue
         config = with_options(template, {"kv_ratio": share})
-        found.append(
+        rows_by_budget.append(
             SuiteRow(name=name, budget=budget, role=role, config=config, decoding=_while_decoding(config, share))
         )
-    return found
+    return rows_by_budget
 
 
 def _largest_share(template: ChainConfig, target: float, tokens: int, shape: Shape) -> float | None:
@@ -100,7 +106,7 @@ def _largest_share(template: ChainConfig, target: float, tokens: int, shape: Sha
     """
     count = payload_counter("bytes", shape, tokens)
 
-    def held(size: int) -> float | None:
+    def payload_at(size: int) -> float | None:
         """Return the bytes of a cache of ``size`` of the prompt's tokens; None for a size that the method refuses."""
         try:
             return count(with_options(template, {"kv_ratio": size / tokens}).chain)
@@ -110,12 +116,12 @@ def _largest_share(template: ChainConfig, target: float, tokens: int, shape: Sha
     # the payload grows with the size, and only small sizes are refused: halve the range between a size that fits or is
     # too small, and one that is too large
     low, high = 0, tokens
-    everything = held(tokens)
+    everything = payload_at(tokens)
     if everything is None or everything <= target:
         return None
     while high - low > 1:
         middle = (low + high) // 2
-        payload = held(middle)
+        payload = payload_at(middle)
         if payload is None or payload <= target:
             low = middle
         else:
@@ -132,14 +138,6 @@ def _largest_share(template: ChainConfig, target: float, tokens: int, shape: Sha
     if payload > SLACK * target:
         return None
     return share
-
-
-def with_options(template: ChainConfig, options: Mapping[str, object]) -> ChainConfig:
-    """Return the combination with options laid over those of its selector."""
-    owner = next(stage.id for stage in template.chain.stages if isinstance(stage, Selector))
-    entries = dict(template.entries)
-    entries[owner] = overlay(template.entries[owner], options)
-    return chain_config(entries, template.chain.per, written=template.written)
 
 
 def _while_decoding(config: ChainConfig, share: float) -> ChainConfig | None:

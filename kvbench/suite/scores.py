@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from kvbench.base.errors import UsageError
 from kvbench.kv.pages import PagesFreed
+from kvbench.report.summary import UNCHANGED, same_as_full
 from kvbench.store.fidelity import KINDS
 from kvbench.store.results import Sample
 from kvbench.suite.definition import CHANCE, KL, NEGATIVE, Suite, SuitePart
@@ -29,8 +30,8 @@ PartSamples = Mapping[str, Mapping[str, Sample]]
 """The samples of a row in one part, by column and then by example."""
 Scores = Mapping[str, Mapping[str, float]]
 """Scores of a row in one part, by column and then by example."""
-UNCHANGED_SHARE = 0.99
-"""The share of prompts on which a row may equal the full cache before it counts as a row that compressed nothing."""
+PartScores = Mapping[str, Scores]
+"""Scores of a row by part."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +86,7 @@ class RowScore:
     @property
     def nothing_compressed(self) -> bool:
         """True if the row is the full cache on nearly all prompts, so that its score says nothing about its method."""
-        return self.unchanged > UNCHANGED_SHARE
+        return self.unchanged >= UNCHANGED
 
 
 def score(suite: Suite, rows: Sequence[RowSamples], full: Mapping[str, PartSamples]) -> list[RowScore]:
@@ -95,6 +96,7 @@ def score(suite: Suite, rows: Sequence[RowSamples], full: Mapping[str, PartSampl
     """
     # rows of two budgets have different random tokens, so that each budget is a table of its own
     scored: list[RowScore] = []
+    high = _scores_by_part(suite, full, is_full=True)
     for budget in suite.budgets:
         of_budget = [row for row in rows if row.budget == budget]
         if not of_budget:
@@ -102,13 +104,19 @@ def score(suite: Suite, rows: Sequence[RowSamples], full: Mapping[str, PartSampl
         chance = next((row for row in of_budget if row.role == CHANCE), None)
         if chance is None:
             raise UsageError(f"the budget 1/{budget} has no row of random tokens, which every score is relative to")
-        entries = [_score_row(suite, row, chance, full) for row in of_budget]
-        scaled = [_in_gaps(suite, row, entry, chance, full) for row, entry in zip(of_budget, entries, strict=True)]
+        low = _scores_by_part(suite, chance.parts)
+        own_scores = [_scores_by_part(suite, row.parts) for row in of_budget]
+        entries = []
+        scaled = []
+        for row, own in zip(of_budget, own_scores, strict=True):
+            entry = _score_row(suite, row, full, own=own, low=low, high=high)
+            entries.append(entry)
+            scaled.append(_in_gaps(entry, own=own, low=low, high=high))
         ranked = []
-        for own, entry in zip(scaled, entries, strict=True):
+        for gap_scores, entry in zip(scaled, entries, strict=True):
             rank = None
             if entry.mean is not None and not entry.nothing_compressed:
-                rank = 1 + _count_better(own, scaled, entries)
+                rank = 1 + _count_better(gap_scores, scaled, entries)
             ranked.append(replace(entry, rank=rank))
         scored += sorted(ranked, key=_order)
     return scored
@@ -119,7 +127,27 @@ def _order(entry: RowScore) -> tuple[bool, float]:
     return entry.mean is None or entry.nothing_compressed, -(entry.mean or 0.0)
 
 
-def _score_row(suite: Suite, row: RowSamples, chance: RowSamples, full: Mapping[str, PartSamples]) -> RowScore:
+def _scores_by_part(
+    suite: Suite, parts: Mapping[str, PartSamples], is_full: bool = False
+) -> dict[str, dict[str, dict[str, float]]]:
+    """Return a row's score of each prompt by part and column; ``is_full`` for the full cache."""
+    scores = {}
+    for part in suite.parts:
+        if part.name in parts:
+            scores[part.name] = by_prompt(part, parts[part.name], suite.floor, is_full)
+    return scores
+
+
+def _score_row(
+    suite: Suite,
+    row: RowSamples,
+    full: Mapping[str, PartSamples],
+    *,
+    own: PartScores,
+    low: PartScores,
+    high: PartScores,
+) -> RowScore:
+    """Return a row's scores. ``own``, ``low``, ``high``: those of the row, random tokens and the full cache."""
     parts: dict[str, PartScore] = {}
     pairs: list[tuple[Sample, Sample]] = []
     for part in suite.parts:
@@ -129,9 +157,9 @@ def _score_row(suite: Suite, row: RowSamples, chance: RowSamples, full: Mapping[
             for example_id, sample in samples.items():
                 pairs.append((sample, full[part.name][column][example_id]))
         parts[part.name] = score_part(
-            by_prompt(part, row.parts[part.name], suite.floor),
-            by_prompt(part, chance.parts[part.name], suite.floor),
-            by_prompt(part, full[part.name], suite.floor, is_full=True),
+            own[part.name],
+            low[part.name],
+            high[part.name],
             divergence=part.measure == KL,
         )
     retained = {name: entry.retained for name, entry in parts.items() if entry.retained is not None}
@@ -142,7 +170,7 @@ def _score_row(suite: Suite, row: RowSamples, chance: RowSamples, full: Mapping[
         worst = min(retained, key=lambda name: retained[name])
         ci = _interval_of_mean(mean, [parts[name] for name in retained])
     compressed = [sample for sample, _ in pairs]
-    held = sum(sample.payload16 + sample.overhead16 for sample in compressed)
+    bytes16 = sum(sample.payload16 + sample.overhead16 for sample in compressed)
     return RowScore(
         name=row.name,
         budget=row.budget,
@@ -151,16 +179,10 @@ def _score_row(suite: Suite, row: RowSamples, chance: RowSamples, full: Mapping[
         mean=mean,
         ci=ci,
         worst=worst,
-        bytes=100 * held / sum(sample.full16 for sample in compressed),
-        unchanged=fmean(_is_unchanged(sample, exact) for sample, exact in pairs),
+        bytes=100 * bytes16 / sum(sample.full16 for sample in compressed),
+        unchanged=fmean(same_as_full(sample, exact) for sample, exact in pairs),
         pages=PagesFreed.mean([sample.pages_freed for sample in compressed]),
     )
-
-
-def _is_unchanged(sample: Sample, full: Sample) -> bool:
-    """Tell whether a prompt's tokens, bytes and answer are the full cache's."""
-    same_bytes = sample.payload16 == full.payload16
-    return same_bytes and sample.kept == full.kept and sample.prediction == full.prediction
 
 
 def by_prompt(
@@ -170,7 +192,7 @@ def by_prompt(
 
     The full cache has no divergence from itself (``is_full``): its place is the ``floor``.
     """
-    found: dict[str, dict[str, float]] = {}
+    scores_by_column: dict[str, dict[str, float]] = {}
     for column, of_column in samples.items():
         scores: dict[str, float] = {}
         for example_id, sample in sorted(of_column.items()):
@@ -181,8 +203,8 @@ def by_prompt(
                 scores[example_id] = -log(nats)
             elif sample.score is not None:
                 scores[example_id] = sample.score
-        found[column] = scores
-    return found
+        scores_by_column[column] = scores
+    return scores_by_column
 
 
 def divergence(sample: Sample) -> float:
@@ -247,31 +269,22 @@ def _interval_of_mean(mean: float, parts: Sequence[PartScore]) -> Interval | Non
     return mean - sqrt(below) / len(parts), mean + sqrt(above) / len(parts)
 
 
-GapScores = Mapping[str, Scores]
-"""By part: a row's scores in units of the mean distance of the full cache from random tokens."""
-
-
-def _in_gaps(
-    suite: Suite, row: RowSamples, entry: RowScore, chance: RowSamples, full: Mapping[str, PartSamples]
-) -> GapScores:
+def _in_gaps(entry: RowScore, *, own: PartScores, low: PartScores, high: PartScores) -> PartScores:
     """Return the scores of a row in its measurable parts, divided by the mean gap of each part."""
-    found: dict[str, Scores] = {}
-    for part in suite.parts:
-        if part.name not in entry.parts or entry.parts[part.name].retained is None:
+    scaled_parts: dict[str, Scores] = {}
+    for name, part in entry.parts.items():
+        if part.retained is None:
             continue
-        own = by_prompt(part, row.parts[part.name], suite.floor)
-        low = by_prompt(part, chance.parts[part.name], suite.floor)
-        high = by_prompt(part, full[part.name], suite.floor, is_full=True)
         # full - random of the part, the unit of its scores
-        gap = fmean(fmean(high[column].values()) - fmean(low[column].values()) for column in own)
+        gap = fmean(fmean(high[name][column].values()) - fmean(low[name][column].values()) for column in own[name])
         scaled = {}
-        for column, scores in own.items():
+        for column, scores in own[name].items():
             scaled[column] = {i: value / gap for i, value in scores.items()}
-        found[part.name] = scaled
-    return found
+        scaled_parts[name] = scaled
+    return scaled_parts
 
 
-def _count_better(own: GapScores, others: Sequence[GapScores], entries: Sequence[RowScore]) -> int:
+def _count_better(own: PartScores, others: Sequence[PartScores], entries: Sequence[RowScore]) -> int:
     """Return how many of the ``others`` are told apart as better. Rows that compressed nothing do not count."""
     count = 0
     for other, entry in zip(others, entries, strict=True):
@@ -280,7 +293,7 @@ def _count_better(own: GapScores, others: Sequence[GapScores], entries: Sequence
     return count
 
 
-def _is_ahead(a: GapScores, b: GapScores) -> bool:
+def _is_ahead(a: PartScores, b: PartScores) -> bool:
     """Tell whether row ``a`` is ahead of row ``b`` by an interval, over the parts and prompts that both have."""
     parts = []
     for part in a:

@@ -3,13 +3,11 @@
 import json
 
 import pytest
-from support.runs import prepare, run_json
+from support.runs import counted, prepare, run_json
 
 from kvbench.base.errors import UsageError
 from kvbench.cli.main import main
-from kvbench.methods.snapkv import SnapKV
 from kvbench.run import experiment, runner
-from kvbench.run import host as run_host
 from kvbench.store.results import Sample
 
 pytestmark = pytest.mark.e2e("whole answers")
@@ -41,21 +39,6 @@ def measured(folder, rows, *words, methods=METHODS, new=6):
 def repeated(rows, count):
     """Every answer as a prompt of its own, under the id from which its seed is made."""
     return [row | {"id": f"{row['id']}#{i + 1}"} for row in rows for i in range(count)]
-
-
-def counted(monkeypatch):
-    """Return the lists that grow by one with every prompt read and with every compression of SnapKV's first layer."""
-    prefills, compressions = [], []
-    prefill, compress = run_host.prefill_chains, SnapKV.compress
-    monkeypatch.setattr(
-        run_host, "prefill_chains", lambda *a, **more: prefills.append(len(a[2])) or prefill(*a, **more)
-    )
-    monkeypatch.setattr(
-        SnapKV,
-        "compress",
-        lambda self, cache, obs: (compressions.append(1) if obs.layer == 0 else None) or compress(self, cache, obs),
-    )
-    return prefills, compressions
 
 
 @pytest.mark.parametrize("words", [[], ["batch_rows=2"], ["query_aware=false"]])

@@ -4,15 +4,13 @@ import json
 
 import pytest
 import torch
-from support.runs import prepare, run_json
+from support.runs import counted, prepare, run_json
 
 import kvbench
 from kvbench.base.errors import UsageError
 from kvbench.cli.main import main
-from kvbench.methods.snapkv import SnapKV
 from kvbench.report import turns as turns_table
 from kvbench.run import answers, experiment
-from kvbench.run import host as run_host
 from kvbench.store.turns import TurnAnswer, fall_beside, summarise_turns
 
 pytestmark = pytest.mark.e2e("whole answers")
@@ -55,21 +53,6 @@ def measured(folder, rows, *words, methods=METHODS):
     run = prepare("dataset=file", write(folder, rows), f"results={folder}", "metric=contains", *words)
     experiment.measure(run, quiet=True)
     return run, {c.label.split()[0]: run.store.samples(c.id) for c in run.groups[0].cells}
-
-
-def counted(monkeypatch):
-    """Return the lists that grow by one with every prompt read and with every compression of SnapKV's first layer."""
-    prefills, compressions = [], []
-    prefill, compress = run_host.prefill_chains, SnapKV.compress
-    monkeypatch.setattr(
-        run_host, "prefill_chains", lambda *a, **more: prefills.append(len(a[2])) or prefill(*a, **more)
-    )
-    monkeypatch.setattr(
-        SnapKV,
-        "compress",
-        lambda self, cache, obs: (compressions.append(1) if obs.layer == 0 else None) or compress(self, cache, obs),
-    )
-    return prefills, compressions
 
 
 def test_isolated_questions_are_answered_as_each_alone_from_one_compression(tmp_path, monkeypatch):

@@ -111,7 +111,7 @@ def test_rows_that_are_not_told_apart_share_a_rank():
 
 def test_a_row_that_is_the_full_cache_has_no_rank():
     values = [1.0] * 10
-    same = {"p": {"t": {i: replace(s, payload16=100.0) for i, s in answers(values)["t"].items()}}}
+    same = {"p": {"t": {i: replace(s, payload16=100.0, kept=float(s.n)) for i, s in answers(values)["t"].items()}}}
     rows = [row("random", CHANCE, [0.0] * 10), RowSamples(name="noop", budget=2, role=METHOD, parts=same)]
     (noop,) = [entry for entry in scores.score(suite(), rows, full(values)) if entry.name == "noop"]
     assert noop.nothing_compressed and noop.unchanged == 1.0 and noop.rank is None
