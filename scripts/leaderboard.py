@@ -46,7 +46,7 @@ def rendered(runs: list[RunPlan], length: str) -> dict[str, str]:
     key = "" if length == leaderboard.DEFAULTS["lengths"] else f" lengths={length}"
     heading = f"# RULER, the question withheld\n\n`kvbench table leaderboard model={MODEL}{key}`\n\n"
     below = [*dict.fromkeys(r.settings for r in reports), *leaderboard.notes(standings)]
-    # what a task says of itself, and nothing of the machine: the page is made again on others
+    # the page is made again on other machines, so it has the tasks' notes and no note on the machine
     below += dict.fromkeys(f"{group.task.note}." for group in runs[0].groups if group.task.note)
     below += reports[0].notes
     table = heading + writers.compose(leaderboard.sheets(standings), below, "md")

@@ -94,7 +94,7 @@ def load(name: str, edition: str = FULL) -> Suite:
         for part, fields in content.pop("parts").items():
             keys = dict(fields.pop("keys"))
             if edition == QUICK:
-                # what the quick edition does not say is that of the full one
+                # the quick edition takes every key that it does not name from the full one
                 keys.update(quick["parts"][part])
             parts.append(SuitePart(name=part, keys=keys, **fields))
         controls = [Control(**fields) for fields in content.pop("controls")]

@@ -15,7 +15,7 @@ from kvbench.plan.equal_memory import payload_counter, with_options
 from kvbench.suite.definition import METHOD, Suite, SuitePart
 
 SLACK = 1.02
-"""How much more than a budget a row may hold that cannot hold less: a window, or the scales of a format."""
+"""The factor by which a row may exceed its budget if it cannot hold less: a window, or the scales of a format."""
 DECIMALS = 4
 """Decimal places of a ``kv_ratio``."""
 

@@ -46,7 +46,7 @@ class RowSamples:
 
 @dataclass(frozen=True, kw_only=True)
 class PartScore:
-    """What a row retains in one part.
+    """The share of the way from random tokens to the full cache that a row retains in one part.
 
     retained, ci: S and its 95 % interval. S is None where the part cannot be measured with this model.
     raw: the row's mean score in per cent, or its mean divergence in nats. full, chance: the same of the full cache

@@ -29,7 +29,7 @@ from kvbench.suite.scores import PartSamples, RowSamples, check_negative, score
 from kvbench.tasks.metrics import score as score_answer
 
 TOLERANCE = 1e-6
-"""How far a stored number may lie from the recomputed one: rounding to the digits of a row."""
+"""The largest difference of a stored number from the recomputed one: rounding to the digits of a row."""
 MOST_SAID = 20
 """Problems that are listed one by one."""
 
