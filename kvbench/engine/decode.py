@@ -26,6 +26,8 @@ from kvbench.models.interface import attached
 
 EXTENDED_BYTES = 2**30
 """The most bytes of caches that read more tokens in one batch. The limit exists because the batch copies them."""
+PACKED_AT_ONCE = 128
+"""The most tokens that packed caches read at once. Packed attention holds the logits of all of them."""
 
 
 def generate_rows(model: PreTrainedModel, caches: Sequence[PromptCache], endings: Sequence[Ending]) -> list[Answer]:
@@ -55,8 +57,8 @@ def extend_caches(
 ) -> list[PromptCache]:
     """Return new caches that have also read ``input_ids`` [T] after their compressed prompts, in order.
 
-    The new tokens stay exact, unless the chain packs or evicts while decoding. In that case they are stored one by one,
-    like the tokens of an answer. Caches whose chains change the model alike are rows of one batch, as many as
+    The new tokens stay exact, unless the chain packs or evicts while decoding. In that case each is stored as if it came
+    alone, like the tokens of an answer. Caches whose chains change the model alike are rows of one batch, as many as
     EXTENDED_BYTES allow.
     """
     ids = as_prompt(model, input_ids)
@@ -64,13 +66,16 @@ def extend_caches(
         check_continuation(model, cache, len(ids))
     extended: dict[int, PromptCache] = {}
     for rows in by_batch(caches):
-        # methods that evict or pack while decoding do so after every token; other methods read all tokens at once
-        one_by_one = [r for r in rows if caches[r].chain.evicts or caches[r].chain.coder]
+        # what is evicted after a token decides what the next token reads; other methods read all tokens at once
+        one_by_one = [r for r in rows if caches[r].chain.evicts]
         at_once = [r for r in rows if r not in one_by_one]
         for part in _divide_by_bytes(caches, one_by_one):
             extended.update(zip(part, _extend(model, [caches[r] for r in part], ids, size=1), strict=True))
+        size = len(ids)
+        if any(caches[r].chain.coder for r in at_once):
+            size = min(size, PACKED_AT_ONCE)
         for part in _divide_by_bytes(caches, at_once):
-            extended.update(zip(part, _extend(model, [caches[r] for r in part], ids, size=len(ids)), strict=True))
+            extended.update(zip(part, _extend(model, [caches[r] for r in part], ids, size=size), strict=True))
     return [extended[r] for r in range(len(caches))]
 
 
@@ -93,7 +98,8 @@ def _extend(model: PreTrainedModel, caches: Sequence[PromptCache], ids: Tensor, 
     chain = caches[0].chain
     seen = torch.tensor([cache.seen for cache in caches], device=ids.device)[:, None]  # [B, 1]
     with contained(chain.name, chain.foreign), torch.no_grad(), adapted(model, chain), attached(model):
-        batch = build(model, caches, len(ids), size)
+        # alone: of several tokens, each is packed and read as if it came in a step of its own
+        batch = build(model, caches, len(ids), size, alone=True)
         for start in range(0, len(ids), size):
             piece = ids[start : start + size]
             # positions [B, t]: each row's new tokens follow the tokens that it has read

@@ -68,12 +68,10 @@ def rows(suite: Suite, methods: Sequence[str], options: Mapping[str, object], sh
 
 
 def _name(template: ChainConfig) -> str:
-    """Return a method's name with the options that its user set, and without its budget."""
-    words = [template.chain.name]
-    for word in template.label.split()[1:]:
-        if not word.startswith(("kv_ratio=", "kv_size=")):
-            words.append(word)
-    return " ".join(words)
+    """Return a method's name as its user wrote it, with the options that are set, and without its budget."""
+    # the label, not the chain's name: an alias such as q4_0_h is another method than q4_0
+    words = template.label.split()
+    return " ".join(word for word in words if not word.startswith(("kv_ratio=", "kv_size=")))
 
 
 def at_budgets(suite: Suite, name: str, role: str, template: ChainConfig, shape: Shape) -> list[SuiteRow]:

@@ -172,6 +172,13 @@ def test_a_budget_is_the_largest_share_of_tokens_that_fits():
     assert 0.58 <= thin[2].chain.selector.kv_ratio <= 152 / 256
 
 
+def test_an_alias_of_a_control_is_a_row_of_its_own():
+    suite = definition.load("tiny")
+    shape = from_config(load.locate(config.configure({"model": "tiny"}).model).config)
+    names = [row.name for row in rows.rows(suite, ["q4_0_h", "q4_0"], {}, shape)]
+    assert names.count("q4_0_h") == 1 and names.count("q4_0") == 1
+
+
 def test_a_format_has_one_row_at_the_smallest_budget_that_holds_it():
     assert list(at_budgets("fp8")) == [2] and list(at_budgets("think", ratio=0.4)) == []
 

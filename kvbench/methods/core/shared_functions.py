@@ -196,7 +196,7 @@ def _owners() -> dict[str, Owner]:
     module_count = len(sys.modules)
     if _OWNERS[0] != module_count:
         owners: dict[str, Owner] = {f"{c.__module__}.{c.__qualname__}": c for c in CLASSES}
-        for name, module in list(sys.modules.items()):
+        for name, module in sys.modules.copy().items():
             if isinstance(module, ModuleType):
                 owners.update(_owners_in(name, module))
         _OWNERS = module_count, owners

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvbench.base.errors import KvbenchError, UsageError
-from kvbench.base.visible import describe_duration
+from kvbench.base.visible import describe_duration, say
 from kvbench.plan.keys import one_of, pairs
 from kvbench.plan.words import split_list, value_of
 from kvbench.run.console import print_plans, stopping
@@ -65,8 +65,11 @@ def main(args: argparse.Namespace) -> int:
         return 0
     if not args.stored:
         with stopping(run.runs, ["suite", args.suite] + args.overrides) as stop:
-            for part in run.runs:
-                experiment.fill(part, quiet=args.json)
+            for number, part_run in enumerate(run.parts, start=1):
+                # the counts below it are of this part alone
+                if not args.json:
+                    say(f"part {number} of {len(run.parts)}, {part_run.part.name}: {part_run.part.about}")
+                experiment.fill(part_run.run, quiet=args.json)
         if stop.status is not None:
             return stop.status
     folder = Path(output) if output else _default_folder(run, settings)
