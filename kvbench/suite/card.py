@@ -10,9 +10,9 @@ from kvbench.report import writers
 from kvbench.report.looks import looks_of
 from kvbench.report.style import canvas, styled
 from kvbench.report.table import Table
-from kvbench.suite.definition import CHANCE, KL, METHOD, NEGATIVE, QUICK, Suite
+from kvbench.suite.definition import CHANCE, COMPARISON, KL, METHOD, NEGATIVE, QUICK, Suite
 from kvbench.suite.folder import Line
-from kvbench.suite.scores import RowScore
+from kvbench.suite.scores import RowScore, below_negative
 
 NOTHING = "nothing was compressed"
 UNMEASURABLE = "—"
@@ -64,7 +64,7 @@ def tables(suite: Suite, scored: Sequence[RowScore]) -> Table:
     for budget in suite.budgets:
         of_budget = [entry for entry in scored if entry.budget == budget]
         if of_budget:
-            headings[len(rows)] = f"1/{budget} of the bytes"
+            headings[len(rows)] = f"at 1/{budget}"
         for entry in of_budget:
             rows.append(_cells(suite, entry))
     return Table(headers=tuple(heads), rows=tuple(rows), headings=headings)
@@ -113,6 +113,13 @@ def notes(suite: Suite, scored: Sequence[RowScore]) -> list[str]:
         unit = "nats, the floor" if part.measure == KL else "of 100"
         found.append(
             f"{part.name}: {part.about}. n = {score.n} prompts; the full cache scores {score.full:.3g} {unit}."
+        )
+    # random tokens are the zero of the score, and need no mark
+    marked = [str(place) for place in below_negative(scored) if place.role in (METHOD, COMPARISON)]
+    if marked:
+        found.append(
+            f"Worse than the first tokens alone, by intervals: {'; '.join(marked)}. The first tokens hold the attention "
+            "sinks, and a row that drops them can lose more than the negative control."
         )
     if suite.edition == QUICK:
         found.insert(0, "The quick edition is a first look with few prompts. No leaderboard takes it.")

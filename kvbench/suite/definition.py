@@ -13,8 +13,12 @@ FOLDER = "suite"
 """The folder of suites, below conf/ and below a folder of results."""
 SCORE, KL = "score", "kl"
 """The measures of a part: the tasks' scores, or the divergence from the full cache."""
-CHANCE, CONTROL, NEGATIVE, METHOD = "chance", "control", "negative", "method"
-"""The roles of rows. chance: random tokens, which score 0. negative: must come last. method: what is tested."""
+CHANCE, COMPARISON, CONTROL, NEGATIVE, METHOD = "chance", "comparison", "control", "negative", "method"
+"""The roles of rows.
+
+chance: random tokens, which score 0. comparison: a row beside the others, of which nothing is demanded.
+negative: a row that must fail. control: a row that must not come out below the negative one. method: what is tested.
+"""
 FULL, QUICK = "full", "quick"
 EDITIONS = (FULL, QUICK)
 """full: all prompts. quick: a few of them, for a first look, which no leaderboard takes."""

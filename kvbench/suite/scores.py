@@ -22,7 +22,7 @@ from kvbench.kv.pages import PagesFreed
 from kvbench.report.summary import UNCHANGED, same_as_full
 from kvbench.store.fidelity import KINDS
 from kvbench.store.results import Sample
-from kvbench.suite.definition import CHANCE, KL, NEGATIVE, Suite, SuitePart
+from kvbench.suite.definition import CHANCE, CONTROL, KL, NEGATIVE, Suite, SuitePart
 from kvbench.tasks.metrics import stats
 from kvbench.tasks.metrics.stats import Interval
 
@@ -310,25 +310,54 @@ def _is_ahead(a: PartScores, b: PartScores) -> bool:
 
 
 def check_negative(scored: Sequence[RowScore]) -> list[str]:
-    """Return a message for each part and budget in which the negative control is not last: a broken measurement.
+    """Return a message for each part and budget in which a control is below the negative one: a broken measurement."""
+    return [str(place) for place in below_negative(scored) if place.role == CONTROL]
 
-    It is last if no row is below it by more than the width of its own interval. Rows that compressed nothing and parts
-    that cannot be measured are left out.
+
+@dataclass(frozen=True, kw_only=True)
+class BelowNegative:
+    """A part and budget in which a row is told apart as worse than the negative control. Scores are S."""
+
+    name: str
+    role: str
+    part: str
+    budget: int
+    retained: float
+    negative: str
+    negative_retained: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.part} at 1/{self.budget}: {self.name} ({self.retained:.0f}) is below the negative control "
+            f"{self.negative} ({self.negative_retained:.0f})"
+        )
+
+
+def below_negative(scored: Sequence[RowScore]) -> list[BelowNegative]:
+    """Return where rows are told apart as worse than the negative control, which keeps the first tokens alone.
+
+    Methods may be: the first tokens hold the attention sinks, and what drops them can lose more. Parts that cannot be
+    measured are left out.
     """
-    problems = []
+    places = []
     for control in (entry for entry in scored if entry.role == NEGATIVE):
         peers = [entry for entry in scored if entry.budget == control.budget and entry is not control]
         for name, part in control.parts.items():
-            if part.retained is None:
+            if part.retained is None or part.ci is None:
                 continue
             for peer in peers:
                 other = peer.parts.get(name)
                 # a row counts as below the control only if the two intervals do not meet
-                if other is None or other.retained is None or other.ci is None or part.ci is None:
+                if other is None or other.retained is None or other.ci is None or other.ci[1] >= part.ci[0]:
                     continue
-                if other.ci[1] < part.ci[0]:
-                    problems.append(
-                        f"{name} at 1/{control.budget}: {peer.name} ({other.retained:.0f}) is below the negative "
-                        f"control {control.name} ({part.retained:.0f})"
-                    )
-    return problems
+                place = BelowNegative(
+                    name=peer.name,
+                    role=peer.role,
+                    part=name,
+                    budget=control.budget,
+                    retained=other.retained,
+                    negative=control.name,
+                    negative_retained=part.retained,
+                )
+                places.append(place)
+    return places

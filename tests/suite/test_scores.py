@@ -10,7 +10,7 @@ from support.stored import sample
 from kvbench.base.errors import UsageError
 from kvbench.store.fidelity import TextFidelity
 from kvbench.store.results import Sample
-from kvbench.suite import scores
+from kvbench.suite import card, scores
 from kvbench.suite.definition import CHANCE, CONTROL, KL, METHOD, NEGATIVE, SCORE, Control, Suite, SuitePart
 from kvbench.suite.scores import RowSamples
 from kvbench.tasks.metrics import stats
@@ -117,12 +117,18 @@ def test_a_row_that_is_the_full_cache_has_no_rank():
     assert noop.nothing_compressed and noop.unchanged == 1.0 and noop.rank is None
 
 
-def test_the_negative_control_must_be_last():
+def test_no_control_may_be_below_the_negative_one():
     n = 20
     spread = [0.5, 0.7] * 10
-    rows = [row("random", CHANCE, [0.3, 0.31] * 10), row("first", NEGATIVE, spread), row("m", METHOD, [0.05, 0.1] * 10)]
-    (problem,) = scores.check_negative(scores.score(suite(), rows, full([0.9, 1.0] * 10)))
-    assert problem.startswith("p at 1/2: m (") and "below the negative control first" in problem
+    low = [0.05, 0.1] * 10
+    rows = [row("random", CHANCE, [0.3, 0.31] * 10), row("first", NEGATIVE, spread), row("c", CONTROL, low)]
+    rows.append(row("m", METHOD, low))
+    scored = scores.score(suite(), rows, full([0.9, 1.0] * 10))
+    (problem,) = scores.check_negative(scored)
+    assert problem.startswith("p at 1/2: c (") and "below the negative control first" in problem
+    # a method may be below it, and the card says so
+    assert {place.name for place in scores.below_negative(scored)} == {"c", "m"}
+    assert any("Worse than the first tokens alone" in note and ": m (" in note for note in card.notes(suite(), scored))
     rows[1] = row("first", NEGATIVE, [0.0, 0.1] * (n // 2))
     assert scores.check_negative(scores.score(suite(), rows, full([0.9, 1.0] * 10))) == []
 

@@ -80,6 +80,16 @@ def test_without_texts_all_but_the_answers_is_checked(measured, monkeypatch):
     assert not checked.problems and checked.numbers and not checked.answers and checked.unscored
 
 
+def test_shards_measure_the_suite_together(measured, tmp_path, capsys):
+    words = ["suite", "tiny", "edition=quick", "method=snapkv", f"results={tmp_path}"]
+    for shard in (0, 1):
+        assert main([*words, f"shard={shard}", "shards=2"]) == 0
+        assert "This shard is measured." in capsys.readouterr().out
+    assert main([*words, "--stored"]) == 0
+    own = tmp_path / "own" / "suite" / "tiny-quick" / "card.md"
+    assert own.read_text() == (measured / "card.md").read_text()
+
+
 def test_a_changed_answer_is_noticed(copied):
     entries = samples_of(copied)
     first_answer(entries)["prediction"] = "nothing of the kind"

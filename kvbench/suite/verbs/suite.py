@@ -19,8 +19,10 @@ from kvbench.suite.definition import EDITIONS, FULL
 if TYPE_CHECKING:
     from kvbench.suite.plan import SuiteRun
 
-RUN_KEYS = ("results", "device", "memory", "threads", "batch_rows", "data.root", "calibration", "shard", "shards")
+RUN_KEYS = ("results", "device", "memory", "threads", "batch_rows", "data.root", "calibration")
 """Keys of `run` that change no result and that the suite passes on."""
+SHARD_KEYS = ("shard", "shards")
+"""Keys of `run` that leave a part of the prompts to other processes."""
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -55,9 +57,14 @@ def main(args: argparse.Namespace) -> int:
     settings: dict[str, object] = {key: options.pop(key) for key in RUN_KEYS if key in options}
     if "model" in options:
         settings["model"] = options.pop("model")
+    shard = {key: options.pop(key) for key in SHARD_KEYS if key in options}
     knobs = {key: value_of(text) for key, text in options.items()}
-    run = plan.prepare(suite, methods, knobs, settings)
-    division = _division(run, settings)
+    run = plan.prepare(suite, methods, knobs, settings | shard)
+    # the lock is of all prompts, whatever part of them is measured here
+    whole = run
+    if shard:
+        whole = plan.prepare(suite, methods, knobs, settings)
+    division = _division(whole, settings)
     if args.plan:
         if args.json:
             return print_plans(run.runs, as_json=True)
@@ -72,8 +79,11 @@ def main(args: argparse.Namespace) -> int:
                 experiment.fill(part_run.run, quiet=args.json)
         if stop.status is not None:
             return stop.status
+    if shard and not args.stored:
+        print("This shard is measured. When all are, the same command without shard= and shards= makes the card.")
+        return 0
     folder = Path(output) if output else _default_folder(run, settings)
-    return _finish(run, folder, division, contributor, as_json=args.json)
+    return _finish(whole, folder, division, contributor, as_json=args.json)
 
 
 def _plan_lines(run: SuiteRun) -> Iterator[str]:
@@ -143,7 +153,7 @@ def _finish(run: SuiteRun, folder: Path, division: str, contributor: str, as_jso
     if problems:
         said = "\n".join(f"  {problem}" for problem in problems)
         raise KvbenchError(
-            f"{run.suite.name}: the negative control is not last, so nothing here is a measurement:\n{said}"
+            f"{run.suite.name}: controls are below the negative one, so nothing here is a measurement:\n{said}"
         )
     rows = folders.lines(run, scored, division, contributor)
     folders.write(folder, run, rows, card.text(run.suite, scored, "md"))
