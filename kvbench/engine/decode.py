@@ -57,9 +57,9 @@ def extend_caches(
 ) -> list[PromptCache]:
     """Return new caches that have also read ``input_ids`` [T] after their compressed prompts, in order.
 
-    The new tokens stay exact, unless the chain packs or evicts while decoding. In that case each is stored as if it came
-    alone, like the tokens of an answer. Caches whose chains change the model alike are rows of one batch, as many as
-    EXTENDED_BYTES allow.
+    The new tokens stay exact, unless the chain packs or evicts while decoding. In that case each is stored as if it
+    came alone, like the tokens of an answer. Caches whose chains change the model alike are rows of one batch, as many
+    as EXTENDED_BYTES allow.
     """
     ids = as_prompt(model, input_ids)
     for cache in caches:

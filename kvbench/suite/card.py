@@ -118,8 +118,8 @@ def notes(suite: Suite, scored: Sequence[RowScore]) -> list[str]:
     marked = [str(place) for place in below_negative(scored) if place.role in (METHOD, COMPARISON)]
     if marked:
         found.append(
-            f"Worse than the first tokens alone, by intervals: {'; '.join(marked)}. The first tokens hold the attention "
-            "sinks, and a row that drops them can lose more than the negative control."
+            f"Worse than the first tokens alone, by intervals: {'; '.join(marked)}. The first tokens hold the "
+            "attention sinks, and a row that drops them can lose more than the negative control."
         )
     if suite.edition == QUICK:
         found.insert(0, "The quick edition is a first look with few prompts. No leaderboard takes it.")
