@@ -47,6 +47,11 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Measure and print. Return exit status 1 if a cell was refused or failed."""
+    if any(word.startswith("engine=") for word in args.overrides):
+        # the rows of an engine: nothing is compressed here
+        from kvbench.engines import verb
+
+        return verb.main(args)
     requests = words.read(args.overrides, args.multirun)
     # under -m there is one: only one model can be swept
     launchers.check(requests[0])

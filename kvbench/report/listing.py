@@ -90,6 +90,7 @@ class StoredCell:
             "model": self.record.model,
             "folder": self.folder,
             "imported": self.record.kind == "imported",
+            "kind": self.record.kind,
         }
         record |= fields(self.record.identity)
         record |= asdict(self.status)

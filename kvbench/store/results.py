@@ -151,7 +151,7 @@ class Sample:
 class CellRecord:
     """The record of a cell.
 
-    kind: None for a cell that kvbench measured, "imported" for any other.
+    kind: None for a cell that kvbench measured, "imported" or "engine" for any other.
     label, column: the method and the task in words.
     of: the number of examples of the task.
     identity: all settings that decide the cell's numbers.

@@ -424,6 +424,8 @@ class ResultStore:
                 label = labels.label(cell.identity, cell.label)
                 record = CellRecord(
                     id=cell.id,
+                    # results of an engine name their kind, those of kvbench have none
+                    kind=cell.identity.get("kind"),
                     label=label,
                     column=cell.column,
                     of=len(cell.task.examples),

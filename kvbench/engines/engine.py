@@ -1,0 +1,68 @@
+"""What an engine is asked and what it replies, and the errors that end a row."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from kvbench.base.errors import KvbenchError
+from kvbench.store.results import Facts
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """One prompt as an engine is asked it.
+
+    text: the prompt, or with ``chat`` the user's message, which the engine puts into its own template.
+    ids: the same text as token ids of the tokenizer that ``model=`` names.
+    limit: the most tokens of the answer. stop: texts that end it.
+    """
+
+    text: str
+    ids: tuple[int, ...]
+    limit: int
+    stop: tuple[str, ...] = ()
+    chat: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reply:
+    """An engine's answer to one prompt.
+
+    new_tokens: the answer's tokens as the engine counts them; None if it does not say.
+    seconds: from the question to the answer, with all that the engine did meanwhile.
+    first: ln p of the likeliest first tokens by their text; {} if the engine does not say.
+    bytes: the bytes of the cache as the engine says them; None if it does not.
+    """
+
+    text: str
+    new_tokens: int | None
+    seconds: float
+    first: Mapping[str, float] = field(default_factory=dict)
+    bytes: int | None = None
+
+
+class Engine(Protocol):
+    """An engine that answers prompts greedily."""
+
+    def facts(self) -> Facts:
+        """Return the versions behind the answers, for the provenance of results."""
+
+    def ask(self, prompt: Prompt) -> Reply:
+        """Return the answer to a prompt. Several threads may ask at once. Raises EngineError."""
+
+    def close(self) -> None:
+        """Free what the engine holds."""
+
+
+class EngineError(KvbenchError):
+    """The error for a question without an answer.
+
+    ends_run: True if further questions would fail in the same way, so that the run stops. Otherwise only this task
+    of this row ends.
+    """
+
+    def __init__(self, message: str, ends_run: bool = True) -> None:
+        super().__init__(message)
+        self.ends_run = ends_run

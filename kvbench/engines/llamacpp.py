@@ -1,0 +1,177 @@
+"""llama.cpp in this process, with its own caches: f16, q8_0, q4_0 and others.
+
+It reads a GGUF through the package llama-cpp-python, greedily, with flash attention, which it needs for coded values.
+Caches of 4 and 8 bits are rotated since its pull request 21038; LLAMA_ATTN_ROT_DISABLE turns that off.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvbench.base.errors import UsageError, unknown
+from kvbench.base.extras import require
+from kvbench.base.files import sha256
+from kvbench.engines.engine import EngineError, Prompt, Reply
+from kvbench.store.results import Facts
+
+CACHE_TYPES: Mapping[str, str] = {
+    "f32": "GGML_TYPE_F32",
+    "f16": "GGML_TYPE_F16",
+    "bf16": "GGML_TYPE_BF16",
+    "q8_0": "GGML_TYPE_Q8_0",
+    "q5_1": "GGML_TYPE_Q5_1",
+    "q5_0": "GGML_TYPE_Q5_0",
+    "q4_1": "GGML_TYPE_Q4_1",
+    "q4_0": "GGML_TYPE_Q4_0",
+    "iq4_nl": "GGML_TYPE_IQ4_NL",
+}
+"""The types of a cache by llama.cpp's own names (``--cache-type-k``), and their constants in the package."""
+EXACT = "f16"
+"""llama.cpp's default cache, with which its other caches are compared."""
+NO_ROTATION = "LLAMA_ATTN_ROT_DISABLE"
+ROTATIONS = ("on", "off")
+BATCH = 512
+"""Tokens that llama.cpp reads at once, its default."""
+ROUNDED_TO = 256
+"""The length of a cache is a multiple of this, as llama.cpp pads it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheType:
+    """The types of keys and of values, and whether llama.cpp rotates them."""
+
+    k: str
+    v: str
+    rotation: str = "on"
+
+    def __post_init__(self) -> None:
+        for name in (self.k, self.v):
+            if name not in CACHE_TYPES:
+                raise unknown("cache type of llama.cpp", name, CACHE_TYPES)
+
+    @property
+    def label(self) -> str:
+        """The name of the row: ``llama.cpp q4_0``, ``llama.cpp q8_0/q4_0 rotation=off``."""
+        types = self.k if self.k == self.v else f"{self.k}/{self.v}"
+        if self.rotation == "off":
+            types += " rotation=off"
+        return f"llama.cpp {types}"
+
+
+@cache
+def fingerprint(path: Path) -> str:
+    """Return the first digits of a GGUF's SHA-256, which names its weights in the ids of results."""
+    return sha256(path)[:16]
+
+
+class LlamaCpp:
+    """A model in llama.cpp with one type of cache.
+
+    gguf: the model's file. cache_type: how keys and values are stored. tokens: the longest prompt with its answer.
+    every_logit: True to have the logits of all tokens, for divergences; they take tokens x vocabulary x 4 bytes.
+    """
+
+    def __init__(
+        self, gguf: Path, cache_type: CacheType, tokens: int, threads: int | None, every_logit: bool = False
+    ) -> None:
+        require("llama_cpp", "engine=llamacpp")
+        import llama_cpp
+
+        self.gguf, self.cache_type = gguf, cache_type
+        # one context answers one prompt at a time
+        self.lock = Lock()
+        with rotation(cache_type.rotation):
+            try:
+                self.model: Any = llama_cpp.Llama(
+                    str(gguf),
+                    n_ctx=-(-tokens // ROUNDED_TO) * ROUNDED_TO,
+                    n_batch=BATCH,
+                    n_ubatch=BATCH,
+                    n_threads=threads,
+                    n_threads_batch=threads,
+                    n_gpu_layers=0,
+                    flash_attn=True,
+                    type_k=getattr(llama_cpp, CACHE_TYPES[cache_type.k]),
+                    type_v=getattr(llama_cpp, CACHE_TYPES[cache_type.v]),
+                    logits_all=every_logit,
+                    seed=0,
+                    verbose=False,
+                )
+            except (ValueError, RuntimeError) as error:
+                raise UsageError(f"llama.cpp cannot open {gguf} with a {cache_type.label} cache: {error}") from None
+
+    def facts(self) -> Facts:
+        return {
+            "engine": "llama.cpp",
+            "version": f"llama-cpp-python {metadata.version('llama-cpp-python')}",
+            "gguf": fingerprint(self.gguf),
+            "threads": self.model.n_threads,
+        }
+
+    def ask(self, prompt: Prompt) -> Reply:
+        with self.lock:
+            start = time.perf_counter()
+            # without this, the tokens that two prompts share would stay coded from the first one
+            self.model.reset()
+            try:
+                out = self.model.create_completion(
+                    list(prompt.ids),
+                    max_tokens=prompt.limit,
+                    stop=list(prompt.stop),
+                    temperature=0.0,
+                    repeat_penalty=1.0,
+                    seed=0,
+                )
+            except (ValueError, RuntimeError) as error:
+                raise EngineError(f"llama.cpp did not answer: {error}", ends_run=False) from None
+            seconds = time.perf_counter() - start
+            return Reply(
+                text=out["choices"][0]["text"],
+                new_tokens=out["usage"]["completion_tokens"],
+                seconds=seconds,
+                bytes=self._bytes(len(prompt.ids)),
+            )
+
+    def _bytes(self, tokens: int) -> int:
+        """Return the bytes of the first ``tokens`` tokens' state, as llama.cpp says them."""
+        import llama_cpp
+
+        context = self.model.ctx
+        # the answer's tokens go: only the prompt's are counted, as for kvbench's own rows
+        llama_cpp.llama_memory_seq_rm(llama_cpp.llama_get_memory(context), 0, tokens, -1)
+        return int(llama_cpp.llama_state_seq_get_size(context, 0))
+
+    def logits(self, tokens: tuple[int, ...]) -> Tensor:
+        """Return the logits [T, V] after each of ``tokens`` [T], which are read through the cache."""
+        self.model.reset()
+        self.model.eval(list(tokens))
+        return torch.from_numpy(self.model.scores[: len(tokens)].copy())
+
+    def close(self) -> None:
+        self.model.close()
+
+
+@contextmanager
+def rotation(setting: str) -> Iterator[None]:
+    """Let llama.cpp rotate caches or not while a context is made: it reads an environment variable then."""
+    before = os.environ.get(NO_ROTATION)
+    os.environ[NO_ROTATION] = "1" if setting == "off" else "0"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[NO_ROTATION]
+        else:
+            os.environ[NO_ROTATION] = before

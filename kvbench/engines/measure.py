@@ -1,0 +1,172 @@
+"""Ask engines what they have not answered yet, and store every answer at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from datetime import UTC, datetime
+from statistics import fmean
+from typing import Any
+
+from kvbench.base.errors import KvbenchError
+from kvbench.base.example import Example
+from kvbench.base.progress import Tick, progress
+from kvbench.base.version import version
+from kvbench.engines.engine import Engine, EngineError, Reply
+from kvbench.engines.rows import EngineRow, EngineRun
+from kvbench.plan.cells import Group
+from kvbench.store.cell import Cell
+from kvbench.store.provenance import git_commit
+from kvbench.tasks.metrics import metric, score, stats
+
+Line = dict[str, Any]
+
+
+def measure(run: EngineRun, quiet: bool = False) -> list[str]:
+    """Measure all rows of a run. Return the reasons why tasks of rows have no answers; answers so far are stored.
+
+    Raises EngineError if the engine cannot go on.
+    """
+    problems: list[str] = []
+    totals = {row.label: sum(len(run.left(group, row)) for group in run.run.groups) for row in run.rows}
+    with progress(totals, quiet) as tick:
+        for row in run.rows:
+            # an engine whose answers are all here is not started
+            if totals[row.label]:
+                problems += _measure_row(run, row, tick)
+    for row in run.rows:
+        for group in run.run.groups:
+            _write_metrics(run, group, row)
+    return problems
+
+
+def _measure_row(run: EngineRun, row: EngineRow, tick: Tick) -> list[str]:
+    """Measure one row. Return the reasons why tasks of it failed."""
+    problems = []
+    engine = row.open()
+    try:
+        for group in run.run.groups:
+            examples = run.left(group, row)
+            if not examples:
+                continue
+            try:
+                _measure_cell(run, group, row, engine, examples, tick)
+            except EngineError as error:
+                run.run.store.mark(run.cell(group, row), "failed", str(error))
+                if error.ends_run:
+                    raise
+                problems.append(f"{row.label} on {group.column}: {error}")
+            finally:
+                _write_metrics(run, group, row)
+    finally:
+        engine.close()
+    return problems
+
+
+def _measure_cell(
+    run: EngineRun, group: Group, row: EngineRow, engine: Engine, examples: Sequence[Example], tick: Tick
+) -> None:
+    """Ask the examples of one task, several at once, and store each answer as it comes."""
+    cell = run.cell(group, row)
+    facts: Line = {"kvbench": version(), "commit": git_commit(), "model": row.label}
+    facts |= engine.facts()
+    # answers of two versions of an engine do not mix: the store refuses another ``device``
+    facts["device"] = f"{facts['engine']} {facts['version']}".strip()
+    facts["began"] = _first_began(run, cell)
+    writer = run.run.store.open(cell, facts, shard=0, mix=run.run.cfg.mix)
+    try:
+        with ThreadPoolExecutor(max_workers=run.parallel) as pool:
+            waiting = {pool.submit(engine.ask, run.prompt(group, example)): example for example in examples}
+            for example, reply in _replies(waiting):
+                writer.append(_line(group, example, reply))
+                tick(row.label, 1)
+    except BaseException:
+        run.run.store.mark(cell, "interrupted", "the engine's answers ended in the middle")
+        raise
+    finally:
+        writer.close()
+        run.run.store.writers.pop(cell.id, None)
+
+
+def _replies(waiting: Mapping[Future[Reply], Example]) -> Iterator[tuple[Example, Reply]]:
+    """Yield (example, reply) as replies come. After the first error no further question is asked, and it is raised.
+
+    Replies to questions that were asked before it still come.
+    """
+    failure: KvbenchError | None = None
+    try:
+        for future in as_completed(waiting):
+            if future.cancelled():
+                continue
+            try:
+                reply = future.result()
+            except KvbenchError as error:
+                if failure is None:
+                    failure = error
+                _cancel(waiting)
+                continue
+            yield waiting[future], reply
+    finally:
+        _cancel(waiting)
+    if failure is not None:
+        raise failure
+
+
+def _cancel(waiting: Mapping[Future[Reply], Example]) -> None:
+    for future in waiting:
+        future.cancel()
+
+
+def _first_began(run: EngineRun, cell: Cell) -> str:
+    """Return when the cell's first answer was asked for, so that rows are listed in the order of their measuring."""
+    record = run.run.store.cell(cell.id)
+    if record is not None and record.provenance:
+        return str(record.provenance[0].get("began", ""))
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def _line(group: Group, example: Example, reply: Reply) -> Line:
+    """Return an answer with its score as it is stored. What the engine does not say is left out."""
+    line: Line = {
+        "id": example.id,
+        "prediction": reply.text,
+        "score": score(group.task.metric, group.task.answer(reply.text), example),
+        "answers": list(example.answers),
+        "meta": dict(example.meta),
+        "seconds": round(reply.seconds, 4),
+    }
+    if reply.new_tokens is not None:
+        line["new_tokens"] = reply.new_tokens
+    if reply.first:
+        line["first"] = dict(reply.first)
+    if reply.bytes is not None:
+        line["bytes_said"] = reply.bytes
+    return line
+
+
+def _write_metrics(run: EngineRun, group: Group, row: EngineRow) -> None:
+    """Write the mean score of a row on a task from all that is stored of it."""
+    cell = run.cell(group, row)
+    lines = list(run.run.store.lines(cell.id).values())
+    if not lines:
+        return
+    shown = metric(group.task.metric)
+    scores = [float(line["score"]) for line in lines if line["score"] is not None]
+    point, ci = None, None
+    if scores:
+        point = shown.show(fmean(scores))
+    if len(scores) >= stats.FEWEST:
+        interval = stats.mean_interval(scores)
+        if interval is not None:
+            ci = [shown.show(end) for end in interval]
+    summary = {
+        "status": "complete" if len(lines) == len(group.task.examples) else "done",
+        "metric": group.task.metric,
+        "n": len(lines),
+        "of": len(group.task.examples),
+        "unscored": len(lines) - len(scores),
+        "score": point,
+        "ci": ci,
+        "empty": sum(not line["prediction"].strip() for line in lines),
+    }
+    run.run.store.write_metrics(cell.id, summary)

@@ -1,0 +1,138 @@
+"""The rows of an engine run: the prompts of a planned run, and a cell for each row and task."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from kvbench.base.errors import UsageError
+from kvbench.base.example import Example
+from kvbench.engines.engine import Engine, Prompt
+from kvbench.methods.core.chain import Chain
+from kvbench.plan.cells import Group
+from kvbench.plan.run_plan import RunPlan
+from kvbench.store.cell import Cell
+from kvbench.store.results import CellRecord
+from kvbench.tasks.encoding import encode_prompt
+
+KIND = "engine"
+"""The kind of a result that an engine measured. It has no chain, and no audited bytes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineRow:
+    """One configuration of an engine.
+
+    label: its name in tables. identity: the facts that decide its answers, for the ids of its results.
+    open: starts the engine, or connects to it.
+    """
+
+    label: str
+    identity: Mapping[str, object]
+    open: Callable[[], Engine]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineRun:
+    """Prompts and the rows that answer them.
+
+    run: the plan of the same run for kvbench itself: its groups give prompts, metrics and the results folder.
+    chat: True if the engine puts prompts into its own chat template.
+    baseline: the label of the row that others are compared with; '' for the one that was measured first.
+    parallel: how many prompts are asked at once.
+    """
+
+    run: RunPlan
+    rows: tuple[EngineRow, ...]
+    chat: bool = False
+    baseline: str = ""
+    parallel: int = 1
+
+    def cell(self, group: Group, row: EngineRow) -> Cell:
+        """Return the cell of a row on a task."""
+        identity = dict(self.shared_identity(group))
+        identity["engine"] = {"label": row.label} | dict(row.identity)
+        return Cell(identity, Chain(), row.label, task=group.task, column=group.column)
+
+    def shared_identity(self, group: Group) -> dict[str, Any]:
+        """Return the identity of a task's results without the engine: rows that share it have the same prompts."""
+        identity = dict(group.cells[0].identity)
+        # the engine has weights and a cache of its own; of the model that is here only the tokenizer is used
+        del identity["chain"]
+        identity["model"] = {"prompts": identity["model"]["fingerprint"]}
+        identity["prompt"] = dict(identity["prompt"])
+        if self.chat:
+            identity["prompt"]["template"] = "the engine's own"
+        identity["kind"] = KIND
+        return identity
+
+    def left(self, group: Group, row: EngineRow) -> list[Example]:
+        """Return the examples of a task that a row has not answered."""
+        done = self.run.store.lines(self.cell(group, row).id)
+        return [example for example in group.examples if example.id not in done]
+
+    def prompt(self, group: Group, example: Example) -> Prompt:
+        """Return an example as the engine is asked it. Prompts are cut as for kvbench's own rows."""
+        run, policy = self.run, self.run.cfg.prompt
+        chat = self.chat and policy.templated(group.task)
+        if chat:
+            # the user's message alone: nobody can begin the answer of a chat
+            policy = replace(policy, template="off", bos=False)
+            example = replace(example, answer_prefix="")
+        ids = encode_prompt(run.tokenizer, example, group.task, policy, run.context).ids
+        text = run.tokenizer.decode(without_bos(run.tokenizer, ids), skip_special_tokens=False)
+        return Prompt(
+            text=text,
+            ids=ids,
+            limit=example.max_new_tokens,
+            stop=group.task.stop,
+            chat=chat,
+        )
+
+
+def without_bos(tokenizer: Any, ids: tuple[int, ...]) -> tuple[int, ...]:
+    """Return token ids without the token that begins every text: engines put it there themselves."""
+    if ids and ids[0] == getattr(tokenizer, "bos_token_id", None):
+        return ids[1:]
+    return ids
+
+
+def check_tasks(run: RunPlan) -> None:
+    """Raise UsageError for tasks that an engine cannot be asked."""
+    for group in run.groups:
+        task = group.task
+        if task.turns:
+            raise UsageError(
+                f"dataset={task.id.partition('/')[0]} is not possible with an engine: its questions are asked of one "
+                "compressed context, and no engine takes a context and its questions apart"
+            )
+        if task.examples[0].tokens:
+            raise UsageError(
+                f"dataset={task.id.partition('/')[0]} is not possible with engine=openai: it reads texts, and a server "
+                "gives no logits of them. engine=llamacpp fidelity=true compares them"
+            )
+        if not task.query_aware:
+            raise UsageError(
+                f"query_aware=false is not possible with an engine ({task.id}): none takes a question after its "
+                "context was compressed. Take prompt=plain, longbench or chat"
+            )
+
+
+def stored_rows(run: EngineRun, group: Group) -> Iterator[tuple[str, CellRecord]]:
+    """Yield (label, record) of all results of engines on a task's prompts, those measured first first."""
+    wanted = run.shared_identity(group)
+    found = []
+    for cell_id in run.run.store.cells():
+        if run.run.store.damage(cell_id) is not None:
+            continue
+        record = run.run.store.cell(cell_id)
+        if record is None or record.kind != KIND:
+            continue
+        identity = dict(record.identity)
+        label = identity.pop("engine")["label"]
+        if identity == wanted:
+            began = min((str(facts.get("began", "")) for facts in record.provenance), default="")
+            found.append((began, str(label), record))
+    for _, label, record in sorted(found, key=lambda entry: entry[:2]):
+        yield label, record

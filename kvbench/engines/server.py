@@ -1,0 +1,215 @@
+"""An OpenAI-compatible server (vLLM, SGLang, llama.cpp, TensorRT-LLM and others) through the client ``openai``.
+
+Only the address that the user typed is spoken to. The key is read from the environment and written nowhere.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from threading import Lock
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+from kvbench.base.errors import UsageError
+from kvbench.base.extras import require
+from kvbench.engines.engine import EngineError, Prompt, Reply
+from kvbench.store.results import Facts
+
+KEYS = ("KVBENCH_API_KEY", "OPENAI_API_KEY")
+"""Environment variables with the server's key; the first that is set counts."""
+NO_KEY = "none"
+"""What is sent in place of a key: the client demands one, and servers without keys ignore it."""
+RETRIES = 4
+"""How often the client asks again after 429, a 5xx status, a cut connection or a timeout, with growing waits."""
+FIRST_CHOICES = 5
+"""Likeliest first tokens that are asked for; OpenAI's interface allows no more."""
+Answer = TypeVar("Answer")
+
+
+class Server:
+    """A server that answers prompts.
+
+    url: its address, as ``http://127.0.0.1:8000/v1``. served: the name of the model that it serves.
+    timeout_s: seconds after which an unanswered question counts as failed.
+    """
+
+    def __init__(self, url: str, served: str, timeout_s: float = 600.0, retries: int = RETRIES) -> None:
+        require("openai", "engine=openai")
+        import openai
+
+        self.url, self.served = url, served
+        key = next((os.environ[name] for name in KEYS if os.environ.get(name)), NO_KEY)
+        self.client = openai.OpenAI(base_url=url, api_key=key, timeout=timeout_s, max_retries=retries)
+        # servers differ in whether they give log-probabilities; it is asked once
+        self.gives_choices = True
+        self.model_said: str | None = None
+        self.version = ""
+        self.lock = Lock()
+
+    def check(self) -> None:
+        """Ask the server for its models and its version. Raises UsageError if it serves no model of that name."""
+        models = self._call(self._list_models)
+        if models and self.served not in models:
+            raise UsageError(f"served={self.served}: {self.url} serves {', '.join(models)}")
+        self.version = self._ask_version()
+
+    def facts(self) -> Facts:
+        return {"engine": "openai", "served": self.served, "model_said": self.model_said, "version": self.version}
+
+    def ask(self, prompt: Prompt) -> Reply:
+        start = time.perf_counter()
+        if prompt.chat:
+            reply = self._call(lambda: self._chat(prompt), prompt)
+        else:
+            reply = self._call(lambda: self._complete(prompt), prompt)
+        text, new_tokens, first = reply
+        return Reply(text=text, new_tokens=new_tokens, seconds=time.perf_counter() - start, first=first)
+
+    def close(self) -> None:
+        self.client.close()
+
+    def _list_models(self) -> list[str]:
+        """Return the names of the served models; [] from a server that does not list them."""
+        import openai
+
+        try:
+            return [model.id for model in self.client.models.list().data]
+        except openai.NotFoundError:
+            return []
+
+    def _ask_version(self) -> str:
+        """Return the version that the server says, as vLLM does at /version; '' if it says none."""
+        root = f"{urlsplit(self.url).scheme}://{urlsplit(self.url).netloc}"
+        try:
+            content = self.client.with_options(max_retries=0, timeout=5).get(f"{root}/version", cast_to=dict[str, Any])
+        except Exception:
+            # whatever comes back, a server without this page is no error
+            return ""
+        return str(content.get("version", ""))
+
+    def _complete(self, prompt: Prompt) -> tuple[str, int | None, Mapping[str, float]]:
+        """Return (text, tokens, first choices) of a completion."""
+        options: dict[str, Any] = {}
+        if self.gives_choices:
+            options["logprobs"] = FIRST_CHOICES
+        response = self.client.completions.create(
+            model=self.served,
+            prompt=prompt.text,
+            max_tokens=prompt.limit,
+            stop=list(prompt.stop) or None,
+            temperature=0,
+            seed=0,
+            **options,
+        )
+        choice = self._choice(response)
+        first: Mapping[str, float] = {}
+        tops = getattr(getattr(choice, "logprobs", None), "top_logprobs", None)
+        if tops and tops[0]:
+            first = dict(tops[0])
+        return self._text(choice.text), _new_tokens(response), first
+
+    def _chat(self, prompt: Prompt) -> tuple[str, int | None, Mapping[str, float]]:
+        """Return (text, tokens, first choices) of a chat's answer. The server applies its own template."""
+        options: dict[str, Any] = {}
+        if self.gives_choices:
+            options |= {"logprobs": True, "top_logprobs": FIRST_CHOICES}
+        response = self.client.chat.completions.create(
+            model=self.served,
+            messages=[{"role": "user", "content": prompt.text}],
+            max_tokens=prompt.limit,
+            stop=list(prompt.stop) or None,
+            temperature=0,
+            seed=0,
+            **options,
+        )
+        choice = self._choice(response)
+        first: dict[str, float] = {}
+        content = getattr(getattr(choice, "logprobs", None), "content", None)
+        if content:
+            first = {top.token: top.logprob for top in content[0].top_logprobs}
+        return self._text(choice.message.content), _new_tokens(response), first
+
+    def _choice(self, response: Any) -> Any:
+        """Return the one choice of a response. Raises EngineError for another shape, or if the model is another one."""
+        choices = getattr(response, "choices", None)
+        if not isinstance(choices, list) or not choices:
+            raise EngineError(f"{self.url} answered without a choice: it is no OpenAI-compatible server, or it failed")
+        said = getattr(response, "model", None)
+        with self.lock:
+            if self.model_said is None:
+                self.model_said = said
+        if said != self.model_said:
+            raise EngineError(
+                f"{self.url} changed its model from {self.model_said} to {said} in the middle: answers of two models "
+                "are no row. Start the old one again, or measure under another label="
+            )
+        return choices[0]
+
+    def _text(self, text: object) -> str:
+        if not isinstance(text, str):
+            raise EngineError(f"{self.url} answered with {text!r} in place of a text")
+        return text
+
+    def _call(self, question: Callable[[], Answer], prompt: Prompt | None = None) -> Answer:
+        """Return the answer to a question. Raises EngineError that says what is wrong and what to do."""
+        import openai
+
+        place = self.url
+        try:
+            return question()
+        except openai.APITimeoutError:
+            raise EngineError(
+                f"{place} did not answer within {self.client.timeout} s: raise timeout=, or lower parallel="
+            ) from None
+        except openai.APIConnectionError as error:
+            cause = error.__cause__ or error
+            raise EngineError(f"no answer from {place} ({cause}): is the server running, and the url= right?") from None
+        except (openai.AuthenticationError, openai.PermissionDeniedError) as error:
+            raise EngineError(
+                f"{place} refused the key ({error.status_code}): set {KEYS[0]} in the environment"
+            ) from None
+        except openai.NotFoundError as error:
+            raise EngineError(
+                f"{place} knows no such page or model ({_said(error)}): url= usually ends in /v1, and served= names "
+                "the model"
+            ) from None
+        except openai.RateLimitError as error:
+            raise EngineError(
+                f"{place} was asked too often ({_said(error)}), also after {self.client.max_retries + 1} tries: lower "
+                "parallel="
+            ) from None
+        except openai.BadRequestError as error:
+            if self.gives_choices and "logprob" in str(error).lower():
+                # this server gives no log-probabilities: ask without, from now on
+                self.gives_choices = False
+                return self._call(question, prompt)
+            raise EngineError(f"{place} refused a prompt ({_said(error)})", ends_run=False) from None
+        except openai.APIStatusError as error:
+            raise EngineError(
+                f"{place} failed ({error.status_code}: {_said(error)}), also after {self.client.max_retries + 1} "
+                "tries: see the server's log"
+            ) from None
+        except (openai.OpenAIError, ValueError) as error:
+            raise EngineError(f"{place} answered something else than JSON of OpenAI's form: {_short(error)}") from None
+
+
+def _new_tokens(response: Any) -> int | None:
+    """Return the answer's number of tokens as the server counts them; None if it does not say."""
+    count = getattr(getattr(response, "usage", None), "completion_tokens", None)
+    if isinstance(count, int):
+        return count
+    return None
+
+
+def _said(error: Any) -> str:
+    """Return what the server said of an error."""
+    return _short(getattr(error, "message", "") or error)
+
+
+def _short(error: object) -> str:
+    text = " ".join(str(error).split())
+    if len(text) > 200:
+        return text[:200] + "..."
+    return text

@@ -1,0 +1,212 @@
+"""``kvbench run engine=...``: measure rows of an engine, and print them beside the others on the same prompts."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+
+from kvbench.base.errors import UsageError
+from kvbench.base.visible import say
+from kvbench.engines import divergence, llamacpp, table
+from kvbench.engines.llamacpp import CacheType
+from kvbench.engines.measure import measure
+from kvbench.engines.rows import EngineRow, EngineRun, check_tasks
+from kvbench.engines.server import Server
+from kvbench.models.fetch import SCHEME, gguf_file
+from kvbench.plan import config, run_plan
+from kvbench.plan.keys import Key, choice, one_of, pairs, values, whole
+from kvbench.plan.run_plan import RunPlan
+from kvbench.plan.words import split_list
+from kvbench.report import writers
+
+OPENAI, LLAMACPP = "openai", "llamacpp"
+ENGINES = (OPENAI, LLAMACPP)
+KEYS = (
+    Key("engine", None, partial(one_of, "engine", ENGINES)),
+    Key("url"),
+    Key("served"),
+    Key("label"),
+    Key("baseline", ""),
+    whole("parallel", 1, "4"),
+    whole("timeout", 1, "600"),
+    Key("gguf"),
+    Key("cache_type"),
+    Key("cache_type_k"),
+    Key("cache_type_v"),
+    choice("rotation", llamacpp.ROTATIONS),
+    choice("fidelity", ("false", "true")),
+)
+OF_SERVER = ("url", "served", "parallel", "timeout")
+OF_LLAMACPP = ("gguf", "cache_type", "cache_type_k", "cache_type_v", "rotation", "fidelity")
+REFUSED = {
+    "method": "an engine compresses its own cache. Leave it out, and name the row with label=",
+    "preset": "presets set options of kvbench's methods. prompt= and max_length= choose the prompts",
+    "match": "an engine's bytes are its own word",
+    "reference": "an engine's bytes are its own word. baseline= names the row to compare with",
+    "kl": "a server gives no distributions. engine=llamacpp fidelity=true compares them",
+    "kl_mode": "engine=llamacpp fidelity=true reads every token through the cache",
+    "temperature": "answers of engines are greedy",
+    "samples_per_prompt": "answers of engines are greedy",
+    "logger": "rows of engines are not logged. kvbench export jsonl hands them on",
+    "shard": "parallel= asks several prompts at once",
+    "shards": "parallel= asks several prompts at once",
+}
+"""Keys of `run` that have no meaning with an engine, and why."""
+
+
+def main(args: argparse.Namespace) -> int:
+    """Measure and print. Return exit status 1 if a task of a row has no answers, 130 after Ctrl-C."""
+    texts = pairs(args.overrides, example="engine=openai url=http://127.0.0.1:8000/v1 served=NAME")
+    own = {key.name: texts.pop(key.name) for key in KEYS if key.name in texts}
+    for key, reason in REFUSED.items():
+        if key in texts:
+            raise UsageError(f"{key}= is not possible with engine={own['engine']}: {reason}")
+    options = values(KEYS, own)
+    engine = options["engine"]
+    for key in OF_LLAMACPP if engine == OPENAI else OF_SERVER:
+        if key in own:
+            raise UsageError(f"{key}= is not a key of engine={engine}")
+    if "model" not in texts:
+        raise UsageError("model= is missing: the tokenizer of that model counts and cuts the prompts")
+    compares = options["fidelity"] == "true"
+    if compares:
+        texts["kl_mode"] = "through_cache"
+    plan = run_plan.prepare(config.configure(texts | {"method": "full"}))
+    if not compares:
+        check_tasks(plan)
+    run = _run(plan, options)
+    if args.plan:
+        for row in run.rows:
+            for group in plan.groups:
+                print(f"{row.label} on {group.column}: {len(run.left(group, row))} of {len(group.examples)} to do")
+        return 0
+    problems: list[str] = []
+    try:
+        if compares:
+            divergence.measure(run, _exact_row(plan, options), quiet=args.json)
+        else:
+            problems = measure(run, quiet=args.json)
+    except KeyboardInterrupt:
+        command = shlex.join(["kvbench", "run", *args.overrides])
+        say(f"interrupted. The answers so far are stored; to go on:\n  {command}")
+        return 130
+    if compares:
+        _print_divergences(run, args)
+    else:
+        _print_answers(run, args)
+    for problem in problems:
+        say(problem)
+    return 1 if problems else 0
+
+
+def _run(plan: RunPlan, options: Mapping[str, object]) -> EngineRun:
+    """Return the rows of the options on a plan's prompts."""
+    baseline = str(options["baseline"])
+    if options["engine"] == OPENAI:
+        # the server's template, not the tokenizer's: it is what the server's users get
+        chat = plan.cfg.prompt.template != "off"
+        row = _server_row(options)
+        return EngineRun(run=plan, rows=(row,), chat=chat, baseline=baseline, parallel=int(str(options["parallel"])))
+    rows = tuple(_llamacpp_row(plan, options, cache_type) for cache_type in _cache_types(options))
+    return EngineRun(run=plan, rows=rows, baseline=baseline)
+
+
+def _server_row(options: Mapping[str, object]) -> EngineRow:
+    """Return the row of a server. Raises UsageError for a missing key, or a url that is none."""
+    for key, meaning in (("url", "the server's address"), ("served", "the name of the model that it serves")):
+        if not options[key]:
+            raise UsageError(f"{key}= is missing: {meaning}, as in url=http://127.0.0.1:8000/v1 served=NAME")
+    url, served = str(options["url"]), str(options["served"])
+    if not url.startswith(("http://", "https://")):
+        raise UsageError(f"url={url} is no address: it begins with http:// or https://")
+
+    def connect() -> Server:
+        server = Server(url, served, timeout_s=float(str(options["timeout"])))
+        server.check()
+        return server
+
+    label = str(options["label"] or served)
+    return EngineRow(label=label, identity={"name": OPENAI, "served": served}, open=connect)
+
+
+def _cache_types(options: Mapping[str, object]) -> Sequence[CacheType]:
+    """Return the caches that the options name."""
+    rotation = str(options["rotation"])
+    k, v = options["cache_type_k"], options["cache_type_v"]
+    if k or v:
+        if options["cache_type"]:
+            raise UsageError("cache_type= names both types: leave it out beside cache_type_k= and cache_type_v=")
+        return [CacheType(k=str(k or llamacpp.EXACT), v=str(v or llamacpp.EXACT), rotation=rotation)]
+    names = split_list(str(options["cache_type"] or llamacpp.EXACT))
+    return [CacheType(k=name, v=name, rotation=rotation) for name in names]
+
+
+def _llamacpp_row(plan: RunPlan, options: Mapping[str, object], cache_type: CacheType) -> EngineRow:
+    """Return the row of llama.cpp with one type of cache. Raises UsageError if there is no GGUF."""
+    gguf = _gguf(plan, options)
+    tokens = 1
+    every_logit = options["fidelity"] == "true"
+    for group in plan.groups:
+        for example in group.examples:
+            length = len(example.tokens)
+            if not length:
+                # prompts are cut to the context in any case, so that the longest is known before all are encoded
+                length = min(plan.context or 0, plan.cfg.prompt.max_length or plan.context or 0)
+                length = max(length, 1) + example.max_new_tokens
+            tokens = max(tokens, length)
+    label = str(options["label"] or cache_type.label)
+    if options["label"] and "," in str(options["cache_type"] or ""):
+        raise UsageError(f"label={label} is not possible for several cache types: each row is named by its own")
+    # caches of 16 bits and more are never rotated
+    identity = {"name": LLAMACPP, "gguf": llamacpp.fingerprint(gguf)} | asdict(cache_type)
+    threads = plan.cfg.threads
+    return EngineRow(
+        label=label,
+        identity=identity,
+        open=lambda: llamacpp.LlamaCpp(gguf, cache_type, tokens, threads, every_logit),
+    )
+
+
+def _exact_row(plan: RunPlan, options: Mapping[str, object]) -> EngineRow:
+    """Return the row of llama.cpp's f16 cache, which the others are compared with."""
+    exact = CacheType(k=llamacpp.EXACT, v=llamacpp.EXACT)
+    return _llamacpp_row(plan, dict(options) | {"label": None, "cache_type": None}, exact)
+
+
+def _gguf(plan: RunPlan, options: Mapping[str, object]) -> Path:
+    """Return the GGUF: the one that is named, or the one that a fetched model was made of."""
+    name = plan.cfg.model.path
+    if options["gguf"]:
+        path = Path(str(options["gguf"])).expanduser()
+        if not path.is_file():
+            raise UsageError(f"gguf={path}: there is no such file")
+        return path
+    if not name.startswith(SCHEME):
+        raise UsageError(f"gguf= is missing: the file of the model {plan.cfg.model_name} for llama.cpp")
+    path = gguf_file(name.removeprefix(SCHEME))
+    if not path.is_file():
+        raise UsageError(f"{path} is not here: kvbench model fetch {plan.cfg.model_name} keeps it there")
+    return path
+
+
+def _print_answers(run: EngineRun, args: argparse.Namespace) -> None:
+    """Print the table of all rows on these prompts."""
+    found = table.report(run)
+    if args.json:
+        print(json.dumps(asdict(found), indent=1, ensure_ascii=False))
+        return
+    print(writers.compose(table.tables(found), table.notes(found), args.format), end="")
+
+
+def _print_divergences(run: EngineRun, args: argparse.Namespace) -> None:
+    """Print the table of divergences."""
+    found = divergence.summaries(run)
+    if args.json:
+        print(json.dumps({label: asdict(summary) for label, summary in found.items()}, indent=1, ensure_ascii=False))
+        return
+    print(writers.compose([divergence.table(found)], divergence.notes(found), args.format), end="")

@@ -1,0 +1,181 @@
+"""engine=openai against a stub: rows, differences, resuming, and one message for each way to fail."""
+
+import json
+
+import pytest
+from support.stub_server import MODEL, completion, serving
+
+from kvbench.cli.main import main
+
+pytest.importorskip("openai")
+pytestmark = pytest.mark.e2e("asks a server")
+
+
+def words(stub, results, *more, label="a"):
+    return [
+        "run",
+        "engine=openai",
+        f"url={stub.url if hasattr(stub, 'url') else stub}",
+        f"served={MODEL}",
+        f"label={label}",
+        "model=tiny",
+        "dataset=tiny/needle",
+        "limit=10",
+        f"results={results}",
+        *more,
+    ]
+
+
+def test_rows_of_two_servers_stand_in_one_table_with_paired_differences(tmp_path, capsys):
+    with serving(lambda question: (200, completion("42", first={" 42": -0.1, " 7": -3.0}))) as stub:
+        assert main(words(stub, tmp_path)) == 0
+        assert len(stub.asked) == 10
+        assert stub.asked[0]["temperature"] == 0 and stub.asked[0]["max_tokens"] > 0
+    with serving(lambda question: (200, completion("", first={" 7": -0.2, " 42": -0.6}))) as stub:
+        assert main(words(stub, tmp_path, label="b")) == 0
+        capsys.readouterr()
+        # everything is answered: the server is not asked again, and need not run
+    assert main(words(stub, tmp_path, "--json", label="b")) == 0
+    found = json.loads(capsys.readouterr().out)
+    a, b = found["rows"]
+    assert found["baseline"] == "a" and (a["label"], b["label"]) == ("a", "b")
+    assert b["delta"] == pytest.approx(b["mean"] - a["mean"])
+    assert b["first"] == {"same": 0.0, "change": pytest.approx(-0.5), "n": 10} and b["empty"] == 10
+    assert main(words(stub, tmp_path, "baseline=b", label="b")) == 0
+    out = capsys.readouterr().out
+    assert out.splitlines()[0].startswith("a ") and "Δ: paired difference to b" in out
+    assert main(words(stub, tmp_path, "baseline=c", label="b")) == 2
+    assert "baseline=c is no row on these prompts: a, b" in capsys.readouterr().err
+
+
+def test_stored_results_are_listed_and_shown_as_an_engines(tmp_path, capsys):
+    with serving(lambda question: (200, completion("42"))) as stub:
+        assert main(words(stub, tmp_path)) == 0
+    capsys.readouterr()
+    assert main(["list", "runs", f"results={tmp_path}", "--json"]) == 0
+    (cell,) = json.loads(capsys.readouterr().out)["runs"]
+    assert cell["label"] == "a" and cell["kind"] == "engine" and cell["n"] == 10
+    assert main(["show", cell["id"], f"results={tmp_path}"]) == 0
+    assert "measured with" in capsys.readouterr().out
+
+
+def test_chat_asks_with_the_message_alone(tmp_path):
+    with serving(lambda question: (200, completion("42"))) as stub:
+        assert main(words(stub, tmp_path, "prompt=chat", "model.chat_template={{ messages[0].content }}")) == 0
+    assert all(set(question["messages"][0]) == {"role", "content"} for question in stub.asked)
+
+
+def test_a_key_from_the_environment_is_sent_and_written_nowhere(tmp_path, monkeypatch):
+    monkeypatch.setenv("KVBENCH_API_KEY", "hush-hush")
+    with serving(lambda question: (200, completion("42"))) as stub:
+        assert main(words(stub, tmp_path)) == 0
+    assert all(
+        headers.get("Authorization", headers.get("authorization")) == "Bearer hush-hush" for headers in stub.headers
+    )
+    assert not any("hush-hush" in path.read_text() for path in tmp_path.rglob("*") if path.is_file())
+
+
+def failing_after(count, failure):
+    """Return answers that are good ``count`` times, and then what ``failure`` says."""
+    seen = []
+
+    def answer(question):
+        seen.append(question)
+        return (200, completion("42")) if len(seen) <= count else failure
+
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("failure", "message"),
+    [
+        ((401, {"error": {"message": "bad key"}}), "refused the key (401): set KVBENCH_API_KEY"),
+        ((404, {"error": {"message": "no model"}}), "knows no such page or model (Error code: 404"),
+        ((429, {"error": {"message": "slow down"}}), "was asked too often"),
+        ((500, {"error": {"message": "out of blocks"}}), "failed (500: Error code: 500"),
+        ((0, None), "no answer from http://127.0.0.1:"),
+        ((200, b"<html>"), "answered something else than JSON"),
+        ((200, {"choices": []}), "answered without a choice"),
+        ((200, completion("42", model="other")), "changed its model from stub to other in the middle"),
+    ],
+    ids=["401", "404", "429", "500", "cut", "html", "empty", "other model"],
+)
+def test_a_failure_in_the_middle_keeps_what_is_measured_and_the_same_command_goes_on(
+    failure, message, tmp_path, capsys
+):
+    with serving(failing_after(4, failure)) as stub:
+        assert main(words(stub, tmp_path, "parallel=1")) == 1
+    err = capsys.readouterr().err
+    assert message in err and "Traceback" not in err
+    with serving(lambda question: (200, completion("42"))) as stub:
+        assert main(words(stub, tmp_path)) == 0
+        assert len(stub.asked) == 6
+
+
+def test_a_failure_that_passes_is_not_noticed(tmp_path):
+    replies = iter([(429, {}), (500, {}), (0, None)])
+    with serving(lambda question: next(replies, (200, completion("42")))) as stub:
+        assert main(words(stub, tmp_path, "parallel=1")) == 0
+        assert len(stub.asked) == 13
+
+
+def test_a_refused_prompt_ends_its_task_alone(tmp_path, capsys):
+    def answer(question):
+        if len(stub.asked) == 3:
+            return 400, {"error": {"message": "prompt is too long"}}
+        return 200, completion("42")
+
+    with serving(answer) as stub:
+        arguments = words(stub, tmp_path, "parallel=1")
+        arguments[arguments.index("dataset=tiny/needle")] = "dataset=tiny/needle,tiny/code"
+        assert main(arguments) == 1
+    err = capsys.readouterr().err
+    assert "a on tiny/needle: " in err and "refused a prompt (Error code: 400" in err
+    # the other task is answered whole; the next question may have been asked before the refusal was seen
+    assert len(stub.asked) in (3 + 10, 4 + 10)
+
+
+def test_a_server_without_log_probabilities_is_asked_without(tmp_path):
+    def answer(question):
+        if "logprobs" in question:
+            return 400, {"error": {"message": "logprobs is not supported"}}
+        return 200, completion("42")
+
+    with serving(answer) as stub:
+        assert main(words(stub, tmp_path, "parallel=1")) == 0
+        assert len(stub.asked) == 11
+
+
+def test_another_served_model_is_named(tmp_path, capsys):
+    with serving(lambda question: (200, completion("42"))) as stub:
+        arguments = [word.replace("served=stub", "served=llama") for word in words(stub, tmp_path)]
+        assert main(arguments) == 2
+    assert "served=llama: http://127.0.0.1:" in capsys.readouterr().err
+
+
+def test_no_server_is_one_message(tmp_path, capsys):
+    with serving(lambda question: (200, completion("42"))) as stub:
+        url = stub.url
+    assert main(words(url, tmp_path)) == 1
+    err = capsys.readouterr().err
+    assert "no answer from" in err and "is the server running, and the url= right?" in err
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("method=snapkv", "method= is not possible with engine=openai: an engine compresses its own cache"),
+        ("query_aware=false", "query_aware=false is not possible with an engine"),
+        ("gguf=x.gguf", "gguf= is not a key of engine=openai"),
+        ("engine=vllm", "engine"),
+        ("url=127.0.0.1", "url=127.0.0.1 is no address"),
+        ("parallel=0", "parallel=0 is not possible"),
+        ("kv_ratio=0.5", "kv_ratio"),
+        ("logger=wandb", "rows of engines are not logged"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_with_its_reason(word, message, tmp_path, capsys):
+    key = word.partition("=")[0]
+    base = [other for other in words("http://127.0.0.1:9/v1", tmp_path) if not other.startswith(f"{key}=")]
+    assert main([*base, word]) == 2
+    assert message in capsys.readouterr().err
