@@ -23,7 +23,7 @@ from torch import Tensor
 from kvbench.base.errors import UsageError, unknown
 from kvbench.base.extras import require
 from kvbench.base.files import sha256
-from kvbench.engines.engine import EngineError, Prompt, Reply
+from kvbench.engines.engine import EngineError, Question, Reply
 from kvbench.store.results import Facts
 
 CACHE_TYPES: Mapping[str, str] = {
@@ -120,7 +120,7 @@ class LlamaCpp:
             "threads": self.model.n_threads,
         }
 
-    def ask(self, prompt: Prompt) -> Reply:
+    def ask(self, prompt: Question) -> Reply:
         with self.lock:
             start = time.perf_counter()
             # without this, the tokens that two prompts share would stay coded from the first one

@@ -76,7 +76,7 @@ def _measure_cell(
     writer = run.run.store.open(cell, facts, shard=0, mix=run.run.cfg.mix)
     try:
         with ThreadPoolExecutor(max_workers=run.parallel) as pool:
-            waiting = {pool.submit(engine.ask, run.prompt(group, example)): example for example in examples}
+            waiting = {pool.submit(engine.ask, run.question(group, example)): example for example in examples}
             for example, reply in _replies(waiting):
                 writer.append(_line(group, example, reply))
                 tick(row.label, 1)
