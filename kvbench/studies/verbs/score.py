@@ -18,6 +18,7 @@ from kvbench.run.console import format_argument
 
 if TYPE_CHECKING:
     from kvbench.studies.imports.base import Predictions
+    from kvbench.studies.imports.distances import ImportedDistance
     from kvbench.studies.imports.table import TaskRecord
 
 KEYS = (
@@ -66,13 +67,16 @@ def main(args: argparse.Namespace) -> int:
     from kvbench.report import writers
     from kvbench.store.store import ResultStore
     from kvbench.studies import imports
-    from kvbench.studies.imports import scoring, stored, table, verdict
+    from kvbench.studies.imports import distances, scoring, stored, table, verdict
     from kvbench.tasks import longbench, metrics
 
     # refuse unknown metrics before reading files, since that may take minutes
     longbench.metric_name("lcc", options.code_sim)
     if options.metric is not None:
         metrics.metric(options.metric)
+    found = distances.find(Path(args.path))
+    if found:
+        return _print_distances([distances.read(path) for path in found], options, args)
     source = verdict.PredictionSource(
         model=options.model, method=options.method, setting=options.setting, prompt=options.prompt
     )
@@ -119,6 +123,26 @@ def main(args: argparse.Namespace) -> int:
     if not errors:
         return 0
     return 1 if scored else 2
+
+
+def _print_distances(found: Sequence[ImportedDistance], options: ScoreOptions, args: argparse.Namespace) -> int:
+    """Print divergences that another program measured, and store them with --store. Return exit status 0."""
+    from kvbench.report import writers
+    from kvbench.store.store import ResultStore
+    from kvbench.studies.imports import distances
+
+    notes = [distances.NOTE]
+    if args.store:
+        model = options.model or found[0].model
+        if not model:
+            raise UsageError("--store needs model=NAME: whose divergences these are")
+        cells = distances.store_cells(ResultStore(Path(options.results).expanduser()), found, model)
+        notes.append(f"Imported as {len(cells)} results below {options.results}/cells (kvbench list runs).")
+    if args.json:
+        print(json.dumps({"path": args.path, "distances": distances.records(found)}, indent=1, ensure_ascii=False))
+    else:
+        print(writers.compose([distances.sheet(found)], notes, args.format), end="")
+    return 0
 
 
 def _parse_options(args: argparse.Namespace) -> ScoreOptions:

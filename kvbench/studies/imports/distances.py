@@ -1,0 +1,253 @@
+"""Divergences that other programs print: logs of ``llama-perplexity --kl-divergence``, and REFRACT's JSON.
+
+They are shown as those programs say them. kvbench has seen neither the tokens nor the distributions behind them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from kvbench.base.errors import UsageError
+from kvbench.base.files import line_of, write_json
+from kvbench.base.version import version
+from kvbench.plan.cells import SCHEMA
+from kvbench.report.table import Table
+from kvbench.store.store import ResultStore
+
+KIND = "imported"
+LLAMA, REFRACT = "llama-perplexity", "REFRACT"
+STATISTICS = "====== KL divergence statistics ======"
+"""The line of llama-perplexity's log under which the divergences stand."""
+REFRACT_SCHEMA = "refract.report."
+ENDINGS = (".log", ".txt", ".out", ".json")
+"""Endings of the files that are looked into."""
+# "Mean    KLD:   0.001241 ±   0.000030", "99.9%   KLD:   0.072012", "Same top p: 98.561 ± 0.122 %"
+_NUMBER = r"(-?\d+(?:\.\d+)?)"
+_LINE = re.compile(rf"^\s*(.+?)\s*:\s*{_NUMBER}\s*%?\s*(?:±\s*{_NUMBER}\s*%?)?\s*$", re.MULTILINE)
+_TYPE_K = re.compile(r"(?:--cache-type-k|-ctk)[ =](\S+)")
+_TYPE_V = re.compile(r"(?:--cache-type-v|-ctv)[ =](\S+)")
+NORMAL_95 = 1.96
+"""Standard errors on each side of a mean that make a 95 % interval."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImportedDistance:
+    """One row's divergence from its program's own reference, in nats a token.
+
+    label: the row as the file names it. error: the standard error of the mean; None if the program does not say it.
+    percentiles: divergences by name, as ``99.9%``. top1: equal first choices in per cent. ppl, ppl_ratio: the
+    perplexity, and its ratio to the reference's. chunks, context: the windows and their tokens.
+    """
+
+    path: str
+    program: str
+    label: str
+    kl_mean: float
+    error: float | None = None
+    percentiles: Mapping[str, float] | None = None
+    top1: float | None = None
+    ppl: float | None = None
+    ppl_ratio: float | None = None
+    chunks: int | None = None
+    context: int | None = None
+    model: str = ""
+    sha256: str = ""
+
+
+def find(path: Path) -> list[Path]:
+    """Return the files that hold divergences: ``path`` itself, or those of a folder; [] if there are none."""
+    if path.is_file():
+        paths = [path]
+    elif path.is_dir():
+        paths = sorted(entry for entry in path.iterdir() if entry.is_file())
+    else:
+        return []
+    return [entry for entry in paths if entry.suffix in ENDINGS and _program_of(_read(entry))]
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}") from None
+
+
+def _program_of(content: str) -> str:
+    """Return the program that wrote a text; '' if it is none of those known here."""
+    if STATISTICS in content:
+        return LLAMA
+    if f'"{REFRACT_SCHEMA}' in content and content.lstrip().startswith("{"):
+        return REFRACT
+    return ""
+
+
+def read(path: Path) -> ImportedDistance:
+    """Return the divergence in a file that ``find`` returned. Raises UsageError if the file is damaged."""
+    content = _read(path)
+    digest = hashlib.sha256(content.encode()).hexdigest()
+    if _program_of(content) == REFRACT:
+        return _refract(path, content, digest)
+    return _llama(path, content, digest)
+
+
+def _llama(path: Path, content: str, digest: str) -> ImportedDistance:
+    """Return what a log of llama-perplexity says. Its statistics stand at the end, one ``name: number`` a line."""
+    found = {}
+    for name, value, error in _LINE.findall(content[content.index("====== ") :]):
+        found[" ".join(name.split())] = (float(value), float(error) if error else None)
+    if "Mean KLD" not in found:
+        raise UsageError(f"{path}: there is no line 'Mean KLD' below {STATISTICS!r}; the program may have been stopped")
+    mean, error = found["Mean KLD"]
+    percentiles = {}
+    for name, (value, _) in found.items():
+        if name.endswith(" KLD") and name != "Mean KLD":
+            percentiles[name.removesuffix(" KLD")] = value
+    k, v = _TYPE_K.search(content), _TYPE_V.search(content)
+    # the command is in the log if a shell echoed it; else the file's name says what it is
+    label = path.stem
+    if k or v:
+        label = "/".join(dict.fromkeys(match.group(1) for match in (k, v) if match))
+    return ImportedDistance(
+        path=str(path),
+        program=LLAMA,
+        label=label,
+        kl_mean=mean,
+        error=error,
+        percentiles=percentiles,
+        top1=_value(found, "Same top p"),
+        ppl=_value(found, "Mean PPL(Q)"),
+        ppl_ratio=_value(found, "Mean PPL(Q)/PPL(base)"),
+        sha256=digest,
+    )
+
+
+def _value(found: Mapping[str, tuple[float, float | None]], name: str) -> float | None:
+    if name not in found:
+        return None
+    return found[name][0]
+
+
+def _refract(path: Path, content: str, digest: str) -> ImportedDistance:
+    """Return what a report of REFRACT says on its axis of divergences."""
+    try:
+        report: dict[str, Any] = json.loads(content)
+        axis = report["axes"]["kld"]
+        mean = float(axis["mean_kld"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"{path} is no whole report of REFRACT: {error!r} in axes.kld.mean_kld") from None
+    return ImportedDistance(
+        path=str(path),
+        program=REFRACT,
+        label=str(report.get("candidate", path.stem)),
+        kl_mean=mean,
+        top1=axis.get("same_topp_pct"),
+        ppl=axis.get("ppl"),
+        chunks=axis.get("chunks"),
+        context=axis.get("ctx"),
+        model=str(report.get("model", "")),
+        sha256=digest,
+    )
+
+
+def sheet(found: Sequence[ImportedDistance]) -> Table:
+    """Return the table of imported divergences."""
+    heads = ("row", "program", "KL, nats a token", "99.9 %", "same first choice, %", "perplexity", "of the reference's")
+    rows = []
+    for distance in found:
+        kl = f"{distance.kl_mean:.3g}"
+        if distance.error is not None:
+            kl += f" ± {distance.error:.2g}"
+        highest = None if distance.percentiles is None else distance.percentiles.get("99.9%")
+        rows.append(
+            (
+                distance.label,
+                distance.program,
+                kl,
+                _text(highest, ".3g"),
+                _text(distance.top1, ".2f"),
+                _text(distance.ppl, ".4f"),
+                _text(distance.ppl_ratio, ".4f"),
+            )
+        )
+    return Table(heads, tuple(rows), left=2)
+
+
+def _text(value: float | None, form: str) -> str:
+    if value is None:
+        return "—"
+    return format(value, form)
+
+
+NOTE = (
+    "Imported: the numbers are the programs' own, each against its own reference cache, on tokens that kvbench has not "
+    "seen. ±: standard error of the mean as the program says it."
+)
+
+
+def store_cells(store: ResultStore, found: Sequence[ImportedDistance], model: str) -> list[str]:
+    """Write a result for each divergence, marked as imported, and return their ids. A figure or report shows them."""
+    store.check()
+    return [_store_cell(store, distance, model) for distance in found]
+
+
+def _store_cell(store: ResultStore, distance: ImportedDistance, model: str) -> str:
+    identity = {
+        "schema": SCHEMA,
+        "kind": KIND,
+        "model": model,
+        "program": distance.program,
+        "label": distance.label,
+        "sha256": distance.sha256,
+    }
+    cell = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
+    ci = None
+    if distance.error is not None:
+        half = NORMAL_95 * distance.error
+        ci = [distance.kl_mean - half, distance.kl_mean + half]
+    divergence = {
+        "kl_mean": distance.kl_mean,
+        "ci": ci,
+        "top1": distance.top1,
+        "ppl_ratio": distance.ppl_ratio,
+        "floor": None,
+        "at_floor": None,
+    }
+    metrics = {
+        "status": KIND,
+        "metric": "perplexity",
+        # one line is stored of each file: the windows behind it are not known
+        "n": 1,
+        "of": 1,
+        "unscored": int(distance.ppl is None),
+        "score": distance.ppl,
+        "ci": None,
+        "fidelity": {"reference": divergence},
+    }
+    folder = store.folder(cell)
+    folder.mkdir(parents=True, exist_ok=True)
+    sample = {"id": "00000", "prediction": "", "score": distance.ppl, "answers": [], "meta": {"file": distance.path}}
+    (folder / "samples-0.jsonl").write_text(line_of(sample), encoding="utf-8")
+    store.write_metrics(cell, metrics)
+    # write the record last, since a result exists once it has a record
+    record = {
+        "id": cell,
+        "kind": KIND,
+        "label": f"{distance.program} {distance.label}",
+        "column": f"{KIND}/divergence",
+        "of": 1,
+        "identity": identity,
+        "provenance": [{"kvbench": version(), "file": distance.path, "layout": distance.program, "model": model}],
+    }
+    write_json(folder / "cell.json", record)
+    return cell
+
+
+def records(found: Sequence[ImportedDistance]) -> list[dict[str, object]]:
+    """Return the divergences as ``--json`` prints them."""
+    return [asdict(distance) | {"imported": True} for distance in found]
