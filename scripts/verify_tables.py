@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 import byte_tables
 import leaderboard
+import llamacpp_table
 import paper_claims
 import paper_tables
 import shards
@@ -35,6 +36,7 @@ def _verify(without: Sequence[str]) -> int:
     tiny_table.verify(found)
     byte_tables.verify(found)
     leaderboard.verify(found)
+    llamacpp_table.verify(found)
     paper_tables.verify(found)
     paper_claims.verify(found)
     return found.close(without)

@@ -10,7 +10,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -42,6 +42,8 @@ EXACT = "f16"
 """llama.cpp's default cache, with which its other caches are compared."""
 NO_ROTATION = "LLAMA_ATTN_ROT_DISABLE"
 ROTATIONS = ("on", "off")
+DIGITS = 16
+"""Digits of a file's SHA-256 in the ids of results."""
 BATCH = 512
 """Tokens that llama.cpp reads at once, its default."""
 ROUNDED_TO = 256
@@ -70,10 +72,15 @@ class CacheType:
         return f"llama.cpp {types}"
 
 
+def identity(gguf: str, cache_type: CacheType) -> dict[str, object]:
+    """Return the facts that decide llama.cpp's answers. ``gguf`` is the ``fingerprint`` of the model's file."""
+    return {"name": "llamacpp", "gguf": gguf} | asdict(cache_type)
+
+
 @cache
 def fingerprint(path: Path) -> str:
     """Return the first digits of a GGUF's SHA-256, which names its weights in the ids of results."""
-    return sha256(path)[:16]
+    return sha256(path)[:DIGITS]
 
 
 class LlamaCpp:

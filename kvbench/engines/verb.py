@@ -162,12 +162,10 @@ def _llamacpp_row(plan: RunPlan, options: Mapping[str, object], cache_type: Cach
     label = str(options["label"] or cache_type.label)
     if options["label"] and "," in str(options["cache_type"] or ""):
         raise UsageError(f"label={label} is not possible for several cache types: each row is named by its own")
-    # caches of 16 bits and more are never rotated
-    identity = {"name": LLAMACPP, "gguf": llamacpp.fingerprint(gguf)} | asdict(cache_type)
     threads = plan.cfg.threads
     return EngineRow(
         label=label,
-        identity=identity,
+        identity=llamacpp.identity(llamacpp.fingerprint(gguf), cache_type),
         open=lambda: llamacpp.LlamaCpp(gguf, cache_type, tokens, threads, every_logit),
     )
 

@@ -231,7 +231,7 @@ def _store_cell(store: ResultStore, distance: ImportedDistance, model: str) -> s
     }
     folder = store.folder(cell)
     folder.mkdir(parents=True, exist_ok=True)
-    sample = {"id": "00000", "prediction": "", "score": distance.ppl, "answers": [], "meta": {"file": distance.path}}
+    sample: dict[str, object] = {"id": "00000", "prediction": "", "score": distance.ppl, "answers": []}
     (folder / "samples-0.jsonl").write_text(line_of(sample), encoding="utf-8")
     store.write_metrics(cell, metrics)
     # write the record last, since a result exists once it has a record
