@@ -11,7 +11,7 @@ from kvbench.store.results import Facts
 
 
 @dataclass(frozen=True, kw_only=True)
-class Question:
+class AskedPrompt:
     """One prompt as an engine is asked it.
 
     text: the prompt, or with ``chat`` the user's message, which the engine puts into its own template.
@@ -49,7 +49,7 @@ class Engine(Protocol):
     def facts(self) -> Facts:
         """Return the versions behind the answers, for the provenance of results."""
 
-    def ask(self, prompt: Question) -> Reply:
+    def ask(self, prompt: AskedPrompt) -> Reply:
         """Return the answer to a prompt. Several threads may ask at once. Raises EngineError."""
 
     def close(self) -> None:

@@ -23,7 +23,7 @@ from torch import Tensor
 from kvbench.base.errors import UsageError, unknown
 from kvbench.base.extras import require
 from kvbench.base.files import sha256
-from kvbench.engines.engine import EngineError, Question, Reply
+from kvbench.engines.engine import AskedPrompt, EngineError, Reply
 from kvbench.store.results import Facts
 
 CACHE_TYPES: Mapping[str, str] = {
@@ -127,7 +127,7 @@ class LlamaCpp:
             "threads": self.model.n_threads,
         }
 
-    def ask(self, prompt: Question) -> Reply:
+    def ask(self, prompt: AskedPrompt) -> Reply:
         with self.lock:
             start = time.perf_counter()
             # without this, the tokens that two prompts share would stay coded from the first one

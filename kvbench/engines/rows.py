@@ -8,7 +8,7 @@ from typing import Any
 
 from kvbench.base.errors import UsageError
 from kvbench.base.example import Example
-from kvbench.engines.engine import Engine, Question
+from kvbench.engines.engine import AskedPrompt, Engine
 from kvbench.methods.core.chain import Chain
 from kvbench.plan.cells import Group
 from kvbench.plan.run_plan import RunPlan
@@ -72,7 +72,7 @@ class EngineRun:
         done = self.run.store.lines(self.cell(group, row).id)
         return [example for example in group.examples if example.id not in done]
 
-    def question(self, group: Group, example: Example) -> Question:
+    def question(self, group: Group, example: Example) -> AskedPrompt:
         """Return an example as the engine is asked it. Prompts are cut as for kvbench's own rows."""
         run, policy = self.run, self.run.cfg.prompt
         chat = self.chat and policy.templated(group.task)
@@ -82,7 +82,7 @@ class EngineRun:
             example = replace(example, answer_prefix="")
         ids = encode_prompt(run.tokenizer, example, group.task, policy, run.context).ids
         text = run.tokenizer.decode(without_bos(run.tokenizer, ids), skip_special_tokens=False)
-        return Question(
+        return AskedPrompt(
             text=text,
             ids=ids,
             limit=example.max_new_tokens,

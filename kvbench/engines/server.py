@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 from kvbench.base.errors import UsageError
 from kvbench.base.extras import require
-from kvbench.engines.engine import EngineError, Question, Reply
+from kvbench.engines.engine import AskedPrompt, EngineError, Reply
 from kvbench.store.results import Facts
 
 KEYS = ("KVBENCH_API_KEY", "OPENAI_API_KEY")
@@ -58,7 +58,7 @@ class Server:
     def facts(self) -> Facts:
         return {"engine": "openai", "served": self.served, "model_said": self.model_said, "version": self.version}
 
-    def ask(self, prompt: Question) -> Reply:
+    def ask(self, prompt: AskedPrompt) -> Reply:
         start = time.perf_counter()
         if prompt.chat:
             reply = self._call(lambda: self._chat(prompt), prompt)
@@ -89,7 +89,7 @@ class Server:
             return ""
         return str(content.get("version", ""))
 
-    def _complete(self, prompt: Question) -> tuple[str, int | None, Mapping[str, float]]:
+    def _complete(self, prompt: AskedPrompt) -> tuple[str, int | None, Mapping[str, float]]:
         """Return (text, tokens, first choices) of a completion."""
         options: dict[str, Any] = {}
         if self.gives_choices:
@@ -110,7 +110,7 @@ class Server:
             first = dict(tops[0])
         return self._text(choice.text), _new_tokens(response), first
 
-    def _chat(self, prompt: Question) -> tuple[str, int | None, Mapping[str, float]]:
+    def _chat(self, prompt: AskedPrompt) -> tuple[str, int | None, Mapping[str, float]]:
         """Return (text, tokens, first choices) of a chat's answer. The server applies its own template."""
         options: dict[str, Any] = {}
         if self.gives_choices:
@@ -152,7 +152,7 @@ class Server:
             raise EngineError(f"{self.url} answered with {text!r} in place of a text")
         return text
 
-    def _call(self, question: Callable[[], Answer], prompt: Question | None = None) -> Answer:
+    def _call(self, question: Callable[[], Answer], prompt: AskedPrompt | None = None) -> Answer:
         """Return the answer to a question. Raises EngineError that says what is wrong and what to do."""
         import openai
 

@@ -61,22 +61,9 @@ REFUSED = {
 
 def main(args: argparse.Namespace) -> int:
     """Measure and print. Return exit status 1 if a task of a row has no answers, 130 after Ctrl-C."""
-    texts = pairs(args.overrides, example="engine=openai url=http://127.0.0.1:8000/v1 served=NAME")
-    own = {key.name: texts.pop(key.name) for key in KEYS if key.name in texts}
-    for key, reason in REFUSED.items():
-        if key in texts:
-            raise UsageError(f"{key}= is not possible with engine={own['engine']}: {reason}")
-    options = values(KEYS, own)
-    engine = options["engine"]
-    for key in OF_LLAMACPP if engine == OPENAI else OF_SERVER:
-        if key in own:
-            raise UsageError(f"{key}= is not a key of engine={engine}")
-    if "model" not in texts:
-        raise UsageError("model= is missing: the tokenizer of that model counts and cuts the prompts")
+    options, cfg = read(args.overrides)
     compares = options["fidelity"] == "true"
-    if compares:
-        texts["kl_mode"] = "through_cache"
-    plan = run_plan.prepare(config.configure(texts | {"method": "full"}))
+    plan = run_plan.prepare(cfg)
     if not compares:
         check_tasks(plan)
     run = _run(plan, options)
@@ -102,6 +89,28 @@ def main(args: argparse.Namespace) -> int:
     for problem in problems:
         say(problem)
     return 1 if problems else 0
+
+
+def read(overrides: Sequence[str]) -> tuple[dict[str, object], config.RunConfig]:
+    """Return the values of KEYS, and the run whose prompts are asked. Raises UsageError for a key without meaning."""
+    texts = pairs(overrides, example="engine=openai url=http://127.0.0.1:8000/v1 served=NAME")
+    own = {key.name: texts.pop(key.name) for key in KEYS if key.name in texts}
+    for key, reason in REFUSED.items():
+        if key in texts:
+            raise UsageError(f"{key}= is not possible with engine={own['engine']}: {reason}")
+    options = values(KEYS, own)
+    of_others: Sequence[str] = OF_LLAMACPP
+    if options["engine"] == LLAMACPP:
+        of_others = OF_SERVER
+    for key in of_others:
+        if key in own:
+            raise UsageError(f"{key}= is not a key of engine={options['engine']}")
+    if "model" not in texts:
+        raise UsageError("model= is missing: the tokenizer of that model counts and cuts the prompts")
+    settings = texts | {"method": "full"}
+    if options["fidelity"] == "true":
+        settings["kl_mode"] = "through_cache"
+    return options, config.configure(settings)
 
 
 def _run(plan: RunPlan, options: Mapping[str, object]) -> EngineRun:
