@@ -91,7 +91,8 @@ def _fidelity(divergence: Divergence, loss: float, document: str) -> TextFidelit
 def _store(run: EngineRun, group: Group, row: EngineRow, engine: LlamaCpp, line: Mapping[str, Any]) -> None:
     """Store one window of a row."""
     cell = run.cell(group, row)
-    facts = {"kvbench": version(), "commit": git_commit(), "model": row.label} | dict(engine.facts())
+    facts = {"kvbench": version(), "commit": git_commit(), "model": run.run.cfg.model_name}
+    facts |= engine.facts()
     facts["device"] = f"{facts['engine']} {facts['version']}"
     writer = run.run.store.open(cell, facts, shard=0, mix=run.run.cfg.mix)
     try:

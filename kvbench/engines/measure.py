@@ -68,8 +68,10 @@ def _measure_cell(
 ) -> None:
     """Ask the examples of one task, several at once, and store each answer as it comes."""
     cell = run.cell(group, row)
-    facts: Line = {"kvbench": version(), "commit": git_commit(), "model": row.label}
+    facts: Line = {"kvbench": version(), "commit": git_commit(), "model": run.run.cfg.model_name}
     facts |= engine.facts()
+    # a server's model is the one that it serves; of the one named here only the tokenizer is used
+    facts["model"] = facts.get("served", facts["model"])
     # answers of two versions of an engine do not mix: the store refuses another ``device``
     facts["device"] = f"{facts['engine']} {facts['version']}".strip()
     facts["began"] = _first_began(run, cell)

@@ -62,7 +62,7 @@ class EngineRun:
         del identity["chain"]
         identity["model"] = {"prompts": identity["model"]["fingerprint"]}
         identity["prompt"] = dict(identity["prompt"])
-        if self.chat:
+        if self.chat and self.run.cfg.prompt.templated(group.task):
             identity["prompt"]["template"] = "the engine's own"
         identity["kind"] = KIND
         return identity

@@ -117,8 +117,8 @@ def _run(plan: RunPlan, options: Mapping[str, object]) -> EngineRun:
     """Return the rows of the options on a plan's prompts."""
     baseline = str(options["baseline"])
     if options["engine"] == OPENAI:
-        # the server's template, not the tokenizer's: it is what the server's users get
-        chat = plan.cfg.prompt.template != "off"
+        # prompt=chat asks for the server's own template; other policies are rendered here, as for kvbench's own rows
+        chat = plan.cfg.prompt.name == "chat"
         row = _server_row(options)
         return EngineRun(run=plan, rows=(row,), chat=chat, baseline=baseline, parallel=int(str(options["parallel"])))
     rows = tuple(_llamacpp_row(plan, options, cache_type) for cache_type in _cache_types(options))
