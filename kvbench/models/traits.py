@@ -21,7 +21,7 @@ from kvbench.kv.model_shape import Shape, from_config
 from kvbench.models import probe
 from kvbench.models.interface import attention_modules
 
-TESTED = (
+READ = (
     "gemma2",
     "gemma3_text",
     "gpt_neox",
@@ -35,6 +35,23 @@ TESTED = (
     "qwen3_moe",
     "smollm3",
 )
+"""Tested families whose traits follow from config and modules alone. All others are probed, too."""
+TESTED = (
+    *READ,
+    "arcee",
+    "cohere2",
+    "ernie4_5",
+    "exaone4",
+    "glm4",
+    "glm4_moe",
+    "granite",
+    "minimax_m2",
+    "ministral3",
+    "olmo2",
+    "olmo3",
+    "seed_oss",
+)
+"""Families on which every method is tested."""
 MOST_LAYERS = 4096  # a config.json may ask for a million layers, and building them would take hours
 MOVING = ("dynamic", "longrope")  # rotary types whose frequencies depend on the length read so far
 LAYER_TYPES = ("full_attention", "sliding_attention")
@@ -97,8 +114,8 @@ def of_model(model: PreTrainedModel) -> ModelTraits:
     else:
         unrolled = _find_rotation_fault(model)
     mixed = _find_projection_fault(model)
-    # reading traits may miss a rule of an untested family, so it is probed; a model on meta has no weights to probe
-    if family not in TESTED and model.device.type != "meta":
+    # reading traits may miss a rule of a family, so it is probed; a model on meta has no weights to probe
+    if family not in READ and model.device.type != "meta":
         result = probe.probe(model)
         unrolled = unrolled or result.unrolled
         mixed = mixed or result.mixed

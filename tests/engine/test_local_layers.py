@@ -35,7 +35,7 @@ from kvbench.storage import kernels
 from kvbench.storage.attend import packed_logits
 
 WINDOW = 24
-PLACES = {"gemma2": [1], "gemma3_text": [0, 2]}
+PLACES = {"gemma2": [1], "gemma3_text": [0, 2], "cohere2": [0, 2], "exaone4": [0, 2], "olmo3": [0, 2]}
 KEPT_WHOLE = [
     "full",
     {"method": "snapkv", "kv_ratio": 1.0},

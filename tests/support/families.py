@@ -35,11 +35,26 @@ CONFIGS = {
     "qwen3_moe": {**MLP, "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
     "smollm3": {**MLP, "pad_token_id": 0, "no_rope_layers": [1, 0, 1]},
     "mixtral": {**MLP, "sliding_window": None, "num_local_experts": 4},
+    "arcee": MLP,
+    "cohere2": {**MLP, "num_hidden_layers": 5, "pad_token_id": 0, "sliding_window": 24, "layer_types": [S, F, S, F, F]},
+    "ernie4_5": {**MLP, "head_dim": 16},
+    "exaone4": {**MLP, "num_hidden_layers": 5, "pad_token_id": 0, "sliding_window": 24, "layer_types": [S, F, S, F, F]},
+    "glm4": {**MLP, "head_dim": 16, "pad_token_id": 0},
+    "glm4_moe": {
+        **{**MLP, "head_dim": 16, "pad_token_id": 0, "n_routed_experts": 4, "num_experts_per_tok": 2},
+        **{"moe_intermediate_size": 32, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
+    },
+    "granite": MLP,
+    "minimax_m2": {**MLP, "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "rotary_dim": 8},
+    "ministral3": {**MLP, "head_dim": 16},
+    "olmo2": {**MLP, "pad_token_id": 0},
+    "olmo3": {**MLP, "num_hidden_layers": 5, "pad_token_id": 0, "sliding_window": 24, "layer_types": [S, F, S, F, F]},
+    "seed_oss": {**MLP, "head_dim": 16},
 }
 FAMILIES = tuple(CONFIGS)
 WHOLE = FAMILIES[:6]
 """Families that run every test of families; the others run those of ``tests/methods/test_properties.py`` and a few."""
-LOCALS = ("gemma2", "gemma3_text")
+LOCALS = ("gemma2", "gemma3_text", "cohere2", "exaone4", "olmo3")
 """Families with local layers."""
 LINEAR = ("llama", "mistral", "qwen2", "gpt_neox", "opt")
 """Families whose keys are a projection, rotated: low-rank methods refuse most others."""
@@ -65,6 +80,8 @@ def build(family: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
         for name, p in model.named_parameters():
             if name.endswith(("q_norm.weight", "k_norm.weight")):
                 p.uniform_(0.5, 1.5)
+                if family == "olmo2":
+                    p.mul_(3)  # it norms all heads together, so that a head's logits are small
             if p.dim() == 2:
                 queries_and_keys = any(k in name for k in ("q_proj", "k_proj", "query_key_value", "qkv_proj"))
                 p.normal_(std=0.35 if queries_and_keys else 0.15)

@@ -124,6 +124,13 @@ REFUSES = {
     "smollm3": ("lowrank", "rotates"),
     "gemma2": ("lowrank", "hidden", "rotates", "replays"),
     "gemma3_text": ("lowrank", "hidden", "rotates", "replays"),
+    "cohere2": ("lowrank", "hidden", "rotates", "replays"),
+    "exaone4": ("lowrank", "hidden", "rotates", "replays"),
+    "olmo3": ("lowrank", "hidden", "rotates", "replays"),
+    "ernie4_5": ("lowrank", "rotates"),
+    "glm4": ("lowrank", "rotates"),
+    "minimax_m2": ("lowrank",),
+    "olmo2": ("lowrank",),
 }
 """Roles of stages that a family refuses, ``rotates`` and ``replays`` (reasons: tests/models/test_capabilities.py)."""
 
