@@ -99,6 +99,18 @@ def write(folder: Path, run: SuiteRun, rows: Sequence[Line], card: str) -> None:
         raise disk_error(error, folder) from None
 
 
+def take(folder: Path, run: SuiteRun) -> None:
+    """Add the answers of a suite's folder to a run's results, so that they are not measured again.
+
+    An answer's result names what it was measured on: answers of another suite or method stay unused. Raises UsageError
+    if the folder has no samples.
+    """
+    path = folder / SAMPLES
+    if not path.exists():
+        raise UsageError(f"from={folder}: it has no {SAMPLES}")
+    archive.unpack(path, run.parts[0].run.store)
+
+
 def read(folder: Path) -> list[Line]:
     """Return the rows of a suite's folder. Raises UsageError if it has none or one is damaged."""
     path = folder / RESULTS

@@ -90,6 +90,15 @@ def test_shards_measure_the_suite_together(measured, tmp_path, capsys):
     assert own.read_text() == (measured / "card.md").read_text()
 
 
+def test_answers_of_a_folder_need_not_be_measured_again(measured, tmp_path, capsys):
+    words = ["suite", "tiny", "edition=quick", "method=snapkv,h2o", f"results={tmp_path}"]
+    assert main([*words, f"from={measured}", "--plan"]) == 0
+    # two rows of H2O are left of both parts
+    assert re.findall(r"(\d+) of (\d+) answers", capsys.readouterr().out) == [("110", "130"), ("88", "104")]
+    assert main([*words, f"from={tmp_path}", "--plan"]) == 2
+    assert "it has no samples.jsonl.gz" in capsys.readouterr().err
+
+
 def test_a_changed_answer_is_noticed(copied):
     entries = samples_of(copied)
     first_answer(entries)["prediction"] = "nothing of the kind"

@@ -41,6 +41,7 @@ def main(args: argparse.Namespace) -> int:
     if not args.suite or "=" in args.suite:
         raise UsageError(f"name a suite: kvbench suite {definition.names()[0]} method=snapkv")
     from kvbench.run import experiment
+    from kvbench.suite import folder as folders
     from kvbench.suite import lock, plan
 
     options = pairs(args.overrides, example="method=snapkv or edition=quick")
@@ -54,6 +55,7 @@ def main(args: argparse.Namespace) -> int:
     methods = split_list(options.pop("method", ""))
     output = options.pop("output", "")
     contributor = options.pop("contributor", "")
+    source = options.pop("from", "")
     settings: dict[str, object] = {key: options.pop(key) for key in RUN_KEYS if key in options}
     if "model" in options:
         settings["model"] = options.pop("model")
@@ -65,6 +67,8 @@ def main(args: argparse.Namespace) -> int:
     if shard:
         whole = plan.prepare(suite, methods, knobs, settings)
     division = _division(whole, settings)
+    if source:
+        folders.take(Path(source), whole)
     if args.plan:
         if args.json:
             return print_plans(run.runs, as_json=True)
