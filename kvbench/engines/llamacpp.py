@@ -26,18 +26,18 @@ from kvbench.base.files import sha256
 from kvbench.engines.engine import AskedPrompt, EngineError, Reply
 from kvbench.store.results import Facts
 
-CACHE_TYPES: Mapping[str, str] = {
-    "f32": "GGML_TYPE_F32",
-    "f16": "GGML_TYPE_F16",
-    "bf16": "GGML_TYPE_BF16",
-    "q8_0": "GGML_TYPE_Q8_0",
-    "q5_1": "GGML_TYPE_Q5_1",
-    "q5_0": "GGML_TYPE_Q5_0",
-    "q4_1": "GGML_TYPE_Q4_1",
-    "q4_0": "GGML_TYPE_Q4_0",
-    "iq4_nl": "GGML_TYPE_IQ4_NL",
+CACHE_TYPES: Mapping[str, int] = {
+    "f32": 0,
+    "f16": 1,
+    "bf16": 30,
+    "q8_0": 8,
+    "q5_1": 7,
+    "q5_0": 6,
+    "q4_1": 3,
+    "q4_0": 2,
+    "iq4_nl": 20,
 }
-"""The types of a cache by llama.cpp's own names (``--cache-type-k``), and their constants in the package."""
+"""The types of a cache by llama.cpp's own names (``--cache-type-k``), and their numbers (``enum ggml_type``)."""
 EXACT = "f16"
 """llama.cpp's default cache, with which its other caches are compared."""
 NO_ROTATION = "LLAMA_ATTN_ROT_DISABLE"
@@ -110,8 +110,8 @@ class LlamaCpp:
                     n_threads_batch=threads,
                     n_gpu_layers=0,
                     flash_attn=True,
-                    type_k=getattr(llama_cpp, CACHE_TYPES[cache_type.k]),
-                    type_v=getattr(llama_cpp, CACHE_TYPES[cache_type.v]),
+                    type_k=CACHE_TYPES[cache_type.k],
+                    type_v=CACHE_TYPES[cache_type.v],
                     logits_all=every_logit,
                     seed=0,
                     verbose=False,
