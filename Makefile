@@ -16,6 +16,8 @@ export GOMP_SPINCOUNT ?= 2000
 
 DATA ?= $(or $(KVBENCH_DATA),data)
 REAL ?= smollm2-135m-q4_1
+# the folders of measured suites: those with rows
+SUITES = $(patsubst %/results.jsonl,%,$(shell find results/suite -name results.jsonl 2>/dev/null))
 WITHOUT ?=
 
 .PHONY: help run run-real test test-fast test-newest test-oldest test-5.23 packages-newest packages-oldest packages-5.23 test-peers torture check smoke bench-overhead bench-tables bench-memory bench-resident bench-shared bench-reading bench-growth bench-bytes bench-time bench-decode bench-tiny leaderboard verify-tables verify-suite verify-docs mutants docs card tables tables-real tables-quick tables-bytes claims claims-real report audit clean
