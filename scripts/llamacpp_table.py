@@ -155,7 +155,7 @@ def rendered(own: RunPlan, theirs: EngineRun) -> str:
             f"Why they differ, 1: llama.cpp's own bf16 cache already diverges from its f16 cache by "
             f"{floor.kl_mean:.3g} (same choice {floor.top1:.1f} %): activations are rounded to 8 bits before each "
             "product with a weight, so that a change in the last places moves some of them by a whole step. Its rows "
-            "of 8 bits show this alone.",
+            "of 8 bits show mostly this.",
         )
     return heading + writers.compose([Table(heads, tuple(table_rows))], notes, "md")
 

@@ -66,7 +66,9 @@ class CacheType:
     @property
     def label(self) -> str:
         """The name of the row: ``llama.cpp q4_0``, ``llama.cpp q8_0/q4_0 rotation=off``."""
-        types = self.k if self.k == self.v else f"{self.k}/{self.v}"
+        types = self.k
+        if self.v != self.k:
+            types = f"{self.k}/{self.v}"
         if self.rotation == "off":
             types += " rotation=off"
         return f"llama.cpp {types}"
@@ -103,12 +105,14 @@ class LlamaCpp:
             try:
                 self.model: Any = llama_cpp.Llama(
                     str(gguf),
+                    # rounded up to a multiple of ROUNDED_TO
                     n_ctx=-(-tokens // ROUNDED_TO) * ROUNDED_TO,
                     n_batch=BATCH,
                     n_ubatch=BATCH,
                     n_threads=threads,
                     n_threads_batch=threads,
                     n_gpu_layers=0,
+                    # coded values are read by flash attention alone
                     flash_attn=True,
                     type_k=CACHE_TYPES[cache_type.k],
                     type_v=CACHE_TYPES[cache_type.v],
@@ -174,7 +178,9 @@ class LlamaCpp:
 def rotation(setting: str) -> Iterator[None]:
     """Let llama.cpp rotate caches or not while a context is made: it reads an environment variable then."""
     before = os.environ.get(NO_ROTATION)
-    os.environ[NO_ROTATION] = "1" if setting == "off" else "0"
+    os.environ[NO_ROTATION] = "0"
+    if setting == "off":
+        os.environ[NO_ROTATION] = "1"
     try:
         yield
     finally:

@@ -8,7 +8,6 @@ from datetime import UTC, datetime
 from statistics import fmean
 from typing import Any
 
-from kvbench.base.errors import KvbenchError
 from kvbench.base.example import Example
 from kvbench.base.progress import Tick, progress
 from kvbench.base.version import version
@@ -77,8 +76,10 @@ def _measure_cell(
     facts["began"] = _first_began(run, cell)
     writer = run.run.store.open(cell, facts, shard=0, mix=run.run.cfg.mix)
     try:
+        questions = [run.question(group, example) for example in examples]
+        # answers are stored by this thread alone, so that no line is cut by another
         with ThreadPoolExecutor(max_workers=run.parallel) as pool:
-            waiting = {pool.submit(engine.ask, run.question(group, example)): example for example in examples}
+            waiting = {pool.submit(engine.ask, q): example for q, example in zip(questions, examples, strict=True)}
             for example, reply in _replies(waiting):
                 writer.append(_line(group, example, reply))
                 tick(row.label, 1)
@@ -91,18 +92,24 @@ def _measure_cell(
 
 
 def _replies(waiting: Mapping[Future[Reply], Example]) -> Iterator[tuple[Example, Reply]]:
-    """Yield (example, reply) as replies come. After the first error no further question is asked, and it is raised.
+    """Yield (example, reply) as replies come.
 
-    Replies to questions that were asked before it still come.
+    After an error that ends the run no further question is asked; replies to questions that were asked before it still
+    come, and then it is raised. Refused prompts are counted, and raised as one error at the end.
     """
-    failure: KvbenchError | None = None
+    failure: EngineError | None = None
+    refused: list[EngineError] = []
     try:
         for future in as_completed(waiting):
+            # a question that was never asked, since an earlier one failed
             if future.cancelled():
                 continue
             try:
                 reply = future.result()
-            except KvbenchError as error:
+            except EngineError as error:
+                if not error.ends_run:
+                    refused.append(error)
+                    continue
                 if failure is None:
                     failure = error
                 _cancel(waiting)
@@ -112,6 +119,8 @@ def _replies(waiting: Mapping[Future[Reply], Example]) -> Iterator[tuple[Example
         _cancel(waiting)
     if failure is not None:
         raise failure
+    if refused:
+        raise EngineError(f"{refused[0]} ({len(refused)} of {len(waiting)} prompts)", ends_run=False)
 
 
 def _cancel(waiting: Mapping[Future[Reply], Example]) -> None:
@@ -161,8 +170,11 @@ def _write_metrics(run: EngineRun, group: Group, row: EngineRow) -> None:
         interval = stats.mean_interval(scores)
         if interval is not None:
             ci = [shown.show(end) for end in interval]
+    status = "done"
+    if len(lines) == len(group.task.examples):
+        status = "complete"
     summary = {
-        "status": "complete" if len(lines) == len(group.task.examples) else "done",
+        "status": status,
         "metric": group.task.metric,
         "n": len(lines),
         "of": len(group.task.examples),

@@ -92,8 +92,10 @@ class EngineRun:
 
 
 def without_bos(tokenizer: Any, ids: tuple[int, ...]) -> tuple[int, ...]:
-    """Return token ids without the token that begins every text: engines put it there themselves."""
-    if ids and ids[0] == getattr(tokenizer, "bos_token_id", None):
+    """Return token ids without the token that begins every text, if there is one: engines put it there themselves."""
+    # not every BOS: a chat template may begin with the token that is named so, and no tokenizer adds that one
+    added = list(tokenizer.encode(""))
+    if added and ids[:1] == (added[0],):
         return ids[1:]
     return ids
 
@@ -109,18 +111,18 @@ def check_tasks(run: RunPlan) -> None:
             )
         if task.examples[0].tokens:
             raise UsageError(
-                f"dataset={task.id.partition('/')[0]} is not possible with engine=openai: it reads texts, and a server "
-                "gives no logits of them. engine=llamacpp fidelity=true compares them"
+                f"dataset={task.id.partition('/')[0]} asks for no answers: it reads texts. engine=llamacpp "
+                "fidelity=true compares them, and a server gives no logits of them"
             )
         if not task.query_aware:
             raise UsageError(
                 f"query_aware=false is not possible with an engine ({task.id}): none takes a question after its "
-                "context was compressed. Take prompt=plain, longbench or chat"
+                "context was compressed. Leave it out, and the question is seen"
             )
 
 
-def stored_rows(run: EngineRun, group: Group) -> Iterator[tuple[str, CellRecord]]:
-    """Yield (label, record) of all results of engines on a task's prompts, those measured first first."""
+def stored_rows(run: EngineRun, group: Group) -> Iterator[tuple[Mapping[str, Any], CellRecord]]:
+    """Yield (the engine's identity, record) of all results on a task's prompts, those measured first first."""
     wanted = run.shared_identity(group)
     found = []
     for cell_id in run.run.store.cells():
@@ -130,9 +132,9 @@ def stored_rows(run: EngineRun, group: Group) -> Iterator[tuple[str, CellRecord]
         if record is None or record.kind != KIND:
             continue
         identity = dict(record.identity)
-        label = identity.pop("engine")["label"]
+        engine = identity.pop("engine")
         if identity == wanted:
             began = min((str(facts.get("began", "")) for facts in record.provenance), default="")
-            found.append((began, str(label), record))
-    for _, label, record in sorted(found, key=lambda entry: entry[:2]):
-        yield label, record
+            found.append((began, str(engine["label"]), engine, record))
+    for _, _, engine, record in sorted(found, key=lambda entry: entry[:2]):
+        yield engine, record

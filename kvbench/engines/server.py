@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from threading import Lock
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -41,7 +42,9 @@ class Server:
 
         self.url, self.served = url, served
         key = next((os.environ[name] for name in KEYS if os.environ.get(name)), NO_KEY)
-        self.client = openai.OpenAI(base_url=url, api_key=key, timeout=timeout_s, max_retries=retries)
+        # neither a redirect nor a proxy of the environment may lead a question elsewhere
+        http = openai.DefaultHttpxClient(follow_redirects=False, trust_env=False)
+        self.client = openai.OpenAI(base_url=url, api_key=key, timeout=timeout_s, max_retries=retries, http_client=http)
         # servers differ in whether they give log-probabilities; it is asked once
         self.gives_choices = True
         self.model_said: str | None = None
@@ -60,10 +63,15 @@ class Server:
 
     def ask(self, prompt: AskedPrompt) -> Reply:
         start = time.perf_counter()
+        ask = self._complete
         if prompt.chat:
-            reply = self._call(lambda: self._chat(prompt), prompt)
-        else:
-            reply = self._call(lambda: self._complete(prompt), prompt)
+            ask = self._chat
+        try:
+            # other threads may learn meanwhile that the server gives none: each question remembers what it asked for
+            reply = self._call(partial(ask, prompt, self.gives_choices))
+        except NoChoices:
+            self.gives_choices = False
+            reply = self._call(partial(ask, prompt, False))
         text, new_tokens, first = reply
         return Reply(text=text, new_tokens=new_tokens, seconds=time.perf_counter() - start, first=first)
 
@@ -89,10 +97,10 @@ class Server:
             return ""
         return str(content.get("version", ""))
 
-    def _complete(self, prompt: AskedPrompt) -> tuple[str, int | None, Mapping[str, float]]:
+    def _complete(self, prompt: AskedPrompt, with_choices: bool) -> tuple[str, int | None, Mapping[str, float]]:
         """Return (text, tokens, first choices) of a completion."""
         options: dict[str, Any] = {}
-        if self.gives_choices:
+        if with_choices:
             options["logprobs"] = FIRST_CHOICES
         response = self.client.completions.create(
             model=self.served,
@@ -104,16 +112,16 @@ class Server:
             **options,
         )
         choice = self._choice(response)
-        first: Mapping[str, float] = {}
+        first = _first_choices(choice)
         tops = getattr(getattr(choice, "logprobs", None), "top_logprobs", None)
         if tops and tops[0]:
             first = dict(tops[0])
         return self._text(choice.text), _new_tokens(response), first
 
-    def _chat(self, prompt: AskedPrompt) -> tuple[str, int | None, Mapping[str, float]]:
+    def _chat(self, prompt: AskedPrompt, with_choices: bool) -> tuple[str, int | None, Mapping[str, float]]:
         """Return (text, tokens, first choices) of a chat's answer. The server applies its own template."""
         options: dict[str, Any] = {}
-        if self.gives_choices:
+        if with_choices:
             options |= {"logprobs": True, "top_logprobs": FIRST_CHOICES}
         response = self.client.chat.completions.create(
             model=self.served,
@@ -125,11 +133,7 @@ class Server:
             **options,
         )
         choice = self._choice(response)
-        first: dict[str, float] = {}
-        content = getattr(getattr(choice, "logprobs", None), "content", None)
-        if content:
-            first = {top.token: top.logprob for top in content[0].top_logprobs}
-        return self._text(choice.message.content), _new_tokens(response), first
+        return self._text(choice.message.content), _new_tokens(response), _first_choices(choice)
 
     def _choice(self, response: Any) -> Any:
         """Return the one choice of a response. Raises EngineError for another shape, or if the model is another one."""
@@ -148,12 +152,18 @@ class Server:
         return choices[0]
 
     def _text(self, text: object) -> str:
+        # a model that spent its tokens on thinking has no content
+        if text is None:
+            return ""
         if not isinstance(text, str):
             raise EngineError(f"{self.url} answered with {text!r} in place of a text")
         return text
 
-    def _call(self, question: Callable[[], Answer], prompt: AskedPrompt | None = None) -> Answer:
-        """Return the answer to a question. Raises EngineError that says what is wrong and what to do."""
+    def _call(self, question: Callable[[], Answer]) -> Answer:
+        """Return the answer to a question. Raises EngineError that says what is wrong and what to do.
+
+        Raises NoChoices where the server refuses to give log-probabilities.
+        """
         import openai
 
         place = self.url
@@ -180,19 +190,32 @@ class Server:
                 f"{place} was asked too often ({_said(error)}), also after {self.client.max_retries + 1} tries: lower "
                 "parallel="
             ) from None
-        except openai.BadRequestError as error:
-            if self.gives_choices and "logprob" in str(error).lower():
-                # this server gives no log-probabilities: ask without, from now on
-                self.gives_choices = False
-                return self._call(question, prompt)
+        except (openai.BadRequestError, openai.UnprocessableEntityError) as error:
+            if "logprob" in str(error).lower():
+                raise NoChoices(str(error)) from None
             raise EngineError(f"{place} refused a prompt ({_said(error)})", ends_run=False) from None
         except openai.APIStatusError as error:
+            if "logprob" in str(error).lower():
+                raise NoChoices(str(error)) from None
             raise EngineError(
                 f"{place} failed ({error.status_code}: {_said(error)}), also after {self.client.max_retries + 1} "
                 "tries: see the server's log"
             ) from None
-        except (openai.OpenAIError, ValueError) as error:
+        except (openai.OpenAIError, ValueError, AttributeError, TypeError, KeyError, IndexError) as error:
+            # the client reads whatever JSON or page came back as if it were of OpenAI's form
             raise EngineError(f"{place} answered something else than JSON of OpenAI's form: {_short(error)}") from None
+
+
+class NoChoices(EngineError):
+    """The error of a server that gives no log-probabilities."""
+
+
+def _first_choices(choice: Any) -> dict[str, float]:
+    """Return ln p of the likeliest first tokens in the form of chats, which some servers use for completions, too."""
+    content = getattr(getattr(choice, "logprobs", None), "content", None)
+    if not content:
+        return {}
+    return {top.token: top.logprob for top in content[0].top_logprobs or ()}
 
 
 def _new_tokens(response: Any) -> int | None:

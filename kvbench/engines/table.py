@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
@@ -36,11 +37,11 @@ class FirstChoices:
     """A row's first tokens beside the baseline's, on prompts of which both engines said them.
 
     same: the share of prompts with the same likeliest first token. change: the mean change of ln p of the baseline's
-    likeliest first token; None if the row's engine did not list it. n: the prompts.
+    likeliest first token, with the least likely listed one in place of a token that is not listed. n: the prompts.
     """
 
     same: float
-    change: float | None
+    change: float
     n: int
 
 
@@ -70,14 +71,20 @@ class EngineReport:
 
 def report(run: EngineRun) -> EngineReport:
     """Return all rows that engines answered on this run's prompts. Raises UsageError for an unknown baseline."""
-    by_label: dict[str, dict[str, Lines]] = {}
+    by_engine: dict[str, dict[str, Lines]] = {}
+    engines: dict[str, Mapping[str, Any]] = {}
     for group in run.run.groups:
         wanted = {example.id for example in group.examples}
-        for label, record in stored_rows(run, group):
+        for engine, record in stored_rows(run, group):
             lines = run.run.store.lines(record.id)
             here = {i: line for i, line in lines.items() if i in wanted}
             if here:
-                by_label.setdefault(label, {})[group.column] = here
+                # not by the label: two models may have been measured under one
+                key = json.dumps(engine, sort_keys=True)
+                engines[key] = engine
+                by_engine.setdefault(key, {})[group.column] = here
+    names = _names(engines)
+    by_label = {names[key]: columns for key, columns in by_engine.items()}
     if not by_label:
         raise UsageError("no engine has answered these prompts yet")
     labels = list(by_label)
@@ -96,6 +103,18 @@ def report(run: EngineRun) -> EngineReport:
     )
 
 
+def _names(engines: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    """Return the name of each row: its label, and behind it its model where a label stands for several."""
+    labels = [engine["label"] for engine in engines.values()]
+    names = {}
+    for key, engine in engines.items():
+        name = str(engine["label"])
+        if labels.count(name) > 1:
+            name += f" ({engine.get('served') or engine.get('gguf')})"
+        names[key] = name
+    return names
+
+
 def _row(
     groups: Sequence[Group], label: str, own: Mapping[str, Lines], baseline: Mapping[str, Lines], is_baseline: bool
 ) -> EngineResult:
@@ -106,8 +125,10 @@ def _row(
         lines = own.get(group.column, {})
         shown = metric(group.task.metric)
         scores = _scores(lines)
-        score = shown.show(fmean(scores.values())) if scores else None
-        delta, ci = None, None
+        score, delta, ci = None, None, None
+        if scores:
+            score = shown.show(fmean(scores.values()))
+        # the pairs are the prompts that both rows have answered
         other = _scores(baseline.get(group.column, {}))
         shared = [i for i in scores if i in other]
         if shared and not is_baseline:
@@ -118,8 +139,13 @@ def _row(
                 ci = (shown.scale * interval[0], shown.scale * interval[1])
         tasks.append(TaskResult(column=group.column, n=len(scores), score=score, delta=delta, ci=ci))
     measured = [task.score for task in tasks if task.score is not None]
-    mean = fmean(measured) if len(measured) == len(groups) else None
+    # a mean over other prompts than the baseline's would not fit its difference
+    mean = None
+    is_whole = all(own.get(group.column, {}).keys() == baseline.get(group.column, {}).keys() for group in groups)
+    if is_whole and len(measured) == len(groups):
+        mean = fmean(measured)
     mean_delta, mean_ci = None, None
+    # differences of two units have no mean
     scales = {metric(group.task.metric).scale for group in groups}
     if len(differences) == len(groups) and len(scales) == 1:
         (scale,) = scales
@@ -129,15 +155,21 @@ def _row(
             mean_ci = (scale * interval[0], scale * interval[1])
     all_lines = [line for lines in own.values() for line in lines.values()]
     said = [float(line["bytes_said"]) for line in all_lines if "bytes_said" in line]
+    bytes_said = None
+    if said and is_whole:
+        bytes_said = fmean(said)
+    first = None
+    if not is_baseline:
+        first = _first_choices(own, baseline)
     return EngineResult(
         label=label,
         tasks=tuple(tasks),
         mean=mean,
         delta=mean_delta,
         ci=mean_ci,
-        bytes=fmean(said) if said else None,
+        bytes=bytes_said,
         empty=sum(not line["prediction"].strip() for line in all_lines),
-        first=None if is_baseline else _first_choices(own, baseline),
+        first=first,
     )
 
 
@@ -154,13 +186,14 @@ def _first_choices(own: Mapping[str, Lines], baseline: Mapping[str, Lines]) -> F
             ours, theirs = line.get("first"), baseline.get(column, {}).get(i, {}).get("first")
             if not ours or not theirs:
                 continue
+            # {text of a token: its ln p}: the key with the largest value is the first choice
             choice = max(theirs, key=theirs.__getitem__)
             same.append(max(ours, key=ours.__getitem__) == choice)
-            if choice in ours:
-                changes.append(ours[choice] - theirs[choice])
+            # a token that is not listed is at most as likely as the least likely listed one
+            changes.append(ours.get(choice, min(ours.values())) - theirs[choice])
     if not same:
         return None
-    return FirstChoices(same=fmean(same), change=fmean(changes) if changes else None, n=len(same))
+    return FirstChoices(same=fmean(same), change=fmean(changes), n=len(same))
 
 
 def _beside_own(run: EngineRun, by_label: Mapping[str, Mapping[str, Lines]]) -> list[str]:
@@ -216,7 +249,7 @@ def verdicts(found: EngineReport) -> Table | None:
 def _outcome(row: EngineResult, baseline: str) -> str:
     """Return in words whether a row is told apart from the baseline."""
     if row.mean is None:
-        return "not all tasks are measured"
+        return "not all prompts are answered"
     if row.ci is None:
         return "too few answers to tell"
     if row.ci[1] < 0:
@@ -243,14 +276,23 @@ def tables(found: EngineReport) -> list[Table]:
     for row in found.rows:
         texts = [row.label]
         for task in row.tasks:
-            texts += [number(task.score), "—" if task.delta is None else _signed(task.delta, task.ci)]
-        said = "unknown" if row.bytes is None else size(row.bytes)
+            texts += [number(task.score), _difference(task)]
+        said = "unknown"
+        if row.bytes is not None:
+            said = size(row.bytes)
         rows.append((*texts, str(sum(task.n for task in row.tasks)), said))
     scores = Table(tuple(heads), tuple(rows), breaks=True)
     above = verdicts(found)
     if above is None:
         return [scores]
     return [above, scores]
+
+
+def _difference(task: TaskResult) -> str:
+    """Return a task's difference to the baseline as text; a dash for the baseline itself."""
+    if task.delta is None:
+        return "—"
+    return _signed(task.delta, task.ci)
 
 
 def notes(found: EngineReport) -> list[str]:
@@ -264,8 +306,7 @@ def notes(found: EngineReport) -> list[str]:
             lines.append(f"{row.label}: {row.empty} answers are empty.")
         if row.first is not None:
             text = f"{row.label}: the likeliest first token is {found.baseline}'s in {100 * row.first.same:.0f} % of "
-            text += f"{row.first.n} prompts"
-            if row.first.change is not None:
-                text += f"; ln p of that token changes by {row.first.change:+.3f}".replace("-", "−")
+            text += f"{row.first.n} prompts; ln p of that token changes by "
+            text += f"{row.first.change:+.3f}".replace("-", "−")
             lines.append(text + ".")
     return lines + list(found.notes)

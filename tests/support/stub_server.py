@@ -25,7 +25,7 @@ def completion(text: str, model: str = MODEL, first: dict[str, float] | None = N
 class Stub:
     """A running stub. ``asked`` are the bodies of all questions; ``answer`` maps one to (status, body or bytes)."""
 
-    def __init__(self, answer: Callable[[dict[str, Any]], tuple[int, Any]]) -> None:
+    def __init__(self, answer: Callable[[dict[str, Any]], tuple[int, Any]], served: str) -> None:
         self.answer, self.asked, self.headers = answer, [], []
         stub = self
 
@@ -45,7 +45,7 @@ class Stub:
 
             def do_GET(self) -> None:
                 if self.path == "/v1/models":
-                    self.reply(200, {"object": "list", "data": [{"id": MODEL, "object": "model"}]})
+                    self.reply(200, {"object": "list", "data": [{"id": served, "object": "model"}]})
                 else:
                     self.reply(404, {"error": {"message": "no such page"}})
 
@@ -66,9 +66,9 @@ class Stub:
 
 
 @contextmanager
-def serving(answer: Callable[[dict[str, Any]], tuple[int, Any]]) -> Iterator[Stub]:
+def serving(answer: Callable[[dict[str, Any]], tuple[int, Any]], served: str = MODEL) -> Iterator[Stub]:
     """Yield a stub that answers with ``answer`` until the end of the block."""
-    stub = Stub(answer)
+    stub = Stub(answer, served)
     thread = threading.Thread(target=stub.server.serve_forever, daemon=True)
     thread.start()
     try:

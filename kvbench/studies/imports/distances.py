@@ -100,7 +100,11 @@ def _llama(path: Path, content: str, digest: str) -> ImportedDistance:
     """Return what a log of llama-perplexity says. Its statistics stand at the end, one ``name: number`` a line."""
     found = {}
     for name, value, error in _LINE.findall(content[content.index("====== ") :]):
-        found[" ".join(name.split())] = (float(value), float(error) if error else None)
+        # "" where a line has no error; names are padded with spaces
+        standard_error = None
+        if error:
+            standard_error = float(error)
+        found[" ".join(name.split())] = (float(value), standard_error)
     if "Mean KLD" not in found:
         raise UsageError(f"{path}: there is no line 'Mean KLD' below {STATISTICS!r}; the program may have been stopped")
     mean, error = found["Mean KLD"]
@@ -112,7 +116,9 @@ def _llama(path: Path, content: str, digest: str) -> ImportedDistance:
     # the command is in the log if a shell echoed it; else the file's name says what it is
     label = path.stem
     if k or v:
-        label = "/".join(dict.fromkeys(match.group(1) for match in (k, v) if match))
+        # a type that is not named is llama.cpp's default
+        types = [match.group(1) if match else "f16" for match in (k, v)]
+        label = "/".join(dict.fromkeys(types))
     return ImportedDistance(
         path=str(path),
         program=LLAMA,
@@ -163,7 +169,9 @@ def sheet(found: Sequence[ImportedDistance]) -> Table:
         kl = f"{distance.kl_mean:.3g}"
         if distance.error is not None:
             kl += f" ± {distance.error:.2g}"
-        highest = None if distance.percentiles is None else distance.percentiles.get("99.9%")
+        highest = None
+        if distance.percentiles is not None:
+            highest = distance.percentiles.get("99.9%")
         rows.append(
             (
                 distance.label,

@@ -86,7 +86,9 @@ def main(args: argparse.Namespace) -> int:
     if shard and not args.stored:
         print("This shard is measured. When all are, the same command without shard= and shards= makes the card.")
         return 0
-    folder = Path(output) if output else _default_folder(run, settings)
+    folder = _default_folder(run, settings)
+    if output:
+        folder = Path(output)
     return _finish(whole, folder, division, contributor, as_json=args.json)
 
 
