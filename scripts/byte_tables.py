@@ -8,16 +8,15 @@ python scripts/byte_tables.py --verify       fail if a committed table differs f
 from __future__ import annotations
 
 import argparse
-import sys
 import tempfile
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 
+import shards
 import verification
 from verification import Verification
 
-from kvbench.base.errors import KvbenchError
 from kvbench.plan.run_plan import RunPlan
 from kvbench.report import of_run, writers
 from kvbench.run import experiment
@@ -96,16 +95,17 @@ def main() -> int:
     parser.add_argument("--stored", action="store_true", help="measure nothing")
     parser.add_argument("--results", default="results", help="folder of measured cells")
     args = parser.parse_args()
-    try:
-        if args.verify:
-            found = Verification()
-            verify(found, args.tables or TABLES)
-            return found.close(args.without)
-        for table in args.tables or TABLES:
-            write(table, args.results, measure=not args.stored)
-    except KvbenchError as error:
-        print(f"kvbench: {error}", file=sys.stderr)
-        return error.status
+    return shards.ended(partial(_carry_out, args))
+
+
+def _carry_out(args: argparse.Namespace) -> int:
+    """Do what the options say. Return the exit status."""
+    if args.verify:
+        found = Verification()
+        verify(found, args.tables or TABLES)
+        return found.close(args.without)
+    for table in args.tables or TABLES:
+        write(table, args.results, measure=not args.stored)
     return 0
 
 

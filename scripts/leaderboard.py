@@ -9,16 +9,15 @@ python scripts/leaderboard.py --verify       fail if committed files, of any len
 from __future__ import annotations
 
 import argparse
-import sys
 import tempfile
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
+import shards
 import verification
 from verification import Verification
 
-from kvbench.base.errors import KvbenchError
 from kvbench.plan.run_plan import RunPlan
 from kvbench.report import of_run, open_results, writers
 from kvbench.run import experiment
@@ -99,23 +98,24 @@ def main() -> int:
     parser.add_argument("--limit", default=COMMITTED["limit"], help="prompts a task to measure, now")
     parser.add_argument("--results", default="results", help="folder of measured cells")
     args = parser.parse_args()
-    try:
-        if args.verify:
-            found = Verification()
-            verify(found)
-            return found.close(args.without)
-        # committed results are not measured again
-        samples = BOARDS[args.length] / SAMPLES
-        measured = archive.unpack(samples, ResultStore(Path(args.results))) if samples.exists() else {}
-        runs = planned(measured, args.results, args.length)
-        if not args.stored:
-            options = {"limit": args.limit, "lengths": args.length, "results": args.results}
-            for run in leaderboard.prepare(MODEL, options):
-                experiment.fill(run)
-        write(runs, args.length)
-    except KvbenchError as error:
-        print(f"kvbench: {error}", file=sys.stderr)
-        return error.status
+    return shards.ended(partial(_carry_out, args))
+
+
+def _carry_out(args: argparse.Namespace) -> int:
+    """Do what the options say. Return the exit status."""
+    if args.verify:
+        found = Verification()
+        verify(found)
+        return found.close(args.without)
+    # committed results are not measured again
+    samples = BOARDS[args.length] / SAMPLES
+    measured = archive.unpack(samples, ResultStore(Path(args.results))) if samples.exists() else {}
+    runs = planned(measured, args.results, args.length)
+    if not args.stored:
+        options = {"limit": args.limit, "lengths": args.length, "results": args.results}
+        for run in leaderboard.prepare(MODEL, options):
+            experiment.fill(run)
+    write(runs, args.length)
     return 0
 
 

@@ -11,17 +11,16 @@ its full cache, llama.cpp's with its own f16 cache.
 from __future__ import annotations
 
 import argparse
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+import shards
 import verification
 from verification import Verification
 
-from kvbench.base.errors import KvbenchError
 from kvbench.engines import divergence, llamacpp
 from kvbench.engines.llamacpp import CacheType
 from kvbench.engines.rows import EngineRow, EngineRun
@@ -230,15 +229,16 @@ def main() -> int:
     parser.add_argument("--stored", action="store_true", help="measure nothing")
     parser.add_argument("--results", default="results", help="folder of measured cells")
     args = parser.parse_args()
-    try:
-        if args.verify:
-            found = Verification()
-            verify(found)
-            return found.close(args.without)
-        write(args.results, is_measuring=not args.stored)
-    except KvbenchError as error:
-        print(f"kvbench: {error}", file=sys.stderr)
-        return error.status
+    return shards.ended(partial(_carry_out, args))
+
+
+def _carry_out(args: argparse.Namespace) -> int:
+    """Do what the options say. Return the exit status."""
+    if args.verify:
+        found = Verification()
+        verify(found)
+        return found.close(args.without)
+    write(args.results, is_measuring=not args.stored)
     return 0
 
 

@@ -8,17 +8,16 @@ python scripts/tiny_table.py --verify   fail if a committed table differs from w
 from __future__ import annotations
 
 import argparse
-import sys
 import tempfile
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import shards
 import verification
 from verification import Verification
 
-from kvbench.base.errors import KvbenchError
 from kvbench.plan import config, run_plan
 from kvbench.plan.run_plan import RunPlan
 from kvbench.report import of_run, render
@@ -159,17 +158,18 @@ def main() -> int:
     verification.add_options(parser)
     parser.add_argument("--results", default="results", help="folder of measured cells")
     args = parser.parse_args()
-    try:
-        if args.verify:
-            found = Verification()
-            verify(found, args.tables or TABLES)
-            return found.close(args.without)
-        for table in args.tables or TINY:
-            measure(table, args.results)
-            print(path(table, ".md"))
-    except KvbenchError as error:
-        print(f"kvbench: {error}", file=sys.stderr)
-        return error.status
+    return shards.ended(partial(_carry_out, args))
+
+
+def _carry_out(args: argparse.Namespace) -> int:
+    """Do what the options say. Return the exit status."""
+    if args.verify:
+        found = Verification()
+        verify(found, args.tables or TABLES)
+        return found.close(args.without)
+    for table in args.tables or TINY:
+        measure(table, args.results)
+        print(path(table, ".md"))
     return 0
 
 

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvbench.base.example import Example
-from kvbench.base.progress import progress
-from kvbench.base.version import version
-from kvbench.engine.divergence import Divergence, compare
+from kvbench.base.progress import Tick, progress
+from kvbench.engine.divergence import compare
 from kvbench.engines.llamacpp import LlamaCpp
+from kvbench.engines.measure import writing
 from kvbench.engines.rows import EngineRow, EngineRun
 from kvbench.plan.cells import Group
 from kvbench.report.table import Table
+from kvbench.run.forced import text_fidelity
 from kvbench.store.fidelity import FidelitySummary, TextFidelity, summarise_texts
-from kvbench.store.provenance import git_commit
 
 REFERENCE = "reference"
 """The kind of text that is compared: the windows' own tokens."""
@@ -25,7 +26,7 @@ REFERENCE = "reference"
 
 def measure(run: EngineRun, exact: EngineRow, quiet: bool = False) -> None:
     """Compare every row with ``exact``, llama.cpp's f16 cache, on the windows that the row lacks."""
-    totals = {row.label: sum(len(run.left(group, row)) for group in run.run.groups) for row in run.rows}
+    totals = run.count_left()
     if not any(totals.values()):
         return
     reference = _opened(exact)
@@ -33,19 +34,35 @@ def measure(run: EngineRun, exact: EngineRow, quiet: bool = False) -> None:
     try:
         with progress(totals, quiet, unit="windows") as tick:
             for group in run.run.groups:
-                for example in group.examples:
-                    lacking = [row for row in run.rows if example in run.left(group, row)]
-                    if not lacking:
-                        continue
-                    exact_logits = reference.logits(example.tokens)
-                    for row in lacking:
-                        logits = engines[row.label].logits(example.tokens)
-                        _store(run, group, row, engines[row.label], record(example, exact_logits, logits))
-                        tick(row.label, 1)
+                _measure_group(run, group, reference, engines, tick)
     finally:
         reference.close()
         for engine in engines.values():
             engine.close()
+
+
+def _measure_group(
+    run: EngineRun, group: Group, reference: LlamaCpp, engines: Mapping[str, LlamaCpp], tick: Tick
+) -> None:
+    """Compare rows with ``reference`` on the windows of one task, each window read by it once for all rows.
+
+    engines: llama.cpp with each row's cache, by label.
+    """
+    missing = {row.label: {example.id for example in run.left(group, row)} for row in run.rows}
+    with ExitStack() as stack:
+        writers = {}
+        for row in run.rows:
+            if missing[row.label]:
+                writers[row.label] = stack.enter_context(writing(run, group, row, engines[row.label]))
+        for example in group.examples:
+            lacking = [label for label, ids in missing.items() if example.id in ids]
+            if not lacking:
+                continue
+            exact_logits = reference.logits(example.tokens)
+            for label in lacking:
+                logits = engines[label].logits(example.tokens)
+                writers[label].append(record(example, exact_logits, logits))
+                tick(label, 1)
 
 
 def _opened(row: EngineRow) -> LlamaCpp:
@@ -65,7 +82,8 @@ def record(example: Example, exact: Tensor, logits: Tensor) -> dict[str, Any]:
     scored = slice(first, len(example.tokens) - 1)
     (divergence,) = compare(exact[scored], logits[None, scored], targets)
     losses = torch.nn.functional.cross_entropy(logits[scored].double(), targets, reduction="sum")
-    fidelity = _fidelity(divergence, float(losses), str(example.meta.get("document", "")))
+    # what rounding alone makes is not known of llama.cpp: its floor is 0
+    fidelity = text_fidelity(divergence, float(losses), 0.0, document=str(example.meta.get("document", "")))
     return {
         "id": example.id,
         "prediction": "",
@@ -75,36 +93,9 @@ def record(example: Example, exact: Tensor, logits: Tensor) -> dict[str, Any]:
     }
 
 
-def _fidelity(divergence: Divergence, loss: float, document: str) -> TextFidelity:
-    """Return a comparison as results store it. Rounding's own part is not known of llama.cpp: the floor is 0."""
-    return TextFidelity(
-        kl=tuple(float(f"{x:.4g}") for x in divergence.kl.tolist()),
-        same="".join("1" if same else "0" for same in divergence.same.tolist()),
-        log_ratio=float(divergence.log_ratio.sum()),
-        shift=float(divergence.shift.square().sum()),
-        loss=loss,
-        floor=0.0,
-        document=document,
-    )
-
-
-def _store(run: EngineRun, group: Group, row: EngineRow, engine: LlamaCpp, line: Mapping[str, Any]) -> None:
-    """Store one window of a row."""
-    cell = run.cell(group, row)
-    facts = {"kvbench": version(), "commit": git_commit(), "model": run.run.cfg.model_name}
-    facts |= engine.facts()
-    facts["device"] = f"{facts['engine']} {facts['version']}"
-    writer = run.run.store.open(cell, facts, shard=0, mix=run.run.cfg.mix)
-    try:
-        writer.append(line)
-    finally:
-        writer.close()
-        run.run.store.writers.pop(cell.id, None)
-
-
 def summaries(run: EngineRun) -> dict[str, FidelitySummary]:
     """Return the divergence of each row over all windows that are stored, by label."""
-    found = {}
+    by_label = {}
     for row in run.rows:
         texts: list[TextFidelity] = []
         for group in run.run.groups:
@@ -114,15 +105,15 @@ def summaries(run: EngineRun) -> dict[str, FidelitySummary]:
                     texts.append(TextFidelity.read(lines[example.id]["fidelity"][REFERENCE]))
         summary = summarise_texts(texts)
         if summary is not None:
-            found[row.label] = summary
-    return found
+            by_label[row.label] = summary
+    return by_label
 
 
-def table(found: Mapping[str, FidelitySummary]) -> Table:
+def table(by_label: Mapping[str, FidelitySummary]) -> Table:
     """Return the table of divergences, a row for each cache."""
     heads = ["cache", "KL, nats a token", "same first choice, %", "perplexity", "of f16's"]
     rows = []
-    for label, summary in found.items():
+    for label, summary in by_label.items():
         texts = [label, f"{summary.kl_mean:.3g}", f"{summary.top1:.1f}", f"{summary.perplexity:.3f}"]
         if summary.ci is not None:
             texts[1] += f" [{summary.ci[0]:.2g}, {summary.ci[1]:.2g}]"
@@ -130,9 +121,9 @@ def table(found: Mapping[str, FidelitySummary]) -> Table:
     return Table(tuple(heads), tuple(rows))
 
 
-def notes(found: Mapping[str, FidelitySummary]) -> Sequence[str]:
+def notes(by_label: Mapping[str, FidelitySummary]) -> Sequence[str]:
     """Return what the numbers mean."""
-    first = next(iter(found.values()))
+    first = next(iter(by_label.values()))
     return [
         "KL: mean divergence of the next-token distribution from that of llama.cpp's own f16 cache, over the second "
         f"half of each window of its perplexity tool. [95 % intervals over documents.] n = {first.n} windows, "

@@ -1,4 +1,4 @@
-"""What an engine is asked and what it replies, and the errors that end a row."""
+"""Questions to an engine, its replies, and the errors in place of a reply."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ class Engine(Protocol):
 class EngineError(KvbenchError):
     """The error for a question without an answer.
 
-    ends_run: True if further questions would fail in the same way, so that the run stops. Otherwise only this task
-    of this row ends.
+    ends_run: True if further questions would fail in the same way, so that the run stops. Otherwise only this prompt
+    has no answer.
     """
 
     def __init__(self, message: str, ends_run: bool = True) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from statistics import fmean
 from typing import Any
@@ -16,6 +17,7 @@ from kvbench.engines.rows import EngineRow, EngineRun
 from kvbench.plan.cells import Group
 from kvbench.store.cell import Cell
 from kvbench.store.provenance import git_commit
+from kvbench.store.store_writer import Writer
 from kvbench.tasks.metrics import metric, score, stats
 
 Line = dict[str, Any]
@@ -27,15 +29,18 @@ def measure(run: EngineRun, quiet: bool = False) -> list[str]:
     Raises EngineError if the engine cannot go on.
     """
     problems: list[str] = []
-    totals = {row.label: sum(len(run.left(group, row)) for group in run.run.groups) for row in run.rows}
-    with progress(totals, quiet) as tick:
+    totals = run.count_left()
+    try:
+        with progress(totals, quiet) as tick:
+            for row in run.rows:
+                # an engine whose answers are all here is not started
+                if totals[row.label]:
+                    problems += _measure_row(run, row, tick)
+    finally:
+        # answers that were stored before an error get their metrics, too
         for row in run.rows:
-            # an engine whose answers are all here is not started
-            if totals[row.label]:
-                problems += _measure_row(run, row, tick)
-    for row in run.rows:
-        for group in run.run.groups:
-            _write_metrics(run, group, row)
+            for group in run.run.groups:
+                _write_metrics(run, group, row)
     return problems
 
 
@@ -55,8 +60,6 @@ def _measure_row(run: EngineRun, row: EngineRow, tick: Tick) -> list[str]:
                 if error.ends_run:
                     raise
                 problems.append(f"{row.label} on {group.column}: {error}")
-            finally:
-                _write_metrics(run, group, row)
     finally:
         engine.close()
     return problems
@@ -66,6 +69,18 @@ def _measure_cell(
     run: EngineRun, group: Group, row: EngineRow, engine: Engine, examples: Sequence[Example], tick: Tick
 ) -> None:
     """Ask the examples of one task, several at once, and store each answer as it comes."""
+    questions = [run.question(group, example) for example in examples]
+    # answers are stored by this thread alone, so that no line is cut by another
+    with writing(run, group, row, engine) as writer, ThreadPoolExecutor(max_workers=run.parallel) as pool:
+        waiting = {pool.submit(engine.ask, q): example for q, example in zip(questions, examples, strict=True)}
+        for example, reply in _replies(waiting):
+            writer.append(_line(group, example, reply))
+            tick(row.label, 1)
+
+
+@contextmanager
+def writing(run: EngineRun, group: Group, row: EngineRow, engine: Engine) -> Iterator[Writer]:
+    """Yield the writer of a row's answers to one task. An error marks the result as interrupted."""
     cell = run.cell(group, row)
     facts: Line = {"kvbench": version(), "commit": git_commit(), "model": run.run.cfg.model_name}
     facts |= engine.facts()
@@ -76,13 +91,7 @@ def _measure_cell(
     facts["began"] = _first_began(run, cell)
     writer = run.run.store.open(cell, facts, shard=0, mix=run.run.cfg.mix)
     try:
-        questions = [run.question(group, example) for example in examples]
-        # answers are stored by this thread alone, so that no line is cut by another
-        with ThreadPoolExecutor(max_workers=run.parallel) as pool:
-            waiting = {pool.submit(engine.ask, q): example for q, example in zip(questions, examples, strict=True)}
-            for example, reply in _replies(waiting):
-                writer.append(_line(group, example, reply))
-                tick(row.label, 1)
+        yield writer
     except BaseException:
         run.run.store.mark(cell, "interrupted", "the engine's answers ended in the middle")
         raise

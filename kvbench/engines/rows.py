@@ -51,7 +51,7 @@ class EngineRun:
 
     def cell(self, group: Group, row: EngineRow) -> Cell:
         """Return the cell of a row on a task."""
-        identity = dict(self.shared_identity(group))
+        identity = self.shared_identity(group)
         identity["engine"] = {"label": row.label} | dict(row.identity)
         return Cell(identity, Chain(), row.label, task=group.task, column=group.column)
 
@@ -71,6 +71,10 @@ class EngineRun:
         """Return the examples of a task that a row has not answered."""
         done = self.run.store.lines(self.cell(group, row).id)
         return [example for example in group.examples if example.id not in done]
+
+    def count_left(self) -> dict[str, int]:
+        """Return the number of unanswered examples of all tasks by the row's label."""
+        return {row.label: sum(len(self.left(group, row)) for group in self.run.groups) for row in self.rows}
 
     def question(self, group: Group, example: Example) -> AskedPrompt:
         """Return an example as the engine is asked it. Prompts are cut as for kvbench's own rows."""
@@ -124,7 +128,7 @@ def check_tasks(run: RunPlan) -> None:
 def stored_rows(run: EngineRun, group: Group) -> Iterator[tuple[Mapping[str, Any], CellRecord]]:
     """Yield (the engine's identity, record) of all results on a task's prompts, those measured first first."""
     wanted = run.shared_identity(group)
-    found = []
+    rows = []
     for cell_id in run.run.store.cells():
         if run.run.store.damage(cell_id) is not None:
             continue
@@ -135,6 +139,6 @@ def stored_rows(run: EngineRun, group: Group) -> Iterator[tuple[Mapping[str, Any
         engine = identity.pop("engine")
         if identity == wanted:
             began = min((str(facts.get("began", "")) for facts in record.provenance), default="")
-            found.append((began, str(engine["label"]), engine, record))
-    for _, _, engine, record in sorted(found, key=lambda entry: entry[:2]):
+            rows.append((began, str(engine["label"]), engine, record))
+    for _, _, engine, record in sorted(rows, key=lambda entry: entry[:2]):
         yield engine, record

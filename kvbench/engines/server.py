@@ -21,9 +21,9 @@ from kvbench.store.results import Facts
 KEYS = ("KVBENCH_API_KEY", "OPENAI_API_KEY")
 """Environment variables with the server's key; the first that is set counts."""
 NO_KEY = "none"
-"""What is sent in place of a key: the client demands one, and servers without keys ignore it."""
+"""Stands in place of a key: the client demands one, and servers without keys ignore it."""
 RETRIES = 4
-"""How often the client asks again after 429, a 5xx status, a cut connection or a timeout, with growing waits."""
+"""The most times that the client asks again after 429, 5xx, a cut connection or a timeout, with growing waits."""
 FIRST_CHOICES = 5
 """Likeliest first tokens that are asked for; OpenAI's interface allows no more."""
 Answer = TypeVar("Answer")
@@ -36,7 +36,7 @@ class Server:
     timeout_s: seconds after which an unanswered question counts as failed.
     """
 
-    def __init__(self, url: str, served: str, timeout_s: float = 600.0, retries: int = RETRIES) -> None:
+    def __init__(self, url: str, served: str, timeout_s: float) -> None:
         require("openai", "engine=openai")
         import openai
 
@@ -44,7 +44,7 @@ class Server:
         key = next((os.environ[name] for name in KEYS if os.environ.get(name)), NO_KEY)
         # neither a redirect nor a proxy of the environment may lead a question elsewhere
         http = openai.DefaultHttpxClient(follow_redirects=False, trust_env=False)
-        self.client = openai.OpenAI(base_url=url, api_key=key, timeout=timeout_s, max_retries=retries, http_client=http)
+        self.client = openai.OpenAI(base_url=url, api_key=key, timeout=timeout_s, max_retries=RETRIES, http_client=http)
         # servers differ in whether they give log-probabilities; it is asked once
         self.gives_choices = True
         self.model_said: str | None = None

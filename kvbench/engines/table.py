@@ -227,11 +227,11 @@ def equal_tokens(tokenizer: Any, a: str, b: str) -> float:
     return sum(x == y for x, y in zip(*ids, strict=False)) / longest
 
 
-def verdicts(found: EngineReport) -> Table | None:
+def verdicts(answered: EngineReport) -> Table | None:
     """Return a line for each row but the baseline: its size, its score and what that says."""
-    baseline = found.rows[0]
+    baseline = answered.rows[0]
     lines = []
-    for row in found.rows[1:]:
+    for row in answered.rows[1:]:
         times = ""
         if row.bytes and baseline.bytes:
             times = f"{baseline.bytes / row.bytes:.1f}x smaller, says the engine"
@@ -239,7 +239,13 @@ def verdicts(found: EngineReport) -> Table | None:
         if row.delta is not None:
             delta = _signed(row.delta, row.ci)
         lines.append(
-            (row.label, times, f"{number(row.mean)} of {number(baseline.mean)}", delta, _outcome(row, found.baseline))
+            (
+                row.label,
+                times,
+                f"{number(row.mean)} of {number(baseline.mean)}",
+                delta,
+                _outcome(row, answered.baseline),
+            )
         )
     if not lines:
         return None
@@ -266,14 +272,14 @@ def _signed(delta: float, ci: Interval | None) -> str:
     return text
 
 
-def tables(found: EngineReport) -> list[Table]:
+def tables(answered: EngineReport) -> list[Table]:
     """Return the verdicts, and the table of scores."""
     heads = ["row"]
-    for column in found.columns:
+    for column in answered.columns:
         heads += [column, "Δ"]
     heads += ["n", "size, says the engine"]
     rows = []
-    for row in found.rows:
+    for row in answered.rows:
         texts = [row.label]
         for task in row.tasks:
             texts += [number(task.score), _difference(task)]
@@ -282,7 +288,7 @@ def tables(found: EngineReport) -> list[Table]:
             said = size(row.bytes)
         rows.append((*texts, str(sum(task.n for task in row.tasks)), said))
     scores = Table(tuple(heads), tuple(rows), breaks=True)
-    above = verdicts(found)
+    above = verdicts(answered)
     if above is None:
         return [scores]
     return [above, scores]
@@ -295,18 +301,20 @@ def _difference(task: TaskResult) -> str:
     return _signed(task.delta, task.ci)
 
 
-def notes(found: EngineReport) -> list[str]:
+def notes(answered: EngineReport) -> list[str]:
     """Return what the numbers mean."""
     lines = [
-        f"Δ: paired difference to {found.baseline} on the same prompts, with its 95 % interval from {FEWEST} prompts "
-        "on. Greedy answers. Sizes are the engine's own word: kvbench has not seen its cache."
+        f"Δ: paired difference to {answered.baseline} on the same prompts, with its 95 % interval from {FEWEST} "
+        "prompts on. Greedy answers. Sizes are the engine's own word: kvbench has not seen its cache."
     ]
-    for row in found.rows:
+    for row in answered.rows:
         if row.empty:
             lines.append(f"{row.label}: {row.empty} answers are empty.")
         if row.first is not None:
-            text = f"{row.label}: the likeliest first token is {found.baseline}'s in {100 * row.first.same:.0f} % of "
+            text = (
+                f"{row.label}: the likeliest first token is {answered.baseline}'s in {100 * row.first.same:.0f} % of "
+            )
             text += f"{row.first.n} prompts; ln p of that token changes by "
             text += f"{row.first.change:+.3f}".replace("-", "−")
             lines.append(text + ".")
-    return lines + list(found.notes)
+    return lines + list(answered.notes)

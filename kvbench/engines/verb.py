@@ -222,17 +222,17 @@ def _gguf(plan: RunPlan, options: Mapping[str, object]) -> Path:
 
 def _print_answers(run: EngineRun, args: argparse.Namespace) -> None:
     """Print the table of all rows on these prompts."""
-    found = table.report(run)
+    answered = table.report(run)
     if args.json:
-        print(json.dumps(asdict(found), indent=1, ensure_ascii=False))
+        print(json.dumps(asdict(answered), indent=1, ensure_ascii=False))
         return
-    print(writers.compose(table.tables(found), table.notes(found), args.format), end="")
+    print(writers.compose(table.tables(answered), table.notes(answered), args.format), end="")
 
 
 def _print_divergences(run: EngineRun, args: argparse.Namespace) -> None:
     """Print the table of divergences."""
-    found = divergence.summaries(run)
+    by_label = divergence.summaries(run)
     if args.json:
-        print(json.dumps({label: asdict(summary) for label, summary in found.items()}, indent=1, ensure_ascii=False))
+        print(json.dumps({label: asdict(summary) for label, summary in by_label.items()}, indent=1, ensure_ascii=False))
         return
-    print(writers.compose([divergence.table(found)], divergence.notes(found), args.format), end="")
+    print(writers.compose([divergence.table(by_label)], divergence.notes(by_label), args.format), end="")

@@ -138,14 +138,25 @@ def _record(forced: Forced, floor: Divergence, first: int = 0, document: str = "
     """
     divergence = forced.divergence
     assert divergence is not None
+    # the prompt alone predicts the first token, so losses have one position more than divergences
+    loss = float(forced.losses[first + 1 :].double().sum())
+    return text_fidelity(divergence, loss, float(floor.kl[first:].mean()), first, document)
+
+
+def text_fidelity(
+    divergence: Divergence, loss: float, floor: float, first: int = 0, document: str = ""
+) -> TextFidelity:
+    """Return a divergence as it is stored, from the position ``first`` on.
+
+    loss: the sum of -ln q of the tokens that count. floor: the mean divergence that rounding alone makes.
+    """
     return TextFidelity(
         # four digits are enough for any statistic, and keep the files small
         kl=tuple(float(f"{x:.4g}") for x in divergence.kl[first:].tolist()),
         same="".join("1" if same else "0" for same in divergence.same[first:].tolist()),
         log_ratio=float(divergence.log_ratio[first:].sum()),
         shift=float(divergence.shift[first:].square().sum()),
-        # the prompt alone predicts the first token, so losses have one position more than divergences
-        loss=float(forced.losses[first + 1 :].double().sum()),
-        floor=float(floor.kl[first:].mean()),
+        loss=loss,
+        floor=floor,
         document=document,
     )

@@ -18,9 +18,10 @@ from kvbench.base.files import line_of, write_json
 from kvbench.base.version import version
 from kvbench.plan.cells import SCHEMA
 from kvbench.report.table import Table
+from kvbench.store.cell import identity_hash
 from kvbench.store.store import ResultStore
+from kvbench.studies.imports.stored import KIND
 
-KIND = "imported"
 LLAMA, REFRACT = "llama-perplexity", "REFRACT"
 STATISTICS = "====== KL divergence statistics ======"
 """The line of llama-perplexity's log under which the divergences stand."""
@@ -98,18 +99,18 @@ def read(path: Path) -> ImportedDistance:
 
 def _llama(path: Path, content: str, digest: str) -> ImportedDistance:
     """Return what a log of llama-perplexity says. Its statistics stand at the end, one ``name: number`` a line."""
-    found = {}
+    statistics = {}
     for name, value, error in _LINE.findall(content[content.index("====== ") :]):
         # "" where a line has no error; names are padded with spaces
         standard_error = None
         if error:
             standard_error = float(error)
-        found[" ".join(name.split())] = (float(value), standard_error)
-    if "Mean KLD" not in found:
+        statistics[" ".join(name.split())] = (float(value), standard_error)
+    if "Mean KLD" not in statistics:
         raise UsageError(f"{path}: there is no line 'Mean KLD' below {STATISTICS!r}; the program may have been stopped")
-    mean, error = found["Mean KLD"]
+    mean, error = statistics["Mean KLD"]
     percentiles = {}
-    for name, (value, _) in found.items():
+    for name, (value, _) in statistics.items():
         if name.endswith(" KLD") and name != "Mean KLD":
             percentiles[name.removesuffix(" KLD")] = value
     k, v = _TYPE_K.search(content), _TYPE_V.search(content)
@@ -126,17 +127,17 @@ def _llama(path: Path, content: str, digest: str) -> ImportedDistance:
         kl_mean=mean,
         error=error,
         percentiles=percentiles,
-        top1=_value(found, "Same top p"),
-        ppl=_value(found, "Mean PPL(Q)"),
-        ppl_ratio=_value(found, "Mean PPL(Q)/PPL(base)"),
+        top1=_value(statistics, "Same top p"),
+        ppl=_value(statistics, "Mean PPL(Q)"),
+        ppl_ratio=_value(statistics, "Mean PPL(Q)/PPL(base)"),
         sha256=digest,
     )
 
 
-def _value(found: Mapping[str, tuple[float, float | None]], name: str) -> float | None:
-    if name not in found:
+def _value(statistics: Mapping[str, tuple[float, float | None]], name: str) -> float | None:
+    if name not in statistics:
         return None
-    return found[name][0]
+    return statistics[name][0]
 
 
 def _refract(path: Path, content: str, digest: str) -> ImportedDistance:
@@ -161,11 +162,11 @@ def _refract(path: Path, content: str, digest: str) -> ImportedDistance:
     )
 
 
-def sheet(found: Sequence[ImportedDistance]) -> Table:
+def sheet(distances: Sequence[ImportedDistance]) -> Table:
     """Return the table of imported divergences."""
     heads = ("row", "program", "KL, nats a token", "99.9 %", "same first choice, %", "perplexity", "of the reference's")
     rows = []
-    for distance in found:
+    for distance in distances:
         kl = f"{distance.kl_mean:.3g}"
         if distance.error is not None:
             kl += f" ± {distance.error:.2g}"
@@ -198,10 +199,10 @@ NOTE = (
 )
 
 
-def store_cells(store: ResultStore, found: Sequence[ImportedDistance], model: str) -> list[str]:
+def store_cells(store: ResultStore, distances: Sequence[ImportedDistance], model: str) -> list[str]:
     """Write a result for each divergence, marked as imported, and return their ids. A figure or report shows them."""
     store.check()
-    return [_store_cell(store, distance, model) for distance in found]
+    return [_store_cell(store, distance, model) for distance in distances]
 
 
 def _store_cell(store: ResultStore, distance: ImportedDistance, model: str) -> str:
@@ -213,7 +214,7 @@ def _store_cell(store: ResultStore, distance: ImportedDistance, model: str) -> s
         "label": distance.label,
         "sha256": distance.sha256,
     }
-    cell = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
+    cell = identity_hash(identity)
     ci = None
     if distance.error is not None:
         half = NORMAL_95 * distance.error
@@ -256,6 +257,6 @@ def _store_cell(store: ResultStore, distance: ImportedDistance, model: str) -> s
     return cell
 
 
-def records(found: Sequence[ImportedDistance]) -> list[dict[str, object]]:
+def records(distances: Sequence[ImportedDistance]) -> list[dict[str, object]]:
     """Return the divergences as ``--json`` prints them."""
-    return [asdict(distance) | {"imported": True} for distance in found]
+    return [asdict(distance) | {"imported": True} for distance in distances]
