@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from kvbench.base.example import Example
 from kvbench.base.progress import Tick, progress
 from kvbench.engine.divergence import compare
 from kvbench.engines.llamacpp import LlamaCpp
-from kvbench.engines.measure import writing
+from kvbench.engines.measure import write_metrics, writing
 from kvbench.engines.rows import EngineRow, EngineRun
 from kvbench.plan.cells import Group
 from kvbench.report.table import Table
@@ -39,6 +40,11 @@ def measure(run: EngineRun, exact: EngineRow, quiet: bool = False) -> None:
         reference.close()
         for engine in engines.values():
             engine.close()
+        for group in run.run.groups:
+            for row in run.rows:
+                summary = summarise_texts(_texts(run, group, row))
+                if summary is not None:
+                    write_metrics(run, group, row, {"fidelity": {REFERENCE: asdict(summary)}})
 
 
 def _measure_group(
@@ -93,16 +99,20 @@ def record(example: Example, exact: Tensor, logits: Tensor) -> dict[str, Any]:
     }
 
 
+def _texts(run: EngineRun, group: Group, row: EngineRow) -> list[TextFidelity]:
+    """Return the stored divergences of a row on the windows of one task."""
+    lines = run.run.store.lines(run.cell(group, row).id)
+    records = [lines[example.id]["fidelity"] for example in group.examples if example.id in lines]
+    return [TextFidelity.read(record[REFERENCE]) for record in records]
+
+
 def summaries(run: EngineRun) -> dict[str, FidelitySummary]:
     """Return the divergence of each row over all windows that are stored, by label."""
     by_label = {}
     for row in run.rows:
         texts: list[TextFidelity] = []
         for group in run.run.groups:
-            lines = run.run.store.lines(run.cell(group, row).id)
-            for example in group.examples:
-                if example.id in lines:
-                    texts.append(TextFidelity.read(lines[example.id]["fidelity"][REFERENCE]))
+            texts += _texts(run, group, row)
         summary = summarise_texts(texts)
         if summary is not None:
             by_label[row.label] = summary

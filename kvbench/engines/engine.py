@@ -17,6 +17,7 @@ class AskedPrompt:
     text: the prompt, or with ``chat`` the user's message, which the engine puts into its own template.
     ids: the same text as token ids of the tokenizer that ``model=`` names.
     limit: the most tokens of the answer. stop: texts that end it.
+    system: with ``chat``, the text of a system message; '' for none.
     """
 
     text: str
@@ -24,6 +25,7 @@ class AskedPrompt:
     limit: int
     stop: tuple[str, ...] = ()
     chat: bool = False
+    system: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,6 +17,7 @@ from kvbench.engines.rows import EngineRow, EngineRun
 from kvbench.plan.cells import Group
 from kvbench.store.cell import Cell
 from kvbench.store.provenance import git_commit
+from kvbench.store.results import Facts
 from kvbench.store.store_writer import Writer
 from kvbench.tasks.metrics import metric, score, stats
 
@@ -40,7 +41,7 @@ def measure(run: EngineRun, quiet: bool = False) -> list[str]:
         # answers that were stored before an error get their metrics, too
         for row in run.rows:
             for group in run.run.groups:
-                _write_metrics(run, group, row)
+                write_metrics(run, group, row)
     return problems
 
 
@@ -164,8 +165,8 @@ def _line(group: Group, example: Example, reply: Reply) -> Line:
     return line
 
 
-def _write_metrics(run: EngineRun, group: Group, row: EngineRow) -> None:
-    """Write the mean score of a row on a task from all that is stored of it."""
+def write_metrics(run: EngineRun, group: Group, row: EngineRow, more: Facts | None = None) -> None:
+    """Write the mean score of a row on a task from all that is stored of it. ``more`` is written beside it."""
     cell = run.cell(group, row)
     lines = list(run.run.store.lines(cell.id).values())
     if not lines:
@@ -176,7 +177,10 @@ def _write_metrics(run: EngineRun, group: Group, row: EngineRow) -> None:
     if scores:
         point = shown.show(fmean(scores))
     if len(scores) >= stats.FEWEST:
-        interval = stats.mean_interval(scores)
+        bounds: stats.Bounds | None = None
+        if shown.shown is None:
+            bounds = (0.0, 1.0)  # a log loss has none
+        interval = stats.mean_interval(scores, bounds=bounds)
         if interval is not None:
             ci = [shown.show(end) for end in interval]
     status = "done"
@@ -192,4 +196,4 @@ def _write_metrics(run: EngineRun, group: Group, row: EngineRow) -> None:
         "ci": ci,
         "empty": sum(not line["prediction"].strip() for line in lines),
     }
-    run.run.store.write_metrics(cell.id, summary)
+    run.run.store.write_metrics(cell.id, summary | dict(more or {}))

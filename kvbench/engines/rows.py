@@ -80,9 +80,11 @@ class EngineRun:
         """Return an example as the engine is asked it. Prompts are cut as for kvbench's own rows."""
         run, policy = self.run, self.run.cfg.prompt
         chat = self.chat and policy.templated(group.task)
+        system = ""
         if chat:
+            system = policy.system or ""
             # the user's message alone: nobody can begin the answer of a chat
-            policy = replace(policy, template="off", bos=False)
+            policy = replace(policy, template="off", bos=False, system=None)
             example = replace(example, answer_prefix="")
         ids = encode_prompt(run.tokenizer, example, group.task, policy, run.context).ids
         text = run.tokenizer.decode(without_bos(run.tokenizer, ids), skip_special_tokens=False)
@@ -90,8 +92,9 @@ class EngineRun:
             text=text,
             ids=ids,
             limit=example.max_new_tokens,
-            stop=group.task.stop,
+            stop=(*group.task.stop, *run.cfg.model.stop),
             chat=chat,
+            system=system,
         )
 
 

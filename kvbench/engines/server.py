@@ -91,7 +91,7 @@ class Server:
         """Return the version that the server says, as vLLM does at /version; '' if it says none."""
         root = f"{urlsplit(self.url).scheme}://{urlsplit(self.url).netloc}"
         try:
-            content = self.client.with_options(max_retries=0, timeout=5).get(f"{root}/version", cast_to=dict[str, Any])
+            content = self.client.with_options(max_retries=1, timeout=5).get(f"{root}/version", cast_to=dict[str, Any])
         except Exception:
             # whatever comes back, a server without this page is no error
             return ""
@@ -123,9 +123,12 @@ class Server:
         options: dict[str, Any] = {}
         if with_choices:
             options |= {"logprobs": True, "top_logprobs": FIRST_CHOICES}
+        messages: list[Any] = [{"role": "user", "content": prompt.text}]
+        if prompt.system:
+            messages.insert(0, {"role": "system", "content": prompt.system})
         response = self.client.chat.completions.create(
             model=self.served,
-            messages=[{"role": "user", "content": prompt.text}],
+            messages=messages,
             max_tokens=prompt.limit,
             stop=list(prompt.stop) or None,
             temperature=0,

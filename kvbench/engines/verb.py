@@ -52,6 +52,7 @@ REFUSED = {
     "reference": "an engine's bytes are its own word. baseline= names the row to compare with",
     "kl": "a server gives no distributions. engine=llamacpp fidelity=true compares them",
     "kl_mode": "engine=llamacpp fidelity=true reads every token through the cache",
+    "min_new_tokens": "OpenAI's interface has no such option: an answer ends where the model ends it",
     "temperature": "answers of engines are greedy",
     "samples_per_prompt": "answers of engines are greedy",
     "logger": "rows of engines are not logged. kvbench export jsonl hands them on",

@@ -1,6 +1,7 @@
 """engine=openai against a stub: rows, differences, resuming, and one message for each way to fail."""
 
 import json
+import time
 
 import pytest
 from support.stub_server import MODEL, completion, serving
@@ -65,6 +66,32 @@ def test_chat_asks_with_the_message_alone(tmp_path):
     assert all(set(question["messages"][0]) == {"role", "content"} for question in stub.asked)
 
 
+def test_a_system_message_and_the_models_stops_are_sent(tmp_path):
+    with serving(lambda question: (200, completion("42"))) as stub:
+        template = "model.chat_template={{ messages[-1].content }}"
+        assert main(words(stub, tmp_path, "prompt=chat", "system=Be brief.", template, "model.stop=[END]")) == 0
+    first = stub.asked[0]
+    assert first["messages"][0] == {"role": "system", "content": "Be brief."}
+    assert [message["role"] for message in first["messages"]] == ["system", "user"]
+    assert "Be brief." not in first["messages"][1]["content"] and "END" in first["stop"]
+
+
+def test_a_server_that_is_too_slow_is_one_message(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("kvbench.engines.server.RETRIES", 0)
+
+    def answer(question):
+        if len(stub.asked) > 2:
+            time.sleep(1.5)
+        return 200, completion("42")
+
+    with serving(answer) as stub:
+        assert main(words(stub, tmp_path, "parallel=1", "timeout=1")) == 1
+    assert "did not answer within 1.0 s: raise timeout=, or lower parallel=" in capsys.readouterr().err
+    with serving(lambda question: (200, completion("42"))) as stub:
+        assert main(words(stub, tmp_path)) == 0
+        assert len(stub.asked) == 8
+
+
 def test_a_key_from_the_environment_is_sent_and_written_nowhere(tmp_path, monkeypatch):
     monkeypatch.setenv("KVBENCH_API_KEY", "hush-hush")
     with serving(lambda question: (200, completion("42"))) as stub:
@@ -102,8 +129,10 @@ def failing_after(count, failure):
     ids=["401", "404", "429", "500", "cut", "html", "empty", "null", "other model"],
 )
 def test_a_failure_in_the_middle_keeps_what_is_measured_and_the_same_command_goes_on(
-    failure, message, tmp_path, capsys
+    failure, message, tmp_path, capsys, monkeypatch
 ):
+    # the client waits longer before each further try
+    monkeypatch.setattr("kvbench.engines.server.RETRIES", 1)
     with serving(failing_after(4, failure)) as stub:
         assert main(words(stub, tmp_path, "parallel=1")) == 1
     err = capsys.readouterr().err
@@ -173,7 +202,8 @@ def test_a_task_that_withholds_its_question_is_asked_with_it(tmp_path, capsys):
     assert "10 of 10 to do" in capsys.readouterr().out
 
 
-def test_no_server_is_one_message(tmp_path, capsys):
+def test_no_server_is_one_message(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("kvbench.engines.server.RETRIES", 1)
     with serving(lambda question: (200, completion("42"))) as stub:
         url = stub.url
     assert main(words(url, tmp_path)) == 1
@@ -192,6 +222,7 @@ def test_no_server_is_one_message(tmp_path, capsys):
         ("url=http://127.0.0.1:abc/v1", "url=http://127.0.0.1:abc/v1 is no address"),
         ("parallel=0", "parallel=0 is not possible"),
         ("kv_ratio=0.5", "kv_ratio"),
+        ("min_new_tokens=1", "min_new_tokens= is not possible with engine=openai: OpenAI's interface has no such"),
         ("logger=wandb", "rows of engines are not logged"),
     ],
 )
