@@ -63,8 +63,8 @@ def load(
     question. No distractor contains an answer, after normalisation, and none occurs twice. ``middle`` is the earlier of
     two middle places. The instruction is ours. As in lost-in-the-middle, only the text before an answer's first newline
     is scored. An answer has ``min_answer_tokens`` tokens before it can end: a chat model that is asked without its
-    template often ends at once. Raises UsageError naming file, line and reason for a record without question, answers or gold document,
-    and if there are too few distractors.
+    template often ends at once. Raises UsageError naming file, line and reason for a record without question, answers
+    or gold document, and if there are too few distractors.
     """
     dataset, files = context.dataset, context.files
     whole(dataset, "documents", documents)
