@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 
-from kvbench.base.errors import unknown
+from kvbench.base.errors import UsageError, unknown
 from kvbench.base.example import Example
 from kvbench.tasks.base import LoadContext, Task, own_wording
 from kvbench.tasks.knobs import drawn, one_of, whole
@@ -55,19 +55,27 @@ def load(
     positions: Sequence[str],
     seed: int,
     max_new_tokens: int,
+    min_answer_tokens: int,
 ) -> list[Task]:
     """Return a task per position of the gold document (``mdqa/first``), with the same questions and distractors.
 
     Distractors are the other passages of a line, then gold documents of other questions in an order drawn for the
     question. No distractor contains an answer, after normalisation, and none occurs twice. ``middle`` is the earlier of
     two middle places. The instruction is ours. As in lost-in-the-middle, only the text before an answer's first newline
-    is scored. Raises UsageError naming file, line and reason for a record without question, answers or gold document,
-    and if there are too few distractors.
+    is scored. An answer has ``min_answer_tokens`` tokens before it can end: a chat model that is asked without its
+    template often ends at once. Raises UsageError naming file, line and reason for a record without question, answers
+    or gold document, and if there are too few distractors.
     """
     dataset, files = context.dataset, context.files
     whole(dataset, "documents", documents)
     whole(dataset, "seed", seed, least=0)
     whole(dataset, "max_new_tokens", max_new_tokens)
+    whole(dataset, "min_answer_tokens", min_answer_tokens, least=0)
+    if min_answer_tokens > max_new_tokens:
+        raise UsageError(
+            f"dataset {dataset}: min_answer_tokens={min_answer_tokens} is not possible: an answer has at most "
+            f"max_new_tokens={max_new_tokens} tokens"
+        )
     places = _choose_places(dataset, documents, positions, context.selection)
     path = files.path(file)
     questions = [_read_question(row) for row in read(path)]
@@ -107,6 +115,7 @@ def load(
             category="multi-document QA",
             note=own_wording(dataset, fact),
             cut_at="\n",
+            min_new_tokens=min_answer_tokens,
         )
         tasks.append(task)
     return tasks

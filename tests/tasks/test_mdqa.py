@@ -143,3 +143,13 @@ def test_real_data():
                 words = " ".join(squad_words(" ".join(document)))
                 assert n == at or not any(a in words for a in answers), example.id
             assert score(task.metric, f"{example.answers[-1]}.", example) == 1.0
+
+
+def test_an_answer_can_be_kept_from_ending_at_once(tmp_path):
+    write_lines(tmp_path / "nq_open_oracle.jsonl", *(line(i) for i in range(4)))
+    assert [task.min_new_tokens for task in load("mdqa", tmp_path, documents=2)] == [0, 0, 0]
+    assert [task.min_new_tokens for task in load("mdqa", tmp_path, documents=2, min_answer_tokens=1)] == [1, 1, 1]
+    with pytest.raises(
+        UsageError, match="min_answer_tokens=101 is not possible: an answer has at most max_new_tokens=100"
+    ):
+        load("mdqa", tmp_path, documents=2, min_answer_tokens=101)
