@@ -160,7 +160,7 @@ def bytes_declared(chain: Chain, shape: Shape, n: int, itemsize: int) -> Declare
     if counts is None:
         return None
     heads = chain.heads(shape.kv_heads, shape.query_heads)
-    payload = shape.local_bytes(n, itemsize)
+    payload = shape.fixed_bytes(n, itemsize)
     overhead = shape.local_overhead(n)
     tokens = 0
     for layer, count in counts.items():
@@ -323,7 +323,7 @@ def nominal_payload(chain: Chain, shape: Shape, n: int, itemsize: int) -> float 
                 chain, slots, shape.head_dim, itemsize=itemsize, layer=layer.layout_layer
             )
         layer_bytes.append(count * sum(bytes_by_size[slots] for slots in layer.sizes))
-    return sum(layer_bytes) + shape.local_bytes(n, itemsize)
+    return sum(layer_bytes) + shape.fixed_bytes(n, itemsize)
 
 
 def _count_nominal_bytes(chain: Chain, slots: int, head_dim: int, *, itemsize: int, layer: int) -> float:

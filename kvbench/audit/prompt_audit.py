@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
@@ -88,6 +89,9 @@ def audit(cache: PromptCache, kv_heads: int, head_dim: int, dtype: torch.dtype) 
     local, local_overhead = _audit_local_layers(
         cache, kv_heads, head_dim, itemsize=itemsize, storage_addresses=sums.storages
     )
+    states = _audit_states(cache, sums.storages)
+    # what the model itself holds beside the layers that methods compress: its bytes, and those at 16 bits
+    fixed, fixed16 = local * itemsize + states.bytes, (local + states.numbers) * HALF
     payload_kv_head, payload_query_head = sums.payload, sums.payload
     if not chain.lowrank:
         # mean bytes of a stored head times all heads of either kind; latents are one head that all others read
@@ -97,14 +101,14 @@ def audit(cache: PromptCache, kv_heads: int, head_dim: int, dtype: torch.dtype) 
         n=n,
         kept=sums.tokens / sums.heads,
         nominal=chain.nominal(n),
-        payload=sums.payload + local * itemsize,
+        payload=sums.payload + fixed,
         overhead=sums.overhead + local_overhead,
-        full_bytes=(entries + local) * itemsize,
-        payload_kv_head=payload_kv_head + local * itemsize,
-        payload_query_head=payload_query_head + local * itemsize,
-        payload16=sums.payload16 + local * HALF,
+        full_bytes=entries * itemsize + fixed,
+        payload_kv_head=payload_kv_head + fixed,
+        payload_query_head=payload_query_head + fixed,
+        payload16=sums.payload16 + fixed16,
         overhead16=sums.overhead16 + local_overhead,
-        full16=(entries + local) * HALF,
+        full16=entries * HALF + fixed16,
         pages_freed=pages_freed(cache.layers, n),
     )
 
@@ -169,6 +173,29 @@ def _audit_local_layers(
         total_numbers += numbers
         total_overhead += overhead
     return total_numbers, total_overhead
+
+
+class _States(NamedTuple):
+    """The states of a cache: their numbers, and the bytes of their storages."""
+
+    numbers: int
+    bytes: int
+
+
+def _audit_states(cache: PromptCache, storage_addresses: set[int]) -> _States:
+    """Return what the layers that hold a state hold of it. Raises Refused unless each tensor owns its storage.
+
+    States have the dtype that the model gives them, and often fp32 in a model of 16 bits.
+    """
+    numbers = 0
+    tensors = [t for state in cache.states for t in state.tensors()]
+    for t in tensors:
+        address = t.untyped_storage().data_ptr()
+        if address in storage_addresses or t.untyped_storage().nbytes() != t.nbytes:
+            raise Refused("the model: a state shares its storage")
+        storage_addresses.add(address)
+        numbers += t.numel()
+    return _States(numbers, storage_bytes(tensors))
 
 
 def _check_counts(chain: Chain, layer: LayerCache, index: int, *, n: int, n_layers: int, counts: list[int]) -> None:

@@ -9,8 +9,8 @@ import torch
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from kvbench.base.errors import KvbenchError, UsageError
-from kvbench.kv.model_shape import Shape, from_config, from_entry
-from kvbench.models import load
+from kvbench.kv.model_shape import Shape, from_entry
+from kvbench.models import load, traits
 from kvbench.models.config import ModelConfig
 
 
@@ -18,7 +18,7 @@ def shape_of(cfg: ModelConfig) -> Shape:
     """Return the model's shape from its entry in conf/model, or else from its checkpoint."""
     if cfg.shape is not None:
         return from_entry(cfg.shape)
-    return from_config(load.locate(cfg).config)
+    return traits.shape_of(load.locate(cfg).config)
 
 
 def model_config(cfg: ModelConfig) -> PretrainedConfig:

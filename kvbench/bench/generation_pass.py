@@ -20,10 +20,9 @@ from kvbench.audit.accounting import bytes_held
 from kvbench.bench.clock import Clock, timed_attention
 from kvbench.bench.sampling import Sampled, moves, sampled, skip, windows
 from kvbench.engine.cuda_graph import Graph
-from kvbench.engine.decode_layer import RowLayer
 from kvbench.engine.patches import adapted
 from kvbench.engine.prefill import prefill_chains
-from kvbench.engine.step import build, given_up, step
+from kvbench.engine.step import BatchLayers, build, given_up, step
 from kvbench.methods.core.chain import Chain
 from kvbench.methods.core.prompt_cache import PromptCache
 from kvbench.models.interface import NAME, attached
@@ -113,12 +112,12 @@ def run(
             if starts is not None and sample is not None:
                 stretches, stretch_steps = starts, sample
             for start in stretches:
-                skip(model, batch, start - batch[0].used)
+                skip(model, batch, start - batch.used)
                 for _ in range(stretch_steps):
                     step_start = clock.mark()
                     # rows that evict are not brought to a later length, so only the batch knows how many tokens have
                     # come
-                    positions = torch.full_like(first, seen + batch[0].used)
+                    positions = torch.full_like(first, seen + batch.used)
                     # the next token stays on the device, without a copy to the processor
                     next_token = next_logits(tokens[-1], positions)[:, -1].argmax(dim=-1)[:, None]
                     spans.append((step_start, clock.mark()))
@@ -167,6 +166,6 @@ def _bytes_held(caches: Sequence[PromptCache]) -> int:
     return total
 
 
-def _payload(batch: Sequence[RowLayer]) -> int:
+def _payload(batch: BatchLayers) -> int:
     """Return the payload bytes that a step reads now."""
-    return sum(sum(layer.payload()) for layer in batch)
+    return sum(sum(layer.payload()) for layer in batch.rows)

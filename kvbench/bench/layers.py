@@ -192,6 +192,11 @@ def measure(chain: Chain, shape: Shape, n: int, dtype: torch.dtype) -> MeasuredL
         payload += shape.local_bytes(n, dtype.itemsize)
         overhead += shape.local_overhead(n)
         total16 += shape.local_bytes(n, HALF) + shape.local_overhead(n)
+    # states are counted as the formula counts them: no method changes them
+    state_bytes = shape.state_numbers * dtype.itemsize
+    total += HeldBytes(exact=state_bytes)
+    payload += state_bytes
+    total16 += shape.state_numbers * HALF
     return MeasuredLayers(
         held=total,
         payload_formula=payload,

@@ -106,7 +106,7 @@ def _fill(model: PreTrainedModel, chain: Chain, workload: Workload, prompt: Tens
             # the last of new - 1 steps runs over the longest cache
             skip(model, batch, workload.new - 2)
         token = torch.zeros(workload.batch, 1, dtype=torch.int64, device=model.device)
-        step(model, batch, token, torch.full_like(token, seen + batch[0].used))
+        step(model, batch, token, torch.full_like(token, seen + batch.used))
 
 
 @contextmanager

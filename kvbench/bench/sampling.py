@@ -9,7 +9,7 @@ from statistics import fmean
 import torch
 from transformers import PreTrainedModel
 
-from kvbench.engine.decode_layer import RowLayer
+from kvbench.engine.step import BatchLayers
 from kvbench.kv.model_shape import from_config
 from kvbench.methods.core.prompt_cache import PromptCache
 from kvbench.storage.evicting_rows import EvictingRows
@@ -99,12 +99,12 @@ def moves(caches: Sequence[PromptCache]) -> bool:
     return True
 
 
-def skip(model: PreTrainedModel, batch: Sequence[RowLayer], tokens: int) -> None:
+def skip(model: PreTrainedModel, batch: BatchLayers, tokens: int) -> None:
     """Add ``tokens`` random tokens to every row of ``batch``, without the model."""
     if tokens < 1:
         return
     size = from_config(model.config)
-    for layer in batch:
+    for layer in batch.rows:
         stored = [rows for _, rows in layer.formats]
         # rows that evict hold equally many tokens at every length
         if all(isinstance(rows, EvictingRows) for rows in stored):

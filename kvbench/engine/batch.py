@@ -18,9 +18,9 @@ from transformers import PreTrainedModel
 
 from kvbench.audit.decode_audit import Stored
 from kvbench.base.errors import UsageError
-from kvbench.engine.decode_layer import RowLayer, allocated, compressed
+from kvbench.engine.decode_layer import allocated, compressed
 from kvbench.engine.patches import adapted
-from kvbench.engine.step import build, given_up, step
+from kvbench.engine.step import BatchLayers, build, given_up, step
 from kvbench.engine.stopping import Ending, sample, without
 from kvbench.methods.core.chain import Chain
 from kvbench.methods.core.prompt_cache import PromptCache
@@ -140,7 +140,7 @@ class DecodeBatch(Generic[Key]):
         self.model = model
         self.entering: list[AnsweringRow[Key]] = []
         self.rows: list[AnsweringRow[Key]] = []
-        self.layers: list[RowLayer] = []
+        self.layers = BatchLayers([], [])
         self.entries = 0
         self.next = torch.empty(3, 0, dtype=torch.int64)
 
@@ -221,8 +221,7 @@ class DecodeBatch(Generic[Key]):
             most_new_tokens = max(row.ending.limit for row in decoding_rows) - 1
             layers = build(self.model, given_up(caches), most_new_tokens)
             if self.rows:
-                for layer, entering_layer in zip(self.layers, layers, strict=True):
-                    layer.join(entering_layer)
+                self.layers.join(layers)
             else:
                 self.layers = layers
             # the last token of an answer is never fed: the last position belongs to the token before it
@@ -237,7 +236,7 @@ class DecodeBatch(Generic[Key]):
         """Feed every row its last token and choose the next one. Return the rows that end with that token."""
         tokens, positions, ends = self.next
         logits = step(self.model, self.layers, tokens[:, None], positions[:, None])[:, -1]
-        attended = [layer.attended for layer in self.layers if layer.attended is not None]
+        attended = [layer.attended for layer in self.layers.rows if layer.attended is not None]
         mean_attended = None
         if attended:
             # a layer is nan for rows whose method does not mask it, and nanmean leaves it out
@@ -255,13 +254,13 @@ class DecodeBatch(Generic[Key]):
         newly_ended = [(i, row) for i, row in enumerate(self.rows) if row.over and row.held is None]
         if not newly_ended:
             return []
-        compressed_layers = compressed(self.layers)
+        compressed_layers = compressed(self.layers.rows)
         # transpose [layers, B]: peaks lists each row's most tokens of a head by layer
         peaks = by_layer([layer.held() for layer in compressed_layers], self.next.device).T.tolist()
         # payload lists each row's payload bytes by layer
         payload = list(zip(*(layer.payload() for layer in compressed_layers), strict=True))
-        all_payload = sum(sum(layer.payload()) for layer in self.layers)
-        factor = allocated(self.layers) / max(1, all_payload)
+        all_payload = sum(sum(layer.payload()) for layer in self.layers.rows)
+        factor = allocated(self.layers.rows) / max(1, all_payload)
         for i, row in newly_ended:
             row.held, row.stored, row.factor = peaks[i], Stored(row.fed, payload[i]), factor
         self._drop_ended_rows()
@@ -280,9 +279,8 @@ class DecodeBatch(Generic[Key]):
             return
         index = torch.tensor(staying, dtype=torch.int64, device=self.next.device)
         if not staying:
-            self.layers = []
-        for layer in self.layers:
-            layer.keep(index)
+            self.layers = BatchLayers([], [])
+        self.layers.keep(index)
         self.rows = [self.rows[i] for i in staying]
         self.next = self.next[:, index]
 

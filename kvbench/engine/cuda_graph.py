@@ -7,7 +7,7 @@ GPU the graph is CUDA's, and nobody has run it yet. On a CPU the graph is the li
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from kvbench.base.errors import KvbenchError, headline
 from kvbench.engine.decode_layer import RowLayer
 from kvbench.engine.memory import is_out_of_memory
-from kvbench.engine.step import step
+from kvbench.engine.step import BatchLayers, feed
 from kvbench.models.interface import KvbenchLayer
 from kvbench.storage import kernels
 from kvbench.storage.attend import attend
@@ -88,15 +88,17 @@ class Graph:
     may enter or leave the batch.
     """
 
-    def __init__(self, model: PreTrainedModel, batch: Sequence[RowLayer]) -> None:
-        self.place = torch.zeros(1, dtype=torch.int64, device=batch[0].next.device)
+    def __init__(self, model: PreTrainedModel, batch: BatchLayers) -> None:
+        self.place = torch.zeros(1, dtype=torch.int64, device=batch.rows[0].next.device)
         self.layers = []
-        for i, layer in enumerate(batch):
+        if batch.states:
+            raise KvbenchError("no graph of a decode step: layers hold states, which move; step=plain runs it")
+        for i, layer in enumerate(batch.rows):
             try:
                 self.layers.append(StillLayer(layer, self.place))
             except KvbenchError as why:
                 raise KvbenchError(f"no graph of a decode step: layer {i}: {why}; step=plain runs it") from None
-        devices = {layer.next.device for layer in batch}
+        devices = {layer.next.device for layer in batch.rows}
         if len(devices) > 1:
             raise KvbenchError("no graph of a decode step: layers are on several devices; step=plain runs it")
         (device,) = devices
@@ -104,13 +106,13 @@ class Graph:
             raise KvbenchError(f"no graph of a decode step in Triton's interpreter: {kernels.SWITCH}=off does without")
         self.model, self.batch = model, batch
         # a replayed step reads its input from this memory, [B, 1] each
-        rows = len(batch[0].next)
+        rows = len(batch.rows[0].next)
         self.tokens, self.positions = torch.zeros(2, rows, 1, dtype=torch.int64, device=device)
         # recording writes a meaningless token into the next token's slot, and the first step overwrites it
-        self.place.fill_(batch[0].used)
+        self.place.fill_(batch.used)
 
         def run_step() -> Tensor:
-            return step(self.model, self.layers, self.tokens, self.positions)
+            return feed(self.model, self.layers, self.tokens, self.positions)
 
         try:
             self.replay = recorded(run_step, device)
@@ -124,7 +126,7 @@ class Graph:
         """Feed ``tokens`` [B, 1] at ``positions`` [B, 1]. Return logits [B, 1, V], valid until the next step."""
         self.tokens.copy_(tokens)
         self.positions.copy_(positions)
-        self.place.fill_(self.batch[0].used)
+        self.place.fill_(self.batch.used)
         logits = self.replay()
         for layer in self.layers:
             layer.grow(1)

@@ -11,18 +11,18 @@ from transformers import PreTrainedModel
 
 from kvbench.base.errors import UsageError
 from kvbench.engine.batch import Answer, DecodeBatch
-from kvbench.engine.decode_layer import RowLayer
 from kvbench.engine.finite import no_answer
 from kvbench.engine.limits import check_capacity, check_turn, check_window
 from kvbench.engine.patches import adapted, by_batch
 from kvbench.engine.prefill import as_prompt
-from kvbench.engine.step import build, step
+from kvbench.engine.step import BatchLayers, build, step
 from kvbench.engine.stopping import Ending as Ending
 from kvbench.engine.stopping import sample as sample
 from kvbench.kv.segment import LayerCache
 from kvbench.methods.core.prompt_cache import PromptCache
 from kvbench.methods.core.walls import contained
 from kvbench.models.interface import attached
+from kvbench.models.traits import reads_one_by_one
 
 EXTENDED_BYTES = 2**30
 """The most bytes of caches that read more tokens in one batch. The limit exists because the batch copies them."""
@@ -72,6 +72,8 @@ def extend_caches(
         for part in _divide_by_bytes(caches, one_by_one):
             extended.update(zip(part, _extend(model, [caches[r] for r in part], ids, size=1), strict=True))
         size = len(ids)
+        if reads_one_by_one(model.config):
+            size = 1
         if any(caches[r].chain.coder for r in at_once):
             size = min(size, PACKED_AT_ONCE)
         for part in _divide_by_bytes(caches, at_once):
@@ -108,18 +110,19 @@ def _extend(model: PreTrainedModel, caches: Sequence[PromptCache], ids: Tensor, 
     return [continue_cache(cache, batch, logits[i, -1], i) for i, cache in enumerate(caches)]
 
 
-def continue_cache(cache: PromptCache, batch: Sequence[RowLayer], logits: Tensor, row: int = 0) -> PromptCache:
+def continue_cache(cache: PromptCache, batch: BatchLayers, logits: Tensor, row: int = 0) -> PromptCache:
     """Return ``cache`` with the tokens added to its row of ``batch``. ``logits`` [V] follow these tokens."""
     # the batch has all layers in the model's order; local layers stand between those that methods compress
     former_layers, former_local = iter(cache.layers), iter(cache.local)
     layers: list[LayerCache] = []
     local: list[LayerCache] = []
-    for row_layer in batch:
+    for row_layer in batch.rows:
         if row_layer.local:
             local.append(row_layer.continued(next(former_local), row))
         else:
             layers.append(row_layer.continued(next(former_layers), row))
-    return replace(cache, layers=tuple(layers), local=tuple(local), logits=logits.clone())
+    states = tuple(layer.state(row) for layer in batch.states)
+    return replace(cache, layers=tuple(layers), local=tuple(local), states=states, logits=logits.clone())
 
 
 def check_continuation(model: PreTrainedModel, cache: PromptCache, new_tokens: int) -> None:

@@ -25,13 +25,13 @@ from kvbench.audit.decode_audit import Stored, check_bytes, check_peak
 from kvbench.audit.prompt_audit import MeasuredBytes, audit
 from kvbench.base.errors import UsageError
 from kvbench.engine.decode import check_continuation, continue_cache, extend_cache
-from kvbench.engine.decode_layer import RowLayer, compressed
+from kvbench.engine.decode_layer import compressed
 from kvbench.engine.finite import no_answer
 from kvbench.engine.limits import check_precision, tokens_of, warn_beyond_context
 from kvbench.engine.patches import adapted
 from kvbench.engine.prefill import as_prompt, prefill_chains
 from kvbench.engine.shared_prefix import SharedPrefix
-from kvbench.engine.step import build, step
+from kvbench.engine.step import BatchLayers, build, step
 from kvbench.methods.core.chain import Chain
 from kvbench.methods.core.prompt_cache import PromptCache
 from kvbench.methods.core.walls import contained
@@ -166,7 +166,7 @@ class GeneratedTurn:
 
     room: how many tokens the decode batch has room for.
     contexts: open while the decode batch is in use and the model is changed for it.
-    batch: the layers of the decode batch; [] while there is none.
+    batch: the layers of the decode batch; None while there is none.
     fed: the tokens [1] that the decode batch has read.
     logits: [V], the logits of the next token.
     """
@@ -178,7 +178,7 @@ class GeneratedTurn:
         self.room = room
         self.contexts = ExitStack()
         self.has_read = False
-        self.batch: list[RowLayer] = []
+        self.batch: BatchLayers | None = None
         self.fed: list[Tensor] = []
         self.logits = torch.empty(0)
 
@@ -237,7 +237,7 @@ class GeneratedTurn:
         assert cache.state is not None
         check_continuation(model, cache.state, len(self.fed) + 1)
         with contained(chain.name, chain.foreign), torch.no_grad():
-            if not self.batch:
+            if self.batch is None:
                 # the model stays adapted and attached until the batch is settled
                 self.contexts.enter_context(adapted(model, chain))
                 self.contexts.enter_context(attached(model))
@@ -252,18 +252,18 @@ class GeneratedTurn:
     def settle(self) -> None:
         """End the decode batch: audit its storage, and write its tokens back into the cache."""
         cache = self.cache
-        if self.batch:
+        if self.batch is not None:
             assert cache.state is not None
             peaks: list[int] = []
             payload: list[int] = []
-            for layer in compressed(self.batch):
+            for layer in compressed(self.batch.rows):
                 peaks.append(int(layer.held()))
                 payload.extend(layer.payload())  # one number per layer, because the batch has one row
             check_peak(cache.state, peaks, len(self.fed))
             check_bytes(cache.state, Stored(len(self.fed), payload), *cache_shape(self.model))
             cache.state = continue_cache(cache.state, self.batch, self.logits)
             cache.ids = torch.cat([cache.ids, *self.fed])
-        self.batch = []
+        self.batch = None
         self.fed = []
         self.contexts.close()
 

@@ -21,6 +21,7 @@ from kvbench.methods.core.prompt_cache import PromptCache
 from kvbench.methods.core.walls import contained
 from kvbench.methods.core.watch import note_progress
 from kvbench.models.interface import attached
+from kvbench.models.traits import reads_one_by_one
 
 CHUNK_BYTES = 2**28
 """The most bytes of one chunk's logits in fp32, over all rows."""
@@ -162,6 +163,8 @@ def _force(
     chain, prompt_tokens = caches[0].chain, caches[0].seen
     # caches of packed tokens make room for a chunk, and attend over it all
     chunk = min(chunk, len(ids))
+    if reads_one_by_one(model.config):
+        chunk = 1
     # the prompt's own logits predict the first token
     losses = torch.empty(len(caches), len(ids), device=ids.device)
     losses[:, :1] = _compute_losses(torch.stack([cache.logits for cache in caches])[:, None], ids[:1])
@@ -179,11 +182,11 @@ def _force(
             losses[:, scored] = _compute_losses(logits, ids[scored])
             on_logits(start, logits)
     # each row gets the most tokens of a head, and the payload bytes, by layer
-    most_tokens = torch.stack([layer.held() for layer in compressed(batch)]).T.tolist()
-    payload = zip(*(layer.payload() for layer in compressed(batch)), strict=True)
+    most_tokens = torch.stack([layer.held() for layer in compressed(batch.rows)]).T.tolist()
+    payload = zip(*(layer.payload() for layer in compressed(batch.rows)), strict=True)
     results = []
     for row_losses, row_tokens, row_payload in zip(losses.cpu(), most_tokens, payload, strict=True):
-        stored = Stored(fed=batch[0].used, payload=row_payload)
+        stored = Stored(fed=batch.used, payload=row_payload)
         results.append(Forced(losses=row_losses, held=row_tokens, stored=stored))
     return results
 

@@ -29,8 +29,10 @@ from kvbench.engine.replay import longest_pass, replay
 from kvbench.engine.shared_prefix import PieceEnd, SharedPrefix
 from kvbench.engine.weights_digest import check_calibrated
 from kvbench.kv import ops
+from kvbench.kv.model_shape import state_layers
 from kvbench.kv.observation import Needs, Observation
 from kvbench.kv.segment import LayerCache
+from kvbench.kv.state import LayerState
 from kvbench.methods.core.chain import Chain
 from kvbench.methods.core.prompt_cache import PromptCache
 from kvbench.methods.core.recipe import Observe
@@ -82,6 +84,9 @@ def prefill_chains(
         # in a longer pass, such chains would see or change more than the first n tokens
         if chain.prefill_key or chain.replayer or chain.foreign or chain.needs(n).call:
             tokens_read = n
+        # a state at the end of a longer prompt cannot be taken back
+        if state_layers(model.config):
+            tokens_read = n
         passes.setdefault((chain.prefill_key, tokens_read), []).append(i)
     caches: dict[int, PromptCache] = {}
     for members in passes.values():
@@ -110,6 +115,7 @@ class _PassReceiver:
 
     layers: the compressed layers of each chain.
     local: the local layers by number of tokens. All chains share them.
+    states: the states of layers that hold such at the end of the prompt. All chains share them.
     spent: the seconds of each chain, and as the last number the seconds of copies and checks.
     """
 
@@ -118,6 +124,7 @@ class _PassReceiver:
         self.query_heads = query_heads
         self.layers = [CompressedLayers(chain) for chain in chains]
         self.local: dict[int, list[LayerCache]] = {}
+        self.states: tuple[LayerState, ...] = ()
         self.spent = [0.0] * (len(chains) + 1)
 
     def on_layer(self, obs: Observation, k: Tensor, v: Tensor) -> None:
@@ -152,6 +159,10 @@ class _PassReceiver:
         """Take the next local layer of the first n tokens."""
         self.local.setdefault(n, []).append(layer)
 
+    def on_states(self, states: tuple[LayerState, ...]) -> None:
+        """Take the states at the end of the prompt."""
+        self.states = states
+
     def build_caches(
         self,
         model: PreTrainedModel,
@@ -182,6 +193,7 @@ class _PassReceiver:
                 model=weakref.ref(model),
                 mismatch=self.layers[i].mismatch,
                 local=tuple(self.local.get(n, ())),
+                states=self.states,
                 long=beyond_turn(model, n),
             )
             caches.append(cache)
@@ -198,6 +210,7 @@ def _shared_pass(
             chain.needs(n) for chain, length in zip(chains, lengths, strict=True) if length == n
         )
     starts: Sequence[LayerStart] = ()
+    prefix_states: Sequence[LayerState] = ()
     prefix_end: PieceEnd | None = None
     calls_needed = any(needs.call for needs in needs_by_length.values())
     if reading.prefix is not None and not chains[0].prefill_key and not calls_needed:
@@ -206,6 +219,7 @@ def _shared_pass(
         known_pieces = reading.prefix.read(model, ids, all_needs, min(lengths) - 1, reading.plain)
         if known_pieces is not None:
             starts, prefix_end = known_pieces
+            prefix_states = prefix_end.states
     # the pass reads as many tokens as the longest cache has, and shorter lengths are parts of it
     needs_of_all_tokens = needs_by_length.pop(len(ids))
     receiver = _PassReceiver(chains, lengths, int(model.config.num_attention_heads))
@@ -221,6 +235,8 @@ def _shared_pass(
             on_local=receiver.on_local,
             parts=needs_by_length,
             starts=starts,
+            states=prefix_states,
+            on_states=receiver.on_states,
         )
         for last_logits in logits.values():
             check_finite(chains[0], "logits", last_logits)
@@ -231,29 +247,27 @@ def _shared_pass(
         forward += prefix_end.forward_s
         for n, bits in colsums_s:
             colsums_s[n, bits] += prefix_end.colsums_s[bits]
-    _replay(model, ids, receiver.layers, reading.tokenizer, receiver.spent)
+    _replay(model, ids, receiver, reading.tokenizer)
     return receiver.build_caches(model, logits, forward, colsums_s)
 
 
-def _replay(
-    model: PreTrainedModel, ids: Tensor, layers: Sequence[CompressedLayers], tokenizer: Any, spent: list[float]
-) -> None:
+def _replay(model: PreTrainedModel, ids: Tensor, receiver: _PassReceiver, tokenizer: Any) -> None:
     """Read the prompt again for chains that score tokens by it.
 
     Equal passes are made once. Their seconds count for the first chain that needs them.
     """
     received: dict[Replay, list[Tensor]] = {}
-    for i, compressed in enumerate(layers):
+    for i, compressed in enumerate(receiver.layers):
         selector = compressed.chain.replayer
         if selector is None:
             continue
-        with _clock(ids.device, spent, i):
+        with _clock(ids.device, receiver.spent, i):
             passes = selector.replay(len(ids))
             if passes is None:
                 compressed.replayed(None)
                 continue
             if passes not in received:
-                received[passes] = replay(model, ids, compressed.caches, passes, tokenizer)
+                received[passes] = replay(model, ids, compressed.caches, passes, tokenizer, states=receiver.states)
             compressed.replayed(received[passes])
 
 

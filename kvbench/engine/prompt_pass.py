@@ -17,17 +17,20 @@ from kvbench.base.errors import UsageError
 from kvbench.engine.finite import check_finite
 from kvbench.engine.prompt_layer import Blocks, LayerStart, PromptLayer, Read, Share, alone
 from kvbench.kv import ops
-from kvbench.kv.model_shape import from_config, local_layers
+from kvbench.kv.model_shape import from_config, key_layers, local_layers
 from kvbench.kv.observation import AttentionCall, Needs, Observation
 from kvbench.kv.segment import LayerCache
+from kvbench.kv.state import LayerState
 from kvbench.methods.core.chain import Chain
 from kvbench.methods.core.stage import Stage
 from kvbench.models.interface import TokensRead, attached, call_hooks, layer_hooks, mlps_in_parts, token_hooks
 from kvbench.models.lowrank import lifts
 from kvbench.models.releases import named_cache
+from kvbench.models.state_layer import in_model_order, state_layers_of
 
 OnLayer = Callable[[Observation, Tensor, Tensor], None]
 OnLocal = Callable[[LayerCache, int], None]
+OnStates = Callable[[tuple[LayerState, ...]], None]
 LONG = 8192
 """For prompts longer than this, MLPs compute ``MLP_TOKENS`` tokens at a time. Shorter prompts are unaffected."""
 MLP_TOKENS = 2048
@@ -43,6 +46,8 @@ def observe(
     on_local: OnLocal = lambda layer, n: None,
     parts: Mapping[int, Needs] = MappingProxyType({}),
     starts: Sequence[LayerStart] = (),
+    states: Sequence[LayerState] = (),
+    on_states: OnStates = lambda states: None,
 ) -> tuple[dict[int, Tensor], dict[tuple[int, int], float]]:
     """Read ``input_ids`` [n] once. Hand every finished layer to ``on_layer``, and local layers to ``on_local``.
 
@@ -56,6 +61,8 @@ def observe(
     on as well, because later tokens do not change earlier ones. Parts require plain causal attention.
     starts: the layers of the prompt's first tokens, if these were read earlier. They must be fewer than any number
     wanted.
+    states: the states of layers that hold such at the end of ``starts``.
+    on_states: called with the states at the end of the prompt. A model with states can read no parts.
 
     Returns two mappings. The first has the next token's logits [V] by the number of tokens read. The second has the
     seconds of column sums by that number and the bit width of the keys.
@@ -63,7 +70,9 @@ def observe(
     n = input_ids.shape[0]
     needs_by_length = dict(parts)
     needs_by_length[n] = needs  # it comes last: stages see the parts before the whole prompt
-    prompt_pass = _PromptPass(model, input_ids, needs_by_length, chain=chain or Chain(), plain=plain, starts=starts)
+    prompt_pass = _PromptPass(
+        model, input_ids, needs_by_length, chain=chain or Chain(), plain=plain, starts=starts, states=states
+    )
     tokens_before = prompt_pass.tokens_before
     logits_to_keep: Tensor | int = 1  # keep the last token's logits only
     if parts:
@@ -89,8 +98,9 @@ def observe(
             position_ids=torch.arange(tokens_before, n, device=input_ids.device)[None],
             use_cache=True,
             logits_to_keep=logits_to_keep,
-            **named_cache(HFCache(layers=list(prompt_pass.layers))),
+            **named_cache(HFCache(layers=prompt_pass.all_layers)),
         )
+    on_states(prompt_pass.take_states())
     logits = {length: token_logits.clone() for length, token_logits in zip(needs_by_length, out.logits[0], strict=True)}
     return logits, prompt_pass.sum_seconds()
 
@@ -98,7 +108,9 @@ def observe(
 class _PromptPass:
     """One pass over a prompt: the cache layers that the model fills, and how each is handed on.
 
-    layers: the layers of the whole model, local layers included.
+    layers: the layers that hold keys, local ones included, by their number in the model.
+    state_layers: the layers that hold a state, in order.
+    all_layers: the layers of the whole model.
     compressed_layers: the layers that methods compress.
     tokens_before: how many of the prompt's first tokens were read earlier.
     tokens_of_layer: for each compressed layer, the tokens that it reads; None for all. One extra entry has no layer.
@@ -114,6 +126,7 @@ class _PromptPass:
         chain: Chain,
         plain: bool,
         starts: Sequence[LayerStart],
+        states: Sequence[LayerState],
     ) -> None:
         self.chain = chain
         self.needs_by_length = needs_by_length
@@ -134,11 +147,11 @@ class _PromptPass:
         # numbers maps the model's layer numbers to numbers among the layers that methods compress
         local = local_layers(model.config)
         self.numbers: dict[int, int] = {}
-        self.layers: list[PromptLayer] = []
+        self.layers: dict[int, PromptLayer] = {}
         self.compressed_layers: list[PromptLayer] = []
-        for index in range(self.shape.all_layers):
+        for index in key_layers(model.config):
             if index in local:
-                self.layers.append(PromptLayer({}, plain))
+                self.layers[index] = PromptLayer({}, plain)
                 continue
             number = len(self.compressed_layers)
             start = None
@@ -146,8 +159,14 @@ class _PromptPass:
                 start = starts[number]
             layer = self._build_layer(number, plain, start)
             self.numbers[index] = number
-            self.layers.append(layer)
+            self.layers[index] = layer
             self.compressed_layers.append(layer)
+        rows = []
+        if states:
+            rows = [states]
+        with_keys = list(self.layers.values())
+        self.state_layers = state_layers_of(model.config, with_keys, rows)
+        self.all_layers = in_model_order(model.config, with_keys, self.state_layers)
 
     def _build_layer(self, number: int, plain: bool, start: LayerStart | None) -> PromptLayer:
         """Build a layer that methods compress, with the functions by which the chain's stages change its attention."""
@@ -240,6 +259,10 @@ class _PromptPass:
             positions=positions,
             call=call,
         )
+
+    def take_states(self) -> tuple[LayerState, ...]:
+        """Return the states at the end of the prompt, in the order of the layers that hold such."""
+        return tuple(layer.state() for layer in self.state_layers)
 
     def sum_seconds(self) -> dict[tuple[int, int], float]:
         """Return the seconds of column sums over all layers, by number of tokens and bit width of the keys."""

@@ -14,10 +14,12 @@ from transformers.cache_utils import Cache as HFCache
 from kvbench.base.errors import UsageError
 from kvbench.kv.exact_attention import BLOCK_BYTES, causal_softmax
 from kvbench.kv.segment import LayerCache, per_head
+from kvbench.kv.state import LayerState
 from kvbench.methods.core.replaying import QUOTED, Replay
 from kvbench.models.interface import KvbenchLayer, attached
 from kvbench.models.lowrank import lifts
 from kvbench.models.releases import named_cache
+from kvbench.models.state_layer import in_model_order, state_layers_of
 from kvbench.storage import split
 
 # the words of KVzip's passes are part of the method (arXiv 2505.23416, section 3.2, and its released code)
@@ -89,12 +91,18 @@ class ReplayLayer(KvbenchLayer):
 
 
 def replay(
-    model: PreTrainedModel, ids: Tensor, layers: Sequence[LayerCache], passes: Replay, tokenizer: Any
+    model: PreTrainedModel,
+    ids: Tensor,
+    layers: Sequence[LayerCache],
+    passes: Replay,
+    tokenizer: Any,
+    states: Sequence[LayerState] = (),
 ) -> list[Tensor]:
     """Return for each layer the most attention [Hq, n] that each token of a prompt ``ids`` [n] receives in the passes.
 
     layers: the prompt's caches. They must hold all tokens.
     passes: the passes to make.
+    states: the states at the prompt's end of layers that hold such. Each pass begins from a copy of them.
     Raises UsageError if the instruction needs a tokenizer and ``tokenizer`` is None.
     """
     n = len(ids)
@@ -107,13 +115,17 @@ def replay(
         for layer in layers:
             segment = layer.segments[0]
             replay_layers.append(ReplayLayer(segment.k, segment.v, span, passes.sinks))
+        rows = []
+        if states:
+            rows = [states]
+        state_layers = state_layers_of(model.config, replay_layers, rows)
         with torch.no_grad(), attached(model):
             model(
                 input_ids=text[None],
                 position_ids=torch.arange(n, n + len(text), device=ids.device)[None],
                 use_cache=True,
                 logits_to_keep=1,
-                **named_cache(HFCache(layers=list(replay_layers))),
+                **named_cache(HFCache(layers=in_model_order(model.config, replay_layers, state_layers))),
             )
         # low-rank projections keep their last latents until someone takes them; a pass does not need them
         for lift in lifted:

@@ -21,8 +21,9 @@ from kvbench.engine.prompt_layer import EXACT, LayerStart
 from kvbench.engine.prompt_pass import observe
 from kvbench.kv.model_shape import local_layers
 from kvbench.kv.observation import Needs, Observation
+from kvbench.kv.state import LayerState
 from kvbench.models.interface import synchronise
-from kvbench.models.traits import MOVING, rope_type
+from kvbench.models.traits import MOVING, reads_one_by_one, rope_type
 
 
 def check_pieces(size: int | None, config: Any) -> None:
@@ -32,6 +33,8 @@ def check_pieces(size: int | None, config: Any) -> None:
     reason = None
     if local_layers(config):
         reason = "some of its layers attend a window"
+    elif reads_one_by_one(config):
+        reason = "tokens behind a text must be read one at a time"
     elif rope_type(config) in MOVING:
         reason = "its rotary positions depend on the length of the text"
     if reason is not None:
@@ -45,11 +48,13 @@ class PieceEnd:
     colsums: for each layer, the column sums [Hq, e] by the bit width of the keys; () after they were dropped.
     forward_s: the seconds of reading up to here, without column sums.
     colsums_s: the seconds of column sums up to here, by the bit width of the keys.
+    states: the states of layers that hold such; () after the column sums were dropped.
     """
 
     colsums: tuple[Mapping[int, Tensor], ...]
     forward_s: float
     colsums_s: Mapping[int, float]
+    states: tuple[LayerState, ...] = ()
 
 
 class SharedPrefix:
@@ -169,21 +174,32 @@ class SharedPrefix:
             # replacing the former layer frees it at once; the first piece appends
             self.layers[obs.layer : obs.layer + 1] = [layer]
 
-        synchronise(ids.device)
-        start = time.perf_counter()
-        _, seconds = observe(self.model, ids[:end], self.needs, on_layer=on_layer, plain=self.plain, starts=self.layers)
-        synchronise(ids.device)
-        # column sums are kept apart, because only some chains pay for them
-        forward_s = time.perf_counter() - start - sum(seconds.values())
         former = PieceEnd(colsums=(), forward_s=0.0, colsums_s={})
         if self.ends:
             former = self.ends[-1]
+        states: list[tuple[LayerState, ...]] = []
+        synchronise(ids.device)
+        start = time.perf_counter()
+        _, seconds = observe(
+            self.model,
+            ids[:end],
+            self.needs,
+            on_layer=on_layer,
+            plain=self.plain,
+            starts=self.layers,
+            states=former.states,
+            on_states=states.append,
+        )
+        synchronise(ids.device)
+        # column sums are kept apart, because only some chains pay for them
+        forward_s = time.perf_counter() - start - sum(seconds.values())
         colsums_s = {bits: former.colsums_s.get(bits, 0.0) + s for (_, bits), s in seconds.items()}
         self._drop_sums()
         piece_end = PieceEnd(
             colsums=tuple(layer.colsums for layer in self.layers),
             forward_s=former.forward_s + forward_s,
             colsums_s=colsums_s,
+            states=states[0],
         )
         self.ends.append(piece_end)
         self.ids = ids[:end].cpu().clone()  # a view would keep the whole prompt alive
@@ -198,5 +214,5 @@ class SharedPrefix:
         is_power_of_two = count & (count - 1) == 0  # 0 counts as well: there is nothing to drop
         if is_power_of_two or count == self._common_pieces:
             return
-        if any(self.ends[-1].colsums):
-            self.ends[-1] = replace(self.ends[-1], colsums=())
+        if any(self.ends[-1].colsums) or self.ends[-1].states:
+            self.ends[-1] = replace(self.ends[-1], colsums=(), states=())

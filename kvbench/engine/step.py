@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -11,19 +13,51 @@ from transformers.cache_utils import Cache as HFCache
 
 from kvbench.base.errors import UsageError
 from kvbench.engine.decode_layer import RowLayer
-from kvbench.kv.model_shape import local_layers
+from kvbench.kv.model_shape import key_layers, local_layers
 from kvbench.methods.core.prompt_cache import PromptCache
-from kvbench.models.interface import KvbenchLayer, sliding_window
+from kvbench.models.interface import sliding_window
 from kvbench.models.lowrank import lifts
 from kvbench.models.releases import named_cache
+from kvbench.models.state_layer import StateLayer, in_model_order, state_layers_of
 from kvbench.storage.format import Room, StoredRow
 from kvbench.storage.roles import Rotary
 
 
+@dataclass
+class BatchLayers:
+    """The layers of a decode batch.
+
+    rows: the layers that hold keys, in the model's order, local ones included.
+    states: the layers that hold a state, in the model's order.
+    """
+
+    rows: list[RowLayer]
+    states: list[StateLayer]
+
+    @property
+    def used(self) -> int:
+        """The number of tokens that have come since the batch was built."""
+        return self.rows[0].used
+
+    def join(self, other: BatchLayers) -> None:
+        """Append the rows of another batch."""
+        for layer, entering_layer in zip(self.rows, other.rows, strict=True):
+            layer.join(entering_layer)
+        for state, entering_state in zip(self.states, other.states, strict=True):
+            state.join(entering_state)
+
+    def keep(self, rows: Tensor) -> None:
+        """Drop all rows except ``rows``, which ascend."""
+        for layer in self.rows:
+            layer.keep(rows)
+        for state in self.states:
+            state.keep(rows)
+
+
 def build(
     model: PreTrainedModel, caches: Iterable[PromptCache], capacity: int, at_once: int = 1, alone: bool = False
-) -> list[RowLayer]:
-    """Build the decode batch of ``caches``: one RowLayer per model layer, with room for ``capacity`` new tokens.
+) -> BatchLayers:
+    """Build the decode batch of ``caches``: one RowLayer per layer with keys, with room for ``capacity`` new tokens.
 
     The model must stay as the chains adapt it while the batch is used. Methods number the layers without local layers.
     Memory never holds all layers twice: the batch copies layer by layer, and a layer without another reference is freed
@@ -46,8 +80,11 @@ def build(
     # From here on only the columns refer to the layers: (number, each row's layer of that number) in the model's order.
     columns = deque(enumerate(zip(*(cache.layers for cache in rows), strict=True)))
     local_columns = list(zip(*(cache.local for cache in rows), strict=True))
+    states = [cache.states for cache in rows]
     del rows
-    for i, column in zip(sorted(local_layers(model.config)), local_columns, strict=True):
+    # a local layer's place among the layers that hold keys
+    places = [i for i, index in enumerate(key_layers(model.config)) if index in local_layers(model.config)]
+    for i, column in zip(places, local_columns, strict=True):
         columns.insert(i, (i, column))
     del local_columns
     layers: list[RowLayer] = []
@@ -71,7 +108,10 @@ def build(
         layers.append(RowLayer(stored_rows, room))
         # these are the last references to this layer of the caches
         del stored_rows, column
-    return layers
+    state_layers: list[StateLayer] = []
+    if any(states):
+        state_layers = state_layers_of(model.config, layers, states)
+    return BatchLayers(layers, state_layers)
 
 
 def given_up(caches: list[PromptCache]) -> Iterator[PromptCache]:
@@ -90,13 +130,18 @@ def rotation(model: PreTrainedModel) -> Rotary:
     )
 
 
-def step(
-    model: PreTrainedModel, batch: Sequence[KvbenchLayer], tokens: Tensor, positions: Tensor, whole: bool = False
-) -> Tensor:
+def step(model: PreTrainedModel, batch: BatchLayers, tokens: Tensor, positions: Tensor, whole: bool = False) -> Tensor:
     """Feed ``tokens`` [B, T] at ``positions`` [B, T]. Return the logits [B, 1, V] after the last token.
 
     With ``whole``, return the logits [B, T, V] after each token.
     """
+    return feed(model, in_model_order(model.config, batch.rows, batch.states), tokens, positions, whole)
+
+
+def feed(
+    model: PreTrainedModel, layers: Sequence[Any], tokens: Tensor, positions: Tensor, whole: bool = False
+) -> Tensor:
+    """Feed tokens as ``step`` does, to all ``layers`` of a model in its order."""
     logits_to_keep = 1
     if whole:
         logits_to_keep = 0  # transformers reads 0 as all
@@ -105,6 +150,6 @@ def step(
         position_ids=positions,
         use_cache=True,
         logits_to_keep=logits_to_keep,
-        **named_cache(HFCache(layers=list(batch))),
+        **named_cache(HFCache(layers=list(layers))),
     )
     return out.logits

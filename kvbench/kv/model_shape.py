@@ -9,6 +9,13 @@ from typing import Any
 from kvbench.base.errors import UsageError
 
 POSITION_BYTES = 4
+HOLD_STATES = ("linear_attention", "conv", "hybrid")
+"""The types of layers, as transformers names them, that hold a state of a fixed size (state space is linear attention).
+
+A hybrid layer also holds keys and values.
+"""
+KEYLESS = ("linear_attention", "conv", "mlp", "moe")
+"""The types of layers that hold no keys and values. MLPs and experts hold nothing of the text."""
 
 
 @dataclass(frozen=True)
@@ -16,7 +23,9 @@ class Shape:
     """Layers, heads (Hq query heads in groups over Hk kv heads) and head dimension D.
 
     layers: the layers that methods compress. They attend all tokens, or all of the model's layers slide.
-    local_layers: the other layers. They attend and hold only the last ``window`` tokens, and no method compresses them.
+    local_layers: layers that attend and hold only the last ``window`` tokens. No method compresses them.
+    keyless_layers: layers that hold no keys: linear attention, state space, convolution, or nothing but an MLP.
+    state_numbers: how many numbers the states of all layers are; 0 as long as nobody has counted them.
     """
 
     layers: int
@@ -25,12 +34,15 @@ class Shape:
     head_dim: int
     local_layers: int = 0
     window: int = 0
+    keyless_layers: int = 0
+    state_numbers: int = 0
 
     def __post_init__(self) -> None:
         has_local = bool(self.local_layers or self.window)
         for name, value in asdict(self).items():
             # a model has both local layers and a window, or neither of them
             may_be_zero = name in ("local_layers", "window") and not has_local
+            may_be_zero = may_be_zero or name in ("keyless_layers", "state_numbers")
             least = 0 if may_be_zero else 1
             # Python counts True and False as integers
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
@@ -42,17 +54,21 @@ class Shape:
 
     @property
     def all_layers(self) -> int:
-        """The number of the model's layers, local layers included."""
-        return self.layers + self.local_layers
+        """The number of the model's layers, with those that no method compresses."""
+        return self.layers + self.local_layers + self.keyless_layers
 
     def full_bytes(self, tokens: int, itemsize: int, heads: int | None = None) -> int:
         """Return the bytes of all keys and values of ``tokens``, stored under ``heads`` (default: the kv heads).
 
-        Local layers hold the tokens of their window under the kv heads.
+        Local layers hold the tokens of their window under the kv heads. States are counted, too.
         """
         # the 2 stands for keys and values
         compressible = 2 * self.layers * (heads or self.kv_heads) * tokens * self.head_dim * itemsize
-        return compressible + self.local_bytes(tokens, itemsize)
+        return compressible + self.fixed_bytes(tokens, itemsize)
+
+    def fixed_bytes(self, tokens: int, itemsize: int) -> int:
+        """Return the bytes that no method compresses: of local layers after ``tokens``, and of states."""
+        return self.local_bytes(tokens, itemsize) + self.state_numbers * itemsize
 
     def local_bytes(self, tokens: int, itemsize: int) -> int:
         """Return the bytes of the keys and values that local layers hold of ``tokens``."""
@@ -64,7 +80,17 @@ class Shape:
 
     @property
     def note(self) -> str | None:
-        """A note on local layers for readers of a run's results, or None for a model without local layers."""
+        """A note for readers of a run's results on layers that no method compresses; None for a model without such."""
+        if self.keyless_layers:
+            local = ""
+            if self.local_layers:
+                local = f", {self.local_layers} of them of a window of {self.window} tokens alone"
+            return (
+                f"{self.layers + self.local_layers} of {self.all_layers} layers hold keys and values{local}: methods, "
+                f"budgets and tokens kept are of {self.layers} layers, bytes of all, with the states of the others."
+            )
+        if self.state_numbers:
+            return "All layers hold a state beside their keys: it passes through, and bytes count it."
         if not self.local_layers:
             return None
         return (
@@ -76,6 +102,8 @@ class Shape:
         local = ""
         if self.local_layers:
             local = f" and {self.local_layers} local ones (window {self.window})"
+        if self.keyless_layers:
+            local += f" and {self.keyless_layers} without keys"
         return (
             f"{self.layers} layers{local}, {self.query_heads} query and {self.kv_heads} kv heads of dimension "
             f"{self.head_dim}"
@@ -89,29 +117,50 @@ def from_entry(entry: Mapping[str, int]) -> Shape:
     if not set(needed) <= set(entry) <= set(names):
         raise UsageError(
             f"model.shape={dict(entry)} is not possible: a mapping with {', '.join(needed)}, all of them, and with "
-            "local_layers and window where the model has local layers"
+            "local_layers and window where the model has local layers, keyless_layers and state_numbers where it has "
+            "layers without keys"
         )
     return Shape(**entry)
 
 
+def layer_types(config: Any) -> tuple[str, ...]:
+    """Return the type of each layer as transformers names it. Without types, all layers attend everything."""
+    types = getattr(config, "layer_types", None)
+    if not types:
+        return ("full_attention",) * int(getattr(config, "num_hidden_layers", 0))
+    return tuple(types)
+
+
+def key_layers(config: Any) -> tuple[int, ...]:
+    """Return the layers that hold keys and values, in order."""
+    return tuple(i for i, kind in enumerate(layer_types(config)) if kind not in KEYLESS)
+
+
+def state_layers(config: Any) -> tuple[int, ...]:
+    """Return the layers that hold a state of a fixed size, in order."""
+    return tuple(i for i, kind in enumerate(layer_types(config)) if kind in HOLD_STATES)
+
+
 def local_layers(config: Any) -> frozenset[int]:
     """Return the layers that attend a sliding window, if other layers attend all tokens; else no layer."""
-    kinds = list(getattr(config, "layer_types", None) or ())
+    types = layer_types(config)
     # where all layers slide, methods compress all of them under the model's own window
-    if getattr(config, "sliding_window", None) is None or len(set(kinds)) < 2:
+    if getattr(config, "sliding_window", None) is None or len(set(types).difference(KEYLESS)) < 2:
         return frozenset()
-    return frozenset(i for i, kind in enumerate(kinds) if kind == "sliding_attention")
+    return frozenset(i for i, kind in enumerate(types) if kind == "sliding_attention")
 
 
 def from_config(config: Any) -> Shape:
     """Return the shape of a checkpoint, read from its Hugging Face configuration."""
     heads, local = int(config.num_attention_heads), len(local_layers(config))
+    holding = len(key_layers(config))
     # configurations without grouped queries have no num_key_value_heads, and many have no head_dim
     return Shape(
-        layers=int(config.num_hidden_layers) - local,
+        layers=holding - local,
         query_heads=heads,
         kv_heads=int(getattr(config, "num_key_value_heads", None) or heads),
         head_dim=int(getattr(config, "head_dim", None) or config.hidden_size // heads),
         local_layers=local,
         window=int(config.sliding_window) if local else 0,
+        keyless_layers=int(config.num_hidden_layers) - holding,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -14,8 +15,10 @@ from transformers.cache_utils import Cache as HFCache
 
 from kvbench.base.errors import UsageError
 from kvbench.kv.exact_attention import attend_rows
+from kvbench.kv.model_shape import key_layers, state_layers
 from kvbench.models.interface import KvbenchLayer, attached, attention_modules
 from kvbench.models.releases import named_cache
+from kvbench.models.state_layer import in_model_order, state_layers_of
 from kvbench.storage.roles import Rotary
 
 TOKENS = 8
@@ -59,6 +62,34 @@ def probe(model: PreTrainedModel) -> Probe:
     if model not in _PROBED:
         _PROBED[model] = _measure(model)
     return _PROBED[model]
+
+
+_COUNTED: WeakKeyDictionary[PreTrainedModel, int] = WeakKeyDictionary()
+"""The numbers of states of each model, once they were counted."""
+
+
+def count_states(model: PreTrainedModel) -> int:
+    """Return how many numbers the states of one text are, over all layers. They are the same after any text."""
+    if not state_layers(model.config):
+        return 0
+    if model not in _COUNTED:
+        config = model.config
+        read = model
+        if model.device.type == "meta":
+            # PyTorch knows the shapes of experts' products in bf16 alone; a copy leaves the model's dtype as it is
+            read = copy.deepcopy(model).bfloat16()
+        layers = [ProbeLayer() for _ in key_layers(config)]
+        states = state_layers_of(config, layers)
+        token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
+        with torch.no_grad(), attached(read):
+            read(
+                input_ids=token,
+                position_ids=token,
+                use_cache=True,
+                **named_cache(HFCache(layers=in_model_order(config, layers, states))),
+            )
+        _COUNTED[model] = sum(layer.state().numbers for layer in states)
+    return _COUNTED[model]
 
 
 def _measure(model: PreTrainedModel) -> Probe:
@@ -158,8 +189,10 @@ def _are_projected(
 
 def _read(model: PreTrainedModel, ids: Tensor, positions: Tensor) -> tuple[list[ProbeLayer], Tensor]:
     """Return (the layers of one reading, its logits [T, V]) of tokens [T] at positions [1, T]."""
-    layers = [ProbeLayer() for _ in range(model.config.num_hidden_layers)]
-    out = model(input_ids=ids[None], position_ids=positions, **named_cache(HFCache(layers=list(layers))))
+    config = model.config
+    layers = [ProbeLayer() for _ in key_layers(config)]
+    all_layers = in_model_order(config, layers, state_layers_of(config, layers))
+    out = model(input_ids=ids[None], position_ids=positions, **named_cache(HFCache(layers=all_layers)))
     return layers, out.logits[0]
 
 

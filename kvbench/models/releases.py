@@ -10,6 +10,7 @@ from dataclasses import fields
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from transformers import cache_utils
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from kvbench.base.visible import say
@@ -45,6 +46,10 @@ def _find_cache_name() -> str:
 
 CACHE_NAME = _find_cache_name()
 """The name of the cache in the installed release of transformers."""
+
+
+HOLDS_STATES = hasattr(cache_utils, "DummyLayer")
+"""Whether the installed release holds the states of all families in one way, which kvbench knows."""
 
 
 def named_cache(cache: Any) -> dict[str, Any]:

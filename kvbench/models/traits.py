@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import inspect
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,9 +17,10 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from kvbench.base.errors import UsageError, headline
-from kvbench.kv.model_shape import Shape, from_config
+from kvbench.kv.model_shape import Shape, from_config, key_layers, layer_types, state_layers
 from kvbench.models import probe
 from kvbench.models.interface import attention_modules
+from kvbench.models.releases import HOLDS_STATES
 
 READ = (
     "gemma2",
@@ -50,12 +51,25 @@ TESTED = (
     "olmo2",
     "olmo3",
     "seed_oss",
+    # a state in place of keys in some layers, or beside them
+    "bamba",
+    "falcon_h1",
+    "granitemoehybrid",
+    "jamba",
+    "lfm2",
+    "nemotron_h",
+    "olmo_hybrid",
+    "qwen3_5_moe_text",
+    "qwen3_5_text",
+    "qwen3_next",
 )
 """Families on which every method is tested."""
 MOST_LAYERS = 4096  # a config.json may ask for a million layers, and building them would take hours
 MOVING = ("dynamic", "longrope")  # rotary types whose frequencies depend on the length read so far
-LAYER_TYPES = ("full_attention", "sliding_attention")
+LAYER_TYPES = ("full_attention", "sliding_attention", "linear_attention", "conv", "hybrid", "mlp", "moe")
 """The types of layers, as transformers names them, that kvbench runs."""
+ONE_BY_ONE = ("jamba",)
+"""Families of which transformers 5.24 reads several tokens behind a state as if there were none."""
 PLAIN_PARTS = ("q_proj", "k_proj", "v_proj", "o_proj", "out_proj", "dense", "query_key_value", "rotary_emb", "q_norm")
 """Children of an attention module that do not change keys and values between its projections and the cache."""
 
@@ -69,6 +83,7 @@ class ModelTraits:
     unrolled: why cached keys cannot be rotated to other positions, or None.
     mixed: why keys and values are not linear in their layer's input, as low-rank methods need, or None.
     capped: whether attention logits are capped (softcapping).
+    one_by_one: whether tokens behind a state must be read one at a time.
     """
 
     family: str
@@ -76,6 +91,7 @@ class ModelTraits:
     unrolled: str | None
     mixed: str | None
     capped: bool = False
+    one_by_one: bool = False
 
     @property
     def note(self) -> str | None:
@@ -110,7 +126,9 @@ def of_model(model: PreTrainedModel) -> ModelTraits:
     check_served(model)
     family = str(model.config.model_type)
     if learned_positions(model) and not _reads_position_table(model):
-        unrolled: str | None = f"the family {family!r} learns its positions"
+        unrolled: str | None = f"the family {family!r} rotates no keys"
+        if any("position" in name or "wpe" in name for name, _ in model.named_parameters()):
+            unrolled = f"the family {family!r} learns its positions"
     else:
         unrolled = _find_rotation_fault(model)
     mixed = _find_projection_fault(model)
@@ -120,7 +138,27 @@ def of_model(model: PreTrainedModel) -> ModelTraits:
         unrolled = unrolled or result.unrolled
         mixed = mixed or result.mixed
     capped = getattr(model.config, "attn_logit_softcapping", None) is not None
-    return ModelTraits(family=family, shape=from_config(model.config), unrolled=unrolled, mixed=mixed, capped=capped)
+    shape = replace(from_config(model.config), state_numbers=probe.count_states(model))
+    return ModelTraits(
+        family=family,
+        shape=shape,
+        unrolled=unrolled,
+        mixed=mixed,
+        capped=capped,
+        one_by_one=reads_one_by_one(model.config),
+    )
+
+
+def shape_of(config: Any) -> Shape:
+    """Return the shape of a model's cache from its configuration. States are counted by reading one token."""
+    if state_layers(config):
+        return of_config(config).shape
+    return from_config(config)
+
+
+def reads_one_by_one(config: Any) -> bool:
+    """Return True if tokens that follow a text must be read one at a time, for transformers' own fault."""
+    return config.model_type in ONE_BY_ONE
 
 
 _KNOWN: dict[str, ModelTraits] = {}
@@ -153,7 +191,7 @@ def check_served(model: PreTrainedModel) -> None:
     text = config.get_text_config()
     layers = getattr(config, "num_hidden_layers", 0)
     layer_numbers = [module.layer_idx for module in modules]
-    kinds = sorted(set(getattr(config, "layer_types", None) or ()) - set(LAYER_TYPES))
+    kinds = sorted(set(layer_types(config)) - set(LAYER_TYPES))
     arguments = inspect.signature(model.forward).parameters
     # the first reason that applies is given, so specific reasons come first
     reasons = {
@@ -164,15 +202,17 @@ def check_served(model: PreTrainedModel) -> None:
         "of its own and give its folder (docs/own.md says how)": text is not config,
         "it has more attention modules than layers (cross-attention)": len(modules) > layers,
         "it caches latents instead of keys and values (latent attention)": getattr(config, "kv_lora_rank", None),
-        f"it has layers of the type {', '.join(kinds)}, and only {' and '.join(LAYER_TYPES)} run (state-space and "
-        "other recurrent layers cache no keys)": kinds,
+        f"it has layers of the type {', '.join(kinds)}, and only {', '.join(LAYER_TYPES)} run": kinds,
+        "none of its layers has keys and values": not key_layers(config),
+        "this version of transformers holds states in another way: install 5.23 or newer": (
+            state_layers(config) and not HOLDS_STATES
+        ),
         "its layers have heads of different sizes": _head_size_varies(config),
-        f"{len(modules)} of its {layers} layers have attention (state-space or recurrent layers have no keys)": (
-            layer_numbers != list(range(layers))
+        "its attention modules are not those of the layers that hold keys by its config (shared or recurrent layers)": (
+            layer_numbers != list(key_layers(config))
         ),
-        "it has recurrent (state-space) layers beside its attention, which cache no keys": any(
-            name.endswith("A_log") for name, _ in model.named_parameters()
-        ),
+        "it has recurrent (state-space) layers that its config does not name": not state_layers(config)
+        and any(name.endswith("A_log") for name, _ in model.named_parameters()),
         "it shares keys and values between layers": getattr(config, "num_kv_shared_layers", 0),
         # modeling files that use the interface import its table of functions
         "its attention does not go through transformers' attention interface": not all(

@@ -105,7 +105,8 @@ def estimate(
     needs = Needs()
     for cell in cells.values():
         needs = needs | cell.chain.needs(n)
-    answer_bytes = shape.full_bytes(new, itemsize)
+    # states do not grow with the answer, and the cache has them already
+    answer_bytes = shape.full_bytes(new, itemsize) - shape.state_numbers * itemsize
     copies = 1
     if group.task.turns or group.task.samples > 1:
         # questions and drawn answers branch from one cache, so it stays beside its copies in the decode batch
@@ -114,7 +115,7 @@ def estimate(
     for cell_id, cell in cells.items():
         costs[cell_id] = copies * cache_bytes(cell.chain, shape, n, itemsize) + answer_bytes
     # while a prompt is read, one layer is held whole, with what methods observe of it
-    dense = (shape.full_bytes(n, itemsize) - shape.local_bytes(n, itemsize)) // shape.layers
+    dense = (shape.full_bytes(n, itemsize) - shape.fixed_bytes(n, itemsize)) // shape.layers
     observed = _observation_bytes(needs, shape, n, itemsize, hidden_size)
     return Estimate(
         prompt_tokens=n,

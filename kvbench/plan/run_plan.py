@@ -19,7 +19,7 @@ from kvbench.engine.batch import default_rows
 from kvbench.engine.calibration.session import DEFAULT_FOLDER, Session
 from kvbench.engine.processors import allowed
 from kvbench.engine.shared_prefix import check_pieces
-from kvbench.kv.model_shape import Shape, from_config, local_layers
+from kvbench.kv.model_shape import Shape, local_layers
 from kvbench.methods.core.chain import Chain
 from kvbench.methods.core.loading import located
 from kvbench.methods.core.recipe import Request
@@ -198,7 +198,7 @@ class RunPlan:
         group = self.usable(group)
         samples = {c.id: self.store.samples(c.id) for c in group.cells}
         rows = self.cfg.batch_rows or default_rows(device)
-        shape, hidden = from_config(config), int(config.hidden_size)
+        shape, hidden = traits.shape_of(config), int(config.hidden_size)
         functions = Functions()
         try:
             return estimate(group, self.left(group), samples, shape, dtype.itemsize, hidden, rows, tokens)
@@ -354,12 +354,12 @@ def plan_run(
     cfg = _without(cfg, unplanned)
     foreign = [e.chain.name for e in cfg.chains if e.chain.foreign]
     with contained(", ".join(foreign), bool(foreign), seed=0, watched=False):  # methods are asked for needs and budgets
-        cfg, matched = equal_memory.settle(cfg, from_config(source.config))
+        cfg, matched = equal_memory.settle(cfg, traits.shape_of(source.config))
         check_model(cfg, source)
         groups = tuple(build_groups(cfg, identity, loaded_tokenizer, context, session.chain_identity))
     if foreign:
         lengths = _lengths(groups, cfg, loaded_tokenizer, context)
-        ask = partial(_budget_questions, shape=from_config(source.config), lengths=lengths)
+        ask = partial(_budget_questions, shape=traits.shape_of(source.config), lengths=lengths)
         unplanned |= _failures(cfg.chains, ask)
     cfg = _without(cfg, unplanned)
     groups = tuple(replace(g, cells=tuple(c for c in g.cells if c.label not in unplanned)) for g in groups)

@@ -6,10 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from kvbench.base.errors import UsageError
-from kvbench.kv.model_shape import from_config
 from kvbench.methods.core.chain import Chain
 from kvbench.methods.core.resolve import ChainConfig
-from kvbench.models import load
+from kvbench.models import load, traits
 from kvbench.plan import config, run_plan
 from kvbench.plan.run_plan import RunPlan
 from kvbench.store.cell import Cell
@@ -67,7 +66,7 @@ def list_rows(
 ) -> list[SuiteRow]:
     """Return the rows of a suite, its controls first. Only the config of the model's checkpoint is read."""
     cfg = config.configure(_base(suite, settings))
-    return rows(suite, methods, options, from_config(load.locate(cfg.model).config))
+    return rows(suite, methods, options, traits.shape_of(load.locate(cfg.model).config))
 
 
 def _base(suite: Suite, settings: Mapping[str, object]) -> dict[str, object]:

@@ -11,10 +11,10 @@ import kvbench
 from kvbench.audit.accounting import bytes_declared
 from kvbench.audit.prompt_audit import audit
 from kvbench.base.errors import Refused
-from kvbench.kv.model_shape import from_config
 from kvbench.kv.segment import Segment
 from kvbench.methods.core.base import Selector
 from kvbench.methods.core.chain import Chain
+from kvbench.models import traits
 
 
 def heads_of(model):
@@ -36,7 +36,8 @@ def measured(model, cache):
 def test_bytes_equal_the_spec_formula(family, per):
     model = build(family)
     kv, d = heads_of(model)
-    n, size, recent, layers = 100, 40, 8, 3
+    shape = traits.of_model(model).shape
+    n, size, recent, layers = 100, 40, 8, shape.layers
     chain = [{"method": "snapkv+think", "snapkv.window": 16, "kv_size": size, "recent": recent, "ratio": 0.4}]
     (cache,) = kvbench.prefill(model, prompt(n), chain, per=per)
     m = measured(model, cache)
@@ -44,7 +45,8 @@ def test_bytes_equal_the_spec_formula(family, per):
     t = d - int(0.4 * d)
     # a local layer holds its window of 24 tokens under the kv heads, whatever ``per`` says, and their positions once
     held = LOCAL_LAYERS.get(family, 0) * 24
-    local = held * 2 * kv * d * 4
+    # states are held whole, under whatever heads
+    local = held * 2 * kv * d * 4 + shape.state_numbers * 4
     assert m.payload == layers * 4 * h * ((size - recent) * t + recent * d + size * d) + local
     assert m.overhead == layers * (4 * h * size + 2 * h * t) + held * 4
     assert m.payload + m.overhead == cache.nbytes()
@@ -54,7 +56,7 @@ def test_bytes_equal_the_spec_formula(family, per):
     one = layers * 4 * ((size - recent) * t + recent * d + size * d)
     query_heads = model.config.num_attention_heads
     assert (m.payload_kv_head, m.payload_query_head) == (kv * one + local, query_heads * one + local)
-    declared = bytes_declared(cache.chain, from_config(model.config), n, 4)
+    declared = bytes_declared(cache.chain, shape, n, 4)
     assert (declared.payload, declared.overhead, declared.tokens) == (m.payload, m.overhead, size)
 
 

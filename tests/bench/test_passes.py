@@ -152,7 +152,7 @@ def test_packed_rows_are_skipped_at_once(model, monkeypatch):
     (chain,) = chains("kivi")
     caches = [prefill_chains(model, row, [chain])[0] for row in prompts(Workload(160, 400, 2), 721, 0)]
     batch = build(model, caches, 400)
-    stores = [s for layer in batch for _, rows in layer.formats for s in (rows.k, rows.v)]
+    stores = [s for layer in batch.rows for _, rows in layer.formats for s in (rows.k, rows.v)]
     before = [s.codes.codes.clone() for s in stores]
     with monkeypatch.context() as patch:
         for store in stores:

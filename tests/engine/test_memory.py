@@ -10,6 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import kvbench
 from kvbench.engine import likelihood, memory
+from kvbench.models.interface import attention_modules
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 
@@ -36,9 +37,9 @@ def test_shares_are_those_of_the_attention_layers(family):
     model = copy.deepcopy(build(family))  # all tests share the one that is built
     assert memory.device_shares(model) == {CPU: 1.0}
     # accelerate leaves the weights of each layer on the device of that layer
-    first = next(m for m in model.modules() if getattr(m, "layer_idx", None) == 0)
+    first, *others = attention_modules(model)
     first.to(META)
-    layers = model.config.num_hidden_layers
+    layers = 1 + len(others)
     assert memory.device_shares(model) == pytest.approx({META: 1 / layers, CPU: 1 - 1 / layers})
 
 

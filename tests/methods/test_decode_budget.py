@@ -6,7 +6,7 @@ import pytest
 import torch
 from support import method_reference as ref
 from support.calibrations import ready
-from support.families import FAMILIES, build, generated, heads_of, prompt
+from support.families import FAMILIES, WITH_STATES, build, generated, heads_of, prompt
 from support.grids import grid
 from transformers import AttentionInterface, DynamicCache
 
@@ -244,8 +244,11 @@ def test_a_budget_for_all_tokens_answers_as_the_full_cache(family):
     answers = kvbench.generate(model, [full, *caches], 20)
     assert answers == answers[:1] * len(answers)
     forced = [kvbench.extend(model, c, prompt(20, 9)).logits for c in (full, *caches)]
+    near = 1e-4
+    if family in WITH_STATES:
+        near = 5e-4  # tokens one by one and at once round their state differently
     for logits in forced[1:]:
-        torch.testing.assert_close(logits, forced[0], atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(logits, forced[0], atol=near, rtol=near)
 
 
 @pytest.mark.e2e("every chain")
@@ -270,7 +273,7 @@ def test_tokens_and_bytes_after_every_step_are_those_of_the_formula(chain, budge
     batch = batch_of(model, [cache], NEW)
     choices = 0
     for j in range(NEW):
-        for i, layer in enumerate(batch):
+        for i, layer in enumerate(batch.rows):
             (_, rows), source = layer.formats[0], cache.layers[i]
             before = int(rows.held()[0, 0])
             k, v = torch.randn(2, 1, 2, 1, 16).unbind()
@@ -296,7 +299,7 @@ def test_slots_of_a_share_have_room_for_the_most_tokens_of_an_answer():
     (cache,) = kvbench.prefill(model, prompt(N), [entry("snapkv", SHARE)])
     for new in (60, 600):
         batch = batch_of(model, [cache], new)
-        sizes.append({rows.valid.shape[2] for layer in batch for _, rows in layer.formats})
+        sizes.append({rows.valid.shape[2] for layer in batch.rows for _, rows in layer.formats})
     # the last choice is made after 54 and 594 new tokens, and 6 more tokens come
     assert sizes == [{share_of(N + 54) + 6}, {share_of(N + 594) + 6}]
 
@@ -308,9 +311,9 @@ def test_what_is_chosen_from_are_the_keys_and_values_held(chain):
     (cache,) = kvbench.prefill(model, prompt(N), [entry(chain)])
     batch = batch_of(model, [cache], NEW)
     for _ in range(EVERY + 3):
-        batch[0].add(*torch.randn(2, 1, 2, 1, 16).unbind())
-        batch[0].attend(torch.randn(1, 4, 1, 16), 0.25, None)
-    ((_, rows),) = batch[0].formats
+        batch.rows[0].add(*torch.randn(2, 1, 2, 1, 16).unbind())
+        batch.rows[0].attend(torch.randn(1, 4, 1, 16), 0.25, None)
+    ((_, rows),) = batch.rows[0].formats
     stored = dict(zip(("k", "v"), rows.store.exact(0), strict=True))
     thin = 0
     for h in range(2):
@@ -335,8 +338,8 @@ def test_memory_is_flat():
     (cache,) = kvbench.prefill(model, prompt(N), [entry("snapkv")])
     for new in (60, 2000):
         batch = batch_of(model, [cache], new)
-        sizes.append(allocated(batch))
-        assert all(rows.valid.shape[2] == 15 + EVERY + 3 for layer in batch for _, rows in layer.formats)
+        sizes.append(allocated(batch.rows))
+        assert all(rows.valid.shape[2] == 15 + EVERY + 3 for layer in batch.rows for _, rows in layer.formats)
     assert sizes[0] == sizes[1]
 
 
@@ -345,10 +348,10 @@ def test_a_choice_within_tokens_of_one_step_is_refused():
     (cache,) = kvbench.prefill(model, prompt(N), [entry("snapkv")])
     batch = batch_of(model, [cache], 20, 4)
     k = torch.zeros(1, 2, 4, 16)
-    batch[0].add(k, k)
-    batch[0].attend(torch.zeros(1, 4, 4, 16), 0.25, None)
+    batch.rows[0].add(k, k)
+    batch.rows[0].attend(torch.zeros(1, 4, 4, 16), 0.25, None)
     with pytest.raises(UsageError, match="4 tokens at once go past the next choice of decode_every=6: lower chunk="):
-        batch[0].add(k, k)
+        batch.rows[0].add(k, k)
 
 
 def test_random_draws_anew_at_every_choice():

@@ -30,7 +30,7 @@ OWN = "no projections of their own"
 LOCAL = "of its 3 layers are local"
 # some releases rotate the keys of all OLMo 3's layers alike
 BY_LAYER = "different ways" if "layer_type" in inspect.signature(Olmo3RotaryEmbedding.forward).parameters else ""
-RECURRENT = "(linear_attention.*recurrent layers cache|layers have attention.*recurrent layers have) no keys"
+RECURRENT = "none of its layers has keys|attention modules are not those of the layers"
 """By the types of the layers, or in releases that give none by their modules."""
 # family: config, why keys are not rotated anew, why low-rank methods do not run ("" where they are and do)
 SERVED = {
@@ -64,14 +64,9 @@ REFUSED = {
     "deepseek_v2": ({"num_hidden_layers": 2}, "latent attention"),
     "deepseek_v3": ({"num_hidden_layers": 2}, "latent attention"),
     "mamba": ({"num_hidden_layers": 2}, RECURRENT),
-    "rwkv": ({"num_hidden_layers": 2}, "0 of its 2 layers have attention"),
-    "jamba": ({"num_hidden_layers": 8}, RECURRENT),
+    "rwkv": ({"num_hidden_layers": 2}, RECURRENT),
     "zamba": ({}, RECURRENT),
     "zamba2": ({}, RECURRENT),
-    "nemotron_h": ({}, "linear_attention, mlp, moe.*recurrent"),
-    "falcon_h1": ({}, "hybrid.*recurrent|recurrent .*beside its attention"),
-    "bamba": ({"num_hidden_layers": 4}, RECURRENT),
-    "qwen3_next": ({"num_hidden_layers": 4}, "linear_attention.*recurrent"),
     "gemma3": ({}, "gemma3_text, is a part of a larger model: save that part"),
     "gemma3n_text": ({}, "shares keys and values between layers"),
     "gemma4_text": ({}, "heads of different sizes"),

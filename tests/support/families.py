@@ -12,6 +12,7 @@ from transformers.models.opt.modeling_opt import OPTDecoder
 
 from kvbench.engine.decode import generate_rows
 from kvbench.kv.model_shape import Shape, from_config
+from kvbench.models.releases import HOLDS_STATES
 from kvbench.models.traits import ModelTraits
 
 GQA = {"num_attention_heads": 4, "num_key_value_heads": 2}
@@ -19,6 +20,15 @@ COMMON = {"vocab_size": 128, "hidden_size": 64, "num_hidden_layers": 3, "bos_tok
 MLP = {**GQA, "intermediate_size": 96}
 LOCAL = {**MLP, "head_dim": 16, "sliding_window": 24, "query_pre_attn_scalar": 16, "tie_word_embeddings": False}
 S, F = "sliding_attention", "full_attention"
+L = "linear_attention"
+DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16}
+DELTA = {**MLP, **DELTA, "num_hidden_layers": 5, "head_dim": 16, "pad_token_id": 0, "layer_types": [L, F, L, F, F]}
+EXPERTS = {
+    **{"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    **{"shared_expert_intermediate_size": 32},
+}
+MAMBA2 = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 16, "mamba_chunk_size": 16}
+MAMBA2 = {**MLP, **MAMBA2, "mamba_d_conv": 4, "mamba_expand": 2, "head_dim": 16, "pad_token_id": 0}
 CONFIGS = {
     "llama": {**MLP, "head_dim": 16},
     "mistral": {**MLP, "sliding_window": 4096},
@@ -51,6 +61,34 @@ CONFIGS = {
     "olmo3": {**MLP, "num_hidden_layers": 5, "pad_token_id": 0, "sliding_window": 24, "layer_types": [S, F, S, F, F]},
     "seed_oss": {**MLP, "head_dim": 16},
 }
+WITH_STATES = {
+    "qwen3_next": {**DELTA, **EXPERTS},
+    "qwen3_5_text": DELTA,
+    "qwen3_5_moe_text": {**DELTA, **EXPERTS},
+    "granitemoehybrid": {
+        **{**MAMBA2, "num_hidden_layers": 5, "layer_types": [L, F, L, F, F]},
+        **{"num_local_experts": 0, "shared_intermediate_size": 96},
+    },
+    "bamba": {**MAMBA2, "num_hidden_layers": 5, "attn_layer_indices": [1, 3, 4]},
+    "jamba": {
+        **{**MLP, "num_hidden_layers": 6, "pad_token_id": 0, "attn_layer_period": 2, "attn_layer_offset": 1},
+        **{"expert_layer_period": 2, "expert_layer_offset": 1, "num_experts": 2, "mamba_dt_rank": 8},
+    },
+    "nemotron_h": {
+        **{**MLP, "head_dim": 16, "pad_token_id": 0, "num_hidden_layers": 6, "mamba_num_heads": 8},
+        **{"layers_block_type": ["mamba", "attention", "mlp", "mamba", "attention", "attention"], "mamba_head_dim": 16},
+        **{"n_groups": 1, "ssm_state_size": 16, "conv_kernel": 4, "chunk_size": 16},
+    },
+    "falcon_h1": {**MAMBA2, "mamba_d_ssm": 128},
+    "lfm2": {
+        **{**MLP, "num_hidden_layers": 5, "pad_token_id": 0, "layer_types": ["conv", F, "conv", F, F]},
+        **{"block_ff_dim": 96, "block_auto_adjust_ff_dim": False},
+    },
+    "olmo_hybrid": DELTA,
+}
+"""Families whose layers hold a state in place of keys, or beside them."""
+if HOLDS_STATES:
+    CONFIGS |= WITH_STATES
 FAMILIES = tuple(CONFIGS)
 WHOLE = FAMILIES[:6]
 """Families that run every test of families; the others run those of ``tests/methods/test_properties.py`` and a few."""

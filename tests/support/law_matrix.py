@@ -131,6 +131,16 @@ REFUSES = {
     "glm4": ("lowrank", "rotates"),
     "minimax_m2": ("lowrank",),
     "olmo2": ("lowrank",),
+    "bamba": ("hidden",),
+    "falcon_h1": ("hidden",),
+    "granitemoehybrid": ("hidden", "rotates"),
+    "jamba": ("hidden", "rotates", "replays"),
+    "lfm2": ("lowrank", "hidden"),
+    "nemotron_h": ("hidden", "rotates"),
+    "olmo_hybrid": ("lowrank", "hidden"),
+    "qwen3_5_moe_text": ("lowrank", "hidden"),
+    "qwen3_5_text": ("lowrank", "hidden"),
+    "qwen3_next": ("lowrank", "hidden"),
 }
 """Roles of stages that a family refuses, ``rotates`` and ``replays`` (reasons: tests/models/test_capabilities.py)."""
 

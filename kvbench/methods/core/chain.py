@@ -411,6 +411,10 @@ def _unsupported(stage: Stage, model: ModelTraits) -> str | None:
     reaches_local_layers = stage.adapts or stage.role == "hidden" or reads_modules
     if model.shape.local_layers and reaches_local_layers:
         return f"{model.shape.local_layers} of its {model.shape.all_layers} layers are local, and it reaches into those"
+    if model.shape.state_numbers and stage.role == "hidden":
+        return "it has layers that read every token into a state"
+    if model.one_by_one and isinstance(stage, ReplayingSelector):
+        return "it must read tokens behind a prompt one at a time, and the method reads the prompt again at once"
     if model.capped and (stage.uncapped or reads_modules):
         return "it caps attention logits (softcapping), which the method's formula does not"
     if stage.role == "lowrank":

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from kvbench.kv.segment import LayerCache, storage_bytes
+from kvbench.kv.state import LayerState
 from kvbench.methods.core.chain import Chain
 
 SHOWN = ("kv_size", "kv_ratio", "ratio", "bits")
@@ -29,6 +30,7 @@ class PromptCache:
     compress_s: the seconds of this method alone, with the statistics that it needs.
     layers: the layers that methods compress, all but the local ones.
     local: the layers that attend a window beside others that do not, as the model itself holds them.
+    states: the states of layers that hold such in place of keys, or beside them. No method changes them.
     long: whether the prompt was rotated as long texts are, in a model that rotates them otherwise (LongRoPE).
     model: the model that read the prompt.
     mismatch: where the cache differs from the prompt, as found while the prompt's own keys and values were at hand.
@@ -44,6 +46,7 @@ class PromptCache:
     mismatch: str = ""
     local: tuple[LayerCache, ...] = ()
     long: bool = False
+    states: tuple[LayerState, ...] = ()
 
     def __repr__(self) -> str:
         """Return the method with its budget, the tokens kept per head and the size in MiB."""
@@ -70,8 +73,8 @@ class PromptCache:
     def __deepcopy__(self, memo: dict[int, Any]) -> PromptCache:
         """Return a copy with tensors of its own and the same method and model."""
         # neither the chain nor the model is copied: the chain cannot change, and the model is not the cache's own
-        layers, local = deepcopy((self.layers, self.local), memo)
-        return replace(self, layers=layers, local=local, logits=self.logits.clone())
+        layers, local, states = deepcopy((self.layers, self.local, self.states), memo)
+        return replace(self, layers=layers, local=local, states=states, logits=self.logits.clone())
 
     def __reduce__(self) -> str:
         """Raise TypeError, because a cache cannot be pickled."""
@@ -98,12 +101,15 @@ class PromptCache:
         """
         layers = tuple(layer.shapes() for layer in self.layers)
         local = tuple(layer.shapes() for layer in self.local)
+        states = tuple(state.shapes() for state in self.states)
         # the empty slice is cloned, because a view would keep the storage of all logits
-        return replace(self, layers=layers, local=local, logits=self.logits[:0].clone())
+        return replace(self, layers=layers, local=local, states=states, logits=self.logits[:0].clone())
 
     def nbytes(self) -> int:
         """Return the bytes of memory held for keys, values and overhead. Memory that tensors share counts once."""
         tensors: list[Tensor] = []
         for layer in self.layers + self.local:
             tensors += layer.tensors()
+        for state in self.states:
+            tensors += state.tensors()
         return storage_bytes(tensors)

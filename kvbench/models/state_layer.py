@@ -1,0 +1,140 @@
+"""Layers that hold a state in place of keys, or beside them, as transformers holds it: for one text, or for many rows.
+
+transformers updates states in place. A layer therefore shares no tensor with the ``LayerState`` that it begins from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import cache_utils
+
+from kvbench.kv.model_shape import HOLD_STATES, KEYLESS, layer_types
+from kvbench.kv.state import LayerState
+from kvbench.models.interface import KvbenchLayer
+
+# older releases have other classes; models that hold states are refused there
+LinearAttentionLayer: Any = getattr(cache_utils, "LinearAttentionLayer", object)
+
+
+class StateLayer(LinearAttentionLayer):  # type: ignore[misc]
+    """A layer of B rows that holds a state.
+
+    rows: the state of each row; none of a text that begins.
+    """
+
+    def __init__(self, config: Any, rows: Sequence[LayerState] = ()) -> None:
+        super().__init__(number_of_states=getattr(config, "number_of_conv_states", 1))
+        if not rows:
+            return
+        for i in self.conv_states:
+            conv = [row.conv[i] for row in rows]
+            recurrent = [row.recurrent[i] for row in rows]
+            self._put(i, _joined(conv), _joined(recurrent))
+
+    def _put(self, i: int, conv: Tensor | None, recurrent: Tensor | None) -> None:
+        """Hold these tensors [B, ...] as state ``i``. The layer continues the text that they stand for."""
+        self.conv_states[i], self.recurrent_states[i] = conv, recurrent
+        self.is_conv_states_initialized[i] = conv is not None
+        self.is_recurrent_states_initialized[i] = recurrent is not None
+        self.has_previous_state[i] = True
+        if conv is not None:
+            self.conv_kernel_size[i] = conv.shape[-1]
+            self.dtype, self.device = conv.dtype, conv.device
+
+    def state(self, row: int = 0) -> LayerState:
+        """Return a copy of one row's state."""
+        index = torch.tensor([row])
+        return LayerState(
+            conv=tuple(_chosen(t, index) for t in self.conv_states.values()),
+            recurrent=tuple(_chosen(t, index) for t in self.recurrent_states.values()),
+        )
+
+    def join(self, other: StateLayer) -> None:
+        """Append the rows of another layer."""
+        for i in self.conv_states:
+            conv = _joined([self.conv_states[i], other.conv_states[i]])
+            recurrent = _joined([self.recurrent_states[i], other.recurrent_states[i]])
+            self._put(i, conv, recurrent)
+
+    def keep(self, rows: Tensor) -> None:
+        """Drop all rows except ``rows``."""
+        for i in self.conv_states:
+            self._put(i, _chosen(self.conv_states[i], rows), _chosen(self.recurrent_states[i], rows))
+
+
+class StateBesideKeys(StateLayer, KvbenchLayer):
+    """A layer that holds a state and keys (Falcon H1). The keys are in a layer of their own, which methods compress."""
+
+    def __init__(self, keys: KvbenchLayer, config: Any, rows: Sequence[LayerState] = ()) -> None:
+        StateLayer.__init__(self, config, rows)
+        self.of_keys = keys
+
+    def add(self, k: Tensor, v: Tensor) -> None:
+        self.of_keys.add(k, v)
+
+    def attend(self, query: Tensor, scale: float, window: int | None) -> Tensor:
+        return self.of_keys.attend(query, scale, window)
+
+    @property
+    def seen(self) -> int:  # type: ignore[override]
+        return self.of_keys.seen
+
+
+def state_layers_of(
+    config: Any, with_keys: Sequence[KvbenchLayer], rows: Sequence[Sequence[LayerState]] = ()
+) -> list[StateLayer]:
+    """Return the model's layers that hold a state, in order.
+
+    with_keys: the layers that hold keys, in order. rows: the states of each row of a batch, layer by layer; none where
+    the text begins.
+    """
+    layers: list[StateLayer] = []
+    keys = iter(with_keys)
+    for kind in layer_types(config):
+        of_keys = None
+        if kind not in KEYLESS:
+            of_keys = next(keys)
+        if kind not in HOLD_STATES:
+            continue
+        states = [row[len(layers)] for row in rows]
+        if of_keys is None:
+            layers.append(StateLayer(config, states))
+        else:
+            layers.append(StateBesideKeys(of_keys, config, states))
+    return layers
+
+
+def in_model_order(config: Any, with_keys: Iterable[Any], with_states: Sequence[StateLayer]) -> list[Any]:
+    """Return all layers of a cache as transformers counts them, from those with keys and those with states."""
+    if not with_states:
+        return list(with_keys)
+    layers: list[Any] = []
+    keys, states = iter(with_keys), iter(with_states)
+    for kind in layer_types(config):
+        layer: Any = cache_utils.DummyLayer()  # an MLP alone holds nothing
+        if kind not in KEYLESS:
+            layer = next(keys)
+        if kind in HOLD_STATES:
+            # where a layer holds both, the one with the state leads to the one with the keys
+            layer = next(states)
+        layers.append(layer)
+    return layers
+
+
+def _joined(parts: Sequence[Tensor | None]) -> Tensor | None:
+    """Return the rows of ``parts`` [b, ...] in one new tensor [B, ...]; None if the layer has no such state."""
+    tensors = [t for t in parts if t is not None]
+    if not tensors:
+        return None
+    return torch.cat(tensors)
+
+
+def _chosen(t: Tensor | None, rows: Tensor) -> Tensor | None:
+    """Return a copy of some rows of a state; None if the layer has no such state."""
+    if t is None:
+        return None
+    return t.index_select(0, rows.to(t.device))
