@@ -70,7 +70,7 @@ class StillLayer(KvbenchLayer):
             tail = RowSegment(k, v, older.expand(len(k), 1, -1), lengths=length)
             segments = list(group.segments)
             segments.append(tail)
-            out, _ = attend(query, segments, new_tokens, scale)
+            out, _ = attend(query, segments, new_tokens, group.entries.scale(scale))
             return out
 
         return self.rows.in_groups(query, attend_group)

@@ -71,7 +71,9 @@ class RowLayer(KvbenchLayer):
         self.sources += other.sources
 
     def attend(self, query: Tensor, scale: float, window: int | None) -> Tensor:
-        parts = [(entries, partial(rows.attend, scale=scale, window=window)) for entries, rows in self.formats]
+        parts = []
+        for entries, rows in self.formats:
+            parts.append((entries, partial(rows.attend, scale=entries.scale(scale), window=window)))
         out = attend_groups(query, parts)
         for b, source in enumerate(self.sources):
             if source is not None:

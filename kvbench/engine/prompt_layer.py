@@ -14,7 +14,7 @@ from torch.nn.attention.bias import causal_lower_right
 from kvbench.kv.exact_attention import attend_in_blocks, attend_rows, attend_with_lse, column_sums
 from kvbench.kv.observation import Needs
 from kvbench.kv.packed import quantise_zero_point
-from kvbench.kv.scale import cap_of
+from kvbench.kv.scale import is_plain
 from kvbench.kv.segment import per_head
 from kvbench.models.interface import KvbenchLayer, synchronise
 from kvbench.storage import split
@@ -128,7 +128,7 @@ class PromptLayer(KvbenchLayer):
             # each head attends with its leading head's query and key, over its own values
             keys, values = per_head(keys, len(q))[leads], per_head(values, len(q))
             q = q[leads]
-        if self.plain or window is not None or cap_of(scale) is not None:
+        if self.plain or window is not None or not is_plain(scale):
             return attend_rows(q, keys, values, scale, window)[None]
         # is_causal is enough without earlier tokens. With them, query i attends tokens 0 .. before + i.
         mask = None

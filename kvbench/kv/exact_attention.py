@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvbench.kv.scale import cap_of, capped
+from kvbench.kv.scale import capped, exponentials, is_plain, sinks_of
 from kvbench.kv.segment import per_head
 
 BLOCK_BYTES = 16 * 2**20  # a block of attention rows takes at most this much memory
@@ -35,8 +35,8 @@ def causal_softmax(query: Tensor, keys: Tensor, scale: float, window: int | None
         hidden |= ones.tril(m - w - window)
     logits.masked_fill_(hidden, -torch.inf)
     # the softmax runs in place: with long prompts a second copy of the block would dominate the memory of statistics
-    weights = logits.sub_(logits.amax(dim=-1, keepdim=True)).exp_()
-    return weights.div_(weights.sum(dim=-1, keepdim=True))
+    weights, total = exponentials(logits, sinks_of(scale))
+    return weights.div_(total)
 
 
 def row_blocks(
@@ -84,7 +84,7 @@ def column_sums(
         q, k = torch.cat([q, -lse[..., None]], dim=-1), F.pad(k, (0, 1), value=1.0)
     q = q.view(hk, group, w, -1)
     k = k.transpose(1, 2).contiguous()
-    sums = q.new_zeros(hk, group, m)
+    sums, all_sinks = q.new_zeros(hk, group, m), sinks_of(scale)
     for first in range(0, hk, heads):
         kv_slice = slice(first, first + heads)
         for start in range(0, w, size):
@@ -99,16 +99,19 @@ def column_sums(
                 sums[kv_slice, :, :seen] += rows.sum(dim=2)
                 continue
             rows[..., before + start :].masked_fill_(future[: end - start, : end - start], -torch.inf)
-            rows.sub_(rows.amax(dim=-1, keepdim=True)).exp_()
+            sinks = None
+            if all_sinks is not None:
+                sinks = all_sinks.view(hk, group, 1, 1)[kv_slice]
+            rows, total = exponentials(rows, sinks)
             # one product computes the sum over rows i of e[i, j] / (sum over j of e[i, j])
-            inverse = rows.sum(dim=-1, keepdim=True).reciprocal_().transpose(2, 3)
+            inverse = total.reciprocal_().transpose(2, 3)
             sums[kv_slice, :, :seen] += (inverse @ rows)[:, :, 0]
     return sums.view(hq, m)
 
 
 def fusible(query: Tensor, scale: float) -> bool:
-    """Return True if FUSED exists and takes queries of this device and dtype. FUSED cannot cap logits."""
-    if FUSED is None or cap_of(scale) is not None:
+    """Return True if FUSED exists and takes queries of this device and dtype. FUSED knows no caps and no sinks."""
+    if FUSED is None or not is_plain(scale):
         return False
     return query.device.type == "cpu" and query.dtype == torch.float32
 

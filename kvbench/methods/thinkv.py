@@ -9,7 +9,7 @@ import torch
 
 from kvbench.kv import ops
 from kvbench.kv.observation import Observation
-from kvbench.kv.scale import capped
+from kvbench.kv.scale import capped, softmax
 from kvbench.kv.segment import LayerCache
 from kvbench.methods.core.knobs import knob
 from kvbench.methods.core.pruner import head_lengths, pad_heads, removed_fraction
@@ -49,7 +49,9 @@ class ThinkV(Think):
         # A = softmax(scale q k^T) over the tokens seen, [H, group, w, L]
         scaled = (q.float() * obs.scale).reshape(heads, -1, q.shape[2])
         logits = capped(scaled @ k.float().transpose(1, 2), obs.scale).view(heads, -1, *visible.shape[1:])
-        attention = logits.masked_fill(~visible[:, None], -torch.inf).softmax(dim=-1)
+        hidden = logits.masked_fill(~visible[:, None], -torch.inf)
+        # [H, group, w, L] -> [Hq, w, L]: sinks are by query head
+        attention = softmax(hidden.flatten(0, 1), obs.scale).view(hidden.shape)
         # only the tokens ``counted`` have a weight; this also clears the NaN of queries that see no retained token
         attention = attention.masked_fill(~(visible & counted[:, None])[:, None], 0)
         # ||A V[:, j]||_2, eq. 3, with the queries of a group stacked: [H, group * w, D]

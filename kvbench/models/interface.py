@@ -25,12 +25,12 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from kvbench.base.errors import UsageError
 from kvbench.kv.model_shape import from_config, local_layers
 from kvbench.kv.observation import AttentionCall
-from kvbench.kv.scale import CappedScale
+from kvbench.kv.scale import LogitScale
 from kvbench.models.releases import tell_untried
 
 NAME = "kvbench"
 """The name under which the attention function and its mask are registered with transformers."""
-UNSERVED = ("s_aux", "sinks", "position_bias", "attention_bias", "head_mask")
+UNSERVED = ("sinks", "position_bias", "attention_bias", "head_mask")
 """Arguments that models pass to an attention function but this one does not compute."""
 TENSOR_PARTS = ("shape", "transpose", "view", "reshape", "repeat", "expand", "permute", "contiguous")
 """Attributes of tensors that a model reads if it computes with the return value of ``update`` itself."""
@@ -106,6 +106,7 @@ def attention(
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Return (attention [B, T, Hq, D] of query [B, Hq, T, D], None), as transformers' attention functions do.
@@ -114,6 +115,7 @@ def attention(
     attention_mask: what ``mask`` has returned.
     scaling: the factor of q.k; None: 1 / sqrt(D).
     softcap: the limit of a logit for models that cap logits.
+    s_aux: the sinks [Hq] of models that have such (``kv.scale``).
 
     Raises UsageError if the model asks for more than this, such as a mask of its own, or is called outside kvbench.
     """
@@ -132,7 +134,10 @@ def attention(
     window = None
     if sliding_window is not None and key.seen > sliding_window:
         window = sliding_window
-    out = key.attend(query, CappedScale.of(scaling, softcap), window)
+    sinks = None
+    if s_aux is not None:
+        sinks = s_aux.detach()[:, None, None]
+    out = key.attend(query, LogitScale.of(scaling, softcap, sinks), window)
     return out.transpose(1, 2), None  # [B, Hq, T, D] -> [B, T, Hq, D]
 
 

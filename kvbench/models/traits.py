@@ -45,6 +45,7 @@ TESTED = (
     "exaone4",
     "glm4",
     "glm4_moe",
+    "gpt_oss",
     "granite",
     "minimax_m2",
     "ministral3",
@@ -83,6 +84,7 @@ class ModelTraits:
     unrolled: why cached keys cannot be rotated to other positions, or None.
     mixed: why keys and values are not linear in their layer's input, as low-rank methods need, or None.
     capped: whether attention logits are capped (softcapping).
+    sinks: whether attention goes to learned sinks, too, which are no tokens.
     one_by_one: whether tokens behind a state must be read one at a time.
     """
 
@@ -92,6 +94,7 @@ class ModelTraits:
     mixed: str | None
     capped: bool = False
     one_by_one: bool = False
+    sinks: bool = False
 
     @property
     def note(self) -> str | None:
@@ -145,6 +148,7 @@ def of_model(model: PreTrainedModel) -> ModelTraits:
         unrolled=unrolled,
         mixed=mixed,
         capped=capped,
+        sinks=any(hasattr(module, "sinks") for module in attention_modules(model)),
         one_by_one=reads_one_by_one(model.config),
     )
 
@@ -219,7 +223,6 @@ def check_served(model: PreTrainedModel) -> None:
             hasattr(sys.modules.get(type(m).__module__), "ALL_ATTENTION_FUNCTIONS") for m in modules
         ),
         "it takes no position ids": "position_ids" not in arguments,
-        "its attention has sinks that are no tokens": any(hasattr(m, "sinks") for m in modules),
         "its attention is not causal": any(getattr(m, "is_causal", True) is False for m in modules),
     }
     for reason, applies in reasons.items():

@@ -108,11 +108,16 @@ def _list_first(names: Iterable[str]) -> str:
 def _find_integers(model: PreTrainedModel, location: str) -> list[str]:
     """Return the names of stored tensors that are not floats although the model's parameters of these names are."""
     parameters = {name for name, p in model.named_parameters() if p.is_floating_point()}
-    # some checkpoints are saved without the prefix of the model's body
+    # some checkpoints are saved without the prefix of the model's body, or with another one
     prefix = f"{model.base_model_prefix}."
+    in_layers = {name.partition("layers.")[2] for name in parameters} - {""}
     stored = _read_headers(_find_folder(model.config, location))
     integers = [name for name, (dtype, _) in stored.items() if dtype not in FLOATS]
-    return [name for name in integers if name in parameters or prefix + name in parameters]
+    return [
+        name
+        for name in integers
+        if name in parameters or prefix + name in parameters or name.partition("layers.")[2] in in_layers
+    ]
 
 
 def _read_headers(folder: Path) -> dict[str, Stored]:

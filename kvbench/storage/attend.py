@@ -1,7 +1,7 @@
 """Decode attention by plain PyTorch: queries attend exact tokens and a dense tail under one softmax.
 
 Packed tokens are multiplied block by block, so that memory never holds a whole unpacked tensor. A ``scale`` is the
-factor of q.k. It may also carry a cap on logits (``kv.scale``).
+factor of q.k. It may also carry a cap on logits and sinks (``kv.scale``).
 
 Shapes: B (or U) rows, Hq query heads, H stored heads, T new tokens, L slots, C kept key channels, D head dimension.
 """
@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvbench.kv.packed import Packed
-from kvbench.kv.scale import cap_of, capped
+from kvbench.kv.scale import capped, is_plain, softmax
 from kvbench.storage import kernels
 from kvbench.storage.roles import Masker
 from kvbench.storage.row_segments import Ragged, RowSegment, Shared
@@ -176,13 +176,13 @@ def attend(
     tail_start: [B], the position of the tail's first token, needed with ``floor``.
     masker: restricts exact attention to the tokens that it picks.
     """
-    is_plain = masker is None and floor is None and cap_of(scale) is None
-    if is_plain:
+    is_simple = masker is None and floor is None and is_plain(scale)
+    if is_simple:
         out = kernels.attend(query, segments, tail, scale)
         if out is not None:
             return out, None
     padded = [s.padded() for s in segments]
-    if is_plain and query.device.type == "cpu" and query.dtype != torch.float32:
+    if is_simple and query.device.type == "cpu" and query.dtype != torch.float32:
         out = _fused(query, padded, tail, scale)
         if out is not None:
             return out, None
@@ -204,7 +204,7 @@ def attend(
     def logits_of(estimate: Estimate) -> Tensor:
         return _all_logits(query, padded, tail[0], scale=scale, floor=floor, tail_start=tail_start, estimate=estimate)
 
-    return masked_softmax(logits_of, weigh_all, query.dtype, masker)
+    return masked_softmax(logits_of, weigh_all, query.dtype, masker, scale)
 
 
 def masked_softmax(
@@ -212,6 +212,7 @@ def masked_softmax(
     weighed: Callable[[Tensor], Tensor],
     dtype: torch.dtype,
     masker: Masker | None,
+    scale: float,
 ) -> tuple[Tensor, Tensor | None]:
     """Return the outputs softmax(logits) V [B, Hq, T, D], and how many tokens were attended [B].
 
@@ -220,16 +221,17 @@ def masked_softmax(
 
     logits_of: maps an estimate of the keys to logits [B, Hq, T, S], -inf where a query must not look.
     weighed: maps weights [B, Hq, T, S] to the weighted sum of values [B, Hq, T, D].
+    scale: the factor of q.k, for the model's sinks.
     """
     exact = logits_of(as_they_are)
     attended = None
     if masker is not None:
-        weights = logits_of(masker.estimate).float().softmax(dim=-1)
+        weights = softmax(logits_of(masker.estimate), scale)
         # a masker cannot show tokens that causality, padding or a window hides
         seen = masker.mask(weights) & ~exact.isneginf()
         exact = exact.masked_fill(~seen, -torch.inf)
         attended = seen.sum(dim=-1).float().mean(dim=(1, 2))
-    return rounded(exact.float().softmax(dim=-1), dtype, weighed), attended
+    return rounded(softmax(exact, scale), dtype, weighed), attended
 
 
 def rounded(probs: Tensor, dtype: torch.dtype, weighed: Callable[[Tensor], Tensor]) -> Tensor:

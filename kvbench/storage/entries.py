@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kvbench.kv.partly_packed import Codes, side_by_side
+from kvbench.kv.scale import LogitScale, cap_of, sinks_of
 from kvbench.kv.segment import LayerCache, Segment
 from kvbench.storage.format import StoredRow
 
@@ -86,6 +87,19 @@ class Entries:
             return self.of_rows(x)
         # a stored head's group are the query heads that read it: [B, stored, group, T, D]
         return x.unflatten(1, (self.stored, -1))[self.rows, self.heads]
+
+    def scale(self, scale: float) -> float:
+        """Return the factor of q.k with the sinks of these entries' query heads, if it carries any."""
+        sinks = sinks_of(scale)
+        if sinks is None:
+            return scale
+        if sinks.dim() == 4:
+            chosen = self.query(sinks)
+        elif self.heads is None:
+            return scale  # [Hq, 1, 1], the same for all rows
+        else:
+            chosen = sinks.unflatten(0, (self.stored, -1))[self.heads]
+        return LogitScale.of(float(scale), cap_of(scale), chosen)
 
     def tokens(self, x: Tensor) -> Tensor:
         """Return these entries' keys, values or latents of x [B, ...]: [U, ...], or [U, 1, ...] of single heads."""

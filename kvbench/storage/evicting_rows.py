@@ -17,6 +17,7 @@ from torch import Tensor
 from kvbench.base.errors import UsageError
 from kvbench.kv.observation import Observation
 from kvbench.kv.ops import only_segment, order_by_position
+from kvbench.kv.scale import softmax
 from kvbench.kv.segment import LayerCache, Segment
 from kvbench.storage.attend import as_they_are, rounded
 from kvbench.storage.evicting_store import OneFormat, Read, Thin, at_slots, one_by_one, slot_index
@@ -242,7 +243,7 @@ class EvictingRows(Format):
         hidden = ~self.valid[:, :, None, None] | (token_at > query_at)
         if self.unattended is not None:
             hidden |= token_at == query_at - self.unattended[..., None, None]
-        return part.masked_fill(hidden, -torch.inf).view(b, hq, t, -1).float().softmax(dim=-1)
+        return softmax(part.masked_fill(hidden, -torch.inf).view(b, hq, t, -1), scale)
 
     def keep(self, at: Tensor) -> None:
         if self.recent is not None:

@@ -148,7 +148,7 @@ class ExactRows(Format):
                 query,
                 group.segments,
                 (entries.tokens(k), entries.tokens(v)),
-                scale=scale,
+                scale=entries.scale(scale),
                 floor=group_floor,
                 tail_start=group_starts,
                 masker=self.masker,

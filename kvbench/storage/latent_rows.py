@@ -59,7 +59,7 @@ class LatentRows(Format):
 
     def attend(self, query: Tensor, scale: float, window: int | None) -> Tensor:
         logits_of = partial(self._logits, query, scale)
-        out, self.attended = masked_softmax(logits_of, self._weigh, query.dtype, self.masker)
+        out, self.attended = masked_softmax(logits_of, self._weigh, query.dtype, self.masker, scale)
         return out
 
     def _logits(self, query: Tensor, scale: float, estimate: Estimate) -> Tensor:

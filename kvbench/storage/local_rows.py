@@ -75,7 +75,7 @@ class LocalRows(Format):
         def weigh_values(probs: Tensor) -> Tensor:
             return weigh(probs, self.v)
 
-        out, _ = masked_softmax(logits_of, weigh_values, query.dtype, masker=None)
+        out, _ = masked_softmax(logits_of, weigh_values, query.dtype, masker=None, scale=scale)
         return out
 
     def keep(self, at: Tensor) -> None:

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvbench.kv.partly_packed import Codes
-from kvbench.kv.scale import cap_of
+from kvbench.kv.scale import is_plain
 from kvbench.kv.segment import LayerCache, Segment
 from kvbench.storage import kernels
 from kvbench.storage.attend import Estimate, logits, masked_softmax, packed_logits, packed_weigh, spread, weigh
@@ -83,12 +83,12 @@ class PackedRows(Format):
         ``add`` has packed them already unless the packer ``packs_after_step``.
         """
         out = None
-        if self.masker is None and self.k.seen is None and cap_of(scale) is None:
+        if self.masker is None and self.k.seen is None and is_plain(scale):
             # one kernel call replaces dozens of small operations
             out = kernels.attend_packed(query, scale, self.k, self.v)
         if out is None:
             logits_of = partial(self._logits, query, scale)
-            out, self.attended = masked_softmax(logits_of, self._weigh, query.dtype, self.masker)
+            out, self.attended = masked_softmax(logits_of, self._weigh, query.dtype, self.masker, scale)
         self._settle()
         return out
 

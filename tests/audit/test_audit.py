@@ -24,7 +24,7 @@ def heads_of(model):
     return heads, dim
 
 
-LOCAL_LAYERS = {"gemma2": 1, "gemma3_text": 2, "cohere2": 2, "exaone4": 2, "olmo3": 2}
+LOCAL_LAYERS = {"gemma2": 1, "gemma3_text": 2, "cohere2": 2, "exaone4": 2, "olmo3": 2, "gpt_oss": 2}
 
 
 def measured(model, cache):

@@ -1,5 +1,7 @@
 """Half precision on a CPU: decoding rounds where transformers rounds, and methods stay within a rounding of it."""
 
+import copy
+
 import pytest
 import torch
 from support.families import FAMILIES, LOCALS, build, prompt
@@ -17,7 +19,7 @@ NEAR = (*LOCALS, "olmo2", "bamba", "nemotron_h", "qwen3_5_text")
 
 
 @pytest.mark.parametrize("dtype", HALF)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [f for f in FAMILIES if f != "gpt_oss"])
 def test_the_full_caches_logits_are_transformers_own_bit_for_bit(family, dtype):
     model, ids = build(family, dtype), prompt(70)
     # windows and caps are computed in fp32, which transformers rounds in between
@@ -38,6 +40,17 @@ def test_the_full_caches_logits_are_transformers_own_bit_for_bit(family, dtype):
                 out = model(piece[None], **named_cache(out[CACHE_NAME]), **given, logits_to_keep=1)
             cache = kvbench.extend(model, cache, chunk)
             torch.testing.assert_close(cache.logits, out.logits[0, -1], **near)
+
+
+@pytest.mark.parametrize("dtype", HALF)
+def test_logits_with_sinks_are_nearer_the_truth_than_transformers_own(dtype):
+    # transformers rounds gpt-oss's weights of attention before they are normalised
+    model, ids = build("gpt_oss", dtype), prompt(70)
+    (cache,) = kvbench.prefill(model, ids, ["full"])
+    with torch.no_grad():
+        true = copy.deepcopy(model).float()(ids[None]).logits[0, -1]
+        own = model(ids[None]).logits[0, -1].float()
+    assert (cache.logits.float() - true).norm() < (own - true).norm()
 
 
 @pytest.mark.e2e("whole answers")

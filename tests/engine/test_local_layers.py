@@ -24,7 +24,7 @@ from kvbench.kv import exact_attention
 from kvbench.kv.model_shape import Shape, from_config, from_entry
 from kvbench.kv.observation import Needs
 from kvbench.kv.packed import quantise_tokens
-from kvbench.kv.scale import CappedScale, capped
+from kvbench.kv.scale import LogitScale, capped
 from kvbench.methods.chai import merge_clusters
 from kvbench.methods.core.base import Selector
 from kvbench.methods.core.chain import Chain
@@ -35,7 +35,14 @@ from kvbench.storage import kernels
 from kvbench.storage.attend import packed_logits
 
 WINDOW = 24
-PLACES = {"gemma2": [1], "gemma3_text": [0, 2], "cohere2": [0, 2], "exaone4": [0, 2], "olmo3": [0, 2]}
+PLACES = {
+    "gemma2": [1],
+    "gemma3_text": [0, 2],
+    "cohere2": [0, 2],
+    "exaone4": [0, 2],
+    "olmo3": [0, 2],
+    "gpt_oss": [0, 2],
+}
 KEPT_WHOLE = [
     "full",
     {"method": "snapkv", "kv_ratio": 1.0},
@@ -47,7 +54,7 @@ KEPT_WHOLE = [
     {"method": "twilight", "p": 1.0},
     {"method": "refreekv", "T": 0.0},
 ]
-SCALE = CappedScale.of(0.5, 2.0)
+SCALE = LogitScale.of(0.5, 2.0)
 
 
 def own_logits(model, ids):

@@ -60,7 +60,6 @@ REFUSED = {
     "falcon": ({}, "attention interface"),
     "gptj": ({"n_layer": 2}, "attention interface"),
     "bloom": ({}, "attention interface"),
-    "gpt_oss": ({}, "sinks"),
     "deepseek_v2": ({"num_hidden_layers": 2}, "latent attention"),
     "deepseek_v3": ({"num_hidden_layers": 2}, "latent attention"),
     "mamba": ({"num_hidden_layers": 2}, RECURRENT),
@@ -215,7 +214,7 @@ def test_logits_of_another_attention_than_the_models_own_are_refused(monkeypatch
         kvbench.prefill(model, prompt(10), ["full"])
 
 
-@pytest.mark.parametrize("asked", ["s_aux", "position_bias"])
+@pytest.mark.parametrize("asked", ["head_mask", "position_bias"])
 def test_what_a_model_asks_of_attention_beyond_scale_and_window_is_refused(asked):
     from kvbench.models.interface import attention
     from kvbench.models.probe import ProbeLayer

@@ -4,7 +4,7 @@ import torch
 from support.grids import grid
 
 from kvbench.kv.exact_attention import fusible
-from kvbench.kv.scale import CappedScale
+from kvbench.kv.scale import LogitScale
 from kvbench.storage import attend, split
 from kvbench.storage.row_segments import RowSegment
 
@@ -63,4 +63,4 @@ def test_what_is_attended_otherwise():
     query = random(1, 2, 1, D)
     assert fusible(query, SCALE)
     assert not fusible(query.bfloat16(), SCALE)
-    assert not fusible(query, CappedScale.of(SCALE, 30.0))
+    assert not fusible(query, LogitScale.of(SCALE, 30.0))

@@ -60,6 +60,10 @@ CONFIGS = {
     "olmo2": {**MLP, "pad_token_id": 0},
     "olmo3": {**MLP, "num_hidden_layers": 5, "pad_token_id": 0, "sliding_window": 24, "layer_types": [S, F, S, F, F]},
     "seed_oss": {**MLP, "head_dim": 16},
+    "gpt_oss": {
+        **{**MLP, "num_hidden_layers": 5, "head_dim": 16, "pad_token_id": 0, "sliding_window": 24},
+        **{"layer_types": [S, F, S, F, F], "num_local_experts": 4, "num_experts_per_tok": 2},
+    },
 }
 WITH_STATES = {
     "qwen3_next": {**DELTA, **EXPERTS},
@@ -92,7 +96,7 @@ if HOLDS_STATES:
 FAMILIES = tuple(CONFIGS)
 WHOLE = FAMILIES[:6]
 """Families that run every test of families; the others run those of ``tests/methods/test_properties.py`` and a few."""
-LOCALS = ("gemma2", "gemma3_text", "cohere2", "exaone4", "olmo3")
+LOCALS = ("gemma2", "gemma3_text", "cohere2", "exaone4", "olmo3", "gpt_oss")
 """Families with local layers."""
 LINEAR = ("llama", "mistral", "qwen2", "gpt_neox", "opt")
 """Families whose keys are a projection, rotated: low-rank methods refuse most others."""
@@ -120,6 +124,8 @@ def build(family: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
                 p.uniform_(0.5, 1.5)
                 if family == "olmo2":
                     p.mul_(2)  # it norms all heads together, so that a head's logits are small
+            if name.endswith("sinks"):
+                p.uniform_(-1.0, 3.0)
             if p.dim() == 2:
                 queries_and_keys = any(k in name for k in ("q_proj", "k_proj", "query_key_value", "qkv_proj"))
                 p.normal_(std=0.35 if queries_and_keys else 0.15)

@@ -127,6 +127,7 @@ REFUSES = {
     "cohere2": ("lowrank", "hidden", "rotates", "replays"),
     "exaone4": ("lowrank", "hidden", "rotates", "replays"),
     "olmo3": ("lowrank", "hidden", "rotates", "replays"),
+    "gpt_oss": ("lowrank", "hidden", "rotates", "replays", "share", "uncapped"),
     "ernie4_5": ("lowrank", "rotates"),
     "glm4": ("lowrank", "rotates"),
     "minimax_m2": ("lowrank",),
@@ -151,6 +152,7 @@ def supported(chain, family):
     return not any(
         s.role in refuses
         or (s.rotates and "rotates" in refuses)
+        or (s.uncapped and "uncapped" in refuses)
         or (isinstance(s, ReplayingSelector) and "replays" in refuses)
         for s in stages
     )

@@ -417,6 +417,8 @@ def _unsupported(stage: Stage, model: ModelTraits) -> str | None:
         return "it must read tokens behind a prompt one at a time, and the method reads the prompt again at once"
     if model.capped and (stage.uncapped or reads_modules):
         return "it caps attention logits (softcapping), which the method's formula does not"
+    if model.sinks and (stage.uncapped or reads_modules or stage.role == "share"):
+        return "attention goes to sinks that are no tokens, too, which the method's formula leaves out"
     if stage.role == "lowrank":
         return model.mixed
     if stage.rotates:
