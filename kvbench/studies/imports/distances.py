@@ -31,6 +31,8 @@ ENDINGS = (".log", ".txt", ".out", ".json")
 # "Mean    KLD:   0.001241 ±   0.000030", "99.9%   KLD:   0.072012", "Same top p: 98.561 ± 0.122 %"
 _NUMBER = r"(-?\d+(?:\.\d+)?)"
 _LINE = re.compile(rf"^\s*(.+?)\s*:\s*{_NUMBER}\s*%?\s*(?:±\s*{_NUMBER}\s*%?)?\s*$", re.MULTILINE)
+_WINDOWS = re.compile(r"computing over (\d+) chunks, n_ctx=(\d+)")
+"""The line that says how many windows of how many tokens are read."""
 _TYPE_K = re.compile(r"(?:--cache-type-k|-ctk)[ =](\S+)")
 _TYPE_V = re.compile(r"(?:--cache-type-v|-ctv)[ =](\S+)")
 NORMAL_95 = 1.96
@@ -120,6 +122,10 @@ def _llama(path: Path, content: str, digest: str) -> ImportedDistance:
         # a type that is not named is llama.cpp's default
         types = [match.group(1) if match else "f16" for match in (k, v)]
         label = "/".join(dict.fromkeys(types))
+    chunks, context = None, None
+    windows = _WINDOWS.search(content)
+    if windows is not None:
+        chunks, context = int(windows.group(1)), int(windows.group(2))
     return ImportedDistance(
         path=str(path),
         program=LLAMA,
@@ -130,6 +136,8 @@ def _llama(path: Path, content: str, digest: str) -> ImportedDistance:
         top1=_value(statistics, "Same top p"),
         ppl=_value(statistics, "Mean PPL(Q)"),
         ppl_ratio=_value(statistics, "Mean PPL(Q)/PPL(base)"),
+        chunks=chunks,
+        context=context,
         sha256=digest,
     )
 

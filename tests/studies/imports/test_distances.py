@@ -8,6 +8,7 @@ from kvbench.cli.main import main
 
 # the form of the log's end; the numbers are made up
 LOG = """main: build = 5213
+0.02.899.567 I kl_divergence: computing over 6 chunks, n_ctx=512, batch_size=2048, n_seq=4
 ./llama-perplexity -m model.gguf --kl-divergence -ctk q4_0 -ctv q4_0
 chunk             PPL               ln(PPL(Q)/PPL(base))          KL Divergence
    1       6.2473 ±    1.1462       0.00254 ±    0.00123       0.00048 ±    0.00005
@@ -61,6 +62,7 @@ def test_logs_and_reports_are_read(folder, capsys):
     assert llama["percentiles"]["99.9%"] == 0.72 and llama["percentiles"]["1.0%"] == -0.000002
     assert (llama["top1"], llama["ppl"], llama["ppl_ratio"]) == (90.5, 6.5, 1.015625)
     assert (refract["label"], refract["kl_mean"], refract["top1"]) == ("ctk=q8_0,ctv=turbo4", 0.0125, 95.5)
+    assert (llama["chunks"], llama["context"]) == (6, 512)
     assert (refract["chunks"], refract["context"], refract["imported"]) == (32, 512, True)
 
 
