@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import byte_tables
 import leaderboard
 import llamacpp_table
+import memory_2026
 import paper_claims
 import paper_tables
 import shards
@@ -37,6 +38,7 @@ def _verify(without: Sequence[str]) -> int:
     byte_tables.verify(found)
     leaderboard.verify(found)
     llamacpp_table.verify(found)
+    memory_2026.verify(found)
     paper_tables.verify(found)
     paper_claims.verify(found)
     return found.close(without)

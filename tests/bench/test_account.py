@@ -6,6 +6,7 @@ import pytest
 import torch
 from support.families import build, prompt
 from support.grids import grid
+from transformers import AutoConfig
 
 import kvbench
 from kvbench.audit import accounting
@@ -15,6 +16,8 @@ from kvbench.bench import layers, memory_table
 from kvbench.cli.main import main
 from kvbench.kv.model_shape import Shape, from_config, from_entry
 from kvbench.methods.core.resolve import chain_of
+from kvbench.models import traits
+from kvbench.models.releases import HOLDS_STATES
 
 SHAPE = Shape(layers=4, query_heads=4, kv_heads=2, head_dim=32)
 METHODS = memory_table.default_methods()
@@ -114,10 +117,58 @@ def test_every_model_states_a_shape(name):
         "smollm2-135m": 22.5, "smollm2-360m": 40, "smollm2-1.7b": 192, "tinyllama-1.1b": 22,
         "qwen3-0.6b": 112, "qwen3-4b": 144, "qwen3-8b": 144, "llama3.1-8b": 128, "llama3.2-3b": 112, "phi4": 200,
         "mistral-nemo": 160, "smollm3-3b": 72, "mixtral-8x7b": 128, "qwen3-30b-a3b": 96,
+        "qwen3-next-80b": 24, "qwen3.5-9b": 32, "qwen3.5-35b": 20, "gpt-oss-20b": 48, "gpt-oss-120b": 72,
+        "granite-4.0-h-small": 16, "falcon-h1-7b": 44, "nemotron-3-super": 8, "jamba": 16, "minimax-m2": 248,
         "gemma-2-2b": 104, "gemma-2-9b": 336, "gemma-3-1b": 26, "gemma-3-270m": 18, "phi3-mini": 384,
     }  # fmt: skip
     want = per_token[max((k for k in per_token if name.startswith(k)), key=len)]
-    assert shape.full_bytes(1, 2) == want * 1024
+    assert shape.full_bytes(1, 2) - 2 * shape.state_numbers == want * 1024
+
+
+MAMBA2 = {"mamba_n_groups": 1, "mamba_d_conv": 4, "pad_token_id": 0}
+GRANITE = ["mamba"] * 36 + ["attention"] * 4
+SUPER = ["mamba"] * 40 + ["moe"] * 40 + ["attention"] * 8
+RELEASED = {
+    "qwen3.5-9b": ("qwen3_5_text", {}),
+    "granite-4.0-h-small": (
+        "granitemoehybrid",
+        {
+            **{**MAMBA2, "num_hidden_layers": 40, "layer_types": GRANITE, "hidden_size": 4096, "num_local_experts": 0},
+            **{"num_attention_heads": 32, "num_key_value_heads": 8, "mamba_n_heads": 128, "mamba_d_head": 64},
+            **{"mamba_d_state": 128, "mamba_expand": 2},
+        },
+    ),
+    "falcon-h1-7b-instruct": (
+        "falcon_h1",
+        {
+            **{**MAMBA2, "num_hidden_layers": 44, "hidden_size": 3072, "num_attention_heads": 12, "head_dim": 128},
+            **{"num_key_value_heads": 2, "mamba_n_heads": 24, "mamba_d_head": 128, "mamba_d_state": 256},
+            **{"mamba_d_ssm": 3072},
+        },
+    ),
+    "nemotron-3-super-120b-a12b": (
+        "nemotron_h",
+        {
+            **{"num_hidden_layers": 88, "layers_block_type": SUPER, "hidden_size": 4096, "num_attention_heads": 32},
+            **{"num_key_value_heads": 2, "head_dim": 128, "mamba_num_heads": 128, "mamba_head_dim": 64, "n_groups": 8},
+            **{"ssm_state_size": 128, "conv_kernel": 4, "n_routed_experts": 4, "num_experts_per_tok": 2},
+        },
+    ),
+    "jamba-v0.1": (
+        "jamba",
+        {"num_hidden_layers": 32, "attn_layer_period": 8, "attn_layer_offset": 4, "num_experts": 2, "pad_token_id": 0},
+    ),
+}
+"""Families and sizes of released models. Experts, which hold nothing of the text, are few here."""
+
+
+@pytest.mark.e2e("models of their real sizes, without weights")
+@pytest.mark.skipif(not HOLDS_STATES, reason="this release of transformers holds states in another way")
+@pytest.mark.parametrize("name", RELEASED)
+def test_the_states_of_released_models_are_those_that_transformers_holds(name):
+    family, sizes = RELEASED[name]
+    shape = traits.of_config(AutoConfig.for_model(family, **sizes)).shape
+    assert shape == from_entry(entries("model")[name]["shape"])
 
 
 def test_the_command_prints_every_size_within_the_page(capsys):

@@ -1,0 +1,261 @@
+"""What each method can save at all on released models: bytes by formula at 8k, 32k and 128k tokens, page and picture.
+
+python scripts/memory_2026.py            write results/memory-2026.md, results/figures/memory-2026.png, .svg and .csv
+python scripts/memory_2026.py --verify   fail if the committed page or numbers differ from what the formulas give
+
+No checkpoint and no GPU is needed: conf/model states the shapes. The formulas are those of bench memory, which are held
+to the storages of real caches on small models of each family.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import matplotlib as mpl
+import verification
+from matplotlib.figure import Figure
+from verification import Verification
+
+from kvbench.audit.accounting import HALF, bytes_declared
+from kvbench.base.conf import entries
+from kvbench.kv.model_shape import Shape, from_entry
+from kvbench.methods.core.chain import Chain
+from kvbench.methods.core.resolve import chain_of
+from kvbench.report import looks, writers
+from kvbench.report.table import Table
+
+RESULTS = Path(__file__).resolve().parent.parent / "results"
+PAGE, FIGURE = "memory-2026.md", "figures/memory-2026"
+GIB = 2**30
+LENGTHS = (8192, 32768, 131072)
+SHOWN_LENGTH = LENGTHS[-1]
+MODELS = (
+    "llama3.1-8b-instruct",
+    "qwen3-8b",
+    "minimax-m2",
+    "gpt-oss-20b",
+    "gpt-oss-120b",
+    "qwen3-next-80b-a3b",
+    "qwen3.5-9b",
+    "qwen3.5-35b-a3b",
+    "granite-4.0-h-small",
+    "nemotron-3-super-120b-a12b",
+    "jamba-v0.1",
+    "falcon-h1-7b-instruct",
+)
+"""Entries of conf/model: plain attention first, then local layers, then layers with states."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Column:
+    """A method of the page. head: its words in the tables. colour_of: the method whose colour it has."""
+
+    head: str
+    entry: Mapping[str, object]
+    colour_of: str
+
+    @property
+    def chain(self) -> Chain:
+        return chain_of(dict(self.entry))
+
+
+COLUMNS = (
+    Column(head="SnapKV, a quarter of the tokens", entry={"method": "snapkv", "kv_ratio": 0.25}, colour_of="snapkv"),
+    Column(head="SnapKV, a sixteenth", entry={"method": "snapkv", "kv_ratio": 0.0625}, colour_of="pyramidkv"),
+    Column(head="fp8", entry={"method": "fp8"}, colour_of="fp8"),
+    Column(head="q4_0", entry={"method": "q4_0"}, colour_of="q4_0"),
+    Column(head="KIVI, 2 bits", entry={"method": "kivi"}, colour_of="kivi"),
+    Column(head="SnapKV, a quarter, in fp8", entry={"method": "snapkv+fp8", "kv_ratio": 0.25}, colour_of="snapkv+fp8"),
+)
+"""A selection, a stronger one, three formats, and both at once. All have formulas that need no prompt."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelBytes:
+    """The bytes of one model's cache at 16 bits after ``tokens`` tokens.
+
+    full: the full cache. fixed: the part that no method compresses, windows and states. held: by the head of a column.
+    """
+
+    model: str
+    tokens: int
+    full: int
+    fixed: int
+    held: Mapping[str, int]
+
+    def record(self) -> dict[str, object]:
+        """Return the numbers as a line of the CSV."""
+        return {"model": self.model, "tokens": self.tokens, "full": self.full, "fixed": self.fixed} | dict(self.held)
+
+
+def count(model: str, tokens: int) -> ModelBytes:
+    """Return the bytes of one model's cache under all methods, by formula."""
+    shape = from_entry(entries("model")[model]["shape"])
+    held = {}
+    for column in COLUMNS:
+        declared = bytes_declared(column.chain, shape, tokens, HALF)
+        assert declared is not None, "a method whose size depends on the prompt has no place here"
+        held[column.head] = declared.total
+    return ModelBytes(
+        model=model,
+        tokens=tokens,
+        full=shape.full_bytes(tokens, HALF),
+        fixed=shape.fixed_bytes(tokens, HALF),
+        held=held,
+    )
+
+
+def layers_in_words(shape: Shape) -> str:
+    """Return which layers a method reaches."""
+    if shape.state_numbers and not shape.keyless_layers:
+        return f"all {shape.layers} hold keys and a state"
+    if shape.keyless_layers:
+        return f"{shape.layers} of {shape.all_layers} hold keys"
+    if shape.local_layers:
+        return f"{shape.layers} of {shape.all_layers} attend everything"
+    return f"all {shape.layers}"
+
+
+def page() -> str:
+    """Return the page in Markdown."""
+    counted = {tokens: [count(model, tokens) for model in MODELS] for tokens in LENGTHS}
+    longest = {row.model: row for row in counted[SHOWN_LENGTH]}
+    shortest = {row.model: row for row in counted[LENGTHS[0]]}
+    quarter, formats = COLUMNS[0].head, COLUMNS[3].head
+    hybrid, plain = "nemotron-3-super-120b-a12b", "llama3.1-8b-instruct"
+    parts = [
+        "# What a method can save at all on the models of 2026\n",
+        "`python scripts/memory_2026.py`\n",
+        "**A method that keeps a quarter of the tokens makes the cache of Llama-3.1-8B "
+        f"{_smaller(shortest[plain], quarter)} smaller, that of Nemotron-3-Super "
+        f"{_smaller(shortest[hybrid], quarter)} at 8,192 tokens and {_smaller(longest[hybrid], quarter)} at 131,072.** "
+        "Of a hybrid's layers few hold keys. The states of the others are "
+        f"{100 * shortest[hybrid].fixed / shortest[hybrid].full:.0f} % of its full cache at 8,192 tokens, and no "
+        f"method compresses them. With q4_0 it is {_smaller(shortest[plain], formats)} on Llama, and "
+        f"{_smaller(shortest[hybrid], formats)} and {_smaller(longest[hybrid], formats)} on Nemotron.\n",
+        "![Share of the full cache by model and method at 8,192 and at 131,072 tokens; the grey part stays under every "
+        "method. At the right the full cache's size]"
+        f"({FIGURE}.png)\n",
+    ]
+    for tokens in reversed(LENGTHS):
+        heads = ("model", "layers", "full cache, GiB", "fixed part, %", *(f"{c.head}, x smaller" for c in COLUMNS))
+        rows = []
+        for row in counted[tokens]:
+            shape = from_entry(entries("model")[row.model]["shape"])
+            smaller = [f"{row.full / row.held[c.head]:.2f}" for c in COLUMNS]
+            rows.append(
+                (
+                    row.model,
+                    layers_in_words(shape),
+                    f"{row.full / GIB:.3f}",
+                    f"{100 * row.fixed / row.full:.1f}",
+                    *smaller,
+                )
+            )
+        parts.append(f"## {tokens:,} tokens\n")
+        parts.append(writers.markdown(Table(heads, tuple(rows), left=2)))
+    parts.append(
+        "- One prompt at 16 bits a number, by formula: keys and values with all that a method stores beside them "
+        "(scales, positions, counts). *x smaller*: the full cache over that, states and windows counted in both.\n"
+        "- The *fixed part* are the states of layers of linear attention or state space, and the windows of local "
+        "layers. States are counted at two bytes a number; engines that hold them in fp32, as Nemotron-3's config "
+        "asks, pay twice as much for them.\n"
+        "- The formulas are held to the storages of real caches on small models of each family (`tests/engine/"
+        "test_states.py`, `tests/audit`). None of these checkpoints was run. Bytes say nothing about scores.\n"
+        "- Shapes: `conf/model`. Models of latent attention (DeepSeek-V3, Kimi) do not run yet and are left out.\n"
+    )
+    return "\n".join(parts)
+
+
+def _smaller(row: ModelBytes, head: str) -> str:
+    """Return how many times smaller a method makes a cache, in words."""
+    return f"{row.full / row.held[head]:.1f} times"
+
+
+def draw() -> Figure:
+    """Return the picture: for the shortest and the longest prompt a line a model, each method in per cent of full."""
+    figure = Figure(figsize=(10.0, 5.8), layout="constrained")
+    panels = figure.subplots(1, 2, sharey=True)
+    places = range(len(MODELS))
+    for axes, tokens in zip(panels, (LENGTHS[0], LENGTHS[-1]), strict=True):
+        rows = [count(model, tokens) for model in reversed(MODELS)]
+        for place, row in enumerate(rows):
+            axes.hlines(place, 0, 100, color="0.88", linewidth=1, zorder=1)
+            axes.annotate(
+                f"{row.full / GIB:.2f} GiB",
+                (101.5, place),
+                va="center",
+                fontsize=8,
+                color="0.35",
+                annotation_clip=False,
+            )
+        fixed = [100 * row.fixed / row.full for row in rows]
+        axes.barh(
+            places, fixed, height=0.55, color="0.78", zorder=2, label="windows and states: no method changes them"
+        )
+        for column in COLUMNS:
+            look = looks.look_of(column.colour_of)
+            axes.scatter(
+                [100 * row.held[column.head] / row.full for row in rows],
+                places,
+                facecolors="white" if look.hollow else look.color,
+                edgecolors=look.color,
+                marker=look.marker,
+                s=32,
+                label=column.head,
+                zorder=5,
+            )
+        axes.set_xlim(0, 100)
+        axes.set_xlabel(f"% of the full cache at {tokens:,} tokens")
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[0].set_yticks(list(places), list(reversed(MODELS)))
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False, fontsize=8)
+    figure.suptitle("On a hybrid's shorter prompts much of the cache is out of every method's reach", x=0.01, ha="left")
+    return figure
+
+
+def numbers() -> str:
+    """Return the numbers of all models, lengths and methods as CSV."""
+    fields = ("model", "tokens", "full", "fixed", *(column.head for column in COLUMNS))
+    return writers.csv(fields, (count(model, tokens).record() for model in MODELS for tokens in LENGTHS))
+
+
+def verify(found: Verification) -> None:
+    """Add the page and its numbers to ``found``."""
+    remedy = "python scripts/memory_2026.py"
+    found.add(PAGE, partial(_is_same, RESULTS / PAGE, page), remedy)
+    found.add(f"{FIGURE}.csv", partial(_is_same, RESULTS / f"{FIGURE}.csv", numbers), remedy)
+
+
+def _is_same(path: Path, made: object) -> bool:
+    assert callable(made)
+    return path.exists() and path.read_text(encoding="utf-8") == made()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Write or verify the page; return the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    verification.add_options(parser)
+    args = parser.parse_args(arguments)
+    if args.verify:
+        found = Verification()
+        verify(found)
+        return found.close(args.without)
+    (RESULTS / PAGE).write_text(page(), encoding="utf-8")
+    (RESULTS / f"{FIGURE}.csv").write_text(numbers(), encoding="utf-8")
+    with mpl.rc_context({"svg.hashsalt": "kvbench"}):
+        figure = draw()
+        for ending in ("png", "svg"):
+            metadata = {"Date": None} if ending == "svg" else None
+            figure.savefig(RESULTS / f"{FIGURE}.{ending}", dpi=150, metadata=metadata)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
