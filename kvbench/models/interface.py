@@ -316,7 +316,7 @@ def mlps_in_parts(model: PreTrainedModel, size: int) -> Iterator[None]:
         return forward_in_parts
 
     mlps: list[nn.Module] = []
-    for layer in decoder_layers(model):
+    for layer in all_layers(model):
         mlp = getattr(layer, "mlp", None)
         if isinstance(mlp, nn.Module):
             mlps.append(mlp)
@@ -367,6 +367,16 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
         for child in module.children():
             parents[child] = module
     return [parents[attention] for attention in attention_modules(model)]
+
+
+def all_layers(model: PreTrainedModel) -> list[nn.Module]:
+    """Return the modules of all layers, also of those without attention, in order."""
+    layers = decoder_layers(model)
+    for module in model.modules():
+        children = list(module.children())
+        if isinstance(module, nn.ModuleList) and layers[0] in children:
+            return children
+    return layers
 
 
 def attention_modules(model: PreTrainedModel) -> list[nn.Module]:

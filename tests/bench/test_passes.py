@@ -143,8 +143,8 @@ def test_a_skipped_cache_holds_as_much_as_one_that_was_decoded(model, method):
         for t in range(91):
             step(model, walked, token, torch.full_like(token, 160 + t))
         step(model, skipped, token, torch.full_like(token, 250))
-    assert [layer.payload() for layer in skipped] == [layer.payload() for layer in walked]
-    assert [layer.used for layer in skipped] == [layer.used for layer in walked]
+    assert [layer.payload() for layer in skipped.rows] == [layer.payload() for layer in walked.rows]
+    assert [layer.used for layer in skipped.rows] == [layer.used for layer in walked.rows]
 
 
 def test_packed_rows_are_skipped_at_once(model, monkeypatch):

@@ -9,7 +9,7 @@ import kvbench
 from kvbench.base.errors import KvbenchError
 from kvbench.engine import cuda_graph
 from kvbench.engine.cuda_graph import Graph
-from kvbench.engine.step import build, step
+from kvbench.engine.step import build, feed, step
 from kvbench.methods.core.registry import knob_names
 from kvbench.models.interface import attached
 
@@ -55,7 +55,7 @@ def test_a_graph_gives_the_logits_of_plain_steps(name, methods):
             actual = graph.step(token, positions) if i < NEW else step(model, recorded, token, positions)
             assert (actual - want).abs().max() < 1e-5 * want.abs().max()
             token = want[:, -1].argmax(dim=-1)[:, None]
-    for ours, peers_value in zip(recorded, plain, strict=True):
+    for ours, peers_value in zip(recorded.rows, plain.rows, strict=True):
         assert ours.payload() == peers_value.payload() and ours.held().tolist() == peers_value.held().tolist()
         assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(tail(ours), tail(peers_value), strict=True))
 
@@ -63,7 +63,7 @@ def test_a_graph_gives_the_logits_of_plain_steps(name, methods):
 def test_a_model_that_cannot_be_recorded_is_refused_in_words(monkeypatch):
     model = family("llama")
     cache = caches(model, ["full"], 1)
-    monkeypatch.setattr(cuda_graph, "step", lambda *given: step(*given) * float(step(*given).max()))
+    monkeypatch.setattr(cuda_graph, "feed", lambda *given: feed(*given) * float(feed(*given).max()))
     with (
         torch.no_grad(),
         attached(model),
@@ -77,7 +77,7 @@ def test_a_graph_follows_plain_steps():
     cache = caches(model, ["snapkv"])
     with torch.no_grad(), attached(model):
         plain, recorded = build(model, cache, NEW), build(model, cache, NEW)
-        for layer in recorded:
+        for layer in recorded.rows:
             # storage that was never written holds anything
             ((_, rows),) = layer.formats
             rows.keys, rows.values = (torch.full((2, x.shape[0], NEW, x.shape[2]), torch.nan) for x in dense(rows))

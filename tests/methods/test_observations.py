@@ -60,8 +60,11 @@ def test_observed_queries_and_keys_give_the_observed_column_sums(family):
     for o, k, _ in observed(family, n, Needs(last_q=n, colsums=True, colsums_bits=frozenset({3}))):
         rows = causal_softmax(o.last_q, k, o.scale)
         torch.testing.assert_close(rows.sum(dim=1), o.colsums, atol=1e-4, rtol=1e-4)
-        torch.testing.assert_close(o.colsums.sum(dim=1), torch.full((4,), float(n)))
-        torch.testing.assert_close(rows[:, -8:].sum(dim=(1, 2)), torch.full((4,), 8.0))
+        if family == "gpt_oss":  # a part of each row goes to the sink
+            assert (o.colsums.sum(dim=1) < n).all() and (rows.sum(dim=-1) < 1).all()
+        else:
+            torch.testing.assert_close(o.colsums.sum(dim=1), torch.full((4,), float(n)))
+            torch.testing.assert_close(rows[:, -8:].sum(dim=(1, 2)), torch.full((4,), 8.0))
         coarse = causal_softmax(o.last_q, ref.rounded(k, 3), o.scale).sum(dim=1)
         torch.testing.assert_close(o.colsums_q[3], coarse, atol=1e-4, rtol=1e-4)
         assert not torch.allclose(coarse, o.colsums, atol=1e-2)
