@@ -61,7 +61,7 @@ def test_observed_queries_and_keys_give_the_observed_column_sums(family):
         rows = causal_softmax(o.last_q, k, o.scale)
         torch.testing.assert_close(rows.sum(dim=1), o.colsums, atol=1e-4, rtol=1e-4)
         if family == "gpt_oss":  # a part of each row goes to the sink
-            assert (o.colsums.sum(dim=1) < n).all() and (rows.sum(dim=-1) < 1).all()
+            assert (o.colsums.sum(dim=1) < n).all()
         else:
             torch.testing.assert_close(o.colsums.sum(dim=1), torch.full((4,), float(n)))
             torch.testing.assert_close(rows[:, -8:].sum(dim=(1, 2)), torch.full((4,), 8.0))

@@ -125,7 +125,7 @@ def build(family: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
                 if family == "olmo2":
                     p.mul_(2)  # it norms all heads together, so that a head's logits are small
             if name.endswith("sinks"):
-                p.uniform_(-1.0, 3.0)
+                p.uniform_(0.0, 8.0)
             if p.dim() == 2:
                 queries_and_keys = any(k in name for k in ("q_proj", "k_proj", "query_key_value", "qkv_proj"))
                 p.normal_(std=0.35 if queries_and_keys else 0.15)
