@@ -206,13 +206,31 @@ def kinds(family, chain):
     return PER if family == "llama" else (PER[(i + j if family in WHOLE else i) % 2],)
 
 
+FIRST = FAMILIES[: FAMILIES.index("arcee")]
+"""Families on which every chain meets the first law."""
+
+
+@cache
+def one_of_each():
+    """Return a chain of each role, one with as few stages as there is."""
+    chains = {}
+    for chain in sorted(CHAINS, key=lambda c: c.count("+")):
+        for method in chain.split("+"):
+            chains.setdefault(STAGES[method].role, chain)
+    return frozenset(chains.values())
+
+
 def meets(law, chain, family):
     """Tell whether a law of the matrix is tried on a chain and a family: later families have each third chain.
 
-    Which third moves on with the law, and all of them have the first law, so that every pair meets.
+    Which third moves on with the law. Every family has a chain of each role in every law, and those of FIRST have all
+    chains in the first law.
     """
-    rotating = family in WHOLE or law == 0 or (law + CHAINS.index(chain) + FAMILIES.index(family)) % 3 == 0
-    return supported(chain, family) and rotating
+    if not supported(chain, family):
+        return False
+    if family in WHOLE or chain in one_of_each() or (law == 0 and family in FIRST):
+        return True
+    return (law + CHAINS.index(chain) + FAMILIES.index(family)) % 3 == 0
 
 
 LAWS = count()
