@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -112,7 +112,7 @@ def count(model: str, tokens: int) -> ModelBytes:
 
 def layers_in_words(shape: Shape) -> str:
     """Return which layers a method reaches."""
-    if shape.state_numbers and not shape.keyless_layers:
+    if shape.has_states and not shape.keyless_layers:
         return f"all {shape.layers} hold keys and a state"
     if shape.keyless_layers:
         return f"{shape.layers} of {shape.all_layers} hold keys"
@@ -129,15 +129,16 @@ def page() -> str:
     quarter, formats = COLUMNS[0].head, COLUMNS[3].head
     hybrid, plain = "nemotron-3-super-120b-a12b", "llama3.1-8b-instruct"
     parts = [
-        "# What a method can save at all on the models of 2026\n",
+        "# What a method can save at all on twelve released models\n",
         "`python scripts/memory_2026.py`\n",
         "**A method that keeps a quarter of the tokens makes the cache of Llama-3.1-8B "
         f"{_smaller(shortest[plain], quarter)} smaller, that of Nemotron-3-Super "
         f"{_smaller(shortest[hybrid], quarter)} at 8,192 tokens and {_smaller(longest[hybrid], quarter)} at 131,072.** "
-        "Of a hybrid's layers few hold keys. The states of the others are "
+        "Few layers of a hybrid hold keys. The states of Nemotron's other layers are "
         f"{100 * shortest[hybrid].fixed / shortest[hybrid].full:.0f} % of its full cache at 8,192 tokens, and no "
-        f"method compresses them. With q4_0 it is {_smaller(shortest[plain], formats)} on Llama, and "
-        f"{_smaller(shortest[hybrid], formats)} and {_smaller(longest[hybrid], formats)} on Nemotron.\n",
+        "method compresses them. q4_0 makes Llama's cache "
+        f"{_smaller(shortest[plain], formats)} smaller, and Nemotron's "
+        f"{_smaller(shortest[hybrid], formats)} and {_smaller(longest[hybrid], formats)}.\n",
         "![Share of the full cache by model and method at 8,192 and at 131,072 tokens; the grey part stays under every "
         "method. At the right the full cache's size]"
         f"({FIGURE}.png)\n",
@@ -162,9 +163,9 @@ def page() -> str:
     parts.append(
         "- One prompt at 16 bits a number, by formula: keys and values with all that a method stores beside them "
         "(scales, positions, counts). *x smaller*: the full cache over that, states and windows counted in both.\n"
-        "- The *fixed part* are the states of layers of linear attention or state space, and the windows of local "
-        "layers. States are counted at two bytes a number; engines that hold them in fp32, as Nemotron-3's config "
-        "asks, pay twice as much for them.\n"
+        "- The *fixed part* is the states of layers of linear attention or state space, and the windows of local "
+        "layers. A number of a recurrent state counts four bytes, as transformers holds it and as Nemotron-3's config "
+        "asks; an engine that holds it in 16 bits pays half.\n"
         "- The formulas are held to the storages of real caches on small models of each family (`tests/engine/"
         "test_states.py`, `tests/audit`). None of these checkpoints was run. Bytes say nothing about scores.\n"
         "- Shapes: `conf/model`. Models of latent attention (DeepSeek-V3, Kimi) do not run yet and are left out.\n"
@@ -233,8 +234,7 @@ def verify(found: Verification) -> None:
     found.add(f"{FIGURE}.csv", partial(_is_same, RESULTS / f"{FIGURE}.csv", numbers), remedy)
 
 
-def _is_same(path: Path, made: object) -> bool:
-    assert callable(made)
+def _is_same(path: Path, made: Callable[[], str]) -> bool:
     return path.exists() and path.read_text(encoding="utf-8") == made()
 
 

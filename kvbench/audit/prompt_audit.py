@@ -11,7 +11,7 @@ import torch
 from kvbench.audit.accounting import HALF, overhead_bytes
 from kvbench.audit.pages import pages_freed
 from kvbench.base.errors import Refused
-from kvbench.kv.model_shape import POSITION_BYTES
+from kvbench.kv.model_shape import FP32, POSITION_BYTES
 from kvbench.kv.ops import key_heads
 from kvbench.kv.pages import PagesFreed
 from kvbench.kv.segment import LayerCache, storage_bytes
@@ -91,7 +91,7 @@ def audit(cache: PromptCache, kv_heads: int, head_dim: int, dtype: torch.dtype) 
     )
     states = _audit_states(cache, sums.storages)
     # what the model itself holds beside the layers that methods compress: its bytes, and those at 16 bits
-    fixed, fixed16 = local * itemsize + states.bytes, (local + states.numbers) * HALF
+    fixed, fixed16 = local * itemsize + states.bytes, local * HALF + states.bytes16
     payload_kv_head, payload_query_head = sums.payload, sums.payload
     if not chain.lowrank:
         # mean bytes of a stored head times all heads of either kind; latents are one head that all others read
@@ -176,26 +176,29 @@ def _audit_local_layers(
 
 
 class _States(NamedTuple):
-    """The states of a cache: their numbers, and the bytes of their storages."""
+    """The states of a cache: the bytes of their storages, and those at 16 bits, where recurrent ones stay in fp32."""
 
-    numbers: int
     bytes: int
+    bytes16: int
 
 
 def _audit_states(cache: PromptCache, storage_addresses: set[int]) -> _States:
     """Return what the layers that hold a state hold of it. Raises Refused unless each tensor owns its storage.
 
-    States have the dtype that the model gives them, and often fp32 in a model of 16 bits.
+    States have the dtype that the model gives them.
     """
-    numbers = 0
-    tensors = [t for state in cache.states for t in state.tensors()]
-    for t in tensors:
-        address = t.untyped_storage().data_ptr()
-        if address in storage_addresses or t.untyped_storage().nbytes() != t.nbytes:
-            raise Refused("the model: a state shares its storage")
-        storage_addresses.add(address)
-        numbers += t.numel()
-    return _States(numbers, storage_bytes(tensors))
+    tensors: list[torch.Tensor] = []
+    bytes16 = 0
+    for number, state in enumerate(cache.states):
+        for t in state.tensors():
+            address = t.untyped_storage().data_ptr()
+            if address in storage_addresses or t.untyped_storage().nbytes() != t.nbytes:
+                raise Refused(f"the model: state {number} shares its storage")
+            storage_addresses.add(address)
+            tensors.append(t)
+        conv, recurrent = state.counts
+        bytes16 += conv * HALF + recurrent * FP32
+    return _States(storage_bytes(tensors), bytes16)
 
 
 def _check_counts(chain: Chain, layer: LayerCache, index: int, *, n: int, n_layers: int, counts: list[int]) -> None:

@@ -23,6 +23,7 @@ from kvbench.engine.cuda_graph import Graph
 from kvbench.engine.patches import adapted
 from kvbench.engine.prefill import prefill_chains
 from kvbench.engine.step import BatchLayers, build, given_up, step
+from kvbench.kv.segment import storage_bytes
 from kvbench.methods.core.chain import Chain
 from kvbench.methods.core.prompt_cache import PromptCache
 from kvbench.models.interface import NAME, attached
@@ -159,13 +160,14 @@ def run(
 
 
 def _bytes_held(caches: Sequence[PromptCache]) -> int:
-    """Return the payload and overhead that all layers of ``caches`` hold, local ones included."""
+    """Return the payload and overhead that all layers of ``caches`` hold, with windows and states."""
     total = 0
     for cache in caches:
         total += sum(bytes_held(layer).total for layer in cache.layers + cache.local)
+        total += storage_bytes(t for state in cache.states for t in state.tensors())
     return total
 
 
 def _payload(batch: BatchLayers) -> int:
-    """Return the payload bytes that a step reads now."""
-    return sum(sum(layer.payload()) for layer in batch.rows)
+    """Return the bytes of keys, values and states that a step reads now."""
+    return sum(sum(layer.payload()) for layer in batch.with_keys) + sum(state.nbytes() for state in batch.with_states)

@@ -193,10 +193,10 @@ def measure(chain: Chain, shape: Shape, n: int, dtype: torch.dtype) -> MeasuredL
         overhead += shape.local_overhead(n)
         total16 += shape.local_bytes(n, HALF) + shape.local_overhead(n)
     # states are counted as the formula counts them: no method changes them
-    state_bytes = shape.state_numbers * dtype.itemsize
+    state_bytes = shape.state_bytes(dtype.itemsize)
     total += HeldBytes(exact=state_bytes)
     payload += state_bytes
-    total16 += shape.state_numbers * HALF
+    total16 += shape.state_bytes(HALF)
     return MeasuredLayers(
         held=total,
         payload_formula=payload,

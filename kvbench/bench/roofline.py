@@ -10,8 +10,8 @@ from transformers import PreTrainedModel
 
 from kvbench.bench.architecture import step_weight_bytes
 from kvbench.engine.memory import release
-from kvbench.kv.model_shape import from_config
 from kvbench.models.interface import synchronise
+from kvbench.models.traits import shape_of
 
 COPIED = {"cuda": 2**30, "cpu": 2**28}
 """The size in bytes of the copy that measures a device's bandwidth, far more than its last-level cache holds."""
@@ -34,11 +34,12 @@ def step_roofline(
     step: the measured time.
     fraction: ``bound`` over ``step``. At 1 a step is as fast as memory allows.
     """
-    shape = from_config(model.config)
+    shape = shape_of(model.config)
     itemsize = next(model.parameters()).element_size()
     weights = step_weight_bytes(model, batch)
-    # each row's new token counts as exact keys and values in the model's number type
-    written = shape.full_bytes(batch, itemsize)
+    # each row's new token counts as exact keys and values in the model's number type; states are written anew
+    states = shape.state_bytes(itemsize)
+    written = shape.full_bytes(batch, itemsize) - states + batch * states
     moved = weights + cache_bytes + written
     bound = moved / bandwidth
     return {

@@ -104,7 +104,7 @@ def skip(model: PreTrainedModel, batch: BatchLayers, tokens: int) -> None:
     if tokens < 1:
         return
     size = from_config(model.config)
-    for layer in batch.rows:
+    for layer in batch.with_keys:
         stored = [rows for _, rows in layer.formats]
         # rows that evict hold equally many tokens at every length
         if all(isinstance(rows, EvictingRows) for rows in stored):

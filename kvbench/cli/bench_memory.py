@@ -109,5 +109,7 @@ def _measure(cfg: RunConfig, sizes: Sequence[int], build: bool, quiet: bool) -> 
         if not quiet:
             notes = [str(match) for match in matched]
             notes += explain_budgets(account.method for account in accounts)
+            if shape.note is not None:
+                notes.append(shape.note)
             print(memory_table.render(accounts, notes))
     return {"model": cfg.model_name, "shape": asdict(shape), "dtype": name, "rows": rows, "matched": matches}

@@ -236,7 +236,7 @@ class DecodeBatch(Generic[Key]):
         """Feed every row its last token and choose the next one. Return the rows that end with that token."""
         tokens, positions, ends = self.next
         logits = step(self.model, self.layers, tokens[:, None], positions[:, None])[:, -1]
-        attended = [layer.attended for layer in self.layers.rows if layer.attended is not None]
+        attended = [layer.attended for layer in self.layers.with_keys if layer.attended is not None]
         mean_attended = None
         if attended:
             # a layer is nan for rows whose method does not mask it, and nanmean leaves it out
@@ -254,13 +254,13 @@ class DecodeBatch(Generic[Key]):
         newly_ended = [(i, row) for i, row in enumerate(self.rows) if row.over and row.held is None]
         if not newly_ended:
             return []
-        compressed_layers = compressed(self.layers.rows)
+        compressed_layers = compressed(self.layers.with_keys)
         # transpose [layers, B]: peaks lists each row's most tokens of a head by layer
         peaks = by_layer([layer.held() for layer in compressed_layers], self.next.device).T.tolist()
         # payload lists each row's payload bytes by layer
         payload = list(zip(*(layer.payload() for layer in compressed_layers), strict=True))
-        all_payload = sum(sum(layer.payload()) for layer in self.layers.rows)
-        factor = allocated(self.layers.rows) / max(1, all_payload)
+        all_payload = sum(sum(layer.payload()) for layer in self.layers.with_keys)
+        factor = allocated(self.layers.with_keys) / max(1, all_payload)
         for i, row in newly_ended:
             row.held, row.stored, row.factor = peaks[i], Stored(row.fed, payload[i]), factor
         self._drop_ended_rows()

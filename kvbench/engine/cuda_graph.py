@@ -89,16 +89,16 @@ class Graph:
     """
 
     def __init__(self, model: PreTrainedModel, batch: BatchLayers) -> None:
-        self.place = torch.zeros(1, dtype=torch.int64, device=batch.rows[0].next.device)
+        self.place = torch.zeros(1, dtype=torch.int64, device=batch.with_keys[0].next.device)
         self.layers = []
-        if batch.states:
+        if batch.with_states:
             raise KvbenchError("no graph of a decode step: layers hold states, which move; step=plain runs it")
-        for i, layer in enumerate(batch.rows):
+        for i, layer in enumerate(batch.with_keys):
             try:
                 self.layers.append(StillLayer(layer, self.place))
             except KvbenchError as why:
                 raise KvbenchError(f"no graph of a decode step: layer {i}: {why}; step=plain runs it") from None
-        devices = {layer.next.device for layer in batch.rows}
+        devices = {layer.next.device for layer in batch.with_keys}
         if len(devices) > 1:
             raise KvbenchError("no graph of a decode step: layers are on several devices; step=plain runs it")
         (device,) = devices
@@ -106,7 +106,7 @@ class Graph:
             raise KvbenchError(f"no graph of a decode step in Triton's interpreter: {kernels.SWITCH}=off does without")
         self.model, self.batch = model, batch
         # a replayed step reads its input from this memory, [B, 1] each
-        rows = len(batch.rows[0].next)
+        rows = len(batch.with_keys[0].next)
         self.tokens, self.positions = torch.zeros(2, rows, 1, dtype=torch.int64, device=device)
         # recording writes a meaningless token into the next token's slot, and the first step overwrites it
         self.place.fill_(batch.used)

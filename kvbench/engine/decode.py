@@ -116,12 +116,12 @@ def continue_cache(cache: PromptCache, batch: BatchLayers, logits: Tensor, row: 
     former_layers, former_local = iter(cache.layers), iter(cache.local)
     layers: list[LayerCache] = []
     local: list[LayerCache] = []
-    for row_layer in batch.rows:
+    for row_layer in batch.with_keys:
         if row_layer.local:
             local.append(row_layer.continued(next(former_local), row))
         else:
             layers.append(row_layer.continued(next(former_layers), row))
-    states = tuple(layer.state(row) for layer in batch.states)
+    states = tuple(layer.state(row) for layer in batch.with_states)
     return replace(cache, layers=tuple(layers), local=tuple(local), states=states, logits=logits.clone())
 
 

@@ -123,7 +123,7 @@ class TransformersCache(HFCache):
         return state.logits
 
     def nbytes(self) -> int:
-        """Return the bytes of keys, values and their overhead after the last turn."""
+        """Return the bytes of keys, values, their overhead and states after the last turn."""
         if self.state is None:
             return 0
         return self.state.nbytes()
@@ -256,7 +256,7 @@ class GeneratedTurn:
             assert cache.state is not None
             peaks: list[int] = []
             payload: list[int] = []
-            for layer in compressed(self.batch.rows):
+            for layer in compressed(self.batch.with_keys):
                 peaks.append(int(layer.held()))
                 payload.extend(layer.payload())  # one number per layer, because the batch has one row
             check_peak(cache.state, peaks, len(self.fed))

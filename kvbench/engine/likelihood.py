@@ -182,8 +182,8 @@ def _force(
             losses[:, scored] = _compute_losses(logits, ids[scored])
             on_logits(start, logits)
     # each row gets the most tokens of a head, and the payload bytes, by layer
-    most_tokens = torch.stack([layer.held() for layer in compressed(batch.rows)]).T.tolist()
-    payload = zip(*(layer.payload() for layer in compressed(batch.rows)), strict=True)
+    most_tokens = torch.stack([layer.held() for layer in compressed(batch.with_keys)]).T.tolist()
+    payload = zip(*(layer.payload() for layer in compressed(batch.with_keys)), strict=True)
     results = []
     for row_losses, row_tokens, row_payload in zip(losses.cpu(), most_tokens, payload, strict=True):
         stored = Stored(fed=batch.used, payload=row_payload)

@@ -17,7 +17,7 @@ from kvbench.base.errors import UsageError
 from kvbench.engine.finite import check_finite
 from kvbench.engine.prompt_layer import Blocks, LayerStart, PromptLayer, Read, Share, alone
 from kvbench.kv import ops
-from kvbench.kv.model_shape import from_config, key_layers, local_layers
+from kvbench.kv.model_shape import from_config, key_layers, local_layers, state_layers
 from kvbench.kv.observation import AttentionCall, Needs, Observation
 from kvbench.kv.segment import LayerCache
 from kvbench.kv.state import LayerState
@@ -161,11 +161,12 @@ class _PromptPass:
             self.numbers[index] = number
             self.layers[index] = layer
             self.compressed_layers.append(layer)
-        rows = []
-        if states:
-            rows = [states]
         with_keys = list(self.layers.values())
-        self.state_layers = state_layers_of(model.config, with_keys, rows)
+        columns = None
+        if starts and state_layers(model.config):
+            assert len(states) == len(state_layers(model.config)), "a text goes on from all of its states"
+            columns = [[state] for state in states]
+        self.state_layers = state_layers_of(model.config, with_keys, columns)
         self.all_layers = in_model_order(model.config, with_keys, self.state_layers)
 
     def _build_layer(self, number: int, plain: bool, start: LayerStart | None) -> PromptLayer:

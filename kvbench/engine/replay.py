@@ -115,10 +115,10 @@ def replay(
         for layer in layers:
             segment = layer.segments[0]
             replay_layers.append(ReplayLayer(segment.k, segment.v, span, passes.sinks))
-        rows = []
+        columns = None
         if states:
-            rows = [states]
-        state_layers = state_layers_of(model.config, replay_layers, rows)
+            columns = [[state] for state in states]
+        state_layers = state_layers_of(model.config, replay_layers, columns)
         with torch.no_grad(), attached(model):
             model(
                 input_ids=text[None],

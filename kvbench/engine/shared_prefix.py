@@ -194,7 +194,7 @@ class SharedPrefix:
         # column sums are kept apart, because only some chains pay for them
         forward_s = time.perf_counter() - start - sum(seconds.values())
         colsums_s = {bits: former.colsums_s.get(bits, 0.0) + s for (_, bits), s in seconds.items()}
-        self._drop_sums()
+        self._drop_statistics()
         piece_end = PieceEnd(
             colsums=tuple(layer.colsums for layer in self.layers),
             forward_s=former.forward_s + forward_s,
@@ -204,8 +204,10 @@ class SharedPrefix:
         self.ends.append(piece_end)
         self.ids = ids[:end].cpu().clone()  # a view would keep the whole prompt alive
 
-    def _drop_sums(self) -> None:
-        """Drop the newest end's column sums, unless prompts parted there or its number of pieces is a power of 2.
+    def _drop_statistics(self) -> None:
+        """Drop the newest end's column sums and states.
+
+        They stay if prompts parted there or if its number of pieces is a power of 2.
 
         The sums of all ends would grow with the square of the tokens. Those behind 1, 2, 4, 8 ... pieces add up to
         twice the last.

@@ -14,6 +14,7 @@ from transformers.cache_utils import Cache as HFCache
 from kvbench.base.errors import UsageError
 from kvbench.engine.decode_layer import RowLayer
 from kvbench.kv.model_shape import key_layers, local_layers
+from kvbench.kv.state import LayerState
 from kvbench.methods.core.prompt_cache import PromptCache
 from kvbench.models.interface import sliding_window
 from kvbench.models.lowrank import lifts
@@ -27,30 +28,30 @@ from kvbench.storage.roles import Rotary
 class BatchLayers:
     """The layers of a decode batch.
 
-    rows: the layers that hold keys, in the model's order, local ones included.
-    states: the layers that hold a state, in the model's order.
+    with_keys: the layers that hold keys, in the model's order, local ones included.
+    with_states: the layers that hold a state, in the model's order.
     """
 
-    rows: list[RowLayer]
-    states: list[StateLayer]
+    with_keys: list[RowLayer]
+    with_states: list[StateLayer]
 
     @property
     def used(self) -> int:
         """The number of tokens that have come since the batch was built."""
-        return self.rows[0].used
+        return self.with_keys[0].used
 
     def join(self, other: BatchLayers) -> None:
         """Append the rows of another batch."""
-        for layer, entering_layer in zip(self.rows, other.rows, strict=True):
+        for layer, entering_layer in zip(self.with_keys, other.with_keys, strict=True):
             layer.join(entering_layer)
-        for state, entering_state in zip(self.states, other.states, strict=True):
+        for state, entering_state in zip(self.with_states, other.with_states, strict=True):
             state.join(entering_state)
 
     def keep(self, rows: Tensor) -> None:
         """Drop all rows except ``rows``, which ascend."""
-        for layer in self.rows:
+        for layer in self.with_keys:
             layer.keep(rows)
-        for state in self.states:
+        for state in self.with_states:
             state.keep(rows)
 
 
@@ -59,7 +60,7 @@ def build(
 ) -> BatchLayers:
     """Build the decode batch of ``caches``: one RowLayer per layer with keys, with room for ``capacity`` new tokens.
 
-    The model must stay as the chains adapt it while the batch is used. Methods number the layers without local layers.
+    The model must stay as the chains adapt it while the batch is used. Methods number the layers that they compress.
     Memory never holds all layers twice: the batch copies layer by layer, and a layer without another reference is freed
     at once. ``given_up`` leaves no other references to caches.
 
@@ -80,10 +81,11 @@ def build(
     # From here on only the columns refer to the layers: (number, each row's layer of that number) in the model's order.
     columns = deque(enumerate(zip(*(cache.layers for cache in rows), strict=True)))
     local_columns = list(zip(*(cache.local for cache in rows), strict=True))
-    states = [cache.states for cache in rows]
+    state_columns = deque(zip(*(cache.states for cache in rows), strict=True))
     del rows
     # a local layer's place among the layers that hold keys
-    places = [i for i, index in enumerate(key_layers(model.config)) if index in local_layers(model.config)]
+    local = local_layers(model.config)
+    places = [i for i, index in enumerate(key_layers(model.config)) if index in local]
     for i, column in zip(places, local_columns, strict=True):
         columns.insert(i, (i, column))
     del local_columns
@@ -109,9 +111,16 @@ def build(
         # these are the last references to this layer of the caches
         del stored_rows, column
     state_layers: list[StateLayer] = []
-    if any(states):
-        state_layers = state_layers_of(model.config, layers, states)
+    if state_columns:
+        # each column is given up before the next layer is made
+        state_layers = state_layers_of(model.config, layers, _given_up(state_columns))
     return BatchLayers(layers, state_layers)
+
+
+def _given_up(columns: deque[tuple[LayerState, ...]]) -> Iterator[tuple[LayerState, ...]]:
+    """Yield the columns, and remove each from the queue first."""
+    while columns:
+        yield columns.popleft()
 
 
 def given_up(caches: list[PromptCache]) -> Iterator[PromptCache]:
@@ -135,7 +144,7 @@ def step(model: PreTrainedModel, batch: BatchLayers, tokens: Tensor, positions: 
 
     With ``whole``, return the logits [B, T, V] after each token.
     """
-    return feed(model, in_model_order(model.config, batch.rows, batch.states), tokens, positions, whole)
+    return feed(model, in_model_order(model.config, batch.with_keys, batch.with_states), tokens, positions, whole)
 
 
 def feed(

@@ -9,6 +9,8 @@ from typing import Any
 from kvbench.base.errors import UsageError
 
 POSITION_BYTES = 4
+FP32 = 4
+"""Bytes of a number of a recurrent state."""
 HOLD_STATES = ("linear_attention", "conv", "hybrid")
 """The types of layers, as transformers names them, that hold a state of a fixed size (state space is linear attention).
 
@@ -25,7 +27,8 @@ class Shape:
     layers: the layers that methods compress. They attend all tokens, or all of the model's layers slide.
     local_layers: layers that attend and hold only the last ``window`` tokens. No method compresses them.
     keyless_layers: layers that hold no keys: linear attention, state space, convolution, or nothing but an MLP.
-    state_numbers: how many numbers the states of all layers are; 0 as long as nobody has counted them.
+    conv_numbers, recurrent_numbers: how many numbers the states of all layers are; 0 as long as nobody has counted.
+    transformers holds those of convolutions in the model's dtype and recurrent ones in fp32.
     """
 
     layers: int
@@ -35,14 +38,15 @@ class Shape:
     local_layers: int = 0
     window: int = 0
     keyless_layers: int = 0
-    state_numbers: int = 0
+    conv_numbers: int = 0
+    recurrent_numbers: int = 0
 
     def __post_init__(self) -> None:
         has_local = bool(self.local_layers or self.window)
         for name, value in asdict(self).items():
             # a model has both local layers and a window, or neither of them
             may_be_zero = name in ("local_layers", "window") and not has_local
-            may_be_zero = may_be_zero or name in ("keyless_layers", "state_numbers")
+            may_be_zero = may_be_zero or name in ("keyless_layers", "conv_numbers", "recurrent_numbers")
             least = 0 if may_be_zero else 1
             # Python counts True and False as integers
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
@@ -51,6 +55,11 @@ class Shape:
             raise UsageError(
                 f"model.shape.query_heads={self.query_heads} is not possible: a multiple of kv_heads={self.kv_heads}"
             )
+
+    @property
+    def has_states(self) -> bool:
+        """Whether layers hold a state of a fixed size, in place of keys or beside them."""
+        return bool(self.conv_numbers or self.recurrent_numbers)
 
     @property
     def all_layers(self) -> int:
@@ -68,7 +77,11 @@ class Shape:
 
     def fixed_bytes(self, tokens: int, itemsize: int) -> int:
         """Return the bytes that no method compresses: of local layers after ``tokens``, and of states."""
-        return self.local_bytes(tokens, itemsize) + self.state_numbers * itemsize
+        return self.local_bytes(tokens, itemsize) + self.state_bytes(itemsize)
+
+    def state_bytes(self, itemsize: int) -> int:
+        """Return the bytes of all states of one text, whatever its length."""
+        return self.conv_numbers * itemsize + self.recurrent_numbers * FP32
 
     def local_bytes(self, tokens: int, itemsize: int) -> int:
         """Return the bytes of the keys and values that local layers hold of ``tokens``."""
@@ -89,7 +102,7 @@ class Shape:
                 f"{self.layers + self.local_layers} of {self.all_layers} layers hold keys and values{local}: methods, "
                 f"budgets and tokens kept are of {self.layers} layers, bytes of all, with the states of the others."
             )
-        if self.state_numbers:
+        if self.has_states:
             return "All layers hold a state beside their keys: it passes through, and bytes count it."
         if not self.local_layers:
             return None
@@ -99,15 +112,18 @@ class Shape:
         )
 
     def __str__(self) -> str:
-        local = ""
+        others = ""
         if self.local_layers:
-            local = f" and {self.local_layers} local ones (window {self.window})"
+            others = f" and {self.local_layers} local ones (window {self.window})"
         if self.keyless_layers:
-            local += f" and {self.keyless_layers} without keys"
-        return (
-            f"{self.layers} layers{local}, {self.query_heads} query and {self.kv_heads} kv heads of dimension "
+            others += f" and {self.keyless_layers} without keys"
+        text = (
+            f"{self.layers} layers{others}, {self.query_heads} query and {self.kv_heads} kv heads of dimension "
             f"{self.head_dim}"
         )
+        if self.has_states:
+            text += f", and states of {self.conv_numbers + self.recurrent_numbers:,} numbers"
+        return text
 
 
 def from_entry(entry: Mapping[str, int]) -> Shape:
@@ -117,8 +133,8 @@ def from_entry(entry: Mapping[str, int]) -> Shape:
     if not set(needed) <= set(entry) <= set(names):
         raise UsageError(
             f"model.shape={dict(entry)} is not possible: a mapping with {', '.join(needed)}, all of them, and with "
-            "local_layers and window where the model has local layers, keyless_layers and state_numbers where it has "
-            "layers without keys"
+            "local_layers and window where the model has local layers, keyless_layers, conv_numbers and "
+            "recurrent_numbers where it has layers with states"
         )
     return Shape(**entry)
 

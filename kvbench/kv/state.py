@@ -30,13 +30,17 @@ class LayerState:
         return [t for t in (*self.conv, *self.recurrent) if t is not None]
 
     @property
-    def numbers(self) -> int:
-        """How many numbers the layer holds."""
-        return sum(t.numel() for t in self.tensors())
+    def counts(self) -> tuple[int, int]:
+        """How many numbers the states of (convolutions, recurrences) are."""
+        return _count(self.conv), _count(self.recurrent)
 
     def shapes(self) -> LayerState:
         """Return the states with the shapes of their tensors alone."""
         return LayerState(conv=_on_meta(self.conv), recurrent=_on_meta(self.recurrent))
+
+
+def _count(states: States) -> int:
+    return sum(t.numel() for t in states if t is not None)
 
 
 def _on_meta(states: States) -> States:

@@ -10,6 +10,9 @@ import torch
 from kvbench.methods.core.base import Mask
 from kvbench.methods.core.knobs import Rule, knob
 
+SUM_ROUNDS = 1e-3
+"""By so much the sum of weights may miss 1 for rounding alone."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Twilight(Mask):
@@ -59,7 +62,10 @@ class Twilight(Mask):
             return weights > 0
         # the smallest set of largest weights whose sum reaches p; the last of them is the threshold
         ordered = weights.sort(dim=-1, descending=True).values
-        too_small = ordered.cumsum(dim=-1) < self.p
+        # where a sink takes a part, p is a share of what goes to tokens; without one their sum is 1 but for rounding
+        total = weights.sum(dim=-1, keepdim=True)
+        reached = torch.where(total < 1 - SUM_ROUNDS, self.p * total, torch.full_like(total, self.p))
+        too_small = ordered.cumsum(dim=-1) < reached
         # rounding may keep even the sum of all weights below p
         threshold_index = too_small.sum(dim=-1, keepdim=True).clamp(max=weights.shape[-1] - 1)
         threshold = ordered.gather(-1, threshold_index)

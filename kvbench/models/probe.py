@@ -64,14 +64,14 @@ def probe(model: PreTrainedModel) -> Probe:
     return _PROBED[model]
 
 
-_COUNTED: WeakKeyDictionary[PreTrainedModel, int] = WeakKeyDictionary()
+_COUNTED: WeakKeyDictionary[PreTrainedModel, tuple[int, int]] = WeakKeyDictionary()
 """The numbers of states of each model, once they were counted."""
 
 
-def count_states(model: PreTrainedModel) -> int:
-    """Return how many numbers the states of one text are, over all layers. They are the same after any text."""
+def count_states(model: PreTrainedModel) -> tuple[int, int]:
+    """Return how many numbers the states of (convolutions, recurrences) are over all layers, after any text."""
     if not state_layers(model.config):
-        return 0
+        return 0, 0
     if model not in _COUNTED:
         config = model.config
         read = model
@@ -88,7 +88,8 @@ def count_states(model: PreTrainedModel) -> int:
                 use_cache=True,
                 **named_cache(HFCache(layers=in_model_order(config, layers, states))),
             )
-        _COUNTED[model] = sum(layer.state().numbers for layer in states)
+        counts = [layer.state().counts for layer in states]
+        _COUNTED[model] = sum(conv for conv, _ in counts), sum(recurrent for _, recurrent in counts)
     return _COUNTED[model]
 
 

@@ -53,6 +53,11 @@ class StateLayer(LinearAttentionLayer):  # type: ignore[misc]
             recurrent=tuple(_chosen(t, index) for t in self.recurrent_states.values()),
         )
 
+    def nbytes(self) -> int:
+        """Return the bytes of the states of all rows."""
+        tensors = [*self.conv_states.values(), *self.recurrent_states.values()]
+        return sum(t.nbytes for t in tensors if t is not None)
+
     def join(self, other: StateLayer) -> None:
         """Append the rows of another layer."""
         for i in self.conv_states:
@@ -85,22 +90,27 @@ class StateBesideKeys(StateLayer, KvbenchLayer):
 
 
 def state_layers_of(
-    config: Any, with_keys: Sequence[KvbenchLayer], rows: Sequence[Sequence[LayerState]] = ()
+    config: Any, with_keys: Sequence[KvbenchLayer], columns: Iterable[Sequence[LayerState]] | None = None
 ) -> list[StateLayer]:
     """Return the model's layers that hold a state, in order.
 
-    with_keys: the layers that hold keys, in order. rows: the states of each row of a batch, layer by layer; none where
-    the text begins.
+    with_keys: the layers that hold keys, in order. columns: for each layer with a state, the states of all rows; None
+    where the text begins. They are taken one by one, so that a caller can free them.
     """
     layers: list[StateLayer] = []
     keys = iter(with_keys)
+    remaining = None
+    if columns is not None:
+        remaining = iter(columns)
     for kind in layer_types(config):
         of_keys = None
         if kind not in KEYLESS:
             of_keys = next(keys)
         if kind not in HOLD_STATES:
             continue
-        states = [row[len(layers)] for row in rows]
+        states: Sequence[LayerState] = ()
+        if remaining is not None:
+            states = next(remaining)
         if of_keys is None:
             layers.append(StateLayer(config, states))
         else:

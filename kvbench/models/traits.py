@@ -141,7 +141,8 @@ def of_model(model: PreTrainedModel) -> ModelTraits:
         unrolled = unrolled or result.unrolled
         mixed = mixed or result.mixed
     capped = getattr(model.config, "attn_logit_softcapping", None) is not None
-    shape = replace(from_config(model.config), state_numbers=probe.count_states(model))
+    conv, recurrent = probe.count_states(model)
+    shape = replace(from_config(model.config), conv_numbers=conv, recurrent_numbers=recurrent)
     return ModelTraits(
         family=family,
         shape=shape,
@@ -154,7 +155,11 @@ def of_model(model: PreTrainedModel) -> ModelTraits:
 
 
 def shape_of(config: Any) -> Shape:
-    """Return the shape of a model's cache from its configuration. States are counted by reading one token."""
+    """Return the shape of a model's cache from its configuration. States are counted by reading one token.
+
+    Raises UsageError for a model of which the language model is a part.
+    """
+    check_whole(config)
     if state_layers(config):
         return of_config(config).shape
     return from_config(config)
@@ -174,6 +179,7 @@ def of_config(config: Any) -> ModelTraits:
 
     Raises UsageError if transformers builds no model of it, or kvbench cannot run the model.
     """
+    check_whole(config)
     layers = getattr(config, "num_hidden_layers", 0)
     if isinstance(layers, int) and layers > MOST_LAYERS:
         raise _refusal(config, f"its config.json says num_hidden_layers={layers}; {MOST_LAYERS} are the most")
@@ -189,10 +195,21 @@ def of_config(config: Any) -> ModelTraits:
     return _KNOWN[key]
 
 
+def check_whole(config: Any) -> None:
+    """Raise UsageError if the language model is a part of a larger model, as of one that reads pictures, too."""
+    text = config.get_text_config()
+    if text is not config and not config.is_encoder_decoder:
+        raise _refusal(
+            config,
+            f"its language model, of the type {text.model_type}, is a part of a larger model: save that part as a "
+            "model of its own and give its folder (docs/own.md says how)",
+        )
+
+
 def check_served(model: PreTrainedModel) -> None:
     """Raise UsageError with the reason for a model whose cache or attention kvbench does not compute."""
     config, modules = model.config, attention_modules(model)
-    text = config.get_text_config()
+    check_whole(config)
     layers = getattr(config, "num_hidden_layers", 0)
     layer_numbers = [module.layer_idx for module in modules]
     kinds = sorted(set(layer_types(config)) - set(LAYER_TYPES))
@@ -202,8 +219,6 @@ def check_served(model: PreTrainedModel) -> None:
         "it reads through cross-attention": (
             config.is_encoder_decoder or getattr(config, "cross_attention_layers", None)
         ),
-        f"its language model, of the type {text.model_type}, is a part of a larger model: save that part as a model "
-        "of its own and give its folder (docs/own.md says how)": text is not config,
         "it has more attention modules than layers (cross-attention)": len(modules) > layers,
         "it caches latents instead of keys and values (latent attention)": getattr(config, "kv_lora_rank", None),
         f"it has layers of the type {', '.join(kinds)}, and only {', '.join(LAYER_TYPES)} run": kinds,

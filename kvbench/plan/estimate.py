@@ -106,7 +106,7 @@ def estimate(
     for cell in cells.values():
         needs = needs | cell.chain.needs(n)
     # states do not grow with the answer, and the cache has them already
-    answer_bytes = shape.full_bytes(new, itemsize) - shape.state_numbers * itemsize
+    answer_bytes = shape.full_bytes(new, itemsize) - shape.state_bytes(itemsize)
     copies = 1
     if group.task.turns or group.task.samples > 1:
         # questions and drawn answers branch from one cache, so it stays beside its copies in the decode batch

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from kvbench.engine import memory, precision
+from kvbench.kv.model_shape import state_layers
 from kvbench.models import load
 from kvbench.plan.cells import Group, pairs, rounds
 from kvbench.plan.estimate import Estimate
@@ -111,6 +112,9 @@ def _count_shared(plan: RunPlan, seen: Group, withheld: Group) -> int:
 
     seen, withheld: the groups of the same prompts with their questions in view, and with their questions withheld.
     """
+    # a state at the end of a prompt cannot be taken back to the end of its context
+    if state_layers(plan.source.config):
+        return 0
     seen_examples = plan.left(seen)
     count = 0
     for example, cells in plan.left(withheld).items():

@@ -188,7 +188,7 @@ def decode_growth(name: str, new: int) -> dict[str, float]:
         counts, excesses = [], []
         for i, layer in enumerate(cache.layers):
             budgets = torch.tensor(evictor.head_budgets(layer, i))
-            tokens_by_head = count_by_head(batch.rows[i], len(budgets))
+            tokens_by_head = count_by_head(batch.with_keys[i], len(budgets))
             counts.append(tokens_by_head)
             excesses.append(int((tokens_by_head - budgets).max()))
         growth["tokens"] = float(torch.cat(counts).float().mean())

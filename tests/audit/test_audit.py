@@ -46,12 +46,16 @@ def test_bytes_equal_the_spec_formula(family, per):
     # a local layer holds its window of 24 tokens under the kv heads, whatever ``per`` says, and their positions once
     held = LOCAL_LAYERS.get(family, 0) * 24
     # states are held whole, under whatever heads
-    local = held * 2 * kv * d * 4 + shape.state_numbers * 4
+    local = held * 2 * kv * d * 4 + shape.state_bytes(4)
     assert m.payload == layers * 4 * h * ((size - recent) * t + recent * d + size * d) + local
     assert m.overhead == layers * (4 * h * size + 2 * h * t) + held * 4
     assert m.payload + m.overhead == cache.nbytes()
     assert m.full_bytes == layers * 2 * kv * n * d * 4 + local
-    assert (2 * m.payload16, 2 * m.full16, m.overhead16) == (m.payload, m.full_bytes, m.overhead)
+    # recurrent states are held in fp32 in models of 16 bits, too
+    in_fp32 = 4 * shape.recurrent_numbers
+    assert 2 * (m.payload16 - in_fp32) == m.payload - in_fp32
+    assert 2 * (m.full16 - in_fp32) == m.full_bytes - in_fp32
+    assert m.overhead16 == m.overhead
     assert m.kept == m.nominal == size
     one = layers * 4 * ((size - recent) * t + recent * d + size * d)
     query_heads = model.config.num_attention_heads

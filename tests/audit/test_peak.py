@@ -210,7 +210,7 @@ def test_storage_that_costs_more_than_declared_is_refused(method, monkeypatch):
 
     monkeypatch.setattr(RowLayer, "__init__", wider)
     batch = build_batch(model, [cache], 5)
-    stored = Stored(0, [layer.payload()[0] for layer in batch.rows])
+    stored = Stored(0, [layer.payload()[0] for layer in batch.with_keys])
     with pytest.raises(Refused, match=r"layer 0 holds \d+ payload bytes after 0 new tokens, the formula says \d+"):
         check_bytes(cache, stored, *heads_of(model), model.dtype)
 
@@ -223,13 +223,13 @@ def test_what_a_batch_allocates_is_its_padding_its_tail_and_little_else():
     token = 2 * kv_heads * head_dim * model.dtype.itemsize
     layers = len(rows[0].layers)
     batch = build_batch(model, rows, 11)
-    assert 0 <= allocated(batch.rows) - layers * 2 * 24 * token < layers * 2 * 24 * kv_heads * 16
-    before = allocated(batch.rows)
+    assert 0 <= allocated(batch.with_keys) - layers * 2 * 24 * token < layers * 2 * 24 * kv_heads * 16
+    before = allocated(batch.with_keys)
     feed(model, batch, rows)
-    assert 0 <= allocated(batch.rows) - before - layers * 2 * 9 * token < 64 * layers
+    assert 0 <= allocated(batch.with_keys) - before - layers * 2 * 9 * token < 64 * layers
     for i in range(10):
         feed(model, batch, rows, 1 + i)
-    assert 0 <= allocated(batch.rows) - before - layers * 2 * 11 * token < 64 * layers
+    assert 0 <= allocated(batch.with_keys) - before - layers * 2 * 11 * token < 64 * layers
 
 
 @pytest.mark.parametrize("method", [*METHODS, {"method": "qhitter", "kv_size": 12}, "kivi", "palu"], ids=str)
@@ -239,8 +239,8 @@ def test_a_batch_allocates_what_it_stores_and_never_the_models_weights(method):
     with torch.no_grad(), adapted(model, rows[0].chain):
         batch = build_batch(model, rows, 5)
         feed(model, batch, rows)
-        payload = sum(sum(layer.payload()) for layer in batch.rows)
-    assert payload <= allocated(batch.rows) < 4 * payload
+        payload = sum(sum(layer.payload()) for layer in batch.with_keys)
+    assert payload <= allocated(batch.with_keys) < 4 * payload
 
 
 def feed(model, batch, rows, fed=0):

@@ -122,7 +122,7 @@ def test_every_model_states_a_shape(name):
         "gemma-2-2b": 104, "gemma-2-9b": 336, "gemma-3-1b": 26, "gemma-3-270m": 18, "phi3-mini": 384,
     }  # fmt: skip
     want = per_token[max((k for k in per_token if name.startswith(k)), key=len)]
-    assert shape.full_bytes(1, 2) - 2 * shape.state_numbers == want * 1024
+    assert shape.full_bytes(1, 2) - shape.state_bytes(2) == want * 1024
 
 
 MAMBA2 = {"mamba_n_groups": 1, "mamba_d_conv": 4, "pad_token_id": 0}

@@ -143,8 +143,8 @@ def test_a_skipped_cache_holds_as_much_as_one_that_was_decoded(model, method):
         for t in range(91):
             step(model, walked, token, torch.full_like(token, 160 + t))
         step(model, skipped, token, torch.full_like(token, 250))
-    assert [layer.payload() for layer in skipped.rows] == [layer.payload() for layer in walked.rows]
-    assert [layer.used for layer in skipped.rows] == [layer.used for layer in walked.rows]
+    assert [layer.payload() for layer in skipped.with_keys] == [layer.payload() for layer in walked.with_keys]
+    assert [layer.used for layer in skipped.with_keys] == [layer.used for layer in walked.with_keys]
 
 
 def test_packed_rows_are_skipped_at_once(model, monkeypatch):
@@ -152,7 +152,7 @@ def test_packed_rows_are_skipped_at_once(model, monkeypatch):
     (chain,) = chains("kivi")
     caches = [prefill_chains(model, row, [chain])[0] for row in prompts(Workload(160, 400, 2), 721, 0)]
     batch = build(model, caches, 400)
-    stores = [s for layer in batch.rows for _, rows in layer.formats for s in (rows.k, rows.v)]
+    stores = [s for layer in batch.with_keys for _, rows in layer.formats for s in (rows.k, rows.v)]
     before = [s.codes.codes.clone() for s in stores]
     with monkeypatch.context() as patch:
         for store in stores:

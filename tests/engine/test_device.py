@@ -68,7 +68,7 @@ def answered(model, chains):
         for t in range(2):
             collected.append(step(model, batch, token, starts + t))
         odd = torch.arange(1, len(caches), 2)
-        for layer in batch.rows:
+        for layer in batch.with_keys:
             layer.keep(odd)
             assert all(n > 0 for n in layer.payload())
         collected.append(step(model, batch, token[1::2], starts[1::2] + 2))

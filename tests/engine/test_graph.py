@@ -55,7 +55,7 @@ def test_a_graph_gives_the_logits_of_plain_steps(name, methods):
             actual = graph.step(token, positions) if i < NEW else step(model, recorded, token, positions)
             assert (actual - want).abs().max() < 1e-5 * want.abs().max()
             token = want[:, -1].argmax(dim=-1)[:, None]
-    for ours, peers_value in zip(recorded.rows, plain.rows, strict=True):
+    for ours, peers_value in zip(recorded.with_keys, plain.with_keys, strict=True):
         assert ours.payload() == peers_value.payload() and ours.held().tolist() == peers_value.held().tolist()
         assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(tail(ours), tail(peers_value), strict=True))
 
@@ -77,7 +77,7 @@ def test_a_graph_follows_plain_steps():
     cache = caches(model, ["snapkv"])
     with torch.no_grad(), attached(model):
         plain, recorded = build(model, cache, NEW), build(model, cache, NEW)
-        for layer in recorded.rows:
+        for layer in recorded.with_keys:
             # storage that was never written holds anything
             ((_, rows),) = layer.formats
             rows.keys, rows.values = (torch.full((2, x.shape[0], NEW, x.shape[2]), torch.nan) for x in dense(rows))

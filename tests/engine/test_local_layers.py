@@ -102,8 +102,8 @@ def test_a_decode_batch_holds_a_window_of_each_local_layer_and_no_more(family):
     model = build(family)
     caches = [kvbench.prefill(model, prompt(n), ["full"])[0] for n in (10, 70)]
     batch = batch_of(model, caches, 30)
-    assert [i for i, layer in enumerate(batch.rows) if layer.local] == PLACES[family]
-    for layer in batch.rows:
+    assert [i for i, layer in enumerate(batch.with_keys) if layer.local] == PLACES[family]
+    for layer in batch.with_keys:
         if layer.local:
             ((_, rows),) = layer.formats
             assert rows.k.shape[2] == rows.v.shape[2] == WINDOW

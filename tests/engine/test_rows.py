@@ -120,6 +120,6 @@ def test_a_batch_that_is_given_its_caches_frees_them_layer_by_layer(monkeypatch,
     monkeypatch.setattr(stepping, "RowLayer", Watched)
     batch = stepping.build(model, stepping.given_up(caches), 8)
     assert not caches and alive[0] == len(seen[0]) > 2 * alive[1]
-    for ours, peers_value in zip(batch.rows, stepping.build(model, cache, 8).rows, strict=True):
+    for ours, peers_value in zip(batch.with_keys, stepping.build(model, cache, 8).with_keys, strict=True):
         assert ours.payload() == peers_value.payload()
     assert cache and all(c.layers for c in cache)

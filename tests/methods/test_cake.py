@@ -229,9 +229,9 @@ def test_while_decoding_each_layer_holds_its_budget_by_the_current_row(family, p
     evicted = 0
     with torch.no_grad(), attached(model):
         for t in range(20):
-            before = [snapshot(b.formats[0][1]) for b in batch.rows]
+            before = [snapshot(b.formats[0][1]) for b in batch.with_keys]
             step(model, batch, tokens, (seen + t)[:, None])
-            for i, (old, new) in enumerate(zip(before, batch.rows, strict=True)):
+            for i, (old, new) in enumerate(zip(before, batch.with_keys, strict=True)):
                 after = snapshot(new.formats[0][1])
                 for b, h in itertools.product(range(3), range(len(old[0]))):
                     now, budget = int(seen[b]) + t, 22 if b == 1 else caches[b].layers[i].tokens
@@ -239,7 +239,7 @@ def test_while_decoding_each_layer_holds_its_budget_by_the_current_row(family, p
                     evicted += len(old[b][h]) - len(wanted)
                     assert set(after[b][h]) == {*wanted, now}
     assert evicted > 100
-    assert batch.rows[0].keys is None
+    assert batch.with_keys[0].keys is None
 
 
 def pooled_choice(held, now, count, w):

@@ -273,7 +273,7 @@ def test_tokens_and_bytes_after_every_step_are_those_of_the_formula(chain, budge
     batch = batch_of(model, [cache], NEW)
     choices = 0
     for j in range(NEW):
-        for i, layer in enumerate(batch.rows):
+        for i, layer in enumerate(batch.with_keys):
             (_, rows), source = layer.formats[0], cache.layers[i]
             before = int(rows.held()[0, 0])
             k, v = torch.randn(2, 1, 2, 1, 16).unbind()
@@ -299,7 +299,7 @@ def test_slots_of_a_share_have_room_for_the_most_tokens_of_an_answer():
     (cache,) = kvbench.prefill(model, prompt(N), [entry("snapkv", SHARE)])
     for new in (60, 600):
         batch = batch_of(model, [cache], new)
-        sizes.append({rows.valid.shape[2] for layer in batch.rows for _, rows in layer.formats})
+        sizes.append({rows.valid.shape[2] for layer in batch.with_keys for _, rows in layer.formats})
     # the last choice is made after 54 and 594 new tokens, and 6 more tokens come
     assert sizes == [{share_of(N + 54) + 6}, {share_of(N + 594) + 6}]
 
@@ -311,9 +311,9 @@ def test_what_is_chosen_from_are_the_keys_and_values_held(chain):
     (cache,) = kvbench.prefill(model, prompt(N), [entry(chain)])
     batch = batch_of(model, [cache], NEW)
     for _ in range(EVERY + 3):
-        batch.rows[0].add(*torch.randn(2, 1, 2, 1, 16).unbind())
-        batch.rows[0].attend(torch.randn(1, 4, 1, 16), 0.25, None)
-    ((_, rows),) = batch.rows[0].formats
+        batch.with_keys[0].add(*torch.randn(2, 1, 2, 1, 16).unbind())
+        batch.with_keys[0].attend(torch.randn(1, 4, 1, 16), 0.25, None)
+    ((_, rows),) = batch.with_keys[0].formats
     stored = dict(zip(("k", "v"), rows.store.exact(0), strict=True))
     thin = 0
     for h in range(2):
@@ -338,8 +338,8 @@ def test_memory_is_flat():
     (cache,) = kvbench.prefill(model, prompt(N), [entry("snapkv")])
     for new in (60, 2000):
         batch = batch_of(model, [cache], new)
-        sizes.append(allocated(batch.rows))
-        assert all(rows.valid.shape[2] == 15 + EVERY + 3 for layer in batch.rows for _, rows in layer.formats)
+        sizes.append(allocated(batch.with_keys))
+        assert all(rows.valid.shape[2] == 15 + EVERY + 3 for layer in batch.with_keys for _, rows in layer.formats)
     assert sizes[0] == sizes[1]
 
 
@@ -348,10 +348,10 @@ def test_a_choice_within_tokens_of_one_step_is_refused():
     (cache,) = kvbench.prefill(model, prompt(N), [entry("snapkv")])
     batch = batch_of(model, [cache], 20, 4)
     k = torch.zeros(1, 2, 4, 16)
-    batch.rows[0].add(k, k)
-    batch.rows[0].attend(torch.zeros(1, 4, 4, 16), 0.25, None)
+    batch.with_keys[0].add(k, k)
+    batch.with_keys[0].attend(torch.zeros(1, 4, 4, 16), 0.25, None)
     with pytest.raises(UsageError, match="4 tokens at once go past the next choice of decode_every=6: lower chunk="):
-        batch.rows[0].add(k, k)
+        batch.with_keys[0].add(k, k)
 
 
 def test_random_draws_anew_at_every_choice():

@@ -103,12 +103,12 @@ def test_scores_of_evicted_tokens_stay_0(variant):
     entry = {"method": "h2o", "variant": variant, "kv_size": size}
     caches = [kvbench.prefill(model, prompt(m, m), [entry])[0] for m in (n, 5)]
     batch = build_batch(model, caches, 20)
-    gone = [[[set() for _ in range(2)] for _ in caches] for _ in batch.rows]
-    kept_positions = [[[set(p) for p in ref.kept(c.layers[i])] for c in caches] for i in range(len(batch.rows))]
+    gone = [[[set() for _ in range(2)] for _ in caches] for _ in batch.with_keys]
+    kept_positions = [[[set(p) for p in ref.kept(c.layers[i])] for c in caches] for i in range(len(batch.with_keys))]
     with torch.no_grad(), attached(model):
         for t in range(20):
             step(model, batch, torch.tensor([[5], [6]]), torch.tensor([[n + t], [5 + t]]))
-            for i, layer in enumerate(batch.rows):
+            for i, layer in enumerate(batch.with_keys):
                 slots = layer.formats[0][1]
                 mass, valid, positions = slots.state["mass"], slots.valid, slots.positions
                 assert (mass[~valid] == 0).all()
@@ -121,7 +121,7 @@ def test_scores_of_evicted_tokens_stay_0(variant):
                         gone[i][b][h] |= kept_positions[i][b][h] - now
                         assert not now & gone[i][b][h]
                         kept_positions[i][b][h] = now
-    assert all(len(gone[i][0][h]) == 20 for i in range(len(batch.rows)) for h in range(2))
+    assert all(len(gone[i][0][h]) == 20 for i in range(len(batch.with_keys)) for h in range(2))
 
 
 @pytest.mark.parametrize(

@@ -234,7 +234,7 @@ def held_after(model, caches, steps):
     with torch.no_grad(), attached(model):
         for t in range(steps):
             step(model, batch, tokens[t].expand(len(caches), 1), (seen + t)[:, None])
-    rows = [layer.formats[0][1] for layer in batch.rows]
+    rows = [layer.formats[0][1] for layer in batch.with_keys]
     return [[r.segments(i, None)[0].positions.tolist() for r in rows] for i in range(len(caches))]
 
 
@@ -286,7 +286,7 @@ def test_slots_hold_codes_and_never_the_whole_cache_dequantised(monkeypatch):
     model, largest = build("llama"), []
     (cache,) = kvbench.prefill(model, prompt(50, 3), [{"method": "qhitter", "kv_size": 40}])
     batch = build_batch(model, [cache], 5)
-    stores = [layer.formats[0][1].store for layer in batch.rows]
+    stores = [layer.formats[0][1].store for layer in batch.with_keys]
     assert all(isinstance(x, packed.Packed) for store in stores for x in (store.k, store.v))
     real, blocks = packed.MinMax.dequantise, packed.MinMax.blocks
     monkeypatch.setattr(packed.MinMax, "blocks", lambda self: blocks(self, 8 * 16))

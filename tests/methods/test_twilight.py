@@ -164,3 +164,10 @@ def test_it_wraps_caches_that_only_grow(base):
 def test_impossible_knobs_are_refused(knob, value):
     with pytest.raises(UsageError, match=rf"method\.twilight\.{knob}"):
         chain_of({"method": "twilight", knob: value})
+
+
+def test_with_a_sink_p_is_a_share_of_what_goes_to_tokens():
+    # half of the attention goes to a sink: 0.8 of the rest is 0.4, which the largest two hold
+    weights = torch.tensor([[[[0.10, 0.30, 0.06, 0.04]]]])
+    mask = Twilight(p=0.8).mask(weights)
+    assert mask.flatten().tolist() == [True, True, False, False]

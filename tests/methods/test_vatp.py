@@ -178,9 +178,9 @@ def test_while_decoding_the_mass_is_weighed_by_the_norms_of_the_values_held(entr
     evicted = 0
     with torch.no_grad(), attached(model):
         for t in range(20):
-            before = [snapshot(b.formats[0][1]) for b in batch.rows]
+            before = [snapshot(b.formats[0][1]) for b in batch.with_keys]
             step(model, batch, tokens, (seen + t)[:, None])
-            for old, new in zip(before, batch.rows, strict=True):
+            for old, new in zip(before, batch.with_keys, strict=True):
                 after = snapshot(new.formats[0][1])
                 for b, h in itertools.product(range(3), range(len(old[0]))):
                     now, wanted = int(seen[b]) + t, dict(old[b][h])

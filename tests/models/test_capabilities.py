@@ -66,6 +66,7 @@ REFUSED = {
     "rwkv": ({"num_hidden_layers": 2}, RECURRENT),
     "zamba": ({}, RECURRENT),
     "zamba2": ({}, RECURRENT),
+    "qwen3_5": ({}, "qwen3_5_text, is a part of a larger model: save that part"),
     "gemma3": ({}, "gemma3_text, is a part of a larger model: save that part"),
     "gemma3n_text": ({}, "shares keys and values between layers"),
     "gemma4_text": ({}, "heads of different sizes"),

@@ -38,7 +38,7 @@ def test_budget_holds_and_batched_equals_alone(rule, family):
         with attached(model):
             for t in range(20):
                 step(model, batch, tokens, (seen + t)[:, None])
-                for layer in batch.rows:
+                for layer in batch.with_keys:
                     stored = layer.formats[0][1].held()
                     want = torch.minimum(torch.tensor(12), torch.tensor([12, 9, 12]) + t + 1)
                     assert (stored == want[:, None]).all()
@@ -151,7 +151,7 @@ def test_rolled_is_refused_for_learned_positions_and_storage_stages():
 def test_memory_of_the_slots_is_flat_over_many_tokens():
     model = build("llama")
     (cache,) = kvbench.prefill(model, prompt(40), [RULES["h2o"]])
-    (layer, *_) = build_batch(model, [cache], 2000).rows
+    (layer, *_) = build_batch(model, [cache], 2000).with_keys
     slots = layer.formats[0][1]
     assert slots.store.k.shape[2] == 12
     assert len(layer.formats) == 1, "no dense tail beside the slots"

@@ -160,14 +160,14 @@ def test_slots_of_thin_tokens_are_filled_again_and_memory_is_flat():
     (cache,) = kvbench.prefill(model, prompt(N, 8), [entry("h2o+thinkv", variant="orig")])
 
     def shapes(new):
-        store = build_batch(model, [cache], new).rows[0].formats[0][1].store
+        store = build_batch(model, [cache], new).with_keys[0].formats[0][1].store
         parts = (store.k.kept, store.k.others, store.v.kept, store.v.others)
         return [tuple(t.shape[2:]) for t in parts]
 
     assert shapes(3) == [(SIZE, 12), (8, 4), (SIZE, 8), (8, 8)]
     assert shapes(2000) == shapes(SIZE) == [(SIZE, 12), (SIZE, 4), (SIZE, 8), (SIZE, 8)]
     batch = build_batch(model, [cache], 60)
-    (layer, *_) = batch.rows
+    (layer, *_) = batch.with_keys
     store, complete = layer.formats[0][1].store, []
     before = [t.data_ptr() for t in (store.k.kept, store.k.others, store.v.kept, store.v.others)]
     with torch.no_grad(), attached(model):

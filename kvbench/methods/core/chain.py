@@ -411,7 +411,7 @@ def _unsupported(stage: Stage, model: ModelTraits) -> str | None:
     reaches_local_layers = stage.adapts or stage.role == "hidden" or reads_modules
     if model.shape.local_layers and reaches_local_layers:
         return f"{model.shape.local_layers} of its {model.shape.all_layers} layers are local, and it reaches into those"
-    if model.shape.state_numbers and stage.role == "hidden":
+    if model.shape.has_states and stage.role == "hidden":
         return "it has layers that read every token into a state"
     if model.one_by_one and isinstance(stage, ReplayingSelector):
         return "it must read tokens behind a prompt one at a time, and the method reads the prompt again at once"

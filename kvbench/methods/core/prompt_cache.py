@@ -28,7 +28,7 @@ class PromptCache:
     prompt_tokens: the number of the prompt's tokens.
     prefill_s: the seconds of the prompt's forward pass without compression, which all methods of that pass share.
     compress_s: the seconds of this method alone, with the statistics that it needs.
-    layers: the layers that methods compress, all but the local ones.
+    layers: the layers that methods compress: those with keys, all but the local ones.
     local: the layers that attend a window beside others that do not, as the model itself holds them.
     states: the states of layers that hold such in place of keys, or beside them. No method changes them.
     long: whether the prompt was rotated as long texts are, in a model that rotates them otherwise (LongRoPE).
@@ -106,7 +106,7 @@ class PromptCache:
         return replace(self, layers=layers, local=local, states=states, logits=self.logits[:0].clone())
 
     def nbytes(self) -> int:
-        """Return the bytes of memory held for keys, values and overhead. Memory that tensors share counts once."""
+        """Return the bytes of memory held for keys, values, overhead and states. Shared memory counts once."""
         tensors: list[Tensor] = []
         for layer in self.layers + self.local:
             tensors += layer.tensors()

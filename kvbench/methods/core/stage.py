@@ -44,7 +44,7 @@ class Stage(Knobs):
     role: the place of the stage in a chain.
     revision: a number that is raised when the stage's results change, so that earlier results are not reused.
     rotates: True if it rotates queries or keys to other positions.
-    uncapped: True if its formula holds only for models that do not cap logits.
+    uncapped: True if its formula holds only for models that neither cap logits nor have sinks.
     rebalances: True if budgets depend on all layers, see ``rebalance``.
     adapts: True if it changes the model itself, see ``adapt``.
     changes: why keys or values that it stores exactly differ from the prompt's, for example because it merges them.

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from kvbench.kv.observation import Needs, Observation
 from kvbench.methods.core.entropy import entropy, layer_groups, spectrum
-from kvbench.models.interface import decoder_layers
+from kvbench.models.interface import all_layers
 from kvbench.papers.figures.figure import Code, Fact
 from kvbench.papers.figures.names import print_task
 from kvbench.papers.figures.reading import Prompt, Reading
@@ -217,7 +217,7 @@ def residual_stream(model: Any, see: Callable[[int, Tensor], None]) -> Iterator[
 
     The hooks on the layers are removed on exit.
     """
-    decoders = decoder_layers(model)
+    decoders = all_layers(model)
 
     def see_input(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Tensor]) -> None:
         """Show the input of the first layer."""
