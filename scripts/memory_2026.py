@@ -1,6 +1,6 @@
 """What each method can save at all on released models: bytes by formula at 8k, 32k and 128k tokens, page and picture.
 
-python scripts/memory_2026.py            write results/memory-2026.md, results/figures/memory-2026.png, .svg and .csv
+python scripts/memory_2026.py            write results/memory-2026.md, .png, .svg and .csv
 python scripts/memory_2026.py --verify   fail if the committed page or numbers differ from what the formulas give
 
 No checkpoint and no GPU is needed: conf/model states the shapes. The formulas are those of bench memory, which are held
@@ -30,7 +30,7 @@ from kvbench.report import looks, writers
 from kvbench.report.table import Table
 
 RESULTS = Path(__file__).resolve().parent.parent / "results"
-PAGE, FIGURE = "memory-2026.md", "figures/memory-2026"
+PAGE, FIGURE = "memory-2026.md", "memory-2026"
 GIB = 2**30
 LENGTHS = (8192, 32768, 131072)
 SHOWN_LENGTH = LENGTHS[-1]

@@ -120,11 +120,12 @@ def state_layers_of(
 
 def in_model_order(config: Any, with_keys: Iterable[Any], with_states: Sequence[StateLayer]) -> list[Any]:
     """Return all layers of a cache as transformers counts them, from those with keys and those with states."""
-    if not with_states:
+    kinds = layer_types(config)
+    if not with_states and not any(kind in KEYLESS for kind in kinds):
         return list(with_keys)
     layers: list[Any] = []
     keys, states = iter(with_keys), iter(with_states)
-    for kind in layer_types(config):
+    for kind in kinds:
         layer: Any = cache_utils.DummyLayer()  # an MLP alone holds nothing
         if kind not in KEYLESS:
             layer = next(keys)

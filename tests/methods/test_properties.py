@@ -195,7 +195,7 @@ def test_bf16_neutral_settings_stay_near_the_full_cache_when_teacher_forced(fami
     (compressed,) = prefill(model, prompt(50, 3), [neutral(chain)], per=per)
     for actual, expected in zip(forced(model, compressed), full_forced(family), strict=True):
         # a state adds up the roundings of all tokens before
-        torch.testing.assert_close(actual, expected, atol=0.15 if family in WITH_STATES else 6e-2, rtol=3e-2)
+        torch.testing.assert_close(actual, expected, atol=0.25 if family in WITH_STATES else 6e-2, rtol=3e-2)
 
 
 @pytest.mark.parametrize("chain", CHAINS)
