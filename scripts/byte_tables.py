@@ -101,9 +101,7 @@ def main() -> int:
 def _carry_out(args: argparse.Namespace) -> int:
     """Do what the options say. Return the exit status."""
     if args.verify:
-        found = Verification()
-        verify(found, args.tables or TABLES)
-        return found.close(args.without)
+        return verification.verified(lambda found: verify(found, args.tables or TABLES), args.without)
     for table in args.tables or TABLES:
         write(table, args.results, measure=not args.stored)
     return 0

@@ -104,9 +104,7 @@ def main() -> int:
 def _carry_out(args: argparse.Namespace) -> int:
     """Do what the options say. Return the exit status."""
     if args.verify:
-        found = Verification()
-        verify(found)
-        return found.close(args.without)
+        return verification.verified(verify, args.without)
     # committed results are not measured again
     samples = BOARDS[args.length] / SAMPLES
     measured = archive.unpack(samples, ResultStore(Path(args.results))) if samples.exists() else {}

@@ -235,9 +235,7 @@ def main() -> int:
 def _carry_out(args: argparse.Namespace) -> int:
     """Do what the options say. Return the exit status."""
     if args.verify:
-        found = Verification()
-        verify(found)
-        return found.close(args.without)
+        return verification.verified(verify, args.without)
     write(args.results, is_measuring=not args.stored)
     return 0
 

@@ -1,4 +1,4 @@
-"""What each method can save at all on released models: bytes by formula at 8k, 32k and 128k tokens, page and picture.
+"""Compute what each method can save at all on released models: bytes by formula at 8k, 32k and 128k tokens, page and picture.
 
 python scripts/memory_2026.py            write results/memory-2026.md, .png, .svg and .csv
 python scripts/memory_2026.py --verify   fail if the committed page or numbers differ from what the formulas give
@@ -244,9 +244,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     verification.add_options(parser)
     args = parser.parse_args(arguments)
     if args.verify:
-        found = Verification()
-        verify(found)
-        return found.close(args.without)
+        return verification.verified(verify, args.without)
     (RESULTS / PAGE).write_text(page(), encoding="utf-8")
     (RESULTS / f"{FIGURE}.csv").write_text(numbers(), encoding="utf-8")
     with mpl.rc_context({"svg.hashsalt": "kvbench"}):

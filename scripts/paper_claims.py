@@ -123,9 +123,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _do(args: argparse.Namespace) -> int:
     if args.verify:
-        found = Verification()
-        verify(found, [args.model] if args.model else [], args.committed)
-        return found.close(args.without)
+        return verification.verified(
+            lambda found: verify(found, [args.model] if args.model else [], args.committed), args.without
+        )
     goal = target(args.model or stand_ins.MODEL, args.committed)
     restore(goal, ResultStore(Path(args.results)))
     if not args.pack:

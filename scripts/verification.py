@@ -143,6 +143,13 @@ def need_texts(tasks: Iterable[str], model: str) -> None:
             continue
 
 
+def verified(verify: Callable[[Verification], None], without: Iterable[str]) -> int:
+    """Let ``verify`` add its tables, print what came out, and return the exit status as ``close`` does."""
+    findings = Verification()
+    verify(findings)
+    return findings.close(without)
+
+
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add --verify and --without."""
     parser.add_argument("--verify", action="store_true", help="make it again from samples and compare")

@@ -11,10 +11,11 @@ import torch
 from kvbench.audit.accounting import HALF, overhead_bytes
 from kvbench.audit.pages import pages_freed
 from kvbench.base.errors import Refused
-from kvbench.kv.model_shape import FP32, POSITION_BYTES
+from kvbench.kv.model_shape import POSITION_BYTES
 from kvbench.kv.ops import key_heads
 from kvbench.kv.pages import PagesFreed
 from kvbench.kv.segment import LayerCache, storage_bytes
+from kvbench.kv.state import state_bytes
 from kvbench.methods.core.chain import Chain
 from kvbench.methods.core.contract import Block
 from kvbench.methods.core.prompt_cache import PromptCache
@@ -191,13 +192,9 @@ def _audit_states(cache: PromptCache, storage_addresses: set[int]) -> _States:
     bytes16 = 0
     for number, state in enumerate(cache.states):
         for t in state.tensors():
-            address = t.untyped_storage().data_ptr()
-            if address in storage_addresses or t.untyped_storage().nbytes() != t.nbytes:
-                raise Refused(f"the model: state {number} shares its storage")
-            storage_addresses.add(address)
+            _check_owned(f"the model: state {number}", t, storage_addresses)
             tensors.append(t)
-        conv, recurrent = state.counts
-        bytes16 += conv * HALF + recurrent * FP32
+        bytes16 += state_bytes(*state.counts, HALF)
     return _States(storage_bytes(tensors), bytes16)
 
 
@@ -302,16 +299,20 @@ def check_storages(name: str, layer: LayerCache, index: int, seen: set[int]) -> 
     ``seen`` collects the addresses of storages over the layers of a cache.
     """
     for kind, t in _describe_tensors(layer):
-        storage = t.untyped_storage()
-        if storage.nbytes() > t.nbytes:
-            raise Refused(
-                f"{name}: layer {index}: {kind} shows {t.nbytes} bytes but is a view that keeps {storage.nbytes()} "
-                "alive: nothing is saved"
-            )
-        # a tensor without elements has no storage to share, and address 0
-        if storage.nbytes() and storage.data_ptr() in seen:
-            raise Refused(f"{name}: layer {index}: {kind} shares its storage with another tensor of the cache")
-        seen.add(storage.data_ptr())
+        _check_owned(f"{name}: layer {index}: {kind}", t, seen)
+
+
+def _check_owned(tensor_name: str, t: torch.Tensor, seen: set[int]) -> None:
+    """Raise Refused unless a tensor owns its storage. ``seen`` collects the addresses of storages."""
+    storage = t.untyped_storage()
+    if storage.nbytes() > t.nbytes:
+        raise Refused(
+            f"{tensor_name} shows {t.nbytes} bytes but is a view that keeps {storage.nbytes()} alive: nothing is saved"
+        )
+    # a tensor without elements has no storage to share, and address 0
+    if storage.nbytes() and storage.data_ptr() in seen:
+        raise Refused(f"{tensor_name} shares its storage with another tensor of the cache")
+    seen.add(storage.data_ptr())
 
 
 def _describe_tensors(layer: LayerCache) -> Iterator[tuple[str, torch.Tensor]]:

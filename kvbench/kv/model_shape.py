@@ -7,10 +7,9 @@ from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any
 
 from kvbench.base.errors import UsageError
+from kvbench.kv.state import state_bytes
 
 POSITION_BYTES = 4
-FP32 = 4
-"""Bytes of a number of a recurrent state."""
 HOLD_STATES = ("linear_attention", "conv", "hybrid")
 """The types of layers, as transformers names them, that hold a state of a fixed size (state space is linear attention).
 
@@ -28,7 +27,6 @@ class Shape:
     local_layers: layers that attend and hold only the last ``window`` tokens. No method compresses them.
     keyless_layers: layers that hold no keys: linear attention, state space, convolution, or nothing but an MLP.
     conv_numbers, recurrent_numbers: how many numbers the states of all layers are; 0 as long as nobody has counted.
-    transformers holds those of convolutions in the model's dtype and recurrent ones in fp32.
     """
 
     layers: int
@@ -58,7 +56,7 @@ class Shape:
 
     @property
     def has_states(self) -> bool:
-        """Whether layers hold a state of a fixed size, in place of keys or beside them."""
+        """True if layers hold a state of a fixed size, in place of keys or beside them."""
         return bool(self.conv_numbers or self.recurrent_numbers)
 
     @property
@@ -81,7 +79,7 @@ class Shape:
 
     def state_bytes(self, itemsize: int) -> int:
         """Return the bytes of all states of one text, whatever its length."""
-        return self.conv_numbers * itemsize + self.recurrent_numbers * FP32
+        return state_bytes(self.conv_numbers, self.recurrent_numbers, itemsize)
 
     def local_bytes(self, tokens: int, itemsize: int) -> int:
         """Return the bytes of the keys and values that local layers hold of ``tokens``."""

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+FP32 = 4
+"""Bytes of a number of a recurrent state."""
 States = tuple[Tensor | None, ...]
 """Tensors [1, ...] by their number in the layer; None for one that the layer does not have."""
 
@@ -31,12 +33,20 @@ class LayerState:
 
     @property
     def counts(self) -> tuple[int, int]:
-        """How many numbers the states of (convolutions, recurrences) are."""
+        """The counts of numbers in the states of (convolutions, recurrences)."""
         return _count(self.conv), _count(self.recurrent)
 
     def shapes(self) -> LayerState:
         """Return the states with the shapes of their tensors alone."""
         return LayerState(conv=_on_meta(self.conv), recurrent=_on_meta(self.recurrent))
+
+
+def state_bytes(conv: int, recurrent: int, itemsize: int) -> int:
+    """Return the bytes of so many numbers in a model whose numbers take ``itemsize`` bytes.
+
+    transformers holds the states of convolutions in the model's dtype and recurrent ones in fp32.
+    """
+    return conv * itemsize + recurrent * FP32
 
 
 def _count(states: States) -> int:

@@ -49,7 +49,7 @@ CACHE_NAME = _find_cache_name()
 
 
 HOLDS_STATES = hasattr(cache_utils, "DummyLayer")
-"""Whether the installed release holds the states of all families in one way, which kvbench knows."""
+"""True if the installed release holds the states of all families in one way, which kvbench knows."""
 
 
 def named_cache(cache: Any) -> dict[str, Any]:
