@@ -1,4 +1,4 @@
-"""Compute what each method can save at all on released models: bytes by formula at 8k, 32k and 128k tokens, page and picture.
+"""Compute what each method can save at all on released models, by formula: a page and a picture.
 
 python scripts/memory_2026.py            write results/memory-2026.md, .png, .svg and .csv
 python scripts/memory_2026.py --verify   fail if the committed page or numbers differ from what the formulas give
