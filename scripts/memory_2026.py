@@ -23,6 +23,7 @@ from verification import Verification
 
 from kvbench.audit.accounting import HALF, bytes_declared
 from kvbench.base.conf import entries
+from kvbench.base.errors import UsageError
 from kvbench.kv.model_shape import Shape, from_entry
 from kvbench.methods.core.chain import Chain
 from kvbench.methods.core.resolve import chain_of
@@ -47,8 +48,10 @@ MODELS = (
     "nemotron-3-super-120b-a12b",
     "jamba-v0.1",
     "falcon-h1-7b-instruct",
+    "deepseek-v3",
+    "kimi-linear-48b-a3b-instruct",
 )
-"""Entries of conf/model: plain attention first, then local layers, then layers with states."""
+"""Entries of conf/model: plain attention first, then local layers, layers with states, and latents."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +82,8 @@ COLUMNS = (
 class ModelBytes:
     """The bytes of one model's cache at 16 bits after ``tokens`` tokens.
 
-    full: the full cache. fixed: the part that no method compresses, windows and states. held: by the head of a column.
+    full: the full cache. fixed: the part that no method compresses, windows and states. held: by the head of a column,
+    without methods that have no meaning on the model.
     """
 
     model: str
@@ -98,6 +102,10 @@ def count(model: str, tokens: int) -> ModelBytes:
     shape = from_entry(entries("model")[model]["shape"])
     held = {}
     for column in COLUMNS:
+        try:
+            column.chain.check_shape(shape)
+        except UsageError:
+            continue
         declared = bytes_declared(column.chain, shape, tokens, HALF)
         assert declared is not None, "a method whose size depends on the prompt has no place here"
         held[column.head] = declared.total
@@ -112,6 +120,9 @@ def count(model: str, tokens: int) -> ModelBytes:
 
 def layers_in_words(shape: Shape) -> str:
     """Return which layers a method reaches."""
+    if shape.own_values:
+        latents = f"{shape.layers} of {shape.all_layers} hold latents"
+        return latents if shape.keyless_layers else f"all {shape.layers} hold latents"
     if shape.has_states and not shape.keyless_layers:
         return f"all {shape.layers} hold keys and a state"
     if shape.keyless_layers:
@@ -129,7 +140,7 @@ def page() -> str:
     quarter, formats = COLUMNS[0].head, COLUMNS[3].head
     hybrid, plain = "nemotron-3-super-120b-a12b", "llama3.1-8b-instruct"
     parts = [
-        "# What a method can save at all on twelve released models\n",
+        f"# What a method can save at all on {len(MODELS)} released models\n",
         "`python scripts/memory_2026.py`\n",
         "**A method that keeps a quarter of the tokens makes the cache of Llama-3.1-8B "
         f"{_smaller(shortest[plain], quarter)} smaller, that of Nemotron-3-Super "
@@ -148,7 +159,12 @@ def page() -> str:
         rows = []
         for row in counted[tokens]:
             shape = from_entry(entries("model")[row.model]["shape"])
-            smaller = [f"{row.full / row.held[c.head]:.2f}" for c in COLUMNS]
+            smaller = []
+            for column in COLUMNS:
+                if column.head in row.held:
+                    smaller.append(f"{row.full / row.held[column.head]:.2f}")
+                else:
+                    smaller.append("—")
             rows.append(
                 (
                     row.model,
@@ -168,7 +184,10 @@ def page() -> str:
         "asks; an engine that holds it in 16 bits pays half.\n"
         "- The formulas are held to the storages of real caches on small models of each family (`tests/engine/"
         "test_states.py`, `tests/audit`). None of these checkpoints was run. Bytes say nothing about scores.\n"
-        "- Shapes: `conf/model`. Models of latent attention (DeepSeek-V3, Kimi) do not run yet and are left out.\n"
+        "- DeepSeek-V3 and Kimi-Linear hold one latent a token and layer for all heads. DeepSeek's 576 numbers stand "
+        "for 40,960 of its heads' keys and values, so that its cache is small before any method. — : KIVI packs keys "
+        "and values by rules of their own, and a latent is both at once.\n"
+        "- Shapes: `conf/model`.\n"
     )
     return "\n".join(parts)
 
@@ -201,9 +220,10 @@ def draw() -> Figure:
         )
         for column in COLUMNS:
             look = looks.look_of(column.colour_of)
+            reached = [(place, row) for place, row in enumerate(rows) if column.head in row.held]
             axes.scatter(
-                [100 * row.held[column.head] / row.full for row in rows],
-                places,
+                [100 * row.held[column.head] / row.full for _, row in reached],
+                [place for place, _ in reached],
                 facecolors="white" if look.hollow else look.color,
                 edgecolors=look.color,
                 marker=look.marker,

@@ -165,7 +165,9 @@ def bytes_declared(chain: Chain, shape: Shape, n: int, itemsize: int) -> Declare
     tokens = 0
     for layer, count in counts.items():
         expected = layer.expected
-        blocks = [chain.layout(size, shape.head_dim, itemsize, layer.layout_layer) for size in layer.sizes]
+        blocks = []
+        for size in layer.sizes:
+            blocks.append(chain.layout(size, shape.head_dim, itemsize, layer.layout_layer, shape.own_values))
         keeps_all = min(layer.sizes) >= layer.tokens_read
         # Heads are ragged if their promises differ, or if only the sum over the heads is fixed.
         only_sum_fixed = expected.total is not None or (chain.selector is not None and chain.selector.ragged)
@@ -320,17 +322,17 @@ def nominal_payload(chain: Chain, shape: Shape, n: int, itemsize: int) -> float 
         bytes_by_size: dict[int, float] = {}
         for slots in set(layer.sizes):
             bytes_by_size[slots] = _count_nominal_bytes(
-                chain, slots, shape.head_dim, itemsize=itemsize, layer=layer.layout_layer
+                chain, slots, shape, itemsize=itemsize, layer=layer.layout_layer
             )
         layer_bytes.append(count * sum(bytes_by_size[slots] for slots in layer.sizes))
     return sum(layer_bytes) + shape.fixed_bytes(n, itemsize)
 
 
-def _count_nominal_bytes(chain: Chain, slots: int, head_dim: int, *, itemsize: int, layer: int) -> float:
+def _count_nominal_bytes(chain: Chain, slots: int, shape: Shape, *, itemsize: int, layer: int) -> float:
     """Return the bytes of one stored head of ``slots`` tokens in ``nominal_payload``."""
-    pruner = _find_pruner(chain)
+    pruner, head_dim = _find_pruner(chain), shape.head_dim
     if pruner is None:
-        return payload_bytes([chain.layout(slots, head_dim, itemsize, layer)])
+        return payload_bytes([chain.layout(slots, head_dim, itemsize, layer, shape.own_values)])
     dense = head_dim * itemsize  # the bytes of one exact key or value
     key_ratio = pruner.ratio
     value_ratio = float(getattr(pruner, "value_ratio", 0.0))
@@ -348,17 +350,26 @@ def _count_nominal_bytes(chain: Chain, slots: int, head_dim: int, *, itemsize: i
 
 
 def bytes_after_decoding(
-    chain: Chain, layer: LayerCache, index: int, new: int, kv_heads: int, head_dim: int, itemsize: int
+    chain: Chain,
+    layer: LayerCache,
+    index: int,
+    new: int,
+    kv_heads: int,
+    head_dim: int,
+    itemsize: int,
+    own_values: bool = False,
 ) -> tuple[int, int]:
     """Return (least, most): the limits of the payload bytes of ``layer`` after ``new`` more tokens.
 
     They differ only if some tokens lack channels. The data then decide how many of these tokens eviction leaves.
     """
     stored_tokens = layer.kept_counts()  # by head
-    dense = 2 * head_dim * itemsize  # the bytes of one token's exact key and value
+    dense = head_dim * itemsize  # the bytes of one token's exact key, and of its value beside it
+    if not own_values:
+        dense *= 2
 
     def payload_of(head_tokens: Iterable[int]) -> int:
-        return payload_bytes(chain.layout(tokens, head_dim, itemsize, index) for tokens in head_tokens)
+        return payload_bytes(chain.layout(tokens, head_dim, itemsize, index, own_values) for tokens in head_tokens)
 
     evictor = chain.evictor
     if evictor is None:

@@ -72,7 +72,14 @@ def check_peak(cache: PromptCache, held: Sequence[int], fed: int) -> int:
     return max(held)
 
 
-def check_bytes(cache: PromptCache, stored: Stored, kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
+def check_bytes(
+    cache: PromptCache,
+    stored: Stored,
+    kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    own_values: bool = False,
+) -> None:
     """Raise Refused, with the reason, unless the row's payload is as declared for ``cache`` and its new tokens.
 
     cache: the cache as it was before the new tokens.
@@ -89,6 +96,7 @@ def check_bytes(cache: PromptCache, stored: Stored, kv_heads: int, head_dim: int
             kv_heads=kv_heads,
             head_dim=head_dim,
             itemsize=dtype.itemsize,
+            own_values=own_values,
         )
         if not low <= payload <= high:
             declared = f"{low} to {high}"

@@ -67,17 +67,21 @@ class _Sums:
     storages: set[int] = field(default_factory=set)
 
 
-def audit(cache: PromptCache, kv_heads: int, head_dim: int, dtype: torch.dtype) -> MeasuredBytes:
+def audit(
+    cache: PromptCache, kv_heads: int, head_dim: int, dtype: torch.dtype, own_values: bool = False
+) -> MeasuredBytes:
     """Return the measurements of a freshly compressed cache. Raises Refused if it breaks its chain's promises.
 
     The audit checks the tokens that each head of each layer keeps, and their positions. If the data decide the numbers,
     it checks them against the recorded ones. It compares payload and overhead bytes with the formula. Every tensor must
     own its storage. It also refuses a cache that differed from the prompt when it was compressed (see kv.content).
+
+    kv_heads, head_dim, dtype, own_values: of the model's cache, as ``models.interface.cache_shape`` returns them.
     """
     chain, n, n_layers, itemsize = cache.chain, cache.prompt_tokens, len(cache.layers), dtype.itemsize
     sums = _Sums()
     for index in range(n_layers):
-        _audit_layer(cache, index, kv_heads, head_dim=head_dim, itemsize=itemsize, sums=sums)
+        _audit_layer(cache, index, kv_heads, head_dim=head_dim, itemsize=itemsize, own_values=own_values, sums=sums)
     declared_tokens = chain.expected_sum(n, n_layers, sums.heads // n_layers)
     if declared_tokens is not None and sums.tokens != declared_tokens:
         raise Refused(
@@ -86,7 +90,9 @@ def audit(cache: PromptCache, kv_heads: int, head_dim: int, dtype: torch.dtype) 
     if cache.mismatch:
         raise Refused(f"{chain.name}: {cache.mismatch}")
     # numbers of the full cache in the layers that methods compress: keys and values [kv_heads, n, head_dim] each
-    entries = 2 * n_layers * kv_heads * n * head_dim
+    entries = n_layers * kv_heads * n * head_dim
+    if not own_values:
+        entries *= 2
     local, local_overhead = _audit_local_layers(
         cache, kv_heads, head_dim, itemsize=itemsize, storage_addresses=sums.storages
     )
@@ -114,7 +120,9 @@ def audit(cache: PromptCache, kv_heads: int, head_dim: int, dtype: torch.dtype) 
     )
 
 
-def _audit_layer(cache: PromptCache, index: int, kv_heads: int, *, head_dim: int, itemsize: int, sums: _Sums) -> None:
+def _audit_layer(
+    cache: PromptCache, index: int, kv_heads: int, *, head_dim: int, itemsize: int, own_values: bool, sums: _Sums
+) -> None:
     """Add a layer's tokens and bytes to ``sums``. Raises Refused where the layer breaks its chain's promises."""
     chain, n, n_layers = cache.chain, cache.prompt_tokens, len(cache.layers)
     layer = cache.layers[index]
@@ -129,7 +137,7 @@ def _audit_layer(cache: PromptCache, index: int, kv_heads: int, *, head_dim: int
         payload_tensors.extend(segment.payload())
     payload = storage_bytes(payload_tensors)
     overhead = layer.nbytes() - payload
-    blocks = _declare_blocks(chain, counts, head_dim, itemsize=itemsize, layer=index)
+    blocks = _declare_blocks(chain, counts, head_dim, itemsize=itemsize, layer=index, own_values=own_values)
     declared_payload = payload_formula(layer, blocks)
     if payload != declared_payload:
         raise Refused(
@@ -141,7 +149,7 @@ def _audit_layer(cache: PromptCache, index: int, kv_heads: int, *, head_dim: int
     if overhead != declared_overhead:
         raise Refused(f"{chain.name}: layer {index} holds {overhead} overhead bytes, declared {declared_overhead}")
     # the same tokens at 16 bits
-    blocks16 = _declare_blocks(chain, counts, head_dim, itemsize=HALF, layer=index)
+    blocks16 = _declare_blocks(chain, counts, head_dim, itemsize=HALF, layer=index, own_values=own_values)
     queries16 = chain.observed_bytes(n, layer.query_heads, head_dim, HALF)
     sums.payload16 += payload_formula(layer, blocks16)
     sums.overhead16 += overhead_formula(layer, blocks16) + queries16
@@ -218,10 +226,12 @@ def _check_counts(chain: Chain, layer: LayerCache, index: int, *, n: int, n_laye
         raise Refused(f"{chain.name}: layer {index} keeps {sum(counts)} tokens in all, declared were {expected.total}")
 
 
-def _declare_blocks(chain: Chain, counts: list[int], head_dim: int, *, itemsize: int, layer: int) -> list[list[Block]]:
+def _declare_blocks(
+    chain: Chain, counts: list[int], head_dim: int, *, itemsize: int, layer: int, own_values: bool
+) -> list[list[Block]]:
     """Return the declared blocks of each head of a layer whose heads hold ``counts`` tokens."""
     # heads of equal counts have equal blocks
-    layouts = {count: chain.layout(count, head_dim, itemsize, layer) for count in set(counts)}
+    layouts = {count: chain.layout(count, head_dim, itemsize, layer, own_values) for count in set(counts)}
     return [layouts[count] for count in counts]
 
 

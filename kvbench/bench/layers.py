@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -18,6 +19,7 @@ from kvbench.kv.observation import Observation
 from kvbench.kv.pages import PagesFreed
 from kvbench.kv.segment import LayerCache
 from kvbench.methods.core.chain import Chain
+from kvbench.methods.core.contract import Block
 
 SCORED_QUERIES = 512
 """The most queries whose attention rows are assumed to be in memory at once: ``window_sums`` goes block by block."""
@@ -101,7 +103,7 @@ def random_layer(
         length=n,
         positions=positions,
     )
-    k, v = (x.to(device, copy=True) for x in _random_keys_and_values(shape.kv_heads, rows, head_dim, dtype))
+    k, v = (x.to(device, copy=True) for x in _random_keys_and_values(shape, rows, dtype))
     heads = chain.heads(shape.kv_heads, shape.query_heads)
     cache = ops.dense(k, v, heads=heads, query_heads=shape.query_heads, positions=positions, length=n)
     return observation, cache
@@ -109,11 +111,11 @@ def random_layer(
 
 # drawing takes longer than copying, and the layers of a benchmark have one size
 @lru_cache(maxsize=1)
-def _random_keys_and_values(heads: int, n: int, head_dim: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return keys and values [heads, n, head_dim], the same for every layer. They are copied before use."""
+def _random_keys_and_values(shape: Shape, n: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return keys and values [heads, n, channels], the same for every layer. They are copied before use."""
     generator = torch.Generator().manual_seed(0)
-    k = torch.randn(heads, n, head_dim, generator=generator).to(dtype)
-    v = torch.randn(heads, n, head_dim, generator=generator).to(dtype)
+    k = torch.randn(shape.kv_heads, n, shape.head_dim, generator=generator).to(dtype)
+    v = torch.randn(shape.kv_heads, n, shape.value_dim, generator=generator).to(dtype)
     return k, v
 
 
@@ -176,17 +178,17 @@ def measure(chain: Chain, shape: Shape, n: int, dtype: torch.dtype) -> MeasuredL
         total += bytes_held(layer).times(alike)
         tokens += alike * sum(tokens_by_head)
         # the formulas in the number type that was built
-        blocks = [chain.layout(count, shape.head_dim, dtype.itemsize, i) for count in tokens_by_head]
+        blocks = _declare_blocks(chain, shape, i, tokens_by_head, dtype.itemsize)
         observed = chain.observed_bytes(n, shape.query_heads, shape.head_dim, dtype.itemsize)
         payload += alike * payload_formula(layer, blocks)
         overhead += alike * (overhead_formula(layer, blocks) + observed)
         # the same formulas at 16 bits
-        blocks = [chain.layout(count, shape.head_dim, HALF, i) for count in tokens_by_head]
+        blocks = _declare_blocks(chain, shape, i, tokens_by_head, HALF)
         observed = chain.observed_bytes(n, shape.query_heads, shape.head_dim, HALF)
         total16 += alike * (payload_formula(layer, blocks) + overhead_formula(layer, blocks) + observed)
     if shape.local_layers:
         # layers with a sliding window, never compressed by a method
-        k, v = _random_keys_and_values(shape.kv_heads, n, shape.head_dim, dtype)
+        k, v = _random_keys_and_values(shape, n, dtype)
         local = ops.local(k, v, shape.window, shape.query_heads)
         total += bytes_held(local).times(shape.local_layers)
         payload += shape.local_bytes(n, dtype.itemsize)
@@ -208,6 +210,13 @@ def measure(chain: Chain, shape: Shape, n: int, dtype: torch.dtype) -> MeasuredL
     )
 
 
+def _declare_blocks(
+    chain: Chain, shape: Shape, layer: int, tokens_by_head: Sequence[int], itemsize: int
+) -> list[list[Block]]:
+    """Return the declared blocks of each head of a layer whose heads hold these numbers of tokens."""
+    return [chain.layout(count, shape.head_dim, itemsize, layer, shape.own_values) for count in tokens_by_head]
+
+
 def working_bytes(chain: Chain, shape: Shape, n: int, itemsize: int) -> int:
     """Estimate the most bytes in use at once while layers of n tokens are built and compressed.
 
@@ -215,7 +224,7 @@ def working_bytes(chain: Chain, shape: Shape, n: int, itemsize: int) -> int:
     """
     heads = chain.heads(shape.kv_heads, shape.query_heads)
     # keys and values, each also as an fp32 copy
-    keys_and_values = 2 * shape.kv_heads * n * shape.head_dim * (itemsize + 4)
+    keys_and_values = shape.kv_heads * n * shape.token_numbers * (itemsize + 4)
     # four more fp32 tensors of all stored heads while a stage works
     of_stage = 4 * heads * n * shape.head_dim * 4
     # fp32 scores [query heads, last queries, n], their softmax and one more copy

@@ -119,6 +119,7 @@ def skip(model: PreTrainedModel, batch: BatchLayers, tokens: int) -> None:
         assert not packing, "packed rows beside others: a benchmark's rows are of one combination"
         # draw in chunks, so that the random numbers take little memory beside the cache
         for first in range(0, tokens, CHUNK):
-            shape = (len(layer.next), size.kv_heads, min(CHUNK, tokens - first), size.head_dim)
-            k, v = (torch.randn(shape, device=model.device).to(model.dtype) for _ in range(2))
+            chunk = (len(layer.next), size.kv_heads, min(CHUNK, tokens - first))
+            k = torch.randn(*chunk, size.head_dim, device=model.device).to(model.dtype)
+            v = torch.randn(*chunk, size.value_dim, device=model.device).to(model.dtype)
             layer.add(k, v)

@@ -90,6 +90,8 @@ def _measure(cfg: RunConfig, sizes: Sequence[int], build: bool, quiet: bool) -> 
         if cfg.model.path == "embedded:tiny":
             name = "float32"
     dtype = getattr(torch, name)
+    for entry in cfg.chains:
+        entry.chain.check_shape(shape)
     if cfg.threads is not None:
         torch.set_num_threads(cfg.threads)
     if not quiet:

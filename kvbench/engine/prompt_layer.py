@@ -13,6 +13,7 @@ from torch.nn.attention.bias import causal_lower_right
 
 from kvbench.kv.exact_attention import attend_in_blocks, attend_rows, attend_with_lse, column_sums
 from kvbench.kv.observation import Needs
+from kvbench.kv.own_values import values_or_keys
 from kvbench.kv.packed import quantise_zero_point
 from kvbench.kv.scale import is_plain
 from kvbench.kv.segment import per_head
@@ -130,6 +131,7 @@ class PromptLayer(KvbenchLayer):
             q = q[leads]
         if self.plain or window is not None or not is_plain(scale):
             return attend_rows(q, keys, values, scale, window)[None]
+        values = values_or_keys(keys, values)
         # is_causal is enough without earlier tokens. With them, query i attends tokens 0 .. before + i.
         mask = None
         if before:

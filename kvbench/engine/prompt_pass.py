@@ -11,7 +11,6 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache as HFCache
 
 from kvbench.base.errors import UsageError
 from kvbench.engine.finite import check_finite
@@ -23,9 +22,16 @@ from kvbench.kv.segment import LayerCache
 from kvbench.kv.state import LayerState
 from kvbench.methods.core.chain import Chain
 from kvbench.methods.core.stage import Stage
-from kvbench.models.interface import TokensRead, attached, call_hooks, layer_hooks, mlps_in_parts, token_hooks
+from kvbench.models.interface import (
+    TokensRead,
+    attached,
+    call_hooks,
+    layer_hooks,
+    mlps_in_parts,
+    model_cache,
+    token_hooks,
+)
 from kvbench.models.lowrank import lifts
-from kvbench.models.releases import named_cache
 from kvbench.models.state_layer import in_model_order, state_layers_of
 
 OnLayer = Callable[[Observation, Tensor, Tensor], None]
@@ -98,7 +104,7 @@ def observe(
             position_ids=torch.arange(tokens_before, n, device=input_ids.device)[None],
             use_cache=True,
             logits_to_keep=logits_to_keep,
-            **named_cache(HFCache(layers=prompt_pass.all_layers)),
+            **model_cache(model.config, prompt_pass.all_layers),
         )
     on_states(prompt_pass.take_states())
     logits = {length: token_logits.clone() for length, token_logits in zip(needs_by_length, out.logits[0], strict=True)}
@@ -194,10 +200,11 @@ class _PromptPass:
         states = layer.states(hidden[0])
         k, v = layer.take()
         expected_shape = (shape.kv_heads, k.shape[1], shape.head_dim)
-        if k.shape != expected_shape or v.shape != expected_shape:
+        expected_values = (shape.kv_heads, k.shape[1], 0 if shape.own_values else shape.head_dim)
+        if k.shape != expected_shape or v.shape != expected_values:
             raise UsageError(
                 f"layer {index} caches keys {tuple(k.shape)} and values {tuple(v.shape)} where config.json says "
-                f"{expected_shape}: kvbench cannot run this model"
+                f"{expected_shape} and {expected_values}: kvbench cannot run this model"
             )
         # a local layer keeps its window, and methods do not see it
         if index not in self.numbers:

@@ -9,16 +9,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache as HFCache
 
 from kvbench.base.errors import UsageError
 from kvbench.kv.exact_attention import BLOCK_BYTES, causal_softmax
+from kvbench.kv.own_values import values_or_keys
 from kvbench.kv.segment import LayerCache, per_head
 from kvbench.kv.state import LayerState
 from kvbench.methods.core.replaying import QUOTED, Replay
-from kvbench.models.interface import KvbenchLayer, attached
+from kvbench.models.interface import KvbenchLayer, attached, model_cache
 from kvbench.models.lowrank import lifts
-from kvbench.models.releases import named_cache
 from kvbench.models.state_layer import in_model_order, state_layers_of
 from kvbench.storage import split
 
@@ -61,6 +60,7 @@ class ReplayLayer(KvbenchLayer):
         n, t = self.k.shape[1], q.shape[1]
         k = per_head(torch.cat([self.k, self.own_k], dim=1), len(q))
         v = per_head(torch.cat([self.v, self.own_v], dim=1), len(q))
+        v = values_or_keys(k, v)
         out = torch.empty_like(q)
         for first, last in self._blocks(q, n + t):
             # query i of the pass attends the prompt and the pass's tokens up to its own: tokens 0 .. n + i
@@ -125,7 +125,7 @@ def replay(
                 position_ids=torch.arange(n, n + len(text), device=ids.device)[None],
                 use_cache=True,
                 logits_to_keep=1,
-                **named_cache(HFCache(layers=in_model_order(model.config, replay_layers, state_layers))),
+                **model_cache(model.config, in_model_order(model.config, replay_layers, state_layers)),
             )
         # low-rank projections keep their last latents until someone takes them; a pass does not need them
         for lift in lifted:

@@ -9,16 +9,14 @@ from typing import Any
 
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache as HFCache
 
 from kvbench.base.errors import UsageError
 from kvbench.engine.decode_layer import RowLayer
 from kvbench.kv.model_shape import key_layers, local_layers
 from kvbench.kv.state import LayerState
 from kvbench.methods.core.prompt_cache import PromptCache
-from kvbench.models.interface import sliding_window
+from kvbench.models.interface import model_cache, sliding_window
 from kvbench.models.lowrank import lifts
-from kvbench.models.releases import named_cache
 from kvbench.models.state_layer import StateLayer, in_model_order, state_layers_of
 from kvbench.storage.format import Room, StoredRow
 from kvbench.storage.roles import Rotary
@@ -159,6 +157,6 @@ def feed(
         position_ids=positions,
         use_cache=True,
         logits_to_keep=logits_to_keep,
-        **named_cache(HFCache(layers=list(layers))),
+        **model_cache(model.config, layers),
     )
     return out.logits

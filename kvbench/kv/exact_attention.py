@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvbench.kv.own_values import values_or_keys
 from kvbench.kv.scale import capped, exponentials, is_plain, sinks_of
 from kvbench.kv.segment import per_head
 
@@ -123,6 +124,7 @@ def attend_with_lse(query: Tensor, keys: Tensor, values: Tensor, scale: float) -
     """
     if not fusible(query, scale):
         return None
+    values = values_or_keys(keys, values)
     k, v = per_head(keys, len(query)), per_head(values, len(query))
     # FUSED takes the dropout (0.0) and the causal flag (True) by position
     out, lse = FUSED(query[None], k[None], v[None], 0.0, True, scale=scale)
@@ -134,6 +136,7 @@ def attend_rows(query: Tensor, keys: Tensor, values: Tensor, scale: float, windo
 
     query [Hq, w, D] are the last w of m tokens; keys and values are [Hk, m, D].
     """
+    values = values_or_keys(keys, values)
     hq, _, d = query.shape
     hk = values.shape[0]
     v = values.float()
@@ -154,6 +157,7 @@ def attend_in_blocks(
     ``blocks`` are pairs (first token, tokens [Hk, m] kept before it), in order. The other arguments are those of
     ``attend_rows``.
     """
+    values = values_or_keys(keys, values)
     out = torch.empty_like(query)
     ends = [start for start, _ in blocks[1:]]
     ends.append(query.shape[1])

@@ -27,6 +27,8 @@ class Shape:
     local_layers: layers that attend and hold only the last ``window`` tokens. No method compresses them.
     keyless_layers: layers that hold no keys: linear attention, state space, convolution, or nothing but an MLP.
     conv_numbers, recurrent_numbers: how many numbers the states of all layers are; 0 as long as nobody has counted.
+    latent_width: the width of the latent that stands for keys and values of all query heads (``kv.own_values``). Keys
+    have it and their rotated part as channels, under one kv head. 0: the model holds keys and values.
     """
 
     layers: int
@@ -38,21 +40,44 @@ class Shape:
     keyless_layers: int = 0
     conv_numbers: int = 0
     recurrent_numbers: int = 0
+    latent_width: int = 0
 
     def __post_init__(self) -> None:
         has_local = bool(self.local_layers or self.window)
         for name, value in asdict(self).items():
             # a model has both local layers and a window, or neither of them
             may_be_zero = name in ("local_layers", "window") and not has_local
-            may_be_zero = may_be_zero or name in ("keyless_layers", "conv_numbers", "recurrent_numbers")
+            may_be_zero = may_be_zero or name in ("keyless_layers", "conv_numbers", "recurrent_numbers", "latent_width")
             least = 0 if may_be_zero else 1
             # Python counts True and False as integers
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise UsageError(f"model.shape.{name}={value!r} is not possible: a whole number, {least} or more")
+        if self.own_values and (self.kv_heads != 1 or self.latent_width > self.head_dim):
+            raise UsageError(
+                f"model.shape.latent_width={self.latent_width} is not possible: a latent is one kv head, at most as "
+                "wide as head_dim"
+            )
         if self.query_heads % self.kv_heads:
             raise UsageError(
                 f"model.shape.query_heads={self.query_heads} is not possible: a multiple of kv_heads={self.kv_heads}"
             )
+
+    @property
+    def own_values(self) -> bool:
+        """True if the layers hold latents: then keys are their own values, and no values are stored."""
+        return self.latent_width > 0
+
+    @property
+    def value_dim(self) -> int:
+        """The channels that are stored of a head's value."""
+        if self.own_values:
+            return 0
+        return self.head_dim
+
+    @property
+    def token_numbers(self) -> int:
+        """The numbers that a layer holds of a token under one head: those of its key and of its value."""
+        return self.head_dim + self.value_dim
 
     @property
     def has_states(self) -> bool:
@@ -69,8 +94,7 @@ class Shape:
 
         Local layers hold the tokens of their window under the kv heads. States are counted, too.
         """
-        # the 2 stands for keys and values
-        compressible = 2 * self.layers * (heads or self.kv_heads) * tokens * self.head_dim * itemsize
+        compressible = self.layers * (heads or self.kv_heads) * tokens * self.token_numbers * itemsize
         return compressible + self.fixed_bytes(tokens, itemsize)
 
     def fixed_bytes(self, tokens: int, itemsize: int) -> int:
@@ -83,7 +107,7 @@ class Shape:
 
     def local_bytes(self, tokens: int, itemsize: int) -> int:
         """Return the bytes of the keys and values that local layers hold of ``tokens``."""
-        return 2 * self.local_layers * self.kv_heads * min(tokens, self.window) * self.head_dim * itemsize
+        return self.local_layers * self.kv_heads * min(tokens, self.window) * self.token_numbers * itemsize
 
     def local_overhead(self, tokens: int) -> int:
         """Return the bytes of the positions that local layers hold of ``tokens``."""
@@ -91,7 +115,21 @@ class Shape:
 
     @property
     def note(self) -> str | None:
-        """A note for readers of a run's results on layers that no method compresses; None for a model without such."""
+        """A note for readers of a run's results on what layers hold beside or in place of keys and values; or None."""
+        notes = []
+        if self.own_values:
+            notes.append(
+                f"A token's keys and values are one latent for all heads: {self.latent_width} numbers, and "
+                f"{self.head_dim - self.latent_width} of a rotated key beside it. Methods and bytes are of these."
+            )
+        layers = self._layers_note
+        if layers is not None:
+            notes.append(layers)
+        return " ".join(notes) or None
+
+    @property
+    def _layers_note(self) -> str | None:
+        """A note on layers that no method compresses; None for a model without such."""
         if self.keyless_layers:
             local = ""
             if self.local_layers:
@@ -119,6 +157,8 @@ class Shape:
             f"{self.layers} layers{others}, {self.query_heads} query and {self.kv_heads} kv heads of dimension "
             f"{self.head_dim}"
         )
+        if self.own_values:
+            text += f" (a latent of {self.latent_width} and a rotated part of {self.head_dim - self.latent_width})"
         if self.has_states:
             text += f", and states of {self.conv_numbers + self.recurrent_numbers:,} numbers"
         return text
@@ -132,7 +172,7 @@ def from_entry(entry: Mapping[str, int]) -> Shape:
         raise UsageError(
             f"model.shape={dict(entry)} is not possible: a mapping with {', '.join(needed)}, all of them, and with "
             "local_layers and window where the model has local layers, keyless_layers, conv_numbers and "
-            "recurrent_numbers where it has layers with states"
+            "recurrent_numbers where it has layers with states, latent_width where it has latents"
         )
     return Shape(**entry)
 
@@ -143,6 +183,11 @@ def layer_types(config: Any) -> tuple[str, ...]:
     if not types:
         return ("full_attention",) * int(getattr(config, "num_hidden_layers", 0))
     return tuple(types)
+
+
+def latent_width(config: Any) -> int:
+    """Return the width of the latent that each token has in place of keys and values; 0 for models without latents."""
+    return int(getattr(config, "kv_lora_rank", None) or 0)
 
 
 def key_layers(config: Any) -> tuple[int, ...]:
@@ -168,12 +213,20 @@ def from_config(config: Any) -> Shape:
     """Return the shape of a checkpoint, read from its Hugging Face configuration."""
     heads, local = int(config.num_attention_heads), len(local_layers(config))
     holding = len(key_layers(config))
-    # configurations without grouped queries have no num_key_value_heads, and many have no head_dim
+    latent = latent_width(config)
+    if latent:
+        # the key of all heads is the latent with the rotated part behind it
+        kv_heads, head_dim = 1, latent + int(config.qk_rope_head_dim)
+    else:
+        # configurations without grouped queries have no num_key_value_heads, and many have no head_dim
+        kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
+        head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
     return Shape(
         layers=holding - local,
         query_heads=heads,
-        kv_heads=int(getattr(config, "num_key_value_heads", None) or heads),
-        head_dim=int(getattr(config, "head_dim", None) or config.hidden_size // heads),
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        latent_width=latent,
         local_layers=local,
         window=int(config.sliding_window) if local else 0,
         keyless_layers=int(config.num_hidden_layers) - holding,

@@ -52,6 +52,7 @@ class QHitter(EvictingSelector, Packer):
     """
 
     id: ClassVar[str] = "qhitter"
+    on_latents: ClassVar[str] = "it packs keys and values apart, and a latent is both at once"
     packs: ClassVar[bool] = True
     packs_after_step: ClassVar[bool] = False
 

@@ -34,6 +34,7 @@ class Vatp(Modifier):
     """
 
     id: ClassVar[str] = "vatp"
+    on_latents: ClassVar[str] = "a token's value is another vector for each head"
     decorates: ClassVar[tuple[str, ...]] = ("h2o", "scissorhands", "snapkv")
 
     norm: str = knob("l1", one_of(*NORMS))

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -19,14 +19,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.cache_utils import Cache as HFCache
 from transformers.cache_utils import CacheLayerMixin
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvbench.base.errors import UsageError
-from kvbench.kv.model_shape import from_config, local_layers
+from kvbench.kv.model_shape import from_config, key_layers, latent_width, layer_types, local_layers
 from kvbench.kv.observation import AttentionCall
 from kvbench.kv.scale import LogitScale
-from kvbench.models.releases import tell_untried
+from kvbench.models.latent import LatentCache, absorbed, expands_after_caching, head_outputs, unexpanded
+from kvbench.models.releases import named_cache, tell_untried
 
 NAME = "kvbench"
 """The name under which the attention function and its mask are registered with transformers."""
@@ -130,6 +132,9 @@ def attention(
         raise UsageError(f"{type(module).__name__} asks for {demands}, which kvbench does not compute")
     if scaling is None:
         scaling = query.shape[-1] ** -0.5  # 1 / sqrt(D)
+    latent = expands_after_caching(module)
+    if latent:
+        query = absorbed(module, query)
     # a window that is longer than the text changes nothing
     window = None
     if sliding_window is not None and key.seen > sliding_window:
@@ -138,6 +143,8 @@ def attention(
     if s_aux is not None:
         sinks = s_aux.detach()[:, None, None]
     out = key.attend(query, LogitScale.of(scaling, softcap, sinks), window)
+    if latent:
+        out = head_outputs(module, out)
     return out.transpose(1, 2), None  # [B, Hq, T, D] -> [B, T, Hq, D]
 
 
@@ -199,7 +206,8 @@ def attached(model: PreTrainedModel) -> Iterator[None]:
     model.set_attn_implementation(NAME)
     model.eval()
     try:
-        yield
+        with unexpanded(attention_modules(model)):
+            yield
     finally:
         model.set_attn_implementation(previous)
         for module in training:
@@ -380,20 +388,29 @@ def all_layers(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def attention_modules(model: PreTrainedModel) -> list[nn.Module]:
-    """Return the model's attention modules in layer order."""
+    """Return the modules of the model's layers that hold keys and values, in layer order."""
+    keyless = set(range(len(layer_types(model.config)))).difference(key_layers(model.config))
     modules = []
     for module in model.modules():
         # the layer number identifies an attention module; its parts may have similar class names
-        has_number = isinstance(getattr(module, "layer_idx", None), int)
-        if type(module).__name__.endswith("Attention") and has_number:
+        number = getattr(module, "layer_idx", None)
+        # linear attention has a similar name as well, and its layer holds no keys
+        if type(module).__name__.endswith(("Attention", "MLA")) and isinstance(number, int) and number not in keyless:
             modules.append(module)
     return sorted(modules, key=lambda module: int(module.layer_idx))  # type: ignore[arg-type]
 
 
-def cache_shape(model: PreTrainedModel) -> tuple[int, int, torch.dtype]:
-    """Return (kv heads, head dimension, dtype) of the model's cache."""
+def model_cache(config: Any, layers: Sequence[Any]) -> dict[str, HFCache]:
+    """Return {name: cache} of a model's layers in its order, as the keyword of its forward pass."""
+    if latent_width(config):
+        return named_cache(LatentCache(layers=list(layers)))
+    return named_cache(HFCache(layers=list(layers)))
+
+
+def cache_shape(model: PreTrainedModel) -> tuple[int, int, torch.dtype, bool]:
+    """Return (kv heads, head dimension, dtype, whether keys are their own values) of the model's cache."""
     shape = from_config(model.config)
-    return shape.kv_heads, shape.head_dim, model.dtype
+    return shape.kv_heads, shape.head_dim, model.dtype, shape.own_values
 
 
 def synchronise(device: torch.device) -> None:

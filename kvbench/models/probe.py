@@ -11,13 +11,11 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache as HFCache
 
 from kvbench.base.errors import UsageError
 from kvbench.kv.exact_attention import attend_rows
 from kvbench.kv.model_shape import key_layers, state_layers
-from kvbench.models.interface import KvbenchLayer, attached, attention_modules
-from kvbench.models.releases import named_cache
+from kvbench.models.interface import KvbenchLayer, attached, attention_modules, model_cache
 from kvbench.models.state_layer import in_model_order, state_layers_of
 from kvbench.storage.roles import Rotary
 
@@ -86,7 +84,7 @@ def count_states(model: PreTrainedModel) -> tuple[int, int]:
                 input_ids=token,
                 position_ids=token,
                 use_cache=True,
-                **named_cache(HFCache(layers=in_model_order(config, layers, states))),
+                **model_cache(config, in_model_order(config, layers, states)),
             )
         counts = [layer.state().counts for layer in states]
         _COUNTED[model] = sum(conv for conv, _ in counts), sum(recurrent for _, recurrent in counts)
@@ -193,7 +191,7 @@ def _read(model: PreTrainedModel, ids: Tensor, positions: Tensor) -> tuple[list[
     config = model.config
     layers = [ProbeLayer() for _ in key_layers(config)]
     all_layers = in_model_order(config, layers, state_layers_of(config, layers))
-    out = model(input_ids=ids[None], position_ids=positions, **named_cache(HFCache(layers=all_layers)))
+    out = model(input_ids=ids[None], position_ids=positions, **model_cache(config, all_layers))
     return layers, out.logits[0]
 
 

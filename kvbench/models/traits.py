@@ -17,9 +17,10 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from kvbench.base.errors import UsageError, headline
-from kvbench.kv.model_shape import Shape, from_config, key_layers, layer_types, state_layers
+from kvbench.kv.model_shape import Shape, from_config, key_layers, latent_width, layer_types, state_layers
 from kvbench.models import probe
-from kvbench.models.interface import attention_modules
+from kvbench.models.interface import attention_modules, decoder_layers
+from kvbench.models.latent import expands_after_caching
 from kvbench.models.releases import HOLDS_STATES
 
 READ = (
@@ -63,6 +64,13 @@ TESTED = (
     "qwen3_5_moe_text",
     "qwen3_5_text",
     "qwen3_next",
+    # one latent a token in place of the keys and values of heads
+    "deepseek_v2",
+    "deepseek_v3",
+    "glm4_moe_lite",
+    "kimi_linear",
+    "longcat_flash",
+    "minicpm3",
 )
 """Families on which every method is tested."""
 MOST_LAYERS = 4096  # a config.json may ask for a million layers, and building them would take hours
@@ -86,6 +94,7 @@ class ModelTraits:
     capped: whether attention logits are capped (softcapping).
     sinks: whether attention goes to learned sinks, too, which are no tokens.
     one_by_one: whether tokens behind a state must be read one at a time.
+    paired: whether a layer attends more than once, so that layers of attention are no layers of the model.
     """
 
     family: str
@@ -95,6 +104,7 @@ class ModelTraits:
     capped: bool = False
     one_by_one: bool = False
     sinks: bool = False
+    paired: bool = False
 
     @property
     def note(self) -> str | None:
@@ -151,6 +161,8 @@ def of_model(model: PreTrainedModel) -> ModelTraits:
         capped=capped,
         sinks=any(hasattr(module, "sinks") for module in attention_modules(model)),
         one_by_one=reads_one_by_one(model.config),
+        # the modules of one layer lie in a list (LongCat)
+        paired=any(isinstance(layer, nn.ModuleList) for layer in decoder_layers(model)),
     )
 
 
@@ -220,7 +232,11 @@ def check_served(model: PreTrainedModel) -> None:
             config.is_encoder_decoder or getattr(config, "cross_attention_layers", None)
         ),
         "it has more attention modules than layers (cross-attention)": len(modules) > layers,
-        "it caches latents instead of keys and values (latent attention)": getattr(config, "kv_lora_rank", None),
+        "an indexer of its own chooses which tokens each query attends": getattr(config, "index_topk", None),
+        "its layers attend to latents in a way that kvbench does not know, or this version of transformers caches the "
+        "keys and values made of them: install 5.24 or newer": (
+            latent_width(config) and not all(expands_after_caching(module) for module in modules)
+        ),
         f"it has layers of the type {', '.join(kinds)}, and only {', '.join(LAYER_TYPES)} run": kinds,
         "none of its layers has keys and values": not key_layers(config),
         "this version of transformers holds states in another way: install 5.23 or newer": (
@@ -283,6 +299,8 @@ def turning_point(config: Any) -> int | None:
 def _find_rotation_fault(model: PreTrainedModel) -> str | None:
     """Return why cached keys cannot be rotated to other positions, or None if they can."""
     modules = attention_modules(model)
+    if latent_width(model.config):
+        return "only a part of what it holds of a token is rotated (latent attention)"
     if _reads_position_table(model):
         return "it reads its rotary positions from a table"
     kind = rope_type(model.config)
@@ -307,6 +325,8 @@ def _reads_position_table(model: PreTrainedModel) -> bool:
 
 def _find_projection_fault(model: PreTrainedModel) -> str | None:
     """Return why keys and values are not linear in their layer's input, or None if they are."""
+    if latent_width(model.config):
+        return "it holds latents already (latent attention)"
     attention = attention_modules(model)[0]
     names = [name for name, _ in attention.named_children()]
     # ``query_key_value`` of other families has another order of rows

@@ -147,7 +147,8 @@ def _check_through_cache(dataset: str, knobs: Mapping[str, object], chains: Sequ
             f"kl_mode={THROUGH_CACHE} reads windows of a text, not dataset={dataset}: take dataset=fidelity/wikitext2"
         )
     for config in chains:
-        if any(getattr(stage, "frozen_bytes", 0) for stage in config.chain.stages):
+        quantiser = config.chain.quantiser
+        if quantiser is not None and (quantiser.frozen_bytes("k") or quantiser.frozen_bytes("v")):
             raise UsageError(
                 f"kl_mode={THROUGH_CACHE} has no prompt on which {config.chain.name} could settle its scales: take a "
                 "format with a scale for each token or block, or kl=true"

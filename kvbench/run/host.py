@@ -51,8 +51,8 @@ class Host:
     prefix: SharedPrefix | None = None
     functions: Functions = field(default_factory=Functions, repr=False)
 
-    def shape(self) -> tuple[int, int, torch.dtype]:
-        """Return (kv heads, head dimension, dtype) of the model's cache."""
+    def shape(self) -> tuple[int, int, torch.dtype, bool]:
+        """Return (kv heads, head dimension, dtype, whether keys are their own values) of the model's cache."""
         return cache_shape(self.model)
 
     @property

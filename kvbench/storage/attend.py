@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvbench.kv.own_values import values_or_keys
 from kvbench.kv.packed import Packed
 from kvbench.kv.scale import capped, is_plain, softmax
 from kvbench.storage import kernels
@@ -176,7 +177,8 @@ def attend(
     tail_start: [B], the position of the tail's first token, needed with ``floor``.
     masker: restricts exact attention to the tokens that it picks.
     """
-    is_simple = masker is None and floor is None and is_plain(scale)
+    stores_values = tail[1].shape[3] > 0  # kernels read values beside the keys
+    is_simple = masker is None and floor is None and is_plain(scale) and stores_values
     if is_simple:
         out = kernels.attend(query, segments, tail, scale)
         if out is not None:
@@ -191,11 +193,11 @@ def attend(
         """Return the values of all slots weighted by probs [B, Hq, T, S], as [B, Hq, T, D]."""
         # the columns of probs are the slots of all segments and then the tail; the loop starts at the tail
         start = probs.shape[3] - tail[1].shape[2]
-        out = weigh(probs[..., start:], tail[1])
+        out = weigh(probs[..., start:], values_or_keys(*tail))
         for s in reversed(padded):
             end = start
             start -= s.v.shape[2]
-            part = weigh(probs[..., start:end], s.v)
+            part = weigh(probs[..., start:end], values_or_keys(s.k, s.v))
             if s.value_channels is not None:
                 part = spread(part, s.value_channels, out.shape[3])
             out = out + part

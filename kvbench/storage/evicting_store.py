@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from kvbench.kv.ops import only_segment, select
+from kvbench.kv.own_values import values_or_keys
 from kvbench.kv.packed import Packed
 from kvbench.kv.partly_packed import Values, batched, each, parts, write
 from kvbench.kv.scale import capped
@@ -94,14 +95,17 @@ class OneFormat:
 
     def weigh(self, probs: Tensor) -> Tensor:
         """Return values [B, Hq, T, D] fp32 weighted by probs [B, Hq, T, S]."""
-        if not isinstance(self.v, Packed):
-            return weigh(probs, self.v)
+        values = self.v
+        if values.shape[-1] == 0:
+            values = self.k  # keys that are their own values
+        if not isinstance(values, Packed):
+            return weigh(probs, values)
         if self.fresh is None:
-            return packed_weigh(probs, self.v)
+            return packed_weigh(probs, values)
         # the codes of the newest tokens get weight 0, and their exact values get the weight instead
-        slots, _, v = self.fresh
+        slots, k, v = self.fresh
         index = _repeat_for_queries(slots, probs)
-        return packed_weigh(probs.scatter(3, index, 0.0), self.v) + weigh(probs.gather(3, index), v)
+        return packed_weigh(probs.scatter(3, index, 0.0), values) + weigh(probs.gather(3, index), values_or_keys(k, v))
 
     def keep(self, rows: Tensor) -> None:
         """Drop all rows except the indices ``rows``."""

@@ -76,6 +76,11 @@ class PackedHalf:
             self.ring[u, :, slot] = new
 
     @property
+    def stored(self) -> bool:
+        """False for the values of keys that are their own values: they have no channels."""
+        return self.ring.shape[3] > 0
+
+    @property
     def slots(self) -> int:
         """The number S of the ring's slots."""
         return self.ring.shape[2]

@@ -83,7 +83,7 @@ class PackedRows(Format):
         ``add`` has packed them already unless the packer ``packs_after_step``.
         """
         out = None
-        if self.masker is None and self.k.seen is None and is_plain(scale):
+        if self.masker is None and self.k.seen is None and is_plain(scale) and self.v.stored:
             # one kernel call replaces dozens of small operations
             out = kernels.attend_packed(query, scale, self.k, self.v)
         if out is None:
@@ -138,6 +138,8 @@ class PackedRows(Format):
     def _weigh(self, probs: Tensor) -> Tensor:
         """Return values [U, Hq, T, D] weighted by probs [U, Hq, T, L]."""
         half = self.v
+        if not half.stored:
+            half = self.k
         most_packed = max(half.packed)
         packed_probs = probs[..., :most_packed]
         if half.alike:

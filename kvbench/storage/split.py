@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kvbench.kv.exact_attention import FUSED, attend_with_lse
+from kvbench.kv.own_values import values_or_keys
 from kvbench.storage.attend import hide_free, logits, spread, weigh
 from kvbench.storage.row_segments import Ragged, RowSegment
 
@@ -33,6 +34,7 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, scale: float, hidden: Te
     """
     u, hq, t, d = query.shape
     h, length = keys.shape[1:3]
+    values = values_or_keys(keys, values)
     # the query heads of a group become queries of their kv head: token j of head i is query i T + j
     q = query.reshape(u, h, hq // h * t, d)
     mask: Tensor | None = None

@@ -43,6 +43,7 @@ from kvbench.methods.core.base import Selector
 from kvbench.methods.core.chain import Chain
 from kvbench.methods.core.knobs import is_knob
 from kvbench.methods.core.resolve import chain_of
+from kvbench.models.interface import cache_shape
 
 per_heads = pytest.mark.parametrize("per", PER)
 
@@ -64,7 +65,7 @@ def test_tokens_kept_are_those_declared_and_the_audit_passes(family, chain, per)
     model = build(family)
     for p in prompts_of(family):
         built, _ = together(family, per)[chain, p]
-        measured = audit(built, *heads_of(model), model.dtype)
+        measured = audit(built, *cache_shape(model))
         heads = built.chain.heads(heads_of(model)[0], model.config.num_attention_heads)
         for i, layer in enumerate(built.layers):
             declared = built.chain.expected(p[0], i, len(built.layers), heads)
@@ -127,7 +128,7 @@ def test_frozen_layers_keep_every_token(chain, per):
     model, (n, seed) = build("llama"), PROMPTS[0]
     entry = configured(chain, {**SMALL, "frozen_layers": [0, 2]})
     (cache,) = prefill(model, prompt(n, seed), [entry], per=per)
-    audit(cache, *heads_of(model), model.dtype)
+    audit(cache, *cache_shape(model))
     for i, layer in enumerate(cache.layers):
         for positions in ref.kept(layer):
             assert (positions == list(range(n))) == (i in (0, 2))
@@ -156,7 +157,7 @@ def test_bytes_at_16_bits_are_those_that_a_bf16_run_holds(chain, per):
     entry = configured(chain, SMALL)
     models = [build("llama", dtype) for dtype in (torch.float32, torch.bfloat16)]
     caches = [prefill(m, prompt(70), [entry], per=per)[0] for m in models]
-    single, half = (audit(c, *heads_of(m), m.dtype) for c, m in zip(caches, models, strict=True))
+    single, half = (audit(c, *cache_shape(m)) for c, m in zip(caches, models, strict=True))
     assert (half.payload16, half.overhead16, half.full16) == (half.payload, half.overhead, half.full_bytes)
     for which, held_bytes in (("payload", single.payload16), ("overhead", single.overhead16)):
         pairs = [

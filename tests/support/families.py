@@ -8,6 +8,7 @@ from functools import cache
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
 from transformers.models.opt.modeling_opt import OPTDecoder
 
 from kvbench.engine.decode import generate_rows
@@ -93,6 +94,34 @@ WITH_STATES = {
 """Families whose layers hold a state in place of keys, or beside them."""
 if HOLDS_STATES:
     CONFIGS |= WITH_STATES
+HOLDS_LATENTS = hasattr(DeepseekV3Attention, "expand_kv")
+"""Whether this release caches latents themselves; earlier ones cache the keys and values made of them."""
+LATENT = {
+    **{**MLP, "num_key_value_heads": 4, "pad_token_id": 0, "kv_lora_rank": 24, "q_lora_rank": 20, "head_dim": 8},
+    **{"qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12},
+}
+LATENT_EXPERTS = {
+    **{**LATENT, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    **{"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
+}
+WITH_LATENTS = {
+    "deepseek_v2": {**LATENT_EXPERTS, "topk_method": "greedy"},
+    "deepseek_v3": LATENT_EXPERTS,
+    "glm4_moe_lite": LATENT_EXPERTS,
+    "kimi_linear": {
+        **{**LATENT_EXPERTS, "q_lora_rank": None, "num_hidden_layers": 5, "layer_types": [L, F, L, F, F]},
+        **{"linear_num_heads": 4, "linear_head_dim": 16, "linear_conv_kernel_dim": 4, "num_experts": 4},
+        **{"num_expert_group": 1},
+    },
+    "longcat_flash": {
+        **{**LATENT, "num_layers": 2, "num_hidden_layers": 4, "ffn_hidden_size": 96, "expert_ffn_hidden_size": 32},
+        **{"n_routed_experts": 4, "moe_topk": 2, "zero_expert_num": 1},
+    },
+    "minicpm3": LATENT,
+}
+"""Families that hold one latent a token in place of the keys and values of heads."""
+if HOLDS_LATENTS:
+    CONFIGS |= WITH_LATENTS
 FAMILIES = tuple(CONFIGS)
 WHOLE = FAMILIES[:6]
 """Families that run every test of families; the others run those of ``tests/methods/test_properties.py`` and a few."""
@@ -112,6 +141,10 @@ def random_model(family: str, config) -> PreTrainedModel:
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **config), **eager)
 
 
+QUERIES_AND_KEYS = ("q_proj", "k_proj", "query_key_value", "qkv_proj", "q_b_proj", "kv_a_proj", "kv_b_proj")
+"""Parts of the names of the matrices that make logits."""
+
+
 @cache
 def build(family: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """A random model; the same weights every time. Weights are scaled up so that attention is far from uniform."""
@@ -127,7 +160,7 @@ def build(family: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
             if name.endswith("sinks"):
                 p.uniform_(0.0, 8.0)
             if p.dim() == 2:
-                queries_and_keys = any(k in name for k in ("q_proj", "k_proj", "query_key_value", "qkv_proj"))
+                queries_and_keys = any(k in name for k in QUERIES_AND_KEYS)
                 p.normal_(std=0.35 if queries_and_keys else 0.15)
             elif p.dim() == 3:  # all experts of a layer
                 p.normal_(std=0.08)

@@ -11,7 +11,7 @@ from itertools import count
 import pytest
 from support import method_reference as ref
 from support.calibrations import ready
-from support.families import FAMILIES, WHOLE, build, prompt
+from support.families import FAMILIES, WHOLE, WITH_LATENTS, build, prompt
 from support.grids import grid
 
 import kvbench
@@ -142,6 +142,9 @@ REFUSES = {
     "qwen3_5_moe_text": ("lowrank", "hidden"),
     "qwen3_5_text": ("lowrank", "hidden"),
     "qwen3_next": ("lowrank", "hidden"),
+    **dict.fromkeys(WITH_LATENTS, ("lowrank", "rotates", "latents")),
+    "kimi_linear": ("lowrank", "rotates", "latents", "hidden"),
+    "longcat_flash": ("lowrank", "rotates", "latents", "hidden"),
 }
 """Roles of stages that a family refuses, ``rotates`` and ``replays`` (reasons: tests/models/test_capabilities.py)."""
 
@@ -153,6 +156,7 @@ def supported(chain, family):
         s.role in refuses
         or (s.rotates and "rotates" in refuses)
         or (s.uncapped and "uncapped" in refuses)
+        or (s.on_latents and "latents" in refuses)
         or (isinstance(s, ReplayingSelector) and "replays" in refuses)
         for s in stages
     )
@@ -202,6 +206,8 @@ def together(family, per):
 def kinds(family, chain):
     """The kinds of ``per`` under which a chain meets a family: both on Llama, one elsewhere."""
     i, j = FAMILIES.index(family), CHAINS.index(chain)
+    if family in WITH_LATENTS:
+        return PER[:1]  # all heads share one latent
     # a chain meets both kinds, and so does each family of WHOLE
     return PER if family == "llama" else (PER[(i + j if family in WHOLE else i) % 2],)
 

@@ -16,6 +16,7 @@ import torch
 
 from kvbench.base.errors import UsageError
 from kvbench.kv import ops
+from kvbench.kv.model_shape import Shape
 from kvbench.kv.observation import Needs, Observation
 from kvbench.kv.segment import LayerCache
 from kvbench.methods.core.base import Mask, Modifier, Selector, TokenSelector, sinks_of
@@ -23,6 +24,7 @@ from kvbench.methods.core.contract import Block, Capacity, Expected, protect
 from kvbench.methods.core.decode_budget import DecodeBudget, refusal
 from kvbench.methods.core.evicting import EvictingSelector, Modified
 from kvbench.methods.core.foreign import code_of
+from kvbench.methods.core.formats import StorageFormat
 from kvbench.methods.core.legal_sets import AS_SET, check_set, refuse_conflicts
 from kvbench.methods.core.lowrank import LowRankStage
 from kvbench.methods.core.prefill_changing import BlockReader, HeadSharer, HiddenPruner
@@ -284,12 +286,33 @@ class Chain:
         evictor = self.evictor
         if evictor is not None and evictor.rolled and model.unrolled is not None:
             raise UsageError(f"method {self.name}: positions=rolled needs rotary positions, {model.unrolled}")
+        self.check_shape(model.shape)
         stored_heads = self.heads(model.shape.kv_heads, model.shape.query_heads)
         for stage in self.stages:
             stage.check_heads(stored_heads, model.shape.query_heads)
             reason = _unsupported(stage, model)
             if reason is not None:
                 raise UsageError(f"method {stage.id} does not support the model family {model.family!r}: {reason}")
+
+    def check_shape(self, shape: Shape) -> None:
+        """Raise UsageError if the chain has no meaning on a model whose cache has this shape."""
+        if not shape.own_values:
+            return
+        if self.per == "query_head":
+            raise UsageError(
+                "per=query_head is not possible on a model that holds latents (latent attention): its query heads "
+                "share one latent a token, which would be stored once for each of them. Leave per out"
+            )
+        for stage in self.stages:
+            reason = stage.on_latents
+            if stage.role == "lowrank":
+                reason = "the model has low-rank keys and values of its own"
+            if isinstance(stage, StorageFormat) and (stage.values or stage.only == "values"):
+                reason = "it stores no values beside its latents. Leave values= and only=values out"
+            if reason:
+                raise UsageError(
+                    f"method {stage.id} is not possible on a model that holds latents (latent attention): {reason}"
+                )
 
     def provenance(self) -> dict[str, object]:
         """Return the hashes of the calibrations of the chain's stages, for the record; {} without calibrations."""
@@ -311,12 +334,14 @@ class Chain:
             return declared
         return Expected.exactly(rows, heads)
 
-    def layout(self, slots: int, head_dim: int, itemsize: int, layer: int = 0) -> list[Block]:
+    def layout(self, slots: int, head_dim: int, itemsize: int, layer: int = 0, own_values: bool = False) -> list[Block]:
         """Return the blocks, one for each segment, of a stored head of ``layer`` that holds ``slots`` tokens.
 
-        An exact number takes ``itemsize`` bytes.
+        An exact number takes ``itemsize`` bytes. With ``own_values``, keys are their own values (``kv.own_values``).
         """
         key_width, value_width = head_dim, head_dim
+        if own_values:
+            value_width = 0
         if self.lowrank is not None:
             key_width, value_width = self.lowrank.widths(layer)
         # the bytes are tokens x channels x bytes of an element
@@ -326,7 +351,9 @@ class Chain:
                 # the quantiser removes this pruner's channels while it packs
                 continue
             if isinstance(stage, Quantiser):
-                blocks = stage.packed_layout(blocks, head_dim, itemsize, pruner=self.packed_pruner, layer=layer)
+                blocks = stage.packed_layout(
+                    blocks, head_dim, itemsize, pruner=self.packed_pruner, layer=layer, own_values=own_values
+                )
             else:
                 blocks = stage.layout(blocks, head_dim, itemsize)
             if isinstance(stage, Modifier) and self.selector is not None and self.selector.evicts:
@@ -411,6 +438,10 @@ def _unsupported(stage: Stage, model: ModelTraits) -> str | None:
     reaches_local_layers = stage.adapts or stage.role == "hidden" or reads_modules
     if model.shape.local_layers and reaches_local_layers:
         return f"{model.shape.local_layers} of its {model.shape.all_layers} layers are local, and it reaches into those"
+    if model.shape.own_values and stage.needs(1).call:
+        return "it holds latents (latent attention), and the method reads projections of keys and values"
+    if model.paired and stage.role == "hidden":
+        return "each of its layers attends twice"
     if model.shape.has_states and stage.role == "hidden":
         return "it has layers that read every token into a state"
     if model.one_by_one and isinstance(stage, ReplayingSelector):

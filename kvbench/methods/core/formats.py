@@ -39,6 +39,7 @@ class StorageFormat(Quantiser):
     """
 
     packs_after_step: ClassVar[bool] = False
+    on_latents: ClassVar[str] = ""
 
     decode: str = knob("coded", one_of("coded", "exact"))
     residual: int = knob(0, at_least(0, "tokens"))
@@ -102,7 +103,7 @@ class StorageFormat(Quantiser):
             return k, v
         if self.only != "values":
             k = self.pack_keys(k).dequantise(k.dtype)
-        if self.only != "keys":
+        if self.only != "keys" and v.shape[2]:
             v = self.pack_values(v).dequantise(v.dtype)
         return k, v
 
@@ -128,10 +129,11 @@ class StorageFormat(Quantiser):
     def value_bytes(self, tokens: int, channels: int) -> int:
         return tokens * self.codec("v").token_bytes(channels)
 
-    @property
-    def frozen_bytes(self) -> int:
-        # each half whose codec takes a scale from the prompt stores one
-        return FROZEN_BYTES * sum(bool(self.codec(half).settles) for half in ("k", "v"))
+    def frozen_bytes(self, half: Literal["k", "v"]) -> int:
+        # a half whose codec takes a scale from the prompt stores it
+        if self.codec(half).settles:
+            return FROZEN_BYTES
+        return 0
 
     def frozen(self, half: Literal["k", "v"], t: torch.Tensor, lengths: torch.Tensor | None) -> torch.Tensor | None:
         codec = self.codec(half)

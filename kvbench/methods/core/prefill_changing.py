@@ -58,6 +58,7 @@ class HeadSharer(AlteredPrefill):
     """
 
     role: ClassVar[Role] = "share"
+    on_latents: ClassVar[str] = "all heads read the same latents already"
 
     def leading_heads(self, n: int, layer: int, n_layers: int, query_heads: int, kv_heads: int) -> int:
         """Return how many of a layer's ``query_heads`` lead, that is, compute logits, for a prompt of n tokens."""

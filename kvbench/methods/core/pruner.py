@@ -40,6 +40,7 @@ class ChannelPruner(Stage):
     """
 
     role: ClassVar[Role] = "prune"
+    on_latents: ClassVar[str] = "it removes channels of keys alone, and a latent is key and value at once"
 
     ratio: float = knob(0.4, removed_fraction("key"))
     recent: int = knob(32, at_least(0, "tokens"))

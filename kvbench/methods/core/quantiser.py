@@ -14,6 +14,7 @@ import torch
 
 from kvbench.kv import ops
 from kvbench.kv.observation import Observation
+from kvbench.kv.own_values import NoValues
 from kvbench.kv.packed import Packed
 from kvbench.kv.partly_packed import Codes, Residual, encode, side_by_side
 from kvbench.kv.segment import LayerCache, Segment
@@ -43,6 +44,7 @@ class Quantiser(Stage, Packer):
     """
 
     role: ClassVar[Role] = "quantise"
+    on_latents: ClassVar[str] = "it packs keys and values by rules of their own, and a latent is both at once"
     by_token: ClassVar[bool] = False
     grows: ClassVar[bool] = True
 
@@ -60,9 +62,8 @@ class Quantiser(Stage, Packer):
         """Return the bytes that ``tokens`` packed values of one head take, each with ``channels`` channels."""
         raise TypeError(f"{type(self).__name__} does not say what packed values cost")
 
-    @property
-    def frozen_bytes(self) -> int:
-        """The bytes, per head, of the scales of keys and of values that the prompt fixes for all tokens."""
+    def frozen_bytes(self, half: Literal["k", "v"]) -> int:
+        """Return the bytes, per head, of the scales of keys or of values that the prompt fixes for all tokens."""
         return 0
 
     def frozen(self, half: Literal["k", "v"], t: torch.Tensor, lengths: torch.Tensor | None) -> torch.Tensor | None:
@@ -101,11 +102,19 @@ class Quantiser(Stage, Packer):
         return Coder(self, key_residual, value_residual, grows=self.grows)
 
     def packed_layout(
-        self, blocks: list[Block], head_dim: int, itemsize: int, pruner: ChannelPruner | None, layer: int
+        self,
+        blocks: list[Block],
+        head_dim: int,
+        itemsize: int,
+        *,
+        pruner: ChannelPruner | None,
+        layer: int,
+        own_values: bool = False,
     ) -> list[Block]:
         """Return the only block of ``blocks`` with the bytes that it has once its older tokens are packed.
 
         An exact number takes ``itemsize`` bytes. With a ``pruner``, packed tokens have only the channels that it keeps.
+        With ``own_values``, keys are their own values, and nothing is stored as values.
         """
         # only a pruner makes two blocks of one, and beside a quantiser it just chooses channels
         (block,) = blocks
@@ -118,12 +127,18 @@ class Quantiser(Stage, Packer):
             id_bytes = pruner.id_bytes(head_dim)
         # bytes of a token that stays exact, with all its channels
         exact = head_dim * itemsize
+        key_bytes = self.key_bytes(packed_keys, key_channels) + (block.slots - packed_keys) * exact
+        frozen_bytes = self.frozen_bytes("k")
+        value_bytes = 0
+        if not own_values:
+            value_bytes = self.value_bytes(packed_values, value_channels) + (block.slots - packed_values) * exact
+            frozen_bytes += self.frozen_bytes("v")
         return [
             replace(
                 block,
-                key_bytes=self.key_bytes(packed_keys, key_channels) + (block.slots - packed_keys) * exact,
-                value_bytes=self.value_bytes(packed_values, value_channels) + (block.slots - packed_values) * exact,
-                fixed_overhead=block.fixed_overhead + self.frozen_bytes + id_bytes,
+                key_bytes=key_bytes,
+                value_bytes=value_bytes,
+                fixed_overhead=block.fixed_overhead + frozen_bytes + id_bytes,
             )
         ]
 
@@ -169,11 +184,16 @@ class Quantiser(Stage, Packer):
         ``counts`` [H] are the packed tokens of each head where heads are ragged, None otherwise. Packed tokens keep the
         ``channels`` [H, T], or all if it is None. ``residual`` says how many of the newest tokens stay exact.
         """
+        pack: Callable[[torch.Tensor], Packed]
         if half == "k":
             t, pack = segment.k, self.pack_keys
         else:
             t, pack = segment.v, self.pack_values
-        frozen = self.frozen(half, t, segment.lengths)
+        frozen = None
+        if t.shape[2]:
+            frozen = self.frozen(half, t, segment.lengths)
+        else:
+            pack = NoValues  # keys are their own values
 
         def packer_of(heads: slice) -> Callable[[torch.Tensor], Packed]:
             """Return the function that packs tokens of these heads, by the scales that the prompt has settled."""

@@ -45,6 +45,7 @@ class Stage(Knobs):
     revision: a number that is raised when the stage's results change, so that earlier results are not reused.
     rotates: True if it rotates queries or keys to other positions.
     uncapped: True if its formula holds only for models that neither cap logits nor have sinks.
+    on_latents: why it has no meaning where one latent stands for the keys and values of all heads; "" if it has.
     rebalances: True if budgets depend on all layers, see ``rebalance``.
     adapts: True if it changes the model itself, see ``adapt``.
     changes: why keys or values that it stores exactly differ from the prompt's, for example because it merges them.
@@ -54,6 +55,7 @@ class Stage(Knobs):
     revision: ClassVar[int] = 1
     rotates: ClassVar[bool] = False
     uncapped: ClassVar[bool] = False
+    on_latents: ClassVar[str] = ""
     rebalances: ClassVar[bool] = False
     adapts: ClassVar[bool] = False
     changes: ClassVar[str] = ""

@@ -1,0 +1,67 @@
+"""Keys that are their own values, as latent attention holds them: nothing is stored as values.
+
+Such a layer holds one vector a token for all query heads: a latent, and a part of the key that is rotated beside it.
+Attention over it has one kv head, whose key is the whole vector and whose value is the latent within the key
+(``models.latent``). Values therefore have the width 0 wherever they are stored, moved and counted, and attention weighs
+the keys in their place.
+
+Shapes: H stored heads, L tokens, D key channels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from kvbench.kv.packed import Packed
+
+
+def values_or_keys(keys: Tensor, values: Tensor) -> Tensor:
+    """Return the values [..., L, D] that attention weighs: the keys themselves if ``values`` have no channels."""
+    if values.shape[-1] == 0:
+        return keys
+    return values
+
+
+@dataclass(frozen=True)
+class NoValues(Packed):
+    """The packed values of keys that are their own values: they are as many as the keys, and have no channels.
+
+    marks: [..., L, 0], which counts tokens and takes no memory.
+    """
+
+    marks: Tensor
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.marks.shape
+
+    @property
+    def format(self) -> tuple[object, ...]:
+        return ("no values",)
+
+    def payload(self) -> Iterator[Tensor]:
+        yield self.marks
+
+    def codes_only(self) -> Iterator[Tensor]:
+        yield self.marks
+
+    def holding(self, tensors: Sequence[Tensor], frozen: Tensor | None) -> Self:
+        (marks,) = tensors
+        return replace(self, marks=marks)
+
+    def tokens(self, start: int | None = None, stop: int | None = None) -> Self:
+        return replace(self, marks=self.marks[..., start:stop, :])
+
+    def flat(self) -> Self:
+        return replace(self, marks=self.marks.flatten(0, -3))
+
+    def more(self, x: Tensor, pack: Callable[[Tensor], Packed], rows: Sequence[int] | None = None) -> Packed:
+        return NoValues(x)
+
+    def dequantise(self, dtype: torch.dtype, scratch: Tensor | None = None) -> Tensor:
+        return self.marks.to(dtype)

@@ -1,0 +1,89 @@
+"""Latent attention (MLA, arXiv 2405.04434, section 2.1): one vector a token stands for keys and values of all heads.
+
+A layer holds the latent c_t of each token (R numbers, 512 in DeepSeek-V3) and one rotated part of its key, r_t (64).
+Head h has the key [W_K,h c_t, r_t] and the value W_V,h c_t. Its query [q, p] meets them as
+
+    q . W_K,h c_t + p . r_t = (W_K,h^T q) . c_t + p . r_t        the logit of token t
+    sum_t a_t W_V,h c_t     = W_V,h (sum_t a_t c_t)              the output
+
+so that attention runs over one kv head with the key [c_t, r_t], whose first R numbers are its value. kvbench absorbs
+W_K into the query and applies W_V to the output, as engines do while decoding. It never makes the heads' keys and
+values.
+
+Shapes: B rows, Hq query heads, T new tokens, R latent, r rotated part of a key, d unrotated part of a head's key,
+v a head's value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache as HFCache
+
+
+class LatentCache(HFCache):
+    """transformers' cache for layers that hold latents. It hands on [c, r] as keys, and values without channels."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        """Take latents c [B, 1, T, R] and rotated keys r [B, 1, T, r], which transformers passes as keys and values."""
+        keys = torch.cat([key_states, value_states], dim=-1)
+        return super().update(keys, keys[..., :0], layer_idx, *args, **kwargs)
+
+
+def expands_after_caching(module: nn.Module) -> bool:
+    """Return True if an attention module caches latents, and makes keys and values of them after that."""
+    up = getattr(module, "kv_b_proj", None)
+    # codes of a quantised matrix cannot be absorbed
+    return hasattr(module, "expand_kv") and isinstance(up, nn.Linear) and up.weight.is_floating_point()
+
+
+def absorbed(module: nn.Module, query: Tensor) -> Tensor:
+    """Return the query [B, Hq, T, R + r] that meets [c, r], from the model's own query [B, Hq, T, d + r]."""
+    key_up, _ = _up_projections(module)
+    unrotated, rotated = query.split([key_up.shape[1], query.shape[3] - key_up.shape[1]], dim=3)
+    # W_K^T q of each head: [B, Hq, T, d] @ [Hq, d, R]
+    return torch.cat([unrotated @ key_up, rotated], dim=3)
+
+
+def head_outputs(module: nn.Module, out: Tensor) -> Tensor:
+    """Return the heads' outputs [B, Hq, T, v] of out [B, Hq, T, R + r], the weighted sum of [c, r]."""
+    _, value_up = _up_projections(module)
+    # W_V of each head: [B, Hq, T, R] @ [Hq, R, v]
+    return out[..., : value_up.shape[2]] @ value_up.transpose(1, 2)
+
+
+def _up_projections(module: nn.Module) -> tuple[Tensor, Tensor]:
+    """Return W_K [Hq, d, R] and W_V [Hq, v, R] of an attention module, as views of its one matrix."""
+    key_width, value_width = int(module.qk_nope_head_dim), int(module.v_head_dim)  # type: ignore[arg-type]
+    weight = module.kv_b_proj.weight  # type: ignore[union-attr]
+    by_head = weight.unflatten(0, (-1, key_width + value_width))  # type: ignore[operator]
+    return by_head.split([key_width, value_width], dim=1)
+
+
+@contextmanager
+def unexpanded(modules: list[nn.Module]) -> Iterator[None]:
+    """Have attention modules that hold latents pass a layer of kvbench on to attention in place of keys and values."""
+
+    def make_pass_on(expand: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a module's ``expand_kv`` that leaves a layer alone and makes keys and values of tensors."""
+
+        def pass_on(latent: Any, rotated_key: Any) -> Any:
+            # without a cache, or under the model's own attention, latents come themselves
+            if isinstance(latent, Tensor):
+                return expand(latent, rotated_key)
+            return latent, rotated_key
+
+        return pass_on
+
+    patched = [module for module in modules if expands_after_caching(module)]
+    for module in patched:
+        vars(module)["expand_kv"] = make_pass_on(module.expand_kv)  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        for module in patched:
+            del vars(module)["expand_kv"]

@@ -1,0 +1,220 @@
+"""Models with latent attention: one vector a token is held for all heads, and keys are their own values."""
+
+import pytest
+import torch
+from support.families import HOLDS_LATENTS, WITH_LATENTS, build, prompt
+
+import kvbench
+from kvbench.audit.accounting import bytes_declared
+from kvbench.audit.prompt_audit import audit
+from kvbench.base.errors import UsageError
+from kvbench.bench import layers as bench_layers
+from kvbench.engine.decode import extend_cache
+from kvbench.engine.likelihood import teacher_force
+from kvbench.engine.prefill import prefill_chains
+from kvbench.engine.shared_prefix import SharedPrefix
+from kvbench.kv.model_shape import Shape
+from kvbench.kv.observation import Needs
+from kvbench.kv.own_values import NoValues, values_or_keys
+from kvbench.methods.core.chain import Chain
+from kvbench.methods.core.resolve import chain_of
+from kvbench.methods.core.stage import Stage
+from kvbench.models import traits
+from kvbench.models.interface import attached, attention_modules, cache_shape
+from kvbench.models.latent import absorbed, head_outputs
+
+pytestmark = pytest.mark.skipif(not HOLDS_LATENTS, reason="this release of transformers caches expanded latents")
+FAMILIES = tuple(WITH_LATENTS)
+SNAPKV = {"method": "snapkv", "kv_size": 20, "window": 8}
+ENTRIES = [
+    "full",
+    SNAPKV,
+    {"method": "h2o", "kv_size": 20, "window": 8},
+    {**SNAPKV, "decode_budget": 20, "decode_every": 4},
+    "fp8",
+    {"method": "q4_0", "group": 16},
+    {"method": "h2o+int8", "kv_size": 20, "window": 8},
+]
+
+
+def own_logits(model, ids):
+    """The logits [T, V] after each of ``ids`` by the model itself, without a cache."""
+    with torch.no_grad():
+        return model(ids[None], use_cache=False).logits[0]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_full_cache_answers_as_generate_and_its_logits_are_the_models(family):
+    model, ids = build(family), prompt(70)
+    (cache,) = kvbench.prefill(model, ids, ["full"])
+    torch.testing.assert_close(cache.logits, own_logits(model, ids)[-1], atol=1e-5, rtol=1e-5)
+    given = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    expected = model.generate(ids[None], **given)[0, len(ids) :].tolist()
+    assert kvbench.generate(model, [cache], 12) == [expected]
+    with kvbench.cache(model, "full") as own:
+        assert model.generate(ids[None], cache=own, **given)[0, len(ids) :].tolist() == expected
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rows_in_a_batch_answer_as_alone_and_later_turns_as_the_whole_text(family):
+    model, more = build(family), prompt(9, 4)
+    caches = [c for n in (70, 31) for c in kvbench.prefill(model, prompt(n), ENTRIES)]
+    alone = [kvbench.generate(model, [cache], 8)[0] for cache in caches]
+    assert kvbench.generate(model, caches, 8) == alone
+    longer = extend_cache(model, caches[0], more)
+    whole = torch.cat([prompt(70), more])
+    torch.testing.assert_close(longer.logits, own_logits(model, whole)[-1], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_prompt_in_pieces_is_the_prompt_at_once(family):
+    model = build(family)
+    prefix, chains = SharedPrefix(model, 16), [chain_of(entry) for entry in ENTRIES]
+    for ids in (prompt(70), torch.cat([prompt(70)[:40], prompt(30, 7)])):
+        pieced = prefill_chains(model, ids, chains, prefix=prefix)
+        whole = prefill_chains(model, ids, chains)
+        for ours, theirs in zip(pieced, whole, strict=True):
+            torch.testing.assert_close(ours.logits, theirs.logits, atol=1e-4, rtol=1e-4)
+            assert [p.tolist() for layer in ours.layers for p in layer.kept_positions()] == [
+                p.tolist() for layer in theirs.layers for p in layer.kept_positions()
+            ]
+        assert kvbench.generate(model, pieced, 6) == kvbench.generate(model, whole, 6)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_token_takes_its_latent_and_rotated_key_once(family, dtype):
+    model, n = build(family, dtype), 70
+    shape = traits.of_model(model).shape
+    # the configurations have latents of 24 numbers and rotated keys of 8
+    assert (shape.kv_heads, shape.head_dim, shape.latent_width, shape.token_numbers) == (1, 32, 24, 32)
+    caches = kvbench.prefill(model, prompt(n), ENTRIES)
+    for cache in caches:
+        measured = audit(cache, *cache_shape(model))
+        assert measured.payload + measured.overhead == cache.nbytes()
+        assert measured.full_bytes == shape.full_bytes(n, dtype.itemsize)
+        declared = bytes_declared(cache.chain, shape, n, dtype.itemsize)
+        assert declared is not None and declared.total == cache.nbytes()
+        # layers built without a model count the same
+        built = bench_layers.measure(cache.chain, shape, n, dtype)
+        assert built.off == 0 and built.held.total == cache.nbytes()
+    of_layers = [sum(t.nbytes for s in layer.segments for t in s.payload()) for layer in caches[0].layers]
+    assert of_layers == [n * 32 * dtype.itemsize] * shape.layers
+    fixed = shape.state_bytes(dtype.itemsize)
+    assert audit(caches[1], *cache_shape(model)).payload - fixed == 20 * 32 * dtype.itemsize * shape.layers
+    # fp8: a byte a number; int8 packs both, with 4 bytes a token of scale and minimum
+    assert audit(caches[4], *cache_shape(model)).payload - fixed == n * 32 * shape.layers
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_text_forced_in_chunks_has_the_losses_of_the_model(family):
+    model, ids, rest = build(family), prompt(50), prompt(40, 4)
+    (cache,) = kvbench.prefill(model, ids, ["full"])
+    logp = own_logits(model, torch.cat([ids, rest]))[len(ids) - 1 : -1].log_softmax(dim=-1)
+    for chunk in (1, 25):
+        (forced,) = teacher_force(model, [cache], rest, chunk)
+        torch.testing.assert_close(forced.losses, -logp.gather(1, rest[:, None])[:, 0], atol=1e-4, rtol=1e-4)
+
+
+def test_the_absorbed_query_meets_latents_as_the_heads_queries_meet_their_keys():
+    module = attention_modules(build("deepseek_v3"))[0]
+    generator = torch.Generator().manual_seed(1)
+    query = torch.randn(1, 4, 5, 24, generator=generator)  # 16 numbers without and 8 with rotation
+    latent = torch.randn(1, 1, 7, 24, generator=generator)
+    rotated_key = torch.randn(1, 1, 7, 8, generator=generator)
+    with torch.no_grad():
+        keys, values = module.expand_kv(latent, rotated_key)
+        held = torch.cat([latent, rotated_key], dim=-1)
+        logits = absorbed(module, query) @ held.transpose(2, 3)
+        torch.testing.assert_close(logits, query @ keys.transpose(2, 3))
+        weights = logits.softmax(dim=-1)
+        torch.testing.assert_close(head_outputs(module, weights @ held), weights @ values)
+
+
+def test_the_model_is_restored_and_its_own_attention_still_expands():
+    model = build("deepseek_v3")
+    module = attention_modules(model)[0]
+    latent, rotated_key = torch.ones(1, 1, 2, 24), torch.ones(1, 1, 2, 8)
+    with torch.no_grad(), attached(model):
+        inside = module.expand_kv(latent, rotated_key)
+    assert "expand_kv" not in vars(module)
+    with torch.no_grad():
+        assert all(torch.equal(a, b) for a, b in zip(inside, module.expand_kv(latent, rotated_key), strict=True))
+
+
+def test_keys_stand_for_values_without_channels():
+    keys, values = torch.ones(2, 3, 4), torch.zeros(2, 3, 4)
+    assert values_or_keys(keys, values) is values
+    assert values_or_keys(keys, values[..., :0]) is keys
+    marks = NoValues(torch.zeros(2, 5, 0))
+    assert marks.shape == (2, 5, 0) and marks.tokens(1, 3).shape == (2, 2, 0) and marks[:1].shape == (1, 5, 0)
+    assert NoValues(torch.zeros(3, 2, 5, 0)).flat().shape == (6, 5, 0)
+
+
+REFUSED = {
+    "think": "it removes channels of keys alone",
+    "kivi": "it packs keys and values by rules of their own",
+    "flexgen": "it packs keys and values by rules of their own",
+    "chai": "all heads read the same latents already",
+    "h2o+vatp": "a token's value is another vector for each head",
+    "qhitter": "it packs keys and values apart",
+    "palu": "the model has low-rank keys and values of its own",
+    "asvd": "the model has low-rank keys and values of its own",
+}
+
+
+@pytest.mark.parametrize("method", REFUSED)
+def test_a_method_without_a_meaning_is_refused_with_its_reason(method):
+    model_traits = traits.of_model(build("deepseek_v3"))
+    with pytest.raises(UsageError, match=f"not possible on a model that holds latents.*{REFUSED[method]}"):
+        chain_of(method).check_model(model_traits)
+
+
+class OfCalls(Stage):
+    """A stage that reads the call of a layer's attention module."""
+
+    id = "ofcalls"
+    role = "mask"
+
+    def needs(self, n):
+        return Needs(call=True)
+
+
+def test_methods_that_turn_keys_or_read_projections_are_refused():
+    model_traits = traits.of_model(build("deepseek_v3"))
+    with pytest.raises(UsageError, match="only a part of what it holds of a token is rotated"):
+        chain_of("expectedattention").check_model(model_traits)
+    with pytest.raises(UsageError, match="the method reads projections of keys and values"):
+        Chain((OfCalls(),)).check_model(model_traits)
+
+
+@pytest.mark.parametrize(
+    ("entry", "reason"),
+    [
+        ({"method": "q8_0", "group": 16, "values": "int4"}, "Leave values= and only=values out"),
+        ({"method": "int8", "only": "values"}, "Leave values= and only=values out"),
+        ({**SNAPKV, "per": "query_head"}, "per=query_head is not possible on a model that holds latents"),
+        ({"method": "streamingllm", "kv_size": 20, "mode": "rolled"}, "positions=rolled needs rotary positions"),
+    ],
+)
+def test_options_without_a_meaning_are_refused_with_their_reason(entry, reason):
+    with pytest.raises(UsageError, match=reason):
+        chain_of(entry).check_model(traits.of_model(build("deepseek_v3")))
+
+
+def test_a_layer_that_attends_twice_is_no_layer_to_drop_tokens_before():
+    with pytest.raises(UsageError, match="each of its layers attends twice"):
+        chain_of("uncomp-stage").check_model(traits.of_model(build("longcat_flash")))
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"kv_heads": 2, "query_heads": 4}, "a latent is one kv head"),
+        ({"latent_width": 40}, "at most as wide as head_dim"),
+        ({"latent_width": -1}, "a whole number, 0 or more"),
+    ],
+)
+def test_shapes_of_latents_are_checked(changes, reason):
+    with pytest.raises(UsageError, match=reason):
+        Shape(**{"layers": 3, "query_heads": 4, "kv_heads": 1, "head_dim": 32, "latent_width": 24, **changes})
