@@ -41,6 +41,9 @@ MODELS = (
     "minimax-m2",
     "gpt-oss-20b",
     "gpt-oss-120b",
+    "gemma-3n-e4b-it",
+    "gemma-4-26b-a4b-it",
+    "llama-4-scout-17b-16e-instruct",
     "qwen3-next-80b-a3b",
     "qwen3.5-9b",
     "qwen3.5-35b-a3b",
@@ -127,6 +130,8 @@ def layers_in_words(shape: Shape) -> str:
         return f"all {shape.layers} hold keys and a state"
     if shape.keyless_layers:
         return f"{shape.layers} of {shape.all_layers} hold keys"
+    if shape.sharing_layers:
+        return f"{shape.layers} of {shape.all_layers} hold keys and attend everything"
     if shape.local_layers:
         return f"{shape.layers} of {shape.all_layers} attend everything"
     return f"all {shape.layers}"
@@ -199,7 +204,7 @@ def _smaller(row: ModelBytes, head: str) -> str:
 
 def draw() -> Figure:
     """Return the picture: for the shortest and the longest prompt a line a model, each method in per cent of full."""
-    figure = Figure(figsize=(10.0, 5.8), layout="constrained")
+    figure = Figure(figsize=(10.0, 6.6), layout="constrained")
     panels = figure.subplots(1, 2, sharey=True)
     places = range(len(MODELS))
     for axes, tokens in zip(panels, (LENGTHS[0], LENGTHS[-1]), strict=True):
@@ -237,7 +242,9 @@ def draw() -> Figure:
     panels[0].set_yticks(list(places), list(reversed(MODELS)))
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False, fontsize=8)
-    figure.suptitle("On a hybrid's shorter prompts much of the cache is out of every method's reach", x=0.01, ha="left")
+    figure.suptitle(
+        "States and windows put much of a short prompt's cache out of every method's reach", x=0.01, ha="left"
+    )
     return figure
 
 

@@ -68,7 +68,12 @@ class _Sums:
 
 
 def audit(
-    cache: PromptCache, kv_heads: int, head_dim: int, dtype: torch.dtype, own_values: bool = False
+    cache: PromptCache,
+    kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    own_values: bool = False,
+    local_heads: tuple[int, int] | None = None,
 ) -> MeasuredBytes:
     """Return the measurements of a freshly compressed cache. Raises Refused if it breaks its chain's promises.
 
@@ -76,7 +81,8 @@ def audit(
     it checks them against the recorded ones. It compares payload and overhead bytes with the formula. Every tensor must
     own its storage. It also refuses a cache that differed from the prompt when it was compressed (see kv.content).
 
-    kv_heads, head_dim, dtype, own_values: of the model's cache, as ``models.interface.cache_shape`` returns them.
+    kv_heads, head_dim, dtype, own_values, local_heads: of the model's cache, as ``models.interface.cache_shape`` has
+    them. Without ``local_heads``, local layers have the heads of the others.
     """
     chain, n, n_layers, itemsize = cache.chain, cache.prompt_tokens, len(cache.layers), dtype.itemsize
     sums = _Sums()
@@ -94,7 +100,7 @@ def audit(
     if not own_values:
         entries *= 2
     local, local_overhead = _audit_local_layers(
-        cache, kv_heads, head_dim, itemsize=itemsize, storage_addresses=sums.storages
+        cache, *(local_heads or (kv_heads, head_dim)), itemsize=itemsize, storage_addresses=sums.storages
     )
     states = _audit_states(cache, sums.storages)
     # what the model itself holds beside the layers that methods compress: its bytes, and those at 16 bits

@@ -103,7 +103,8 @@ def random_layer(
         length=n,
         positions=positions,
     )
-    k, v = (x.to(device, copy=True) for x in _random_keys_and_values(shape, rows, dtype))
+    keys_and_values = _random_keys_and_values(shape.kv_heads, rows, (shape.head_dim, shape.value_dim), dtype)
+    k, v = (x.to(device, copy=True) for x in keys_and_values)
     heads = chain.heads(shape.kv_heads, shape.query_heads)
     cache = ops.dense(k, v, heads=heads, query_heads=shape.query_heads, positions=positions, length=n)
     return observation, cache
@@ -111,11 +112,16 @@ def random_layer(
 
 # drawing takes longer than copying, and the layers of a benchmark have one size
 @lru_cache(maxsize=1)
-def _random_keys_and_values(shape: Shape, n: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return keys and values [heads, n, channels], the same for every layer. They are copied before use."""
+def _random_keys_and_values(
+    heads: int, n: int, channels: tuple[int, int], dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return keys and values [heads, n, channels], the same for every layer. They are copied before use.
+
+    channels: those of keys and those of values.
+    """
     generator = torch.Generator().manual_seed(0)
-    k = torch.randn(shape.kv_heads, n, shape.head_dim, generator=generator).to(dtype)
-    v = torch.randn(shape.kv_heads, n, shape.value_dim, generator=generator).to(dtype)
+    k = torch.randn(heads, n, channels[0], generator=generator).to(dtype)
+    v = torch.randn(heads, n, channels[1], generator=generator).to(dtype)
     return k, v
 
 
@@ -188,7 +194,8 @@ def measure(chain: Chain, shape: Shape, n: int, dtype: torch.dtype) -> MeasuredL
         total16 += alike * (payload_formula(layer, blocks) + overhead_formula(layer, blocks) + observed)
     if shape.local_layers:
         # layers with a sliding window, never compressed by a method
-        k, v = _random_keys_and_values(shape, n, dtype)
+        local_kv_heads, local_head_dim = shape.local_heads
+        k, v = _random_keys_and_values(local_kv_heads, n, (local_head_dim, local_head_dim), dtype)
         local = ops.local(k, v, shape.window, shape.query_heads)
         total += bytes_held(local).times(shape.local_layers)
         payload += shape.local_bytes(n, dtype.itemsize)

@@ -45,6 +45,7 @@ class RowLayer(KvbenchLayer):
                 source = source.long()
             self.sources.append(source)
         self.attended: Tensor | None = None
+        self._answered = False  # whether the layer itself has attended the newest tokens
 
     def add(self, k: Tensor, v: Tensor) -> None:
         t = k.shape[2]
@@ -54,7 +55,11 @@ class RowLayer(KvbenchLayer):
             k, v = self.lift.new()
         for entries, rows in self.formats:
             rows.add(entries.tokens(k), entries.tokens(v), entries.of_rows(positions))
+        self._answered = False
         self.grow(t)
+
+    def newest_positions(self, tokens: int) -> Tensor:
+        return self.next[:, None] + torch.arange(-tokens, 0, device=self.next.device)
 
     def grow(self, tokens: int) -> None:
         """Count ``tokens`` new tokens of every row."""
@@ -72,14 +77,19 @@ class RowLayer(KvbenchLayer):
 
     def attend(self, query: Tensor, scale: float, window: int | None) -> Tensor:
         parts = []
+        # a second query after the same tokens is of a layer that shares the keys and values of this one
+        shares = self._answered
         for entries, rows in self.formats:
-            parts.append((entries, partial(rows.attend, scale=entries.scale(scale), window=window)))
+            attend = rows.attend_again if shares else rows.attend
+            parts.append((entries, partial(attend, scale=entries.scale(scale), window=window)))
         out = attend_groups(query, parts)
         for b, source in enumerate(self.sources):
             if source is not None:
                 # in out [B, Hq, T, D] each query head takes the output of its source head
                 out[b] = out[b, source]
-        self.attended = mean_by_row([(entries, rows.attended) for entries, rows in self.formats], len(query))
+        if not shares:
+            self.attended = mean_by_row([(entries, rows.attended) for entries, rows in self.formats], len(query))
+        self._answered = True
         return out
 
     def held(self) -> Tensor:

@@ -260,7 +260,7 @@ class GeneratedTurn:
                 peaks.append(int(layer.held()))
                 payload.extend(layer.payload())  # one number per layer, because the batch has one row
             check_peak(cache.state, peaks, len(self.fed))
-            check_bytes(cache.state, Stored(len(self.fed), payload), *cache_shape(self.model))
+            check_bytes(cache.state, Stored(len(self.fed), payload), *cache_shape(self.model).compressed)
             cache.state = continue_cache(cache.state, self.batch, self.logits)
             cache.ids = torch.cat([cache.ids, *self.fed])
         self.batch = None

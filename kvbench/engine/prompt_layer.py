@@ -64,6 +64,8 @@ class PromptLayer(KvbenchLayer):
     share: ``HeadSharer.leads`` of this layer. It returns the query head whose logits each head takes.
     blocks: ``BlockReader.blocks`` of this layer.
     start: the tokens that were read earlier. The tokens of this pass follow them.
+    lends: True if later layers of the model share this layer's keys and values.
+    chunk: the tokens of a chunk if the layer attends chunks; None: it attends all tokens, or a window.
     """
 
     def __init__(
@@ -74,6 +76,8 @@ class PromptLayer(KvbenchLayer):
         share: Share | None = None,
         blocks: Blocks | None = None,
         start: LayerStart | None = None,
+        lends: bool = False,
+        chunk: int | None = None,
     ) -> None:
         super().__init__()
         self.needs = needs
@@ -82,6 +86,9 @@ class PromptLayer(KvbenchLayer):
         self.share = share
         self.blocks = blocks
         self.start = start
+        self.lends = lends
+        self.chunk = chunk
+        self.lent: tuple[Tensor, Tensor] | None = None  # keys and values [Hk, n, D] for layers that share them
         self.seen = 0
         if start is not None:
             self.seen = start.keys.shape[1]
@@ -96,8 +103,12 @@ class PromptLayer(KvbenchLayer):
         self.keys, self.values, self.seen = k, v, k.shape[2]
 
     def attend(self, query: Tensor, scale: float, window: int | None) -> Tensor:
+        if self.lent is not None:
+            return self._attend_lent(query, scale, window)
         assert self.keys is not None and self.values is not None
         q, keys, values = query[0], self.keys[0], self.values[0]
+        if self.chunk is not None:
+            return self._attend_chunks(q, keys, values, scale, self.chunk)
         read_keys = None
         if self.read is not None:
             keys, values = self.read(keys, values)
@@ -120,6 +131,45 @@ class PromptLayer(KvbenchLayer):
             )
         if out is not None:
             return out[None]
+        return self._attend_without_lse(q, keys, values, scale=scale, window=window, blocks=blocks)
+
+    def _attend_chunks(self, q: Tensor, keys: Tensor, values: Tensor, scale: float, chunk: int) -> Tensor:
+        """Return the attention [1, Hq, n, D] of q [Hq, n, D]: each chunk of tokens attends itself causally."""
+        parts = []
+        for start in range(0, q.shape[1], chunk):
+            span = slice(start, start + chunk)
+            part = self._attend_without_lse(
+                q[:, span], keys[:, span], values[:, span], scale=scale, window=None, blocks=[]
+            )
+            parts.append(part)
+        return torch.cat(parts, dim=2)
+
+    def _attend_lent(self, query: Tensor, scale: float, window: int | None) -> Tensor:
+        """Return the attention [1, Hq, n, D] of a later layer that shares this one's keys and values.
+
+        No statistics are taken of it: methods choose by the queries of the layer that holds keys and values.
+        """
+        assert self.lent is not None
+        keys, values = self.lent
+        blocks: list[tuple[int, Tensor]] = []
+        if self.blocks is not None:
+            blocks = self.blocks(keys)
+        if self.read is not None:
+            keys, values = self.read(keys, values)
+        return self._attend_without_lse(query[0], keys, values, scale=scale, window=window, blocks=blocks)
+
+    def _attend_without_lse(
+        self,
+        q: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        *,
+        scale: float,
+        window: int | None,
+        blocks: list[tuple[int, Tensor]],
+    ) -> Tensor:
+        """Return the attention [1, Hq, w, D] of the last w tokens, q [Hq, w, D], over keys and values [Hk, n, D]."""
+        before = keys.shape[1] - q.shape[1]
         if blocks:
             return attend_in_blocks(q, keys, values, scale, blocks)[None]
         leads = None
@@ -241,9 +291,14 @@ class PromptLayer(KvbenchLayer):
         return torch.cat([self.start.hidden, hidden])
 
     def take(self) -> tuple[Tensor, Tensor]:
-        """Return the dense keys and values [Hk, n, D], each alone in its storage, and drop them from the layer."""
+        """Return the dense keys and values [Hk, n, D], each alone in its storage, and drop them from the layer.
+
+        A layer that lends its keys and values keeps them for later layers.
+        """
         assert self.keys is not None and self.values is not None
         k, v = alone(self.keys[0]), alone(self.values[0])
+        if self.lends:
+            self.lent = k, v
         self.keys, self.values, self.start = None, None, None
         return k, v
 

@@ -16,7 +16,7 @@ from kvbench.base.errors import UsageError
 from kvbench.engine.finite import check_finite
 from kvbench.engine.prompt_layer import Blocks, LayerStart, PromptLayer, Read, Share, alone
 from kvbench.kv import ops
-from kvbench.kv.model_shape import from_config, key_layers, local_layers, state_layers
+from kvbench.kv.model_shape import chunk_size, from_config, key_layers, lending_layers, local_layers, state_layers
 from kvbench.kv.observation import AttentionCall, Needs, Observation
 from kvbench.kv.segment import LayerCache
 from kvbench.kv.state import LayerState
@@ -151,19 +151,20 @@ class _PromptPass:
                 self.inv_freq = module.get_buffer("inv_freq")
                 break
         # numbers maps the model's layer numbers to numbers among the layers that methods compress
-        local = local_layers(model.config)
+        self.chunk = chunk_size(model.config)
+        local, lending = local_layers(model.config), lending_layers(model.config)
         self.numbers: dict[int, int] = {}
         self.layers: dict[int, PromptLayer] = {}
         self.compressed_layers: list[PromptLayer] = []
         for index in key_layers(model.config):
             if index in local:
-                self.layers[index] = PromptLayer({}, plain)
+                self.layers[index] = PromptLayer({}, plain, lends=index in lending, chunk=self.chunk)
                 continue
             number = len(self.compressed_layers)
             start = None
             if starts:
                 start = starts[number]
-            layer = self._build_layer(number, plain, start)
+            layer = self._build_layer(number, plain, start, lends=index in lending)
             self.numbers[index] = number
             self.layers[index] = layer
             self.compressed_layers.append(layer)
@@ -175,7 +176,7 @@ class _PromptPass:
         self.state_layers = state_layers_of(model.config, with_keys, columns)
         self.all_layers = in_model_order(model.config, with_keys, self.state_layers)
 
-    def _build_layer(self, number: int, plain: bool, start: LayerStart | None) -> PromptLayer:
+    def _build_layer(self, number: int, plain: bool, start: LayerStart | None, lends: bool) -> PromptLayer:
         """Build a layer that methods compress, with the functions by which the chain's stages change its attention."""
         chain, shape, n = self.chain, self.shape, len(self.tokens)
         # Stage.read returns keys and values unchanged, so only an override changes the prompt's attention
@@ -189,7 +190,7 @@ class _PromptPass:
         if chain.block_reader:
             heads = chain.heads(shape.kv_heads, shape.query_heads)
             blocks = partial(chain.block_reader.blocks, n=n, layer=number, n_layers=shape.layers, heads=heads)
-        return PromptLayer(self.needs_by_length, plain, read, share=share, blocks=blocks, start=start)
+        return PromptLayer(self.needs_by_length, plain, read, share=share, blocks=blocks, start=start, lends=lends)
 
     def finish_layer(self, index: int, hidden: Tensor, on_layer: OnLayer, on_local: OnLocal) -> None:
         """Hand a finished layer on and drop its keys and values. ``hidden`` [1, w, d] is the input of its attention.
@@ -199,8 +200,12 @@ class _PromptPass:
         layer, shape = self.layers[index], self.shape
         states = layer.states(hidden[0])
         k, v = layer.take()
-        expected_shape = (shape.kv_heads, k.shape[1], shape.head_dim)
-        expected_values = (shape.kv_heads, k.shape[1], 0 if shape.own_values else shape.head_dim)
+        if index in self.numbers:
+            kv_heads, head_dim, value_dim = shape.kv_heads, shape.head_dim, shape.value_dim
+        else:
+            kv_heads, head_dim = shape.local_heads
+            value_dim = head_dim
+        expected_shape, expected_values = (kv_heads, k.shape[1], head_dim), (kv_heads, k.shape[1], value_dim)
         if k.shape != expected_shape or v.shape != expected_values:
             raise UsageError(
                 f"layer {index} caches keys {tuple(k.shape)} and values {tuple(v.shape)} where config.json says "
@@ -210,7 +215,8 @@ class _PromptPass:
         if index not in self.numbers:
             for length in self.needs_by_length:
                 part_k, part_v = alone(k[:, :length]), alone(v[:, :length])
-                on_local(ops.local(part_k, part_v, shape.window, shape.query_heads), length)
+                chunked = self.chunk is not None
+                on_local(ops.local(part_k, part_v, shape.window, shape.query_heads, chunked), length)
             return
         number = self.numbers[index]
         call = self.calls.pop(index, None)

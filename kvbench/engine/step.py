@@ -7,12 +7,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvbench.base.errors import UsageError
 from kvbench.engine.decode_layer import RowLayer
-from kvbench.kv.model_shape import key_layers, local_layers
+from kvbench.kv.model_shape import key_layers, local_layers, sharing_layers
 from kvbench.kv.state import LayerState
 from kvbench.methods.core.prompt_cache import PromptCache
 from kvbench.models.interface import model_cache, sliding_window
@@ -149,9 +150,12 @@ def feed(
     model: PreTrainedModel, layers: Sequence[Any], tokens: Tensor, positions: Tensor, whole: bool = False
 ) -> Tensor:
     """Feed tokens as ``step`` does, to all ``layers`` of a model in its order."""
-    logits_to_keep = 1
+    logits_to_keep: Tensor | int = 1
     if whole:
         logits_to_keep = 0  # transformers reads 0 as all
+    elif tokens.shape[1] > 1 and sharing_layers(model.config):
+        # by a number, layers that share keys would be left only the last of the new tokens (Gemma 4)
+        logits_to_keep = torch.tensor([tokens.shape[1] - 1], device=tokens.device)
     out = model(
         input_ids=tokens,
         position_ids=positions,

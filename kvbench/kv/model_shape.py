@@ -15,8 +15,22 @@ HOLD_STATES = ("linear_attention", "conv", "hybrid")
 
 A hybrid layer also holds keys and values.
 """
+CHUNKED = "chunked_attention"
+"""The type of layers, as transformers names it, that attend the chunk of a token."""
 KEYLESS = ("linear_attention", "conv", "mlp", "moe")
 """The types of layers that hold no keys and values. MLPs and experts hold nothing of the text."""
+
+
+MAY_BE_ZERO = (
+    "keyless_layers",
+    "conv_numbers",
+    "recurrent_numbers",
+    "latent_width",
+    "local_kv_heads",
+    "local_head_dim",
+    "sharing_layers",
+)
+"""The parts of a shape that many models lack."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +39,8 @@ class Shape:
 
     layers: the layers that methods compress. They attend all tokens, or all of the model's layers slide.
     local_layers: layers that attend and hold only the last ``window`` tokens. No method compresses them.
+    local_kv_heads, local_head_dim: their kv heads and head dimension; 0: those of the other layers.
+    sharing_layers: layers at the model's end that read the keys and values of an earlier layer and hold none.
     keyless_layers: layers that hold no keys: linear attention, state space, convolution, or nothing but an MLP.
     conv_numbers, recurrent_numbers: how many numbers the states of all layers are; 0 as long as nobody has counted.
     latent_width: the width of the latent that stands for keys and values of all query heads (``kv.own_values``). Keys
@@ -41,13 +57,16 @@ class Shape:
     conv_numbers: int = 0
     recurrent_numbers: int = 0
     latent_width: int = 0
+    local_kv_heads: int = 0
+    local_head_dim: int = 0
+    sharing_layers: int = 0
 
     def __post_init__(self) -> None:
         has_local = bool(self.local_layers or self.window)
         for name, value in asdict(self).items():
             # a model has both local layers and a window, or neither of them
             may_be_zero = name in ("local_layers", "window") and not has_local
-            may_be_zero = may_be_zero or name in ("keyless_layers", "conv_numbers", "recurrent_numbers", "latent_width")
+            may_be_zero = may_be_zero or name in MAY_BE_ZERO
             least = 0 if may_be_zero else 1
             # Python counts True and False as integers
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
@@ -87,7 +106,12 @@ class Shape:
     @property
     def all_layers(self) -> int:
         """The number of the model's layers, with those that no method compresses."""
-        return self.layers + self.local_layers + self.keyless_layers
+        return self.layers + self.local_layers + self.keyless_layers + self.sharing_layers
+
+    @property
+    def local_heads(self) -> tuple[int, int]:
+        """The (kv heads, head dimension) of local layers."""
+        return self.local_kv_heads or self.kv_heads, self.local_head_dim or self.head_dim
 
     def full_bytes(self, tokens: int, itemsize: int, heads: int | None = None) -> int:
         """Return the bytes of all keys and values of ``tokens``, stored under ``heads`` (default: the kv heads).
@@ -107,7 +131,9 @@ class Shape:
 
     def local_bytes(self, tokens: int, itemsize: int) -> int:
         """Return the bytes of the keys and values that local layers hold of ``tokens``."""
-        return self.local_layers * self.kv_heads * min(tokens, self.window) * self.token_numbers * itemsize
+        kv_heads, head_dim = self.local_heads
+        # the 2 stands for keys and values
+        return 2 * self.local_layers * kv_heads * min(tokens, self.window) * head_dim * itemsize
 
     def local_overhead(self, tokens: int) -> int:
         """Return the bytes of the positions that local layers hold of ``tokens``."""
@@ -125,6 +151,11 @@ class Shape:
         layers = self._layers_note
         if layers is not None:
             notes.append(layers)
+        if self.sharing_layers:
+            notes.append(
+                f"{self.sharing_layers} of {self.all_layers} layers hold nothing: each reads the cache of an earlier "
+                "layer, as that one's method leaves it."
+            )
         return " ".join(notes) or None
 
     @property
@@ -153,6 +184,8 @@ class Shape:
             others = f" and {self.local_layers} local ones (window {self.window})"
         if self.keyless_layers:
             others += f" and {self.keyless_layers} without keys"
+        if self.sharing_layers:
+            others += f" and {self.sharing_layers} that share"
         text = (
             f"{self.layers} layers{others}, {self.query_heads} query and {self.kv_heads} kv heads of dimension "
             f"{self.head_dim}"
@@ -172,17 +205,45 @@ def from_entry(entry: Mapping[str, int]) -> Shape:
         raise UsageError(
             f"model.shape={dict(entry)} is not possible: a mapping with {', '.join(needed)}, all of them, and with "
             "local_layers and window where the model has local layers, keyless_layers, conv_numbers and "
-            "recurrent_numbers where it has layers with states, latent_width where it has latents"
+            "recurrent_numbers where it has layers with states, latent_width where it has latents, local_kv_heads and "
+            "local_head_dim where local layers have other heads, sharing_layers where layers share keys and values"
         )
     return Shape(**entry)
 
 
 def layer_types(config: Any) -> tuple[str, ...]:
-    """Return the type of each layer as transformers names it. Without types, all layers attend everything."""
+    """Return the type of each layer as transformers names it. Without types, all layers attend everything.
+
+    Layers at the end that share an earlier layer's keys and values are left out: they have no layer in the cache.
+    """
     types = getattr(config, "layer_types", None)
     if not types:
         return ("full_attention",) * int(getattr(config, "num_hidden_layers", 0))
-    return tuple(types)
+    return tuple(types)[: len(types) - sharing_layers(config)]
+
+
+def sharing_layers(config: Any) -> int:
+    """Return how many layers at the model's end read the keys and values of an earlier layer and hold none."""
+    return int(getattr(config, "num_kv_shared_layers", None) or 0)
+
+
+def lending_layers(config: Any) -> frozenset[int]:
+    """Return the layers whose keys and values later layers share: the last of each type that holds its own."""
+    if not sharing_layers(config):
+        return frozenset()
+    return frozenset({kind: i for i, kind in enumerate(layer_types(config))}.values())
+
+
+def layer_heads(config: Any, layer: int) -> tuple[int, int]:
+    """Return (kv heads, head dimension) of a layer."""
+    of_layer = config
+    # Gemma 4's layers that attend everything have other heads than its local ones
+    if getattr(config, "is_heterogeneous", False):
+        of_layer = config.per_layer_config[layer]
+    heads = int(of_layer.num_attention_heads)
+    # configurations without grouped queries have no num_key_value_heads, and many have no head_dim
+    kv_heads = int(getattr(of_layer, "num_key_value_heads", None) or heads)
+    return kv_heads, int(getattr(of_layer, "head_dim", None) or of_layer.hidden_size // heads)
 
 
 def latent_width(config: Any) -> int:
@@ -201,33 +262,55 @@ def state_layers(config: Any) -> tuple[int, ...]:
 
 
 def local_layers(config: Any) -> frozenset[int]:
-    """Return the layers that attend a sliding window, if other layers attend all tokens; else no layer."""
+    """Return the layers that attend a window or a chunk, if other layers attend all tokens; else no layer."""
     types = layer_types(config)
     # where all layers slide, methods compress all of them under the model's own window
-    if getattr(config, "sliding_window", None) is None or len(set(types).difference(KEYLESS)) < 2:
+    if len(set(types).difference(KEYLESS)) < 2:
+        return frozenset()
+    if chunk_size(config) is not None:
+        return frozenset(i for i, kind in enumerate(types) if kind == CHUNKED)
+    if getattr(config, "sliding_window", None) is None:
         return frozenset()
     return frozenset(i for i, kind in enumerate(types) if kind == "sliding_attention")
 
 
+def chunk_size(config: Any) -> int | None:
+    """Return the tokens of a chunk if the model has layers that attend chunks; None for other models.
+
+    A text is cut into chunks from its beginning. A token attends the tokens of its own chunk.
+    """
+    if CHUNKED not in layer_types(config):
+        return None
+    return int(config.attention_chunk_size)
+
+
 def from_config(config: Any) -> Shape:
     """Return the shape of a checkpoint, read from its Hugging Face configuration."""
-    heads, local = int(config.num_attention_heads), len(local_layers(config))
-    holding = len(key_layers(config))
+    local, holding = local_layers(config), key_layers(config)
     latent = latent_width(config)
+    # the first layer of each kind stands for all (see ``traits.check_served``)
+    compressed = next((i for i in holding if i not in local), 0)
     if latent:
         # the key of all heads is the latent with the rotated part behind it
         kv_heads, head_dim = 1, latent + int(config.qk_rope_head_dim)
     else:
-        # configurations without grouped queries have no num_key_value_heads, and many have no head_dim
-        kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
-        head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
+        kv_heads, head_dim = layer_heads(config, compressed)
+    window, local_kv_heads, local_head_dim = 0, 0, 0
+    if local:
+        window = chunk_size(config) or int(config.sliding_window)
+        of_local = layer_heads(config, min(local))
+        if of_local != (kv_heads, head_dim):
+            local_kv_heads, local_head_dim = of_local
     return Shape(
-        layers=holding - local,
-        query_heads=heads,
+        layers=len(holding) - len(local),
+        query_heads=int(config.num_attention_heads),
         kv_heads=kv_heads,
         head_dim=head_dim,
+        local_layers=len(local),
+        window=window,
+        keyless_layers=int(config.num_hidden_layers) - sharing_layers(config) - len(holding),
         latent_width=latent,
-        local_layers=local,
-        window=int(config.sliding_window) if local else 0,
-        keyless_layers=int(config.num_hidden_layers) - holding,
+        local_kv_heads=local_kv_heads,
+        local_head_dim=local_head_dim,
+        sharing_layers=sharing_layers(config),
     )

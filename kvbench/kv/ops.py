@@ -29,13 +29,15 @@ def dense(
     return LayerCache((segment,), seen=n, heads=heads, query_heads=query_heads, prompt=n)
 
 
-def local(k: Tensor, v: Tensor, window: int, query_heads: int) -> LayerCache:
+def local(k: Tensor, v: Tensor, window: int, query_heads: int, chunked: bool = False) -> LayerCache:
     """Return the cache of a local layer: the last ``window`` tokens of k, v [Hk, n, D]."""
     n = k.shape[1]
     first = max(0, n - window)
     positions = torch.arange(first, n, dtype=torch.int32, device=k.device)[None]
     segment = Segment(k[:, first:].clone(), v[:, first:].clone(), positions)
-    return LayerCache((segment,), seen=n, heads=len(k), query_heads=query_heads, prompt=n, window=window)
+    return LayerCache(
+        (segment,), seen=n, heads=len(k), query_heads=query_heads, prompt=n, window=window, chunked=chunked
+    )
 
 
 def only_segment(cache: LayerCache) -> Segment:

@@ -171,6 +171,7 @@ class LayerCache:
     prompt: the prompt's length at compression; 0: ``seen``. Budgets refer to it for the whole generation.
     copy_from: for each query head, the head whose attention output it takes; None: all take their own.
     window: marks a local layer. It holds only the last ``window`` tokens read, and no method compresses it.
+    chunked: True if tokens of a local layer attend their own chunk of ``window`` tokens, not the last ``window`` ones.
     observed: the data for a method that chooses again while decoding, with the last queries.
     """
 
@@ -183,6 +184,7 @@ class LayerCache:
     prompt: int = 0
     copy_from: Tensor | None = None  # [Hq] int16
     window: int | None = None
+    chunked: bool = False
     observed: Observation | None = None
 
     def __repr__(self) -> str:

@@ -14,7 +14,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,11 +24,12 @@ from transformers.cache_utils import CacheLayerMixin
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvbench.base.errors import UsageError
-from kvbench.kv.model_shape import from_config, key_layers, latent_width, layer_types, local_layers
+from kvbench.kv.model_shape import from_config, key_layers, latent_width, layer_types, local_layers, sharing_layers
 from kvbench.kv.observation import AttentionCall
 from kvbench.kv.scale import LogitScale
 from kvbench.models.latent import LatentCache, absorbed, expands_after_caching, head_outputs, unexpanded
 from kvbench.models.releases import named_cache, tell_untried
+from kvbench.models.temperature import scaled, scaled_here
 
 NAME = "kvbench"
 """The name under which the attention function and its mask are registered with transformers."""
@@ -78,6 +79,10 @@ class KvbenchLayer(CacheLayerMixin):
         """Take new keys and values, and return the layer itself in the place of all keys and all values."""
         self.add(key_states, value_states)
         return self, self
+
+    def newest_positions(self, tokens: int) -> Tensor:
+        """Return the positions [1 or B, tokens] of the newest tokens of each row."""
+        return torch.arange(self.seen - tokens, self.seen)[None]
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
         """Do nothing, because the constructor has allocated everything."""
@@ -132,6 +137,7 @@ def attention(
         raise UsageError(f"{type(module).__name__} asks for {demands}, which kvbench does not compute")
     if scaling is None:
         scaling = query.shape[-1] ** -0.5  # 1 / sqrt(D)
+    query = scaled(module, query, key.newest_positions(query.shape[2]))
     latent = expands_after_caching(module)
     if latent:
         query = absorbed(module, query)
@@ -167,6 +173,10 @@ class WindowMask:
     """The mask of a layer that attends the last ``size`` tokens."""
 
     size: int
+
+    def __getitem__(self, part: object) -> WindowMask:
+        """Return the mask itself, which holds for any of the queries: Gemma 4 drops queries before its last layers."""
+        return self
 
 
 def mask(
@@ -206,7 +216,8 @@ def attached(model: PreTrainedModel) -> Iterator[None]:
     model.set_attn_implementation(NAME)
     model.eval()
     try:
-        with unexpanded(attention_modules(model)):
+        modules = attention_modules(model)
+        with unexpanded(modules), scaled_here(modules):
             yield
     finally:
         model.set_attn_implementation(previous)
@@ -325,9 +336,10 @@ def mlps_in_parts(model: PreTrainedModel, size: int) -> Iterator[None]:
 
     mlps: list[nn.Module] = []
     for layer in all_layers(model):
-        mlp = getattr(layer, "mlp", None)
-        if isinstance(mlp, nn.Module):
-            mlps.append(mlp)
+        # a layer of LongCat has an MLP behind each of its two attention modules
+        for mlp in (getattr(layer, "mlp", None), *getattr(layer, "mlps", ())):
+            if isinstance(mlp, nn.Module):
+                mlps.append(mlp)
     # a ``forward`` in a module's own attributes comes from another library
     former_forwards = [mlp.__dict__.get("forward") for mlp in mlps]
     for mlp in mlps:
@@ -389,7 +401,9 @@ def all_layers(model: PreTrainedModel) -> list[nn.Module]:
 
 def attention_modules(model: PreTrainedModel) -> list[nn.Module]:
     """Return the modules of the model's layers that hold keys and values, in layer order."""
-    keyless = set(range(len(layer_types(model.config)))).difference(key_layers(model.config))
+    # layers at the end may share the keys and values of an earlier one, and layers with a state hold none
+    listed = range(len(layer_types(model.config)) + sharing_layers(model.config))
+    keyless = set(listed).difference(key_layers(model.config))
     modules = []
     for module in model.modules():
         # the layer number identifies an attention module; its parts may have similar class names
@@ -407,10 +421,29 @@ def model_cache(config: Any, layers: Sequence[Any]) -> dict[str, HFCache]:
     return named_cache(HFCache(layers=list(layers)))
 
 
-def cache_shape(model: PreTrainedModel) -> tuple[int, int, torch.dtype, bool]:
-    """Return (kv heads, head dimension, dtype, whether keys are their own values) of the model's cache."""
+class CacheShape(NamedTuple):
+    """The sizes by which the cache of a model is audited.
+
+    kv_heads, head_dim: of the layers that methods compress. own_values: whether their keys are their own values.
+    local_heads: the (kv heads, head dimension) of local layers.
+    """
+
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    own_values: bool
+    local_heads: tuple[int, int]
+
+    @property
+    def compressed(self) -> tuple[int, int, torch.dtype, bool]:
+        """The sizes of the layers that methods compress."""
+        return self.kv_heads, self.head_dim, self.dtype, self.own_values
+
+
+def cache_shape(model: PreTrainedModel) -> CacheShape:
+    """Return the sizes by which the cache of ``model`` is audited."""
     shape = from_config(model.config)
-    return shape.kv_heads, shape.head_dim, model.dtype, shape.own_values
+    return CacheShape(shape.kv_heads, shape.head_dim, model.dtype, shape.own_values, shape.local_heads)
 
 
 def synchronise(device: torch.device) -> None:

@@ -17,7 +17,18 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from kvbench.base.errors import UsageError, headline
-from kvbench.kv.model_shape import Shape, from_config, key_layers, latent_width, layer_types, state_layers
+from kvbench.kv.model_shape import (
+    Shape,
+    chunk_size,
+    from_config,
+    key_layers,
+    latent_width,
+    layer_heads,
+    layer_types,
+    local_layers,
+    sharing_layers,
+    state_layers,
+)
 from kvbench.models import probe
 from kvbench.models.interface import attention_modules, decoder_layers
 from kvbench.models.latent import expands_after_caching
@@ -64,6 +75,11 @@ TESTED = (
     "qwen3_5_moe_text",
     "qwen3_5_text",
     "qwen3_next",
+    # the last layers read the keys and values of an earlier one
+    "gemma3n_text",
+    "gemma4_text",
+    # layers that attend chunks
+    "llama4_text",
     # one latent a token in place of the keys and values of heads
     "deepseek_v2",
     "deepseek_v3",
@@ -75,7 +91,16 @@ TESTED = (
 """Families on which every method is tested."""
 MOST_LAYERS = 4096  # a config.json may ask for a million layers, and building them would take hours
 MOVING = ("dynamic", "longrope")  # rotary types whose frequencies depend on the length read so far
-LAYER_TYPES = ("full_attention", "sliding_attention", "linear_attention", "conv", "hybrid", "mlp", "moe")
+LAYER_TYPES = (
+    "full_attention",
+    "sliding_attention",
+    "chunked_attention",
+    "linear_attention",
+    "conv",
+    "hybrid",
+    "mlp",
+    "moe",
+)
 """The types of layers, as transformers names them, that kvbench runs."""
 ONE_BY_ONE = ("jamba",)
 """Families of which transformers 5.24 reads several tokens behind a state as if there were none."""
@@ -238,17 +263,20 @@ def check_served(model: PreTrainedModel) -> None:
             latent_width(config) and not all(expands_after_caching(module) for module in modules)
         ),
         f"it has layers of the type {', '.join(kinds)}, and only {', '.join(LAYER_TYPES)} run": kinds,
+        "all of its layers attend chunks": chunk_size(config) is not None and not local_layers(config),
         "none of its layers has keys and values": not key_layers(config),
         "this version of transformers holds states in another way: install 5.23 or newer": (
             state_layers(config) and not HOLDS_STATES
         ),
-        "its layers have heads of different sizes": _head_size_varies(config),
+        "layers of one kind have heads of different sizes": _head_size_varies(config),
         "its attention modules are not those of the layers that hold keys by its config (shared or recurrent layers)": (
             layer_numbers != list(key_layers(config))
         ),
         "it has recurrent (state-space) layers that its config does not name": not state_layers(config)
         and any(name.endswith("A_log") for name, _ in model.named_parameters()),
-        "it shares keys and values between layers": getattr(config, "num_kv_shared_layers", 0),
+        "this version of transformers shares keys and values between layers in another way: install 5.24 or newer": (
+            sharing_layers(config) and not hasattr(config, "kv_sharing_modes")
+        ),
         # modeling files that use the interface import its table of functions
         "its attention does not go through transformers' attention interface": not all(
             hasattr(sys.modules.get(type(m).__module__), "ALL_ATTENTION_FUNCTIONS") for m in modules
@@ -262,12 +290,15 @@ def check_served(model: PreTrainedModel) -> None:
 
 
 def _head_size_varies(config: Any) -> bool:
-    """Return True if layers have several head dimensions. transformers then raises RuntimeError for ``head_dim``."""
+    """Return True if local layers, or the other layers with keys, have heads of several sizes among themselves."""
     try:
-        getattr(config, "head_dim", None)
-    except RuntimeError:
+        local = local_layers(config)
+        heads = {(i in local, layer_heads(config, i)) for i in key_layers(config)}
+    except RuntimeError:  # so transformers answers for a size that differs by layer
         return True
-    return False
+    except AttributeError:  # a model without attention, which is refused for that
+        return False
+    return len(heads) > len({is_local for is_local, _ in heads})
 
 
 def _refusal(config: Any, reason: str) -> UsageError:

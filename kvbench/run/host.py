@@ -18,7 +18,7 @@ from kvbench.engine.stopping import Ending
 from kvbench.methods.core.chain import Chain
 from kvbench.methods.core.prompt_cache import PromptCache
 from kvbench.methods.core.shared_functions import Functions
-from kvbench.models.interface import cache_shape
+from kvbench.models.interface import CacheShape, cache_shape
 from kvbench.plan.config import Sampling
 from kvbench.tasks.base import Task, Tokenizer
 from kvbench.tasks.encoding import encode_prompt
@@ -51,8 +51,8 @@ class Host:
     prefix: SharedPrefix | None = None
     functions: Functions = field(default_factory=Functions, repr=False)
 
-    def shape(self) -> tuple[int, int, torch.dtype, bool]:
-        """Return (kv heads, head dimension, dtype, whether keys are their own values) of the model's cache."""
+    def shape(self) -> CacheShape:
+        """Return the sizes by which the model's cache is audited."""
         return cache_shape(self.model)
 
     @property

@@ -351,7 +351,7 @@ class GroupRun:
                 # the last token of an answer is never read, so the cache grows by one token less
                 decode_peak = check_peak(row.cache, answer.held, len(answer.tokens) - 1)
                 if answer.stored is not None:
-                    check_bytes(row.cache, answer.stored, *self.host.shape())
+                    check_bytes(row.cache, answer.stored, *self.host.shape().compressed)
             asking = None
             if row.turn is None:
                 sample: Sample | None = sample_of(row, answer, text, value, decode_peak)

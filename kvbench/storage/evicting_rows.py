@@ -193,11 +193,7 @@ class EvictingRows(Format):
         query_positions = self.newest
         if self.recent is not None:
             self.recent.add(query)
-        read: Read = None
-        if self.rotary is not None:
-            query, read = self._turn_to_slots(query, query_positions, self.rotary)
-        probs = self._probs(query, scale, query_positions, read)
-        out = rounded(probs, query.dtype, self.store.weigh)
+        out, probs, query, read = self._attend(query, scale)
         if self.evictor.estimates:
             # the method folds attention over its own approximate keys, not the attention that made the output
             turn = read or as_they_are
@@ -209,6 +205,19 @@ class EvictingRows(Format):
             probs = self._probs(query.float(), scale, query_positions, estimate)
         self.state = self.state | dict(self.evictor.fold(self.view(query_positions[:, -1]), probs))
         return out
+
+    def attend_again(self, query: Tensor, scale: float, window: int | None) -> Tensor:
+        # the method's running state is of the layer's own queries
+        out, _, _, _ = self._attend(query, scale)
+        return out
+
+    def _attend(self, query: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor, Read]:
+        """Return (output [B, Hq, T, D], attention weights [B, Hq, T, S], query as attended, keys as attended)."""
+        read: Read = None
+        if self.rotary is not None:
+            query, read = self._turn_to_slots(query, self.newest, self.rotary)
+        probs = self._probs(query, scale, self.newest, read)
+        return rounded(probs, query.dtype, self.store.weigh), probs, query, read
 
     def _turn_to_slots(self, query: Tensor, query_positions: Tensor, rotary: Rotary) -> tuple[Tensor, Read]:
         """Return (query at the positions of the last slots, function that rotates keys to positions of their slots).

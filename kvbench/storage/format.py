@@ -96,6 +96,13 @@ class Format(ABC):
         ``window`` is the model's sliding window if the text has outgrown it, else None.
         """
 
+    def attend_again(self, query: Tensor, scale: float, window: int | None) -> Tensor:
+        """Return the attention of another layer that shares these keys and values, after ``attend`` in the same step.
+
+        Methods learn nothing from it.
+        """
+        return self.attend(query, scale, window)
+
     @abstractmethod
     def keep(self, at: Tensor) -> None:
         """Drop all entries except the ascending indices ``at``."""

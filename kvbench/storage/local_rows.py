@@ -19,7 +19,8 @@ from kvbench.storage.row_segments import per_place
 class LocalRows(Format):
     """Rows of any methods, because methods leave local layers alone. The token at position p is in slot p mod S.
 
-    window: how many of the last tokens are attended.
+    window: how many of the last tokens are attended, or the tokens of a chunk.
+    chunked: True if a token attends its own chunk of the text.
     k, v: the keys and values [U, Hk, S, D] of the slots.
     positions: [U, S], the position of each slot's token. In a free slot it lies before every window.
     newest: [U, T], the positions of the tokens added last.
@@ -32,6 +33,7 @@ class LocalRows(Format):
         caches = [row.cache for row in rows]
         assert caches[0].window is not None
         self.window = caches[0].window
+        self.chunked = caches[0].chunked
         # of several tokens that come at once, the first still sees the whole window before it
         slots = min(self.window + room.at_once - 1, max(cache.seen for cache in caches) + room.tokens)
         segments = [cache.segments[0] for cache in caches]
@@ -50,7 +52,7 @@ class LocalRows(Format):
 
     @classmethod
     def key(cls, row: StoredRow) -> Hashable:
-        return row.cache.window
+        return row.cache.window, row.cache.chunked
 
     def _write(self, rows: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> None:
         """Write tokens k, v [U', Hk, T, D] at ``positions`` [U', T] into their slots of ``rows`` [U']."""
@@ -66,8 +68,11 @@ class LocalRows(Format):
 
     def attend(self, query: Tensor, scale: float, window: int | None) -> Tensor:
         token_at, query_at = self.positions[:, None], self.newest[:, :, None]
-        # a query at position p sees positions p - window + 1 to p: [U, 1, T, S]
-        hidden = ((token_at > query_at) | (token_at <= query_at - self.window))[:, None]
+        # a query at position p sees positions p - window + 1 to p, or those of its chunk up to p: [U, 1, T, S]
+        first_seen = query_at - self.window + 1
+        if self.chunked:
+            first_seen = query_at // self.window * self.window
+        hidden = ((token_at > query_at) | (token_at < first_seen))[:, None]
 
         def logits_of(estimate: Estimate) -> Tensor:
             return logits(query, estimate(self.k), scale).masked_fill(hidden, -torch.inf)

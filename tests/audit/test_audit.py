@@ -5,7 +5,7 @@ from typing import ClassVar
 
 import pytest
 import torch
-from support.families import FAMILIES, build, prompt
+from support.families import LOCALS, PLAIN, build, prompt
 
 import kvbench
 from kvbench.audit.accounting import bytes_declared
@@ -15,23 +15,26 @@ from kvbench.kv.segment import Segment
 from kvbench.methods.core.base import Selector
 from kvbench.methods.core.chain import Chain
 from kvbench.models import traits
+from kvbench.models.interface import cache_shape
 
 
 def heads_of(model):
     c = model.config
     heads = getattr(c, "num_key_value_heads", None) or c.num_attention_heads
+    if c.model_type == "gemma4_text":
+        return heads, 32
     dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
     return heads, dim
 
 
-LOCAL_LAYERS = {"gemma2": 1, "gemma3_text": 2, "cohere2": 2, "exaone4": 2, "olmo3": 2, "gpt_oss": 2}
+LOCAL_LAYERS = dict.fromkeys(LOCALS, 2) | {"gemma2": 1, "llama4_text": 2}
 
 
 def measured(model, cache):
-    return audit(cache, *heads_of(model), model.dtype)
+    return audit(cache, *cache_shape(model))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", PLAIN)
 @pytest.mark.parametrize("per", ["kv_head", "query_head"])
 def test_bytes_equal_the_spec_formula(family, per):
     model = build(family)
@@ -46,7 +49,8 @@ def test_bytes_equal_the_spec_formula(family, per):
     # a local layer holds its window of 24 tokens under the kv heads, whatever ``per`` says, and their positions once
     held = LOCAL_LAYERS.get(family, 0) * 24
     # states are held whole, under whatever heads
-    local = held * 2 * kv * d * 4 + shape.state_bytes(4)
+    local_d = 16 if family == "gemma4_text" else d
+    local = held * 2 * kv * local_d * 4 + shape.state_bytes(4)
     assert m.payload == layers * 4 * h * ((size - recent) * t + recent * d + size * d) + local
     assert m.overhead == layers * (4 * h * size + 2 * h * t) + held * 4
     assert m.payload + m.overhead == cache.nbytes()

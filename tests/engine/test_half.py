@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from support.families import FAMILIES, LOCALS, build, prompt
+from support.families import FAMILIES, LOCALS, WITH_LATENTS, build, prompt
 from support.runs import prepare
 
 import kvbench
@@ -14,7 +14,7 @@ from kvbench.storage import attend
 
 HALF = (torch.bfloat16, torch.float16)
 
-NEAR = (*LOCALS, "olmo2", "bamba", "nemotron_h", "qwen3_5_text")
+NEAR = (*LOCALS, "olmo2", "bamba", "nemotron_h", "qwen3_5_text", "llama4_text", *WITH_LATENTS)
 """Families whose logits may differ from transformers' own in a last place: some do in one of 128 in fp16."""
 
 

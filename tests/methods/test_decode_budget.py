@@ -6,7 +6,7 @@ import pytest
 import torch
 from support import method_reference as ref
 from support.calibrations import ready
-from support.families import FAMILIES, WITH_STATES, build, generated, heads_of, prompt
+from support.families import FAMILIES, WITH_LATENTS, WITH_STATES, build, generated, prompt
 from support.grids import grid
 from transformers import AttentionInterface, DynamicCache
 
@@ -24,6 +24,7 @@ from kvbench.methods.core.base import Selector
 from kvbench.methods.core.chain import Chain
 from kvbench.methods.core.contract import Capacity
 from kvbench.methods.core.resolve import chain_of
+from kvbench.models.interface import cache_shape
 from kvbench.models.releases import named_cache
 
 N, NEW, EVERY = 45, 15, 6
@@ -209,6 +210,8 @@ def test_it_equals_transformers_with_keys_removed_by_hand(method, every, budget)
 def test_laws(family, per):
     """Batched = alone, read on = answered at once, tokens and bytes as declared, the first token the full cache's."""
     # a budget in tokens for every second chain, a share of all tokens for the others; on Llama both for all
+    if family in WITH_LATENTS:
+        per = "kv_head"  # all heads share one latent
     model, chains = build(family), of(family, CHAINS)
     budgets = [SMALL, SHARE] * len(chains)
     if family == "llama":
@@ -221,14 +224,14 @@ def test_laws(family, per):
     together = generate_rows(model, caches, endings)
     (first,) = kvbench.generate(model, [full], 1)
     for chain, cache, ending, answer in zip(chains, caches, endings, together, strict=True):
-        measured = audit(cache, *heads_of(model), model.dtype)
+        measured = audit(cache, *cache_shape(model))
         assert measured.payload + measured.overhead == cache.nbytes()
         assert generated(model, [cache], [ending]) == [answer.tokens], chain
         if not cache.chain.prefill_key:
             assert answer.tokens[:1] == first
         fed = ending.limit - 1
         check_peak(cache, answer.held, fed)
-        check_bytes(cache, answer.stored, *heads_of(model), model.dtype)
+        check_bytes(cache, answer.stored, *cache_shape(model).compressed)
         longer = kvbench.extend(model, cache, answer.tokens[:EVERY])  # and here a choice is due
         longer = kvbench.extend(model, longer, answer.tokens[EVERY : EVERY + 2])
         assert kvbench.generate(model, [longer], ending.limit - EVERY - 2) == [answer.tokens[EVERY + 2 :]], chain

@@ -6,7 +6,7 @@ import pytest
 import torch
 from support import method_reference as ref
 from support.calibrations import ready
-from support.families import FAMILIES, LOCALS, build, heads_of, prompt
+from support.families import FAMILIES, LOCALS, build, prompt
 from support.grids import grid
 from transformers import AttentionInterface, DynamicCache
 
@@ -20,6 +20,7 @@ from kvbench.kv.model_shape import from_config
 from kvbench.methods.core.contract import Capacity
 from kvbench.methods.core.resolve import chain_of
 from kvbench.methods.kvzip import KVzip
+from kvbench.models.interface import cache_shape
 from kvbench.models.releases import named_cache
 
 N = 50
@@ -151,7 +152,7 @@ def test_whole_heads_by_hand():
     assert kept.sum(dim=-1).tolist() == [[1, 4], [1, 4]] and kept[..., 0].all()
     model = build("llama")
     (cache,) = kvbench.prefill(model, prompt(70), [{"method": "kvzip", "kv_size": 24, "level": "head"}])
-    audit(cache, *heads_of(model), model.dtype)
+    audit(cache, *cache_shape(model))
     assert sorted(len(head) for layer in cache.layers for head in ref.kept(layer)) == [4, 4, 4, 4, 70, 70]
     declared = bytes_declared(cache.chain, from_config(model.config), 70, 4)
     assert declared.tokens == (2 * 70 + 4 * 4) / 6
@@ -173,7 +174,7 @@ def test_ties_go_to_the_lower_layer_head_and_position_and_first_tokens_stay():
 def test_bytes_are_those_declared_and_heads_are_stored_without_padding(count, per):
     model = build("llama")
     (cache,) = kvbench.prefill(model, prompt(70), [{"method": "kvzip", "kv_size": 24, "count": count}], per=per)
-    measured = audit(cache, *heads_of(model), model.dtype)
+    measured = audit(cache, *cache_shape(model))
     heads = cache.layers[0].heads
     kept = [len(head) for layer in cache.layers for head in ref.kept(layer)]
     assert len(set(kept)) > 1 and measured.payload == sum(kept) * 2 * 16 * 4
@@ -220,7 +221,7 @@ def test_it_stands_before_pruners_quantisers_and_masks(family, per):
     entries = [ready(model, {"method": m, **knobs, **quantised.get(m, {})}, per) for m in partners]
     caches = kvbench.prefill(model, prompt(60), entries)
     for cache in caches:
-        audit(cache, *heads_of(model), model.dtype)
+        audit(cache, *cache_shape(model))
         assert [len(head) for head in ref.kept(cache.layers[1])] == [60] * cache.layers[1].heads
     together = kvbench.generate(model, caches, 6)
     assert together == [kvbench.generate(model, [c], 6)[0] for c in caches]

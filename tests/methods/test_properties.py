@@ -11,7 +11,7 @@ import torch
 import yaml
 from support import method_reference as ref
 from support.calibrations import bound
-from support.families import FAMILIES, WITH_STATES, build, heads_of, hooks, prompt
+from support.families import FAMILIES, WITH_SHARING, WITH_STATES, build, heads_of, hooks, prompt
 from support.law_matrix import (
     CHAINS,
     METHODS,
@@ -195,8 +195,9 @@ def test_bf16_neutral_settings_stay_near_the_full_cache_when_teacher_forced(fami
     model = build(family, torch.bfloat16)
     (compressed,) = prefill(model, prompt(50, 3), [neutral(chain)], per=per)
     for actual, expected in zip(forced(model, compressed), full_forced(family), strict=True):
-        # a state adds up the roundings of all tokens before
-        torch.testing.assert_close(actual, expected, atol=0.25 if family in WITH_STATES else 6e-2, rtol=3e-2)
+        # a state adds up the roundings of all tokens before, and more layers those of more layers
+        atol = 0.25 if family in WITH_STATES else 0.1 if family in WITH_SHARING else 6e-2
+        torch.testing.assert_close(actual, expected, atol=atol, rtol=3e-2)
 
 
 @pytest.mark.parametrize("chain", CHAINS)

@@ -6,7 +6,7 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.families import FAMILIES, build
+from support.families import FAMILIES, WITH_LATENTS, build
 
 from kvbench.base import extras
 from kvbench.base.errors import MissingModel, UsageError
@@ -119,7 +119,10 @@ def test_rope_scaling_changes_the_model_and_its_identity(small):
 def test_a_sharded_folder_with_a_chat_template_runs_longbench_end_to_end(family, tmp_path, capsys):
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.for_model(**{**build(family).config.to_dict(), "vocab_size": 1024})
+    sizes = {**build(family).config.to_dict(), "vocab_size": 1024}
+    if "vocab_size_per_layer_input" in sizes:
+        sizes["vocab_size_per_layer_input"] = 1024
+    config = AutoConfig.for_model(**sizes)
     torch.manual_seed(0)
     folder = tmp_path / "model"
     AutoModelForCausalLM.from_config(config).save_pretrained(folder, max_shard_size="100KB")
@@ -148,7 +151,8 @@ def test_a_sharded_folder_with_a_chat_template_runs_longbench_end_to_end(family,
         "prompt=chat",
         "kv_size=50",
     ]
-    assert main(["run", *arguments, "method=snapkv+think", f"results={tmp_path / 'r'}", "--json"]) == 0
+    method = "snapkv+int8" if family in WITH_LATENTS else "snapkv+think"
+    assert main(["run", *arguments, f"method={method}", f"results={tmp_path / 'r'}", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["rows"][0]["method"] == "full"
     assert {c["status"] for r in report["rows"] for c in r["cells"]} == {"measured"}

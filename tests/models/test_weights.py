@@ -53,7 +53,9 @@ def refused(folder, *reasons, **knobs):
 def test_missing_surplus_misshapen_and_integer_weights_are_named(family, tmp_path):
     build(family).save_pretrained(tmp_path / "whole")
     names = sorted(load_file(tmp_path / "whole" / "model.safetensors"))
-    weight = next(n for n in names if n.endswith(("dense.weight", "q_proj.weight", "qkv_proj.weight")))
+    weight = next(
+        n for n in names if n.endswith(("dense.weight", "q_proj.weight", "qkv_proj.weight", "q_b_proj.weight"))
+    )
     cases = {
         "lacks weights": lambda t: t.pop(weight),
         "no place for": lambda t: t.update({"model.extra.weight": torch.ones(2)}),

@@ -16,6 +16,7 @@ from kvbench.audit.prompt_audit import audit
 from kvbench.engine import batch
 from kvbench.engine.decode import Ending, generate_rows
 from kvbench.engine.memory import in_parts
+from kvbench.models.interface import cache_shape
 from kvbench.run.answers import DecodeQueue, QueuedRow
 
 pytestmark = pytest.mark.e2e("every chain decodes in a queue")
@@ -37,7 +38,7 @@ def rows_of(family, chains, prompts=((70, 1), (47, 2)), per="kv_head"):
             i = len(rows)
             stop = frozenset(range(3, 128, 4)) if i % 7 == 0 else frozenset()
             ending = Ending(1 + 5 * i % 9, stop, temperature=0.8 if i % 5 == 0 else 0.0, top_p=0.9, seed=i)
-            measured = audit(cache, *heads_of(model), model.dtype)
+            measured = audit(cache, *cache_shape(model))
             rows.append(QueuedRow(SimpleNamespace(id=chain), SimpleNamespace(id=str(p)), cache, measured, 0, ending))
     return model, rows
 

@@ -9,6 +9,7 @@ from functools import cache
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
+from transformers.models.gemma3n.configuration_gemma3n import Gemma3nTextConfig
 from transformers.models.opt.modeling_opt import OPTDecoder
 
 from kvbench.engine.decode import generate_rows
@@ -96,6 +97,8 @@ if HOLDS_STATES:
     CONFIGS |= WITH_STATES
 HOLDS_LATENTS = hasattr(DeepseekV3Attention, "expand_kv")
 """Whether this release caches latents themselves; earlier ones cache the keys and values made of them."""
+SHARES_KEYS = hasattr(Gemma3nTextConfig, "kv_sharing_modes")
+"""Whether this release shares keys and values between layers in the way that kvbench knows."""
 LATENT = {
     **{**MLP, "num_key_value_heads": 4, "pad_token_id": 0, "kv_lora_rank": 24, "q_lora_rank": 20, "head_dim": 8},
     **{"qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12},
@@ -122,10 +125,33 @@ WITH_LATENTS = {
 """Families that hold one latent a token in place of the keys and values of heads."""
 if HOLDS_LATENTS:
     CONFIGS |= WITH_LATENTS
+SHARED = {
+    **{**MLP, "head_dim": 16, "sliding_window": 24, "num_hidden_layers": 8, "layer_types": [S, F, S, F, F, S, F, F]},
+    **{"num_kv_shared_layers": 3, "pad_token_id": 0, "vocab_size_per_layer_input": 128},
+    **{"hidden_size_per_layer_input": 8, "tie_word_embeddings": False},
+}
+WITH_SHARING = {
+    "gemma3n_text": {
+        **{**SHARED, "laurel_rank": 8, "altup_num_inputs": 2, "altup_active_idx": 0},
+        **{"activation_sparsity_pattern": [0.9, 0.9, *[0.0] * 6]},
+    },
+    "gemma4_text": {**SHARED, "global_head_dim": 32},
+}
+"""Families whose last layers read the keys and values of an earlier one. Gemma 4's heads differ by kind of layer."""
+if SHARES_KEYS:
+    CONFIGS |= WITH_SHARING
+C = "chunked_attention"
+CONFIGS["llama4_text"] = {
+    **{**MLP, "head_dim": 16, "pad_token_id": 0, "num_hidden_layers": 5, "layer_types": [C, F, C, F, F]},
+    **{"no_rope_layers": [1, 0, 1, 0, 0], "attention_chunk_size": 24, "floor_scale": 16, "intermediate_size_mlp": 96},
+    **{"num_local_experts": 2, "moe_layers": [1]},
+}
 FAMILIES = tuple(CONFIGS)
+PLAIN = tuple(f for f in FAMILIES if f not in WITH_LATENTS)
+"""Families that hold keys and values, on which every kind of method has a meaning."""
 WHOLE = FAMILIES[:6]
 """Families that run every test of families; the others run those of ``tests/methods/test_properties.py`` and a few."""
-LOCALS = ("gemma2", "gemma3_text", "cohere2", "exaone4", "olmo3", "gpt_oss")
+LOCALS = ("gemma2", "gemma3_text", "cohere2", "exaone4", "olmo3", "gpt_oss", *(WITH_SHARING if SHARES_KEYS else ()))
 """Families with local layers."""
 LINEAR = ("llama", "mistral", "qwen2", "gpt_neox", "opt")
 """Families whose keys are a projection, rotated: low-rank methods refuse most others."""

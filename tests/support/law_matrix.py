@@ -11,7 +11,7 @@ from itertools import count
 import pytest
 from support import method_reference as ref
 from support.calibrations import ready
-from support.families import FAMILIES, WHOLE, WITH_LATENTS, build, prompt
+from support.families import FAMILIES, WHOLE, WITH_LATENTS, WITH_SHARING, build, prompt
 from support.grids import grid
 
 import kvbench
@@ -142,6 +142,8 @@ REFUSES = {
     "qwen3_5_moe_text": ("lowrank", "hidden"),
     "qwen3_5_text": ("lowrank", "hidden"),
     "qwen3_next": ("lowrank", "hidden"),
+    "llama4_text": ("lowrank", "hidden", "rotates", "replays"),
+    **dict.fromkeys(WITH_SHARING, ("lowrank", "hidden", "rotates", "replays", "share")),
     **dict.fromkeys(WITH_LATENTS, ("lowrank", "rotates", "latents")),
     "kimi_linear": ("lowrank", "rotates", "latents", "hidden"),
     "longcat_flash": ("lowrank", "rotates", "latents", "hidden"),

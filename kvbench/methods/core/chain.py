@@ -440,6 +440,8 @@ def _unsupported(stage: Stage, model: ModelTraits) -> str | None:
         return f"{model.shape.local_layers} of its {model.shape.all_layers} layers are local, and it reaches into those"
     if model.shape.own_values and stage.needs(1).call:
         return "it holds latents (latent attention), and the method reads projections of keys and values"
+    if model.shape.sharing_layers and stage.role == "share":
+        return "layers share keys and values, and it finds heads that share logits by the queries of one layer"
     if model.paired and stage.role == "hidden":
         return "each of its layers attends twice"
     if model.shape.has_states and stage.role == "hidden":

@@ -1,0 +1,47 @@
+"""Attention that sharpens with the position of a token: Llama 4's layers without rotation scale their queries.
+
+The query at position p is multiplied by 1 + a log(1 + floor((p + 1) / f)), with a = ``attn_scale`` and f =
+``floor_scale`` (arXiv 2501.19399 has the idea). transformers takes p from the cache, which knows one length. Rows of a
+batch have lengths of their own, so kvbench scales the queries itself.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+_SCALED_HERE: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""The modules whose queries kvbench scales now."""
+
+
+@contextmanager
+def scaled_here(modules: list[nn.Module]) -> Iterator[None]:
+    """Keep attention modules from scaling their queries, so that ``scaled`` does it by each row's own positions."""
+    chosen = []
+    for module in modules:
+        if getattr(module, "attn_temperature_tuning", False) and not getattr(module, "use_rope", True):
+            chosen.append(module)
+    former = [module.attn_temperature_tuning for module in chosen]
+    for module in chosen:
+        module.attn_temperature_tuning = False  # type: ignore[assignment]
+        _SCALED_HERE.add(module)
+    try:
+        yield
+    finally:
+        for module, tuning in zip(chosen, former, strict=True):
+            module.attn_temperature_tuning = tuning
+            _SCALED_HERE.discard(module)
+
+
+def scaled(module: nn.Module, query: Tensor, positions: Tensor) -> Tensor:
+    """Return the queries [B, Hq, T, D] of a module as its temperature scales them at ``positions`` [B or 1, T]."""
+    if module not in _SCALED_HERE:
+        return query
+    # 1 + a log(1 + floor((p + 1) / f))
+    steps = torch.floor((positions.to(query.device).float() + 1.0) / module.floor_scale)  # type: ignore[operator]
+    factor = torch.log1p(steps) * module.attn_scale + 1.0  # type: ignore[operator]
+    return (query * factor[:, None, :, None]).to(query.dtype)

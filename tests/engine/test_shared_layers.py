@@ -1,0 +1,128 @@
+"""Models whose last layers read the keys and values of an earlier layer: Gemma 3n, and Gemma 4 with uneven heads."""
+
+import copy
+
+import pytest
+import torch
+from support.families import SHARES_KEYS, WITH_SHARING, build, prompt
+
+import kvbench
+from kvbench.audit.accounting import bytes_declared
+from kvbench.audit.prompt_audit import audit
+from kvbench.base.errors import UsageError
+from kvbench.bench import layers as bench_layers
+from kvbench.kv.model_shape import Shape, from_entry
+from kvbench.methods.core.resolve import chain_of
+from kvbench.models import traits
+from kvbench.models.interface import cache_shape
+
+pytestmark = pytest.mark.skipif(not SHARES_KEYS, reason="this release of transformers shares keys in another way")
+FAMILIES = tuple(WITH_SHARING)
+EVICTING = {"method": "h2o", "kv_size": 20, "window": 8, "variant": "orig"}
+BUDGET = {"method": "snapkv", "kv_size": 20, "window": 8, "decode_budget": 20, "decode_every": 4}
+WINDOW, SHARING = 24, (5, 6, 7)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_full_cache_answers_as_generate_and_its_logits_are_the_models(family):
+    model, ids = build(family), prompt(70)
+    (cache,) = kvbench.prefill(model, ids, ["full"])
+    with torch.no_grad():
+        own_logits = model(ids[None], use_cache=False).logits[0, -1]
+    torch.testing.assert_close(cache.logits, own_logits, atol=2e-5, rtol=1e-5)
+    given = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    expected = model.generate(ids[None], **given)[0, len(ids) :].tolist()
+    assert kvbench.generate(model, [cache], 12) == [expected]
+    with kvbench.cache(model, "full") as own:
+        assert model.generate(ids[None], cache=own, **given)[0, len(ids) :].tolist() == expected
+
+
+def masks(n, new, kept):
+    """Masks by type of layer: new tokens of full layers see ``kept`` of the first n tokens and each other."""
+    total = n + new
+    causal = torch.ones(total, total, dtype=torch.bool).tril()
+    full, local = causal.clone(), causal.triu(1 - WINDOW)
+    dropped = torch.ones(n, dtype=torch.bool)
+    dropped[kept] = False
+    full[n:, :n] &= ~dropped
+    as_bias = {True: 0.0, False: torch.finfo(torch.float32).min}
+    return {
+        name: torch.where(mask, as_bias[True], as_bias[False])[None, None]
+        for name, mask in (("full_attention", full), ("sliding_attention", local))
+    }
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_layer_that_shares_reads_what_the_owners_method_keeps(family):
+    model, ids, more = build(family), prompt(70), prompt(9, 4)
+    (cache,) = kvbench.prefill(model, ids, [{"method": "streamingllm", "kv_size": 20}])
+    (kept,) = {tuple(positions.tolist()) for layer in cache.layers for positions in layer.kept_positions()}
+    own = copy.deepcopy(model)
+    own.set_attn_implementation("eager")
+    with torch.no_grad():
+        text = torch.cat([ids, more])[None]
+        logits = own(text, attention_mask=masks(70, 9, list(kept)), use_cache=False).logits[0, -1]
+    torch.testing.assert_close(kvbench.extend(model, cache, more).logits, logits, atol=1e-4, rtol=1e-4)
+    one_by_one = cache
+    for token in more:
+        one_by_one = kvbench.extend(model, one_by_one, token[None])
+    torch.testing.assert_close(one_by_one.logits, logits, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("entry", [EVICTING, BUDGET])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_methods_choose_by_the_queries_of_the_layer_that_holds_keys(family, entry):
+    model = build(family)
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for layer in SHARING:
+            other.model.layers[layer].self_attn.q_proj.weight.neg_()
+    ends = []
+    for read_by in (model, other):
+        (cache,) = kvbench.prefill(read_by, prompt(70), [entry])
+        ends.append(kvbench.extend(read_by, cache, prompt(15, 4)))
+    one, two = ends
+    assert not torch.allclose(one.logits, two.logits, atol=1e-3)
+    for a, b in zip(one.layers, two.layers, strict=True):
+        assert [p.tolist() for p in a.kept_positions()] == [p.tolist() for p in b.kept_positions()]
+        for s, t in zip(a.segments, b.segments, strict=True):
+            assert all(torch.equal(s.state[name], t.state[name]) for name in s.state)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rows_in_a_batch_answer_as_alone(family):
+    model = build(family)
+    entries = ["full", EVICTING, BUDGET, "kivi", {"method": "snapkv+q4_0", "kv_size": 20, "window": 8, "group": 16}]
+    caches = [c for n in (70, 31) for c in kvbench.prefill(model, prompt(n), entries)]
+    assert kvbench.generate(model, caches, 8) == [kvbench.generate(model, [cache], 8)[0] for cache in caches]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_layers_that_share_count_nothing_and_local_layers_their_own_heads(family):
+    model = build(family)
+    shape = traits.of_model(model).shape
+    head_dim = {"gemma3n_text": 16, "gemma4_text": 32}[family]
+    assert (shape.layers, shape.local_layers, shape.sharing_layers, shape.all_layers) == (3, 2, 3, 8)
+    assert (shape.head_dim, shape.local_heads) == (head_dim, (2, 16))
+    assert from_entry(vars(shape)) == shape == traits.of_config(model.config).shape
+    for entry, tokens in (("full", 70), ({"method": "snapkv", "kv_size": 20, "window": 8}, 20)):
+        (cache,) = kvbench.prefill(model, prompt(70), [entry])
+        measured = audit(cache, *cache_shape(model))
+        local = 2 * 2 * 2 * WINDOW * 16 * 4  # keys and values of two heads in two layers
+        assert measured.payload == 3 * 2 * 2 * tokens * head_dim * 4 + local
+        assert measured.payload + measured.overhead == cache.nbytes()
+        assert measured.full_bytes == shape.full_bytes(70, 4)
+        declared = bytes_declared(cache.chain, shape, 70, 4)
+        assert declared is not None and declared.total == cache.nbytes()
+        built = bench_layers.measure(cache.chain, shape, 70, torch.float32)
+        assert built.off == 0 and built.held.total == cache.nbytes()
+
+
+def test_heads_that_share_logits_are_refused_and_the_table_says_which_layers_hold_nothing():
+    model_traits = traits.of_model(build("gemma4_text"))
+    with pytest.raises(UsageError, match="layers share keys and values"):
+        chain_of("chai").check_model(model_traits)
+    assert model_traits.shape.note is not None
+    assert "3 of 8 layers hold nothing: each reads the cache of an earlier layer" in model_traits.shape.note
+    with pytest.raises(UsageError, match="sharing_layers='3'"):
+        Shape(3, 4, 2, 16, sharing_layers="3")  # type: ignore[arg-type]
