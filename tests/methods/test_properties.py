@@ -3,7 +3,6 @@
 import inspect
 import re
 from dataclasses import MISSING, dataclass, fields
-from functools import cache
 from typing import ClassVar
 
 import pytest
@@ -14,26 +13,34 @@ from support.calibrations import bound
 from support.families import FAMILIES, WITH_SHARING, WITH_STATES, build, heads_of, hooks, prompt
 from support.law_matrix import (
     CHAINS,
+    COMPANY_LAW,
+    FORCED_LAW,
     METHODS,
+    NEUTRAL_LAW,
     NEW,
     PER,
     PROMPTS,
     SMALL,
+    SMALL_LAWS,
     STAGES,
+    UNGROUPED,
     channels_of,
     configured,
+    forced_of,
+    forced_together,
     full,
+    full_forced,
     full_logits,
     held,
     matrix,
-    neutral,
+    neutral_of,
+    neutral_together,
     prefill,
     prompts_of,
     supported,
     together,
     uniform,
 )
-from support.passthrough import quantisers_pass_through
 
 import kvbench
 from kvbench.audit.prompt_audit import audit
@@ -49,18 +56,17 @@ per_heads = pytest.mark.parametrize("per", PER)
 
 
 # spec 5, all evictors: budget >= n + new tokens gives the logits of the full cache
-@matrix
+@matrix(NEUTRAL_LAW)
 def test_neutral_settings_answer_as_the_full_cache(family, chain, per):
-    model = build(family)
-    for n, seed in prompts_of(family):
-        with quantisers_pass_through():
-            (cache,) = prefill(model, prompt(n, seed), [neutral(chain)], per=per)
-            assert kvbench.generate(model, [cache], NEW) == [full(family, n, seed)[1]]
-            logits = kvbench.extend(model, cache, prompt(2, 8)).logits
-        torch.testing.assert_close(logits, full_logits(family, n, seed), atol=1e-4, rtol=1e-4)
+    """A chain is alone on Llama, and elsewhere in the company of the family's other chains."""
+    results = neutral_of(family, per, [chain]) if family == "llama" else neutral_together(family, per)
+    for p in prompts_of(family):
+        answer, logits = results[chain, p]
+        assert answer == full(family, *p)[1]
+        torch.testing.assert_close(logits, full_logits(family, *p), atol=1e-4, rtol=1e-4)
 
 
-@matrix
+@matrix(SMALL_LAWS)
 def test_tokens_kept_are_those_declared_and_the_audit_passes(family, chain, per):
     model = build(family)
     for p in prompts_of(family):
@@ -80,7 +86,7 @@ def test_tokens_kept_are_those_declared_and_the_audit_passes(family, chain, per)
             assert measured.payload < measured.full_bytes
 
 
-@matrix
+@matrix(COMPANY_LAW)
 def test_company_in_prefill_and_batch_changes_nothing(family, chain, per):
     model = build(family)
     for p in prompts_of(family):
@@ -91,7 +97,7 @@ def test_company_in_prefill_and_batch_changes_nothing(family, chain, per):
 
 
 # spec 5, all evictors: the first token is that of the full cache (G2)
-@matrix
+@matrix(SMALL_LAWS)
 def test_the_first_token_is_that_of_the_full_cache_if_the_prefill_is_exact(family, chain, per):
     for p in prompts_of(family):
         built, answer = together(family, per)[chain, p]
@@ -104,15 +110,16 @@ def test_the_first_token_is_that_of_the_full_cache_if_the_prefill_is_exact(famil
 @pytest.mark.parametrize("family", FAMILIES)
 def test_small_budgets_do_change_answers(family):
     """Otherwise a model that ignores its cache would pass all of the above."""
-    lossy = ("random", "streamingllm", "keynorm", "l2")
+    model, lossy = build(family), ("random", "streamingllm", "keynorm", "l2")
     for p in prompts_of(family):
-        changed = [c for c in lossy if together(family, "kv_head")[c, p][1] != full(family, *p)[1]]
-        assert len(changed) >= 3
+        caches = prefill(model, prompt(*p), [configured(c, SMALL) for c in lossy])
+        answers = kvbench.generate(model, caches, NEW)
+        assert sum(answer != full(family, *p)[1] for answer in answers) >= 3
 
 
 # spec 5, all evictors: expanded = native when g=1
 @pytest.mark.parametrize("chain", CHAINS)
-@pytest.mark.parametrize("family", ["gpt_neox", "opt"])
+@pytest.mark.parametrize("family", UNGROUPED)
 def test_expanded_equals_native_without_grouped_heads(family, chain):
     if not supported(chain, family):
         pytest.skip("family not supported")
@@ -170,31 +177,11 @@ def test_bytes_at_16_bits_are_those_that_a_bf16_run_holds(chain, per):
         assert held_bytes == sum(a.numel() * b.element_size() for a, b in pairs) + (which == "overhead") * copies
 
 
-@pytest.fixture
-def lossless():
-    with quantisers_pass_through():
-        yield
-
-
-def forced(model, cache):
-    """Yield the logits after a token that is fed to a cache, and after four more at once."""
-    for chunk in prompt(5, 4).split([1, 4]):
-        cache = kvbench.extend(model, cache, chunk)
-        yield cache.logits
-
-
-@cache
-def full_forced(family):
-    """What ``forced`` yields of the full cache in bf16, the same beside all chains."""
-    model = build(family, torch.bfloat16)
-    return [*forced(model, *prefill(model, prompt(50, 3), ["full"]))]
-
-
-@matrix
-def test_bf16_neutral_settings_stay_near_the_full_cache_when_teacher_forced(family, chain, per, lossless):
-    model = build(family, torch.bfloat16)
-    (compressed,) = prefill(model, prompt(50, 3), [neutral(chain)], per=per)
-    for actual, expected in zip(forced(model, compressed), full_forced(family), strict=True):
+@matrix(FORCED_LAW)
+def test_bf16_neutral_settings_stay_near_the_full_cache_when_teacher_forced(family, chain, per):
+    """A chain is alone on Llama, and elsewhere in the company of the family's other chains."""
+    results = forced_of(family, per, [chain]) if family == "llama" else forced_together(family, per)
+    for actual, expected in zip(results[chain], full_forced(family), strict=True):
         # a state adds up the roundings of all tokens before, and more layers those of more layers
         atol = 0.25 if family in WITH_STATES else 0.1 if family in WITH_SHARING else 6e-2
         torch.testing.assert_close(actual, expected, atol=atol, rtol=3e-2)

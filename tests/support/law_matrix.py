@@ -5,16 +5,17 @@ NEUTRAL which value of which knob switches it off.
 """
 
 from functools import cache
-from inspect import signature
-from itertools import count
 
 import pytest
+import torch
 from support import method_reference as ref
 from support.calibrations import ready
 from support.families import FAMILIES, WHOLE, WITH_LATENTS, WITH_SHARING, build, prompt
 from support.grids import grid
+from support.passthrough import quantisers_pass_through
 
 import kvbench
+from kvbench.engine.decode import extend_caches
 from kvbench.methods.core import registry
 from kvbench.methods.core.base import Selector
 from kvbench.methods.core.formats import StorageFormat
@@ -80,6 +81,8 @@ NEUTRAL = {
     "share": 1.0,
     "group": 4,
 }
+MEASURED = {knob: SMALL[knob] for knob in ("multiple", "probes")}
+"""Knobs of calibrations: neutral chains have those of small ones, so that a model is measured once for both."""
 PROMPTS = ((70, 1), (47, 2))
 
 
@@ -103,7 +106,7 @@ def neutral(chain):
         assert STAGES[m].role in ("modifier", "quantise") or set(NEUTRAL) & set(registry.knob_names(m)), (
             f"{m} in NEUTRAL?"
         )
-    return configured(chain, NEUTRAL)
+    return configured(chain, {**NEUTRAL, **MEASURED})
 
 
 def uniform(chain):
@@ -181,6 +184,16 @@ def held(cache):
     ]
 
 
+def forced(model, caches):
+    """Return each cache's logits after a token that is fed to it, and after four more at once."""
+    logits = [[] for _ in caches]
+    for chunk in prompt(5, 4).split([1, 4]):
+        caches = extend_caches(model, caches, chunk)
+        for of_cache, extended in zip(logits, caches, strict=True):
+            of_cache.append(extended.logits)
+    return logits
+
+
 @cache
 def full(family, n, seed):
     (cache,) = prefill(build(family), prompt(n, seed), ["full"])
@@ -194,24 +207,10 @@ def full_logits(family, n, seed):
 
 
 @cache
-def together(family, per):
-    """Run all chains on all prompts: one prefill per prompt, one batch for all answers -> {(chain, prompt): ...}."""
-    model, caches = build(family), {}
-    chains = [c for c in CHAINS if supported(c, family)]
-    for p in prompts_of(family):
-        small = prefill(model, prompt(*p), [configured(c, SMALL) for c in chains], per=per)
-        caches.update({(c, p): m for c, m in zip(chains, small, strict=True)})
-    answers = kvbench.generate(model, list(caches.values()), NEW)
-    return {key: (cache, answer) for (key, cache), answer in zip(caches.items(), answers, strict=True)}
-
-
-def kinds(family, chain):
-    """The kinds of ``per`` under which a chain meets a family: both on Llama, one elsewhere."""
-    i, j = FAMILIES.index(family), CHAINS.index(chain)
-    if family in WITH_LATENTS:
-        return PER[:1]  # all heads share one latent
-    # a chain meets both kinds, and so does each family of WHOLE
-    return PER if family == "llama" else (PER[(i + j if family in WHOLE else i) % 2],)
+def full_forced(family):
+    """Return what ``forced`` has of the full cache in bf16."""
+    model = build(family, torch.bfloat16)
+    return forced(model, prefill(model, prompt(50, 3), ["full"]))[0]
 
 
 FIRST = FAMILIES[: FAMILIES.index("arcee")]
@@ -228,37 +227,110 @@ def one_of_each():
     return frozenset(chains.values())
 
 
-def meets(law, chain, family):
-    """Tell whether a law of the matrix is tried on a chain and a family: later families have each third chain.
+def kinds(family, chain):
+    """The kinds of ``per`` under which a chain meets a family: both on Llama, one elsewhere."""
+    i, j = FAMILIES.index(family), CHAINS.index(chain)
+    if family in WITH_LATENTS:
+        return PER[:1]  # all heads share one latent
+    # a chain meets both kinds, and so does each family of WHOLE
+    return PER if family == "llama" else (PER[(i + j if family in WHOLE else i) % 2],)
 
-    Which third moves on with the law. Every family has a chain of each role in every law, and those of FIRST have all
-    chains in the first law.
+
+NEUTRAL_LAW, SMALL_LAWS, COMPANY_LAW, FORCED_LAW = (0, 3), (1, 3), (1, 6), (2, 3)
+"""The share of chains that laws try on a family: those with number 0 of each 3, and so on.
+
+Laws that read ``together`` share theirs, so that it holds no chain which none of them asks for. Beyond Llama every
+chain still meets every family: in one of three laws.
+"""
+
+
+def meets(share, chain, family):
+    """Tell whether a law of the matrix is tried on a chain and a family: all are on Llama, and a share elsewhere.
+
+    Every family has a chain of each role in every law, and those of FIRST have all chains in the first law.
     """
     if not supported(chain, family):
         return False
-    if family in WHOLE or chain in one_of_each() or (law == 0 and family in FIRST):
+    if family == "llama" or chain in one_of_each() or (share == NEUTRAL_LAW and family in FIRST):
         return True
-    return (law + CHAINS.index(chain) + FAMILIES.index(family)) % 3 == 0
+    part, parts = share
+    return (CHAINS.index(chain) + FAMILIES.index(family)) % parts == part
 
 
-LAWS = count()
+def tried(share, family, per):
+    """Return the chains that a law tries on a family under a kind of ``per``."""
+    return [c for c in CHAINS if meets(share, c, family) and per in kinds(family, c)]
+
+
+UNGROUPED = ("gpt_neox", "opt")
+"""Families without grouped heads: all their chains are held in both kinds, which must be the same."""
+
+
+@cache
+def together(family, per):
+    """Run the chains of a family on all its prompts -> {(chain, prompt): (cache, answer)}.
+
+    There is one prefill per prompt and one batch for all answers.
+    """
+    model, caches = build(family), {}
+    chains = tried(SMALL_LAWS, family, per)
+    if family in UNGROUPED:
+        chains = [c for c in CHAINS if supported(c, family)]
+    for p in prompts_of(family):
+        small = prefill(model, prompt(*p), [configured(c, SMALL) for c in chains], per=per)
+        caches.update({(c, p): m for c, m in zip(chains, small, strict=True)})
+    answers = kvbench.generate(model, list(caches.values()), NEW)
+    return {key: (cache, answer) for (key, cache), answer in zip(caches.items(), answers, strict=True)}
+
+
+def neutral_of(family, per, chains):
+    """Run chains in company under neutral settings -> {(chain, prompt): (answer, logits after two more tokens)}."""
+    model, results = build(family), {}
+    for p in prompts_of(family):
+        with quantisers_pass_through():
+            caches = prefill(model, prompt(*p), [neutral(c) for c in chains], per=per)
+            answers = kvbench.generate(model, caches, NEW)
+            logits = [c.logits for c in extend_caches(model, caches, prompt(2, 8))]
+        results.update({(c, p): of_chain for c, *of_chain in zip(chains, answers, logits, strict=True)})
+    return results
+
+
+@cache
+def neutral_together(family, per):
+    """Return ``neutral_of`` all chains that the first law tries."""
+    return neutral_of(family, per, tried(NEUTRAL_LAW, family, per))
+
+
+def forced_of(family, per, chains):
+    """Return what ``forced`` has of each chain in bf16 under neutral settings -> {chain: logits}."""
+    model = build(family, torch.bfloat16)
+    with quantisers_pass_through():
+        caches = prefill(model, prompt(50, 3), [neutral(c) for c in chains], per=per)
+        return dict(zip(chains, forced(model, caches), strict=True))
+
+
+@cache
+def forced_together(family, per):
+    """Return ``forced_of`` all chains that its law tries."""
+    return forced_of(family, per, tried(FORCED_LAW, family, per))
+
+
 BEYOND = pytest.mark.e2e("the matrix beyond Llama")
 
 
-def matrix(test):
-    """Run a test of (family, chain, per) once a chain on Llama, and once on all other families."""
+def matrix(share):
+    """Run a test of (family, chain, per) once a chain on Llama, and once on all other families that it meets."""
     beyond = pytest.param(False, id="beyond", marks=BEYOND)
 
-    law = next(LAWS)
+    def of_law(test):
+        @pytest.mark.parametrize("chain", CHAINS)
+        @pytest.mark.parametrize("llama", [pytest.param(True, id="llama"), beyond])
+        def each(chain, llama):
+            families = [f for f in FAMILIES if (f == "llama") == llama and meets(share, chain, f)]
+            cases = [(f, per) for f in families for per in kinds(f, chain)]
+            grid(("family", "per"), cases)(test)(chain=chain)
 
-    @pytest.mark.parametrize("chain", CHAINS)
-    @pytest.mark.parametrize("llama", [pytest.param(True, id="llama"), beyond])
-    def each(chain, llama, **fixtures):
-        families = [f for f in FAMILIES if (f == "llama") == llama and meets(law, chain, f)]
-        cases = [(f, per) for f in families for per in kinds(f, chain)]
-        grid(("family", "per"), cases)(test)(chain=chain, **fixtures)
+        each.__name__ = test.__name__
+        return each
 
-    fixtures = [p for p in signature(test).parameters.values() if p.name not in ("family", "per", "chain")]
-    each.__signature__ = signature(each).replace(parameters=[*list(signature(each).parameters.values())[:2], *fixtures])
-    each.__name__ = test.__name__
-    return each
+    return of_law
