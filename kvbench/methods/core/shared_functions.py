@@ -77,7 +77,10 @@ class Functions:
 
     def __init__(self, with_code: bool = False) -> None:
         """Note the functions. ``with_code`` also notes the code object of each, which takes longer."""
-        self._before: dict[str, dict[str, object]] = {name: dict(vars(owner)) for name, owner in _owners().items()}
+        self._before: dict[str, dict[str, object]] = {}
+        for name, owner in _owners().items():
+            # a class's namespace is a read-only view, which copies itself far faster than dict() copies it
+            self._before[name] = vars(owner).copy()
         self._tables = {name: dict(table) for name, table in TABLES.items()}
         self._mode_counts = {name: mode.count() for name, mode in MODES.items()}
         self._with_code = with_code
@@ -248,8 +251,8 @@ def _codes(owner: Owner) -> list[FunctionCode]:
 def _same(namespace: Mapping[str, object], before: Mapping[str, object]) -> bool:
     """Return True if all names of a namespace mean the same objects as before."""
     try:
-        # two dictionaries compare their values by identity first, and only then by ==
-        return bool(dict(namespace) == before)
+        # two dictionaries, and a class's view of one, compare their values by identity first, and only then by ==
+        return bool(namespace == before)
     except Exception:
         # values whose comparison fails, as that of tensors does, are not the same objects
         return False

@@ -233,7 +233,11 @@ def _drawing(name: str, seed: int | None) -> Iterator[None]:
 
 def _seed_generators(seed: int) -> None:
     """Seed the random numbers of torch, Python and NumPy."""
-    torch.manual_seed(seed)
+    if torch.accelerator.is_available():
+        torch.manual_seed(seed)
+    else:
+        # torch.manual_seed would format the whole stack, as a note for a GPU's first use, which takes a millisecond
+        torch.default_generator.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed)
 
