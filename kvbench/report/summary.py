@@ -328,13 +328,14 @@ def measured(group: Group, cell: Cell, store: ResultStore) -> CellResult:
     if not cell.chain.stages:
         floor = at_floor(group.task, [s.score for s in samples.values() if s.score is not None])
     summary = summarise(list(samples.values()), group.task.metric, len(group.task.examples))
+    full_samples = _full_samples(group, cell, store)
     return replace(
         result,
         status="measured",
         floor=floor,
         summary=summary,
-        delta=_delta(group, cell, samples, store),
-        fall_beside_full=_fall_beside_full(group, cell, samples, store),
+        delta=None if full_samples is None else paired_delta(samples, full_samples, group.task.metric),
+        fall_beside_full=None if full_samples is None else _fall_beside_full(group, samples, full_samples),
         unchanged=is_unchanged(cell, samples, store),
     )
 
@@ -345,6 +346,9 @@ def is_unchanged(cell: Cell, samples: Mapping[str, Sample], store: ResultStore) 
     Return False if no prompt has an answer of the full cache, and for a method that fails ``only_compresses``.
     """
     if not only_compresses(cell.chain):
+        return False
+    if not any(_keeps_all_tokens(sample) for sample in samples.values()):
+        # most methods drop tokens of every prompt: then the full cache's answers need not be read
         return False
     baseline = store.samples(cell.full.id)
     by_query_head = cell.chain.per == "query_head"
@@ -369,12 +373,17 @@ def only_compresses(chain: Chain) -> bool:
     return not (chain.evicts and any(getattr(s, "frozen_layers", ()) for s in chain.stages))
 
 
+def _keeps_all_tokens(sample: Sample) -> bool:
+    """Return True if a method kept every token of a prompt."""
+    return sample.kept >= sample.n
+
+
 def same_as_full(sample: Sample, full: Sample, by_query_head: bool = False) -> bool:
     """Return True if a method's sample holds no fewer tokens and bytes than the full cache's, and answers alike.
 
     With ``by_query_head``, keys and values were repeated for query heads, so the full cache's count as often.
     """
-    keeps_all = sample.kept >= sample.n and (sample.decode_peak or 0) >= (full.decode_peak or 0)
+    keeps_all = _keeps_all_tokens(sample) and (sample.decode_peak or 0) >= (full.decode_peak or 0)
     size = full.payload16
     if by_query_head and full.payload_kv_head and full.payload_query_head:
         size *= full.payload_query_head / full.payload_kv_head
@@ -383,25 +392,21 @@ def same_as_full(sample: Sample, full: Sample, by_query_head: bool = False) -> b
     return keeps_all and sample.payload16 >= size and same_answer and not differs
 
 
-def _fall_beside_full(group: Group, cell: Cell, samples: dict[str, Sample], store: ResultStore) -> Delta | None:
-    """Return a method's fall from a context's first question to its last minus the full cache's, if both exist."""
-    full = next((c for c in group.cells if not c.chain.stages), None)
-    if full is None or not cell.chain.stages or store.refusal(full.id) is not None:
-        return None
-    contexts = _contexts(samples.values())
-    difference = fall_beside(contexts, _contexts(store.samples(full.id).values()), group.task.metric)
-    return None if difference is None else Delta(*difference)
+def _full_samples(group: Group, cell: Cell, store: ResultStore) -> dict[str, Sample] | None:
+    """Return the full cache's samples, with which those of a method in the group are compared.
 
-
-def _delta(group: Group, cell: Cell, samples: dict[str, Sample], store: ResultStore) -> Delta | None:
-    """Return the paired difference to the full cache in printed units: mean of (score - full cache's score).
-
-    Return None for the full cache itself, without a full cache to compare with, or if no example is scored by both.
+    Return None for the full cache itself, and without a full cache to compare with.
     """
     full = next((c for c in group.cells if not c.chain.stages), None)
     if full is None or not cell.chain.stages or store.refusal(full.id) is not None:
         return None
-    return paired_delta(samples, store.samples(full.id), group.task.metric)
+    return store.samples(full.id)
+
+
+def _fall_beside_full(group: Group, samples: Mapping[str, Sample], full_samples: Mapping[str, Sample]) -> Delta | None:
+    """Return a method's fall from a context's first question to its last minus the full cache's, if both exist."""
+    difference = fall_beside(_contexts(samples.values()), _contexts(full_samples.values()), group.task.metric)
+    return None if difference is None else Delta(*difference)
 
 
 def paired_delta(samples: Mapping[str, Sample], full_samples: Mapping[str, Sample], name: str) -> Delta | None:
