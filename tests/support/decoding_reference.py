@@ -12,9 +12,13 @@ from transformers import AttentionInterface
 
 
 class Attention(list):
-    """A[h][i][j] of one layer, which knows its number and its exact q [Hq, L, D], k and v [Hk, L, D]."""
+    """A[h][i][j] of one layer, which knows its number and its exact q [Hq, L, D], k and v [Hk, L, D].
+
+    mass: what each token received of each stored head's queries, once someone has asked.
+    """
 
     layer = 0
+    mass: list[list[float]] | None = None
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
@@ -82,9 +86,10 @@ def whole_pass(model, tokens, read=exactly, first=0, seen=None, late=False, coar
                 torch.diagonal(scores, dim1=1, dim2=2).copy_((q * wide(key[0])).sum(-1) * scaling)
             hidden = torch.ones(length, length, dtype=torch.bool).triu(1).repeat(len(q), 1, 1)
             for t in range(length - first if seen is not None else 0):
-                for h in range(len(q)):
-                    visible = seen[t][i][h // (len(q) // len(seen[t][i]))]
-                    hidden[h, first + t] = torch.tensor([j not in visible for j in range(length)])
+                group = len(q) // len(seen[t][i])
+                for h, visible in enumerate(seen[t][i]):
+                    hidden[h * group : (h + 1) * group, first + t] = True
+                    hidden[h * group : (h + 1) * group, first + t, sorted(visible)] = False
             return scores.masked_fill(hidden, -torch.inf).softmax(-1)
 
         k, v = read("k", i, key[0]), read("v", i, value[0])
@@ -189,7 +194,9 @@ def h2o_decoding(model, ids, new, heavy, recent, bits=None, code_mask=False, thi
     n = len(ids)
 
     def mass(attn):
-        return stored(row_sums(attn, len(attn[0])), heads)
+        if attn.mass is None:  # every head of a layer asks
+            attn.mass = stored(row_sums(attn, len(attn[0])), heads)
+        return attn.mass
 
     def kept_after_prompt(attn):
         return [top(s[: n - recent], heavy) + list(range(n - recent, n)) for s in mass(attn)]

@@ -95,7 +95,7 @@ def stored(per_query_head: list[list[float]], heads: int) -> list[list[float]]:
 
 def row_sums(attn: list[list[list[float]]], last: int) -> list[list[float]]:
     """Attention that each token received from the last ``last`` queries, per query head."""
-    return [[sum(row[j] for row in head[-last:]) for j in range(len(head))] for head in attn]
+    return [[sum(column) for column in zip(*head[-last:], strict=True)] for head in attn]
 
 
 def h2o(attn, heads: int, size: int, window: int, variant: str) -> list[list[int]]:
