@@ -137,7 +137,7 @@ def test_rows_that_begin_again_read_their_own_prompt(failing, tmp_path, capsys, 
 
 
 def test_prompts_that_cannot_be_read_again_beside_others_wait_for_those(tmp_path, capsys, monkeypatch, queues, steps):
-    arguments = ["dataset=tiny/listing,tiny/code", "examples=8", "method=snapkv,h2o,streamingllm", "max_new_tokens=40"]
+    arguments = ["dataset=tiny/listing,tiny/code", "examples=3", "method=snapkv,h2o,streamingllm", "max_new_tokens=40"]
     want, remade, short = undisturbed(*arguments), runner.remade, []
     steps.rows.clear()
 

@@ -78,7 +78,7 @@ def test_processes_run_at_once_as_memory_and_processors_allow(free, processors, 
 
 
 def test_a_process_holds_what_is_accounted():
-    names, sizes = ("full", "kivi 2 bits"), ("--caches", 24, "--tokens", 2048)
+    names, sizes = ("full", "kivi 2 bits"), ("--caches", 12, "--tokens", 2048)
     with ThreadPoolExecutor() as pool:
         actual = pool.map(lambda n: in_process("resident", "--one", n, *sizes, env=resident.ALLOCATOR), names)
         assert resident.report(zip(names, actual, strict=True)) == 0
