@@ -381,12 +381,19 @@ class TokensRead:
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """Return the modules that each hold one attention module, in layer order."""
+    """Return the module of a layer for each attention module, in order. A layer that attends twice comes twice."""
     parents: dict[nn.Module, nn.Module] = {}
     for module in model.modules():
         for child in module.children():
             parents[child] = module
-    return [parents[attention] for attention in attention_modules(model)]
+    layers = []
+    for attention in attention_modules(model):
+        layer = parents[attention]
+        # the two attention modules of a layer of LongCat lie in a list
+        if isinstance(layer, nn.ModuleList):
+            layer = parents[layer]
+        layers.append(layer)
+    return layers
 
 
 def all_layers(model: PreTrainedModel) -> list[nn.Module]:

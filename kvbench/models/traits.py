@@ -186,8 +186,7 @@ def of_model(model: PreTrainedModel) -> ModelTraits:
         capped=capped,
         sinks=any(hasattr(module, "sinks") for module in attention_modules(model)),
         one_by_one=reads_one_by_one(model.config),
-        # the modules of one layer lie in a list (LongCat)
-        paired=any(isinstance(layer, nn.ModuleList) for layer in decoder_layers(model)),
+        paired=_attends_twice(model),
     )
 
 
@@ -230,6 +229,12 @@ def of_config(config: Any) -> ModelTraits:
             raise _refusal(config, f"transformers builds no causal language model of it ({headline(error)})") from None
         _KNOWN[key] = of_model(model)
     return _KNOWN[key]
+
+
+def _attends_twice(model: PreTrainedModel) -> bool:
+    """Return True if a layer of the model has several attention modules (LongCat)."""
+    layers = decoder_layers(model)
+    return len(set(layers)) < len(layers)
 
 
 def check_whole(config: Any) -> None:

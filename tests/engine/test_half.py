@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from support.families import FAMILIES, LOCALS, WITH_LATENTS, build, prompt
+from support.families import FAMILIES, LOCALS, WITH_LATENTS, WITH_SHARING, build, prompt
 from support.runs import prepare
 
 import kvbench
@@ -14,12 +14,35 @@ from kvbench.storage import attend
 
 HALF = (torch.bfloat16, torch.float16)
 
-NEAR = (*LOCALS, "olmo2", "bamba", "nemotron_h", "qwen3_5_text", "llama4_text", *WITH_LATENTS)
+NEAR = (*LOCALS, "olmo2", "bamba", "nemotron_h", "qwen3_5_text", "llama4_text")
 """Families whose logits may differ from transformers' own in a last place: some do in one of 128 in fp16."""
 
 
+AS_NEAR = ("gpt_oss", *WITH_LATENTS, *WITH_SHARING)
+"""Families that round in another order here: theirs are as near to the logits in fp32 as transformers' own."""
+
+
 @pytest.mark.parametrize("dtype", HALF)
-@pytest.mark.parametrize("family", [f for f in FAMILIES if f != "gpt_oss"])
+@pytest.mark.parametrize("family", [f for f in AS_NEAR if f in FAMILIES])
+def test_logits_are_as_near_to_those_in_fp32_as_transformers_own(family, dtype):
+    model, more = build(family, dtype), prompt(5, 40)
+    exact = copy.deepcopy(model).float()
+    distances = []
+    for seed in range(8):
+        ids = prompt(50, seed)
+        text = torch.cat([ids, more])[None]
+        (cache,) = kvbench.prefill(model, ids, ["full"])
+        with torch.no_grad():
+            reference, own = (m(text, use_cache=False).logits[0, [len(ids) - 1, -1]] for m in (exact, model))
+        ours = torch.stack([cache.logits, kvbench.extend(model, cache, more).logits])
+        distances.append(torch.stack([(t.float() - reference).norm(dim=-1) for t in (ours, own)]))
+    # the median over texts: where rounding makes a token take another expert, logits jump
+    of_ours, of_transformers = torch.cat(distances, dim=1).median(dim=1).values
+    assert of_ours < 1.3 * of_transformers
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("family", [f for f in FAMILIES if f not in AS_NEAR])
 def test_the_full_caches_logits_are_transformers_own_bit_for_bit(family, dtype):
     model, ids = build(family, dtype), prompt(70)
     # windows and caps are computed in fp32, which transformers rounds in between

@@ -8,6 +8,7 @@ from support import method_reference as ref
 from support.calibrations import ready
 from support.families import FAMILIES, WITH_LATENTS, WITH_STATES, build, generated, prompt
 from support.grids import grid
+from support.law_matrix import supported
 from transformers import AttentionInterface, DynamicCache
 
 import kvbench
@@ -61,8 +62,10 @@ CHAINS = [*ASKED, "snapkv+think", "keynorm+thinkv", "snapkv+fp8", "h2o+vatp", "c
 
 
 def of(family, chains):
-    """All chains on Llama, every third elsewhere, and in the families next to each other others."""
-    return chains if family == "llama" else chains[FAMILIES.index(family) % 3 :: 3]
+    """All chains on Llama, every third that a family runs elsewhere, and in the families next to each other others."""
+    if family == "llama":
+        return chains
+    return [c for c in chains if supported(c, family)][FAMILIES.index(family) % 3 :: 3]
 
 
 def share_of(seen, ratio=33):
@@ -217,7 +220,7 @@ def test_laws(family, per):
     if family == "llama":
         chains = [chain for chain in chains for _ in range(2)]
     entries = [ready(model, entry(c, b), per) for c, b in zip(chains, budgets, strict=False)]
-    protected = of(family, PROTECTED)
+    protected = PROTECTED if family == "llama" else PROTECTED[FAMILIES.index(family) % 3 :: 3]
     entries += [ready(model, asked, per) for asked in protected]
     chains = chains + [asked["method"] for asked in protected]
     full, *caches = kvbench.prefill(model, prompt(N), ["full", *entries])
