@@ -20,7 +20,7 @@ from kvbench.methods.core import registry
 from kvbench.methods.core.chain import Chain
 from kvbench.methods.core.resolve import ChainConfig, chain_of
 from kvbench.papers.figures.figure import OWN_METHODS, Figure
-from kvbench.papers.figures.sweep import FULL_POINT, MEAN, Point, Sweep
+from kvbench.papers.figures.sweep import FULL_POINT, MEAN, ROW, Point, Sweep
 from kvbench.papers.measured.our_table import scores, split_options
 from kvbench.papers.spec import row_knobs, stand_ins
 from kvbench.plan import config, presets, run_plan
@@ -36,6 +36,7 @@ from kvbench.tasks.metrics import metric, stats
 
 VALUES = ("score", "low", "high", "relative", "relative_low", "relative_high", "n", "kept", "bytes")
 COLUMNS = ("series", "x", "task", "metric", *VALUES)
+GAINS = ("gain", "gain_low", "gain_high")
 
 
 Row = dict[str, str | float | None]
@@ -44,11 +45,15 @@ Row = dict[str, str | float | None]
 
 @dataclass(frozen=True)
 class _TaskResult:
-    """The numbers of a point on one task; ``pairs`` are scores [n, 2] of the method and of the full cache."""
+    """The numbers of a point on one task.
+
+    pairs: scores [n, 2] of the method and of the full cache. scores: the method's scores by example.
+    """
 
     group: Group
     means: CellSummary
     pairs: stats.Pairs
+    scores: Mapping[str, float]
 
 
 @dataclass(frozen=True)
@@ -86,11 +91,7 @@ class Ran:
         """
         rows: list[Row] = []
         for point, cells in self.points():
-            measured = []
-            for group, cell in cells:
-                means = summary.measured(group, cell, self.run.store).summary
-                if means is not None:
-                    measured.append(_TaskResult(group, means, self._pairs(group, cell)))
+            measured = self._results(cells)
             # a point of which nothing is measured has no row, and the CSV's head names it
             if not measured:
                 continue
@@ -100,15 +101,52 @@ class Ran:
                 x = float(f"{_held([result.means for result in measured])['kept']:.2g}")
             place: Row = {"series": point.series, "x": x}
             for result in measured:
-                task = result.group.task.id
-                if len(cells) > 1:
-                    # the part behind the dataset tells its tasks apart; another dataset has one task, without parts
-                    task = task.partition("/")[2] or task
+                task = _task_name(result.group, several=len(cells) > 1)
                 rows.append(place | {"task": task} | _task_numbers(result))
             # a mean over some of the tasks would compare with none of the other points
             if len(measured) == len(cells) > 1:
                 rows.append(place | {"task": MEAN} | _mean_numbers(measured))
         return pd.DataFrame(rows).reindex(columns=list(COLUMNS)).astype(dict.fromkeys(VALUES, float))
+
+    def gains(self, stage: str) -> pd.DataFrame:
+        """Return what ``stage`` adds to the score of each method that was measured with and without it, as printed.
+
+        A row has a point with the stage, and a task or the mean over tasks. The differences are paired: each example's
+        score with the stage minus its score without. Fewer than stats.FEWEST examples have no interval.
+        """
+        cells_of = {(point.series, point.x): cells for point, cells in self.points()}
+        rows: list[Row] = []
+        for (series, x), cells in cells_of.items():
+            # a chain's name is that of its stages in order, as in h2o+vatp
+            base_cells = cells_of.get((series.removesuffix(f"+{stage}"), x))
+            if not series.endswith(f"+{stage}") or base_cells is None:
+                continue
+            place: Row = {"series": series, "x": x}
+            without = {result.group.task.id: result.scores for result in self._results(base_cells)}
+            tasks: list[list[float]] = []
+            for result in self._results(cells):
+                scale = metric(result.group.task.metric).scale
+                base_scores = without.get(result.group.task.id, {})
+                differences = [score - base_scores[e] for e, score in result.scores.items() if e in base_scores]
+                # a log loss is printed as a perplexity, and its differences are no points
+                if not differences or metric(result.group.task.metric).shown:
+                    continue
+                tasks.append([scale * difference for difference in differences])
+                task = _task_name(result.group, several=len(cells) > 1)
+                rows.append(place | {"task": task} | _gain_numbers(tasks[-1:], scale))
+            if len(tasks) == len(cells) > 1:
+                rows.append(place | {"task": MEAN} | _gain_numbers(tasks, scale))
+        return pd.DataFrame(rows).reindex(columns=[*ROW, *GAINS]).astype(dict.fromkeys(("x", *GAINS), float))
+
+    def _results(self, cells: Sequence[tuple[Group, Cell]]) -> list[_TaskResult]:
+        """Return the results of a point's cells, without refused cells and those that have no answer."""
+        results = []
+        for group, cell in cells:
+            means = summary.measured(group, cell, self.run.store).summary
+            if means is not None:
+                own_scores = scores(self.run.store, group, cell)
+                results.append(_TaskResult(group, means, self._pairs(group, cell), own_scores))
+        return results
 
     def _pairs(self, group: Group, cell: Cell) -> stats.Pairs:
         """Return the scores [n, 2] of a cell and of the full cache, over the examples of this run that both have."""
@@ -154,6 +192,10 @@ class MeasuredFigure:
     def frame(self) -> pd.DataFrame:
         """Return the rows of all sweeps."""
         return pd.concat([r.frame() for r in self.ran], ignore_index=True)
+
+    def gains(self, stage: str) -> pd.DataFrame:
+        """Return what ``stage`` adds to the scores of all sweeps, as ``Ran.gains`` does."""
+        return pd.concat([r.gains(stage) for r in self.ran], ignore_index=True)
 
     def measure(self, quiet: bool = False) -> None:
         """Measure the missing answers."""
@@ -296,6 +338,25 @@ def _build_chain(point: Point, values: Mapping[str, object], small: row_knobs.St
     if small is not None and "kv_size" in entry:
         entry["kv_size"] = small.tokens(entry["kv_size"])
     return chain_of(entry, preset=values)
+
+
+def _task_name(group: Group, several: bool) -> str:
+    """Return a task's name in a figure with one task, or with ``several``."""
+    task = group.task.id
+    if several:
+        # the part behind the dataset tells its tasks apart; another dataset has one task, without parts
+        return task.partition("/")[2] or task
+    return task
+
+
+def _gain_numbers(tasks: Sequence[Sequence[float]], scale: float) -> Row:
+    """Return the mean over tasks of paired differences in printed units, and its interval.
+
+    ``scale`` is the difference between the best and the worst score, as printed.
+    """
+    gain, interval = stats.mean_over_tasks(tasks, bounds=(-scale, scale))
+    low, high = interval or (None, None)
+    return {"gain": gain, "gain_low": low, "gain_high": high}
 
 
 def _held(cells: Sequence[CellSummary]) -> dict[str, float]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NotRequired, TypedDict
 import pandas as pd
 
 from kvbench.papers.figures.figure import Code, Fact
-from kvbench.papers.figures.sweep import FULL, MEAN
+from kvbench.papers.figures.sweep import FULL, MEAN, ROW
 from kvbench.report import heatmap
 from kvbench.tasks.metrics import metric
 from kvbench.tasks.needle import EMPTY_SCORES
@@ -222,6 +222,33 @@ def gain_facts(data: pd.DataFrame, stage: str, at: str) -> Iterator[Fact]:
     yield Fact(f"Points that {stage} adds", pd.concat(gains), "{:+.1f}", at)
 
 
+def with_gains(measured: MeasuredFigure, stage: str) -> pd.DataFrame:
+    """Return the scores of a figure, and beside those of a chain that ends with ``stage`` what the stage adds."""
+    return measured.frame().merge(measured.gains(stage), how="left", on=ROW)
+
+
+def drawn_gains(data: pd.DataFrame) -> pd.DataFrame:
+    """Return the rows of the mean over tasks, or of the only task, that have a gain."""
+    rows = chosen(data, "mean")
+    return rows[rows["gain"].notna()]
+
+
+def paired_gain_facts(data: pd.DataFrame, stage: str) -> Iterator[Fact]:
+    """Yield the points that ``stage`` adds at every x to each series, and how many of them differ from 0."""
+    rows = drawn_gains(data)
+    names = rows["series"].str.removesuffix(f"+{stage}")
+    index = pd.MultiIndex.from_arrays([names, rows["x"]])
+    texts = []
+    for gain, low, high in zip(rows["gain"], rows["gain_low"], rows["gain_high"], strict=True):
+        interval = "" if pd.isna(low) else f" [{low:.1f}, {high:.1f}]"
+        texts.append(f"{gain:+.1f}{interval}")
+    yield Fact(f"Points that {stage} adds", pd.Series(texts, index=index), "{}", "{:g} %")
+    bounded = rows.dropna(subset=["gain_low", "gain_high"])
+    if len(bounded):
+        apart = (bounded["gain_low"] > 0) | (bounded["gain_high"] < 0)
+        yield Fact("Intervals that exclude 0", f"{int(apart.sum())} of {len(bounded)}")
+
+
 def best_facts(data: pd.DataFrame) -> Iterator[Fact]:
     """Yield the x of the best score of each task, the smallest of equals."""
     rows = chosen(data[data["series"] != FULL], "each")
@@ -304,7 +331,11 @@ def _prompt_means(data: pd.DataFrame, by: str | list[str], value: str) -> pd.Ser
 CODE = {
     "needle/heatmap": Code(needle_maps, needle_facts, with_map_means, with_silence),
     "results/pareto": Code(None, front_facts, with_front),
-    "vatp/fig3": Code(None, partial(gain_facts, stage="vatp", at="{:g} %")),
+    "vatp/fig3": Code(
+        partial(with_gains, stage="vatp"),
+        partial(told, says=[FactTable(label="Scores", at="{:g} %")], more=partial(paired_gain_facts, stage="vatp")),
+        drawn_gains,
+    ),
     "think/fig3a": Code(None, partial(gain_facts, stage="think", at="pair {:g}"), complete=per_copy),
     "qhitter/fig9": Code(None, best_facts),
     "qhitter/fig10": Code(None, half_facts),

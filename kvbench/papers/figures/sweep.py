@@ -10,6 +10,8 @@ from kvbench.papers.spec import stand_ins
 FULL = "full"
 MEAN = "mean"
 """The task of rows that are means over all tasks."""
+ROW = ["series", "x", "task"]
+"""The columns that tell the rows of a figure's data apart."""
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from kvbench.papers.figures.measured import MEAN, VALUES, MeasuredFigure
 from kvbench.papers.figures.sweep import Point, Sweep
 from kvbench.plan import keys
 from kvbench.report import summary
+from kvbench.tasks.metrics import stats
 
 pytestmark = pytest.mark.e2e("draws every measured figure twice")
 
@@ -63,7 +64,10 @@ def invented(figure):
                 numbers = [score, score - 3, score + 3, score, score - 3, score + 3, 8, 25.0, 30.0 * rng.random() + 1]
                 at = {"series": point.series, "x": point.x, "task": task, "metric": "f1"}
                 rows.append({**at, **dict(zip(VALUES, numbers, strict=True))})
-    return pd.DataFrame(rows)
+    data = pd.DataFrame(rows)
+    # a column that only this figure has stands at 1, and its interval around it
+    own = {c: float(1 - c.endswith("_low") + c.endswith("_high")) for c in figure.columns if c not in data}
+    return data.assign(**own)
 
 
 @pytest.mark.parametrize("name", RESULTS)
@@ -103,6 +107,36 @@ def test_rows_are_what_the_store_holds(ran):
     assert np.isnan(data.loc[data["task"] == MEAN, "low"]).all(), "six examples in all are too few, too"
     facts = ran.facts()
     assert facts["examples"] == "3 of each task" and "dataset tiny length=128" in facts["runs"]
+
+
+def test_a_gain_is_the_paired_difference_of_the_same_method_without_the_stage(tmp_path):
+    knobs = {"method": "h2o+vatp", "knobs": {"kv_ratio": 0.25}}
+    points = [
+        Point("h2o+vatp", 25, **knobs),
+        Point("h2o", 25, "h2o", {"kv_ratio": 0.25}),
+        Point("h2o+vatp", 30, **knobs),
+    ]
+    figure = replace(SMALL, sweeps=(Sweep(tuple(points), dataset="tiny/hop,tiny/listing"),))
+    source = prepare(figure, ["length=128", "limit=8", f"results={tmp_path}"])
+    source.measure(quiet=True)
+    gains = source.gains("vatp")
+    assert set(zip(gains["series"], gains["x"], strict=True)) == {("h2o+vatp", 25.0)}, "no point without a partner"
+    differences = {}
+    for group in source.ran[0].run.groups:
+        by_label = {c.chain.name: source.ran[0].run.store.samples(c.id) for c in group.cells}
+        base = by_label["h2o"]
+        pairs = [(s.score, base[e].score) for e, s in by_label["h2o+vatp"].items()]
+        differences[group.task.id.partition("/")[2]] = pairs
+    assert any(a != b for pairs in differences.values() for a, b in pairs)
+    for task, pairs in differences.items():
+        point, interval = stats.paired_difference(*zip(*pairs, strict=True))
+        row = gains[gains["task"] == task].iloc[0]
+        assert (row["gain"], row["gain_low"], row["gain_high"]) == pytest.approx([100 * x for x in (point, *interval)])
+    mean = gains[gains["task"] == MEAN].iloc[0]
+    assert mean["gain"] == pytest.approx(gains.loc[gains["task"] != MEAN, "gain"].mean())
+    assert mean["gain_low"] < mean["gain"] < mean["gain_high"]
+    fewer = prepare(figure, ["length=128", "limit=4", f"results={tmp_path}"]).gains("vatp")
+    assert fewer.loc[fewer["task"] != MEAN, "gain_low"].isna().all(), "four pairs say nothing about an interval"
 
 
 def test_what_is_not_measured_is_left_out_and_said(ran, tmp_path):
@@ -204,11 +238,20 @@ def told(name, rows):
 
 def test_what_scores_say():
     full, base = ("full", 0, "a", 50, 100, 100, 100), ("h2o", 20, "a", 30, 20, 21, 60)
-    text = told("vatp/fig3", [full, base, ("h2o+vatp", 20, "a", 31.5, 20, 21, 63)])
-    assert text == (
-        "Full cache: a 50.0. Scores: h2o 30.0 at 20 %; h2o+vatp 31.5 at 20 %. Points that vatp adds: h2o +1.5 at 20 %. "
-        "Examples: n = 4."
+    text = told("think/fig3a", [full, base, ("h2o+think", 20, "a", 31.5, 20, 21, 63)])
+    assert "Points that think adds: h2o +1.5 at pair 20." in text
+    gains = {"gain": [np.nan, np.nan, 1.5], "gain_low": [np.nan, np.nan, -2.0], "gain_high": [np.nan, np.nan, 5.0]}
+    rows = pd.DataFrame(
+        [full, base, ("h2o+vatp", 20, "a", 31.5, 20, 21, 63)],
+        columns=["series", "x", "task", "score", "kept", "bytes", "relative"],
     )
+    few = {name: [np.nan] * 3 for name in ("gain_low", "gain_high")}
+    text = RESULTS["vatp/fig3"].finding(rows.assign(n=8, **gains))
+    assert text == (
+        "Full cache: a 50.0. Scores: h2o 30.0 at 20 %; h2o+vatp 31.5 at 20 %. "
+        "Points that vatp adds: h2o +1.5 [-2.0, 5.0] at 20 %. Intervals that exclude 0: 0 of 1. Examples: n = 8."
+    )
+    assert "h2o +1.5 at 20 %. Examples: n = 4." in RESULTS["vatp/fig3"].finding(rows.assign(n=4, **gains | few))
     text = told("results/pareto", [full, base, ("think", 0, "a", 48.5, 100, 80, 97), ("kivi", 0, "a", 20, 100, 40, 40)])
     assert "on the front: none, as the intervals overlap." in text
     assert "Fewest bytes within 2 points of the full cache: think 80.0 %" in text
