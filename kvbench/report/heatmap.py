@@ -1,4 +1,8 @@
-"""Needle heat maps: the mean score at every length of the text and depth of the needle, as numbers and as a picture."""
+"""Needle heat maps: how much of the needle is found at every length of the text and depth of the needle.
+
+A phrasing that asks to complete a sentence scores the sentence's beginning with every answer. Pictures therefore count
+from the score of an empty answer.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kvbench.tasks import metrics
+
 if TYPE_CHECKING:
     from kvbench.store.results import Sample
+    from kvbench.tasks.base import Task
+
+COUNTED = "0: an empty answer, 100: the whole needle"
+"""The scale of a picture, in words."""
+BAR, DEPTH = "needle found, %", "depth, % of the text"
+"""The labels of a picture's colours and rows."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +43,11 @@ class Heat:
             for j, length in enumerate(self.lengths):
                 if self.counts[i, j]:
                     yield length, depth, float(self.scores[i, j]), int(self.counts[i, j])
+
+    def mean(self) -> float:
+        """Return the mean over all samples."""
+        measured = self.counts > 0
+        return float(np.average(self.scores[measured], weights=self.counts[measured]))
 
 
 def points(samples: Iterable[Sample], show: Callable[[float], float]) -> list[tuple[float, float, float]]:
@@ -54,8 +71,26 @@ def heat_map(points: Sequence[tuple[float, float, float]]) -> Heat:
     return Heat(tuple(lengths), tuple(depths), scores, counts)
 
 
+def empty_score(task: Task) -> float:
+    """Return the mean score of an empty answer to the task's examples, as printed."""
+    scores = [metrics.score(task.metric, task.answer(""), example) for example in task.examples]
+    known = [score for score in scores if score is not None]
+    return metrics.metric(task.metric).show(sum(known) / len(known))
+
+
+def found(score: Any, silence: Any) -> Any:
+    """Return how much of the printed score above that of an empty answer was reached, in per cent of all of it.
+
+    It is below 0 for an answer that scores less than ``silence``. Arrays are counted element by element.
+    """
+    return 100 * (score - silence) / (100 - silence)
+
+
 def draw(heat: Heat, title: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """Return the map as a picture [height, width, 3]: lengths to the right, depths downwards, dark 0 to light 100."""
+    """Return the map as a picture [height, width, 3]: lengths to the right, depths downwards, dark 0 to light 100.
+
+    heat: how much of the needle is found (``found``). The scale stands in words below the title.
+    """
     # import late, since matplotlib is an optional package and the numbers do not need it
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
@@ -70,9 +105,9 @@ def draw(heat: Heat, title: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
         depths = [f"{depth:g}" for depth in heat.depths]
         image = style.heat(ax, heat.scores, depths, lengths, "%.0f", vmin=0, vmax=100)
         ax.set_xlabel("tokens")
-        ax.set_ylabel("depth, %")
-        ax.set_title(title, loc="left", fontsize=6.5)
-        figure.colorbar(image, label="score")
+        ax.set_ylabel(DEPTH)
+        ax.set_title(f"{title}\n{COUNTED}", loc="left", fontsize=6.5)
+        figure.colorbar(image, label=BAR)
         canvas.draw()
         # drop the alpha channel, and copy, since the canvas reuses its buffer
         return np.asarray(canvas.buffer_rgba())[..., :3].copy()

@@ -23,7 +23,7 @@ from kvbench.methods.core.registry import ALWAYS_NAMED
 from kvbench.plan.cells import Group
 from kvbench.plan.config import LoggerConfig
 from kvbench.plan.run_plan import RunPlan
-from kvbench.report.heatmap import Heat, draw, heat_map, points
+from kvbench.report.heatmap import Heat, draw, empty_score, found, heat_map, points
 from kvbench.run.listener import Listener
 from kvbench.store.cell import Cell
 from kvbench.store.results import CellSummary, Sample
@@ -209,7 +209,7 @@ class _Sender:
         maps = _heat_maps(self.prepared)
         if not maps:
             return
-        titles = {label: label for label in maps}
+        titles = {label: f"{label}: {needle_found.mean():.0f} %" for label, (_, needle_found) in maps.items()}
         titles |= {label: f"{label}: nothing was compressed" for label in self._unchanged()}
         # all methods share one run for the needle maps: a map spans lengths, and so cells
         cells = self._needle_cells()
@@ -217,11 +217,12 @@ class _Sender:
         # the same cells give the same id, so that a resumed run goes on in the same W&B run
         name = "needle-" + hashlib.sha256(" ".join(ids).encode()).hexdigest()[:9]
         heat_run = self._init(name, cells[0], "needle heat maps", "heatmap", {"cells": ids})
-        table = self.wandb.Table(columns=["method", "length", "depth", "score", "n"])
-        for label, heat in maps.items():
-            for row in heat.rows():
-                table.add_data(label, *row)
-        images = [self.wandb.Image(draw(heat, titles[label]), caption=titles[label]) for label, heat in maps.items()]
+        table = self.wandb.Table(columns=["method", "length", "depth", "score", "n", "found"])
+        images = []
+        for label, (scores, needle_found) in maps.items():
+            for row, (_, _, percent, _) in zip(scores.rows(), needle_found.rows(), strict=True):
+                table.add_data(label, *row, percent)
+            images.append(self.wandb.Image(draw(needle_found, titles[label]), caption=titles[label]))
         heat_run.log({"heatmap": images, "heatmap_values": table})
         heat_run.finish()
 
@@ -372,18 +373,25 @@ def flat_names(values: Mapping[str, Any], prefix: str = "") -> dict[str, object]
     return flat
 
 
-def _heat_maps(prepared: RunPlan) -> dict[str, Heat]:
-    """Return the scores of each method on the needle dataset by length and depth, by label, without refused cells."""
-    scores: dict[str, list[tuple[float, float, float]]] = {}
+def _heat_maps(prepared: RunPlan) -> dict[str, tuple[Heat, Heat]]:
+    """Return two maps of each method on the needle dataset, by label: its scores, and how much of the needle it found.
+
+    Refused cells are left out.
+    """
+    scored: dict[str, list[tuple[float, float, float]]] = {}
+    counted: dict[str, list[tuple[float, float, float]]] = {}
     for group in prepared.groups:
         if group.task.category != "needle":
             continue
-        show = metric(group.task.metric).show
+        show, silence = metric(group.task.metric).show, empty_score(group.task)
         for cell in group.cells:
             # a refused cell must not be reported, in a picture either
             if prepared.store.refusal(cell.id) is None:
-                scores.setdefault(cell.label, []).extend(points(prepared.store.samples(cell.id).values(), show))
-    return {label: heat_map(heat_points) for label, heat_points in scores.items()}
+                of_cell = points(prepared.store.samples(cell.id).values(), show)
+                scored.setdefault(cell.label, []).extend(of_cell)
+                above_silence = [(length, depth, found(score, silence)) for length, depth, score in of_cell]
+                counted.setdefault(cell.label, []).extend(above_silence)
+    return {label: (heat_map(scored[label]), heat_map(counted[label])) for label in scored if scored[label]}
 
 
 def _unreachable(url: str) -> str | None:

@@ -8,15 +8,18 @@ import time
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 from support import wandb_files
 from support.runs import SMALL, metrics_of, prepare
 
 from kvbench.cli.main import main
+from kvbench.papers.figures import registry
 from kvbench.plan.config import LoggerConfig
-from kvbench.report.heatmap import draw, heat_map
+from kvbench.report.heatmap import BAR, COUNTED, DEPTH, draw, empty_score, heat_map
 from kvbench.run import experiment
 from kvbench.run.wandb_logger import flat_names, listeners, run_id
+from kvbench.tasks.needle import EMPTY_SCORES
 
 pytestmark = pytest.mark.e2e("starts W&B")
 
@@ -105,13 +108,36 @@ def test_needle_runs_have_a_heat_map_over_all_lengths(tmp_path):
     assert logged.keys() - {heat["id"]} == {c.id for g in prepared.groups for c in g.cells}
     rows = table(heat, "heatmap_values")["data"]
     assert len(rows) == 2 * 2 * 2
-    for label, length, depth, score, n in rows:
+    for label, length, depth, score, n, percent in rows:
         group = next(g for g in prepared.groups if g.task.id == f"needle/{length}")
         cell = next(c for c in group.cells if c.label == label)
         scores = [s["score"] for s in prepared.store.lines(cell.id).values() if s["meta"]["depth"] == depth]
-        assert n == len(scores) == 2 and score == pytest.approx(100 * sum(scores) / 2)
+        assert n == len(scores) == 2 and score == percent == pytest.approx(100 * sum(scores) / 2)
     images = sorted((heat["folder"] / "files" / "media" / "images").rglob("*.png"))
     assert len(images) == 2 and all(p.stat().st_size > 1000 for p in images)
+
+
+def test_a_needle_that_silence_scores_is_counted_as_in_the_figure(tmp_path):
+    (tmp_path / "essay.txt").write_text(HAYSTACK)
+    needle = ["dataset=needle", f"haystack={tmp_path / 'essay.txt'}", "lengths=448", "depths=0,100", "repeats=2"]
+    prepared = measure(*needle, "phrasing=completion", "method=keynorm", f"results={tmp_path}", *OFFLINE)
+    (task,) = [group.task for group in prepared.groups]
+    assert empty_score(task) == pytest.approx(EMPTY_SCORES["completion"])
+    ((heat,),) = [runs for name, runs in wandb_files.runs(tmp_path).items() if name.startswith("needle-")]
+    logged = table(heat, "heatmap_values")
+    data = pd.DataFrame(logged["data"], columns=logged["columns"]).rename(columns={"method": "series"})
+    csv = data.drop(columns="found").to_csv(index=False)
+    figure = registry.FIGURES["needle/heatmap"]
+    shown = figure.prepare(figure.parse(f"# runs: dataset needle phrasing=completion\n{csv}"))
+    assert list(data["found"]) == pytest.approx(list(shown["found"])) and (data["found"] < data["score"]).all()
+    captions = {f"{series}: {mean}" for series, mean in zip(shown["series"], shown["mean"], strict=True)}
+    assert set(heat["summary"]["heatmap/captions"]) == captions
+
+
+def test_a_map_has_the_words_of_the_figure():
+    figure = registry.FIGURES["needle/heatmap"]
+    (panel,) = figure.picture.panels
+    assert (figure.note, panel.bar, panel.ylabel) == (COUNTED, BAR, DEPTH) and tuple(panel.limits) == (0, 100)
 
 
 def test_a_service_that_does_not_answer_costs_one_warning_and_nothing_measured(tmp_path, monkeypatch, capsys):
@@ -136,7 +162,8 @@ def test_a_cell_that_compressed_nothing_says_so(tmp_path):
     assert "nothing_compressed" not in cells["h2o kv_size=64"] and "nothing_compressed" not in cells["full"]
     assert cells["h2o kv_size=4000"]["score"] == cells["full"]["score"]
     ((heat,),) = [runs for name, runs in logged.items() if name.startswith("needle-")]
-    captions = ["full", "h2o kv_size=4000: nothing was compressed", "h2o kv_size=64"]
+    captions = [f"full: {cells['full']['score']:.0f} %", "h2o kv_size=4000: nothing was compressed"]
+    captions.append(f"h2o kv_size=64: {cells['h2o kv_size=64']['score']:.0f} %")
     assert sorted(heat["summary"]["heatmap/captions"]) == captions
 
 
@@ -171,6 +198,7 @@ def test_a_heat_map_averages_per_place_and_leaves_the_rest_blank():
     assert (heat.lengths, heat.depths) == ((512, 1024), (0, 50))
     assert np.array_equal(heat.scores, [[50, np.nan], [np.nan, 80]], equal_nan=True)
     assert list(heat.rows()) == [(512, 0, 50.0, 2), (1024, 50, 80.0, 1)]
+    assert heat.mean() == 60, "over three samples, not over two places"
     picture = draw(heat, "snapkv")
     assert picture.ndim == 3 and picture.shape[2] == 3 and picture.min() < 100 < picture.max()
 

@@ -292,7 +292,7 @@ def with_silence(data: pd.DataFrame, facts: Mapping[str, str]) -> pd.DataFrame:
     named = re.search(r"phrasing=(\w+)", facts.get("runs", ""))
     if named:
         silence = EMPTY_SCORES.get(named.group(1), 0.0)
-    return data.assign(silence=silence, found=100 * (data["score"] - silence) / (100 - silence))
+    return data.assign(silence=silence, found=heatmap.found(data["score"], silence))
 
 
 def with_map_means(data: pd.DataFrame) -> pd.DataFrame:
