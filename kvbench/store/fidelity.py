@@ -151,6 +151,30 @@ def summarise_texts(texts: Sequence[TextFidelity]) -> FidelitySummary | None:
     )
 
 
+@dataclass(frozen=True)
+class MeanDivergence:
+    """The mean divergence in nats over the tokens of ``n`` texts, with its interval over prompts or documents."""
+
+    kl: float
+    ci: stats.Interval | None
+    n: int
+
+
+def mean_divergence(texts: Sequence[TextFidelity], start: int = 0, end: int | None = None) -> MeanDivergence | None:
+    """Return the mean divergence at the positions from ``start`` up to ``end``; None if no text reaches them.
+
+    Every token weighs the same. A shorter text adds the positions that it has.
+    """
+    reaching = [text for text in texts if len(text.kl) > start]
+    if not reaching:
+        return None
+    # one row a text: tokens, divergences
+    sums = np.array([(len(text.kl[start:end]), sum(text.kl[start:end])) for text in reaching], dtype=np.float64)
+    tokens, total = sums.sum(0).tolist()
+    clusters = _by_document(sums, reaching)
+    return MeanDivergence(total / tokens, stats.ratio_interval(clusters[:, [1, 0]]), len(reaching))
+
+
 def _by_document(sums: NDArray[np.float64], texts: Sequence[TextFidelity]) -> NDArray[np.float64]:
     """Return the sums [texts, ...] added up over each document's windows. These are alike and drawn together."""
     # a text without a document is a cluster of its own, named by its index

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pandas as pd
 import torch
 from torch import Tensor
@@ -20,8 +21,9 @@ from kvbench.papers.figures.sweep import FULL, Point
 from kvbench.plan.cells import Group
 from kvbench.run import experiment
 from kvbench.run.forced import texts_of
-from kvbench.store.fidelity import TextFidelity, summarise_texts
+from kvbench.store.fidelity import MeanDivergence, TextFidelity, mean_divergence, summarise_texts
 from kvbench.store.results import Sample, share
+from kvbench.tasks.metrics import stats
 
 if TYPE_CHECKING:
     from kvbench.papers.figures.measured import MeasuredFigure
@@ -29,6 +31,10 @@ if TYPE_CHECKING:
 TEXTS = {"reference": "reference text", "greedy": "full cache's answer"}
 SMOOTH, SMOOTH_LONG = 8, 32
 """Positions of which the mean is drawn."""
+RUNNING = 8
+"""Running means are over this part of a long text: an eighth."""
+Place = dict[str, str | float]
+"""Columns of a row of the data."""
 ROWS = 16
 """Caches with one layer compressed that are compared at once."""
 
@@ -85,42 +91,37 @@ def _texts_of_kind(samples: Sequence[Sample], kind: str) -> list[TextFidelity]:
     return [sample.fidelity[kind] for sample in samples if sample.fidelity and kind in sample.fidelity]
 
 
-def by_position(measured: MeasuredFigure, smooth: int = SMOOTH) -> pd.DataFrame:
-    """Return the mean divergence over prompts at each run of ``smooth`` positions after the prompt.
+def by_position(measured: MeasuredFigure) -> pd.DataFrame:
+    """Return the mean divergence over prompts at each run of SMOOTH positions after the prompt, with its interval.
 
-    held: the most tokens that a head held by the end of the texts, prompt and continuation.
+    n: the texts that are long enough to reach these positions.
     """
-    rows = []
+    rows: list[Place] = []
     for point, group, samples in _compressed_cells(measured):
-        # samples that were compared without decoding have no peak
-        tokens_held = max((sample.decode_peak or 0 for sample in samples), default=0)
         for kind, text in TEXTS.items():
             texts = _texts_of_kind(samples, kind)
-            for position, mean in _average_runs(texts, smooth):
-                rows.append(
-                    {
-                        "series": point.series,
-                        "task": group.task.id,
-                        "text": text,
-                        "n": len(texts),
-                        "held": tokens_held,
-                        "position": position,
-                        "kl": mean,
-                    }
-                )
+            for start in range(0, _longest(texts), SMOOTH):
+                mean = mean_divergence(texts, start, start + SMOOTH)
+                assert mean is not None
+                place: Place = {"series": point.series, "task": group.task.id, "text": text}
+                rows.append(place | {"position": _middle(start, SMOOTH)} | _mean_numbers(mean))
     return pd.DataFrame(rows)
 
 
-def _average_runs(texts: Sequence[TextFidelity], smooth: int) -> Iterator[tuple[float, float]]:
-    """Yield the middle and the mean divergence of each run of positions that some text reaches."""
-    longest = max((len(text.kl) for text in texts), default=0)
-    for start in range(0, longest, smooth):
-        # a shorter text adds the positions that it has
-        values: list[float] = []
-        for text in texts:
-            values.extend(text.kl[start : start + smooth])
-        # positions are counted from 1: the run has start + 1 to start + smooth
-        yield start + (smooth + 1) / 2, sum(values) / len(values)
+def _longest(texts: Sequence[TextFidelity]) -> int:
+    """Return the number of positions of the longest text; 0 without texts."""
+    return max((len(text.kl) for text in texts), default=0)
+
+
+def _middle(start: int, smooth: int) -> float:
+    """Return the middle of a run of positions, which are counted from 1: the run has start + 1 to start + smooth."""
+    return start + (smooth + 1) / 2
+
+
+def _mean_numbers(mean: MeanDivergence) -> Place:
+    """Return the columns of a mean divergence. There is no interval below stats.FEWEST texts."""
+    low, high = mean.ci or (math.nan, math.nan)
+    return {"kl": mean.kl, "low": low, "high": high, "n": mean.n}
 
 
 def by_layer(measured: MeasuredFigure) -> pd.DataFrame:
@@ -144,10 +145,19 @@ def by_layer(measured: MeasuredFigure) -> pd.DataFrame:
                         place = (point.series, group.task.id, TEXTS[kind])
                         for layer, mean in _layer_divergences(model, full, cache, torch.tensor(tokens)):
                             rows.append((*place, layer, mean))
-    data = pd.DataFrame(rows, columns=["series", "task", "text", "layer", "kl"])
-    # the mean over prompts
-    by = ["series", "task", "text", "layer"]
-    return data.groupby(by, sort=False)["kl"].agg(kl="mean", n="count").reset_index()
+    return _over_prompts(pd.DataFrame(rows, columns=["series", "task", "text", "layer", "kl"]))
+
+
+def _over_prompts(data: pd.DataFrame) -> pd.DataFrame:
+    """Return the mean of ``kl`` over all rows with the same other columns, with its interval. A row is a prompt."""
+    by = [column for column in data if column != "kl"]
+    means: list[Place] = []
+    for names, kl in data.groupby(by, sort=False)["kl"]:
+        # every prompt weighs the same: the mean is the ratio of the sums of kl and of ones
+        sums = np.stack([kl, np.ones(len(kl))], axis=1)
+        place: Place = dict(zip(by, names, strict=True))
+        means.append(place | _mean_numbers(MeanDivergence(float(kl.mean()), stats.ratio_interval(sums), len(kl))))
+    return pd.DataFrame(means)
 
 
 def _layer_divergences(
@@ -190,13 +200,11 @@ def with_rounding(data: pd.DataFrame) -> pd.DataFrame:
     return with_samples(data.assign(rounding=f"{data['floor'].max():.0e}"))
 
 
-def with_running_means(data: pd.DataFrame) -> pd.DataFrame:
-    """Add the mean over an eighth of the positions around each, ``running``, and of how many ``tokens`` it is."""
-    positions = sorted(data["position"].unique())
-    runs = max(1, round(len(positions) / 8))
-    by_series = data.sort_values("position").groupby("series", sort=False)["kl"]
-    running = by_series.transform(lambda kl: kl.rolling(runs, center=True, min_periods=1).mean())
-    return with_samples(data.assign(running=running, tokens=runs * SMOOTH_LONG))
+def with_methods(data: pd.DataFrame) -> pd.DataFrame:
+    """Add the ``method`` of each series, which may have a budget in its name, and the ``tokens`` of a running mean."""
+    starts = data["position"].nunique()
+    method = data["series"].str.partition(",")[0].str.split().str[0]
+    return with_samples(data.assign(method=method, tokens=_runs_in_mean(starts) * SMOOTH_LONG))
 
 
 def single_layers(data: pd.DataFrame) -> pd.DataFrame:
@@ -210,8 +218,16 @@ def layer_facts(data: pd.DataFrame) -> Iterator[Fact]:
     single, all_layers = single_layers(data), data[data["layer"] < 0]
     worst = single.loc[single.groupby(["text", "series"], sort=False)["kl"].idxmax()]
     yield Fact("Layer that alone diverges most", worst.set_index(["text", "series"])["layer"].astype(float), "{:.0f}")
-    yield Fact("Its divergence in nats", worst.set_index(["text", "series", "layer"])["kl"], "{:.3g}", "layer {:g}")
-    yield Fact("All layers together", all_layers.set_index(["text", "series", "n"])["kl"], "{:.3g}", "n = {:g}")
+    yield Fact("Its divergence in nats", _with_intervals(worst, ["text", "series", "layer"]), "{}", "layer {:g}")
+    yield Fact("All layers together", _with_intervals(all_layers, ["text", "series", "n"]), "{}", "n = {:g}")
+
+
+def _with_intervals(data: pd.DataFrame, by: list[str]) -> pd.Series[str]:
+    """Return each row's divergence in nats as text, with its interval if it has one, by the columns ``by``."""
+    texts = []
+    for kl, low, high in zip(data["kl"], data["low"], data["high"], strict=True):
+        texts.append(f"{kl:.3g}" if math.isnan(low) else f"{kl:.3g} [{low:.3g}, {high:.3g}]")
+    return pd.Series(texts, index=pd.MultiIndex.from_frame(data[by]))
 
 
 def budget_facts(data: pd.DataFrame) -> Iterator[Fact]:
@@ -227,13 +243,41 @@ def position_facts(data: pd.DataFrame) -> Iterator[Fact]:
     """Yield the divergence over the first and the last positions."""
     for label, at in (("first", data["position"].min()), ("last", data["position"].max())):
         rows = data[data["position"] == at]
-        yield Fact(f"Nats over the {label} {SMOOTH} positions", rows.set_index(["text", "series"])["kl"], "{:.3g}")
+        yield Fact(
+            f"Nats over the {label} {SMOOTH} positions",
+            _with_intervals(rows, ["text", "series", "n"]),
+            "{}",
+            "n = {:g}",
+        )
 
 
 def by_long_position(measured: MeasuredFigure) -> pd.DataFrame:
-    """Return the rows of ``by_position`` on the texts' own continuations, over longer runs."""
-    data = by_position(measured, SMOOTH_LONG)
-    return data[data["text"] == TEXTS["reference"]].reset_index(drop=True)
+    """Return the mean divergence on the texts' own continuations at each run of SMOOTH_LONG positions.
+
+    running: the mean over an eighth of the positions around the run, with its interval.
+    held: the most tokens that a head held by the end of the texts, prompt and continuation.
+    """
+    rows = []
+    for point, group, samples in _compressed_cells(measured):
+        # samples that were compared without decoding have no peak
+        held = max((sample.decode_peak or 0 for sample in samples), default=0)
+        texts = _texts_of_kind(samples, "reference")
+        starts = range(0, _longest(texts), SMOOTH_LONG)
+        before = _runs_in_mean(len(starts)) // 2 * SMOOTH_LONG
+        after = _runs_in_mean(len(starts)) * SMOOTH_LONG - before
+        for start in starts:
+            run = mean_divergence(texts, start, start + SMOOTH_LONG)
+            running = mean_divergence(texts, max(0, start - before), start + after)
+            assert run is not None and running is not None
+            place: Place = {"series": point.series, "task": group.task.id, "text": TEXTS["reference"], "held": held}
+            place |= {"position": _middle(start, SMOOTH_LONG)}
+            rows.append(place | _mean_numbers(running) | {"kl": run.kl, "running": running.kl})
+    return pd.DataFrame(rows)
+
+
+def _runs_in_mean(runs: int) -> int:
+    """Return the number of runs of positions in a running mean over a text of ``runs`` of them."""
+    return max(1, round(runs / RUNNING))
 
 
 def answer_facts(data: pd.DataFrame) -> Iterator[Fact]:
@@ -248,7 +292,7 @@ def answer_facts(data: pd.DataFrame) -> Iterator[Fact]:
 
 
 CODE = {
-    "fidelity/answers": Code(by_long_position, answer_facts, with_running_means),
+    "fidelity/answers": Code(by_long_position, answer_facts, with_methods),
     "fidelity/budget": Code(by_budget, budget_facts, with_rounding),
     "fidelity/positions": Code(by_position, position_facts, with_samples),
     "fidelity/layers": Code(by_layer, layer_facts, single_layers),

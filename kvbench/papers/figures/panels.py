@@ -284,7 +284,8 @@ def lines(ax: Axes, rows: pd.DataFrame, panel: Panel, everything: pd.DataFrame) 
     of_methods = panel.hue in METHOD_COLUMNS
     method_looks = looks.looks_of([str(name) for name in names])
     # more bands than two hide each other: their points have bars instead, beside each other
-    has_bars = bool(panel.low) and len(names) > MOST_BANDS and not panel.first_band
+    drawn_here = rows.loc[~is_level, panel.hue].nunique()
+    has_bars = bool(panel.low) and drawn_here > MOST_BANDS and not panel.first_band
     # at the budgets that a figure declares all curves have points; measured positions stay what they are
     dodged = has_bars and panel.x == "x" and bool(rows[panel.low].notna().any())
     for i, name in enumerate(names):

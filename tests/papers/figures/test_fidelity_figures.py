@@ -1,14 +1,18 @@
 """Figures of divergences, measured on two texts: by budget, by position and by layer."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import pytest
 
 from kvbench.cli.main import main
-from kvbench.papers.figures import measured, registry
+from kvbench.papers.figures import fidelity, measured, registry
 from kvbench.plan import keys
+from kvbench.store.fidelity import TextFidelity, mean_divergence
+from kvbench.tasks.metrics import stats
 
 pytestmark = pytest.mark.e2e("measures and draws figures")
 WORDS = ["dataset=fidelity/tiny", "length=128", "forced=24", "limit=2"]
@@ -45,6 +49,69 @@ def test_numbers_are_those_of_the_samples(folder):
     positions = registry.FIGURES["fidelity/positions"].compute(source)
     first = positions[(positions["text"] == "reference text") & (positions["position"] == 4.5)].iloc[0]
     assert first["kl"] == pytest.approx(sum(sum(x[:8]) for x in kl) / 16)
+
+
+def samples(kl):
+    """Comparisons on as many texts as there are lists of divergences."""
+    return [TextFidelity(tuple(x), "1" * len(x), 0.0, 0.0, 0.0, 0.0) for x in kl]
+
+
+def test_a_run_of_positions_is_over_the_texts_that_reach_it():
+    texts = samples([[0.1 * (i + 1)] * 8 + [1.0 + i] * (4 if i else 0) for i in range(9)])
+    run = mean_divergence(texts, 0, 8)
+    assert run.kl == pytest.approx(0.5) and run.n == 9 and run.ci[0] < run.kl < run.ci[1]
+    sums = np.array([(8 * 0.1 * (i + 1), 8) for i in range(9)])
+    assert run.ci == pytest.approx(stats.ratio_interval(sums))
+    later = mean_divergence(texts, 8, 16)
+    assert later.kl == pytest.approx(5.5) and later.n == 8
+    assert mean_divergence(texts[:7], 0, 8).ci is None, "seven texts say nothing about an interval"
+    assert mean_divergence(texts, 12) is None
+
+
+def test_windows_of_one_document_are_one_draw():
+    texts = samples([[0.1 * (i + 1)] * 4 for i in range(9)])
+    alike = [replace(text, document=f"{i // 2}") for i, text in enumerate(texts)]
+    assert mean_divergence(alike).ci is None, "five documents"
+    assert mean_divergence(texts).ci is not None
+
+
+@pytest.fixture(scope="module")
+def eight(folder):
+    """A short sweep of two methods over eight texts, measured."""
+    words = ["dataset=fidelity/tiny", "length=64", "forced=80", "limit=8", "method=snapkv,kivi", "kv_ratio=0.25"]
+    source = measured.prepare(registry.FIGURES["fidelity/positions"], keys.pairs([*words, f"results={folder}"]))
+    source.measure(quiet=True)
+    return source
+
+
+def kl_of(source, series):
+    cells = next(cells for point, cells in source.ran[0].points() if point.series == series)
+    return [s.fidelity["reference"].kl for s in source.ran[0].run.store.samples(cells[0][1].id).values()]
+
+
+def test_a_running_mean_has_the_interval_of_its_own_positions(eight, monkeypatch):
+    monkeypatch.setattr(fidelity, "SMOOTH_LONG", 10)
+    monkeypatch.setattr(fidelity, "RUNNING", 4)
+    data = registry.FIGURES["fidelity/answers"].compute(eight)
+    series = data["series"].iloc[0]
+    kl = kl_of(eight, series)
+    row = data[(data["series"] == series) & (data["position"] == 25.5)].iloc[0]
+    # 79 positions are eight runs of ten: a mean is over two, this run and the one before it
+    around = np.array([(sum(x[10:30]), 20) for x in kl])
+    assert row["running"] == pytest.approx(around[:, 0].sum() / 160)
+    assert (row["low"], row["high"]) == pytest.approx(stats.ratio_interval(around))
+    assert row["kl"] == pytest.approx(sum(sum(x[20:30]) for x in kl) / 80) and row["n"] == 8
+    shown = registry.FIGURES["fidelity/answers"].prepare(data)
+    assert set(shown["method"]) == {"snapkv", "kivi"} and set(shown["tokens"]) == {20}
+
+
+def test_a_layers_interval_is_over_prompts():
+    kl = [0.1, 0.2, 0.4, 0.1, 0.3, 0.2, 0.5, 0.2]
+    place = {"series": "snapkv", "task": "t", "text": "reference text", "layer": 3}
+    data = fidelity._over_prompts(pd.DataFrame([place | {"kl": x} for x in kl]))
+    (row,) = data.to_dict("records")
+    assert row["n"] == 8 and row["kl"] == pytest.approx(0.25)
+    assert (row["low"], row["high"]) == pytest.approx(stats.ratio_interval(np.array([(x, 1) for x in kl])))
 
 
 def test_one_layer_diverges_less_than_all_and_a_layer_that_is_exact_not_at_all(folder):
