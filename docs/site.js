@@ -24,6 +24,13 @@ document.querySelectorAll("article table:not([class])").forEach((table) => {
 document.querySelectorAll("article table:not([class])").forEach((table) => {
   if (table.querySelectorAll("thead th").length > 9) table.dataset.wide = "";
 });
+// A cell with a sentence is not squeezed by many columns on a narrow screen (site.css).
+document.querySelectorAll("article table:not([class])").forEach((table) => {
+  if (table.querySelectorAll("thead th").length < 5) return;
+  table.querySelectorAll("td").forEach((cell) => {
+    if (cell.textContent.length > 60) cell.dataset.long = "";
+  });
+});
 // A long table gets a field that hides the rows without its words.
 document.querySelectorAll("article table:not([class])").forEach((table) => {
   const rows = [...table.tBodies[0].rows];

@@ -86,10 +86,11 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
             continue
         # these texts are written as seen from docs/ or from the root
         folder = "" if name in FROM_ROOT else "docs"
-        files.append(File.generated(config, name, content=_relinked(_fences(text), folder, name, published)))
+        files.append(File.generated(config, name, content=_relinked(_fences(_lists(text)), folder, name, published)))
     for name in published:
         if name.endswith(".md"):
-            text = _relinked((ROOT / name).read_text("utf-8"), posixpath.dirname(name), name, published)
+            text = _lists((ROOT / name).read_text("utf-8"))
+            text = _relinked(text, posixpath.dirname(name), name, published)
             page = name.replace("README.md", "index.md")
             files.append(File.generated(config, page, content=_with_front_matter(text, page)))
         else:
@@ -128,6 +129,27 @@ def _sections(text: str) -> dict[str, str]:
 def _fences(text: str) -> str:
     """Return the text with code blocks that name a file (```python path) titled by it."""
     return re.sub(r"^```(\w+) (\S+)$", r'```\1 title="\2"', text, flags=re.MULTILINE)
+
+
+def _lists(text: str) -> str:
+    """Return the text with its lists as the site's Markdown reads them.
+
+    GitHub lets a list begin below a line of text, the site only below an empty line. An item that begins with the star
+    of a footnote would be a list in the list.
+    """
+    item = re.compile(r"(\d+\.|-) ")
+    lines: list[str] = []
+    in_code = False
+    for line in text.split("\n"):
+        if line.startswith("```"):
+            in_code = not in_code
+        if item.match(line) and not in_code:
+            # an item may follow another, or the indented lines of another
+            if lines and lines[-1] and not item.match(lines[-1]) and not lines[-1].startswith(" "):
+                lines.append("")
+            line = line.replace("- * ", "- \\* ", 1)
+        lines.append(line)
+    return "\n".join(lines)
 
 
 def _relinked(text: str, folder: str, page: str, published: Sequence[str]) -> str:

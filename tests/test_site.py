@@ -44,6 +44,19 @@ data:          # typed as data.root=
     assert "| `size` | `null` | tokens: all \\| some of them |" in option_tables.of_text(text)
 
 
+@pytest.mark.e2e("imports what makes the site")
+def test_lists_are_written_as_the_site_reads_them():
+    markdown = pytest.importorskip("markdown")
+    pytest.importorskip("mkdocs")
+    import build_site
+
+    text = "A walk.\n1. one\n   goes on\n2. two\n\nNotes.\n- * differs\n- second\n\n```text\nkept\n- as it is\n```\n"
+    lists = build_site._lists(text)
+    assert lists.endswith("```text\nkept\n- as it is\n```\n")
+    html = markdown.markdown(lists.partition("```")[0])
+    assert html.count("<li>") == 4 and html.count("<ul>") == html.count("<ol>") == 1 and "<li>* differs</li>" in html
+
+
 def test_the_page_of_options_has_every_option_of_a_run():
     import option_tables
 
