@@ -18,6 +18,7 @@ import llamacpp_table
 import memory_2026
 import paper_claims
 import paper_tables
+import rounding
 import shards
 import tiny_table
 import verification
@@ -39,6 +40,7 @@ def _verify(without: Sequence[str]) -> int:
     leaderboard.verify(found)
     llamacpp_table.verify(found)
     memory_2026.verify(found)
+    rounding.verify(found)
     paper_tables.verify(found)
     paper_claims.verify(found)
     return found.close(without)

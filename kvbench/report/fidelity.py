@@ -9,7 +9,7 @@ from kvbench.report.table import Table
 
 if TYPE_CHECKING:
     from kvbench.report.data import CellResult, ReportData
-    from kvbench.store.fidelity import FidelitySummary
+    from kvbench.store.fidelity import CODED, FidelitySummary
 
 HEADS = ("method", "KL\nnats", "median", "99 %", "most", "same\nchoice %", "Δp\npoints", "perplexity\nratio")
 # a column of CSV begins with the kind of text, for example reference_kl_mean
@@ -122,6 +122,7 @@ def legend(report: ReportData) -> list[str]:
         "KL: divergence of the next-token distribution from the full cache's, in nats, mean over the tokens of a text "
         "that is forced on both. [a, b]: 95 % interval over prompts. Same choice: equal likeliest token. Δp: "
         "root mean square change of the true token's probability. Perplexity ratio: over the full cache's. Rounding "
-        f"alone makes at most {max(floors):.1g} nats here: the change when one element of each key of the first layer "
-        "moves by one unit in the last place. Means below 3 times as much say nothing and are shown as ≤ rounding."
+        f"alone makes at most {max(floors):.1g} nats here: the change of the full cache when one element of each key "
+        "of the first layer moves by one unit in the last place. Means below 3 times as much say nothing and are shown "
+        f"as ≤ rounding. {CODED}"
     ]

@@ -24,7 +24,7 @@ from kvbench.report.render import UNCHANGED, UNCHANGED_NOTE
 from kvbench.report.report import Report
 from kvbench.report.table import Table, with_interval
 from kvbench.store.cell import Cell
-from kvbench.store.fidelity import KINDS, FidelitySummary, TextFidelity, log_ratio_of_means, summarise_texts
+from kvbench.store.fidelity import CODED, KINDS, FidelitySummary, TextFidelity, log_ratio_of_means, summarise_texts
 from kvbench.store.results import CellSummary, share
 from kvbench.tasks.metrics.stats import Interval, in_percent, mean_over_tasks
 
@@ -427,7 +427,7 @@ def notes(rows: Sequence[Line], told: Sequence[Pair]) -> list[str]:
         floors += [summary.floor for summary in line.fidelity.values()]
     floor_text = ""
     if floors:
-        floor_text = f" The floor is at most {max(floors):.1g} nats."
+        floor_text = f" The floor is at most {max(floors):.1g} nats where new tokens stay exact. {CODED}"
     note_texts = [
         "Bytes after the prompt, in per cent of the full cache's at 16 bits. KL: mean divergence of the next-token "
         "distribution from the full cache's in nats, on the text's own continuation (reference) and on the full "
